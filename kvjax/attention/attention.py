@@ -1,0 +1,67 @@
+"""The attention module: a mechanism, softmax attention from a library, an output projection."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.layers.rope import Rotary
+from kvjax.layers.weight import weight
+
+
+class Attention(nnx.Module):
+    """Softmax attention [B, T, D] -> [B, T, D] with the keys and values of a mechanism."""
+
+    def __init__(self, config: MechanismConfig, d_model: int, *, rngs: nnx.Rngs):
+        sizes = dict(N=config.num_heads, H=config.value_dim, D=d_model)
+        self.out = weight("N H -> D", rngs, init="zeros", **sizes)
+        self.out_bias = weight("D", rngs, init="zeros", D=d_model) if config.bias else None
+        self.mechanism = config.build(d_model, rngs=rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, rotary: Rotary | None, *, causal: bool, query_chunk: int = 0
+    ) -> jax.Array:
+        q_BTNH, raw = self.mechanism.project(x_BTD, rotary)
+        k_BTKH, v_BTKH = self.mechanism.keys_values(raw, rotary)
+        o_BTNH = softmax_attention(q_BTNH, k_BTKH, v_BTKH, causal=causal, query_chunk=query_chunk)
+        y_BTD = jnp.einsum("BTNH,NHD->BTD", o_BTNH, self.out[...])
+        return y_BTD if self.out_bias is None else y_BTD + self.out_bias[...][None, None]
+
+
+def softmax_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKV: jax.Array,
+    *,
+    causal: bool,
+    query_chunk: int = 0,
+    implementation: str | None = None,
+) -> jax.Array:
+    """softmax(q k^T / sqrt(H)) v of the training pass: [B, T, N, Hv].
+
+    Args:
+      q_BTNH: queries, N heads.
+      k_BTKH, v_BTKV: keys and values, K heads, K dividing N; key and value dims may differ.
+      causal: whether query t sees keys 0..t only.
+      query_chunk: if positive and causal, queries go in chunks of this many, each against the keys
+        it can see: half the work where the library computes masked logits (CPU).
+      implementation: of `jax.nn.dot_product_attention`: None, "xla" or "cudnn".
+    """
+    H, Hv = k_BTKH.shape[-1], v_BTKV.shape[-1]
+    dim = max(H, Hv)  # the library refuses unequal dims: pad with zeros, slice
+    pad = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, dim - x.shape[-1])])
+    q, k, v = (x if x.shape[-1] == dim else pad(x) for x in (q_BTNH, k_BTKH, v_BTKV))
+    attend = lambda q, k, v, **mask: jax.nn.dot_product_attention(
+        q, k, v, scale=H**-0.5, implementation=implementation, **mask
+    )
+    T = q.shape[1]
+    if not causal or not 0 < query_chunk < T:
+        return attend(q, k, v, is_causal=causal)[..., :Hv]
+    outputs = []
+    for start in range(0, T, query_chunk):
+        stop = min(start + query_chunk, T)
+        visible_TS = jnp.arange(stop)[None, :] <= jnp.arange(start, stop)[:, None]
+        outputs.append(
+            attend(q[:, start:stop], k[:, :stop], v[:, :stop], mask=visible_TS[None, None])
+        )
+    return jnp.concatenate(outputs, axis=1)[..., :Hv]

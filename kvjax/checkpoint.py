@@ -1,0 +1,184 @@
+"""Checkpoints of a run: atomic, asynchronous, and tied to the config that made them.
+
+One checkpoint holds the training state (parameters, optimizer, step, random key) and the position
+in the data. A checkpoint that cannot be read is set aside, and the one before it is used.
+"""
+
+import json
+import logging
+from typing import Any
+
+from absl import logging as absl_logging
+from etils import epath
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from kvjax.errors import UserError
+
+log = logging.getLogger("kvjax")
+
+
+class Checkpoints:
+    """The checkpoints of one workdir.
+
+    Args:
+      directory: an epath; made if missing.
+      keep: how many of the latest to keep.
+    """
+
+    def __init__(self, directory: epath.Path, *, keep: int):
+        self.directory = directory
+        self._keep = keep
+        self._pending = None  # (step, response) of a save under way
+        self._open()
+
+    def _open(self) -> None:
+        absl_logging.set_verbosity(absl_logging.ERROR)
+        policies = ocp.training
+        self._checkpointer = ocp.training.Checkpointer(
+            self.directory,
+            # The loop alone decides when to save.
+            save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=policies.preservation_policies.LatestN(self._keep),
+            cleanup_tmp_directories=True,
+        )
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return [c.step for c in self._checkpointer.checkpoints]
+
+    def save(self, step: int, state: Any, position: int) -> None:
+        """Starts a save; returns once the arrays are copied off the devices.
+
+        Raises OSError if the save before this one failed (see `wait`).
+        """
+        self.wait()
+        if step in self.steps():
+            return
+        items = dict(state=state, data=dict(position=np.asarray(position, np.int64)))
+        response = self._checkpointer.save_checkpointables_async(step, items, force=True)
+        self._pending = (step, response)
+
+    def wait(self) -> None:
+        """Waits for the save under way.
+
+        Raises:
+          OSError: if it failed (a full disk, say). The checkpoints before it are intact; what it
+            left half-written is removed, and saving goes on to work once there is room.
+        """
+        if self._pending is None:
+            return
+        (step, response), self._pending = self._pending, None
+        try:
+            if response is not None:
+                response.result()
+        except Exception as error:  # Orbax wraps what the file system said in several types
+            self._remove_unfinished()
+            raise OSError(f"checkpoint of step {step} was not written: {_reason(error)}") from error
+
+    def _remove_unfinished(self) -> None:
+        try:
+            self._checkpointer.close()
+        except Exception as error:  # the failed save is reported once, by `wait`
+            log.debug("closing after a failed save: %s", error)
+        self._open()  # cleans up temporary directories
+
+    def restore(self, abstract_state: Any) -> tuple[Any, int, int] | None:
+        """(state, position, step) of the latest checkpoint that can be read, or None.
+
+        Args:
+          abstract_state: a tree of ShapeDtypeStructs with shardings.
+
+        Raises:
+          UserError: if checkpoints are there and none of them can be read.
+        """
+        abstract = dict(
+            state=abstract_state, data=dict(position=jax.ShapeDtypeStruct((), np.int64))
+        )
+        failures = []
+        for step in reversed(self.steps()):
+            try:
+                items = self._checkpointer.load_checkpointables(step, abstract)
+            except Exception as error:  # corrupted files raise many types
+                failures.append(f"step {step}: {_reason(error)}")
+                log.warning("checkpoint of step %d cannot be read: %s", step, _reason(error))
+                continue
+            self._set_aside(step)
+            return items["state"], int(items["data"]["position"]), step
+        if failures:
+            raise UserError(
+                f"{self.directory}: no checkpoint can be read ({'; '.join(failures)}). Nothing was "
+                "changed; choose another --workdir, or restore the folder from a backup"
+            )
+        return None
+
+    def _set_aside(self, good_step: int) -> None:
+        """Renames unreadable checkpoints later than the good one, so that saving can go on."""
+        later = [step for step in self.steps() if step > good_step]
+        if not later:
+            return
+        self._checkpointer.close()
+        for step in later:
+            target = self.directory.parent / f"unreadable-checkpoint-{step}"
+            if target.exists():
+                target.rmtree()
+            (self.directory / str(step)).rename(target)
+            log.warning("going on from step %d; step %d was moved to %s", good_step, step, target)
+        self._open()
+
+    def close(self) -> None:
+        self.wait()
+        self._checkpointer.close()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the deepest cause: where Orbax leaves the useful text."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def claim(path: epath.Path, identity: dict) -> None:
+    """Writes what a workdir belongs to into a new file, or checks it against the one there.
+
+    Args:
+      path: a .json file in the workdir.
+      identity: what may not change between a run and its continuation, JSON-able, nested.
+
+    Raises:
+      UserError: if the file says something else; names what differs.
+    """
+    if not path.exists():
+        write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
+        return
+    try:
+        before = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error}): choose another --workdir") from error
+    old, new = dict(_flat(before)), dict(_flat(json.loads(json.dumps(identity))))
+    differing = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    if differing:
+        rows = [f"  {k}: there {old.get(k)!r}, now {new.get(k)!r}" for k in differing[:12]]
+        rows += [f"  and {len(differing) - 12} more"] if len(differing) > 12 else []
+        raise UserError(
+            f"{path.parent} holds another run, and was left as it is:\n"
+            + "\n".join(rows)
+            + "\nGive the same values to resume it, or another --workdir for a new run"
+        )
+
+
+def write_atomically(path: epath.Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.parent / f".{path.name}.tmp"
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _flat(tree: Any, prefix: str = ""):
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree

@@ -1,0 +1,199 @@
+"""Batches of packed rows from any position on, the same for any number of processes."""
+
+from collections.abc import Iterator
+import dataclasses
+import json
+import os
+from typing import Any
+
+from absl import logging
+from etils import epath
+import grain
+import numpy as np
+
+from kvjax.data import config as config_lib
+from kvjax.data import prepare
+from kvjax.data import tokenizer as tokenizer_lib
+
+# One thread reads ahead of the step; more gain nothing, for reading holds the interpreter's lock.
+_READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedDataset:
+    """A prepared data set: its rows, its tokenizer, and what `dataset.json` says about it.
+
+    token_bytes: int32 [V], the raw bytes of each token, 0 for specials: bits per byte divide by
+      their sum over targets.
+    """
+
+    path: epath.Path
+    tokenizer: tokenizer_lib.Tokenizer
+    token_bytes: np.ndarray
+    info: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        """V, specials included."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def sequence_length(self) -> int:
+        """T: a row holds T + 1 tokens."""
+        return self.info["config"]["sequence_length"]
+
+    def num_rows(self, split: str) -> int:
+        """The number of rows of `train` or `validation`."""
+        return self.info["splits"][split]["rows"]
+
+    def rows(self, split: str):
+        """The rows of a split by index, in the text's order: `{"tokens": unsigned [T + 1]}`."""
+        import tensorflow_datasets as tfds  # Takes 0.5 s, and importing this file should not.
+
+        folder = self.path / prepare.ROWS / prepare.ROWS_VERSION
+        return tfds.builder_from_directory(folder).as_data_source(split)
+
+
+def open_dataset(path: epath.PathLike) -> PackedDataset:
+    """The data set that `prepare` wrote to this folder.
+
+    Raises:
+      FileNotFoundError: nothing is prepared there.
+      ValueError: it was written in another format.
+    """
+    path = epath.Path(path).expanduser()
+    manifest = path / prepare.MANIFEST
+    if not manifest.exists():
+        raise FileNotFoundError(
+            f"{os.fspath(path)} holds no prepared data (no {prepare.MANIFEST}): `python -m"
+            " kvjax.data.prepare --source=...` prints the folder it prepares."
+        )
+    info = json.loads(manifest.read_text())
+    if info["format_version"] != prepare.FORMAT_VERSION:
+        raise ValueError(
+            f"{os.fspath(path)} has format {info['format_version']}, this code reads"
+            f" {prepare.FORMAT_VERSION}: prepare it again with"
+            f" `{config_lib.DataConfig(**info['config']).command()}`."
+        )
+    tokenizer = tokenizer_lib.load(path / prepare.TOKENIZER)
+    return PackedDataset(path, tokenizer, tokenizer.token_bytes(), info)
+
+
+def train_batches(
+    dataset: PackedDataset,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    seed: int,
+    position: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[np.ndarray]:
+    """Endless batches, int32 [batch_size / process_count, T + 1], shuffled anew each epoch.
+
+    All processes together consume one stream of rows, a permutation of the split after another; row
+    i of the stream belongs to process i mod process_count. So a position is one integer, and
+    starting at any takes no time.
+
+    Args:
+      dataset: from `open_dataset`.
+      sequence_length: T, at most the packed rows'; of longer rows the first T + 1 tokens are used.
+      batch_size: rows in a batch of all processes together; a multiple of `process_count`.
+      seed: of the permutations, 0 <= seed < 2**32.
+      position: rows consumed so far by all processes together; a multiple of `batch_size`.
+      process_index: which process this is.
+      process_count: how many there are.
+
+    Raises:
+      ValueError: at the call, for arguments that can't be, and for a split with fewer rows than a
+        batch.
+    """
+    _check(dataset, sequence_length, batch_size, process_index, process_count)
+    if not 0 <= seed < 1 << 32:
+        raise ValueError(f"seed={seed} must be in [0, 2**32).")
+    if position < 0 or position % batch_size:
+        raise ValueError(
+            f"position={position} must be a multiple of batch_size={batch_size}, not negative: rows"
+            " are consumed by batches. To resume with another batch size, pick one that divides"
+            " the position."
+        )
+    num_rows = dataset.num_rows("train")
+    if num_rows < batch_size:
+        raise ValueError(
+            f"the train split has {num_rows} rows, and batch_size={batch_size} needs as many: lower"
+            " batch_size, or prepare more text or shorter rows."
+        )
+    rows = grain.MapDataset.source(dataset.rows("train")).seed(seed).shuffle().repeat()
+    batches = rows[position + process_index :: process_count].batch(
+        batch_size // process_count, batch_fn=lambda rows: _stack(rows, sequence_length)
+    )
+    return iter(batches.to_iter_dataset(_READ_OPTIONS))
+
+
+def validation_batches(
+    dataset: PackedDataset,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[np.ndarray]:
+    """The validation rows once, in order: int32 [batch_size / process_count, T + 1].
+
+    The last batch is filled with rows of BOS, which count no bytes; all processes get the same
+    number of batches.
+    """
+    _check(dataset, sequence_length, batch_size, process_index, process_count)
+    rows, num_rows = dataset.rows("validation"), dataset.num_rows("validation")
+
+    def batches() -> Iterator[np.ndarray]:
+        for start in range(0, num_rows, batch_size):
+            batch = np.full(
+                (batch_size // process_count, sequence_length + 1),
+                dataset.tokenizer.bos_id,
+                np.int32,
+            )
+            indices = range(start + process_index, min(start + batch_size, num_rows), process_count)
+            if indices:
+                batch[: len(indices)] = _stack(rows.__getitems__(indices), sequence_length)
+            yield batch
+
+    return batches()
+
+
+def _stack(rows: list[dict[str, np.ndarray]], sequence_length: int) -> np.ndarray:
+    return np.stack([row["tokens"][: sequence_length + 1] for row in rows]).astype(np.int32)
+
+
+def _check(
+    dataset: PackedDataset,
+    sequence_length: int,
+    batch_size: int,
+    process_index: int,
+    process_count: int,
+) -> None:
+    if not 0 <= process_index < process_count:
+        raise ValueError(
+            f"process_index={process_index} must be in [0, process_count={process_count})."
+        )
+    if batch_size < 1 or batch_size % process_count:
+        raise ValueError(
+            f"batch_size={batch_size} must be a positive multiple of process_count={process_count}."
+        )
+    packed = dataset.sequence_length
+    if not 1 <= sequence_length <= packed:
+        again = dataclasses.replace(
+            config_lib.DataConfig(**dataset.info["config"]), sequence_length=max(1, sequence_length)
+        )
+        raise ValueError(
+            f"sequence_length={sequence_length} must be at least 1 and at most the {packed} that"
+            f" the rows in {os.fspath(dataset.path)} were packed with. Prepare longer rows:"
+            f" `{again.command()}`."
+        )
+    if sequence_length < packed:
+        logging.warning(
+            "sequence_length=%d is less than the rows' %d in %s: the rest of each row is not used.",
+            sequence_length,
+            packed,
+            os.fspath(dataset.path),
+        )

@@ -1,0 +1,271 @@
+"""Text to packed rows, once: `python -m kvjax.data.prepare --source=... --vocab_size=...`.
+
+The stream of a split is [BOS] + document, concatenated. Row i holds tokens [i·T, i·T + T] of it, so
+that every token after the first is a target exactly once. Train drops what doesn't fill its last
+row; validation fills it with BOS, which counts no bytes. The folder of a data set is named by a
+hash of all that decides its content, and appears whole or not at all.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+
+from absl import app
+from absl import flags
+from absl import logging
+from etils import epath
+import numpy as np
+import tqdm
+
+from kvjax.data import config as config_lib
+from kvjax.data import readers
+from kvjax.data import sources
+from kvjax.data import tokenizer as tokenizer_lib
+
+# Part of every key: raise it when the same text would be written as other rows.
+FORMAT_VERSION = 1
+MANIFEST = "dataset.json"
+TOKENIZER = "tokenizer.json"
+ROWS = "packed_rows"
+ROWS_VERSION = "1.0.0"
+# The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
+BATCH_CHARACTERS = 1 << 21
+# Merges learned from more text than this hardly differ (nanochat: 2e9).
+TOKENIZER_CHARACTERS = 2_000_000_000
+# A staging folder in which nothing was written for so long is what a killed preparation left.
+ABANDONED_SECONDS = 24 * 3600
+
+
+def prepare(config: config_lib.DataConfig) -> epath.Path:
+    """The folder of the data set that `config` asks for, written if it isn't there yet.
+
+    It holds `dataset.json` (what is in it), `tokenizer.json` and `packed_rows/` (TFDS,
+    ArrayRecord). A preparation that is killed leaves nothing under this name, and several at once
+    write the same thing. On object stores (gs://), where renaming a folder copies file by file,
+    prepare in one process only.
+
+    Raises:
+      FileNotFoundError: a source or tokenizer that isn't there.
+      ValueError: what can't be read, an empty split, too little text for the vocabulary or for one
+        row; with the file, the value and what to do.
+    """
+    source = sources.fingerprint(config)
+    tokenizer_key = _tokenizer_key(config, source)
+    key = _hash(FORMAT_VERSION, source, tokenizer_key, config.sequence_length)
+    path = config.root / "datasets" / key
+    if (path / MANIFEST).exists():
+        return path
+    for split in sources.SPLITS:
+        next(sources.pieces(config, split))  # An empty split is told before a tokenizer is trained.
+    tokenizer = _tokenizer(config, tokenizer_key)
+    with _published(path / MANIFEST) as staging:
+        _write(config, tokenizer, staging)
+    return path
+
+
+def _write(
+    config: config_lib.DataConfig, tokenizer: tokenizer_lib.Tokenizer, staging: epath.Path
+) -> None:
+    from kvjax.data import packed_rows  # TFDS takes 0.5 s, and a data set that is there needs none.
+
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    splits, streams = {}, {}
+    local = None if "://" in os.fspath(staging) else staging
+    with tempfile.TemporaryDirectory(prefix="tokens-", dir=local) as folder:
+        for split in sources.SPLITS:
+            file = os.path.join(folder, split)
+            splits[split] = _write_stream(config, split, tokenizer, dtype, file)
+            streams[split] = np.memmap(file, dtype, mode="r")
+        for split, stream in streams.items():
+            splits[split]["rows"] = (len(stream) - 1) // config.sequence_length
+        if not splits["train"]["rows"]:
+            raise ValueError(
+                f"the train split has {splits['train']['tokens']} tokens, and a row needs"
+                f" sequence_length + 1 = {config.sequence_length + 1}: lower sequence_length, or"
+                f" give more text in source={config.source!r}."
+            )
+        builder = packed_rows.PackedRows(streams, config.sequence_length, staging)
+        with contextlib.redirect_stdout(sys.stderr):  # TFDS announces a download that isn't one.
+            builder.download_and_prepare(download_dir=folder)
+        del builder, streams
+    tokenizer.save(staging / TOKENIZER)
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "config": dataclasses.asdict(config),
+        "tokenizer": {
+            "vocab_size": tokenizer.vocab_size,
+            "bos_id": tokenizer.bos_id,
+            "sha256": hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
+        },
+        "dtype": dtype.name,
+        "xz_bits_per_byte": splits["validation"].pop("xz_bits_per_byte"),
+        "splits": splits,
+    }
+    (staging / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _write_stream(
+    config: config_lib.DataConfig,
+    split: str,
+    tokenizer: tokenizer_lib.Tokenizer,
+    dtype: np.dtype,
+    file: str,
+) -> dict[str, int | float]:
+    """The documents, bytes (UTF-8) and tokens (with BOS) of a split, written to a local file."""
+    token_bytes_V = tokenizer.token_bytes()
+    documents = num_bytes = num_tokens = num_token_bytes = 0
+    # The figure any compressor's user knows, on the very text that bits per byte are measured on.
+    xz = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME) if split == "validation" else None
+    xz_bytes = 0
+    bar = tqdm.tqdm(desc=f"tokenizing {split}", unit="B", unit_scale=True, disable=None)
+    with open(file, "wb") as out, bar:
+        for batch in _batches(sources.pieces(config, split)):
+            for piece, ids in zip(
+                batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True
+            ):
+                tokens = np.array([tokenizer.bos_id] * piece.starts_document + ids, dtype)
+                out.write(tokens)
+                content = piece.text.encode()
+                documents += piece.starts_document
+                num_bytes += len(content)
+                num_tokens += len(tokens)
+                num_token_bytes += int(token_bytes_V[tokens].sum())
+                xz_bytes += len(xz.compress(content)) if xz else 0
+                bar.update(len(content))
+        if split == "validation":
+            # Row starts are multiples of T: so the last row is whole, and nothing is left over.
+            missing = -(num_tokens - 1) % config.sequence_length
+            out.write(np.full(missing, tokenizer.bos_id, dtype))
+    if num_token_bytes != num_bytes:
+        raise ValueError(
+            f"tokenizer={config.tokenizer!r} loses text: the {split} split has {num_bytes} bytes,"
+            f" its tokens {num_token_bytes}. Use a tokenizer whose vocabulary has all 256 bytes, or"
+            " tokenizer='bpe'."
+        )
+    counts = {"documents": documents, "bytes": num_bytes, "tokens": num_tokens}
+    if xz:
+        counts["xz_bits_per_byte"] = 8 * (xz_bytes + len(xz.flush())) / num_bytes
+    return counts
+
+
+def _batches(pieces: Iterator[readers.Piece]) -> Iterator[list[readers.Piece]]:
+    batch, characters = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _tokenizer_key(config: config_lib.DataConfig, source: str) -> str:
+    if config.tokenizer == "byte":
+        return "byte"
+    if config.tokenizer != "bpe":
+        return _hash(tokenizer_lib.load(config.tokenizer).to_json())
+    return _hash(
+        FORMAT_VERSION, source, config.vocab_size, tokenizer_lib.SPLIT_PATTERN, tokenizer_lib.BOS
+    )
+
+
+def _tokenizer(config: config_lib.DataConfig, key: str) -> tokenizer_lib.Tokenizer:
+    """The tokenizer asked for; one trained before on the same text is read back."""
+    if config.tokenizer == "byte":
+        return tokenizer_lib.byte_tokenizer()
+    if config.tokenizer != "bpe":
+        return tokenizer_lib.load(config.tokenizer)
+    path = config.root / "tokenizers" / key
+    if not (path / TOKENIZER).exists():
+        with _published(path / TOKENIZER) as staging:
+            tokenizer_lib.train(_training_texts(config), config.vocab_size).save(
+                staging / TOKENIZER
+            )
+    return tokenizer_lib.load(path / TOKENIZER)
+
+
+def _training_texts(config: config_lib.DataConfig) -> Iterator[str]:
+    characters = 0
+    with tqdm.tqdm(desc="training tokenizer", unit="B", unit_scale=True, disable=None) as bar:
+        for piece in sources.pieces(config, "train"):
+            yield piece.text
+            characters += len(piece.text)
+            bar.update(len(piece.text))
+            if characters >= TOKENIZER_CHARACTERS:
+                return
+
+
+@contextlib.contextmanager
+def _published(file: epath.Path) -> Iterator[epath.Path]:
+    """A folder to write `file` and others into; without an exception it becomes `file`'s."""
+    path = file.parent
+    staging = path.parent / f".staging-{path.name}-{uuid.uuid4().hex}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path.parent)
+    staging.mkdir()
+    try:
+        yield staging
+        try:
+            staging.rename(path)
+        except OSError as error:
+            if not file.exists():  # Otherwise another process was first, with the same content.
+                raise FileExistsError(
+                    f"{os.fspath(path)} lacks {file.name}: remove that folder."
+                ) from error
+    finally:
+        if staging.exists():
+            staging.rmtree()
+
+
+def _remove_abandoned(folder: epath.Path) -> None:
+    if "://" in os.fspath(folder):
+        return
+    for staging in folder.glob(".staging-*"):
+        try:
+            files = [*staging.glob("**/*"), staging]
+            if time.time() - max(file.stat().mtime for file in files) > ABANDONED_SECONDS:
+                logging.info("removing %s, left by a preparation that was killed", staging)
+                shutil.rmtree(staging, ignore_errors=True)
+        except FileNotFoundError:
+            continue  # Its preparation ended meanwhile.
+
+
+def _hash(*parts) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=10).hexdigest()
+
+
+def _define_flags() -> dict[str, flags.FlagHolder]:
+    define = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float}
+    holders = {}
+    for field in dataclasses.fields(config_lib.DataConfig):
+        name = config_lib.FLAG_NAMES.get(field.name, field.name)
+        holders[field.name] = define[field.type](name, field.default, "see kvjax/data/config.py")
+    return holders
+
+
+def main(argv: list[str], holders: dict[str, flags.FlagHolder]) -> None:
+    """Prepares the data set of the flags, and prints its folder and what is in it."""
+    if len(argv) > 1:
+        sys.exit(f"prepare takes flags only, not {argv[1:]}: --source=... and others, see --help.")
+    try:
+        path = prepare(
+            config_lib.DataConfig(**{name: holder.value for name, holder in holders.items()})
+        )
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+    print((path / MANIFEST).read_text() + os.fspath(path))
+
+
+if __name__ == "__main__":
+    holders_ = _define_flags()
+    app.run(lambda argv: main(argv, holders_))

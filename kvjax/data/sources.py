@@ -1,0 +1,244 @@
+"""The documents of a split, streamed from the embedded corpus, files or TFDS.
+
+What is held out is decided before anything is packed:
+
+| source | validation is |
+|---|---|
+| `embedded` | the last 200,000 bytes of each of the two books, from the next line on |
+| .txt | the last `validation_fraction` of each file's bytes, from the next line on |
+| .jsonl, .parquet, TFDS | the documents whose hash falls in `validation_fraction` |
+
+So equal records are on the same side. With a `validation_source`, that is validation, and all of
+`source` is for training.
+"""
+
+from collections.abc import Iterator, Sequence
+import functools
+import hashlib
+import lzma
+import os
+from typing import Protocol
+
+from etils import epath
+
+from kvjax.data import config as config_lib
+from kvjax.data import readers
+
+SPLITS = ("train", "validation")
+EMBEDDED_VALIDATION_BYTES = 200_000
+CORPUS = epath.Path(__file__).parent / "corpus"
+BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
+JSONL = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
+SUFFIXES = (".txt", *JSONL, ".parquet")
+# Files up to here are told apart by all their bytes, larger ones by size, time and both ends.
+HASHED_BYTES = 256 << 20
+
+
+class Source(Protocol):
+    """Something with documents."""
+
+    def fingerprint(self) -> str:
+        """Changes when the documents do; cheap."""
+
+    def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
+        """The documents of `train`, `validation` (the held-out `fraction`) or `all`."""
+
+
+def fingerprint(config: config_lib.DataConfig) -> str:
+    """A hash of all that decides which documents are in which split, hexadecimal."""
+    held_out = config.validation_source and [
+        s.fingerprint() for s in _sources(config.validation_source, config.text_key)
+    ]
+    parts = [s.fingerprint() for s in _sources(config.source, config.text_key)]
+    return _hash(repr((parts, held_out or config.validation_fraction, config.text_key)).encode())
+
+
+def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]:
+    """The documents of a split in a fixed order, each as pieces; empty documents are left out.
+
+    Args:
+      config: names the sources and the split.
+      split: `train` or `validation`.
+
+    Raises:
+      FileNotFoundError: a source that matches no file.
+      readers.SourceError: a source that can't be read, naming file and place, or an empty split.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r} must be one of {SPLITS}.")
+    spec, part = config.source, split
+    if config.validation_source:
+        spec, part = (config.source if split == "train" else config.validation_source), "all"
+    found = False
+    for source in _sources(spec, config.text_key):
+        for piece in source.pieces(part, config.validation_fraction):
+            found = True
+            yield piece
+    if found:
+        return
+    if part == "all" or not any(
+        True for s in _sources(spec, config.text_key) for _ in s.pieces("all", 0.0)
+    ):
+        raise readers.SourceError(f"{spec!r} has no documents: everything it matches is empty.")
+    change = "raise" if split == "validation" else "lower"
+    raise readers.SourceError(
+        f"the {split} split of {spec!r} is empty: no document fell into it with"
+        f" validation_fraction={config.validation_fraction} (documents aren't cut, nor are lines)."
+        f" {change.capitalize()} validation_fraction, or name a validation_source."
+    )
+
+
+class _TextFile:
+    """A .txt file; validation is its end."""
+
+    def __init__(self, path: epath.Path):
+        self.path = path
+
+    def fingerprint(self) -> str:
+        return f"txt {_file_hash(self.path)}"
+
+    def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
+        size = self.path.stat().length
+        cut = size
+        if split != "all":
+            cut = readers.line_start(self.path, size - int(size * fraction))
+        start, stop = (cut, size) if split == "validation" else (0, cut)
+        return readers.read_text(self.path, start, stop)
+
+
+class _Records:
+    """Documents one by one; validation are those whose hash falls in the fraction."""
+
+    def __init__(self, fingerprint: str, read):
+        self._fingerprint = fingerprint
+        self._read = read
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
+        for text in self._read():
+            if split == "all" or (split == "validation") == is_held_out(text, fraction):
+                yield from readers.read_document(text)
+
+
+class _EmbeddedBook:
+    """A compressed book of the corpus."""
+
+    def __init__(self, path: epath.Path):
+        self.path = path
+
+    def fingerprint(self) -> str:
+        return f"embedded {EMBEDDED_VALIDATION_BYTES} {_file_hash(self.path)}"
+
+    def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
+        del fraction  # A fixed validation text makes figures comparable.
+        text = lzma.decompress(self.path.read_bytes())
+        cut = len(text)
+        if split != "all":
+            cut = text.index(b"\n", len(text) - EMBEDDED_VALIDATION_BYTES - 1) + 1
+        part = text[cut:] if split == "validation" else text[:cut]
+        for document in part.decode().split(readers.DOCUMENT_SEPARATOR):
+            yield from readers.read_document(document)
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document's own hash puts it into a validation split of this fraction."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2.0**64
+
+
+def _sources(spec: str, text_key: str) -> Sequence[Source]:
+    items = [item.strip() for item in spec.split(",") if item.strip()]
+    return [source for item in items for source in _resolve(item, text_key)]
+
+
+def _resolve(item: str, text_key: str) -> list[Source]:
+    if item == "embedded":
+        return [_EmbeddedBook(CORPUS / book) for book in BOOKS]
+    if item.startswith("tfds:"):
+        return [_tfds_source(item, text_key)]
+    return [_file_source(path, text_key) for path in _files(item)]
+
+
+def _file_source(path: epath.Path, text_key: str) -> Source:
+    if path.name.endswith(".txt"):
+        return _TextFile(path)
+    read = readers.read_parquet if path.name.endswith(".parquet") else readers.read_jsonl
+    kind = next(suffix for suffix in SUFFIXES if path.name.endswith(suffix))
+    return _Records(f"{kind} {_file_hash(path)}", functools.partial(read, path, text_key))
+
+
+def _tfds_source(item: str, text_key: str) -> Source:
+    name, _, split = item.removeprefix("tfds:").partition("#")
+    split = split or "train"
+    builder = _tfds_builder(name)
+    info = builder.info
+    sizes = info.splits[split].shard_lengths if split in info.splits else None
+    return _Records(
+        f"tfds {info.full_name} {split} {sizes} {info.dataset_size}",
+        functools.partial(readers.read_tfds, builder, split, text_key),
+    )
+
+
+@functools.cache
+def _tfds_builder(name: str):
+    import tensorflow_datasets as tfds  # Takes 0.5 s, and most runs read no TFDS source.
+
+    folder = os.environ.get("TFDS_DATA_DIR")
+    try:
+        builder = tfds.builder(name, data_dir=folder, file_format="array_record")
+    except Exception as error:  # Whatever the data set's own code raises.
+        raise readers.SourceError(
+            f"tfds:{name} can't be opened: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+    if not builder.is_prepared():
+        # Not prepared from here: most data sets' code needs TensorFlow, and hours.
+        raise readers.SourceError(
+            f"tfds:{name} is not prepared as ArrayRecord in {builder.data_dir}. Where there is a"
+            f" network, run: tfds build {name} --file_format=array_record --data_dir=FOLDER; then"
+            " set TFDS_DATA_DIR=FOLDER."
+        )
+    return builder
+
+
+def _files(pattern: str) -> list[epath.Path]:
+    """The files of a path, folder (those directly in it) or glob, sorted."""
+    path = epath.Path(pattern).expanduser()
+    if any(c in pattern for c in "*?["):
+        parts = path.parts
+        first = next(i for i, part in enumerate(parts) if any(c in part for c in "*?["))
+        folder = epath.Path(*parts[:first]) if first else epath.Path(".")
+        found = sorted(p for p in folder.glob("/".join(parts[first:])) if not p.is_dir())
+    elif path.is_dir():
+        found = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES) and not p.is_dir())
+    else:
+        found = [path] if path.exists() else []
+    if not found:
+        raise FileNotFoundError(
+            f"source {pattern!r} matches no file: give 'embedded', 'tfds:NAME', or a file, glob or"
+            f" folder of files ending in {', '.join(SUFFIXES)}."
+        )
+    for file in found:
+        if not file.name.endswith(SUFFIXES):
+            raise readers.SourceError(
+                f"{os.fspath(file)} ends in none of {', '.join(SUFFIXES)}: convert or rename it."
+            )
+    return found
+
+
+def _file_hash(path: epath.Path) -> str:
+    stat = path.stat()
+    with readers.open_file(path) as file:
+        if stat.length <= HASHED_BYTES:
+            digest = hashlib.blake2b(digest_size=16)
+            while block := file.read(readers.BLOCK_BYTES):
+                digest.update(block)
+            return digest.hexdigest()
+        head = file.read(readers.BLOCK_BYTES)
+        file.seek(stat.length - readers.BLOCK_BYTES)
+        return _hash(repr((path.name, stat.length, stat.mtime)).encode() + head + file.read())
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,193 @@
+"""Byte-level BPE tokenizers: trained here, bytes alone, or read from a `tokenizer.json`."""
+
+from collections.abc import Iterable, Sequence
+import json
+import os
+
+# Two encoders in one process is what the library's default guards against (fork); ours never fork
+# while encoding.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+from absl import logging
+from etils import epath
+import numpy as np
+import tokenizers
+
+BOS = "<|bos|>"
+# Published tokenizers call the token that opens a document by other names; the first one present is
+# taken.
+_BOS_NAMES = (BOS, "<|begin_of_text|>", "<bos>", "<s>", "<|endoftext|>")
+
+# GPT-4's (tiktoken, cl100k_base), with digits in groups of one or two instead of three: better for
+# small vocabularies (nanochat).
+SPLIT_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2)."""
+    own = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    characters = {byte: chr(byte) for byte in own}
+    others = (byte for byte in range(256) if byte not in characters)
+    characters.update({byte: chr(256 + i) for i, byte in enumerate(others)})
+    return [characters[byte] for byte in range(256)]
+
+
+class Tokenizer:
+    """Text to token ids and back; the raw bytes of a text's tokens are its UTF-8 bytes.
+
+    A special token written out in a text is encoded as the ordinary characters it is made of.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, name: str):
+        """Wraps a byte-level tokenizer of the `tokenizers` library.
+
+        Args:
+          backend: must split text into bytes (ByteLevel), without normalizer, so that bits per byte
+            count the text's bytes.
+          name: for messages: where the tokenizer comes from.
+
+        Raises:
+          ValueError: it isn't byte-level, adds a prefix space, or has no token that opens a
+            document.
+        """
+        definition = json.loads(backend.to_str())
+        steps = definition["pre_tokenizer"] or {}
+        steps = steps.get("pretokenizers", [steps])
+        levels = [step for step in steps if step.get("type") == "ByteLevel"]
+        if not levels or any(step["add_prefix_space"] for step in levels):
+            raise ValueError(
+                f"{name}: the tokenizer must be byte-level without prefix space (as GPT-2, Llama 3,"
+                " Qwen, SmolLM), so that every token has its raw bytes; its pre_tokenizer is"
+                f" {definition['pre_tokenizer']}."
+            )
+        if definition["normalizer"] is not None:
+            logging.warning(
+                "%s: its normalizer %s is left out: texts are encoded byte for byte.",
+                name,
+                definition["normalizer"]["type"],
+            )
+            backend.normalizer = None
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        specials = {token["content"] for token in definition["added_tokens"] if token["special"]}
+        bos = next((bos for bos in _BOS_NAMES if bos in specials), None)
+        if bos is None:
+            raise ValueError(
+                f"{name}: no special token opens a document: one of {', '.join(_BOS_NAMES)} must be"
+                f" there; there are {sorted(specials) or 'none'}."
+            )
+        self._backend = backend
+        self._specials = specials
+        self.bos_id: int = backend.token_to_id(bos)
+        self.vocab_size: int = 1 + max(backend.get_vocab().values())
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without BOS."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text, encoded on all cores."""
+        return [
+            encoding.ids
+            for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, specials by name; bytes that aren't UTF-8 become U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self) -> np.ndarray:
+        """int32 [V]: the raw bytes of each token; 0 for specials and for ids without a token."""
+        added = self._backend.get_added_tokens_decoder()
+        bytes_V = np.zeros(self.vocab_size, np.int32)
+        for token, i in self._backend.get_vocab().items():
+            if i not in added:
+                bytes_V[i] = len(token)  # Byte-level: one character stands for one byte.
+            elif token not in self._specials:
+                bytes_V[i] = len(token.encode())
+        return bytes_V
+
+    def to_json(self) -> str:
+        """The tokenizer in the `tokenizer.json` format of the `tokenizers` library."""
+        return self._backend.to_str(pretty=False)
+
+    def save(self, path: epath.PathLike) -> None:
+        """Writes `tokenizer.json`'s format to a file."""
+        epath.Path(path).write_text(self.to_json())
+
+
+def train(
+    texts: Iterable[str], vocab_size: int, special_tokens: tuple[str, ...] = (BOS,)
+) -> Tokenizer:
+    """A byte-level BPE of exactly `vocab_size` tokens; the same texts give the same tokenizer.
+
+    Specials take the first ids, then come the 256 bytes, then the merges.
+
+    Raises:
+      ValueError: the texts have too few distinct words for the vocabulary (asked, reached, what to
+        do).
+    """
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), behavior="isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=list(special_tokens),
+        initial_alphabet=_byte_characters(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    reached = backend.get_vocab_size()
+    if reached != vocab_size:
+        raise ValueError(
+            f"vocab_size={vocab_size} asked, {reached} reached: the training split has no more"
+            f" pairs of tokens that occur twice. Use vocab_size={reached} or less, or more text."
+        )
+    return Tokenizer(backend, "the trained tokenizer")
+
+
+def byte_tokenizer() -> Tokenizer:
+    """257 tokens: id b is byte b, id 256 is `<|bos|>`."""
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    # Words keep the model's queue short; without merges they change no token.
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=True
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([BOS])
+    return Tokenizer(backend, "the byte tokenizer")
+
+
+def load(path: epath.PathLike) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`: one saved here, or a published byte-level one.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: not a `tokenizer.json`, or not one that `Tokenizer` can use; the message names the
+        file.
+    """
+    path = epath.Path(path).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"tokenizer={os.fspath(path)!r}: there is no such file.")
+    try:
+        backend = tokenizers.Tokenizer.from_str(path.read_text())
+    except Exception as error:  # The library raises bare Exception.
+        raise ValueError(
+            f"tokenizer={os.fspath(path)!r} is not a tokenizer.json: {error}"
+        ) from error
+    return Tokenizer(backend, os.fspath(path))

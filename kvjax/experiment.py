@@ -1,0 +1,156 @@
+"""A run, resolved once from its config into frozen dataclasses; every bad value raises here."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from kvjax.attention import MECHANISMS
+from kvjax.configuration import at_least
+from kvjax.configuration import one_of
+from kvjax.configuration import to_dataclass
+from kvjax.data.config import DataConfig
+from kvjax.errors import UserError
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import REMAT_POLICIES
+from kvjax.model.transformer import Compute
+from kvjax.optim import OptimizerConfig
+from kvjax.sharding import MeshConfig
+
+DTYPES = ("auto", "float32", "bfloat16", "float64")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Lengths in optimizer steps; a batch is `batch_size` rows of data.sequence_length tokens."""
+
+    num_steps: int
+    batch_size: int
+    grad_accumulation: int = 1  # the batch goes through the model in this many parts
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 250
+    checkpoint_every: int = 250
+    keep_checkpoints: int = 2
+    stop_after: int = 0  # stop cleanly after this step, schedule unchanged; 0: run to the end
+    sample_prompt: str = "The king "
+    sample_tokens: int = 100  # of text sampled at the end; 0: none
+
+    def __post_init__(self):
+        positive = (
+            *("num_steps", "batch_size", "grad_accumulation", "log_every", "eval_every"),
+            *("checkpoint_every", "keep_checkpoints"),
+        )
+        for key in positive:
+            at_least(f"config.train.{key}", getattr(self, key), 1)
+        for key in ("seed", "stop_after", "sample_tokens"):
+            at_least(f"config.train.{key}", getattr(self, key), 0)
+        if self.batch_size % self.grad_accumulation:
+            raise UserError(
+                f"config.train.grad_accumulation = {self.grad_accumulation}: must divide "
+                f"config.train.batch_size = {self.batch_size}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """See `kvjax.model.transformer.Compute`; "auto" and -1 go by the platform."""
+
+    dtype: str = "auto"  # float32 on CPU, bfloat16 elsewhere
+    remat: str = "none"
+    unroll: str = "auto"  # "on" on CPU up to 8 layers
+    query_chunk: int = -1  # 64 on CPU, 0 elsewhere
+    loss_chunks: int = 8
+
+    def __post_init__(self):
+        one_of("config.compute.dtype", self.dtype, DTYPES)
+        one_of("config.compute.remat", self.remat, tuple(REMAT_POLICIES))
+        one_of("config.compute.unroll", self.unroll, ("auto", "on", "off"))
+        at_least("config.compute.query_chunk", self.query_chunk, -1)
+        at_least("config.compute.loss_chunks", self.loss_chunks, 1)
+
+    def resolve(self, platform: str, num_layers: int) -> Compute:
+        on_cpu = platform == "cpu"
+        dtype = {"auto": "float32" if on_cpu else "bfloat16"}.get(self.dtype, self.dtype)
+        if dtype == "float64" and not jax.config.jax_enable_x64:
+            raise UserError("config.compute.dtype = 'float64': set JAX_ENABLE_X64=1")
+        unroll = on_cpu and num_layers <= 8 if self.unroll == "auto" else self.unroll == "on"
+        query_chunk = self.query_chunk if self.query_chunk >= 0 else 64 if on_cpu else 0
+        return Compute(
+            dtype=jnp.dtype(dtype),
+            remat=self.remat,
+            unroll=unroll,
+            query_chunk=query_chunk,
+            loss_chunks=self.loss_chunks,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything `train` needs to know."""
+
+    name: str
+    model: TransformerConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    train: TrainConfig
+    compute: ComputeConfig
+    mesh: MeshConfig
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.batch_size * self.data.sequence_length
+
+
+def resolve(config: ml_collections.ConfigDict) -> Experiment:
+    """The experiment a config describes.
+
+    Raises:
+      UserError: an unknown or missing key, a wrong type, a value that cannot be; see each class.
+    """
+    parts = {
+        "optimizer": OptimizerConfig,
+        "data": DataConfig,
+        "train": TrainConfig,
+        "compute": ComputeConfig,
+        "mesh": MeshConfig,
+    }
+    known = {"name", "model", "attention", *parts}
+    if set(config) != known:
+        raise UserError(
+            f"config: unknown {sorted(set(config) - known)}, missing {sorted(known - set(config))}"
+        )
+    block = to_dataclass(BlockConfig, config.model, "config.model")
+    resolved = {
+        key: to_dataclass(cls, config[key], f"config.{key}") for key, cls in parts.items()
+    }
+    model = TransformerConfig(
+        block=block,
+        mechanisms=_mechanisms(config.attention, block.num_layers),
+        vocab_size=resolved["data"].vocab_size,
+    )
+    model.check_length(resolved["data"].sequence_length)
+    if not block.causal:
+        raise UserError(
+            "config.model.causal = False: next-token training needs a causal model; "
+            "bidirectional models are built from kvjax.model directly"
+        )
+    return Experiment(name=config.name, model=model, **resolved)
+
+
+def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
+    """One mechanism per layer: `attention.kind` with its own keys, rank from `layer_ranks`."""
+    keys = dict(attention)
+    kind = keys.pop("kind", None)
+    layer_ranks = keys.pop("layer_ranks", ())
+    one_of("config.attention.kind", kind, tuple(MECHANISMS))
+    mechanism = to_dataclass(
+        MECHANISMS[kind], ml_collections.ConfigDict(keys), "config.attention"
+    )
+    if not layer_ranks:
+        return (mechanism,) * num_layers
+    if kind != "grouped":
+        raise UserError(f"config.attention.layer_ranks: {kind!r} has no rank; leave it empty")
+    return tuple(dataclasses.replace(mechanism, rank=rank) for rank in layer_ranks)

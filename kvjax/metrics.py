@@ -1,0 +1,115 @@
+"""What a run writes down: metrics.jsonl, timing.jsonl, TensorBoard events, curves.png.
+
+metrics.jsonl is a function of config and data alone: a run that was killed and resumed has the
+same bytes in it as one that was not. What depends on the clock goes to timing.jsonl.
+"""
+
+import json
+import pathlib
+import tempfile
+
+from etils import epath
+
+METRICS = "metrics.jsonl"
+TIMING = "timing.jsonl"
+
+
+class MetricsWriter:
+    """Appends records of one run, keeping what earlier runs wrote up to the step resumed from.
+
+    Files are written locally and, for a workdir elsewhere (gs://), copied there by `flush`.
+    """
+
+    def __init__(self, workdir: epath.Path, *, resume_step: int):
+        from tensorboardX import SummaryWriter  # slow to import
+
+        self._remote = workdir if "://" in str(workdir) else None
+        self._local = pathlib.Path(tempfile.mkdtemp() if self._remote else workdir)
+        self._files = {}
+        for name in (METRICS, TIMING):
+            kept = [r for r in read_records(workdir / name) if r["step"] <= resume_step]
+            text = "".join(_line(record) for record in kept)
+            temporary = self._local / f".{name}.tmp"
+            temporary.write_text(text)
+            temporary.replace(self._local / name)
+            self._files[name] = open(self._local / name, "a")
+        self._events = SummaryWriter(
+            str(self._local / "events"), purge_step=resume_step + 1, flush_secs=30
+        )
+
+    def write(self, step: int, **values: float) -> None:
+        """A record that config and data determine."""
+        self._append(METRICS, dict(step=step, **values))
+
+    def write_timing(self, step: int, **values: float) -> None:
+        """A record that depends on the machine and the moment."""
+        self._append(TIMING, dict(step=step, **values))
+
+    def _append(self, name: str, record: dict) -> None:
+        self._files[name].write(_line(record))
+        self._files[name].flush()
+        for key, value in record.items():
+            if key != "step":
+                self._events.add_scalar(key, value, record["step"])
+
+    def flush(self) -> None:
+        self._events.flush()
+        if self._remote is None:
+            return
+        for path in self._local.rglob("*"):
+            if path.is_file():
+                target = self._remote / str(path.relative_to(self._local))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                epath.Path(path).copy(target, overwrite=True)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self.flush()
+        self._events.close()
+
+
+def _line(record: dict) -> str:
+    return json.dumps(record) + "\n"
+
+
+def read_records(path: epath.Path) -> list[dict]:
+    """The records of a .jsonl file; none if it does not exist; a half-written last line is dropped."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def draw_curves(workdir: epath.Path, *, title: str, yardstick: float | None) -> epath.Path:
+    """curves.png from metrics.jsonl: training loss and validation bits per byte against tokens.
+
+    Args:
+      yardstick: bits per byte of `xz -9e` on the validation text, drawn as a line.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = read_records(workdir / METRICS)
+    series = lambda key: zip(*[(r["tokens"], r[key]) for r in records if key in r], strict=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    left.plot(*series("loss"), linewidth=1)
+    left.set(xlabel="tokens", ylabel="training loss (nats per token)", yscale="log")
+    right.plot(*series("validation_bpb"), marker="o", markersize=3, label="this model")
+    if yardstick is not None:
+        right.axhline(yardstick, color="gray", linestyle="--", label="xz -9e")
+    right.set(xlabel="tokens", ylabel="validation bits per byte")
+    right.legend()
+    figure.suptitle(title)
+    path = workdir / "curves.png"
+    with path.open("wb") as file:
+        figure.savefig(file, format="png", dpi=120)
+    plt.close(figure)
+    return path

@@ -1,0 +1,81 @@
+"""What a Transformer is, as frozen data: everything a parameter's shape depends on."""
+
+import dataclasses
+import itertools
+
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.configuration import at_least
+from kvjax.configuration import one_of
+from kvjax.errors import UserError
+from kvjax.layers import norm
+from kvjax.layers import rope
+
+POSITIONS = ("rope", "learned", "none")
+ACTIVATIONS = ("relu2", "gelu", "swiglu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """The Transformer's options; defaults are nanochat's (commit 0f00788)."""
+
+    num_layers: int  # L
+    d_model: int  # D
+    mlp_dim: int  # M
+    norm: str = "rms"
+    norm_gain: bool = False
+    norm_bias: bool = False
+    norm_epsilon: float = 1e-6
+    embedding_norm: bool = True  # a norm right after the embedding
+    positions: str = "rope"
+    rope_base: float = 10_000.0
+    max_positions: int = 2048  # rows of the table when positions are learned
+    activation: str = "relu2"
+    bias: bool = False  # in the MLP (attention has its own key)
+    tied_head: bool = False
+    logit_softcap: float = 15.0  # c·tanh(z/c); 0: none
+    causal: bool = True
+
+    def __post_init__(self):
+        for key in ("num_layers", "d_model", "mlp_dim", "max_positions"):
+            at_least(f"config.model.{key}", getattr(self, key), 1)
+        at_least("config.model.logit_softcap", self.logit_softcap, 0)
+        one_of("config.model.norm", self.norm, norm.KINDS)
+        one_of("config.model.positions", self.positions, POSITIONS)
+        one_of("config.model.activation", self.activation, ACTIVATIONS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """A whole model: its blocks, the mechanism of every layer, its vocabulary."""
+
+    block: BlockConfig
+    mechanisms: tuple[MechanismConfig, ...]  # one per layer
+    vocab_size: int  # V
+
+    def __post_init__(self):
+        if len(self.mechanisms) != self.block.num_layers:
+            raise UserError(
+                f"config.attention describes {len(self.mechanisms)} layers and "
+                f"config.model.num_layers is {self.block.num_layers}: give one rank per layer"
+            )
+        for mechanism in self.mechanisms if self.block.positions == "rope" else ():
+            if mechanism.rope_dim % 2:
+                raise UserError(
+                    f"config.attention: {mechanism.rope_dim} channels of a key are rotated by RoPE "
+                    "in pairs: make the head dim even, or set config.model.positions"
+                )
+
+    @property
+    def segments(self) -> tuple[tuple[MechanismConfig, int], ...]:
+        """Runs of layers with equal mechanism, as (mechanism, number of layers)."""
+        runs = itertools.groupby(self.mechanisms)
+        return tuple((mechanism, len(tuple(run))) for mechanism, run in runs)
+
+    def check_length(self, length: int) -> None:
+        """Raises a UserError if rows of `length` tokens are longer than positions reach."""
+        limit = self.block.max_positions if self.block.positions == "learned" else rope.MAX_POSITION
+        if self.block.positions != "none" and length > limit:
+            raise UserError(
+                f"config.data.sequence_length = {length}: {self.block.positions} positions reach "
+                f"{limit} tokens"
+            )

@@ -1,0 +1,33 @@
+"""The feed-forward layer: D -> M -> D."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from kvjax.layers.weight import weight
+
+
+class MLP(nnx.Module):
+    """relu(x W)^2, gelu(x W) or swish(x G)·(x W), then back to D (zero at the start)."""
+
+    def __init__(self, d_model: int, mlp_dim: int, *, activation: str, bias: bool, rngs: nnx.Rngs):
+        sizes = dict(D=d_model, M=mlp_dim)
+        self.activation = activation
+        self.up = weight("D -> M", rngs, **sizes)
+        self.gate = weight("D -> M", rngs, **sizes) if activation == "swiglu" else None
+        self.down = weight("M -> D", rngs, init="zeros", **sizes)
+        self.up_bias = weight("M", rngs, init="zeros", **sizes) if bias else None
+        self.down_bias = weight("D", rngs, init="zeros", **sizes) if bias else None
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BTM = x_BTD @ self.up[...]
+        if self.up_bias is not None:
+            h_BTM = h_BTM + self.up_bias[...][None, None]
+        if self.activation == "relu2":
+            h_BTM = jnp.square(jax.nn.relu(h_BTM))
+        elif self.activation == "gelu":
+            h_BTM = jax.nn.gelu(h_BTM)
+        else:
+            h_BTM = jax.nn.silu(x_BTD @ self.gate[...]) * h_BTM
+        y_BTD = h_BTM @ self.down[...]
+        return y_BTD if self.down_bias is None else y_BTD + self.down_bias[...][None, None]

@@ -1,0 +1,140 @@
+"""The Transformer: embedding, segments of scanned blocks, head.
+
+Where what is initialised:
+
+    matrices                          N(0, min(1, sqrt(out/in))/sqrt(in))
+    embedding (and learned positions) N(0, 1)
+    attention.out, mlp.down, head     0
+    LRKV's B (expand_*)               like every matrix, or 0 (`residual_init`)
+    gains, biases                     1, 0
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.attention import Attention
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.layers import rope
+from kvjax.layers.norm import Norm
+from kvjax.layers.weight import weight
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+from kvjax.model.mlp import MLP
+
+REMAT_POLICIES = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How a model is computed; nothing here changes what it computes, beyond rounding."""
+
+    dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of activations and of weights when used
+    remat: str = "none"  # what the backward pass recomputes: a key of REMAT_POLICIES
+    unroll: bool = False  # unroll the scan over layers (faster on CPU, slower to compile)
+    query_chunk: int = 0  # see `softmax_attention`
+    loss_chunks: int = 8  # see `loss.token_losses`
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(
+        self, config: BlockConfig, mechanism: MechanismConfig, *, rngs: nnx.Rngs
+    ):
+        c = config
+        mlp = dict(activation=c.activation, bias=c.bias)
+        self.attention_norm = _norm(c, rngs)
+        self.mlp_norm = _norm(c, rngs)
+        self.mlp = MLP(c.d_model, c.mlp_dim, **mlp, rngs=rngs)
+        self.attention = Attention(mechanism, c.d_model, rngs=rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, rotary: rope.Rotary | None, *, causal: bool, compute: Compute
+    ) -> jax.Array:
+        attend = dict(causal=causal, query_chunk=compute.query_chunk)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, **attend)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Transformer(nnx.Module):
+    """Tokens [B, T] to final activations [B, T, D]; `logits` maps those to the vocabulary.
+
+    Layer l draws its weights from `fold_in(key, l)`, so they do not depend on how layers are
+    grouped into segments.
+    """
+
+    def __init__(self, config: TransformerConfig, key: jax.Array):
+        self.config = config
+        c = config.block
+        rngs = nnx.Rngs(jax.random.fold_in(key, c.num_layers))
+        sizes = dict(V=config.vocab_size, D=c.d_model, T=c.max_positions)
+        self.embedding = weight("V D", rngs, init="normal", **sizes)
+        learned = c.positions == "learned"
+        self.positions = weight("T D", rngs, init="normal", **sizes) if learned else None
+        self.head = None if c.tied_head else weight("D -> V", rngs, init="zeros", **sizes)
+        self.embedding_norm = _norm(c, rngs) if c.embedding_norm else None
+        self.final_norm = _norm(c, rngs)
+        self.segments = nnx.List([])
+        start = 0
+        for mechanism, length in config.segments:
+            block = lambda layer, mechanism=mechanism: Block(
+                c, mechanism, rngs=nnx.Rngs(jax.random.fold_in(key, layer))
+            )
+            self.segments.append(jax.vmap(block)(jnp.arange(start, start + length)))
+            start += length
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        compute: Compute = Compute(),
+        positions_BT: jax.Array | np.ndarray | None = None,
+    ) -> jax.Array:
+        """Activations after the final norm, [B, T, D], in the compute dtype."""
+        c = self.config.block
+        if positions_BT is None:
+            positions_BT = np.arange(tokens_BT.shape[1])[None]
+        x_BTD = self.embedding[...][tokens_BT].astype(compute.dtype)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions[...][positions_BT].astype(compute.dtype)
+        if self.embedding_norm is not None:
+            x_BTD = self.embedding_norm(x_BTD)
+        for (mechanism, length), segment in zip(self.config.segments, self.segments, strict=True):
+            rotary = None
+            if c.positions == "rope":
+                rotary = rope.rotary(positions_BT, mechanism.rope_dim, c.rope_base)
+            graph, weights = nnx.split(segment)
+
+            def layer(x_BTD, weights, graph=graph, rotary=rotary):
+                weights = jax.tree.map(lambda w: w.astype(compute.dtype), weights)
+                block = nnx.merge(graph, weights)
+                return block(x_BTD, rotary, causal=c.causal, compute=compute), None
+
+            if compute.remat != "none":
+                policy = REMAT_POLICIES[compute.remat]
+                layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+            unroll = length if compute.unroll else 1
+            x_BTD, _ = jax.lax.scan(layer, x_BTD, weights, unroll=unroll)
+        return self.final_norm(x_BTD)
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, V] logits in float32 or wider, soft-capped."""
+        head_DV = self.embedding[...].T if self.head is None else self.head[...]
+        z_BTV = x_BTD @ head_DV.astype(x_BTD.dtype)
+        z_BTV = z_BTV.astype(jnp.promote_types(z_BTV.dtype, jnp.float32))
+        cap = self.config.block.logit_softcap
+        return cap * jnp.tanh(z_BTV / cap) if cap else z_BTV
+
+
+def _norm(config: BlockConfig, rngs: nnx.Rngs) -> Norm:
+    c = config
+    affine = dict(gain=c.norm_gain, bias=c.norm_bias)
+    return Norm(c.d_model, kind=c.norm, **affine, epsilon=c.norm_epsilon, rngs=rngs)

@@ -1,0 +1,224 @@
+"""Muon for the matrices of the blocks, AdamW for embedding, head and vectors.
+
+Which matrix a weight is follows from its axes (`kvjax.layers.weight`), so every block matrix of
+every mechanism is orthogonalised and nothing falls silently to Adam. Defaults are nanochat's
+(commit 0f00788).
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kvjax.configuration import at_least
+from kvjax.configuration import one_of
+from kvjax.errors import UserError
+from kvjax.layers.weight import Axes
+
+ORTHOGONALIZE = ("joint", "per_head")
+SCHEDULES = ("constant", "cosine")
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Learning rates are absolute; embedding and head are scaled by (D/768)^-1/2 on top."""
+
+    matrix_learning_rate: float = 0.02
+    embedding_learning_rate: float = 0.2
+    head_learning_rate: float = 0.004
+    vector_learning_rate: float = 0.004  # gains and biases, which the recipe does not have
+    # Whether heads that read the same input form one matrix, or each its own: a key of the recipe,
+    # with the same meaning for all mechanisms, because it confounds comparing them.
+    orthogonalize: str = "joint"
+    momentum_start: float = 0.85
+    momentum_end: float = 0.95
+    momentum_warmup_steps: int = 300
+    newton_schulz_steps: int = 5
+    adam_b1: float = 0.8
+    adam_b2: float = 0.95
+    adam_epsilon: float = 1e-10
+    matrix_weight_decay: float = 0.0
+    adam_weight_decay: float = 0.0
+    clip_norm: float = 1.0  # of the whole gradient; 0: none
+    schedule: str = "constant"  # "constant", then linear over the last part; or "cosine"
+    warmup_steps: int = 0
+    cooldown_fraction: float = 0.2  # of all steps, with the constant schedule
+    final_fraction: float = 0.0  # of the learning rate, at the end
+
+    def __post_init__(self):
+        one_of("config.optimizer.orthogonalize", self.orthogonalize, ORTHOGONALIZE)
+        one_of("config.optimizer.schedule", self.schedule, SCHEDULES)
+        for field in dataclasses.fields(self):
+            if field.type in (int, float):
+                at_least(f"config.optimizer.{field.name}", getattr(self, field.name), 0)
+        for key in ("cooldown_fraction", "final_fraction", "momentum_start", "momentum_end"):
+            if getattr(self, key) > 1:
+                raise UserError(f"config.optimizer.{key} = {getattr(self, key)}: must be at most 1")
+
+
+def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """The factor on every learning rate at step 0 .. num_steps - 1."""
+    c = config
+    body = num_steps - c.warmup_steps
+    if body < 1:
+        raise UserError(
+            f"config.optimizer.warmup_steps = {c.warmup_steps}: must be below "
+            f"config.train.num_steps = {num_steps}"
+        )
+    if c.schedule == "cosine":
+        main = optax.cosine_decay_schedule(1.0, body, alpha=c.final_fraction)
+    else:
+        cooldown = round(c.cooldown_fraction * num_steps)
+        main = optax.linear_schedule(1.0, c.final_fraction, max(cooldown, 1), body - cooldown)
+        if not cooldown:
+            main = optax.constant_schedule(1.0)
+    warmup = optax.linear_schedule(0.0, 1.0, max(c.warmup_steps, 1))
+    return optax.join_schedules([warmup, main], [c.warmup_steps])
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    axes: Any,
+    *,
+    d_model: int,
+    num_steps: int,
+    muon_dtype: jnp.dtype = jnp.dtype(jnp.float32),
+) -> optax.GradientTransformation:
+    """The recipe's optimizer for a parameter tree whose axes are given.
+
+    Args:
+      axes: a tree of axes strings (see `kvjax.layers.weight`) in the shape of the parameters.
+      d_model: D, for the (D/768)^-1/2 of embedding and head.
+      num_steps: the whole run's, for the schedule.
+      muon_dtype: of the Newton-Schulz products.
+    """
+    c = config
+    labels = parameter_labels(axes)
+    schedule = learning_rate_schedule(c, num_steps)
+    width = (d_model / 768) ** -0.5
+    adam = dict(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_epsilon, weight_decay=c.adam_weight_decay)
+    adamw = lambda rate: optax.adamw(lambda step: rate * schedule(step), **adam)
+    momentum = optax.linear_schedule(c.momentum_start, c.momentum_end, c.momentum_warmup_steps)
+    matrix_axes = jax.tree.map(
+        lambda text, label: Axes.parse(text) if label == "matrix" else optax.MaskedNode(),
+        axes,
+        labels,
+    )
+    muon = optax.chain(
+        scale_by_muon(
+            matrix_axes,
+            momentum=momentum,
+            steps=c.newton_schulz_steps,
+            per_head=c.orthogonalize == "per_head",
+            dtype=muon_dtype,
+        ),
+        optax.add_decayed_weights(c.matrix_weight_decay) if c.matrix_weight_decay else optax.identity(),
+        optax.scale_by_learning_rate(lambda step: c.matrix_learning_rate * schedule(step)),
+    )
+    groups = {
+        "matrix": muon,
+        "embedding": adamw(c.embedding_learning_rate * width),
+        "head": adamw(c.head_learning_rate * width),
+        "vector": adamw(c.vector_learning_rate),
+    }
+    clip = optax.clip_by_global_norm(c.clip_norm) if c.clip_norm else optax.identity()
+    return optax.chain(clip, optax.partition(groups, labels))
+
+
+def parameter_labels(axes: Any) -> Any:
+    """A tree of "matrix" (Muon), "embedding", "head" and "vector" (AdamW each)."""
+
+    def label(path, text: str) -> str:
+        top = path[0].key
+        if top in ("embedding", "positions"):
+            return "embedding"
+        if top == "head":
+            return "head"
+        return "matrix" if Axes.parse(text).is_matrix else "vector"
+
+    return jax.tree_util.tree_map_with_path(label, axes)
+
+
+class MuonState(NamedTuple):
+    """Steps taken, and the exponential mean of the gradients."""
+
+    count: jax.Array
+    momentum: Any
+
+
+def scale_by_muon(
+    axes: Any,
+    *,
+    momentum: optax.Schedule,
+    steps: int = 5,
+    per_head: bool = False,
+    dtype: jnp.dtype = jnp.dtype(jnp.float32),
+) -> optax.GradientTransformation:
+    """Replaces each matrix's Nesterov momentum by its nearest orthogonal one, x sqrt(max(1, out/in)).
+
+    Differs from `optax.contrib.scale_by_muon` in a scheduled momentum and in having no bias
+    correction (both as in nanochat); tested against it where they agree.
+
+    Args:
+      axes: a tree of `Axes` in the shape of the parameters.
+      momentum: momentum at each step.
+      per_head: orthogonalise every head's matrix by itself.
+      dtype: of the Newton-Schulz products.
+    """
+    is_axes = lambda x: isinstance(x, Axes)
+
+    def init(params):
+        return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads, state, params=None):
+        del params
+        beta = momentum(state.count)
+        lerp = lambda old, new: beta * old + (1 - beta) * new
+        mean = jax.tree.map(lerp, state.momentum, grads)
+        nesterov = jax.tree.map(lerp, mean, grads)
+        orthogonal = jax.tree.map(
+            lambda a, g: orthogonalize(g, a.per_head() if per_head else a, a, steps, dtype),
+            axes,
+            nesterov,
+            is_leaf=is_axes,
+        )
+        return orthogonal, MuonState(state.count + 1, mean)
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonalize(
+    weight: jax.Array, axes: Axes, stored: Axes, steps: int, dtype: jnp.dtype
+) -> jax.Array:
+    """Newton-Schulz on every matrix of a stored weight, x sqrt(max(1, out/in)).
+
+    Args:
+      weight: leading unnamed axes (layers), then the axes of `stored`.
+      axes: the same letters, arranged as batch, reduction and output of the matrices meant.
+    """
+    layers = weight.ndim - len(stored.names)
+    order = tuple(range(layers)) + tuple(layers + stored.names.index(n) for n in axes.names)
+    arranged = weight.transpose(order)
+    batch = layers + len(axes.batch)
+    fan_in = math.prod(arranged.shape[batch : batch + len(axes.reduction)])
+    fan_out = math.prod(arranged.shape[batch + len(axes.reduction) :])
+    x_bio = newton_schulz(arranged.reshape(-1, fan_in, fan_out).astype(dtype), steps)
+    x_bio = math.sqrt(max(1.0, fan_out / fan_in)) * x_bio.astype(weight.dtype)
+    inverse = sorted(range(weight.ndim), key=order.__getitem__)
+    return x_bio.reshape(arranged.shape).transpose(inverse)
+
+
+def newton_schulz(x_bio: jax.Array, steps: int) -> jax.Array:
+    """Singular values of every [in, out] matrix brought near 1 by a quintic iteration."""
+    a, b, c = NEWTON_SCHULZ
+    wide = x_bio.shape[1] <= x_bio.shape[2]
+    x = x_bio if wide else x_bio.swapaxes(1, 2)
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + jnp.asarray(1e-7, x.dtype))
+    for _ in range(steps):
+        gram = jnp.einsum("bij,bkj->bik", x, x)
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide else x.swapaxes(1, 2)

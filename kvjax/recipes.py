@@ -1,0 +1,227 @@
+"""What configs share: scales, mechanisms, presets. A config file picks from here and runs nothing.
+
+    config = recipes.pretrain("lrkv_128m", scale="128m", attention=recipes.lrkv(6, rank=64))
+"""
+
+import ml_collections
+
+HEAD_DIM = 128
+VOCAB_SIZE = 65_536
+
+
+def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"):
+    """The config of a run: a scale, a mechanism, an optimizer preset.
+
+    Args:
+      name: the file's name; the default workdir is runs/<name>.
+      scale: "tiny", "128m" (d12), "2p5b" (d36) or "6p3b" (d50).
+      attention: one of the mechanisms below.
+      preset: "nanochat", or "paper_text", what the LRKV paper's text says instead.
+
+    Returns:
+      A locked ml_collections.ConfigDict; `kvjax.experiment.resolve` reads it.
+    """
+    base = dict(
+        name=name,
+        model=_model(depth=4),
+        attention=attention,
+        optimizer=PRESETS[preset](),
+        data=_data(),
+        train=_train(),
+        compute=dict(dtype="auto", remat="none", unroll="auto", query_chunk=-1, loss_chunks=8),
+        mesh=dict(data=1, fsdp=0),
+    )
+    for section, values in SCALES[scale]().items():
+        base[section].update(values)
+    config = ml_collections.ConfigDict(base)
+    config.lock()
+    return config
+
+
+# -- scales: depth is the one dial -----------------------------------------------------------------
+
+
+def _model(depth: int) -> dict:
+    """A model of depth layers and width 64·depth."""
+    return dict(
+        num_layers=depth,
+        d_model=64 * depth,
+        mlp_dim=4 * 64 * depth,
+        norm="rms",
+        norm_gain=False,
+        norm_bias=False,
+        norm_epsilon=1e-6,
+        embedding_norm=True,
+        positions="rope",
+        rope_base=10_000.0,
+        max_positions=2048,
+        activation="relu2",
+        bias=False,
+        tied_head=False,
+        logit_softcap=15.0,
+        causal=True,
+    )
+
+
+def _data() -> dict:
+    return dict(
+        source="embedded",
+        validation_source="",
+        validation_fraction=0.005,
+        text_key="text",
+        tokenizer="bpe",
+        vocab_size=2048,
+        sequence_length=256,
+        directory="",
+    )
+
+
+def _train() -> dict:
+    return dict(
+        num_steps=500,
+        batch_size=32,
+        grad_accumulation=1,
+        seed=0,
+        log_every=10,
+        eval_every=250,
+        checkpoint_every=250,
+        keep_checkpoints=2,
+        stop_after=0,
+        sample_prompt="The king ",
+        sample_tokens=100,
+    )
+
+
+def tiny() -> dict:
+    """Width 128, 4 layers, 1.3M parameters: minutes on two CPU cores."""
+    return dict(model=dict(num_layers=4, d_model=128, mlp_dim=512), train=dict(num_steps=500))
+
+
+def _paper(depth: int, *, steps: int, tokens_per_step: int, accumulation: int) -> dict:
+    """A scale of the LRKV paper: FineWeb-Edu, context 2048, vocabulary 65,536."""
+    return dict(
+        model=_model(depth),
+        data=dict(
+            source="~/data/fineweb-edu/*.parquet",
+            validation_fraction=0.001,
+            vocab_size=VOCAB_SIZE,
+            sequence_length=2048,
+        ),
+        train=dict(
+            num_steps=steps,
+            batch_size=tokens_per_step // 2048,
+            grad_accumulation=accumulation,
+            eval_every=1000,
+            checkpoint_every=1000,
+            keep_checkpoints=3,
+        ),
+        compute=dict(remat="full"),
+    )
+
+
+SCALES = {
+    "tiny": tiny,
+    "128m": lambda: _paper(12, steps=190_735, tokens_per_step=524_288, accumulation=1),
+    "2p5b": lambda: _paper(36, steps=190_735, tokens_per_step=262_144, accumulation=1),
+    "6p3b": lambda: _paper(50, steps=190_735, tokens_per_step=524_288, accumulation=2),
+}
+
+
+# -- mechanisms ------------------------------------------------------------------------------------
+
+
+def grouped(num_heads: int, *, kv_heads: int, bases: int, rank: int, dim: int = HEAD_DIM) -> dict:
+    """N query heads, K KV heads, J bases, rank R, head dims H = Hv."""
+    return dict(
+        kind="grouped",
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        num_bases=bases,
+        rank=rank,
+        layer_ranks=(),
+        key_dim=dim,
+        value_dim=dim,
+        qk_norm="rms",
+        bias=False,
+        residual_init="linear",
+        norm_epsilon=1e-6,
+    )
+
+
+def mha(num_heads: int, *, dim: int = HEAD_DIM) -> dict:
+    return grouped(num_heads, kv_heads=num_heads, bases=num_heads, rank=0, dim=dim)
+
+
+def gqa(num_heads: int, *, kv_heads: int, dim: int = HEAD_DIM) -> dict:
+    return grouped(num_heads, kv_heads=kv_heads, bases=kv_heads, rank=0, dim=dim)
+
+
+def mqa(num_heads: int, *, dim: int = HEAD_DIM) -> dict:
+    return gqa(num_heads, kv_heads=1, dim=dim)
+
+
+def lrkv(num_heads: int, *, rank: int, dim: int = HEAD_DIM) -> dict:
+    return grouped(num_heads, kv_heads=num_heads, bases=1, rank=rank, dim=dim)
+
+
+def mla(num_heads: int, *, latent: int, rope_dim: int = HEAD_DIM // 2, dim: int = HEAD_DIM) -> dict:
+    return mla_paper(num_heads, latent=latent, dim=dim) | dict(kind="mla", rope_key_dim=rope_dim)
+
+
+def mla_paper(num_heads: int, *, latent: int, dim: int = HEAD_DIM) -> dict:
+    return dict(
+        kind="mla_paper",
+        num_heads=num_heads,
+        latent_dim=latent,
+        key_dim=dim,
+        value_dim=dim,
+        qk_norm="rms",
+        bias=False,
+        norm_epsilon=1e-6,
+    )
+
+
+# -- optimizer presets -----------------------------------------------------------------------------
+
+
+def nanochat() -> dict:
+    """karpathy/nanochat, commit 0f00788 (2025-10-19)."""
+    return dict(
+        matrix_learning_rate=0.02,
+        embedding_learning_rate=0.2,
+        head_learning_rate=0.004,
+        vector_learning_rate=0.004,
+        orthogonalize="joint",
+        momentum_start=0.85,
+        momentum_end=0.95,
+        momentum_warmup_steps=300,
+        newton_schulz_steps=5,
+        adam_b1=0.8,
+        adam_b2=0.95,
+        adam_epsilon=1e-10,
+        matrix_weight_decay=0.0,
+        adam_weight_decay=0.0,
+        clip_norm=1.0,
+        schedule="constant",
+        warmup_steps=0,
+        cooldown_fraction=0.2,
+        final_fraction=0.0,
+    )
+
+
+def paper_text() -> dict:
+    """What LRKV section 5 and appendix A say: cosine with warmup, decay 0.1, betas (0.9, 0.95).
+
+    The length of the warmup is not given; 1,000 steps is our choice.
+    """
+    return nanochat() | dict(
+        adam_b1=0.9,
+        adam_b2=0.95,
+        matrix_weight_decay=0.1,
+        adam_weight_decay=0.1,
+        schedule="cosine",
+        warmup_steps=1_000,
+    )
+
+
+PRESETS = {"nanochat": nanochat, "paper_text": paper_text}

@@ -1,0 +1,482 @@
+"""The training loop.
+
+Every run is a function of its config: the same config gives the same numbers to the bit on the
+same machine, killed and resumed or not. The loop dispatches step n, then reads the metrics of step
+n - 1, so the device never waits for the host.
+"""
+
+import contextlib
+import fcntl
+import functools
+import math
+import signal
+import time
+
+from etils import epath
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+import tqdm
+
+from kvjax import costs
+from kvjax import experiment as experiment_lib
+from kvjax import metrics as metrics_lib
+from kvjax import runtime
+from kvjax import sharding
+from kvjax.checkpoint import Checkpoints
+from kvjax.checkpoint import claim
+from kvjax.checkpoint import write_atomically
+from kvjax.configuration import to_text
+from kvjax.data import loader
+from kvjax.data import prepare
+from kvjax.errors import UserError
+from kvjax.experiment import Experiment
+from kvjax.generate import sample
+from kvjax.model.loss import token_losses
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+from kvjax.optim import learning_rate_schedule
+from kvjax.optim import make_optimizer
+
+# What may differ between a run and its continuation: when to look and when to stop, not what is
+# computed.
+_FREE_KEYS = {
+    "train": ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "stop_after")
+    + ("sample_prompt", "sample_tokens"),
+    "compute": ("remat", "unroll", "query_chunk", "loss_chunks"),
+    "data": ("directory",),
+}
+
+
+def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, float]:
+    """Trains to the end or to `train.stop_after`, resuming what the workdir holds.
+
+    Returns:
+      The last validation record: step, tokens, validation_loss, validation_bpb.
+
+    Raises:
+      UserError: a config, workdir, data set or machine that cannot be used as asked, before
+        anything expensive; a non-finite loss or a full disk, with the last checkpoint intact.
+    """
+    started = time.monotonic()
+    experiment = experiment_lib.resolve(config)
+    mesh = sharding.make_mesh(experiment.mesh, jax.devices())
+    platform = mesh.devices.flat[0].platform
+    compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
+    check_batch(experiment, mesh)
+    check_memory(experiment, compute, mesh)
+    with exclusive(workdir):
+        claim(workdir / "config.json", identity(config))
+        write_atomically(workdir / "config.txt", to_text(config))
+        dataset = loader.open_dataset(prepare.prepare(experiment.data))
+        claim(workdir / "dataset.json", {"dataset": dataset.path.name})
+        return Run(experiment, compute, mesh, workdir, dataset, started).run()
+
+
+def check_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
+    """Raises a UserError unless every part of a batch divides over the devices."""
+    rows = experiment.train.batch_size // experiment.train.grad_accumulation
+    if rows % mesh.size:
+        raise UserError(
+            f"config.train.batch_size = {experiment.train.batch_size} in "
+            f"{experiment.train.grad_accumulation} part(s) is {rows} rows a part, which does not "
+            f"divide over {mesh.size} devices; use a multiple of "
+            f"{mesh.size * experiment.train.grad_accumulation}"
+        )
+
+
+def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Mesh) -> None:
+    """Raises a UserError, with the bytes by part, if the devices present cannot hold the run."""
+    need = costs.training_memory(
+        experiment.model,
+        compute,
+        rows_per_device=experiment.train.batch_size
+        // experiment.train.grad_accumulation
+        // mesh.size,
+        sequence_length=experiment.data.sequence_length,
+        shards=mesh.shape["fsdp"],
+    )
+    there = runtime.memory_per_device()
+    if need.total <= there:
+        return
+    device = mesh.devices.flat[0]
+    gb = lambda count: f"{count / 1e9:,.1f} GB"
+    state = need.parameters + need.optimizer + need.gradients
+    raise UserError(
+        f"{experiment.name} does not fit on {mesh.size} x {device.device_kind} "
+        f"({device.platform}). Bytes per device:\n"
+        f"  parameters   {gb(need.parameters):>12}\n"
+        f"  optimizer    {gb(need.optimizer):>12}\n"
+        f"  gradients    {gb(need.gradients):>12}\n"
+        f"  activations  {gb(need.activations):>12}  (estimated)\n"
+        f"  needed       {gb(need.total):>12}\n"
+        f"  available    {gb(there):>12}\n"
+        f"Parameters, optimizer and gradients split over more devices (config.mesh.fsdp): at 80 GB "
+        f"each, {math.ceil(state * mesh.shape['fsdp'] / 50e9)} or more; activations shrink with "
+        "config.train.grad_accumulation and config.compute.remat='full'. To try the same mechanism "
+        f"here: python -m kvjax.main --config=configs/{experiment.name.split('_')[0]}_tiny.py"
+    )
+
+
+@contextlib.contextmanager
+def exclusive(workdir: epath.Path):
+    """Holds the workdir for this process; a UserError if another one has it.
+
+    The lock is the operating system's, so it ends with its process, however that ends. Workdirs
+    that are not local (gs://) have none.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    if "://" in str(workdir) or jax.process_index():
+        yield
+        return
+    with open(workdir / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{workdir} is in use by another run: wait for it, or give another --workdir"
+            ) from error
+        yield
+
+
+def identity(config: ml_collections.ConfigDict) -> dict:
+    """The part of a config that a workdir belongs to."""
+    tree = {k: dict(v) if hasattr(v, "items") else v for k, v in config.items() if k != "mesh"}
+    for section, keys in _FREE_KEYS.items():
+        tree[section] = {k: v for k, v in tree[section].items() if k not in keys}
+    return tree
+
+
+def train_step(state: dict, rows: jax.Array, *, graph, optimizer, compute: Compute, parts: int):
+    """One optimizer step.
+
+    Args:
+      state: params, optimizer, step, key.
+      rows: [B, T + 1] tokens; the gradient is the mean over all B·T targets, taken in `parts`.
+
+    Returns:
+      The new state, and {"loss": nats per token, "grad_norm": before clipping}.
+    """
+
+    def loss(params, rows):
+        model = nnx.merge(graph, params)
+        return jnp.mean(token_losses(model, rows[:, :-1], rows[:, 1:], compute=compute))
+
+    value_and_grad = jax.value_and_grad(loss)
+    if parts == 1:
+        value, grads = value_and_grad(state["params"], rows)
+    else:
+        def accumulate(total, part):
+            return jax.tree.map(jnp.add, total, value_and_grad(state["params"], part)), None
+
+        # Part i takes rows i, i + parts, ...: each device keeps the rows it has.
+        by_part = rows.reshape(-1, parts, rows.shape[1]).swapaxes(0, 1)
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state["params"]))
+        total, _ = jax.lax.scan(accumulate, zero, by_part)
+        value, grads = jax.tree.map(lambda x: x / parts, total)
+    updates, opt_state = optimizer.update(grads, state["optimizer"], state["params"])
+    new = dict(
+        params=optax.apply_updates(state["params"], updates),
+        optimizer=opt_state,
+        step=state["step"] + 1,
+        key=state["key"],
+    )
+    return new, {"loss": value, "grad_norm": optax.global_norm(grads)}
+
+
+def eval_step(params: dict, rows: jax.Array, token_bytes: jax.Array, *, graph, compute: Compute):
+    """Sums over the targets that have bytes (specials have none): (nats, bytes, targets)."""
+    model = nnx.merge(graph, params)
+    targets = rows[:, 1:]
+    nats = token_losses(model, rows[:, :-1], targets, compute=compute)
+    num_bytes = token_bytes[targets]
+    return jnp.sum(nats * (num_bytes > 0)), jnp.sum(num_bytes), jnp.sum(num_bytes > 0)
+
+
+class Run:
+    """One process's part of a run: its state, its files, its loop."""
+
+    def __init__(self, experiment, compute, mesh, workdir, dataset, started):
+        self.experiment: Experiment = experiment
+        self.compute: Compute = compute
+        self.mesh = mesh
+        self.workdir: epath.Path = workdir
+        self.dataset: loader.PackedDataset = dataset
+        self.started: float = started
+        if dataset.vocab_size != experiment.model.vocab_size:
+            raise UserError(
+                f"config.data.vocab_size = {experiment.model.vocab_size}: the tokenizer of "
+                f"{dataset.path} has {dataset.vocab_size}; set the key to that"
+            )
+        c = experiment.train
+        self.is_chief = jax.process_index() == 0
+        shapes, axes = costs.abstract_parameters(experiment.model)
+        optimizer = make_optimizer(
+            experiment.optimizer,
+            axes,
+            d_model=experiment.model.block.d_model,
+            num_steps=c.num_steps,
+            muon_dtype=compute.dtype,
+        )
+
+        def init(key):
+            model = Transformer(experiment.model, key)
+            params = nnx.to_pure_dict(nnx.state(model))
+            return dict(
+                params=params,
+                optimizer=optimizer.init(params),
+                step=jnp.zeros((), jnp.int32),
+                key=jax.random.key_data(key),
+            )
+
+        self.key = jax.random.key(c.seed)
+        abstract = jax.eval_shape(init, self.key)
+        self.shardings = sharding.state_sharding(mesh, axes, abstract)
+        self.init = jax.jit(init, out_shardings=self.shardings)
+        self.abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            abstract,
+            self.shardings,
+        )
+        self.graph, _ = nnx.split(
+            nnx.eval_shape(lambda: Transformer(experiment.model, jax.random.key(0)))
+        )
+        static = dict(graph=self.graph, compute=compute)
+        self.train_step = jax.jit(
+            functools.partial(
+                train_step, optimizer=optimizer, parts=c.grad_accumulation, **static
+            ),
+            donate_argnums=0,
+            out_shardings=(self.shardings, None),
+        )
+        self.eval_step = jax.jit(functools.partial(eval_step, **static))
+        self.schedule = learning_rate_schedule(experiment.optimizer, c.num_steps)
+        self.checkpoints = Checkpoints(workdir / "checkpoints", keep=c.keep_checkpoints)
+        self.stop_signal = None
+
+    def run(self) -> dict[str, float]:
+        """Restores or initialises, loops, and writes down the end."""
+        c = self.experiment.train
+        restored = self.checkpoints.restore(self.abstract)
+        if restored is None:
+            state, position, start = self.init(self.key), 0, 0
+        else:
+            state, position, start = restored
+        self.writer = metrics_lib.MetricsWriter(self.workdir, resume_step=start)
+        self._announce(start)
+        stop = min(c.num_steps, c.stop_after or c.num_steps)
+        try:
+            with self._signals():
+                state, step = self._loop(state, position, start, stop)
+            if step < c.num_steps:
+                self._save(step, state, last=True)
+                reason = f"on {self.stop_signal.name}" if self.stop_signal else "as asked"
+                print(f"Stopped {reason} at step {step} of {c.num_steps}, saved. "
+                      "The same command goes on from there.")
+                return {}
+            self._save(step, state, last=True)
+        except OSError as error:
+            raise UserError(
+                f"stopped: {error}. The last checkpoint is intact (steps "
+                f"{self.checkpoints.steps()}); free some space and run the same command to resume"
+            ) from error
+        finally:
+            self.writer.close()
+        return self._finish(state)
+
+    def _announce(self, start: int) -> None:
+        e = self.experiment
+        counts = costs.parameters(e.model)
+        cache = costs.cache_bytes_per_token(e.model, self.compute.dtype)
+        print(
+            f"{e.name}: {counts['total']:,} parameters, {cache:,} cache bytes per token "
+            f"({self.compute.dtype}), {e.train.num_steps:,} steps of {e.tokens_per_step:,} tokens, "
+            f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
+        )
+        print(f"workdir {self.workdir}" + (f", resuming from step {start:,}" if start else ""))
+
+    def _loop(self, state: dict, position: int, start: int, stop: int) -> tuple[dict, int]:
+        """Steps start .. stop - 1, or until a signal; the state and the number of steps taken."""
+        c, e = self.experiment.train, self.experiment
+        batches = loader.train_batches(
+            self.dataset,
+            sequence_length=e.data.sequence_length,
+            batch_size=c.batch_size,
+            seed=c.seed,
+            position=position,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        batch_sharding = sharding.batch_sharding(self.mesh)
+        bar = tqdm.tqdm(
+            total=c.num_steps,
+            initial=start,
+            disable=not self.is_chief,
+            mininterval=0.5,
+            unit="step",
+        )
+        pending, done = None, start
+        clock = Clock()
+        with bar:
+            while done < stop and self.stop_signal is None:
+                rows = jax.make_array_from_process_local_data(batch_sharding, next(batches))
+                state, metrics = self.train_step(state, rows)
+                if pending is not None:
+                    self._report(*pending, bar, clock)
+                done += 1
+                pending = (done, metrics)
+                evaluate = done % c.eval_every == 0 or done == c.num_steps
+                save = done % c.checkpoint_every == 0
+                if evaluate or save:  # only a state known to be finite is saved
+                    self._report(*pending, bar, clock)
+                    pending = None
+                    with clock.paused():
+                        if evaluate:
+                            self._evaluate(done, state["params"], bar)
+                        if save:
+                            self._save(done, state)
+            if pending is not None:
+                self._report(*pending, bar, clock)
+        return state, done
+
+    def _report(self, step: int, metrics: dict, bar: tqdm.tqdm, clock: "Clock") -> None:
+        """Waits for a step's metrics, checks them, writes them down."""
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        first = clock.steps == 0
+        clock.tick()
+        if first:
+            seconds = time.monotonic() - self.started
+            self.writer.write_timing(step, seconds_to_first_step=seconds)
+            bar.write(f"first step {seconds:.1f} s after launch")
+        if not all(map(math.isfinite, values.values())):
+            raise UserError(
+                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: not "
+                f"finite, stopped. Checkpoints of steps {self._saved_steps()} are intact; lower "
+                "config.optimizer.matrix_learning_rate, or resume with other data"
+            )
+        tokens_per_second = clock.steps_per_second * self.experiment.tokens_per_step
+        bar.set_postfix_str(f"loss {values['loss']:.3f}, {tokens_per_second:,.0f} tokens/s", False)
+        bar.update(1)
+        c = self.experiment.train
+        if step % c.log_every == 0 or step == c.num_steps:
+            rate = float(self.schedule(step - 1)) * self.experiment.optimizer.matrix_learning_rate
+            tokens = step * self.experiment.tokens_per_step
+            self.writer.write(step, tokens=tokens, **values, learning_rate=rate)
+            if not first:
+                self.writer.write_timing(step, tokens_per_second=tokens_per_second)
+
+    def _evaluate(self, step: int, params: dict, bar: tqdm.tqdm) -> None:
+        """Bits per byte over the whole validation split."""
+        e = self.experiment
+        batches = loader.validation_batches(
+            self.dataset,
+            sequence_length=e.data.sequence_length,
+            batch_size=e.train.batch_size // e.train.grad_accumulation,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        batch_sharding = sharding.batch_sharding(self.mesh)
+        sums = np.zeros(3)
+        for rows in batches:
+            rows = jax.make_array_from_process_local_data(batch_sharding, rows)
+            sums += np.array(jax.device_get(self.eval_step(params, rows, self.dataset.token_bytes)))
+        nats, num_bytes, targets = sums
+        record = dict(
+            tokens=step * e.tokens_per_step,
+            validation_loss=nats / targets,
+            validation_bpb=nats / (math.log(2) * num_bytes),
+        )
+        self.writer.write(step, **record)
+        bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte")
+
+    def _save(self, step: int, state: dict, last: bool = False) -> None:
+        """Saves; a failure before the last save is a warning, and the run goes on."""
+        position = step * self.experiment.train.batch_size
+        self.writer.flush()
+        try:
+            self.checkpoints.save(step, state, position)
+            if last:
+                self.checkpoints.close()
+        except OSError as error:
+            if last:
+                raise
+            print(f"WARNING: {error}; the run goes on, its checkpoints are {self._saved_steps()}")
+
+    def _saved_steps(self) -> list[int]:
+        with contextlib.suppress(OSError):
+            self.checkpoints.wait()
+        return self.checkpoints.steps()
+
+    @contextlib.contextmanager
+    def _signals(self):
+        """SIGTERM and Ctrl-C end the loop after the step under way."""
+
+        def handle(number, frame):
+            del frame
+            self.stop_signal = signal.Signals(number)
+            signal.signal(number, signal.SIG_DFL)  # a second one ends the process
+
+        before = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _finish(self, state: dict) -> dict[str, float]:
+        """Sample, curves and the last figures."""
+        records = metrics_lib.read_records(self.workdir / metrics_lib.METRICS)
+        last = [r for r in records if "validation_bpb" in r][-1]
+        if not self.is_chief:
+            return last
+        e, tokenizer = self.experiment, self.dataset.tokenizer
+        yardstick = self.dataset.info["xz_bits_per_byte"]
+        metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick)
+        if e.train.sample_tokens and jax.process_count() == 1:
+            ids = sample(
+                self.graph,
+                state["params"],
+                [tokenizer.bos_id, *tokenizer.encode(e.train.sample_prompt)],
+                num_tokens=e.train.sample_tokens,
+                length=e.data.sequence_length,
+                key=jax.random.wrap_key_data(state["key"]),
+                compute=self.compute,
+            )
+            text = e.train.sample_prompt + tokenizer.decode(ids)
+            write_atomically(self.workdir / "sample.txt", text + "\n")
+            print(f"\n--- sample ---\n{text}\n--------------\n")
+        seconds = time.monotonic() - self.started
+        print(
+            f"validation: {last['validation_bpb']:.4f} bits per byte after {last['tokens']:,} "
+            f"tokens (xz -9e on the same text: {yardstick:.4f}); {seconds:.0f} s in this process\n"
+            f"curves, metrics, sample and checkpoints: {self.workdir}"
+        )
+        return last
+
+
+class Clock:
+    """Steps per second since the second step, without pauses (the first step compiles)."""
+
+    def __init__(self):
+        self.steps = 0
+        self._since = self._now = 0.0
+
+    def tick(self) -> None:
+        self._now = time.monotonic()
+        if self.steps == 0:
+            self._since = self._now
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def paused(self):
+        before = time.monotonic()
+        yield
+        self._since += time.monotonic() - before
+
+    @property
+    def steps_per_second(self) -> float:
+        elapsed = self._now - self._since
+        return (self.steps - 1) / elapsed if elapsed > 0 else 0.0
