@@ -10,7 +10,6 @@ from typing import Any
 
 from absl import logging as absl_logging
 from etils import epath
-import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
@@ -93,9 +92,7 @@ class Checkpoints:
         Raises:
           UserError: if checkpoints are there and none of them can be read.
         """
-        abstract = dict(
-            state=abstract_state, data=dict(position=jax.ShapeDtypeStruct((), np.int64))
-        )
+        abstract = dict(state=abstract_state, data=dict(position=np.zeros((), np.int64)))
         failures = []
         for step in reversed(self.steps()):
             try:

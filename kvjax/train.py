@@ -35,6 +35,7 @@ from kvjax.data import prepare
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
 from kvjax.generate import sample
+from kvjax.model.loss import mean_loss
 from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
@@ -163,7 +164,7 @@ def train_step(state: dict, rows: jax.Array, *, graph, optimizer, compute: Compu
 
     def loss(params, rows):
         model = nnx.merge(graph, params)
-        return jnp.mean(token_losses(model, rows[:, :-1], rows[:, 1:], compute=compute))
+        return mean_loss(model, rows[:, :-1], rows[:, 1:], compute=compute)
 
     value_and_grad = jax.value_and_grad(loss)
     if parts == 1:

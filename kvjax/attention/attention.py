@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.layers.rope import Rotary
+from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 
 
@@ -24,7 +25,8 @@ class Attention(nnx.Module):
         q_BTNH, raw = self.mechanism.project(x_BTD, rotary)
         k_BTKH, v_BTKH = self.mechanism.keys_values(raw, rotary)
         o_BTNH = softmax_attention(q_BTNH, k_BTKH, v_BTKH, causal=causal, query_chunk=query_chunk)
-        y_BTD = jnp.einsum("BTNH,NHD->BTD", o_BTNH, self.out[...])
+        B, T, N, Hv = o_BTNH.shape
+        y_BTD = linear(o_BTNH.reshape(B, T, N * Hv), self.out[...].reshape(N * Hv, -1))
         return y_BTD if self.out_bias is None else y_BTD + self.out_bias[...][None, None]
 
 

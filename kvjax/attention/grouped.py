@@ -21,6 +21,7 @@ from kvjax.attention.mechanism import require
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Rotary
 from kvjax.layers.rope import rotate
+from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 
 RESIDUAL_INITS = ("linear", "zeros")
@@ -116,21 +117,21 @@ class Grouped(nnx.Module):
         # Drawn last, so that models of equal seed share every weight they have in common.
         if c.rank:
             expand = dict(init=c.residual_init)
-            self.latent_key = weight("K: D -> R", rngs, **sizes)  # LRKV eq. 1: U
-            self.latent_value = weight("K: D -> R", rngs, **sizes)
+            self.latent_key = weight("D -> K R", rngs, **sizes)  # LRKV eq. 1: U
+            self.latent_value = weight("D -> K R", rngs, **sizes)
             self.expand_key = weight("K: R -> H", rngs, **expand, **sizes)  # B, transposed
             self.expand_value = weight("K: R -> H", rngs, **expand, **value_sizes)
 
     def project(self, x_BTD: jax.Array, rotary: Rotary | None) -> tuple[jax.Array, dict]:
-        q_BTNH = _linear("BTD,DNH->BTNH", x_BTD, self.query, self.query_bias)
+        q_BTNH = _affine(x_BTD, self.query, self.query_bias)
         q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, rotary)
         raw = {
-            "base_key": _linear("BTD,DJH->BTJH", x_BTD, self.base_key, self.base_key_bias),
-            "base_value": _linear("BTD,DJH->BTJH", x_BTD, self.base_value, self.base_value_bias),
+            "base_key": _affine(x_BTD, self.base_key, self.base_key_bias),
+            "base_value": _affine(x_BTD, self.base_value, self.base_value_bias),
         }
         if self.config.rank:
-            raw["residual_key"] = _linear("BTD,KDR->BTKR", x_BTD, self.latent_key)
-            raw["residual_value"] = _linear("BTD,KDR->BTKR", x_BTD, self.latent_value)
+            raw["residual_key"] = linear(x_BTD, self.latent_key[...])
+            raw["residual_value"] = linear(x_BTD, self.latent_value[...])
         return q_BTNH, raw
 
     def keys_values(self, raw: dict, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
@@ -166,8 +167,8 @@ class Grouped(nnx.Module):
         return _add_residual(raw["base_key"], raw["residual_key"], self.expand_key)
 
 
-def _linear(spec: str, x: jax.Array, w: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-    y = jnp.einsum(spec, x, w[...])
+def _affine(x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+    y = linear(x_BTD, w[...])
     return y if bias is None else y + bias[...][None, None]
 
 

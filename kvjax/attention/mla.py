@@ -20,6 +20,7 @@ from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
 from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Rotary
+from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 
 
@@ -69,14 +70,14 @@ class RebuiltLatent(nnx.Module):
         self.up_value = weight("C -> N H", rngs, **sizes | dict(H=c.value_dim))
 
     def project(self, x_BTD: jax.Array, rotary: Rotary | None) -> tuple[jax.Array, dict]:
-        q_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, self.query[...])
+        q_BTNH = linear(x_BTD, self.query[...])
         q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, rotary)
-        return q_BTNH, {"latent": x_BTD @ self.down[...]}
+        return q_BTNH, {"latent": linear(x_BTD, self.down[...])}
 
     def keys_values(self, raw: dict, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
-        k_BTNH = jnp.einsum("BTC,CNH->BTNH", raw["latent"], self.up_key[...])
+        k_BTNH = linear(raw["latent"], self.up_key[...])
         k_BTNH = normalise_and_rotate(k_BTNH, self.key_norm, rotary)
-        return k_BTNH, jnp.einsum("BTC,CNH->BTNH", raw["latent"], self.up_value[...])
+        return k_BTNH, linear(raw["latent"], self.up_value[...])
 
     def encode(self, raw: dict, rotary: Rotary | None) -> dict[str, jax.Array]:
         return {"latent": raw["latent"]}
@@ -135,22 +136,22 @@ class Latent(nnx.Module):
         self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
 
     def project(self, x_BTD: jax.Array, rotary: Rotary | None) -> tuple[jax.Array, dict]:
-        q_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, self.query[...])
+        q_BTNH = linear(x_BTD, self.query[...])
         q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
-        q_BTNP = jnp.einsum("BTD,DNP->BTNP", x_BTD, self.rope_query[...])
+        q_BTNP = linear(x_BTD, self.rope_query[...])
         q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, rotary)
-        k_BT1P = (x_BTD @ self.rope_key[...])[:, :, None]
+        k_BT1P = linear(x_BTD, self.rope_key[...])[:, :, None]
         raw = {
-            "latent": self.latent_norm(x_BTD @ self.down[...]),
+            "latent": self.latent_norm(linear(x_BTD, self.down[...])),
             "rope_key": normalise_and_rotate(k_BT1P, self.rope_key_norm, rotary)[:, :, 0],
         }
         return jnp.concatenate([q_BTNH, q_BTNP], axis=-1), raw
 
     def keys_values(self, raw: dict, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
-        k_BTNH = jnp.einsum("BTC,CNH->BTNH", raw["latent"], self.up_key[...])
+        k_BTNH = linear(raw["latent"], self.up_key[...])
         k_BT1P = raw["rope_key"][:, :, None]
         k_BTNP = jnp.broadcast_to(k_BT1P, k_BTNH.shape[:3] + k_BT1P.shape[3:])
-        v_BTNH = jnp.einsum("BTC,CNH->BTNH", raw["latent"], self.up_value[...])
+        v_BTNH = linear(raw["latent"], self.up_value[...])
         return jnp.concatenate([k_BTNH, k_BTNP], axis=-1), v_BTNH
 
     def encode(self, raw: dict, rotary: Rotary | None) -> dict[str, jax.Array]:

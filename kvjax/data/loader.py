@@ -125,7 +125,9 @@ def train_batches(
         )
     rows = grain.MapDataset.source(dataset.rows("train")).seed(seed).shuffle().repeat()
     batches = rows[position + process_index :: process_count].batch(
-        batch_size // process_count, batch_fn=lambda rows: _stack(rows, sequence_length)
+        batch_size // process_count,
+        drop_remainder=True,  # Endless, there is none; but Grain rounds its length up, past 2**63.
+        batch_fn=lambda rows: _stack(rows, sequence_length),
     )
     return iter(batches.to_iter_dataset(_READ_OPTIONS))
 

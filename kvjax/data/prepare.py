@@ -13,6 +13,7 @@ import hashlib
 import json
 import lzma
 import os
+import pathlib
 import shutil
 import sys
 import tempfile
@@ -41,6 +42,7 @@ ROWS_VERSION = "1.0.0"
 BATCH_CHARACTERS = 1 << 21
 # Merges learned from more text than this hardly differ (nanochat: 2e9).
 TOKENIZER_CHARACTERS = 2_000_000_000
+STAGING = ".staging-kvjax-"
 # A staging folder in which nothing was written for so long is what a killed preparation left.
 ABANDONED_SECONDS = 24 * 3600
 
@@ -50,8 +52,8 @@ def prepare(config: config_lib.DataConfig) -> epath.Path:
 
     It holds `dataset.json` (what is in it), `tokenizer.json` and `packed_rows/` (TFDS,
     ArrayRecord). A preparation that is killed leaves nothing under this name, and several at once
-    write the same thing. On object stores (gs://), where renaming a folder copies file by file,
-    prepare in one process only.
+    write the same thing. With a bucket (gs://) as directory, rows are made in the local temporary
+    folder and copied, `dataset.json` last.
 
     Raises:
       FileNotFoundError: a source or tokenizer that isn't there.
@@ -79,8 +81,7 @@ def _write(
 
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     splits, streams = {}, {}
-    local = None if "://" in os.fspath(staging) else staging
-    with tempfile.TemporaryDirectory(prefix="tokens-", dir=local) as folder:
+    with tempfile.TemporaryDirectory(prefix="tokens-", dir=staging) as folder:
         for split in sources.SPLITS:
             file = os.path.join(folder, split)
             splits[split] = _write_stream(config, split, tokenizer, dtype, file)
@@ -207,37 +208,54 @@ def _training_texts(config: config_lib.DataConfig) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _published(file: epath.Path) -> Iterator[epath.Path]:
-    """A folder to write `file` and others into; without an exception it becomes `file`'s."""
+    """A local folder to write `file` and others into; without an exception it becomes `file`'s."""
     path = file.parent
-    staging = path.parent / f".staging-{path.name}-{uuid.uuid4().hex}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path.parent)
+    # ArrayRecord reads buckets but doesn't write them, and they can't rename a folder.
+    remote = "://" in os.fspath(path)
+    parent = epath.Path(tempfile.gettempdir()) if remote else path.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(pathlib.Path(parent))
+    staging = parent / f"{STAGING}{path.name}-{uuid.uuid4().hex}"
     staging.mkdir()
     try:
         yield staging
-        try:
-            staging.rename(path)
-        except OSError as error:
-            if not file.exists():  # Otherwise another process was first, with the same content.
-                raise FileExistsError(
-                    f"{os.fspath(path)} lacks {file.name}: remove that folder."
-                ) from error
+        if remote:
+            _upload(pathlib.Path(staging), path, last=file.name)
+        else:
+            _rename(staging, file)
     finally:
         if staging.exists():
             staging.rmtree()
 
 
-def _remove_abandoned(folder: epath.Path) -> None:
-    if "://" in os.fspath(folder):
-        return
-    for staging in folder.glob(".staging-*"):
+def _rename(staging: epath.Path, file: epath.Path) -> None:
+    try:
+        staging.rename(file.parent)
+    except OSError as error:
+        if not file.exists():  # Otherwise another process was first, with the same content.
+            raise FileExistsError(
+                f"{os.fspath(file.parent)} lacks {file.name}: remove that folder."
+            ) from error
+
+
+def _upload(staging: pathlib.Path, path: epath.Path, last: str) -> None:
+    """Copies a folder; `last` is the file by which others know that all are there."""
+    for file in sorted(staging.rglob("*"), key=lambda file: file.name == last):
+        if file.is_file():
+            target = path / file.relative_to(staging).as_posix()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+
+
+def _remove_abandoned(folder: pathlib.Path) -> None:
+    for staging in folder.glob(f"{STAGING}*"):
         try:
-            files = [*staging.glob("**/*"), staging]
-            if time.time() - max(file.stat().mtime for file in files) > ABANDONED_SECONDS:
-                logging.info("removing %s, left by a preparation that was killed", staging)
-                shutil.rmtree(staging, ignore_errors=True)
+            newest = max(file.stat().st_mtime for file in (staging, *staging.rglob("*")))
         except FileNotFoundError:
             continue  # Its preparation ended meanwhile.
+        if time.time() - newest > ABANDONED_SECONDS:
+            logging.info("removing %s, left by a preparation that was killed", staging)
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _hash(*parts) -> str:

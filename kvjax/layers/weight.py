@@ -1,4 +1,6 @@
-"""A weight knows its axes: one string gives its shape, its initialisation and its matrix.
+"""Weights that know their axes, and the linear maps they are.
+
+One string gives a weight's shape, its initialisation and the matrix that Muon orthogonalises.
 
 `weight("D -> N H", rngs, D=768, N=6, H=128)` is a linear map from D to (N, H), stored [D, N, H].
 `weight("K: R -> H", ...)` is K separate maps from R to H, stored [K, R, H]. The string stays with
@@ -75,3 +77,36 @@ def weight(
     else:
         raise ValueError(f"init={init!r}: allowed are 'linear', 'normal', 'zeros', 'ones'")
     return nnx.Param(value, axes=axes)
+
+
+@jax.custom_vjp
+def linear(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[..., in] and [in, *out] to [..., *out].
+
+    As `jnp.tensordot(x, w, 1)`, with a weight gradient ordered for XLA on CPU, which copies the
+    first operand of a product over tokens: here always the narrower one (derived automatically, a
+    vocabulary head's loss takes 2 to 3 times as long).
+    """
+    return jnp.tensordot(x, w, 1)
+
+
+def _linear_forward(x: jax.Array, w: jax.Array):
+    return linear(x, w), (x, w)
+
+
+def _linear_backward(saved, dy: jax.Array):
+    x, w = saved
+    tokens, outputs = tuple(range(x.ndim - 1)), w.ndim - 1
+    dx = jax.lax.dot_general(
+        dy, w, ((tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(1, w.ndim))), ((), ()))
+    )
+    over_tokens = ((tokens, tokens), ((), ()))
+    if w.size <= w.shape[0] ** 2:  # in >= out
+        dw = jax.lax.dot_general(dy, x, over_tokens)
+        dw = jnp.moveaxis(dw, -1, 0)
+    else:
+        dw = jax.lax.dot_general(x, dy, over_tokens)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+linear.defvjp(_linear_forward, _linear_backward)

@@ -4,6 +4,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 
 
@@ -20,7 +21,7 @@ class MLP(nnx.Module):
         self.down_bias = weight("D", rngs, init="zeros", **sizes) if bias else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTM = x_BTD @ self.up[...]
+        h_BTM = linear(x_BTD, self.up[...])
         if self.up_bias is not None:
             h_BTM = h_BTM + self.up_bias[...][None, None]
         if self.activation == "relu2":
@@ -28,6 +29,6 @@ class MLP(nnx.Module):
         elif self.activation == "gelu":
             h_BTM = jax.nn.gelu(h_BTM)
         else:
-            h_BTM = jax.nn.silu(x_BTD @ self.gate[...]) * h_BTM
-        y_BTD = h_BTM @ self.down[...]
+            h_BTM = jax.nn.silu(linear(x_BTD, self.gate[...])) * h_BTM
+        y_BTD = linear(h_BTM, self.down[...])
         return y_BTD if self.down_bias is None else y_BTD + self.down_bias[...][None, None]

@@ -20,6 +20,7 @@ from kvjax.attention import Attention
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.layers import rope
 from kvjax.layers.norm import Norm
+from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
@@ -125,13 +126,21 @@ class Transformer(nnx.Module):
             x_BTD, _ = jax.lax.scan(layer, x_BTD, weights, unroll=unroll)
         return self.final_norm(x_BTD)
 
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, V] logits in float32 or wider, soft-capped."""
+    def head_weight(self, dtype: jnp.dtype) -> jax.Array:
+        """[D, V], in the given dtype: the head, or the embedding if they are tied."""
         head_DV = self.embedding[...].T if self.head is None else self.head[...]
-        z_BTV = x_BTD @ head_DV.astype(x_BTD.dtype)
-        z_BTV = z_BTV.astype(jnp.promote_types(z_BTV.dtype, jnp.float32))
-        cap = self.config.block.logit_softcap
-        return cap * jnp.tanh(z_BTV / cap) if cap else z_BTV
+        return head_DV.astype(dtype)
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, V] logits of final activations, in float32 or wider."""
+        return logits(x_BTD, self.head_weight(x_BTD.dtype), self.config.block.logit_softcap)
+
+
+def logits(x_BTD: jax.Array, head_DV: jax.Array, softcap: float) -> jax.Array:
+    """[B, T, V] in float32 or wider: z = x W, and c·tanh(z/c) where there is a soft cap c."""
+    z_BTV = linear(x_BTD, head_DV)
+    z_BTV = z_BTV.astype(jnp.promote_types(z_BTV.dtype, jnp.float32))
+    return softcap * jnp.tanh(z_BTV / softcap) if softcap else z_BTV
 
 
 def _norm(config: BlockConfig, rngs: nnx.Rngs) -> Norm:

@@ -1,0 +1,93 @@
+"""A small corpus of made-up words, and a data set prepared from it once."""
+
+import json
+import random
+
+from etils import epath
+import fsspec
+from fsspec.implementations import dirfs
+import pytest
+
+from kvjax.data import config as config_lib
+from kvjax.data import loader
+from kvjax.data import prepare
+
+SEQUENCE_LENGTH = 16
+
+
+def _write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def _whole(pieces):
+    documents = []
+    for piece in pieces:
+        if piece.starts_document:
+            documents.append(piece.text)
+        else:
+            documents[-1] += piece.text
+    return documents
+
+
+@pytest.fixture(scope="session")
+def write_jsonl():
+    """A function of a path and texts: writes a .jsonl file of them, returns the path."""
+    return _write_jsonl
+
+
+class _Buckets(dirfs.DirFileSystem):
+    """Google's buckets as the folders of a folder."""
+
+    def _join(self, path):
+        if isinstance(path, str):
+            path = path.removeprefix("gs://")
+        return super()._join(path)
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """The folder whose folder `x` is what epath finds at gs://x."""
+    folder = tmp_path / "buckets"
+    folder.mkdir()
+    system = _Buckets(str(folder), fsspec.filesystem("file", auto_mkdir=True))
+    monkeypatch.setattr(type(epath.backend.fsspec_backend), "fs", lambda self, path: system)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole():
+    """A function of pieces: the documents that they make up."""
+    return _whole
+
+
+@pytest.fixture(scope="session")
+def small_texts():
+    """200 texts of up to 40 words out of 300, many not ASCII."""
+    rng = random.Random(0)
+    letters = "etaoinshrdluéß—中🙂"
+    words = ["".join(rng.choices(letters, k=rng.randint(1, 8))) for _ in range(300)]
+    return [" ".join(rng.choices(words, k=rng.randint(1, 40))) + "\n" for _ in range(200)]
+
+
+@pytest.fixture(scope="session")
+def small_config(tmp_path_factory, small_texts):
+    folder = tmp_path_factory.mktemp("small")
+    return config_lib.DataConfig(
+        source=str(_write_jsonl(folder / "small.jsonl", small_texts)),
+        validation_fraction=0.1,
+        vocab_size=400,
+        sequence_length=SEQUENCE_LENGTH,
+        directory=str(folder / "prepared"),
+    )
+
+
+@pytest.fixture(scope="session")
+def small_dataset(small_config):
+    return loader.open_dataset(prepare.prepare(small_config))
+
+
+@pytest.fixture(scope="session")
+def embedded_dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("embedded")
+    return loader.open_dataset(prepare.prepare(config_lib.DataConfig(directory=str(folder))))

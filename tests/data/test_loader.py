@@ -1,0 +1,173 @@
+"""Batches depend on position and seed only, whatever the number of processes and threads."""
+
+import dataclasses
+import itertools
+import json
+
+from absl import logging as absl_logging
+import grain
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from kvjax.data import loader
+from kvjax.data import prepare
+
+T = 16
+
+
+def take(iterator, count):
+    """int32 [count, rows, T + 1]."""
+    return np.stack(list(itertools.islice(iterator, count)))
+
+
+def train(dataset, **keys):
+    """Batches of 12 rows from the start, unless told otherwise."""
+    keys = dict(sequence_length=T, batch_size=12, seed=3, position=0) | keys
+    return loader.train_batches(dataset, **keys)
+
+
+@pytest.fixture(scope="module")
+def stream_NT(small_dataset):
+    """int32 [rows, T + 1]: three epochs and more, one row after another, in one process."""
+    rows = 3 * small_dataset.num_rows("train") + 48
+    return take(train(small_dataset, batch_size=1), rows)[:, 0]
+
+
+def test_an_epoch_has_every_row_once_and_the_next_another_order(small_dataset, stream_NT):
+    N = small_dataset.num_rows("train")
+    source = small_dataset.rows("train")
+    expected = sorted(tuple(source[i]["tokens"]) for i in range(N))
+    epochs = [[tuple(row) for row in stream_NT[e * N : (e + 1) * N]] for e in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == expected
+        assert epoch != expected
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_batches_depend_on_position_only(small_dataset, stream_NT, data):
+    batch_size = data.draw(st.sampled_from([4, 6, 12]), "batch_size")
+    process_count = data.draw(
+        st.sampled_from([n for n in (1, 2, 3, 4, 6) if batch_size % n == 0]), "process_count"
+    )
+    first = data.draw(st.integers(0, (len(stream_NT) - 36) // batch_size), "first batch")
+    threads = data.draw(st.sampled_from([0, 1, 8]), "threads")
+    with pytest.MonkeyPatch.context() as patch:
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads * 2)
+        patch.setattr(loader, "_READ_OPTIONS", options)
+        for p in range(process_count):
+            batches = train(
+                small_dataset,
+                batch_size=batch_size,
+                position=first * batch_size,
+                process_index=p,
+                process_count=process_count,
+            )
+            for b, batch in enumerate(take(batches, 3), start=first):
+                assert batch.dtype == np.int32
+                expected = stream_NT[b * batch_size : (b + 1) * batch_size][p::process_count]
+                np.testing.assert_array_equal(batch, expected)
+
+
+def test_far_positions_are_immediate_and_seeds_differ(small_dataset):
+    far = take(train(small_dataset, position=12 * 10**9), 2)
+    np.testing.assert_array_equal(far, take(train(small_dataset, position=12 * 10**9), 2))
+    assert not np.array_equal(take(train(small_dataset), 2), take(train(small_dataset, seed=4), 2))
+
+
+@pytest.mark.parametrize(("batch_size", "process_count"), [(4, 1), (7, 1), (6, 2), (64, 4)])
+def test_validation_is_every_row_in_order_then_bos(small_dataset, batch_size, process_count):
+    batches = [
+        list(
+            loader.validation_batches(
+                small_dataset,
+                sequence_length=T,
+                batch_size=batch_size,
+                process_index=p,
+                process_count=process_count,
+            )
+        )
+        for p in range(process_count)
+    ]
+    source = small_dataset.rows("validation")
+    count = -(-len(source) // batch_size)
+    assert [len(b) for b in batches] == [count] * process_count
+    whole = np.zeros((count, batch_size, T + 1), np.int32)
+    for p in range(process_count):
+        whole[:, p::process_count] = batches[p]
+    whole = whole.reshape(-1, T + 1)
+    np.testing.assert_array_equal(
+        whole[: len(source)], [source[i]["tokens"] for i in range(len(source))]
+    )
+    assert (whole[len(source) :] == small_dataset.tokenizer.bos_id).all()
+    assert batches[0][0].dtype == np.int32
+    counted = small_dataset.token_bytes[whole[:, 1:]].sum()
+    assert counted == small_dataset.info["splits"]["validation"]["bytes"]
+
+
+def test_shorter_sequences_are_the_start_of_each_row_with_one_warning(
+    small_dataset, stream_NT, monkeypatch
+):
+    warnings = []
+    monkeypatch.setattr(absl_logging, "warning", lambda text, *args: warnings.append(text % args))
+    batches = take(train(small_dataset, sequence_length=5), 3)
+    np.testing.assert_array_equal(batches.reshape(-1, 6), stream_NT[:36, :6])
+    (warning,) = warnings
+    assert warning.startswith("sequence_length=5 is less than the rows' 16")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            dict(sequence_length=17),
+            r"sequence_length=17 .* at most the 16 .*kvjax\.data\.prepare .*--sequence_length=17",
+        ),
+        (dict(sequence_length=0), "sequence_length=0 must be at least 1"),
+        (dict(position=6), "position=6 must be a multiple of batch_size=12"),
+        (dict(position=-12), "position=-12 must be a multiple"),
+        (dict(seed=-1), "seed=-1 must be in"),
+        (dict(process_count=5), "batch_size=12 must be a positive multiple of process_count=5"),
+        (dict(batch_size=0), "batch_size=0 must be a positive multiple"),
+        (dict(process_index=2, process_count=2), "process_index=2 must be in"),
+        (dict(batch_size=10**6), r"train split has \d+ rows, and batch_size=1000000"),
+    ],
+)
+def test_bad_arguments_are_refused_at_the_call(small_dataset, keys, message):
+    with pytest.raises(ValueError, match=message):
+        train(small_dataset, **keys)
+    keys = {k: v for k, v in keys.items() if k not in ("position", "seed")}
+    if keys and "rows, and batch_size" not in message:
+        with pytest.raises(ValueError, match=message):
+            loader.validation_batches(
+                small_dataset, **(dict(sequence_length=T, batch_size=12) | keys)
+            )
+
+
+def test_dataset_describes_itself(small_dataset, small_config):
+    assert small_dataset.vocab_size == 400
+    assert small_dataset.sequence_length == T
+    assert small_dataset.token_bytes.shape == (400,)
+    assert dataclasses.asdict(small_config) == small_dataset.info["config"]
+
+
+def test_folder_without_data_is_named(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"no dataset\.json.*python -m kvjax\.data\.prepare"
+    ):
+        loader.open_dataset(tmp_path)
+
+
+def test_other_format_is_named(small_config, tmp_path):
+    config = dataclasses.replace(small_config, directory=str(tmp_path))
+    path = prepare.prepare(config)
+    info = json.loads((path / "dataset.json").read_text()) | {"format_version": 0}
+    (path / "dataset.json").write_text(json.dumps(info))
+    with pytest.raises(
+        ValueError, match=r"has format 0, this code reads 1: .*--sequence_length=16"
+    ):
+        loader.open_dataset(path)

@@ -1,0 +1,332 @@
+"""Every token is a target once, bytes add up, and a data set is there whole or not at all."""
+
+import dataclasses
+import json
+import lzma
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from kvjax.data import loader
+from kvjax.data import prepare
+from kvjax.data import sources
+from kvjax.data import tokenizer as tokenizer_lib
+
+ROOT = pathlib.Path(prepare.__file__).parents[2]
+
+
+def stream(dataset, texts):
+    """[BOS] + document, concatenated."""
+    bos = dataset.tokenizer.bos_id
+    return np.array([i for text in texts for i in [bos, *dataset.tokenizer.encode(text)]])
+
+
+def rows(dataset, split):
+    """int [rows, T + 1]: all rows of a split in order."""
+    source = dataset.rows(split)
+    return np.stack([source[i]["tokens"] for i in range(len(source))])
+
+
+def split(texts, config):
+    """The texts of train and of validation, by definition."""
+    held_out = [sources.is_held_out(text, config.validation_fraction) for text in texts]
+    return [
+        [t for t, h in zip(texts, held_out, strict=True) if h == side] for side in (False, True)
+    ]
+
+
+def test_every_token_is_a_target_exactly_once(small_dataset, small_config, small_texts):
+    T = small_config.sequence_length
+    for name, texts in zip(sources.SPLITS, split(small_texts, small_config), strict=True):
+        tokens = stream(small_dataset, texts)
+        rows_NT = rows(small_dataset, name)
+        assert rows_NT.shape == (small_dataset.num_rows(name), T + 1)
+        targets = rows_NT[:, 1:].ravel()
+        if name == "train":
+            assert len(tokens) - 1 - T < len(targets) <= len(tokens) - 1
+            np.testing.assert_array_equal(targets, tokens[1 : 1 + len(targets)])
+        else:
+            padding = np.full(len(targets) - len(tokens) + 1, small_dataset.tokenizer.bos_id)
+            assert len(padding) < T
+            np.testing.assert_array_equal(targets, np.concatenate([tokens[1:], padding]))
+        np.testing.assert_array_equal(rows_NT[1:, 0], rows_NT[:-1, -1])
+        assert rows_NT[0, 0] == small_dataset.tokenizer.bos_id
+
+
+@pytest.mark.parametrize("kind", ["small", "embedded"])
+def test_bytes_of_the_validation_targets_are_the_bytes_of_the_text(request, kind):
+    dataset = request.getfixturevalue(f"{kind}_dataset")
+    counted = dataset.token_bytes[rows(dataset, "validation")[:, 1:]].sum()
+    assert counted == dataset.info["splits"]["validation"]["bytes"]
+
+
+def test_manifest_counts_what_is_there(small_dataset, small_config, small_texts):
+    info = small_dataset.info
+    for name, texts in zip(sources.SPLITS, split(small_texts, small_config), strict=True):
+        assert info["splits"][name] == {
+            "documents": len(texts),
+            "bytes": sum(len(text.encode()) for text in texts),
+            "tokens": len(stream(small_dataset, texts)),
+            "rows": len(small_dataset.rows(name)),
+        }
+    validation = "".join(split(small_texts, small_config)[1]).encode()
+    xz = lzma.compress(validation, preset=9 | lzma.PRESET_EXTREME)
+    assert info["xz_bits_per_byte"] == 8 * len(xz) / len(validation)
+    assert info["config"] == dataclasses.asdict(small_config)
+    assert info["tokenizer"]["vocab_size"] == 400
+
+
+def test_embedded_corpus_is_all_there(embedded_dataset):
+    splits = embedded_dataset.info["splits"]
+    assert splits["train"]["bytes"] + splits["validation"]["bytes"] == 9_199_152  # Without \f.
+    assert splits["validation"]["bytes"] == 399_627
+    assert 2.45 < embedded_dataset.info["xz_bits_per_byte"] < 2.55
+
+
+def test_tokenizer_has_seen_the_training_split_only(small_dataset, small_config, small_texts):
+    train, _ = split(small_texts, small_config)
+    assert small_dataset.tokenizer.to_json() == tokenizer_lib.train(train, 400).to_json()
+
+
+def test_prepared_data_is_not_prepared_again(small_dataset, small_config, monkeypatch):
+    monkeypatch.setattr(prepare, "_write", lambda *args: pytest.fail("written again"))
+    monkeypatch.setattr(tokenizer_lib, "train", lambda *args: pytest.fail("trained again"))
+    assert prepare.prepare(small_config) == small_dataset.path
+
+
+def test_other_row_length_is_other_data_with_the_same_tokenizer(
+    small_dataset, small_config, monkeypatch
+):
+    monkeypatch.setattr(tokenizer_lib, "train", lambda *args: pytest.fail("trained again"))
+    path = prepare.prepare(dataclasses.replace(small_config, sequence_length=7))
+    assert path != small_dataset.path
+    longer = loader.open_dataset(path)
+    assert longer.tokenizer.to_json() == small_dataset.tokenizer.to_json()
+    np.testing.assert_array_equal(
+        rows(longer, "train")[:, 1:].ravel()[:600],
+        rows(small_dataset, "train")[:, 1:].ravel()[:600],
+    )
+
+
+def test_long_documents_and_small_batches_change_nothing(
+    small_dataset, small_config, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 50)
+    path = prepare.prepare(dataclasses.replace(small_config, directory=str(tmp_path)))
+    for name in sources.SPLITS:
+        again = loader.open_dataset(path)
+        np.testing.assert_array_equal(rows(again, name), rows(small_dataset, name))
+    assert again.info["splits"] == small_dataset.info["splits"]
+    assert again.info["xz_bits_per_byte"] == small_dataset.info["xz_bits_per_byte"]
+
+
+def test_many_shards_keep_the_order(small_dataset, small_config, monkeypatch, tmp_path):
+    from kvjax.data import packed_rows
+
+    monkeypatch.setattr(packed_rows, "SHARD_BYTES", 1000)
+    path = prepare.prepare(dataclasses.replace(small_config, directory=str(tmp_path)))
+    assert len(list((path / "packed_rows/1.0.0").glob("*train*"))) > 3
+    again = loader.open_dataset(path)
+    np.testing.assert_array_equal(rows(again, "train"), rows(small_dataset, "train"))
+
+
+def test_large_vocabulary_takes_four_bytes_a_token(small_dataset, small_config, tmp_path):
+    definition = json.loads(small_dataset.tokenizer.to_json())
+    definition["model"]["vocab"] |= {f"unused {i}": i for i in range(400, 70_000)}
+    word = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    definition["added_tokens"].append(word | {"id": 70_000, "content": "zzz"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    for i, name in enumerate(("train.txt", "validation.txt")):
+        (tmp_path / name).write_text("a zzz b " * (9 + i))
+    config = dataclasses.replace(
+        small_config,
+        source=str(tmp_path / "train.txt"),
+        validation_source=str(tmp_path / "validation.txt"),
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        directory=str(tmp_path),
+    )
+    dataset = loader.open_dataset(prepare.prepare(config))
+    assert dataset.info["dtype"] == "uint32"
+    assert dataset.vocab_size == 70_001
+    assert dataset.token_bytes[-1] == 3
+    assert (rows(dataset, "validation")[:, 1:] == 70_000).sum() == 10
+
+
+def test_too_little_text_for_one_row_is_told(small_config, tmp_path):
+    config = dataclasses.replace(small_config, sequence_length=100_000, directory=str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"train split has \d+ tokens.* = 100001: lower sequence_le"
+    ):
+        prepare.prepare(config)
+    assert not list((tmp_path / "datasets").iterdir())
+
+
+def test_tokenizer_that_loses_text_is_told(small_config, tmp_path):
+    definition = json.loads(tokenizer_lib.byte_tokenizer().to_json())
+    del definition["model"]["vocab"]["e"]
+    (tmp_path / "lossy.json").write_text(json.dumps(definition))
+    config = dataclasses.replace(
+        small_config, tokenizer=str(tmp_path / "lossy.json"), directory=str(tmp_path)
+    )
+    with pytest.raises(ValueError, match=r"lossy\.json' loses text: the train split has \d+ bytes"):
+        prepare.prepare(config)
+
+
+def test_folder_that_lost_its_manifest_is_told(small_config, tmp_path):
+    config = dataclasses.replace(small_config, directory=str(tmp_path))
+    path = prepare.prepare(config)
+    (path / prepare.MANIFEST).unlink()
+    with pytest.raises(OSError, match=r"lacks dataset\.json: remove that folder"):
+        prepare.prepare(config)
+
+
+def start(config):
+    """A preparation in a process of its own."""
+    command = [sys.executable, *config.command().split()[1:]]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture
+def larger_config(small_config, small_texts, tmp_path, write_jsonl):
+    """A second's work."""
+    texts = [f"{i} {text}" for i in range(30) for text in small_texts]
+    path = write_jsonl(tmp_path / "larger.jsonl", texts)
+    return dataclasses.replace(small_config, source=str(path), directory=str(tmp_path / "prepared"))
+
+
+KILLED_AT = """
+import os, signal, sys
+from unittest import mock
+from kvjax.data import config, prepare
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+with mock.patch(sys.argv[1], die):
+    prepare.prepare(config.DataConfig(**eval(sys.argv[2])))
+"""
+
+
+def assert_datasets_are_whole(root):
+    """All data sets that can be seen can be used."""
+    for path in root.glob("datasets/[!.]*"):
+        assert len(loader.open_dataset(path).rows("train")) > 0
+    for path in root.glob("tokenizers/[!.]*"):
+        assert tokenizer_lib.load(path / prepare.TOKENIZER).vocab_size > 0
+
+
+def test_killed_preparation_leaves_nothing_half_made(larger_config):
+    root = larger_config.root
+    for stage in (
+        "tokenizer.train",
+        "tokenizer.Tokenizer.save",
+        "prepare._rename",  # The tokenizer's.
+        "tokenizer.Tokenizer.encode_batch",
+        "packed_rows.PackedRows._rows",
+        "prepare._rename",  # The data set's, for its tokenizer is there by now.
+    ):
+        keys = repr(dataclasses.asdict(larger_config))
+        child = subprocess.run(
+            [sys.executable, "-c", KILLED_AT, f"kvjax.data.{stage}", keys], cwd=ROOT
+        )
+        assert child.returncode == -signal.SIGKILL
+        assert not list(root.glob("datasets/[!.]*"))
+        assert_datasets_are_whole(root)
+    process = start(larger_config)
+    time.sleep(random.uniform(0.2, 2))
+    process.kill()
+    process.communicate()
+    assert_datasets_are_whole(root)
+    path = prepare.prepare(larger_config)
+    fresh = dataclasses.replace(larger_config, directory=str(root.parent / "fresh"))
+    other = prepare.prepare(fresh)
+    for file in (
+        "tokenizer.json",
+        *(f.relative_to(path) for f in path.glob("packed_rows/1.0.0/*")),
+    ):
+        assert (path / file).read_bytes() == (other / file).read_bytes(), file
+
+
+def test_preparation_that_comes_second_leaves_the_first_one_alone(
+    small_config, monkeypatch, tmp_path
+):
+    config = dataclasses.replace(small_config, directory=str(tmp_path))
+    write, first = prepare._write, []
+
+    def write_after_another(*args):
+        monkeypatch.setattr(prepare, "_write", write)
+        first.append(prepare.prepare(config))
+        (first[0] / "first").touch()
+        write(*args)
+
+    monkeypatch.setattr(prepare, "_write", write_after_another)
+    assert prepare.prepare(config) == first[0]
+    assert (first[0] / "first").exists()
+    assert [path.name for path in first[0].parent.iterdir()] == [first[0].name]
+
+
+def test_two_preparations_at_once_agree(larger_config):
+    processes = [start(larger_config) for _ in range(2)]
+    outputs = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    (path,) = {stdout.splitlines()[-1] for stdout, _ in outputs}
+    assert len(loader.open_dataset(path).rows("train")) > 0
+    assert not list(larger_config.root.glob("*/.staging-*"))
+
+
+def test_abandoned_staging_is_removed_and_a_living_one_is_not(small_config, tmp_path):
+    config = dataclasses.replace(small_config, directory=str(tmp_path))
+    old, living = (tmp_path / "datasets" / f"{prepare.STAGING}{name}" for name in ("old", "living"))
+    for folder in (old, living):
+        folder.mkdir(parents=True)
+        (folder / "tokens").write_text("")
+        long_ago = time.time() - prepare.ABANDONED_SECONDS - 60
+        os.utime(folder, (long_ago, long_ago))
+    os.utime(old / "tokens", (long_ago, long_ago))
+    prepare.prepare(config)
+    assert not old.exists()
+    assert living.exists()
+
+
+def test_bucket_gets_every_file_and_the_manifest_last(
+    small_dataset, small_config, bucket, monkeypatch
+):
+    (bucket / "in").mkdir()
+    (bucket / "in" / "a.jsonl").write_bytes(pathlib.Path(small_config.source).read_bytes())
+    config = dataclasses.replace(small_config, source="gs://in/*.jsonl", directory="gs://out/data")
+    path = prepare.prepare(config)
+    assert str(path) == f"gs://out/data/datasets/{small_dataset.path.name}"
+    local = bucket / "out/data/datasets" / path.name
+    files = sorted((f for f in local.rglob("*") if f.is_file()), key=lambda f: f.stat().st_mtime_ns)
+    assert files[-1].name == prepare.MANIFEST
+    names = {f.relative_to(local) for f in files}
+    assert names == {
+        f.relative_to(small_dataset.path)
+        for f in pathlib.Path(small_dataset.path).rglob("*")
+        if f.is_file()
+    }
+    again = loader.open_dataset(path)
+    assert again.info["splits"] == small_dataset.info["splits"]
+    np.testing.assert_array_equal(
+        rows(loader.open_dataset(local), "train"), rows(small_dataset, "train")
+    )
+    assert prepare.prepare(config) == path
+
+
+def test_command_prints_the_folder_or_one_line_of_what_is_wrong(small_config, small_dataset):
+    process = start(small_config)
+    stdout, _ = process.communicate()
+    assert process.returncode == 0
+    assert stdout.splitlines()[-1] == str(small_dataset.path)
+    process = start(dataclasses.replace(small_config, source="none.txt"))
+    stdout, stderr = process.communicate()
+    assert process.returncode == 1
+    assert stderr.splitlines()[-1].startswith("error: source 'none.txt' matches no file")
+    assert "Traceback" not in stderr

@@ -1,0 +1,228 @@
+"""Every document is in one split, no text in both, and what can't be used is told."""
+
+import collections
+import lzma
+import os
+
+from hypothesis import given
+from hypothesis import strategies as st
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kvjax.data import config as config_lib
+from kvjax.data import readers
+from kvjax.data import sources
+
+
+@pytest.fixture(scope="session")
+def documents(whole):
+    """A function of a split and the keys of a config: the split's documents."""
+    return lambda split, **keys: whole(sources.pieces(config_lib.DataConfig(**keys), split))
+
+
+@pytest.fixture(scope="session")
+def split_texts(documents):
+    """A function of the keys of a config: train's and validation's documents; one may be empty."""
+
+    def read(split, **keys):
+        try:
+            return documents(split, **keys)
+        except readers.SourceError as error:
+            assert "is empty" in str(error)
+            return []
+
+    return lambda **keys: [read(split, **keys) for split in sources.SPLITS]
+
+
+@given(
+    texts=st.lists(st.text(max_size=4), min_size=1, max_size=40),
+    fraction=st.floats(0.05, 0.95),
+    suffix=st.sampled_from([".jsonl", ".parquet"]),
+)
+def test_records_are_in_one_split_and_no_text_in_both(
+    documents, split_texts, write_jsonl, tmp_path_factory, texts, fraction, suffix
+):
+    path = tmp_path_factory.getbasetemp() / f"records{suffix}"
+    if suffix == ".jsonl":
+        write_jsonl(path, texts)
+    else:
+        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
+    if not any(texts):
+        with pytest.raises(readers.SourceError, match="has no documents"):
+            documents("train", source=str(path))
+        return
+    train, validation = split_texts(source=str(path), validation_fraction=fraction)
+    assert not set(train) & set(validation)
+    assert collections.Counter(train + validation) == collections.Counter(t for t in texts if t)
+
+
+@given(
+    lines=st.lists(st.text(alphabet="abcé \f", max_size=12), min_size=1, max_size=30),
+    fraction=st.floats(0.01, 0.99),
+)
+def test_text_file_is_cut_once_at_a_line(split_texts, tmp_path_factory, lines, fraction):
+    path = tmp_path_factory.getbasetemp() / "lines.txt"
+    content = "\n".join(lines)
+    path.write_bytes(content.encode())
+    if not content.replace("\f", ""):
+        return
+    train, validation = split_texts(source=str(path), validation_fraction=fraction)
+    head, tail = "".join(train), "".join(validation)
+    assert head + tail == content.replace("\f", "")
+    assert len(tail.encode()) <= fraction * len(content.encode())
+    assert not tail or not head or head.endswith("\n")
+
+
+def test_embedded_validation_is_the_last_200000_bytes_of_each_book(split_texts):
+    train, validation = split_texts(source="embedded")
+    assert not set(train) & set(validation)
+    for book in sources.BOOKS:
+        text = lzma.decompress((sources.CORPUS / book).read_bytes()).decode()
+        tail = text.encode()[-sources.EMBEDDED_VALIDATION_BYTES :].decode(errors="ignore")
+        held_out = tail.split("\n", 1)[1].split("\f")
+        assert 199_000 < sum(len(document.encode()) for document in held_out)
+        start = validation.index(held_out[0])
+        assert validation[start : start + len(held_out)] == held_out
+        assert text.startswith(train[0] if book == sources.BOOKS[0] else "The First Book of Moses")
+    # 42 works and 66 books; the cut goes through one of each.
+    assert len(train) + len(validation) == 42 + 66 + 2
+
+
+def test_globs_folders_and_lists_are_read_in_order(documents, tmp_path):
+    for name in ("b.txt", "a.txt", "c.jsonl", "notes.md"):
+        (tmp_path / name).write_text('{"text": "c"}\n' if name.endswith("l") else name[0] + "\n")
+    held_out = dict(validation_source=str(tmp_path / "c.jsonl"))
+    assert documents("train", source=f"{tmp_path}/*.txt", **held_out) == ["a\n", "b\n"]
+    assert documents("train", source=str(tmp_path), **held_out) == ["a\n", "b\n", "c"]
+    both = f"{tmp_path}/b.txt, {tmp_path}/a.t?t"
+    assert documents("train", source=both, **held_out) == ["b\n", "a\n"]
+    assert documents("validation", source=both, **held_out) == ["c"]
+
+
+def test_source_that_matches_nothing_is_named(documents, tmp_path):
+    for source in (f"{tmp_path}/*.parquet", f"{tmp_path}/none.txt", str(tmp_path)):
+        with pytest.raises(FileNotFoundError, match=r"matches no file: give 'embedded'"):
+            documents("train", source=source)
+    (tmp_path / "data.csv").write_text("a")
+    with pytest.raises(readers.SourceError, match=r"data\.csv ends in none of \.txt"):
+        documents("train", source=f"{tmp_path}/data.csv")
+
+
+@pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
+def test_empty_file_is_named(documents, tmp_path, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(readers.SourceError, match=rf"{name}' has no documents"):
+        documents("validation", source=str(tmp_path / name))
+
+
+def test_empty_split_says_which_and_what_to_change(documents, write_jsonl, tmp_path):
+    (tmp_path / "line.txt").write_text("one line only\n")
+    with pytest.raises(
+        readers.SourceError, match="the validation split of .* Raise validation_fra"
+    ):
+        documents("validation", source=str(tmp_path / "line.txt"))
+    path = write_jsonl(tmp_path / "texts.jsonl", ["a", "b"])
+    with pytest.raises(
+        readers.SourceError, match="the train split of .* Lower validation_fraction"
+    ):
+        documents("train", source=str(path), validation_fraction=0.999999)
+
+
+def test_fingerprint_follows_content_and_split_not_place(write_jsonl, tmp_path):
+    def fingerprint(path, **keys):
+        return sources.fingerprint(config_lib.DataConfig(source=str(path), **keys))
+
+    first = write_jsonl(tmp_path / "first.jsonl", ["a", "b"])
+    same = write_jsonl(tmp_path / "same.jsonl", ["a", "b"])
+    other = write_jsonl(tmp_path / "other.jsonl", ["a", "c"])
+    assert fingerprint(first) == fingerprint(same)
+    assert fingerprint(first) != fingerprint(other)
+    assert fingerprint(first) != fingerprint(first, validation_fraction=0.1)
+    assert fingerprint(first) != fingerprint(first, validation_source=str(other))
+    assert fingerprint(first) != fingerprint(f"{first},{other}")
+
+
+def test_large_file_is_told_apart_by_size_time_and_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "HASHED_BYTES", 8)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 4)
+    path = tmp_path / "large.txt"
+    prints = []
+    for content, time in (
+        (b"abcdefghi", 1),
+        (b"abcdefghi", 2),
+        (b"abcdefghX", 2),
+        (b"abcdefghiX", 2),
+    ):
+        path.write_bytes(content)
+        os.utime(path, (time, time))
+        prints.append(sources.fingerprint(config_lib.DataConfig(source=str(path))))
+    assert len(set(prints)) == 4
+
+
+@pytest.fixture(scope="module")
+def tfds_folder(tmp_path_factory):
+    """A folder with the TFDS data set `small_words` prepared in it."""
+    import tensorflow_datasets as tfds
+
+    class SmallWords(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = {"text": tfds.features.Text(), "number": np.int64}
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
+            )
+
+        def _split_generators(self, dl_manager):
+            return {name: self._generate_examples(name) for name in ("train", "test")}
+
+        def _generate_examples(self, name):
+            for i in range(30):
+                yield i, {"text": f"{name} é {i}\n", "number": i}
+
+    folder = tmp_path_factory.mktemp("tfds")
+    SmallWords(data_dir=folder, file_format="array_record").download_and_prepare()
+    return folder
+
+
+def test_tfds_by_name(documents, split_texts, tfds_folder, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
+    source = "tfds:small_words"
+    train, validation = split_texts(source=source, validation_fraction=0.3)
+    assert not set(train) & set(validation)
+    assert set(train + validation) == {f"train é {i}\n" for i in range(30)}
+    test = documents("validation", source=source, validation_source="tfds:small_words:1.0.0#test")
+    assert test == [f"test é {i}\n" for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (dict(source="tfds:small_words#dev"), r"no split 'dev'; it has \['train', 'test'\]"),
+        (
+            dict(source="tfds:small_words", text_key="body"),
+            "no feature 'body'; it has .*Set text_key",
+        ),
+        (dict(source="tfds:small_words", text_key="number"), "'number' is int, not text"),
+        (dict(source="tfds:mnist"), "mnist is not prepared as ArrayRecord in .*tfds build mnist"),
+        (dict(source="tfds:no_such_thing"), "no_such_thing can't be opened"),
+    ],
+)
+def test_tfds_that_cannot_be_used_is_named(documents, tfds_folder, monkeypatch, keys, message):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
+    with pytest.raises(readers.SourceError, match=message):
+        documents("train", **keys)
+
+
+def test_buckets_are_read_through_epath(bucket, documents, write_jsonl):
+    (bucket / "texts").mkdir()
+    write_jsonl(bucket / "texts" / "one.jsonl", ["a", "b"])
+    (bucket / "texts" / "two.txt").write_text("c\nd\n")
+    held_out = dict(validation_source="gs://texts/two.txt")
+    for source in ("gs://texts", "gs://texts/*", "gs://texts/one.jsonl,gs://texts/t?o.txt"):
+        assert documents("train", source=source, **held_out) == ["a", "b", "c\nd\n"]
+    assert documents("validation", source="gs://texts/two.txt", validation_fraction=0.5) == ["d\n"]
+    with pytest.raises(FileNotFoundError, match="gs://texts/none.txt' matches no file"):
+        documents("train", source="gs://texts/none.txt")

@@ -1,0 +1,172 @@
+"""Tokens round-trip, know their bytes, and are the same for the same texts."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+import tokenizers
+
+from kvjax.data import tokenizer as tokenizer_lib
+
+
+@pytest.fixture(scope="module")
+def bpe(small_texts):
+    return tokenizer_lib.train(small_texts, 500)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory, small_texts):
+    """A tokenizer.json as others write them: digits split, a space token, a post-processor."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    steps = tokenizers.pre_tokenizers
+    backend.pre_tokenizer = steps.Sequence([steps.Digits(True), steps.ByteLevel(False)])
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    specials = ["<|im_end|>", "<|endoftext|>"]
+    alphabet = steps.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(small_texts, trainer)
+    backend.add_tokens([tokenizers.AddedToken("é é", normalized=False)])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_end|> $A", special_tokens=[("<|im_end|>", backend.token_to_id("<|im_end|>"))]
+    )
+    backend.enable_truncation(3)
+    path = tmp_path_factory.mktemp("published") / "tokenizer.json"
+    backend.save(str(path))
+    return tokenizer_lib.load(path)
+
+
+@pytest.fixture(scope="module")
+def by_kind(bpe, published):
+    return {"bpe": bpe, "byte": tokenizer_lib.byte_tokenizer(), "published": published}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte", "published"])
+@given(text=st.text() | st.text(alphabet="eé <|bos>im_nd🙂1\n", max_size=80))
+def test_tokens_give_back_the_text_and_its_bytes(by_kind, kind, text):
+    tokenizer = by_kind[kind]
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.bos_id not in ids
+    assert tokenizer.encode_batch(["a", text, ""]) == [tokenizer.encode("a"), ids, []]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte", "published"])
+def test_specials_are_written_by_name_and_have_no_bytes(by_kind, kind):
+    tokenizer = by_kind[kind]
+    name = "<|endoftext|>" if kind == "published" else "<|bos|>"
+    ids = [tokenizer.bos_id, *tokenizer.encode(name)]
+    assert len(ids) > 2  # Written out in a text, it isn't special.
+    assert tokenizer.decode(ids) == 2 * name
+    bytes_V = tokenizer.token_bytes()
+    assert bytes_V.dtype == np.int32
+    assert bytes_V.shape == (tokenizer.vocab_size,)
+    specials = 2 if kind == "published" else 1
+    assert bytes_V[tokenizer.bos_id] == 0
+    assert (bytes_V == 0).sum() == specials
+
+
+def test_byte_tokenizer_is_bytes():
+    tokenizer = tokenizer_lib.byte_tokenizer()
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == (257, 256)
+    assert tokenizer.encode("aé\n") == list("aé\n".encode())
+
+
+def test_trained_vocabulary_is_specials_then_bytes_then_merges(bpe):
+    assert (bpe.vocab_size, bpe.bos_id) == (500, 0)
+    assert sorted(bpe.decode([i]) for i in range(1, 257) if bpe.decode([i]) != "\ufffd") == [
+        chr(i) for i in range(128)
+    ]
+    specials = ("<|bos|>", "<|user|>")
+    several = tokenizer_lib.train(["aa bb aa bb"], 260, specials)
+    assert (several.bos_id, several.decode([0, 1])) == (0, "<|bos|><|user|>")
+
+
+def test_split_pattern_keeps_words_and_pairs_of_digits():
+    text = "I'll pay 12345 for it... \n\n Don't"
+    splits = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex(tokenizer_lib.SPLIT_PATTERN), behavior="isolated"
+    ).pre_tokenize_str(text)
+    words = ["I", "'ll", " pay", " ", "12", "34", "5", " for", " it", "...", " \n\n", " Don", "'t"]
+    assert [word for word, _ in splits] == words
+
+
+def test_training_is_deterministic(bpe, small_texts, tmp_path):
+    """In another process too, where hashes of strings differ."""
+    (tmp_path / "texts.json").write_text(json.dumps(small_texts))
+    code = (
+        "import json, sys; from kvjax.data import tokenizer\n"
+        "tokenizer.train(json.load(open(sys.argv[1])), 500).save(sys.argv[2])"
+    )
+    paths = [str(tmp_path / name) for name in ("texts.json", "tokenizer.json")]
+    root = pathlib.Path(tokenizer_lib.__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code, *paths], check=True, cwd=root)
+    assert (tmp_path / "tokenizer.json").read_text() == bpe.to_json()
+
+
+def test_vocabulary_beyond_the_text_is_refused():
+    message = r"vocab_size=1000 asked, (\d+) reached.*Use vocab_size=\1 or less, or more text"
+    with pytest.raises(ValueError, match=message):
+        tokenizer_lib.train(["a few words, a few words"], 1000)
+
+
+def test_saved_tokenizer_is_the_same(bpe, tmp_path):
+    bpe.save(tmp_path / "tokenizer.json")
+    again = tokenizer_lib.load(tmp_path / "tokenizer.json")
+    assert again.to_json() == bpe.to_json()
+    assert again.encode("<|bos|> lieder é") == bpe.encode("<|bos|> lieder é")
+
+
+def test_normalizer_is_left_out(bpe, tmp_path):
+    definition = json.loads(bpe.to_json()) | {"normalizer": {"type": "NFC"}}
+    (tmp_path / "nfc.json").write_text(json.dumps(definition))
+    decomposed = "e\u0301"
+    tokenizer = tokenizer_lib.load(tmp_path / "nfc.json")
+    assert tokenizer.decode(tokenizer.encode(decomposed)) == decomposed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pre_tokenizer": None}, "must be byte-level"),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Metaspace",
+                    "replacement": "_",
+                    "prepend_scheme": "always",
+                }
+            },
+            "must be byte-level",
+        ),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "ByteLevel",
+                    "add_prefix_space": True,
+                    "trim_offsets": True,
+                }
+            },
+            "without prefix space",
+        ),
+        ({"added_tokens": []}, r"one of <\|bos\|>.* must be there; there are none"),
+        ({"model": 1}, "is not a tokenizer.json"),
+    ],
+)
+def test_unusable_tokenizer_is_named(bpe, tmp_path, change, message):
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(json.loads(bpe.to_json()) | change))
+    with pytest.raises(ValueError, match=rf"other\.json.*{message}"):
+        tokenizer_lib.load(path)
+
+
+def test_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.json'.*no such file"):
+        tokenizer_lib.load(tmp_path / "none.json")
