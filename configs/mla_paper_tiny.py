@@ -1,8 +1,19 @@
-"""MLA as in the LRKV paper, no RoPE key, 4 heads of 32, at demo size.
+"""MLA as the LRKV paper counts it: a latent of 48, no RoPE key: 4 layers, width 128, 4 heads of 32.
+
+Reproduces no paper: the smallest model on which all mechanisms can be compared, trained on the
+embedded corpus (Shakespeare and the King James Bible).
+
+    python -m kvjax.main --config=configs/mla_paper_tiny.py
+
+Parameters: 1,253,376 parameters, 991,232 without the input embedding; 384 cache bytes
+per token in bfloat16; 0.008 GFLOP per trained token.
+Hardware: two CPU cores, 4.1M tokens in five to seven minutes. Measured: see README.md.
 """
 
 from kvjax import recipes
 
 
 def get_config():
-    return recipes.pretrain("mla_paper_tiny", scale="tiny", attention=recipes.mla_paper(4, latent=48, dim=32))
+    return recipes.pretrain(
+        "mla_paper_tiny", scale="tiny", attention=recipes.mla_paper(4, latent=48, dim=32)
+    )

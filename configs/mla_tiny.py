@@ -1,8 +1,19 @@
-"""MLA, decoupled RoPE key, 4 heads of 32, at demo size.
+"""MLA with a latent of 48 and a decoupled RoPE key of 16: 4 layers, width 128, 4 heads of 32.
+
+Reproduces no paper: the smallest model on which all mechanisms can be compared, trained on the
+embedded corpus (Shakespeare and the King James Bible).
+
+    python -m kvjax.main --config=configs/mla_tiny.py
+
+Parameters: 1,294,336 parameters, 1,032,192 without the input embedding; 512 cache bytes
+per token in bfloat16; 0.008 GFLOP per trained token.
+Hardware: two CPU cores, 4.1M tokens in five to seven minutes. Measured: see README.md.
 """
 
 from kvjax import recipes
 
 
 def get_config():
-    return recipes.pretrain("mla_tiny", scale="tiny", attention=recipes.mla(4, latent=48, rope_dim=16, dim=32))
+    return recipes.pretrain(
+        "mla_tiny", scale="tiny", attention=recipes.mla(4, latent=48, rope_dim=16, dim=32)
+    )

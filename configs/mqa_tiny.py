@@ -1,4 +1,13 @@
-"""MQA, 4 heads of 32, at demo size.
+"""MQA: 4 layers, width 128, 4 heads of 32.
+
+Reproduces no paper: the smallest model on which all mechanisms can be compared, trained on the
+embedded corpus (Shakespeare and the King James Bible).
+
+    python -m kvjax.main --config=configs/mqa_tiny.py
+
+Parameters: 1,212,416 parameters, 950,272 without the input embedding; 512 cache bytes
+per token in bfloat16; 0.007 GFLOP per trained token.
+Hardware: two CPU cores, 4.1M tokens in five to seven minutes. Measured: see README.md.
 """
 
 from kvjax import recipes

@@ -123,9 +123,7 @@ def resolve(config: ml_collections.ConfigDict) -> Experiment:
             f"config: unknown {sorted(set(config) - known)}, missing {sorted(known - set(config))}"
         )
     block = to_dataclass(BlockConfig, config.model, "config.model")
-    resolved = {
-        key: to_dataclass(cls, config[key], f"config.{key}") for key, cls in parts.items()
-    }
+    resolved = {key: to_dataclass(cls, config[key], f"config.{key}") for key, cls in parts.items()}
     model = TransformerConfig(
         block=block,
         mechanisms=_mechanisms(config.attention, block.num_layers),
@@ -146,9 +144,7 @@ def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
     kind = keys.pop("kind", None)
     layer_ranks = keys.pop("layer_ranks", ())
     one_of("config.attention.kind", kind, tuple(MECHANISMS))
-    mechanism = to_dataclass(
-        MECHANISMS[kind], ml_collections.ConfigDict(keys), "config.attention"
-    )
+    mechanism = to_dataclass(MECHANISMS[kind], ml_collections.ConfigDict(keys), "config.attention")
     if not layer_ranks:
         return (mechanism,) * num_layers
     if kind != "grouped":

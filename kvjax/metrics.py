@@ -74,7 +74,7 @@ def _line(record: dict) -> str:
 
 
 def read_records(path: epath.Path) -> list[dict]:
-    """The records of a .jsonl file; none if it does not exist; a half-written last line is dropped."""
+    """The records of a .jsonl file, if there is one; a half-written last line is dropped."""
     if not path.exists():
         return []
     records = []

@@ -7,7 +7,8 @@ every mechanism is orthogonalised and nothing falls silently to Adam. Defaults a
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +117,9 @@ def make_optimizer(
             per_head=c.orthogonalize == "per_head",
             dtype=muon_dtype,
         ),
-        optax.add_decayed_weights(c.matrix_weight_decay) if c.matrix_weight_decay else optax.identity(),
+        optax.add_decayed_weights(c.matrix_weight_decay)
+        if c.matrix_weight_decay
+        else optax.identity(),
         optax.scale_by_learning_rate(lambda step: c.matrix_learning_rate * schedule(step)),
     )
     groups = {
@@ -158,7 +161,7 @@ def scale_by_muon(
     per_head: bool = False,
     dtype: jnp.dtype = jnp.dtype(jnp.float32),
 ) -> optax.GradientTransformation:
-    """Replaces each matrix's Nesterov momentum by its nearest orthogonal one, x sqrt(max(1, out/in)).
+    """Orthogonalises each matrix's Nesterov momentum, x sqrt(max(1, out/in)).
 
     Differs from `optax.contrib.scale_by_muon` in a scheduled momentum and in having no bias
     correction (both as in nanochat); tested against it where they agree.

@@ -1,6 +1,6 @@
 """What configs share: scales, mechanisms, presets. A config file picks from here and runs nothing.
 
-    config = recipes.pretrain("lrkv_128m", scale="128m", attention=recipes.lrkv(6, rank=64))
+config = recipes.pretrain("lrkv_128m", scale="128m", attention=recipes.lrkv(6, rank=64))
 """
 
 import ml_collections
@@ -123,7 +123,7 @@ SCALES = {
     "tiny": tiny,
     "128m": lambda: _paper(12, steps=190_735, tokens_per_step=524_288, accumulation=1),
     "2p5b": lambda: _paper(36, steps=190_735, tokens_per_step=262_144, accumulation=1),
-    "6p3b": lambda: _paper(50, steps=190_735, tokens_per_step=524_288, accumulation=2),
+    "6p3b": lambda: _paper(50, steps=95_367, tokens_per_step=524_288, accumulation=2),
 }
 
 

@@ -6,7 +6,6 @@ n - 1, so the device never waits for the host.
 """
 
 import contextlib
-import fcntl
 import functools
 import math
 import signal
@@ -24,7 +23,7 @@ import tqdm
 from kvjax import costs
 from kvjax import experiment as experiment_lib
 from kvjax import metrics as metrics_lib
-from kvjax import runtime
+from kvjax import preflight
 from kvjax import sharding
 from kvjax.checkpoint import Checkpoints
 from kvjax.checkpoint import claim
@@ -42,15 +41,6 @@ from kvjax.model.transformer import Transformer
 from kvjax.optim import learning_rate_schedule
 from kvjax.optim import make_optimizer
 
-# What may differ between a run and its continuation: when to look and when to stop, not what is
-# computed.
-_FREE_KEYS = {
-    "train": ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "stop_after")
-    + ("sample_prompt", "sample_tokens"),
-    "compute": ("remat", "unroll", "query_chunk", "loss_chunks"),
-    "data": ("directory",),
-}
-
 
 def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, float]:
     """Trains to the end or to `train.stop_after`, resuming what the workdir holds.
@@ -67,88 +57,14 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
     mesh = sharding.make_mesh(experiment.mesh, jax.devices())
     platform = mesh.devices.flat[0].platform
     compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
-    check_batch(experiment, mesh)
-    check_memory(experiment, compute, mesh)
-    with exclusive(workdir):
-        claim(workdir / "config.json", identity(config))
+    preflight.check_batch(experiment, mesh)
+    preflight.check_memory(experiment, compute, mesh)
+    with preflight.exclusive(workdir):
+        claim(workdir / "config.json", preflight.identity(config))
         write_atomically(workdir / "config.txt", to_text(config))
         dataset = loader.open_dataset(prepare.prepare(experiment.data))
         claim(workdir / "dataset.json", {"dataset": dataset.path.name})
         return Run(experiment, compute, mesh, workdir, dataset, started).run()
-
-
-def check_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
-    """Raises a UserError unless every part of a batch divides over the devices."""
-    rows = experiment.train.batch_size // experiment.train.grad_accumulation
-    if rows % mesh.size:
-        raise UserError(
-            f"config.train.batch_size = {experiment.train.batch_size} in "
-            f"{experiment.train.grad_accumulation} part(s) is {rows} rows a part, which does not "
-            f"divide over {mesh.size} devices; use a multiple of "
-            f"{mesh.size * experiment.train.grad_accumulation}"
-        )
-
-
-def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Mesh) -> None:
-    """Raises a UserError, with the bytes by part, if the devices present cannot hold the run."""
-    need = costs.training_memory(
-        experiment.model,
-        compute,
-        rows_per_device=experiment.train.batch_size
-        // experiment.train.grad_accumulation
-        // mesh.size,
-        sequence_length=experiment.data.sequence_length,
-        shards=mesh.shape["fsdp"],
-    )
-    there = runtime.memory_per_device()
-    if need.total <= there:
-        return
-    device = mesh.devices.flat[0]
-    gb = lambda count: f"{count / 1e9:,.1f} GB"
-    state = need.parameters + need.optimizer + need.gradients
-    raise UserError(
-        f"{experiment.name} does not fit on {mesh.size} x {device.device_kind} "
-        f"({device.platform}). Bytes per device:\n"
-        f"  parameters   {gb(need.parameters):>12}\n"
-        f"  optimizer    {gb(need.optimizer):>12}\n"
-        f"  gradients    {gb(need.gradients):>12}\n"
-        f"  activations  {gb(need.activations):>12}  (estimated)\n"
-        f"  needed       {gb(need.total):>12}\n"
-        f"  available    {gb(there):>12}\n"
-        f"Parameters, optimizer and gradients split over more devices (config.mesh.fsdp): at 80 GB "
-        f"each, {math.ceil(state * mesh.shape['fsdp'] / 50e9)} or more; activations shrink with "
-        "config.train.grad_accumulation and config.compute.remat='full'. To try the same mechanism "
-        f"here: python -m kvjax.main --config=configs/{experiment.name.split('_')[0]}_tiny.py"
-    )
-
-
-@contextlib.contextmanager
-def exclusive(workdir: epath.Path):
-    """Holds the workdir for this process; a UserError if another one has it.
-
-    The lock is the operating system's, so it ends with its process, however that ends. Workdirs
-    that are not local (gs://) have none.
-    """
-    workdir.mkdir(parents=True, exist_ok=True)
-    if "://" in str(workdir) or jax.process_index():
-        yield
-        return
-    with open(workdir / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{workdir} is in use by another run: wait for it, or give another --workdir"
-            ) from error
-        yield
-
-
-def identity(config: ml_collections.ConfigDict) -> dict:
-    """The part of a config that a workdir belongs to."""
-    tree = {k: dict(v) if hasattr(v, "items") else v for k, v in config.items() if k != "mesh"}
-    for section, keys in _FREE_KEYS.items():
-        tree[section] = {k: v for k, v in tree[section].items() if k not in keys}
-    return tree
 
 
 def train_step(state: dict, rows: jax.Array, *, graph, optimizer, compute: Compute, parts: int):
@@ -170,6 +86,7 @@ def train_step(state: dict, rows: jax.Array, *, graph, optimizer, compute: Compu
     if parts == 1:
         value, grads = value_and_grad(state["params"], rows)
     else:
+
         def accumulate(total, part):
             return jax.tree.map(jnp.add, total, value_and_grad(state["params"], part)), None
 
@@ -214,7 +131,7 @@ class Run:
             )
         c = experiment.train
         self.is_chief = jax.process_index() == 0
-        shapes, axes = costs.abstract_parameters(experiment.model)
+        _, axes = costs.abstract_parameters(experiment.model)
         optimizer = make_optimizer(
             experiment.optimizer,
             axes,
@@ -247,9 +164,7 @@ class Run:
         )
         static = dict(graph=self.graph, compute=compute)
         self.train_step = jax.jit(
-            functools.partial(
-                train_step, optimizer=optimizer, parts=c.grad_accumulation, **static
-            ),
+            functools.partial(train_step, optimizer=optimizer, parts=c.grad_accumulation, **static),
             donate_argnums=0,
             out_shardings=(self.shardings, None),
         )
@@ -275,8 +190,10 @@ class Run:
             if step < c.num_steps:
                 self._save(step, state, last=True)
                 reason = f"on {self.stop_signal.name}" if self.stop_signal else "as asked"
-                print(f"Stopped {reason} at step {step} of {c.num_steps}, saved. "
-                      "The same command goes on from there.")
+                print(
+                    f"Stopped {reason} at step {step} of {c.num_steps}, saved. "
+                    "The same command goes on from there."
+                )
                 return {}
             self._save(step, state, last=True)
         except OSError as error:

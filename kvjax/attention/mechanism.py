@@ -4,7 +4,8 @@ The law: decoding from `encode`'s entry equals softmax attention over `keys_valu
 mechanism and any split of the tokens.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+from typing import Protocol
 
 from flax import nnx
 import jax
@@ -89,9 +90,7 @@ def head_norm(dim: int, qk_norm: str, *, epsilon: float, rngs: nnx.Rngs) -> Norm
     return Norm(dim, kind="rms", gain=gain, bias=False, epsilon=epsilon, rngs=rngs)
 
 
-def normalise_and_rotate(
-    x_BTNH: jax.Array, norm: Norm | None, rotary: Rotary | None
-) -> jax.Array:
+def normalise_and_rotate(x_BTNH: jax.Array, norm: Norm | None, rotary: Rotary | None) -> jax.Array:
     """QK-norm, then RoPE. Without a gain the two commute; with one (Qwen3) this is the order."""
     if norm is not None:
         x_BTNH = norm(x_BTNH)

@@ -1,6 +1,7 @@
 """The TFDS data set of packed rows: raw bytes in ArrayRecord, in the order of the stream."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from collections.abc import Mapping
 import functools
 
 from etils import epath

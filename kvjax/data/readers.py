@@ -5,14 +5,16 @@ text.
 """
 
 import codecs
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from collections.abc import Iterator
 import gzip
 import io
 import json
 import lzma
 import os
 import re
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
+from typing import NamedTuple
 import zlib
 
 from etils import epath

@@ -12,7 +12,8 @@ So equal records are on the same side. With a `validation_source`, that is valid
 `source` is for training.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence
 import functools
 import hashlib
 import lzma

@@ -1,6 +1,7 @@
 """Byte-level BPE tokenizers: trained here, bytes alone, or read from a `tokenizer.json`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 import json
 import os
 

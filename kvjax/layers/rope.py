@@ -48,9 +48,7 @@ def rotary(positions_BT: jax.Array | np.ndarray, dim: int, base: float) -> Rotar
     low, high = positions_BT % _STRIDE, positions_BT // _STRIDE
     cos_low, sin_low = jnp.asarray(fine.real)[low], jnp.asarray(fine.imag)[low]
     cos_high, sin_high = jnp.asarray(coarse.real)[high], jnp.asarray(coarse.imag)[high]
-    return Rotary(
-        cos_low * cos_high - sin_low * sin_high, sin_low * cos_high + cos_low * sin_high
-    )
+    return Rotary(cos_low * cos_high - sin_low * sin_high, sin_low * cos_high + cos_low * sin_high)
 
 
 def rotate(x_BTNH: jax.Array, rotary: Rotary) -> jax.Array:

@@ -54,7 +54,9 @@ def _sum_and_gradients(softcap, chunks, head_DV, x_BTD, targets_BT):
 
     wide = jnp.promote_types(head_DV.dtype, jnp.float32)
     zero = (jnp.zeros((), wide), jnp.zeros(head_DV.shape, wide))
-    (total, dhead_DV), dx = jax.lax.scan(step, zero, (_split(x_BTD, chunks), _split(targets_BT, chunks)))
+    (total, dhead_DV), dx = jax.lax.scan(
+        step, zero, (_split(x_BTD, chunks), _split(targets_BT, chunks))
+    )
     return total, (dhead_DV.astype(head_DV.dtype), _join(dx))
 
 

@@ -47,9 +47,7 @@ class Compute:
 class Block(nnx.Module):
     """Pre-norm attention and MLP."""
 
-    def __init__(
-        self, config: BlockConfig, mechanism: MechanismConfig, *, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: BlockConfig, mechanism: MechanismConfig, *, rngs: nnx.Rngs):
         c = config
         mlp = dict(activation=c.activation, bias=c.bias)
         self.attention_norm = _norm(c, rngs)

@@ -1,0 +1,19 @@
+"""LRKV of rank 64: 12 layers, width 768, 6 heads of 128.
+
+Reproduces: LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.875.
+
+    python -m kvjax.main --config=configs/lrkv_128m.py
+
+Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
+Parameters: 182,059,008 parameters, 131,727,360 without the input embedding; 24,864 cache bytes
+per token in bfloat16; 1.017 GFLOP per trained token.
+Budget: 100B tokens in steps of 524,288: 102 exaFLOPs.
+Hardware: one 8-GPU node or a TPU slice of 8 or more chips.
+Expected time: not known. Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.pretrain("lrkv_128m", scale="128m", attention=recipes.lrkv(6, rank=64))

@@ -1,0 +1,19 @@
+"""MLA with a latent of 768 and a decoupled RoPE key of 64: 36 layers, width 2304, 18 heads of 128.
+
+Reproduces: LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.724.
+
+    python -m kvjax.main --config=configs/mla_2p5b.py
+
+Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
+Parameters: 2,504,982,528 parameters, 2,353,987,584 without the input embedding; 59,904 cache bytes
+per token in bfloat16; 16.672 GFLOP per trained token.
+Budget: 50B tokens in steps of 262,144: 834 exaFLOPs.
+Hardware: 8 x H200, or a TPU slice of 16 v5p chips or more.
+Expected time: not known. Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.pretrain("mla_2p5b", scale="2p5b", attention=recipes.mla(18, latent=768))

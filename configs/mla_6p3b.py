@@ -1,0 +1,20 @@
+"""MLA with a latent of 1024 and a decoupled RoPE key of 64: 50 layers, width 3200, 25 heads of 128.
+
+Reproduces: the LRKV blog post at "6.3B"; head groups, latent and budget
+are not stated there; those here are ours.
+
+    python -m kvjax.main --config=configs/mla_6p3b.py
+
+Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
+Parameters: 6,297,190,400 parameters, 6,087,475,200 without the input embedding; 108,800 cache bytes
+per token in bfloat16; 41.440 GFLOP per trained token.
+Budget: 50B tokens in steps of 524,288: 2,072 exaFLOPs.
+Hardware: a TPU slice of 32 v5p chips or more.
+Expected time: not known. Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.pretrain("mla_6p3b", scale="6p3b", attention=recipes.mla(25, latent=1024))

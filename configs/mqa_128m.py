@@ -1,0 +1,19 @@
+"""MQA: 12 layers, width 768, 6 heads of 128.
+
+Reproduces: LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.886.
+
+    python -m kvjax.main --config=configs/mqa_128m.py
+
+Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
+Parameters: 173,801,472 parameters, 123,469,824 without the input embedding; 6,144 cache bytes
+per token in bfloat16; 0.967 GFLOP per trained token.
+Budget: 100B tokens in steps of 524,288: 97 exaFLOPs.
+Hardware: one 8-GPU node or a TPU slice of 8 or more chips.
+Expected time: not known. Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.pretrain("mqa_128m", scale="128m", attention=recipes.mqa(6))
