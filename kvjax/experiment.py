@@ -32,6 +32,7 @@ class TrainConfig:
     seed: int = 0
     log_every: int = 10
     eval_every: int = 250
+    eval_rows: int = 0  # of the validation split, from its start; 0: all
     checkpoint_every: int = 250
     keep_checkpoints: int = 2
     stop_after: int = 0  # stop cleanly after this step, schedule unchanged; 0: run to the end
@@ -45,7 +46,7 @@ class TrainConfig:
         )
         for key in positive:
             at_least(f"config.train.{key}", getattr(self, key), 1)
-        for key in ("seed", "stop_after", "sample_tokens"):
+        for key in ("seed", "eval_rows", "stop_after", "sample_tokens"):
             at_least(f"config.train.{key}", getattr(self, key), 0)
         if self.batch_size % self.grad_accumulation:
             raise UserError(

@@ -84,6 +84,7 @@ def _train() -> dict:
         seed=0,
         log_every=10,
         eval_every=250,
+        eval_rows=0,
         checkpoint_every=250,
         keep_checkpoints=2,
         stop_after=0,
@@ -112,6 +113,7 @@ def _paper(depth: int, *, steps: int, tokens_per_step: int, accumulation: int) -
             batch_size=tokens_per_step // 2048,
             grad_accumulation=accumulation,
             eval_every=1000,
+            eval_rows=5120,  # 10.5M tokens, as nanochat
             checkpoint_every=1000,
             keep_checkpoints=3,
         ),
@@ -185,7 +187,18 @@ def mla_paper(num_heads: int, *, latent: int, dim: int = HEAD_DIM) -> dict:
 
 
 def nanochat() -> dict:
-    """karpathy/nanochat, commit 0f00788 (2025-10-19)."""
+    """karpathy/nanochat, commit 0f00788 (2025-10-19).
+
+    Known differences of a run with this preset from nanochat's own:
+
+    - weights, embedding included, are float32 and cast when used (nanochat keeps the embedding in
+      bfloat16, and its RoPE tables); logits are soft-capped in float32, not bfloat16;
+    - keys rotate by +t·theta, not -t·theta, and are normed before, not after (the same function);
+    - RMSNorm adds 1e-6, not the dtype's epsilon;
+    - Newton-Schulz runs in the compute dtype (bfloat16 in nanochat);
+    - rows are shuffled anew each epoch; nanochat reads its shards in order;
+    - validation counts whole rows of the held-out documents, not a fixed number of batches.
+    """
     return dict(
         matrix_learning_rate=0.02,
         embedding_learning_rate=0.2,

@@ -7,6 +7,7 @@ n - 1, so the device never waits for the host.
 
 import contextlib
 import functools
+import itertools
 import math
 import signal
 import time
@@ -287,18 +288,20 @@ class Run:
                 self.writer.write_timing(step, tokens_per_second=tokens_per_second)
 
     def _evaluate(self, step: int, params: dict, bar: tqdm.tqdm) -> None:
-        """Bits per byte over the whole validation split."""
+        """Bits per byte over the validation split, or its first `eval_rows` rows."""
         e = self.experiment
+        rows_per_batch = e.train.batch_size // e.train.grad_accumulation
         batches = loader.validation_batches(
             self.dataset,
             sequence_length=e.data.sequence_length,
-            batch_size=e.train.batch_size // e.train.grad_accumulation,
+            batch_size=rows_per_batch,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
         batch_sharding = sharding.batch_sharding(self.mesh)
+        limit = math.ceil(e.train.eval_rows / rows_per_batch) or None
         sums = np.zeros(3)
-        for rows in batches:
+        for rows in itertools.islice(batches, limit):
             rows = jax.make_array_from_process_local_data(batch_sharding, rows)
             sums += np.array(jax.device_get(self.eval_step(params, rows, self.dataset.token_bytes)))
         nats, num_bytes, targets = sums

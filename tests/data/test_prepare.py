@@ -16,6 +16,7 @@ import pytest
 
 from kvjax.data import loader
 from kvjax.data import prepare
+from kvjax.data import readers
 from kvjax.data import sources
 from kvjax.data import tokenizer as tokenizer_lib
 
@@ -116,15 +117,28 @@ def test_other_row_length_is_other_data_with_the_same_tokenizer(
 
 
 def test_long_documents_and_small_batches_change_nothing(
-    small_dataset, small_config, monkeypatch, tmp_path
+    small_config, small_texts, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 50)
-    path = prepare.prepare(dataclasses.replace(small_config, directory=str(tmp_path)))
+    for name, texts in (("train", small_texts[:150]), ("validation", small_texts[150:])):
+        halves = ["".join(texts[::2]), "".join(texts[1::2])]
+        (tmp_path / f"{name}.txt").write_text("\f".join(halves))
+    config = dataclasses.replace(
+        small_config,
+        source=str(tmp_path / "train.txt"),
+        validation_source=str(tmp_path / "validation.txt"),
+        directory=str(tmp_path / "whole"),
+    )
+    whole = loader.open_dataset(prepare.prepare(config))
+    monkeypatch.setattr(readers, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 500)
+    config = dataclasses.replace(config, directory=str(tmp_path / "pieces"))
+    pieces = loader.open_dataset(prepare.prepare(config))
+    assert pieces.tokenizer.to_json() == whole.tokenizer.to_json()
     for name in sources.SPLITS:
-        again = loader.open_dataset(path)
-        np.testing.assert_array_equal(rows(again, name), rows(small_dataset, name))
-    assert again.info["splits"] == small_dataset.info["splits"]
-    assert again.info["xz_bits_per_byte"] == small_dataset.info["xz_bits_per_byte"]
+        np.testing.assert_array_equal(rows(pieces, name), rows(whole, name))
+        assert pieces.info["splits"][name] == whole.info["splits"][name]
+        assert whole.info["splits"][name]["documents"] == 2
+    assert pieces.info["xz_bits_per_byte"] == whole.info["xz_bits_per_byte"]
 
 
 def test_many_shards_keep_the_order(small_dataset, small_config, monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+from hypothesis import example
 from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
@@ -48,6 +49,7 @@ def by_kind(bpe, published):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "byte", "published"])
+@example(text="é é <|endoftext|>")  # An added token that is no special.
 @given(text=st.text() | st.text(alphabet="eé <|bos>im_nd🙂1\n", max_size=80))
 def test_tokens_give_back_the_text_and_its_bytes(by_kind, kind, text):
     tokenizer = by_kind[kind]

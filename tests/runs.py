@@ -1,0 +1,55 @@
+"""A run small enough to start many times: bytes of one made-up text, 2 layers of width 32."""
+
+import pathlib
+import random
+
+import ml_collections
+
+from kvjax import recipes
+
+CONFIG_FILE = '''
+from tests import runs
+def get_config():
+    return runs.small_config({source!r}, {directory!r})
+'''
+
+
+def write_text(path: pathlib.Path) -> str:
+    """60 KB of words in made-up order, with structure enough to learn from."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("etaoinshr", k=rng.randint(2, 7))) for _ in range(50)]
+    lines = [" ".join(rng.choices(words, k=8)) for _ in range(1500)]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def small_config(source: str, directory: str, **train) -> ml_collections.ConfigDict:
+    """LRKV, 40 steps of 8 x 32 bytes, checkpoints every 10.
+
+    Args:
+      source: a text file.
+      directory: where the prepared rows go.
+      train: overrides of config.train.
+    """
+    config = recipes.pretrain(
+        "lrkv_small", scale="tiny", attention=recipes.lrkv(2, rank=4, dim=16)
+    )
+    config.model.update(num_layers=2, d_model=32, mlp_dim=64)
+    config.data.update(
+        source=source,
+        directory=directory,
+        tokenizer="byte",
+        vocab_size=257,
+        sequence_length=32,
+        validation_fraction=0.02,
+    )
+    config.train.update(
+        num_steps=40,
+        batch_size=8,
+        log_every=1,
+        eval_every=20,
+        checkpoint_every=10,
+        sample_tokens=4,
+    )
+    config.train.update(train)
+    return config

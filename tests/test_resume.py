@@ -1,0 +1,144 @@
+"""A run that is killed and started again ends where an uninterrupted one does, to the bit."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+import pytest
+
+from tests import runs
+
+ROOT = pathlib.Path(__file__).parents[1]
+KILLS = 24
+
+
+def launch(config: pathlib.Path, workdir: pathlib.Path, *flags: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "kvjax.main", f"--config={config}", f"--workdir={workdir}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    return subprocess.Popen(
+        [*command, *flags],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, seconds: float = 240) -> str:
+    output, _ = process.communicate(timeout=seconds)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture
+def config(tmp_path):
+    source = runs.write_text(tmp_path / "text.txt")
+    path = tmp_path / "config.py"
+    path.write_text(runs.CONFIG_FILE.format(source=source, directory=str(tmp_path / "data")))
+    return path
+
+
+def final_state(workdir: pathlib.Path) -> dict:
+    checkpointer = ocp.training.Checkpointer(workdir / "checkpoints")
+    return checkpointer.load_checkpointables()["state"]
+
+
+def assert_bitwise_equal(a: dict, b: dict) -> None:
+    a, b = (jax.tree_util.tree_leaves_with_path(tree) for tree in (a, b))
+    assert len(a) == len(b) > 20
+    for (path, x), (_, y) in zip(a, b, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=str(path))
+
+
+@pytest.mark.slow
+def test_sigkill_at_random_moments(config, tmp_path):
+    """At least 20 SIGKILLs, of which several while a checkpoint is being written."""
+    flags = ("--config.train.num_steps=1500", "--config.train.checkpoint_every=25")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    finish(launch(config, whole, *flags))
+    rng = random.Random(0)
+    during_save = kills = 0
+    for attempt in range(KILLS):
+        process = launch(config, broken, *flags)
+        deadline = time.monotonic() + rng.uniform(2.0, 9.0)
+        wait_for_save = attempt % 2 == 0
+        while process.poll() is None:
+            writing = list((broken / "checkpoints").glob("*tmp*"))
+            if (wait_for_save and writing) or time.monotonic() > deadline:
+                break
+            time.sleep(0.002)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            during_save += bool(list((broken / "checkpoints").glob("*tmp*")))
+    output = finish(launch(config, broken, *flags))
+    print(f"{kills} kills, {during_save} of them during a save")
+    assert kills >= 20 and during_save >= 5, (kills, during_save, output)
+    assert (broken / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert_bitwise_equal(final_state(broken), final_state(whole))
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_cleanly(config, tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    flags = ("--config.train.num_steps=1000", "--config.train.checkpoint_every=1000")
+    finish(launch(config, whole, *flags))
+    process = launch(config, stopped, *flags)
+    metrics = stopped / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size > 1000):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert "SIGTERM" in output and "saved" in output
+    steps = [int(path.name) for path in (stopped / "checkpoints").iterdir()]
+    assert len(steps) == 1 and 0 < steps[0] < 1000
+    assert f"resuming from step {steps[0]}" in finish(launch(config, stopped, *flags))
+    assert metrics.read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert_bitwise_equal(final_state(stopped), final_state(whole))
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_workdir(config, tmp_path):
+    first = launch(config, tmp_path / "run", "--config.train.num_steps=100000")
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert first.poll() is None, first.stdout.read()
+        time.sleep(0.05)
+    second = launch(config, tmp_path / "run", "--config.train.num_steps=100000")
+    output, _ = second.communicate(timeout=60)
+    first.kill()
+    assert second.returncode == 2
+    assert "in use by another run" in output and "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up(config, tmp_path):
+    """A save that fails is a warning; the run goes on and saves again when there is room."""
+    import resource
+
+    workdir = tmp_path / "run"
+    flags = ("--config.train.num_steps=4000", "--config.train.checkpoint_every=50")
+    process = launch(config, workdir, *flags)
+    while not (workdir / "checkpoints" / "50").exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    # No file may grow beyond 20 KB: parameters do not fit, log lines (at first) do.
+    limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, -1))
+    time.sleep(1.0)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
+    output, _ = process.communicate(timeout=240)
+    if process.returncode == 0:
+        assert "was not written" in output and "the run goes on" in output, output
+        return
+    assert process.returncode == 2, output
+    assert "The last checkpoint is intact" in output and "Traceback" not in output, output
+    assert "resuming from step" in finish(launch(config, workdir, *flags))
