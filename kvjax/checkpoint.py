@@ -16,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from kvjax.errors import UserError
 
 log = logging.getLogger("kvjax")
+CHECKPOINTS = "checkpoints"  # the folder in a workdir
 
 
 class Checkpoints:
@@ -138,16 +139,17 @@ def _reason(error: BaseException) -> str:
 
 
 def claim(path: epath.Path, identity: dict) -> None:
-    """Writes what a workdir belongs to into a new file, or checks it against the one there.
+    """Writes what a workdir belongs to; where it has checkpoints, checks what is written there.
 
     Args:
       path: a .json file in the workdir.
       identity: what may not change between a run and its continuation, JSON-able, nested.
 
     Raises:
-      UserError: if the file says something else; names what differs.
+      UserError: if checkpoints belong to something else; names what differs.
     """
-    if not path.exists():
+    checkpoints = path.parent / CHECKPOINTS
+    if not path.exists() or not (checkpoints.exists() and any(checkpoints.iterdir())):
         write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
         return
     try:

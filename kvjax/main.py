@@ -3,6 +3,7 @@
 Keys are overridden as `--config.train.num_steps=100`. Running the same command again resumes.
 """
 
+import functools
 import pathlib
 import sys
 
@@ -11,12 +12,13 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
+from kvjax import command_line
 from kvjax import runtime
 from kvjax.errors import UserError
 
 _DEFAULT = pathlib.Path(__file__).parents[1] / "configs" / "lrkv_tiny.py"
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", str(_DEFAULT), "The run's config file.", lock_config=True
+    "config", None, "The run's config file.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", "", "Checkpoints and metrics go here, local or gs://; empty: runs/<config's name>."
@@ -39,4 +41,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=functools.partial(command_line.parse, default=_DEFAULT))

@@ -10,8 +10,8 @@ from etils import epath
 
 def cache_directory() -> epath.Path:
     """Where kvjax keeps what it can make again: $KVJAX_CACHE, or kvjax in the user's cache."""
-    if "KVJAX_CACHE" in os.environ:
-        return epath.Path(os.environ["KVJAX_CACHE"])
+    if cache := os.environ.get("KVJAX_CACHE"):
+        return epath.Path(cache).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return epath.Path(base).expanduser() / "kvjax"
 

@@ -26,6 +26,7 @@ from kvjax import experiment as experiment_lib
 from kvjax import metrics as metrics_lib
 from kvjax import preflight
 from kvjax import sharding
+from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import Checkpoints
 from kvjax.checkpoint import claim
 from kvjax.checkpoint import write_atomically
@@ -171,7 +172,7 @@ class Run:
         )
         self.eval_step = jax.jit(functools.partial(eval_step, **static))
         self.schedule = learning_rate_schedule(experiment.optimizer, c.num_steps)
-        self.checkpoints = Checkpoints(workdir / "checkpoints", keep=c.keep_checkpoints)
+        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=c.keep_checkpoints)
         self.stop_signal = None
 
     def run(self) -> dict[str, float]:

@@ -1,10 +1,12 @@
 """What a data set is made of: sources, split, tokenizer, row length."""
 
 import dataclasses
-import os
 import shlex
 
 from etils import epath
+
+from kvjax import runtime
+from kvjax.errors import DataError
 
 NUM_BYTES = 256
 MAX_VOCAB_SIZE = 1 << 24
@@ -44,40 +46,38 @@ class DataConfig:
 
     def __post_init__(self):
         if not self.source.strip():
-            raise ValueError(
+            raise DataError(
                 "source='' names nothing: give 'embedded', a file, folder or glob, or 'tfds:NAME'."
             )
         if not 0.0 < self.validation_fraction < 1.0:
-            raise ValueError(
+            raise DataError(
                 f"validation_fraction={self.validation_fraction} must lie between 0 and 1, both"
                 " excluded: 0.005 holds out half a percent. To train on all of the source, give a"
                 " validation_source."
             )
         if not self.text_key:
-            raise ValueError(
+            raise DataError(
                 "text_key='' must name the JSON key, Parquet column or TFDS feature with the text."
             )
         if self.tokenizer not in ("bpe", "byte") and not self.tokenizer.endswith(".json"):
-            raise ValueError(
+            raise DataError(
                 f"tokenizer={self.tokenizer!r} must be 'bpe', 'byte' or the path of a"
                 " tokenizer.json (ending in .json)."
             )
         if self.tokenizer == "bpe" and not NUM_BYTES < self.vocab_size <= MAX_VOCAB_SIZE:
-            raise ValueError(
+            raise DataError(
                 f"vocab_size={self.vocab_size} must be more than {NUM_BYTES} (all bytes, and"
                 f" <|bos|>) and at most {MAX_VOCAB_SIZE}; for bytes alone use tokenizer='byte'."
             )
         if self.sequence_length < 1:
-            raise ValueError(f"sequence_length={self.sequence_length} must be at least 1 token.")
+            raise DataError(f"sequence_length={self.sequence_length} must be at least 1 token.")
 
     @property
     def root(self) -> epath.Path:
         """The folder of all prepared data; without `directory`, the user's cache folder."""
         if self.directory:
             return epath.Path(self.directory).expanduser()
-        if cache := os.environ.get("KVJAX_CACHE"):
-            return epath.Path(cache).expanduser()
-        return epath.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvjax"
+        return runtime.cache_directory()
 
     def command(self) -> str:
         """The command line that prepares this data set."""

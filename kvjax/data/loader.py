@@ -14,6 +14,8 @@ import numpy as np
 from kvjax.data import config as config_lib
 from kvjax.data import prepare
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.errors import DataError
+from kvjax.errors import MissingDataError
 
 # One thread reads ahead of the step; more gain nothing, for reading holds the interpreter's lock.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
@@ -64,13 +66,13 @@ def open_dataset(path: epath.PathLike) -> PackedDataset:
     path = epath.Path(path).expanduser()
     manifest = path / prepare.MANIFEST
     if not manifest.exists():
-        raise FileNotFoundError(
+        raise MissingDataError(
             f"{os.fspath(path)} holds no prepared data (no {prepare.MANIFEST}): `python -m"
             " kvjax.data.prepare --source=...` prints the folder it prepares."
         )
     info = json.loads(manifest.read_text())
     if info["format_version"] != prepare.FORMAT_VERSION:
-        raise ValueError(
+        raise DataError(
             f"{os.fspath(path)} has format {info['format_version']}, this code reads"
             f" {prepare.FORMAT_VERSION}: prepare it again with"
             f" `{config_lib.DataConfig(**info['config']).command()}`."
@@ -110,16 +112,16 @@ def train_batches(
     """
     _check(dataset, sequence_length, batch_size, process_index, process_count)
     if not 0 <= seed < 1 << 32:
-        raise ValueError(f"seed={seed} must be in [0, 2**32).")
+        raise DataError(f"seed={seed} must be in [0, 2**32).")
     if position < 0 or position % batch_size:
-        raise ValueError(
+        raise DataError(
             f"position={position} must be a multiple of batch_size={batch_size}, not negative: rows"
             " are consumed by batches. To resume with another batch size, pick one that divides"
             " the position."
         )
     num_rows = dataset.num_rows("train")
     if num_rows < batch_size:
-        raise ValueError(
+        raise DataError(
             f"the train split has {num_rows} rows, and batch_size={batch_size} needs as many: lower"
             " batch_size, or prepare more text or shorter rows."
         )
@@ -175,11 +177,11 @@ def _check(
     process_count: int,
 ) -> None:
     if not 0 <= process_index < process_count:
-        raise ValueError(
+        raise DataError(
             f"process_index={process_index} must be in [0, process_count={process_count})."
         )
     if batch_size < 1 or batch_size % process_count:
-        raise ValueError(
+        raise DataError(
             f"batch_size={batch_size} must be a positive multiple of process_count={process_count}."
         )
     packed = dataset.sequence_length
@@ -187,7 +189,7 @@ def _check(
         again = dataclasses.replace(
             config_lib.DataConfig(**dataset.info["config"]), sequence_length=max(1, sequence_length)
         )
-        raise ValueError(
+        raise DataError(
             f"sequence_length={sequence_length} must be at least 1 and at most the {packed} that"
             f" the rows in {os.fspath(dataset.path)} were packed with. Prepare longer rows:"
             f" `{again.command()}`."

@@ -31,6 +31,8 @@ from kvjax.data import config as config_lib
 from kvjax.data import readers
 from kvjax.data import sources
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.errors import DataError
+from kvjax.errors import UserError
 
 # Part of every key: raise it when the same text would be written as other rows.
 FORMAT_VERSION = 1
@@ -89,7 +91,7 @@ def _write(
         for split, stream in streams.items():
             splits[split]["rows"] = (len(stream) - 1) // config.sequence_length
         if not splits["train"]["rows"]:
-            raise ValueError(
+            raise DataError(
                 f"the train split has {splits['train']['tokens']} tokens, and a row needs"
                 f" sequence_length + 1 = {config.sequence_length + 1}: lower sequence_length, or"
                 f" give more text in source={config.source!r}."
@@ -147,7 +149,7 @@ def _write_stream(
             missing = -(num_tokens - 1) % config.sequence_length
             out.write(np.full(missing, tokenizer.bos_id, dtype))
     if num_token_bytes != num_bytes:
-        raise ValueError(
+        raise DataError(
             f"tokenizer={config.tokenizer!r} loses text: the {split} split has {num_bytes} bytes,"
             f" its tokens {num_token_bytes}. Use a tokenizer whose vocabulary has all 256 bytes, or"
             " tokenizer='bpe'."
@@ -233,7 +235,7 @@ def _rename(staging: epath.Path, file: epath.Path) -> None:
         staging.rename(file.parent)
     except OSError as error:
         if not file.exists():  # Otherwise another process was first, with the same content.
-            raise FileExistsError(
+            raise DataError(
                 f"{os.fspath(file.parent)} lacks {file.name}: remove that folder."
             ) from error
 
@@ -279,8 +281,9 @@ def main(argv: list[str], holders: dict[str, flags.FlagHolder]) -> None:
         path = prepare(
             config_lib.DataConfig(**{name: holder.value for name, holder in holders.items()})
         )
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+    except UserError as error:
+        print(f"kvjax: {error}", file=sys.stderr)
+        sys.exit(2)
     print((path / MANIFEST).read_text() + os.fspath(path))
 
 

@@ -19,6 +19,8 @@ import zlib
 
 from etils import epath
 
+from kvjax.errors import DataError
+
 BLOCK_BYTES = 1 << 20
 PIECE_CHARACTERS = 1 << 16
 DOCUMENT_SEPARATOR = "\f"
@@ -34,7 +36,7 @@ class Piece(NamedTuple):
     starts_document: bool
 
 
-class SourceError(ValueError):
+class SourceError(DataError):
     """A source that can't be used as it is: says which file, where in it, and what to do."""
 
 

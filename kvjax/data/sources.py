@@ -24,6 +24,8 @@ from etils import epath
 
 from kvjax.data import config as config_lib
 from kvjax.data import readers
+from kvjax.errors import DataError
+from kvjax.errors import MissingDataError
 
 SPLITS = ("train", "validation")
 EMBEDDED_VALIDATION_BYTES = 200_000
@@ -66,7 +68,7 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
       readers.SourceError: a source that can't be read, naming file and place, or an empty split.
     """
     if split not in SPLITS:
-        raise ValueError(f"split={split!r} must be one of {SPLITS}.")
+        raise DataError(f"split={split!r} must be one of {SPLITS}.")
     spec, part = config.source, split
     if config.validation_source:
         spec, part = (config.source if split == "train" else config.validation_source), "all"
@@ -216,7 +218,7 @@ def _files(pattern: str) -> list[epath.Path]:
     else:
         found = [path] if path.exists() else []
     if not found:
-        raise FileNotFoundError(
+        raise MissingDataError(
             f"source {pattern!r} matches no file: give 'embedded', 'tfds:NAME', or a file, glob or"
             f" folder of files ending in {', '.join(SUFFIXES)}."
         )

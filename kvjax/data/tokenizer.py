@@ -14,6 +14,9 @@ from etils import epath
 import numpy as np
 import tokenizers
 
+from kvjax.errors import DataError
+from kvjax.errors import MissingDataError
+
 BOS = "<|bos|>"
 # Published tokenizers call the token that opens a document by other names; the first one present is
 # taken.
@@ -63,7 +66,7 @@ class Tokenizer:
         steps = steps.get("pretokenizers", [steps])
         levels = [step for step in steps if step.get("type") == "ByteLevel"]
         if not levels or any(step["add_prefix_space"] for step in levels):
-            raise ValueError(
+            raise DataError(
                 f"{name}: the tokenizer must be byte-level without prefix space (as GPT-2, Llama 3,"
                 " Qwen, SmolLM), so that every token has its raw bytes; its pre_tokenizer is"
                 f" {definition['pre_tokenizer']}."
@@ -81,7 +84,7 @@ class Tokenizer:
         specials = {token["content"] for token in definition["added_tokens"] if token["special"]}
         bos = next((bos for bos in _BOS_NAMES if bos in specials), None)
         if bos is None:
-            raise ValueError(
+            raise DataError(
                 f"{name}: no special token opens a document: one of {', '.join(_BOS_NAMES)} must be"
                 f" there; there are {sorted(specials) or 'none'}."
             )
@@ -154,7 +157,7 @@ def train(
     backend.train_from_iterator(texts, trainer)
     reached = backend.get_vocab_size()
     if reached != vocab_size:
-        raise ValueError(
+        raise DataError(
             f"vocab_size={vocab_size} asked, {reached} reached: the training split has no more"
             f" pairs of tokens that occur twice. Use vocab_size={reached} or less, or more text."
         )
@@ -184,11 +187,11 @@ def load(path: epath.PathLike) -> Tokenizer:
     """
     path = epath.Path(path).expanduser()
     if not path.exists():
-        raise FileNotFoundError(f"tokenizer={os.fspath(path)!r}: there is no such file.")
+        raise MissingDataError(f"tokenizer={os.fspath(path)!r}: there is no such file.")
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text())
     except Exception as error:  # The library raises bare Exception.
-        raise ValueError(
+        raise DataError(
             f"tokenizer={os.fspath(path)!r} is not a tokenizer.json: {error}"
         ) from error
     return Tokenizer(backend, os.fspath(path))

@@ -1,0 +1,270 @@
+"""Eight CPU devices, a compilation cache, small mechanisms, and float64 references in NumPy.
+
+The references are written from the papers' equations, one head at a time, and share nothing with
+the product but the names of the weights.
+"""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_flags = os.environ.get("XLA_FLAGS")
+os.environ["XLA_FLAGS"] = f"{_flags or ''} --xla_force_host_platform_device_count=8"
+
+import math
+import types
+
+from flax import nnx
+import jax
+import numpy as np
+import pytest
+
+from kvjax import runtime
+from kvjax.attention import GroupedConfig
+from kvjax.attention import LatentConfig
+from kvjax.attention import RebuiltLatentConfig
+from kvjax.layers.weight import Axes
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(runtime.cache_directory() / "compiled"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.devices()  # reads XLA_FLAGS; processes that tests start see the machine as it is
+if _flags is None:
+    del os.environ["XLA_FLAGS"]
+else:
+    os.environ["XLA_FLAGS"] = _flags
+
+MECHANISMS = {
+    "mha": (GroupedConfig, dict(num_kv_heads=4, num_bases=4, rank=0)),
+    "gqa": (GroupedConfig, dict(num_kv_heads=2, num_bases=2, rank=0)),
+    "mqa": (GroupedConfig, dict(num_kv_heads=1, num_bases=1, rank=0)),
+    "lrkv": (GroupedConfig, dict(num_kv_heads=4, num_bases=1, rank=3)),
+    "lrkv_gqa": (GroupedConfig, dict(num_heads=8, num_kv_heads=4, num_bases=2, rank=3)),
+    "thin_keys": (GroupedConfig, dict(num_kv_heads=2, num_bases=2, rank=0, key_dim=4)),
+    "lrkv_wide_keys": (GroupedConfig, dict(num_kv_heads=4, num_bases=1, rank=3, value_dim=6)),
+    "mla": (LatentConfig, dict(latent_dim=10, rope_key_dim=4, value_dim=6)),
+    "mla_paper": (RebuiltLatentConfig, dict(latent_dim=10)),
+}
+FAMILIES = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
+
+
+@pytest.fixture(scope="session")
+def make_mechanism():
+    """A function of a name above and config keys: the mechanism's config, 4 heads of 8."""
+
+    def make(name, **keys):
+        cls, own = MECHANISMS[name]
+        return cls(**(dict(num_heads=4, key_dim=8, value_dim=8) | own | keys))
+
+    return make
+
+
+@pytest.fixture(params=MECHANISMS)
+def mechanism_name(request):
+    """Every mechanism, and the shapes that only some of its code sees."""
+    return request.param
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    """One name per mechanism that the papers compare."""
+    return request.param
+
+
+@pytest.fixture
+def x64():
+    """64-bit types for the length of one test."""
+    with jax.enable_x64(True):
+        yield
+
+
+def random_values(state, seed=0, dtype=np.float64):
+    """Values for every variable of an nnx.State, none of them zero, as a pure dict.
+
+    A recipe starts with zeros in its output projections; with those, everything passes. Matrices
+    are N(0, 1/in); vectors (gains, biases) lie in [0.5, 1.5].
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(variable):
+        axes, shape = Axes.parse(variable.axes), variable.shape
+        if not axes.is_matrix and "V" not in axes.names and "T" not in axes.names:
+            return rng.uniform(0.5, 1.5, shape).astype(dtype)
+        first = len(shape) - len(axes.reduction) - len(axes.output)
+        fan_in = math.prod(shape[first : first + len(axes.reduction)])
+        return (rng.standard_normal(shape) / math.sqrt(fan_in)).astype(dtype)
+
+    is_variable = lambda v: isinstance(v, nnx.Variable)
+    values = nnx.to_pure_dict(jax.tree.map(draw, state, is_leaf=is_variable))
+    assert all(np.all(leaf != 0) for leaf in jax.tree.leaves(values))
+    return values
+
+
+@pytest.fixture(scope="session")
+def randomise():
+    """A function of a function that builds a module: (module, weights), no weight zero.
+
+    The module is never computed, so nothing depends on its initialisation.
+    """
+
+    def build(make, *, seed=0, dtype=np.float64):
+        graph, state = nnx.split(nnx.eval_shape(make))
+        weights = random_values(state, seed, dtype)
+        return nnx.merge(graph, jax.tree.map(jax.numpy.asarray, weights)), weights
+
+    return build
+
+
+# -- references ------------------------------------------------------------------------------------
+
+
+def _rotate(x_BTH, positions_T, base):
+    """Channel pair (i, i + H/2) of position t turns by t / base^(2i/H)."""
+    H = x_BTH.shape[-1]
+    out = np.empty_like(x_BTH)
+    for i in range(H // 2):
+        angle = positions_T.astype(np.float64) * base ** (-2 * i / H)
+        c, s = np.cos(angle)[None], np.sin(angle)[None]
+        a, b = x_BTH[..., i], x_BTH[..., i + H // 2]
+        out[..., i], out[..., i + H // 2] = a * c - b * s, b * c + a * s
+    return out
+
+
+def _rms(x, epsilon, gain=None):
+    y = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon)
+    return y if gain is None else y * gain
+
+
+def _heads(config, w, x_BTD):
+    """Per query head: query, key and value before norm and rotation, and what is rotated of them.
+
+    Yields (q, k, v) of each query head, float64, for the grouped family and `mla_paper`.
+    """
+    for n in range(config.num_heads):
+        q = x_BTD @ w["query"][:, n] + (w["query_bias"][n] if "query_bias" in w else 0.0)
+        if isinstance(config, RebuiltLatentConfig):
+            latent = x_BTD @ w["down"]
+            yield q, latent @ w["up_key"][:, n], latent @ w["up_value"][:, n]
+            continue
+        k_head = n * config.num_kv_heads // config.num_heads
+        base = k_head * config.num_bases // config.num_kv_heads
+        both = []
+        for kind in ("key", "value"):
+            y = x_BTD @ w[f"base_{kind}"][:, base]
+            if f"base_{kind}_bias" in w:
+                y = y + w[f"base_{kind}_bias"][base]
+            if config.rank:
+                y = y + x_BTD @ w[f"latent_{kind}"][:, k_head] @ w[f"expand_{kind}"][k_head]
+            both.append(y)
+        yield q, *both
+
+
+def _queries_keys_values(config, w, x_BTD, positions_T, base):
+    """Lists over the query heads of [B, T, H] queries, keys and values."""
+    norm = lambda y, name: (
+        y
+        if config.qk_norm == "none"
+        else _rms(y, config.norm_epsilon, w[name]["gain"] if config.qk_norm == "rms_gain" else None)
+    )
+    rotate = lambda y: y if base is None else _rotate(y, positions_T, base)
+    result = []
+    if isinstance(config, LatentConfig):
+        gain = w["latent_norm"]["gain"] if config.qk_norm == "rms_gain" else None
+        latent = _rms(x_BTD @ w["down"], config.norm_epsilon, gain)
+        shared = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
+        for n in range(config.num_heads):
+            content = norm(x_BTD @ w["query"][:, n], "query_norm")
+            position = rotate(norm(x_BTD @ w["rope_query"][:, n], "rope_query_norm"))
+            q = np.concatenate([content, position], -1)
+            k = np.concatenate([latent @ w["up_key"][:, n], shared], -1)
+            result.append((q, k, latent @ w["up_value"][:, n]))
+    else:
+        for q, k, v in _heads(config, w, x_BTD):
+            result.append((rotate(norm(q, "query_norm")), rotate(norm(k, "key_norm")), v))
+    return [list(column) for column in zip(*result, strict=True)]
+
+
+def _softmax(z, axis=-1):
+    e = np.exp(z - z.max(axis=axis, keepdims=True))
+    return e / e.sum(axis=axis, keepdims=True)
+
+
+def _attention(config, weights, x_BTD, *, base, causal, positions_T=None):
+    """Softmax attention [B, T, D] from an attention module's weights, head by head."""
+    T = x_BTD.shape[1]
+    positions_T = np.arange(T) if positions_T is None else positions_T
+    y = np.zeros((*x_BTD.shape[:2], weights["out"].shape[-1]))
+    heads = _queries_keys_values(config, weights["mechanism"], x_BTD, positions_T, base)
+    for n, (q, k, v) in enumerate(zip(*heads, strict=True)):
+        z = np.einsum("bth,bsh->bts", q, k) / math.sqrt(q.shape[-1])
+        if causal:
+            z = np.where(np.tril(np.ones((T, T), bool))[None], z, -np.inf)
+        y += _softmax(z) @ v @ weights["out"][n]
+    return y + weights.get("out_bias", 0.0)
+
+
+def _norm(block, w, x):
+    """LayerNorm or RMSNorm with whatever gain and bias there is."""
+    if block.norm == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    x = _rms(x, block.norm_epsilon)
+    return x * w.get("gain", 1.0) + w.get("bias", 0.0)
+
+
+def _activations(config, weights, tokens_BT):
+    """Final activations [B, T, D] of a Transformer, layer by layer."""
+    c = config.block
+    x = weights["embedding"][tokens_BT]
+    if c.positions == "learned":
+        x = x + weights["positions"][: tokens_BT.shape[1]]
+    if c.embedding_norm:
+        x = _norm(c, weights.get("embedding_norm", {}), x)
+    base = c.rope_base if c.positions == "rope" else None
+    layers = []
+    for (mechanism, length), stack in zip(
+        config.segments, weights["segments"].values(), strict=True
+    ):
+        layers += [(mechanism, jax.tree.map(lambda a, i=i: a[i], stack)) for i in range(length)]
+    assert len(layers) == c.num_layers
+    for mechanism, w in layers:
+        h = _norm(c, w.get("attention_norm", {}), x)
+        x = x + _attention(mechanism, w["attention"], h, base=base, causal=c.causal)
+        h, m = _norm(c, w.get("mlp_norm", {}), x), w["mlp"]
+        up = h @ m["up"] + m.get("up_bias", 0.0)
+        if c.activation == "relu2":
+            up = np.maximum(up, 0) ** 2
+        elif c.activation == "gelu":  # GPT-2's, with tanh
+            up = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        else:
+            gate = h @ m["gate"]
+            up = gate / (1 + np.exp(-gate)) * up
+        x = x + up @ m["down"] + m.get("down_bias", 0.0)
+    return _norm(c, weights.get("final_norm", {}), x)
+
+
+def _logits(config, weights, tokens_BT):
+    """[B, T, V] of a Transformer."""
+    head = weights["embedding"].T if config.block.tied_head else weights["head"]
+    z = _activations(config, weights, tokens_BT) @ head
+    cap = config.block.logit_softcap
+    return cap * np.tanh(z / cap) if cap else z
+
+
+def _nats(logits_BTV, targets_BT):
+    """[B, T] cross-entropy of the targets."""
+    top = logits_BTV.max(-1, keepdims=True)
+    normaliser = np.log(np.exp(logits_BTV - top).sum(-1)) + top[..., 0]
+    return normaliser - np.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """NumPy float64 definitions: rotate, attention, queries_keys_values, logits, nats."""
+    return types.SimpleNamespace(
+        rotate=_rotate,
+        attention=_attention,
+        queries_keys_values=_queries_keys_values,
+        logits=_logits,
+        nats=_nats,
+    )

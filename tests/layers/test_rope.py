@@ -1,0 +1,103 @@
+"""Rotary positions: accurate to a million tokens, the same concrete and traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.layers import rope
+
+BASE = 10_000.0
+POSITIONS = np.array(
+    [[0, 1, 2, 1023, 1024, 1025, 2047, 4095, 65_537, 999_999, 2**20 - 1024, 2**20 - 1]], np.int32
+)
+
+
+def _angles(positions_BT, dim, base):
+    theta = np.array([base ** (-2 * i / dim) for i in range(dim // 2)])
+    return positions_BT[..., None].astype(np.float64) * theta
+
+
+def _traced(positions_BT, dim, base):
+    return jax.jit(rope.rotary, static_argnums=(1, 2))(positions_BT, dim, base)
+
+
+@pytest.mark.parametrize("rotary", [rope.rotary, _traced], ids=["concrete", "traced"])
+@pytest.mark.parametrize("dim, base", [(2, BASE), (8, BASE), (128, BASE), (64, 500_000.0)])
+def test_float32_angles_to_a_million_tokens(rotary, dim, base):
+    angles = _angles(POSITIONS, dim, base)
+    cos, sin = rotary(POSITIONS, dim, base)
+    assert cos.shape == sin.shape == (1, POSITIONS.shape[1], dim // 2)
+    assert cos.dtype == sin.dtype == jnp.float32
+    assert np.abs(np.asarray(cos, np.float64) - np.cos(angles)).max() < 1e-6
+    assert np.abs(np.asarray(sin, np.float64) - np.sin(angles)).max() < 1e-6
+
+
+@pytest.mark.parametrize("rotary", [rope.rotary, _traced], ids=["concrete", "traced"])
+def test_float64_angles(x64, rotary):
+    angles = _angles(POSITIONS, 8, BASE)
+    cos, sin = rotary(POSITIONS, 8, BASE)
+    # t·theta itself is known to 2**20 · 2**-53 = 1e-10.
+    np.testing.assert_allclose(cos, np.cos(angles), atol=2e-10)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=2e-10)
+
+
+def test_positions_may_differ_by_row():
+    positions = np.array([[0, 5, 9], [7, 1024, 3]], np.int32)
+    concrete, traced = rope.rotary(positions, 8, BASE), _traced(positions, 8, BASE)
+    for a, b, f in zip(concrete, traced, (np.cos, np.sin), strict=True):
+        assert a.shape == b.shape == (2, 3, 4)
+        np.testing.assert_allclose(a, b, atol=3e-7)
+        np.testing.assert_allclose(a, f(_angles(positions, 8, BASE)), atol=1e-6)
+
+
+def test_rotate_is_the_reference(x64, reference):
+    x = np.random.default_rng(0).standard_normal((2, POSITIONS.shape[1], 3, 8))
+    y = rope.rotate(jnp.asarray(x), rope.rotary(POSITIONS, 8, BASE))
+    for head in range(3):
+        expected = reference.rotate(x[:, :, head], POSITIONS[0], BASE)
+        np.testing.assert_allclose(y[:, :, head], expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("shift", [1, 37, 1_048_000])
+def test_scores_depend_on_relative_position_only(x64, shift):
+    rng = np.random.default_rng(1)
+    q, k = (np.broadcast_to(rng.standard_normal(16), (1, 40, 1, 16)) for _ in range(2))
+    positions = np.arange(40, dtype=np.int32)[None]
+
+    def scores(positions):
+        rotary = rope.rotary(positions, 16, BASE)
+        rotated = (rope.rotate(jnp.asarray(x), rotary)[0, :, 0] for x in (q, k))
+        return np.einsum("th,sh->ts", *(np.asarray(x) for x in rotated))
+
+    near = scores(positions)
+    np.testing.assert_allclose(scores(positions + np.int32(shift)), near, atol=1e-8)
+    np.testing.assert_allclose(near[1:, 1:], near[:-1, :-1], atol=1e-12)
+    assert np.ptp(near) > 1  # and they do depend on it
+    assert not np.allclose(near, near.T)  # with a sign
+
+
+def test_rotation_keeps_norms_and_position_zero(x64):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, POSITIONS.shape[1], 2, 6)))
+    y = rope.rotate(x, rope.rotary(POSITIONS, 6, BASE))
+    np.testing.assert_allclose(
+        jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-12
+    )
+    np.testing.assert_array_equal(y[:, 0], x[:, 0])
+
+
+def test_bfloat16_is_rotated_in_float32():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 12, 1, 8)), jnp.bfloat16)
+    y = rope.rotate(x, rope.rotary(POSITIONS, 8, BASE))
+    assert y.dtype == jnp.bfloat16
+    with jax.enable_x64(True):
+        exact = rope.rotate(jnp.asarray(np.asarray(x, np.float64)), rope.rotary(POSITIONS, 8, BASE))
+        exact = np.asarray(exact)
+    # One rounding of the result, relative to it.
+    assert np.all(np.abs(np.asarray(y, np.float64) - exact) <= 2**-8 * np.abs(exact) + 1e-5)
+
+
+def test_tables_reach_the_last_position_and_no_further():
+    assert rope.MAX_POSITION == 2**20
+    with pytest.raises(IndexError):
+        rope.rotary(np.array([[2**20]], np.int32), 8, BASE)
