@@ -7,6 +7,7 @@ same bytes in it as one that was not. What depends on the clock goes to timing.j
 import json
 import pathlib
 import tempfile
+import time
 
 from etils import epath
 
@@ -21,8 +22,6 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: epath.Path, *, resume_step: int):
-        from tensorboardX import SummaryWriter  # slow to import
-
         self._remote = workdir if "://" in str(workdir) else None
         self._local = pathlib.Path(tempfile.mkdtemp() if self._remote else workdir)
         self._files = {}
@@ -32,10 +31,8 @@ class MetricsWriter:
             temporary = self._local / f".{name}.tmp"
             temporary.write_text(text)
             temporary.replace(self._local / name)
-            self._files[name] = open(self._local / name, "a")
-        self._events = SummaryWriter(
-            str(self._local / "events"), purge_step=resume_step + 1, flush_secs=30
-        )
+            self._files[name] = open(self._local / name, "ab", buffering=0)
+        self._events = Events(self._local / "events", resume_step=resume_step)
 
     def write(self, step: int, **values: float) -> None:
         """A record that config and data determine."""
@@ -46,11 +43,10 @@ class MetricsWriter:
         self._append(TIMING, dict(step=step, **values))
 
     def _append(self, name: str, record: dict) -> None:
-        self._files[name].write(_line(record))
-        self._files[name].flush()
+        self._files[name].write(_line(record).encode())
         for key, value in record.items():
             if key != "step":
-                self._events.add_scalar(key, value, record["step"])
+                self._events.write(key, value, record["step"])
 
     def flush(self) -> None:
         self._events.flush()
@@ -67,6 +63,37 @@ class MetricsWriter:
             file.close()
         self.flush()
         self._events.close()
+
+
+class Events:
+    """TensorBoard's event file, written at once: a full disk raises here and now.
+
+    (tensorboardX's SummaryWriter writes from a thread; where that fails, its caller blocks.)
+    """
+
+    def __init__(self, directory: pathlib.Path, *, resume_step: int):
+        from tensorboardX import event_file_writer
+        from tensorboardX import summary
+        from tensorboardX.proto import event_pb2
+
+        self._proto, self._scalar = event_pb2, summary.scalar
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = event_file_writer.EventsWriter(str(directory / "events"))
+        # Tells TensorBoard to forget what a run that was killed wrote beyond this step.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._event(step=resume_step + 1, session_log=start)
+
+    def write(self, tag: str, value: float, step: int) -> None:
+        self._event(step=step, summary=self._scalar(tag, value))
+
+    def _event(self, **fields) -> None:
+        self._writer.write_event(self._proto.Event(wall_time=time.time(), **fields))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def _line(record: dict) -> str:

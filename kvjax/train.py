@@ -204,7 +204,8 @@ class Run:
                 f"{self.checkpoints.steps()}); free some space and run the same command to resume"
             ) from error
         finally:
-            self.writer.close()
+            with contextlib.suppress(OSError):  # records are written already, or have raised
+                self.writer.close()
         return self._finish(state)
 
     def _announce(self, start: int) -> None:

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -119,25 +120,37 @@ def test_two_runs_in_one_workdir(config, tmp_path):
     assert "in use by another run" in output and "Traceback" not in output
 
 
-@pytest.mark.slow
-def test_a_disk_that_fills_up(config, tmp_path):
-    """A save that fails is a warning; the run goes on and saves again when there is room."""
-    import resource
-
-    workdir = tmp_path / "run"
-    flags = ("--config.train.num_steps=4000", "--config.train.checkpoint_every=50")
-    process = launch(config, workdir, *flags)
+def run_with_file_limit(config, workdir, limit: int) -> subprocess.Popen:
+    """A run in which, after the first checkpoint, no file may grow beyond `limit` for a second."""
+    flags = ("--config.train.num_steps=3000", "--config.train.checkpoint_every=50")
+    process = launch(config, workdir, *flags, "--config.train.log_every=50")
     while not (workdir / "checkpoints" / "50").exists():
         assert process.poll() is None, process.stdout.read()
-        time.sleep(0.01)
-    # No file may grow beyond 20 KB: parameters do not fit, log lines (at first) do.
-    limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, -1))
+        time.sleep(0.005)
+    before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, -1))
     time.sleep(1.0)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
-    output, _ = process.communicate(timeout=240)
-    if process.returncode == 0:
-        assert "was not written" in output and "the run goes on" in output, output
-        return
+    if process.poll() is None:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, before)
+    return process
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_is_a_warning(config, tmp_path):
+    """A checkpoint does not fit, log lines do: the run goes on and saves again when it can."""
+    output = finish(run_with_file_limit(config, tmp_path / "run", 50_000))
+    assert "was not written" in output and "the run goes on" in output, output
+    assert sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())[-1] == 3000
+    whole = launch(config, tmp_path / "whole", "--config.train.num_steps=3000")
+    finish(whole)
+    assert_bitwise_equal(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_for_a_log_line_stops_the_run(config, tmp_path):
+    process = run_with_file_limit(config, tmp_path / "run", 1)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 2, output
     assert "The last checkpoint is intact" in output and "Traceback" not in output, output
-    assert "resuming from step" in finish(launch(config, workdir, *flags))
+    flags = ("--config.train.num_steps=3000", "--config.train.checkpoint_every=50")
+    output = finish(launch(config, tmp_path / "run", *flags, "--config.train.log_every=50"))
+    assert "resuming from step" in output

@@ -1,0 +1,185 @@
+"""Every mechanism's attention against softmax attention written head by head in NumPy."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.attention import Attention
+from kvjax.attention.attention import softmax_attention
+from kvjax.layers import rope
+
+B, T, D, BASE = 2, 7, 16, 100.0
+# Every pair of values of two options is in one row.
+OPTIONS = [
+    dict(qk_norm="none", rope=True, bias=False, causal=True),
+    dict(qk_norm="none", rope=False, bias=True, causal=False),
+    dict(qk_norm="rms", rope=True, bias=True, causal=False),
+    dict(qk_norm="rms", rope=False, bias=False, causal=True),
+    dict(qk_norm="rms_gain", rope=True, bias=True, causal=True),
+    dict(qk_norm="rms_gain", rope=False, bias=False, causal=False),
+]
+
+
+def _ids(options):
+    return "-".join(str(v) if k == "qk_norm" else k for k, v in options.items() if v)
+
+
+def _rotary(config, on=True, positions=None):
+    positions = np.arange(T, dtype=np.int32)[None] if positions is None else positions
+    return rope.rotary(positions, config.rope_dim, BASE) if on else None
+
+
+def _input(seed=0):
+    return np.random.default_rng(seed).standard_normal((B, T, D))
+
+
+@pytest.fixture
+def build(make_mechanism, randomise):
+    """A function of a mechanism's name and keys: config, module, weights (none zero)."""
+
+    def build(name, **keys):
+        config = make_mechanism(name, **keys)
+        return config, *randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)))
+
+    return build
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=_ids)
+def test_equals_the_reference(x64, build, reference, mechanism_name, options):
+    config, module, weights = build(
+        mechanism_name, qk_norm=options["qk_norm"], bias=options["bias"], norm_epsilon=1e-2
+    )
+    x = _input()
+    y = module(jnp.asarray(x), _rotary(config, options["rope"]), causal=options["causal"])
+    expected = reference.attention(
+        config, weights, x, base=BASE if options["rope"] else None, causal=options["causal"]
+    )
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=_ids)
+def test_projections_equal_the_reference(x64, build, reference, mechanism_name, options):
+    """Queries, keys and values themselves: the output alone is blind to some changes of both."""
+    config, module, weights = build(
+        mechanism_name, qk_norm=options["qk_norm"], bias=options["bias"], norm_epsilon=1e-2
+    )
+    x, rotary = _input(), _rotary(config, options["rope"])
+    q, raw = module.mechanism.project(jnp.asarray(x), rotary)
+    k, v = module.mechanism.keys_values(raw, rotary)
+    expected = reference.queries_keys_values(
+        config,
+        weights["mechanism"],
+        x,
+        np.arange(T),
+        BASE if options["rope"] else None,
+    )
+    N, K = config.num_heads, k.shape[2]
+    assert q.shape == (B, T, N, config.query_dim)
+    assert k.shape == (B, T, K, config.query_dim)
+    assert v.shape == (B, T, K, config.value_dim)
+    assert N % K == 0
+    for n, (q_n, k_n, v_n) in enumerate(zip(*expected, strict=True)):
+        np.testing.assert_allclose(q[:, :, n], q_n, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(k[:, :, n * K // N], k_n, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(v[:, :, n * K // N], v_n, rtol=1e-10, atol=1e-10)
+
+
+def test_float32_is_near_float64(build, randomise, reference, mechanism_name):
+    config, _, weights = build(mechanism_name)
+    module, narrow = randomise(
+        lambda: Attention(config, D, rngs=nnx.Rngs(0)), dtype=np.float32
+    )
+    x = _input().astype(np.float32)
+    y = module(jnp.asarray(x), _rotary(config), causal=True)
+    assert y.dtype == jnp.float32
+    wide = jax.tree.map(np.float64, narrow)
+    expected = reference.attention(config, wide, np.float64(x), base=BASE, causal=True)
+    np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_causality(x64, build, mechanism_name):
+    """Output t has a gradient by input s if and only if s <= t, in chunks or not."""
+    config, module, _ = build(mechanism_name)
+    rotary = _rotary(config)
+
+    @jax.jit
+    def reach(x):  # 2 x [T output, T input]
+        f = lambda x, query_chunk: module(x, rotary, causal=True, query_chunk=query_chunk)[0].sum(-1)
+        return [jnp.abs(jax.jacrev(f)(x, chunk)[:, 0]).sum(-1) for chunk in (0, 3)]
+
+    lower = np.tril(np.ones((T, T), bool))
+    for matrix in reach(jnp.asarray(_input()[:1])):
+        np.testing.assert_array_equal(np.asarray(matrix) != 0, lower)
+
+
+def _check_query_chunk(build, name, query_chunk):
+    config, module, _ = build(name)
+    x, rotary = jnp.asarray(_input()), _rotary(config)
+    whole = module(x, rotary, causal=True)
+    chunked = module(x, rotary, causal=True, query_chunk=query_chunk)
+    np.testing.assert_allclose(chunked, whole, rtol=1e-12, atol=1e-12)
+    full = module(x, rotary, causal=False)
+    np.testing.assert_array_equal(module(x, rotary, causal=False, query_chunk=query_chunk), full)
+    assert np.abs(full - whole).max() > 1e-3
+
+
+def test_query_chunk_changes_nothing(x64, build, mechanism_name):
+    _check_query_chunk(build, mechanism_name, 3)
+
+
+@pytest.mark.parametrize("query_chunk", [1, 2, 6, 7, 100])
+def test_any_query_chunk_will_do(x64, build, query_chunk):
+    _check_query_chunk(build, "lrkv_gqa", query_chunk)
+
+
+def test_query_chunk_saves_work():
+    """Chunks of an eighth see on average 9/16 of the keys: the point of the option."""
+    q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float32)
+
+    def flops(query_chunk):
+        f = lambda q, k, v: softmax_attention(q, k, v, causal=True, query_chunk=query_chunk)
+        return jax.jit(f).lower(q, q, q).cost_analysis()["flops"]
+
+    assert flops(32) < 0.62 * flops(0)
+
+
+def test_shifting_all_positions_changes_nothing(x64, build, mechanism_name):
+    config, module, _ = build(mechanism_name)
+    x = jnp.asarray(_input())
+    shifted = np.arange(T, dtype=np.int32)[None] + np.int32(1000)
+    near = module(x, _rotary(config), causal=True)
+    far = module(x, _rotary(config, positions=shifted), causal=True)
+    np.testing.assert_allclose(far, near, rtol=1e-9, atol=1e-9)
+    stretched = np.arange(T, dtype=np.int32)[None] * np.int32(3)
+    other = module(x, _rotary(config, positions=stretched), causal=True)
+    assert np.abs(other - near).max() > 1e-3
+
+
+def test_output_starts_at_zero(make_mechanism, family):
+    config = make_mechanism(family, bias=True)
+    module = Attention(config, D, rngs=nnx.Rngs(0))
+    assert np.all(np.asarray(module.out[...]) == 0)
+    assert np.all(np.asarray(module.out_bias[...]) == 0)
+    y = module(jnp.asarray(_input(), jnp.float32), _rotary(config), causal=True)
+    assert np.all(np.asarray(y) == 0)
+
+
+@pytest.mark.parametrize("K", [1, 2, 6])
+@pytest.mark.parametrize("H, Hv", [(4, 4), (4, 6), (6, 4)])
+@pytest.mark.parametrize("query_chunk", [0, 2])
+def test_softmax_attention(x64, K, H, Hv, query_chunk):
+    """Logits scale by 1/sqrt(H) of the true key dim, padded or not; head n reads n·K/N."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((B, T, *s)) for s in ((6, H), (K, H), (K, Hv)))
+    o = softmax_attention(
+        *map(jnp.asarray, (q, k, v)), causal=True, query_chunk=query_chunk
+    )
+    assert o.shape == (B, T, 6, Hv)
+    for n in range(6):
+        z = np.einsum("bth,bsh->bts", q[:, :, n], k[:, :, n * K // 6]) / np.sqrt(H)
+        p = np.exp(z) * np.tril(np.ones((T, T)))[None]
+        expected = p / p.sum(-1, keepdims=True) @ v[:, :, n * K // 6]
+        np.testing.assert_allclose(o[:, :, n], expected, rtol=1e-12, atol=1e-12)

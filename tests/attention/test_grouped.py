@@ -1,0 +1,130 @@
+"""The family's limits: rank 0 is MQA, full rank is MHA."""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.attention import Attention
+from kvjax.layers import rope
+
+B, T, D, N, H = 2, 6, 24, 4, 8
+
+
+def _rotary():
+    return rope.rotary(np.arange(T, dtype=np.int32)[None], H, 100.0)
+
+
+def _input(dtype=np.float64):
+    return jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)), dtype)
+
+
+def _output(graph, weights):
+    return nnx.merge(graph, jax.tree.map(jnp.asarray, weights))(_input(), _rotary(), causal=True)
+
+
+def _initial(config):
+    return nnx.to_pure_dict(nnx.state(Attention(config, D, rngs=nnx.Rngs(7))))
+
+
+def test_rank_0_is_mqa_bit_for_bit(make_mechanism, randomise):
+    """From the same seed, LRKV without residuals has MQA's weights, output and cache."""
+    mqa, lrkv = make_mechanism("mqa"), make_mechanism("lrkv", rank=0)
+    a, b = _initial(mqa), _initial(lrkv)
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert mqa.entry() == lrkv.entry()
+    outputs = []
+    for config in (mqa, lrkv):
+        module, _ = randomise(lambda c=config: Attention(c, D, rngs=nnx.Rngs(0)), dtype=np.float32)
+        outputs.append(module(_input(np.float32), _rotary(), causal=True))
+    np.testing.assert_array_equal(*outputs)
+    assert np.all(np.abs(outputs[0]).max(-1) > 0)
+
+
+@pytest.mark.parametrize("num_bases", [1, 2])
+def test_zero_residuals_start_as_shared_heads(x64, make_mechanism, num_bases):
+    """B = 0 makes LRKV the MQA (or, with 2 bases, GQA) of the same seed, until B is trained."""
+    keys = dict(num_bases=num_bases, num_kv_heads=N, residual_init="zeros")
+    config = make_mechanism("lrkv", **keys)
+    shared = make_mechanism("gqa", num_kv_heads=num_bases, num_bases=num_bases)
+    out = np.random.default_rng(1).standard_normal((N, H, D))
+    weights, shared_weights = _initial(config) | {"out": out}, _initial(shared) | {"out": out}
+    w = weights["mechanism"]
+    assert np.all(np.asarray(w["expand_key"]) == 0)
+    assert np.all(np.asarray(w["expand_value"]) == 0)
+    assert np.all(np.asarray(w["latent_key"]) != 0)  # or no gradient would ever reach B
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Attention(config, D, rngs=nnx.Rngs(0))))
+    shared_graph, _ = nnx.split(nnx.eval_shape(lambda: Attention(shared, D, rngs=nnx.Rngs(0))))
+    y, expected = _output(graph, weights), _output(shared_graph, shared_weights)
+    np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-10)
+    weights["mechanism"]["expand_key"] = jnp.ones_like(w["expand_key"])
+    assert np.abs(_output(graph, weights) - expected).max() > 1e-3
+
+
+def test_linear_residual_init_is_the_rule_of_every_matrix(make_mechanism):
+    w = Attention(make_mechanism("lrkv", rank=8, key_dim=64, value_dim=64), D, rngs=nnx.Rngs(0))
+    for name in ("expand_key", "expand_value"):
+        values = np.asarray(getattr(w.mechanism, name)[...])  # [4, 8, 64]: in 8, out 64
+        assert abs(values.std() * np.sqrt(8) - 1) < 6 / np.sqrt(2 * values.size)
+    assert not np.array_equal(w.mechanism.expand_key[...], w.mechanism.expand_value[...])
+
+
+def test_equal_seeds_share_common_weights(make_mechanism):
+    mqa, lrkv = _initial(make_mechanism("mqa")), _initial(make_mechanism("lrkv"))
+    common = mqa["mechanism"]
+    assert set(common) == {"query", "base_key", "base_value"}
+    for name in common:
+        np.testing.assert_array_equal(common[name], lrkv["mechanism"][name])
+    new = set(lrkv["mechanism"]) - set(common)
+    assert new == {"latent_key", "latent_value", "expand_key", "expand_value"}
+    ranks = [_initial(make_mechanism("lrkv", rank=rank)) for rank in (2, 5)]
+    for name in common:
+        np.testing.assert_array_equal(*(r["mechanism"][name] for r in ranks))
+
+
+@pytest.mark.parametrize("num_bases", [1, 2])
+@pytest.mark.parametrize("qk_norm", ["none", "rms_gain"])
+def test_full_rank_residuals_reproduce_mha(x64, make_mechanism, randomise, num_bases, qk_norm):
+    """With R = H, U_h B_h = W_h - W_base has a solution for any W_h: LRKV contains MHA."""
+    mha = make_mechanism("mha", qk_norm=qk_norm)
+    lrkv = make_mechanism("lrkv", rank=H, num_bases=num_bases, qk_norm=qk_norm)
+    mha_module, mha_weights = randomise(lambda: Attention(mha, D, rngs=nnx.Rngs(0)), seed=1)
+    _, weights = randomise(lambda: Attention(lrkv, D, rngs=nnx.Rngs(0)), seed=2)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Attention(lrkv, D, rngs=nnx.Rngs(0))))
+    w, m = weights["mechanism"], mha_weights["mechanism"]
+    for kind in ("key", "value"):
+        for h in range(N):
+            residual = m[f"base_{kind}"][:, h] - w[f"base_{kind}"][:, h * num_bases // N]
+            u, s, vt = np.linalg.svd(residual, full_matrices=False)
+            w[f"latent_{kind}"][:, h] = u * np.sqrt(s)
+            w[f"expand_{kind}"][h] = np.sqrt(s)[:, None] * vt
+    w["query"], weights["out"] = m["query"], mha_weights["out"]
+    for norm in ("query_norm", "key_norm"):
+        if norm in m:
+            w[norm] = m[norm]
+    expected = mha_module(_input(), _rotary(), causal=True)
+    np.testing.assert_allclose(_output(graph, weights), expected, rtol=1e-10, atol=1e-10)
+    w["expand_key"][0, 0] += 0.1
+    assert np.abs(_output(graph, weights) - expected).max() > 1e-4
+
+
+def test_key_and_value_factors_are_not_swapped(x64, make_mechanism, randomise):
+    """A zero value residual leaves keys alone, and the reverse."""
+    config = make_mechanism("lrkv")
+    module, _ = randomise(lambda: config.build(D, rngs=nnx.Rngs(0)))
+    base = dataclasses.replace(config, rank=0, num_kv_heads=1)
+    for zeroed in ("expand_key", "expand_value"):
+        graph, state = nnx.split(module)
+        state = nnx.to_pure_dict(state)
+        state[zeroed] = jnp.zeros_like(state[zeroed])
+        part = nnx.merge(graph, state)
+        _, raw = part.project(_input(), None)
+        k, v = part.keys_values(raw, None)
+        changed, same = (k, v) if zeroed == "expand_value" else (v, k)
+        np.testing.assert_array_equal(same, jnp.broadcast_to(same[:, :, :1], same.shape))
+        assert np.abs(changed[:, :, 1:] - changed[:, :, :1]).min() > 0
+    assert base.num_bases == 1

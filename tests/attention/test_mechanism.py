@@ -1,0 +1,170 @@
+"""The contract: a cache entry has the promised shapes, and keys and values follow from it."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.attention import MECHANISMS
+from kvjax.attention import GroupedConfig
+from kvjax.attention import LatentConfig
+from kvjax.errors import UserError
+from kvjax.layers import rope
+
+B, T, D, BASE = 2, 5, 16, 100.0
+POSITIONS = np.array([[0, 1, 2, 3, 4], [9, 1000, 11, 12, 65_536]], np.int32)
+
+
+def _rotary(config, on):
+    return rope.rotary(POSITIONS, config.rope_dim, BASE) if on else None
+
+
+def _rotated(x_BTKH, on, reference):
+    """Rotates [B, T, K, H] with the reference; each row has positions of its own."""
+    if not on:
+        return x_BTKH
+    rows = [
+        np.stack(
+            [
+                reference.rotate(row[None, :, h], positions, BASE)[0]
+                for h in range(row.shape[1])
+            ],
+            axis=1,
+        )
+        for row, positions in zip(x_BTKH, POSITIONS, strict=True)
+    ]
+    return np.stack(rows)
+
+
+def _rebuild(config, w, entry, on, reference):
+    """Keys and values [B, T, K, ...] from nothing but the entry and weights behind the cache."""
+    if isinstance(config, LatentConfig):
+        latent, N = entry["latent"], config.num_heads
+        k = np.einsum("btc,cnh->btnh", latent, w["up_key"])
+        shared = np.broadcast_to(entry["rope_key"][:, :, None], (B, T, N, config.rope_key_dim))
+        return np.concatenate([k, shared], -1), np.einsum("btc,cnh->btnh", latent, w["up_value"])
+    if not isinstance(config, GroupedConfig):
+        k = np.einsum("btc,cnh->btnh", entry["latent"], w["up_key"])
+        if config.qk_norm != "none":
+            k = k / np.sqrt((k**2).mean(-1, keepdims=True) + config.norm_epsilon)
+        if config.qk_norm == "rms_gain":
+            k = k * w["key_norm"]["gain"]
+        v = np.einsum("btc,cnh->btnh", entry["latent"], w["up_value"])
+        return _rotated(k, on, reference), v
+    k, v = entry["base_key"], entry["base_value"]
+    if config.rank:
+        share = config.num_kv_heads // config.num_bases
+        residual = np.einsum("btkr,krh->btkh", entry["residual_key"], w["expand_key"])
+        if config.qk_norm == "rms_gain":  # the base has its gain already
+            residual = residual * w["key_norm"]["gain"]
+        k = np.repeat(k, share, axis=2) + _rotated(residual, on, reference)
+        if config.qk_norm != "none":
+            k = k * entry["key_scale"][..., None]
+        v = np.repeat(v, share, axis=2) + np.einsum(  # LRKV eq. 4
+            "btkr,krh->btkh", entry["residual_value"], w["expand_value"]
+        )
+    return k, v
+
+
+@pytest.mark.parametrize("qk_norm", ["none", "rms", "rms_gain"])
+@pytest.mark.parametrize("on", [True, False], ids=["rope", "no_rope"])
+def test_keys_and_values_follow_from_the_entry(
+    x64, make_mechanism, randomise, reference, mechanism_name, qk_norm, on
+):
+    config = make_mechanism(mechanism_name, qk_norm=qk_norm, bias=True, norm_epsilon=1e-2)
+    module, weights = randomise(lambda: config.build(D, rngs=nnx.Rngs(0)))
+    x, rotary = np.random.default_rng(0).standard_normal((B, T, D)), _rotary(config, on)
+    _, raw = module.project(jnp.asarray(x), rotary)
+    k, v = module.keys_values(raw, rotary)
+    entry = {name: np.asarray(a) for name, a in module.encode(raw, rotary).items()}
+    rebuilt_k, rebuilt_v = _rebuild(config, weights, entry, on, reference)
+    # 1/rms is kept in float32: half a unit in its last place, relative to the key.
+    rounded = {"rtol": 2.0**-24, "atol": 1e-9} if "key_scale" in entry else {"rtol": 1e-10}
+    # The position 65,536 is known to 1e-11 radians in float64.
+    np.testing.assert_allclose(rebuilt_k, k, **{"atol": 1e-10, **rounded})
+    np.testing.assert_allclose(rebuilt_v, v, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("qk_norm", ["none", "rms", "rms_gain"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_entry_is_as_promised(make_mechanism, mechanism_name, qk_norm, dtype):
+    config = make_mechanism(mechanism_name, qk_norm=qk_norm)
+    graph, weights = nnx.split(nnx.eval_shape(lambda: config.build(D, rngs=nnx.Rngs(0))))
+    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), weights)
+
+    def encode(weights, x):
+        module, rotary = nnx.merge(graph, weights), _rotary(config, True)
+        return module.encode(module.project(x, rotary)[1], rotary)
+
+    entry = jax.eval_shape(encode, weights, jax.ShapeDtypeStruct((B, T, D), dtype))
+    promised = config.entry()
+    assert set(entry) == set(promised)
+    for name, field in promised.items():
+        assert entry[name].shape == (B, T, *field.shape), name
+        assert entry[name].dtype == jnp.dtype(field.dtype or dtype), name
+
+
+@pytest.mark.parametrize(
+    "name, keys, elements",
+    [  # the table of the design, with N = 4, H = 8, R = 3
+        ("mha", {}, 2 * 4 * 8),
+        ("gqa", {}, 2 * 2 * 8),
+        ("mqa", {}, 2 * 8),
+        ("lrkv", {}, 2 * (8 + 4 * 3)),
+        ("lrkv_gqa", {}, 2 * (2 * 8 + 4 * 3)),
+        ("thin_keys", {}, 2 * (4 + 8)),
+        ("mla", {}, 10 + 4),
+        ("mla_paper", {}, 10),
+    ],
+)
+def test_cached_elements(make_mechanism, name, keys, elements):
+    entry = make_mechanism(name, **keys, qk_norm="none").entry()
+    assert sum(int(np.prod(field.shape)) for field in entry.values()) == elements
+    assert all(field.dtype is None for field in entry.values())
+
+
+def test_key_scale_costs_one_float32_per_kv_head(make_mechanism):
+    for name in ("lrkv", "lrkv_gqa"):
+        plain = make_mechanism(name, qk_norm="none").entry()
+        normed = make_mechanism(name, qk_norm="rms").entry()
+        assert set(normed) - set(plain) == {"key_scale"}
+        assert normed["key_scale"].shape == (4,)
+        assert normed["key_scale"].dtype == jnp.float32
+
+
+BAD = [
+    ("mha", dict(num_heads=0), "num_heads = 0"),
+    ("mha", dict(num_kv_heads=3, num_bases=3), "num_kv_heads = 3.*divide num_heads = 4"),
+    ("mha", dict(num_kv_heads=0), "num_kv_heads = 0.*at least 1"),
+    ("mha", dict(num_kv_heads=8, num_bases=8), "num_kv_heads = 8.*divide num_heads = 4"),
+    ("lrkv", dict(num_bases=3), "num_bases = 3.*divide num_kv_heads = 4"),
+    ("lrkv", dict(num_bases=0), "num_bases = 0.*at least 1"),
+    ("lrkv", dict(rank=-1), r"rank = -1.*\[0, 8\]"),
+    ("lrkv", dict(rank=9), r"rank = 9.*\[0, 8\]"),
+    ("lrkv", dict(rank=7, value_dim=6), r"rank = 7.*\[0, 6\]"),
+    ("lrkv", dict(residual_init="ones"), "residual_init = 'ones'.*'linear', 'zeros'"),
+    ("lrkv", dict(key_dim=0), "key_dim = 0.*at least 1"),
+    ("lrkv", dict(value_dim=-2), "value_dim = -2.*at least 1"),
+    ("mla", dict(latent_dim=0), "latent_dim = 0.*at least 1"),
+    ("mla", dict(rope_key_dim=0), "rope_key_dim = 0.*at least 1"),
+    ("mla", dict(num_heads=-1), "num_heads = -1.*at least 1"),
+    ("mla_paper", dict(latent_dim=0), "latent_dim = 0.*at least 1"),
+    ("mla_paper", dict(value_dim=0), "value_dim = 0.*at least 1"),
+]
+
+
+@pytest.mark.parametrize("name, keys, message", BAD)
+def test_bad_values_name_key_value_and_what_is_allowed(make_mechanism, name, keys, message):
+    with pytest.raises(UserError, match=r"config\.attention\." + message):
+        make_mechanism(name, **keys)
+
+
+def test_unknown_norm(make_mechanism, mechanism_name):
+    with pytest.raises(UserError, match="qk_norm = 'layer'.*'none', 'rms', 'rms_gain'"):
+        make_mechanism(mechanism_name, qk_norm="layer")
+
+
+def test_every_mechanism_is_tested(make_mechanism):
+    tested = {type(make_mechanism(name)) for name in ("mha", "mla", "mla_paper")}
+    assert set(MECHANISMS.values()) == tested

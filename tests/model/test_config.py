@@ -1,0 +1,77 @@
+"""What the model's config refuses, and how it groups layers."""
+
+import dataclasses
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+
+SHAPE = dict(num_layers=3, d_model=16, mlp_dim=32)
+
+
+def _config(mechanism, **block):
+    return TransformerConfig(
+        block=BlockConfig(**SHAPE | block), mechanisms=(mechanism,) * 3, vocab_size=32
+    )
+
+
+@pytest.mark.parametrize(
+    "key, value, allowed",
+    [
+        ("num_layers", 0, "at least 1"),
+        ("d_model", -1, "at least 1"),
+        ("mlp_dim", 0, "at least 1"),
+        ("max_positions", 0, "at least 1"),
+        ("logit_softcap", -1.0, "at least 0"),
+        ("norm", "batch", "'rms', 'layer'"),
+        ("positions", "alibi", "'rope', 'learned', 'none'"),
+        ("activation", "relu", "'relu2', 'gelu', 'swiglu'"),
+    ],
+)
+def test_bad_values(key, value, allowed):
+    with pytest.raises(UserError) as error:
+        BlockConfig(**SHAPE | {key: value})
+    assert f"config.model.{key} = {value!r}" in str(error.value)
+    assert allowed in str(error.value)
+
+
+def test_odd_rope_dim(make_mechanism):
+    for mechanism, odd in (
+        (make_mechanism("mha", key_dim=7), 7),
+        (make_mechanism("mla", rope_key_dim=5), 5),
+        (make_mechanism("mla_paper", key_dim=9), 9),
+    ):
+        with pytest.raises(UserError, match=f"config.attention: {odd} channels.*even"):
+            _config(mechanism)
+        _config(mechanism, positions="none")  # nothing is rotated
+    _config(make_mechanism("mla", key_dim=7))  # only the RoPE key is rotated
+    _config(make_mechanism("mha", value_dim=7))
+
+
+def test_mechanisms_and_layers_agree(make_mechanism):
+    with pytest.raises(UserError, match="config.attention describes 2 layers.*num_layers is 3"):
+        TransformerConfig(
+            block=BlockConfig(**SHAPE), mechanisms=(make_mechanism("mha"),) * 2, vocab_size=32
+        )
+
+
+def test_segments_are_runs_of_equal_mechanisms(make_mechanism):
+    a, b = make_mechanism("lrkv"), make_mechanism("lrkv", rank=5)
+    equal = dataclasses.replace(a)
+    config = dataclasses.replace(_config(a), mechanisms=(a, equal, b))
+    assert config.segments == ((a, 2), (b, 1))
+    assert dataclasses.replace(config, mechanisms=(a, b, a)).segments == ((a, 1), (b, 1), (a, 1))
+
+
+def test_length(make_mechanism):
+    mha = make_mechanism("mha")
+    _config(mha).check_length(2**20)
+    with pytest.raises(UserError, match="sequence_length = 1048577: rope.* 1048576 tokens"):
+        _config(mha).check_length(2**20 + 1)
+    learned = _config(mha, positions="learned", max_positions=100)
+    learned.check_length(100)
+    with pytest.raises(UserError, match="sequence_length = 101: learned.* 100 tokens"):
+        learned.check_length(101)
+    _config(mha, positions="none").check_length(2**30)

@@ -1,0 +1,291 @@
+"""The Transformer against one written layer by layer in NumPy, and ways of computing it."""
+
+import dataclasses
+import math
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+from kvjax.model.loss import mean_loss
+from kvjax.model.loss import token_losses
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+
+B, T, D, M, V, L = 2, 12, 16, 24, 32, 3
+F64 = jnp.dtype(jnp.float64)
+
+# Options off the recipe, arranged so that pairs of them meet.
+OPTIONS = {
+    "nanochat": ("lrkv", {}, {}),
+    "gpt2": (
+        "mha",
+        dict(qk_norm="none", bias=True),
+        dict(
+            norm="layer",
+            norm_gain=True,
+            norm_bias=True,
+            embedding_norm=False,
+            positions="learned",
+            activation="gelu",
+            bias=True,
+            tied_head=True,
+            logit_softcap=0.0,
+        ),
+    ),
+    "qwen3": (
+        "gqa",
+        dict(qk_norm="rms_gain"),
+        dict(
+            norm_gain=True,
+            embedding_norm=False,
+            activation="swiglu",
+            logit_softcap=0.0,
+            rope_base=1e6,
+        ),
+    ),
+    "bidirectional": (
+        "mla",
+        {},
+        dict(norm="layer", positions="none", tied_head=True, causal=False, logit_softcap=2.0),
+    ),
+    "norm_bias": (
+        "mla_paper",
+        {},
+        dict(
+            norm_bias=True, positions="learned", activation="swiglu", bias=True, logit_softcap=2.0
+        ),
+    ),
+    "bidirectional_rope": (
+        "lrkv_gqa",
+        dict(qk_norm="rms_gain", bias=True),
+        dict(norm="layer", norm_gain=True, activation="gelu", causal=False, logit_softcap=0.0),
+    ),
+    "no_positions": (
+        "mqa",
+        dict(qk_norm="none"),
+        dict(norm_gain=True, norm_bias=True, positions="none", embedding_norm=False, bias=True),
+    ),
+}
+
+
+def _config(mechanism, num_layers=L, **block):
+    mechanisms = mechanism if isinstance(mechanism, tuple) else (mechanism,) * num_layers
+    shape = dict(num_layers=num_layers, d_model=D, mlp_dim=M, max_positions=T + 3)
+    return TransformerConfig(
+        block=BlockConfig(**shape | block), mechanisms=mechanisms, vocab_size=V
+    )
+
+
+def _tokens(seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, V, (B, T), np.int32), rng.integers(0, V, (B, T), np.int32)
+
+
+def _graph(config):
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))[0]
+
+
+def _initial(config, seed=0):
+    init = jax.jit(lambda key: nnx.to_pure_dict(nnx.state(Transformer(config, key))))
+    return init(jax.random.key(seed))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_the_reference(x64, make_mechanism, randomise, reference, name):
+    mechanism, keys, block = OPTIONS[name]
+    mechanism = make_mechanism(mechanism, **keys)
+    if hasattr(mechanism, "rank") and mechanism.rank:  # rank per layer: segments of 1 and 2
+        wider = dataclasses.replace(mechanism, rank=5)
+        mechanism = (wider, mechanism, mechanism)
+    config = _config(mechanism, norm_epsilon=1e-3, **block)
+    _, weights = randomise(lambda: Transformer(config, jax.random.key(0)))
+    tokens, targets = _tokens()
+    graph, compute = _graph(config), Compute(dtype=F64, loss_chunks=4)
+
+    @jax.jit
+    def run(weights, tokens, targets):
+        model = nnx.merge(graph, weights)
+        nats = token_losses(model, tokens, targets, compute=compute)
+        mean = mean_loss(model, tokens, targets, compute=compute)
+        return model.logits(model(tokens, compute=compute)), nats, mean
+
+    logits, nats, mean = run(weights, tokens, targets)
+    expected = reference.logits(config, weights, tokens)
+    assert np.ptp(expected) > 1
+    np.testing.assert_allclose(logits, expected, rtol=1e-10, atol=1e-10)
+    expected_nats = reference.nats(expected, targets)
+    np.testing.assert_allclose(nats, expected_nats, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(mean, expected_nats.mean(), rtol=1e-10)
+
+
+@pytest.fixture
+def plain(x64, make_mechanism, randomise):
+    """A model of two segments; its loss and gradients with every option of Compute at its least."""
+    lrkv = make_mechanism("lrkv")
+    config = _config((lrkv, lrkv, make_mechanism("mla")), 3)
+    _, weights = randomise(lambda: Transformer(config, jax.random.key(0)))
+    graph, batch = _graph(config), _tokens()
+
+    def loss(weights):
+        model = nnx.merge(graph, weights)
+        return jnp.mean(token_losses(model, *batch, compute=Compute(dtype=F64, loss_chunks=1)))
+
+    weights = jax.tree.map(jnp.asarray, weights)
+    return graph, weights, batch, jax.jit(jax.value_and_grad(loss))(weights)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(loss_chunks=1),
+        dict(loss_chunks=5, remat="dots"),  # 5 does not divide 12: 4 chunks
+        dict(loss_chunks=12, query_chunk=5),
+        dict(loss_chunks=100, remat="full", unroll=True),
+        dict(remat="dots", unroll=True, query_chunk=1),
+        dict(remat="full", query_chunk=6),
+    ],
+    ids=str,
+)
+def test_how_it_is_computed_changes_nothing(plain, options):
+    """`mean_loss` and its gradients equal those of mean(token_losses), whatever Compute says."""
+    graph, weights, batch, (expected, expected_grads) = plain
+
+    def loss(weights):
+        model = nnx.merge(graph, weights)
+        return mean_loss(model, *batch, compute=Compute(dtype=F64, **options))
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(weights)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    assert all(np.abs(leaf).max() > 1e-8 for leaf in jax.tree.leaves(expected_grads))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+    jax.tree.map(close, grads, expected_grads)
+
+
+def _saved_bytes(config, remat):
+    """Bytes that the backward pass needs of the forward pass, weights and tokens included."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
+
+    def pullback(weights, tokens):
+        loss = lambda weights: mean_loss(
+            nnx.merge(graph, weights), tokens, tokens, compute=Compute(remat=remat)
+        )
+        return jax.vjp(loss, weights)[1]
+
+    saved = jax.eval_shape(pullback, nnx.to_pure_dict(state), tokens)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(saved))
+
+
+def test_remat_policies_differ(make_mechanism, family):
+    """"full" keeps the layers' inputs, "dots" the products with weights too, "none" all."""
+    config = _config(make_mechanism(family))
+    full, dots, none = (_saved_bytes(config, remat) for remat in ("full", "dots", "none"))
+    # Of one layer, products with weights include the query (N·H), the MLP's hidden layer (M) and
+    # the last product of either half (D): the first two are needed to go back.
+    assert dots - full >= L * B * T * (4 * 8 + M) * 4
+    assert none - dots >= L * B * T * (4 * 8 + M) * 4
+
+
+def test_layers_do_not_depend_on_their_grouping(make_mechanism):
+    a, b = make_mechanism("lrkv"), make_mechanism("lrkv", rank=6)
+    together, apart = _config((a, a, a, a), 4), _config((a, b, a, a), 4)
+    assert [n for _, n in together.segments] == [4]
+    assert [n for _, n in apart.segments] == [1, 1, 2]
+    whole, parts = _initial(together), _initial(apart)
+    layer = lambda segment, i: jax.tree.map(lambda x: np.asarray(x[i]), segment)
+    same = lambda x, y: jax.tree.map(np.testing.assert_array_equal, x, y)
+    for index, (segment, i) in {0: (0, 0), 2: (2, 0), 3: (2, 1)}.items():
+        same(layer(whole["segments"][0], index), layer(parts["segments"][segment], i))
+    same(whole["embedding"], parts["embedding"])
+    queries = np.asarray(whole["segments"][0]["attention"]["mechanism"]["query"])
+    assert len(np.unique(queries.reshape(4, -1), axis=0)) == 4  # layers differ from each other
+    other = parts["segments"][1]["attention"]["mechanism"]
+    assert other["expand_key"].shape == (1, 4, 6, 8)
+    np.testing.assert_array_equal(queries[1], other["query"][0])
+
+
+def test_initialisation(make_mechanism):
+    """Zero projections back to the stream, N(0, 1) embeddings, and a loss of exactly ln V."""
+    config = _config(make_mechanism("lrkv"), positions="learned", norm_gain=True, bias=True)
+    weights = _initial(config)
+    segment = weights["segments"][0]
+    for zeros in (weights["head"], segment["attention"]["out"], segment["mlp"]["down"]):
+        assert np.all(np.asarray(zeros) == 0)
+    assert np.all(np.asarray(segment["mlp"]["up_bias"]) == 0)
+    assert np.all(np.asarray(segment["mlp_norm"]["gain"]) == 1)
+    for table in (weights["embedding"], weights["positions"]):
+        assert abs(np.std(table) - 1) < 6 / math.sqrt(2 * table.size)
+    up = np.asarray(segment["mlp"]["up"])
+    assert abs(up.std() * math.sqrt(D) - 1) < 6 / math.sqrt(2 * up.size)
+    model, (tokens, targets) = nnx.merge(_graph(config), weights), _tokens()
+    nats = token_losses(model, tokens, targets)
+    np.testing.assert_array_equal(nats, np.full((B, T), np.float32(math.log(V))))
+    np.testing.assert_allclose(mean_loss(model, tokens, targets), math.log(V), rtol=2e-7)
+
+
+def test_seeds_differ(make_mechanism):
+    config = _config(make_mechanism("mqa"))
+    a, b = _initial(config, 0), _initial(config, 1)
+    assert not np.array_equal(a["embedding"], b["embedding"])
+    up = [w["segments"][0]["mlp"]["up"] for w in (a, b)]
+    assert not np.array_equal(*up)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_causality(x64, make_mechanism, randomise, family, causal):
+    """Output t has a gradient by the embedding of token s iff s <= t (or the model is not causal)."""
+    config = _config(make_mechanism(family), 2, causal=causal)
+    _, weights = randomise(lambda: Transformer(config, jax.random.key(0)))
+    graph, length = _graph(config), 6
+    tokens = np.arange(length, dtype=np.int32)[None]  # each token stands in one place
+
+    @jax.jit
+    def reach(embedding):
+        def outputs(embedding):
+            model = nnx.merge(graph, weights | {"embedding": embedding})
+            return model(tokens, compute=Compute(dtype=F64, query_chunk=4))[0].sum(-1)
+
+        return jnp.abs(jax.jacrev(outputs)(embedding)).sum(-1)[:, :length]
+
+    expected = np.tril(np.ones((length, length), bool)) if causal else np.ones((length, length))
+    np.testing.assert_array_equal(reach(weights["embedding"]) != 0, expected)
+
+
+def test_positions_may_be_given(x64, make_mechanism, randomise):
+    """Traced positions equal the default ones, and a shift of RoPE's changes nothing."""
+    config = _config(make_mechanism("lrkv"), 2)
+    model, _ = randomise(lambda: Transformer(config, jax.random.key(0)))
+    graph, weights = nnx.split(model)
+    tokens, compute = _tokens()[0], Compute(dtype=F64)
+    run = jax.jit(
+        lambda weights, positions: nnx.merge(graph, weights)(
+            tokens, compute=compute, positions_BT=positions
+        )
+    )
+    default = model(tokens, compute=compute)
+    positions = np.arange(T, dtype=np.int32)[None]
+    np.testing.assert_allclose(run(weights, positions), default, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(run(weights, positions + 500), default, rtol=1e-9, atol=1e-9)
+    assert np.abs(run(weights, positions * 2) - default).max() > 1e-3
+
+
+def test_bfloat16(make_mechanism, randomise, reference, family):
+    """Matrices and activations are bfloat16, logits float32; off by rounding, not by more."""
+    config = _config(make_mechanism(family))
+    model, weights = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
+    tokens, targets = _tokens()
+    compute = Compute(dtype=jnp.dtype(jnp.bfloat16))
+    x = model(tokens, compute=compute)
+    logits = model.logits(x)
+    assert x.dtype == jnp.bfloat16
+    assert logits.dtype == jnp.float32
+    assert token_losses(model, tokens, targets, compute=compute).dtype == jnp.float32
+    expected = reference.logits(config, jax.tree.map(np.float64, weights), tokens)
+    error = np.linalg.norm(np.asarray(logits) - expected) / np.linalg.norm(expected)
+    # Some 10 roundings of 2**-9 a layer, at random: sqrt(30)·2**-9 = 1 %; 4 % is all at once.
+    assert 1e-4 < error < 0.04

@@ -1,0 +1,209 @@
+"""The loop, in this process: it learns, resumes, accumulates, and stops with one message."""
+
+import json
+
+from etils import epath
+import jax
+import numpy as np
+import pytest
+
+from kvjax import experiment as experiment_lib
+from kvjax import metrics
+from kvjax import preflight
+from kvjax import sharding
+from kvjax import train
+from kvjax.errors import UserError
+from tests import runs
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    return runs.write_text(folder / "text.txt"), str(folder / "data")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
+
+
+def records(workdir) -> list[dict]:
+    return metrics.read_records(epath.Path(workdir) / metrics.METRICS)
+
+
+def test_a_run_leaves_what_it_promises(source, tmp_path, capfd):
+    last = train.train(runs.small_config(*source), epath.Path(tmp_path))
+    losses = [r["loss"] for r in records(tmp_path) if "loss" in r]
+    assert len(losses) == 40
+    assert losses[0] == pytest.approx(np.log(257), rel=1e-6)  # the head starts at zero
+    assert losses[-1] < losses[0] - 1
+    assert last["validation_bpb"] == records(tmp_path)[-1]["validation_bpb"] < 5
+    for name in ("config.txt", "config.json", "curves.png", "sample.txt", "events", "checkpoints"):
+        assert (tmp_path / name).exists(), name
+    output = capfd.readouterr().out
+    assert "bits per byte" in output and "xz -9e" in output and "--- sample ---" in output
+
+
+def test_stopping_and_going_on_changes_nothing(source, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train.train(runs.small_config(*source), epath.Path(whole))
+    for stop_after in (7, 23, 0):
+        train.train(runs.small_config(*source, stop_after=stop_after), epath.Path(parts))
+    assert (parts / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
+    again = train.train(runs.small_config(*source), epath.Path(parts))  # already complete
+    assert again["step"] == 40
+    assert (parts / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
+
+
+def test_bits_per_byte_is_what_its_definition_says(source, tmp_path):
+    """Sum of nats over targets with bytes / (ln 2 x bytes), from logits of a restored model."""
+    from flax import nnx
+    import jax.numpy as jnp
+
+    from kvjax.data import loader
+    from kvjax.data import prepare
+    from kvjax.model.transformer import Transformer
+
+    config = runs.small_config(*source)
+    last = train.train(config, epath.Path(tmp_path))
+    experiment = experiment_lib.resolve(config)
+    dataset = loader.open_dataset(prepare.prepare(experiment.data))
+    from orbax.checkpoint import v1 as ocp
+
+    state = ocp.training.Checkpointer(tmp_path / "checkpoints").load_checkpointables()["state"]
+    graph, abstract = nnx.split(
+        nnx.eval_shape(lambda: Transformer(experiment.model, jax.random.key(0)))
+    )
+    leaves = jax.tree.leaves(state["params"])
+    structure = jax.tree.structure(nnx.to_pure_dict(abstract))
+    model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+    nats = num_bytes = 0.0
+    for i in range(dataset.num_rows("validation")):
+        row = np.asarray(dataset.rows("validation")[i]["tokens"], np.int32)
+        logits = np.asarray(model.logits(model(jnp.asarray(row[None, :-1])))[0], np.float64)
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        targets = row[1:]
+        counted = dataset.token_bytes[targets] > 0
+        nats -= log_p[np.arange(len(targets)), targets][counted].sum()
+        num_bytes += dataset.token_bytes[targets].sum()
+    assert num_bytes == dataset.info["splits"]["validation"]["bytes"]
+    assert last["validation_bpb"] == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-6)
+
+
+def test_gradient_accumulation_is_the_same_step(source, tmp_path):
+    one = train.train(runs.small_config(*source, num_steps=5), epath.Path(tmp_path / "one"))
+    config = runs.small_config(*source, num_steps=5, grad_accumulation=4)
+    four = train.train(config, epath.Path(tmp_path / "four"))
+    assert four["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-4)
+    first = [records(tmp_path / name)[0] for name in ("one", "four")]
+    assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-5)
+
+
+def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(source, tmp_path, monkeypatch):
+    real = train.train_step
+
+    def poisoned(state, rows, **kwargs):
+        new, values = real(state, rows, **kwargs)
+        bad = state["step"] == 25
+        return new, values | {"loss": jax.numpy.where(bad, jax.numpy.nan, values["loss"])}
+
+    monkeypatch.setattr(train, "train_step", poisoned)
+    with pytest.raises(UserError, match=r"step 26: loss nan.*Checkpoints of steps \[10, 20\]"):
+        train.train(runs.small_config(*source), epath.Path(tmp_path))
+    assert records(tmp_path)[-1]["step"] <= 25
+    monkeypatch.undo()
+    monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
+    assert train.train(runs.small_config(*source), epath.Path(tmp_path))["step"] == 40
+
+
+def test_a_workdir_of_another_config_is_refused(source, tmp_path):
+    train.train(runs.small_config(*source, stop_after=10), epath.Path(tmp_path))
+    before = (tmp_path / metrics.METRICS).read_bytes()
+    other = runs.small_config(*source)
+    other.attention.rank = 8
+    with pytest.raises(UserError, match=r"attention\.rank: there 4, now 8"):
+        train.train(other, epath.Path(tmp_path))
+    assert (tmp_path / metrics.METRICS).read_bytes() == before
+    free = runs.small_config(*source, log_every=5, keep_checkpoints=1)
+    assert train.train(free, epath.Path(tmp_path))["step"] == 40
+
+
+def test_another_corpus_in_the_same_workdir_is_refused(source, tmp_path):
+    import pathlib
+
+    text = tmp_path / "text.txt"
+    text.write_text(pathlib.Path(source[0]).read_text())
+    config = lambda: runs.small_config(str(text), source[1], stop_after=10)
+    train.train(config(), epath.Path(tmp_path / "run"))
+    text.write_text("Another text.\n" * 5000)
+    with pytest.raises(UserError, match="dataset: there"):
+        train.train(config(), epath.Path(tmp_path / "run"))
+
+
+def test_data_errors_come_before_training(source, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    config = runs.small_config(str(tmp_path / "empty.txt"), source[1])
+    with pytest.raises(UserError, match=r"empty\.txt"):
+        train.train(config, epath.Path(tmp_path / "run"))
+    config = runs.small_config(*source)
+    config.data.vocab_size = 300
+    with pytest.raises(UserError, match="vocab_size = 300: the tokenizer of .* has 257"):
+        train.train(config, epath.Path(tmp_path / "run"))
+
+
+def test_memory_is_checked_before_anything_is_allocated(tmp_path):
+    from experiments.parameter_table import CONFIGS
+    from experiments.parameter_table import load_config
+
+    with pytest.raises(UserError) as error:
+        train.train(load_config(CONFIGS / "lrkv_2p5b.py"), epath.Path(tmp_path / "run"))
+    message = str(error.value)
+    for part in ("parameters", "optimizer", "gradients", "activations", "needed", "available"):
+        assert part in message
+    assert "9.7 GB" in message and "configs/lrkv_tiny.py" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_batches_must_divide_over_devices(source):
+    experiment = experiment_lib.resolve(runs.small_config(*source, batch_size=6))
+    grid = np.array([None] * 4).reshape(1, 4)
+
+    class FakeMesh:
+        size = grid.size
+
+    with pytest.raises(UserError, match="batch_size = 6 .* 4 devices; use a multiple of 4"):
+        preflight.check_batch(experiment, FakeMesh)
+
+
+def test_the_lock_is_released_with_its_process(tmp_path):
+    workdir = epath.Path(tmp_path)
+    with (
+        preflight.exclusive(workdir),
+        pytest.raises(UserError, match="in use by another run"),
+        preflight.exclusive(workdir),
+    ):
+        pass
+    with preflight.exclusive(workdir):
+        assert (tmp_path / ".lock").exists()
+
+
+def test_identity_ignores_when_to_look_and_nothing_else(source):
+    base = preflight.identity(runs.small_config(*source))
+    assert preflight.identity(runs.small_config(*source, log_every=3, stop_after=5)) == base
+    assert preflight.identity(runs.small_config(*source, seed=1)) != base
+    assert preflight.identity(runs.small_config(*source, eval_rows=1)) != base
+    json.dumps(base)
+    config = runs.small_config(*source)
+    config.mesh.fsdp = 4
+    assert preflight.identity(config) == base
+
+
+def test_eight_devices_train_like_one(source, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    if len(jax.devices()) < 8:
+        pytest.fail("the test session must force 8 CPU devices")
+    eight = train.train(runs.small_config(*source, num_steps=20), epath.Path(tmp_path / "eight"))
+    monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
+    one = train.train(runs.small_config(*source, num_steps=20), epath.Path(tmp_path / "one"))
+    assert eight["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-4)
+    assert sharding.make_mesh(sharding.MeshConfig(), jax.devices()).size == 1
