@@ -7,13 +7,11 @@ and after; FLOPs are those of `costs.training_flops_per_token` (attention over a
 for rematerialisation or the optimizer). Prints a table, and one JSON line.
 """
 
-import functools
 import statistics
 import time
 
 from absl import app
 from absl import flags
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +21,8 @@ from experiments.parameter_table import CONFIGS
 from experiments.parameter_table import load
 from kvjax import costs
 from kvjax import runtime
-from kvjax import train
-from kvjax.model.transformer import Transformer
-from kvjax.optim import make_optimizer
+from kvjax import sharding
+from kvjax.program import Program
 
 _CONFIGS = flags.DEFINE_multi_string(
     "config", [], "Config files to time; default: all tiny configs."
@@ -55,41 +52,18 @@ def training_speed(experiment, steps: int) -> dict:
     """Tokens/s of whole training steps (optimizer included) on random tokens."""
     model = experiment.model
     compute = experiment.compute.resolve(jax.default_backend(), model.block.num_layers)
-    _, axes = costs.abstract_parameters(model)
-    optimizer = make_optimizer(
-        experiment.optimizer,
-        axes,
-        d_model=model.block.d_model,
-        num_steps=experiment.train.num_steps,
-        muon_dtype=compute.dtype,
-    )
-
-    def init(key):
-        params = nnx.to_pure_dict(nnx.state(Transformer(model, key)))
-        step, data = jnp.zeros((), jnp.int32), jax.random.key_data(key)
-        return dict(params=params, optimizer=optimizer.init(params), step=step, key=data)
-
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(model, jax.random.key(0))))
-    step = jax.jit(
-        functools.partial(
-            train.train_step,
-            graph=graph,
-            optimizer=optimizer,
-            compute=compute,
-            parts=experiment.train.grad_accumulation,
-        ),
-        donate_argnums=0,
-    )
+    mesh = sharding.make_mesh(experiment.mesh, jax.devices())
+    program = Program(experiment, compute, mesh)
     shape = (experiment.train.batch_size, experiment.data.sequence_length + 1)
     rows = np.random.default_rng(0).integers(0, model.vocab_size, shape).astype(np.int32)
-    state = jax.jit(init)(jax.random.key(0))
+    state = program.init(jax.random.key(0))
     start = time.perf_counter()
-    state, _ = jax.block_until_ready(step(state, rows))
+    state, _ = jax.block_until_ready(program.train_step(state, rows))
     compile_seconds = time.perf_counter() - start
     seconds = []
     for _ in range(steps):
         start = time.perf_counter()
-        state, _ = jax.block_until_ready(step(state, rows))
+        state, _ = jax.block_until_ready(program.train_step(state, rows))
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds)
     flops = costs.training_flops_per_token(model, experiment.data.sequence_length)

@@ -6,19 +6,15 @@ n - 1, so the device never waits for the host.
 """
 
 import contextlib
-import functools
 import itertools
 import math
 import signal
 import time
 
 from etils import epath
-from flax import nnx
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
-import optax
 import tqdm
 
 from kvjax import costs
@@ -36,12 +32,9 @@ from kvjax.data import prepare
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
 from kvjax.generate import sample
-from kvjax.model.loss import mean_loss
-from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
 from kvjax.optim import learning_rate_schedule
-from kvjax.optim import make_optimizer
+from kvjax.program import Program
 
 
 def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, float]:
@@ -69,53 +62,6 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
         return Run(experiment, compute, mesh, workdir, dataset, started).run()
 
 
-def train_step(state: dict, rows: jax.Array, *, graph, optimizer, compute: Compute, parts: int):
-    """One optimizer step.
-
-    Args:
-      state: params, optimizer, step, key.
-      rows: [B, T + 1] tokens; the gradient is the mean over all B·T targets, taken in `parts`.
-
-    Returns:
-      The new state, and {"loss": nats per token, "grad_norm": before clipping}.
-    """
-
-    def loss(params, rows):
-        model = nnx.merge(graph, params)
-        return mean_loss(model, rows[:, :-1], rows[:, 1:], compute=compute)
-
-    value_and_grad = jax.value_and_grad(loss)
-    if parts == 1:
-        value, grads = value_and_grad(state["params"], rows)
-    else:
-
-        def accumulate(total, part):
-            return jax.tree.map(jnp.add, total, value_and_grad(state["params"], part)), None
-
-        # Part i takes rows i, i + parts, ...: each device keeps the rows it has.
-        by_part = rows.reshape(-1, parts, rows.shape[1]).swapaxes(0, 1)
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state["params"]))
-        total, _ = jax.lax.scan(accumulate, zero, by_part)
-        value, grads = jax.tree.map(lambda x: x / parts, total)
-    updates, opt_state = optimizer.update(grads, state["optimizer"], state["params"])
-    new = dict(
-        params=optax.apply_updates(state["params"], updates),
-        optimizer=opt_state,
-        step=state["step"] + 1,
-        key=state["key"],
-    )
-    return new, {"loss": value, "grad_norm": optax.global_norm(grads)}
-
-
-def eval_step(params: dict, rows: jax.Array, token_bytes: jax.Array, *, graph, compute: Compute):
-    """Sums over the targets that have bytes (specials have none): (nats, bytes, targets)."""
-    model = nnx.merge(graph, params)
-    targets = rows[:, 1:]
-    nats = token_losses(model, rows[:, :-1], targets, compute=compute)
-    num_bytes = token_bytes[targets]
-    return jnp.sum(nats * (num_bytes > 0)), jnp.sum(num_bytes), jnp.sum(num_bytes > 0)
-
-
 class Run:
     """One process's part of a run: its state, its files, its loop."""
 
@@ -131,56 +77,20 @@ class Run:
                 f"config.data.vocab_size = {experiment.model.vocab_size}: the tokenizer of "
                 f"{dataset.path} has {dataset.vocab_size}; set the key to that"
             )
-        c = experiment.train
         self.is_chief = jax.process_index() == 0
-        _, axes = costs.abstract_parameters(experiment.model)
-        optimizer = make_optimizer(
-            experiment.optimizer,
-            axes,
-            d_model=experiment.model.block.d_model,
-            num_steps=c.num_steps,
-            muon_dtype=compute.dtype,
+        self.program = Program(experiment, compute, mesh)
+        self.schedule = learning_rate_schedule(experiment.optimizer, experiment.train.num_steps)
+        self.checkpoints = Checkpoints(
+            workdir / CHECKPOINTS, keep=experiment.train.keep_checkpoints
         )
-
-        def init(key):
-            model = Transformer(experiment.model, key)
-            params = nnx.to_pure_dict(nnx.state(model))
-            return dict(
-                params=params,
-                optimizer=optimizer.init(params),
-                step=jnp.zeros((), jnp.int32),
-                key=jax.random.key_data(key),
-            )
-
-        self.key = jax.random.key(c.seed)
-        abstract = jax.eval_shape(init, self.key)
-        self.shardings = sharding.state_sharding(mesh, axes, abstract)
-        self.init = jax.jit(init, out_shardings=self.shardings)
-        self.abstract = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            abstract,
-            self.shardings,
-        )
-        self.graph, _ = nnx.split(
-            nnx.eval_shape(lambda: Transformer(experiment.model, jax.random.key(0)))
-        )
-        static = dict(graph=self.graph, compute=compute)
-        self.train_step = jax.jit(
-            functools.partial(train_step, optimizer=optimizer, parts=c.grad_accumulation, **static),
-            donate_argnums=0,
-            out_shardings=(self.shardings, None),
-        )
-        self.eval_step = jax.jit(functools.partial(eval_step, **static))
-        self.schedule = learning_rate_schedule(experiment.optimizer, c.num_steps)
-        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=c.keep_checkpoints)
         self.stop_signal = None
 
     def run(self) -> dict[str, float]:
         """Restores or initialises, loops, and writes down the end."""
         c = self.experiment.train
-        restored = self.checkpoints.restore(self.abstract)
+        restored = self.checkpoints.restore(self.program.abstract_state)
         if restored is None:
-            state, position, start = self.init(self.key), 0, 0
+            state, position, start = self.program.init(jax.random.key(c.seed)), 0, 0
         else:
             state, position, start = restored
         self.writer = metrics_lib.MetricsWriter(self.workdir, resume_step=start)
@@ -201,7 +111,7 @@ class Run:
         except OSError as error:
             raise UserError(
                 f"stopped: {error}. The last checkpoint is intact (steps "
-                f"{self.checkpoints.steps()}); free some space and run the same command to resume"
+                f"{self.checkpoints.steps()}); mend that and run the same command to resume"
             ) from error
         finally:
             with contextlib.suppress(OSError):  # records are written already, or have raised
@@ -244,7 +154,7 @@ class Run:
         with bar:
             while done < stop and self.stop_signal is None:
                 rows = jax.make_array_from_process_local_data(batch_sharding, next(batches))
-                state, metrics = self.train_step(state, rows)
+                state, metrics = self.program.train_step(state, rows)
                 if pending is not None:
                     self._report(*pending, bar, clock)
                 done += 1
@@ -305,7 +215,7 @@ class Run:
         sums = np.zeros(3)
         for rows in itertools.islice(batches, limit):
             rows = jax.make_array_from_process_local_data(batch_sharding, rows)
-            sums += np.array(jax.device_get(self.eval_step(params, rows, self.dataset.token_bytes)))
+            sums += jax.device_get(self.program.eval_step(params, rows, self.dataset.token_bytes))
         nats, num_bytes, targets = sums
         record = dict(
             tokens=step * e.tokens_per_step,
@@ -360,7 +270,7 @@ class Run:
         metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick)
         if e.train.sample_tokens and jax.process_count() == 1:
             ids = sample(
-                self.graph,
+                self.program.graph,
                 state["params"],
                 [tokenizer.bos_id, *tokenizer.encode(e.train.sample_prompt)],
                 num_tokens=e.train.sample_tokens,

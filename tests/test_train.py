@@ -10,6 +10,7 @@ import pytest
 from kvjax import experiment as experiment_lib
 from kvjax import metrics
 from kvjax import preflight
+from kvjax import program
 from kvjax import sharding
 from kvjax import train
 from kvjax.errors import UserError
@@ -100,14 +101,14 @@ def test_gradient_accumulation_is_the_same_step(source, tmp_path):
 
 
 def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(source, tmp_path, monkeypatch):
-    real = train.train_step
+    real = program.train_step
 
     def poisoned(state, rows, **kwargs):
         new, values = real(state, rows, **kwargs)
         bad = state["step"] == 25
         return new, values | {"loss": jax.numpy.where(bad, jax.numpy.nan, values["loss"])}
 
-    monkeypatch.setattr(train, "train_step", poisoned)
+    monkeypatch.setattr(program, "train_step", poisoned)
     with pytest.raises(UserError, match=r"step 26: loss nan.*Checkpoints of steps \[10, 20\]"):
         train.train(runs.small_config(*source), epath.Path(tmp_path))
     assert records(tmp_path)[-1]["step"] <= 25

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -97,7 +98,7 @@ def _write(
                 f" give more text in source={config.source!r}."
             )
         builder = packed_rows.PackedRows(streams, config.sequence_length, staging)
-        with contextlib.redirect_stdout(sys.stderr):  # TFDS announces a download that isn't one.
+        with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces a download: there is none.
             builder.download_and_prepare(download_dir=folder)
         del builder, streams
     tokenizer.save(staging / TOKENIZER)

@@ -1,0 +1,293 @@
+"""Which weight gets which update, and how large it is."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import contrib
+import pytest
+
+from kvjax import costs
+from kvjax.errors import UserError
+from kvjax.layers.weight import Axes
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+from kvjax.optim import OptimizerConfig
+from kvjax.optim import learning_rate_schedule
+from kvjax.optim import make_optimizer
+from kvjax.optim import newton_schulz
+from kvjax.optim import scale_by_muon
+
+D = 12
+
+
+def _model(mechanism):
+    """Every kind of weight there is: gains, biases, learned positions, a gate."""
+    block = dict(num_layers=2, d_model=D, mlp_dim=20, norm="layer", norm_gain=True, norm_bias=True)
+    more = dict(positions="learned", max_positions=6, activation="swiglu", bias=True)
+    return TransformerConfig(
+        block=BlockConfig(**block, **more), mechanisms=(mechanism,) * 2, vocab_size=10
+    )
+
+
+def _names(path):
+    return tuple(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
+
+
+def _kind(names):
+    """What a weight is, by its name alone."""
+    if names[0] in ("embedding", "positions"):
+        return "embedding"
+    if names[0] == "head":
+        return "head"
+    return "vector" if names[-1] in ("gain", "bias") or names[-1].endswith("_bias") else "matrix"
+
+
+def _setup(config, *, num_steps=1000, scale=1.0, seed=0, **options):
+    """Optimizer, weights and gradients of a model, float32, none zero."""
+    shapes, axes = costs.abstract_parameters(config)
+    optimizer = make_optimizer(OptimizerConfig(**options), axes, d_model=D, num_steps=num_steps)
+    rng = np.random.default_rng(seed)
+    draw = lambda s: jnp.asarray(rng.standard_normal(s.shape), jnp.float32)
+    weights = jax.tree.map(draw, shapes)
+    grads = jax.tree.map(lambda s: scale * draw(s), shapes)
+    return optimizer, axes, weights, grads
+
+
+def _leaves(tree):
+    return {_names(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_every_block_matrix_has_muon_state_and_nothing_else_has(make_mechanism, mechanism_name):
+    norms = dict(qk_norm="rms_gain", bias=True)
+    config = _model(make_mechanism(mechanism_name, **norms))
+    optimizer, _, weights, _ = _setup(config)
+    state = _leaves(optimizer.init(weights))
+    kinds = {names: _kind(names) for names in _leaves(weights)}
+    assert set(kinds.values()) == {"embedding", "head", "vector", "matrix"}
+    for names, kind in kinds.items():
+        holders = sorted(
+            path[len(path) - len(names) - 1] for path in state if path[-len(names) :] == names
+        )
+        assert holders == (["momentum"] if kind == "matrix" else ["mu", "nu"]), names
+    moments = [path for path in state if {"momentum", "mu", "nu"} & set(path)]
+    assert len(moments) == sum(1 if kind == "matrix" else 2 for kind in kinds.values())
+
+
+# Axes as stored, shape (two layers in front), then (reduction, output) axes joint and per head.
+CASES = [
+    ("D -> N H", (2, 16, 3, 8), ((1,), (2, 3)), ((1,), (3,))),
+    ("N H -> D", (2, 3, 8, 16), ((1, 2), (3,)), ((2,), (3,))),
+    ("K: R -> H", (2, 3, 4, 8), ((2,), (3,)), ((2,), (3,))),
+    ("D -> K R", (2, 16, 3, 4), ((1,), (2, 3)), ((1,), (3,))),
+    ("C -> N H", (2, 5, 3, 8), ((1,), (2, 3)), ((1,), (3,))),
+    ("D -> M", (2, 16, 40), ((1,), (2,)), ((1,), (2,))),
+    ("M -> D", (40, 16), ((0,), (1,)), ((0,), (1,))),  # not stacked
+]
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["joint", "per_head"])
+def test_muon_is_optax_muon_where_they_agree(x64, per_head):
+    """Optax with momentum 0, fed our Nesterov mean, and the factor of the output and input dims.
+
+    Optax's own momentum differs by its bias correction. Their epsilons differ too, by 1e-7 of a
+    norm of about 10.
+    """
+    beta, steps = 0.9, 3
+    names = [text for text, *_ in CASES]
+    shapes = {text: shape for text, shape, *_ in CASES}
+    dims = {text: (heads if per_head else joint) for text, _, joint, heads in CASES}
+    numbers = {text: contrib.MuonDimensionNumbers(*dims[text]) for text in names}
+    ours = scale_by_muon(
+        {text: Axes.parse(text) for text in names},
+        momentum=optax.constant_schedule(beta),
+        per_head=per_head,
+        dtype=jnp.dtype(jnp.float64),
+    )
+    theirs = contrib.scale_by_muon(beta=0.0, weight_dimension_numbers=numbers)
+    rng = np.random.default_rng(0)
+    zeros = {text: jnp.zeros(shapes[text]) for text in names}
+    state, their_state, mean = ours.init(zeros), theirs.init(zeros), zeros
+    update, their_update = jax.jit(ours.update), jax.jit(theirs.update)
+    for _ in range(steps):
+        grads = {text: jnp.asarray(rng.standard_normal(shapes[text])) for text in names}
+        mean = {text: beta * mean[text] + (1 - beta) * grads[text] for text in names}
+        nesterov = {text: beta * mean[text] + (1 - beta) * grads[text] for text in names}
+        updates, state = update(grads, state)
+        expected, their_state = their_update(nesterov, their_state)
+        for text in names:
+            fan_in, fan_out = (math.prod(shapes[text][a] for a in axes) for axes in dims[text])
+            factor = math.sqrt(max(1, fan_out / fan_in))
+            np.testing.assert_allclose(
+                updates[text], factor * expected[text], rtol=1e-5, atol=1e-6, err_msg=text
+            )
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 16, 48), (2, 48, 16)])
+def test_singular_values_come_near_one(shape):
+    rng = np.random.default_rng(0)
+    u, _, vt = np.linalg.svd(rng.standard_normal(shape), full_matrices=False)
+    s = np.linspace(0.2, 1, u.shape[-1])
+    x = np.asarray(newton_schulz(jnp.asarray((u * s) @ vt * 50, jnp.float32), 5), np.float64)
+    values = np.linalg.svd(x, compute_uv=False)
+    assert 0.6 < values.min()
+    assert values.max() < 1.3
+    # The singular vectors stay: u^T x v is diagonal.
+    core = np.swapaxes(u, 1, 2) @ x @ np.swapaxes(vt, 1, 2)
+    np.testing.assert_allclose(core - core * np.eye(core.shape[-1]), 0, atol=1e-5)
+
+
+def test_newton_schulz_coefficients():
+    """One step of a 1 x 1 matrix is the quintic itself: 3.4445 - 4.7750 + 2.0315 at 1."""
+    x = newton_schulz(jnp.asarray([[[7.0]]]), 1)
+    np.testing.assert_allclose(x, 3.4445 - 4.7750 + 2.0315, rtol=1e-6)
+    np.testing.assert_array_equal(newton_schulz(jnp.zeros((1, 2, 3)), 5), np.zeros((1, 2, 3)))
+
+
+@pytest.mark.parametrize("step, beta", [(0, 0.85), (150, 0.90), (300, 0.95), (1000, 0.95)])
+def test_momentum_warmup(make_mechanism, step, beta):
+    """nanochat: (1 - f)·0.85 + f·0.95, f = min(step/300, 1); read off the state after a step."""
+    optimizer, _, weights, grads = _setup(_model(make_mechanism("mha")), clip_norm=0.0)
+    state = jax.tree.map(
+        lambda x: jnp.full_like(x, step) if x.dtype == jnp.int32 else x, optimizer.init(weights)
+    )
+    _, state = jax.jit(optimizer.update)(grads, state, weights)
+    after, checked = _leaves(state), 0
+    for names, g in _leaves(grads).items():
+        if _kind(names) == "matrix":
+            (mean,) = (x for path, x in after.items() if path[-len(names) :] == names)
+            np.testing.assert_allclose(mean, (1 - beta) * g, rtol=1e-5, atol=1e-7)
+            checked += 1
+    assert checked == 7  # query, base key and value, out, up, gate, down
+
+
+def test_constant_schedule_with_a_linear_end():
+    schedule = learning_rate_schedule(OptimizerConfig(), 1000)
+    for step in (0, 1, 500, 799, 800, 801, 900, 999):  # nanochat's formula
+        expected = 1.0 if step <= 800 else (1000 - step) / 200
+        np.testing.assert_allclose(schedule(step), expected, rtol=1e-6)
+    assert schedule(999) > 0
+    floor = learning_rate_schedule(OptimizerConfig(final_fraction=0.1), 1000)
+    np.testing.assert_allclose(floor(900), 0.5 * 1 + 0.5 * 0.1, rtol=1e-6)
+    flat = learning_rate_schedule(OptimizerConfig(cooldown_fraction=0.0), 1000)
+    np.testing.assert_array_equal([flat(0), flat(999)], [1.0, 1.0])
+    warm = learning_rate_schedule(OptimizerConfig(warmup_steps=100), 1000)
+    np.testing.assert_allclose(
+        [warm(s) for s in (0, 50, 100, 800, 900, 999)], [0, 0.5, 1, 1, 0.5, 1 / 200], rtol=1e-5
+    )
+
+
+def test_cosine_schedule_with_warmup():
+    options = OptimizerConfig(schedule="cosine", warmup_steps=100, final_fraction=0.1)
+    schedule = learning_rate_schedule(options, 1000)
+    for step in (0, 1, 50, 99):
+        np.testing.assert_allclose(schedule(step), step / 100, rtol=1e-6)
+    for step in (100, 101, 550, 775, 999):
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - 100) / 900))
+        np.testing.assert_allclose(schedule(step), 0.1 + 0.9 * cosine, rtol=1e-5)
+    with pytest.raises(UserError, match="warmup_steps = 1000.*num_steps = 1000"):
+        learning_rate_schedule(OptimizerConfig(warmup_steps=1000), 1000)
+
+
+def _first_update(config, **options):
+    optimizer, axes, weights, grads = _setup(config, **options)
+    updates, state = jax.jit(optimizer.update)(grads, optimizer.init(weights), weights)
+    return _leaves(updates), _leaves(weights), _leaves(grads), _leaves(axes), state
+
+
+def test_first_update_of_the_recipe(make_mechanism, family):
+    """AdamW's first step is lr·sign(g); Muon's has norm lr·sqrt(max(1, out/in))·sqrt(rank) or so."""
+    updates, _, grads, axes, _ = _first_update(_model(make_mechanism(family)))
+    width = (D / 768) ** -0.5
+    rates = {"embedding": 0.2 * width, "head": 0.004 * width, "vector": 0.004}
+    for names, update in updates.items():
+        kind, g = _kind(names), np.asarray(grads[names])
+        if kind != "matrix":
+            np.testing.assert_allclose(update, -rates[kind] * np.sign(g), rtol=1e-4)
+            continue
+        parsed = Axes.parse(axes[names])
+        flat = np.asarray(update, np.float64)
+        flat = flat.reshape(-1, *flat.shape[flat.ndim - len(parsed.names) + len(parsed.batch) :])
+        fan_in = math.prod(flat.shape[1 : 1 + len(parsed.reduction)])
+        flat = flat.reshape(len(flat), fan_in, -1)
+        values = np.linalg.svd(flat, compute_uv=False)
+        size = 0.02 * math.sqrt(max(1.0, flat.shape[2] / fan_in))
+        assert 0.6 * size < np.median(values) < 1.3 * size, names
+        assert values.max() < 1.3 * size, names
+        assert np.sum(np.asarray(update) * g) < 0  # downhill
+
+
+@pytest.mark.parametrize("kind, key", [("matrix", "matrix"), ("embedding", "adam")])
+def test_weight_decay(make_mechanism, kind, key):
+    """Decoupled: -lr·decay·w on top of the update, on the group that its key names only."""
+    config = _model(make_mechanism("lrkv"))
+    plain, weights, *_ = _first_update(config)
+    decayed, *_ = _first_update(config, **{f"{key}_weight_decay": 0.1})
+    width = (D / 768) ** -0.5
+    rates = dict(matrix=0.02, embedding=0.2 * width, head=0.004 * width, vector=0.004)
+    for names, update in decayed.items():
+        on = (_kind(names) == "matrix") == (kind == "matrix")
+        shrink = -rates[_kind(names)] * 0.1 * np.asarray(weights[names]) if on else 0.0
+        np.testing.assert_allclose(update - plain[names], shrink, rtol=1e-3, atol=2e-6)
+        assert on == (np.abs(update - plain[names]).max() > 1e-6)
+
+
+@pytest.mark.parametrize(
+    "clip_norm, scale, factor", [(1.0, 100.0, None), (1.0, 1e-4, 1.0), (0.0, 100.0, 1.0)]
+)
+def test_clipping_is_of_the_whole_gradient(make_mechanism, clip_norm, scale, factor):
+    """One factor for all weights, 1/norm or 1; read off the first moments after one step."""
+    options = dict(clip_norm=clip_norm, scale=scale)
+    *_, grads, _, state = _first_update(_model(make_mechanism("mla")), **options)
+    norm = math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in grads.values()))
+    factor = factor or clip_norm / norm
+    assert (norm > 1) == (scale > 1)
+    after = _leaves(state)
+    for names, g in grads.items():
+        holder, beta = ("momentum", 0.85) if _kind(names) == "matrix" else ("mu", 0.8)
+        (mean,) = (x for path, x in after.items() if path[-len(names) - 1 :] == (holder, *names))
+        np.testing.assert_allclose(mean, (1 - beta) * factor * g, rtol=1e-4, atol=1e-30)
+
+
+def test_orthogonalize_changes_attention_only(make_mechanism):
+    config = _model(make_mechanism("lrkv"))
+    joint, *_ = _first_update(config, orthogonalize="joint")
+    heads, *_ = _first_update(config, orthogonalize="per_head")
+    differ = {names[-1] for names in joint if not np.allclose(joint[names], heads[names])}
+    assert differ == {"query", "latent_key", "latent_value", "out"}  # one base is one head
+
+
+@pytest.mark.parametrize(
+    "key, value, allowed",
+    [
+        ("orthogonalize", "both", "'joint', 'per_head'"),
+        ("schedule", "step", "'constant', 'cosine'"),
+        ("matrix_learning_rate", -0.1, "at least 0"),
+        ("clip_norm", -1.0, "at least 0"),
+        ("newton_schulz_steps", -1, "at least 0"),
+        ("warmup_steps", -5, "at least 0"),
+        ("adam_epsilon", -1e-8, "at least 0"),
+        ("cooldown_fraction", 1.5, "at most 1"),
+        ("final_fraction", 2.0, "at most 1"),
+        ("momentum_start", 1.01, "at most 1"),
+        ("momentum_end", 1.5, "at most 1"),
+    ],
+)
+def test_bad_values(key, value, allowed):
+    with pytest.raises(UserError) as error:
+        OptimizerConfig(**{key: value})
+    assert f"config.optimizer.{key} = {value!r}" in str(error.value)
+    assert allowed in str(error.value)
+
+
+def test_tied_head_has_no_head_group(make_mechanism):
+    block = BlockConfig(num_layers=1, d_model=D, mlp_dim=20, tied_head=True)
+    config = TransformerConfig(block=block, mechanisms=(make_mechanism("mha"),), vocab_size=10)
+    updates, _, grads, *_ = _first_update(config)
+    assert ("head",) not in updates
+    rate = 0.2 * (D / 768) ** -0.5
+    np.testing.assert_allclose(
+        updates["embedding",], -rate * np.sign(grads["embedding",]), rtol=1e-4
+    )
