@@ -27,17 +27,21 @@ def to_dataclass(cls: type, values: ml_collections.ConfigDict, where: str):
     if missing:
         raise UserError(f"{where}: missing key(s) {', '.join(missing)}")
     hints = typing.get_type_hints(cls)
-    return cls(**{key: _checked(values[key], hints[key], f"{where}.{key}") for key in values})
+    return cls(**{key: checked(values[key], hints[key], f"{where}.{key}") for key in values})
 
 
-def _checked(value, hint, key: str):
-    """The value as the annotated type; types used are int, float, bool, str, tuple[int, ...]."""
+def checked(value, hint, key: str):
+    """The value as the annotated type, one of int, float, bool, str, tuple[int, ...].
+
+    Raises:
+      UserError: for a value of another type; integers pass as floats and lists as tuples.
+    """
     wanted = typing.get_origin(hint) or hint
     if wanted is float and type(value) is int:
         return float(value)
     if wanted is tuple and isinstance(value, (list, tuple)):
         (item, _) = typing.get_args(hint)
-        return tuple(_checked(v, item, f"{key}[{i}]") for i, v in enumerate(value))
+        return tuple(checked(v, item, f"{key}[{i}]") for i, v in enumerate(value))
     if type(value) is not wanted:
         raise UserError(f"{key} = {value!r} is a {type(value).__name__}; it must be {hint}")
     return value
@@ -51,7 +55,7 @@ def one_of(key: str, value, allowed) -> None:
 
 def at_least(key: str, value, minimum) -> None:
     """Raises a UserError unless the value is at least the minimum."""
-    if value < minimum:
+    if not value >= minimum:  # NaN is not
         raise UserError(f"{key} = {value}: must be at least {minimum}")
 
 

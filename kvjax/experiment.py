@@ -8,6 +8,7 @@ import ml_collections
 
 from kvjax.attention import MECHANISMS
 from kvjax.configuration import at_least
+from kvjax.configuration import checked
 from kvjax.configuration import one_of
 from kvjax.configuration import to_dataclass
 from kvjax.data.config import DataConfig
@@ -146,8 +147,9 @@ def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
     layer_ranks = keys.pop("layer_ranks", ())
     one_of("config.attention.kind", kind, tuple(MECHANISMS))
     mechanism = to_dataclass(MECHANISMS[kind], ml_collections.ConfigDict(keys), "config.attention")
-    if not layer_ranks:
+    ranks = checked(layer_ranks, tuple[int, ...], "config.attention.layer_ranks")
+    if not ranks:
         return (mechanism,) * num_layers
     if kind != "grouped":
         raise UserError(f"config.attention.layer_ranks: {kind!r} has no rank; leave it empty")
-    return tuple(dataclasses.replace(mechanism, rank=rank) for rank in layer_ranks)
+    return tuple(dataclasses.replace(mechanism, rank=rank) for rank in ranks)

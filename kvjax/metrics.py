@@ -56,7 +56,7 @@ class MetricsWriter:
             if path.is_file():
                 target = self._remote / str(path.relative_to(self._local))
                 target.parent.mkdir(parents=True, exist_ok=True)
-                epath.Path(path).copy(target, overwrite=True)
+                target.write_bytes(path.read_bytes())
 
     def close(self) -> None:
         for file in self._files.values():

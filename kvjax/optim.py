@@ -65,19 +65,20 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
     """The factor on every learning rate at step 0 .. num_steps - 1."""
     c = config
     body = num_steps - c.warmup_steps
-    if body < 1:
+    cooldown = round(c.cooldown_fraction * num_steps) if c.schedule == "constant" else 0
+    if body < max(cooldown, 1):
         raise UserError(
-            f"config.optimizer.warmup_steps = {c.warmup_steps}: must be below "
-            f"config.train.num_steps = {num_steps}"
+            f"config.optimizer.warmup_steps = {c.warmup_steps}: with a cooldown of {cooldown} "
+            f"steps at most {num_steps - max(cooldown, 1)} of config.train.num_steps = {num_steps} "
+            "are left for it"
         )
     if c.schedule == "cosine":
         main = optax.cosine_decay_schedule(1.0, body, alpha=c.final_fraction)
+    elif cooldown:
+        main = optax.linear_schedule(1.0, c.final_fraction, cooldown, body - cooldown)
     else:
-        cooldown = round(c.cooldown_fraction * num_steps)
-        main = optax.linear_schedule(1.0, c.final_fraction, max(cooldown, 1), body - cooldown)
-        if not cooldown:
-            main = optax.constant_schedule(1.0)
-    warmup = optax.linear_schedule(0.0, 1.0, max(c.warmup_steps, 1))
+        main = optax.constant_schedule(1.0)
+    warmup = lambda step: (step + 1) / max(c.warmup_steps, 1)
     return optax.join_schedules([warmup, main], [c.warmup_steps])
 
 

@@ -14,7 +14,10 @@ os.environ["XLA_FLAGS"] = f"{_flags or ''} --xla_force_host_platform_device_coun
 import math
 import types
 
+from etils import epath
 from flax import nnx
+import fsspec
+from fsspec.implementations import dirfs
 import jax
 import numpy as np
 import pytest
@@ -114,6 +117,25 @@ def randomise():
         return nnx.merge(graph, jax.tree.map(jax.numpy.asarray, weights)), weights
 
     return build
+
+
+class _Buckets(dirfs.DirFileSystem):
+    """Google's buckets as the folders of a folder."""
+
+    def _join(self, path):
+        if isinstance(path, str):
+            path = path.removeprefix("gs://")
+        return super()._join(path)
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """The folder whose folder `x` is what epath finds at gs://x."""
+    folder = tmp_path / "buckets"
+    folder.mkdir()
+    system = _Buckets(str(folder), fsspec.filesystem("file", auto_mkdir=True))
+    monkeypatch.setattr(type(epath.backend.fsspec_backend), "fs", lambda self, path: system)
+    return folder
 
 
 # -- references ------------------------------------------------------------------------------------

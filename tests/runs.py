@@ -7,11 +7,11 @@ import ml_collections
 
 from kvjax import recipes
 
-CONFIG_FILE = '''
+CONFIG_FILE = """
 from tests import runs
 def get_config():
     return runs.small_config({source!r}, {directory!r})
-'''
+"""
 
 
 def write_text(path: pathlib.Path) -> str:
@@ -31,9 +31,7 @@ def small_config(source: str, directory: str, **train) -> ml_collections.ConfigD
       directory: where the prepared rows go.
       train: overrides of config.train.
     """
-    config = recipes.pretrain(
-        "lrkv_small", scale="tiny", attention=recipes.lrkv(2, rank=4, dim=16)
-    )
+    config = recipes.pretrain("lrkv_small", scale="tiny", attention=recipes.lrkv(2, rank=4, dim=16))
     config.model.update(num_layers=2, d_model=32, mlp_dim=64)
     config.data.update(
         source=source,

@@ -5,6 +5,7 @@ import json
 from etils import epath
 
 from kvjax import metrics
+from kvjax.checkpoint import claim
 
 
 def test_resume_drops_later_and_half_written_records(tmp_path):
@@ -37,3 +38,22 @@ def test_curves_are_a_picture(tmp_path):
     writer.close()
     path = metrics.draw_curves(workdir, title="test", yardstick=2.5)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().length > 5000
+
+
+def test_a_workdir_in_a_bucket(bucket):
+    (bucket / "runs").mkdir()
+    workdir = epath.Path("gs://runs/one")
+    claim(workdir / "config.json", {"rank": 16})
+    writer = metrics.MetricsWriter(workdir, resume_step=0)
+    writer.write(1, tokens=10, loss=2.0)
+    writer.write(2, tokens=20, loss=1.0, validation_bpb=2.0)
+    writer.close()
+    assert [r["step"] for r in metrics.read_records(workdir / metrics.METRICS)] == [1, 2]
+    writer = metrics.MetricsWriter(workdir, resume_step=1)
+    writer.write(2, tokens=20, loss=1.5, validation_bpb=2.5)
+    writer.flush()
+    lines = (bucket / "runs" / "one" / metrics.METRICS).read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [2.0, 1.5]
+    metrics.draw_curves(workdir, title="test", yardstick=None)
+    names = {path.name for path in (bucket / "runs" / "one").iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "timing.jsonl", "events", "curves.png"}

@@ -175,7 +175,7 @@ def test_constant_schedule_with_a_linear_end():
     np.testing.assert_array_equal([flat(0), flat(999)], [1.0, 1.0])
     warm = learning_rate_schedule(OptimizerConfig(warmup_steps=100), 1000)
     np.testing.assert_allclose(
-        [warm(s) for s in (0, 50, 100, 800, 900, 999)], [0, 0.5, 1, 1, 0.5, 1 / 200], rtol=1e-5
+        [warm(s) for s in (0, 50, 100, 800, 900, 999)], [0.01, 0.51, 1, 1, 0.5, 1 / 200], rtol=1e-5
     )
 
 
@@ -183,7 +183,7 @@ def test_cosine_schedule_with_warmup():
     options = OptimizerConfig(schedule="cosine", warmup_steps=100, final_fraction=0.1)
     schedule = learning_rate_schedule(options, 1000)
     for step in (0, 1, 50, 99):
-        np.testing.assert_allclose(schedule(step), step / 100, rtol=1e-6)
+        np.testing.assert_allclose(schedule(step), (step + 1) / 100, rtol=1e-6)
     for step in (100, 101, 550, 775, 999):
         cosine = 0.5 * (1 + math.cos(math.pi * (step - 100) / 900))
         np.testing.assert_allclose(schedule(step), 0.1 + 0.9 * cosine, rtol=1e-5)
@@ -198,7 +198,7 @@ def _first_update(config, **options):
 
 
 def test_first_update_of_the_recipe(make_mechanism, family):
-    """AdamW's first step is lr·sign(g); Muon's has norm lr·sqrt(max(1, out/in))·sqrt(rank) or so."""
+    """AdamW steps by lr·sign(g); Muon's singular values are lr·sqrt(max(1, out/in))."""
     updates, _, grads, axes, _ = _first_update(_model(make_mechanism(family)))
     width = (D / 768) ** -0.5
     rates = {"embedding": 0.2 * width, "head": 0.004 * width, "vector": 0.004}
@@ -291,3 +291,10 @@ def test_tied_head_has_no_head_group(make_mechanism):
     np.testing.assert_allclose(
         updates["embedding",], -rate * np.sign(grads["embedding",]), rtol=1e-4
     )
+
+
+def test_warmup_and_cooldown_must_fit():
+    config = OptimizerConfig(warmup_steps=90, cooldown_fraction=0.2)
+    with pytest.raises(UserError, match="warmup_steps = 90.*cooldown of 20 .*at most 80"):
+        learning_rate_schedule(config, 100)
+    learning_rate_schedule(OptimizerConfig(warmup_steps=80, cooldown_fraction=0.2), 100)

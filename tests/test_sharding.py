@@ -4,8 +4,8 @@ import functools
 
 from flax import nnx
 import jax
-from jax.sharding import PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -18,8 +18,8 @@ from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.optim import OptimizerConfig
 from kvjax.optim import make_optimizer
+from kvjax.program import train_step
 from kvjax.sharding import MeshConfig
-from kvjax.train import train_step
 
 D, B, T = 16, 8, 8
 MESHES = {"one": (1, 1), "fsdp8": (1, 8), "data2_fsdp4": (2, 4), "data8": (8, 1)}
@@ -64,7 +64,7 @@ SPLIT_AXIS = dict(
     up=1,
     down=2,
 )
-SPLIT_GAINS = {"attention_norm": 1, "mlp_norm": 1, "final_norm": 0}
+SPLIT_GAINS = {"attention_norm": 1, "mlp_norm": 1, "embedding_norm": 0, "final_norm": 0}
 
 
 def _expected_spec(names, ndim):
@@ -86,13 +86,16 @@ def test_state_lies_as_its_parameters_and_takes_its_share_of_bytes(config, rando
     split = 0
     for path, x in jax.tree_util.tree_leaves_with_path(placed):
         spec = _expected_spec(_names(path), x.ndim)
-        assert x.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), x.ndim), (path, x.sharding)
+        assert x.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), x.ndim), (
+            path,
+            x.sharding,
+        )
         ways = mesh.shape["fsdp"] if "fsdp" in spec else 1
         assert len(x.addressable_shards) == 8
         assert all(s.data.nbytes * ways == x.nbytes for s in x.addressable_shards)
         split += ways > 1
-    # 10 named weights and 3 gains: 8 matrices have momentum, 5 others two moments each.
-    assert split == 13 + 8 + 5 * 2
+    # 10 named weights and 4 gains: 8 matrices have momentum, 6 others two moments each.
+    assert split == 14 + 8 + 6 * 2
 
 
 def test_weights_that_do_not_divide_are_whole():

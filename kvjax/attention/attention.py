@@ -1,5 +1,7 @@
 """The attention module: a mechanism, softmax attention from a library, an output projection."""
 
+import functools
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -53,9 +55,11 @@ def softmax_attention(
     dim = max(H, Hv)  # the library refuses unequal dims: pad with zeros, slice
     pad = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, dim - x.shape[-1])])
     q, k, v = (x if x.shape[-1] == dim else pad(x) for x in (q_BTNH, k_BTKH, v_BTKV))
-    attend = lambda q, k, v, **mask: jax.nn.dot_product_attention(
-        q, k, v, scale=H**-0.5, implementation=implementation, **mask
+    attend = functools.partial(
+        jax.nn.dot_product_attention, scale=H**-0.5, implementation=implementation
     )
+    if q.dtype == jnp.float64:  # the library's softmax is float32 whatever its inputs are
+        attend = functools.partial(_float64_attention, scale=H**-0.5)
     T = q.shape[1]
     if not causal or not 0 < query_chunk < T:
         return attend(q, k, v, is_causal=causal)[..., :Hv]
@@ -67,3 +71,17 @@ def softmax_attention(
             attend(q[:, start:stop], k[:, :stop], v[:, :stop], mask=visible_TS[None, None])
         )
     return jnp.concatenate(outputs, axis=1)[..., :Hv]
+
+
+def _float64_attention(q_BTNH, k_BSKH, v_BSKV, *, scale, mask=None, is_causal=False) -> jax.Array:
+    """`jax.nn.dot_product_attention`, in float64 throughout."""
+    B, T, N, H = q_BTNH.shape
+    S, K = k_BSKH.shape[1:3]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    z_BKGTS = scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
+    if is_causal:
+        mask = jnp.tril(jnp.ones((T, S), bool))[None, None]
+    if mask is not None:
+        z_BKGTS = jnp.where(mask[:, :, None], z_BKGTS, -jnp.inf)
+    o_BTKGV = jnp.einsum("BKGTS,BSKV->BTKGV", jax.nn.softmax(z_BKGTS, axis=-1), v_BSKV)
+    return o_BTKGV.reshape(B, T, N, -1)

@@ -87,7 +87,7 @@ def head_norm(dim: int, qk_norm: str, *, epsilon: float, rngs: nnx.Rngs) -> Norm
     if qk_norm == "none":
         return None
     gain = qk_norm == "rms_gain"
-    return Norm(dim, kind="rms", gain=gain, bias=False, epsilon=epsilon, rngs=rngs)
+    return Norm(dim, kind="rms", gain=gain, bias=False, epsilon=epsilon, rngs=rngs, axis="H")
 
 
 def normalise_and_rotate(x_BTNH: jax.Array, norm: Norm | None, rotary: Rotary | None) -> jax.Array:

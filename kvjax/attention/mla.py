@@ -130,7 +130,7 @@ class Latent(nnx.Module):
         self.rope_key = weight("D -> P", rngs, **sizes)
         norm = dict(epsilon=c.norm_epsilon, rngs=rngs)
         gain = c.qk_norm == "rms_gain"
-        self.latent_norm = Norm(c.latent_dim, kind="rms", gain=gain, bias=False, **norm)
+        self.latent_norm = Norm(c.latent_dim, kind="rms", gain=gain, bias=False, axis="C", **norm)
         self.query_norm = head_norm(c.key_dim, c.qk_norm, **norm)
         self.rope_query_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
         self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)

@@ -19,12 +19,20 @@ class Norm(nnx.Module):
     """Normalises [..., D] over D; without gain it has no parameters (the recipe's default)."""
 
     def __init__(
-        self, dim: int, *, kind: str, gain: bool, bias: bool, epsilon: float, rngs: nnx.Rngs
+        self,
+        dim: int,
+        *,
+        kind: str,
+        gain: bool,
+        bias: bool,
+        epsilon: float,
+        rngs: nnx.Rngs,
+        axis: str = "D",
     ):
         self.kind = kind
         self.epsilon = epsilon
-        self.gain = weight("D", rngs, init="ones", D=dim) if gain else None
-        self.bias = weight("D", rngs, init="zeros", D=dim) if bias else None
+        self.gain = weight(axis, rngs, init="ones", **{axis: dim}) if gain else None
+        self.bias = weight(axis, rngs, init="zeros", **{axis: dim}) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -39,6 +39,9 @@ class BlockConfig:
         for key in ("num_layers", "d_model", "mlp_dim", "max_positions"):
             at_least(f"config.model.{key}", getattr(self, key), 1)
         at_least("config.model.logit_softcap", self.logit_softcap, 0)
+        at_least("config.model.norm_epsilon", self.norm_epsilon, 0)
+        if not self.rope_base > 0:
+            raise UserError(f"config.model.rope_base = {self.rope_base}: must be above 0")
         one_of("config.model.norm", self.norm, norm.KINDS)
         one_of("config.model.positions", self.positions, POSITIONS)
         one_of("config.model.activation", self.activation, ACTIVATIONS)

@@ -87,17 +87,16 @@ def test_projections_equal_the_reference(x64, build, reference, mechanism_name, 
         np.testing.assert_allclose(v[:, :, n * K // N], v_n, rtol=1e-10, atol=1e-10)
 
 
-def test_float32_is_near_float64(build, randomise, reference, mechanism_name):
-    config, _, weights = build(mechanism_name)
-    module, narrow = randomise(
-        lambda: Attention(config, D, rngs=nnx.Rngs(0)), dtype=np.float32
-    )
+def test_float32_is_near_float64(make_mechanism, randomise, reference, mechanism_name):
+    config = make_mechanism(mechanism_name)
+    module, narrow = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)), dtype=np.float32)
     x = _input().astype(np.float32)
-    y = module(jnp.asarray(x), _rotary(config), causal=True)
-    assert y.dtype == jnp.float32
     wide = jax.tree.map(np.float64, narrow)
-    expected = reference.attention(config, wide, np.float64(x), base=BASE, causal=True)
-    np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
+    for causal, query_chunk in ((True, 0), (True, 3), (False, 0)):
+        y = module(jnp.asarray(x), _rotary(config), causal=causal, query_chunk=query_chunk)
+        assert y.dtype == jnp.float32
+        expected = reference.attention(config, wide, np.float64(x), base=BASE, causal=causal)
+        np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_causality(x64, build, mechanism_name):
@@ -107,7 +106,9 @@ def test_causality(x64, build, mechanism_name):
 
     @jax.jit
     def reach(x):  # 2 x [T output, T input]
-        f = lambda x, query_chunk: module(x, rotary, causal=True, query_chunk=query_chunk)[0].sum(-1)
+        f = lambda x, query_chunk: module(x, rotary, causal=True, query_chunk=query_chunk)[0].sum(
+            -1
+        )
         return [jnp.abs(jax.jacrev(f)(x, chunk)[:, 0]).sum(-1) for chunk in (0, 3)]
 
     lower = np.tril(np.ones((T, T), bool))
@@ -174,9 +175,7 @@ def test_softmax_attention(x64, K, H, Hv, query_chunk):
     """Logits scale by 1/sqrt(H) of the true key dim, padded or not; head n reads n·K/N."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((B, T, *s)) for s in ((6, H), (K, H), (K, Hv)))
-    o = softmax_attention(
-        *map(jnp.asarray, (q, k, v)), causal=True, query_chunk=query_chunk
-    )
+    o = softmax_attention(*map(jnp.asarray, (q, k, v)), causal=True, query_chunk=query_chunk)
     assert o.shape == (B, T, 6, Hv)
     for n in range(6):
         z = np.einsum("bth,bsh->bts", q[:, :, n], k[:, :, n * K // 6]) / np.sqrt(H)

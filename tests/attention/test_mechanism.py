@@ -26,10 +26,7 @@ def _rotated(x_BTKH, on, reference):
         return x_BTKH
     rows = [
         np.stack(
-            [
-                reference.rotate(row[None, :, h], positions, BASE)[0]
-                for h in range(row.shape[1])
-            ],
+            [reference.rotate(row[None, :, h], positions, BASE)[0] for h in range(row.shape[1])],
             axis=1,
         )
         for row, positions in zip(x_BTKH, POSITIONS, strict=True)

@@ -22,9 +22,7 @@ def _parts(make_mechanism, randomise, name, **keys):
 @pytest.mark.parametrize("qk_norm", ["none", "rms"])
 def test_absorbed_decoding_is_exact(x64, make_mechanism, randomise, qk_norm):
     """MLA is MQA over the entry: key [latent, rope_key] of C + P, value the key's first C."""
-    config, module, w, _, rotary, q, raw = _parts(
-        make_mechanism, randomise, "mla", qk_norm=qk_norm
-    )
+    config, module, w, _, rotary, q, raw = _parts(make_mechanism, randomise, "mla", qk_norm=qk_norm)
     entry = module.encode(raw, rotary)
     k, v = module.keys_values(raw, rotary)
     H, C = config.key_dim, config.latent_dim

@@ -3,9 +3,6 @@
 import json
 import random
 
-from etils import epath
-import fsspec
-from fsspec.implementations import dirfs
 import pytest
 
 from kvjax.data import config as config_lib
@@ -34,25 +31,6 @@ def _whole(pieces):
 def write_jsonl():
     """A function of a path and texts: writes a .jsonl file of them, returns the path."""
     return _write_jsonl
-
-
-class _Buckets(dirfs.DirFileSystem):
-    """Google's buckets as the folders of a folder."""
-
-    def _join(self, path):
-        if isinstance(path, str):
-            path = path.removeprefix("gs://")
-        return super()._join(path)
-
-
-@pytest.fixture
-def bucket(tmp_path, monkeypatch):
-    """The folder whose folder `x` is what epath finds at gs://x."""
-    folder = tmp_path / "buckets"
-    folder.mkdir()
-    system = _Buckets(str(folder), fsspec.filesystem("file", auto_mkdir=True))
-    monkeypatch.setattr(type(epath.backend.fsspec_backend), "fs", lambda self, path: system)
-    return folder
 
 
 @pytest.fixture(scope="session")

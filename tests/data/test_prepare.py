@@ -19,6 +19,7 @@ from kvjax.data import prepare
 from kvjax.data import readers
 from kvjax.data import sources
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.errors import DataError
 
 ROOT = pathlib.Path(prepare.__file__).parents[2]
 
@@ -197,7 +198,7 @@ def test_folder_that_lost_its_manifest_is_told(small_config, tmp_path):
     config = dataclasses.replace(small_config, directory=str(tmp_path))
     path = prepare.prepare(config)
     (path / prepare.MANIFEST).unlink()
-    with pytest.raises(OSError, match=r"lacks dataset\.json: remove that folder"):
+    with pytest.raises(DataError, match=r"lacks dataset\.json: remove that folder"):
         prepare.prepare(config)
 
 
@@ -341,6 +342,6 @@ def test_command_prints_the_folder_or_one_line_of_what_is_wrong(small_config, sm
     assert stdout.splitlines()[-1] == str(small_dataset.path)
     process = start(dataclasses.replace(small_config, source="none.txt"))
     stdout, stderr = process.communicate()
-    assert process.returncode == 1
-    assert stderr.splitlines()[-1].startswith("error: source 'none.txt' matches no file")
+    assert process.returncode == 2
+    assert stderr.splitlines()[-1].startswith("kvjax: source 'none.txt' matches no file")
     assert "Traceback" not in stderr

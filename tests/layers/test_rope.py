@@ -80,9 +80,7 @@ def test_scores_depend_on_relative_position_only(x64, shift):
 def test_rotation_keeps_norms_and_position_zero(x64):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, POSITIONS.shape[1], 2, 6)))
     y = rope.rotate(x, rope.rotary(POSITIONS, 6, BASE))
-    np.testing.assert_allclose(
-        jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-12
-    )
+    np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-12)
     np.testing.assert_array_equal(y[:, 0], x[:, 0])
 
 

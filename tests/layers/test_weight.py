@@ -121,9 +121,7 @@ def test_linear_and_its_gradients_are_tensordot(x64, x_shape, w_shape):
     outputs = list(range(len(x_shape) - 1, dy.ndim))
     close = dict(rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(y, np.tensordot(x, w, 1), **close)
-    np.testing.assert_allclose(
-        dx, np.tensordot(dy, w, (outputs, list(range(1, w.ndim)))), **close
-    )
+    np.testing.assert_allclose(dx, np.tensordot(dy, w, (outputs, list(range(1, w.ndim)))), **close)
     np.testing.assert_allclose(dw, np.tensordot(x, dy, (tokens, tokens)), **close)
 
 

@@ -179,7 +179,7 @@ def _saved_bytes(config, remat):
 
 
 def test_remat_policies_differ(make_mechanism, family):
-    """"full" keeps the layers' inputs, "dots" the products with weights too, "none" all."""
+    """ "full" keeps the layers' inputs, "dots" the products with weights too, "none" all."""
     config = _config(make_mechanism(family))
     full, dots, none = (_saved_bytes(config, remat) for remat in ("full", "dots", "none"))
     # Of one layer, products with weights include the query (N·H), the MLP's hidden layer (M) and

@@ -1,0 +1,196 @@
+"""Parameters, cache bytes and FLOPs against formulas written here, and against XLA."""
+
+import dataclasses
+import math
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvjax import costs
+from kvjax import experiment
+from kvjax import recipes
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+from kvjax.model.loss import mean_loss
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+
+H, V = 128, 65_536
+SCALES = {"128m": 12, "2p5b": 36, "6p3b": 50}
+# KV heads of GQA, rank of LRKV, latent and RoPE key of MLA, by scale.
+GROUPS = {"128m": 3, "2p5b": 6, "6p3b": 5}
+RANK, P = 64, 64
+LATENT = {"128m": 256, "2p5b": 768, "6p3b": 1024}
+MECHANISMS = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
+
+
+def _attention(mechanism, scale, N):
+    return dict(
+        mha=lambda: recipes.mha(N),
+        gqa=lambda: recipes.gqa(N, kv_heads=GROUPS[scale]),
+        mqa=lambda: recipes.mqa(N),
+        lrkv=lambda: recipes.lrkv(N, rank=RANK),
+        mla=lambda: recipes.mla(N, latent=LATENT[scale]),
+        mla_paper=lambda: recipes.mla_paper(N, latent=LATENT[scale]),
+    )[mechanism]()
+
+
+def _config(mechanism, scale):
+    attention = _attention(mechanism, scale, SCALES[scale] // 2)
+    return experiment.resolve(recipes.pretrain("x", scale=scale, attention=attention)).model
+
+
+def _key_value_parameters(mechanism, scale, D, N):
+    """Of one layer: what makes keys and values."""
+    C = LATENT[scale]
+    return dict(
+        mha=2 * D * N * H,
+        gqa=2 * D * GROUPS[scale] * H,
+        mqa=2 * D * H,
+        lrkv=2 * (D * H + N * RANK * (D + H)),  # LRKV eq. 7
+        mla=D * C + 2 * C * N * H + D * P,
+        mla_paper=D * C + 2 * C * N * H,
+    )[mechanism]
+
+
+def _parts(mechanism, scale):
+    L = SCALES[scale]
+    D, N = 64 * L, L // 2
+    rope_query = D * N * P if mechanism == "mla" else 0
+    attention = 2 * D * N * H + rope_query + _key_value_parameters(mechanism, scale, D, N)
+    parts = dict(embedding=V * D, attention=L * attention, mlp=L * 8 * D * D, norm=0, head=V * D)
+    return parts | {"total": sum(parts.values())}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_parameters(mechanism, scale):
+    config, expected = _config(mechanism, scale), _parts(mechanism, scale)
+    assert costs.parameters(config) == expected
+    shapes = nnx.state(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == expected["total"]
+
+
+@pytest.mark.parametrize(
+    "scale, total, without_embedding",
+    [("128m", 185.6, 135.3), ("2p5b", 2595, 2444), ("6p3b", 6563, 6354)],
+)
+def test_totals_of_mha(scale, total, without_embedding):
+    parts = costs.parameters(_config("mha", scale))
+    digits = 1 if total < 1000 else 0
+    assert round(parts["total"] / 1e6, digits) == total
+    # 6,353.9 is 6,354.
+    assert round((parts["total"] - parts["embedding"]) / 1e6, digits) == without_embedding
+
+
+@pytest.mark.parametrize(
+    "mechanism, scale, size",
+    [  # bytes per layer and token in bfloat16
+        ("mha", "2p5b", 9216),
+        ("gqa", "2p5b", 2 * 2 * 6 * 128),
+        ("mqa", "2p5b", 2 * 2 * 128),
+        ("lrkv", "2p5b", 5120 + 4 * 18),  # LRKV eq. 5 and 1/rms
+        ("mla", "2p5b", 2 * 832),
+        ("mla_paper", "2p5b", 2 * 768),
+        ("mha", "128m", 3072),
+        ("lrkv", "128m", 2 * 2 * (128 + 6 * 64) + 4 * 6),
+        ("mla", "128m", 2 * 320),
+    ],
+)
+def test_cache_bytes(mechanism, scale, size):
+    config = _config(mechanism, scale)
+    per_layer = costs.cache_bytes_per_token(config, jnp.dtype(jnp.bfloat16)) / SCALES[scale]
+    assert per_layer == size
+
+
+def test_cache_of_lrkv_without_qk_norm():
+    """LRKV eq. 6: 55.6 % of MHA with 18 heads, 66.7 % with 6; 22.2 % with one base for GQA-6."""
+    bf16 = jnp.dtype(jnp.bfloat16)
+    for scale, ratio in (("2p5b", 55.56), ("128m", 66.67)):
+        config = _config("lrkv", scale)
+        plain = tuple(dataclasses.replace(m, qk_norm="none") for m in config.mechanisms)
+        config = dataclasses.replace(config, mechanisms=plain)
+        size = costs.cache_bytes_per_token(config, bf16)
+        N = SCALES[scale] // 2
+        assert size == SCALES[scale] * 2 * 2 * (H + N * RANK)
+        mha = costs.cache_bytes_per_token(_config("mha", scale), bf16)
+        assert round(100 * size / mha, 2) == ratio
+        wide = costs.cache_bytes_per_token(config, jnp.dtype(jnp.float32))
+        assert wide == 2 * size
+    grouped = recipes.grouped(18, kv_heads=6, bases=1, rank=64) | dict(qk_norm="none")
+    config = experiment.resolve(recipes.pretrain("x", scale="2p5b", attention=grouped)).model
+    mha = costs.cache_bytes_per_token(_config("mha", "2p5b"), bf16)
+    assert round(100 * costs.cache_bytes_per_token(config, bf16) / mha, 1) == 22.2
+
+
+def test_key_scale_is_float32_whatever_the_cache_is():
+    config = _config("lrkv", "2p5b")
+    sizes = [costs.cache_bytes_per_token(config, jnp.dtype(d)) for d in ("bfloat16", "float32")]
+    assert sizes == [36 * 5192, 36 * (2 * 5120 + 72)]
+
+
+@pytest.mark.parametrize(
+    "mechanism, percent", [("lrkv", -5.7), ("mqa", -13.0), ("gqa", -9.2), ("mla_paper", -6.9)]
+)
+def test_training_flops_against_mha(mechanism, percent):
+    flops = [costs.training_flops_per_token(_config(m, "2p5b"), 2048) for m in ("mha", mechanism)]
+    assert round(100 * (flops[1] / flops[0] - 1), 1) == percent
+
+
+def test_training_flops_of_mha_by_formula():
+    """6 per matrix weight and token (PaLM, nanochat), 12·N·H·T for logits and weighted values."""
+    for scale, L in SCALES.items():
+        D, T = 64 * L, 2048
+        matrices = L * 12 * D * D + V * D
+        expected = 6 * matrices + L * 12 * D * T
+        assert costs.training_flops_per_token(_config("mha", scale), T) == expected
+
+
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_training_flops_against_xla(make_mechanism, family, tied_head):
+    """XLA also counts norms, softmax, tanh and sums (some 3 % here), and no layer twice.
+
+    Layers are unrolled and the loss is one slice, since XLA counts a loop's body once.
+    """
+    if tied_head and family != "mha":
+        pytest.skip("the head is the same for all mechanisms")
+    B, T = 1, 64
+    wide = dict(latent_dim=48, rope_key_dim=16, key_dim=32, value_dim=32, rank=16)
+    known = {f.name for f in dataclasses.fields(make_mechanism(family))}
+    keys = {k: v for k, v in wide.items() if k in known and (k != "rank" or family == "lrkv")}
+    block = BlockConfig(num_layers=2, d_model=128, mlp_dim=512, tied_head=tied_head)
+    config = TransformerConfig(
+        block=block, mechanisms=(make_mechanism(family, **keys),) * 2, vocab_size=512
+    )
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    weights, tokens = nnx.to_pure_dict(state), jax.ShapeDtypeStruct((B, T), jnp.int32)
+    compute = Compute(unroll=True, loss_chunks=1)
+    loss = lambda w, t: mean_loss(nnx.merge(graph, w), t, t, compute=compute)
+    compiled = jax.jit(jax.grad(loss)).lower(weights, tokens).compile()
+    counted = compiled.cost_analysis()["flops"]
+    ours = B * T * costs.training_flops_per_token(config, T)
+    assert 0.98 < counted / ours < 1.05
+
+
+def test_training_memory(make_mechanism):
+    """Master weights, moments and gradients in float32, over the shards."""
+    block = BlockConfig(num_layers=2, d_model=16, mlp_dim=32)
+    config = TransformerConfig(block=block, mechanisms=(make_mechanism("lrkv"),) * 2, vocab_size=64)
+    outside = 2 * 64 * 16
+    inside = costs.parameters(config)["total"] - outside
+    shape = dict(rows_per_device=2, sequence_length=8)
+    one = costs.training_memory(config, Compute(), **shape, shards=1)
+    assert one.parameters == one.gradients == 4 * (inside + outside)
+    assert one.optimizer == 4 * (inside + 2 * outside)
+    assert one.total == one.parameters + one.optimizer + one.gradients + one.activations
+    eight = costs.training_memory(config, Compute(), **shape, shards=8)
+    assert (eight.parameters, eight.optimizer) == (one.parameters // 8, one.optimizer // 8)
+    assert eight.activations == one.activations
+    longer = costs.training_memory(
+        config, Compute(), rows_per_device=2, sequence_length=16, shards=1
+    )
+    assert longer.activations == 2 * one.activations
+    full = costs.training_memory(config, Compute(remat="full"), **shape, shards=1)
+    assert full.activations < one.activations

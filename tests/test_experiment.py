@@ -1,0 +1,156 @@
+"""A config resolves to a run, or to a message naming the key and the value."""
+
+import jax.numpy as jnp
+import ml_collections
+import pytest
+
+from kvjax import experiment
+from kvjax import recipes
+from kvjax.errors import UserError
+from kvjax.experiment import ComputeConfig
+from kvjax.experiment import TrainConfig
+
+LRKV = recipes.lrkv(4, rank=16, dim=32)
+
+
+def _config(attention=LRKV):
+    config = recipes.pretrain("x", scale="tiny", attention=attention)
+    return config.copy_and_resolve_references().unlock()
+
+
+def _set(path, value, attention=LRKV):
+    config = ml_collections.ConfigDict(_config(attention).to_dict(), type_safe=False)
+    section, key = path.split(".")
+    config[section][key] = value
+    return config
+
+
+def test_resolves():
+    run = experiment.resolve(_config())
+    assert run.name == "x"
+    assert run.tokens_per_step == 32 * 256
+    assert run.model.block.num_layers == len(run.model.mechanisms) == 4
+    assert run.model.vocab_size == run.data.vocab_size == 2048
+    assert run.model.mechanisms[0].rank == 16
+
+
+def test_rank_by_layer():
+    run = experiment.resolve(_set("attention.layer_ranks", (16, 8, 8, 0)))
+    assert [m.rank for m in run.model.mechanisms] == [16, 8, 8, 0]
+    assert [n for _, n in run.model.segments] == [1, 2, 1]
+
+
+BAD = [
+    ("attention.kind", "linear", "'grouped', 'mla', 'mla_paper'"),
+    ("attention.num_heads", 3, "num_kv_heads = 4: must divide num_heads = 3"),
+    ("attention.num_heads", "4", "config.attention.num_heads = '4' is a str"),
+    ("attention.rank", 33, "rank = 33: must lie in [0, 32]"),
+    ("attention.rank", 2.0, "config.attention.rank = 2.0 is a float"),
+    ("attention.key_dim", 33, "33 channels"),
+    ("attention.num_bases", 3, "num_bases = 3: must divide num_kv_heads = 4"),
+    ("attention.qk_norm", "l2", "qk_norm = 'l2': must be one of"),
+    ("attention.rnak", 3, "config.attention.rnak: no such key"),
+    ("attention.layer_ranks", (1, 2), "describes 2 layers and config.model.num_layers is 4"),
+    ("attention.layer_ranks", (1, 2, 3, 99), "rank = 99"),
+    ("attention.layer_ranks", (1, 2, 3, 1.5), "layer_ranks[3] = 1.5 is a float"),
+    ("attention.layer_ranks", 8, "layer_ranks = 8 is a int"),
+    ("model.num_layers", 0, "config.model.num_layers = 0"),
+    ("model.num_layers", True, "config.model.num_layers = True is a bool"),
+    ("model.norm", "batch", "config.model.norm = 'batch': must be one of 'rms', 'layer'"),
+    ("model.causal", False, "config.model.causal = False"),
+    ("model.rope_base", "1e4", "config.model.rope_base = '1e4' is a str"),
+    ("model.rope_base", 0.0, "config.model.rope_base = 0.0"),
+    ("model.norm_epsilon", -1e-6, "config.model.norm_epsilon = -1e-06"),
+    ("optimizer.schedule", "linear", "config.optimizer.schedule = 'linear'"),
+    ("optimizer.clip_norm", -1.0, "config.optimizer.clip_norm = -1.0"),
+    ("train.num_steps", 0, "config.train.num_steps = 0: must be at least 1"),
+    ("train.batch_size", 0, "config.train.batch_size = 0: must be at least 1"),
+    (
+        "train.grad_accumulation",
+        5,
+        "grad_accumulation = 5: must divide config.train.batch_size = 32",
+    ),
+    ("train.log_every", 0, "config.train.log_every = 0"),
+    ("train.eval_every", -1, "config.train.eval_every = -1"),
+    ("train.checkpoint_every", 0, "config.train.checkpoint_every = 0"),
+    ("train.keep_checkpoints", 0, "config.train.keep_checkpoints = 0"),
+    ("train.seed", -1, "config.train.seed = -1: must be at least 0"),
+    ("train.seed", 1.0, "config.train.seed = 1.0 is a float"),
+    ("train.stop_after", -1, "config.train.stop_after = -1"),
+    ("train.sample_tokens", -1, "config.train.sample_tokens = -1"),
+    ("compute.dtype", "float16", "config.compute.dtype = 'float16': must be one of"),
+    (
+        "compute.remat",
+        "some",
+        "config.compute.remat = 'some': must be one of 'none', 'dots', 'full'",
+    ),
+    ("compute.unroll", "yes", "config.compute.unroll = 'yes'"),
+    ("compute.query_chunk", -2, "config.compute.query_chunk = -2: must be at least -1"),
+    ("compute.loss_chunks", 0, "config.compute.loss_chunks = 0: must be at least 1"),
+    ("mesh.data", 0, "config.mesh.data = 0: must be at least 1"),
+    ("mesh.fsdp", -1, "config.mesh.fsdp = -1: must be at least 0"),
+    ("data.vocab_size", 10, "vocab_size=10"),
+    ("data.sequence_length", 2**20 + 1, "config.data.sequence_length = 1048577"),
+    ("data.sequence_length", "256", "config.data.sequence_length = '256' is a str"),
+]
+
+
+@pytest.mark.parametrize("path, value, message", BAD)
+def test_bad_values_name_the_key_and_the_value(path, value, message):
+    with pytest.raises(UserError) as error:
+        experiment.resolve(_set(path, value))
+    assert message in str(error.value)
+
+
+def test_layer_ranks_need_a_rank():
+    config = _set("attention.layer_ranks", (1, 2, 3, 4), recipes.mla(4, latent=48, dim=32))
+    with pytest.raises(UserError, match="layer_ranks: 'mla' has no rank"):
+        experiment.resolve(config)
+
+
+def test_sections():
+    config = _config()
+    del config["mesh"]
+    config["mash"] = 1
+    with pytest.raises(UserError, match=r"unknown \['mash'\], missing \['mesh'\]"):
+        experiment.resolve(config)
+
+
+def test_missing_key_of_a_section():
+    config = _config()
+    del config.attention["num_heads"]
+    with pytest.raises(UserError, match="config.attention: missing key.* num_heads"):
+        experiment.resolve(config)
+
+
+@pytest.mark.parametrize(
+    "platform, layers, dtype, unroll, chunk",
+    [
+        ("cpu", 8, "float32", True, 64),
+        ("cpu", 9, "float32", False, 64),
+        ("gpu", 8, "bfloat16", False, 0),
+        ("tpu", 36, "bfloat16", False, 0),
+    ],
+)
+def test_automatic_compute(platform, layers, dtype, unroll, chunk):
+    compute = ComputeConfig().resolve(platform, layers)
+    assert (compute.dtype, compute.unroll, compute.query_chunk) == (jnp.dtype(dtype), unroll, chunk)
+
+
+def test_explicit_compute():
+    given = dict(dtype="bfloat16", unroll="off", query_chunk=0, remat="dots", loss_chunks=3)
+    compute = ComputeConfig(**given).resolve("cpu", 2)
+    assert (compute.dtype, compute.unroll) == (jnp.dtype(jnp.bfloat16), False)
+    assert (compute.query_chunk, compute.remat, compute.loss_chunks) == (0, "dots", 3)
+    assert ComputeConfig(unroll="on").resolve("gpu", 50).unroll
+
+
+def test_float64_needs_x64():
+    with pytest.raises(UserError, match="dtype = 'float64': set JAX_ENABLE_X64=1"):
+        ComputeConfig(dtype="float64").resolve("cpu", 2)
+
+
+def test_grad_accumulation_divides():
+    assert TrainConfig(num_steps=1, batch_size=8, grad_accumulation=4).grad_accumulation == 4
+    with pytest.raises(UserError, match="grad_accumulation = 3: must divide.*batch_size = 8"):
+        TrainConfig(num_steps=1, batch_size=8, grad_accumulation=3)
