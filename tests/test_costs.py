@@ -18,7 +18,6 @@ from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 
 H, V = 128, 65_536
-NAMES = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
 SCALES = {"128m": 12, "2p5b": 36, "6p3b": 50}
 # KV heads of GQA, rank of LRKV, latent and RoPE key of MLA, by scale.
 GROUPS = {"128m": 3, "2p5b": 6, "6p3b": 5}
@@ -149,7 +148,7 @@ def test_training_flops_of_mha_by_formula():
         assert costs.training_flops_per_token(_config("mha", scale), T) == expected
 
 
-@pytest.mark.parametrize(("name", "tied_head"), [*((name, False) for name in NAMES), ("mha", True)])
+@pytest.mark.parametrize(("name", "tied_head"), [*((name, False) for name in MECHANISMS), ("mha", True)])
 def test_training_flops_against_xla(make_mechanism, name, tied_head):
     """XLA also counts norms, softmax, tanh and sums (some 3 % here), and no layer twice.
 
