@@ -148,7 +148,9 @@ def test_training_flops_of_mha_by_formula():
         assert costs.training_flops_per_token(_config("mha", scale), T) == expected
 
 
-@pytest.mark.parametrize(("name", "tied_head"), [*((name, False) for name in MECHANISMS), ("mha", True)])
+@pytest.mark.parametrize(
+    ("name", "tied_head"), [*((name, False) for name in MECHANISMS), ("mha", True)]
+)
 def test_training_flops_against_xla(make_mechanism, name, tied_head):
     """XLA also counts norms, softmax, tanh and sums (some 3 % here), and no layer twice.
 
