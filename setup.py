@@ -37,6 +37,7 @@ setup(
         "psutil==7.2.2",
         "tqdm==4.70.1",
         "matplotlib==3.11.2",
+        "scipy==1.18.1",
         "tensorboardX==2.6.5",
     ],
     extras_require={
@@ -44,6 +45,6 @@ setup(
         "tpu": [f"jax[tpu]=={JAX}"],
         "cuda": [f"jax[cuda13]=={JAX}"],
         "gcs": ["etils[epath-gcs]==1.15.0"],
-        "notebooks": ["jupyterlab", "nbclient", "ipykernel"],
+        "notebooks": ["jupyterlab==4.6.6"],
     },
 )

@@ -4,6 +4,7 @@ One checkpoint holds the training state (parameters, optimizer, step, random key
 in the data. A checkpoint that cannot be read is set aside, and the one before it is used.
 """
 
+import contextlib
 import json
 import logging
 from typing import Any
@@ -57,8 +58,9 @@ class Checkpoints:
         if step in self.steps():
             return
         items = dict(state=state, data=dict(position=np.asarray(position, np.int64)))
-        response = self._checkpointer.save_checkpointables_async(step, items, force=True)
-        self._pending = (step, response)
+        save = self._checkpointer.save_checkpointables_async
+        with self._reporting(step):
+            self._pending = (step, save(step, items, force=True))
 
     def wait(self) -> None:
         """Waits for the save under way.
@@ -70,9 +72,14 @@ class Checkpoints:
         if self._pending is None:
             return
         (step, response), self._pending = self._pending, None
+        with self._reporting(step):
+            response.result()
+
+    @contextlib.contextmanager
+    def _reporting(self, step: int):
+        """Any failure of a save as an OSError, after what it left is removed."""
         try:
-            if response is not None:
-                response.result()
+            yield
         except Exception as error:  # Orbax wraps what the file system said in several types
             self._remove_unfinished()
             raise OSError(f"checkpoint of step {step} was not written: {_reason(error)}") from error
@@ -149,7 +156,13 @@ def claim(path: epath.Path, identity: dict) -> None:
       UserError: if checkpoints belong to something else; names what differs.
     """
     checkpoints = path.parent / CHECKPOINTS
-    if not path.exists() or not (checkpoints.exists() and any(checkpoints.iterdir())):
+    bound = checkpoints.exists() and any(checkpoints.iterdir())
+    if bound and not path.exists():
+        raise UserError(
+            f"{path.parent} has checkpoints and no {path.name} that says what they belong to: "
+            "choose another --workdir"
+        )
+    if not bound:
         write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
         return
     try:

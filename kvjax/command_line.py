@@ -34,7 +34,7 @@ def _check(argv: list[str]) -> None:
     if PREFIX not in given:
         return  # `--config FILE`: absl reports what is wrong with it
     file = pathlib.Path(given.pop(PREFIX))
-    if not file.exists():
+    if not file.is_file():
         there = sorted(path.name for path in file.parent.glob("*.py"))
         beside = f"in {file.parent} there are {', '.join(there)}" if there else "nor any beside it"
         raise UserError(f"--config={file}: no such file; {beside}")

@@ -15,6 +15,8 @@ def to_dataclass(cls: type, values: ml_collections.ConfigDict, where: str):
       UserError: for a key the dataclass does not have, a key it needs and does not get, or a value
         of another type. Integers pass as floats and lists as tuples, nothing else is converted.
     """
+    if not isinstance(values, ml_collections.ConfigDict):
+        raise UserError(f"{where} = {values!r}: must be a section, with keys")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:

@@ -49,6 +49,8 @@ class TrainConfig:
             at_least(f"config.train.{key}", getattr(self, key), 1)
         for key in ("seed", "eval_rows", "stop_after", "sample_tokens"):
             at_least(f"config.train.{key}", getattr(self, key), 0)
+        if self.seed >= 1 << 32:
+            raise UserError(f"config.train.seed = {self.seed}: must be below 2**32")
         if self.batch_size % self.grad_accumulation:
             raise UserError(
                 f"config.train.grad_accumulation = {self.grad_accumulation}: must divide "

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     workdir = epath.Path(_WORKDIR.value or f"runs/{config.name}").expanduser()
     try:
         train.train(config, workdir)
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"kvjax: {error}", file=sys.stderr)
         sys.exit(2)
 

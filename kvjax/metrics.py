@@ -4,6 +4,7 @@ metrics.jsonl is a function of config and data alone: a run that was killed and 
 same bytes in it as one that was not. What depends on the clock goes to timing.jsonl.
 """
 
+import errno
 import json
 import pathlib
 import tempfile
@@ -43,7 +44,9 @@ class MetricsWriter:
         self._append(TIMING, dict(step=step, **values))
 
     def _append(self, name: str, record: dict) -> None:
-        self._files[name].write(_line(record).encode())
+        line = _line(record).encode()
+        if self._files[name].write(line) != len(line):  # unbuffered, so it can be short
+            raise OSError(errno.ENOSPC, f"no room for a record in {self._local / name}")
         for key, value in record.items():
             if key != "step":
                 self._events.write(key, value, record["step"])

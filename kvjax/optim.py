@@ -56,6 +56,9 @@ class OptimizerConfig:
         for field in dataclasses.fields(self):
             if field.type in (int, float):
                 at_least(f"config.optimizer.{field.name}", getattr(self, field.name), 0)
+        for key in ("adam_b1", "adam_b2"):
+            if getattr(self, key) >= 1:
+                raise UserError(f"config.optimizer.{key} = {getattr(self, key)}: must be below 1")
         for key in ("cooldown_fraction", "final_fraction", "momentum_start", "momentum_end"):
             if getattr(self, key) > 1:
                 raise UserError(f"config.optimizer.{key} = {getattr(self, key)}: must be at most 1")

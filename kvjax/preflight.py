@@ -10,6 +10,7 @@ import ml_collections
 
 from kvjax import costs
 from kvjax import runtime
+from kvjax.data import tokenizer
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
 from kvjax.model.transformer import Compute
@@ -24,6 +25,32 @@ _FREE_KEYS = {
     "compute": ("remat", "unroll", "query_chunk", "loss_chunks"),
     "data": ("directory",),
 }
+
+
+def check_processes() -> None:
+    """Raises a UserError in a job of several processes."""
+    if jax.process_count() > 1:
+        raise UserError(
+            f"{jax.process_count()} processes: training runs in one process so far, on all the "
+            "devices of its host; start it on one host"
+        )
+
+
+def check_vocabulary(experiment: Experiment) -> None:
+    """Raises a UserError if a tokenizer that exists already has another vocabulary."""
+    data = experiment.data
+    if data.tokenizer == "bpe":
+        return
+    there = (
+        tokenizer.byte_tokenizer()
+        if data.tokenizer == "byte"
+        else tokenizer.load(epath.Path(data.tokenizer).expanduser())
+    )
+    if there.vocab_size != data.vocab_size:
+        raise UserError(
+            f"config.data.vocab_size = {data.vocab_size}: the tokenizer {data.tokenizer!r} has "
+            f"{there.vocab_size}; set the key to that"
+        )
 
 
 def check_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
@@ -54,7 +81,6 @@ def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Me
         return
     device = mesh.devices.flat[0]
     gb = lambda count: f"{count / 1e9:,.1f} GB"
-    mechanism = experiment.name.rpartition("_")[0]
     everything = (need.total - need.activations) * mesh.shape["fsdp"] + need.activations * mesh.size
     raise UserError(
         f"{experiment.name} does not fit on {mesh.size} x {device.device_kind} "
@@ -68,8 +94,8 @@ def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Me
         "Weights and batch split over n devices need an nth each: "
         f"{math.ceil(everything / 72e9)} or more devices of 80 GB hold this run as it is.\n"
         "Activations shrink with a larger config.train.grad_accumulation and with "
-        "config.compute.remat = 'full'.\nTo try the same "
-        f"mechanism here: python -m kvjax.main --config=configs/{mechanism}_tiny.py"
+        "config.compute.remat = 'full'.\nWhat runs here: python -m kvjax.main "
+        "--config=configs/lrkv_tiny.py (or another of configs/*_tiny.py)"
     )
 
 

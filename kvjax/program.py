@@ -76,7 +76,8 @@ def train_step(state: dict, rows: jax.Array, *, graph, optimizer, compute: Compu
       rows: [B, T + 1] tokens; the gradient is the mean over all B·T targets, taken in `parts`.
 
     Returns:
-      The new state, and {"loss": nats per token, "grad_norm": before clipping}.
+      The new state, and {"loss": nats per token, "grad_norm": before clipping,
+      "param_norm": after the step}: a state is finite where these are.
     """
 
     def loss(params, rows):
@@ -97,13 +98,15 @@ def train_step(state: dict, rows: jax.Array, *, graph, optimizer, compute: Compu
         total, _ = jax.lax.scan(accumulate, zero, by_part)
         value, grads = jax.tree.map(lambda x: x / parts, total)
     updates, opt_state = optimizer.update(grads, state["optimizer"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
     new = dict(
-        params=optax.apply_updates(state["params"], updates),
+        params=params,
         optimizer=opt_state,
         step=state["step"] + 1,
         key=state["key"],
     )
-    return new, {"loss": value, "grad_norm": optax.global_norm(grads)}
+    norms = dict(grad_norm=optax.global_norm(grads), param_norm=optax.global_norm(params))
+    return new, {"loss": value} | norms
 
 
 def eval_step(params: dict, rows: jax.Array, token_bytes: jax.Array, *, graph, compute: Compute):

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import sys
+import time
 
 from etils import epath
 
@@ -44,6 +45,18 @@ def keep_large_blocks() -> None:
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, -1)
     mallopt(M_ARENA_MAX, 1)
+
+
+def absolute(path: epath.Path) -> epath.Path:
+    """A local path made absolute (libraries below insist on it); others as they are."""
+    return path if "://" in str(path) else epath.Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def seconds_since_launch() -> float:
+    """Wall-clock seconds since this process was started, imports included."""
+    import psutil
+
+    return time.time() - psutil.Process().create_time()
 
 
 def memory_per_device() -> int:

@@ -1,8 +1,8 @@
 """The training loop.
 
 Every run is a function of its config: the same config gives the same numbers to the bit on the
-same machine, killed and resumed or not. The loop dispatches step n, then reads the metrics of step
-n - 1, so the device never waits for the host.
+same machine (measured on CPU), killed and resumed or not. The loop dispatches step n, then reads
+the metrics of step n - 1, so the device never waits for the host.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from kvjax import costs
 from kvjax import experiment as experiment_lib
 from kvjax import metrics as metrics_lib
 from kvjax import preflight
+from kvjax import runtime
 from kvjax import sharding
 from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import Checkpoints
@@ -47,8 +48,10 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
       UserError: a config, workdir, data set or machine that cannot be used as asked, before
         anything expensive; a non-finite loss or a full disk, with the last checkpoint intact.
     """
-    started = time.monotonic()
+    workdir = runtime.absolute(workdir)
     experiment = experiment_lib.resolve(config)
+    preflight.check_processes()
+    preflight.check_vocabulary(experiment)
     mesh = sharding.make_mesh(experiment.mesh, jax.devices())
     platform = mesh.devices.flat[0].platform
     compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
@@ -59,25 +62,23 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
         write_atomically(workdir / "config.txt", to_text(config))
         dataset = loader.open_dataset(prepare.prepare(experiment.data))
         claim(workdir / "dataset.json", {"dataset": dataset.path.name})
-        return Run(experiment, compute, mesh, workdir, dataset, started).run()
+        return Run(experiment, compute, mesh, workdir, dataset).run()
 
 
 class Run:
     """One process's part of a run: its state, its files, its loop."""
 
-    def __init__(self, experiment, compute, mesh, workdir, dataset, started):
+    def __init__(self, experiment, compute, mesh, workdir, dataset):
         self.experiment: Experiment = experiment
         self.compute: Compute = compute
         self.mesh = mesh
         self.workdir: epath.Path = workdir
         self.dataset: loader.PackedDataset = dataset
-        self.started: float = started
         if dataset.vocab_size != experiment.model.vocab_size:
             raise UserError(
                 f"config.data.vocab_size = {experiment.model.vocab_size}: the tokenizer of "
                 f"{dataset.path} has {dataset.vocab_size}; set the key to that"
             )
-        self.is_chief = jax.process_index() == 0
         self.program = Program(experiment, compute, mesh)
         self.schedule = learning_rate_schedule(experiment.optimizer, experiment.train.num_steps)
         self.checkpoints = Checkpoints(
@@ -145,7 +146,6 @@ class Run:
         bar = tqdm.tqdm(
             total=c.num_steps,
             initial=start,
-            disable=not self.is_chief,
             mininterval=0.5,
             unit="step",
         )
@@ -179,15 +179,10 @@ class Run:
         first = clock.steps == 0
         clock.tick()
         if first:
-            seconds = time.monotonic() - self.started
+            seconds = runtime.seconds_since_launch()
             self.writer.write_timing(step, seconds_to_first_step=seconds)
             bar.write(f"first step {seconds:.1f} s after launch")
-        if not all(map(math.isfinite, values.values())):
-            raise UserError(
-                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: not "
-                f"finite, stopped. Checkpoints of steps {self._saved_steps()} are intact; lower "
-                "config.optimizer.matrix_learning_rate, or resume with other data"
-            )
+        self._check_finite(step, values)
         tokens_per_second = clock.steps_per_second * self.experiment.tokens_per_step
         bar.set_postfix_str(f"loss {values['loss']:.3f}, {tokens_per_second:,.0f} tokens/s", False)
         bar.update(1)
@@ -198,6 +193,16 @@ class Run:
             self.writer.write(step, tokens=tokens, **values, learning_rate=rate)
             if not first:
                 self.writer.write_timing(step, tokens_per_second=tokens_per_second)
+
+    def _check_finite(self, step: int, values: dict[str, float]) -> None:
+        """Raises a UserError for a loss, gradient or weight that is not a number."""
+        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+        if bad:
+            raise UserError(
+                f"step {step}: {', '.join(f'{k} = {v}' for k, v in bad.items())}: stopped. "
+                f"Checkpoints of steps {self._saved_steps()} are intact; lower "
+                "config.optimizer.matrix_learning_rate, or train on other data, in a new --workdir"
+            )
 
     def _evaluate(self, step: int, params: dict, bar: tqdm.tqdm) -> None:
         """Bits per byte over the validation split, or its first `eval_rows` rows."""
@@ -222,6 +227,7 @@ class Run:
             validation_loss=nats / targets,
             validation_bpb=nats / (math.log(2) * num_bytes),
         )
+        self._check_finite(step, record)
         self.writer.write(step, **record)
         bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte")
 
@@ -262,13 +268,14 @@ class Run:
     def _finish(self, state: dict) -> dict[str, float]:
         """Sample, curves and the last figures."""
         records = metrics_lib.read_records(self.workdir / metrics_lib.METRICS)
-        last = [r for r in records if "validation_bpb" in r][-1]
-        if not self.is_chief:
-            return last
+        evaluations = [r for r in records if "validation_bpb" in r]
+        if not evaluations:
+            raise UserError(f"{self.workdir / metrics_lib.METRICS} has lost its records")
+        last = evaluations[-1]
         e, tokenizer = self.experiment, self.dataset.tokenizer
         yardstick = self.dataset.info["xz_bits_per_byte"]
         metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick)
-        if e.train.sample_tokens and jax.process_count() == 1:
+        if e.train.sample_tokens:
             ids = sample(
                 self.program.graph,
                 state["params"],
@@ -281,10 +288,10 @@ class Run:
             text = e.train.sample_prompt + tokenizer.decode(ids)
             write_atomically(self.workdir / "sample.txt", text + "\n")
             print(f"\n--- sample ---\n{text}\n--------------\n")
-        seconds = time.monotonic() - self.started
         print(
             f"validation: {last['validation_bpb']:.4f} bits per byte after {last['tokens']:,} "
-            f"tokens (xz -9e on the same text: {yardstick:.4f}); {seconds:.0f} s in this process\n"
+            f"tokens (xz -9e on the same text: {yardstick:.4f}); "
+            f"{runtime.seconds_since_launch():.0f} s in this process\n"
             f"curves, metrics, sample and checkpoints: {self.workdir}"
         )
         return last

@@ -106,7 +106,9 @@ def test_half_written_checkpoints_are_not_found(saved):
 
 def test_claim_names_what_differs(saved):
     path = saved / "config.json"
-    claim(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
+    with pytest.raises(UserError, match=r"has checkpoints and no config\.json"):
+        claim(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
+    path.write_text('{"model": {"rank": 16, "dim": 32}, "name": "a"}')
     claim(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
     with pytest.raises(UserError, match=r"model\.rank: there 16, now 8") as error:
         claim(path, {"model": {"rank": 8, "dim": 32}, "name": "a"})

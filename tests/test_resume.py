@@ -1,5 +1,6 @@
 """A run that is killed and started again ends where an uninterrupted one does, to the bit."""
 
+import contextlib
 import os
 import pathlib
 import random
@@ -22,10 +23,21 @@ ROOT = pathlib.Path(__file__).parents[1]
 KILLS = 22
 
 
+_children: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def no_child_left():
+    yield
+    for child in _children:
+        child.kill()
+    _children.clear()
+
+
 def launch(config: pathlib.Path, workdir: pathlib.Path, *flags: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "kvjax.main", f"--config={config}", f"--workdir={workdir}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    return subprocess.Popen(
+    child = subprocess.Popen(
         [*command, *flags],
         cwd=ROOT,
         env=environment,
@@ -33,6 +45,8 @@ def launch(config: pathlib.Path, workdir: pathlib.Path, *flags: str) -> subproce
         stderr=subprocess.STDOUT,
         text=True,
     )
+    _children.append(child)
+    return child
 
 
 def finish(process: subprocess.Popen, seconds: float = 240) -> str:
@@ -66,21 +80,30 @@ def last_step(workdir: pathlib.Path) -> int:
     return records[-1]["step"] if records else 0
 
 
+def unfinished(workdir: pathlib.Path) -> set[tuple[str, int]]:
+    """Checkpoints being written, or left half-written: names and inodes."""
+    found = set()
+    for path in (workdir / "checkpoints").glob("*tmp*"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino))
+    return found
+
+
 @pytest.mark.slow
 def test_sigkill_at_random_moments(config, tmp_path):
     """At least 20 SIGKILLs, of which several while a checkpoint is being written."""
-    flags = ("--config.train.num_steps=1500", "--config.train.checkpoint_every=25")
+    flags = ("--config.train.num_steps=2500", "--config.train.checkpoint_every=25")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     finish(launch(config, whole, *flags))
     rng = random.Random(0)
     kills = during_save = 0
     while kills < KILLS:
-        first = last_step(broken)
+        first, left = last_step(broken), unfinished(broken)
         process = launch(config, broken, *flags)
         on_save = kills % 2 == 0
         deadline = time.monotonic() + (60 if on_save else rng.uniform(0.5, 8.0))
         while process.poll() is None and time.monotonic() < deadline:
-            if on_save and list((broken / "checkpoints").glob("*tmp*")):
+            if on_save and unfinished(broken) - left:
                 break
             if not on_save and last_step(broken) > first + 100:  # leave some for the next
                 break
@@ -89,7 +112,7 @@ def test_sigkill_at_random_moments(config, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
         kills += 1
-        during_save += bool(list((broken / "checkpoints").glob("*tmp*")))
+        during_save += bool(unfinished(broken) - left)
     finish(launch(config, broken, *flags))
     print(f"{kills} kills, {during_save} of them during a save")
     assert during_save >= 5, (kills, during_save)
@@ -130,25 +153,32 @@ def test_two_runs_in_one_workdir(config, tmp_path):
     assert "in use by another run" in output and "Traceback" not in output
 
 
-def run_with_file_limit(config, workdir, limit: int) -> subprocess.Popen:
-    """A run in which, after the first checkpoint, no file may grow beyond `limit` for a second."""
+def run_with_file_limit(config, workdir, limit: int, until: str) -> tuple[int, str]:
+    """A run in which no file may grow beyond `limit` from its first checkpoint until it says so.
+
+    Returns:
+      Its exit status and output.
+    """
     flags = ("--config.train.num_steps=3000", "--config.train.checkpoint_every=50")
     process = launch(config, workdir, *flags, "--config.train.log_every=50")
     while not (workdir / "checkpoints" / "50").exists():
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.005)
     before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, -1))
-    time.sleep(1.0)
-    if process.poll() is None:
+    output = ""
+    while until not in output and (line := process.stdout.readline()):
+        output += line
+    with contextlib.suppress(ProcessLookupError):
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, before)
-    return process
+    rest, _ = process.communicate(timeout=240)
+    return process.returncode, output + rest
 
 
 @pytest.mark.slow
 def test_a_save_that_fails_is_a_warning(config, tmp_path):
     """A checkpoint does not fit, log lines do: the run goes on and saves again when it can."""
-    output = finish(run_with_file_limit(config, tmp_path / "run", 50_000))
-    assert "was not written" in output and "the run goes on" in output, output
+    status, output = run_with_file_limit(config, tmp_path / "run", 50_000, "the run goes on")
+    assert status == 0 and "was not written" in output, output
     assert sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())[-1] == 3000
     whole = launch(config, tmp_path / "whole", "--config.train.num_steps=3000")
     finish(whole)
@@ -157,10 +187,9 @@ def test_a_save_that_fails_is_a_warning(config, tmp_path):
 
 @pytest.mark.slow
 def test_a_disk_without_room_for_a_log_line_stops_the_run(config, tmp_path):
-    process = run_with_file_limit(config, tmp_path / "run", 1)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2, output
-    assert "The last checkpoint is intact" in output and "Traceback" not in output, output
+    said = "The last checkpoint is intact"
+    status, output = run_with_file_limit(config, tmp_path / "run", 1, said)
+    assert status == 2 and said in output and "Traceback" not in output, output
     flags = ("--config.train.num_steps=3000", "--config.train.checkpoint_every=50")
     output = finish(launch(config, tmp_path / "run", *flags, "--config.train.log_every=50"))
     assert "resuming from step" in output

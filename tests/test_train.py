@@ -109,12 +109,44 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(source, tmp_
         return new, values | {"loss": jax.numpy.where(bad, jax.numpy.nan, values["loss"])}
 
     monkeypatch.setattr(program, "train_step", poisoned)
-    with pytest.raises(UserError, match=r"step 26: loss nan.*Checkpoints of steps \[10, 20\]"):
+    with pytest.raises(UserError, match=r"step 26: loss = nan: stopped.*steps \[10, 20\]"):
         train.train(runs.small_config(*source), epath.Path(tmp_path))
     assert records(tmp_path)[-1]["step"] <= 25
     monkeypatch.undo()
     monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
     assert train.train(runs.small_config(*source), epath.Path(tmp_path))["step"] == 40
+
+
+def test_weights_that_are_no_numbers_are_never_saved(source, tmp_path, monkeypatch):
+    """The update of a step that is to be saved goes wrong while its loss and gradient are fine."""
+    real = program.optax.apply_updates
+    poisoned = lambda *args: jax.tree.map(lambda x: x * jax.numpy.nan, real(*args))
+    train.train(runs.small_config(*source, stop_after=10), epath.Path(tmp_path))
+    monkeypatch.setattr(program.optax, "apply_updates", poisoned)
+    with pytest.raises(UserError, match=r"param_norm = nan: stopped. Checkpoints of steps \[10\]"):
+        train.train(runs.small_config(*source, checkpoint_every=11), epath.Path(tmp_path))
+
+
+def test_a_relative_workdir(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train.train(runs.small_config(*source, stop_after=10), epath.Path("runs/one"))
+    assert (tmp_path / "runs/one/checkpoints/10").exists()
+
+
+def test_prepared_rows_that_are_too_short(source, tmp_path):
+    from kvjax.data import prepare
+
+    folder = prepare.prepare(experiment_lib.resolve(runs.small_config(*source)).data)
+    config = runs.small_config(*source, stop_after=1)
+    config.data.update(source=f"prepared:{folder}", sequence_length=64)
+    with pytest.raises(UserError, match=r"sequence_length=64 must be .* at most the 32"):
+        train.train(config, epath.Path(tmp_path))
+
+
+def test_several_processes_are_refused(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="2 processes"):
+        train.train(runs.small_config(*source), epath.Path(tmp_path))
 
 
 def test_a_workdir_of_another_config_is_refused(source, tmp_path):
@@ -148,7 +180,7 @@ def test_data_errors_come_before_training(source, tmp_path):
         train.train(config, epath.Path(tmp_path / "run"))
     config = runs.small_config(*source)
     config.data.vocab_size = 300
-    with pytest.raises(UserError, match="vocab_size = 300: the tokenizer of .* has 257"):
+    with pytest.raises(UserError, match="vocab_size = 300: the tokenizer 'byte' has 257"):
         train.train(config, epath.Path(tmp_path / "run"))
 
 

@@ -10,6 +10,7 @@ from kvjax.errors import DataError
 
 NUM_BYTES = 256
 MAX_VOCAB_SIZE = 1 << 24
+PREPARED = "prepared:"
 # On the command line a key has its own name, but for these.
 FLAG_NAMES = {"directory": "output"}
 
@@ -20,7 +21,8 @@ class DataConfig:
 
     source: comma-separated; each is `embedded`, a file, folder or glob (.txt, .jsonl, .jsonl.gz,
       .jsonl.xz, .jsonl.zst, .parquet), or `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`. A path has no
-      comma; `gs://` works wherever a local path does.
+      comma; `gs://` works wherever a local path does. Or `prepared:FOLDER`, what `prepare` wrote
+      elsewhere, of which only `vocab_size` and `sequence_length` are checked.
     validation_source: the same for validation; then all of `source` is for training. Empty: a part
       of `source` is held out.
     validation_fraction: the share held out of files and TFDS; the embedded corpus always holds out

@@ -63,6 +63,8 @@ def prepare(config: config_lib.DataConfig) -> epath.Path:
       ValueError: what can't be read, an empty split, too little text for the vocabulary or for one
         row; with the file, the value and what to do.
     """
+    if config.source.startswith(config_lib.PREPARED):
+        return epath.Path(config.source.removeprefix(config_lib.PREPARED)).expanduser()
     source = sources.fingerprint(config)
     tokenizer_key = _tokenizer_key(config, source)
     key = _hash(FORMAT_VERSION, source, tokenizer_key, config.sequence_length)
@@ -282,7 +284,7 @@ def main(argv: list[str], holders: dict[str, flags.FlagHolder]) -> None:
         path = prepare(
             config_lib.DataConfig(**{name: holder.value for name, holder in holders.items()})
         )
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"kvjax: {error}", file=sys.stderr)
         sys.exit(2)
     print((path / MANIFEST).read_text() + os.fspath(path))

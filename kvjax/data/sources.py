@@ -53,6 +53,11 @@ def fingerprint(config: config_lib.DataConfig) -> str:
         s.fingerprint() for s in _sources(config.validation_source, config.text_key)
     ]
     parts = [s.fingerprint() for s in _sources(config.source, config.text_key)]
+    if set(parts) & set(held_out or ()):
+        raise DataError(
+            f"validation_source={config.validation_source!r} and source={config.source!r} share a"
+            " file, or have equal ones: it would be trained on. Take it out of one of them."
+        )
     return _hash(repr((parts, held_out or config.validation_fraction, config.text_key)).encode())
 
 

@@ -39,7 +39,7 @@ def rotary(positions_BT: jax.Array | np.ndarray, dim: int, base: float) -> Rotar
     Args:
       positions_BT: int32 positions in [0, 2**20), concrete or traced.
       dim: the number of rotated channels H, even.
-      base: the slowest wavelength is 2·pi·base tokens.
+      base: pair i turns by t / base^(2i/H).
     """
     fine, coarse = _tables(dim, base)
     if isinstance(positions_BT, np.ndarray):  # known when compiling: constants

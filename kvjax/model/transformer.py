@@ -119,7 +119,9 @@ class Transformer(nnx.Module):
 
             if compute.remat != "none":
                 policy = REMAT_POLICIES[compute.remat]
-                layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+                # Only a real loop keeps XLA from merging the recomputation with the first one.
+                unrolled = compute.unroll or length == 1
+                layer = jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
             unroll = length if compute.unroll else 1
             x_BTD, _ = jax.lax.scan(layer, x_BTD, weights, unroll=unroll)
         return self.final_norm(x_BTD)

@@ -345,3 +345,8 @@ def test_command_prints_the_folder_or_one_line_of_what_is_wrong(small_config, sm
     assert process.returncode == 2
     assert stderr.splitlines()[-1].startswith("kvjax: source 'none.txt' matches no file")
     assert "Traceback" not in stderr
+
+
+def test_prepared_data_need_no_source(small_config, small_dataset):
+    config = dataclasses.replace(small_config, source=f"prepared:{small_dataset.path}")
+    assert prepare.prepare(config) == small_dataset.path

@@ -226,3 +226,12 @@ def test_buckets_are_read_through_epath(bucket, documents, write_jsonl):
     assert documents("validation", source="gs://texts/two.txt", validation_fraction=0.5) == ["d\n"]
     with pytest.raises(FileNotFoundError, match="gs://texts/none.txt' matches no file"):
         documents("train", source="gs://texts/none.txt")
+
+
+def test_a_file_cannot_be_in_both_splits(tmp_path):
+    for name in ("train.txt", "validation.txt"):
+        (tmp_path / name).write_text(f"the text of {name}\n")
+    both = dict(validation_source=str(tmp_path / "validation.txt"))
+    with pytest.raises(ValueError, match="share a file"):
+        sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "*.txt"), **both))
+    sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "train.txt"), **both))
