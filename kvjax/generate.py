@@ -47,5 +47,5 @@ def _next(weights, tokens_1T, last, key, temperature, *, graph, compute) -> jax.
     model: Transformer = nnx.merge(graph, weights)
     x_1TD = model(tokens_1T, compute=compute)
     x_11D = jax.lax.dynamic_slice_in_dim(x_1TD, last, 1, axis=1)
-    logits_V = model.logits(x_11D)[0, 0]
+    logits_V = model.logits(x_11D, compute=compute)[0, 0]
     return jax.random.categorical(key, logits_V / jnp.asarray(temperature, logits_V.dtype))

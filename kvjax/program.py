@@ -1,5 +1,6 @@
 """What runs on the devices: an experiment's initial state, training step and evaluation step."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -33,6 +34,9 @@ class Program:
 
     def __init__(self, experiment: Experiment, compute: Compute, mesh: jax.sharding.Mesh):
         model = experiment.model
+        if mesh.size > 1:
+            batch, gathered = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+            compute = dataclasses.replace(compute, batch=batch, gathered=gathered)
         _, axes = costs.abstract_parameters(model)
         optimizer = make_optimizer(
             experiment.optimizer,

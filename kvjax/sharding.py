@@ -1,7 +1,7 @@
 """Where arrays live: a mesh of `data` x `fsdp`, and the axis of each weight that is split.
 
-Weights are split over `fsdp` along D, and replicated over `data`; batches are split over both.
-Optimizer state lies as its parameter does.
+Weights are split over `fsdp` (along D where they have it) and replicated over `data`; batches are
+split over both. Optimizer state lies as its parameter does.
 """
 
 import dataclasses
@@ -47,16 +47,24 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(("data", "fsdp")))  # [B, T]
 
 
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
 def parameter_sharding(mesh: Mesh, axes: str, shape: tuple[int, ...]) -> NamedSharding:
-    """Split along D where fsdp divides it: [.., D, ..] -> P(.., "fsdp", ..)."""
-    names = Axes.parse(axes).names
-    layers = len(shape) - len(names)
-    splits = [None] * len(shape)
-    if "D" in names:
-        position = layers + names.index("D")
-        if shape[position] % mesh.shape["fsdp"] == 0:
-            splits[position] = "fsdp"
-    return NamedSharding(mesh, P(*splits))
+    """Split along D, [.., D, ..] -> P(.., "fsdp", ..); a matrix without D along its longest axis.
+
+    An axis that fsdp does not divide is passed over; what has none left is replicated.
+    """
+    parsed = Axes.parse(axes)
+    layers = len(shape) - len(parsed.names)
+    positions = range(layers, len(shape))
+    if "D" in parsed.names:
+        wanted = [layers + parsed.names.index("D")]
+    else:
+        wanted = sorted(positions, key=lambda i: -shape[i]) if parsed.is_matrix else []
+    split = next((i for i in wanted if shape[i] % mesh.shape["fsdp"] == 0), None)
+    return NamedSharding(mesh, P(*("fsdp" if i == split else None for i in range(len(shape)))))
 
 
 def state_sharding(mesh: Mesh, axes: Any, state: Any) -> Any:
@@ -74,7 +82,7 @@ def state_sharding(mesh: Mesh, axes: Any, state: Any) -> Any:
             text = by_path.get(keys[start:])
             if text is not None and leaf.ndim >= len(Axes.parse(text).names):
                 return parameter_sharding(mesh, text, leaf.shape)
-        return NamedSharding(mesh, P())
+        return replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 

@@ -1,6 +1,7 @@
 """One device and eight: the same numbers, an eighth of the bytes each."""
 
 import functools
+import re
 
 from flax import nnx
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import costs
+from kvjax import experiment as experiment_lib
 from kvjax import sharding
 from kvjax.errors import UserError
 from kvjax.model.config import BlockConfig
@@ -18,8 +20,10 @@ from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.optim import OptimizerConfig
 from kvjax.optim import make_optimizer
+from kvjax.program import Program
 from kvjax.program import train_step
 from kvjax.sharding import MeshConfig
+from tests import runs
 
 D, B, T = 16, 8, 8
 MESHES = {"one": (1, 1), "fsdp8": (1, 8), "data2_fsdp4": (2, 4), "data8": (8, 1)}
@@ -51,7 +55,7 @@ def _names(path):
     return [str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path]
 
 
-# The axis of the stored array (layers first) that is D, by the weight's name.
+# The axis of the stored array (layers first) that is D, or the longest, by the weight's name.
 SPLIT_AXIS = dict(
     embedding=1,
     head=0,
@@ -60,6 +64,8 @@ SPLIT_AXIS = dict(
     base_value=1,
     latent_key=1,
     latent_value=1,
+    expand_key=3,
+    expand_value=3,
     out=3,
     up=1,
     down=2,
@@ -94,8 +100,8 @@ def test_state_lies_as_its_parameters_and_takes_its_share_of_bytes(config, rando
         assert len(x.addressable_shards) == 8
         assert all(s.data.nbytes * ways == x.nbytes for s in x.addressable_shards)
         split += ways > 1
-    # 10 named weights and 4 gains: 8 matrices have momentum, 6 others two moments each.
-    assert split == 14 + 8 + 6 * 2
+    # 12 named weights and 4 gains: 10 matrices have momentum, 6 others two moments each.
+    assert split == 16 + 10 + 6 * 2
 
 
 def test_weights_that_do_not_divide_are_whole():
@@ -104,7 +110,27 @@ def test_weights_that_do_not_divide_are_whole():
     assert spec("D -> N H", (3, 12, 8, 8)) == P(None, None, None, None)
     assert spec("D -> N H", (3, 16, 8, 8)) == P(None, "fsdp", None, None)
     assert spec("N H -> D", (8, 8, 16)) == P(None, None, "fsdp")
-    assert spec("K: R -> H", (8, 8, 8)) == P(None, None, None)
+    assert spec("K: R -> H", (4, 8, 16)) == P(None, None, "fsdp")
+    assert spec("K: R -> H", (8, 4, 12)) == P("fsdp", None, None)
+    assert spec("N H", (8, 8)) == P(None, None)
+
+
+@pytest.mark.parametrize("mesh_name", ["fsdp8", "data2_fsdp4"])
+def test_a_device_computes_its_own_rows_only(mesh_name):
+    """In the compiled step, no array of three axes or more holds all rows, 32, or 32 x T tokens."""
+    config = runs.small_config("unused.txt", "", batch_size=32)
+    config.data.sequence_length = 24
+    experiment = experiment_lib.resolve(config)
+    compute = Compute(remat="full", loss_chunks=2)
+    program = Program(experiment, compute, _mesh(mesh_name))
+    rows = jax.ShapeDtypeStruct(
+        (32, 25), jnp.int32, sharding=sharding.batch_sharding(_mesh(mesh_name))
+    )
+    text = program.train_step.lower(program.abstract_state, rows).compile().as_text()
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)}
+    assert any(shape[0] == 4 for shape in shapes)
+    # Widths of this model are 16, 32, 64 and 257; 32 is also D, so rows lead and T follows.
+    assert not [s for s in shapes if s[:2] in {(32, 24), (32, 12)} or s[0] == 32 * 24]
 
 
 def test_batches_are_split_over_both_axes():

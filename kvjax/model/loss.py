@@ -15,7 +15,7 @@ def token_losses(
 ) -> jax.Array:
     """Nats of every target, [B, T], in float32 or wider; logits are made in slices of T."""
     x_BTD = model(tokens_BT, compute=compute)
-    head_DV, softcap = model.head_weight(x_BTD.dtype), model.config.block.logit_softcap
+    head_DV, softcap = model.head_weight(compute), model.config.block.logit_softcap
     slices = (_split(x_BTD, compute.loss_chunks), _split(targets_BT, compute.loss_chunks))
     return _join(jax.lax.map(lambda xs: _nats(head_DV, *xs, softcap), slices))
 
@@ -29,7 +29,7 @@ def mean_loss(
     only scales them. So logits are computed once and never kept.
     """
     x_BTD = model(tokens_BT, compute=compute)
-    head_DV, softcap = model.head_weight(x_BTD.dtype), model.config.block.logit_softcap
+    head_DV, softcap = model.head_weight(compute), model.config.block.logit_softcap
     return _sum_of_nats(softcap, compute.loss_chunks, head_DV, x_BTD, targets_BT) / targets_BT.size
 
 

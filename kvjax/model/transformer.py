@@ -42,6 +42,14 @@ class Compute:
     unroll: bool = False  # unroll the scan over layers (faster on CPU, slower to compile)
     query_chunk: int = 0  # see `softmax_attention`
     loss_chunks: int = 8  # see `loss.token_losses`
+    # On several devices: activations are split over the batch, and a weight is gathered for its
+    # use. Left to itself, the compiler splits activations as the embedding is, over D.
+    batch: jax.sharding.Sharding | None = None  # of [B, ...]
+    gathered: jax.sharding.Sharding | None = None  # of a weight in use
+
+    def use(self, weight: jax.Array) -> jax.Array:
+        """A weight as it enters a product: in the compute dtype, whole on every device."""
+        return _constrain(weight.astype(self.dtype), self.gathered)
 
 
 class Block(nnx.Module):
@@ -101,9 +109,9 @@ class Transformer(nnx.Module):
         c = self.config.block
         if positions_BT is None:
             positions_BT = np.arange(tokens_BT.shape[1])[None]
-        x_BTD = self.embedding[...][tokens_BT].astype(compute.dtype)
+        x_BTD = compute.use(self.embedding[...])[tokens_BT]
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions[...][positions_BT].astype(compute.dtype)
+            x_BTD = x_BTD + compute.use(self.positions[...])[positions_BT]
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
         for (mechanism, length), segment in zip(self.config.segments, self.segments, strict=True):
@@ -113,8 +121,8 @@ class Transformer(nnx.Module):
             graph, weights = nnx.split(segment)
 
             def layer(x_BTD, weights, graph=graph, rotary=rotary):
-                weights = jax.tree.map(lambda w: w.astype(compute.dtype), weights)
-                block = nnx.merge(graph, weights)
+                x_BTD = _constrain(x_BTD, compute.batch)
+                block = nnx.merge(graph, jax.tree.map(compute.use, weights))
                 return block(x_BTD, rotary, causal=c.causal, compute=compute), None
 
             if compute.remat != "none":
@@ -126,14 +134,14 @@ class Transformer(nnx.Module):
             x_BTD, _ = jax.lax.scan(layer, x_BTD, weights, unroll=unroll)
         return self.final_norm(x_BTD)
 
-    def head_weight(self, dtype: jnp.dtype) -> jax.Array:
-        """[D, V], in the given dtype: the head, or the embedding if they are tied."""
-        head_DV = self.embedding[...].T if self.head is None else self.head[...]
-        return head_DV.astype(dtype)
+    def head_weight(self, compute: Compute) -> jax.Array:
+        """[D, V], as it enters a product: the head, or the embedding if they are tied."""
+        return compute.use(self.embedding[...].T if self.head is None else self.head[...])
 
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
+    def logits(self, x_BTD: jax.Array, *, compute: Compute | None = None) -> jax.Array:
         """[B, T, V] logits of final activations, in float32 or wider."""
-        return logits(x_BTD, self.head_weight(x_BTD.dtype), self.config.block.logit_softcap)
+        compute = compute or Compute(dtype=x_BTD.dtype)
+        return logits(x_BTD, self.head_weight(compute), self.config.block.logit_softcap)
 
 
 def logits(x_BTD: jax.Array, head_DV: jax.Array, softcap: float) -> jax.Array:
@@ -141,6 +149,10 @@ def logits(x_BTD: jax.Array, head_DV: jax.Array, softcap: float) -> jax.Array:
     z_BTV = linear(x_BTD, head_DV)
     z_BTV = z_BTV.astype(jnp.promote_types(z_BTV.dtype, jnp.float32))
     return softcap * jnp.tanh(z_BTV / softcap) if softcap else z_BTV
+
+
+def _constrain(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _norm(config: BlockConfig, rngs: nnx.Rngs) -> Norm:
