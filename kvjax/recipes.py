@@ -95,7 +95,8 @@ def _train() -> dict:
 
 def tiny() -> dict:
     """Width 128, 4 layers, 1.3M parameters: minutes on two CPU cores."""
-    return dict(model=dict(num_layers=4, d_model=128, mlp_dim=512), train=dict(num_steps=500))
+    model = dict(num_layers=4, d_model=128, mlp_dim=512)
+    return dict(model=model, train=dict(num_steps=500, eval_every=100, checkpoint_every=100))
 
 
 def _paper(depth: int, *, steps: int, tokens_per_step: int, accumulation: int) -> dict:
