@@ -39,7 +39,6 @@ def softmax_attention(
     *,
     causal: bool,
     query_chunk: int = 0,
-    implementation: str | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(H)) v of the training pass: [B, T, N, Hv].
 
@@ -49,15 +48,12 @@ def softmax_attention(
       causal: whether query t sees keys 0..t only.
       query_chunk: if positive and causal, queries go in chunks of this many, each against the keys
         it can see: half the work where the library computes masked logits (CPU).
-      implementation: of `jax.nn.dot_product_attention`: None, "xla" or "cudnn".
     """
     H, Hv = k_BTKH.shape[-1], v_BTKV.shape[-1]
     dim = max(H, Hv)  # the library refuses unequal dims: pad with zeros, slice
     pad = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, dim - x.shape[-1])])
     q, k, v = (x if x.shape[-1] == dim else pad(x) for x in (q_BTNH, k_BTKH, v_BTKV))
-    attend = functools.partial(
-        jax.nn.dot_product_attention, scale=H**-0.5, implementation=implementation
-    )
+    attend = functools.partial(jax.nn.dot_product_attention, scale=H**-0.5)
     if q.dtype == jnp.float64:  # the library's softmax is float32 whatever its inputs are
         attend = functools.partial(_float64_attention, scale=H**-0.5)
     T = q.shape[1]
