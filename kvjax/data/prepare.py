@@ -71,6 +71,7 @@ def prepare(config: config_lib.DataConfig) -> epath.Path:
     path = config.root / "datasets" / key
     if (path / MANIFEST).exists():
         return path
+    sources.check(config)
     for split in sources.SPLITS:
         next(sources.pieces(config, split))  # An empty split is told before a tokenizer is trained.
     tokenizer = _tokenizer(config, tokenizer_key)

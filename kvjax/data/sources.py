@@ -12,6 +12,7 @@ So equal records are on the same side. With a `validation_source`, that is valid
 `source` is for training.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
@@ -34,7 +35,7 @@ BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSONL, ".parquet")
 # Files up to here are told apart by all their bytes, larger ones by size, time and both ends.
-HASHED_BYTES = 256 << 20
+HASHED_BYTES = 64 << 20
 
 
 class Source(Protocol):
@@ -59,6 +60,18 @@ def fingerprint(config: config_lib.DataConfig) -> str:
             " file, or have equal ones: it would be trained on. Take it out of one of them."
         )
     return _hash(repr((parts, held_out or config.validation_fraction, config.text_key)).encode())
+
+
+def check(config: config_lib.DataConfig) -> None:
+    """Opens every source and reads its first document, before hours are spent on the others.
+
+    Raises:
+      readers.SourceError: a file that is damaged (a truncated Parquet shard has lost its index),
+        of another format, or without the text's column.
+    """
+    for spec in (config.source, config.validation_source):
+        for source in _sources(spec, config.text_key):
+            next(iter(source.pieces("all", 0.0)), None)
 
 
 def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]:
@@ -117,12 +130,9 @@ class _TextFile:
 class _Records:
     """Documents one by one; validation are those whose hash falls in the fraction."""
 
-    def __init__(self, fingerprint: str, read):
-        self._fingerprint = fingerprint
+    def __init__(self, fingerprint: Callable[[], str], read):
+        self.fingerprint = fingerprint  # Called once a preparation: it can read the whole file.
         self._read = read
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
         for text in self._read():
@@ -174,7 +184,8 @@ def _file_source(path: epath.Path, text_key: str) -> Source:
         return _TextFile(path)
     read = readers.read_parquet if path.name.endswith(".parquet") else readers.read_jsonl
     kind = next(suffix for suffix in SUFFIXES if path.name.endswith(suffix))
-    return _Records(f"{kind} {_file_hash(path)}", functools.partial(read, path, text_key))
+    read = functools.partial(read, path, text_key)
+    return _Records(lambda: f"{kind} {_file_hash(path)}", read)
 
 
 def _tfds_source(item: str, text_key: str) -> Source:
@@ -184,7 +195,7 @@ def _tfds_source(item: str, text_key: str) -> Source:
     info = builder.info
     sizes = info.splits[split].shard_lengths if split in info.splits else None
     return _Records(
-        f"tfds {info.full_name} {split} {sizes} {info.dataset_size}",
+        lambda: f"tfds {info.full_name} {split} {sizes} {info.dataset_size}",
         functools.partial(readers.read_tfds, builder, split, text_key),
     )
 

@@ -12,8 +12,11 @@ import sys
 import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from kvjax.data import config as config_lib
 from kvjax.data import loader
 from kvjax.data import prepare
 from kvjax.data import readers
@@ -350,3 +353,15 @@ def test_command_prints_the_folder_or_one_line_of_what_is_wrong(small_config, sm
 def test_prepared_data_need_no_source(small_config, small_dataset):
     config = dataclasses.replace(small_config, source=f"prepared:{small_dataset.path}")
     assert prepare.prepare(config) == small_dataset.path
+
+
+def test_a_truncated_last_shard_is_told_before_any_work(tmp_path, monkeypatch):
+    for i in range(3):
+        table = pa.table({"text": [f"shard {i}, document {j}" for j in range(2000)]})
+        pq.write_table(table, tmp_path / f"{i}.parquet")
+    whole = (tmp_path / "2.parquet").read_bytes()
+    (tmp_path / "2.parquet").write_bytes(whole[: len(whole) // 2])
+    monkeypatch.setattr(tokenizer_lib, "train", lambda *a, **k: pytest.fail("work was done"))
+    config = config_lib.DataConfig(source=str(tmp_path), directory=str(tmp_path / "out"))
+    with pytest.raises(DataError, match=r"2\.parquet is no whole Parquet file"):
+        prepare.prepare(config)
