@@ -1,6 +1,7 @@
 """All tiny configs at one token budget and several seeds: the README's table.
 
     python -m experiments.tiny_comparison [--seeds=3] [--steps=128] [--save]
+    python -m experiments.tiny_comparison --orthogonalize=per_head --mechanisms=mha,lrkv
 
 A seed draws initial weights and data order, the same for all mechanisms (which also share every
 weight they have in common), so differences from MHA are taken seed by seed. Runs go to --runs and
@@ -24,11 +25,16 @@ from kvjax import experiment as experiment_lib
 from kvjax import metrics
 from kvjax import runtime
 from kvjax import train
+from kvjax.optim import ORTHOGONALIZE
 
 MECHANISMS = ("mha", "lrkv", "gqa", "mla", "mqa", "mla_paper")
 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs per mechanism.")
 _STEPS = flags.DEFINE_integer("steps", 128, "Optimizer steps of 8,192 tokens; 128 is 1.05M tokens.")
+_MECHANISMS = flags.DEFINE_list("mechanisms", MECHANISMS, "Which; the first is compared against.")
+_ORTHOGONALIZE = flags.DEFINE_enum(
+    "orthogonalize", "joint", ORTHOGONALIZE, "Muon's matrices, for all mechanisms."
+)
 _RUNS = flags.DEFINE_string("runs", "runs/tiny_comparison", "Where the runs go.")
 _SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/tiny_comparison.json.")
 
@@ -38,7 +44,8 @@ def run(mechanism: str, seed: int, steps: int, runs: epath.Path) -> dict:
     config = load_config(CONFIGS / f"{mechanism}_tiny.py")
     config.train.update(seed=seed, num_steps=steps, eval_every=steps, checkpoint_every=steps)
     config.train.update(sample_tokens=0)
-    workdir = runs / f"{mechanism}_seed{seed}_steps{steps}"
+    config.optimizer.orthogonalize = _ORTHOGONALIZE.value
+    workdir = runs / f"{mechanism}_seed{seed}_steps{steps}_{_ORTHOGONALIZE.value}"
     last = train.train(config, workdir)
     timing = [r for r in metrics.read_records(workdir / "timing.jsonl") if "tokens_per_second" in r]
     return dict(bpb=last["validation_bpb"], tokens_per_second=timing[-1]["tokens_per_second"])
@@ -56,12 +63,14 @@ def main(argv) -> None:
     del argv
     runtime.start()
     runs, seeds = epath.Path(_RUNS.value), range(_SEEDS.value)
-    results = {m: [run(m, seed, _STEPS.value, runs) for seed in seeds] for m in MECHANISMS}
+    results = {m: [run(m, seed, _STEPS.value, runs) for seed in seeds] for m in _MECHANISMS.value}
     rows = []
     for mechanism, outcome in results.items():
         experiment = experiment_lib.resolve(load_config(CONFIGS / f"{mechanism}_tiny.py"))
         bpb = [r["bpb"] for r in outcome]
-        paired = [a["bpb"] - b["bpb"] for a, b in zip(outcome, results["mha"], strict=True)]
+        paired = [
+            a["bpb"] - b["bpb"] for a, b in zip(outcome, results[_MECHANISMS.value[0]], strict=True)
+        ]
         rows.append(
             dict(
                 mechanism=mechanism,
@@ -87,7 +96,8 @@ def main(argv) -> None:
         )
     tokens = _STEPS.value * experiment.tokens_per_step
     result = dict(tokens=tokens, seeds=list(seeds), rows=rows)
-    record.record("tiny_comparison", result, save=_SAVE.value)
+    name = "tiny_comparison" + ("_per_head" if _ORTHOGONALIZE.value == "per_head" else "")
+    record.record(name, result, save=_SAVE.value)
 
 
 if __name__ == "__main__":
