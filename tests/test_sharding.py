@@ -183,6 +183,7 @@ def trained(x64, config, randomise):
     return train
 
 
+@pytest.mark.slow
 def test_eight_devices_train_as_one(trained):
     state, metrics, before = trained("one")
     assert int(state["step"]) == 3
