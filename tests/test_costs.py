@@ -200,6 +200,7 @@ def test_training_memory(make_mechanism):
     assert full.activations < one.activations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_activations_are_near_what_xla_allocates(remat):
     """The estimate that refuses a run: within a fifth of the compiled step's temporaries."""

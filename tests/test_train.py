@@ -231,6 +231,7 @@ def test_identity_ignores_when_to_look_and_nothing_else(source):
     assert preflight.identity(config) == base
 
 
+@pytest.mark.slow
 def test_eight_devices_train_like_one(source, tmp_path, monkeypatch):
     monkeypatch.undo()
     if len(jax.devices()) < 8:

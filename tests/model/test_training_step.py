@@ -60,6 +60,7 @@ def _figures(mechanism):
     return figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_golden_training_steps(mechanism):
     expected = json.loads(GOLDEN.read_text())[mechanism]
