@@ -33,11 +33,12 @@ def record(name: str, result: dict, *, save: bool) -> None:
 
 def provenance() -> dict:
     """What somebody needs to make the result again."""
+    program = pathlib.Path(sys.argv[0])
     git = lambda *args: subprocess.run(
         ["git", *args], cwd=RESULTS.parent, capture_output=True, text=True, check=False
     ).stdout.strip()
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python -m experiments." + program.stem, *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--short") else ""),
         "machine": f"{_processor()}, {psutil.cpu_count()} cores, "
