@@ -31,7 +31,9 @@ MECHANISMS = ("mha", "lrkv", "gqa", "mla", "mqa", "mla_paper")
 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs per mechanism.")
 _STEPS = flags.DEFINE_integer("steps", 128, "Optimizer steps of 8,192 tokens; 128 is 1.05M tokens.")
-_MECHANISMS = flags.DEFINE_list("mechanisms", MECHANISMS, "Which; the first is compared against.")
+_MECHANISMS = flags.DEFINE_list(
+    "mechanisms", list(MECHANISMS), "Which; the first is compared against."
+)
 _ORTHOGONALIZE = flags.DEFINE_enum(
     "orthogonalize", "joint", ORTHOGONALIZE, "Muon's matrices, for all mechanisms."
 )
@@ -68,9 +70,8 @@ def main(argv) -> None:
     for mechanism, outcome in results.items():
         experiment = experiment_lib.resolve(load_config(CONFIGS / f"{mechanism}_tiny.py"))
         bpb = [r["bpb"] for r in outcome]
-        paired = [
-            a["bpb"] - b["bpb"] for a, b in zip(outcome, results[_MECHANISMS.value[0]], strict=True)
-        ]
+        base = results[_MECHANISMS.value[0]]
+        paired = [a["bpb"] - b["bpb"] for a, b in zip(outcome, base, strict=True)]
         rows.append(
             dict(
                 mechanism=mechanism,
