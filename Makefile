@@ -6,16 +6,19 @@ DEMO_ARGS ?=
 
 export TF_CPP_MIN_LOG_LEVEL := 2
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all test-tpu lint clean
 
 demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and prints its figures
 	$(BIN)/python -m kvjax.main $(DEMO_ARGS)
 
 test: .venv/installed  ## the tests that take seconds
-	$(BIN)/pytest -q -n 2 -m "not slow"
+	$(BIN)/pytest -q -n 2 -m "not slow and not tpu"
 
 test-all: .venv/installed  ## all tests
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 2 -m "not tpu"
+
+test-tpu: .venv/aot  ## compiles for TPUs that are not there
+	$(BIN)/pytest -q -m tpu
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -25,6 +28,10 @@ lint: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit("kvjax needs Python 3.12 or newer: set PYTHON=...") if sys.version_info < (3, 12) else None'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/aot: .venv/installed
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[aot]'
 	touch $@
 
 clean:

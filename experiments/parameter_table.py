@@ -6,26 +6,17 @@ LRKV paper: section 5 (scales), Table 2 (cache), with the corrections of the REA
 Markdown table and one JSON line.
 """
 
-import importlib.util
 import json
 import pathlib
 
 import jax.numpy as jnp
-import ml_collections
 
 from kvjax import costs
 from kvjax import experiment as experiment_lib
+from kvjax.command_line import load_config
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 SCALES = ("tiny", "128m", "2p5b", "6p3b")
-
-
-def load_config(path: pathlib.Path) -> ml_collections.ConfigDict:
-    """The config of a file in configs/."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()
 
 
 def load(path: pathlib.Path) -> experiment_lib.Experiment:

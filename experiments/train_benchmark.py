@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import record
+from experiments.machine import matmul_rate
 from experiments.parameter_table import CONFIGS
 from experiments.parameter_table import load
 from kvjax import costs
@@ -29,23 +30,6 @@ _CONFIGS = flags.DEFINE_multi_string(
 )
 _STEPS = flags.DEFINE_integer("steps", 12, "Timed steps.")
 _SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/train_benchmark.json.")
-
-
-def matmul_rate(dtype: jnp.dtype, size: int = 2048, repeats: int = 10) -> float:
-    """FLOP/s of a [size, size] product: the median over repeats."""
-    a = jnp.ones((size, size), dtype)
-    multiply = jax.jit(lambda a: a @ a)
-    multiply(a).block_until_ready()
-    return 2 * size**3 / statistics.median(_seconds(lambda: multiply(a), repeats))
-
-
-def _seconds(run, repeats: int) -> list[float]:
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        seconds.append(time.perf_counter() - start)
-    return seconds
 
 
 def training_speed(experiment, steps: int) -> dict:

@@ -11,6 +11,7 @@ from typing import Any
 
 from absl import logging as absl_logging
 from etils import epath
+import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
@@ -135,6 +136,65 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._checkpointer.close()
+
+
+def saved_steps(directory: epath.Path) -> list[int]:
+    """Steps of the complete checkpoints, ascending, of a run that may still be going on.
+
+    `Checkpoints` is for the run itself: opening one removes what is being written.
+    """
+    if not directory.exists():  # Orbax would make it
+        return []
+    absl_logging.set_verbosity(absl_logging.ERROR)
+    with contextlib.closing(ocp.training.Checkpointer(directory)) as checkpointer:
+        return [c.step for c in checkpointer.checkpoints]
+
+
+def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> Any:
+    """The parameters of one checkpoint; optimizer state is not read.
+
+    Args:
+      step: one of `saved_steps`.
+      abstract_params: a tree of ShapeDtypeStructs with shardings, which need not be those of
+        training; arrays come in its dtypes.
+
+    Raises:
+      UserError: the checkpoint holds parameters of other names or shapes (says which), or cannot
+        be read.
+    """
+    path = directory / str(step)
+    try:
+        there = _shapes(ocp.metadata(path, checkpointable_name="state").metadata["params"])
+        asked = _shapes(abstract_params)
+        if there == asked:
+            context = ocp.Context()
+            context.pytree.loading.partial_load = True
+            with context:
+                tree = dict(params=abstract_params)
+                return ocp.load(path, tree, checkpointable_name="state")["params"]
+    except Exception as error:  # corrupted files raise many types
+        others = [s for s in saved_steps(directory) if s != step]
+        raise UserError(
+            f"{path} cannot be read ({_reason(error)}); "
+            + (f"other checkpoints there: steps {others}" if others else "there is no other")
+        ) from error
+    differing = sorted(k for k in there.keys() | asked.keys() if there.get(k) != asked.get(k))
+    rows = [
+        f"  {k}: checkpoint {there.get(k, 'none')}, config {asked.get(k, 'none')}"
+        for k in differing[:8]
+    ]
+    rows += [f"  and {len(differing) - 8} more"] if len(differing) > 8 else []
+    raise UserError(
+        f"{path} holds another model than the config describes:\n"
+        + "\n".join(rows)
+        + "\nGive the workdir that it was trained in, with its config.json as it was"
+    )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes by dotted name; the metadata of a checkpoint has integer keys as strings."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
 
 
 def _reason(error: BaseException) -> str:

@@ -5,7 +5,9 @@ import runpy
 import sys
 
 from absl import app
+from absl import flags
 import ml_collections
+from ml_collections import config_flags
 
 from kvjax.errors import UserError
 
@@ -28,17 +30,49 @@ def parse(argv: list[str], default: pathlib.Path) -> list[str]:
         sys.exit(2)
 
 
+def load_config(
+    file: pathlib.Path, overrides: list[str] | None = None
+) -> ml_collections.ConfigDict:
+    """The config that a file's `get_config()` gives.
+
+    Args:
+      file: a Python file, as in configs/.
+      overrides: as on the command line: "--config.train.num_steps=100".
+
+    Raises:
+      UserError: the file, or a key of an override, is not there (the message says what is), or a
+        value has another type.
+    """
+    if not file.is_file():
+        there = sorted(path.name for path in file.parent.glob("*.py"))
+        beside = f"in {file.parent} there are {', '.join(there)}" if there else "nor any beside it"
+        raise UserError(f"--config={file}: no such file; {beside}")
+    if not overrides:
+        get_config = runpy.run_path(str(file)).get("get_config")
+        if get_config is None:
+            raise UserError(f"--config={file}: has no get_config(); see configs/lrkv_tiny.py")
+        return get_config()
+    argv = ["", f"{PREFIX}={file}", *overrides]
+    _check(argv)
+    values = flags.FlagValues()
+    config = config_flags.DEFINE_config_file(
+        PREFIX.removeprefix("--"), None, flag_values=values, sys_argv=argv
+    )
+    try:
+        rest = values(argv)[1:]
+    except (flags.Error, TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    if rest:
+        raise UserError(f"unknown argument {rest[0]!r}: options start with --")
+    return config.value
+
+
 def _check(argv: list[str]) -> None:
     """Raises a UserError for a config file that is not there, or an override it has no key for."""
     given = dict(a.split("=", 1) for a in argv[1:] if a.startswith(PREFIX) and "=" in a)
     if PREFIX not in given:
         return  # `--config FILE`: absl reports what is wrong with it
-    file = pathlib.Path(given.pop(PREFIX))
-    if not file.is_file():
-        there = sorted(path.name for path in file.parent.glob("*.py"))
-        beside = f"in {file.parent} there are {', '.join(there)}" if there else "nor any beside it"
-        raise UserError(f"--config={file}: no such file; {beside}")
-    config = runpy.run_path(str(file))["get_config"]()
+    config = load_config(pathlib.Path(given.pop(PREFIX)))
     for flag in given:
         section, here = config, "config"
         for key in flag.removeprefix(PREFIX + ".").split("."):

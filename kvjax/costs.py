@@ -1,12 +1,19 @@
-"""What a model costs, from its shapes: parameters, cache bytes, FLOPs, training memory."""
+"""What a model costs, from its shapes: parameters, cache bytes, FLOPs, memory, decoding.
+
+    python -m kvjax.costs --config=configs/lrkv_2p5b.py    # as tables: see cost_report.py
+
+Bytes are logical: what the formulas say, without tiling, padding or copies.
+"""
 
 import dataclasses
 import math
+import sys
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from kvjax.devices import Device
 from kvjax.layers.weight import Axes
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
@@ -14,6 +21,8 @@ from kvjax.model.transformer import Transformer
 from kvjax.optim import parameter_labels
 
 PARTS = ("embedding", "attention", "mlp", "norm", "head")
+# Of a device's memory, for activations, temporaries and the runtime: a choice (vLLM's default too).
+RESERVE = 0.1
 
 
 def abstract_parameters(config: TransformerConfig) -> tuple[dict, dict]:
@@ -48,10 +57,30 @@ def cache_bytes_per_token(config: TransformerConfig, dtype: jnp.dtype) -> int:
     LRKV: eq. 5, plus 4 bytes per KV head for 1/rms where keys are normed.
     """
     return sum(
-        math.prod(field.shape) * jnp.dtype(field.dtype or dtype).itemsize
+        math.prod(field.shape) * field.dtype_in(dtype).itemsize
         for mechanism in config.mechanisms
         for field in mechanism.entry().values()
     )
+
+
+def matrix_weights(config: TransformerConfig, *, decoding: bool = False) -> dict[str, int]:
+    """Weights by part that multiply a token: a tied head counts, tables, gains and biases do not.
+
+    Args:
+      decoding: without the weights that decoding absorbs into query and output.
+    """
+    counts = dict.fromkeys(PARTS, 0)
+    shapes, axes = abstract_parameters(config)
+    absorbed = [mechanism.absorbed if decoding else () for mechanism, _ in config.segments]
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    for (path, leaf), text in zip(leaves, jax.tree.leaves(axes), strict=True):
+        keys = tuple(entry.key for entry in path)
+        folded = "mechanism" in keys and keys[-1] in absorbed[keys[1]]
+        if Axes.parse(text).is_matrix and not folded:
+            counts[_part(keys)] += math.prod(leaf.shape)
+    if config.block.tied_head:
+        counts["head"] = config.vocab_size * config.block.d_model
+    return counts
 
 
 def training_flops_per_token(config: TransformerConfig, sequence_length: int) -> int:
@@ -60,18 +89,88 @@ def training_flops_per_token(config: TransformerConfig, sequence_length: int) ->
     Every matrix is used once per token; attention counts all T keys, causal or not (as nanochat
     and PaLM do; the arithmetic a causal kernel needs is half of that part).
     """
-    shapes, axes = abstract_parameters(config)
-    sizes = jax.tree.map(
-        lambda shape, text: math.prod(shape.shape) if Axes.parse(text).is_matrix else 0,
-        shapes,
-        axes,
-    )
-    tied_head = config.vocab_size * config.block.d_model if config.block.tied_head else 0
-    matmul = sum(jax.tree.leaves(sizes)) + tied_head
+    matmul = sum(matrix_weights(config).values())
     attention = sum(
         sequence_length * m.num_heads * (m.query_dim + m.value_dim) for m in config.mechanisms
     )
     return 6 * (matmul + attention)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeCost:
+    """One step of decoding: one new token in each of `batch` sequences of `length` cached tokens.
+
+    FLOPs are 2 per multiply-add of matrices and attention; bytes are those read, logical.
+    """
+
+    batch: int
+    length: int
+    weight_flops_per_token: int
+    attention_flops_per_token: int
+    weight_bytes: int  # every weight once per step, of input tables the rows looked up
+    cache_bytes: int  # of all sequences, read once per step
+
+    @property
+    def flops_per_token(self) -> int:
+        return self.weight_flops_per_token + self.attention_flops_per_token
+
+    @property
+    def bytes(self) -> int:
+        """Read per step."""
+        return self.weight_bytes + self.cache_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Read per generated token."""
+        return self.bytes / self.batch
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte read."""
+        return self.batch * self.flops_per_token / self.bytes
+
+    def seconds(self, device: Device) -> float:
+        """The least a step can take on one chip: its bytes at full bandwidth or, if more, its FLOPs
+        at the full dense bfloat16 rate."""
+        flops = self.batch * self.flops_per_token
+        return max(self.bytes / device.bandwidth, flops / device.bf16_flops)
+
+
+def decode_cost(
+    config: TransformerConfig, *, length: int, batch: int, dtype: jnp.dtype
+) -> DecodeCost:
+    """What a decode step costs with weights and cache in `dtype`; each query sees `length` keys."""
+    base = config.block.angles_base
+    flops = [mechanism.decode_flops(base) for mechanism in config.mechanisms]
+    tables = parameters(config)["embedding"]
+    looked_up = batch * config.block.d_model * (2 if config.block.positions == "learned" else 1)
+    if config.block.tied_head:  # then the embedding is read whole, as the head
+        head = config.vocab_size * config.block.d_model
+        tables, looked_up = tables - head, looked_up - batch * config.block.d_model
+    return DecodeCost(
+        batch=batch,
+        length=length,
+        weight_flops_per_token=2 * sum(matrix_weights(config, decoding=True).values()),
+        attention_flops_per_token=round(sum(f.per_query + length * f.per_key for f in flops)),
+        weight_bytes=weight_bytes(config, dtype) - (tables - looked_up) * dtype.itemsize,
+        cache_bytes=batch * length * cache_bytes_per_token(config, dtype),
+    )
+
+
+def weight_bytes(config: TransformerConfig, dtype: jnp.dtype) -> int:
+    """Bytes of all weights in `dtype`, as they lie in memory while decoding."""
+    return parameters(config)["total"] * dtype.itemsize
+
+
+def largest_batch(
+    config: TransformerConfig, *, length: int, dtype: jnp.dtype, device: Device
+) -> int:
+    """Sequences of `length` tokens whose caches fit one chip beside the weights; 0 if none does.
+
+    A part of memory, RESERVE, is left for everything else.
+    """
+    free = math.floor((1 - RESERVE) * device.hbm_bytes) - weight_bytes(config, dtype)
+    return max(0, free // (length * cache_bytes_per_token(config, dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,3 +238,9 @@ def _activation_bytes_per_token(
     ]
     kept = max(inside) if compute.remat == "full" else sum(inside)
     return kept + 2 * c.num_layers * c.d_model * compute.dtype.itemsize + logits
+
+
+if __name__ == "__main__":
+    from kvjax import cost_report  # above this module: it reads configs
+
+    cost_report.main(sys.argv)

@@ -147,6 +147,9 @@ def grouped(num_heads: int, *, kv_heads: int, bases: int, rank: int, dim: int = 
         qk_norm="rms",
         bias=False,
         residual_init="linear",
+        rope="full",
+        tie="none",
+        position_channels=0,
         norm_epsilon=1e-6,
     )
 
@@ -165,6 +168,26 @@ def mqa(num_heads: int, *, dim: int = HEAD_DIM) -> dict:
 
 def lrkv(num_heads: int, *, rank: int, dim: int = HEAD_DIM) -> dict:
     return grouped(num_heads, kv_heads=num_heads, bases=1, rank=rank, dim=dim)
+
+
+def thin_keys(
+    num_heads: int, *, key_dim: int, kv_heads: int | None = None, dim: int = HEAD_DIM
+) -> dict:
+    """Keys (and queries) of fewer channels than values."""
+    return gqa(num_heads, kv_heads=kv_heads or num_heads, dim=dim) | dict(key_dim=key_dim)
+
+
+def projection_sharing(
+    num_heads: int,
+    *,
+    tie: str,
+    kv_heads: int | None = None,
+    channels: int = 0,
+    dim: int = HEAD_DIM,
+) -> dict:
+    """Q-K=V is tie="kv" (with kv_heads Q-GQA, Q-MQA), Q=K-V "qk", Q=K=V "qkv"; channels: "+"."""
+    shape = gqa(num_heads, kv_heads=kv_heads or num_heads, dim=dim)
+    return shape | dict(tie=tie, position_channels=channels)
 
 
 def mla(num_heads: int, *, latent: int, rope_dim: int = HEAD_DIM // 2, dim: int = HEAD_DIM) -> dict:

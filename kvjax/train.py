@@ -12,6 +12,7 @@ import signal
 import time
 
 from etils import epath
+from flax import nnx
 import jax
 import ml_collections
 import numpy as np
@@ -30,9 +31,11 @@ from kvjax.checkpoint import write_atomically
 from kvjax.configuration import to_text
 from kvjax.data import loader
 from kvjax.data import prepare
+from kvjax.decoding import Generator
+from kvjax.decoding import max_positions
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
-from kvjax.generate import sample
+from kvjax.generate import generate
 from kvjax.model.transformer import Compute
 from kvjax.optim import learning_rate_schedule
 from kvjax.program import Program
@@ -62,6 +65,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
         write_atomically(workdir / "config.txt", to_text(config))
         dataset = loader.open_dataset(prepare.prepare(experiment.data))
         claim(workdir / "dataset.json", {"dataset": dataset.path.name})
+        write_atomically(workdir / prepare.TOKENIZER, dataset.tokenizer.to_json())
         return Run(experiment, compute, mesh, workdir, dataset).run()
 
 
@@ -271,21 +275,11 @@ class Run:
         evaluations = [r for r in records if "validation_bpb" in r]
         if not evaluations:
             raise UserError(f"{self.workdir / metrics_lib.METRICS} has lost its records")
-        last = evaluations[-1]
-        e, tokenizer = self.experiment, self.dataset.tokenizer
+        last, e = evaluations[-1], self.experiment
         yardstick = self.dataset.info["xz_bits_per_byte"]
         metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick)
         if e.train.sample_tokens:
-            ids = sample(
-                self.program.graph,
-                state["params"],
-                [tokenizer.bos_id, *tokenizer.encode(e.train.sample_prompt)],
-                num_tokens=e.train.sample_tokens,
-                length=e.data.sequence_length,
-                key=jax.random.wrap_key_data(state["key"]),
-                compute=self.compute,
-            )
-            text = e.train.sample_prompt + tokenizer.decode(ids)
+            text = self._sample(state["params"])
             write_atomically(self.workdir / "sample.txt", text + "\n")
             print(f"\n--- sample ---\n{text}\n--------------\n")
         print(
@@ -295,6 +289,19 @@ class Run:
             f"curves, metrics, sample and checkpoints: {self.workdir}"
         )
         return last
+
+    def _sample(self, params: dict) -> str:
+        """config.train.sample_prompt and what follows it, as far as the model has positions."""
+        e, tokenizer = self.experiment, self.dataset.tokenizer
+        prompt = e.train.sample_prompt
+        num_tokens, limit = e.train.sample_tokens, max_positions(e.model)
+        if limit is not None:
+            num_tokens = min(num_tokens, limit - len(tokenizer.encode(prompt)))
+        if num_tokens < 1:
+            return prompt
+        generator = Generator(nnx.merge(self.program.graph, params), self.compute)
+        options = dict(num_tokens=num_tokens, seed=e.train.seed, end_at_special=False)
+        return prompt + generate(generator, tokenizer, [prompt], **options).texts[0]
 
 
 class Clock:

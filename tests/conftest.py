@@ -46,6 +46,23 @@ MECHANISMS = {
     "lrkv_gqa": (GroupedConfig, dict(num_heads=8, num_kv_heads=4, num_bases=2, rank=3)),
     "thin_keys": (GroupedConfig, dict(num_kv_heads=2, num_bases=2, rank=0, key_dim=4)),
     "lrkv_wide_keys": (GroupedConfig, dict(num_kv_heads=4, num_bases=1, rank=3, value_dim=6)),
+    "lrkv_shared_rope": (
+        GroupedConfig,
+        dict(num_kv_heads=4, num_bases=1, rank=3, value_dim=6, rope="shared"),
+    ),
+    "kv_tied": (GroupedConfig, dict(num_kv_heads=4, num_bases=4, rank=0, tie="kv")),
+    "kv_tied_gqa": (GroupedConfig, dict(num_kv_heads=2, num_bases=2, rank=0, tie="kv")),
+    "lrkv_kv_tied": (GroupedConfig, dict(num_kv_heads=4, num_bases=1, rank=3, tie="kv")),
+    "qk_tied": (GroupedConfig, dict(num_kv_heads=4, num_bases=4, rank=0, tie="qk", value_dim=6)),
+    "qkv_tied": (GroupedConfig, dict(num_kv_heads=4, num_bases=4, rank=0, tie="qkv")),
+    "qk_tied_plus": (
+        GroupedConfig,
+        dict(num_kv_heads=4, num_bases=4, rank=0, tie="qk", position_channels=6),
+    ),
+    "qkv_tied_plus": (
+        GroupedConfig,
+        dict(num_kv_heads=4, num_bases=4, rank=0, tie="qkv", position_channels=6),
+    ),
     "mla": (LatentConfig, dict(latent_dim=10, rope_key_dim=4, value_dim=6)),
     "mla_paper": (RebuiltLatentConfig, dict(latent_dim=10)),
 }
@@ -159,41 +176,45 @@ def _rms(x, epsilon, gain=None):
 
 
 def _heads(config, w, x_BTD):
-    """Per query head: query, key and value before norm and rotation, and what is rotated of them.
+    """Per query head: query, key and value before norm and rotation, the key as a list of parts.
 
-    Yields (q, k, v) of each query head, float64, for the grouped family and `mla_paper`.
+    Yields (q, [base, residual] or [key], v) of each query head, float64, for the grouped family
+    and `mla_paper`.
     """
+    affine = lambda name, head: (
+        x_BTD @ w[name][:, head] + (w[f"{name}_bias"][head] if f"{name}_bias" in w else 0.0)
+    )
     for n in range(config.num_heads):
-        q = x_BTD @ w["query"][:, n] + (w["query_bias"][n] if "query_bias" in w else 0.0)
         if isinstance(config, RebuiltLatentConfig):
             latent = x_BTD @ w["down"]
-            yield q, latent @ w["up_key"][:, n], latent @ w["up_value"][:, n]
+            yield affine("query", n), [latent @ w["up_key"][:, n]], latent @ w["up_value"][:, n]
             continue
         k_head = n * config.num_kv_heads // config.num_heads
         base = k_head * config.num_bases // config.num_kv_heads
-        both = []
-        for kind in ("key", "value"):
-            y = x_BTD @ w[f"base_{kind}"][:, base]
-            if f"base_{kind}_bias" in w:
-                y = y + w[f"base_{kind}_bias"][base]
+        parts = {}
+        for kind in ("key", "value") if config.tie in ("none", "qk") else ("key",):
+            parts[kind] = [affine(f"base_{kind}", base)]
             if config.rank:
-                y = y + x_BTD @ w[f"latent_{kind}"][:, k_head] @ w[f"expand_{kind}"][k_head]
-            both.append(y)
-        yield q, *both
+                latent = x_BTD @ w[f"latent_{kind}"][:, k_head]
+                parts[kind].append(latent @ w[f"expand_{kind}"][k_head])
+        k = parts["key"]
+        q = sum(k) if config.tie in ("qk", "qkv") else affine("query", n)
+        yield q, k, sum(parts.get("value", k))
 
 
 def _queries_keys_values(config, w, x_BTD, positions_T, base):
-    """Lists over the query heads of [B, T, H] queries, keys and values."""
+    """Lists over the query heads of [B, T, H] queries, keys and values.
+
+    With `rope="shared"` a key is [rotated base, residual], a query [rotated, unrotated].
+    """
+    gain = lambda name: w[name]["gain"] if config.qk_norm == "rms_gain" else 1.0
     norm = lambda y, name: (
-        y
-        if config.qk_norm == "none"
-        else _rms(y, config.norm_epsilon, w[name]["gain"] if config.qk_norm == "rms_gain" else None)
+        y if config.qk_norm == "none" else _rms(y, config.norm_epsilon, gain(name))
     )
     rotate = lambda y: y if base is None else _rotate(y, positions_T, base)
     result = []
     if isinstance(config, LatentConfig):
-        gain = w["latent_norm"]["gain"] if config.qk_norm == "rms_gain" else None
-        latent = _rms(x_BTD @ w["down"], config.norm_epsilon, gain)
+        latent = _rms(x_BTD @ w["down"], config.norm_epsilon, gain("latent_norm"))
         shared = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
         for n in range(config.num_heads):
             content = norm(x_BTD @ w["query"][:, n], "query_norm")
@@ -202,9 +223,48 @@ def _queries_keys_values(config, w, x_BTD, positions_T, base):
             k = np.concatenate([latent @ w["up_key"][:, n], shared], -1)
             result.append((q, k, latent @ w["up_value"][:, n]))
     else:
-        for q, k, v in _heads(config, w, x_BTD):
-            result.append((rotate(norm(q, "query_norm")), rotate(norm(k, "key_norm")), v))
+        for q, parts, v in _heads(config, w, x_BTD):
+            q = norm(q, "query_norm")
+            if getattr(config, "rope", "full") == "shared" and len(parts) == 2:
+                rms = 1.0
+                if config.qk_norm != "none":
+                    rms = np.sqrt(np.mean(sum(parts) ** 2, -1, keepdims=True) + config.norm_epsilon)
+                own, residual = (y / rms * gain("key_norm") for y in parts)
+                q, k = [rotate(q), q], [rotate(own), residual]
+                result.append((np.concatenate(q, -1), np.concatenate(k, -1), v))
+            else:
+                result.append((rotate(q), rotate(norm(sum(parts), "key_norm")), v))
     return [list(column) for column in zip(*result, strict=True)]
+
+
+def _encoding(positions_T, channels):
+    """[T, C]: sines in even channels, cosines in odd ones (Vaswani et al., section 3.5)."""
+    out = np.empty((len(positions_T), channels))
+    for i in range(channels):
+        angle = positions_T / 10_000 ** (2 * (i // 2) / channels)
+        out[:, i] = np.cos(angle) if i % 2 else np.sin(angle)
+    return out
+
+
+def _attention_maps(config, w, x_BTD, positions_T, base):
+    """Per query head, what softmax takes: [B, T, S].
+
+    The "+" of projection sharing (section 2.2): P [T, S, m] is a fixed 2-D encoding; the map is
+    broadcast over m channels, added to P, and mapped back by a 1x1 convolution, w/m.
+    """
+    own_dim = config.query_dim if isinstance(config, LatentConfig) else config.key_dim
+    m = getattr(config, "position_channels", 0)
+    for q, k, _ in zip(*_queries_keys_values(config, w, x_BTD, positions_T, base), strict=True):
+        z_BTS = np.einsum("bth,bsh->bts", q, k) / math.sqrt(own_dim)
+        if m:
+            e = _encoding(positions_T, m // 2)
+            T = len(positions_T)
+            p_TSm = np.zeros((T, T, m))
+            for t in range(T):
+                for s in range(T):
+                    p_TSm[t, s] = np.concatenate([e[t], e[s]])
+            z_BTS = (z_BTS[..., None] + p_TSm[None]) @ (w["position_map"] / m)
+        yield z_BTS
 
 
 def _softmax(z, axis=-1):
@@ -217,9 +277,9 @@ def _attention(config, weights, x_BTD, *, base, causal, positions_T=None):
     T = x_BTD.shape[1]
     positions_T = np.arange(T) if positions_T is None else positions_T
     y = np.zeros((*x_BTD.shape[:2], weights["out"].shape[-1]))
-    heads = _queries_keys_values(config, weights["mechanism"], x_BTD, positions_T, base)
-    for n, (q, k, v) in enumerate(zip(*heads, strict=True)):
-        z = np.einsum("bth,bsh->bts", q, k) / math.sqrt(q.shape[-1])
+    given = (config, weights["mechanism"], x_BTD, positions_T, base)
+    values = _queries_keys_values(*given)[2]
+    for n, (z, v) in enumerate(zip(_attention_maps(*given), values, strict=True)):
         if causal:
             z = np.where(np.tril(np.ones((T, T), bool))[None], z, -np.inf)
         y += _softmax(z) @ v @ weights["out"][n]
@@ -282,10 +342,12 @@ def _nats(logits_BTV, targets_BT):
 
 @pytest.fixture(scope="session")
 def reference():
-    """NumPy float64 definitions: rotate, attention, queries_keys_values, logits, nats."""
+    """NumPy float64 definitions, from the rotation of a pair to the logits of a model."""
     return types.SimpleNamespace(
         rotate=_rotate,
+        encoding=_encoding,
         attention=_attention,
+        attention_maps=_attention_maps,
         queries_keys_values=_queries_keys_values,
         logits=_logits,
         nats=_nats,

@@ -12,6 +12,8 @@ import pytest
 from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import Checkpoints
 from kvjax.checkpoint import claim
+from kvjax.checkpoint import read_parameters
+from kvjax.checkpoint import saved_steps
 from kvjax.errors import UserError
 
 
@@ -102,6 +104,54 @@ def test_half_written_checkpoints_are_not_found(saved):
     unfinished = saved / CHECKPOINTS / "4.orbax-checkpoint-tmp"
     (unfinished / "state").mkdir(parents=True)
     assert restore(saved)[0][2] == 3
+
+
+def abstract_parameters(dtype=jnp.float32, **shapes):
+    """As saved, but for shapes given, on another device than they were saved from."""
+    device = jax.devices()[-1]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = {"w": (64, 8), "segments": {0: {"b": (3,)}}} | shapes
+    leaf = lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def test_parameters_alone(tmp_path):
+    """Beside an optimizer state of which nothing is asked."""
+    workdir = epath.Path(tmp_path)
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, state(float(step)) | {"optimizer": jnp.ones(5)}, position=0)
+    checkpoints.close()
+    params = read_parameters(workdir / CHECKPOINTS, 1, abstract_parameters(jnp.bfloat16))
+    assert params["w"].dtype == jnp.bfloat16 and params["w"].devices() == {jax.devices()[-1]}
+    want = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state(1.0)["params"])
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
+def test_parameters_of_another_model(saved):
+    other = abstract_parameters(w=(64, 9), v=(1,))
+    with pytest.raises(UserError, match="another model") as error:
+        read_parameters(saved / CHECKPOINTS, 3, other)
+    message = str(error.value)
+    assert "w: checkpoint (64, 8), config (64, 9)" in message
+    assert "v: checkpoint none, config (1,)" in message and "segments" not in message
+
+
+def test_parameters_that_cannot_be_read(saved):
+    corrupt(saved / CHECKPOINTS / "3")
+    with pytest.raises(UserError, match=r"checkpoints/3 cannot be read .*steps \[2\]"):
+        read_parameters(saved / CHECKPOINTS, 3, abstract_parameters())
+    assert saved_steps(saved / CHECKPOINTS) == [2, 3]  # nothing is set aside
+
+
+def test_listing_steps_changes_nothing(saved):
+    unfinished = saved / CHECKPOINTS / "4.orbax-checkpoint-tmp"
+    (unfinished / "state").mkdir(parents=True)
+    listing = lambda: sorted(pathlib.Path(saved).rglob("*"))
+    before = listing()
+    assert saved_steps(saved / CHECKPOINTS) == [2, 3]
+    assert listing() == before
+    assert saved_steps(saved / "nowhere") == [] and not (saved / "nowhere").exists()
 
 
 def test_claim_names_what_differs(saved):

@@ -8,14 +8,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.d36 import MECHANISMS as D36
+from experiments.d36 import model as d36_model
 from experiments.parameter_table import CONFIGS
 from experiments.parameter_table import load
+from kvjax import cache as cache_lib
 from kvjax import costs
+from kvjax import devices
 from kvjax import experiment
 from kvjax import recipes
 from kvjax import sharding
+from kvjax.kernels.decode_attention import xla
+from kvjax.kernels.decode_attention.bodies import BLOCK
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
+from kvjax.model.decoder import Decoder
 from kvjax.model.loss import mean_loss
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
@@ -176,6 +183,156 @@ def test_training_flops_against_xla(make_mechanism, name, tied_head):
     counted = compiled.cost_analysis()["flops"]
     ours = B * T * costs.training_flops_per_token(config, T)
     assert 0.98 < counted / ours < 1.05
+
+
+@pytest.mark.parametrize("name", D36)
+def test_decode_attention_flops_against_xla(name):
+    """One tile, since XLA counts a loop's body once; it also counts 4 per logit of softmax."""
+    config, B, S = d36_model(name, layers=1), 2, BLOCK
+    (mechanism,), base = config.mechanisms, config.block.angles_base
+    graph, state = nnx.split(nnx.eval_shape(lambda: mechanism.build(2304, rngs=nnx.Rngs(0))))
+    cache = cache_lib.abstract([mechanism], batch=B, capacity=S, dtype=jnp.dtype(jnp.float32))
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    first_B = jax.ShapeDtypeStruct((B,), jnp.int32)
+    N, H = mechanism.num_heads, mechanism.query_dim
+
+    def attend(weights, query, layer, first_B):
+        inputs = nnx.merge(graph, weights).decode_inputs(query, base)
+        return xla.tiled(inputs, layer, first_B, S)
+
+    arguments = (nnx.to_pure_dict(state), shape(B, 1, N, H), cache.layers[0], first_B)
+    counted = jax.jit(attend).lower(*arguments).compile().cost_analysis()["flops"]
+    once, each = mechanism.decode_flops(base)
+    if "key_scale" in cache.layers[0]:  # of the new key, counted with the projections here
+        once -= mechanism.num_kv_heads * mechanism.key_dim * (2 * mechanism.rank + 3)
+    assert 0.98 < counted / (B * (once + S * each + 4 * N * S)) < 1.02
+
+
+@pytest.mark.parametrize("name", ["MHA", "LRKV", "LRKV, RoPE on shared", "MLA", "Q-K=V"])
+def test_decode_step_flops_against_xla(name):
+    """A whole step of two layers, weights and attention, on a cache of one tile."""
+    config, B, S = d36_model(name, layers=2), 1, BLOCK
+    config = dataclasses.replace(config, vocab_size=512)
+    model = lambda: Decoder(Transformer(config, jax.random.key(0)))
+    graph, state = nnx.split(nnx.eval_shape(model))
+    cache = cache_lib.abstract(config.mechanisms, batch=B, capacity=S, dtype=jnp.dtype(jnp.float32))
+    integers = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+
+    def step(weights, tokens, cache, counts):
+        decoder = nnx.merge(graph, weights)
+        x, cache = decoder(tokens, cache, counts)
+        return decoder.logits(x), cache
+
+    arguments = (nnx.to_pure_dict(state), integers(B, 1), cache, integers(B))
+    counted = jax.jit(step).lower(*arguments).compile().cost_analysis()["flops"]
+    cost = costs.decode_cost(config, length=S, batch=B, dtype=jnp.dtype(jnp.float32))
+    assert 0.98 < counted / cost.flops_per_token < 1.02
+
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+def _decode(mechanism, scale, **shape):
+    shape = dict(length=4096, batch=1, dtype=BF16) | shape
+    return costs.decode_cost(_config(mechanism, scale), **shape)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_decode_flops_by_formula(scale):
+    """Per token: 2 per weight, and 2·N·(H + Hv) per layer for each of S keys."""
+    L, S = SCALES[scale], 4096
+    D, N, C = 64 * L, L // 2, LATENT[scale]
+    other = L * (2 * D * D + 8 * D * D) + V * D  # query, out, MLP, head
+    weights = dict(
+        mha=other + L * 2 * D * D,
+        gqa=other + L * 2 * D * GROUPS[scale] * H,
+        lrkv=other + L * 2 * D * (H + N * RANK),  # B is absorbed
+        mla=other + L * (D * N * P + D * P + D * C),  # and the up-projections
+        mla_paper=other + L * D * C,
+    )
+    for mechanism, count in weights.items():
+        assert _decode(mechanism, scale).weight_flops_per_token == 2 * count, mechanism
+    attention = dict(
+        mha=S * 4 * N * H,
+        gqa=S * 4 * N * H,
+        mqa=S * 4 * N * H,
+        # q W_up once, then C + P for a logit and C for the weighted latent (DeepSeek-V2)
+        mla=2 * N * C * 2 * H + S * 2 * N * (2 * C + P),
+    )
+    for mechanism, flops in attention.items():
+        assert _decode(mechanism, scale).attention_flops_per_token == L * flops, mechanism
+
+
+def test_decode_attention_is_what_the_mechanisms_say(make_mechanism):
+    """Layer by layer: ranks may differ, and rank 0 absorbs nothing."""
+    plain, residual = make_mechanism("lrkv", rank=0), make_mechanism("lrkv", rank=3)
+    block = BlockConfig(num_layers=3, d_model=16, mlp_dim=32)
+    mixed = TransformerConfig(block=block, mechanisms=(plain, residual, residual), vocab_size=64)
+    shape = dict(length=10, batch=1, dtype=BF16)
+    cost = costs.decode_cost(mixed, **shape)
+    once, each = residual.decode_flops(block.rope_base)
+    keys = plain.decode_flops(block.rope_base).per_key
+    assert cost.attention_flops_per_token == round(10 * keys + 2 * (once + 10 * each))
+    N, h, D = 4, 8, 16
+    layers = 3 * (2 * D * N * h + 2 * D * h + 2 * D * 32) + 2 * (2 * D * N * 3)
+    assert cost.weight_flops_per_token == 2 * (layers + 64 * D)
+    everything = layers + 64 * D + 2 * 2 * N * 3 * h  # with B, which is read all the same
+    assert cost.weight_bytes == 2 * (everything + D)
+
+
+@pytest.mark.parametrize("tied_head", [False, True])
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_decode_reads_rows_of_tables(make_mechanism, tied_head, positions):
+    """A table costs a row per sequence; an embedding that is also the head is read whole."""
+    D, V, B = 16, 64, 5
+    block = BlockConfig(
+        num_layers=1, d_model=D, mlp_dim=32, tied_head=tied_head, positions=positions
+    )
+    config = TransformerConfig(block=block, mechanisms=(make_mechanism("mha"),), vocab_size=V)
+    cost = costs.decode_cost(config, length=7, batch=B, dtype=jnp.dtype(jnp.float32))
+    matrices = 4 * D * 32 + 2 * D * 32 + V * D
+    rows = (not tied_head) + (positions == "learned")
+    assert cost.weight_bytes == 4 * (matrices + B * D * rows)
+    assert cost.weight_flops_per_token == 2 * matrices
+    assert cost.cache_bytes == B * 7 * 4 * 2 * 32
+
+
+def test_decode_totals_per_step_and_token():
+    cost = costs.DecodeCost(
+        batch=4,
+        length=10,
+        weight_flops_per_token=70,
+        attention_flops_per_token=30,
+        weight_bytes=100,
+        cache_bytes=60,
+    )
+    assert (cost.flops_per_token, cost.bytes, cost.bytes_per_token) == (100, 160, 40)
+    assert cost.intensity == 2.5
+    chip = dict(name="x", hbm_bytes=1, source="")
+    assert cost.seconds(devices.Device(bandwidth=16, bf16_flops=400, **chip)) == 10  # bytes
+    assert cost.seconds(devices.Device(bandwidth=160, bf16_flops=40, **chip)) == 10  # FLOPs
+
+
+def test_decode_batch_reads_weights_once():
+    one, eight = _decode("lrkv", "128m"), _decode("lrkv", "128m", batch=8)
+    assert eight.cache_bytes == 8 * one.cache_bytes == 8 * 4096 * 12 * (2 * 2 * 512 + 4 * 6)
+    assert eight.weight_bytes - one.weight_bytes == 7 * 2 * 768  # rows of the embedding
+    assert eight.flops_per_token == one.flops_per_token
+    assert eight.intensity > one.intensity
+
+
+def test_largest_batch():
+    """Weights and caches in nine tenths of memory: one more would not fit."""
+    config, shape = _config("gqa", "2p5b"), dict(length=8192, dtype=BF16)
+    weights = 2 * _parts("gqa", "2p5b")["total"]
+    each = 8192 * 36 * 2 * 2 * 6 * 128
+    assert costs.weight_bytes(config, BF16) == weights
+    for name, count in (("h200", 134), ("v5e", 10)):
+        device = devices.get(name)
+        assert costs.largest_batch(config, device=device, **shape) == count
+        assert weights + count * each <= 0.9 * device.hbm_bytes < weights + (count + 1) * each
+    small = devices.Device(name="x", hbm_bytes=weights, bandwidth=1, bf16_flops=1, source="")
+    assert costs.largest_batch(config, device=small, **shape) == 0
 
 
 def test_training_memory(make_mechanism):

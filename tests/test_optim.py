@@ -42,7 +42,8 @@ def _kind(names):
         return "embedding"
     if names[0] == "head":
         return "head"
-    return "vector" if names[-1] in ("gain", "bias") or names[-1].endswith("_bias") else "matrix"
+    vectors = ("gain", "bias", "position_map")
+    return "vector" if names[-1] in vectors or names[-1].endswith("_bias") else "matrix"
 
 
 def _setup(config, *, num_steps=1000, scale=1.0, seed=0, **options):

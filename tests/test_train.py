@@ -1,8 +1,10 @@
 """The loop, in this process: it learns, resumes, accumulates, and stops with one message."""
 
 import json
+import types
 
 from etils import epath
+from flax import nnx
 import jax
 import numpy as np
 import pytest
@@ -13,7 +15,10 @@ from kvjax import preflight
 from kvjax import program
 from kvjax import sharding
 from kvjax import train
+from kvjax.data import tokenizer
 from kvjax.errors import UserError
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
 from tests import runs
 
 
@@ -39,7 +44,8 @@ def test_a_run_leaves_what_it_promises(source, tmp_path, capfd):
     assert losses[0] == pytest.approx(np.log(257), rel=1e-6)  # the head starts at zero
     assert losses[-1] < losses[0] - 1
     assert last["validation_bpb"] == records(tmp_path)[-1]["validation_bpb"] < 5
-    for name in ("config.txt", "config.json", "curves.png", "sample.txt", "events", "checkpoints"):
+    files = ("config.txt", "config.json", "tokenizer.json", "curves.png", "sample.txt")
+    for name in (*files, "events", "checkpoints"):
         assert (tmp_path / name).exists(), name
     output = capfd.readouterr().out
     assert "bits per byte" in output and "xz -9e" in output and "--- sample ---" in output
@@ -56,14 +62,39 @@ def test_stopping_and_going_on_changes_nothing(source, tmp_path):
     assert (parts / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
 
 
+def test_the_sample_is_the_same_each_time(source, tmp_path):
+    texts = []
+    for _ in range(2):
+        train.train(runs.small_config(*source, num_steps=3), epath.Path(tmp_path))
+        texts.append((tmp_path / "sample.txt").read_text())
+        (tmp_path / "sample.txt").unlink()
+    assert texts[0] == texts[1] and texts[0].startswith("The king ")
+
+
+@pytest.mark.parametrize("prompt", ["The king ", "The king " * 9])
+def test_a_sample_ends_where_positions_do(source, prompt):
+    config = runs.small_config(*source, sample_tokens=60, sample_prompt=prompt)
+    config.model.update(positions="learned", max_positions=32)
+    experiment = experiment_lib.resolve(config)
+    graph, params = nnx.split(Transformer(experiment.model, jax.random.key(0)))
+    run = types.SimpleNamespace(
+        experiment=experiment,
+        compute=Compute(),
+        program=types.SimpleNamespace(graph=graph),
+        dataset=types.SimpleNamespace(tokenizer=tokenizer.byte_tokenizer()),
+    )
+    sample = train.Run._sample(run, nnx.to_pure_dict(params))
+    assert sample.startswith(prompt)
+    # BOS and the prompt's bytes have positions, and so have all tokens but the last.
+    assert len(sample) > len(prompt) if len(prompt) < 32 else sample == prompt
+
+
 def test_bits_per_byte_is_what_its_definition_says(source, tmp_path):
     """Sum of nats over targets with bytes / (ln 2 x bytes), from logits of a restored model."""
-    from flax import nnx
     import jax.numpy as jnp
 
     from kvjax.data import loader
     from kvjax.data import prepare
-    from kvjax.model.transformer import Transformer
 
     config = runs.small_config(*source)
     last = train.train(config, epath.Path(tmp_path))

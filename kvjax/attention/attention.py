@@ -1,4 +1,7 @@
-"""The attention module: a mechanism, softmax attention from a library, an output projection."""
+"""The attention module: a mechanism, softmax attention, an output projection.
+
+Training's softmax attention is a library's, over expanded keys and values; `decode` reads a cache.
+"""
 
 import functools
 
@@ -7,7 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.layers.rope import Rotary
+from kvjax.cache import append
+from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 
@@ -22,11 +27,40 @@ class Attention(nnx.Module):
         self.mechanism = config.build(d_model, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, rotary: Rotary | None, *, causal: bool, query_chunk: int = 0
+        self, x_BTD: jax.Array, positions: Positions, *, causal: bool, query_chunk: int = 0
     ) -> jax.Array:
-        q_BTNH, raw = self.mechanism.project(x_BTD, rotary)
-        k_BTKH, v_BTKH = self.mechanism.keys_values(raw, rotary)
-        o_BTNH = softmax_attention(q_BTNH, k_BTKH, v_BTKH, causal=causal, query_chunk=query_chunk)
+        q_BTNH, raw = self.mechanism.project(x_BTD, positions)
+        k_BTKH, v_BTKH = self.mechanism.keys_values(raw, positions)
+        options = dict(causal=causal, query_chunk=query_chunk)
+        scale = self.mechanism.config.scale
+        return self._project_out(softmax_attention(q_BTNH, k_BTKH, v_BTKH, scale=scale, **options))
+
+    def decode(
+        self,
+        x_BTD: jax.Array,
+        positions: Positions,
+        layer: dict[str, jax.Array],
+        counts_B: jax.Array,
+        *,
+        rope_base: float | None,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Attention of T new tokens over a cache that they join: ([B, T, D], the layer's cache).
+
+        Args:
+          positions: of the new tokens; those of a sequence follow its cached ones.
+          layer: one layer of a `kvjax.cache.Cache`; the result takes its place.
+          counts_B: how many of the T tokens are real; the rest is padding at the end.
+          implementation: see `decode_attention`.
+        """
+        q_BTNH, raw = self.mechanism.project(x_BTD, positions)
+        first_B = positions.index[:, 0]
+        layer = append(layer, self.mechanism.encode(raw, positions), first_B, counts_B)
+        inputs = self.mechanism.decode_inputs(q_BTNH, rope_base)
+        o_BTNH = decode_attention(inputs, layer, first_B, implementation=implementation)
+        return self._project_out(o_BTNH.astype(x_BTD.dtype)), layer
+
+    def _project_out(self, o_BTNH: jax.Array) -> jax.Array:
         B, T, N, Hv = o_BTNH.shape
         y_BTD = linear(o_BTNH.reshape(B, T, N * Hv), self.out[...].reshape(N * Hv, -1))
         return y_BTD if self.out_bias is None else y_BTD + self.out_bias[...][None, None]
@@ -38,13 +72,15 @@ def softmax_attention(
     v_BTKV: jax.Array,
     *,
     causal: bool,
+    scale: float | None = None,
     query_chunk: int = 0,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(H)) v of the training pass: [B, T, N, Hv].
+    """softmax(scale · q k^T) v of the training pass: [B, T, N, Hv].
 
     Args:
       q_BTNH: queries, N heads.
       k_BTKH, v_BTKV: keys and values, K heads, K dividing N; key and value dims may differ.
+      scale: 1/sqrt(H) if not given.
       causal: whether query t sees keys 0..t only.
       query_chunk: if positive and causal, queries go in chunks of this many, each against the keys
         it can see: half the work where the library computes masked logits (CPU).
@@ -53,9 +89,9 @@ def softmax_attention(
     dim = max(H, Hv)  # the library refuses unequal dims: pad with zeros, slice
     pad = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, dim - x.shape[-1])])
     q, k, v = (x if x.shape[-1] == dim else pad(x) for x in (q_BTNH, k_BTKH, v_BTKV))
-    attend = functools.partial(jax.nn.dot_product_attention, scale=H**-0.5)
-    if q.dtype == jnp.float64:  # the library's softmax is float32 whatever its inputs are
-        attend = functools.partial(_float64_attention, scale=H**-0.5)
+    float64 = q.dtype == jnp.float64  # the library's softmax is float32 whatever its inputs are
+    attend = _float64_attention if float64 else jax.nn.dot_product_attention
+    attend = functools.partial(attend, scale=H**-0.5 if scale is None else scale)
     T = q.shape[1]
     if not causal or not 0 < query_chunk < T:
         return attend(q, k, v, is_causal=causal)[..., :Hv]

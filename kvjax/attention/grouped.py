@@ -1,10 +1,14 @@
-"""MHA, GQA, MQA, LRKV and LRKV x GQA: one family.
+"""MHA, GQA, MQA, LRKV, LRKV x GQA, thin keys and projection sharing: one family.
 
     K_k = Base^K[j(k)] + R^K_k B^K_k        V_k = Base^V[j(k)] + R^V_k B^V_k        # LRKV eq. 2
 
 with N query heads reading K KV heads reading J bases, and R^K = X U^K of rank R (B is stored
 transposed, [R, H]). J = K and rank 0 is MHA (K = N), GQA or MQA (K = 1); J = 1 and K = N with
-rank R is LRKV.
+rank R is LRKV; H < Hv is thin keys.
+
+Projections may be shared (`tie`, projection sharing eq. 2-4): "kv", Q-K=V, values are the keys
+before norm and RoPE; "qk", Q=K-V, queries are the keys; "qkv", both. `position_channels` adds that
+paper's "+": fixed 2-D sinusoids of m channels on the logits, mapped back by m weights.
 """
 
 import dataclasses
@@ -13,23 +17,30 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention.mechanism import DecodeFlops
 from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
+from kvjax.kernels.decode_attention import bodies
+from kvjax.kernels.decode_attention import operands
+from kvjax.layers import sinusoid
 from kvjax.layers.norm import inverse_rms
-from kvjax.layers.rope import Rotary
+from kvjax.layers.rope import Positions
 from kvjax.layers.rope import rotate
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 
 RESIDUAL_INITS = ("linear", "zeros")
+TIES = ("none", "kv", "qk", "qkv")
+ROPES = ("full", "shared")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedConfig:
-    """N, K, J, R, H and Hv of the family."""
+    """N, K, J, R, H and Hv of the family, and what is tied."""
 
     num_heads: int  # N
     num_kv_heads: int  # K, divides N
@@ -40,37 +51,63 @@ class GroupedConfig:
     qk_norm: str = "rms"
     bias: bool = False  # on queries, bases and the output
     residual_init: str = "linear"  # of B: "linear" like every matrix, or "zeros" (starts as MQA)
+    # Where the model has RoPE: "full" rotates whole keys; "shared" the base only, and an unrotated
+    # query meets the residual: another model, cheaper to decode.
+    rope: str = "full"
+    tie: str = "none"
+    position_channels: int = 0  # m of the "+" variants, even; 0: none
     norm_epsilon: float = 1e-6
 
     def __post_init__(self):
         check_common(self)
         for key in ("num_kv_heads", "num_bases", "key_dim", "value_dim"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            "num_kv_heads",
-            self.num_kv_heads,
-            f"must divide num_heads = {self.num_heads}",
-        )
-        require(
-            self.num_kv_heads % self.num_bases == 0,
-            "num_bases",
-            self.num_bases,
-            f"must divide num_kv_heads = {self.num_kv_heads}",
-        )
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        divides = f"must divide num_heads = {heads}"
+        require(heads % kv_heads == 0, "num_kv_heads", kv_heads, divides)
+        divides = f"must divide num_kv_heads = {kv_heads}"
+        require(kv_heads % self.num_bases == 0, "num_bases", self.num_bases, divides)
         smaller = min(self.key_dim, self.value_dim)
+        allowed = f"must lie in [0, {smaller}], the smaller head dim (0 is MQA)"
+        require(0 <= self.rank <= smaller, "rank", self.rank, allowed)
+        for key, choices in (("residual_init", RESIDUAL_INITS), ("rope", ROPES), ("tie", TIES)):
+            value = getattr(self, key)
+            require(value in choices, key, repr(value), f"must be one of {choices}")
+        channels = self.position_channels
         require(
-            0 <= self.rank <= smaller,
-            "rank",
-            self.rank,
-            f"must lie in [0, {smaller}], the smaller head dim (0 is MQA)",
+            channels >= 0 and channels % 2 == 0,
+            "position_channels",
+            channels,
+            "must be even, half of it for the row and half for the column, or 0",
         )
-        require(
-            self.residual_init in RESIDUAL_INITS,
-            "residual_init",
-            repr(self.residual_init),
-            f"must be one of {RESIDUAL_INITS}",
-        )
+        self._check_ties()
+
+    def _check_ties(self) -> None:
+        if self.tie == "none":
+            return
+        shown = repr(self.tie)
+        if self.ties_values:
+            same = f"needs value_dim = {self.value_dim} equal to key_dim = {self.key_dim}"
+            require(self.key_dim == self.value_dim, "tie", shown, same)
+        if self.ties_queries:
+            every = f"needs num_kv_heads = {self.num_kv_heads} and num_bases = {self.num_bases} "
+            every += f"equal to num_heads = {self.num_heads}, and rank 0"
+            fits = self.num_bases == self.num_heads and not self.rank
+            require(fits, "tie", shown, every)
+        require(self.rope == "full", "rope", repr(self.rope), "must be 'full' where keys are tied")
+
+    @property
+    def ties_values(self) -> bool:
+        return self.tie in ("kv", "qkv")
+
+    @property
+    def ties_queries(self) -> bool:
+        return self.tie in ("qk", "qkv")
+
+    @property
+    def splits_rope(self) -> bool:
+        """Whether an unrotated residual stands beside a rotated base."""
+        return bool(self.rank) and self.rope == "shared"
 
     @property
     def rope_dim(self) -> int:
@@ -78,26 +115,59 @@ class GroupedConfig:
 
     @property
     def query_dim(self) -> int:
-        return self.key_dim
+        parts = 2 if self.splits_rope else 1
+        return parts * self.key_dim + self.position_channels // 2
+
+    @property
+    def scale(self) -> float:
+        return self.key_dim**-0.5
 
     def entry(self) -> dict[str, Field]:
-        fields = {
-            "base_key": Field((self.num_bases, self.key_dim)),
-            "base_value": Field((self.num_bases, self.value_dim)),
-        }
+        fields = {"base_key": Field((self.num_bases, self.key_dim))}
+        if not self.ties_values:
+            fields["base_value"] = Field((self.num_bases, self.value_dim))
         if self.rank:  # LRKV eq. 5: 2(H + N·R) elements per token
             fields["residual_key"] = Field((self.num_kv_heads, self.rank))
-            fields["residual_value"] = Field((self.num_kv_heads, self.rank))
-            if self.qk_norm != "none":
-                fields["key_scale"] = Field((self.num_kv_heads,), jnp.dtype(jnp.float32))
+            if not self.ties_values:  # with tied values the norm is taken when keys are read
+                fields["residual_value"] = Field((self.num_kv_heads, self.rank))
+                if self.qk_norm != "none":
+                    fields["key_scale"] = Field((self.num_kv_heads,), wide=True)
         return fields
+
+    @property
+    def absorbed(self) -> tuple[str, ...]:
+        return ("expand_key", "expand_value") if self.rank else ()
+
+    def decode_flops(self, rope_base: float | None) -> DecodeFlops:
+        N, K, R = self.num_heads, self.num_kv_heads, self.rank
+        H, Hv = self.key_dim, self.value_dim
+        normed = self.qk_norm != "none"
+        once = 0
+        per_key = 2 * N * (H + Hv) + self.position_channels  # a logit, a weighted value, a bias
+        rebuild = 2 * K * R * H + (3 * K * H if rope_base is not None else 0)
+        if self.ties_values:
+            per_key += rebuild + (3 * K * H if normed else 0)
+            if R:
+                once, per_key = 2 * N * R * H, per_key + 2 * N * R + K * H
+        elif R:
+            once = 2 * N * R * Hv  # the output's expansion, LRKV eq. 4
+            once += K * H * (2 * R + 3) if normed else 0  # 1/rms of the new key
+            per_key += 2 * N * R + (N if normed else 0)
+            if rope_base is None or self.rope == "shared":
+                once, per_key = once + 2 * N * R * H, per_key + 2 * N * R  # LRKV eq. 3
+            elif N == K:
+                once += 3 * N * R * H
+                per_key += N * bodies.rotating_flops(R, H, rope_base)
+            else:  # heads that share a key rebuild it
+                per_key += rebuild + K * H
+        return DecodeFlops(once, per_key)
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Grouped":
         return Grouped(self, d_model, rngs=rngs)
 
 
 class Grouped(nnx.Module):
-    """The family's weights and its three projections."""
+    """The family's weights and its projections."""
 
     def __init__(self, config: GroupedConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
@@ -105,60 +175,122 @@ class Grouped(nnx.Module):
             D=d_model, N=c.num_heads, K=c.num_kv_heads, J=c.num_bases, R=c.rank, H=c.key_dim
         )
         value_sizes = sizes | dict(H=c.value_dim)
-        self.query = weight("D -> N H", rngs, **sizes)
-        self.base_key = weight("D -> J H", rngs, **sizes)  # LRKV eq. 1: W_shared
-        self.base_value = weight("D -> J H", rngs, **value_sizes)
         bias = lambda axes, sizes: weight(axes, rngs, init="zeros", **sizes) if c.bias else None
-        self.query_bias = bias("N H", sizes)
+        if not c.ties_queries:
+            self.query = weight("D -> N H", rngs, **sizes)
+            self.query_bias = bias("N H", sizes)
+        self.base_key = weight("D -> J H", rngs, **sizes)  # LRKV eq. 1: W_shared
         self.base_key_bias = bias("J H", sizes)
-        self.base_value_bias = bias("J H", value_sizes)
+        if not c.ties_values:
+            self.base_value = weight("D -> J H", rngs, **value_sizes)
+            self.base_value_bias = bias("J H", value_sizes)
         self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
         self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        if c.position_channels:
+            # The 1x1 map is these over m, so that it starts as the identity on the logits.
+            channels = dict(init="ones", C=c.position_channels)
+            self.position_map = weight("C", rngs, **channels)
         # Drawn last, so that models of equal seed share every weight they have in common.
         if c.rank:
             expand = dict(init=c.residual_init)
             self.latent_key = weight("D -> K R", rngs, **sizes)  # LRKV eq. 1: U
-            self.latent_value = weight("D -> K R", rngs, **sizes)
+            if not c.ties_values:
+                self.latent_value = weight("D -> K R", rngs, **sizes)
             self.expand_key = weight("K: R -> H", rngs, **expand, **sizes)  # B, transposed
-            self.expand_value = weight("K: R -> H", rngs, **expand, **value_sizes)
+            if not c.ties_values:
+                self.expand_value = weight("K: R -> H", rngs, **expand, **value_sizes)
 
-    def project(self, x_BTD: jax.Array, rotary: Rotary | None) -> tuple[jax.Array, dict]:
-        q_BTNH = _affine(x_BTD, self.query, self.query_bias)
-        q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, rotary)
-        raw = {
-            "base_key": _affine(x_BTD, self.base_key, self.base_key_bias),
-            "base_value": _affine(x_BTD, self.base_value, self.base_value_bias),
-        }
-        if self.config.rank:
+    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
+        c = self.config
+        raw = {"base_key": _affine(x_BTD, self.base_key, self.base_key_bias)}
+        if not c.ties_values:
+            raw["base_value"] = _affine(x_BTD, self.base_value, self.base_value_bias)
+        if c.rank:
             raw["residual_key"] = linear(x_BTD, self.latent_key[...])
-            raw["residual_value"] = linear(x_BTD, self.latent_value[...])
-        return q_BTNH, raw
+            if not c.ties_values:
+                raw["residual_value"] = linear(x_BTD, self.latent_value[...])
+        shared = c.ties_queries
+        q_BTNH = raw["base_key"] if shared else _affine(x_BTD, self.query, self.query_bias)
+        if not c.splits_rope:
+            q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary)
+        else:
+            q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
+            rotated = q_BTNH if positions.rotary is None else rotate(q_BTNH, positions.rotary)
+            q_BTNH = jnp.concatenate([rotated, q_BTNH], axis=-1)
+        return self._add_position_query(q_BTNH), raw
 
-    def keys_values(self, raw: dict, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
-        k_BTKH = normalise_and_rotate(self._whole_keys(raw), self.key_norm, rotary)
-        v_BTKH = raw["base_value"]
-        if self.config.rank:
-            v_BTKH = _add_residual(v_BTKH, raw["residual_value"], self.expand_value)
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        c = self.config
+        whole_BTKH = self._whole_keys(raw)
+        if c.ties_values:
+            v_BTKH = whole_BTKH
+        elif c.rank:
+            v_BTKH = _add_residual(raw["base_value"], raw["residual_value"], self.expand_value)
+        else:
+            v_BTKH = raw["base_value"]
+        if c.splits_rope:
+            k_BTKH = self._split_keys(raw, whole_BTKH, positions)
+        else:
+            k_BTKH = normalise_and_rotate(whole_BTKH, self.key_norm, positions.rotary)
+        if c.position_channels:
+            e_ATC = sinusoid.encoding(jnp.asarray(positions.index), c.position_channels // 2)
+            shape = (*k_BTKH.shape[:3], e_ATC.shape[-1])
+            e_BTKC = jnp.broadcast_to(e_ATC[:, :, None].astype(k_BTKH.dtype), shape)
+            k_BTKH = jnp.concatenate([k_BTKH, e_BTKC], axis=-1)
         return k_BTKH, v_BTKH
 
-    def encode(self, raw: dict, rotary: Rotary | None) -> dict[str, jax.Array]:
+    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         """The bases and latents of LRKV eq. 5; with rank 0 the keys and values themselves.
 
         With a residual, what is rotated ahead is the base (times the norm's gain); the norm of
-        the whole key is one positive number per token and KV head, kept in float32.
+        the whole key is one positive number per token and KV head, kept in float32 or wider.
+        With tied values the entry is the keys before norm and rotation.
         """
-        if not self.config.rank:
-            k_BTJH, v_BTJH = self.keys_values(raw, rotary)
-            return {"base_key": k_BTJH, "base_value": v_BTJH}
+        c = self.config
+        if c.ties_values:
+            return dict(raw)
+        if not c.rank:
+            k_BTJH = normalise_and_rotate(raw["base_key"], self.key_norm, positions.rotary)
+            return {"base_key": k_BTJH, "base_value": raw["base_value"]}
         entry = dict(raw)
         if self.key_norm is not None:
-            scale_BTK1 = inverse_rms(self._whole_keys(raw), self.config.norm_epsilon)
-            entry["key_scale"] = scale_BTK1[..., 0].astype(jnp.float32)
-            if self.key_norm.gain is not None:
-                entry["base_key"] = entry["base_key"] * self.key_norm.gain[...][None, None, None]
-        if rotary is not None:
-            entry["base_key"] = rotate(entry["base_key"], rotary)
+            scale_BTK1 = inverse_rms(self._whole_keys(raw), c.norm_epsilon)
+            entry["key_scale"] = scale_BTK1[..., 0]
+            entry["base_key"] = _times_gain(entry["base_key"], gain_of(self.key_norm))
+        if positions.rotary is not None:
+            entry["base_key"] = rotate(entry["base_key"], positions.rotary)
         return entry
+
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> operands.Operands:
+        c = self.config
+        bias = None
+        if c.position_channels:
+            bias = operands.PositionBias(weights=self._column_weights())
+            q_BTNH = q_BTNH[..., : -(c.position_channels // 2)]
+        shared = dict(bias=bias, scale=c.scale)
+        gain = gain_of(self.key_norm)
+        if c.ties_values:
+            return operands.Tied(
+                query=q_BTNH,
+                expand_key=self.expand_key[...] if c.rank else None,
+                gain=gain,
+                norm_epsilon=None if self.key_norm is None else c.norm_epsilon,
+                rope_base=rope_base,
+                **shared,
+            )
+        if not c.rank:
+            return operands.Grouped(query=q_BTNH, **shared)
+        base_query, residual_query = q_BTNH, q_BTNH
+        if c.splits_rope:
+            base_query, residual_query = jnp.split(q_BTNH, 2, axis=-1)
+        return operands.Residual(
+            query=base_query,
+            residual_query=residual_query,
+            expand_key=_times_gain(self.expand_key[...], gain),
+            expand_value=self.expand_value[...],
+            rope_base=None if c.splits_rope else rope_base,
+            **shared,
+        )
 
     def _whole_keys(self, raw: dict) -> jax.Array:
         """[B, T, K, H] keys before norm and rotation ([B, T, J, H] with rank 0)."""
@@ -166,15 +298,59 @@ class Grouped(nnx.Module):
             return raw["base_key"]
         return _add_residual(raw["base_key"], raw["residual_key"], self.expand_key)
 
+    def _split_keys(self, raw: dict, whole_BTKH: jax.Array, positions: Positions) -> jax.Array:
+        """[B, T, K, 2H]: the rotated base beside the residual, both by the norm of their sum."""
+        B, T, K, H = whole_BTKH.shape
+        J = self.config.num_bases
+        base_BTJ1H = raw["base_key"][:, :, :, None]
+        base_BTKH = jnp.broadcast_to(base_BTJ1H, (B, T, J, K // J, H)).reshape(B, T, K, H)
+        both = [base_BTKH, _residual(raw["residual_key"], self.expand_key)]
+        if self.key_norm is not None:
+            scale_BTK1 = inverse_rms(whole_BTKH, self.config.norm_epsilon)
+            both = [(x.astype(scale_BTK1.dtype) * scale_BTK1).astype(x.dtype) for x in both]
+            both = [_times_gain(x, gain_of(self.key_norm)) for x in both]
+        if positions.rotary is not None:
+            both[0] = rotate(both[0], positions.rotary)
+        return jnp.concatenate(both, axis=-1)
+
+    def _column_weights(self) -> jax.Array:
+        """[C]: what the second half of the position map gives a key's encoding."""
+        m = self.config.position_channels
+        return self.position_map[...][m // 2 :] / m
+
+    def _add_position_query(self, q_BTNH: jax.Array) -> jax.Array:
+        """The "+" of projection sharing as channels of query and key.
+
+        The map is w/m on A_ts + P_ts, with P_ts the encodings of row t and column s in m/2 channels
+        each. A row's part is the same for all keys and leaves softmax unchanged. What remains is
+        mean(w)·A_ts, a temperature, plus w's second half times the encoding of s: a bias per key.
+        """
+        if not self.config.position_channels:
+            return q_BTNH
+        temperature = jnp.mean(self.position_map[...]).astype(q_BTNH.dtype)
+        bias_C = self._column_weights() / self.config.scale
+        bias_BTNC = jnp.broadcast_to(
+            bias_C.astype(q_BTNH.dtype)[None, None, None], (*q_BTNH.shape[:3], bias_C.shape[0])
+        )
+        return jnp.concatenate([q_BTNH * temperature, bias_BTNC], axis=-1)
+
 
 def _affine(x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
     y = linear(x_BTD, w[...])
     return y if bias is None else y + bias[...][None, None]
 
 
+def _times_gain(x: jax.Array, gain_H: jax.Array | None) -> jax.Array:
+    return x if gain_H is None else x * gain_H.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def _residual(latent_BTKR: jax.Array, expand_KRH: nnx.Param) -> jax.Array:
+    return jnp.einsum("BTKR,KRH->BTKH", latent_BTKR, expand_KRH[...])
+
+
 def _add_residual(base_BTJH: jax.Array, latent_BTKR: jax.Array, expand_KRH: nnx.Param) -> jax.Array:
     """[B, T, K, H]: each KV head's base plus its low-rank residual (LRKV eq. 2)."""
-    residual_BTKH = jnp.einsum("BTKR,KRH->BTKH", latent_BTKR, expand_KRH[...])
+    residual_BTKH = _residual(latent_BTKR, expand_KRH)
     B, T, K, H = residual_BTKH.shape
     J = base_BTJH.shape[2]
     grouped = residual_BTKH.reshape(B, T, J, K // J, H)

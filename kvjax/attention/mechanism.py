@@ -1,7 +1,7 @@
 """The contract between a mechanism and everything that runs it.
 
-The law: decoding from `encode`'s entry equals softmax attention over `keys_values`, for every
-mechanism and any split of the tokens.
+The law: decoding from `encode`'s entry, with `decode_inputs`, equals softmax attention over
+`keys_values`, for every mechanism and any split of the tokens.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import UserError
+from kvjax.kernels.decode_attention.operands import Operands
 from kvjax.layers.norm import Norm
+from kvjax.layers.rope import Positions
 from kvjax.layers.rope import Rotary
 from kvjax.layers.rope import rotate
 
@@ -20,10 +22,24 @@ QK_NORMS = ("none", "rms", "rms_gain")
 
 
 class Field(NamedTuple):
-    """One array of a cache entry: its shape per token, and its dtype (None: the compute dtype)."""
+    """One array of a cache entry: its shape per token, and whether it stays wide."""
 
     shape: tuple[int, ...]
-    dtype: jnp.dtype | None = None
+    wide: bool = False  # float32 or wider, whatever the compute dtype
+
+    def dtype_in(self, compute: jnp.dtype) -> jnp.dtype:
+        """Its dtype in a model that computes in `compute`."""
+        return jnp.promote_types(compute, jnp.float32) if self.wide else jnp.dtype(compute)
+
+
+class DecodeFlops(NamedTuple):
+    """FLOPs of decoding attention for one query token of one layer, 2 per multiply-add.
+
+    Without the projections of the token itself, which are 2 per weight; softmax is not counted.
+    """
+
+    per_query: float  # folding the query into weights, expanding the output
+    per_key: float  # for every cached token that the query sees
 
 
 class MechanismConfig(Protocol):
@@ -39,7 +55,11 @@ class MechanismConfig(Protocol):
 
     @property
     def query_dim(self) -> int:
-        """H of the query and of the expanded key; logits are scaled by 1/sqrt(H)."""
+        """Channels of the query and of the expanded key."""
+
+    @property
+    def scale(self) -> float:
+        """What a logit is multiplied by, 1/sqrt(H) of the key as the mechanism means it."""
 
     @property
     def value_dim(self) -> int:
@@ -48,6 +68,13 @@ class MechanismConfig(Protocol):
     def entry(self) -> dict[str, Field]:
         """What the cache keeps per token and layer."""
 
+    @property
+    def absorbed(self) -> tuple[str, ...]:
+        """Weights that decoding folds into query and output instead of applying to tokens."""
+
+    def decode_flops(self, rope_base: float | None) -> DecodeFlops:
+        """What decoding from the entry costs, in a model with RoPE of that base or without."""
+
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Mechanism":
         """The module that holds the weights."""
 
@@ -55,18 +82,25 @@ class MechanismConfig(Protocol):
 class Mechanism(Protocol):
     """Projections to queries, keys and values, and to what a cache keeps of them.
 
-    `rotary` is None in a model without RoPE. `raw` is whatever the mechanism computes once per
-    token from the input: `keys_values` expands it, `encode` compresses it.
+    `raw` is whatever the mechanism computes once per token from the input: `keys_values` expands
+    it, `encode` compresses it.
     """
 
-    def project(self, x_BTD: jax.Array, rotary: Rotary | None) -> tuple[jax.Array, dict]:
+    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         """q_BTNH, rotated and normalised, and raw."""
 
-    def keys_values(self, raw: dict, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         """k_BTKH, rotated and normalised as a whole, and v_BTKHv; K divides N."""
 
-    def encode(self, raw: dict, rotary: Rotary | None) -> dict[str, jax.Array]:
+    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         """The cache entry: arrays [B, T, *field.shape], named as in `config.entry()`."""
+
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> Operands:
+        """What decode attention needs besides the cache, from `project`'s queries.
+
+        Args:
+          rope_base: of the model's rotary positions, or None in a model without them.
+        """
 
 
 def require(condition: bool, key: str, value, allowed: str) -> None:
@@ -95,3 +129,8 @@ def normalise_and_rotate(x_BTNH: jax.Array, norm: Norm | None, rotary: Rotary | 
     if norm is not None:
         x_BTNH = norm(x_BTNH)
     return x_BTNH if rotary is None else rotate(x_BTNH, rotary)
+
+
+def gain_of(norm: Norm | None) -> jax.Array | None:
+    """[H] gain of a head norm, or None."""
+    return None if norm is None or norm.gain is None else norm.gain[...]

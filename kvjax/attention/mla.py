@@ -8,18 +8,22 @@ normed and rotated. The latent alone is cached; decoding rebuilds, so it is comp
 """
 
 import dataclasses
+import functools
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention.mechanism import DecodeFlops
 from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
+from kvjax.kernels.decode_attention import operands
 from kvjax.layers.norm import Norm
-from kvjax.layers.rope import Rotary
+from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 
@@ -49,8 +53,23 @@ class RebuiltLatentConfig:
     def query_dim(self) -> int:
         return self.key_dim
 
+    @property
+    def scale(self) -> float:
+        return self.query_dim**-0.5
+
     def entry(self) -> dict[str, Field]:
         return {"latent": Field((self.latent_dim,))}
+
+    @property
+    def absorbed(self) -> tuple[str, ...]:
+        return ("up_key", "up_value")
+
+    def decode_flops(self, rope_base: float | None) -> DecodeFlops:
+        """Every head's key is rebuilt from the latent, for every cached token."""
+        N, C, H, Hv = self.num_heads, self.latent_dim, self.key_dim, self.value_dim
+        rotate = 3 * N * H if rope_base is not None else 0
+        norm = 3 * N * H if self.qk_norm != "none" else 0
+        return DecodeFlops(2 * N * C * Hv, 2 * N * (C * H + H + C) + rotate + norm)
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "RebuiltLatent":
         return RebuiltLatent(self, d_model, rngs=rngs)
@@ -69,18 +88,30 @@ class RebuiltLatent(nnx.Module):
         self.up_key = weight("C -> N H", rngs, **sizes)
         self.up_value = weight("C -> N H", rngs, **sizes | dict(H=c.value_dim))
 
-    def project(self, x_BTD: jax.Array, rotary: Rotary | None) -> tuple[jax.Array, dict]:
+    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         q_BTNH = linear(x_BTD, self.query[...])
-        q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, rotary)
+        q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary)
         return q_BTNH, {"latent": linear(x_BTD, self.down[...])}
 
-    def keys_values(self, raw: dict, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         k_BTNH = linear(raw["latent"], self.up_key[...])
-        k_BTNH = normalise_and_rotate(k_BTNH, self.key_norm, rotary)
+        k_BTNH = normalise_and_rotate(k_BTNH, self.key_norm, positions.rotary)
         return k_BTNH, linear(raw["latent"], self.up_value[...])
 
-    def encode(self, raw: dict, rotary: Rotary | None) -> dict[str, jax.Array]:
+    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return {"latent": raw["latent"]}
+
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> operands.Operands:
+        c = self.config
+        return operands.RebuiltLatent(
+            query=q_BTNH,
+            up_key=self.up_key[...],
+            up_value=self.up_value[...],
+            gain=gain_of(self.key_norm),
+            scale=c.scale,
+            rope_base=rope_base,
+            norm_epsilon=None if self.key_norm is None else c.norm_epsilon,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,8 +140,21 @@ class LatentConfig:
     def query_dim(self) -> int:
         return self.key_dim + self.rope_key_dim
 
+    @property
+    def scale(self) -> float:
+        return self.query_dim**-0.5
+
     def entry(self) -> dict[str, Field]:
         return {"latent": Field((self.latent_dim,)), "rope_key": Field((self.rope_key_dim,))}
+
+    @property
+    def absorbed(self) -> tuple[str, ...]:
+        return ("up_key", "up_value")
+
+    def decode_flops(self, rope_base: float | None) -> DecodeFlops:
+        del rope_base  # the rotated key is cached
+        N, C, P = self.num_heads, self.latent_dim, self.rope_key_dim
+        return DecodeFlops(2 * N * C * (self.key_dim + self.value_dim), 2 * N * (2 * C + P))
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Latent":
         return Latent(self, d_model, rngs=rngs)
@@ -135,24 +179,37 @@ class Latent(nnx.Module):
         self.rope_query_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
         self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
 
-    def project(self, x_BTD: jax.Array, rotary: Rotary | None) -> tuple[jax.Array, dict]:
+    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         q_BTNH = linear(x_BTD, self.query[...])
         q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
         q_BTNP = linear(x_BTD, self.rope_query[...])
-        q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, rotary)
+        q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, positions.rotary)
         k_BT1P = linear(x_BTD, self.rope_key[...])[:, :, None]
         raw = {
             "latent": self.latent_norm(linear(x_BTD, self.down[...])),
-            "rope_key": normalise_and_rotate(k_BT1P, self.rope_key_norm, rotary)[:, :, 0],
+            "rope_key": normalise_and_rotate(k_BT1P, self.rope_key_norm, positions.rotary)[:, :, 0],
         }
         return jnp.concatenate([q_BTNH, q_BTNP], axis=-1), raw
 
-    def keys_values(self, raw: dict, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         k_BTNH = linear(raw["latent"], self.up_key[...])
         k_BT1P = raw["rope_key"][:, :, None]
         k_BTNP = jnp.broadcast_to(k_BT1P, k_BTNH.shape[:3] + k_BT1P.shape[3:])
         v_BTNH = linear(raw["latent"], self.up_value[...])
         return jnp.concatenate([k_BTNH, k_BTNP], axis=-1), v_BTNH
 
-    def encode(self, raw: dict, rotary: Rotary | None) -> dict[str, jax.Array]:
+    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return dict(raw)
+
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> operands.Operands:
+        """The content query times up_key meets the latent itself (DeepSeek-V2, section 2.1)."""
+        del rope_base  # the rotated key is cached
+        q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)
+        wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+        fold = functools.partial(jnp.einsum, "BTNH,CNH->BTNC", preferred_element_type=wide)
+        return operands.Latent(
+            query=fold(q_BTNH, self.up_key[...]),
+            rope_query=q_BTNP,
+            up_value=self.up_value[...],
+            scale=self.config.scale,
+        )

@@ -22,6 +22,18 @@ class Rotary(NamedTuple):
     sin: jax.Array
 
 
+class Positions(NamedTuple):
+    """Where tokens stand: their indices, and the angles of those in a model with RoPE."""
+
+    index: jax.Array | np.ndarray  # [B or 1, T] int32
+    rotary: Rotary | None
+
+
+def positions(index_BT: jax.Array | np.ndarray, dim: int, base: float | None) -> Positions:
+    """Positions with angles for `dim` rotated channels; base None means no RoPE."""
+    return Positions(index_BT, None if base is None else rotary(index_BT, dim, base))
+
+
 @functools.cache
 def _tables(dim: int, base: float) -> tuple[np.ndarray, np.ndarray]:
     """e^{i·t·theta} for t = b and t = 1024·a: complex128 [1024, H/2] each."""
@@ -49,6 +61,25 @@ def rotary(positions_BT: jax.Array | np.ndarray, dim: int, base: float) -> Rotar
     cos_low, sin_low = jnp.asarray(fine.real)[low], jnp.asarray(fine.imag)[low]
     cos_high, sin_high = jnp.asarray(coarse.real)[high], jnp.asarray(coarse.imag)[high]
     return Rotary(cos_low * cos_high - sin_low * sin_high, sin_low * cos_high + cos_low * sin_high)
+
+
+@functools.cache
+def basis(dim: int, base: float, length: int, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
+    """Factors [H, P] and [P, length] of the table of cos t·theta over sin t·theta, t < length.
+
+    Low frequencies hardly turn within `length` tokens, so the table's rank P is far below H to any
+    precision: H = 128, base 10,000: 57 for 512 tokens and 76 for 2,048, to 1e-8 (float64 SVD).
+
+    Args:
+      tolerance: singular values below this times the largest are dropped.
+    """
+    theta = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    angle = np.outer(theta, np.arange(length, dtype=np.float64))
+    table = np.concatenate([np.cos(angle), np.sin(angle)])
+    left, values, right = np.linalg.svd(table, full_matrices=False)
+    rank = int(np.sum(values > tolerance * values[0]))
+    root = np.sqrt(values[:rank])
+    return left[:, :rank] * root, root[:, None] * right[:rank]
 
 
 def rotate(x_BTNH: jax.Array, rotary: Rotary) -> jax.Array:

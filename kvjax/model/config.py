@@ -46,6 +46,11 @@ class BlockConfig:
         one_of("config.model.positions", self.positions, POSITIONS)
         one_of("config.model.activation", self.activation, ACTIVATIONS)
 
+    @property
+    def angles_base(self) -> float | None:
+        """rope_base in a model with RoPE, or None."""
+        return self.rope_base if self.positions == "rope" else None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:

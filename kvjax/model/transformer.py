@@ -64,11 +64,20 @@ class Block(nnx.Module):
         self.attention = Attention(mechanism, c.d_model, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, rotary: rope.Rotary | None, *, causal: bool, compute: Compute
+        self, x_BTD: jax.Array, positions: rope.Positions, *, causal: bool, compute: Compute
     ) -> jax.Array:
         attend = dict(causal=causal, query_chunk=compute.query_chunk)
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, **attend)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, **attend)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+    def decode(
+        self, x_BTD: jax.Array, positions: rope.Positions, layer: dict, counts_B: jax.Array, **keys
+    ) -> tuple[jax.Array, dict]:
+        """The block over one layer of a cache; see `Attention.decode`."""
+        h_BTD = self.attention_norm(x_BTD)
+        y_BTD, layer = self.attention.decode(h_BTD, positions, layer, counts_B, **keys)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), layer
 
 
 class Transformer(nnx.Module):
@@ -109,21 +118,15 @@ class Transformer(nnx.Module):
         c = self.config.block
         if positions_BT is None:
             positions_BT = np.arange(tokens_BT.shape[1])[None]
-        x_BTD = compute.use(self.embedding[...])[tokens_BT]
-        if self.positions is not None:
-            x_BTD = x_BTD + compute.use(self.positions[...])[positions_BT]
-        if self.embedding_norm is not None:
-            x_BTD = self.embedding_norm(x_BTD)
+        x_BTD = self.embed(tokens_BT, positions_BT, compute)
         for (mechanism, length), segment in zip(self.config.segments, self.segments, strict=True):
-            rotary = None
-            if c.positions == "rope":
-                rotary = rope.rotary(positions_BT, mechanism.rope_dim, c.rope_base)
+            positions = rope.positions(positions_BT, mechanism.rope_dim, c.angles_base)
             graph, weights = nnx.split(segment)
 
-            def layer(x_BTD, weights, graph=graph, rotary=rotary):
+            def layer(x_BTD, weights, graph=graph, positions=positions):
                 x_BTD = _constrain(x_BTD, compute.batch)
                 block = nnx.merge(graph, jax.tree.map(compute.use, weights))
-                return block(x_BTD, rotary, causal=c.causal, compute=compute), None
+                return block(x_BTD, positions, causal=c.causal, compute=compute), None
 
             if compute.remat != "none":
                 policy = REMAT_POLICIES[compute.remat]
@@ -133,6 +136,13 @@ class Transformer(nnx.Module):
             unroll = length if compute.unroll else 1
             x_BTD, _ = jax.lax.scan(layer, x_BTD, weights, unroll=unroll)
         return self.final_norm(x_BTD)
+
+    def embed(self, tokens_BT, positions_BT, compute: Compute) -> jax.Array:
+        """[B, T, D]: what enters the first block."""
+        x_BTD = compute.use(self.embedding[...])[tokens_BT]
+        if self.positions is not None:
+            x_BTD = x_BTD + compute.use(self.positions[...])[positions_BT]
+        return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
 
     def head_weight(self, compute: Compute) -> jax.Array:
         """[D, V], as it enters a product: the head, or the embedding if they are tied."""

@@ -26,9 +26,9 @@ def _ids(options):
     return "-".join(str(v) if k == "qk_norm" else k for k, v in options.items() if v)
 
 
-def _rotary(config, on=True, positions=None):
-    positions = np.arange(T, dtype=np.int32)[None] if positions is None else positions
-    return rope.rotary(positions, config.rope_dim, BASE) if on else None
+def _positions(config, on=True, index=None):
+    index = np.arange(T, dtype=np.int32)[None] if index is None else index
+    return rope.positions(index, config.rope_dim, BASE if on else None)
 
 
 def _input(seed=0):
@@ -52,7 +52,7 @@ def test_equals_the_reference(x64, build, reference, mechanism_name, options):
         mechanism_name, qk_norm=options["qk_norm"], bias=options["bias"], norm_epsilon=1e-2
     )
     x = _input()
-    y = module(jnp.asarray(x), _rotary(config, options["rope"]), causal=options["causal"])
+    y = module(jnp.asarray(x), _positions(config, options["rope"]), causal=options["causal"])
     expected = reference.attention(
         config, weights, x, base=BASE if options["rope"] else None, causal=options["causal"]
     )
@@ -66,25 +66,32 @@ def test_projections_equal_the_reference(x64, build, reference, mechanism_name, 
     config, module, weights = build(
         mechanism_name, qk_norm=options["qk_norm"], bias=options["bias"], norm_epsilon=1e-2
     )
-    x, rotary = _input(), _rotary(config, options["rope"])
-    q, raw = module.mechanism.project(jnp.asarray(x), rotary)
-    k, v = module.mechanism.keys_values(raw, rotary)
-    expected = reference.queries_keys_values(
-        config,
-        weights["mechanism"],
-        x,
-        np.arange(T),
-        BASE if options["rope"] else None,
-    )
+    x, positions = _input(), _positions(config, options["rope"])
+    q, raw = module.mechanism.project(jnp.asarray(x), positions)
+    k, v = module.mechanism.keys_values(raw, positions)
+    given = (config, weights["mechanism"], x, np.arange(T), BASE if options["rope"] else None)
+    expected = reference.queries_keys_values(*given)
     N, K = config.num_heads, k.shape[2]
     assert q.shape == (B, T, N, config.query_dim)
     assert k.shape == (B, T, K, config.query_dim)
     assert v.shape == (B, T, K, config.value_dim)
     assert N % K == 0
+    temperature = 1.0
+    if "position_map" in weights["mechanism"]:  # the "+": its channels come last
+        temperature = weights["mechanism"]["position_map"].mean()
     for n, (q_n, k_n, v_n) in enumerate(zip(*expected, strict=True)):
-        np.testing.assert_allclose(q[:, :, n], q_n, rtol=1e-10, atol=1e-10)
-        np.testing.assert_allclose(k[:, :, n * K // N], k_n, rtol=1e-10, atol=1e-10)
-        np.testing.assert_allclose(v[:, :, n * K // N], v_n, rtol=1e-10, atol=1e-10)
+        H = q_n.shape[-1]
+        close = dict(rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(q[:, :, n, :H], q_n * temperature, **close)
+        np.testing.assert_allclose(k[:, :, n * K // N, :H], k_n, **close)
+        np.testing.assert_allclose(v[:, :, n * K // N], v_n, **close)
+    # A number per row, which softmax does not see, is left out of the "+".
+    centred = lambda z: z - z.mean(-1, keepdims=True)
+    for n, z_n in enumerate(reference.attention_maps(*given)):
+        z = config.scale * np.einsum("bth,bsh->bts", q[:, :, n], k[:, :, n * K // N])
+        if temperature == 1.0:
+            np.testing.assert_allclose(z, z_n, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(centred(z), centred(z_n), rtol=1e-10, atol=1e-10)
 
 
 def test_float32_is_near_float64(make_mechanism, randomise, reference, mechanism_name):
@@ -93,7 +100,7 @@ def test_float32_is_near_float64(make_mechanism, randomise, reference, mechanism
     x = _input().astype(np.float32)
     wide = jax.tree.map(np.float64, narrow)
     for causal, query_chunk in ((True, 0), (True, 3), (False, 0)):
-        y = module(jnp.asarray(x), _rotary(config), causal=causal, query_chunk=query_chunk)
+        y = module(jnp.asarray(x), _positions(config), causal=causal, query_chunk=query_chunk)
         assert y.dtype == jnp.float32
         expected = reference.attention(config, wide, np.float64(x), base=BASE, causal=causal)
         np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
@@ -102,13 +109,13 @@ def test_float32_is_near_float64(make_mechanism, randomise, reference, mechanism
 def test_causality(x64, build, mechanism_name):
     """Output t has a gradient by input s if and only if s <= t, in chunks or not."""
     config, module, _ = build(mechanism_name)
-    rotary = _rotary(config)
+    positions = _positions(config)
 
     @jax.jit
     def reach(x):  # 2 x [T output, T input]
-        f = lambda x, query_chunk: module(x, rotary, causal=True, query_chunk=query_chunk)[0].sum(
-            -1
-        )
+        f = lambda x, query_chunk: module(x, positions, causal=True, query_chunk=query_chunk)[
+            0
+        ].sum(-1)
         return [jnp.abs(jax.jacrev(f)(x, chunk)[:, 0]).sum(-1) for chunk in (0, 3)]
 
     lower = np.tril(np.ones((T, T), bool))
@@ -118,12 +125,12 @@ def test_causality(x64, build, mechanism_name):
 
 def _check_query_chunk(build, name, query_chunk):
     config, module, _ = build(name)
-    x, rotary = jnp.asarray(_input()), _rotary(config)
-    whole = module(x, rotary, causal=True)
-    chunked = module(x, rotary, causal=True, query_chunk=query_chunk)
+    x, positions = jnp.asarray(_input()), _positions(config)
+    whole = module(x, positions, causal=True)
+    chunked = module(x, positions, causal=True, query_chunk=query_chunk)
     np.testing.assert_allclose(chunked, whole, rtol=1e-12, atol=1e-12)
-    full = module(x, rotary, causal=False)
-    np.testing.assert_array_equal(module(x, rotary, causal=False, query_chunk=query_chunk), full)
+    full = module(x, positions, causal=False)
+    np.testing.assert_array_equal(module(x, positions, causal=False, query_chunk=query_chunk), full)
     assert np.abs(full - whole).max() > 1e-3
 
 
@@ -151,11 +158,14 @@ def test_shifting_all_positions_changes_nothing(x64, build, mechanism_name):
     config, module, _ = build(mechanism_name)
     x = jnp.asarray(_input())
     shifted = np.arange(T, dtype=np.int32)[None] + np.int32(1000)
-    near = module(x, _rotary(config), causal=True)
-    far = module(x, _rotary(config, positions=shifted), causal=True)
-    np.testing.assert_allclose(far, near, rtol=1e-9, atol=1e-9)
+    near = module(x, _positions(config), causal=True)
+    far = module(x, _positions(config, index=shifted), causal=True)
+    if getattr(config, "position_channels", 0):  # the "+" knows where a key stands
+        assert np.abs(far - near).max() > 1e-3
+    else:
+        np.testing.assert_allclose(far, near, rtol=1e-9, atol=1e-9)
     stretched = np.arange(T, dtype=np.int32)[None] * np.int32(3)
-    other = module(x, _rotary(config, positions=stretched), causal=True)
+    other = module(x, _positions(config, index=stretched), causal=True)
     assert np.abs(other - near).max() > 1e-3
 
 
@@ -164,7 +174,7 @@ def test_output_starts_at_zero(make_mechanism, family):
     module = Attention(config, D, rngs=nnx.Rngs(0))
     assert np.all(np.asarray(module.out[...]) == 0)
     assert np.all(np.asarray(module.out_bias[...]) == 0)
-    y = module(jnp.asarray(_input(), jnp.float32), _rotary(config), causal=True)
+    y = module(jnp.asarray(_input(), jnp.float32), _positions(config), causal=True)
     assert np.all(np.asarray(y) == 0)
 
 

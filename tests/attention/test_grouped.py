@@ -10,10 +10,11 @@ from kvjax.attention import Attention
 from kvjax.layers import rope
 
 B, T, D, N, H = 2, 6, 24, 4, 8
+NOWHERE = rope.positions(np.zeros((1, T), np.int32), H, None)
 
 
-def _rotary():
-    return rope.rotary(np.arange(T, dtype=np.int32)[None], H, 100.0)
+def _positions():
+    return rope.positions(np.arange(T, dtype=np.int32)[None], H, 100.0)
 
 
 def _input(dtype=np.float64):
@@ -21,7 +22,7 @@ def _input(dtype=np.float64):
 
 
 def _output(graph, weights):
-    return nnx.merge(graph, jax.tree.map(jnp.asarray, weights))(_input(), _rotary(), causal=True)
+    return nnx.merge(graph, jax.tree.map(jnp.asarray, weights))(_input(), _positions(), causal=True)
 
 
 def _initial(config):
@@ -38,7 +39,7 @@ def test_rank_0_is_mqa_bit_for_bit(make_mechanism, randomise):
     outputs = []
     for config in (mqa, lrkv):
         module, _ = randomise(lambda c=config: Attention(c, D, rngs=nnx.Rngs(0)), dtype=np.float32)
-        outputs.append(module(_input(np.float32), _rotary(), causal=True))
+        outputs.append(module(_input(np.float32), _positions(), causal=True))
     np.testing.assert_array_equal(*outputs)
     assert np.all(np.abs(outputs[0]).max(-1) > 0)
 
@@ -104,7 +105,7 @@ def test_full_rank_residuals_reproduce_mha(x64, make_mechanism, randomise, num_b
     for norm in ("query_norm", "key_norm"):
         if norm in m:
             w[norm] = m[norm]
-    expected = mha_module(_input(), _rotary(), causal=True)
+    expected = mha_module(_input(), _positions(), causal=True)
     np.testing.assert_allclose(_output(graph, weights), expected, rtol=1e-10, atol=1e-10)
     w["expand_key"][0, 0] += 0.1
     assert np.abs(_output(graph, weights) - expected).max() > 1e-4
@@ -119,8 +120,8 @@ def test_key_and_value_factors_are_not_swapped(x64, make_mechanism, randomise):
         state = nnx.to_pure_dict(state)
         state[zeroed] = jnp.zeros_like(state[zeroed])
         part = nnx.merge(graph, state)
-        _, raw = part.project(_input(), None)
-        k, v = part.keys_values(raw, None)
+        _, raw = part.project(_input(), NOWHERE)
+        k, v = part.keys_values(raw, NOWHERE)
         changed, same = (k, v) if zeroed == "expand_value" else (v, k)
         np.testing.assert_array_equal(same, jnp.broadcast_to(same[:, :, :1], same.shape))
         assert np.abs(changed[:, :, 1:] - changed[:, :, :1]).min() > 0

@@ -16,8 +16,8 @@ B, T, D, BASE = 2, 5, 16, 100.0
 POSITIONS = np.array([[0, 1, 2, 3, 4], [9, 1000, 11, 12, 65_536]], np.int32)
 
 
-def _rotary(config, on):
-    return rope.rotary(POSITIONS, config.rope_dim, BASE) if on else None
+def _positions(config, on):
+    return rope.positions(POSITIONS, config.rope_dim, BASE if on else None)
 
 
 def _rotated(x_BTKH, on, reference):
@@ -49,18 +49,35 @@ def _rebuild(config, w, entry, on, reference):
             k = k * w["key_norm"]["gain"]
         v = np.einsum("btc,cnh->btnh", entry["latent"], w["up_value"])
         return _rotated(k, on, reference), v
-    k, v = entry["base_key"], entry["base_value"]
+    gain = w["key_norm"]["gain"] if config.qk_norm == "rms_gain" else 1.0
+    share = config.num_kv_heads // config.num_bases
+    k = entry["base_key"]
+    residual = None
     if config.rank:
-        share = config.num_kv_heads // config.num_bases
+        k = np.repeat(k, share, axis=2)
         residual = np.einsum("btkr,krh->btkh", entry["residual_key"], w["expand_key"])
-        if config.qk_norm == "rms_gain":  # the base has its gain already
-            residual = residual * w["key_norm"]["gain"]
-        k = np.repeat(k, share, axis=2) + _rotated(residual, on, reference)
+    if config.tie in ("kv", "qkv"):
+        v = k if residual is None else k + residual
+        rms = 1.0
         if config.qk_norm != "none":
-            k = k * entry["key_scale"][..., None]
-        v = np.repeat(v, share, axis=2) + np.einsum(  # LRKV eq. 4
-            "btkr,krh->btkh", entry["residual_value"], w["expand_value"]
-        )
+            rms = np.sqrt((v**2).mean(-1, keepdims=True) + config.norm_epsilon)
+        k = _rotated(v / rms * gain, on, reference)
+    else:
+        v = entry["base_value"]
+        if config.rank:
+            scale = entry["key_scale"][..., None] if config.qk_norm != "none" else 1.0
+            residual = residual * gain  # the base has its gain already
+            if config.rope == "shared":
+                k = np.concatenate([k, residual], -1) * scale
+            else:
+                k = (k + _rotated(residual, on, reference)) * scale
+            v = np.repeat(v, share, axis=2) + np.einsum(  # LRKV eq. 4
+                "btkr,krh->btkh", entry["residual_value"], w["expand_value"]
+            )
+    if config.position_channels:
+        e = np.stack([reference.encoding(row, config.position_channels // 2) for row in POSITIONS])
+        e = np.broadcast_to(e[:, :, None], (*k.shape[:3], e.shape[-1]))
+        k = np.concatenate([k, e], -1)
     return k, v
 
 
@@ -71,15 +88,13 @@ def test_keys_and_values_follow_from_the_entry(
 ):
     config = make_mechanism(mechanism_name, qk_norm=qk_norm, bias=True, norm_epsilon=1e-2)
     module, weights = randomise(lambda: config.build(D, rngs=nnx.Rngs(0)))
-    x, rotary = np.random.default_rng(0).standard_normal((B, T, D)), _rotary(config, on)
-    _, raw = module.project(jnp.asarray(x), rotary)
-    k, v = module.keys_values(raw, rotary)
-    entry = {name: np.asarray(a) for name, a in module.encode(raw, rotary).items()}
+    x, positions = np.random.default_rng(0).standard_normal((B, T, D)), _positions(config, on)
+    _, raw = module.project(jnp.asarray(x), positions)
+    k, v = module.keys_values(raw, positions)
+    entry = {name: np.asarray(a) for name, a in module.encode(raw, positions).items()}
     rebuilt_k, rebuilt_v = _rebuild(config, weights, entry, on, reference)
-    # 1/rms is kept in float32: half a unit in its last place, relative to the key.
-    rounded = {"rtol": 2.0**-24, "atol": 1e-9} if "key_scale" in entry else {"rtol": 1e-10}
     # The position 65,536 is known to 1e-11 radians in float64.
-    np.testing.assert_allclose(rebuilt_k, k, **{"atol": 1e-10, **rounded})
+    np.testing.assert_allclose(rebuilt_k, k, rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(rebuilt_v, v, rtol=1e-10, atol=1e-10)
 
 
@@ -91,15 +106,15 @@ def test_entry_is_as_promised(make_mechanism, mechanism_name, qk_norm, dtype):
     weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), weights)
 
     def encode(weights, x):
-        module, rotary = nnx.merge(graph, weights), _rotary(config, True)
-        return module.encode(module.project(x, rotary)[1], rotary)
+        module, positions = nnx.merge(graph, weights), _positions(config, True)
+        return module.encode(module.project(x, positions)[1], positions)
 
     entry = jax.eval_shape(encode, weights, jax.ShapeDtypeStruct((B, T, D), dtype))
     promised = config.entry()
     assert set(entry) == set(promised)
     for name, field in promised.items():
         assert entry[name].shape == (B, T, *field.shape), name
-        assert entry[name].dtype == jnp.dtype(field.dtype or dtype), name
+        assert entry[name].dtype == field.dtype_in(dtype), name
 
 
 @pytest.mark.parametrize(
@@ -111,6 +126,15 @@ def test_entry_is_as_promised(make_mechanism, mechanism_name, qk_norm, dtype):
         ("lrkv", {}, 2 * (8 + 4 * 3)),
         ("lrkv_gqa", {}, 2 * (2 * 8 + 4 * 3)),
         ("thin_keys", {}, 2 * (4 + 8)),
+        ("lrkv_shared_rope", {}, 8 + 6 + 2 * 4 * 3),
+        ("kv_tied", {}, 4 * 8),
+        ("kv_tied_gqa", {}, 2 * 8),
+        ("kv_tied", dict(num_kv_heads=1, num_bases=1), 8),
+        ("lrkv_kv_tied", {}, 8 + 4 * 3),
+        ("qk_tied", dict(value_dim=8), 2 * 4 * 8),
+        ("qk_tied_plus", {}, 2 * 4 * 8),
+        ("qkv_tied", {}, 4 * 8),
+        ("qkv_tied_plus", {}, 4 * 8),
         ("mla", {}, 10 + 4),
         ("mla_paper", {}, 10),
     ],
@@ -118,7 +142,7 @@ def test_entry_is_as_promised(make_mechanism, mechanism_name, qk_norm, dtype):
 def test_cached_elements(make_mechanism, name, keys, elements):
     entry = make_mechanism(name, **keys, qk_norm="none").entry()
     assert sum(int(np.prod(field.shape)) for field in entry.values()) == elements
-    assert all(field.dtype is None for field in entry.values())
+    assert all(not field.wide for field in entry.values())
 
 
 def test_key_scale_costs_one_float32_per_kv_head(make_mechanism):
@@ -127,7 +151,10 @@ def test_key_scale_costs_one_float32_per_kv_head(make_mechanism):
         normed = make_mechanism(name, qk_norm="rms").entry()
         assert set(normed) - set(plain) == {"key_scale"}
         assert normed["key_scale"].shape == (4,)
-        assert normed["key_scale"].dtype == jnp.float32
+        assert normed["key_scale"].dtype_in(jnp.bfloat16) == jnp.float32
+        assert normed["key_scale"].dtype_in(jnp.float64) == jnp.float64
+    for name in ("kv_tied", "lrkv_kv_tied"):  # normed when keys are read
+        assert make_mechanism(name, qk_norm="none").entry() == make_mechanism(name).entry()
 
 
 BAD = [
@@ -141,6 +168,16 @@ BAD = [
     ("lrkv", dict(rank=9), r"rank = 9.*\[0, 8\]"),
     ("lrkv", dict(rank=7, value_dim=6), r"rank = 7.*\[0, 6\]"),
     ("lrkv", dict(residual_init="ones"), "residual_init = 'ones'.*'linear', 'zeros'"),
+    ("mha", dict(tie="vk"), "tie = 'vk'.*'none', 'kv', 'qk', 'qkv'"),
+    ("kv_tied", dict(value_dim=6), "tie = 'kv'.*value_dim = 6 equal to key_dim = 8"),
+    ("qkv_tied", dict(key_dim=6), "tie = 'qkv'.*value_dim = 8 equal to key_dim = 6"),
+    ("qk_tied", dict(num_kv_heads=2, num_bases=2), "tie = 'qk'.*num_kv_heads = 2.*num_heads = 4"),
+    ("qk_tied", dict(num_bases=2), "tie = 'qk'.*num_bases = 2.*num_heads = 4"),
+    ("qkv_tied", dict(rank=2), "tie = 'qkv'.*rank 0"),
+    ("lrkv", dict(rope="half"), "rope = 'half'.*'full', 'shared'"),
+    ("lrkv_kv_tied", dict(rope="shared"), "rope = 'shared'.*'full' where keys are tied"),
+    ("qk_tied_plus", dict(position_channels=5), "position_channels = 5.*even"),
+    ("qk_tied_plus", dict(position_channels=-2), "position_channels = -2.*even"),
     ("lrkv", dict(key_dim=0), "key_dim = 0.*at least 1"),
     ("lrkv", dict(value_dim=-2), "value_dim = -2.*at least 1"),
     ("mla", dict(latent_dim=0), "latent_dim = 0.*at least 1"),

@@ -14,17 +14,19 @@ def _parts(make_mechanism, randomise, name, **keys):
     config = make_mechanism(name, **keys)
     module, weights = randomise(lambda: config.build(D, rngs=nnx.Rngs(0)))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)))
-    rotary = rope.rotary(np.arange(T, dtype=np.int32)[None], config.rope_dim, 100.0)
-    q, raw = module.project(x, rotary)
-    return config, module, weights, x, rotary, q, raw
+    positions = rope.positions(np.arange(T, dtype=np.int32)[None], config.rope_dim, 100.0)
+    q, raw = module.project(x, positions)
+    return config, module, weights, x, positions, q, raw
 
 
 @pytest.mark.parametrize("qk_norm", ["none", "rms"])
 def test_absorbed_decoding_is_exact(x64, make_mechanism, randomise, qk_norm):
     """MLA is MQA over the entry: key [latent, rope_key] of C + P, value the key's first C."""
-    config, module, w, _, rotary, q, raw = _parts(make_mechanism, randomise, "mla", qk_norm=qk_norm)
-    entry = module.encode(raw, rotary)
-    k, v = module.keys_values(raw, rotary)
+    config, module, w, _, positions, q, raw = _parts(
+        make_mechanism, randomise, "mla", qk_norm=qk_norm
+    )
+    entry = module.encode(raw, positions)
+    k, v = module.keys_values(raw, positions)
     H, C = config.key_dim, config.latent_dim
     absorbed = np.einsum("btnh,cnh->btnc", q[..., :H], w["up_key"])
     query = np.concatenate([absorbed, q[..., H:]], -1)
@@ -50,7 +52,7 @@ def test_latent_is_normed_whatever_qk_norm_is(x64, make_mechanism, randomise):
 
 def test_only_the_rope_key_knows_the_position(x64, make_mechanism, randomise):
     config, module, _, x, _, _, raw = _parts(make_mechanism, randomise, "mla")
-    shifted = rope.rotary(np.arange(T, dtype=np.int32)[None] + 5, config.rope_dim, 100.0)
+    shifted = rope.positions(np.arange(T, dtype=np.int32)[None] + 5, config.rope_dim, 100.0)
     _, moved = module.project(x, shifted)
     np.testing.assert_array_equal(moved["latent"], raw["latent"])
     assert np.abs(moved["rope_key"] - raw["rope_key"]).min() > 0
@@ -58,9 +60,9 @@ def test_only_the_rope_key_knows_the_position(x64, make_mechanism, randomise):
 
 def test_paper_entry_has_no_position(x64, make_mechanism, randomise):
     """`mla_paper` caches x W_down as it is; norm and rotation come after the rebuilding."""
-    config, module, w, x, rotary, _, raw = _parts(make_mechanism, randomise, "mla_paper")
-    entry = module.encode(raw, rotary)
+    config, module, w, x, positions, _, raw = _parts(make_mechanism, randomise, "mla_paper")
+    entry = module.encode(raw, positions)
     np.testing.assert_allclose(entry["latent"], np.asarray(x) @ w["down"], rtol=1e-12)
-    k, _ = module.keys_values(raw, rotary)
+    k, _ = module.keys_values(raw, positions)
     np.testing.assert_allclose(np.sqrt(np.mean(np.square(k), -1)), 1, rtol=1e-4)
     assert k.shape[2] == config.num_heads

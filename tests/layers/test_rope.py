@@ -99,3 +99,39 @@ def test_tables_reach_the_last_position_and_no_further():
     assert rope.MAX_POSITION == 2**20
     with pytest.raises(IndexError):
         rope.rotary(np.array([[2**20]], np.int32), 8, BASE)
+
+
+def test_positions_carry_angles_where_there_is_rope(x64):
+    index = np.array([[0, 5, 9], [7, 1024, 3]], np.int32)
+    with_angles, without = rope.positions(index, 8, BASE), rope.positions(index, 8, None)
+    np.testing.assert_array_equal(with_angles.index, index)
+    np.testing.assert_array_equal(without.index, index)
+    assert without.rotary is None
+    for a, b in zip(with_angles.rotary, rope.rotary(index, 8, BASE), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "dim, base, length, tolerance, rank",
+    [
+        (128, BASE, 512, 1e-8, 57),
+        (128, BASE, 2048, 1e-8, 76),
+        (128, BASE, 512, 2.0**-26, 57),
+        (64, 500_000.0, 512, 2.0**-55, 64),
+        (8, BASE, 3, 2.0**-55, 3),
+    ],
+)
+def test_basis_is_the_table(dim, base, length, tolerance, rank):
+    """The product is cos t·theta over sin t·theta, to the tolerance, at a rank below H."""
+    left, right = rope.basis(dim, base, length, tolerance)
+    P = left.shape[1]
+    assert left.shape == (dim, P)
+    assert right.shape == (P, length)
+    assert P <= rank
+    angles = _angles(np.arange(length)[None], dim, base)[0].T
+    table = np.concatenate([np.cos(angles), np.sin(angles)])
+    # Of what is dropped, each of at most `dim` singular values is below the tolerance.
+    largest = np.linalg.norm(table, 2)
+    bound = largest * (dim**0.5 * tolerance + 1e-14)
+    assert np.linalg.norm(left @ right - table) < bound
+    assert np.linalg.norm(left[:, :-1] @ right[:-1] - table) > tolerance * largest

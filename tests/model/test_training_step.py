@@ -26,7 +26,9 @@ from kvjax.program import train_step
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "goldens" / "training_steps.json"
-MECHANISMS = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
+MECHANISMS = sorted(
+    path.stem.removesuffix("_tiny") for path in (ROOT / "configs").glob("*_tiny.py")
+)
 B, T, STEPS = 2, 32, 5
 
 

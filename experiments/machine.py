@@ -1,0 +1,36 @@
+"""What this machine can do: the yardsticks that benchmarks put beside their figures."""
+
+from collections.abc import Callable
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+
+def seconds(run: Callable[[], jax.Array], repeats: int = 1) -> list[float]:
+    """Wall-clock seconds of each call, its result waited for."""
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def matmul_rate(dtype: jnp.dtype, size: int = 2048, repeats: int = 10) -> float:
+    """FLOP/s of a [size, size] product: the median over repeats."""
+    a = jnp.ones((size, size), dtype)
+    multiply = jax.jit(lambda a: a @ a)
+    multiply(a).block_until_ready()
+    return 2 * size**3 / statistics.median(seconds(lambda: multiply(a), repeats))
+
+
+def read_rate(dtype: jnp.dtype, gigabytes: float = 1.0, repeats: int = 9) -> float:
+    """Bytes/s of reading an array larger than any cache once (a matrix times a vector)."""
+    columns = 4096
+    rows = int(gigabytes * 1e9) // (columns * dtype.itemsize)
+    a, x = jnp.ones((rows, columns), dtype), jnp.ones((columns,), dtype)
+    multiply = jax.jit(lambda a, x: a @ x)
+    multiply(a, x).block_until_ready()
+    return a.nbytes / statistics.median(seconds(lambda: multiply(a, x), repeats))

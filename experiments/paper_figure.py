@@ -1,0 +1,45 @@
+"""One figure of a paper beside ours, and whether they are the same number."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax import costs
+from kvjax.model.config import TransformerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """What a paper says and what the shapes give, in the same unit."""
+
+    what: str
+    unit: str
+    paper: str  # as printed: its decimals are the precision compared; "≤ x" and "x to y" are bounds
+    ours: float
+    why: str = ""  # printed where they differ
+    note: str = ""  # printed always
+
+    @property
+    def agrees(self) -> bool:
+        if self.paper.startswith("≤ "):
+            return bool(self.ours <= float(self.paper[2:]))
+        low, _, high = self.paper.partition(" to ")
+        if high:
+            return bool(float(low) <= round(self.ours) <= float(high))
+        return self.rounded == self.paper
+
+    @property
+    def rounded(self) -> str:
+        """Ours, with the paper's decimals; one more beside a range."""
+        decimals = len(self.paper.partition(".")[2]) + (" to " in self.paper)
+        return f"{self.ours:,.{decimals}f}"
+
+    @property
+    def verdict(self) -> str:
+        said = [("agrees" if self.agrees else f"differs: {self.why}"), self.note]
+        return "; ".join(filter(None, said))
+
+
+def cache_bytes(config: TransformerConfig) -> int:
+    """Per token, all layers, with 16 bits an element."""
+    return costs.cache_bytes_per_token(config, jnp.dtype(jnp.bfloat16))

@@ -1,0 +1,10 @@
+"""The KV cache: what each mechanism's `entry()` promises, as live arrays, layer by layer."""
+
+from kvjax.cache.cache import Cache
+from kvjax.cache.cache import abstract
+from kvjax.cache.cache import allocate
+from kvjax.cache.cache import append
+from kvjax.cache.cache import check_capacity
+from kvjax.cache.cache import live_bytes
+
+__all__ = ["Cache", "abstract", "allocate", "append", "check_capacity", "live_bytes"]

@@ -1,0 +1,148 @@
+"""One set of arrays per layer, allocated once, written in place.
+
+Every array is [B, *field.shape, S] with tokens along the last axis: on a TPU tokens lie on lanes
+and no field is padded to 128 of them, and one sequence's append is a write in place. Layers are
+separate arrays, since a stack of them costs copies of a whole layer at every step. Donate the
+cache to the jitted step that returns it; then a step allocates nothing that grows with S.
+"""
+
+from collections.abc import Iterable
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.errors import UserError
+
+LANES = 128  # capacities are multiples of this
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """What is kept of B sequences, each with a length of its own.
+
+    Attributes:
+      layers: per layer, the arrays of its mechanism's entry by name.
+      lengths: [B] int32, the tokens held of each sequence; what lies behind them is not read.
+    """
+
+    layers: tuple[dict[str, jax.Array], ...]
+    lengths: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """S, the tokens a sequence can grow to."""
+        return next(iter(self.layers[0].values())).shape[-1]
+
+
+def abstract(mechanisms: Iterable, *, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+    """The cache as ShapeDtypeStructs.
+
+    Args:
+      mechanisms: one mechanism config per layer.
+      capacity: tokens per sequence, rounded up to a multiple of 128.
+      dtype: the compute dtype; fields that stay wide (1/rms) are float32 or wider.
+    """
+    slots = _round_up(capacity)
+    layers = tuple(
+        {
+            name: jax.ShapeDtypeStruct((batch, *field.shape, slots), field.dtype_in(dtype))
+            for name, field in mechanism.entry().items()
+        }
+        for mechanism in mechanisms
+    )
+    return Cache(layers, jax.ShapeDtypeStruct((batch,), jnp.int32))
+
+
+def allocate(mechanisms: Iterable, *, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+    """An empty cache; see `abstract`."""
+    shapes = abstract(mechanisms, batch=batch, capacity=capacity, dtype=dtype)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def append(
+    layer: dict[str, jax.Array],
+    entry: dict[str, jax.Array],
+    first_B: jax.Array,
+    counts_B: jax.Array,
+) -> dict[str, jax.Array]:
+    """The layer with token t of sequence b in slot first_B[b] + t, for t < counts_B[b].
+
+    What does not fit is dropped: no slot that holds a token is ever overwritten by another
+    sequence's or a later token (`check_capacity` is where that becomes an error).
+
+    Args:
+      layer: arrays [B, *shape, S].
+      entry: arrays [B, T, *shape] of the same names, T at most S.
+    """
+    if layer.keys() != entry.keys():
+        raise ValueError(f"the cache has {sorted(layer)}, the entry {sorted(entry)}")
+    return {name: _write(layer[name], entry[name], first_B, counts_B) for name in layer}
+
+
+def _write(array: jax.Array, entry: jax.Array, first_B: jax.Array, counts_B: jax.Array):
+    """One read-modify-write per sequence, of whole runs of 128 tokens.
+
+    On a TPU unrolled over the batch and in whole lanes: for a scatter, a loop or single columns,
+    XLA prefers another layout there, and copies the whole cache to it and back. Elsewhere a loop,
+    which compiles ten times as fast for 32 sequences.
+    """
+    entry = jnp.moveaxis(entry, 1, -1).astype(array.dtype)  # [B, *shape, T]
+    T, S = entry.shape[-1], array.shape[-1]
+    if T > S:
+        raise ValueError(f"{T} tokens at once, and a capacity of {S}")
+    window = min(_round_up(T + LANES - 1), S)
+    entry = jnp.pad(entry, [(0, 0)] * (entry.ndim - 1) + [(0, window - T)])
+
+    def one(b, array, entry, first_B, counts_B):
+        first = first_B[b]
+        start = jnp.minimum(first // LANES * LANES, S - window)
+        origin = [jnp.asarray(i, start.dtype) for i in (b, *(0,) * (array.ndim - 2), start)]
+        old = jax.lax.dynamic_slice(array, origin, (1, *array.shape[1:-1], window))
+        token = start + jnp.arange(window) - first
+        new = jax.lax.dynamic_slice_in_dim(entry, b, 1, axis=0)
+        if T == 1:
+            new = jnp.broadcast_to(new[..., :1], old.shape)
+        else:
+            new = jnp.roll(new, first - start, axis=-1)
+        keep = (token >= 0) & (token < counts_B[b])
+        new = jnp.where(jnp.broadcast_to(keep, new.shape), new, old)
+        return jax.lax.dynamic_update_slice(array, new, origin)
+
+    def unrolled(array, *new):
+        for b in range(entry.shape[0]):
+            array = one(b, array, *new)
+        return array
+
+    def loop(array, *new):
+        return jax.lax.fori_loop(0, entry.shape[0], lambda b, array: one(b, array, *new), array)
+
+    arguments = (array, entry, first_B, counts_B)
+    return jax.lax.platform_dependent(*arguments, tpu=unrolled, default=loop)
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // LANES) * LANES
+
+
+def check_capacity(lengths: np.ndarray, counts: np.ndarray, capacity: int) -> None:
+    """Raises a UserError if a sequence would outgrow the cache.
+
+    Args:
+      lengths, counts: [B] on the host: tokens held, and tokens to come.
+    """
+    after = np.asarray(lengths) + np.asarray(counts)
+    if after.size and after.max() > capacity:
+        b = int(after.argmax())
+        raise UserError(
+            f"sequence {b} holds {int(np.asarray(lengths)[b])} tokens and "
+            f"{int(after[b] - np.asarray(lengths)[b])} more are to come: {int(after[b])} exceed "
+            f"the cache's capacity of {capacity}; allocate a larger cache or generate fewer tokens"
+        )
+
+
+def live_bytes(cache: Cache) -> int:
+    """Bytes of the cache's arrays as they are (or would be, if abstract), lengths left out."""
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache.layers))

@@ -1,0 +1,341 @@
+"""Tokens from a model with a KV cache, for a batch of prompts of any lengths.
+
+All but the last token of each prompt enter the cache in chunks of one size; then one jitted step
+per token reads the cache and draws the next. The loop dispatches step n + 1, then reads the tokens
+of step n, so the device never waits for the host.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import functools
+import time
+import zlib
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import cache as cache_lib
+from kvjax import runtime
+from kvjax import sampling as sampling_lib
+from kvjax.cache import Cache
+from kvjax.cache.cache import LANES
+from kvjax.configuration import at_least
+from kvjax.configuration import one_of
+from kvjax.errors import UserError
+from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
+from kvjax.layers import rope
+from kvjax.model import decoder as decoder_lib
+from kvjax.model.config import TransformerConfig
+from kvjax.model.decoder import Decoder
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+from kvjax.sampling import Sampling
+
+CHUNK = 128  # prompt tokens per sequence that enter the cache at once
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How the tokens of a batch are drawn, and which end a sequence: arrays all, so that other
+    values compile nothing."""
+
+    parameters: sampling_lib.Parameters
+    key: jax.Array
+    streams_B: jax.Array  # uint32, see `sampling.keys`
+    ends_V: jax.Array  # bool
+
+
+def prefill(
+    weights: dict, cache: Cache, tokens_BT: jax.Array, counts_B: jax.Array, *, graph, implementation
+) -> Cache:
+    """The cache with the first counts_B of T more tokens; 0 where a prompt has ended before."""
+    decoder: Decoder = nnx.merge(graph, weights)
+    return decoder(tokens_BT, cache, counts_B, implementation=implementation)[1]
+
+
+def decode_step(
+    weights: dict,
+    cache: Cache,
+    token_B: jax.Array,
+    done_B: jax.Array,
+    cancelled_B: jax.Array,
+    choice: Choice,
+    *,
+    graph,
+    implementation,
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """The cache with token_B, the tokens that follow [B] int32, and whose sequences are done [B].
+
+    Args:
+      done_B: sequences that token_B ended; they grow no more, and what follows means nothing.
+      cancelled_B: sequences that the host ended.
+    """
+    decoder: Decoder = nnx.merge(graph, weights)
+    done_B = done_B | cancelled_B
+    counts_B = jnp.where(done_B, 0, 1)
+    x_B1D, cache = decoder(token_B[:, None], cache, counts_B, implementation=implementation)
+    logits_BV = decoder.logits(x_B1D)[:, 0]
+    keys_B = sampling_lib.keys(choice.key, choice.streams_B, cache.lengths)
+    token_B = sampling_lib.sample(logits_BV, keys_B, choice.parameters)
+    return cache, token_B, done_B | choice.ends_V[token_B]
+
+
+class Generator:
+    """A model made ready to generate: weights in the dtype it computes in, and jitted functions.
+
+    What is compiled depends on the number of sequences and on the capacity, nothing else.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        compute: Compute = Compute(),
+        *,
+        chunk: int = CHUNK,
+        implementation: str | None = None,
+    ):
+        """Copies the weights, to where the model has them.
+
+        Args:
+          chunk: prompt tokens per sequence and prefill step.
+          implementation: of decode attention, see `kvjax.kernels.decode_attention.api`.
+        """
+        if implementation is not None:
+            one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
+        at_least("chunk", chunk, 1)
+        if not model.config.block.causal:
+            raise UserError("config.model.causal = False: only a causal model can generate")
+        self.config: TransformerConfig = model.config
+        self.compute = compute
+        self.chunk = chunk
+        model_graph, params = nnx.split(model)
+        make = lambda params: Decoder(nnx.merge(model_graph, params), compute)
+        graph, _ = nnx.split(nnx.eval_shape(make, params))
+        self.weights = jax.jit(lambda params: nnx.to_pure_dict(nnx.state(make(params))))(params)
+        self.sharding = _everywhere(self.weights)
+        static = dict(graph=graph, implementation=implementation)
+        options = dict(donate_argnums=1, out_shardings=self.sharding)
+        self._prefill = jax.jit(functools.partial(prefill, **static), **options)
+        self._decode_step = jax.jit(functools.partial(decode_step, **static), **options)
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_tokens: int,
+        sampling: Sampling = Sampling(),
+        seed: int = 0,
+        stop_tokens: Sequence[int] = (),
+        capacity: int = 0,
+    ) -> "Generation":
+        """Generation of up to `num_tokens` tokens after each prompt.
+
+        A seed gives a prompt the same text whatever the batch it is in, up to rounding; equal
+        prompts in one batch get different texts.
+
+        Args:
+          prompts: token ids, at least one each; lengths may differ.
+          stop_tokens: ids that end a sequence; they are not part of it.
+          capacity: of the cache, in tokens per sequence; 0: what is needed, as 128 · 2^i.
+
+        Raises:
+          UserError: an id the vocabulary does not have, no prompt or an empty one, or more tokens
+            than the capacity, the model's positions or the memory hold.
+        """
+        at_least("num_tokens", num_tokens, 1)
+        at_least("capacity", capacity, 0)
+        at_least("seed", seed, 0)
+        if seed >= 1 << 32:
+            raise UserError(f"seed = {seed}: must be below 2**32")
+        self._check_ids(prompts, stop_tokens)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        longest = int(lengths.max())
+        limit = max_positions(self.config)
+        if limit is not None and longest + num_tokens - 1 > limit:
+            raise UserError(
+                f"a prompt of {longest} tokens and num_tokens = {num_tokens}: the model's "
+                f"{self.config.block.positions} positions end after {limit} tokens; shorten the "
+                "prompt or generate fewer tokens"
+            )
+        if capacity and longest > capacity:
+            raise UserError(
+                f"prompt {lengths.argmax() + 1} has {longest} tokens and capacity = {capacity}: "
+                "give a larger capacity (0: what is needed) or a shorter prompt"
+            )
+        if capacity:
+            cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens), capacity)
+        slots = capacity or _round(longest + num_tokens)
+        self._check_memory(len(prompts), slots)
+        ends_V = np.zeros(self.config.vocab_size, bool)
+        ends_V[list(stop_tokens)] = True
+        streams_B = np.array(_streams(prompts), np.uint32)
+        choice = Choice(sampling.parameters(), jax.random.key(seed), streams_B, ends_V)
+        return Generation(self, prompts, choice, num_tokens, slots)
+
+    def _check_ids(self, prompts: Sequence[Sequence[int]], stop_tokens: Sequence[int]) -> None:
+        V = self.config.vocab_size
+        allowed = f"the vocabulary has {V} tokens, ids 0 to {V - 1}"
+        if not len(prompts):
+            raise UserError("no prompts: give at least one")
+        for b, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise UserError(f"prompt {b + 1} has no tokens: start it with the tokenizer's BOS")
+            for i, token in enumerate(prompt):
+                if not 0 <= token < V:
+                    raise UserError(f"prompt {b + 1}, token {i + 1}: no id {token}; {allowed}")
+        for token in stop_tokens:
+            if not 0 <= token < V:
+                raise UserError(f"stop token {token}: no such id; {allowed}")
+
+    def _check_memory(self, batch: int, capacity: int) -> None:
+        shape = dict(batch=batch, capacity=capacity, dtype=self.compute.dtype)
+        arrays = jax.tree.leaves(cache_lib.abstract(self.config.mechanisms, **shape))
+        need, there = sum(x.size * x.dtype.itemsize for x in arrays), runtime.memory_per_device()
+        if need > there:
+            raise UserError(
+                f"a cache of {batch} sequences of {capacity:,} tokens needs {need / 1e9:,.1f} GB "
+                f"of {there / 1e9:,.1f} GB: generate fewer tokens, or for fewer prompts at once"
+            )
+
+
+class Generation:
+    """One batch under way: iterate for its tokens, once.
+
+    Attributes:
+      tokens: the ids generated so far, a list per sequence; a stop token is not among them.
+      finished: [B] bool, whether a sequence has ended.
+      cache: as of the last step dispatched.
+      timing: what took how long.
+    """
+
+    def __init__(self, generator: Generator, prompts, choice: Choice, num_tokens: int, capacity):
+        B = len(prompts)
+        self._generator = generator
+        self._choice = self._put(choice)
+        self._ends_V = choice.ends_V
+        self._num_tokens = num_tokens
+        self._cancelled = np.zeros(B, bool)
+        self._cancelled_B = self._put(self._cancelled)
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.finished = np.zeros(B, bool)
+        begun = time.perf_counter()
+        shape = dict(batch=B, capacity=capacity)
+        self.cache = self._put(decoder_lib.allocate(generator.config, generator.compute, **shape))
+        # Both functions once with nothing to do: whatever is timed has been compiled.
+        chunk = min(generator.chunk, self.cache.capacity)
+        self._prefill(np.zeros((B, chunk), np.int32), np.zeros(B, np.int32))
+        last_B = self._put(np.array([prompt[-1] for prompt in prompts], np.int32))
+        self._step(last_B, self._put(np.ones(B, bool)))
+        jax.block_until_ready(self.cache)
+        self._started = time.perf_counter()
+        prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self.timing = Timing(compiling=self._started - begun, prompt_tokens=prompt_tokens)
+        for tokens_BT, counts_B in _chunks([prompt[:-1] for prompt in prompts], chunk):
+            self._prefill(tokens_BT, counts_B)
+        self._first = self._step(last_B, self._put(np.zeros(B, bool)))
+
+    def _put(self, tree):
+        return jax.device_put(tree, self._generator.sharding)
+
+    def _prefill(self, tokens_BT: np.ndarray, counts_B: np.ndarray) -> None:
+        g = self._generator
+        self.cache = g._prefill(g.weights, self.cache, *self._put((tokens_BT, counts_B)))
+
+    def _step(self, token_B: jax.Array, done_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+        g = self._generator
+        state = token_B, done_B, self._cancelled_B
+        self.cache, token_B, done_B = g._decode_step(g.weights, self.cache, *state, self._choice)
+        return token_B, done_B
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Yields once per step the new tokens as (sequence, id), until all sequences have ended."""
+        token_B, done_B = self._first
+        for n in range(self._num_tokens):
+            following = self._step(token_B, done_B) if n + 1 < self._num_tokens else None
+            ids = jax.device_get(token_B)
+            new = []
+            for b in np.flatnonzero(~self.finished).tolist():
+                if self._ends_V[ids[b]]:
+                    self.finished[b] = True
+                else:
+                    self.tokens[b].append(int(ids[b]))
+                    new.append((b, int(ids[b])))
+            self.timing.step(time.perf_counter() - self._started, len(new))
+            if following is None:
+                self.finished[:] = True
+            yield new
+            if self.finished.all():
+                return
+            token_B, done_B = following
+
+    def finish(self, b: int) -> None:
+        """Ends sequence b: it grows no more, from the next step dispatched."""
+        self.finished[b] = self._cancelled[b] = True
+        self._cancelled_B = self._put(self._cancelled.copy())
+
+
+@dataclasses.dataclass
+class Timing:
+    """Seconds of one batch; compiling is apart from all else."""
+
+    compiling: float
+    prompt_tokens: int
+    first: float = 0.0  # until all sequences had their first token
+    last: float = 0.0
+    decoded: int = 0  # tokens of all sequences after their first
+
+    def step(self, seconds: float, tokens: int) -> None:
+        if not self.first:
+            self.first = seconds
+        else:
+            self.decoded += tokens
+        self.last = seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Of all sequences together, since the first token; None where there was no other."""
+        return self.decoded / (self.last - self.first) if self.decoded else None
+
+
+def max_positions(config: TransformerConfig) -> int | None:
+    """How many tokens a model has positions for; None: any number."""
+    reach = dict(learned=config.block.max_positions, rope=rope.MAX_POSITION, none=None)
+    return reach[config.block.positions]
+
+
+def _everywhere(weights: dict) -> jax.sharding.Sharding:
+    """The sharding that has a whole copy wherever there are weights."""
+    sharding = jax.tree.leaves(weights)[0].sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return sharding
+
+
+def _round(tokens: int) -> int:
+    """128 · 2^i: few sizes, so few compilations."""
+    return LANES << (-(-tokens // LANES) - 1).bit_length()
+
+
+def _streams(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """A random stream per sequence: by its prompt, and by how often that came before."""
+    seen, streams = {}, []
+    for prompt in prompts:
+        content = np.asarray(prompt, np.int32).tobytes()
+        seen[content] = seen.get(content, -1) + 1
+        streams.append(zlib.crc32(content, seen[content]))
+    return streams
+
+
+def _chunks(prompts: Sequence[Sequence[int]], size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """tokens_BT of `size` tokens, and counts_B of real ones, until all prompts are through."""
+    for start in range(0, max(len(prompt) for prompt in prompts), size):
+        tokens_BT = np.zeros((len(prompts), size), np.int32)
+        counts_B = np.zeros(len(prompts), np.int32)
+        for b, prompt in enumerate(prompts):
+            part = prompt[start : start + size]
+            tokens_BT[b, : len(part)], counts_B[b] = part, len(part)
+        yield tokens_BT, counts_B

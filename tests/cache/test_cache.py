@@ -1,0 +1,165 @@
+"""The cache against a NumPy model: what is written where, in which memory."""
+
+import importlib.util
+import pathlib
+
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as cache_lib
+from kvjax import costs
+from kvjax import experiment
+from kvjax.errors import UserError
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+B, S = 3, 16
+FIELDS = dict(base=(2, 3), scale=(4,), plain=())  # per token
+
+
+def _resolve(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return experiment.resolve(module.get_config())
+
+
+@pytest.mark.parametrize("capacity, slots", [(1, 128), (128, 128), (129, 256), (1000, 1024)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_arrays_are_the_entry_with_tokens_last(make_mechanism, capacity, slots, dtype):
+    mechanisms = [make_mechanism("lrkv"), make_mechanism("mla"), make_mechanism("kv_tied_gqa")]
+    keys = dict(batch=B, capacity=capacity, dtype=jnp.dtype(dtype))
+    cache = cache_lib.allocate(mechanisms, **keys)
+    assert cache.capacity == slots
+    shapes = [{name: (a.shape, a.dtype) for name, a in layer.items()} for layer in cache.layers]
+    assert shapes == [
+        dict(
+            base_key=((B, 1, 8, slots), dtype),
+            base_value=((B, 1, 8, slots), dtype),
+            residual_key=((B, 4, 3, slots), dtype),
+            residual_value=((B, 4, 3, slots), dtype),
+            key_scale=((B, 4, slots), jnp.float32),
+        ),
+        dict(latent=((B, 10, slots), dtype), rope_key=((B, 4, slots), dtype)),
+        dict(base_key=((B, 2, 8, slots), dtype)),
+    ]
+    assert all(not np.any(np.asarray(a)) for a in jax.tree.leaves(cache))
+    np.testing.assert_array_equal(cache.lengths, np.zeros(B, np.int32))
+    abstract = cache_lib.abstract(mechanisms, **keys)
+    same = lambda a, x: (a.shape, a.dtype) == (x.shape, x.dtype)
+    assert all(jax.tree.leaves(jax.tree.map(same, cache, abstract)))
+
+
+def _model(layer, entry, first, counts):
+    """The layer after an append, token by token."""
+    layer = {name: array.copy() for name, array in layer.items()}
+    for name, array in layer.items():
+        for b in range(B):
+            for t in range(counts[b]):
+                if first[b] + t < array.shape[-1]:
+                    array[b, ..., first[b] + t] = entry[name][b, t]
+    return layer
+
+
+_append = jax.jit(cache_lib.append)
+
+
+@pytest.mark.parametrize("S, T", [(S, 1), (S, 5), (S, S), (384, 1), (384, 5), (384, 130)])
+def test_append_writes_the_slots_it_says(S, T):
+    """At the cache's end nothing wraps, and nothing that is held is overwritten."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    layer = {name: draw(B, *shape, S) for name, shape in FIELDS.items()}
+    entry = {name: draw(B, T, *shape) for name, shape in FIELDS.items()}
+    # Runs of 128 slots are written at once: their ends, and the cache's, are where it may go wrong.
+    ends = [end + i for end in (0, 128, 256, S - T, S) for i in (-1, 0, 1) if 0 <= end + i <= S + 1]
+    starts = st.integers(0, S + 2) | st.sampled_from(ends)
+
+    @settings(max_examples=60, deadline=None)
+    @given(first=st.tuples(*[starts] * B), counts=st.tuples(*[st.integers(0, T)] * B))
+    def check(first, counts):
+        after = _append(layer, entry, *(np.asarray(x, np.int32) for x in (first, counts)))
+        for name, expected in _model(layer, entry, first, counts).items():
+            np.testing.assert_array_equal(after[name], expected)
+
+    check()
+
+
+def test_padding_is_never_held():
+    """Not even where it is NaN."""
+    layer = {"x": np.zeros((B, 2, S), np.float32)}
+    entry = {"x": np.full((B, 4, 2), np.nan, np.float32)}
+    counts = np.array([0, 2, 4], np.int32)
+    for b, count in enumerate(counts):
+        entry["x"][b, :count] = 1
+    after = _append(layer, entry, np.array([0, 5, 12], np.int32), counts)
+    assert np.asarray(after["x"]).sum(axis=(1, 2)).tolist() == [0, 4, 8]
+
+
+def test_append_rounds_to_the_dtype_of_the_cache():
+    layer = {"x": jnp.zeros((1, 2, S), jnp.bfloat16)}
+    entry = {"x": jnp.full((1, 1, 2), 1 + 2**-9, jnp.float32)}
+    zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+    after = _append(layer, entry, zero, one)["x"]
+    assert after.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(after[0, :, 0], np.float32), 1)
+
+
+def test_append_wants_the_same_names_and_enough_slots():
+    layer, entry = {"x": jnp.zeros((1, S))}, {"y": jnp.zeros((1, 1))}
+    zero = np.zeros(1, np.int32)
+    with pytest.raises(ValueError, match=r"the cache has \['x'\], the entry \['y'\]"):
+        cache_lib.append(layer, entry, zero, zero)
+    with pytest.raises(ValueError, match="17 tokens at once, and a capacity of 16"):
+        cache_lib.append(layer, {"x": jnp.zeros((1, 17))}, zero, zero)
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_append_is_in_place(T):
+    """A donated cache is written where it lies: a step allocates nothing that grows with S."""
+
+    def memory(slots, donate):
+        layer = {
+            name: jax.ShapeDtypeStruct((B, *shape, slots), jnp.float32)
+            for name, shape in FIELDS.items()
+        }
+        entry = {
+            name: jax.ShapeDtypeStruct((B, T, *shape), jnp.float32)
+            for name, shape in FIELDS.items()
+        }
+        step = jax.jit(cache_lib.append, donate_argnums=0 if donate else ())
+        int_B = jax.ShapeDtypeStruct((B,), jnp.int32)
+        held = sum(4 * x.size for x in jax.tree.leaves(layer))
+        return step.lower(layer, entry, int_B, int_B).compile().memory_analysis(), held
+
+    (small, _), (large, held) = memory(256, True), memory(65_536, True)
+    assert large.alias_size_in_bytes == held
+    assert large.temp_size_in_bytes == small.temp_size_in_bytes < 0.01 * held
+    assert memory(65_536, False)[0].alias_size_in_bytes == 0  # so the number means something
+
+
+def test_capacity_is_checked_before_anything_is_lost():
+    lengths, capacity = np.array([5, 100, 120]), 128
+    cache_lib.check_capacity(lengths, np.array([100, 28, 8]), capacity)
+    cache_lib.check_capacity(np.zeros(0, int), np.zeros(0, int), capacity)
+    message = "sequence 2 holds 120 tokens and 9 more are to come: 129 exceed.*capacity of 128"
+    with pytest.raises(UserError, match=message):
+        cache_lib.check_capacity(lengths, np.array([100, 28, 9]), capacity)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_bytes_are_those_of_the_cost_model(name, dtype):
+    config, dtype = _resolve(name).model, jnp.dtype(dtype)
+    cache = cache_lib.abstract(config.mechanisms, batch=B, capacity=200, dtype=dtype)
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
+    assert held == costs.cache_bytes_per_token(config, dtype) * B * 256
+    assert len(cache.layers) == config.block.num_layers
+    if name.endswith("_tiny"):
+        real = cache_lib.allocate(config.mechanisms, batch=B, capacity=200, dtype=dtype)
+        assert cache_lib.live_bytes(real) == held

@@ -1,0 +1,176 @@
+"""A Transformer over a cache against the same Transformer over whole rows."""
+
+import functools
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.model import decoder
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+
+B, T, D, M, V = 3, 24, 16, 24, 32
+CHUNK = 4
+F64 = Compute(dtype=jnp.dtype(jnp.float64))
+LAYER_NORM = dict(norm="layer", norm_gain=True, norm_bias=True, embedding_norm=False, bias=True)
+
+# Mechanisms by layer, as (name, options), and the block's options.
+MODELS = {
+    "rank_per_layer": (  # segments of 1 and 2
+        [("lrkv", dict(rank=2)), ("lrkv", {}), ("lrkv", {})],
+        dict(rope_base=100.0),
+    ),
+    "gpt2": (
+        [("mha", dict(qk_norm="none", bias=True))] * 2,
+        LAYER_NORM
+        | dict(positions="learned", activation="gelu", tied_head=True, logit_softcap=0.0),
+    ),
+    "qwen3": (
+        [("gqa", dict(qk_norm="rms_gain"))] * 2,
+        dict(norm_gain=True, embedding_norm=False, activation="swiglu", rope_base=1e6),
+    ),
+    "every_way_of_caching": (
+        [
+            ("mla", {}),
+            ("mla_paper", dict(qk_norm="rms_gain")),
+            ("lrkv_shared_rope", {}),
+            ("qkv_tied_plus", dict(bias=True)),
+            ("lrkv_kv_tied", {}),
+        ],
+        dict(rope_base=100.0),
+    ),
+    "no_positions": (
+        [("lrkv_gqa", dict(bias=True)), ("qk_tied_plus", {})],
+        LAYER_NORM | dict(positions="none", tied_head=True),
+    ),
+}
+# Every sequence is prefilled to a length of its own, waits at least once, and is stepped.
+SPLITS = (
+    *[(CHUNK, (4, 4, 2)), (CHUNK, (4, 0, 0)), (CHUNK, (3, 4, 1))],
+    *[(1, (1, 1, 1)), (1, (0, 1, 1)), (1, (1, 0, 1)), (1, (1, 1, 0))],
+    (CHUNK, (0, 4, 3)),
+)
+LENGTHS = np.sum([counts for _, counts in SPLITS], axis=0)
+
+
+def _config(make_mechanism, name):
+    layers, block = MODELS[name]
+    mechanisms = tuple(make_mechanism(kind, **keys) for kind, keys in layers)
+    shape = dict(num_layers=len(mechanisms), d_model=D, mlp_dim=M, max_positions=T + CHUNK)
+    return TransformerConfig(
+        block=BlockConfig(**shape | block), mechanisms=mechanisms, vocab_size=V
+    )
+
+
+def _model(randomise, config, dtype=np.float64):
+    return randomise(lambda: Transformer(config, jax.random.key(0)), dtype=dtype)[0]
+
+
+def _stepper(model, compute):
+    """The decoder's weights; a jitted step of it that donates its cache; a list of its traces."""
+    graph, weights = nnx.split(decoder.Decoder(model, compute))
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def step(weights, tokens_BT, cache, counts_B):
+        traces.append(tokens_BT.shape)
+        part = nnx.merge(graph, weights)
+        x_BTD, cache = part(tokens_BT, cache, counts_B)
+        return part.logits(x_BTD), cache
+
+    return functools.partial(step, weights), traces
+
+
+def _tokens(seed=0):
+    """[B, T] in [0, V)."""
+    return np.random.default_rng(seed).integers(0, V, (B, T), np.int32)
+
+
+def _decode(step, cache, tokens_BT, padding):
+    """[B, T, V] logits of the tokens that SPLITS reach, NaN behind them; and the cache."""
+    logits = np.full((*tokens_BT.shape, V), np.nan)
+    lengths = np.zeros(B, int)
+    for width, counts in SPLITS:
+        new = np.full((B, width), padding, np.int32)
+        for b, count in enumerate(counts):
+            new[b, :count] = tokens_BT[b, lengths[b] : lengths[b] + count]
+        z, cache = step(new, cache, np.asarray(counts, np.int32))
+        for b, count in enumerate(counts):
+            logits[b, lengths[b] : lengths[b] + count] = z[b, :count]
+        lengths += counts
+    np.testing.assert_array_equal(cache.lengths, lengths)
+    return logits, cache
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_whole_row(x64, make_mechanism, randomise, name):
+    config = _config(make_mechanism, name)
+    model = _model(randomise, config)
+    graph, weights = nnx.split(model)
+
+    @jax.jit
+    def whole(weights, tokens):
+        model = nnx.merge(graph, weights)
+        return model.logits(model(tokens, compute=F64))
+
+    tokens = _tokens()
+    expected = np.array(whole(weights, tokens))
+    assert np.ptp(expected) > 1
+    step, _ = _stepper(model, F64)
+    logits, _ = _decode(step, decoder.allocate(config, F64, batch=B, capacity=T), tokens, 0)
+    for b, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(logits[b, :length], expected[b, :length], rtol=1e-10, atol=1e-10)
+
+
+def test_sequences_do_not_see_padding_or_each_other(make_mechanism, randomise):
+    """Bits of a sequence depend on its own tokens only: not on padding, not on its neighbours."""
+    config = _config(make_mechanism, "every_way_of_caching")
+    step, traces = _stepper(_model(randomise, config, np.float32), Compute())
+    empty = lambda: decoder.allocate(config, Compute(), batch=B, capacity=T)
+    first, cache = _decode(step, empty(), _tokens(), padding=0)
+    other = _tokens(seed=1)
+    other[1] = _tokens()[1]
+    again, same = _decode(step, empty(), other, padding=V - 1)
+    np.testing.assert_array_equal(again[1], first[1])
+    assert not np.array_equal(again[0], first[0], equal_nan=True)
+    row = lambda x: np.asarray(x[1])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(row(a), row(b)), same, cache)
+    for array in jax.tree.leaves(cache.layers):  # and padding is not held either
+        for b, length in enumerate(LENGTHS):
+            assert np.all(np.asarray(array[b])[..., length:] == 0)
+            assert np.any(np.asarray(array[b])[..., length - 1] != 0)
+    assert len(traces) == 2  # one compilation per width, whatever the lengths and counts
+
+
+def test_a_sequence_that_waits_is_left_alone(make_mechanism, randomise):
+    config = _config(make_mechanism, "qwen3")
+    step, _ = _stepper(_model(randomise, config, np.float32), Compute())
+    _, cache = _decode(step, decoder.allocate(config, Compute(), batch=B, capacity=T), _tokens(), 0)
+    before = jax.tree.map(np.array, cache)
+    _, after = step(np.zeros((B, CHUNK), np.int32), cache, np.array([0, 2, 0], np.int32))
+    np.testing.assert_array_equal(after.lengths, before.lengths + np.array([0, 2, 0]))
+    for a, b in zip(jax.tree.leaves(after.layers), jax.tree.leaves(before.layers), strict=True):
+        np.testing.assert_array_equal(a[::2], b[::2])
+        assert not np.array_equal(a[1], b[1])
+
+
+def test_weights_are_in_the_compute_dtype_and_layers_apart(make_mechanism, randomise):
+    config = _config(make_mechanism, "rank_per_layer")
+    model = _model(randomise, config, np.float32)
+    part = decoder.Decoder(model, Compute(dtype=jnp.dtype(jnp.bfloat16)))
+    leaves = jax.tree.leaves(nnx.state(part))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+    sizes = [sum(x.size for x in jax.tree.leaves(nnx.state(m))) for m in (part, model)]
+    assert sizes[0] == sizes[1]
+    assert len(part.layers) == config.block.num_layers
+    stacked = model.segments[1].attention.mechanism.query[...]
+    for i, layer in enumerate(part.layers[1:3]):
+        own = layer.attention.mechanism.query[...]
+        np.testing.assert_array_equal(own, stacked[i].astype(jnp.bfloat16))
+    cache = decoder.allocate(config, part.compute, batch=B, capacity=T)
+    assert cache.layers[0]["base_key"].dtype == jnp.bfloat16

@@ -1,0 +1,45 @@
+"""A config file with overrides, and what is said when that cannot be."""
+
+import pathlib
+
+import pytest
+
+from kvjax.command_line import load_config
+from kvjax.errors import UserError
+
+LRKV = pathlib.Path(__file__).parents[1] / "configs" / "lrkv_tiny.py"
+
+
+def test_overrides_are_typed_and_the_config_is_locked():
+    overrides = ["--config.train.num_steps=7", "--config.data.tokenizer=byte"]
+    for config in (load_config(LRKV, overrides), load_config(LRKV)):
+        assert config.is_locked
+    config = load_config(LRKV, overrides)
+    assert (config.train.num_steps, config.data.tokenizer) == (7, "byte")
+    assert load_config(LRKV).train.num_steps == 500
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("--config.train.nmu_steps=7", "config.train has no key 'nmu_steps'; it has batch_size"),
+        ("--config.train.seed.x=7", "config.train.seed is a value, not a section"),
+        ("--config.train.num_steps=many", "many"),
+        ("--confg.train.num_steps=7", "confg"),
+        ("extra", "unknown argument 'extra'"),
+    ],
+)
+def test_bad_override(override, message):
+    with pytest.raises(UserError, match=message):
+        load_config(LRKV, [override])
+
+
+def test_no_such_file_lists_those_beside_it():
+    with pytest.raises(UserError, match="no such file; in .*configs there are .*lrkv_tiny.py"):
+        load_config(LRKV.with_name("lrvk_tiny.py"))
+
+
+def test_a_file_that_is_no_config(tmp_path):
+    (tmp_path / "x.py").write_text("a = 1\n")
+    with pytest.raises(UserError, match="has no get_config"):
+        load_config(tmp_path / "x.py")

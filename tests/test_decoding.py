@@ -1,0 +1,261 @@
+"""Generation with a cache: greedy is the argmax of the training model, and nothing else matters."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import decoding
+from kvjax import runtime
+from kvjax.decoding import Generator
+from kvjax.errors import UserError
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Transformer
+from kvjax.sampling import Sampling
+
+V, L = 32, 2
+GREEDY = Sampling(temperature=0.0)
+HOT = Sampling(temperature=2.0)
+PROMPTS = [[5], [1, 2, 3], [4] * 7 + [9], list(range(20, 32))]  # one chunk, several, and none
+
+compilations = collections.Counter()
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: compilations.update([event])
+)
+
+
+@functools.cache
+def _model(randomise, make_mechanism, name, **block):
+    block = BlockConfig(num_layers=L, d_model=16, mlp_dim=24, **block)
+    config = TransformerConfig(block=block, mechanisms=(make_mechanism(name),) * L, vocab_size=V)
+    return randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)[0]
+
+
+@pytest.fixture
+def make_model(randomise, make_mechanism):
+    """A function of a mechanism's name and block options: a Transformer, no weight zero."""
+    return functools.partial(_model, randomise, make_mechanism)
+
+
+@pytest.fixture
+def generator(randomise, make_mechanism):
+    return _cached_generator(randomise, make_mechanism)
+
+
+@functools.cache
+def _cached_generator(randomise, make_mechanism):
+    return Generator(_model(randomise, make_mechanism, "lrkv"), chunk=5)
+
+
+def tokens(generator, prompts, **options) -> list[list[int]]:
+    generation = generator.start(prompts, **(dict(num_tokens=10) | options))
+    steps = list(generation)
+    flat = [
+        [i for new in steps for sequence, i in new if sequence == b] for b in range(len(prompts))
+    ]
+    assert flat == generation.tokens
+    return generation.tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [("lrkv", {}), ("mla", {}), ("mha", dict(positions="learned", max_positions=40))],
+)
+def test_greedy_is_the_argmax_of_the_training_model(make_model, name, block):
+    model = make_model(name, **block)
+    got = tokens(Generator(model, chunk=5), PROMPTS, num_tokens=20, sampling=GREEDY)
+    clear = total = 0
+    for prompt, ids in zip(PROMPTS, got, strict=True):
+        assert len(ids) == 20
+        sequence = jnp.asarray([(prompt + ids + [0] * 40)[:32]])
+        logits_TV = np.asarray(model.logits(model(sequence)))[0]
+        for i, token in enumerate(ids):
+            second, first = np.sort(logits_TV[len(prompt) - 1 + i])[-2:]
+            assert logits_TV[len(prompt) - 1 + i][token] >= first - 1e-4
+            clear, total = clear + (first - second > 1e-4), total + 1
+    assert clear > 0.9 * total  # so most tokens are held to exactly one
+
+
+def test_a_batch_of_any_lengths_is_one_prompt_at_a_time(generator):
+    batch = tokens(generator, PROMPTS, sampling=HOT, seed=7)
+    alone = [tokens(generator, [prompt], sampling=HOT, seed=7)[0] for prompt in PROMPTS]
+    assert batch == alone
+    assert tokens(generator, PROMPTS, sampling=HOT, seed=8) != batch
+
+
+def test_every_position_draws_anew(generator):
+    """So hot that only chance decides."""
+    (ids,) = tokens(generator, [[1]], num_tokens=20, sampling=Sampling(temperature=1e4))
+    assert len(set(ids)) > 8
+
+
+def test_equal_prompts_get_different_texts(generator):
+    first, second = tokens(generator, [[1, 2], [1, 2]], sampling=HOT)
+    assert first != second
+    assert tokens(generator, [[1, 2]], sampling=HOT) == [first]
+
+
+@pytest.mark.parametrize("chunk", [1, 128])
+def test_chunk_size_does_not_matter(generator, make_model, chunk):
+    other = Generator(make_model("lrkv"), chunk=chunk)
+    options = dict(sampling=HOT, seed=1)
+    assert tokens(other, PROMPTS, **options) == tokens(generator, PROMPTS, **options)
+
+
+def test_the_reference_implementation(generator, make_model):
+    other = Generator(make_model("lrkv"), chunk=5, implementation="reference")
+    assert tokens(other, PROMPTS, sampling=HOT) == tokens(generator, PROMPTS, sampling=HOT)
+
+
+def test_nothing_is_compiled_twice(generator):
+    tokens(generator, PROMPTS, sampling=HOT)
+    sizes = lambda: [f._cache_size() for f in (generator._prefill, generator._decode_step)]
+    before, events = sizes(), dict(compilations)
+    for seed, prompts in enumerate(
+        [PROMPTS[::-1], [[1]] * 4, [[i] * (13 * i + 1) for i in range(4)]]
+    ):
+        sampling = Sampling(temperature=0.3 * seed, top_k=3 * seed, top_p=1 - 0.2 * seed)
+        options = dict(num_tokens=5 + 30 * seed, sampling=sampling, seed=seed)
+        generation = generator.start(prompts, **options, stop_tokens=range(seed))
+        for _ in generation:
+            generation.finish(1)
+    assert sizes() == before
+    compiled = [e for e in compilations if "backend_compile" in e]
+    assert compiled, "the event has another name now"
+    assert [compilations[e] for e in compiled] == [events[e] for e in compiled]
+
+
+def test_the_device_does_not_wait_for_the_host(generator, monkeypatch):
+    """Step n + 1 is dispatched before the tokens of step n are read; a step uploads nothing."""
+    log, real_step, real_get = [], generator._decode_step, jax.device_get
+    generation = generator.start(PROMPTS, num_tokens=6)
+
+    def step(*args):
+        log.append("step")
+        return real_step(*args)
+
+    def get(x):
+        log.append("read")
+        return real_get(x)
+
+    monkeypatch.setattr(generator, "_decode_step", step)
+    monkeypatch.setattr(decoding.jax, "device_get", get)
+    with jax.transfer_guard_host_to_device("disallow"):
+        list(generation)
+    assert log == ["step", "read"] * 5 + ["read"]
+
+
+def test_the_cache_is_donated(generator):
+    generation = generator.start(PROMPTS, num_tokens=3)
+    before = generation.cache
+    list(generation)
+    assert all(array.is_deleted() for array in jax.tree.leaves(before))
+
+
+def test_a_stop_token_ends_its_sequence_alone(generator):
+    free = tokens(generator, PROMPTS, num_tokens=12, sampling=HOT)
+    stop = free[1][4]
+    generation = generator.start(PROMPTS, num_tokens=12, sampling=HOT, stop_tokens=[stop])
+    list(generation)
+    cut = [ids[: ids.index(stop)] if stop in ids else ids for ids in free]
+    assert generation.tokens == cut
+    assert len(cut[1]) <= 4 and any(len(ids) == 12 for ids in cut)
+    # The last token of a sequence that was not stopped is never appended.
+    held = [len(p) + min(len(ids), 11) for p, ids in zip(PROMPTS, cut, strict=True)]
+    assert np.asarray(generation.cache.lengths).tolist() == held
+
+
+def test_generation_ends_when_all_sequences_have(generator):
+    free = tokens(generator, [[1], [2]], num_tokens=12, sampling=HOT)
+    generation = generator.start(
+        [[1], [2]], num_tokens=12, sampling=HOT, stop_tokens=[free[0][2], free[1][1]]
+    )
+    assert len(list(generation)) <= 3
+    assert generation.finished.all()
+
+
+def test_a_sequence_that_the_host_ends_grows_no_more(generator):
+    generation = generator.start(PROMPTS, num_tokens=12, sampling=HOT)
+    for n, _ in enumerate(generation):
+        if n == 3:
+            generation.finish(2)
+    assert [len(ids) for ids in generation.tokens] == [12, 12, 4, 12]
+    # Of the steps dispatched after the prompt, the fifth was under way.
+    assert int(generation.cache.lengths[2]) == len(PROMPTS[2]) + 4
+    assert int(generation.cache.lengths[1]) == len(PROMPTS[1]) + 11
+
+
+def test_timing(generator):
+    generation = generator.start(PROMPTS, num_tokens=5)
+    list(generation)
+    timing = generation.timing
+    assert timing.decoded == 4 * 4 and timing.prompt_tokens == sum(map(len, PROMPTS))
+    assert 0 < timing.first < timing.last
+    assert timing.decode_tokens_per_second == 16 / (timing.last - timing.first)
+    once = generator.start(PROMPTS, num_tokens=1)
+    list(once)
+    assert once.timing.decode_tokens_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "no prompts"),
+        ([[1], []], {}, "prompt 2 has no tokens: start it with the tokenizer's BOS"),
+        (
+            [[1], [2, 32]],
+            {},
+            "prompt 2, token 2: no id 32; the vocabulary has 32 tokens, ids 0 to 31",
+        ),
+        ([[-1]], {}, "prompt 1, token 1: no id -1"),
+        ([[1]], dict(stop_tokens=[3, 40]), "stop token 40: no such id"),
+        ([[1]], dict(num_tokens=0), "num_tokens = 0: must be at least 1"),
+        ([[1]], dict(capacity=-1), "capacity = -1"),
+        ([[1]], dict(seed=-1), "seed = -1"),
+        ([[1]], dict(seed=1 << 32), "must be below 2\\*\\*32"),
+        ([[1], [1] * 9], dict(capacity=8), "prompt 2 has 9 tokens and capacity = 8"),
+        ([[1] * 7], dict(capacity=8), "sequence 0 holds 7 tokens and 10 more.*capacity of 8"),
+        ([[1] * 7], dict(num_tokens=1 << 20), "rope positions end after 1048576 tokens"),
+    ],
+)
+def test_requests_that_cannot_be(generator, prompts, options, message):
+    with pytest.raises(UserError, match=message):
+        generator.start(prompts, **(dict(num_tokens=10) | options))
+
+
+def test_the_capacity_asked_for_suffices_to_its_last_token(generator):
+    asked = tokens(generator, [[1] * 118], num_tokens=10, capacity=128, sampling=HOT)
+    assert asked == tokens(generator, [[1] * 118], num_tokens=10, sampling=HOT)
+
+
+def test_learned_positions_end(make_model):
+    learned = Generator(make_model("mha", positions="learned", max_positions=40))
+    assert decoding.max_positions(learned.config) == 40
+    with pytest.raises(UserError, match="learned positions end after 40 tokens"):
+        learned.start([[1] * 30], num_tokens=12)
+    assert len(tokens(learned, [[1] * 30], num_tokens=11)[0]) == 11
+
+
+def test_a_cache_beyond_memory(generator, monkeypatch):
+    monkeypatch.setattr(runtime, "memory_per_device", lambda: 1000)
+    with pytest.raises(UserError, match="a cache of 1 sequences of 128 tokens needs"):
+        generator.start([[1]], num_tokens=3)
+
+
+def test_models_and_options_that_cannot_be(make_model):
+    with pytest.raises(UserError, match="causal = False: only a causal model"):
+        Generator(make_model("mha", causal=False))
+    with pytest.raises(UserError, match="implementation = 'fast': must be one of 'xla'"):
+        Generator(make_model("lrkv"), implementation="fast")
+    with pytest.raises(UserError, match="chunk = 0"):
+        Generator(make_model("lrkv"), chunk=0)
+
+
+def test_capacities_are_few():
+    assert [decoding._round(n) for n in (1, 128, 129, 256, 257, 600, 1025)] == [
+        *(128, 128, 256, 256, 512, 1024, 2048)
+    ]
