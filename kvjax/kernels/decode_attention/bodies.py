@@ -64,10 +64,28 @@ def _rotate(x_BKHs: jax.Array, start: jax.Array, base: float) -> jax.Array:
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=2)
 
 
+def _rotated_dot(q_BKH: jax.Array, k_BKHs: jax.Array, start: jax.Array, base: float) -> jax.Array:
+    """Logits [B, K, s] of one query per key head with the rotated keys, which are never made.
+
+    In pairs q·Rot(k) = (q1·k1 + q2·k2) cos + (q2·k1 - q1·k2) sin: one pass over the tile.
+    """
+    H, s = k_BKHs.shape[2:]
+    angles = rope.rotary(start + jnp.arange(s, dtype=jnp.int32)[None], H, base)
+    k1, k2 = jnp.split(k_BKHs, 2, axis=2)
+    cos, sin = (jnp.broadcast_to(a[0].T.astype(k1.dtype), k1.shape) for a in angles)
+    q1, q2 = (jnp.broadcast_to(q[..., None], k1.shape) for q in jnp.split(q_BKH, 2, axis=-1))
+    return jnp.sum((q1 * k1 + q2 * k2) * cos + (q2 * k1 - q1 * k2) * sin, axis=2)
+
+
+def _inverse_rms(x_BKHs: jax.Array, epsilon: float) -> jax.Array:
+    """[B, K, s] over the channels."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x_BKHs), axis=2) + epsilon)
+
+
 def _norm_and_rotate(x_BKHs: jax.Array, start: jax.Array, o) -> jax.Array:
     if o.norm_epsilon is not None:
-        mean_BK1s = jnp.mean(jnp.square(x_BKHs), axis=2, keepdims=True)
-        x_BKHs = x_BKHs * jax.lax.rsqrt(mean_BK1s + o.norm_epsilon)
+        scale_BKs = _inverse_rms(x_BKHs, o.norm_epsilon)
+        x_BKHs = x_BKHs * jnp.broadcast_to(scale_BKs[:, :, None], x_BKHs.shape)
     if o.gain is not None:
         x_BKHs = x_BKHs * o.gain[None, None, :, None]
     return x_BKHs if o.rope_base is None else _rotate(x_BKHs, start, o.rope_base)
@@ -203,7 +221,13 @@ class _Tied:
         if self.o.expand_key is not None:
             residual = jnp.einsum("BKRs,KRH->BKHs", tile["residual_key"], self.o.expand_key)
             k_BKHs = _spread(k_BKHs, residual.shape[1]) + residual
-        return _dot(self.q_BNTH, _norm_and_rotate(k_BKHs, start, self.o))
+        N, T = self.q_BNTH.shape[1:3]
+        if self.o.rope_base is None or self.o.gain is not None or N * T > k_BKHs.shape[1]:
+            return _dot(self.q_BNTH, _norm_and_rotate(k_BKHs, start, self.o))
+        z_BKs = _rotated_dot(self.q_BNTH[:, :, 0], k_BKHs, start, self.o.rope_base)
+        if self.o.norm_epsilon is not None:
+            z_BKs = z_BKs * _inverse_rms(k_BKHs, self.o.norm_epsilon)
+        return z_BKs[:, :, None]
 
     def weigh(self, p_BNTs: jax.Array, tile: Tile) -> tuple[jax.Array, ...]:
         base = _weigh(p_BNTs, tile["base_key"])
