@@ -10,6 +10,7 @@ from kvjax.errors import UserError
 
 # libtpu reads these when it is loaded; without them it looks for the machine's own TPU.
 _ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
