@@ -48,10 +48,17 @@ def load_config(
         beside = f"in {file.parent} there are {', '.join(there)}" if there else "nor any beside it"
         raise UserError(f"--config={file}: no such file; {beside}")
     if not overrides:
-        get_config = runpy.run_path(str(file)).get("get_config")
-        if get_config is None:
-            raise UserError(f"--config={file}: has no get_config(); see configs/lrkv_tiny.py")
-        return get_config()
+        try:
+            get_config = runpy.run_path(str(file)).get("get_config")
+            config = get_config and get_config()
+        except Exception as error:  # anything can be wrong with a file of Python
+            raise UserError(f"--config={file}: {type(error).__name__}: {error}") from error
+        if not isinstance(config, ml_collections.ConfigDict):
+            raise UserError(
+                f"--config={file}: has no get_config() that returns a ConfigDict; see "
+                "configs/lrkv_tiny.py"
+            )
+        return config
     argv = ["", f"{PREFIX}={file}", *overrides]
     _check(argv)
     values = flags.FlagValues()

@@ -69,6 +69,13 @@ def report(
     )
 
 
+def _resolve(file: pathlib.Path, overrides: list[str]) -> experiment_lib.Experiment:
+    try:
+        return experiment_lib.resolve(command_line.load_config(file, overrides))
+    except UserError as error:
+        raise UserError(f"{file.name}: {error}") from error
+
+
 def _print(reports: list[dict], *, batch: int, dtype: str, on: list[Device]) -> None:
     names = [device.name for device in on]
     contexts = [(r["config"], d) for r in reports for d in r["decode"]]
@@ -123,16 +130,13 @@ def main(argv: list[str]) -> None:
     try:
         at_least("--batch", options.batch, 1)
         one_of("--dtype", options.dtype, _DTYPES)
-        on = [devices.get(name) for name in options.device or devices.DEVICES]
+        on = [devices.get(name) for name in dict.fromkeys(options.device or devices.DEVICES)]
         file = pathlib.Path(options.config)
         files = [file]
         if options.all and file.is_file():
             files = sorted(file.parent.glob(f"*_{file.stem.rpartition('_')[2]}.py"))
         shape = dict(batch=options.batch, dtype=jnp.dtype(options.dtype), on=on)
-        reports = [
-            report(experiment_lib.resolve(command_line.load_config(f, overrides)), **shape)
-            for f in files
-        ]
+        reports = [report(_resolve(f, overrides), **shape) for f in files]
     except (UserError, OSError) as error:
         print(f"kvjax: {error}", file=sys.stderr)
         sys.exit(2)

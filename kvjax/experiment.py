@@ -130,7 +130,7 @@ def resolve(config: ml_collections.ConfigDict) -> Experiment:
     resolved = {key: to_dataclass(cls, config[key], f"config.{key}") for key, cls in parts.items()}
     model = TransformerConfig(
         block=block,
-        mechanisms=mechanisms(config.attention, block.num_layers),
+        mechanisms=_mechanisms(config.attention, block.num_layers),
         vocab_size=resolved["data"].vocab_size,
     )
     model.check_length(resolved["data"].sequence_length)
@@ -142,7 +142,7 @@ def resolve(config: ml_collections.ConfigDict) -> Experiment:
     return Experiment(name=config.name, model=model, **resolved)
 
 
-def mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
+def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
     """One mechanism per layer: `attention.kind` with its own keys, rank from `layer_ranks`."""
     keys = dict(attention)
     kind = keys.pop("kind", None)

@@ -159,19 +159,22 @@ def test_training_flops_of_mha_by_formula():
         assert costs.training_flops_per_token(_config("mha", scale), T) == expected
 
 
+TRAINED = (*MECHANISMS, "thin_keys", "kv_tied", "qk_tied_plus", "lrkv_shared_rope")
+
+
 @pytest.mark.parametrize(
-    ("name", "tied_head"), [*((name, False) for name in MECHANISMS), ("mha", True)]
+    ("name", "tied_head"), [*((name, False) for name in TRAINED), ("mha", True)]
 )
 def test_training_flops_against_xla(make_mechanism, name, tied_head):
-    """XLA also counts norms, softmax, tanh and sums (some 3 % here), and no layer twice.
+    """Within 2 %: XLA also counts norms, softmax, tanh and sums, and no layer twice.
 
     Layers are unrolled and the loss is one slice, since XLA counts a loop's body once.
     """
     B, T = 1, 64
     wide = dict(latent_dim=48, rope_key_dim=16, key_dim=32, value_dim=32, rank=16)
     known = {f.name for f in dataclasses.fields(make_mechanism(name))}
-    keys = {k: v for k, v in wide.items() if k in known and (k != "rank" or name == "lrkv")}
-    block = BlockConfig(num_layers=2, d_model=128, mlp_dim=512, tied_head=tied_head)
+    keys = {k: v for k, v in wide.items() if k in known and (k != "rank" or "lrkv" in name)}
+    block = BlockConfig(num_layers=2, d_model=512, mlp_dim=2048, tied_head=tied_head)
     config = TransformerConfig(
         block=block, mechanisms=(make_mechanism(name, **keys),) * 2, vocab_size=512
     )
@@ -182,7 +185,7 @@ def test_training_flops_against_xla(make_mechanism, name, tied_head):
     compiled = jax.jit(jax.grad(loss)).lower(weights, tokens).compile()
     counted = compiled.cost_analysis()["flops"]
     ours = B * T * costs.training_flops_per_token(config, T)
-    assert 0.98 < counted / ours < 1.05
+    assert 0.98 < counted / ours < 1.02
 
 
 @pytest.mark.parametrize("name", D36)

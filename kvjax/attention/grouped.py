@@ -144,9 +144,11 @@ class GroupedConfig:
         normed = self.qk_norm != "none"
         once = 0
         per_key = 2 * N * (H + Hv) + self.position_channels  # a logit, a weighted value, a bias
-        rebuild = 2 * K * R * H + (3 * K * H if rope_base is not None else 0)
+        keys = K if R else self.num_bases
+        rebuild = 2 * K * R * H + (3 * keys * H if rope_base is not None else 0)
         if self.ties_values:
-            per_key += rebuild + (3 * K * H if normed else 0)
+            in_one_pass = N == keys and rope_base is not None and self.qk_norm == "rms"
+            per_key += rebuild + ((2 if in_one_pass else 3) * keys * H if normed else 0)
             if R:
                 once, per_key = 2 * N * R * H, per_key + 2 * N * R + K * H
         elif R:

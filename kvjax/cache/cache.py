@@ -25,7 +25,8 @@ class Cache:
 
     Attributes:
       layers: per layer, the arrays of its mechanism's entry by name.
-      lengths: [B] int32, the tokens held of each sequence; what lies behind them is not read.
+      lengths: [B] int32, the tokens held of each sequence; what lies behind them counts for nothing,
+        but must be finite.
     """
 
     layers: tuple[dict[str, jax.Array], ...]
@@ -131,13 +132,13 @@ def check_capacity(lengths: np.ndarray, counts: np.ndarray, capacity: int) -> No
     """Raises a UserError if a sequence would outgrow the cache.
 
     Args:
-      lengths, counts: [B] on the host: tokens held, and tokens to come.
+      lengths, counts: [B] on the host: tokens held, and tokens to be appended.
     """
     after = np.asarray(lengths) + np.asarray(counts)
     if after.size and after.max() > capacity:
         b = int(after.argmax())
         raise UserError(
-            f"sequence {b} holds {int(np.asarray(lengths)[b])} tokens and "
+            f"sequence {b + 1} holds {int(np.asarray(lengths)[b])} tokens and "
             f"{int(after[b] - np.asarray(lengths)[b])} more are to come: {int(after[b])} exceed "
             f"the cache's capacity of {capacity}; allocate a larger cache or generate fewer tokens"
         )

@@ -42,7 +42,8 @@ class Decoder(Transformer):
 
         Args:
           tokens_BT: the next tokens of every sequence, padding at the end.
-          counts_B: how many of them are real, 0 to T; activations of padding mean nothing.
+          counts_B: how many of them are real, 0 to T; activations of padding mean nothing. They
+            must fit: `kvjax.cache.check_capacity` is for the caller, on the host.
           implementation: see `kvjax.kernels.decode_attention.api`.
         """
         c = self.config.block

@@ -4,6 +4,7 @@ Lengths and splits are drawn; shapes are not, since a new shape is a new compila
 advance in chunks of CHUNK tokens, of which 0 to CHUNK are real, and in single steps.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -100,7 +101,7 @@ class Run:
     """One attention module in one dtype: in full, and over a cache."""
 
     def __init__(self, config, base, graph, weights, dtype, implementation="small_tiles"):
-        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.config, self.base, self.dtype = config, base, jnp.dtype(dtype)
         cast = lambda w: jnp.asarray(w, self.dtype)
         self.weights = jax.tree.map(cast, weights)
 
@@ -257,7 +258,7 @@ def test_the_definition_obeys_the_law(x64, make_mechanism, randomise, mechanism_
 def _exactly(randomise, run, config, x_BTD):
     """[B, T, D] in full and in float64, from the weights of a run in a narrower dtype."""
     with jax.enable_x64(True):
-        wide = _run(randomise, config, BASE, jnp.float64, d_model=x_BTD.shape[-1])
+        wide = _run(randomise, config, run.base, jnp.float64, d_model=x_BTD.shape[-1])
         widen = lambda w: jnp.asarray(np.asarray(w, np.float64))
         wide.weights = jax.tree.map(widen, run.weights)
         return wide.full(x_BTD)
@@ -277,6 +278,16 @@ def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
     np.testing.assert_array_equal(dirty, y)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("row", _covering_rows(), ids=_row_id)
+def test_float32_for_pairs_of_options(randomise, row):
+    config, base = _grouped(row)
+    run, x = _run(randomise, config, base, jnp.float32), _input().astype(np.float32)
+    y, expected = run.decoded(x, ONE_OF_ALL), _exactly(randomise, run, config, x)
+    held = ~np.isnan(y)
+    assert np.abs(y - expected)[held].max() < 1e-5 * np.abs(expected).max()
+
+
 # -- bfloat16 --------------------------------------------------------------------------------------
 
 WIDTHS = dict(key_dim=32, value_dim=32, rank=16, latent_dim=48, rope_key_dim=16)
@@ -291,14 +302,26 @@ def _wider(make_mechanism, name):
     return make_mechanism(name, **own)
 
 
-def test_bfloat16(make_mechanism, randomise, mechanism_name):
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(qk_norm="rms", base=BASE),
+        pytest.param(dict(qk_norm="none", base=BASE), marks=pytest.mark.slow),
+        pytest.param(dict(qk_norm="rms_gain", base=BASE), marks=pytest.mark.slow),
+        pytest.param(dict(qk_norm="rms", base=None), marks=pytest.mark.slow),
+        pytest.param(dict(qk_norm="none", base=None), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_bfloat16(make_mechanism, randomise, mechanism_name, options):
     """The error is at most 1.5 times that of expanded attention in bfloat16.
 
     Error: root mean square over all outputs, against float64 from the same bfloat16 weights and
     inputs. Two thirds of the tokens come in chunks, the others one by one.
     """
     config, batch, length, width = _wider(make_mechanism, mechanism_name), 4, 96, 64
-    run = _run(randomise, config, BASE, jnp.bfloat16, d_model=width)
+    config = dataclasses.replace(config, qk_norm=options["qk_norm"])
+    run = _run(randomise, config, options["base"], jnp.bfloat16, d_model=width)
     x = np.asarray(jnp.asarray(_input(width, batch, length), jnp.bfloat16), np.float64)
     exact = _exactly(randomise, run, config, x)
     steps = [(CHUNK, (CHUNK,) * batch)] * (64 // CHUNK) + [(1, (1,) * batch)] * (length - 64)

@@ -26,6 +26,7 @@ VARIANTS = {
     "lrkv_one_base_each": ("residual", dict(N=4, K=4, J=4)),
     "lrkv_no_rope": ("residual", dict(N=8, K=4, J=2, rope_base=None, scaled=True)),
     "kv_tied": ("tied", dict(N=4, K=2, norm=True, gain=True)),
+    "kv_tied_one_each": ("tied", dict(N=4, K=4, norm=True)),
     "lrkv_kv_tied": ("tied", dict(N=8, K=4, J=2, rank=R, norm=True, gain=True)),
     "kv_tied_plain": ("tied", dict(N=4, K=4, rope_base=None, bias=True)),
     "mla": ("latent", dict(N=4)),
@@ -136,8 +137,20 @@ def test_equals_the_definition(x64, name, way, T):
             assert np.abs(expected).max() > 0.1
 
 
+@pytest.mark.parametrize("first", [[3, 0, 20], [250, 3, 17]], ids=["short", "long"])
+@pytest.mark.parametrize("name", ["mha", "lrkv", "kv_tied_one_each", "mla"])
+def test_either_way_through_a_cache_that_is_much_longer_than_a_tile(x64, name, first):
+    """What is chosen on CPU depends on the longest sequence; the result does not."""
+    kind, options = VARIANTS[name]
+    given, cache = getattr(_Draw(1, S=256), kind)(**options)
+    first_B = jnp.asarray(first, jnp.int32)
+    o = jax.jit(functools.partial(xla.decode_attention, block=32))(given, cache, first_B)
+    expected = _definition(given, cache, first_B)
+    np.testing.assert_allclose(o, expected, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("way, T", [("tiled", 1), ("tiled", 3), ("whole", 1)])
-@pytest.mark.parametrize("name", ["lrkv", "kv_tied", "mla_paper"])
+@pytest.mark.parametrize("name", ["lrkv", "kv_tied", "kv_tied_one_each", "mla_paper"])
 def test_far_positions(x64, name, way, T):
     """Four tiles of 512, the last in the thousands; the folded query of LRKV turns with each."""
     kind, options = VARIANTS[name]
@@ -212,5 +225,5 @@ def test_implementations_have_names(x64):
     np.testing.assert_array_equal(default, named)
     expected = attend(given, cache, first_B, implementation="reference")
     np.testing.assert_allclose(default, expected, rtol=1e-11, atol=1e-11)
-    with pytest.raises(ValueError, match="implementation = 'tpu'.*xla, reference"):
-        decode_attention(given, cache, first_B, implementation="tpu")
+    with pytest.raises(ValueError, match="implementation = 'fast'.*xla, tpu, reference"):
+        decode_attention(given, cache, first_B, implementation="fast")

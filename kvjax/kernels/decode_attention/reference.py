@@ -1,7 +1,8 @@
 """The definition of decode attention: expand the whole cache to keys and values, then softmax.
 
 Every implementation is held against this one, in float64. It is also what "expanding first" costs:
-its temporary memory grows with the expanded cache.
+its temporary memory grows with the expanded cache. Products are in the highest precision that the
+device has for their dtype.
 """
 
 from collections.abc import Mapping
@@ -29,6 +30,11 @@ def decode_attention(operands: Operands, cache: Cache, first_B: jax.Array) -> ja
       cache: arrays [B, *shape, S], see `operands`.
       first_B: [B] position of the first query; query t sees slots 0 .. first_B + t.
     """
+    with jax.default_matmul_precision("highest"):
+        return _attend(operands, cache, first_B)
+
+
+def _attend(operands: Operands, cache: Cache, first_B: jax.Array) -> jax.Array:
     q_BTNH, k_BSNH, v_BSNV = (_wide(x) for x in expand(operands, cache))
     T, S = q_BTNH.shape[1], k_BSNH.shape[1]
     z_BNTS = operands.scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)

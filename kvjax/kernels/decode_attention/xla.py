@@ -1,11 +1,13 @@
 """Decode attention in plain JAX: tiles of the cache, an online softmax.
 
 Temporary memory is that of a tile. What is done with a tile is in `bodies`. The number of tiles
-follows the longest sequence, not the capacity.
+follows the longest sequence, not the capacity. Products of a float32 model are in the device's
+highest precision, those of a bfloat16 model in its default.
 
 On CPU a slice of an array is copied before a product reads it, at a third of the speed of reading
 the array itself. A single query per sequence there takes its logits tile by tile only where a tile
-is expanded, and everything else from the whole cache: its temporaries are the logits.
+is expanded, and everything else from the whole cache, as long as sequences fill a quarter of it:
+its temporaries are the logits.
 """
 
 from collections.abc import Mapping
@@ -35,16 +37,22 @@ def decode_attention(
     """
     wide = jnp.promote_types(operands.query.dtype, jnp.float32)
     T = operands.query.shape[1]
+    S = next(iter(cache.values())).shape[-1]
     is_wide = all(array.dtype == wide for array in cache.values())
-    if T > 1 or not is_wide:  # a conversion would copy the whole cache
-        return tiled(operands, cache, first_B, block)
-    return jax.lax.platform_dependent(
-        operands,
-        dict(cache),
-        first_B,
-        cpu=lambda *args: whole(*args, block),
-        default=lambda *args: tiled(*args, block),
-    )
+    in_tiles = lambda *args: tiled(*args, block)
+    at_once = lambda *args: whole(*args, block)
+
+    def on_cpu(operands, cache, first_B):
+        if S <= 4 * block:
+            return whole(operands, cache, first_B, block)
+        short = 4 * jnp.max(first_B) < S
+        return jax.lax.cond(short, in_tiles, at_once, operands, cache, first_B)
+
+    with jax.default_matmul_precision("highest" if operands.query.dtype == wide else None):
+        arguments = (operands, dict(cache), first_B)
+        if T > 1 or not is_wide:  # a conversion would copy the whole cache
+            return in_tiles(*arguments)
+        return jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=in_tiles)
 
 
 def tiled(operands, cache, first_B: jax.Array, block: int) -> jax.Array:
