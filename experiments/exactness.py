@@ -22,12 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import record
-from kvjax import generate
 from kvjax import runtime
-from kvjax.command_line import load_config
+from kvjax import trained
 from kvjax.data import loader
 from kvjax.data import prepare
-from kvjax.experiment import resolve
 from kvjax.model import decoder as decoder_lib
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute
@@ -36,9 +34,9 @@ from kvjax.model.transformer import Transformer
 ROUNDING = 1e-4  # of the row's largest logit
 
 
-def held_out(config_file: epath.Path, positions: int, rows: int) -> np.ndarray:
-    """[rows, positions] tokens of a config's validation text, training rows joined end to end."""
-    dataset = loader.open_dataset(prepare.prepare(resolve(load_config(config_file)).data))
+def held_out(workdir: epath.Path, positions: int, rows: int) -> np.ndarray:
+    """[rows, positions] tokens of a run's validation text, training rows joined end to end."""
+    dataset = loader.open_dataset(prepare.prepare(trained.experiment_of(workdir).data))
     T = dataset.sequence_length
     joined = math.ceil(positions / T)
     batches = loader.validation_batches(dataset, sequence_length=T, batch_size=rows * joined)
@@ -86,8 +84,9 @@ def compare(full_BTV: np.ndarray, cached_BTV: np.ndarray) -> dict:
 def main(argv) -> None:
     del argv
     runtime.start()
-    loaded = generate.load(epath.Path(_WORKDIR.value))
-    tokens_BT = held_out(epath.Path(_CONFIG.value), _POSITIONS.value, _ROWS.value)
+    workdir = epath.Path(_WORKDIR.value)
+    loaded = trained.load(workdir)
+    tokens_BT = held_out(workdir, _POSITIONS.value, _ROWS.value)
     whole = jax.jit(lambda model, tokens: model.logits(model(tokens, compute=loaded.compute)))
     full_BTV = np.asarray(whole(loaded.model, tokens_BT))
     results = []
@@ -113,8 +112,9 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", "runs/lrkv_tiny", "A trained run.")
-    _CONFIG = flags.DEFINE_string("config", "configs/lrkv_tiny.py", "Whose held-out text is read.")
+    _WORKDIR = flags.DEFINE_string(
+        "workdir", "runs/lrkv_tiny", "A trained run; its held-out text is read."
+    )
     _POSITIONS = flags.DEFINE_integer("positions", 512, "Tokens of a row.")
     _ROWS = flags.DEFINE_integer("rows", 4, "Rows.")
     _SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/exactness.json.")

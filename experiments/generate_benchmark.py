@@ -4,9 +4,9 @@
 
 Each batch is generated once unmeasured, --repeats times at different temperatures, and once more
 with top-k and top-p; nothing may be compiled after the first. Figures are medians over the repeats.
-Time to first token is from the call to the first token of every sequence on the host; prefill
-tokens/s are the prompts' tokens over it; decode tokens/s count all tokens after the first. Prints a
-table, and one JSON line.
+Time to first token is from the call, checks and the cache's allocation included, to the first token
+of every sequence on the host; prefill tokens/s are the prompts' tokens over it; decode tokens/s
+count all tokens after the first. Prints a table, and one JSON line.
 """
 
 import statistics
@@ -21,15 +21,16 @@ import numpy as np
 from experiments import record
 from kvjax import cache
 from kvjax import runtime
+from kvjax.configuration import at_least
 from kvjax.decoding import Generator
 from kvjax.errors import UserError
-from kvjax.generate import load
 from kvjax.sampling import Sampling
+from kvjax.trained import load
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/lrkv_tiny", "A run's folder.")
 _BATCHES = flags.DEFINE_multi_integer("batch", [1, 8, 32], "Sequences at once.")
 _PROMPT = flags.DEFINE_integer("prompt_tokens", 64, "Tokens of each prompt.")
-_NEW = flags.DEFINE_integer("num_tokens", 128, "Tokens generated after each.")
+_NEW = flags.DEFINE_integer("num_tokens", 128, "Tokens generated after each, at least 2.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Timed generations per batch.")
 _DTYPE = flags.DEFINE_string("dtype", "", "To compute in; default: the run's.")
 _SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/generate_benchmark.json.")
@@ -73,6 +74,7 @@ def main(argv: list[str]) -> None:
     runtime.start()
     jax.monitoring.register_event_duration_secs_listener(_count)
     try:
+        at_least("num_tokens", _NEW.value, 2)
         loaded = load(epath.Path(_WORKDIR.value), dtype=_DTYPE.value)
         generator = Generator(loaded.model, loaded.compute)
         sizes = dict(prompt=_PROMPT.value, new=_NEW.value, repeats=_REPEATS.value)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
+import operator
 import time
 import zlib
 
@@ -34,7 +35,8 @@ from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.sampling import Sampling
 
-CHUNK = 128  # prompt tokens per sequence that enter the cache at once
+CHUNK = 128  # prompt tokens per sequence that enter the cache at once, at most
+NARROWEST = 16  # of those chunks, where prompts are short
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +89,8 @@ def decode_step(
 class Generator:
     """A model made ready to generate: weights in the dtype it computes in, and jitted functions.
 
-    What is compiled depends on the number of sequences and on the capacity, nothing else.
+    What is compiled depends on the number of sequences, the capacity, and for prefill the width of
+    its chunks: 16, 32, 64 or 128 tokens, as the longest prompt needs. Nothing else.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Generator:
         """Copies the weights, to where the model has them.
 
         Args:
-          chunk: prompt tokens per sequence and prefill step.
+          chunk: prompt tokens per sequence and prefill step, at most.
           implementation: of decode attention, see `kvjax.kernels.decode_attention.api`.
         """
         if implementation is not None:
@@ -117,6 +120,7 @@ class Generator:
         graph, _ = nnx.split(nnx.eval_shape(make, params))
         self.weights = jax.jit(lambda params: nnx.to_pure_dict(nnx.state(make(params))))(params)
         self.sharding = _everywhere(self.weights)
+        self._compiled: set[tuple[int, int, int]] = set()  # sequences, capacity, width of chunks
         static = dict(graph=graph, implementation=implementation)
         options = dict(donate_argnums=1, out_shardings=self.sharding)
         self._prefill = jax.jit(functools.partial(prefill, **static), **options)
@@ -146,16 +150,14 @@ class Generator:
           UserError: an id the vocabulary does not have, no prompt or an empty one, or more tokens
             than the capacity, the model's positions or the memory hold.
         """
-        at_least("num_tokens", num_tokens, 1)
-        at_least("capacity", capacity, 0)
-        at_least("seed", seed, 0)
-        if seed >= 1 << 32:
-            raise UserError(f"seed = {seed}: must be below 2**32")
-        self._check_ids(prompts, stop_tokens)
+        begun = time.perf_counter()
+        check_options(num_tokens=num_tokens, seed=seed, capacity=capacity)
+        prompts, stop_tokens = self._check_ids(prompts, stop_tokens)
         lengths = np.array([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
+        needed = longest + num_tokens - 1  # the last token is never appended
         limit = max_positions(self.config)
-        if limit is not None and longest + num_tokens - 1 > limit:
+        if limit is not None and needed > limit:
             raise UserError(
                 f"a prompt of {longest} tokens and num_tokens = {num_tokens}: the model's "
                 f"{self.config.block.positions} positions end after {limit} tokens; shorten the "
@@ -167,39 +169,70 @@ class Generator:
                 "give a larger capacity (0: what is needed) or a shorter prompt"
             )
         if capacity:
-            cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens), capacity)
-        slots = capacity or _round(longest + num_tokens)
-        self._check_memory(len(prompts), slots)
+            cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens - 1), capacity)
+        slots = self._check_memory(len(prompts), capacity or _round(needed))
+        power_of_two = 1 << (longest - 2).bit_length()  # that longest - 1 tokens fit
+        width = min(self.chunk, slots, max(NARROWEST, power_of_two))
         ends_V = np.zeros(self.config.vocab_size, bool)
-        ends_V[list(stop_tokens)] = True
+        ends_V[stop_tokens] = True
         streams_B = np.array(_streams(prompts), np.uint32)
-        choice = Choice(sampling.parameters(), jax.random.key(seed), streams_B, ends_V)
-        return Generation(self, prompts, choice, num_tokens, slots)
 
-    def _check_ids(self, prompts: Sequence[Sequence[int]], stop_tokens: Sequence[int]) -> None:
+        def make() -> Generation:
+            choice = Choice(sampling.parameters(), jax.random.key(seed), streams_B, ends_V)
+            return Generation(self, prompts, choice, num_tokens, slots)
+
+        compiling = 0.0
+        if (len(prompts), slots, width) not in self._compiled:
+            before = time.perf_counter()
+            make().idle(width)
+            self._compiled.add((len(prompts), slots, width))
+            compiling = time.perf_counter() - before
+        generation = make()
+        generation.begin(width, begun=begun, compiling=compiling)
+        return generation
+
+    def _check_ids(
+        self, prompts: Sequence[Sequence[int]], stop_tokens: Sequence[int]
+    ) -> tuple[list[list[int]], list[int]]:
+        """Both as lists of integers."""
         V = self.config.vocab_size
-        allowed = f"the vocabulary has {V} tokens, ids 0 to {V - 1}"
+
+        def ids(tokens, message) -> list[int]:
+            numbers = []
+            for i, token in enumerate(tokens):
+                try:
+                    numbers.append(operator.index(token))
+                except TypeError:  # 1.7, or a character
+                    numbers.append(-1)
+                if not 0 <= numbers[-1] < V:
+                    allowed = f"the vocabulary has {V} tokens, ids 0 to {V - 1}"
+                    raise UserError(f"{message(i + 1, token)}; {allowed}")
+            return numbers
+
         if not len(prompts):
             raise UserError("no prompts: give at least one")
-        for b, prompt in enumerate(prompts):
+        checked = []
+        for b, prompt in enumerate(prompts, 1):
             if not len(prompt):
-                raise UserError(f"prompt {b + 1} has no tokens: start it with the tokenizer's BOS")
-            for i, token in enumerate(prompt):
-                if not 0 <= token < V:
-                    raise UserError(f"prompt {b + 1}, token {i + 1}: no id {token}; {allowed}")
-        for token in stop_tokens:
-            if not 0 <= token < V:
-                raise UserError(f"stop token {token}: no such id; {allowed}")
+                raise UserError(f"prompt {b} has no tokens: start it with the tokenizer's BOS")
+            checked.append(ids(prompt, lambda i, t, b=b: f"prompt {b}, token {i}: no id {t}"))
+        return checked, ids(stop_tokens, lambda i, t: f"stop token {t}: no such id")
 
-    def _check_memory(self, batch: int, capacity: int) -> None:
+    def _check_memory(self, batch: int, capacity: int) -> int:
+        """The tokens that each sequence of such a cache has room for."""
         shape = dict(batch=batch, capacity=capacity, dtype=self.compute.dtype)
-        arrays = jax.tree.leaves(cache_lib.abstract(self.config.mechanisms, **shape))
-        need, there = sum(x.size * x.dtype.itemsize for x in arrays), runtime.memory_per_device()
+        cache = cache_lib.abstract(self.config.mechanisms, **shape)
+        need, there = cache_lib.live_bytes(cache), runtime.memory_per_device()
+        device = jax.local_devices()[0]
+        if device.platform != "cpu":  # there, what is free is what was counted
+            there -= device.memory_stats()["bytes_in_use"]
         if need > there:
             raise UserError(
-                f"a cache of {batch} sequences of {capacity:,} tokens needs {need / 1e9:,.1f} GB "
-                f"of {there / 1e9:,.1f} GB: generate fewer tokens, or for fewer prompts at once"
+                f"a cache of {batch} sequences of {cache.capacity:,} tokens needs "
+                f"{need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB: generate fewer tokens, or for "
+                "fewer prompts at once"
             )
+        return cache.capacity
 
 
 class Generation:
@@ -222,21 +255,32 @@ class Generation:
         self._cancelled_B = self._put(self._cancelled)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.finished = np.zeros(B, bool)
-        begun = time.perf_counter()
+        self._last = np.array([prompt[-1] for prompt in prompts], np.int32)
+        self._prompts = prompts
+        self.timing = Timing(prompt_tokens=sum(len(prompt) for prompt in prompts))
         shape = dict(batch=B, capacity=capacity)
         self.cache = self._put(decoder_lib.allocate(generator.config, generator.compute, **shape))
-        # Both functions once with nothing to do: whatever is timed has been compiled.
-        chunk = min(generator.chunk, self.cache.capacity)
-        self._prefill(np.zeros((B, chunk), np.int32), np.zeros(B, np.int32))
-        last_B = self._put(np.array([prompt[-1] for prompt in prompts], np.int32))
-        self._step(last_B, self._put(np.ones(B, bool)))
+
+    def idle(self, width: int) -> None:
+        """Runs both functions once with nothing to do, which compiles them."""
+        B = len(self._prompts)
+        self._prefill(np.zeros((B, width), np.int32), np.zeros(B, np.int32))
+        self._step(self._put(self._last), self._put(np.ones(B, bool)))
         jax.block_until_ready(self.cache)
-        self._started = time.perf_counter()
-        prompt_tokens = sum(len(prompt) for prompt in prompts)
-        self.timing = Timing(compiling=self._started - begun, prompt_tokens=prompt_tokens)
-        for tokens_BT, counts_B in _chunks([prompt[:-1] for prompt in prompts], chunk):
+
+    def begin(self, width: int, *, begun: float, compiling: float) -> None:
+        """Dispatches the prompts, in chunks of that width, and the first step.
+
+        Args:
+          begun: when the tokens were asked for, by `time.perf_counter`.
+          compiling: seconds since then that count apart.
+        """
+        self._started = begun + compiling
+        self.timing.compiling = compiling
+        for tokens_BT, counts_B in _chunks([prompt[:-1] for prompt in self._prompts], width):
             self._prefill(tokens_BT, counts_B)
-        self._first = self._step(last_B, self._put(np.zeros(B, bool)))
+        done_B = self._put(np.zeros(len(self._prompts), bool))
+        self._first = self._step(self._put(self._last), done_B)
 
     def _put(self, tree):
         return jax.device_put(tree, self._generator.sharding)
@@ -280,10 +324,10 @@ class Generation:
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds of one batch; compiling is apart from all else."""
+    """Seconds of one batch since it was asked for; compiling is apart from all else."""
 
-    compiling: float
     prompt_tokens: int
+    compiling: float = 0.0  # 0 where a batch of these sizes came before
     first: float = 0.0  # until all sequences had their first token
     last: float = 0.0
     decoded: int = 0  # tokens of all sequences after their first
@@ -299,6 +343,15 @@ class Timing:
     def decode_tokens_per_second(self) -> float | None:
         """Of all sequences together, since the first token; None where there was no other."""
         return self.decoded / (self.last - self.first) if self.decoded else None
+
+
+def check_options(*, num_tokens: int, seed: int, capacity: int) -> None:
+    """Raises a UserError for what `Generator.start` takes for no model."""
+    at_least("num_tokens", num_tokens, 1)
+    at_least("capacity", capacity, 0)
+    at_least("seed", seed, 0)
+    if seed >= 1 << 32:
+        raise UserError(f"seed = {seed}: must be below 2**32")
 
 
 def max_positions(config: TransformerConfig) -> int | None:

@@ -35,10 +35,10 @@ from kvjax.decoding import Generator
 from kvjax.decoding import max_positions
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
-from kvjax.generate import generate
 from kvjax.model.transformer import Compute
 from kvjax.optim import learning_rate_schedule
 from kvjax.program import Program
+from kvjax.text_generation import generate
 
 
 def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, float]:

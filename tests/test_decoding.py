@@ -2,12 +2,15 @@
 
 import collections
 import functools
+import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import cache as cache_lib
 from kvjax import decoding
 from kvjax import runtime
 from kvjax.decoding import Generator
@@ -201,6 +204,49 @@ def test_timing(generator):
     assert once.timing.decode_tokens_per_second is None
 
 
+def test_what_compiles_is_run_once_beforehand_and_counted_apart(make_model, monkeypatch):
+    generator = Generator(make_model("lrkv"), chunk=5)
+    log = []
+    for name in ("_prefill", "_decode_step"):
+        real = getattr(generator, name)
+        call = lambda *args, name=name, real=real: log.append(name) or real(*args)
+        monkeypatch.setattr(generator, name, call)
+    first = generator.start(PROMPTS, num_tokens=1)
+    list(first)
+    work = ["_prefill"] * 3 + ["_decode_step"]
+    assert log == ["_prefill", "_decode_step", *work]
+    assert first.timing.compiling > first.timing.first > 0
+    del log[:]
+    again = generator.start(PROMPTS[::-1], num_tokens=1)
+    list(again)
+    assert log == work and again.timing.compiling == 0
+    del log[:]
+    generator.start(PROMPTS, num_tokens=1, capacity=256)  # other arrays
+    assert log == ["_prefill", "_decode_step", *work]
+
+
+def test_time_runs_from_the_call(generator, monkeypatch):
+    tokens(generator, PROMPTS)
+    real = generator._check_memory
+    monkeypatch.setattr(generator, "_check_memory", lambda *a: time.sleep(0.3) or real(*a))
+    generation = generator.start(PROMPTS, num_tokens=1)
+    list(generation)
+    assert generation.timing.first > 0.3
+
+
+def test_short_prompts_enter_in_narrow_chunks(make_model, monkeypatch):
+    generator = Generator(make_model("lrkv"))
+    real, widths = generator._prefill, []
+    record = lambda *args: widths.append(args[2].shape[1]) or real(*args)
+    monkeypatch.setattr(generator, "_prefill", record)
+    for longest in (2, 17, 18, 33, 34, 65, 66, 129, 200, 1):
+        del widths[1:]
+        generator.start([[1], [2] * longest], num_tokens=1, capacity=256)
+        want = min(128, max(16, 1 << (longest - 2).bit_length()))
+        assert set(widths[1:]) <= {want} and (widths[1:] or longest == 1)
+    assert real._cache_size() == 4
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
@@ -212,13 +258,16 @@ def test_timing(generator):
             "prompt 2, token 2: no id 32; the vocabulary has 32 tokens, ids 0 to 31",
         ),
         ([[-1]], {}, "prompt 1, token 1: no id -1"),
+        ([[1.7]], {}, "prompt 1, token 1: no id 1.7; the vocabulary"),
+        ("ab", {}, "prompt 1, token 1: no id a"),
+        ([[1]], dict(stop_tokens=[1.0]), "stop token 1.0: no such id"),
         ([[1]], dict(stop_tokens=[3, 40]), "stop token 40: no such id"),
         ([[1]], dict(num_tokens=0), "num_tokens = 0: must be at least 1"),
         ([[1]], dict(capacity=-1), "capacity = -1"),
         ([[1]], dict(seed=-1), "seed = -1"),
         ([[1]], dict(seed=1 << 32), "must be below 2\\*\\*32"),
         ([[1], [1] * 9], dict(capacity=8), "prompt 2 has 9 tokens and capacity = 8"),
-        ([[1] * 7], dict(capacity=8), "sequence 0 holds 7 tokens and 10 more.*capacity of 8"),
+        ([[1] * 7], dict(capacity=8), "sequence 1 holds 7 tokens and 9 more.*capacity of 8"),
         ([[1] * 7], dict(num_tokens=1 << 20), "rope positions end after 1048576 tokens"),
     ],
 )
@@ -228,8 +277,15 @@ def test_requests_that_cannot_be(generator, prompts, options, message):
 
 
 def test_the_capacity_asked_for_suffices_to_its_last_token(generator):
-    asked = tokens(generator, [[1] * 118], num_tokens=10, capacity=128, sampling=HOT)
-    assert asked == tokens(generator, [[1] * 118], num_tokens=10, sampling=HOT)
+    """And is what is taken where none is asked for; the last token is never appended."""
+    roomy = tokens(generator, [[1] * 119], num_tokens=10, capacity=256, sampling=HOT)
+    asked = tokens(generator, [[1] * 119], num_tokens=10, capacity=128, sampling=HOT)
+    generation = generator.start([[1] * 119], num_tokens=10, sampling=HOT)
+    list(generation)
+    assert roomy == asked == generation.tokens and generation.cache.capacity == 128
+    assert int(generation.cache.lengths[0]) == 128
+    with pytest.raises(UserError, match="sequence 1 holds 120 tokens and 9 more are to come"):
+        generator.start([[1] * 120], num_tokens=10, capacity=128)
 
 
 def test_learned_positions_end(make_model):
@@ -244,6 +300,20 @@ def test_a_cache_beyond_memory(generator, monkeypatch):
     monkeypatch.setattr(runtime, "memory_per_device", lambda: 1000)
     with pytest.raises(UserError, match="a cache of 1 sequences of 128 tokens needs"):
         generator.start([[1]], num_tokens=3)
+
+
+def test_memory_that_a_device_has_left(generator, monkeypatch):
+    """What is in use there is not free; of a CPU's memory it was never counted."""
+    generation = generator.start([[1]], num_tokens=3)
+    need = cache_lib.live_bytes(generation.cache)
+    device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: dict(bytes_in_use=50_000))
+    monkeypatch.setattr(runtime, "memory_per_device", lambda: need + 49_999)
+    tokens(generator, [[1]], num_tokens=3)
+    monkeypatch.setattr(decoding.jax, "local_devices", lambda: [device])
+    with pytest.raises(UserError, match="a cache of 1 sequences of 128 tokens needs"):
+        generator.start([[1]], num_tokens=3)
+    monkeypatch.setattr(runtime, "memory_per_device", lambda: need + 50_000)
+    tokens(generator, [[1]], num_tokens=3)
 
 
 def test_models_and_options_that_cannot_be(make_model):

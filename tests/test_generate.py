@@ -1,5 +1,6 @@
 """The command line, from a trained workdir to text, and everything that can be wrong with both."""
 
+import gc
 import json
 import os
 import pathlib
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 
 from absl import flags
 from etils import epath
@@ -21,9 +23,10 @@ from kvjax import runtime
 from kvjax import train
 from kvjax.decoding import Generator
 from kvjax.errors import UserError
-from kvjax.generate import generate
-from kvjax.generate import load
 from kvjax.sampling import Sampling
+from kvjax.text_generation import generate
+from kvjax.trained import experiment_of
+from kvjax.trained import load
 from tests import runs
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -260,7 +263,7 @@ def test_a_process_with_prompts_on_standard_input(workdir):
         (["--prompt=a", "--stop="], "a stop string is empty"),
         (["--prompt=a", "--stop_token=257"], "stop token 257: no such id; the vocabulary has 257"),
         (["--prompt=abcdef", "--capacity=6"], "prompt 1 has 7 tokens and capacity = 6"),
-        (["--prompt=abc", "--capacity=6"], "holds 4 tokens and 6 more are to come"),
+        (["--prompt=abc", "--capacity=6"], "sequence 1 holds 4 tokens and 5 more are to come"),
         (["--prompt=a", "--step=9"], "step = 9: .* has no such checkpoint; it has [8, 10]"),
         (["--prompt=a", "--dtype=int8"], "dtype = 'int8': must be one of 'auto'"),
         (["--prompt=a", "--dtype=float64"], "set JAX_ENABLE_X64=1"),
@@ -276,6 +279,60 @@ def test_what_cannot_be_asked(run, given, message):
     assert err.startswith("kvjax: ") and "Traceback" not in err
     pattern = ".*".join(re.escape(part) for part in message.split(".*"))
     assert re.search(pattern, err), err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--num_tokens=0", "num_tokens = 0"),
+        ("--seed=-1", "seed = -1"),
+        ("--seed=4294967296", "seed = 4294967296: must be below"),
+        ("--capacity=-1", "capacity = -1"),
+        ("--stop=", "a stop string is empty"),
+        ("--temperature=-1", "temperature = -1"),
+        ("--implementation=fast", "implementation = 'fast'"),
+    ],
+)
+def test_options_are_looked_at_before_weights_are(run, monkeypatch, given, message):
+    monkeypatch.setattr(generate_lib, "load", lambda *a, **k: pytest.fail("loaded"))
+    status, out, err = run("--prompt=a", given)
+    assert (status, out) == (2, "") and err.startswith(f"kvjax: {message}")
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError, ValueError])
+def test_a_device_out_of_memory(run, monkeypatch, error):
+    def full(*args, **options):
+        raise error("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes.\nMore.")
+
+    monkeypatch.setattr(generate_lib, "generate", full)
+    status, out, err = run("--prompt=a")
+    assert (status, out) == (2, "")
+    assert err == (
+        "kvjax: out of memory (RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes.)"
+        ": give fewer prompts at once, a smaller --num_tokens or a smaller --capacity\n"
+    )
+    monkeypatch.setattr(generate_lib, "generate", lambda *a, **k: int("no number"))
+    with pytest.raises(ValueError, match="no number"):
+        run("--prompt=a")
+
+
+def test_weights_are_held_once(run, monkeypatch):
+    """While text is made, those that were loaded are gone: the generator has its own."""
+    arrays, real = [], generate_lib.load
+
+    def load(*args, **options):
+        loaded = real(*args, **options)
+        arrays.extend(weakref.ref(x) for x in jax.tree.leaves(nnx.state(loaded.model)))
+        return loaded
+
+    def generate(*args, **options):
+        gc.collect()
+        assert arrays and all(array() is None for array in arrays)
+        raise UserError("seen")
+
+    monkeypatch.setattr(generate_lib, "load", load)
+    monkeypatch.setattr(generate_lib, "generate", generate)
+    assert run("--prompt=a")[2] == "kvjax: seen\n"
 
 
 @pytest.mark.parametrize(
@@ -355,6 +412,22 @@ def test_the_tokenizer_of_a_workdir(run, copy):
     expect(run, copy, "is not a tokenizer.json")
     (copy / "tokenizer.json").unlink()
     expect(run, copy, "tokenizer.json is missing: run the command that trained")
+
+
+def test_one_string_is_no_list_of_them(loaded, generator):
+    make = lambda prompts, **stop: generate(
+        generator, loaded.tokenizer, prompts, num_tokens=2, **stop
+    )
+    with pytest.raises(UserError, match="prompts = 'ab' is one string: give a list"):
+        make("ab")
+    with pytest.raises(UserError, match="stop = 'x' is one string: give a list"):
+        make(["ab"], stop="x")
+
+
+def test_what_a_workdir_was_trained_with(workdir):
+    experiment = experiment_of(epath.Path(workdir))
+    assert experiment.data.sequence_length == 32
+    assert experiment.data.source == str(workdir.parent / "text.txt")
 
 
 def test_loading_raises_what_the_command_line_prints(copy):

@@ -25,8 +25,8 @@ class Cache:
 
     Attributes:
       layers: per layer, the arrays of its mechanism's entry by name.
-      lengths: [B] int32, the tokens held of each sequence; what lies behind them counts for nothing,
-        but must be finite.
+      lengths: [B] int32, the tokens held of each sequence; what lies behind them must be finite,
+        and counts for nothing.
     """
 
     layers: tuple[dict[str, jax.Array], ...]

@@ -1,0 +1,111 @@
+"""A trained model from its workdir."""
+
+import dataclasses
+import json
+
+from etils import epath
+from flax import nnx
+import jax
+import ml_collections
+
+from kvjax import checkpoint
+from kvjax import experiment as experiment_lib
+from kvjax import runtime
+from kvjax.configuration import one_of
+from kvjax.data import prepare
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.errors import UserError
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A trained model from a workdir."""
+
+    model: Transformer
+    compute: Compute
+    tokenizer: Tokenizer
+    context: int  # tokens of a training row
+    step: int
+
+
+def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Loaded:
+    """The model of a workdir's checkpoint, on one device, in the dtype it computes in.
+
+    Args:
+      step: of the checkpoint; None: the latest.
+      dtype: instead of the run's config.compute.dtype.
+
+    Raises:
+      UserError: not a workdir, no (such) checkpoint, one that cannot be read or of another model.
+    """
+    workdir = runtime.absolute(workdir)
+    experiment = experiment_of(workdir)
+    if dtype:
+        one_of("dtype", dtype, experiment_lib.DTYPES)
+        compute = dataclasses.replace(experiment.compute, dtype=dtype)
+        experiment = dataclasses.replace(experiment, compute=compute)
+    steps = checkpoint.saved_steps(workdir / checkpoint.CHECKPOINTS)
+    if not steps:
+        raise UserError(f"{workdir} has no checkpoint yet: train on, or give another --workdir")
+    if step is not None and step not in steps:
+        raise UserError(f"step = {step}: {workdir} has no such checkpoint; it has {steps}")
+    step = steps[-1] if step is None else step
+    config = experiment.model
+    platform = jax.devices()[0].platform
+    compute = experiment.compute.resolve(platform, config.block.num_layers)
+    tokenizer = _tokenizer(workdir, config.vocab_size)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = checkpoint.read_parameters(
+        workdir / checkpoint.CHECKPOINTS,
+        step,
+        jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, compute.dtype, sharding=sharding),
+            nnx.to_pure_dict(abstract),
+        ),
+    )
+    model = nnx.merge(graph, params)
+    return Loaded(model, compute, tokenizer, experiment.data.sequence_length, step)
+
+
+def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
+    """What a workdir's config.json describes, without the mesh it was trained on.
+
+    Raises:
+      UserError: not a workdir, or a config that cannot be read.
+    """
+    path = runtime.absolute(workdir) / "config.json"
+    if not path.exists():
+        raise UserError(
+            f"{workdir} is no workdir of a run ({path.name} is missing): give --workdir=runs/NAME, "
+            "the folder that `python -m kvjax.main` trained in"
+        )
+    try:
+        tree = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): restore it, or train again") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} describes no run: restore it, or train again")
+    try:  # the mesh is no part of what was trained
+        return experiment_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
+    except (UserError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _tokenizer(workdir: epath.Path, vocab_size: int) -> Tokenizer:
+    path = workdir / prepare.TOKENIZER
+    if not path.exists():
+        raise UserError(
+            f"{path} is missing: run the command that trained {workdir} again, which writes the "
+            "file (and of a complete run changes nothing else)"
+        )
+    tokenizer = tokenizer_lib.load(path)
+    if tokenizer.vocab_size != vocab_size:
+        raise UserError(
+            f"{path} has {tokenizer.vocab_size} tokens, the model {vocab_size}: restore the file "
+            "that belongs to the run"
+        )
+    return tokenizer
