@@ -1,4 +1,4 @@
-"""All tiny configs at one token budget and several seeds: the README's table.
+"""Tiny configs at one token budget and several seeds: the README's table, by default of six.
 
     python -m experiments.tiny_comparison [--seeds=3] [--steps=128] [--save]
     python -m experiments.tiny_comparison --orthogonalize=per_head --mechanisms=mha,lrkv
