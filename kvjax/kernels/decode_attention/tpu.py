@@ -3,8 +3,8 @@
 A grid step reads a block of the cache, tokens on lanes. Under RoPE the query meets the residual in
 rank space: G = conj(q)·B, turned to the block's first slot once per block, times a constant table
 of cosines and sines is a query per slot, so that a latent sees one multiply-add per element. The
-values of block i - 1 are weighed in the step that scores block i: the one is the vector unit's
-work, the other the matrix unit's.
+values of block i - 1 are weighed in the step that scores block i, so that the vector unit's work
+may overlap the matrix unit's; in today's static schedules it hardly does.
 
 Nothing here was run on a TPU: it is compiled ahead of time for v4, v5e and v5p, and run by the
 interpreter.
