@@ -131,7 +131,7 @@ class GroupedConfig:
             if not self.ties_values:  # with tied values the norm is taken when keys are read
                 fields["residual_value"] = Field((self.num_kv_heads, self.rank))
                 if self.qk_norm != "none":
-                    fields["key_scale"] = Field((self.num_kv_heads,), wide=True)
+                    fields["key_scale"] = Field((self.num_kv_heads, 1), wide=True)
         return fields
 
     @property
@@ -257,7 +257,7 @@ class Grouped(nnx.Module):
         entry = dict(raw)
         if self.key_norm is not None:
             scale_BTK1 = inverse_rms(self._whole_keys(raw), c.norm_epsilon)
-            entry["key_scale"] = scale_BTK1[..., 0]
+            entry["key_scale"] = scale_BTK1
             entry["base_key"] = _times_gain(entry["base_key"], gain_of(self.key_norm))
         if positions.rotary is not None:
             entry["base_key"] = rotate(entry["base_key"], positions.rotary)

@@ -65,7 +65,7 @@ def _rebuild(config, w, entry, on, reference):
     else:
         v = entry["base_value"]
         if config.rank:
-            scale = entry["key_scale"][..., None] if config.qk_norm != "none" else 1.0
+            scale = entry["key_scale"] if config.qk_norm != "none" else 1.0
             residual = residual * gain  # the base has its gain already
             if config.rope == "shared":
                 k = np.concatenate([k, residual], -1) * scale
@@ -150,7 +150,7 @@ def test_key_scale_costs_one_float32_per_kv_head(make_mechanism):
         plain = make_mechanism(name, qk_norm="none").entry()
         normed = make_mechanism(name, qk_norm="rms").entry()
         assert set(normed) - set(plain) == {"key_scale"}
-        assert normed["key_scale"].shape == (4,)
+        assert normed["key_scale"].shape == (4, 1)
         assert normed["key_scale"].dtype_in(jnp.bfloat16) == jnp.float32
         assert normed["key_scale"].dtype_in(jnp.float64) == jnp.float64
     for name in ("kv_tied", "lrkv_kv_tied"):  # normed when keys are read

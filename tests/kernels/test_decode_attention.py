@@ -70,7 +70,7 @@ class _Draw:
             residual_value=self.cached(K, self.R),
         )
         if scaled:
-            cache["key_scale"] = self.positive(self.B, K, self.S)
+            cache["key_scale"] = self.positive(self.B, K, 1, self.S)
         own = dict(query=self.query(N), rope_base=rope_base)
         own["residual_query"] = self.query(N) if rope_base is None else own["query"]
         own["expand_key"] = self.normal(K, self.R, self.H)

@@ -40,7 +40,7 @@ def _problem(*, B=1, N=4, J=1, R=16, S=256, dtype=jnp.float32, rope_base=1e4, sc
         residual_value=draw(B, N, R, S),
     )
     if scaled:
-        cache["key_scale"] = jnp.asarray(rng.uniform(0.5, 1.5, (B, N, S)), jnp.float32)
+        cache["key_scale"] = jnp.asarray(rng.uniform(0.5, 1.5, (B, N, 1, S)), jnp.float32)
     return operands, cache
 
 

@@ -149,9 +149,9 @@ class _Residual:
         if "key_scale" not in tile:
             return z_BNTs
         B, N, T, s = z_BNTs.shape
-        scale_BKs = tile["key_scale"]
-        z_BKrs = _rows(z_BNTs, scale_BKs.shape[1])
-        return (z_BKrs * jnp.broadcast_to(scale_BKs[:, :, None], z_BKrs.shape)).reshape(B, N, T, s)
+        scale_BK1s = tile["key_scale"]
+        z_BKrs = _rows(z_BNTs, scale_BK1s.shape[1])
+        return (z_BKrs * scale_BK1s).reshape(B, N, T, s)
 
     def weigh(self, p_BNTs: jax.Array, tile: Tile) -> tuple[jax.Array, ...]:
         return _weigh(p_BNTs, tile["base_value"]), _weigh(p_BNTs, tile["residual_value"])

@@ -41,7 +41,7 @@ class Residual:
     key = key_scale·(base_key + Rot(residual_key expand_key)), value as in LRKV eq. 2.
 
     cache: base_key [B, J, H, S], rotated; base_value [B, J, Hv, S]; residual_key and
-    residual_value [B, K, R, S]; key_scale [B, K, S] float32 or wider, where keys are normed.
+    residual_value [B, K, R, S]; key_scale [B, K, 1, S] float32 or wider, where keys are normed.
     """
 
     query: jax.Array  # [B, T, N, H], meets the base

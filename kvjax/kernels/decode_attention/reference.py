@@ -79,7 +79,7 @@ def expand(operands: Operands, cache: Cache) -> tuple[jax.Array, jax.Array, jax.
         query = jnp.concatenate([_wide(query), _wide(o.residual_query)], axis=-1)
         k = jnp.concatenate([_heads(c["base_key"], K), residual], axis=-1)
         if "key_scale" in c:
-            k = k * c["key_scale"][..., None]
+            k = k * c["key_scale"]
         v = _heads(c["base_value"], K)
         v = v + jnp.einsum("BSKR,KRV->BSKV", c["residual_value"], _wide(o.expand_value))
     else:

@@ -115,7 +115,7 @@ def residual(
         )
         arguments["table"] = (table, pl.BlockSpec((H, s), lambda b, i, first: (0, 0)))
     if "key_scale" in cache:
-        arguments["key_scale"] = (cache["key_scale"], tokens(reached, K))
+        arguments["key_scale"] = (cache["key_scale"], tokens(reached, K, 1))
     scratch = dict(
         turned=pltpu.VMEM((K * R, H), dtype),
         logits=pltpu.VMEM((K, s), jnp.float32),
@@ -219,7 +219,7 @@ def _kernel(first_ref, ref: dict, scale: float, scored: int) -> None:
                 ref["latent"][k] += weight * value
         z = (ref["scores"][...] + ref["logits"][:, at]) * scale
         if "key_scale" in ref:
-            z = z * ref["key_scale"][0, :, at]
+            z = z * ref["key_scale"][0, :, 0, at]
         slot = i * s + j * scored + jax.lax.broadcasted_iota(jnp.int32, (K, scored), 1)
         ref["logits"][:, at] = jnp.where(slot <= first, z, _MASKED)
         return ()
