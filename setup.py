@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["kvjax", "kvjax.*"]),
-    package_data={"kvjax.data": ["corpus/*"]},
+    package_data={"kvjax.data": ["corpus/*"], "kvjax.kernels.decode_attention": ["*.json"]},
     install_requires=[
         f"jax=={JAX}",
         f"jaxlib=={JAX}",

@@ -26,7 +26,7 @@ from kvjax.cache.cache import LANES
 from kvjax.configuration import at_least
 from kvjax.configuration import one_of
 from kvjax.errors import UserError
-from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
+from kvjax.kernels.decode_attention import api
 from kvjax.layers import rope
 from kvjax.model import decoder as decoder_lib
 from kvjax.model.config import TransformerConfig
@@ -105,10 +105,14 @@ class Generator:
 
         Args:
           chunk: prompt tokens per sequence and prefill step, at most.
-          implementation: of decode attention, see `kvjax.kernels.decode_attention.api`.
+          implementation: of decode attention, see `kvjax.kernels.decode_attention.api`; a kernel
+            decodes only, prompts are read by "xla".
+
+        Raises:
+          UserError: an option that cannot be, or a kernel for other devices than the model's.
         """
         if implementation is not None:
-            one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
+            one_of("implementation", implementation, tuple(api.IMPLEMENTATIONS))
         at_least("chunk", chunk, 1)
         if not model.config.block.causal:
             raise UserError("config.model.causal = False: only a causal model can generate")
@@ -121,10 +125,12 @@ class Generator:
         self.weights = jax.jit(lambda params: nnx.to_pure_dict(nnx.state(make(params))))(params)
         self.sharding = _everywhere(self.weights)
         self._compiled: set[tuple[int, int, int]] = set()  # sequences, capacity, width of chunks
-        static = dict(graph=graph, implementation=implementation)
+        implementation = _for_devices(implementation, self.sharding.device_set)
         options = dict(donate_argnums=1, out_shardings=self.sharding)
-        self._prefill = jax.jit(functools.partial(prefill, **static), **options)
-        self._decode_step = jax.jit(functools.partial(decode_step, **static), **options)
+        reading = "xla" if api.is_kernel(implementation) else implementation
+        ready = lambda f, name: functools.partial(f, graph=graph, implementation=name)
+        self._prefill = jax.jit(ready(prefill, reading), **options)
+        self._decode_step = jax.jit(ready(decode_step, implementation), **options)
 
     def start(
         self,
@@ -366,6 +372,20 @@ def _everywhere(weights: dict) -> jax.sharding.Sharding:
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     return sharding
+
+
+def _for_devices(implementation: str | None, devices: set[jax.Device]) -> str | None:
+    """The implementation for these devices; XLA does not divide a kernel between several."""
+    if implementation is None:
+        return "xla" if len(devices) > 1 else None
+    if api.is_kernel(implementation):
+        (device, *more) = devices
+        if more or api.kernels_of(device) != implementation:
+            raise UserError(
+                f"implementation = {implementation!r}: runs on one {implementation.upper()}; the "
+                f"model is on {len(devices)} x {device.device_kind}: use 'xla', or leave it out"
+            )
+    return implementation
 
 
 def _round(tokens: int) -> int:

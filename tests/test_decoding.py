@@ -321,6 +321,8 @@ def test_models_and_options_that_cannot_be(make_model):
         Generator(make_model("mha", causal=False))
     with pytest.raises(UserError, match="implementation = 'fast': must be one of 'xla'"):
         Generator(make_model("lrkv"), implementation="fast")
+    with pytest.raises(UserError, match="'tpu': runs on one TPU; the model is on 1 x cpu"):
+        Generator(make_model("lrkv"), implementation="tpu")
     with pytest.raises(UserError, match="chunk = 0"):
         Generator(make_model("lrkv"), chunk=0)
 

@@ -1,6 +1,7 @@
-"""The TPU kernel, interpreted with races detected and memory poisoned, and compiled for TPUs."""
+"""The TPU kernels, interpreted with races detected and memory poisoned, and compiled for TPUs."""
 
 import dataclasses
+import functools
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -8,122 +9,124 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.decode_memory import on
 from kvjax import topology
 from kvjax.kernels.decode_attention import operands as operands_lib
-from kvjax.kernels.decode_attention import reference
+from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tpu
 from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.decode_attention.shapes import SHAPES
+from tests.kernels import agreement
 
 INTERPRET = pltpu.InterpretParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
 )
+interpreted = functools.partial(tpu.decode_attention, interpret=INTERPRET)
+FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
+slow = pytest.mark.slow
 
 
-def _problem(*, B=1, N=4, J=1, R=16, S=256, dtype=jnp.float32, rope_base=1e4, scaled=True):
-    """Operands and a cache, none of it zero, H = Hv = 128."""
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
-    query, H = draw(B, 1, N, 128), 128
-    operands = operands_lib.Residual(
-        query=query,
-        residual_query=query if rope_base else draw(B, 1, N, H),
-        expand_key=draw(N, R, H) / 4,
-        expand_value=draw(N, R, H) / 4,
-        scale=H**-0.5,
-        rope_base=rope_base,
-    )
-    cache = dict(
-        base_key=draw(B, J, H, S),
-        base_value=draw(B, J, H, S),
-        residual_key=draw(B, N, R, S),
-        residual_value=draw(B, N, R, S),
-    )
-    if scaled:
-        cache["key_scale"] = jnp.asarray(rng.uniform(0.5, 1.5, (B, N, 1, S)), jnp.float32)
-    return operands, cache
-
-
-def _definition(operands, cache, first_B):
-    """The reference in float64."""
-    wide = lambda tree: jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32), np.float64), tree)
-    with jax.enable_x64(True):
-        as_jax = lambda tree: jax.tree.map(jnp.asarray, wide(tree))
-        return np.asarray(
-            reference.decode_attention(as_jax(operands), as_jax(cache), jnp.asarray(first_B))
-        )
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("mechanism", SHAPES["d12"])
+def test_equals_the_definition_at_d12(mechanism, dtype):
+    """Sequences end in a block's last slot, in the next block's first, and in the first of all."""
+    run = functools.partial(interpreted, block=128, scored=128)
+    agreement.check(run, SHAPES["d12"][mechanism], firsts=(127, 128, 0), length=256, dtype=dtype)
 
 
 @pytest.mark.parametrize(
-    "options, firsts",
+    "mechanism, options",
     [
-        (dict(B=3), (255, 127, 128)),  # the last slot, the ends of a block
-        (dict(J=2, scaled=False), (200,)),
-        (dict(rope_base=None, B=2), (0, 255)),
-        pytest.param(dict(R=64, N=6, S=1152, B=2), (1151, 700), marks=pytest.mark.slow),  # d12
+        ("mha", dict(splits=2)),
+        ("gqa", dict(splits=3)),
+        ("mla", dict(splits=2)),
+        ("lrkv", dict(splits=2)),
+        ("lrkv", dict(values="diagonal")),
+        ("lrkv", dict(block=256, scored=256)),
+        ("lrkv_gqa", dict(block=256, scored=128)),
+        ("lrkv_no_rope", dict(values="diagonal", splits=2)),
     ],
 )
-def test_equals_the_definition_in_float32(options, firsts):
-    operands, cache = _problem(**options)
-    first_B = np.asarray(firsts, np.int32)
-    expected = _definition(operands, cache, first_B)
-    block = 128 if cache["base_key"].shape[-1] == 256 else 384
-    o = tpu.decode_attention(
-        operands, cache, jnp.asarray(first_B), block=block, interpret=INTERPRET
-    )
-    assert o.shape == expected.shape
-    np.testing.assert_allclose(o, expected, atol=1e-5 * np.abs(expected).max())
+def test_splits_blocks_and_ways_of_weighing_change_nothing(mechanism, options):
+    """Of two splits of a short sequence, one has nothing to see."""
+    run = functools.partial(interpreted, **(dict(block=128, scored=128) | options))
+    shape = SHAPES["d12"][mechanism]
+    agreement.check(run, shape, firsts=(511, 100), length=512, dtype=FLOAT32)
 
 
-def test_bfloat16_is_within_two_units_in_the_last_place():
-    operands, cache = _problem(dtype=jnp.bfloat16, R=64)
-    first_B = np.asarray([250], np.int32)
-    expected = _definition(operands, cache, first_B)
-    o = tpu.decode_attention(operands, cache, jnp.asarray(first_B), block=128, interpret=INTERPRET)
-    np.testing.assert_allclose(o, expected, atol=2 * 2.0**-8 * np.abs(expected).max())
+@slow
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("mechanism", ["mha", "gqa", "mla", "lrkv", "lrkv_no_rope"])
+def test_equals_the_definition_at_d36(mechanism, dtype):
+    run = functools.partial(interpreted, block=384, scored=128)
+    agreement.check(run, SHAPES["d36"][mechanism], firsts=(1151, 700), length=1152, dtype=dtype)
 
 
-def test_slots_behind_a_sequence_are_not_read():
+@pytest.mark.parametrize("bases", [2, 6])
+def test_several_bases(bases):
+    shape = dataclasses.replace(SHAPES["d12"]["lrkv"], J=bases)
+    run = functools.partial(interpreted, block=128, scored=128)
+    agreement.check(run, shape, firsts=(200,), length=256, dtype=FLOAT32)
+
+
+@pytest.mark.parametrize("mechanism", ["mha", "mla", "lrkv"])
+def test_blocks_behind_a_sequence_are_not_read(mechanism):
     """A sequence of one block reads one: the rest may be anything, NaN included."""
-    operands, cache = _problem(scaled=False)
+    shape = SHAPES["d12"][mechanism]
+    operands, cache = shapes.problem(shape, batch=1, length=384, dtype=BFLOAT16)
     first_B = jnp.asarray([100], jnp.int32)
     poisoned = {name: array.at[..., 128:].set(jnp.nan) for name, array in cache.items()}
-    run = lambda cache: tpu.decode_attention(
-        operands, cache, first_B, block=128, interpret=INTERPRET
-    )
+    run = lambda cache: interpreted(operands, cache, first_B, block=128, splits=2)
     np.testing.assert_array_equal(run(poisoned), run(cache))
+
+
+def _several_queries(o, c):
+    return dataclasses.replace(o, query=jnp.repeat(o.query, 3, axis=1)), c
+
+
+def _tied(o, c):
+    return operands_lib.Tied(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None), c
+
+
+def _with_bias(o, c):
+    return dataclasses.replace(o, bias=operands_lib.PositionBias(weights=jnp.ones(4))), c
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         (lambda o, c: (o, {k: v[..., :100] for k, v in c.items()}), "S = 100"),
-        (lambda o, c: (dataclasses.replace(o, expand_key=o.expand_key[:, :3]), c), "R = 3"),
-        (lambda o, c: (dataclasses.replace(o, expand_key=o.expand_key[:2]), c), "4 heads on 2"),
-        (lambda o, c: (operands_lib.Grouped(query=o.query, scale=1.0), c), "not Grouped's"),
+        (lambda o, c: (o, c | dict(residual_key=c["residual_key"][:, :, :3])), "3 of residual_key"),
+        (lambda o, c: (o, {k: v.astype(jnp.float16) for k, v in c.items()}), "in float16"),
+        (_tied, "Tied's"),
+        (_several_queries, "T = 3"),
+        (_with_bias, "bias"),
+        (lambda o, c: (dataclasses.replace(o, query=o.query[..., :64]), c), "H = 64"),
     ],
 )
-def test_what_it_does_not_take_is_named_with_the_fallback(change, message):
-    operands, cache = change(*_problem())
-    with pytest.raises(NotImplementedError, match=f"{message}.*'xla'"):
+def test_what_they_do_not_take_is_named_with_the_fallback(change, message):
+    problem = shapes.problem(SHAPES["d12"]["lrkv"], batch=1, length=128, dtype=BFLOAT16)
+    operands, cache = change(*problem)
+    with pytest.raises(NotImplementedError, match=f"{message}.*: use 'xla'"):
         decode_attention(operands, cache, jnp.zeros((1,), jnp.int32), implementation="tpu")
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1"])
-@pytest.mark.parametrize("S", [4224, 32_768])
-@pytest.mark.parametrize("rope_base", [1e4, None])
-def test_compiles_at_d36_without_a_copy_of_the_latents(name, S, rope_base):
-    shape = dict(N=18, R=64, S=S, dtype=jnp.bfloat16, rope_base=rope_base)
-    operands, cache = jax.eval_shape(lambda: _problem(**shape))
-    first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
-    arguments = on(topology.tpu_devices(name)[0], (operands, cache, first_B))
-    mesh = jax.tree.leaves(arguments)[0].sharding.mesh
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = jax.jit(tpu.decode_attention).lower(*arguments).compile()
-    text = compiled.as_text()
-    assert f"bf16[1,18,64,{S}]" in text
-    copies = [line for line in text.splitlines() if "copy" in line and f"18,64,{S}]" in line]
-    assert not [line for line in copies if " copy(" in line or "copy-start(" in line]
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    assert temporary < 2e6 + 0.02 * sum(x.size * x.dtype.itemsize for x in cache.values())
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("mechanism", SHAPES["d36"])
+def test_compiles_without_a_copy_of_the_cache(name, mechanism):
+    device = topology.tpu_devices(name)[0]
+    mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for B, S in ((1, 4224), (2, 32_768)):
+        problem = shapes.abstract(SHAPES["d36"][mechanism], batch=B, length=S, dtype=BFLOAT16)
+        arguments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+            (*problem, jax.ShapeDtypeStruct((B,), jnp.int32)),
+        )
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            compiled = jax.jit(tpu.decode_attention).lower(*arguments).compile()
+        lines = compiled.as_text().splitlines()
+        assert [line for line in lines if "custom-call" in line and f",{S}]" in line]
+        copies = [line for line in lines if " copy(" in line or "copy-start(" in line]
+        assert not [line for line in copies if f",{S}]" in line]
+        assert compiled.memory_analysis().temp_size_in_bytes < 1e6  # of 2 to 600 MB of cache

@@ -14,6 +14,7 @@ IMPLEMENTATIONS = {
     "tpu": tpu.decode_attention,
     "reference": reference.decode_attention,
 }
+_CHECKS = {"tpu": tpu.check}  # kernels, which take one query per sequence, on their platform
 
 
 def decode_attention(
@@ -29,13 +30,37 @@ def decode_attention(
       operands: queries, and the weights that the mechanism folds into reading its cache.
       cache: the arrays of one layer, [B, *shape, S]; the new tokens are in it already.
       first_B: [B] slot of each sequence's first new token; token t sees slots 0 .. first_B + t.
-      implementation: "xla" (the default); "tpu", a kernel for LRKV that no TPU has run yet; or
-        "reference", which expands the whole cache.
+      implementation: "xla", which takes everything; "tpu", Pallas kernels; "reference", which
+        expands the whole cache; None: the kernels of the device that is compiled for where they
+        take these operands, "xla" where not.
 
     Raises:
       NotImplementedError: the implementation does not take these operands; the message says why.
     """
-    name = implementation or "xla"
+    name = implementation or default(operands, cache)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
     return IMPLEMENTATIONS[name](operands, cache, first_B)
+
+
+def default(operands: Operands, cache: Mapping[str, jax.Array]) -> str:
+    """The implementation that None stands for."""
+    name = kernels_of(jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0])
+    if name is None:
+        return "xla"
+    try:
+        _CHECKS[name](operands, cache)
+    except NotImplementedError:
+        return "xla"
+    return name
+
+
+def kernels_of(device) -> str | None:
+    """The name of the kernels for a device (of `jax.devices()` or an abstract one), if any."""
+    platform = getattr(device, "platform", None)
+    return platform if platform in _CHECKS else None
+
+
+def is_kernel(name: str | None) -> bool:
+    """Whether an implementation is a kernel: on one kind of device, one query per sequence."""
+    return name in _CHECKS

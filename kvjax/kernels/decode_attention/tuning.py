@@ -1,0 +1,143 @@
+"""Block sizes by device kind and shape, from `tuned.json`, which the profiler writes.
+
+    {"TPU v5 lite": {"tpu/residual/N18-K18-J1-R64-H128-V128-B1-S32768":
+        {"parameters": {"block": 1024}, "source": "measured", ...}}}
+
+A length or batch that was not tuned takes the entry of the nearest smaller one. `source` is
+"measured", or "static" where the compiler's schedule was counted and nothing ran.
+"""
+
+from collections.abc import Mapping
+import functools
+import json
+import logging
+import pathlib
+import re
+
+import jax
+
+from kvjax.kernels.decode_attention.operands import Operands
+from kvjax.kernels.decode_attention.operands import Residual
+
+FILE = pathlib.Path(__file__).with_name("tuned.json")
+SOURCES = ("measured", "static")
+_log = logging.getLogger(__name__)
+
+
+def current_device_kind() -> str:
+    """The kind of device that is being compiled for; of the first one present, if none is named."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device or jax.devices()[0]).device_kind
+
+
+def key(implementation: str, operands: Operands, cache: Mapping[str, jax.Array]) -> str:
+    """What an entry is filed under: implementation, kind of operands, sizes, batch, capacity."""
+    sizes = dict(N=operands.query.shape[2])
+    for letter, name, axis in (
+        ("K", "base_key", 1),
+        ("H", "base_key", 2),
+        ("V", "base_value", 2),
+        ("C", "latent", 1),
+        ("P", "rope_key", 1),
+        ("R", "residual_key", 2),
+    ):
+        if name in cache:
+            sizes[letter] = cache[name].shape[axis]
+    if "residual_key" in cache:
+        sizes |= dict(J=sizes["K"], K=cache["residual_key"].shape[1])
+    array = next(iter(cache.values()))
+    kind = type(operands).__name__.lower()
+    if isinstance(operands, Residual) and operands.rope_base is None:
+        kind += "_unrotated"
+    dims = [f"{letter}{sizes[letter]}" for letter in "NKJRHVCP" if letter in sizes]
+    dims += [f"B{array.shape[0]}", f"S{array.shape[-1]}"]
+    return f"{implementation}/{kind}/{'-'.join(dims)}"
+
+
+def parameters(
+    key: str, device_kind: str | None = None, *, default: Mapping[str, int]
+) -> dict[str, int]:
+    """The tuned parameters under that key; the default where there are none that can be used.
+
+    Args:
+      key: see `key`.
+      device_kind: as JAX names it; None: `current_device_kind()`.
+      default: every parameter that the implementation takes. Falling back is logged once per key.
+    """
+    kind = device_kind or current_device_kind()
+    try:
+        entry = _nearest(_entries(FILE, kind), key)
+        tuned = _checked(entry, default)
+    except _Unusable as error:
+        _say_once(kind, key, str(error))
+        return dict(default)
+    return dict(default) | tuned
+
+
+def save(key: str, device_kind: str, parameters: Mapping[str, int], *, source: str, **facts):
+    """Files an entry in `tuned.json`; facts say how it was found."""
+    if source not in SOURCES:
+        raise ValueError(f"source = {source!r}: must be one of {', '.join(SOURCES)}")
+    everything = json.loads(FILE.read_text()) if FILE.exists() else {}
+    entry = dict(parameters=dict(parameters), source=source) | facts
+    everything.setdefault(device_kind, {})[key] = entry
+    FILE.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
+    _read.cache_clear()
+
+
+class _Unusable(Exception):
+    """Why the default is used."""
+
+
+@functools.cache
+def _read(file: pathlib.Path):
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        return error
+
+
+def _entries(file: pathlib.Path, device_kind: str) -> Mapping:
+    content = _read(file)
+    if isinstance(content, Exception):
+        raise _Unusable(f"{file.name} cannot be read ({content})")
+    entries = content.get(device_kind, {}) if isinstance(content, dict) else None
+    if not isinstance(entries, dict):
+        raise _Unusable(f"{file.name} is not a table of entries by device kind")
+    return entries
+
+
+def _nearest(entries: Mapping, key: str):
+    """The entry of the same sizes with the largest batch, then length, that are not larger."""
+    sizes, batch, length = _split(key)
+    fitting = {}
+    for other in entries:
+        other_sizes, b, s = _split(other)
+        if other_sizes == sizes and b <= batch and s <= length:
+            fitting[b, s] = entries[other]
+    if not fitting:
+        raise _Unusable("not tuned")
+    return fitting[max(fitting)]
+
+
+def _split(key: str) -> tuple[str, int, int]:
+    match = re.fullmatch(r"(.+)-B(\d+)-S(\d+)", key)
+    return (match[1], int(match[2]), int(match[3])) if match else (key, 0, 0)
+
+
+def _checked(entry, default: Mapping[str, int]) -> Mapping[str, int]:
+    tuned = entry.get("parameters") if isinstance(entry, dict) else None
+    if not isinstance(tuned, dict) or not tuned:
+        raise _Unusable("its entry has no parameters")
+    for name, value in tuned.items():
+        if name not in default:
+            raise _Unusable(f"its entry has {name!r}, which is none of {', '.join(default)}")
+        if type(value) is not int or value < 1:
+            raise _Unusable(f"its entry has {name} = {value!r}, which is not a positive integer")
+    return tuned
+
+
+@functools.cache
+def _say_once(device_kind: str, key: str, reason: str) -> None:
+    level = logging.INFO if reason == "not tuned" else logging.WARNING
+    _log.log(level, "%s on %s: %s; using the default block sizes", key, device_kind, reason)

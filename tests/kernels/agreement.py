@@ -1,0 +1,33 @@
+"""The one check of decode-attention kernels: a real shape against the definition in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.kernels.decode_attention import reference
+from kvjax.kernels.decode_attention import shapes
+
+# Of the output's scale: float32 to 1e-5, bfloat16 within two units in the last place.
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2 * 2.0**-8}
+
+
+def definition(operands, cache, first_B) -> np.ndarray:
+    """`reference.decode_attention` in float64."""
+    with jax.enable_x64(True):
+        wide = lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32), np.float64))
+        operands, cache = jax.tree.map(wide, (operands, dict(cache)))
+        return np.asarray(reference.decode_attention(operands, cache, jnp.asarray(first_B)))
+
+
+def check(run, shape: shapes.Shape, *, firsts, length: int, dtype) -> None:
+    """Asserts that run(operands, cache, first_B) is the definition, to the dtype's rounding.
+
+    Every tensor is random and none of it zero; slots behind a sequence's end hold other sequences'
+    garbage, as large as any.
+    """
+    operands, cache = shapes.problem(shape, batch=len(firsts), length=length, dtype=dtype)
+    first_B = np.asarray(firsts, np.int32)
+    expected = definition(operands, cache, first_B)
+    o = np.asarray(run(operands, cache, jnp.asarray(first_B)))
+    assert o.shape == expected.shape and o.dtype == np.float32
+    np.testing.assert_allclose(o, expected, rtol=0, atol=TOLERANCE[dtype] * np.abs(expected).max())
