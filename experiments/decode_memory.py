@@ -14,7 +14,6 @@ from absl import flags
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments import record
 from experiments.d36 import MECHANISMS
@@ -33,14 +32,14 @@ LENGTHS = (1024, 32_768)
 BF16 = jnp.dtype(jnp.bfloat16)
 
 
-def on(device: jax.Device, tree):
-    """The tree's ShapeDtypeStructs, placed on one device."""
-    mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-
-def step_memory(config: TransformerConfig, *, batch: int, length: int, device: jax.Device) -> dict:
+def step_memory(
+    config: TransformerConfig,
+    *,
+    batch: int,
+    length: int,
+    device: jax.Device,
+    implementation: str | None = None,
+) -> dict:
     """Bytes of the step (one token per sequence -> logits and cache, the cache donated)."""
     make = lambda: Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=BF16))
     graph, state = nnx.split(nnx.eval_shape(make))
@@ -49,13 +48,13 @@ def step_memory(config: TransformerConfig, *, batch: int, length: int, device: j
 
     def step(weights, tokens, cache, counts):
         decoder = nnx.merge(graph, weights)
-        x_BTD, cache = decoder(tokens, cache, counts)
+        x_BTD, cache = decoder(tokens, cache, counts, implementation=implementation)
         return decoder.logits(x_BTD), cache
 
     arguments = (nnx.to_pure_dict(state), integers(batch, 1), cache, integers(batch))
-    compiled = jax.jit(step, donate_argnums=2).lower(*on(device, arguments)).compile()
+    compiled = topology.compile_for(device, jax.jit(step, donate_argnums=2), *arguments)
     touch = jax.jit(lambda cache: jax.tree.map(lambda x: x + 1, cache), donate_argnums=0)
-    alone = touch.lower(on(device, cache)).compile().memory_analysis()
+    alone = topology.compile_for(device, touch, cache).memory_analysis()
     memory = compiled.memory_analysis()
     return dict(
         batch=batch,
@@ -65,6 +64,7 @@ def step_memory(config: TransformerConfig, *, batch: int, length: int, device: j
         physical=alone.argument_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
+        kernel_calls=compiled.as_text().count('custom_call_target="tpu_custom_call"'),
     )
 
 

@@ -44,7 +44,7 @@ FLAGS = {
     "implementation": (
         flags.DEFINE_string,
         "",
-        f"Of decode attention: {', '.join(IMPLEMENTATIONS)}; default: xla.",
+        f"Of decode attention: {', '.join(IMPLEMENTATIONS)}; default: the device's kernels, or xla.",
     ),
 }
 

@@ -45,25 +45,29 @@ def test_kinds(kind, name):
 
 @pytest.mark.tpu
 @pytest.mark.parametrize(
-    "name, batch",
+    "name, batch, implementation, kernel_calls",
     [
-        ("MHA", 1),
-        ("LRKV", 1),
-        ("LRKV", 8),
-        ("LRKV without QK-norm", 1),
-        ("LRKV x GQA-6", 2),
-        ("MLA", 2),
-        ("Q-K=V", 2),
+        ("MHA", 1, None, 4),
+        ("LRKV", 1, "xla", 0),
+        ("LRKV", 8, None, 4),
+        ("LRKV without QK-norm", 1, "xla", 0),
+        ("LRKV x GQA-6", 2, None, 4),
+        ("MLA", 2, None, 4),
+        ("Q-K=V", 2, None, 0),  # no kernel takes tied values
     ],
 )
-def test_decode_step_writes_in_place_and_grows_with_nothing(v5e, name, batch):
+def test_decode_step_writes_in_place_and_grows_with_nothing(
+    v5e, name, batch, implementation, kernel_calls
+):
     """Four layers of d36; a copy of one array of one layer would be more than 5 %."""
     config = d36.model(name, layers=4)
+    options = dict(batch=batch, device=v5e, implementation=implementation)
     short, long = (
-        decode_memory.step_memory(config, batch=batch, length=length, device=v5e)
+        decode_memory.step_memory(config, length=length, **options)
         for length in decode_memory.LENGTHS
     )
     for step in (short, long):
+        assert step["kernel_calls"] == kernel_calls
         assert step["logical"] == step["costs"]
         assert step["aliased"] == step["physical"]
         assert step["logical"] <= step["physical"] < 1.001 * step["logical"] + 4096

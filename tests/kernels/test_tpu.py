@@ -79,6 +79,14 @@ def test_blocks_behind_a_sequence_are_not_read(mechanism):
     np.testing.assert_array_equal(run(poisoned), run(cache))
 
 
+def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
+    """A sequence that has ended says its next slot, which may be behind the cache."""
+    shape = SHAPES["d12"]["gqa"]
+    operands, cache = shapes.problem(shape, batch=2, length=256, dtype=BFLOAT16)
+    run = lambda *firsts: interpreted(operands, cache, jnp.asarray(firsts, jnp.int32), block=128)
+    np.testing.assert_array_equal(run(256, 10), run(255, 10))
+
+
 def _several_queries(o, c):
     return dataclasses.replace(o, query=jnp.repeat(o.query, 3, axis=1)), c
 
@@ -115,16 +123,10 @@ def test_what_they_do_not_take_is_named_with_the_fallback(change, message):
 @pytest.mark.parametrize("mechanism", SHAPES["d36"])
 def test_compiles_without_a_copy_of_the_cache(name, mechanism):
     device = topology.tpu_devices(name)[0]
-    mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for B, S in ((1, 4224), (2, 32_768)):
         problem = shapes.abstract(SHAPES["d36"][mechanism], batch=B, length=S, dtype=BFLOAT16)
-        arguments = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-            (*problem, jax.ShapeDtypeStruct((B,), jnp.int32)),
-        )
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            compiled = jax.jit(tpu.decode_attention).lower(*arguments).compile()
+        first_B = jax.ShapeDtypeStruct((B,), jnp.int32)
+        compiled = topology.compile_for(device, jax.jit(tpu.decode_attention), *problem, first_B)
         lines = compiled.as_text().splitlines()
         assert [line for line in lines if "custom-call" in line and f",{S}]" in line]
         copies = [line for line in lines if " copy(" in line or "copy-start(" in line]
