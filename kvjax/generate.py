@@ -44,7 +44,7 @@ FLAGS = {
     "implementation": (
         flags.DEFINE_string,
         "",
-        f"Of decode attention: {', '.join(IMPLEMENTATIONS)}; default: the device's kernels, or xla.",
+        f"Of decode attention: {', '.join(IMPLEMENTATIONS)}; default: its kernels or xla.",
     ),
 }
 
