@@ -1,0 +1,215 @@
+"""Where a kernel's time goes: measured on the device present, counted for one that is not.
+
+    python -m kvjax.kernels.profile                                   # on the device present
+    python -m kvjax.kernels.profile --mechanisms=mha,gqa,lrkv --batch=1,8,64 --length=1024,131072
+    python -m kvjax.kernels.profile --device=v5e --mechanisms=lrkv     # static: nothing runs
+    python -m kvjax.kernels.profile --tune --save                      # block sizes, tuned.json
+
+One layer's decode attention over full caches. Present: time per call without dispatch, beside the
+bandwidth of the datasheet and that of a copy, other implementations, and libraries. Absent: of a
+TPU the compiler's schedule, bundles per token against the cycles its bytes take; of a GPU the
+compiler's registers, spills and shared memory. Prints markdown tables and, last, a line of JSON.
+"""
+
+import argparse
+from collections.abc import Sequence
+import json
+import os
+import pathlib
+import sys
+
+import jax
+
+from kvjax import devices
+from kvjax.errors import UserError
+from kvjax.kernels import contenders
+from kvjax.kernels import measured
+from kvjax.kernels import static
+from kvjax.kernels import tpu_static
+from kvjax.kernels.decode_attention import shapes
+from kvjax.provenance import provenance
+
+OPS = ("decode_attention",)
+DEVICES = (*devices.DEVICES, "cpu")
+RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results" / "kernels"
+_KINDS = {  # device kinds as JAX names them; a GPU's contains its name
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+_SWEEP = "1024,4096,16384,65536,131072"
+
+
+def device_name(kind: str) -> str | None:
+    """The name in `DEVICES` of a device kind; None for one that is not there."""
+    if kind in _KINDS:
+        return _KINDS[kind]
+    return next((name for name in DEVICES if name in kind.lower()), None)
+
+
+def plot(rows: Sequence[dict], file: pathlib.Path) -> None:
+    """Cache GB/s over tokens, a line per mechanism, implementation and batch, as PNG."""
+    try:
+        from matplotlib import figure
+    except ImportError as error:
+        raise UserError(f"--plot={file}: needs matplotlib, which is not installed") from error
+    axes = figure.Figure(figsize=(8, 5)).subplots()
+    lines = {}
+    for r in rows:
+        if "gbps" in r:
+            name = f"{r['mechanism']} {r['implementation']}, batch {r['batch']}"
+            lines.setdefault(name, []).append((r["length"], r["gbps"]))
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xscale="log", xlabel="cached tokens", ylabel="GB/s of cache")
+    axes.legend(fontsize="small")
+    axes.figure.savefig(file, dpi=150)
+
+
+def _listed(option: str, known: Sequence[str]):
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(filter(None, text.split(","))))
+        for name in names:
+            if name not in known:
+                raise UserError(f"{option} {name!r}: known are {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _integers(option: str, at_least: int = 1):
+    def parse(text: str) -> tuple[int, ...]:
+        values = text.split(",")
+        if not all(v.isdecimal() and int(v) >= at_least for v in values):
+            raise UserError(f"{option} {text!r}: must be integers of {at_least} or more, as in 1,8")
+        return tuple(map(int, values))
+
+    return parse
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
+        description=__doc__.rstrip(),
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--op", default="decode_attention", help=f"of {', '.join(OPS)}")
+    add("--mechanisms", default="mha,gqa,lrkv", help="names of the model's shapes, see shapes.py")
+    add("--device", default="", help=f"of {', '.join(DEVICES)}; empty: the one present")
+    add("--model", default="d36", help=f"of {', '.join(shapes.SHAPES)}")
+    add("--batch", default="1", help="sequences, as in 1,8,64")
+    add("--length", default=_SWEEP, help="cached tokens of each")
+    add("--implementations", default="", help=f"of {', '.join(contenders.NAMES)}")
+    add("--blocks", default="512,1024", help="the two block sizes that a static TPU profile takes")
+    add("--rounds", default="7", help="measurements of each, taken in turns")
+    add("--milliseconds", default="50", help="a measurement takes about as long")
+    add("--tune", action="store_true", help="search block sizes and write tuned.json")
+    add("--save", action="store_true", help="write experiments/results/kernels/DEVICE_OP.json")
+    add("--plot", default="", help="a PNG of the length sweep")
+    o = parser.parse_args(arguments)
+    (o.op,) = _listed("op", OPS)(o.op)[:1] or ("",)
+    (o.model,) = _listed("model", tuple(shapes.SHAPES))(o.model)[:1] or ("",)
+    (o.device,) = _listed("device", DEVICES)(o.device)[:1] or ("",)
+    o.mechanisms = _listed("mechanism", tuple(shapes.SHAPES[o.model]))(o.mechanisms)
+    o.implementations = _listed("implementation", contenders.NAMES)(o.implementations)
+    o.batch, o.length = _integers("--batch")(o.batch), _integers("--length")(o.length)
+    o.blocks = _integers("--blocks", 128)(o.blocks)
+    (o.rounds, *_), (o.milliseconds, *_) = (
+        _integers(f"--{name}")(getattr(o, name)) for name in ("rounds", "milliseconds")
+    )
+    if len(o.blocks) != 2 or o.blocks[0] >= o.blocks[1]:
+        raise UserError(f"--blocks {o.blocks}: must be two sizes, the smaller first")
+    return o
+
+
+def _measured(o: argparse.Namespace, name: str | None) -> tuple[list[str], dict]:
+    platform = jax.default_backend()
+    usual = contenders.default(platform)
+    run = measured.Run(
+        model=o.model,
+        mechanisms=o.mechanisms,
+        batches=o.batch,
+        lengths=o.length,
+        implementations=o.implementations or (usual[:1] if o.tune else usual),
+        rounds=o.rounds,
+        target=o.milliseconds / 1e3,
+        device=name,
+    )
+    if o.tune:
+        return _tuned(rows := measured.tune(run)), dict(tuned=rows)
+    rows, copied = measured.measure(run)
+    kind = jax.devices()[0].device_kind
+    datasheet = devices.DEVICES.get(name)
+    sheet = f"{datasheet.bandwidth / 1e9:,.0f} by datasheet, " if datasheet else ""
+    head = (
+        f"measured, {kind}, {run.dtype}: median of {run.rounds} rounds, their extremes, one layer. "
+        f"GB/s of logical cache bytes; {sheet}{copied / 1e9:,.1f} copying (read and written)"
+    )
+    return [head, "", *measured.table(rows)], dict(rows=rows, copy_gbps=copied / 1e9)
+
+
+def _tuned(rows: Sequence[dict]) -> list[str]:
+    said = lambda r: r.get("why") or f"{r['parameters']} under {r['key']}"
+    return [f"{r['mechanism']} {r.get('implementation', 'tpu')}: {said(r)}" for r in rows]
+
+
+def _static(o: argparse.Namespace) -> tuple[list[str], dict]:
+    if o.device in tpu_static.CHIPS:
+        if o.tune:
+            return _tuned(rows := static.tune_tpu(o)), dict(tuned=rows)
+        rows = static.tpu(o)
+        return static.tpu_table(tpu_static.CHIPS[o.device], rows), dict(rows=rows)
+    if o.tune:
+        raise UserError(f"--tune --device={o.device}: needs the device; which is not here")
+    rows = static.gpu(o)
+    return static.gpu_table(o.device, rows), dict(rows=rows)
+
+
+def _save(result: dict, file: pathlib.Path) -> None:
+    if not RESULTS.parents[1].is_dir():
+        raise UserError(f"--save: {RESULTS.parents[1]} is not there; run it in a checkout")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made_by = provenance("libtpu", "torch", "nvidia-cudnn-cu13")
+    file.write_text(json.dumps(result | dict(made_by=made_by), indent=1) + "\n")
+    print(f"written: {file}", file=sys.stderr)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the tables and, last, one line of JSON; status 2 and a message for a bad option."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory too
+    try:
+        o = _options(argv[1:])
+        present = device_name(jax.devices()[0].device_kind)
+        is_static = bool(o.device) and o.device != present
+        if is_static and o.device == "cpu":
+            raise UserError("--device=cpu: set JAX_PLATFORMS=cpu")
+        if is_static and o.plot:
+            raise UserError(f"--plot={o.plot}: only of what is measured; {o.device} is not here")
+        lines, result = _static(o) if is_static else _measured(o, present)
+        name = o.device or present or jax.devices()[0].device_kind.replace(" ", "_")
+        result = (
+            dict(name="kernels", op=o.op, model=o.model, device=name, static=is_static) | result
+        )
+        print("\n".join(lines))
+        print(json.dumps(result))
+        if o.plot:
+            plot(result["rows"], pathlib.Path(o.plot))
+        if o.save:
+            _save(result, RESULTS / f"{name}_{o.op}{'_static' if is_static else ''}.json")
+    except (UserError, OSError) as error:
+        print(f"kvjax: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

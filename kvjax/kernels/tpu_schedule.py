@@ -1,0 +1,231 @@
+"""How often each bundle of a TPU kernel runs: its dumped schedule, followed by its scalar unit.
+
+Loops and `pl.when` hang on scalars that are known when nothing has run: grid indices, constants,
+and the slot of a sequence's last token. Following them counts what is executed, and only that.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import functools
+import operator
+import re
+
+import numpy as np
+
+_WORD = 2**32
+_MOST = 20_000_000  # bundles followed before giving up
+
+
+class CannotFollow(Exception):
+    """A branch whose direction the scalars that are known do not decide, or no end."""
+
+
+class Schedule:
+    """The packed bundles of one kernel, and the instructions that each gives to each unit."""
+
+    def __init__(self, bundles: str, utilization: str):
+        """From the texts of `packed-bundles-post-ra` and `pre-delay_..-per-bundle-utilization`."""
+        self.bundles = [_Bundle(text) for text in _split(bundles)]
+        lines = utilization.splitlines()
+        self.units = [name.strip() for name in lines[1].split(",")]
+        self.capacity = np.array(lines[2].split(), int)  # instructions that one bundle holds
+        self.use = np.array([line.split() for line in lines[4:] if re.match(r"\s*\d", line)], int)
+        if len(self.use) != len(self.bundles):
+            raise CannotFollow(
+                f"{len(self.bundles)} bundles, of which {len(self.use)} say what units they use"
+            )
+
+    def executed(self, last_slot: int, *, core: int, delay: int) -> np.ndarray:
+        """How often each bundle runs, for one sequence that reaches `last_slot`.
+
+        Args:
+          last_slot: what the kernel's scalar operand holds.
+          core: of a chip whose cores share the grid; 0 elsewhere.
+          delay: bundles after a taken branch that still run.
+        """
+        counts = np.zeros(len(self.bundles), int)
+        state: dict = {_OPERAND: last_slot, _CORE: core}
+        at, target, wait = 0, None, 0
+        for _ in range(_MOST):
+            if at >= len(self.bundles):
+                return counts
+            counts[at] += 1
+            branch, wait = self.bundles[at].run(state, at), wait - 1
+            if branch is not None:
+                target, wait = branch, delay
+            at += 1
+            if target is not None and not wait:
+                at, target = target, None
+        raise CannotFollow(f"no end after {_MOST} bundles")
+
+    def cycles(self, counts: np.ndarray) -> dict[str, float]:
+        """Cycles each unit would need for its instructions alone."""
+        return dict(zip(self.units, (counts @ self.use / self.capacity).tolist(), strict=True))
+
+
+_OPERAND, _CORE = "operand", "core"
+
+
+def _split(text: str) -> Iterator[str]:
+    """The text of each bundle; a comment may run over lines."""
+    starts = list(re.finditer(r"^\s*(?:0x[0-9a-f]+|0)\s+[A-Z ]*:\s*>*\s*\{", text, re.MULTILINE))
+    ends = [*(start.start() for start in starts[1:]), len(text)]
+    for start, end in zip(starts, ends, strict=True):
+        yield text[start.end() : end]
+
+
+class _Bundle:
+    """The scalar instructions of a bundle: they read before any of them writes."""
+
+    def __init__(self, text: str):
+        core = re.findall(r"(%s\d+_s\d+) = sld \S+ /\* megacore core id", text)
+        text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL).strip().removesuffix("}")
+        steps = [_Instruction(t.strip(), core) for t in text.split(" ;; ") if _SCALAR.search(t)]
+        self.instructions = steps
+
+    def run(self, state: dict, at: int) -> int | None:
+        """Updates registers and scalar memory; the target of a taken branch."""
+        target, writes = None, []
+        for i in self.instructions:
+            guard = i.guard(state)
+            if i.branch is not None:
+                if guard is None:
+                    raise CannotFollow(f"bundle {at:#x} branches on what is not known: {i.text}")
+                target = i.branch if guard else target
+            elif guard is not False and (place := i.place(state)) is not None:
+                writes.append((place, i.value(state) if guard else None))
+        state.update(writes)
+        return target
+
+
+_SCALAR = re.compile(r"%[sp]\d+_[sp]\d+ = (?!sphi)|\bsst\b|\bsbr\.rel\b")
+_GUARD = re.compile(r"\((!?)%p\d+_(p\d+)(?:, [^)]*)?\),?")  # with what stays where it is false
+
+
+class _Instruction:
+    def __init__(self, text: str, core: list[str]):
+        self.text = text
+        guard = _GUARD.search(text)
+        self._guard = (guard[2], not guard[1]) if guard else None
+        text = _GUARD.sub("", text)
+        target = re.search(r"sbr\.rel +target bundleno = (\d+)", text)
+        self.branch = int(target[1]) if target else None
+        name, _, rest = text.partition(" = ")
+        self._dest, self._op, operands = None, "", ""
+        if re.fullmatch(r"%[sp]\d+_[sp]\d+", name):
+            self._dest = name.rpartition("_")[2]
+            self._op, _, operands = rest.partition(" ")
+        elif store := re.search(r"sst (\[smem:\[.*?\]\]) (.*)", text):
+            self._op, operands = "sst", store[2]
+            self._cell = _cell(store[1])
+        if self._op == "sld":
+            self._cell = _cell(operands)
+        if self._op == "inlined_call_operand.<no":  # memory space>: a scalar
+            self._op, operands = "smov", _OPERAND
+        if name in core:
+            self._op, operands = "smov", _CORE
+        self._read = [_operand(x.strip()) for x in operands.split(",")]
+
+    def guard(self, state: dict) -> bool | None:
+        if self._guard is None:
+            return True
+        register, wanted = self._guard
+        value = state.get(register)
+        return None if value is None else bool(value) == wanted
+
+    def place(self, state: dict):
+        return self._cell(state) if self._op == "sst" else self._dest
+
+    def value(self, state: dict) -> int | None:
+        if self._op == "sld":
+            return state.get(self._cell(state))
+        values = [read(state) for read in self._read]
+        if self._op in _LOGIC:
+            return _LOGIC[self._op](*values)
+        if self._op == "scalar_select":
+            predicate, yes, no = values
+            return None if predicate is None else yes if predicate else no
+        if self._op == "sst":
+            return values[0]
+        operation = _OPERATIONS.get(self._op) or _comparison(self._op)
+        return operation(*values) if operation and None not in values else None
+
+
+def _operand(text: str) -> Callable[[dict], int | None]:
+    if text in (_OPERAND, _CORE):
+        return lambda state: state[text]
+    if re.fullmatch(r"\d+", text):
+        number = int(text)
+        return lambda state: number
+    register = re.fullmatch(r"(!?)%[sp]\d+_([sp]\d+)", text)
+    if not register:
+        return lambda state: None
+    if register[1]:
+        return lambda state: _not(state.get(register[2]))
+    return lambda state: state.get(register[2])
+
+
+def _cell(text: str) -> Callable[[dict], tuple | None]:
+    """A word of scalar memory: its allocation and an offset, constant or in a register."""
+    found = re.search(r"\[smem:\[(#\w+)(?: \+ (\S+?))?\]", text)
+    if not found:
+        return lambda state: None
+    name, offset = found.groups()
+    if offset is None:
+        return lambda state: (name, 0)
+    if offset.startswith("$"):
+        number = int(offset[1:], 16)
+        return lambda state: (name, number)
+    read = _operand(offset)
+    return lambda state: None if read(state) is None else (name, read(state))
+
+
+def _signed(value: int) -> int:
+    return value - _WORD if value >= _WORD // 2 else value
+
+
+def _not(a: bool | None) -> bool | None:
+    return None if a is None else not a
+
+
+def _and(a: bool | None, b: bool | None) -> bool | None:
+    return False if a is False or b is False else None if None in (a, b) else a and b
+
+
+def _or(a: bool | None, b: bool | None) -> bool | None:
+    return _not(_and(_not(a), _not(b)))
+
+
+_LOGIC = {
+    "por": _or,
+    "pand": _and,
+    "pnand": lambda a, b: _not(_and(a, b)),
+    "pnor": lambda a, b: _not(_or(a, b)),
+    "pneg": _not,
+    "pmov": lambda a: None if a is None else bool(a),
+}
+_OPERATIONS = {
+    "smov": lambda a: a,
+    "sadd.s32": lambda a, b: (a + b) % _WORD,
+    "ssub.s32": lambda a, b: (a - b) % _WORD,
+    "smul.u32": lambda a, b: a * b % _WORD,
+    "sshll.u32": lambda a, b: (a << b) % _WORD,
+    "sshrl.u32": operator.rshift,
+    "sshra.s32": lambda a, b: (_signed(a) >> b) % _WORD,
+    "sand.u32": operator.and_,
+    "sor.u32": operator.or_,
+    "sxor.u32": operator.xor,
+    "smin.u32": min,
+    "smax.u32": max,
+    "smin.s32": lambda a, b: min(a, b, key=_signed),
+    "smax.s32": lambda a, b: max(a, b, key=_signed),
+}
+
+
+@functools.cache
+def _comparison(op: str) -> Callable[[int, int], bool] | None:
+    found = re.fullmatch(r"scmp\.(eq|ne|lt|le|gt|ge)\.([su])32\.totalorder", op)
+    if not found:
+        return None
+    compare, view = getattr(operator, found[1]), _signed if found[2] == "s" else lambda x: x
+    return lambda a, b: compare(view(a), view(b))

@@ -1,0 +1,64 @@
+"""What somebody needs to make a result again: command, commit, machine, versions."""
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+import jax
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def provenance(*packages: str) -> dict:
+    """JSON-able; `packages` are named beside the usual ones, where they are installed."""
+    versions = {name: _version(name) for name in (*_PACKAGES, *packages)}
+    return {
+        "command": " ".join([_program(), *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--short") else ""),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {_memory() / 2**30:.0f} GiB",
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "python": platform.python_version(),
+        "packages": {name: version for name, version in versions.items() if version},
+    }
+
+
+def _program() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*args: str) -> str:
+    try:
+        run = subprocess.run(
+            ["git", *args],
+            cwd=pathlib.Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:  # no git
+        return ""
+    return run.stdout.strip()
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _processor() -> str:
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.processor()
