@@ -23,7 +23,8 @@ from kvjax.kernels.decode_attention.tpu_pipeline import Part
 from kvjax.kernels.decode_attention.tpu_pipeline import attend
 
 Cache = Mapping[str, jax.Array]
-VALUES = ("vector", "diagonal")  # how an LRKV residual's values are weighed, see `tpu_parts`
+CANDIDATES = dict(block=(512, 1024, 2048), scored=(256, 512), splits=(1, 2))  # for tuning
+VALUES = ("vector", "diagonal")  # how values of a head's own are weighed, see `tpu_parts`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +124,16 @@ def _capacity(cache: Cache) -> int:
 
 
 def _default_sizes(cache: Cache, chip: _Chip) -> dict[str, int]:
-    """Blocks of which two fill two thirds of VMEM, up to 1,024 tokens; a split per core."""
+    """A block is an eighth of the capacity and within 512 and 2,048 tokens; a split per core.
+
+    Two blocks fill two thirds of VMEM at most. What a block costs besides its tokens is 250 to 700
+    bundles (`kvjax.kernels.profile`); but all of a sequence's last block is read.
+    """
     bytes_of_token = sum(math.prod(x.shape[1:-1]) * x.dtype.itemsize for x in cache.values())
-    block = min(1024, chip.vmem_bytes // 3 // bytes_of_token // LANES * LANES)
+    most = chip.vmem_bytes // 3 // bytes_of_token // LANES * LANES
+    block = max(LANES, min(most, 2048, max(512, _capacity(cache) // 8)))
     B = next(iter(cache.values())).shape[0]
-    return dict(block=max(block, LANES), scored=256, splits=chip.cores if B == 1 else 1)
+    return dict(block=block, scored=512, splits=chip.cores if B == 1 else 1)
 
 
 def _divisor(S: int, most: int) -> int:
@@ -150,13 +156,19 @@ def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
     return query_B1NH.reshape(B, K, N // K, H)
 
 
+def _values_of_heads(values_BKVS: jax.Array, N: int, how: str):
+    if how == "diagonal" and N == values_BKVS.shape[1]:
+        return parts_lib.DiagonalValues(values_BKVS)
+    return parts_lib.VectorValues(values_BKVS, N=N)
+
+
 def _grouped(o: Grouped, cache: Cache, block: int, values: str) -> _Plan:
-    del block, values
+    del block
     N, (K, V) = o.query.shape[2], cache["base_value"].shape[1:3]
     if N == K:
         part = Part(
             parts_lib.VectorKeys(o.query[:, 0], cache["base_key"]),
-            parts_lib.VectorValues(cache["base_value"], N=N),
+            _values_of_heads(cache["base_value"], N, values),
         )
     else:
         part = Part(
@@ -198,10 +210,7 @@ def _residual(o: Residual, cache: Cache, block: int, values: str) -> _Plan:
         q_BKGH = _by_group(o.residual_query, K).astype(jnp.float32)
         u_BKGR = jnp.einsum("BKGH,KRH->BKGR", q_BKGH, o.expand_key.astype(jnp.float32))
         keys = parts_lib.VectorKeys(u_BKGR.reshape(B, N, R), cache["residual_key"])
-    if values == "diagonal" and N == K:
-        weighed = parts_lib.DiagonalValues(cache["residual_value"])
-    else:
-        weighed = parts_lib.VectorValues(cache["residual_value"], N=N)
+    weighed = _values_of_heads(cache["residual_value"], N, values)
 
     def expand(base_BNV: jax.Array, latent_BNR: jax.Array) -> jax.Array:  # LRKV eq. 4
         latent_BKGR = latent_BNR.reshape(B, K, N // K, R)
