@@ -42,7 +42,8 @@ setup(
     ],
     extras_require={
         "dev": ["pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis==6.170.15", "ruff==0.17.6"],
-        "aot": ["libtpu==0.0.48.1"],  # compiles for TPUs that are not there
+        # Compiles for TPUs and GPUs that are not there; CUDA's compiler is ptxas with libdevice.
+        "aot": ["libtpu==0.0.48.1", f"jax-cuda13-plugin=={JAX}", "nvidia-cuda-nvcc==13.5.37"],
         "tpu": [f"jax[tpu]=={JAX}"],
         "cuda": [f"jax[cuda13]=={JAX}"],
         "gcs": ["etils[epath-gcs]==1.15.0"],

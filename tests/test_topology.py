@@ -33,7 +33,7 @@ def v5e():
     jax.config.update("jax_enable_compilation_cache", True)
 
 
-@pytest.mark.tpu
+@pytest.mark.aot
 @pytest.mark.parametrize(
     "kind, name", [("v4", "v4:2x2x1"), ("v5p", "v5p:2x2x1"), ("v6e", "v6e:2x2")]
 )
@@ -43,7 +43,7 @@ def test_kinds(kind, name):
     assert kind.removesuffix("e").removesuffix("p") in device.device_kind.lower().replace(" ", "")
 
 
-@pytest.mark.tpu
+@pytest.mark.aot
 @pytest.mark.parametrize(
     "name, batch, implementation, kernel_calls",
     [
@@ -77,7 +77,7 @@ def test_decode_step_writes_in_place_and_grows_with_nothing(
         assert long["logical"] == 4 * batch * 32_768 * per_layer[name]
 
 
-@pytest.mark.tpu
+@pytest.mark.aot
 def test_physical_bytes_count_padding(v5e):
     """A rank of 46 takes the room of 48 on the TPU."""
     config = d36.model("LRKV without QK-norm", layers=1)

@@ -129,7 +129,7 @@ MOST = dict(
 )
 
 
-@pytest.mark.tpu
+@pytest.mark.aot
 @pytest.mark.parametrize("mechanism", MOST)
 @pytest.mark.parametrize("name", ["v5e", "v5p", "v4"])
 def test_schedules_leave_the_time_to_memory(name, mechanism):
@@ -139,7 +139,7 @@ def test_schedules_leave_the_time_to_memory(name, mechanism):
     assert 0 < bundles < MOST[mechanism][name] * chip.hbm_cycles(bytes_of_token)
 
 
-@pytest.mark.tpu
+@pytest.mark.aot
 @pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 @pytest.mark.parametrize("mechanism", SHAPES["d36"])
 def test_compiles_without_a_copy_of_the_cache(name, mechanism):

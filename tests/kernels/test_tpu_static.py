@@ -141,7 +141,7 @@ def test_clocks_and_hbm_cycles():
     assert clocks == pytest.approx(dict(v4=1.05, v5e=1.50, v5p=1.75, v6e=1.75), abs=0.005)
 
 
-@pytest.mark.tpu
+@pytest.mark.aot
 @pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e"])
 def test_real_kernels_are_counted(kind):
     chip = tpu_static.CHIPS[kind]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import jax
 
+from kvjax.kernels.decode_attention import gpu
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import tpu
 from kvjax.kernels.decode_attention import xla
@@ -12,9 +13,10 @@ from kvjax.kernels.decode_attention.operands import Operands
 IMPLEMENTATIONS = {
     "xla": xla.decode_attention,
     "tpu": tpu.decode_attention,
+    "gpu": gpu.decode_attention,
     "reference": reference.decode_attention,
 }
-_CHECKS = {"tpu": tpu.check}  # kernels, which take one query per sequence, on their platform
+_CHECKS = {"tpu": tpu.check, "gpu": gpu.check}  # the kernels: one query per sequence
 
 
 def decode_attention(
@@ -30,9 +32,9 @@ def decode_attention(
       operands: queries, and the weights that the mechanism folds into reading its cache.
       cache: the arrays of one layer, [B, *shape, S]; the new tokens are in it already.
       first_B: [B] slot of each sequence's first new token; token t sees slots 0 .. first_B + t.
-      implementation: "xla", which takes everything; "tpu", Pallas kernels; "reference", which
-        expands the whole cache; None: the kernels of the device that is compiled for where they
-        take these operands, "xla" where not.
+      implementation: "xla", which takes everything; "tpu" and "gpu", Pallas kernels;
+        "reference", which expands the whole cache; None: the kernels of the device that is
+        compiled for where they take these operands, "xla" where not.
 
     Raises:
       NotImplementedError: the implementation does not take these operands; the message says why.
@@ -57,8 +59,7 @@ def default(operands: Operands, cache: Mapping[str, jax.Array]) -> str:
 
 def kernels_of(device) -> str | None:
     """The name of the kernels for a device (of `jax.devices()` or an abstract one), if any."""
-    platform = getattr(device, "platform", None)
-    return platform if platform in _CHECKS else None
+    return device.platform if device.platform in _CHECKS else None
 
 
 def is_kernel(name: str | None) -> bool:

@@ -1,0 +1,50 @@
+"""What the compiler for a GPU that is not there makes of the decode-attention kernel.
+
+Registers and spills are those that ptxas reports, shared memory is what a block asks for. Nothing
+runs.
+"""
+
+import os
+import pathlib
+import re
+import tempfile
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import topology
+from kvjax.kernels.decode_attention import gpu
+from kvjax.kernels.decode_attention import shapes
+
+
+def resources(shape: shapes.Shape, *, batch: int, length: int, device: str = "h200") -> dict:
+    """dict(registers, spill_bytes, shared_bytes): of a thread, of a thread, of a block.
+
+    Raises:
+      NotImplementedError: the kernel does not take this shape.
+      UserError: JAX's CUDA plugin is not installed.
+    """
+    return resources_and_program(shape, batch=batch, length=length, device=device)[0]
+
+
+def resources_and_program(
+    shape: shapes.Shape, *, batch: int, length: int, device: str = "h200"
+) -> tuple[dict, jax.stages.Compiled]:
+    """See `resources`; and the program that they are of."""
+    operands, cache = shapes.abstract(shape, batch=batch, length=length, dtype=jnp.bfloat16)
+    arguments = operands, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)
+    attend = jax.jit(lambda *arguments: gpu.decode_attention(*arguments))
+    with tempfile.TemporaryDirectory() as directory:
+        with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=directory):
+            program = topology.compile_for(topology.gpu_device(device), attend, *arguments)
+        (ptxas,) = pathlib.Path(directory).glob("*.ptxas")
+        (asked,) = pathlib.Path(directory).glob("*.resources.txt")
+        report, asked = ptxas.read_text(), asked.read_text()
+    number = lambda pattern, text: int(re.search(pattern, text)[1])
+    found = dict(
+        registers=number(r"Used (\d+) registers", report),
+        spill_bytes=number(r"(\d+) bytes spill stores", report),
+        shared_bytes=number(r"smem_scratch_bytes=(\d+)", asked),
+    )
+    return found, program
