@@ -88,7 +88,8 @@ def _write(array: jax.Array, entry: jax.Array, first_B: jax.Array, counts_B: jax
 
     On a TPU a read-modify-write of whole runs of 128 tokens, unrolled over the batch: for a
     scatter, a loop or single columns, XLA prefers another layout there, and copies the whole cache
-    to it and back. Elsewhere one token per sequence is a scatter, and several a loop of such runs.
+    to it and back. Elsewhere a loop of such runs; one token for each of several sequences is a
+    scatter, which moves no more than it must.
     """
     entry = jnp.moveaxis(entry, 1, -1).astype(array.dtype)  # [B, *shape, T]
     T, S = entry.shape[-1], array.shape[-1]
@@ -126,7 +127,8 @@ def _write(array: jax.Array, entry: jax.Array, first_B: jax.Array, counts_B: jax
         return jax.lax.fori_loop(0, entry.shape[0], lambda b, array: one(b, array, *new), array)
 
     arguments = (array, entry, first_B, counts_B)
-    return jax.lax.platform_dependent(*arguments, tpu=unrolled, default=scatter if T == 1 else loop)
+    elsewhere = scatter if T == 1 and array.shape[0] > 1 else loop
+    return jax.lax.platform_dependent(*arguments, tpu=unrolled, default=elsewhere)
 
 
 def _round_up(tokens: int) -> int:
