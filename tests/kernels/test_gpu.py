@@ -233,11 +233,11 @@ def test_compiles_without_spills_or_a_copy_of_the_cache(model, name, length, no_
     assert found["spill_bytes"] == 0 and found["registers"] <= 255
     assert found["shared_bytes"] <= 227 * 1024
     made = re.findall(r"= (\w+)\[([\d,]+)\]\S* (\w[\w-]*)\(", program.as_text())
+    made = [(dtype, [int(dim) for dim in dims.split(",")], op) for dtype, dims, op in made]
     for field, dims in shape.fields().items():
         whole = "f32" if field == "key_scale" else "bf16", 4 * math.prod(dims) * length
-        sizes = lambda dims: [int(dim) for dim in dims.split(",")]
-        same = lambda dtype, dims: (dtype, math.prod(dims)) == whole and length in dims
-        operations = {op for dtype, dims, op in made if same(dtype, sizes(dims))}
+        of_slots = [(dtype, math.prod(dims), op) for dtype, dims, op in made if length in dims]
+        operations = {op for *array, op in of_slots if tuple(array) == whole}
         assert "parameter" in operations and operations <= {"parameter", "bitcast"}, field
     temporary = program.memory_analysis().temp_size_in_bytes
     cache = 4 * length * shapes.bytes_per_token(shape, jnp.bfloat16)
