@@ -66,6 +66,7 @@ def chain(call: Call, rounds: int) -> Callable:
 
 def _follow(operands: Operands, output: jax.Array) -> Operands:
     """The operands with queries that depend on the output, though not in their figures."""
+    output = jax.lax.optimization_barrier(output)  # all of it, not what one element needs
     nothing = output.ravel()[0].astype(jnp.float32) * 1e-30
     queries = [f.name for f in dataclasses.fields(operands) if f.name.endswith("query")]
     moved = {name: getattr(operands, name) for name in queries}

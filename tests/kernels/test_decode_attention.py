@@ -12,6 +12,8 @@ from kvjax.kernels.decode_attention import operands
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.decode_attention.shapes import SHAPES
+from tests.kernels import agreement
 
 B, S, H, HV, R, C, P = 3, 40, 8, 6, 3, 10, 4
 BASE = 100.0
@@ -225,5 +227,20 @@ def test_implementations_have_names(x64):
     np.testing.assert_array_equal(default, named)
     expected = attend(given, cache, first_B, implementation="reference")
     np.testing.assert_allclose(default, expected, rtol=1e-11, atol=1e-11)
-    with pytest.raises(ValueError, match="implementation = 'fast'.*xla, tpu, reference"):
+    with pytest.raises(ValueError, match="implementation = 'fast'.*xla, tpu, gpu, reference"):
         decode_attention(given, cache, first_B, implementation="fast")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("mechanism", SHAPES["d12"])
+def test_real_shapes_by_the_check_of_the_kernels(mechanism, dtype):
+    shape = SHAPES["d12"][mechanism]
+    agreement.check(xla.decode_attention, shape, firsts=(1151, 0, 512), length=1152, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("mechanism", ["mha", "gqa", "mla", "lrkv"])
+def test_4097_tokens_of_d36(mechanism, dtype):
+    shape = SHAPES["d36"][mechanism]
+    agreement.check(xla.decode_attention, shape, firsts=(4096,), length=4224, dtype=dtype)

@@ -1,5 +1,6 @@
 """Block sizes from tuned.json: which entry is taken, and what happens where none can be."""
 
+import functools
 import json
 import logging
 
@@ -7,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kvjax.kernels.decode_attention import gpu
 from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention import tpu
 from kvjax.kernels.decode_attention import tuning
 
 KIND = "TPU v9"
@@ -154,3 +157,32 @@ def test_the_entries_kept_in_the_repository():
             assert tuning._split(key)[1:] != (0, 0)
             assert entry["source"] in tuning.SOURCES
             assert tuning._checked(entry, entry["parameters"])
+
+
+@pytest.mark.parametrize(
+    "kernel, module, entry",
+    [(tpu, tpu, dict(block=256, scored=128, splits=2)), (gpu, gpu.gpu_kernel, dict(split=256))],
+)
+def test_the_kernels_take_what_was_tuned(write, monkeypatch, kernel, module, entry):
+    """What the caller says goes before."""
+    shape = shapes.SHAPES["d12"]["mha"]
+    operands, cache = shapes.abstract(shape, batch=1, length=1024, dtype=jnp.bfloat16)
+    key = tuning.key(kernel.__name__.rpartition(".")[2], operands, cache)
+    kind = tuning.current_device_kind()
+    write({kind: {key: dict(parameters=entry, source="measured")}})
+    taken = []
+
+    class Enough(Exception):
+        pass
+
+    def attend(*arrays, **options):
+        taken.append({name: options[name] for name in entry})
+        raise Enough
+
+    monkeypatch.setattr(module, "attend", attend)
+    first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
+    for said in ({}, {name: 2 * value for name, value in entry.items()}):
+        run = functools.partial(kernel.decode_attention, **said)
+        with pytest.raises(Enough):
+            jax.eval_shape(run, operands, cache, first_B)
+    assert taken == [entry, {name: 2 * value for name, value in entry.items()}]

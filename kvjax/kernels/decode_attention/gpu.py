@@ -16,9 +16,11 @@ import numpy as np
 
 from kvjax.kernels.decode_attention import gpu_kernel
 from kvjax.kernels.decode_attention import gpu_plans
+from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.operands import Operands
 
 _HOPPER = "H(20|100|200|800)"
+CANDIDATES = dict(split=(256, 512, 1024, 2048, 4096, 8192))  # for tuning
 _CAPACITY = 128  # divides the number of slots
 _MULTIPROCESSORS = 132
 # Blocks of the grid per multiprocessor that are wanted, and the tokens that one must be given for
@@ -42,7 +44,8 @@ def decode_attention(
 
     Args:
       block: tokens of a tile, 64 or 128.
-      split: tokens that a block of the grid reads, a multiple of `block`.
+      split: tokens that a block of the grid reads, a multiple of `block`; None: what `tuned.json`
+        has, or as many splits as fill the GPU.
       slots: slabs of 64 channels by `block` tokens that a block of the grid holds or awaits.
       interpret: False, or `plgpu.InterpretGPUParams`.
 
@@ -54,7 +57,9 @@ def decode_attention(
     body = gpu_plans.BODIES[type(operands)](operands, cache)
     B, S = first_B.shape[0], next(iter(cache.values())).shape[-1]
     block = block or body.block
-    split = split or min(_split(B * body.groups, S, block), body.longest)
+    default = dict(split=_split(B * body.groups, S, block))
+    tuned = tuning.parameters(tuning.key("gpu", operands, cache), default=default)["split"]
+    split = split or min(-(-tuned // block) * block, body.longest)
     first_B = jnp.minimum(first_B, S - 1)  # a full cache's sequence that grows no more has S
     channels = {name: array.reshape(B, -1, S) for name, array in cache.items()}
     o, maximum, total = gpu_kernel.attend(
