@@ -376,10 +376,11 @@ def _everywhere(weights: dict) -> jax.sharding.Sharding:
 
 def _for_devices(implementation: str | None, devices: set[jax.Device]) -> str | None:
     """The implementation for these devices; XLA does not divide a kernel between several."""
-    if implementation is None:
-        return "xla" if len(devices) > 1 else None
+    (device, *more) = devices
+    if implementation is None:  # the default looks at the first device that JAX has
+        elsewhere = api.kernels_of(device) != api.kernels_of(jax.devices()[0])
+        return "xla" if more or elsewhere else None
     if api.is_kernel(implementation):
-        (device, *more) = devices
         if more or api.kernels_of(device) != implementation:
             raise UserError(
                 f"implementation = {implementation!r}: runs on one {implementation.upper()}; the "

@@ -1,6 +1,8 @@
 """The one check of decode-attention kernels: a real shape against the definition in float64."""
 
 import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as gpu_interpreter
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,15 +21,22 @@ def definition(operands, cache, first_B) -> np.ndarray:
         return np.asarray(reference.decode_attention(operands, cache, jnp.asarray(first_B)))
 
 
+def races() -> list:
+    """What the interpreters that ran last found; they print, and raise nothing."""
+    states = (tpu_interpreter.races, gpu_interpreter._races)
+    return [state for state in states if state is not None and state.races_found]
+
+
 def check(run, shape: shapes.Shape, *, firsts, length: int, dtype) -> None:
     """Asserts that run(operands, cache, first_B) is the definition, to the dtype's rounding.
 
-    Every tensor is random and none of it zero; slots behind a sequence's end hold other sequences'
-    garbage, as large as any.
+    And that an interpreter with `detect_races` found none. Every tensor is random and none of it
+    zero; slots behind a sequence's end hold garbage as large as any.
     """
     operands, cache = shapes.problem(shape, batch=len(firsts), length=length, dtype=dtype)
     first_B = np.asarray(firsts, np.int32)
     expected = definition(operands, cache, first_B)
     o = np.asarray(run(operands, cache, jnp.asarray(first_B)))
+    assert not races()
     assert o.shape == expected.shape and o.dtype == np.float32
     np.testing.assert_allclose(o, expected, rtol=0, atol=TOLERANCE[dtype] * np.abs(expected).max())

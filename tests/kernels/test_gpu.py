@@ -15,6 +15,7 @@ from kvjax import topology
 from kvjax.errors import UserError
 from kvjax.kernels import gpu_static
 from kvjax.kernels.decode_attention import gpu
+from kvjax.kernels.decode_attention import gpu_plans
 from kvjax.kernels.decode_attention import operands as operands_lib
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.shapes import Grouped
@@ -88,6 +89,23 @@ def test_what_a_sequence_has_not_reached_does_not_matter(shape):
     o = run(poisoned)
     assert np.isfinite(o).all()
     np.testing.assert_array_equal(o, run(cache))
+
+
+@pytest.mark.parametrize("N, K", [(8, 8), (16, 8), (24, 24)])
+@pytest.mark.parametrize("R, H", [(64, 192), (64, 256), (128, 256), (192, 192), (64, 512)])
+def test_what_is_taken_has_sizes_that_go_together(N, K, R, H):
+    """The default leaves to XLA what `check` refuses; nothing else may fail."""
+    shape = Residual(N=N, K=K, R=R, H=H)
+    operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.bfloat16)
+    try:
+        gpu.check(operands, cache)
+    except NotImplementedError:
+        return
+    o = jax.eval_shape(_run, operands, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
+    assert o.shape == (1, 1, N, 128)
+    plan = gpu_plans.Residual(operands, cache).plan
+    basis = -(-H // 128) * 128 // 64  # slots that it is lent, while another one loads
+    assert gpu_plans.slots(plan, 64, scaled=True) > basis
 
 
 def test_a_full_cache_that_grows_no_more_is_read_to_its_end():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from kvjax import topology
 from kvjax.kernels import tpu_static
+from kvjax.kernels.decode_attention import gpu
 from kvjax.kernels.decode_attention import operands as operands_lib
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tpu
@@ -19,7 +21,10 @@ from kvjax.kernels.decode_attention.shapes import SHAPES
 from tests.kernels import agreement
 
 INTERPRET = pltpu.InterpretParams(
-    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+    detect_races=True,
+    uninitialized_memory="nan",
+    out_of_bounds_reads="raise",
+    num_cores_or_threads=2,
 )
 interpreted = functools.partial(tpu.decode_attention, interpret=INTERPRET)
 FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
@@ -97,6 +102,14 @@ def _tied(o, c):
     return operands_lib.Tied(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None), c
 
 
+def test_programs_in_64_bits_are_left_to_xla(x64):
+    operands, cache = shapes.abstract(SHAPES["d12"]["mha"], batch=1, length=128, dtype=BFLOAT16)
+    with pytest.raises(NotImplementedError, match="32-bit programs, not .*x64: use 'xla'"):
+        tpu.check(operands, cache)
+    with pytest.raises(NotImplementedError, match="in 32 bits: .*x64.*use 'xla'"):
+        gpu.check(operands, cache)
+
+
 def _with_bias(o, c):
     return dataclasses.replace(o, bias=operands_lib.PositionBias(weights=jnp.ones(4))), c
 
@@ -137,6 +150,70 @@ def test_schedules_leave_the_time_to_memory(name, mechanism):
     bytes_of_token = shapes.bytes_per_token(SHAPES["d36"][mechanism], jnp.dtype(BFLOAT16))
     bundles = tpu_static.per_token(chip, "d36", mechanism).bundles
     assert 0 < bundles < MOST[mechanism][name] * chip.hbm_cycles(bytes_of_token)
+
+
+def test_a_race_would_be_seen():
+    """Both cores write one output."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    whole = pl.BlockSpec((8, 128), lambda i: (0, 0))
+    racy = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        grid=(2,),
+        in_specs=[whole],
+        out_specs=whole,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=INTERPRET,
+    )
+    jax.block_until_ready(racy(jnp.ones((8, 128))))
+    assert agreement.races()
+    pltpu.reset_tpu_interpret_mode_state()
+    assert not agreement.races()
+
+
+@pytest.mark.parametrize(
+    "kind, shape, taken",
+    [
+        ("TPU v4", SHAPES["d36"]["mha"], True),
+        ("TPU v4", shapes.Grouped(N=128, K=128), False),
+        ("TPU v5", shapes.Grouped(N=128, K=128), True),
+        ("TPU v4", shapes.Residual(N=64, K=64, R=128), False),
+        ("TPU v99", SHAPES["d36"]["lrkv"], True),  # nobody knows its memory: v4's
+    ],
+)
+def test_what_does_not_fit_the_chip_is_left_to_xla(monkeypatch, kind, shape, taken):
+    monkeypatch.setattr(tpu.tuning, "current_device_kind", lambda: kind)
+    operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=BFLOAT16)
+    if taken:
+        sizes = tpu._default_sizes(operands, cache)
+        need = tpu._vmem_bytes(operands, cache, sizes["block"], sizes["scored"])
+        assert need <= tpu._chip().vmem_bytes
+        tpu.check(operands, cache)
+    else:
+        with pytest.raises(NotImplementedError, match="MiB of VMEM, not .* MiB: use 'xla'"):
+            tpu.check(operands, cache)
+
+
+# What needs more than v4 has with large blocks, and takes smaller ones.
+TIGHT = [
+    (shapes.Residual(N=32, K=8), BFLOAT16),
+    (shapes.Residual(N=18, K=18, R=128), FLOAT32),
+    (shapes.Grouped(N=64, K=8), FLOAT32),
+    (shapes.Latent(N=128, C=512), BFLOAT16),
+]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("shape, dtype", TIGHT)
+def test_blocks_shrink_until_v4_has_room(shape, dtype):
+    device = topology.tpu_devices("v4:2x2x1")[0]
+    operands, cache = shapes.abstract(shape, batch=2, length=16_384, dtype=dtype)
+    first_B = jax.ShapeDtypeStruct((2,), jnp.int32)
+    compiled = topology.compile_for(device, jax.jit(tpu.decode_attention), operands, cache, first_B)
+    assert "tpu_custom_call" in compiled.as_text()
 
 
 @pytest.mark.aot

@@ -14,7 +14,7 @@ from kvjax.kernels.decode_attention import tpu
 from kvjax.kernels.decode_attention import tuning
 
 KIND = "TPU v9"
-KEY = "tpu/residual/N18-K18-J1-R64-H128-V128-B8-S32768"
+KEY = "tpu/residual_rotated_normed/bfloat16-N18-K18-J1-R64-H128-V128-B8-S32768"
 DEFAULT = dict(block=1024, splits=1)
 
 
@@ -38,7 +38,7 @@ def _entry(block):
 
 
 def _key(batch, length):
-    return f"tpu/residual/N18-K18-J1-R64-H128-V128-B{batch}-S{length}"
+    return f"tpu/residual_rotated_normed/bfloat16-N18-K18-J1-R64-H128-V128-B{batch}-S{length}"
 
 
 def test_a_tuned_parameter_takes_the_defaults_place(write, caplog):
@@ -127,13 +127,35 @@ def test_keys():
         sizes = dict(batch=8, length=32_768, dtype=jnp.bfloat16) | sizes
         return tuning.key("tpu", *shapes.abstract(shapes.SHAPES["d36"][name], **sizes))
 
-    assert key("lrkv_no_norm") == key("lrkv") == KEY
-    assert key("lrkv_no_rope") == KEY.replace("residual", "residual_unrotated")
+    assert key("lrkv") == KEY
+    assert key("lrkv", dtype=jnp.float32) == KEY.replace("bfloat16", "float32")
+    assert key("lrkv_no_norm") == KEY.replace("_normed", "")
+    assert key("lrkv_no_rope") == KEY.replace("_rotated", "")
     assert key("lrkv", batch=1, length=1024) == _key(1, 1024)
-    assert key("gqa") == "tpu/grouped/N18-K6-H128-V128-B8-S32768"
-    assert key("thin_keys") == "tpu/grouped/N18-K18-H32-V128-B8-S32768"
-    assert key("mla") == "tpu/latent/N18-C768-P64-B8-S32768"
+    assert key("gqa") == "tpu/grouped/bfloat16-N18-K6-H128-V128-B8-S32768"
+    assert key("thin_keys") == "tpu/grouped/bfloat16-N18-K18-H32-V128-B8-S32768"
+    assert key("mla") == "tpu/latent/bfloat16-N18-C768-P64-B8-S32768"
     assert key("lrkv_gqa") == KEY.replace("K18", "K6")
+
+
+def test_only_the_very_batch_and_length(write):
+    """Where what is tuned does not carry over."""
+    write({KIND: {KEY: _entry(256)}})
+    found = lambda key: tuning.parameters(key, KIND, default=DEFAULT, nearest=False)["block"]
+    assert (found(KEY), found(_key(8, 65_536))) == (256, DEFAULT["block"])
+
+
+@pytest.mark.parametrize("block", [1, 64, 100_000])
+def test_a_block_that_cannot_be_is_rounded(write, block):
+    """To a divisor of the capacity, in whole lanes."""
+    operands, cache = shapes.abstract(
+        shapes.SHAPES["d12"]["mha"], batch=1, length=384, dtype=jnp.bfloat16
+    )
+    key = tuning.key("tpu", operands, cache)
+    write({tuning.current_device_kind(): {key: _entry(block)}})
+    first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
+    run = functools.partial(tpu.decode_attention, interpret=True)
+    assert jax.eval_shape(run, operands, cache, first_B).shape == (1, 1, 6, 128)
 
 
 def test_what_is_saved_is_found(write):

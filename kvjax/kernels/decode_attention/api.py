@@ -46,9 +46,10 @@ def decode_attention(
 
 
 def default(operands: Operands, cache: Mapping[str, jax.Array]) -> str:
-    """The implementation that None stands for."""
-    name = kernels_of(jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0])
-    if name is None:
+    """The implementation that None stands for; XLA does not divide a kernel between devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    name = kernels_of(mesh.abstract_device or jax.devices()[0])
+    if name is None or mesh.size > 1:
         return "xla"
     try:
         _CHECKS[name](operands, cache)

@@ -58,7 +58,9 @@ def decode_attention(
     B, S = first_B.shape[0], next(iter(cache.values())).shape[-1]
     block = block or body.block
     default = dict(split=_split(B * body.groups, S, block))
-    tuned = tuning.parameters(tuning.key("gpu", operands, cache), default=default)["split"]
+    tuned = tuning.parameters(tuning.key("gpu", operands, cache), default=default, nearest=False)[
+        "split"
+    ]
     split = split or min(-(-tuned // block) * block, body.longest)
     first_B = jnp.minimum(first_B, S - 1)  # a full cache's sequence that grows no more has S
     channels = {name: array.reshape(B, -1, S) for name, array in cache.items()}
@@ -86,6 +88,8 @@ def _refusal(operands: Operands, cache: Cache) -> str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     if device.platform == "gpu" and not re.search(_HOPPER, device.device_kind):
         return f"needs Hopper's matrix instructions: here {device.device_kind}"
+    if jax.config.jax_enable_x64:
+        return "counts in 32 bits: here jax_enable_x64 is on"
     if type(operands) not in gpu_plans.BODIES:
         return f"does not read {type(operands).__name__}'s cache"
     if getattr(operands, "bias", None) is not None:

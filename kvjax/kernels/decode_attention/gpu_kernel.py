@@ -69,8 +69,7 @@ def attend(
     """
     B, S = first_B.shape[0], arrays[plan.keys[0].name].shape[-1]
     splits, n = -(-S // split), plan.columns
-    lent = arrays["basis"].shape[0] // ROWS if plan.turning else 0
-    fewest = max(plan.fewest_slots, lent + 1)
+    lent, fewest = plan.lent, plan.fewest_slots
     if split % block or slots < fewest or (plan.turning and block != ROWS):
         raise ValueError(
             f"block = {block}, split = {split}, slots = {slots}: a split is a multiple of a block, "

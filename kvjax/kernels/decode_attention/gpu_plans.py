@@ -25,7 +25,7 @@ _PERIODS = (1024, 512, 256, 128)  # tokens; in 128, angles of at most 1 a token 
 _TOLERANCE = 1e-5  # of the table of cosines and sines, relative
 _SHARED_BYTES = 228 * 1024  # of a multiprocessor; a block takes 1024 more than it uses
 _OTHER_BYTES = 3 * 1024  # of a block: barriers, and what a reduction over warps takes
-MOST_REGISTERS = 170  # `Plan.registers` that compile without spills
+MOST_REGISTERS = 170  # `Plan.registers` that compile without spills where H = 128 and R = 64
 
 Cache = Mapping[str, jax.Array]
 
@@ -41,6 +41,7 @@ class Plan:
     heads: int  # KV heads of a block
     group: int  # query heads of a KV head
     scale: float
+    lent: int = 0  # slots that hold the basis of queries that turn until they are made
 
     @property
     def order(self) -> tuple[Slab, ...]:
@@ -54,7 +55,7 @@ class Plan:
 
     @property
     def fewest_slots(self) -> int:
-        return max(3, len(self.keys) if self.held else 0)
+        return max(3, self.lent + 1, len(self.keys) if self.held else 0)
 
     def registers(self, block: int) -> int:
         """What sums, logits and weights take of a thread's 255."""
@@ -174,6 +175,7 @@ class Residual:
             group=G,
             columns=_padded(k * G),
             scale=o.scale,
+            lent=2 * -(-self.H // (2 * ROWS)) if self.rotated else 0,
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:

@@ -7,7 +7,6 @@ was run on a TPU: it is compiled ahead of time for v4, v5e, v5p and v6e, and run
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from kvjax.kernels.decode_attention.operands import Residual
 from kvjax.kernels.decode_attention.tpu_pipeline import LANES
 from kvjax.kernels.decode_attention.tpu_pipeline import Part
 from kvjax.kernels.decode_attention.tpu_pipeline import attend
+from kvjax.kernels.decode_attention.tpu_pipeline import vmem_bytes
 
 Cache = Mapping[str, jax.Array]
 CANDIDATES = dict(block=(512, 1024, 2048), scored=(256, 512), splits=(1, 2))  # for tuning
@@ -31,14 +31,21 @@ VALUES = ("vector", "diagonal")  # how values of a head's own are weighed, see `
 class _Chip:
     """What the defaults depend on."""
 
-    vmem_bytes: int = 64 * 2**20
+    vmem_bytes: int = 16 * 2**20
     cores: int = 1  # that share its memory
     values: str = "vector"
 
 
+_LARGE = 64 * 2**20
 _CHIPS = {
-    "TPU v4": _Chip(vmem_bytes=16 * 2**20, cores=2, values="diagonal"),  # few vector units
-    "TPU v5": _Chip(cores=2),
+    "TPU v4": _Chip(cores=2, values="diagonal"),  # few vector units
+    "TPU v5": _Chip(vmem_bytes=_LARGE, cores=2),  # v5p
+    "TPU v5p": _Chip(vmem_bytes=_LARGE, cores=2),
+    "TPU v5 lite": _Chip(vmem_bytes=_LARGE),
+    "TPU v5e": _Chip(vmem_bytes=_LARGE),
+    "TPU v6 lite": _Chip(vmem_bytes=_LARGE),
+    "TPU v6e": _Chip(vmem_bytes=_LARGE),
+    "cpu": _Chip(vmem_bytes=_LARGE),  # the interpreter
 }
 
 
@@ -68,13 +75,10 @@ def decode_attention(
     """
     check(operands, cache)
     S = _capacity(cache)
-    chip = _CHIPS.get(tuning.current_device_kind(), _Chip())
-    sizes = tuning.parameters(
-        tuning.key("tpu", operands, cache), default=_default_sizes(cache, chip)
-    )
+    chip, key = _chip(), tuning.key("tpu", operands, cache)
+    sizes = tuning.parameters(key, default=_default_sizes(operands, cache))
     block = _divisor(S, block or sizes["block"])
-    build = {Grouped: _grouped, Residual: _residual, Latent: _latent}[type(operands)]
-    plan = build(operands, cache, block, values or chip.values)
+    plan = _plan(operands, cache, block, values or chip.values)
     outputs = attend(
         plan.parts,
         jnp.minimum(first_B, S - 1),  # a full cache's sequence that grows no more has S
@@ -117,28 +121,57 @@ def check(operands: Operands, cache: Cache) -> None:
     rotating = isinstance(operands, Residual) and operands.rope_base is not None
     if rotating and operands.query.shape[-1] % LANES:
         refuse(f"rotated keys of a multiple of {LANES} channels", f"H = {operands.query.shape[-1]}")
+    if jax.config.jax_enable_x64:
+        refuse("32-bit programs", "one with jax_enable_x64")
+    need, there = _vmem_bytes(operands, cache, LANES, LANES), _chip().vmem_bytes
+    if need > there:
+        refuse(f"what fits {there / 2**20:.0f} MiB of VMEM", f"{need / 2**20:.1f} MiB")
 
 
 def _capacity(cache: Cache) -> int:
     return next(iter(cache.values())).shape[-1]
 
 
-def _default_sizes(cache: Cache, chip: _Chip) -> dict[str, int]:
+def _chip() -> _Chip:
+    return _CHIPS.get(tuning.current_device_kind(), _Chip())
+
+
+def _vmem_bytes(operands: Operands, cache: Cache, block: int, scored: int) -> int:
+    """What the kernel takes of VMEM with these sizes, from shapes alone."""
+    taken = []
+
+    def measure(operands: Operands, cache: Cache) -> None:
+        plan = _plan(operands, cache, block, _chip().values)
+        sizes = dict(block=block, scored=scored, key_scale=cache.get("key_scale"))
+        taken.append(vmem_bytes(plan.parts, heads=operands.query.shape[2], **sizes))
+
+    jax.eval_shape(measure, operands, dict(cache))
+    return taken[0]
+
+
+def _default_sizes(operands: Operands, cache: Cache) -> dict[str, int]:
     """A block is an eighth of the capacity and within 512 and 2,048 tokens; a split per core.
 
-    Two blocks fill two thirds of VMEM at most. What a block costs besides its tokens is 250 to 700
-    bundles (`kvjax.kernels.profile`); but all of a sequence's last block is read.
+    Less where that does not fit VMEM. What a block costs besides its tokens is 250 to 700 bundles
+    (`kvjax.kernels.profile`); but all of a sequence's last block is read.
     """
-    bytes_of_token = sum(math.prod(x.shape[1:-1]) * x.dtype.itemsize for x in cache.values())
-    most = chip.vmem_bytes // 3 // bytes_of_token // LANES * LANES
-    block = max(LANES, min(most, 2048, max(512, _capacity(cache) // 8)))
+    S, chip = _capacity(cache), _chip()
+    block, scored = _divisor(S, min(2048, max(512, S // 8))), 512
+    while _vmem_bytes(operands, cache, block, scored) > chip.vmem_bytes:
+        if block == scored == LANES:
+            break  # `check` refuses
+        if scored > 256 or (block <= 512 and scored > LANES):
+            scored //= 2
+        else:
+            block = _divisor(S, max(block // 2, LANES))
     B = next(iter(cache.values())).shape[0]
-    return dict(block=block, scored=512, splits=chip.cores if B == 1 else 1)
+    return dict(block=block, scored=scored, splits=chip.cores if B == 1 else 1)
 
 
 def _divisor(S: int, most: int) -> int:
-    """The largest multiple of 128 up to `most` that divides S."""
-    return next(b for b in range(min(most, S) // LANES * LANES, 0, -LANES) if S % b == 0)
+    """The largest multiple of 128 up to `most` that divides S, a multiple of 128; 128 at least."""
+    most = max(min(most, S), LANES)
+    return next(b for b in range(most // LANES * LANES, 0, -LANES) if S % b == 0)
 
 
 # -- the mechanisms --------------------------------------------------------------------------------
@@ -149,6 +182,11 @@ class _Plan:
     parts: list[Part]
     expand: Callable[..., jax.Array]  # the parts' outputs [B, N, width] to [B, N, Hv]
     lag: bool = False
+
+
+def _plan(operands: Operands, cache: Cache, block: int, values: str) -> _Plan:
+    build = {Grouped: _grouped, Residual: _residual, Latent: _latent}[type(operands)]
+    return build(operands, cache, block, values)
 
 
 def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:

@@ -99,6 +99,7 @@ class RotatingKeys(Keys):
     def __init__(self, query_BNH, expand_KRH, latent_BKRS, *, base: float, block: int):
         self.N, H = query_BNH.shape[1:]
         self.K, self.R = expand_KRH.shape[:2]
+        self.product_rows = self.N * self.R
         S, dtype = latent_BKRS.shape[-1], latent_BKRS.dtype
         q1, q2 = jnp.split(query_BNH.astype(jnp.float32), 2, axis=-1)
         join = lambda a, b: jnp.concatenate([a, b], axis=-1)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 
 import jax
 from jax.experimental import pallas as pl
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 
 LANES = 128
 _MASKED = -1e30
+_COMPILER_BYTES = 2**18  # of VMEM, for itself
 
 Refs = Mapping[str, jax.Array]
 ByHead = Callable[[int], None]
@@ -73,9 +75,11 @@ class Keys:
 
     Attributes:
       by_head: whether `score` goes head by head.
+      product_rows: of the float32 product that `score` makes of the tokens for all heads.
     """
 
     by_head = True
+    product_rows = 0
 
     def __init__(self, inputs: dict[str, Input], scratch: dict[str, pltpu.VMEM] | None = None):
         self.inputs, self.scratch = inputs, scratch or {}
@@ -140,6 +144,33 @@ class Part:
         """The inputs, or the scratch, of both."""
         both = [half for half in (self.keys, self.values) if half is not None]
         return {name: x for half in both for name, x in getattr(half, attribute).items()}
+
+
+def vmem_bytes(
+    parts: Sequence[Part], *, heads: int, key_scale: jax.Array | None, block: int, scored: int
+) -> int:
+    """What a kernel takes of VMEM: inputs and outputs twice, scratch, and one product at a time."""
+    plan = _Plan(parts, heads=heads, block=block, scored=scored, lag=False, scale=1.0)
+    scale = () if key_scale is None else (Input(key_scale, "keys"),)
+    total = 4 * LANES * (plan.work_rows + plan.logit_rows)
+    for x in (*(x for part in parts for x in part.named("inputs").values()), *scale):
+        dims = x.array.shape if x.piece == "all" else x.array.shape[1:]
+        dims = (*dims[:-1], block) if x.piece in ("keys", "values") else dims
+        total += 2 * _tiled_bytes(dims, x.array.dtype)
+    for part in parts:
+        total += sum(_tiled_bytes(x.shape, x.dtype) for x in part.named("scratch").values())
+        total += 2 * _tiled_bytes(part.values.out_dims, jnp.float32) if part.values else 0
+    total += 4 * scored * max(part.keys.product_rows for part in parts)
+    return total + _COMPILER_BYTES
+
+
+def _tiled_bytes(dims: tuple[int, ...], dtype) -> int:
+    """Bytes of an array whose last two dims fill tiles of 128 lanes and a word's sublanes."""
+    size = jnp.dtype(dtype).itemsize
+    *major, rows, lanes = (1, 1, *dims)
+    round_up = lambda n, multiple: -(-n // multiple) * multiple
+    rows = 1 if rows == 1 and size == 4 else round_up(rows, 32 // size)
+    return math.prod(major) * rows * round_up(lanes, LANES) * size
 
 
 def attend(

@@ -1,6 +1,6 @@
 """Block sizes by device kind and shape, from `tuned.json`, which the profiler writes.
 
-    {"TPU v5 lite": {"tpu/residual/N18-K18-J1-R64-H128-V128-B1-S32768":
+    {"TPU v5 lite": {"tpu/residual_rotated/bfloat16-N18-K18-J1-R64-H128-V128-B1-S32768":
         {"parameters": {"block": 1024}, "source": "measured", ...}}}
 
 A length or batch that was not tuned takes the entry of the nearest smaller one. `source` is
@@ -47,15 +47,21 @@ def key(implementation: str, operands: Operands, cache: Mapping[str, jax.Array])
         sizes |= dict(J=sizes["K"], K=cache["residual_key"].shape[1])
     array = next(iter(cache.values()))
     kind = type(operands).__name__.lower()
-    if isinstance(operands, Residual) and operands.rope_base is None:
-        kind += "_unrotated"
+    if isinstance(operands, Residual):
+        kind += "" if operands.rope_base is None else "_rotated"
+        kind += "_normed" if "key_scale" in cache else ""
     dims = [f"{letter}{sizes[letter]}" for letter in "NKJRHVCP" if letter in sizes]
+    dims = [str(array.dtype), *dims]
     dims += [f"B{array.shape[0]}", f"S{array.shape[-1]}"]
     return f"{implementation}/{kind}/{'-'.join(dims)}"
 
 
 def parameters(
-    key: str, device_kind: str | None = None, *, default: Mapping[str, int]
+    key: str,
+    device_kind: str | None = None,
+    *,
+    default: Mapping[str, int],
+    nearest: bool = True,
 ) -> dict[str, int]:
     """The tuned parameters under that key; the default where there are none that can be used.
 
@@ -63,10 +69,12 @@ def parameters(
       key: see `key`.
       device_kind: as JAX names it; None: `current_device_kind()`.
       default: every parameter that the implementation takes. Falling back is logged once per key.
+      nearest: whether an entry of a smaller batch or length serves too.
     """
     kind = device_kind or current_device_kind()
     try:
-        entry = _nearest(_entries(FILE, kind), key)
+        entries = _entries(FILE, kind)
+        entry = _nearest(entries if nearest else {k: entries[k] for k in entries if k == key}, key)
         tuned = _checked(entry, default)
     except _Unusable as error:
         _say_once(kind, key, str(error))
