@@ -9,6 +9,8 @@ must not grow with the cache, and the whole cache must be aliased, that is updat
 the same for one layer's attention alone on the CPU, float32. Prints tables, and one JSON line.
 """
 
+import re
+
 from absl import app
 from absl import flags
 from flax import nnx
@@ -29,6 +31,7 @@ from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 
 LENGTHS = (1024, 32_768)
+_KERNEL = 'custom_call_target="(tpu_custom_call|mosaic_gpu)'
 BF16 = jnp.dtype(jnp.bfloat16)
 
 
@@ -64,7 +67,7 @@ def step_memory(
         physical=alone.argument_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
-        kernel_calls=compiled.as_text().count('custom_call_target="tpu_custom_call"'),
+        kernel_calls=len(re.findall(_KERNEL, compiled.as_text())),
     )
 
 

@@ -99,3 +99,21 @@ def test_expanding_first_would_be_seen():
     expanding = lambda *a: function(*a, implementation="reference")
     memory = jax.jit(expanding).lower(*arguments).compile().memory_analysis()
     assert memory.temp_size_in_bytes > sum(x.size * 4 for x in arguments[2].values())
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name, batch", [("LRKV", 2), ("MHA", 1)])
+def test_decode_step_on_a_gpu_writes_in_place_and_grows_with_nothing(name, batch):
+    """Two layers of d36; what is appended is no loop of windows, and no cache is copied."""
+    pytest.importorskip("jax_cuda13_plugin")
+    config = d36.model(name, layers=2)
+    short, long = (
+        decode_memory.step_memory(
+            config, batch=batch, length=length, device=topology.gpu_device("h200")
+        )
+        for length in decode_memory.LENGTHS
+    )
+    for step in (short, long):
+        assert step["kernel_calls"] == 2
+        assert step["aliased"] == step["physical"]
+    assert abs(decode_memory.growth(short, long)) < 0.05

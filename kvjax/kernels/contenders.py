@@ -6,9 +6,13 @@ it: no mask, no last position.
 
 from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import functools
+import gc
 import importlib.util
+import itertools
 import statistics
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +26,7 @@ from kvjax.kernels.timing import Sample
 LIBRARIES = ("cudnn", "torch", "torch_flash")
 NAMES = (*IMPLEMENTATIONS, *LIBRARIES)
 _DRAWN = 1024  # tokens drawn, then repeated: drawing takes several times its result's memory
-_FLUSH_BYTES = 2**28
+_AHEAD_BYTES = 2**28
 
 
 def default(platform: str) -> tuple[str, ...]:
@@ -47,8 +51,7 @@ class Problem:
             repeat = lambda array: jnp.tile(array, length // drawn)
             return operands, jax.tree.map(repeat, cache)
 
-        self.operands, _ = draw(0)
-        self.caches = tuple(draw(seed)[1] for seed in range(copies))
+        (self.operands, *_), self.caches = zip(*(draw(seed) for seed in range(copies)), strict=True)
         self.first_B = jnp.full((batch,), length - 1, jnp.int32)
 
 
@@ -72,6 +75,19 @@ def sample(name: str, problem: Problem, *, target: float, **parameters: int) -> 
     if not isinstance(problem.operands, Grouped):
         raise NotImplementedError(f"{name} reads MHA's and GQA's cache only")
     return dict(cudnn=_cudnn, torch=_torch, torch_flash=_torch_flash)[name](problem, target)
+
+
+def copies_caches(name: str, shape: shapes.Shape) -> bool:
+    """Whether a contender holds the caches once more in JAX's memory; PyTorch has its own."""
+    return name == "cudnn" and isinstance(shape, shapes.Grouped)
+
+
+def free() -> None:
+    """Frees arrays that errors' tracebacks hold, and what PyTorch keeps of freed memory."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _tokens_second(x_BKHS: jax.Array) -> jax.Array:
@@ -103,11 +119,11 @@ def _torch(problem: Problem, target: float) -> Sample:
     shape, B, S = problem.shape, problem.batch, problem.length
     draw = lambda *dims: torch.randn(*dims, dtype=torch.bfloat16, device="cuda")
     query = draw(B, shape.N, 1, shape.H)
-    keys, values = draw(B, shape.K, S, shape.H), draw(B, shape.K, S, shape.Hv)
-    attend = functools.partial(
-        torch.nn.functional.scaled_dot_product_attention, enable_gqa=shape.K != shape.N
-    )
-    return _by_events(torch, lambda: attend(query, keys, values), target)
+    cache = lambda: (draw(B, shape.K, S, shape.H), draw(B, shape.K, S, shape.Hv))
+    caches = [cache() for _ in problem.caches]
+    grouped = {} if shape.K == shape.N else dict(enable_gqa=True)  # which older ones lack
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, **grouped)
+    return _by_events(torch, functools.partial(attend, query), caches, target)
 
 
 def _torch_flash(problem: Problem, target: float) -> Sample:
@@ -120,10 +136,10 @@ def _torch_flash(problem: Problem, target: float) -> Sample:
     shape, B, S = problem.shape, problem.batch, problem.length
     draw = lambda *dims: torch.randn(*dims, dtype=torch.bfloat16, device="cuda")
     query = draw(B, 1, shape.N, shape.H)
-    keys, values = draw(B, S, shape.K, shape.H), draw(B, S, shape.K, shape.Hv)
-    return _by_events(
-        torch, lambda: flash_attn.flash_attn_with_kvcache(query, keys, values), target
-    )
+    cache = lambda: (draw(B, S, shape.K, shape.H), draw(B, S, shape.K, shape.Hv))
+    caches = [cache() for _ in problem.caches]
+    attend = functools.partial(flash_attn.flash_attn_with_kvcache, query)
+    return _by_events(torch, attend, caches, target)
 
 
 def _torch_with_cuda():
@@ -136,22 +152,31 @@ def _torch_with_cuda():
     return torch
 
 
-def _by_events(torch, run: Callable[[], object], target: float) -> Sample:
-    """Between CUDA events around one call, L2 flushed before; the median of several."""
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+def _by_events(
+    torch, attend: Callable, caches: Sequence[tuple[object, object]], target: float
+) -> Sample:
+    """Between CUDA events around one call, round the ring of keys and values; median of several.
+
+    Before each the device reads an array, so that the call is launched by the time it is reached;
+    reads, since lines of L2 that were written would be written back while the call is timed.
+    """
+    ahead = torch.ones(_AHEAD_BYTES // 4, device="cuda")
+    ring = itertools.cycle(caches)
 
     def timed(calls: int) -> list[float]:
         events = []
         for _ in range(calls):
-            flush.zero_()
+            cache = next(ring)
+            ahead.sum()
             pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             pair[0].record()
-            run()
+            attend(*cache)
             pair[1].record()
             events.append(pair)
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in events]
 
+    timed(len(caches))
     warm = min(timed(3))
     calls = max(5, min(50, int(target / warm)))
     return lambda: statistics.median(timed(calls))

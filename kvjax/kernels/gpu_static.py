@@ -4,6 +4,8 @@ Registers and spills are those that ptxas reports, shared memory is what a block
 runs.
 """
 
+from collections.abc import Iterator
+import contextlib
 import os
 import pathlib
 import re
@@ -11,6 +13,7 @@ import tempfile
 from unittest import mock
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 
 from kvjax import topology
@@ -36,7 +39,7 @@ def resources_and_program(
     arguments = operands, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)
     attend = jax.jit(lambda *arguments: gpu.decode_attention(*arguments))
     with tempfile.TemporaryDirectory() as directory:
-        with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=directory):
+        with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=directory), _compiled_anew():
             program = topology.compile_for(topology.gpu_device(device), attend, *arguments)
         (ptxas,) = pathlib.Path(directory).glob("*.ptxas")
         (asked,) = pathlib.Path(directory).glob("*.resources.txt")
@@ -48,3 +51,19 @@ def resources_and_program(
         shared_bytes=number(r"smem_scratch_bytes=(\d+)", asked),
     )
     return found, program
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """Without JAX's persistent compilation cache: a program from it leaves no report."""
+    enabled = jax.config.jax_enable_compilation_cache
+
+    def enable(whether: bool):
+        jax.config.update("jax_enable_compilation_cache", whether)
+        compilation_cache.reset_cache()  # JAX decides once whether it uses it
+
+    enable(False)
+    try:
+        yield
+    finally:
+        enable(enabled)

@@ -1,5 +1,6 @@
 """Decode attention timed on the device that is present: rows of a table, and block sizes."""
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from kvjax import devices
 from kvjax.kernels import contenders
 from kvjax.kernels import timing
+from kvjax.kernels.contenders import LIBRARIES
 from kvjax.kernels.decode_attention import bodies
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tuning
@@ -21,8 +23,9 @@ from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 
 BLOCKS = (256, 512, 1024, 2048, 4096)  # where an implementation's module has no CANDIDATES
 NOTHING_FASTER = "nothing is faster than its own block sizes"
+NO_MHA = "MHA does not fit beside it"
 _MEMORY = 0.85  # of the device's, for caches
-_COPY = ("copy", "")
+_COPY, _MHA = " copy", " mha"  # beside implementations' names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +34,7 @@ class Run:
 
     model: str
     mechanisms: Sequence[str]
-    batches: Sequence[int]
-    lengths: Sequence[int]
+    points: Sequence[tuple[int, int]]  # (batch, length)
     implementations: Sequence[str]
     rounds: int
     target: float  # seconds by which the longer chain of calls is longer
@@ -51,32 +53,126 @@ def measure(run: Run) -> tuple[list[dict], float]:
     """Rows, a mechanism and implementation each, by batch and length; and the copy's bytes/s."""
     copy, copy_bytes = timing.copy(target=run.target)
     rows, copies = [], []
-    for batch, length in itertools.product(run.batches, run.lengths):
-        new, seconds = _side_by_side(run, batch, length, copy, copy_bytes)
-        rows += new
-        copies.append(copy_bytes / seconds)
-    return rows, timing.spread(copies).median
+    for batch, length in run.points:
+        point = _Point(run, batch, length, copy, copy_bytes)
+        rows += point.measure()
+        copies += point.copies
+    return rows, copy_bytes / timing.spread(copies or [copy()]).median
 
 
-def _side_by_side(
-    run: Run, batch: int, length: int, copy: timing.Sample, copy_bytes: int
-) -> tuple[list[dict], float]:
-    """Rows of one batch and length, measured in turns; and the copy's seconds among them."""
-    problems, rows = _problems(run, batch, length)
-    samples = {}
-    for (mechanism, problem), name in itertools.product(problems.items(), run.implementations):
-        sample = _sample(name, problem, run)
-        if isinstance(sample, str):
-            rows.append(_names(mechanism, name, batch, length) | dict(why=sample))
-        else:
-            samples[mechanism, name] = sample
-    taken = timing.interleaved({_COPY: copy} | samples, run.rounds)
-    copy_seconds = timing.spread(taken.pop(_COPY)).median
-    for (mechanism, name), seconds in taken.items():
-        names = _names(mechanism, name, batch, length)
-        copied = copy_bytes / copy_seconds
-        rows.append(names | row(problems[mechanism], seconds, copied=copied, run=run))
-    return _speedups(sorted(rows, key=lambda r: _order(r, run))), copy_seconds
+@dataclasses.dataclass(frozen=True)
+class _Baseline:
+    """Our MHA, its caches on the device; `instead`: why it is not our first implementation's."""
+
+    implementation: str
+    sample: timing.Sample
+    instead: str | None
+
+
+class _Point:
+    """Measures one batch and length.
+
+    A mechanism's contenders are measured in turns with a copy and our MHA, and freed before the
+    next: what must be held together is a mechanism and MHA, or the mechanism where that is too
+    much. Libraries' MHA is timed once, in MHA's turns.
+    """
+
+    def __init__(self, run: Run, batch: int, length: int, copy: timing.Sample, copy_bytes: int):
+        self.run, self.batch, self.length = run, batch, length
+        self.copy, self.copy_bytes = copy, copy_bytes
+        self.memory = _MEMORY * timing.memory_bytes()
+        self.sizes = {name: _ring_bytes(run, name, batch, length) for name in run.mechanisms}
+        self.mha: _Baseline | None = None
+        self.copies: list[float] = []  # seconds
+
+    def measure(self) -> list[dict]:
+        rows = []
+        for mechanism in sorted(self.sizes, key=lambda name: (name != "mha", self.sizes[name])):
+            beside = self._fits_beside_mha(mechanism)
+            if not beside:
+                self.mha = None  # frees its caches; what follows is no smaller
+            new = self._in_turns(mechanism)
+            rows += new if beside else [dict(no_speedup=NO_MHA) | r for r in new]
+            contenders.free()
+        self.mha = None
+        return _beside_public(sorted(rows, key=lambda r: _order(r, self.run)))
+
+    def _fits_beside_mha(self, mechanism: str) -> bool:
+        if mechanism == "mha" or "mha" not in self.sizes:
+            return True
+        return self.sizes["mha"] + self.sizes[mechanism] <= self.memory
+
+    def _in_turns(self, mechanism: str) -> list[dict]:
+        left = self.memory - (self.sizes["mha"] if self.mha else 0)
+        problem = _problem(self.run, mechanism, self.batch, self.length, left)
+        if isinstance(problem, str):
+            return [self._names(mechanism, "") | dict(why=problem)]
+        left -= self.sizes[mechanism]
+        sample = lambda name: self._sample(name, mechanism, problem, left)
+        found = {name: sample(name) for name in self.run.implementations}
+        if mechanism == "mha":
+            self.mha = _baseline(found)
+        samples = {name: s for name, s in found.items() if not isinstance(s, str)}
+        beside = {_MHA: self.mha.sample} if self.mha and mechanism != "mha" else {}
+        taken = timing.interleaved({_COPY: self.copy} | beside | samples, self.run.rounds)
+        medians = {name: timing.spread(seconds).median for name, seconds in taken.items()}
+        self.copies.append(medians[_COPY])
+        copied = self.copy_bytes / medians[_COPY]
+        for name, sample in found.items():
+            if name not in samples:
+                found[name] = dict(why=sample)
+                continue
+            found[name] = row(problem, taken[name], copied=copied, run=self.run)
+            if self.mha and "seconds" in found[name]:
+                mha = medians[_MHA if beside else self.mha.implementation]
+                found[name] |= _speedup(self.mha, mha, medians[name])
+        return [self._names(mechanism, name) | said for name, said in found.items()]
+
+    def _sample(
+        self, name: str, mechanism: str, problem: contenders.Problem, left: float
+    ) -> timing.Sample | str:
+        shape = shapes.SHAPES[self.run.model][mechanism]
+        need = self.sizes[mechanism] if contenders.copies_caches(name, shape) else 0
+        if need > left:
+            return _too_large(need, left, "its own layout's ")
+        return _sample(name, problem, self.run)
+
+    def _names(self, mechanism: str, implementation: str) -> dict:
+        return _names(mechanism, implementation, self.batch, self.length)
+
+
+def _baseline(found: Mapping[str, timing.Sample | str]) -> _Baseline | None:
+    """The first of our implementations that runs; None where none does."""
+    instead = None
+    for name in filter(IMPLEMENTATIONS.get, found):
+        if not isinstance(found[name], str):
+            return _Baseline(name, found[name], instead)
+        instead = instead or f"{name}: {found[name]}"
+    return None
+
+
+def _speedup(baseline: _Baseline, mha: float, seconds: float) -> dict:
+    """MHA's time over these seconds, and whose MHA; nothing where MHA's drowns in the noise."""
+    if mha <= 0:
+        return {}
+    instead = dict(mha_instead_of=baseline.instead) if baseline.instead else {}
+    return dict(speedup=mha / seconds, mha_seconds=mha, mha_by=baseline.implementation) | instead
+
+
+def _beside_public(rows: list[dict]) -> list[dict]:
+    """The rows of a batch and length, those with a time beside the fastest library's MHA."""
+    public = {
+        r["implementation"]: r["seconds"]["median"]
+        for r in rows
+        if r["mechanism"] == "mha" and r["implementation"] in LIBRARIES and "seconds" in r
+    }
+    if public:
+        fastest = min(public, key=public.get)
+        for r in rows:
+            if "seconds" in r:
+                r["public_speedup"] = public[fastest] / r["seconds"]["median"]
+                r["public_by"] = fastest
+    return rows
 
 
 def row(problem: contenders.Problem, seconds: Sequence[float], *, copied: float, run: Run) -> dict:
@@ -97,7 +193,8 @@ def row(problem: contenders.Problem, seconds: Sequence[float], *, copied: float,
         of_copy=rate / copied,
         tflops=tokens * flops_per_token(problem.shape) / taken.median / 1e12,
         caches=len(problem.caches),
-        may_stay_on_chip=around < 2 * run.on_chip_bytes,
+        may_stay_on_chip=around < timing.RING * run.on_chip_bytes,
+        may_be_launches=jax.default_backend() == "gpu" and taken.median < timing.LAUNCHES,
     )
 
 
@@ -129,50 +226,42 @@ def _order(row: dict, run: Run) -> tuple:
 def _sample(
     name: str, problem: contenders.Problem, run: Run, **parameters: int
 ) -> timing.Sample | str:
-    """The contender's measurement, or why there is none: one that fails does not end the run."""
+    """The contender's measurement, or why there is none."""
+    return _or_why(lambda: contenders.sample(name, problem, target=run.target, **parameters))
+
+
+def _or_why[T](make: Callable[[], T]) -> T | str:
+    """What is made, or why it is not: one that fails does not end the run."""
     try:
-        return contenders.sample(name, problem, target=run.target, **parameters)
+        return make()
     except Exception as error:
         said = (str(error).splitlines() or [""])[0]
         expected = isinstance(error, (NotImplementedError, ImportError))
         return said if expected else f"{type(error).__name__}: {said}"
 
 
-def _problems(
-    run: Run, batch: int, length: int
-) -> tuple[dict[str, contenders.Problem], list[dict]]:
-    """The mechanisms that fit the device's memory beside each other, and a row for each other."""
-    problems, without = {}, []
-    left = _MEMORY * timing.memory_bytes()
-    for name in run.mechanisms:
-        shape = shapes.SHAPES[run.model][name]
-        num_bytes = batch * length * shapes.bytes_per_token(shape, run.dtype)
-        copies = timing.ring(num_bytes, run.on_chip_bytes)
-        layouts = 1 + sum(library in run.implementations for library in contenders.LIBRARIES)
-        need = num_bytes * copies * layouts
-        if need > left:
-            beside = f" beside {', '.join(problems)}" if problems else ""
-            why = f"{need / 1e9:.1f} GB do not fit{beside}: {left / 1e9:.1f} GB are left"
-            without.append(_names(name, "", batch, length) | dict(why=why))
-            continue
-        left -= need
-        problems[name] = contenders.Problem(
-            shape, batch=batch, length=length, dtype=run.dtype, copies=copies
-        )
-    return problems, without
+def _ring_bytes(run: Run, mechanism: str, batch: int, length: int) -> int:
+    """Bytes of the ring of caches that a mechanism's calls go round."""
+    shape = shapes.SHAPES[run.model][mechanism]
+    num_bytes = batch * length * shapes.bytes_per_token(shape, run.dtype)
+    return num_bytes * timing.ring(num_bytes, run.on_chip_bytes)
 
 
-def _speedups(rows: list[dict]) -> list[dict]:
-    """The rows, those with a time beside our first implementation of MHA, if it has one."""
-    ours = [
-        r["seconds"]["median"]
-        for r in rows
-        if r["mechanism"] == "mha" and r["implementation"] in IMPLEMENTATIONS and "seconds" in r
-    ]
-    for r in rows:
-        if ours and "seconds" in r:
-            r["speedup"] = ours[0] / r["seconds"]["median"]
-    return rows
+def _problem(
+    run: Run, mechanism: str, batch: int, length: int, left: float
+) -> contenders.Problem | str:
+    """The mechanism on the device, where it fits the bytes that are left; or why it is not."""
+    need = _ring_bytes(run, mechanism, batch, length)
+    if need > left:
+        return _too_large(need, left)
+    shape = shapes.SHAPES[run.model][mechanism]
+    copies = need // (batch * length * shapes.bytes_per_token(shape, run.dtype))
+    sizes = dict(batch=batch, length=length, dtype=run.dtype, copies=copies)
+    return _or_why(lambda: contenders.Problem(shape, **sizes))
+
+
+def _too_large(need: float, left: float, what: str = "") -> str:
+    return f"{what}{need / 1e9:.1f} GB do not fit: {left / 1e9:.1f} GB are left"
 
 
 def candidates(implementation: str) -> list[dict[str, int]]:
@@ -195,13 +284,16 @@ def tune(run: Run) -> list[dict]:
     found = []
     kind = tuning.current_device_kind()
     ours = [name for name in run.implementations if name in IMPLEMENTATIONS and candidates(name)]
-    for batch, length, mechanism in itertools.product(run.batches, run.lengths, run.mechanisms):
-        alone = dataclasses.replace(run, mechanisms=(mechanism,), implementations=ours)
-        problems, without = _problems(alone, batch, length)
-        found += without
-        for problem, name in itertools.product(problems.values(), ours):
+    for (batch, length), mechanism in itertools.product(run.points, run.mechanisms):
+        left = _MEMORY * timing.memory_bytes()
+        problem = _problem(run, mechanism, batch, length, left)
+        if isinstance(problem, str):
+            found.append(_names(mechanism, "", batch, length) | dict(why=problem))
+            continue
+        for name in ours:
             names = _names(mechanism, name, batch, length)
             found.append(names | _tuned(problem, name, run, kind))
+        del problem  # freed before the next is built
     return found
 
 
@@ -231,7 +323,7 @@ def _tuned(problem: contenders.Problem, name: str, run: Run, kind: str) -> dict:
 def table(rows: Iterable[Mapping]) -> list[str]:
     """Markdown; a row without a time says why."""
     head = ["mechanism", "by", "batch", "tokens", "us", "from", "to", "GB/s", "of datasheet"]
-    head += ["of copy", "TFLOP/s", "MHA's time / its"]
+    head += ["of copy", "TFLOP/s", "MHA's time / its", "public MHA's / its"]
     lines = [f"| {' | '.join(head)} |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
     part = lambda x: "" if x is None else f"{x:.0%}"
     for r in rows:
@@ -239,11 +331,22 @@ def table(rows: Iterable[Mapping]) -> list[str]:
         if "why" in r:
             cells += [r["why"], *[""] * (len(head) - 5)]
         else:
-            cells += [f"{1e6 * s:,.1f}" for s in r["seconds"].values()]
+            us = [f"{1e6 * s:,.1f}" for s in r["seconds"].values()]
+            cells += [us[0] + ("†" if r["may_be_launches"] else ""), *us[1:]]
             cells += [f"{r['gbps']:,.1f}" + ("*" if r["may_stay_on_chip"] else "")]
             cells += [part(r["of_datasheet"]), part(r["of_copy"]), f"{r['tflops']:.2f}"]
-            cells += [f"{r['speedup']:.2f}" if "speedup" in r else ""]
+            sign = "‡" if "mha_instead_of" in r else ""
+            cells += [f"{r['speedup']:.2f}{sign}" if "speedup" in r else r.get("no_speedup", "")]
+            public = "public_speedup" in r
+            cells += [f"{r['public_speedup']:.2f} ({r['public_by']})" if public else ""]
         lines.append(f"| {' | '.join(cells)} |")
-    if any(r.get("may_stay_on_chip") for r in rows):
-        lines.append("\n\\* The caches may stay on the chip between calls.")
-    return lines
+    notes = {}
+    for r in rows:
+        if r.get("may_stay_on_chip"):
+            notes["\\*"] = "The caches may stay on the chip between calls, in part."
+        if r.get("may_be_launches"):
+            us = f"{1e6 * timing.LAUNCHES:.0f} us"
+            notes["†"] = f"Below {us} a call, launching its kernels may be what is measured."
+        if "mha_instead_of" in r:
+            notes["‡"] = f"MHA by {r['mha_by']}, for want of {r['mha_instead_of']}."
+    return lines + [f"\n{sign} {note}" for sign, note in notes.items()]

@@ -13,6 +13,7 @@ compiler's registers, spills and shared memory. Prints markdown tables and, last
 
 import argparse
 from collections.abc import Sequence
+import itertools
 import json
 import os
 import pathlib
@@ -32,7 +33,7 @@ from kvjax.provenance import provenance
 OPS = ("decode_attention",)
 DEVICES = (*devices.DEVICES, "cpu")
 RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results" / "kernels"
-_KINDS = {  # device kinds as JAX names them; a GPU's contains its name
+_KINDS = {  # device kinds as JAX names them; a GPU's has its name as a word
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -41,23 +42,21 @@ _KINDS = {  # device kinds as JAX names them; a GPU's contains its name
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
 }
-_SWEEP = "1024,4096,16384,65536,131072"
+_LENGTHS = (1024, 4096, 16384, 65536, 131072)
+_BATCHES, _BATCHES_LENGTH = (1, 2, 4, 8, 16, 32, 64), 32_768
+_MECHANISMS = "mha,gqa,lrkv,lrkv_no_rope,mla"
 
 
 def device_name(kind: str) -> str | None:
     """The name in `DEVICES` of a device kind; None for one that is not there."""
     if kind in _KINDS:
         return _KINDS[kind]
-    return next((name for name in DEVICES if name in kind.lower()), None)
+    return next((name for name in DEVICES if name in kind.lower().split()), None)
 
 
 def plot(rows: Sequence[dict], file: pathlib.Path) -> None:
     """Cache GB/s over tokens, a line per mechanism, implementation and batch, as PNG."""
-    try:
-        from matplotlib import figure
-    except ImportError as error:
-        raise UserError(f"--plot={file}: needs matplotlib, which is not installed") from error
-    axes = figure.Figure(figsize=(8, 5)).subplots()
+    axes = _matplotlib(file).Figure(figsize=(8, 5)).subplots()
     lines = {}
     for r in rows:
         if "gbps" in r:
@@ -68,6 +67,14 @@ def plot(rows: Sequence[dict], file: pathlib.Path) -> None:
     axes.set(xscale="log", xlabel="cached tokens", ylabel="GB/s of cache")
     axes.legend(fontsize="small")
     axes.figure.savefig(file, dpi=150)
+
+
+def _matplotlib(file: pathlib.Path):
+    try:
+        from matplotlib import figure
+    except ImportError as error:
+        raise UserError(f"--plot={file}: needs matplotlib, which is not installed") from error
+    return figure
 
 
 def _listed(option: str, known: Sequence[str]):
@@ -104,17 +111,17 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--op", default="decode_attention", help=f"of {', '.join(OPS)}")
-    add("--mechanisms", default="mha,gqa,lrkv", help="names of the model's shapes, see shapes.py")
+    add("--mechanisms", default=_MECHANISMS, help="names of the model's shapes, see shapes.py")
     add("--device", default="", help=f"of {', '.join(DEVICES)}; empty: the one present")
     add("--model", default="d36", help=f"of {', '.join(shapes.SHAPES)}")
-    add("--batch", default="1", help="sequences, as in 1,8,64")
-    add("--length", default=_SWEEP, help="cached tokens of each")
+    add("--batch", default="", help="sequences, as in 1,8,64; with --length, each by each")
+    add("--length", default="", help="cached tokens of each; neither: lengths, then batches")
     add("--implementations", default="", help=f"of {', '.join(contenders.NAMES)}")
     add("--blocks", default="512,1024", help="the two block sizes that a static TPU profile takes")
     add("--rounds", default="7", help="measurements of each, taken in turns")
     add("--milliseconds", default="50", help="a measurement takes about as long")
     add("--tune", action="store_true", help="search block sizes and write tuned.json")
-    add("--save", action="store_true", help="write experiments/results/kernels/DEVICE_OP.json")
+    add("--save", action="store_true", help="write experiments/results/kernels/DEVICE_OP*.json")
     add("--plot", default="", help="a PNG of the length sweep")
     o = parser.parse_args(arguments)
     (o.op,) = _listed("op", OPS)(o.op)[:1] or ("",)
@@ -122,14 +129,25 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     (o.device,) = _listed("device", DEVICES)(o.device)[:1] or ("",)
     o.mechanisms = _listed("mechanism", tuple(shapes.SHAPES[o.model]))(o.mechanisms)
     o.implementations = _listed("implementation", contenders.NAMES)(o.implementations)
-    o.batch, o.length = _integers("--batch")(o.batch), _integers("--length")(o.length)
+    o.points = _points(o.batch, o.length)
     o.blocks = _integers("--blocks", 128)(o.blocks)
     (o.rounds, *_), (o.milliseconds, *_) = (
         _integers(f"--{name}")(getattr(o, name)) for name in ("rounds", "milliseconds")
     )
     if len(o.blocks) != 2 or o.blocks[0] >= o.blocks[1]:
         raise UserError(f"--blocks {o.blocks}: must be two sizes, the smaller first")
+    if o.tune and o.plot:
+        raise UserError(f"--tune --plot={o.plot}: only of what is measured, not of a search")
     return o
+
+
+def _points(batches: str, lengths: str) -> tuple[tuple[int, int], ...]:
+    """(batch, length) of each point: what is asked for, each by each; or lengths, then batches."""
+    if batches or lengths:
+        batches = _integers("--batch")(batches) if batches else (1,)
+        lengths = _integers("--length")(lengths) if lengths else _LENGTHS
+        return tuple(itertools.product(batches, lengths))
+    return (*((1, length) for length in _LENGTHS), *((b, _BATCHES_LENGTH) for b in _BATCHES))
 
 
 def _measured(o: argparse.Namespace, name: str | None) -> tuple[list[str], dict]:
@@ -138,8 +156,7 @@ def _measured(o: argparse.Namespace, name: str | None) -> tuple[list[str], dict]
     run = measured.Run(
         model=o.model,
         mechanisms=o.mechanisms,
-        batches=o.batch,
-        lengths=o.length,
+        points=o.points,
         implementations=o.implementations or (usual[:1] if o.tune else usual),
         rounds=o.rounds,
         target=o.milliseconds / 1e3,
@@ -153,7 +170,8 @@ def _measured(o: argparse.Namespace, name: str | None) -> tuple[list[str], dict]
     sheet = f"{datasheet.bandwidth / 1e9:,.0f} by datasheet, " if datasheet else ""
     head = (
         f"measured, {kind}, {run.dtype}: median of {run.rounds} rounds, their extremes, one layer. "
-        f"GB/s of logical cache bytes; {sheet}{copied / 1e9:,.1f} copying (read and written)"
+        f"GB/s of logical cache bytes; {sheet}{copied / 1e9:,.1f} copying (read and written). "
+        "MHA's time is of the same turns as its; public MHA's, of the same batch and length"
     )
     return [head, "", *measured.table(rows)], dict(rows=rows, copy_gbps=copied / 1e9)
 
@@ -175,9 +193,23 @@ def _static(o: argparse.Namespace) -> tuple[list[str], dict]:
     return static.gpu_table(o.device, rows), dict(rows=rows)
 
 
-def _save(result: dict, file: pathlib.Path) -> None:
+def _check_files(o: argparse.Namespace) -> None:
+    """Raises UserError for what could not be written in the end."""
+    if o.plot:
+        _matplotlib(file := pathlib.Path(o.plot))
+        if not file.parent.is_dir():
+            raise UserError(f"--plot={o.plot}: {file.parent} is not there")
+    if o.save:
+        _check_results()
+
+
+def _check_results() -> None:
     if not RESULTS.parents[1].is_dir():
         raise UserError(f"--save: {RESULTS.parents[1]} is not there; run it in a checkout")
+
+
+def _save(result: dict, file: pathlib.Path) -> None:
+    _check_results()
     file.parent.mkdir(parents=True, exist_ok=True)
     made_by = provenance("libtpu", "torch", "nvidia-cudnn-cu13")
     file.write_text(json.dumps(result | dict(made_by=made_by), indent=1) + "\n")
@@ -195,6 +227,7 @@ def main(argv: Sequence[str]) -> None:
             raise UserError("--device=cpu: set JAX_PLATFORMS=cpu")
         if is_static and o.plot:
             raise UserError(f"--plot={o.plot}: only of what is measured; {o.device} is not here")
+        _check_files(o)
         lines, result = _static(o) if is_static else _measured(o, present)
         name = o.device or present or jax.devices()[0].device_kind.replace(" ", "_")
         result = (
@@ -202,10 +235,11 @@ def main(argv: Sequence[str]) -> None:
         )
         print("\n".join(lines))
         print(json.dumps(result))
+        if o.save:
+            what = "_static" * is_static + "_tuned" * o.tune
+            _save(result, RESULTS / f"{name}_{o.op}{what}.json")
         if o.plot:
             plot(result["rows"], pathlib.Path(o.plot))
-        if o.save:
-            _save(result, RESULTS / f"{name}_{o.op}{'_static' if is_static else ''}.json")
     except (UserError, OSError) as error:
         print(f"kvjax: {error}", file=sys.stderr)
         sys.exit(2)

@@ -69,7 +69,9 @@ def tune_tpu(options: argparse.Namespace) -> list[dict]:
             found.append(dict(mechanism=mechanism, why=measured.NOTHING_FASTER) | facts)
             continue
         shape = shapes.SHAPES[options.model][mechanism]
-        smallest = dict(batch=1, length=min(options.length), dtype=tpu_static.DTYPE)
+        smallest = dict(
+            batch=1, length=min(length for _, length in options.points), dtype=tpu_static.DTYPE
+        )
         key = tuning.key("tpu", *shapes.abstract(shape, **smallest))
         tuning.save(key, _TPU_KINDS[chip.name], dict(best), source="static", **facts)
         found.append(dict(mechanism=mechanism, key=key, parameters=dict(best)) | facts)
@@ -114,18 +116,17 @@ def gpu(options: argparse.Namespace) -> list[dict]:
     rows = []
     for mechanism in options.mechanisms:
         shape = shapes.SHAPES[options.model][mechanism]
-        for batch in options.batch:
-            for length in options.length:
-                row = dict(mechanism=mechanism, static=True, batch=batch, length=length)
-                try:
-                    found = gpu_static.resources(
-                        shape, batch=batch, length=length, device=options.device
-                    )
-                except UserError:
-                    raise
-                except Exception as error:  # a shape that its compiler refuses is a row
-                    found = dict(why=(str(error).splitlines() or [type(error).__name__])[0])
-                rows.append(row | found)
+        for batch, length in options.points:
+            row = dict(mechanism=mechanism, static=True, batch=batch, length=length)
+            try:
+                found = gpu_static.resources(
+                    shape, batch=batch, length=length, device=options.device
+                )
+            except UserError:
+                raise
+            except Exception as error:  # a shape that its compiler refuses is a row
+                found = dict(why=(str(error).splitlines() or [type(error).__name__])[0])
+            rows.append(row | found)
     return rows
 
 

@@ -6,8 +6,10 @@ import pathlib
 import subprocess
 import sys
 import types
+import weakref
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,7 +102,7 @@ def test_measurements_are_taken_in_turns():
     assert timing.spread([3, 1, 2, 9]) == timing.Spread(2.5, 1, 9)
 
 
-def test_between_cuda_events_there_is_one_call_and_before_them_a_flush():
+def test_between_cuda_events_there_is_one_call_and_before_them_a_read():
     did = []
 
     class Event:
@@ -114,17 +116,57 @@ def test_between_cuda_events_there_is_one_call_and_before_them_a_flush():
             assert end is not self
             return 2.0  # milliseconds
 
-    flush = types.SimpleNamespace(zero_=lambda: did.append("flush"))
+    ahead = types.SimpleNamespace(sum=lambda: did.append("read"))
     cuda = types.SimpleNamespace(Event=Event, synchronize=lambda: did.append("wait"))
-    torch = types.SimpleNamespace(cuda=cuda, int8=None, empty=lambda *_, **__: flush)
-    sample = contenders._by_events(torch, lambda: did.append("call"), target=0.02)
+    torch = types.SimpleNamespace(cuda=cuda, ones=lambda *_, **__: ahead)
+    attend = lambda keys, values: did.append((keys, values))
+    caches = [("k0", "v0"), ("k1", "v1"), ("k2", "v2")]
+    sample = contenders._by_events(torch, attend, caches, target=0.02)
     did.clear()
     assert sample() == 2e-3
-    assert did == ["flush", "event", "call", "event"] * 10 + ["wait"]
+    calls = did[2:-1:4]  # each on the cache after the last one's
+    assert calls == [caches[(caches.index(calls[0]) + i) % 3] for i in range(10)]
+    assert did == [x for call in calls for x in ("read", "event", call, "event")] + ["wait"]
+
+
+@pytest.mark.parametrize("name, options", [("mha", {}), ("gqa", dict(enable_gqa=True))])
+def test_pytorch_hears_of_groups_where_there_are_some(monkeypatch, name, options):
+    heard = []
+
+    def attend(query, keys, values, **options):
+        heard.append(options)
+
+    torch = types.SimpleNamespace(
+        randn=lambda *dims, **_: dims,
+        bfloat16=None,
+        nn=types.SimpleNamespace(
+            functional=types.SimpleNamespace(scaled_dot_product_attention=attend)
+        ),
+    )
+    monkeypatch.setattr(contenders, "_torch_with_cuda", lambda: torch)
+    by_events = lambda torch, attend, caches, target: [attend(*cache) for cache in caches]
+    monkeypatch.setattr(contenders, "_by_events", by_events)
+    shape = shapes.SHAPES["d12"][name]
+    contenders._torch(types.SimpleNamespace(shape=shape, batch=1, length=8, caches=[{}] * 3), 1.0)
+    assert heard == [options] * 3  # a ring of as many caches as ours
+
+
+def test_pytorch_gives_memory_back_where_it_was_used(monkeypatch):
+    did, used = [], []
+    cuda = types.SimpleNamespace(
+        is_initialized=lambda: bool(used), empty_cache=lambda: did.append(1)
+    )
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    contenders.free()
+    used.append(True)
+    contenders.free()
+    assert did == [1]
+    monkeypatch.delitem(sys.modules, "torch")
+    contenders.free()
 
 
 def test_the_ring_is_larger_than_the_chip_keeps():
-    assert timing.ring(50, 100) == 6
+    assert timing.ring(50, 100) == 16
     assert timing.ring(10**9, 100) == 1
     assert timing.ring(1, 10**6) == timing.MAX_RING
 
@@ -146,7 +188,7 @@ def test_a_problem_is_a_ring_of_full_caches_none_like_another():
 
 
 def _run(**changes):
-    run = dict(mechanisms=("mha", "lrkv"), batches=(2,), lengths=(512,), rounds=3, target=1e-3)
+    run = dict(mechanisms=("mha", "lrkv"), points=((2, 512),), rounds=3, target=1e-3)
     run |= dict(model="d12", implementations=("xla", "tpu"), device="h200") | changes
     return measured.Run(**run)
 
@@ -169,11 +211,26 @@ def test_a_row_is_bytes_and_flops_over_the_median():
         tflops=pytest.approx(2000 * 2 * 6 * 256 / 2),
         caches=7,
         may_stay_on_chip=True,
+        may_be_launches=False,
     ) | dict(tflops=pytest.approx(2000 * 2 * 6 * 256 / 2e-6 / 1e12))
     assert measured.row(problem, [1.0], copied=1.0, run=_run(device=None))["of_datasheet"] is None
     assert "noise" in measured.row(problem, [2.0, -1.0, -1.0], copied=1.0, run=_run())["why"]
-    problem.caches *= 100
+    problem.caches = [{}] * 245  # of 2,048,000 bytes, beside 60 MiB
+    assert measured.row(problem, [1.0], copied=1.0, run=_run())["may_stay_on_chip"]
+    problem.caches = [{}] * 246
     assert not measured.row(problem, [1.0], copied=1.0, run=_run())["may_stay_on_chip"]
+
+
+def test_short_calls_on_a_gpu_have_a_sign(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    problem = types.SimpleNamespace(
+        shape=shapes.Grouped(N=6, K=2), batch=1, length=1000, dtype=jnp.bfloat16, caches=[{}] * 999
+    )
+    names = dict(mechanism="gqa", implementation="gpu", batch=1, length=1000)
+    rows = [names | measured.row(problem, [s], copied=1.0, run=_run()) for s in (19e-6, 21e-6)]
+    _, _, short, long, *note = measured.table(rows)
+    assert "| 19.0† |" in short and "†" not in long
+    assert note == ["\n† Below 20 us a call, launching its kernels may be what is measured."]
 
 
 def test_flops_are_those_of_the_costs():
@@ -200,7 +257,14 @@ def test_flops_are_those_of_the_costs():
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """Contenders that take 1 s for MHA and half for LRKV; "tpu" refuses MHA and fails on LRKV."""
+    """Contenders that take 1 s for MHA and half for LRKV; "tpu" refuses MHA and fails on LRKV.
+
+    Libraries take 3 s for MHA; torch has no memory for it. Returns the shapes held at each sample.
+    """
+    alive, held = weakref.WeakSet(), []
+
+    class Problem(types.SimpleNamespace):
+        __hash__ = object.__hash__
 
     def sample(name, problem, *, target, block=None):
         del target
@@ -208,18 +272,28 @@ def seconds(monkeypatch):
             raise NotImplementedError("no MHA here")
         if name == "tpu":
             raise ValueError("first line\nsecond")
+        if name == "torch":
+            raise MemoryError("CUDA out of memory.\nTried")
+        if name == "cudnn" and problem.shape == "lrkv":
+            raise NotImplementedError("MHA and GQA only")
+        held.append(sorted(p.shape for p in alive))
+        if name == "cudnn":
+            return lambda: 3.0 * len(problem.shape) / 3
         return lambda: {"mha": 1.0, "lrkv": 0.5}[problem.shape] / (block or 1)
 
     def problem(shape, *, batch, length, dtype, copies):
         shape = "lrkv" if isinstance(shape, shapes.Residual) else "mha"
         sizes = dict(batch=batch, length=length, dtype=dtype)
-        return types.SimpleNamespace(shape=shape, caches=[{}] * copies, operands=None, **sizes)
+        made = Problem(shape=shape, caches=[{}] * copies, operands=None, **sizes)
+        alive.add(made)
+        return made
 
     monkeypatch.setattr(contenders, "sample", sample)
     monkeypatch.setattr(contenders, "Problem", problem)
     monkeypatch.setattr(timing, "copy", lambda *, target: (lambda: 2.0, 100))
     row = lambda problem, seconds, **_: dict(seconds=dict(median=seconds[0]))
     monkeypatch.setattr(measured, "row", row)
+    return held
 
 
 def test_a_contender_that_cannot_is_a_row_that_says_why(seconds):
@@ -237,14 +311,98 @@ def test_a_contender_that_cannot_is_a_row_that_says_why(seconds):
     assert "speedup" not in rows[0]  # there is no MHA beside it
 
 
-def test_what_does_not_fit_the_memory_is_skipped_by_name(seconds, monkeypatch):
-    itemsize = 4  # float32 on CPU
-    mha = 2 * 512 * 6 * 256 * itemsize
-    copies = timing.ring(mha, timing.ON_CHIP_BYTES["h200"])
-    monkeypatch.setattr(timing, "memory_bytes", lambda: mha * copies / measured._MEMORY + 1)
+def _bytes(monkeypatch, mechanisms):
+    """Bytes of each one's caches at 2 x 512 tokens, float32; memory for those of `mechanisms`."""
+    run = _run(mechanisms=("mha", "gqa", "lrkv"))
+    need = {name: measured._ring_bytes(run, name, 2, 512) for name in run.mechanisms}
+    memory = sum(need[name] for name in mechanisms) + 1
+    monkeypatch.setattr(timing, "memory_bytes", lambda: memory / measured._MEMORY)
+    return need
+
+
+def test_what_is_held_together_is_a_mechanism_and_mha(seconds, monkeypatch):
+    need = _bytes(monkeypatch, ("mha", "lrkv"))
+    assert need["gqa"] <= need["lrkv"]
+    rows, _ = measured.measure(_run(mechanisms=("mha", "gqa", "lrkv"), implementations=("xla",)))
+    assert [r["speedup"] for r in rows] == [1.0, 1.0, 2.0]  # the fake's GQA is as slow as MHA
+    assert sorted(seconds) == [["lrkv", "mha"], ["mha"], ["mha", "mha"]]
+
+
+def test_beside_what_mha_does_not_fit_it_is_absent_by_name(seconds, monkeypatch):
+    _bytes(monkeypatch, ("mha",))
     rows, _ = measured.measure(_run(implementations=("xla",)))
-    assert [r["implementation"] for r in rows] == ["xla", ""]
-    assert "do not fit beside mha" in rows[1]["why"] and rows[1]["mechanism"] == "lrkv"
+    assert seconds == [["mha"], ["lrkv"]]
+    mha, lrkv = rows
+    assert mha["speedup"] == 1.0 and "seconds" in lrkv and "speedup" not in lrkv
+    assert lrkv["no_speedup"] == measured.NO_MHA
+
+
+def test_what_does_not_fit_the_memory_is_skipped_by_name(seconds, monkeypatch):
+    _bytes(monkeypatch, ("lrkv",))
+    rows, _ = measured.measure(_run(implementations=("xla",)))
+    assert [r["implementation"] for r in rows] == ["", "xla"]
+    assert "GB do not fit: " in rows[0]["why"] and rows[0]["mechanism"] == "mha"
+    assert rows[1]["no_speedup"] == measured.NO_MHA
+
+
+def test_only_cudnn_holds_caches_once_more(seconds, monkeypatch):
+    need = _bytes(monkeypatch, ("mha", "lrkv"))
+    assert need["lrkv"] < need["mha"]
+    rows, _ = measured.measure(_run(implementations=("xla", "cudnn", "torch")))
+    why = {(r["mechanism"], r["implementation"]): r.get("why") for r in rows}
+    assert why["mha", "xla"] is why["lrkv", "xla"] is None
+    assert "its own layout's" in why["mha", "cudnn"]
+    assert why["lrkv", "cudnn"] == "MHA and GQA only"
+    assert why["mha", "torch"] == "MemoryError: CUDA out of memory."
+    assert not contenders.copies_caches("torch", shapes.SHAPES["d36"]["mha"])
+    assert contenders.copies_caches("cudnn", shapes.SHAPES["d36"]["gqa"])
+
+
+def test_a_problem_that_cannot_be_built_is_a_row(seconds, monkeypatch):
+    def problem(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+
+    monkeypatch.setattr(contenders, "Problem", problem)
+    rows, copied = measured.measure(_run())
+    assert [r["why"] for r in rows] == ["RuntimeError: RESOURCE_EXHAUSTED: out of memory"] * 2
+    assert copied == 50
+
+
+def test_beside_ours_stands_the_fastest_public_mha(seconds):
+    rows, _ = measured.measure(_run(implementations=("xla", "cudnn", "torch")))
+    timed = [r for r in rows if "seconds" in r]
+    assert [(r["implementation"], r["public_speedup"]) for r in timed] == [
+        ("xla", 3.0),
+        ("cudnn", 1.0),
+        ("xla", 6.0),
+    ]
+    assert {r["public_by"] for r in timed} == {"cudnn"}
+    rows, _ = measured.measure(_run(implementations=("xla", "torch")))
+    assert not any("public_speedup" in r for r in rows)
+
+
+def test_whose_mha_is_said_where_it_is_not_the_kernels(seconds):
+    rows, _ = measured.measure(_run(implementations=("tpu", "xla")))
+    timed = [r for r in rows if "seconds" in r]
+    assert {(r["mha_by"], r["mha_instead_of"]) for r in timed} == {("xla", "tpu: no MHA here")}
+    rows, _ = measured.measure(_run(implementations=("xla", "reference")))
+    assert not any("mha_instead_of" in r for r in rows)
+
+
+def test_the_table_says_whose_mha_it_is():
+    names = dict(implementation="xla", batch=1, length=1024)
+    row = dict(seconds=dict(median=1e-3, low=1e-3, high=1e-3), gbps=1.0, of_copy=0.5, tflops=1.0)
+    row |= dict(of_datasheet=None, may_stay_on_chip=True, may_be_launches=False)
+    instead = dict(speedup=2.0, mha_by="xla", mha_instead_of="gpu: no")
+    rows = [
+        names | row | instead | dict(mechanism="gqa", public_speedup=4.0, public_by="cudnn"),
+        names | row | dict(mechanism="lrkv", no_speedup=measured.NO_MHA),
+    ]
+    head, _, gqa, lrkv, *notes = measured.table(rows)
+    assert head.endswith("| MHA's time / its | public MHA's / its |")
+    assert gqa.endswith("| 2.00‡ | 4.00 (cudnn) |")
+    assert lrkv.endswith("| MHA does not fit beside it |  |")
+    assert notes[1] == "\n‡ MHA by xla, for want of gpu: no." and notes[0].startswith("\n\\* ")
 
 
 def test_tuning_takes_the_fastest_and_says_how(seconds, monkeypatch, tmp_path):
@@ -305,6 +463,7 @@ def command(capsys):
         (["--blocks=1024,512"], "must be two sizes, the smaller first"),
         (["--devise=v4"], "--devise=v4"),
         (["--device=v5e", "--plot=x.png"], "--plot=x.png: only of what is measured"),
+        (["--tune", "--plot=x.png"], "--tune --plot=x.png: only of what is measured"),
         (["--device=h100", "--tune"], "--tune --device=h100: needs the device"),
     ],
 )
@@ -359,7 +518,8 @@ def test_a_static_entry_is_labelled_so(command, monkeypatch, tmp_path):
     monkeypatch.setattr(tpu_static, "per_token", per_token)
     command("--device=v5p", "--mechanisms=lrkv", "--tune", "--length=1024,4096")
     ((key, entry),) = json.loads(tuning.FILE.read_text())["TPU v5"].items()
-    assert key == "tpu/residual/N18-K18-J1-R64-H128-V128-B1-S1024"
+    assert key.startswith("tpu/residual")
+    assert key.endswith("N18-K18-J1-R64-H128-V128-B1-S1024")
     assert (entry["parameters"], entry["source"]) == (dict(block=1024), "static")
 
 
@@ -391,6 +551,7 @@ def test_a_gpu_that_is_absent(command, monkeypatch, capsys):
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("cpu", "cpu"),
         ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA GH200 480GB", None),
     ],
 )
 def test_device_names(kind, name):
@@ -446,6 +607,97 @@ def test_a_plot_has_a_line_per_contender(tmp_path):
     rows = [dict(names, length=n, gbps=float(n)) for n in (1, 2)] + [dict(names, why="not")]
     profile.plot(rows, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def nothing_measured(monkeypatch, tmp_path):
+    """Measuring and tuning find nothing, at once; results go to a folder of the test."""
+    monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
+    runs = []
+    monkeypatch.setattr(measured, "measure", lambda run: (runs.append(run), ([], 1.0))[1])
+    monkeypatch.setattr(measured, "tune", lambda run: (runs.append(run), [])[1])
+    return runs
+
+
+def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_measured):
+    for options in ([], ["--batch=2"], ["--length=8,9"], ["--batch=2,3", "--length=8"]):
+        command(*options)
+    usual, *asked = nothing_measured
+    assert usual.points[:5] == tuple((1, n) for n in (1024, 4096, 16384, 65536, 131072))
+    assert usual.points[5:] == tuple((2**i, 32_768) for i in range(7))
+    assert usual.mechanisms == ("mha", "gqa", "lrkv", "lrkv_no_rope", "mla")
+    assert asked[0].points == tuple((2, n) for _, n in usual.points[:5])
+    assert [run.points for run in asked[1:]] == [((1, 8), (1, 9)), ((2, 8), (3, 8))]
+
+
+def test_a_search_is_saved_beside_the_measurements(command, nothing_measured, tmp_path):
+    (tmp_path / "experiments").mkdir()
+    command("--save")
+    command("--save", "--tune")
+    assert sorted(file.name for file in profile.RESULTS.iterdir()) == [
+        "cpu_decode_attention.json",
+        "cpu_decode_attention_tuned.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--save", "run it in a checkout"),
+        ("--plot=x.png", "needs matplotlib"),
+        ("--plot=no/such/x.png", "no/such is not there"),
+    ],
+)
+def test_what_could_not_be_written_ends_the_run_before_it_begins(
+    nothing_measured, monkeypatch, capsys, option, message
+):
+    missing = None if "matplotlib" in message else types.SimpleNamespace(figure=None)
+    monkeypatch.setitem(sys.modules, "matplotlib", missing)
+    with pytest.raises(SystemExit):
+        profile.main(["profile", option])
+    assert message in capsys.readouterr().err and not nothing_measured
+
+
+def test_results_are_saved_though_the_plot_fails(nothing_measured, monkeypatch, tmp_path):
+    (tmp_path / "experiments").mkdir()
+
+    def plot(rows, file):
+        raise OSError("disk")
+
+    monkeypatch.setattr(profile, "plot", plot)
+    monkeypatch.setattr(profile, "_matplotlib", lambda file: None)
+    with pytest.raises(SystemExit):
+        profile.main(["profile", "--save", f"--plot={tmp_path}/x.png"])
+    assert (profile.RESULTS / "cpu_decode_attention.json").exists()
+
+
+def test_a_gpus_report_is_not_from_the_compilation_cache(tmp_path):
+    """Counted by what a compilation leaves there, with the cache on before and after."""
+    gpu_static = pytest.importorskip("kvjax.kernels.gpu_static")
+    options = dict(
+        jax_enable_compilation_cache=True,
+        jax_compilation_cache_dir=str(tmp_path),
+        jax_persistent_cache_min_compile_time_secs=0,
+        jax_persistent_cache_min_entry_size_bytes=-1,
+    )
+    before = {name: getattr(jax.config, name) for name in options}
+    fill = lambda value: jax.jit(lambda: jnp.full((3,), value)).lower().compile()
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        fill(1.0)
+        left = len(list(tmp_path.iterdir()))
+        assert left
+        with gpu_static._compiled_anew():
+            fill(2.0)
+        assert len(list(tmp_path.iterdir())) == left
+        fill(3.0)
+        assert len(list(tmp_path.iterdir())) > left
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_without_matplotlib_a_plot_is_refused(monkeypatch):

@@ -7,6 +7,7 @@ was run on a TPU: it is compiled ahead of time for v4, v5e, v5p and v6e, and run
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -74,24 +75,38 @@ def decode_attention(
       NotImplementedError: operands or shapes that this kernel does not take, and which it does.
     """
     check(operands, cache)
-    S = _capacity(cache)
-    chip, key = _chip(), tuning.key("tpu", operands, cache)
-    sizes = tuning.parameters(key, default=_default_sizes(operands, cache))
+    S, chip = _capacity(cache), _chip()
+    default = _default_sizes(operands, cache)
+    sizes = tuning.parameters(tuning.key("tpu", operands, cache), default=default)
     block = _divisor(S, block or sizes["block"])
-    plan = _plan(operands, cache, block, values or chip.values)
-    outputs = attend(
-        plan.parts,
+    return _run(
+        operands,
+        dict(cache),
         jnp.minimum(first_B, S - 1),  # a full cache's sequence that grows no more has S
-        heads=operands.query.shape[2],
-        capacity=S,
-        scale=operands.scale,
-        key_scale=cache.get("key_scale"),
         block=block,
         scored=_divisor(block, scored or sizes["scored"]),
         splits=splits or sizes["splits"],
-        lag=plan.lag,
+        values=values or chip.values,
         vmem_bytes=chip.vmem_bytes,
         interpret=interpret,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("block", "scored", "splits", "values", "vmem_bytes", "interpret")
+)  # a function of its own in the program: lowered once for all layers of a model
+def _run(operands, cache, first_B, *, block, values, **options) -> jax.Array:
+    plan = _plan(operands, cache, block, values)
+    outputs = attend(
+        plan.parts,
+        first_B,
+        heads=operands.query.shape[2],
+        capacity=_capacity(cache),
+        scale=operands.scale,
+        key_scale=cache.get("key_scale"),
+        block=block,
+        lag=plan.lag,
+        **options,
     )
     return plan.expand(*outputs)[:, None]
 
