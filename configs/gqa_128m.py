@@ -8,8 +8,9 @@ Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
 Parameters: 178,520,064 parameters, 128,188,416 without the input embedding; 18,432 cache bytes
 per token in bfloat16; 0.996 GFLOP per trained token.
 Budget: 100B tokens in steps of 524,288: 100 exaFLOPs.
-Hardware: one 8-GPU node or a TPU slice of 8 or more chips.
-Expected time: not known. Measured: nothing yet.
+Target: v5e:4x4 (16 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
 """
 
 from kvjax import recipes

@@ -8,8 +8,9 @@ Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
 Parameters: 2,340,421,632 parameters, 2,189,426,688 without the input embedding; 110,592 cache bytes
 per token in bfloat16; 15.175 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 759 exaFLOPs.
-Hardware: 8 x H200, or a TPU slice of 16 v5p chips or more.
-Expected time: not known. Measured: nothing yet.
+Target: v5p:2x2x4 (16 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
 """
 
 from kvjax import recipes

@@ -9,8 +9,9 @@ Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
 Parameters: 5,744,230,400 parameters, 5,534,515,200 without the input embedding; 128,000 cache bytes
 per token in bfloat16; 37.139 GFLOP per trained token.
 Budget: 50B tokens in steps of 524,288: 1,857 exaFLOPs.
-Hardware: a TPU slice of 32 v5p chips or more.
-Expected time: not known. Measured: nothing yet.
+Target: v5p:2x2x4 (16 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
 """
 
 from kvjax import recipes

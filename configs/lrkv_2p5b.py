@@ -8,8 +8,10 @@ Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
 Parameters: 2,435,973,120 parameters, 2,284,978,176 without the input embedding; 186,912 cache bytes
 per token in bfloat16; 15.748 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 787 exaFLOPs.
-Hardware: 8 x H200, or a TPU slice of 16 v5p chips or more.
-Expected time: not known. Measured: nothing yet.
+Target: v5p:2x2x4 (16 chips).
+Also: v4:4x4x4 (64 chips), v5e:8x8 (64 chips), h200:8 (8 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
 """
 
 from kvjax import recipes

@@ -8,8 +8,9 @@ Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
 Parameters: 185,597,952 parameters, 135,266,304 without the input embedding; 36,864 cache bytes
 per token in bfloat16; 1.038 GFLOP per trained token.
 Budget: 100B tokens in steps of 524,288: 104 exaFLOPs.
-Hardware: one 8-GPU node or a TPU slice of 8 or more chips.
-Expected time: not known. Measured: nothing yet.
+Target: v5e:4x4 (16 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
 """
 
 from kvjax import recipes

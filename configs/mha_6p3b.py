@@ -9,8 +9,9 @@ Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
 Parameters: 6,563,430,400 parameters, 6,353,715,200 without the input embedding; 640,000 cache bytes
 per token in bfloat16; 42.054 GFLOP per trained token.
 Budget: 50B tokens in steps of 524,288: 2,103 exaFLOPs.
-Hardware: a TPU slice of 32 v5p chips or more.
-Expected time: not known. Measured: nothing yet.
+Target: v5p:2x2x4 (16 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
 """
 
 from kvjax import recipes

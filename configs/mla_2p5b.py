@@ -8,8 +8,9 @@ Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
 Parameters: 2,504,982,528 parameters, 2,353,987,584 without the input embedding; 59,904 cache bytes
 per token in bfloat16; 16.672 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 834 exaFLOPs.
-Hardware: 8 x H200, or a TPU slice of 16 v5p chips or more.
-Expected time: not known. Measured: nothing yet.
+Target: v5p:2x2x4 (16 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
 """
 
 from kvjax import recipes

@@ -8,8 +8,9 @@ Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
 Parameters: 2,234,253,312 parameters, 2,083,258,368 without the input embedding; 18,432 cache bytes
 per token in bfloat16; 14.538 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 727 exaFLOPs.
-Hardware: 8 x H200, or a TPU slice of 16 v5p chips or more.
-Expected time: not known. Measured: nothing yet.
+Target: v5p:2x2x4 (16 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
 """
 
 from kvjax import recipes

@@ -1,9 +1,10 @@
-"""Exact parameter counts, cache bytes and FLOPs of every config, from shapes.
+"""Exact parameter counts, cache bytes and FLOPs of every config in configs/, from shapes.
 
     python -m experiments.parameter_table
 
-LRKV paper: section 5 (scales), Table 2 (cache), with the corrections of the README. Prints a
-Markdown table and one JSON line.
+Configs in folders of configs/ stand in the table of experiments/scaling_table.py. LRKV paper:
+section 5 (scales), Table 2 (cache), with the corrections of the README. Prints a Markdown table and
+one JSON line.
 """
 
 import json

@@ -1,12 +1,15 @@
 """Checkpoints of a run: atomic, asynchronous, and tied to the config that made them.
 
 One checkpoint holds the training state (parameters, optimizer, step, random key) and the position
-in the data. A checkpoint that cannot be read is set aside, and the one before it is used.
+in the data. A checkpoint that cannot be read is set aside, and the one before it is used. All
+processes of a job write one checkpoint together, each what its devices hold, and each reads what
+its devices will hold: the mesh and the number of processes may be others.
 """
 
 import contextlib
 import json
 import logging
+import os
 from typing import Any
 
 from absl import logging as absl_logging
@@ -15,10 +18,13 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from kvjax import distributed
 from kvjax.errors import UserError
 
 log = logging.getLogger("kvjax")
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
+# Who reads a part of an array reads all chunks that it touches: this bounds what that is too much.
+CHUNK_BYTES = 1 << 24
 
 
 class Checkpoints:
@@ -38,17 +44,26 @@ class Checkpoints:
     def _open(self) -> None:
         absl_logging.set_verbosity(absl_logging.ERROR)
         policies = ocp.training
+        context = ocp.Context()
+        context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
         self._checkpointer = ocp.training.Checkpointer(
             self.directory,
             # The loop alone decides when to save.
             save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=policies.preservation_policies.LatestN(self._keep),
             cleanup_tmp_directories=True,
+            context=context,
         )
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
         return [c.step for c in self._checkpointer.checkpoints]
+
+    def say_what_is_there(self) -> str:
+        """A sentence for a message when nothing can be asked of Orbax any more."""
+        names = os.listdir(self.directory) if os.path.isdir(self.directory) else []
+        steps = sorted(int(name) for name in names if name.isdigit())
+        return f"Checkpoints of steps {steps} are in {self.directory}. "
 
     def save(self, step: int, state: Any, position: int) -> None:
         """Starts a save; returns once the arrays are copied off the devices.
@@ -78,11 +93,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reporting(self, step: int):
-        """Any failure of a save as an OSError, after what it left is removed."""
+        """Any failure of a save as an OSError, after what it left is removed.
+
+        With several processes the next start removes it: here the others may still be writing.
+        """
         try:
             yield
         except Exception as error:  # Orbax wraps what the file system said in several types
-            self._remove_unfinished()
+            if distributed.count() == 1:
+                self._remove_unfinished()
             raise OSError(f"checkpoint of step {step} was not written: {_reason(error)}") from error
 
     def _remove_unfinished(self) -> None:
@@ -95,6 +114,8 @@ class Checkpoints:
     def restore(self, abstract_state: Any) -> tuple[Any, int, int] | None:
         """(state, position, step) of the latest checkpoint that can be read, or None.
 
+        With several processes: that all of them can read.
+
         Args:
           abstract_state: a tree of ShapeDtypeStructs with shardings.
 
@@ -104,11 +125,19 @@ class Checkpoints:
         abstract = dict(state=abstract_state, data=dict(position=np.zeros((), np.int64)))
         failures = []
         for step in reversed(self.steps()):
+            items, reason = None, ""
             try:
-                items = self._checkpointer.load_checkpointables(step, abstract)
+                with _alone():
+                    items = ocp.load_checkpointables(self.directory / str(step), abstract)
             except Exception as error:  # corrupted files raise many types
-                failures.append(f"step {step}: {_reason(error)}")
-                log.warning("checkpoint of step %d cannot be read: %s", step, _reason(error))
+                reason = _reason(error)
+            reasons = distributed.gather("restore", reason)
+            _count_operations_alike()
+            if any(reasons):
+                del items  # before the next one takes as much memory
+                reason = next(filter(None, reasons))
+                failures.append(f"step {step}: {reason}")
+                log.warning("checkpoint of step %d cannot be read: %s", step, reason)
                 continue
             self._set_aside(step)
             return items["state"], int(items["data"]["position"]), step
@@ -125,17 +154,41 @@ class Checkpoints:
         if not later:
             return
         self._checkpointer.close()
-        for step in later:
+        for step in later if distributed.index() == 0 else ():
             target = self.directory.parent / f"unreadable-checkpoint-{step}"
             if target.exists():
                 target.rmtree()
             (self.directory / str(step)).rename(target)
             log.warning("going on from step %d; step %d was moved to %s", good_step, step, target)
+        distributed.gather("set aside", "")
         self._open()
 
     def close(self) -> None:
         self.wait()
         self._checkpointer.close()
+
+
+def _alone() -> ocp.Context:
+    """Orbax without its barriers, at which this process would wait for others."""
+    context = ocp.Context()
+    if distributed.count() > 1:
+        me = distributed.index()
+        context.multiprocessing.primary_host = me
+        context.multiprocessing.active_processes = {me}
+        context.multiprocessing.barrier_sync_key_prefix = f"alone{me}"
+    return context
+
+
+def _count_operations_alike() -> None:
+    """Orbax numbers a process's operations, and its barriers by these: a load that failed in some
+    processes only leaves them waiting for each other at the next save.
+    """
+    from orbax.checkpoint._src.futures import synchronization  # nothing public counts
+
+    counter = synchronization.OperationIdGenerator
+    most = max(map(int, distributed.gather("operations", counter.get_current_operation_id())))
+    while int(counter.get_current_operation_id()) < most:
+        counter.next_operation_id()
 
 
 def saved_steps(directory: epath.Path) -> list[int]:
@@ -164,10 +217,11 @@ def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> A
     """
     path = directory / str(step)
     try:
-        there = _shapes(ocp.metadata(path, checkpointable_name="state").metadata["params"])
+        with _alone():
+            there = _shapes(ocp.metadata(path, checkpointable_name="state").metadata["params"])
         asked = _shapes(abstract_params)
         if there == asked:
-            context = ocp.Context()
+            context = _alone()
             context.pytree.loading.partial_load = True
             with context:
                 tree = dict(params=abstract_params)

@@ -2,9 +2,11 @@
 
     python -m kvjax.costs --config=configs/lrkv_2p5b.py
     python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --device=h200 --batch=16
+    python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --chips=8
 
 Prints parameters and training FLOPs, then what decoding costs at four context lengths and what fits
-the devices; with --all, for every config of the same scale side by side. The last line is JSON.
+the devices; with --chips, what each of several keeps and reads of a cache split by tokens or by
+heads; with --all, for every config of the same scale side by side. The last line is JSON.
 """
 
 import argparse
@@ -24,19 +26,28 @@ from kvjax.devices import Device
 from kvjax.errors import UserError
 
 CONTEXTS = (8_192, 32_768, 131_072, 1_048_576)
+SPLITS = ("tokens", "heads")  # of a cache, over several chips
 _DTYPES = ("bfloat16", "float32")
 _DEFAULT = pathlib.Path(__file__).parents[1] / "configs" / "lrkv_tiny.py"
 
 
 def report(
-    experiment: experiment_lib.Experiment, *, batch: int, dtype: jnp.dtype, on: list[Device]
+    experiment: experiment_lib.Experiment,
+    *,
+    batch: int,
+    dtype: jnp.dtype,
+    on: list[Device],
+    chips: int = 1,
 ) -> dict:
     """Everything the command says of one config, JSON-able.
 
-    Largest batches and least milliseconds per step are by device; null where `batch` sequences do
-    not fit it.
+    Largest batches and least milliseconds per step are by device, one chip; null where `batch`
+    sequences do not fit it. With several chips, per chip: bytes of the cache per token, and GB read
+    per step, weights whole on each.
     """
     config = experiment.model
+    shape = dict(dtype=dtype, chips=chips)
+    by_chip = {b: costs.chip_cache_bytes_per_token(config, **shape, by=b) for b in SPLITS}
     decode = []
     for length in CONTEXTS:
         cost = costs.decode_cost(config, length=length, batch=batch, dtype=dtype)
@@ -57,6 +68,9 @@ def report(
                 },
             )
         )
+        if chips > 1:
+            read = lambda cache, cost=cost: cost.weight_bytes + cache * batch * cost.length
+            decode[-1]["gb_per_chip_and_step"] = {b: read(c) / 1e9 for b, c in by_chip.items()}
     return dict(
         config=experiment.name,
         parameters=costs.parameters(config),
@@ -65,6 +79,7 @@ def report(
             config, experiment.data.sequence_length
         ),
         weight_bytes=costs.weight_bytes(config, dtype),
+        **(dict(cache_bytes_per_token_and_chip=by_chip) if chips > 1 else {}),
         decode=decode,
     )
 
@@ -76,7 +91,7 @@ def _resolve(file: pathlib.Path, overrides: list[str]) -> experiment_lib.Experim
         raise UserError(f"{file.name}: {error}") from error
 
 
-def _print(reports: list[dict], *, batch: int, dtype: str, on: list[Device]) -> None:
+def _print(reports: list[dict], *, batch: int, dtype: str, on: list[Device], chips: int) -> None:
     names = [device.name for device in on]
     contexts = [(r["config"], d) for r in reports for d in r["decode"]]
     ridges = ", ".join(f"{device.name} {device.ridge:.0f}" for device in on)
@@ -103,7 +118,25 @@ def _print(reports: list[dict], *, batch: int, dtype: str, on: list[Device]) -> 
     for config, d in contexts:
         times = ("-" if ms is None else f"{ms:.3g}" for ms in d["least_ms"].values())
         _row(config, f"{d['context']:,}", *times)
-    print(json.dumps(dict(name="costs", dtype=dtype, batch=batch, configs=reports)))
+    if chips > 1:
+        _print_chips(reports, batch=batch, chips=chips)
+    result = dict(name="costs", dtype=dtype, batch=batch, chips=chips, configs=reports)
+    print(json.dumps(result))
+
+
+def _print_chips(reports: list[dict], *, batch: int, chips: int) -> None:
+    print(f"\nThe cache on {chips} chips, split by tokens or by heads: bytes per token and chip")
+    _table(["config", "whole", *(f"by {b}" for b in SPLITS), "by heads / by tokens"])
+    for r in reports:
+        tokens, heads = (r["cache_bytes_per_token_and_chip"][b] for b in SPLITS)
+        whole = r["decode"][0]["cache_bytes_per_token"]
+        _row(r["config"], f"{whole:,}", f"{tokens:,.0f}", f"{heads:,}", f"{heads / tokens:.2f}")
+    print(f"\nGB read per chip and step of {batch}, weights whole on each chip")
+    _table(["config", "context", *(f"by {b}" for b in SPLITS)])
+    for r in reports:
+        for d in r["decode"]:
+            read = (f"{gb:.3f}" for gb in d["gb_per_chip_and_step"].values())
+            _row(r["config"], f"{d['context']:,}", *read)
 
 
 def _table(header: list[str]) -> None:
@@ -124,18 +157,21 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--config", default=str(_DEFAULT), help="override keys: --config.x.y=...")
     parser.add_argument("--device", action="append", help=f"of {', '.join(devices.DEVICES)}")
     parser.add_argument("--batch", type=int, default=1, help="sequences decoded together")
+    parser.add_argument("--chips", type=int, default=1, help="that a cache is split over")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache")
     parser.add_argument("--all", action="store_true", help="every config of the same scale")
     options, overrides = parser.parse_known_args(argv[1:])
     try:
         at_least("--batch", options.batch, 1)
+        at_least("--chips", options.chips, 1)
         one_of("--dtype", options.dtype, _DTYPES)
         on = [devices.get(name) for name in dict.fromkeys(options.device or devices.DEVICES)]
         file = pathlib.Path(options.config)
         files = [file]
         if options.all and file.is_file():
             files = sorted(file.parent.glob(f"*_{file.stem.rpartition('_')[2]}.py"))
-        shape = dict(batch=options.batch, dtype=jnp.dtype(options.dtype), on=on)
+        shape = dict(batch=options.batch, chips=options.chips)
+        shape |= dict(dtype=jnp.dtype(options.dtype), on=on)
         reports = [report(_resolve(f, overrides), **shape) for f in files]
     except (UserError, OSError) as error:
         print(f"kvjax: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ Bytes are logical: what the formulas say, without tiling, padding or copies.
 """
 
 import dataclasses
+import functools
 import math
 import sys
 
@@ -25,6 +26,7 @@ PARTS = ("embedding", "attention", "mlp", "norm", "head")
 RESERVE = 0.1
 
 
+@functools.cache
 def abstract_parameters(config: TransformerConfig) -> tuple[dict, dict]:
     """The parameter tree as ShapeDtypeStructs, and the same tree as axes strings."""
     model = nnx.eval_shape(lambda: Transformer(config, jax.random.key(0)))
@@ -61,6 +63,47 @@ def cache_bytes_per_token(config: TransformerConfig, dtype: jnp.dtype) -> int:
         for mechanism in config.mechanisms
         for field in mechanism.entry().values()
     )
+
+
+def chip_cache_bytes_per_token(
+    config: TransformerConfig, dtype: jnp.dtype, *, chips: int, by: str
+) -> float:
+    """Of that cache, what the fullest of several chips keeps.
+
+    Args:
+      by: "tokens", an even share each; "heads": every chip has the KV heads and the bases that its
+        query heads read, so what heads share is on several chips. An LRKV base and an MLA latent
+        serve all heads: every chip has them.
+    """
+    if by == "tokens":
+        return cache_bytes_per_token(config, dtype) / chips
+    if by != "heads":
+        raise ValueError(f"by = {by!r}: must be 'tokens' or 'heads'")
+    return max(
+        sum(_bytes_of_heads(m, dtype, *_heads_of_chip(m, chip, chips)) for m in config.mechanisms)
+        for chip in range(chips)
+    )
+
+
+def _heads_of_chip(mechanism, chip: int, chips: int) -> tuple[int, int]:
+    """Its first query head and the one after its last; at most as many chips as heads have one."""
+    N = mechanism.num_heads
+    return chip * N // chips, (chip + 1) * N // chips
+
+
+def _bytes_of_heads(mechanism, dtype: jnp.dtype, first: int, end: int) -> int:
+    """Bytes per token of the entries that query heads first .. end - 1 read."""
+    if first == end:
+        return 0
+    total = 0
+    for field in mechanism.entry().values():
+        *heads, width = field.shape  # [heads, width], or [width] that all heads read
+        read = 1
+        if heads:  # query head n reads n·heads // N
+            of = lambda n, count=heads[0]: n * count // mechanism.num_heads
+            read = of(end - 1) - of(first) + 1
+        total += read * width * field.dtype_in(dtype).itemsize
+    return total
 
 
 def matrix_weights(config: TransformerConfig, *, decoding: bool = False) -> dict[str, int]:
@@ -194,11 +237,18 @@ def training_memory(
     rows_per_device: int,
     sequence_length: int,
     shards: int,
+    sequence: int = 1,
+    parts: int = 1,
+    attention_kernel: bool = False,
 ) -> TrainingMemory:
     """Bytes per device, with float32 master weights split over `shards` devices.
 
     Args:
       rows_per_device: rows of one pass through the model (after gradient accumulation).
+      shards: devices that weights are split over, fsdp x tensor.
+      sequence: devices that the tokens of a row are split over.
+      parts: of gradient accumulation; from 2 on there is a second tree of gradients.
+      attention_kernel: softmax attention keeps no logits.
     """
     shapes, axes = abstract_parameters(config)
     labels = parameter_labels(axes)
@@ -207,37 +257,44 @@ def training_memory(
         math.prod(x.shape) * (1 if label == "matrix" else 2)
         for x, label in zip(jax.tree.leaves(shapes), jax.tree.leaves(labels), strict=True)
     )
-    tokens = rows_per_device * sequence_length
+    tokens = rows_per_device * sequence_length // sequence
+    logits = 0 if attention_kernel else sequence_length
     return TrainingMemory(
         parameters=4 * count // shards,
         optimizer=4 * moments // shards,
-        gradients=4 * count // shards,
-        activations=tokens * _activation_bytes_per_token(config, compute, sequence_length),
+        gradients=min(parts, 2) * 4 * count // shards,
+        activations=tokens * _activation_bytes_per_token(config, compute, logits),
     )
 
 
-def _activation_bytes_per_token(
-    config: TransformerConfig, compute: Compute, sequence_length: int
-) -> int:
+def _activation_bytes_per_token(config: TransformerConfig, compute: Compute, logits: int) -> int:
     """What the backward pass keeps per token: a layer's input if rematerialised, or all of it.
 
     Within a fifth of the temporaries that XLA reports for the tiny configs on CPU.
+
+    Args:
+      logits: keys of a query whose logits and weights are in memory.
     """
-    c = config.block
-    logits = 2 * 4 * config.vocab_size // compute.loss_chunks
+    c, itemsize = config.block, compute.dtype.itemsize
     inside = [
-        compute.dtype.itemsize
+        itemsize
         * (
             2 * c.d_model  # normed inputs
             + 3 * m.num_heads * (m.query_dim + m.value_dim)  # q, k, v, before and after RoPE
             + m.num_heads * m.value_dim  # attention's output
             + 2 * c.mlp_dim
         )
-        + 2 * 4 * m.num_heads * sequence_length  # logits and softmax, float32, all T keys
+        + 2 * 4 * m.num_heads * logits  # logits and softmax, float32
         for m in config.mechanisms
     ]
-    kept = max(inside) if compute.remat == "full" else sum(inside)
-    return kept + 2 * c.num_layers * c.d_model * compute.dtype.itemsize + logits
+    kept = sum(inside) if compute.remat == "none" else max(inside)
+    if compute.remat in ("attention", "dots"):  # a kernel's output, its log-sum-exp in float32
+        kept += sum(m.num_heads * (itemsize * m.value_dim + 4) for m in config.mechanisms)
+    if compute.remat == "dots":
+        products = [m.num_heads * (2 * m.query_dim + m.value_dim) for m in config.mechanisms]
+        kept += itemsize * (sum(products) + c.num_layers * c.mlp_dim)
+    loss = 2 * 4 * config.vocab_size // compute.loss_chunks
+    return kept + 2 * c.num_layers * c.d_model * itemsize + loss
 
 
 if __name__ == "__main__":

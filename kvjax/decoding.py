@@ -8,27 +8,26 @@ of step n, so the device never waits for the host.
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
-import functools
 import operator
 import time
 import zlib
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as cache_lib
+from kvjax import decode_program
 from kvjax import runtime
-from kvjax import sampling as sampling_lib
 from kvjax.cache import Cache
 from kvjax.cache.cache import LANES
 from kvjax.configuration import at_least
 from kvjax.configuration import one_of
+from kvjax.decode_program import Choice
 from kvjax.errors import UserError
 from kvjax.kernels.decode_attention import api
+from kvjax.kernels.decode_attention import sharded
 from kvjax.layers import rope
-from kvjax.model import decoder as decoder_lib
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute
@@ -37,53 +36,6 @@ from kvjax.sampling import Sampling
 
 CHUNK = 128  # prompt tokens per sequence that enter the cache at once, at most
 NARROWEST = 16  # of those chunks, where prompts are short
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """How the tokens of a batch are drawn, and which end a sequence: arrays all, so that other
-    values compile nothing."""
-
-    parameters: sampling_lib.Parameters
-    key: jax.Array
-    streams_B: jax.Array  # uint32, see `sampling.keys`
-    ends_V: jax.Array  # bool
-
-
-def prefill(
-    weights: dict, cache: Cache, tokens_BT: jax.Array, counts_B: jax.Array, *, graph, implementation
-) -> Cache:
-    """The cache with the first counts_B of T more tokens; 0 where a prompt has ended before."""
-    decoder: Decoder = nnx.merge(graph, weights)
-    return decoder(tokens_BT, cache, counts_B, implementation=implementation)[1]
-
-
-def decode_step(
-    weights: dict,
-    cache: Cache,
-    token_B: jax.Array,
-    done_B: jax.Array,
-    cancelled_B: jax.Array,
-    choice: Choice,
-    *,
-    graph,
-    implementation,
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """The cache with token_B, the tokens that follow [B] int32, and whose sequences are done [B].
-
-    Args:
-      done_B: sequences that token_B ended; they grow no more, and what follows means nothing.
-      cancelled_B: sequences that the host ended.
-    """
-    decoder: Decoder = nnx.merge(graph, weights)
-    done_B = done_B | cancelled_B
-    counts_B = jnp.where(done_B, 0, 1)
-    x_B1D, cache = decoder(token_B[:, None], cache, counts_B, implementation=implementation)
-    logits_BV = decoder.logits(x_B1D)[:, 0]
-    keys_B = sampling_lib.keys(choice.key, choice.streams_B, cache.lengths)
-    token_B = sampling_lib.sample(logits_BV, keys_B, choice.parameters)
-    return cache, token_B, done_B | choice.ends_V[token_B]
 
 
 class Generator:
@@ -100,16 +52,19 @@ class Generator:
         *,
         chunk: int = CHUNK,
         implementation: str | None = None,
+        mesh: jax.sharding.Mesh | None = None,
     ):
-        """Copies the weights, to where the model has them.
+        """Copies the weights, to where the model has them or, whole, to every device of a mesh.
 
         Args:
           chunk: prompt tokens per sequence and prefill step, at most.
           implementation: of decode attention, see `kvjax.kernels.decode_attention.api`; a kernel
             decodes only, prompts are read by "xla".
+          mesh: devices that the tokens of a cache are split over, see `decode_program.make_mesh`.
 
         Raises:
           UserError: an option that cannot be, or a kernel for other devices than the model's.
+          ValueError: a mesh of several devices that are not along one axis "cache".
         """
         if implementation is not None:
             one_of("implementation", implementation, tuple(api.IMPLEMENTATIONS))
@@ -124,13 +79,17 @@ class Generator:
         graph, _ = nnx.split(nnx.eval_shape(make, params))
         self.weights = jax.jit(lambda params: nnx.to_pure_dict(nnx.state(make(params))))(params)
         self.sharding = _everywhere(self.weights)
+        if mesh is not None:
+            self.sharding = decode_program.on_every(mesh)
+            self.weights = jax.device_put(self.weights, self.sharding)
+        self.chips = decode_program.chips_of(self.sharding)
         self._compiled: set[tuple[int, int, int]] = set()  # sequences, capacity, width of chunks
-        implementation = _for_devices(implementation, self.sharding.device_set)
-        options = dict(donate_argnums=1, out_shardings=self.sharding)
+        implementation = _for_devices(implementation, self.sharding.device_set, self.chips)
         reading = "xla" if api.is_kernel(implementation) else implementation
-        ready = lambda f, name: functools.partial(f, graph=graph, implementation=name)
-        self._prefill = jax.jit(ready(prefill, reading), **options)
-        self._decode_step = jax.jit(ready(decode_step, implementation), **options)
+        options = dict(graph=graph, whole=self.sharding)
+        ready = lambda f, name: decode_program.compiled(f, implementation=name, **options)
+        self._prefill = ready(decode_program.prefill, reading)
+        self._decode_step = ready(decode_program.decode_step, implementation)
 
     def start(
         self,
@@ -150,7 +109,7 @@ class Generator:
         Args:
           prompts: token ids, at least one each; lengths may differ.
           stop_tokens: ids that end a sequence; they are not part of it.
-          capacity: of the cache, in tokens per sequence; 0: what is needed, as 128 · 2^i.
+          capacity: of the cache, in tokens per sequence; 0: what is needed, as 128 · 2^i per chip.
 
         Raises:
           UserError: an id the vocabulary does not have, no prompt or an empty one, or more tokens
@@ -176,7 +135,8 @@ class Generator:
             )
         if capacity:
             cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens - 1), capacity)
-        slots = self._check_memory(len(prompts), capacity or _round(needed))
+        slots = capacity or _round(-(-needed // self.chips)) * self.chips
+        slots = self._check_memory(len(prompts), slots)
         power_of_two = 1 << (longest - 2).bit_length()  # that longest - 1 tokens fit
         width = min(self.chunk, slots, max(NARROWEST, power_of_two))
         ends_V = np.zeros(self.config.vocab_size, bool)
@@ -224,19 +184,26 @@ class Generator:
             checked.append(ids(prompt, lambda i, t, b=b: f"prompt {b}, token {i}: no id {t}"))
         return checked, ids(stop_tokens, lambda i, t: f"stop token {t}: no such id")
 
+    def _cache(self, batch: int, capacity: int) -> Cache:
+        """The cache as ShapeDtypeStructs, with shardings."""
+        shape = dict(batch=batch, capacity=capacity, dtype=self.compute.dtype, chips=self.chips)
+        cache = cache_lib.abstract(self.config.mechanisms, **shape)
+        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.tree.map(place, cache, decode_program.cache_shardings(cache, self.sharding))
+
     def _check_memory(self, batch: int, capacity: int) -> int:
         """The tokens that each sequence of such a cache has room for."""
-        shape = dict(batch=batch, capacity=capacity, dtype=self.compute.dtype)
-        cache = cache_lib.abstract(self.config.mechanisms, **shape)
-        need, there = cache_lib.live_bytes(cache), runtime.memory_per_device()
+        cache = self._cache(batch, capacity)
+        need, there = cache_lib.live_bytes(cache) // self.chips, runtime.memory_per_device()
         device = jax.local_devices()[0]
         if device.platform != "cpu":  # there, what is free is what was counted
             there -= device.memory_stats()["bytes_in_use"]
         if need > there:
+            each = f" on each of {self.chips} chips" if self.chips > 1 else ""
             raise UserError(
                 f"a cache of {batch} sequences of {cache.capacity:,} tokens needs "
-                f"{need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB: generate fewer tokens, or for "
-                "fewer prompts at once"
+                f"{need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB{each}: generate fewer tokens, or "
+                "for fewer prompts at once"
             )
         return cache.capacity
 
@@ -264,8 +231,7 @@ class Generation:
         self._last = np.array([prompt[-1] for prompt in prompts], np.int32)
         self._prompts = prompts
         self.timing = Timing(prompt_tokens=sum(len(prompt) for prompt in prompts))
-        shape = dict(batch=B, capacity=capacity)
-        self.cache = self._put(decoder_lib.allocate(generator.config, generator.compute, **shape))
+        self.cache = cache_lib.empty(generator._cache(B, capacity))
 
     def idle(self, width: int) -> None:
         """Runs both functions once with nothing to do, which compiles them."""
@@ -374,17 +340,26 @@ def _everywhere(weights: dict) -> jax.sharding.Sharding:
     return sharding
 
 
-def _for_devices(implementation: str | None, devices: set[jax.Device]) -> str | None:
-    """The implementation for these devices; XLA does not divide a kernel between several."""
-    (device, *more) = devices
+def _for_devices(implementation: str | None, devices: set[jax.Device], chips: int) -> str | None:
+    """The implementation for these devices; XLA does not divide a kernel between several.
+
+    Args:
+      chips: that the cache is split over; of those each runs a kernel of its own.
+    """
+    device, count = next(iter(devices)), len(devices)
+    if chips > 1 and implementation not in (None, *sharded.IMPLEMENTATIONS):
+        raise UserError(
+            f"implementation = {implementation!r}: reads a whole cache, and this one is split over "
+            f"{chips} chips: use one of {', '.join(sharded.IMPLEMENTATIONS)}, or leave it out"
+        )
     if implementation is None:  # the default looks at the first device that JAX has
         elsewhere = api.kernels_of(device) != api.kernels_of(jax.devices()[0])
-        return "xla" if more or elsewhere else None
+        return "xla" if count > chips or elsewhere else None
     if api.is_kernel(implementation):
-        if more or api.kernels_of(device) != implementation:
+        if count > chips or api.kernels_of(device) != implementation:
             raise UserError(
                 f"implementation = {implementation!r}: runs on one {implementation.upper()}; the "
-                f"model is on {len(devices)} x {device.device_kind}: use 'xla', or leave it out"
+                f"model is on {count} x {device.device_kind}: use 'xla', or leave it out"
             )
     return implementation
 

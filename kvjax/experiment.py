@@ -1,6 +1,7 @@
 """A run, resolved once from its config into frozen dataclasses; every bad value raises here."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,16 @@ DTYPES = ("auto", "float32", "bfloat16", "float64")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Lengths in optimizer steps; a batch is `batch_size` rows of data.sequence_length tokens."""
+    """Lengths in optimizer steps; a batch is `batch_size` rows of data.sequence_length tokens.
+
+    A step is bad if its loss or the norm of its gradient is not finite, or, with spike_factor > 0,
+    if its loss is more than spike_factor times the recent mean: exponential, over good steps, each
+    weighing `program.MEAN_WEIGHT`, from the first one on. With bad_steps = "stop" the run ends
+    there, its checkpoints intact. With "skip" parameters and optimizer stay as they were, and so
+    does the optimizer's count of steps (its schedule ends as many steps later); the batch is used
+    up, the step is counted in metrics.jsonl as skipped_steps, and max_bad_steps of them in a row
+    end the run. Weights that are not finite always do.
+    """
 
     num_steps: int
     batch_size: int
@@ -37,18 +47,27 @@ class TrainConfig:
     checkpoint_every: int = 250
     keep_checkpoints: int = 2
     stop_after: int = 0  # stop cleanly after this step, schedule unchanged; 0: run to the end
+    bad_steps: str = "stop"  # or "skip", see above
+    spike_factor: float = 0.0  # 0: no loss is a spike
+    max_bad_steps: int = 10
     sample_prompt: str = "The king "
     sample_tokens: int = 100  # of text sampled at the end; 0: none
 
     def __post_init__(self):
         positive = (
             *("num_steps", "batch_size", "grad_accumulation", "log_every", "eval_every"),
-            *("checkpoint_every", "keep_checkpoints"),
+            *("checkpoint_every", "keep_checkpoints", "max_bad_steps"),
         )
         for key in positive:
             at_least(f"config.train.{key}", getattr(self, key), 1)
         for key in ("seed", "eval_rows", "stop_after", "sample_tokens"):
             at_least(f"config.train.{key}", getattr(self, key), 0)
+        one_of("config.train.bad_steps", self.bad_steps, ("stop", "skip"))
+        if self.spike_factor and not 1 < self.spike_factor < math.inf:
+            raise UserError(
+                f"config.train.spike_factor = {self.spike_factor}: must be 0 (no loss is a spike) "
+                "or above 1"
+            )
         if self.seed >= 1 << 32:
             raise UserError(f"config.train.seed = {self.seed}: must be below 2**32")
         if self.batch_size % self.grad_accumulation:
@@ -67,6 +86,7 @@ class ComputeConfig:
     unroll: str = "auto"  # "on" on CPU up to 8 layers
     query_chunk: int = -1  # 64 on CPU, 0 elsewhere
     loss_chunks: int = 8
+    attention: str = "auto"  # by the device; see `kvjax.attention.softmax`
 
     def __post_init__(self):
         one_of("config.compute.dtype", self.dtype, DTYPES)
@@ -74,6 +94,7 @@ class ComputeConfig:
         one_of("config.compute.unroll", self.unroll, ("auto", "on", "off"))
         at_least("config.compute.query_chunk", self.query_chunk, -1)
         at_least("config.compute.loss_chunks", self.loss_chunks, 1)
+        one_of("config.compute.attention", self.attention, ("auto", "xla", "splash", "cudnn"))
 
     def resolve(self, platform: str, num_layers: int) -> Compute:
         on_cpu = platform == "cpu"
@@ -88,6 +109,7 @@ class ComputeConfig:
             unroll=unroll,
             query_chunk=query_chunk,
             loss_chunks=self.loss_chunks,
+            attention=None if self.attention == "auto" else self.attention,
         )
 
 

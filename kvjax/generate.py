@@ -15,6 +15,7 @@ from absl import flags
 from etils import epath
 import jax
 
+from kvjax import decode_program
 from kvjax import decoding
 from kvjax import runtime
 from kvjax.configuration import one_of
@@ -41,6 +42,7 @@ FLAGS = {
     "capacity": (flags.DEFINE_integer, 0, "Tokens per sequence in the cache; 0: as needed."),
     "step": (flags.DEFINE_integer, None, "Of the checkpoint; default: the latest."),
     "dtype": (flags.DEFINE_string, "", "To compute in; default: the run's."),
+    "chips": (flags.DEFINE_integer, 1, "Devices that the tokens of the cache are split over."),
     "implementation": (
         flags.DEFINE_string,
         "",
@@ -103,8 +105,12 @@ def command(values: flags.FlagValues) -> None:
     implementation = values.implementation or None
     if implementation is not None:
         one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
+    mesh = None
+    if values.chips != 1:
+        mesh = decode_program.make_mesh(values.chips, jax.local_devices())
     loaded = load(epath.Path(values.workdir), step=values.step, dtype=values.dtype)
-    generator = Generator(loaded.model, loaded.compute, implementation=implementation)
+    devices = dict(implementation=implementation, mesh=mesh)
+    generator = Generator(loaded.model, loaded.compute, **devices)
     tokenizer, context = loaded.tokenizer, loaded.context
     del loaded  # the generator has the weights: once is enough
     longest = 1 + max(len(tokenizer.encode(prompt)) for prompt in prompts)

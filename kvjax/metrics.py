@@ -4,6 +4,7 @@ metrics.jsonl is a function of config and data alone: a run that was killed and 
 same bytes in it as one that was not. What depends on the clock goes to timing.jsonl.
 """
 
+import contextlib
 import errno
 import json
 import pathlib
@@ -11,6 +12,9 @@ import tempfile
 import time
 
 from etils import epath
+import numpy as np
+
+from kvjax import devices
 
 METRICS = "metrics.jsonl"
 TIMING = "timing.jsonl"
@@ -66,6 +70,89 @@ class MetricsWriter:
             file.close()
         self.flush()
         self._events.close()
+
+
+class NoWriter:
+    """What the processes beside the first one have for a `MetricsWriter`: it writes nothing."""
+
+    def write(self, step: int, **values: float) -> None:
+        pass
+
+    write_timing = write
+
+    def flush(self) -> None:
+        pass
+
+    close = flush
+
+
+class Clock:
+    """How long steps take, without pauses; the first one, which compiles, is not counted.
+
+    Args:
+      tokens_per_step: of all devices together.
+      flops_per_token: of the model (`costs.training_flops_per_token`), nothing recomputed.
+      num_devices: that train together, all of one kind.
+      local_devices: those of this process, whose memory it can see.
+    """
+
+    def __init__(
+        self, *, tokens_per_step: int, flops_per_token: float, num_devices: int, local_devices: list
+    ):
+        self.steps = 0
+        self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
+        self._num_devices, self._local_devices = num_devices, local_devices
+        self._since = self._now = self._paused = 0.0
+        self._recent: list[float] = []  # seconds
+
+    def tick(self) -> None:
+        """A step has ended."""
+        before, self._now = self._now, time.monotonic()
+        if self.steps == 0:
+            self._since = self._now
+        else:
+            self._recent.append(self._now - before - self._paused)
+        self._paused = 0.0
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def paused(self):
+        before = time.monotonic()
+        yield
+        self._paused = time.monotonic() - before
+        self._since += self._paused
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together, since the first step."""
+        elapsed = self._now - self._since
+        return (self.steps - 1) * self._tokens_per_step / elapsed if elapsed > 0 else 0.0
+
+    def lap(self) -> dict[str, float]:
+        """What timing.jsonl says of the steps since the last lap; {} of none.
+
+        tokens_per_second since the first step, and per device; of the lap's steps step_seconds at
+        50 and 90 % and the longest, and mfu against the datasheet's dense bfloat16, where the
+        device is known; hbm_peak_bytes, the most that any of this process's devices ever held,
+        where they tell.
+        """
+        seconds, self._recent = self._recent, []
+        if not seconds:
+            return {}
+        record = dict(
+            tokens_per_second=self.tokens_per_second,
+            tokens_per_second_per_device=self.tokens_per_second / self._num_devices,
+            step_seconds_p50=float(np.percentile(seconds, 50)),
+            step_seconds_p90=float(np.percentile(seconds, 90)),
+            step_seconds_max=max(seconds),
+        )
+        if device := devices.of(self._local_devices[0]):
+            flops = self._tokens_per_step * self._flops_per_token / float(np.mean(seconds))
+            record["mfu"] = flops / (self._num_devices * device.bf16_flops)
+        peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in self._local_devices]
+        if all(peaks):
+            record["hbm_peak_bytes"] = max(peaks)
+        return record
 
 
 class Events:

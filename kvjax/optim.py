@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 import optax
 
 from kvjax.configuration import at_least
@@ -92,6 +93,7 @@ def make_optimizer(
     d_model: int,
     num_steps: int,
     muon_dtype: jnp.dtype = jnp.dtype(jnp.float32),
+    shardings: Any = None,
 ) -> optax.GradientTransformation:
     """The recipe's optimizer for a parameter tree whose axes are given.
 
@@ -100,6 +102,7 @@ def make_optimizer(
       d_model: D, for the (D/768)^-1/2 of embedding and head.
       num_steps: the whole run's, for the schedule.
       muon_dtype: of the Newton-Schulz products.
+      shardings: NamedShardings of the parameters, on several devices.
     """
     c = config
     labels = parameter_labels(axes)
@@ -108,14 +111,13 @@ def make_optimizer(
     adam = dict(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_epsilon, weight_decay=c.adam_weight_decay)
     adamw = lambda rate: optax.adamw(lambda step: rate * schedule(step), **adam)
     momentum = optax.linear_schedule(c.momentum_start, c.momentum_end, c.momentum_warmup_steps)
-    matrix_axes = jax.tree.map(
-        lambda text, label: Axes.parse(text) if label == "matrix" else optax.MaskedNode(),
-        axes,
-        labels,
+    matrices = lambda tree, read: jax.tree.map(
+        lambda x, label: read(x) if label == "matrix" else optax.MaskedNode(), tree, labels
     )
     muon = optax.chain(
         scale_by_muon(
-            matrix_axes,
+            matrices(axes, Axes.parse),
+            shardings=shardings and matrices(shardings, lambda sharding: sharding),
             momentum=momentum,
             steps=c.newton_schulz_steps,
             per_head=c.orthogonalize == "per_head",
@@ -160,6 +162,7 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     axes: Any,
     *,
+    shardings: Any = None,
     momentum: optax.Schedule,
     steps: int = 5,
     per_head: bool = False,
@@ -172,6 +175,7 @@ def scale_by_muon(
 
     Args:
       axes: a tree of `Axes` in the shape of the parameters.
+      shardings: a tree of NamedShardings like it, on several devices; see `by_layers`.
       momentum: momentum at each step.
       per_head: orthogonalise every head's matrix by itself.
       dtype: of the Newton-Schulz products.
@@ -187,21 +191,30 @@ def scale_by_muon(
         lerp = lambda old, new: beta * old + (1 - beta) * new
         mean = jax.tree.map(lerp, state.momentum, grads)
         nesterov = jax.tree.map(lerp, mean, grads)
-        orthogonal = jax.tree.map(
-            lambda a, g: orthogonalize(g, a.per_head() if per_head else a, a, steps, dtype),
-            axes,
-            nesterov,
-            is_leaf=is_axes,
+        where = (
+            jax.tree.map(lambda _: None, axes, is_leaf=is_axes) if shardings is None else shardings
         )
+        with jax.named_scope("muon"):
+            orthogonal = jax.tree.map(one, axes, where, nesterov, is_leaf=is_axes)
         return orthogonal, MuonState(state.count + 1, mean)
+
+    def one(stored: Axes, sharding, gradient):
+        meant = stored.per_head() if per_head else stored
+        function = lambda w: orthogonalize(w, meant, stored, steps)
+        if sharding is not None:
+            function = by_layers(function, sharding)
+        shape = dict(zip(stored.names, gradient.shape[-len(stored.names) :], strict=True))
+        fan_in, fan_out = (
+            math.prod(shape[n] for n in names) for names in (meant.reduction, meant.output)
+        )
+        scale = math.sqrt(max(1.0, fan_out / fan_in))
+        return scale * function(gradient.astype(dtype)).astype(gradient.dtype)
 
     return optax.GradientTransformation(init, update)
 
 
-def orthogonalize(
-    weight: jax.Array, axes: Axes, stored: Axes, steps: int, dtype: jnp.dtype
-) -> jax.Array:
-    """Newton-Schulz on every matrix of a stored weight, x sqrt(max(1, out/in)).
+def orthogonalize(weight: jax.Array, axes: Axes, stored: Axes, steps: int) -> jax.Array:
+    """Newton-Schulz on every matrix of a stored weight, in its dtype.
 
     Args:
       weight: leading unnamed axes (layers), then the axes of `stored`.
@@ -213,10 +226,47 @@ def orthogonalize(
     batch = layers + len(axes.batch)
     fan_in = math.prod(arranged.shape[batch : batch + len(axes.reduction)])
     fan_out = math.prod(arranged.shape[batch + len(axes.reduction) :])
-    x_bio = newton_schulz(arranged.reshape(-1, fan_in, fan_out).astype(dtype), steps)
-    x_bio = math.sqrt(max(1.0, fan_out / fan_in)) * x_bio.astype(weight.dtype)
+    x_bio = newton_schulz(arranged.reshape(-1, fan_in, fan_out), steps)
     inverse = sorted(range(weight.ndim), key=order.__getitem__)
     return x_bio.reshape(arranged.shape).transpose(inverse)
+
+
+def by_layers(function, sharding: NamedSharding):
+    """A function of a stack of layers, applied with whole layers dealt over all devices.
+
+    A sharded matrix multiplied with itself would be gathered at every step of the iteration. Here
+    a weight travels twice: one all-to-all (per axis it is split over) brings every device whole
+    matrices of some layers, one takes them back. Layers are padded with zeros to a multiple of the
+    devices. Over axes that replicate the weight each device takes its layers from its copy, and
+    the results are gathered.
+
+    Args:
+      function: of [layers, ...], each layer by itself; zeros in, finite out.
+      sharding: of its argument and result, the layer axis whole.
+    """
+    mesh, spec = sharding.mesh, sharding.spec
+    split = [(dim, axis) for dim, axis in enumerate(spec) if axis is not None]
+    copies = [axis for axis in mesh.axis_names if axis not in [a for _, a in split]]
+    split = [(dim, axis) for dim, axis in split if mesh.shape[axis] > 1]
+    copies = [axis for axis in copies if mesh.shape[axis] > 1]
+
+    def local(weight):
+        L = weight.shape[0]
+        padded = -(-L // mesh.size) * mesh.size
+        x = jnp.pad(weight, [(0, padded - L)] + [(0, 0)] * (weight.ndim - 1))
+        for axis in copies:
+            count = x.shape[0] // mesh.shape[axis]
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * count, count)
+        for dim, axis in split:
+            x = jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=dim, tiled=True)
+        x = function(x)
+        for dim, axis in reversed(split):
+            x = jax.lax.all_to_all(x, axis, split_axis=dim, concat_axis=0, tiled=True)
+        for axis in reversed(copies):
+            x = jax.lax.all_gather(x, axis, axis=0, tiled=True)
+        return x[:L]
+
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
 def newton_schulz(x_bio: jax.Array, steps: int) -> jax.Array:
@@ -225,7 +275,10 @@ def newton_schulz(x_bio: jax.Array, steps: int) -> jax.Array:
     wide = x_bio.shape[1] <= x_bio.shape[2]
     x = x_bio if wide else x_bio.swapaxes(1, 2)
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + jnp.asarray(1e-7, x.dtype))
-    for _ in range(steps):
+
+    def iterate(_, x):
         gram = jnp.einsum("bij,bkj->bik", x, x)
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        return a * x + (b * gram + c * gram @ gram) @ x
+
+    x = jax.lax.fori_loop(0, steps, iterate, x)  # compiles in half the time of `steps` copies
     return x if wide else x.swapaxes(1, 2)

@@ -1,16 +1,26 @@
-"""What a run checks before anything expensive: batch, memory, and that the workdir is its own."""
+"""What a run checks before anything expensive: processes, batch, memory, its workdir, its data."""
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import math
+import pathlib
 
 from etils import epath
 import jax
 import ml_collections
 
 from kvjax import costs
+from kvjax import distributed
 from kvjax import runtime
+from kvjax import sharding
+from kvjax.configuration import to_text
+from kvjax.data import loader
+from kvjax.data import prepare
 from kvjax.data import tokenizer
+from kvjax.data.config import PREPARED
+from kvjax.data.config import DataConfig
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
 from kvjax.model.transformer import Compute
@@ -20,20 +30,54 @@ from kvjax.model.transformer import Compute
 _FREE_KEYS = {
     "train": (
         *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
-        *("stop_after", "sample_prompt", "sample_tokens"),
+        *("stop_after", "max_bad_steps", "sample_prompt", "sample_tokens"),
     ),
     "compute": ("remat", "unroll", "query_chunk", "loss_chunks"),
     "data": ("directory",),
 }
 
 
-def check_processes() -> None:
-    """Raises a UserError in a job of several processes."""
-    if jax.process_count() > 1:
+def check_processes(config: ml_collections.ConfigDict) -> None:
+    """Raises a UserError on every process unless all run the same config with the same code."""
+    given = dict(line.split(" = ", 1) for line in to_text(config).splitlines())
+    given = {f"config.{key}": value for key, value in given.items()}
+    distributed.check_same(given | {"jax": jax.__version__, "kvjax's code": _digest()})
+
+
+def _digest() -> str:
+    """Of the source files of kvjax: a host of a pod is easily left behind."""
+    digest = hashlib.sha256()
+    package = pathlib.Path(__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def prepared(data: DataConfig) -> loader.PackedDataset:
+    """The data set of a run, prepared if need be: once by all processes that share its folder.
+
+    Raises:
+      UserError: what `prepare` raises; a tokenizer with another vocabulary than the config's; on
+        every process, that they have different data.
+    """
+    make = lambda: loader.open_dataset(prepare.prepare(data))
+    if data.source.startswith(PREPARED):
+        dataset = make()
+    else:
+        dataset = distributed.once_per_folder("data", data.root, make)
+    if dataset.vocab_size != data.vocab_size:
         raise UserError(
-            f"{jax.process_count()} processes: training runs in one process so far, on all the "
-            "devices of its host; start it on one host"
+            f"config.data.vocab_size = {data.vocab_size}: the tokenizer of {dataset.path} has "
+            f"{dataset.vocab_size}; set the key to that"
         )
+    content = json.dumps(dataset.info, sort_keys=True).encode()
+    theirs = distributed.gather("dataset", hashlib.sha256(content).hexdigest())
+    if odd := [i for i, other in enumerate(theirs) if other != theirs[0]]:
+        raise UserError(
+            f"{dataset.path}: {distributed.processes(odd)} of {len(theirs)} have other rows there "
+            "than process 0; give all hosts the same config.data.source, or one they share"
+        )
+    return dataset
 
 
 def check_vocabulary(experiment: Experiment) -> None:
@@ -54,34 +98,39 @@ def check_vocabulary(experiment: Experiment) -> None:
 
 
 def check_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
-    """Raises a UserError unless every part of a batch divides over the devices."""
-    rows = experiment.train.batch_size // experiment.train.grad_accumulation
-    if rows % mesh.size:
+    """Raises a UserError unless every part of a batch divides over data x fsdp, and over hosts."""
+    c, ways = experiment.train, sharding.rows_ways(mesh)
+    rows = c.batch_size // c.grad_accumulation
+    if rows % ways:
+        step = ways * c.grad_accumulation
+        near = sorted({max(c.batch_size // step, 1) * step, (c.batch_size // step + 1) * step})
         raise UserError(
-            f"config.train.batch_size = {experiment.train.batch_size} in "
-            f"{experiment.train.grad_accumulation} part(s) is {rows} rows a part, which does not "
-            f"divide over {mesh.size} devices; use a multiple of "
-            f"{mesh.size * experiment.train.grad_accumulation}"
+            f"config.train.batch_size = {c.batch_size} in {c.grad_accumulation} part(s) is {rows} "
+            f"rows a part, which does not divide over config.mesh's data x fsdp = {ways}; use a "
+            f"multiple of {step}: {' or '.join(map(str, near))}"
         )
+    loader.share(sharding.batch_sharding(mesh), rows)
 
 
 def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Mesh) -> None:
     """Raises a UserError, with the bytes by part, if the devices present cannot hold the run."""
+    c, shards = experiment.train, mesh.shape["fsdp"] * mesh.shape["tensor"]
     need = costs.training_memory(
         experiment.model,
         compute,
-        rows_per_device=experiment.train.batch_size
-        // experiment.train.grad_accumulation
-        // mesh.size,
+        rows_per_device=c.batch_size // c.grad_accumulation // sharding.rows_ways(mesh),
         sequence_length=experiment.data.sequence_length,
-        shards=mesh.shape["fsdp"],
+        shards=shards,
+        sequence=mesh.shape["sequence"],
+        parts=c.grad_accumulation,
+        attention_kernel=mesh.devices.flat[0].platform != "cpu" and compute.attention != "xla",
     )
     there = runtime.memory_per_device()
     if need.total <= there:
         return
     device = mesh.devices.flat[0]
     gb = lambda count: f"{count / 1e9:,.1f} GB"
-    everything = (need.total - need.activations) * mesh.shape["fsdp"] + need.activations * mesh.size
+    everything = (need.total - need.activations) * shards + need.activations * mesh.size
     raise UserError(
         f"{experiment.name} does not fit on {mesh.size} x {device.device_kind} "
         f"({device.platform}). Bytes per device:\n"
@@ -107,7 +156,7 @@ def exclusive(workdir: epath.Path):
     that are not local (gs://) have none.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    if "://" in str(workdir) or jax.process_index():
+    if "://" in str(workdir) or distributed.index():
         yield
         return
     with open(workdir / ".lock", "w") as file:

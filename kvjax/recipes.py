@@ -9,7 +9,7 @@ HEAD_DIM = 128
 VOCAB_SIZE = 65_536
 
 
-def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"):
+def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat", **sections: dict):
     """The config of a run: a scale, a mechanism, an optimizer preset.
 
     Args:
@@ -17,6 +17,7 @@ def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"
       scale: "tiny", "128m" (d12), "2p5b" (d36) or "6p3b" (d50).
       attention: one of the mechanisms below.
       preset: "nanochat", or "paper_text", what the LRKV paper's text says instead.
+      sections: keys in which the run differs from its scale: model=dict(mlp_dim=3264).
 
     Returns:
       A locked ml_collections.ConfigDict; `kvjax.experiment.resolve` reads it.
@@ -28,10 +29,17 @@ def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"
         optimizer=PRESETS[preset](),
         data=_data(),
         train=_train(),
-        compute=dict(dtype="auto", remat="none", unroll="auto", query_chunk=-1, loss_chunks=8),
-        mesh=dict(data=1, fsdp=0),
+        compute=dict(
+            dtype="auto",
+            remat="none",
+            unroll="auto",
+            query_chunk=-1,
+            loss_chunks=8,
+            attention="auto",
+        ),
+        mesh=dict(data=1, fsdp=0, sequence=1, tensor=1),
     )
-    for section, values in SCALES[scale]().items():
+    for section, values in (*SCALES[scale]().items(), *sections.items()):
         base[section].update(values)
     config = ml_collections.ConfigDict(base)
     config.lock()
@@ -88,6 +96,9 @@ def _train() -> dict:
         checkpoint_every=250,
         keep_checkpoints=2,
         stop_after=0,
+        bad_steps="stop",
+        spike_factor=0.0,
+        max_bad_steps=10,
         sample_prompt="The king ",
         sample_tokens=100,
     )
@@ -118,7 +129,7 @@ def _paper(depth: int, *, steps: int, tokens_per_step: int, accumulation: int) -
             checkpoint_every=1000,
             keep_checkpoints=3,
         ),
-        compute=dict(remat="full"),
+        compute=dict(remat="dots"),
     )
 
 

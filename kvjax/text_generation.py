@@ -29,6 +29,7 @@ class Result:
     timing: Timing
     capacity: int
     cache_bytes: int  # of the live arrays
+    chips: int = 1  # that they are split over
 
     def summary(self) -> str:
         """One line of figures."""
@@ -41,6 +42,7 @@ class Result:
             + (f" (without the {compiling:.1f} s of compiling before)" if compiling else "")
             + f"; cache {self.cache_bytes:,} bytes = {len(self.texts)} x {self.capacity:,} tokens "
             f"x {per_token:,.0f}"
+            + (f", {self.cache_bytes // self.chips:,} on each chip" if self.chips > 1 else "")
         )
 
 
@@ -97,6 +99,7 @@ def generate(
         generation.timing,
         generation.cache.capacity,
         cache_lib.live_bytes(generation.cache),
+        generator.chips,
     )
 
 

@@ -18,8 +18,17 @@ _ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5p-8",
 }
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
-KINDS = ("v4", "v5e", "v5p", "v6e")
+GPUS_PER_HOST = 8
+SHAPES = {  # some that there are
+    "v4": ("2x2x1", "2x2x4", "4x4x4"),
+    "v5e": ("2x2", "4x4", "8x8", "16x16"),
+    "v5p": ("2x2x1", "2x2x4", "4x4x4"),
+    "v6e": ("2x2", "4x4", "8x8", "16x16"),
+    "h100": ("1", "8"),
+    "h200": ("1", "8"),
+}
 GPUS = ("h100", "h200")
+KINDS = tuple(kind for kind in SHAPES if kind not in GPUS)
 
 # A GpuTargetConfigProto: what XLA asks a GPU, here of Hopper's full SXM part.
 _HOPPER = """
@@ -39,21 +48,24 @@ device_description_str: "NVIDIA {name}"
 """
 
 
-def tpu_devices(name: str) -> list[jax.Device]:
+def get_devices(name: str) -> list[jax.Device]:
     """The devices of a topology, to lower and compile for; nothing can run on them.
 
     Args:
-      name: a kind and its shape in chips, "v5e:2x2", "v4:2x2x1", "v5p:2x2x4".
+      name: a kind and its shape in chips, "v5e:4x4", "v5p:2x2x4"; of GPUs how many one host has,
+        "h200:8".
 
     Raises:
-      UserError: an unknown name, or libtpu is not installed.
+      UserError: an unknown name (the message lists those known), or the compiler is not installed.
     """
-    kind = name.partition(":")[0]
-    if kind not in KINDS or ":" not in name:
-        raise UserError(
-            f"topology {name!r}: must be KIND:SHAPE with KIND one of {', '.join(KINDS)} and SHAPE "
-            "its chips, as in v5e:2x2 or v5p:2x2x4"
-        )
+    return gpu_devices(name) if name.partition(":")[0] in GPUS else tpu_devices(name)
+
+
+def tpu_devices(name: str) -> list[jax.Device]:
+    """The devices of a TPU topology, one per chip; see `get_devices`."""
+    kind, _, shape = name.partition(":")
+    if kind not in KINDS or not shape:
+        raise UserError(_unknown(name))
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("compiling for a TPU needs libtpu: pip install -e '.[aot]'")
     for key, value in _ENVIRONMENT.items():
@@ -61,8 +73,21 @@ def tpu_devices(name: str) -> list[jax.Device]:
     try:
         topology = topologies.get_topology_desc(name, platform="tpu", **_OPTIONS.get(kind, {}))
     except (jax.errors.JaxRuntimeError, ValueError, RuntimeError) as error:
-        raise UserError(f"topology {name!r}: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{_unknown(name)}. The compiler says: {reason}") from error
     return list(topology.devices)
+
+
+def examples() -> str:
+    """Names there are, by kind."""
+    return "; ".join(" ".join(f"{kind}:{s}" for s in shapes) for kind, shapes in SHAPES.items())
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"topology {name!r}: must be KIND:SHAPE with SHAPE the chips along each side, of GPUs the "
+        f"number in one host. Known are, for example, {examples()}"
+    )
 
 
 def gpu_device(name: str) -> jax.Device:
@@ -75,26 +100,36 @@ def gpu_device(name: str) -> jax.Device:
     """
     if name not in GPUS:
         raise UserError(f"GPU {name!r}: must be one of {', '.join(GPUS)}")
+    return gpu_devices(f"{name}:1")[0]
+
+
+def gpu_devices(name: str) -> list[jax.Device]:
+    """The GPUs of one host, "h200:8"; see `get_devices`."""
+    kind, _, count = name.partition(":")
+    if kind not in GPUS or not count.isdecimal() or not 1 <= int(count) <= GPUS_PER_HOST:
+        raise UserError(_unknown(name))
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise UserError("compiling for a GPU needs JAX's CUDA plugin: pip install -e '.[aot]'")
-    device = devices.get(name)
+    device = devices.get(kind)
     target = _HOPPER.format(
-        memory=device.hbm_bytes, bandwidth=int(device.bandwidth), name=name.upper()
+        memory=device.hbm_bytes, bandwidth=int(device.bandwidth), name=kind.upper()
     )
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", topology="1x1x1", target_config=target
+            platform="cuda",
+            topology=f"1x1x{int(count)}",  # partitions x hosts x GPUs of each
+            target_config=target,
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         raise UserError(
             f"GPU {name!r}: {str(error).splitlines()[0]}; without CUDA's libraries set "
             "JAX_PLATFORMS=cpu"
         ) from error
-    return topology.devices[0]
+    return list(topology.devices)
 
 
-def compile_for(device: jax.Device, function, *arguments) -> jax.stages.Compiled:
-    """A jitted function compiled for one device of a topology.
+def lower_for(device: jax.Device, function, *arguments) -> jax.stages.Lowered:
+    """A jitted function lowered for one device of a topology.
 
     What the function chooses by device, its kernels among it, it chooses for this one.
 
@@ -105,4 +140,9 @@ def compile_for(device: jax.Device, function, *arguments) -> jax.stages.Compiled
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return function.lower(*jax.tree.map(place, arguments)).compile()
+        return function.lower(*jax.tree.map(place, arguments))
+
+
+def compile_for(device: jax.Device, function, *arguments) -> jax.stages.Compiled:
+    """A jitted function compiled for one device of a topology; see `lower_for`."""
+    return lower_for(device, function, *arguments).compile()

@@ -1,4 +1,4 @@
-"""The training loop.
+"""The training loop, one per process of a job; all go through the same steps.
 
 Every run is a function of its config: the same config gives the same numbers to the bit on the
 same machine (measured on CPU), killed and resumed or not. The loop dispatches step n, then reads
@@ -8,8 +8,7 @@ the metrics of step n - 1, so the device never waits for the host.
 import contextlib
 import itertools
 import math
-import signal
-import time
+import sys
 
 from etils import epath
 from flax import nnx
@@ -19,6 +18,7 @@ import numpy as np
 import tqdm
 
 from kvjax import costs
+from kvjax import distributed
 from kvjax import experiment as experiment_lib
 from kvjax import metrics as metrics_lib
 from kvjax import preflight
@@ -27,10 +27,11 @@ from kvjax import sharding
 from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import Checkpoints
 from kvjax.checkpoint import claim
+from kvjax.checkpoint import read_parameters
 from kvjax.checkpoint import write_atomically
 from kvjax.configuration import to_text
 from kvjax.data import loader
-from kvjax.data import prepare
+from kvjax.data.prepare import TOKENIZER
 from kvjax.decoding import Generator
 from kvjax.decoding import max_positions
 from kvjax.errors import UserError
@@ -49,11 +50,13 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
 
     Raises:
       UserError: a config, workdir, data set or machine that cannot be used as asked, before
-        anything expensive; a non-finite loss or a full disk, with the last checkpoint intact.
+        anything expensive; a bad step (see `TrainConfig`) or a full disk, with the last checkpoint
+        intact.
+      SystemExit: saved on a signal; the status is in `distributed`.
     """
     workdir = runtime.absolute(workdir)
+    preflight.check_processes(config)
     experiment = experiment_lib.resolve(config)
-    preflight.check_processes()
     preflight.check_vocabulary(experiment)
     mesh = sharding.make_mesh(experiment.mesh, jax.devices())
     platform = mesh.devices.flat[0].platform
@@ -61,16 +64,21 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
     preflight.check_batch(experiment, mesh)
     preflight.check_memory(experiment, compute, mesh)
     with preflight.exclusive(workdir):
-        claim(workdir / "config.json", preflight.identity(config))
-        write_atomically(workdir / "config.txt", to_text(config))
-        dataset = loader.open_dataset(prepare.prepare(experiment.data))
-        claim(workdir / "dataset.json", {"dataset": dataset.path.name})
-        write_atomically(workdir / prepare.TOKENIZER, dataset.tokenizer.to_json())
+        distributed.check_shared(workdir)
+        first = distributed.index() == 0
+        if first:
+            claim(workdir / "config.json", preflight.identity(config))
+            write_atomically(workdir / "config.txt", to_text(config))
+        dataset = preflight.prepared(experiment.data)
+        if first:
+            claim(workdir / "dataset.json", {"dataset": dataset.path.name})
+            write_atomically(workdir / TOKENIZER, dataset.tokenizer.to_json())
+        distributed.gather("claimed", "")  # the first one may have found another run there
         return Run(experiment, compute, mesh, workdir, dataset).run()
 
 
 class Run:
-    """One process's part of a run: its state, its files, its loop."""
+    """One process's part of a run: its state, its loop, and for the first process its files."""
 
     def __init__(self, experiment, compute, mesh, workdir, dataset):
         self.experiment: Experiment = experiment
@@ -78,17 +86,17 @@ class Run:
         self.mesh = mesh
         self.workdir: epath.Path = workdir
         self.dataset: loader.PackedDataset = dataset
-        if dataset.vocab_size != experiment.model.vocab_size:
-            raise UserError(
-                f"config.data.vocab_size = {experiment.model.vocab_size}: the tokenizer of "
-                f"{dataset.path} has {dataset.vocab_size}; set the key to that"
-            )
         self.program = Program(experiment, compute, mesh)
         self.schedule = learning_rate_schedule(experiment.optimizer, experiment.train.num_steps)
-        self.checkpoints = Checkpoints(
-            workdir / CHECKPOINTS, keep=experiment.train.keep_checkpoints
+        keep = experiment.train.keep_checkpoints
+        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=keep)
+        self.first = distributed.index() == 0
+        self.flops_per_token = costs.training_flops_per_token(
+            experiment.model, experiment.data.sequence_length
         )
-        self.stop_signal = None
+        self.batch_sharding = sharding.batch_sharding(mesh)
+        self.interruption = distributed.Interruption()
+        distributed.last_words.checkpoints = self.checkpoints.say_what_is_there
 
     def run(self) -> dict[str, float]:
         """Restores or initialises, loops, and writes down the end."""
@@ -98,21 +106,17 @@ class Run:
             state, position, start = self.program.init(jax.random.key(c.seed)), 0, 0
         else:
             state, position, start = restored
-        self.writer = metrics_lib.MetricsWriter(self.workdir, resume_step=start)
+        self.writer = metrics_lib.NoWriter()
+        if self.first:
+            self.writer = metrics_lib.MetricsWriter(self.workdir, resume_step=start)
         self._announce(start)
         stop = min(c.num_steps, c.stop_after or c.num_steps)
         try:
-            with self._signals():
+            with self.interruption.watching():
                 state, step = self._loop(state, position, start, stop)
-            if step < c.num_steps:
-                self._save(step, state, last=True)
-                reason = f"on {self.stop_signal.name}" if self.stop_signal else "as asked"
-                print(
-                    f"Stopped {reason} at step {step} of {c.num_steps}, saved. "
-                    "The same command goes on from there."
-                )
-                return {}
             self._save(step, state, last=True)
+            if step < c.num_steps:
+                return self._stopped(step)
         except OSError as error:
             raise UserError(
                 f"stopped: {error}. The last checkpoint is intact (steps "
@@ -123,42 +127,63 @@ class Run:
                 self.writer.close()
         return self._finish(state)
 
+    def _say(self, text: str) -> None:
+        if self.first:
+            print(text, flush=True)
+
     def _announce(self, start: int) -> None:
         e = self.experiment
         counts = costs.parameters(e.model)
         cache = costs.cache_bytes_per_token(e.model, self.compute.dtype)
-        print(
+        self._say(
             f"{e.name}: {counts['total']:,} parameters, {cache:,} cache bytes per token "
             f"({self.compute.dtype}), {e.train.num_steps:,} steps of {e.tokens_per_step:,} tokens, "
             f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
+            + (f", {n} processes" if (n := distributed.count()) > 1 else "")
         )
-        print(f"workdir {self.workdir}" + (f", resuming from step {start:,}" if start else ""))
+        self._say(f"workdir {self.workdir}" + (f", resuming from step {start:,}" if start else ""))
+
+    def _stopped(self, step: int) -> dict:
+        signal = self.interruption.signal
+        self._say(
+            f"Stopped {f'on {signal.name}' if signal else 'as asked'} at step {step} of "
+            f"{self.experiment.train.num_steps}, saved. The same command goes on from there."
+        )
+        if signal:
+            sys.exit(distributed.STATUS[signal])
+        return {}
+
+    def _rows(self, batches, batch_size: int):
+        """Batches of this process as arrays of the whole mesh."""
+        shape = (batch_size, self.experiment.data.sequence_length + 1)
+        for rows in batches:
+            yield jax.make_array_from_process_local_data(self.batch_sharding, rows, shape)
+
+    def _share(self, batch_size: int) -> dict[str, int]:
+        """What the loader must be told, for all processes together to read a batch."""
+        index, count = loader.share(self.batch_sharding, batch_size)
+        length = self.experiment.data.sequence_length
+        share = dict(process_index=index, process_count=count)
+        return dict(sequence_length=length, batch_size=batch_size, **share)
 
     def _loop(self, state: dict, position: int, start: int, stop: int) -> tuple[dict, int]:
         """Steps start .. stop - 1, or until a signal; the state and the number of steps taken."""
         c, e = self.experiment.train, self.experiment
-        batches = loader.train_batches(
-            self.dataset,
-            sequence_length=e.data.sequence_length,
-            batch_size=c.batch_size,
-            seed=c.seed,
-            position=position,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-        )
-        batch_sharding = sharding.batch_sharding(self.mesh)
+        options = self._share(c.batch_size) | dict(seed=c.seed, position=position)
+        batches = self._rows(loader.train_batches(self.dataset, **options), c.batch_size)
         bar = tqdm.tqdm(
-            total=c.num_steps,
-            initial=start,
-            mininterval=0.5,
-            unit="step",
+            total=c.num_steps, initial=start, mininterval=0.5, unit="step", disable=not self.first
         )
         pending, done = None, start
-        clock = Clock()
+        clock = metrics_lib.Clock(
+            tokens_per_step=e.tokens_per_step,
+            flops_per_token=self.flops_per_token,
+            num_devices=self.mesh.size,
+            local_devices=self.mesh.local_devices,
+        )
         with bar:
-            while done < stop and self.stop_signal is None:
-                rows = jax.make_array_from_process_local_data(batch_sharding, next(batches))
-                state, metrics = self.program.train_step(state, rows)
+            while done < stop and not self.interruption.due(done):
+                state, metrics = self.program.train_step(state, next(batches))
                 if pending is not None:
                     self._report(*pending, bar, clock)
                 done += 1
@@ -177,33 +202,47 @@ class Run:
                 self._report(*pending, bar, clock)
         return state, done
 
-    def _report(self, step: int, metrics: dict, bar: tqdm.tqdm, clock: "Clock") -> None:
+    def _report(self, step: int, metrics: dict, bar: tqdm.tqdm, clock: metrics_lib.Clock) -> None:
         """Waits for a step's metrics, checks them, writes them down."""
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         first = clock.steps == 0
         clock.tick()
         if first:
             seconds = runtime.seconds_since_launch()
             self.writer.write_timing(step, seconds_to_first_step=seconds)
-            bar.write(f"first step {seconds:.1f} s after launch")
-        self._check_finite(step, values)
-        tokens_per_second = clock.steps_per_second * self.experiment.tokens_per_step
-        bar.set_postfix_str(f"loss {values['loss']:.3f}, {tokens_per_second:,.0f} tokens/s", False)
+            if self.first:
+                bar.write(f"first step {seconds:.1f} s after launch")
+        self._judge(step, values)
+        c, e = self.experiment.train, self.experiment
+        speed = f"{clock.tokens_per_second:,.0f} tokens/s"
+        bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}", False)
         bar.update(1)
-        c = self.experiment.train
         if step % c.log_every == 0 or step == c.num_steps:
-            rate = float(self.schedule(step - 1)) * self.experiment.optimizer.matrix_learning_rate
-            tokens = step * self.experiment.tokens_per_step
-            self.writer.write(step, tokens=tokens, **values, learning_rate=rate)
-            if not first:
-                self.writer.write_timing(step, tokens_per_second=tokens_per_second)
+            taken = step - 1 - values.get("skipped_steps", 0)
+            rate = float(self.schedule(max(taken, 0))) * e.optimizer.matrix_learning_rate
+            tokens = step * e.tokens_per_step
+            known = {name: value for name, value in values.items() if math.isfinite(value)}
+            known |= dict(learning_rate=rate, exaflops=tokens * self.flops_per_token / 1e18)
+            self.writer.write(step, tokens=tokens, **known)
+            if timing := clock.lap():
+                self.writer.write_timing(step, **timing)
 
-    def _check_finite(self, step: int, values: dict[str, float]) -> None:
-        """Raises a UserError for a loss, gradient or weight that is not a number."""
-        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
-        if bad:
+    def _judge(self, step: int, values: dict[str, float]) -> None:
+        """Raises a UserError for a step after which the run cannot or should not go on."""
+        c = self.experiment.train
+        wrong = [f"{name} = {v}" for name, v in values.items() if not math.isfinite(v)]
+        if values.get("bad") and not wrong:
+            wrong = [
+                f"loss = {values['loss']:.4g}, over config.train.spike_factor = {c.spike_factor} "
+                f"times {values['mean_loss']:.4g}, the mean of recent ones"
+            ]
+        if c.bad_steps == "skip" and math.isfinite(values.get("param_norm", math.nan)):
+            if values["bad_steps_in_a_row"] < c.max_bad_steps:
+                return
+            wrong.append(f"config.train.max_bad_steps = {c.max_bad_steps} bad steps in a row")
+        if wrong:
             raise UserError(
-                f"step {step}: {', '.join(f'{k} = {v}' for k, v in bad.items())}: stopped. "
+                f"step {step}: {', '.join(wrong)}: stopped. "
                 f"Checkpoints of steps {self._saved_steps()} are intact; lower "
                 "config.optimizer.matrix_learning_rate, or train on other data, in a new --workdir"
             )
@@ -211,19 +250,10 @@ class Run:
     def _evaluate(self, step: int, params: dict, bar: tqdm.tqdm) -> None:
         """Bits per byte over the validation split, or its first `eval_rows` rows."""
         e = self.experiment
-        rows_per_batch = e.train.batch_size // e.train.grad_accumulation
-        batches = loader.validation_batches(
-            self.dataset,
-            sequence_length=e.data.sequence_length,
-            batch_size=rows_per_batch,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-        )
-        batch_sharding = sharding.batch_sharding(self.mesh)
-        limit = math.ceil(e.train.eval_rows / rows_per_batch) or None
+        size = e.train.batch_size // e.train.grad_accumulation
+        batches = self._rows(loader.validation_batches(self.dataset, **self._share(size)), size)
         sums = np.zeros(3)
-        for rows in itertools.islice(batches, limit):
-            rows = jax.make_array_from_process_local_data(batch_sharding, rows)
+        for rows in itertools.islice(batches, math.ceil(e.train.eval_rows / size) or None):
             sums += jax.device_get(self.program.eval_step(params, rows, self.dataset.token_bytes))
         nats, num_bytes, targets = sums
         record = dict(
@@ -231,12 +261,16 @@ class Run:
             validation_loss=nats / targets,
             validation_bpb=nats / (math.log(2) * num_bytes),
         )
-        self._check_finite(step, record)
+        self._judge(step, record)
         self.writer.write(step, **record)
-        bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte")
+        if self.first:
+            bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte")
 
     def _save(self, step: int, state: dict, last: bool = False) -> None:
-        """Saves; a failure before the last save is a warning, and the run goes on."""
+        """Saves; a failure before the last save is a warning, and the run goes on.
+
+        In a job of several processes it ends the run: the others cannot know of it.
+        """
         position = step * self.experiment.train.batch_size
         self.writer.flush()
         try:
@@ -244,7 +278,7 @@ class Run:
             if last:
                 self.checkpoints.close()
         except OSError as error:
-            if last:
+            if last or distributed.count() > 1:
                 raise
             print(f"WARNING: {error}; the run goes on, its checkpoints are {self._saved_steps()}")
 
@@ -253,30 +287,17 @@ class Run:
             self.checkpoints.wait()
         return self.checkpoints.steps()
 
-    @contextlib.contextmanager
-    def _signals(self):
-        """SIGTERM and Ctrl-C end the loop after the step under way."""
-
-        def handle(number, frame):
-            del frame
-            self.stop_signal = signal.Signals(number)
-            signal.signal(number, signal.SIG_DFL)  # a second one ends the process
-
-        before = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _finish(self, state: dict) -> dict[str, float]:
         """Sample, curves and the last figures."""
+        distributed.gather("written", "")  # the records, by the first one
         records = metrics_lib.read_records(self.workdir / metrics_lib.METRICS)
         evaluations = [r for r in records if "validation_bpb" in r]
         if not evaluations:
             raise UserError(f"{self.workdir / metrics_lib.METRICS} has lost its records")
         last, e = evaluations[-1], self.experiment
         yardstick = self.dataset.info["xz_bits_per_byte"]
+        if not self.first:
+            return last
         metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick)
         if e.train.sample_tokens:
             text = self._sample(state["params"])
@@ -299,31 +320,11 @@ class Run:
             num_tokens = min(num_tokens, limit - len(tokenizer.encode(prompt)))
         if num_tokens < 1:
             return prompt
+        if distributed.count() > 1:  # no process has all of them
+            one = jax.sharding.SingleDeviceSharding(self.mesh.local_devices[0])
+            shape = lambda x: jax.ShapeDtypeStruct(x.shape, self.compute.dtype, sharding=one)
+            folder, step = self.checkpoints.directory, e.train.num_steps
+            params = read_parameters(folder, step, jax.tree.map(shape, params))
         generator = Generator(nnx.merge(self.program.graph, params), self.compute)
         options = dict(num_tokens=num_tokens, seed=e.train.seed, end_at_special=False)
         return prompt + generate(generator, tokenizer, [prompt], **options).texts[0]
-
-
-class Clock:
-    """Steps per second since the second step, without pauses (the first step compiles)."""
-
-    def __init__(self):
-        self.steps = 0
-        self._since = self._now = 0.0
-
-    def tick(self) -> None:
-        self._now = time.monotonic()
-        if self.steps == 0:
-            self._since = self._now
-        self.steps += 1
-
-    @contextlib.contextmanager
-    def paused(self):
-        before = time.monotonic()
-        yield
-        self._since += time.monotonic() - before
-
-    @property
-    def steps_per_second(self) -> float:
-        elapsed = self._now - self._since
-        return (self.steps - 1) / elapsed if elapsed > 0 else 0.0

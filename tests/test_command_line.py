@@ -22,7 +22,10 @@ def test_overrides_are_typed_and_the_config_is_locked():
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("--config.train.nmu_steps=7", "config.train has no key 'nmu_steps'; it has batch_size"),
+        (
+            "--config.train.nmu_steps=7",
+            "config.train has no key 'nmu_steps'; it has bad_steps, batch_size",
+        ),
         ("--config.train.seed.x=7", "config.train.seed is a value, not a section"),
         ("--config.train.num_steps=many", "many"),
         ("--confg.train.num_steps=7", "confg"),

@@ -21,20 +21,131 @@ from kvjax import experiment
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOLDENS = ROOT / "tests" / "goldens" / "configs"
-NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
-MECHANISMS = ("mha", "gqa", "mqa", "lrkv", "mla")
+FILES = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.py"))}
+NAMES = sorted(FILES)
+MECHANISMS = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
 SCALES = ("tiny", "128m", "2p5b", "6p3b")
+TOKENS_PER_STEP = {"128m": 524_288, "2p5b": 262_144, "6p3b": 524_288}
+# What stands in the folders, and the plain config that each is one change away from.
+RANKS = {
+    f"lrkv_r{rank}_{scale}": f"lrkv_{scale}"
+    for scale, ranks in {
+        "128m": (0, 8, 16, 32, 46, 55, 96, 128),
+        "2p5b": (16, 46, 55),
+        "6p3b": (16, 46, 55),
+    }.items()
+    for rank in ranks
+}
+MATCHED = {
+    f"{m}_matched_{s}": f"{m}_{s}" for m in ("lrkv", "gqa", "mqa", "mla") for s in SCALES[1:]
+}
+EQUAL_CACHE = {"gqa9_2p5b": "gqa_2p5b", "lrkv_r56_2p5b": "lrkv_2p5b", "lrkv_r42_128m": "lrkv_128m"}
+LONG = {f"{name}_2p5b": f"{name.partition('_')[0]}_2p5b" for name in ("mha_8k", "lrkv_8k")}
+LONG |= {f"lrkv_{length}_2p5b": "lrkv_2p5b" for length in ("32k", "128k")}
+FOLDERS = dict(ranks=RANKS, matched=MATCHED | EQUAL_CACHE, long_context=LONG)
 
 
 def _load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, FILES[name])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+def _resolve(name):
+    return experiment.resolve(_load(name).get_config())
+
+
+def _changes(name, other):
+    """Keys in which two configs differ, and their values in the first."""
+    texts = [configuration.to_text(_load(n).get_config()).splitlines() for n in (name, other)]
+    first, second = (dict(line.split(" = ", 1) for line in text) for text in texts)
+    assert first.keys() == second.keys()
+    return {k: v for k, v in first.items() if v != second[k] and k != "name"}
+
+
+def _integers(pattern, doc):
+    """The whole numbers that a pattern's groups find in a docstring, once."""
+    (found,) = re.findall(pattern, doc)
+    return tuple(int(n.replace(",", "")) for n in found)
+
+
+def _cache_bytes(name):
+    return costs.cache_bytes_per_token(_resolve(name).model, jnp.dtype(jnp.bfloat16))
+
+
 def test_every_mechanism_at_every_scale():
     assert {f"{m}_{s}" for m in MECHANISMS for s in SCALES} <= set(NAMES)
+
+
+def test_names_are_unique_over_folders():
+    assert len(list((ROOT / "configs").rglob("*.py"))) == len(NAMES)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folder_holds_what_it_is_for(folder):
+    assert {path.stem for path in (ROOT / "configs" / folder).iterdir()} - {"__pycache__"} == set(
+        FOLDERS[folder]
+    )
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_rank_is_all_that_differs(name):
+    assert _changes(name, RANKS[name]) == {"attention.rank": name.split("_")[1][1:]}
+
+
+@pytest.mark.parametrize("name", MATCHED)
+def test_matched_has_mhas_parameters(name):
+    scale = name.rpartition("_")[2]
+    mine, mha = (costs.parameters(_resolve(n).model)["total"] for n in (name, f"mha_{scale}"))
+    assert mine == mha  # to the last one, by multiples of 32 channels
+    changes = _changes(name, MATCHED[name])
+    assert changes.keys() == {"model.mlp_dim"}
+    doc = _load(name).__doc__
+    pattern = (
+        rf"Matched: ([\d,]+) parameters here, ([\d,]+) in mha_{scale}, a difference of ([\d,]+);"
+    )
+    assert _integers(pattern, doc) == (mine, mha, 0)
+    plain = _resolve(MATCHED[name]).model.block.mlp_dim
+    widths = int(changes["model.mlp_dim"]), plain
+    assert widths[0] % 32 == 0
+    assert _integers(r"MLP of ([\d,]+) for ([\d,]+)\.", doc) == widths
+
+
+@pytest.mark.parametrize("name", EQUAL_CACHE)
+def test_equal_cache(name):
+    doc = _load(name).__doc__
+    pattern = (
+        r"Equal cache: ([\d,]+) bytes per token here, ([\d,]+) in (\w+), a difference of (.*) %\."
+    )
+    ((mine, theirs, rival, percent),) = re.findall(pattern, doc)
+    sizes = _cache_bytes(name), _cache_bytes(rival)
+    assert (mine, theirs) == tuple(f"{size:,}" for size in sizes)
+    assert percent == f"{100 * (sizes[0] / sizes[1] - 1):+.1f}"
+    assert abs(sizes[0] / sizes[1] - 1) < 0.0053  # 6 heads' 1/rms: no rank is nearer
+    key = "attention.rank" if "lrkv" in name else "attention.num_kv_heads"
+    assert _changes(name, EQUAL_CACHE[name]).keys() <= {key, "attention.num_bases"}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_context(name):
+    length = 1024 * int(re.search(r"_(\d+)k_", name)[1])
+    run, doc = _resolve(name), _load(name).__doc__
+    assert run.data.sequence_length == length
+    changes = _changes(name, LONG[name])
+    expected = {"data.sequence_length", "train.batch_size", "train.eval_rows"}
+    expected |= {"mesh.sequence"} if length > 8192 else set()
+    assert changes.keys() == expected | ({"model.rope_base"} if length == 131_072 else set())
+    assert run.train.eval_rows * length == 5120 * 2048
+    assert (run.mesh.sequence > 1) == (length > 8192)
+    assert length % (2 * run.mesh.sequence) == 0
+    split = f"each split over {run.mesh.sequence} chips" if length > 8192 else "none of them split"
+    assert f"Rows: {run.train.batch_size} of {length:,} tokens per step, {split}.\n" in doc
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_tiny")])
+def test_tokens_per_step_are_the_scales(name):
+    assert _resolve(name).tokens_per_step == TOKENS_PER_STEP[name.rpartition("_")[2]]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,9 +178,9 @@ def test_golden_text(name):
     text = configuration.to_text(_load(name).get_config())
     assert path.exists(), f"no golden text: run `python tests/test_configs.py --write`, add {path}"
     assert text == path.read_text(), (
-        f"configs/{name}.py no longer resolves to {path.relative_to(ROOT)}. If the change is meant "
-        "(it changes what the config trains, and every figure measured with it), run `python "
-        "tests/test_configs.py --write` and commit the difference; if not, undo it."
+        f"{FILES[name].relative_to(ROOT)} no longer resolves to {path.relative_to(ROOT)}. If the "
+        "change is meant (it changes what the config trains, and every figure measured with it), "
+        "run `python tests/test_configs.py --write` and commit the difference; if not, undo it."
     )
 
 
@@ -81,7 +192,7 @@ def test_no_golden_text_without_a_config():
 def test_docstring(name):
     module = _load(name)
     doc, run = module.__doc__, experiment.resolve(module.get_config())
-    assert f"    python -m kvjax.main --config=configs/{name}.py\n" in doc
+    assert f"    python -m kvjax.main --config={FILES[name].relative_to(ROOT)}\n" in doc
     counts = costs.parameters(run.model)
     pattern = r"([\d,]+) parameters, ([\d,]+) without the input embedding; ([\d,]+) cache\s+bytes"
     total, without, cache = (int(n.replace(",", "")) for n in re.search(pattern, doc).groups())

@@ -68,6 +68,24 @@ def test_all_configs_of_a_scale_by_cache(run, tmp_path):
     assert list(result["configs"][0]["decode"][0]["largest_batch"]) == list(devices.DEVICES)
 
 
+def test_a_cache_on_several_chips(run):
+    path = f"--config={CONFIGS / 'lrkv_2p5b.py'}"
+    text, result = run(path, "--chips=9", "--batch=3")
+    (report,) = result["configs"]
+    whole, each = 36 * 5192, 36 * (2 * 2 * (128 + 2 * 64) + 4 * 2)  # two of 18 heads
+    assert result["chips"] == 9
+    assert report["cache_bytes_per_token_and_chip"] == dict(tokens=whole / 9, heads=each)
+    assert f"| lrkv_2p5b | {whole:,} | {whole / 9:,.0f} | {each:,} | 1.79 |" in text
+    shape = dict(length=32_768, batch=3, dtype=jnp.dtype(jnp.bfloat16))
+    cost = costs.decode_cost(load(CONFIGS / "lrkv_2p5b.py").model, **shape)
+    read = report["decode"][1]["gb_per_chip_and_step"]
+    assert read["tokens"] == pytest.approx((cost.weight_bytes + cost.cache_bytes / 9) / 1e9)
+    assert read["heads"] == pytest.approx((cost.weight_bytes + 3 * 32_768 * each) / 1e9)
+    assert f"| lrkv_2p5b | 32,768 | {read['tokens']:.3f} | {read['heads']:.3f} |" in text
+    text, result = run(path)
+    assert "chips" not in text and "gb_per_chip_and_step" not in result["configs"][0]["decode"][0]
+
+
 def test_overrides_and_dtype(run):
     path = f"--config={CONFIGS / 'mha_tiny.py'}"
     sizes = [
@@ -82,6 +100,7 @@ def test_overrides_and_dtype(run):
     [
         (["--device=a100"], "device 'a100': known are h100, h200, v4, v5e, v5p, v6e"),
         (["--batch=0"], "--batch = 0: must be at least 1"),
+        (["--chips=0"], "--chips = 0: must be at least 1"),
         (["--dtype=int8"], "--dtype = 'int8': must be one of 'bfloat16', 'float32'"),
         (["--config=nowhere/x.py"], "no such file"),
         (["--config=nowhere/x.py", "--all"], "no such file"),

@@ -116,6 +116,60 @@ def test_cache_bytes(mechanism, scale, size):
     assert per_layer == size
 
 
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+def _per_chip(name, chips, by="heads"):
+    """Bytes per token and chip of one layer of d36."""
+    config = d36_model(name, layers=1)
+    return costs.chip_cache_bytes_per_token(config, BF16, chips=chips, by=by)
+
+
+def test_the_cache_on_several_chips_by_heads():
+    """LRKV's advantage over MHA, 1.8x whole, is 1.64x on two chips by heads and gone on nine."""
+    gain = lambda chips, by: (
+        _per_chip("MHA", chips, by) / _per_chip("LRKV without QK-norm", chips, by)
+    )
+    assert round(gain(1, "heads"), 2) == 1.8
+    assert round(gain(2, "heads"), 2) == 1.64
+    assert gain(9, "heads") == 1.0
+    assert gain(2, "tokens") == pytest.approx(1.8) == gain(9, "tokens")
+    # For keys and for values a base of 128 and 9 of 18 latents of 64; as many 1/rms.
+    assert _per_chip("LRKV", 2) == 2 * 2 * (128 + 9 * 64) + 4 * 9
+    assert _per_chip("LRKV", 2, by="tokens") == 5192 / 2
+
+
+@pytest.mark.parametrize(
+    "name, chips, heads",
+    [
+        ("MHA", 9, 2),
+        ("MHA", 8, 3),  # 18 heads on 8 chips
+        ("MHA", 36, 1),
+        ("GQA-6", 2, 3),
+        ("GQA-6", 4, 2),  # heads 4 to 8 read KV heads 1 and 2
+        ("GQA-6", 18, 1),
+        ("MQA", 8, 1),
+    ],
+)
+def test_heads_of_the_fullest_chip(name, chips, heads):
+    assert _per_chip(name, chips) == heads * 2 * 2 * 128
+
+
+def test_what_all_heads_share_is_on_every_chip():
+    assert _per_chip("MLA", 8) == 2 * (768 + 64)
+    assert _per_chip("MLA", 8, by="tokens") == 2 * (768 + 64) / 8
+    with pytest.raises(ValueError, match="by = 'layers': must be 'tokens' or 'heads'"):
+        _per_chip("MLA", 8, by="layers")
+
+
+def test_by_tokens_is_what_a_chip_holds():
+    config = d36_model("LRKV", layers=2)
+    shape = dict(batch=3, capacity=1000, dtype=BF16, chips=8)
+    cache = cache_lib.abstract(config.mechanisms, **shape)
+    per_token = costs.chip_cache_bytes_per_token(config, BF16, chips=8, by="tokens")
+    assert cache_lib.live_bytes(cache) / 8 == 3 * 1024 * per_token
+
+
 def test_cache_of_lrkv_without_qk_norm():
     """LRKV eq. 6: 55.6 % of MHA with 18 heads, 66.7 % with 6; 22.2 % with one base for GQA-6."""
     bf16 = jnp.dtype(jnp.bfloat16)
@@ -357,7 +411,15 @@ def test_training_memory(make_mechanism):
     )
     assert longer.activations > 2 * one.activations  # every token also attends to more
     full = costs.training_memory(config, Compute(remat="full"), **shape, shards=1)
-    assert full.activations < one.activations
+    kept = costs.training_memory(config, Compute(remat="attention"), **shape, shards=1)
+    assert full.activations < kept.activations < one.activations
+    assert kept.activations - full.activations == 16 * 2 * 4 * (4 * 8 + 4)
+    parts = costs.training_memory(config, Compute(), **shape, shards=1, parts=4)
+    assert parts.gradients == 2 * one.gradients
+    kernel = costs.training_memory(config, Compute(), **shape, shards=1, attention_kernel=True)
+    assert one.activations - kernel.activations == 16 * 2 * 2 * 4 * 4 * 8
+    halves = costs.training_memory(config, Compute(), **shape, shards=1, sequence=2)
+    assert halves.activations * 2 == one.activations
 
 
 @pytest.mark.slow

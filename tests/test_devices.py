@@ -1,5 +1,8 @@
 """The datasheets' figures, and the ridges that follow from them."""
 
+import types
+
+import jax
 import pytest
 
 from kvjax import devices
@@ -32,3 +35,26 @@ def test_every_device_is_tested_above():
 def test_unknown_device_lists_those_known():
     with pytest.raises(UserError, match="'a100': known are h100, h200, v4, v5e, v5p, v6e"):
         devices.get("a100")
+
+
+@pytest.mark.parametrize(
+    "kind, platform, name",
+    [
+        ("TPU v4", "tpu", "v4"),
+        ("TPU v5 lite", "tpu", "v5e"),
+        ("TPU v5", "tpu", "v5p"),
+        ("TPU v5p", "tpu", "v5p"),
+        ("TPU v6 lite", "tpu", "v6e"),
+        ("NVIDIA H100 80GB HBM3", "gpu", "h100"),
+        ("NVIDIA H200", "gpu", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "gpu", None),
+        ("TPU v9", "tpu", None),
+    ],
+)
+def test_a_device_that_is_there(kind, platform, name):
+    device = devices.of(types.SimpleNamespace(device_kind=kind, platform=platform))
+    assert device == (devices.get(name) if name else None)
+
+
+def test_a_cpu_has_no_datasheet():
+    assert devices.of(jax.devices("cpu")[0]) is None

@@ -78,6 +78,11 @@ BAD = [
     ("train.seed", 1.0, "config.train.seed = 1.0 is a float"),
     ("train.stop_after", -1, "config.train.stop_after = -1"),
     ("train.sample_tokens", -1, "config.train.sample_tokens = -1"),
+    ("train.bad_steps", "ignore", "config.train.bad_steps = 'ignore': must be one of 'stop', 'sk"),
+    ("train.spike_factor", 1.0, "config.train.spike_factor = 1.0: must be 0"),
+    ("train.spike_factor", -1.0, "config.train.spike_factor = -1.0: must be 0"),
+    ("train.spike_factor", float("nan"), "config.train.spike_factor = nan: must be 0"),
+    ("train.max_bad_steps", 0, "config.train.max_bad_steps = 0: must be at least 1"),
     ("compute.dtype", "float16", "config.compute.dtype = 'float16': must be one of"),
     (
         "compute.remat",

@@ -170,6 +170,14 @@ def test_one_prompt(run, loaded, generator):
     ), err
 
 
+def test_a_cache_on_several_chips(run):
+    alone, split = (run("--prompt=the ", f"--chips={n}", "--temperature=0") for n in (1, 8))
+    assert alone[:2] == split[:2] and split[0] == 0
+    held = re.search(r"cache ([\d,]+) bytes = 1 x 1,024 tokens.*, ([\d,]+) on each chip", split[2])
+    whole, each = (int(group.replace(",", "")) for group in held.groups())
+    assert whole == 8 * each and "chip" not in alone[2]
+
+
 def test_text_appears_as_it_comes(run, monkeypatch):
     written = []
     real = sys.stdout.write
@@ -265,6 +273,10 @@ def test_a_process_with_prompts_on_standard_input(workdir):
         (["--prompt=abcdef", "--capacity=6"], "prompt 1 has 7 tokens and capacity = 6"),
         (["--prompt=abc", "--capacity=6"], "sequence 1 holds 4 tokens and 5 more are to come"),
         (["--prompt=a", "--step=9"], "step = 9: .* has no such checkpoint; it has [8, 10]"),
+        (
+            ["--prompt=a", "--chips=2", "--implementation=gpu"],
+            "'gpu': reads a whole cache.*2 chips",
+        ),
         (["--prompt=a", "--dtype=int8"], "dtype = 'int8': must be one of 'auto'"),
         (["--prompt=a", "--dtype=float64"], "set JAX_ENABLE_X64=1"),
         (["--prompt=a", "--implementation=fast"], "implementation = 'fast': must be one of"),
@@ -291,6 +303,8 @@ def test_what_cannot_be_asked(run, given, message):
         ("--stop=", "a stop string is empty"),
         ("--temperature=-1", "temperature = -1"),
         ("--implementation=fast", "implementation = 'fast'"),
+        ("--chips=0", "chips = 0: must be at least 1"),
+        ("--chips=9", "chips = 9: there are 8 (cpu:0, cpu:1, "),
     ],
 )
 def test_options_are_looked_at_before_weights_are(run, monkeypatch, given, message):

@@ -1,8 +1,10 @@
 """Records survive kills: half-written lines and lines of lost steps are dropped on resume."""
 
 import json
+import types
 
 from etils import epath
+import pytest
 
 from kvjax import metrics
 from kvjax.checkpoint import claim
@@ -57,3 +59,44 @@ def test_a_workdir_in_a_bucket(bucket):
     metrics.draw_curves(workdir, title="test", yardstick=None)
     names = {path.name for path in (bucket / "runs" / "one").iterdir()}
     assert names == {"config.json", "metrics.jsonl", "timing.jsonl", "events", "curves.png"}
+
+
+def test_the_clock(monkeypatch):
+    """Steps of 1, 2, 3, 4 s after the first; a pause of 100 s counts for none of them."""
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    gib = 2**30
+    device = lambda peak: types.SimpleNamespace(
+        device_kind="TPU v5p", platform="tpu", memory_stats=lambda: dict(peak_bytes_in_use=peak)
+    )
+    clock = metrics.Clock(
+        tokens_per_step=1000,
+        flops_per_token=459e12,
+        num_devices=8,
+        local_devices=[device(gib), device(3 * gib)],
+    )
+
+    def step(seconds):
+        now[0] += seconds
+        clock.tick()
+
+    step(50.0)
+    assert clock.lap() == {} and clock.tokens_per_second == 0
+    step(1.0)
+    step(2.0)
+    with clock.paused():
+        now[0] += 100.0
+    step(3.0)
+    step(4.0)
+    record = clock.lap()
+    assert record["tokens_per_second"] == 4 * 1000 / 10.0 == clock.tokens_per_second
+    assert record["tokens_per_second_per_device"] == 50.0
+    assert (record["step_seconds_p50"], record["step_seconds_max"]) == (2.5, 4.0)
+    assert record["step_seconds_p90"] == pytest.approx(3.7)
+    assert record["mfu"] == pytest.approx(1000 / 2.5 / 8)
+    assert record["hbm_peak_bytes"] == 3 * gib
+    step(8.0)
+    record = clock.lap()
+    assert record["step_seconds_p50"] == record["step_seconds_max"] == 8.0
+    assert record["tokens_per_second"] == pytest.approx(5 * 1000 / 18.0)
+    assert record["mfu"] == pytest.approx(1000 / 8.0 / 8)

@@ -49,9 +49,9 @@ def launch(config: pathlib.Path, workdir: pathlib.Path, *flags: str) -> subproce
     return child
 
 
-def finish(process: subprocess.Popen, seconds: float = 240) -> str:
+def finish(process: subprocess.Popen, seconds: float = 240, status: int = 0) -> str:
     output, _ = process.communicate(timeout=seconds)
-    assert process.returncode == 0, output
+    assert process.returncode == status, output
     return output
 
 
@@ -121,7 +121,8 @@ def test_sigkill_at_random_moments(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_exits_cleanly(config, tmp_path):
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends_with_its_status(config, tmp_path, number, status):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     flags = ("--config.train.num_steps=1000", "--config.train.checkpoint_every=1000")
     finish(launch(config, whole, *flags))
@@ -130,9 +131,9 @@ def test_sigterm_saves_and_exits_cleanly(config, tmp_path):
     while not (metrics.exists() and metrics.stat().st_size > 1000):
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.005)
-    process.send_signal(signal.SIGTERM)
-    output = finish(process)
-    assert "SIGTERM" in output and "saved" in output
+    process.send_signal(number)
+    output = finish(process, status=status)
+    assert number.name in output and "saved" in output
     steps = [int(path.name) for path in (stopped / "checkpoints").iterdir()]
     assert len(steps) == 1 and 0 < steps[0] < 1000
     assert f"resuming from step {steps[0]}" in finish(launch(config, stopped, *flags))

@@ -20,10 +20,38 @@ def test_unknown_topologies_name_those_known(name):
         topology.tpu_devices(name)
 
 
-def test_missing_libtpu_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["h200", "h200:", "h200:0", "h200:9", "h200:2x4", "a100:8", "v5e:3x3"]
+)
+def test_unknown_names_of_either_kind_list_examples_of_both(name):
+    with pytest.raises(UserError, match=rf"topology '{name}'.*v5p:2x2x4.*h200:8"):
+        if name == "v5e:3x3":
+            pytest.importorskip("libtpu")
+        topology.get_devices(name)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["v5e:4x4", "v5p:2x2x4", "v4:2x2x4"])
+def test_a_device_per_chip(name):
+    found = topology.get_devices(name)
+    assert len(found) == len(set(found)) == 16
+    assert {device.platform for device in found} == {"tpu"}
+
+
+@pytest.mark.aot
+def test_the_gpus_of_a_host():
+    pytest.importorskip("jax_cuda13_plugin")
+    found = topology.get_devices("h200:8")
+    assert [device.id for device in found] == list(range(8))
+    assert {device.process_index for device in found} == {0}
+    assert {device.device_kind for device in found} == {"NVIDIA H200"}
+
+
+def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install -e '\.\[aot\]'"):
-        topology.tpu_devices("v5e:2x2")
+    for name in ("v5e:2x2", "h200:8"):
+        with pytest.raises(UserError, match=r"pip install -e '\.\[aot\]'"):
+            topology.get_devices(name)
 
 
 @pytest.fixture(scope="module")

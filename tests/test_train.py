@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax import costs
 from kvjax import experiment as experiment_lib
 from kvjax import metrics
 from kvjax import preflight
@@ -148,6 +149,133 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(source, tmp_
     assert train.train(runs.small_config(*source), epath.Path(tmp_path))["step"] == 40
 
 
+def quick_config(source, **train):
+    """As `runs.small_config`, in fewer instructions: every policy is a program of its own."""
+    config = runs.small_config(*source, **train)
+    config.compute.update(unroll="off", query_chunk=0, loss_chunks=1)
+    config.optimizer.newton_schulz_steps = 1
+    return config
+
+
+def corrupted(monkeypatch, steps, loss=np.nan):
+    """From here on the loss of these steps (from 0) is another, and their gradients are huge."""
+    real = program.mean_loss
+    current = []
+    monkeypatch.setattr(program, "mean_loss", lambda *a, **k: real(*a, **k) * factor())
+
+    def factor():
+        bad = jax.numpy.isin(current[-1], jax.numpy.asarray(steps))
+        return jax.numpy.where(bad, loss, 1.0)
+
+    step = program.train_step
+
+    def knowing(state, rows, **kwargs):
+        current.append(state["step"])
+        return step(state, rows, **kwargs)
+
+    monkeypatch.setattr(program, "train_step", knowing)
+
+
+def state_of(workdir, step):
+    from orbax.checkpoint import v1 as ocp
+
+    return ocp.load(workdir / "checkpoints" / str(step), checkpointable_name="state")
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("loss", [np.nan, 50.0])
+def test_bad_steps_are_skipped_and_counted(source, tmp_path, monkeypatch, loss):
+    """Parameters and optimizer stay as they are; the step and the data go on; resume is exact."""
+    policy = dict(bad_steps="skip", spike_factor=3.0, num_steps=12, checkpoint_every=1)
+    config = lambda **keys: quick_config(source, **policy, keep_checkpoints=99, **keys)
+    corrupted(monkeypatch, [5, 6, 9], loss)
+    train.train(config(), epath.Path(tmp_path / "whole"))
+    for stop_after in (6, 0):  # between two bad steps
+        train.train(config(stop_after=stop_after), epath.Path(tmp_path / "parts"))
+    files = [(tmp_path / name / metrics.METRICS).read_bytes() for name in ("whole", "parts")]
+    assert files[0] == files[1]
+    rows = {r["step"]: r for r in records(tmp_path / "whole") if "skipped_steps" in r}
+    assert [rows[s]["skipped_steps"] for s in range(1, 13)] == [0] * 5 + [1, 2, 2, 2, 3, 3, 3]
+    assert [rows[s]["bad_steps_in_a_row"] for s in (5, 6, 7, 8, 10)] == [0, 1, 2, 0, 1]
+    assert ("loss" in rows[6]) == np.isfinite(loss) and rows[6]["bad"] == 1
+    states = {s: state_of(tmp_path / "whole", s) for s in (4, 5, 6, 7, 8)}
+    for kept in ("params", "optimizer"):
+        for good, skipped in ((5, 6), (5, 7)):
+            for x, y in zip(*(leaves(states[s][kept]) for s in (good, skipped)), strict=True):
+                np.testing.assert_array_equal(x, y)
+        for good in (4, 8):
+            moved = zip(*(leaves(states[s][kept]) for s in (5, good)), strict=True)
+            assert all(np.any(x != y) for x, y in moved if x.size > 1)
+    assert states[7]["step"] == 7 and states[7]["bad"]["skipped"] == 2
+    assert states[7]["bad"]["mean_loss"] == states[5]["bad"]["mean_loss"] > 0
+
+
+def test_the_mean_of_recent_losses(source, tmp_path):
+    config = quick_config(source, num_steps=5, spike_factor=100.0)
+    train.train(config, epath.Path(tmp_path))
+    rows = [r for r in records(tmp_path) if "loss" in r]
+    mean = rows[0]["loss"]
+    assert rows[0]["mean_loss"] == 0
+    for row in rows[1:]:
+        assert row["mean_loss"] == pytest.approx(mean, rel=1e-6)
+        mean += program.MEAN_WEIGHT * (row["loss"] - mean)
+    assert all(r["bad"] == 0 and "skipped_steps" not in r for r in rows)
+
+
+def test_too_many_bad_steps_in_a_row(source, tmp_path, monkeypatch):
+    corrupted(monkeypatch, [2, 4, 5, 12, 13, 14])
+    config = quick_config(source, bad_steps="skip", max_bad_steps=3)
+    said = r"step 15: .*loss = nan.*max_bad_steps = 3 bad steps in a row: stopped.*steps \[10\]"
+    with pytest.raises(UserError, match=said):
+        train.train(config, epath.Path(tmp_path))
+
+
+def test_a_spike_stops_if_it_is_not_skipped(source, tmp_path, monkeypatch):
+    corrupted(monkeypatch, [12], 4.0)
+    train.train(quick_config(source, num_steps=14), epath.Path(tmp_path / "ignored"))
+    config = quick_config(source, spike_factor=1.5)
+    said = r"step 13: loss = .*over config\.train\.spike_factor = 1\.5 times .*: stopped"
+    with pytest.raises(UserError, match=said):
+        train.train(config, epath.Path(tmp_path / "run"))
+
+
+def test_the_policy_changes_no_number_of_a_good_run(source, tmp_path, monkeypatch):
+    """By default to the bit; "skip" is another program, as close as rounding leaves it."""
+    run = lambda name, **policy: train.train(
+        quick_config(source, num_steps=9, **policy), epath.Path(tmp_path / name)
+    )
+    run("default")
+    run("skip", bad_steps="skip", spike_factor=9.0)
+    real = program.train_step
+
+    def without(state, rows, policy, **kwargs):
+        new, values = real(state, rows, **kwargs)
+        return new | dict(bad=state["bad"]), values
+
+    monkeypatch.setattr(program, "train_step", without)
+    run("none")
+    default, skip, none = (state_of(tmp_path / name, 9) for name in ("default", "skip", "none"))
+    for key in ("params", "optimizer", "step"):
+        for x, y, z in zip(*(leaves(s[key]) for s in (default, none, skip)), strict=True):
+            np.testing.assert_array_equal(x, y)
+            np.testing.assert_allclose(x, z, rtol=1e-3, atol=1e-4)
+
+
+def test_exaflops_and_timing(source, tmp_path):
+    train.train(runs.small_config(*source, num_steps=4, log_every=2), epath.Path(tmp_path))
+    experiment = experiment_lib.resolve(runs.small_config(*source))
+    per_token = costs.training_flops_per_token(experiment.model, 32)
+    rows = [r for r in records(tmp_path) if "loss" in r]
+    assert [r["exaflops"] for r in rows] == [r["tokens"] * per_token / 1e18 for r in rows]
+    timing = metrics.read_records(epath.Path(tmp_path) / metrics.TIMING)
+    assert [r["step"] for r in timing] == [1, 2, 4]
+    assert timing[-1]["tokens_per_second_per_device"] == timing[-1]["tokens_per_second"] > 0
+    assert "mfu" not in timing[-1] and "hbm_peak_bytes" not in timing[-1]  # a CPU tells neither
+
+
 def test_weights_that_are_no_numbers_are_never_saved(source, tmp_path, monkeypatch):
     """The update of a step that is to be saved goes wrong while its loss and gradient are fine."""
     real = program.optax.apply_updates
@@ -172,12 +300,6 @@ def test_prepared_rows_that_are_too_short(source, tmp_path):
     config.data.update(source=f"prepared:{folder}", sequence_length=64)
     with pytest.raises(UserError, match=r"sequence_length=64 must be .* at most the 32"):
         train.train(config, epath.Path(tmp_path))
-
-
-def test_several_processes_are_refused(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match="2 processes"):
-        train.train(runs.small_config(*source), epath.Path(tmp_path))
 
 
 def test_a_workdir_of_another_config_is_refused(source, tmp_path):
@@ -228,15 +350,16 @@ def test_memory_is_checked_before_anything_is_allocated(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_batches_must_divide_over_devices(source):
+def test_batches_must_divide_over_devices(source, monkeypatch):
+    monkeypatch.undo()
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=2, tensor=2), jax.devices()[:8])
     experiment = experiment_lib.resolve(runs.small_config(*source, batch_size=6))
-    grid = np.array([None] * 4).reshape(1, 4)
-
-    class FakeMesh:
-        size = grid.size
-
-    with pytest.raises(UserError, match="batch_size = 6 .* 4 devices; use a multiple of 4"):
-        preflight.check_batch(experiment, FakeMesh)
+    with pytest.raises(UserError, match=r"batch_size = 6 .* fsdp = 4; use a .* of 4: 4 or 8"):
+        preflight.check_batch(experiment, mesh)
+    two = experiment_lib.resolve(runs.small_config(*source, batch_size=4, grad_accumulation=2))
+    with pytest.raises(UserError, match=r"2 part\(s\) is 2 rows a part.* multiple of 8: 8$"):
+        preflight.check_batch(two, mesh)
+    preflight.check_batch(experiment_lib.resolve(runs.small_config(*source, batch_size=4)), mesh)
 
 
 def test_the_lock_is_released_with_its_process(tmp_path):

@@ -3,18 +3,21 @@
 Training's softmax attention is a library's, over expanded keys and values; `decode` reads a cache.
 """
 
-import functools
-
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.softmax import softmax_attention
+from kvjax.attention.softmax import sort_tokens
 from kvjax.cache import append
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
+from kvjax.sharding import BATCH
+from kvjax.sharding import constrain
 
 
 class Attention(nnx.Module):
@@ -27,13 +30,42 @@ class Attention(nnx.Module):
         self.mechanism = config.build(d_model, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, positions: Positions, *, causal: bool, query_chunk: int = 0
+        self,
+        x_BTD: jax.Array,
+        positions: Positions,
+        *,
+        causal: bool,
+        mesh: jax.sharding.Mesh | None = None,
+        **options,
     ) -> jax.Array:
+        """Attention of a row's tokens among themselves.
+
+        Args:
+          positions: of the tokens, in the order they lie in; of context parallelism one order for
+            all rows.
+          mesh: of several devices. Where rows are split over `sequence`, what each token computes
+            once (bases and latents) travels, and every device expands it: at d36 0.56 of the
+            bytes of keys and values.
+          options: see `softmax_attention`.
+        """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
+        if mesh is not None and mesh.shape["sequence"] > 1:
+            order_T = np.asarray(positions.index)[0]
+            options |= dict(query_positions_T=order_T)
+            with jax.named_scope("latents"):
+                raw = jax.tree.map(lambda x: _on_every_device(x, order_T, mesh), raw)
+            positions = jax.tree.map(lambda a: a[:, np.argsort(order_T)], positions)
         k_BTKH, v_BTKH = self.mechanism.keys_values(raw, positions)
-        options = dict(causal=causal, query_chunk=query_chunk)
-        scale = self.mechanism.config.scale
-        return self._project_out(softmax_attention(q_BTNH, k_BTKH, v_BTKH, scale=scale, **options))
+        o_BTNH = softmax_attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            scale=self.mechanism.config.scale,
+            causal=causal,
+            mesh=mesh,
+            **options,
+        )
+        return self._project_out(o_BTNH)
 
     def decode(
         self,
@@ -66,54 +98,18 @@ class Attention(nnx.Module):
         return y_BTD if self.out_bias is None else y_BTD + self.out_bias[...][None, None]
 
 
-def softmax_attention(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKV: jax.Array,
-    *,
-    causal: bool,
-    scale: float | None = None,
-    query_chunk: int = 0,
-) -> jax.Array:
-    """softmax(scale · q k^T) v of the training pass: [B, T, N, Hv].
+def _on_every_device(x_BT: jax.Array, order_T: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
+    """[sequence * B, T, ..], tokens in order: a copy of a row for each device that has part of it.
 
-    Args:
-      q_BTNH: queries, N heads.
-      k_BTKH, v_BTKV: keys and values, K heads, K dividing N; key and value dims may differ.
-      scale: 1/sqrt(H) if not given.
-      causal: whether query t sees keys 0..t only.
-      query_chunk: if positive and causal, queries go in chunks of this many, each against the keys
-        it can see: half the work where the library computes masked logits (CPU).
+    As copies, what is made of them has gradients of its own on every device, which are summed where
+    the copies were made: latents travel both ways. One array for all devices would have the
+    gradients of the expanded keys and values summed.
     """
-    H, Hv = k_BTKH.shape[-1], v_BTKV.shape[-1]
-    dim = max(H, Hv)  # the library refuses unequal dims: pad with zeros, slice
-    pad = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, dim - x.shape[-1])])
-    q, k, v = (x if x.shape[-1] == dim else pad(x) for x in (q_BTNH, k_BTKH, v_BTKV))
-    float64 = q.dtype == jnp.float64  # the library's softmax is float32 whatever its inputs are
-    attend = _float64_attention if float64 else jax.nn.dot_product_attention
-    attend = functools.partial(attend, scale=H**-0.5 if scale is None else scale)
-    T = q.shape[1]
-    if not causal or not 0 < query_chunk < T:
-        return attend(q, k, v, is_causal=causal)[..., :Hv]
-    outputs = []
-    for start in range(0, T, query_chunk):
-        stop = min(start + query_chunk, T)
-        visible_TS = jnp.arange(stop)[None, :] <= jnp.arange(start, stop)[:, None]
-        outputs.append(
-            attend(q[:, start:stop], k[:, :stop], v[:, :stop], mask=visible_TS[None, None])
-        )
-    return jnp.concatenate(outputs, axis=1)[..., :Hv]
-
-
-def _float64_attention(q_BTNH, k_BSKH, v_BSKV, *, scale, mask=None, is_causal=False) -> jax.Array:
-    """`jax.nn.dot_product_attention`, in float64 throughout."""
-    B, T, N, H = q_BTNH.shape
-    S, K = k_BSKH.shape[1:3]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    z_BKGTS = scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
-    if is_causal:
-        mask = jnp.tril(jnp.ones((T, S), bool))[None, None]
-    if mask is not None:
-        z_BKGTS = jnp.where(mask[:, :, None], z_BKGTS, -jnp.inf)
-    o_BTKGV = jnp.einsum("BKGTS,BSKV->BTKGV", jax.nn.softmax(z_BKGTS, axis=-1), v_BSKV)
-    return o_BTKGV.reshape(B, T, N, -1)
+    # Heads are split over `tensor`; one base, or a latent without heads, is whole.
+    heads = ("tensor",) if x_BT.ndim == 4 and x_BT.shape[2] > 1 else ()
+    x_BT = constrain(x_BT, mesh, BATCH, "sequence", *heads)  # or its projection's input travels
+    x_BT = sort_tokens(order_T, constrain(x_BT, mesh, BATCH, None, *heads))
+    x_CBT = jnp.broadcast_to(x_BT[None], (mesh.shape["sequence"], *x_BT.shape))
+    x_CBT = constrain(x_CBT, mesh, "sequence", BATCH, None, *heads)
+    x_CBT = x_CBT.reshape(-1, *x_BT.shape[1:])
+    return constrain(x_CBT, mesh, ("sequence", *BATCH), None, *heads)

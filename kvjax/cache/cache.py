@@ -4,6 +4,9 @@ Every array is [B, *field.shape, S] with tokens along the last axis: on a TPU to
 and no field is padded to 128 of them, and one sequence's append is a write in place. Layers are
 separate arrays, since a stack of them costs copies of a whole layer at every step. Donate the
 cache to the jitted step that returns it; then a step allocates nothing that grows with S.
+
+Over several chips each array is split along S, and a chip's slots hold stripes of every sequence
+(`kvjax.kernels.decode_attention.stripes`): in place too, each chip what it holds.
 """
 
 from collections.abc import Iterable
@@ -11,9 +14,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from kvjax.errors import UserError
+from kvjax.kernels.decode_attention import stripes
 
 LANES = 128  # capacities are multiples of this
 
@@ -38,15 +43,18 @@ class Cache:
         return next(iter(self.layers[0].values())).shape[-1]
 
 
-def abstract(mechanisms: Iterable, *, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+def abstract(
+    mechanisms: Iterable, *, batch: int, capacity: int, dtype: jnp.dtype, chips: int = 1
+) -> Cache:
     """The cache as ShapeDtypeStructs.
 
     Args:
       mechanisms: one mechanism config per layer.
-      capacity: tokens per sequence, rounded up to a multiple of 128.
+      capacity: tokens per sequence, rounded up to a multiple of 128 per chip.
       dtype: the compute dtype; fields that stay wide (1/rms) are float32 or wider.
+      chips: that its tokens can be split over.
     """
-    slots = _round_up(capacity)
+    slots = _round_up(-(-capacity // chips)) * chips
     layers = tuple(
         {
             name: jax.ShapeDtypeStruct((batch, *field.shape, slots), field.dtype_in(dtype))
@@ -59,8 +67,12 @@ def abstract(mechanisms: Iterable, *, batch: int, capacity: int, dtype: jnp.dtyp
 
 def allocate(mechanisms: Iterable, *, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
     """An empty cache; see `abstract`."""
-    shapes = abstract(mechanisms, batch=batch, capacity=capacity, dtype=dtype)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return empty(abstract(mechanisms, batch=batch, capacity=capacity, dtype=dtype))
+
+
+def empty(shapes: Cache) -> Cache:
+    """An empty cache of these shapes, where their shardings say; no chip ever holds more."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
 
 
 def append(
@@ -80,11 +92,34 @@ def append(
     """
     if layer.keys() != entry.keys():
         raise ValueError(f"the cache has {sorted(layer)}, the entry {sorted(entry)}")
-    return {name: _write(layer[name], entry[name], first_B, counts_B) for name in layer}
+    if stripes.chips() == 1:
+        none_B = jnp.zeros_like(first_B)
+        return {name: _write(layer[name], entry[name], first_B, none_B, counts_B) for name in layer}
+    specs = {name: stripes.spec(array) for name, array in layer.items()}
+    split = dict(in_specs=(specs, P(), P(), P()), out_specs=specs, check_vma=False)
+    return jax.shard_map(_append_held, **split)(layer, entry, first_B, counts_B)
 
 
-def _write(array: jax.Array, entry: jax.Array, first_B: jax.Array, counts_B: jax.Array):
-    """In place, by whatever leaves the array where it is.
+def _append_held(layer: dict, entry: dict, first_B: jax.Array, counts_B: jax.Array) -> dict:
+    """The part of `append` that is one chip's."""
+    layer = dict(layer)
+    for name, array in layer.items():
+        held = stripes.of_this_chip(array.shape[-1])
+        T = entry[name].shape[1]
+        # Of no more tokens than a stripe has, a chip's are neighbours: one run, in its slots too.
+        for start in range(0, T, held.size):
+            piece = entry[name][:, start : start + held.size]
+            begin_B = first_B + start
+            end_B = begin_B + jnp.clip(counts_B - start, 0, piece.shape[1])
+            slot_B, stop_B = held.held(begin_B), held.held(end_B)
+            skip_B = held.position(slot_B) - begin_B  # tokens before it are other chips'
+            until_B = skip_B + stop_B - slot_B
+            layer[name] = _write(layer[name], piece, slot_B - skip_B, skip_B, until_B)
+    return layer
+
+
+def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.Array:
+    """Tokens skip_B .. until_B - 1 to slots first_B + t, by whatever leaves the array in place.
 
     On a TPU a read-modify-write of whole runs of 128 tokens, unrolled over the batch: for a
     scatter, a loop or single columns, XLA prefers another layout there, and copies the whole cache
@@ -98,9 +133,9 @@ def _write(array: jax.Array, entry: jax.Array, first_B: jax.Array, counts_B: jax
     window = min(_round_up(T + LANES - 1), S)
     entry = jnp.pad(entry, [(0, 0)] * (entry.ndim - 1) + [(0, window - T)])
 
-    def one(b, array, entry, first_B, counts_B):
+    def one(b, array, entry, first_B, skip_B, until_B):
         first = first_B[b]
-        start = jnp.minimum(first // LANES * LANES, S - window)
+        start = jnp.minimum((first + skip_B[b]) // LANES * LANES, S - window)
         origin = [jnp.asarray(i, start.dtype) for i in (b, *(0,) * (array.ndim - 2), start)]
         old = jax.lax.dynamic_slice(array, origin, (1, *array.shape[1:-1], window))
         token = start + jnp.arange(window) - first
@@ -109,7 +144,7 @@ def _write(array: jax.Array, entry: jax.Array, first_B: jax.Array, counts_B: jax
             new = jnp.broadcast_to(new[..., :1], old.shape)
         else:
             new = jnp.roll(new, first - start, axis=-1)
-        keep = (token >= 0) & (token < counts_B[b])
+        keep = (token >= skip_B[b]) & (token < until_B[b])
         new = jnp.where(jnp.broadcast_to(keep, new.shape), new, old)
         return jax.lax.dynamic_update_slice(array, new, origin)
 
@@ -118,15 +153,15 @@ def _write(array: jax.Array, entry: jax.Array, first_B: jax.Array, counts_B: jax
             array = one(b, array, *new)
         return array
 
-    def scatter(array, entry, first_B, counts_B):
-        slot_B = jnp.where(counts_B > 0, first_B, S)  # nothing has slot S: dropped
+    def scatter(array, entry, first_B, skip_B, until_B):
+        slot_B = jnp.where(until_B > skip_B, first_B, S)  # nothing has slot S: dropped
         here = array.at[jnp.arange(array.shape[0]), ..., slot_B]
         return here.set(entry[..., 0], mode="drop", unique_indices=True)
 
     def loop(array, *new):
         return jax.lax.fori_loop(0, entry.shape[0], lambda b, array: one(b, array, *new), array)
 
-    arguments = (array, entry, first_B, counts_B)
+    arguments = (array, entry, first_B, skip_B, until_B)
     elsewhere = scatter if T == 1 and array.shape[0] > 1 else loop
     return jax.lax.platform_dependent(*arguments, tpu=unrolled, default=elsewhere)
 

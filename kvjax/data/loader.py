@@ -9,6 +9,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 import grain
+import jax
 import numpy as np
 
 from kvjax.data import config as config_lib
@@ -79,6 +80,31 @@ def open_dataset(path: epath.PathLike) -> PackedDataset:
         )
     tokenizer = tokenizer_lib.load(path / prepare.TOKENIZER)
     return PackedDataset(path, tokenizer, tokenizer.token_bytes(), info)
+
+
+def share(sharding: jax.sharding.Sharding, batch_size: int) -> tuple[int, int]:
+    """Which part of a batch this process reads, and into how many parts it is cut.
+
+    As many as there are processes, where each has devices with rows of its own; where rows go to
+    the devices of several processes (a row or a model split between hosts), all of these read them.
+
+    Args:
+      sharding: of a batch [batch_size, T + 1], whose rows alone are split.
+
+    Raises:
+      DataError: devices of different processes have some of their rows in common, not all.
+    """
+    rows: dict[int, set] = {}
+    for device, (index, *_) in sharding.devices_indices_map((batch_size, 1)).items():
+        rows.setdefault(device.process_index, set()).update(range(*index.indices(batch_size)))
+    parts = sorted({tuple(sorted(mine)) for mine in rows.values()})
+    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != batch_size:
+        raise DataError(
+            f"config.mesh: process by process the devices hold {[len(part) for part in parts]} of "
+            f"{batch_size} rows, some of them twice. Let sequence x tensor divide the devices of a "
+            "process, or be a multiple of them"
+        )
+    return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 
 
 def train_batches(

@@ -4,33 +4,61 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+import numpy as np
 
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.model.transformer import logits
+from kvjax.sharding import BATCH
+
+_TOKENS = P(BATCH, "sequence")  # of [B, T, ...]
+_MANUAL = {*BATCH, "sequence"}  # the vocabulary's axis, `tensor`, is left to the compiler
 
 
 def token_losses(
-    model: Transformer, tokens_BT: jax.Array, targets_BT: jax.Array, *, compute: Compute = Compute()
+    model: Transformer,
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    compute: Compute = Compute(),
+    positions_BT: np.ndarray | None = None,
 ) -> jax.Array:
-    """Nats of every target, [B, T], in float32 or wider; logits are made in slices of T."""
-    x_BTD = model(tokens_BT, compute=compute)
+    """Nats of every target, [B, T], in float32 or wider; logits are made in slices of T.
+
+    Args:
+      positions_BT: where the tokens stand in their row, if not in order.
+    """
+    x_BTD = model(tokens_BT, compute=compute, positions_BT=positions_BT)
     head_DV, softcap = model.head_weight(compute), model.config.block.logit_softcap
-    slices = (_split(x_BTD, compute.loss_chunks), _split(targets_BT, compute.loss_chunks))
-    return _join(jax.lax.map(lambda xs: _nats(head_DV, *xs, softcap), slices))
+
+    def nats(head_DV, x_BTD, targets_BT):
+        slices = (_split(x_BTD, compute.loss_chunks), _split(targets_BT, compute.loss_chunks))
+        return _join(jax.lax.map(lambda xs: _nats(head_DV, *xs, softcap), slices))
+
+    in_specs = (P(), _TOKENS, _TOKENS)
+    return _by_device(nats, compute.mesh, in_specs, _TOKENS)(head_DV, x_BTD, targets_BT)
 
 
 def mean_loss(
-    model: Transformer, tokens_BT: jax.Array, targets_BT: jax.Array, *, compute: Compute = Compute()
+    model: Transformer,
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    compute: Compute = Compute(),
+    positions_BT: np.ndarray | None = None,
 ) -> jax.Array:
     """The mean of `token_losses`, made to be differentiated.
 
     The forward pass takes each slice's gradients while its logits are at hand; the backward pass
     only scales them. So logits are computed once and never kept.
     """
-    x_BTD = model(tokens_BT, compute=compute)
+    x_BTD = model(tokens_BT, compute=compute, positions_BT=positions_BT)
     head_DV, softcap = model.head_weight(compute), model.config.block.logit_softcap
-    return _sum_of_nats(softcap, compute.loss_chunks, head_DV, x_BTD, targets_BT) / targets_BT.size
+    options = (softcap, compute.loss_chunks, compute.mesh)
+    with jax.named_scope("loss"):
+        return _sum_of_nats(*options, head_DV, x_BTD, targets_BT) / targets_BT.size
 
 
 def _nats(head_DV, x_BtD, targets_Bt, softcap: float) -> jax.Array:
@@ -39,28 +67,49 @@ def _nats(head_DV, x_BtD, targets_Bt, softcap: float) -> jax.Array:
     return jax.nn.logsumexp(z_BtV, axis=-1) - target_Bt
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sum_of_nats(softcap, chunks, head_DV, x_BTD, targets_BT) -> jax.Array:
-    return _sum_and_gradients(softcap, chunks, head_DV, x_BTD, targets_BT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _sum_of_nats(softcap, chunks, mesh, head_DV, x_BTD, targets_BT) -> jax.Array:
+    return _sum_and_gradients(softcap, chunks, mesh, head_DV, x_BTD, targets_BT)[0]
 
 
-def _sum_and_gradients(softcap, chunks, head_DV, x_BTD, targets_BT):
+def _sum_and_gradients(softcap, chunks, mesh: Mesh | None, head_DV, x_BTD, targets_BT):
+    """The sum, and the gradients for head and activations.
+
+    Every device goes through its own tokens and adds up a head's gradient of its own; those are
+    summed once, after the last slice, each device taking its part.
+    """
     loss = lambda head, x, targets: jnp.sum(_nats(head, x, targets, softcap))
 
-    def step(carry, xs):
-        total, dhead_DV = carry
-        nats, (dhead_slice, dx) = jax.value_and_grad(loss, argnums=(0, 1))(head_DV, *xs)
-        return (total + nats, dhead_DV + dhead_slice.astype(dhead_DV.dtype)), dx
+    def sums(head_DV, x_BTD, targets_BT):
+        def step(carry, xs):
+            total, dhead_DV = carry
+            nats, (dhead_slice, dx) = jax.value_and_grad(loss, argnums=(0, 1))(head_DV, *xs)
+            return (total + nats, dhead_DV + dhead_slice.astype(dhead_DV.dtype)), dx
 
-    wide = jnp.promote_types(head_DV.dtype, jnp.float32)
-    zero = (jnp.zeros((), wide), jnp.zeros(head_DV.shape, wide))
-    (total, dhead_DV), dx = jax.lax.scan(
-        step, zero, (_split(x_BTD, chunks), _split(targets_BT, chunks))
-    )
-    return total, (dhead_DV.astype(head_DV.dtype), _join(dx))
+        wide = jnp.promote_types(head_DV.dtype, jnp.float32)
+        zero = (jnp.zeros((), wide), jnp.zeros(head_DV.shape, wide))
+        slices = (_split(x_BTD, chunks), _split(targets_BT, chunks))
+        (total, dhead_DV), dx = jax.lax.scan(step, zero, slices)
+        if mesh is not None:
+            total = jax.lax.psum(total, tuple(_MANUAL))
+            dhead_DV = jax.lax.psum_scatter(dhead_DV, "fsdp", scatter_dimension=0, tiled=True)
+            dhead_DV = jax.lax.psum(dhead_DV, ("data", "sequence"))
+        return total, dhead_DV.astype(head_DV.dtype), _join(dx)
+
+    specs = dict(in_specs=(P(), _TOKENS, _TOKENS), out_specs=(P(), P("fsdp"), _TOKENS))
+    total, *gradients = _by_device(sums, mesh, **specs)(head_DV, x_BTD, targets_BT)
+    return total, tuple(gradients)
 
 
-def _scale_gradients(softcap, chunks, gradients, cotangent):
+def _by_device(function, mesh: Mesh | None, in_specs, out_specs):
+    """A function applied to every device's own tokens, with the whole head."""
+    if mesh is None:
+        return function
+    specs = dict(in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(function, mesh=mesh, axis_names=_MANUAL, check_vma=False, **specs)
+
+
+def _scale_gradients(softcap, chunks, mesh, gradients, cotangent):
     dhead_DV, dx_BTD = jax.tree.map(lambda g: g * cotangent.astype(g.dtype), gradients)
     return dhead_DV, dx_BTD, None
 

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import sharding
 from kvjax.attention import Attention
 from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.softmax import RESIDUALS
 from kvjax.layers import rope
 from kvjax.layers.norm import Norm
 from kvjax.layers.weight import linear
@@ -26,10 +28,15 @@ from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.mlp import MLP
 
+_KERNEL = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
+# What the backward pass finds again instead of computing it: of a layer its input, and
 REMAT_POLICIES = {
-    "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "none": None,  # everything
+    "dots": jax.checkpoint_policies.save_from_both_policies(  # products with weights, and
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _KERNEL
+    ),
+    "attention": _KERNEL,  # what the attention kernel made
+    "full": jax.checkpoint_policies.nothing_saveable,  # nothing
 }
 
 
@@ -42,14 +49,23 @@ class Compute:
     unroll: bool = False  # unroll the scan over layers (faster on CPU, slower to compile)
     query_chunk: int = 0  # see `softmax_attention`
     loss_chunks: int = 8  # see `loss.token_losses`
-    # On several devices: activations are split over the batch, and a weight is gathered for its
-    # use. Left to itself, the compiler splits activations as the embedding is, over D.
-    batch: jax.sharding.Sharding | None = None  # of [B, ...]
-    gathered: jax.sharding.Sharding | None = None  # of a weight in use
+    attention: str | None = None  # implementation, see `softmax_attention`; None: by the device
+    # On several devices: activations are split over the batch (and `sequence`), and a weight is
+    # gathered for its use. Left to itself, the compiler splits activations as the embedding is.
+    mesh: jax.sharding.Mesh | None = None
 
-    def use(self, weight: jax.Array) -> jax.Array:
-        """A weight as it enters a product: in the compute dtype, whole on every device."""
-        return _constrain(weight.astype(self.dtype), self.gathered)
+    def use(self, weight: jax.Array, path: str) -> jax.Array:
+        """A weight as it enters a product: in the compute dtype, whole along `fsdp`."""
+        return sharding.gather(weight.astype(self.dtype), path, self.mesh)
+
+    def place(self, x_BTD: jax.Array) -> jax.Array:
+        """Activations, split over the batch and `sequence`."""
+        return sharding.constrain(x_BTD, self.mesh, sharding.BATCH, "sequence")
+
+    @property
+    def sequence(self) -> int:
+        """How many ways the tokens of a row are split."""
+        return 1 if self.mesh is None else self.mesh.shape["sequence"]
 
 
 class Block(nnx.Module):
@@ -66,7 +82,12 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, positions: rope.Positions, *, causal: bool, compute: Compute
     ) -> jax.Array:
-        attend = dict(causal=causal, query_chunk=compute.query_chunk)
+        attend = dict(
+            causal=causal,
+            query_chunk=compute.query_chunk,
+            implementation=compute.attention,
+            mesh=compute.mesh,
+        )
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, **attend)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
@@ -122,11 +143,12 @@ class Transformer(nnx.Module):
         for (mechanism, length), segment in zip(self.config.segments, self.segments, strict=True):
             positions = rope.positions(positions_BT, mechanism.rope_dim, c.angles_base)
             graph, weights = nnx.split(segment)
+            weights = nnx.to_pure_dict(weights)
 
             def layer(x_BTD, weights, graph=graph, positions=positions):
-                x_BTD = _constrain(x_BTD, compute.batch)
-                block = nnx.merge(graph, jax.tree.map(compute.use, weights))
-                return block(x_BTD, positions, causal=c.causal, compute=compute), None
+                block = nnx.merge(graph, sharding.map_with_path(compute.use, weights))
+                x_BTD = block(compute.place(x_BTD), positions, causal=c.causal, compute=compute)
+                return x_BTD, None
 
             if compute.remat != "none":
                 policy = REMAT_POLICIES[compute.remat]
@@ -139,14 +161,16 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens_BT, positions_BT, compute: Compute) -> jax.Array:
         """[B, T, D]: what enters the first block."""
-        x_BTD = compute.use(self.embedding[...])[tokens_BT]
+        x_BTD = compute.place(compute.use(self.embedding[...], "embedding")[tokens_BT])
         if self.positions is not None:
-            x_BTD = x_BTD + compute.use(self.positions[...])[positions_BT]
+            x_BTD = x_BTD + compute.use(self.positions[...], "positions")[positions_BT]
         return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
 
     def head_weight(self, compute: Compute) -> jax.Array:
         """[D, V], as it enters a product: the head, or the embedding if they are tied."""
-        return compute.use(self.embedding[...].T if self.head is None else self.head[...])
+        if self.head is None:
+            return compute.use(self.embedding[...], "embedding").T
+        return compute.use(self.head[...], "head")
 
     def logits(self, x_BTD: jax.Array, *, compute: Compute | None = None) -> jax.Array:
         """[B, T, V] logits of final activations, in float32 or wider."""
@@ -159,10 +183,6 @@ def logits(x_BTD: jax.Array, head_DV: jax.Array, softcap: float) -> jax.Array:
     z_BTV = linear(x_BTD, head_DV)
     z_BTV = z_BTV.astype(jnp.promote_types(z_BTV.dtype, jnp.float32))
     return softcap * jnp.tanh(z_BTV / softcap) if softcap else z_BTV
-
-
-def _constrain(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _norm(config: BlockConfig, rngs: nnx.Rngs) -> Norm:

@@ -17,13 +17,13 @@ from kvjax import experiment
 from kvjax.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+FILES = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.py"))}
 B, S = 3, 16
 FIELDS = dict(base=(2, 3), scale=(4,), plain=())  # per token
 
 
 def _resolve(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, FILES[name])
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return experiment.resolve(module.get_config())
@@ -152,7 +152,7 @@ def test_capacity_is_checked_before_anything_is_lost():
         cache_lib.check_capacity(lengths, np.array([100, 28, 9]), capacity)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_bytes_are_those_of_the_cost_model(name, dtype):
     config, dtype = _resolve(name).model, jnp.dtype(dtype)

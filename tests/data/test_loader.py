@@ -1,5 +1,6 @@
 """Batches depend on position and seed only, whatever the number of processes and threads."""
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -9,11 +10,13 @@ import grain
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
+import jax
 import numpy as np
 import pytest
 
 from kvjax.data import loader
 from kvjax.data import prepare
+from kvjax.errors import DataError
 
 T = 16
 
@@ -171,3 +174,61 @@ def test_other_format_is_named(small_config, tmp_path):
         ValueError, match=r"has format 0, this code reads 1: .*--sequence_length=16"
     ):
         loader.open_dataset(path)
+
+
+Device = collections.namedtuple("Device", "process_index id")
+
+
+class Sharding:
+    """Rows of a batch by device, of devices by process."""
+
+    def __init__(self, rows_by_process):
+        self.rows_by_process = rows_by_process
+
+    def devices_indices_map(self, shape):
+        assert shape[1] == 1
+        return {
+            Device(process, i): (slice(*rows), slice(None))
+            for process, devices in self.rows_by_process.items()
+            for i, rows in enumerate(devices)
+        }
+
+
+@pytest.mark.parametrize(
+    ("rows_by_process", "expected"),
+    [
+        ({0: [(0, 4), (4, 8)]}, [(0, 1)]),
+        ({0: [(0, 2), (2, 4)], 1: [(4, 6), (6, 8)]}, [(0, 2), (1, 2)]),
+        # Devices along the other axis first: the parts interleave.
+        ({0: [(0, 2), (4, 6)], 1: [(2, 4), (6, 8)]}, [(0, 2), (1, 2)]),
+        # A row is split within a process, or between two.
+        ({0: [(0, 4), (0, 4)], 1: [(4, 8), (4, 8)]}, [(0, 2), (1, 2)]),
+        ({0: [(0, 4)], 1: [(0, 4)], 2: [(4, 8)], 3: [(4, 8)]}, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ({0: [(4, 8)], 1: [(0, 4)]}, [(1, 2), (0, 2)]),
+        ({0: [(None, None)], 1: [(None, None)]}, [(0, 1), (0, 1)]),
+    ],
+)
+def test_which_part_a_process_reads(monkeypatch, rows_by_process, expected):
+    found = []
+    for process in rows_by_process:
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        found.append(loader.share(Sharding(rows_by_process), 8))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "rows_by_process",
+    [
+        {0: [(0, 2), (2, 4)], 1: [(2, 4), (4, 6)], 2: [(6, 8), (4, 6)]},  # half of another's
+        {0: [(0, 4)], 1: [(4, 6)], 2: [(6, 8)]},  # unequal
+    ],
+)
+def test_parts_that_are_no_parts(rows_by_process):
+    with pytest.raises(DataError, match="config.mesh: process by process the devices hold"):
+        loader.share(Sharding(rows_by_process), 8)
+
+
+def test_the_part_of_a_process_that_is_alone():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "rest"))
+    lies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    assert loader.share(lies, 8) == (0, 1)

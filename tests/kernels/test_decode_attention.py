@@ -111,7 +111,7 @@ WAYS = {"tiled": xla.tiled, "whole": xla.whole}
 
 @functools.partial(jax.jit, static_argnames=("way", "block"))
 def _attend(operands, cache, first_B, way, block):
-    return WAYS[way](operands, cache, first_B, block)
+    return WAYS[way](operands, cache, first_B, block)[0]
 
 
 _definition = jax.jit(reference.decode_attention)

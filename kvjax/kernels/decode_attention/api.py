@@ -6,6 +6,8 @@ import jax
 
 from kvjax.kernels.decode_attention import gpu
 from kvjax.kernels.decode_attention import reference
+from kvjax.kernels.decode_attention import sharded
+from kvjax.kernels.decode_attention import stripes
 from kvjax.kernels.decode_attention import tpu
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.operands import Operands
@@ -28,6 +30,9 @@ def decode_attention(
 ) -> jax.Array:
     """Attention of T new queries per sequence over its cache: [B, T, N, Hv], float32 or wider.
 
+    Where the mesh around this call has an axis "cache", the cache's tokens are split over it, and
+    each chip attends over those it holds: `sharded`.
+
     Args:
       operands: queries, and the weights that the mechanism folds into reading its cache.
       cache: the arrays of one layer, [B, *shape, S]; the new tokens are in it already.
@@ -42,15 +47,22 @@ def decode_attention(
     name = implementation or default(operands, cache)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
+    if stripes.chips() > 1:
+        return sharded.decode_attention(operands, cache, first_B, implementation=name)
     return IMPLEMENTATIONS[name](operands, cache, first_B)
 
 
 def default(operands: Operands, cache: Mapping[str, jax.Array]) -> str:
     """The implementation that None stands for; XLA does not divide a kernel between devices."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, chips = jax.sharding.get_abstract_mesh(), stripes.chips()
     name = kernels_of(mesh.abstract_device or jax.devices()[0])
-    if name is None or mesh.size > 1:
+    if name is None or mesh.size > chips:
         return "xla"
+    if chips > 1:
+        if name not in sharded.IMPLEMENTATIONS:
+            return "xla"
+        of_chip = lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // chips), x.dtype)
+        cache = {field: of_chip(array) for field, array in cache.items()}
     try:
         _CHECKS[name](operands, cache)
     except NotImplementedError:

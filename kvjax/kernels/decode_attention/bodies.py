@@ -1,7 +1,8 @@
 """The ways of reading a tile of a cache, one class per kind of operands.
 
 `logits` and `weigh` touch the tile, `finish` does not. All is in float32 or wider; heads come
-before tokens, [B, N, T, ...], and tokens of the tile last, [B, K, H, s].
+before tokens, [B, N, T, ...], and tokens of the tile last, [B, K, H, s]: consecutive ones, from
+position `start` on.
 """
 
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def _spread(base_BJHs: jax.Array, K: int) -> jax.Array:
 
 
 def _rotate(x_BKHs: jax.Array, start: jax.Array, base: float) -> jax.Array:
-    """Keys of the tile that starts in slot `start`, rotated to their positions."""
+    """Keys of the tile that starts at position `start`, rotated to their positions."""
     H, s = x_BKHs.shape[2:]
     angles = rope.rotary(start + jnp.arange(s, dtype=jnp.int32)[None], H, base)
     x1, x2 = jnp.split(x_BKHs, 2, axis=2)
@@ -184,7 +185,7 @@ def _rotating_query(
     """
     real, imaginary = fold
     F = real.shape[-1]
-    angles = rope.rotary(start[None, None], 2 * F, base)  # turns G to the tile's first slot
+    angles = rope.rotary(start[None, None], 2 * F, base)  # turns G to the tile's start
     cos, sin = (jnp.broadcast_to(a[0][None, None].astype(real.dtype), real.shape) for a in angles)
     turned = (real * cos - imaginary * sin, -(imaginary * cos + real * sin))
     left_HP, right_Ps = rope.basis(2 * F, base, length, _tolerance(real.dtype))

@@ -18,6 +18,7 @@ from kvjax.kernels.decode_attention.operands import Grouped
 from kvjax.kernels.decode_attention.operands import Latent
 from kvjax.kernels.decode_attention.operands import Operands
 from kvjax.kernels.decode_attention.operands import Residual
+from kvjax.kernels.decode_attention.stripes import Stripes
 from kvjax.kernels.decode_attention.tpu_pipeline import LANES
 from kvjax.kernels.decode_attention.tpu_pipeline import Part
 from kvjax.kernels.decode_attention.tpu_pipeline import attend
@@ -50,20 +51,29 @@ _CHIPS = {
 }
 
 
-def decode_attention(
+def decode_attention(operands: Operands, cache: Cache, first_B: jax.Array, **options) -> jax.Array:
+    """See `api.decode_attention`: [B, 1, N, Hv] in float32; options are those of `partial`."""
+    return partial(operands, cache, first_B, Stripes(), **options)[0]
+
+
+def partial(
     operands: Operands,
     cache: Cache,
     first_B: jax.Array,
+    held: Stripes,
     *,
     block: int | None = None,
     scored: int | None = None,
     splits: int | None = None,
     values: str | None = None,
     interpret=False,
-) -> jax.Array:
-    """See `api.decode_attention`: [B, 1, N, Hv] in float32.
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the tokens that are held here: [B, 1, N, Hv], and log-sum-exps [B, 1, N].
+
+    Where a query sees none of them, its output is finite and its log-sum-exp -inf.
 
     Args:
+      first_B: position of each sequence's new token, whoever holds it.
       block: tokens per grid step, rounded down to a divisor of the capacity; None, here and below:
         what `tuned.json` has, or a default.
       scored: tokens of a block that are scored at once, rounded down to a divisor of the block.
@@ -78,11 +88,19 @@ def decode_attention(
     S, chip = _capacity(cache), _chip()
     default = _default_sizes(operands, cache)
     sizes = tuning.parameters(tuning.key("tpu", operands, cache), default=default)
-    block = _divisor(S, block or sizes["block"])
-    return _run(
+    block = block or sizes["block"]
+    origins = None
+    if held.chips == 1:
+        block = _divisor(S, block)
+    else:  # a block's positions are consecutive
+        block = _divisor(held.size, block)
+        origins = held.position(jnp.arange(S // block, dtype=jnp.int32) * block)
+    seen_B = held.held(first_B + 1)
+    o_B1NV, log_sum_exp_B1N = _run(
         operands,
         dict(cache),
-        jnp.minimum(first_B, S - 1),  # a full cache's sequence that grows no more has S
+        jnp.clip(seen_B - 1, 0, S - 1),  # a full cache's sequence that grows no more has S
+        origins,
         block=block,
         scored=_divisor(block, scored or sizes["scored"]),
         splits=splits or sizes["splits"],
@@ -90,14 +108,16 @@ def decode_attention(
         vmem_bytes=chip.vmem_bytes,
         interpret=interpret,
     )
+    # The kernel reads one slot at least; where there is none, it counts for nothing.
+    return o_B1NV, jnp.where(seen_B[:, None, None] > 0, log_sum_exp_B1N, -jnp.inf)
 
 
 @functools.partial(
     jax.jit, static_argnames=("block", "scored", "splits", "values", "vmem_bytes", "interpret")
 )  # a function of its own in the program: lowered once for all layers of a model
-def _run(operands, cache, first_B, *, block, values, **options) -> jax.Array:
-    plan = _plan(operands, cache, block, values)
-    outputs = attend(
+def _run(operands, cache, first_B, origins, *, block, values, **options):
+    plan = _plan(operands, cache, block, values, origins)
+    outputs, log_sum_exp_BN = attend(
         plan.parts,
         first_B,
         heads=operands.query.shape[2],
@@ -108,7 +128,7 @@ def _run(operands, cache, first_B, *, block, values, **options) -> jax.Array:
         lag=plan.lag,
         **options,
     )
-    return plan.expand(*outputs)[:, None]
+    return plan.expand(*outputs)[:, None], log_sum_exp_BN[:, None]
 
 
 def check(operands: Operands, cache: Cache) -> None:
@@ -199,9 +219,11 @@ class _Plan:
     lag: bool = False
 
 
-def _plan(operands: Operands, cache: Cache, block: int, values: str) -> _Plan:
-    build = {Grouped: _grouped, Residual: _residual, Latent: _latent}[type(operands)]
-    return build(operands, cache, block, values)
+def _plan(operands: Operands, cache: Cache, block: int, values: str, origins=None) -> _Plan:
+    """Of blocks that start at these positions; None: of a whole cache's."""
+    if isinstance(operands, Residual):
+        return _residual(operands, cache, block, values, origins)
+    return {Grouped: _grouped, Latent: _latent}[type(operands)](operands, cache, values)
 
 
 def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
@@ -215,8 +237,7 @@ def _values_of_heads(values_BKVS: jax.Array, N: int, how: str):
     return parts_lib.VectorValues(values_BKVS, N=N)
 
 
-def _grouped(o: Grouped, cache: Cache, block: int, values: str) -> _Plan:
-    del block
+def _grouped(o: Grouped, cache: Cache, values: str) -> _Plan:
     N, (K, V) = o.query.shape[2], cache["base_value"].shape[1:3]
     if N == K:
         part = Part(
@@ -231,8 +252,8 @@ def _grouped(o: Grouped, cache: Cache, block: int, values: str) -> _Plan:
     return _Plan([part], lambda o_BNV: o_BNV)
 
 
-def _latent(o: Latent, cache: Cache, block: int, values: str) -> _Plan:
-    del block, values
+def _latent(o: Latent, cache: Cache, values: str) -> _Plan:
+    del values
     N, C = o.query.shape[2:]
     content = Part(
         parts_lib.MatrixKeys(_by_group(o.query, 1), cache["latent"][:, None]),
@@ -243,7 +264,7 @@ def _latent(o: Latent, cache: Cache, block: int, values: str) -> _Plan:
     return _Plan([content, rope], lambda o_BNC: jnp.einsum("BNC,CNV->BNV", o_BNC, up_CNV))
 
 
-def _residual(o: Residual, cache: Cache, block: int, values: str) -> _Plan:
+def _residual(o: Residual, cache: Cache, block: int, values: str, origins) -> _Plan:
     B, _, N, _ = o.query.shape
     (J, V), (K, R) = cache["base_value"].shape[1:3], o.expand_key.shape[:2]
     base = Part(
@@ -258,6 +279,7 @@ def _residual(o: Residual, cache: Cache, block: int, values: str) -> _Plan:
             cache["residual_key"],
             base=o.rope_base,
             block=block,
+            origins=origins,
         )
     else:  # LRKV eq. 3
         q_BKGH = _by_group(o.residual_query, K).astype(jnp.float32)

@@ -96,7 +96,7 @@ class RotatingKeys(Keys):
     in rank space for every slot, and a latent sees one multiply-add per element.
     """
 
-    def __init__(self, query_BNH, expand_KRH, latent_BKRS, *, base: float, block: int):
+    def __init__(self, query_BNH, expand_KRH, latent_BKRS, *, base: float, block: int, origins):
         self.N, H = query_BNH.shape[1:]
         self.K, self.R = expand_KRH.shape[:2]
         self.product_rows = self.N * self.R
@@ -107,7 +107,9 @@ class RotatingKeys(Keys):
         # W = [q1 | -q1]·[b1 | b2] + [q2 | q2]·[b2 | b1]: whole lanes, no halves.
         swapped_KRH = jnp.roll(expand_KRH, H // 2, axis=-1)
         rows = lambda x: x.reshape(self.K, self.R, H).astype(dtype)
-        cos, sin = _angles(np.arange(-(-S // block)) * block, H, base)
+        if origins is None:  # positions of the blocks: constants, of a whole cache
+            origins = np.arange(-(-S // block)) * block
+        cos, sin = _angles(origins, H, base)
         angles = jnp.stack([join(cos, cos), join(sin, -sin)], axis=1)
         cos, sin = _angles(np.arange(block), H, base)
         table_Hs = jnp.concatenate([cos.T, sin.T]).astype(dtype)
@@ -150,9 +152,9 @@ class RotatingKeys(Keys):
         return head
 
 
-def _angles(slots: np.ndarray, dim: int, base: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [slots, H/2]."""
-    return tuple(a[0].astype(jnp.float32) for a in rope.rotary(slots[None], dim=dim, base=base))
+def _angles(at: np.ndarray | jax.Array, dim: int, base: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [positions, H/2]."""
+    return tuple(a[0].astype(jnp.float32) for a in rope.rotary(at[None], dim=dim, base=base))
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -187,8 +187,8 @@ def attend(
     lag: bool,
     vmem_bytes: int,
     interpret=False,
-) -> list[jax.Array]:
-    """Outputs [B, N, width] of the parts that have values, in float32.
+) -> tuple[list[jax.Array], jax.Array]:
+    """Outputs [B, N, width] of the parts that have values, and log-sum-exps [B, N], in float32.
 
     Args:
       heads: N.
@@ -239,10 +239,12 @@ def attend(
         interpret=interpret,
     )(first_B, *(x.array for _, x in inputs))
     values = [x.reshape(B, P, heads, -1) for x in values]
+    log_sum_exp_BPN = log_sum_exp[:, :, :heads, 0]
+    log_sum_exp_BN = jax.nn.logsumexp(log_sum_exp_BPN, axis=1)
     if P == 1:
-        return [x[:, 0] for x in values]
-    share_BPN = jax.nn.softmax(log_sum_exp[:, :, :heads, 0], axis=1)
-    return [jnp.einsum("BPN,BPNV->BNV", share_BPN, x) for x in values]
+        return [x[:, 0] for x in values], log_sum_exp_BN
+    share_BPN = jax.nn.softmax(log_sum_exp_BPN, axis=1)
+    return [jnp.einsum("BPN,BPNV->BNV", share_BPN, x) for x in values], log_sum_exp_BN
 
 
 def _padded(heads: int) -> int:

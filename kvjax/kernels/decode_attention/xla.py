@@ -11,6 +11,7 @@ its temporaries are the logits.
 """
 
 from collections.abc import Mapping
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from kvjax.kernels.decode_attention.bodies import BLOCK
 from kvjax.kernels.decode_attention.bodies import BODIES
 from kvjax.kernels.decode_attention.operands import Operands
+from kvjax.kernels.decode_attention.stripes import Stripes
 from kvjax.layers import sinusoid
 
 _MASKED = -1e30  # finite, so that a tile with nothing to see leaves the sums as they are
@@ -35,17 +37,37 @@ def decode_attention(
     Args:
       block: tokens per tile.
     """
+    return partial(operands, cache, first_B, Stripes(), block=block)[0]
+
+
+def partial(
+    operands: Operands,
+    cache: Mapping[str, jax.Array],
+    first_B: jax.Array,
+    held: Stripes,
+    *,
+    block: int = BLOCK,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the tokens that are held here: [B, T, N, Hv], and log-sum-exps [B, T, N].
+
+    Where a query sees none of them, its output is finite and its log-sum-exp -inf.
+
+    Args:
+      first_B: position of each sequence's first new token, whoever holds it.
+    """
     wide = jnp.promote_types(operands.query.dtype, jnp.float32)
     T = operands.query.shape[1]
     S = next(iter(cache.values())).shape[-1]
     is_wide = all(array.dtype == wide for array in cache.values())
-    in_tiles = lambda *args: tiled(*args, block)
-    at_once = lambda *args: whole(*args, block)
+    if held.chips > 1:  # no tile across stripes
+        block = math.gcd(block, held.size)
+    in_tiles = lambda *args: tiled(*args, block, held)
+    at_once = lambda *args: whole(*args, block, held)
 
     def on_cpu(operands, cache, first_B):
         if S <= 4 * block:
-            return whole(operands, cache, first_B, block)
-        short = 4 * jnp.max(first_B) < S
+            return at_once(operands, cache, first_B)
+        short = 4 * held.held(jnp.max(first_B)) < S
         return jax.lax.cond(short, in_tiles, at_once, operands, cache, first_B)
 
     with jax.default_matmul_precision("highest" if operands.query.dtype == wide else None):
@@ -55,16 +77,18 @@ def decode_attention(
         return jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=in_tiles)
 
 
-def tiled(operands, cache, first_B: jax.Array, block: int) -> jax.Array:
-    """Everything tile by tile, with an online softmax."""
-    problem = _Problem(operands, cache, first_B, block)
+def tiled(operands, cache, first_B: jax.Array, block: int, held: Stripes = Stripes()):
+    """Everything tile by tile, with an online softmax; see `partial`."""
+    problem = _Problem(operands, cache, first_B, block, held)
     B, T, N = operands.query.shape[:3]
     body = problem.body
 
     def step(i, carry):
         max_BNT, sum_BNT, outputs = carry
         start, tile = problem.tile(i)
-        z_BNTs, seen_BNTs = problem.masked(body.logits(tile, start), start, i * problem.block)
+        z_BNTs, seen_BNTs = problem.masked(
+            body.logits(tile, held.position(start)), start, i * problem.block
+        )
         new_max_BNT = jnp.maximum(max_BNT, jnp.max(z_BNTs, axis=-1))
         p_BNTs = jnp.where(seen_BNTs, jnp.exp(z_BNTs - new_max_BNT[..., None]), 0)
         decay_BNT = jnp.exp(max_BNT - new_max_BNT)
@@ -74,36 +98,36 @@ def tiled(operands, cache, first_B: jax.Array, block: int) -> jax.Array:
 
     zeros = lambda *shape: jnp.zeros((B, N, T, *shape), problem.wide)
     carry = (zeros() + _MASKED, zeros(), tuple(zeros(width) for width in body.widths(cache)))
-    _, sum_BNT, outputs = problem.for_tiles(step, carry)
-    return problem.finish(outputs, sum_BNT)
+    max_BNT, sum_BNT, outputs = problem.for_tiles(step, carry)
+    return problem.finish(outputs, max_BNT, sum_BNT)
 
 
-def whole(operands, cache, first_B: jax.Array, block: int) -> jax.Array:
-    """All logits first; only keys that must be expanded are taken tile by tile."""
-    problem = _Problem(operands, cache, first_B, block)
+def whole(operands, cache, first_B: jax.Array, block: int, held: Stripes = Stripes()):
+    """All logits first; only keys that must be expanded are taken tile by tile; see `partial`."""
+    problem = _Problem(operands, cache, first_B, block, held)
     B, T, N = operands.query.shape[:3]
     body = problem.body
     if body.expands:
 
         def step(i, z_BNTS):
             start, tile = problem.tile(i)
-            z_BNTs = body.logits(tile, start)
+            z_BNTs = body.logits(tile, held.position(start))
             return jax.lax.dynamic_update_slice_in_dim(z_BNTS, z_BNTs, start, axis=-1)
 
         z_BNTS = problem.for_tiles(step, jnp.zeros((B, N, T, problem.S), problem.wide))
     else:
         z_BNTS = body.logits(cache, jnp.zeros((), jnp.int32))
     z_BNTS, seen_BNTS = problem.masked(z_BNTS, jnp.zeros((), jnp.int32), 0)
-    p_BNTS = jnp.exp(z_BNTS - jnp.max(z_BNTS, axis=-1, keepdims=True))
-    p_BNTS = jnp.where(seen_BNTS, p_BNTS, 0)
-    return problem.finish(body.weigh(p_BNTS, cache), jnp.sum(p_BNTS, axis=-1))
+    max_BNT = jnp.max(z_BNTS, axis=-1)
+    p_BNTS = jnp.where(seen_BNTS, jnp.exp(z_BNTS - max_BNT[..., None]), 0)
+    return problem.finish(body.weigh(p_BNTS, cache), max_BNT, jnp.sum(p_BNTS, axis=-1))
 
 
 class _Problem:
     """One call's arrays, with what both ways of going through a cache share."""
 
-    def __init__(self, operands, cache, first_B, block):
-        self.operands, self.cache, self.first_B = operands, cache, first_B
+    def __init__(self, operands, cache, first_B, block, held):
+        self.operands, self.cache, self.first_B, self.held = operands, cache, first_B, held
         self.wide = jnp.promote_types(operands.query.dtype, jnp.float32)
         self.S = next(iter(cache.values())).shape[-1]
         self.block = min(block, self.S)
@@ -121,7 +145,7 @@ class _Problem:
         """`step(i, carry)` over the tiles that any sequence has reached."""
         if self.S == self.block:
             return step(0, carry)
-        reached = -(-(jnp.max(self.first_B) + self.T) // self.block)
+        reached = -(-self.held.held(jnp.max(self.first_B) + self.T) // self.block)
         return jax.lax.fori_loop(0, jnp.minimum(reached, -(-self.S // self.block)), step, carry)
 
     def masked(self, z_BNTs, start, new) -> tuple[jax.Array, jax.Array]:
@@ -130,16 +154,20 @@ class _Problem:
         What a query does not see does not count, nor slots before `new`: another tile had them.
         """
         slot_s = start + jnp.arange(z_BNTs.shape[-1], dtype=jnp.int32)
+        position_s = self.held.position(slot_s)
         z_BNTs = self.operands.scale * z_BNTs
         bias = getattr(self.operands, "bias", None)
         if bias is not None:
-            encoding_sC = sinusoid.encoding(slot_s, bias.weights.shape[0]).astype(self.wide)
+            encoding_sC = sinusoid.encoding(position_s, bias.weights.shape[0]).astype(self.wide)
             z_BNTs = z_BNTs + (encoding_sC @ bias.weights.astype(self.wide))[None, None, None]
         last_BT = self.first_B[:, None] + jnp.arange(self.T, dtype=self.first_B.dtype)[None]
-        seen_BTs = (slot_s[None, None] >= new) & (slot_s[None, None] <= last_BT[..., None])
+        seen_BTs = (slot_s[None, None] >= new) & (position_s[None, None] <= last_BT[..., None])
         seen_BNTs = jnp.broadcast_to(seen_BTs[:, None], z_BNTs.shape)
         return jnp.where(seen_BNTs, z_BNTs, _MASKED), seen_BNTs
 
-    def finish(self, outputs: tuple[jax.Array, ...], sum_BNT: jax.Array) -> jax.Array:
-        o_BNTV = self.body.finish(tuple(o / sum_BNT[..., None] for o in outputs))
-        return jnp.moveaxis(o_BNTV, 1, 2)
+    def finish(self, outputs: tuple[jax.Array, ...], max_BNT, sum_BNT):
+        """Outputs [B, T, N, Hv], and log-sum-exps [B, T, N]."""
+        over_BNT = jnp.where(sum_BNT > 0, sum_BNT, 1)  # nothing seen: zeros, not NaN
+        o_BNTV = self.body.finish(tuple(o / over_BNT[..., None] for o in outputs))
+        log_sum_exp_BNT = jnp.where(sum_BNT > 0, max_BNT + jnp.log(over_BNT), -jnp.inf)
+        return jnp.moveaxis(o_BNTV, 1, 2), jnp.moveaxis(log_sum_exp_BNT, 1, 2)

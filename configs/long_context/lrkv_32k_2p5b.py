@@ -1,0 +1,29 @@
+"""LRKV of rank 64, rows of 32,768 tokens: 36 layers, width 2304, 18 heads of 128.
+
+Reproduces no figure: the LRKV paper (arXiv 2601.11471, section 7) leaves contexts from 32K on to
+future work.
+
+    python -m kvjax.main --config=configs/long_context/lrkv_32k_2p5b.py
+
+Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
+Parameters: 2,435,973,120 parameters, 2,284,978,176 without the input embedding; 186,912 cache bytes
+per token in bfloat16; 46.325 GFLOP per trained token.
+Rows: 8 of 32,768 tokens per step, each split over 2 chips.
+Budget: 50B tokens in steps of 262,144: 2,316 exaFLOPs.
+Target: v5p:2x2x4 (16 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.pretrain(
+        "lrkv_32k_2p5b",
+        scale="2p5b",
+        attention=recipes.lrkv(18, rank=64),
+        data=dict(sequence_length=32_768),
+        train=dict(batch_size=8, eval_rows=320),
+        mesh=dict(sequence=2),
+    )

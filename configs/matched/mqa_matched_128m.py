@@ -1,0 +1,25 @@
+"""MQA, parameters as MHA: 12 layers, width 768, 6 heads of 128.
+
+Reproduces no figure: the LRKV paper (arXiv 2601.11471) compares mechanisms of different sizes;
+here the MLP makes up for what attention saves.
+
+    python -m kvjax.main --config=configs/matched/mqa_matched_128m.py
+
+Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
+Parameters: 185,597,952 parameters, 135,266,304 without the input embedding; 6,144 cache bytes
+per token in bfloat16; 1.038 GFLOP per trained token.
+Matched: 185,597,952 parameters here, 185,597,952 in mha_128m, a difference of 0;
+MLP of 3,712 for 3,072.
+Budget: 100B tokens in steps of 524,288: 104 exaFLOPs.
+Target: v5e:4x4 (16 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.pretrain(
+        "mqa_matched_128m", scale="128m", attention=recipes.mqa(6), model=dict(mlp_dim=3712)
+    )

@@ -1,0 +1,24 @@
+"""MLA with a latent of 256 and no RoPE key: 12 layers, width 768, 6 heads of 128.
+
+Reproduces: LRKV paper (arXiv 2601.11471), MLA of Table 2 and Figure 2: test BPB 0.876, counted as
+there, a cache of 16.7 % of MHA's: RoPE and norm on keys rebuilt from the latent. mla_128m is MLA
+as it is deployed.
+
+    python -m kvjax.main --config=configs/mla_paper_128m.py
+
+Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
+Parameters: 178,520,064 parameters, 128,188,416 without the input embedding; 6,144 cache bytes
+per token in bfloat16; 0.996 GFLOP per trained token.
+Budget: 100B tokens in steps of 524,288: 100 exaFLOPs.
+Target: v5e:4x4 (16 chips).
+At least: not known, not compiled yet.
+Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.pretrain(
+        "mla_paper_128m", scale="128m", attention=recipes.mla_paper(6, latent=256)
+    )

@@ -1,0 +1,371 @@
+"""What every paper-scale config needs of its chips: the table in experiments/README.md.
+
+    python -m experiments.scaling_table --compile                  # minutes for each config
+    python -m experiments.scaling_table --compile --only='*_128m'
+    python -m experiments.scaling_table                            # writes the table, lab notes
+    python -m experiments.scaling_table --check                    # status 1: they say otherwise
+
+A lab note, the docstring of a config, names the chips to compile for: "Target: v5p:2x2x4 (16
+chips)." and, where there are more, "Also: ...". --compile runs `python -m kvjax.aot` for those of
+which results/aot/ has nothing, or has what another config gave: one after another, each in its own
+process, until killed; what is there is not done again. Without flags, the table and the line "At
+least" of each lab note are written from what is there. A config without a result says so.
+"""
+
+import argparse
+import ast
+from collections.abc import Iterable
+from collections.abc import Sequence
+import dataclasses
+import difflib
+import fnmatch
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+
+from kvjax import aot
+from kvjax import command_line
+from kvjax import costs
+from kvjax import experiment as experiment_lib
+from kvjax.configuration import to_text
+from kvjax.errors import UserError
+from kvjax.experiment import Experiment
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+README = ROOT / "experiments" / "README.md"
+RESULTS = aot.RESULTS
+FOLDERS = ("configs", "ranks", "matched", "long_context")
+SCALES = ("128m", "2p5b", "6p3b")
+BEGIN = "<!-- written by `python -m experiments.scaling_table` -->"
+END = "<!-- to here -->"
+# Keys that a training step does not depend on: a result outlives their change.
+_UNSEEN = {
+    *("name", "data.source", "data.validation_source", "data.validation_fraction"),
+    *("data.text_key", "data.tokenizer", "data.directory", "train.seed", "train.log_every"),
+    *("train.eval_every", "train.eval_rows", "train.checkpoint_every", "train.keep_checkpoints"),
+    *("train.stop_after", "train.max_bad_steps", "train.sample_prompt", "train.sample_tokens"),
+}
+_MISSING = "not compiled yet"
+_STALE = "changed since it was compiled"
+_COLUMNS = (
+    *("config", "parameters", "cache bytes per token", "target", "mesh", "remat", "parts"),
+    *("GB per chip", "of HBM", "GFLOP per token", "GB sent per step and chip", "MFU at most"),
+    *("bound by", "days at least", "exaFLOPs"),
+)
+_WORDS = ("config", "target", "mesh", "remat", "GB sent per step and chip", "bound by")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabNote:
+    """A config's file: its text, what it resolves to, and the topologies it is meant for."""
+
+    path: pathlib.Path
+    source: str
+    resolved: tuple[str, ...]  # a line for each key
+    experiment: Experiment
+    targets: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.experiment.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What `kvjax.aot` says of a config on a topology, or why that is not known."""
+
+    result: dict | None
+    why: str = ""
+
+
+def lab_notes() -> list[LabNote]:
+    """Of every config but the tiny ones, in the table's order.
+
+    Raises:
+      UserError: what `read` raises.
+    """
+    files = (path for path in CONFIGS.rglob("*.py") if not path.stem.endswith("_tiny"))
+    return sorted(map(read, files), key=_order)
+
+
+def _order(note: LabNote) -> tuple:
+    folder = note.path.parent.name if note.path.parent != CONFIGS else FOLDERS[0]
+    scale = SCALES.index(note.name.rpartition("_")[2])
+    length = note.experiment.data.sequence_length
+    return FOLDERS.index(folder), scale, length, -_cache_bytes(note.experiment), note.name
+
+
+def read(path: pathlib.Path) -> LabNote:
+    """The lab note of a config's file.
+
+    Raises:
+      UserError: the config cannot be resolved, or its docstring lacks a target.
+    """
+    source, config = path.read_text(), command_line.load_config(path)
+    return LabNote(
+        path=path,
+        source=source,
+        resolved=tuple(to_text(config).splitlines()),
+        experiment=experiment_lib.resolve(config),
+        targets=_targets(path, ast.get_docstring(ast.parse(source), clean=False) or ""),
+    )
+
+
+def _targets(path: pathlib.Path, doc: str) -> tuple[str, ...]:
+    found = {label: re.findall(rf"^{label}: (.*)\.$", doc, re.M) for label in ("Target", "Also")}
+    if len(found["Target"]) != 1 or len(found["Also"]) > 1:
+        raise UserError(
+            f"{path}: its docstring needs one line like 'Target: v5p:2x2x4 (16 chips).', and at "
+            "most one that starts with 'Also: '"
+        )
+    names = []
+    for item in ", ".join(found["Target"] + found["Also"]).split(", "):
+        parts = re.fullmatch(r"(\w+:(\d+(?:x\d+)*)) \((\d+) chips\)", item)
+        if not parts or chips(parts[1]) != int(parts[3]):
+            raise UserError(f"{path}: target {item!r}: must be like 'v5p:2x2x4 (16 chips)'")
+        names.append(parts[1])
+    return tuple(names)
+
+
+def chips(topology: str) -> int:
+    """Of a topology's name: v5p:2x2x4 has 16, h200:8 has 8."""
+    return math.prod(map(int, topology.partition(":")[2].split("x")))
+
+
+def mesh(experiment: Experiment, topology: str) -> dict[str, int]:
+    """Chips along each axis, fsdp = 0 filled in; see `sharding.make_mesh`."""
+    shape = dataclasses.asdict(experiment.mesh)
+    others = shape["data"] * shape["sequence"] * shape["tensor"]
+    return shape | dict(fsdp=shape["fsdp"] or max(chips(topology) // others, 1))
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def result_file(name: str, topology: str) -> pathlib.Path:
+    """Where `python -m kvjax.aot --save` puts a training step's result."""
+    return RESULTS / f"{name}_{topology.replace(':', '_')}.json"
+
+
+def outcome(note: LabNote, topology: str) -> Outcome:
+    """The saved result, if it is of the config as it is now."""
+    file = result_file(note.name, topology)
+    if not file.exists():
+        return Outcome(result=None, why=_MISSING)
+    result = json.loads(file.read_text())
+    if _seen(result.get("resolved", ())) != _seen(note.resolved):
+        return Outcome(result=None, why=_STALE)
+    return Outcome(result=result)
+
+
+def _seen(lines: Iterable[str]) -> list[str]:
+    return [line for line in lines if line.partition(" = ")[0] not in _UNSEEN]
+
+
+def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
+    """Compiles what has no result; says how long each took.
+
+    Args:
+      only: names of configs, or of result files without ".json", that this pattern matches.
+
+    Returns:
+      What was not compiled, or does not fit its target: a line for each.
+    """
+    chosen = [
+        (note, topology)
+        for note in notes
+        for topology in note.targets
+        if any(fnmatch.fnmatch(n, only) for n in (note.name, result_file(note.name, topology).stem))
+    ]
+    waiting = [pair for pair in chosen if outcome(*pair).result is None]
+    print(f"{len(waiting)} of {len(chosen)} to compile", flush=True)
+    for i, (note, topology) in enumerate(waiting):
+        start = time.perf_counter()
+        failure = _compile(note, topology)
+        said = failure or f"{outcome(note, topology).result['memory']['part']:.1%} of HBM"
+        seconds = time.perf_counter() - start
+        place = f"{i + 1}/{len(waiting)} {note.name} on {topology}"
+        print(f"{place}: {seconds:.0f} s, {said}", flush=True)
+    return [f"{note.name} on {t}: {why}" for note, t in chosen if (why := _complaint(note, t))]
+
+
+def _compile(note: LabNote, topology: str) -> str:
+    """Empty, or why there is no result."""
+    file = result_file(note.name, topology)
+    file.unlink(missing_ok=True)  # so that what is there afterwards is new
+    run = subprocess.run(
+        _command(note, topology),
+        cwd=ROOT,
+        env={"JAX_PLATFORMS": "cpu"} | os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not file.exists():
+        lines = run.stderr.strip().splitlines()
+        return f"status {run.returncode}: {lines[-1] if lines else 'it said nothing'}"
+    return ""
+
+
+def _command(note: LabNote, topology: str) -> list[str]:
+    config = f"--config={note.path.relative_to(ROOT)}"
+    return [sys.executable, "-m", "kvjax.aot", config, f"--topology={topology}", "--save"]
+
+
+def _complaint(note: LabNote, topology: str) -> str:
+    found = outcome(note, topology)
+    if found.result is None:
+        return found.why
+    return "" if found.result["fits"] else _too_large(found.result)
+
+
+def _too_large(result: dict) -> str:
+    return f"does not fit, {result['memory']['part']:.1%} of HBM"
+
+
+# -- what is written -------------------------------------------------------------------------------
+
+
+def row(note: LabNote, topology: str) -> list[str]:
+    """The cells of a config on a topology; figures that only a compiler knows may be missing."""
+    e = note.experiment
+    axes = {name: n for name, n in mesh(e, topology).items() if n > 1}
+    flops = costs.training_flops_per_token(e.model, e.data.sequence_length)
+    path = pathlib.Path(os.path.relpath(note.path, README.parent)).as_posix()
+    cells = dict.fromkeys(_COLUMNS, "") | {
+        "config": f"[{note.name}]({path})",
+        "parameters": f"{costs.parameters(e.model)['total']:,}",
+        "cache bytes per token": f"{_cache_bytes(e):,}",
+        "target": topology,
+        "mesh": " x ".join(f"{name} {n}" for name, n in axes.items()),
+        "remat": e.compute.remat,
+        "parts": str(e.train.grad_accumulation),
+        "GFLOP per token": f"{flops / 1e9:.3f}",
+        "exaFLOPs": f"{flops * e.tokens_per_step * e.train.num_steps / 1e18:,.0f}",
+    }
+    found = outcome(note, topology)
+    if found.result is None:
+        cells["GB per chip"] = found.why
+    else:
+        cells |= _compiled_cells(found.result)
+    return list(cells.values())
+
+
+def _compiled_cells(result: dict) -> dict[str, str]:
+    memory, bound = result["memory"], result["bound"]
+    most = "≤ " if result["memory_is_upper_bound"] else ""
+    sent = {}
+    for c in result["collectives"]:
+        sent[c["kind"]] = sent.get(c["kind"], 0) + c["wire_bytes"] / 1e9
+    shown = (f"{kind} {gb:.2f}" for kind, gb in sent.items() if gb >= 0.005)
+    part = f"{memory['part']:.1%}"
+    return {
+        "GB per chip": f"{most}{memory['total'] / 1e9:.1f}",
+        "of HBM": most + part if result["fits"] else f"**{most}{part}: does not fit**",
+        "GB sent per step and chip": ", ".join(shown),
+        "MFU at most": f"{bound['mfu']:.1%}",
+        "bound by": bound["by"],
+        "days at least": f"{bound['days']:.2f}",
+    }
+
+
+def table(notes: Sequence[LabNote]) -> str:
+    """The Markdown table, a line for each config and target."""
+    lines = [_COLUMNS, ["---" if column in _WORDS else "---:" for column in _COLUMNS]]
+    lines += [row(note, topology) for note in notes for topology in note.targets]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def time_line(found: Outcome) -> str:
+    """The lab note's line on the least time, on its first target."""
+    if found.result is None:
+        return f"At least: not known, {found.why}."
+    bound = found.result["bound"]
+    counted = " (masked keys counted)" if bound["mfu"] > 1 else ""  # causal kernels skip them
+    line = (
+        f"At least {bound['days']:.2f} days for {bound['exaflops']:,.0f} exaFLOPs: at most "
+        f"{bound['mfu']:.1%} MFU{counted}, bound by {bound['by']}"
+    )
+    return f"{line}." if found.result["fits"] else f"{line}; {_too_large(found.result)}."
+
+
+def written(notes: Sequence[LabNote]) -> dict[pathlib.Path, str]:
+    """The README and every config as they must read.
+
+    Raises:
+      UserError: a file lacks the line, or the marks, between which to write.
+    """
+    texts = {README: _replace(README, f"(?s)({BEGIN}\n).*?(\n{END})", f"\n{table(notes)}")}
+    for note in notes:
+        line = time_line(outcome(note, note.targets[0]))
+        texts[note.path] = _replace(note.path, r"(?m)^()At least.*()$", line)
+    return texts
+
+
+def _replace(path: pathlib.Path, pattern: str, text: str) -> str:
+    """A file's text with what stands between the two groups of a pattern replaced."""
+    there = path.read_text()
+    if len(re.findall(pattern, there)) != 1:
+        raise UserError(f"{path}: must have {pattern!r} once, to be written over")
+    return re.sub(pattern, lambda found: found[1] + text + found[2], there)
+
+
+def _cache_bytes(experiment: Experiment) -> int:
+    return costs.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16))
+
+
+def differences(notes: Sequence[LabNote]) -> str:
+    """What the table and the lab notes say, against what they should say; empty if the same."""
+    changes = []
+    for path, text in written(notes).items():
+        name = str(path.relative_to(ROOT))
+        lines = [t.splitlines(keepends=True) for t in (path.read_text(), text)]
+        changes += difflib.unified_diff(*lines, f"{name} (is)", f"{name} (should be)", n=0)
+    return "".join(changes)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def main(argv: list[str]) -> int:
+    """The exit status: 1 if something differs, was not compiled or does not fit; 2: bad input."""
+    parser = _Parser(
+        description=__doc__.rstrip(),
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--compile", action="store_true", help="what has no result of its config")
+    parser.add_argument("--only", default="*", help="of --compile: names that match this pattern")
+    parser.add_argument("--check", action="store_true", help="write nothing: print what differs")
+    try:
+        options = parser.parse_args(argv[1:])
+        if options.compile:
+            complaints = compile_missing(lab_notes(), options.only)
+            print("\n".join(complaints or ["all compiled, and all fit"]))
+            return 1 if complaints else 0
+        if options.check:
+            changes = differences(lab_notes())
+            print(changes or "nothing differs", end="" if changes else "\n")
+            return 1 if changes else 0
+        for path, text in written(lab_notes()).items():
+            if path.read_text() != text:
+                path.write_text(text)
+                print(f"written: {path.relative_to(ROOT)}")
+    except (UserError, OSError) as error:
+        print(f"kvjax: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

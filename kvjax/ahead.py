@@ -1,0 +1,223 @@
+"""A training or decode step compiled for chips that are not there, and what it needs of them."""
+
+import dataclasses
+import math
+import re
+import time
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from kvjax import cache as cache_lib
+from kvjax import compiled as compiled_lib
+from kvjax import devices as datasheets
+from kvjax import preflight
+from kvjax import roofline
+from kvjax import sharding
+from kvjax import topology
+from kvjax.compiled import Collective
+from kvjax.compiled import Memory
+from kvjax.devices import Device
+from kvjax.errors import UserError
+from kvjax.experiment import Experiment
+from kvjax.model.decoder import Decoder
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+from kvjax.program import Program
+
+BF16 = jnp.dtype(jnp.bfloat16)
+LIMIT = 0.9  # of a chip's memory: the rest is for the runtime and fragmentation
+LARGE = 10**6  # bytes above which a parameter that is whole on every chip is named
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+_RAN_OUT = (  # and whether arguments are counted
+    (rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)", False),
+    (rf"Used {_SIZE} of {_SIZE} hbm", True),
+)
+
+
+class TooLarge(UserError):
+    """The compiler gave up: `needed` bytes per chip, of `there`."""
+
+    def __init__(self, message: str, needed: int, there: int):
+        super().__init__(message)
+        self.needed, self.there = needed, there
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """A compiled step of an experiment on a topology; bytes are of one chip."""
+
+    device: Device
+    mesh: dict[str, int]
+    memory: Memory
+    upper_bound: bool  # memory: the real attention needs less
+    collectives: tuple[Collective, ...]
+    causal_kernel: bool  # attention leaves out what the mask hides
+    whole: tuple[tuple[str, int], ...]  # parameters that no axis splits, and their bytes
+    seconds_to_lower: float
+    seconds_to_compile: float
+    xla: dict[str, float]  # the compiler's own count; bodies of loops once
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def part(self) -> float:
+        """Of the chip's memory."""
+        return self.memory.total / self.device.hbm_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.part <= LIMIT
+
+    @property
+    def wire_bytes(self) -> float:
+        return sum(c.times * c.wire_bytes for c in self.collectives)
+
+
+def datasheet(name: str) -> Device:
+    """Of the chips of a topology's name."""
+    return datasheets.get(name.partition(":")[0])
+
+
+def training_step(experiment: Experiment, name: str) -> Step:
+    """The whole training step, compiled.
+
+    Args:
+      name: a topology, see `topology.get_devices`.
+
+    Raises:
+      UserError: an unknown topology, a mesh or batch that does not divide.
+      TooLarge: the compiler finds no place for it.
+    """
+    devices = topology.get_devices(name)
+    platform = devices[0].platform
+    on_gpu = name.partition(":")[0] in topology.GPUS
+    if on_gpu:  # cuDNN's attention needs its library to be lowered
+        changed = dataclasses.replace(experiment.compute, attention="xla")
+        experiment = dataclasses.replace(experiment, compute=changed)
+    mesh = sharding.make_mesh(experiment.mesh, devices)
+    preflight.check_batch(experiment, mesh)
+    compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
+    start = time.perf_counter()
+    program = Program(experiment, compute, mesh)
+    shape = (experiment.train.batch_size, experiment.data.sequence_length + 1)
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(mesh))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = program.train_step.lower(program.abstract_state, rows)
+    return _compile(
+        lowered,
+        start,
+        _bytes((program.abstract_state, rows)),
+        device=datasheet(name),
+        mesh=dict(mesh.shape),
+        upper_bound=on_gpu,
+        whole=_whole(program.abstract_state["params"]) if mesh.size > 1 else (),
+    )
+
+
+def decode_step(experiment: Experiment, name: str, *, batch: int, length: int) -> Step:
+    """One step of decoding on one chip: a token for each of `batch` caches of `length`.
+
+    Raises:
+      UserError: an unknown topology.
+      TooLarge: the compiler finds no place for it.
+    """
+    device = topology.get_devices(name)[0]
+    config, dtype = experiment.model, BF16
+    make = lambda: Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=dtype))
+    graph, state = nnx.split(nnx.eval_shape(make))
+    cache = cache_lib.abstract(config.mechanisms, batch=batch, capacity=length, dtype=dtype)
+    integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def step(weights, tokens_B1, cache, counts_B):
+        decoder = nnx.merge(graph, weights)
+        x_B1D, cache = decoder(tokens_B1, cache, counts_B)
+        return decoder.logits(x_B1D), cache
+
+    start = time.perf_counter()
+    arguments = (nnx.to_pure_dict(state), integers(batch, 1), cache, integers(batch))
+    lowered = topology.lower_for(device, jax.jit(step, donate_argnums=2), *arguments)
+    return _compile(
+        lowered,
+        start,
+        _bytes(arguments),
+        device=datasheet(name),
+        mesh=dict(chip=1),
+        upper_bound=False,
+        whole=(),
+    )
+
+
+def bound(step: Step, experiment: Experiment) -> roofline.Bound:
+    """The roofline of a compiled training step."""
+    return roofline.training_step(
+        experiment,
+        step.device,
+        mesh=step.mesh,
+        wire_bytes=step.wire_bytes,
+        causal_kernel=step.causal_kernel,
+    )
+
+
+def _compile(lowered, start: float, arguments: int, **known) -> Step:
+    middle = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise too_large(error, arguments) or error from None
+    end = time.perf_counter()
+    text = compiled.as_text()
+    counted = compiled.cost_analysis() or {}
+    return Step(
+        memory=compiled_lib.memory(compiled),
+        collectives=tuple(compiled_lib.collectives(text)),
+        causal_kernel=bool(re.search(r"splash|__cudnn\$fmha", text)),
+        seconds_to_lower=middle - start,
+        seconds_to_compile=end - middle,
+        xla={key: counted[key] for key in ("flops", "bytes accessed") if key in counted},
+        **known,
+    )
+
+
+def too_large(error: Exception, arguments: int) -> TooLarge | None:
+    """The sizes in what a TPU's compiler says when memory runs out; None of another error.
+
+    Args:
+      arguments: bytes of the program's, which the compiler does not always count.
+    """
+    message = str(error)
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    for pattern, counted in _RAN_OUT:
+        if found := re.search(pattern, message):
+            needed, there = (
+                round(float(number) * _UNITS[unit]) for number, unit in _pairs(found.groups())
+            )
+            needed += 0 if counted else arguments
+            over = f"{needed / 1e9:.1f} GB, and a chip has {there / 1e9:.1f} GB"
+            return TooLarge(f"the compiler needs {over}", needed, there)
+    return TooLarge(message.splitlines()[0], 0, 0)
+
+
+def _pairs(items):
+    return zip(items[::2], items[1::2], strict=True)
+
+
+def _bytes(tree) -> int:
+    """On one chip."""
+    own = lambda x: x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+    return sum(math.prod(own(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _whole(params) -> tuple[tuple[str, int], ...]:
+    """Parameters of more than LARGE bytes that lie whole on every chip."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if size > LARGE and leaf.sharding.shard_shape(leaf.shape) == leaf.shape:
+            found.append((jax.tree_util.keystr(path, simple=True, separator="/"), size))
+    return tuple(found)

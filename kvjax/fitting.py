@@ -1,0 +1,239 @@
+"""Which mesh, accumulation and rematerialisation suit a topology: predicted, then compiled.
+
+A compile takes minutes, so candidates are first put in order by a prediction (`predict`), whose
+temporaries each compile corrects; then compiled in that order until one fits.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+import dataclasses
+import math
+
+import jax
+
+from kvjax import ahead
+from kvjax import costs
+from kvjax import roofline
+from kvjax import sharding
+from kvjax import topology
+from kvjax.ahead import Step
+from kvjax.ahead import TooLarge
+from kvjax.devices import Device
+from kvjax.errors import UserError
+from kvjax.experiment import Experiment
+from kvjax.model.transformer import REMAT_POLICIES
+
+MESHES = ("data", "fsdp", "tensor")  # `sequence` stays as the config has it
+TENSOR = (1, 2, 4, 8)  # ways worth trying
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of one candidate: bytes on a chip, and the roofline with predicted collectives."""
+
+    state: int  # parameters and optimizer, as arguments
+    temporaries: float
+    bound: roofline.Bound
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Better is less: the bound, to a thousandth; then the time if nothing overlapped."""
+        b = self.bound
+        return float(f"{b.seconds:.3g}"), b.compute + b.hbm + b.interconnect
+
+
+@dataclasses.dataclass
+class Candidate:
+    """An experiment with its keys changed, and what became of it."""
+
+    experiment: Experiment
+    predicted: Prediction
+    step: Step | None = None
+    too_large: TooLarge | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        """What to add to the command line."""
+        e = self.experiment
+        return [
+            *(f"--config.mesh.{axis}={getattr(e.mesh, axis)}" for axis in MESHES),
+            f"--config.train.grad_accumulation={e.train.grad_accumulation}",
+            f"--config.compute.remat={e.compute.remat}",
+        ]
+
+
+def candidates(experiment: Experiment, device: Device, chips: int) -> list[Candidate]:
+    """Every mesh over the chips, accumulation and policy that divides; best predicted first."""
+    found = []
+    for mesh in _meshes(experiment, chips):
+        rows = experiment.train.batch_size // (mesh.data * mesh.fsdp)
+        for parts in sharding.divisors(rows):
+            if parts & (parts - 1):
+                continue  # powers of two are enough
+            for remat in REMAT_POLICIES:
+                changed = dataclasses.replace(
+                    experiment,
+                    mesh=mesh,
+                    train=dataclasses.replace(experiment.train, grad_accumulation=parts),
+                    compute=dataclasses.replace(experiment.compute, remat=remat),
+                )
+                found.append(Candidate(changed, predict(changed, device)))
+    return sorted(found, key=lambda c: c.predicted.order)
+
+
+def _meshes(experiment: Experiment, chips: int) -> Iterator[sharding.MeshConfig]:
+    shapes, _ = costs.abstract_parameters(experiment.model)
+    sequence = experiment.mesh.sequence
+    for tensor in TENSOR:
+        if chips % (sequence * tensor):
+            continue
+        for fsdp in sharding.divisors(chips // sequence // tensor):
+            data = chips // sequence // tensor // fsdp
+            if experiment.train.batch_size % (data * fsdp):
+                continue
+            shape = dict(data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
+            mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
+            try:
+                sharding.parameter_shardings(mesh, shapes)
+            except UserError:  # does not divide
+                continue
+            yield sharding.MeshConfig(**shape)
+
+
+def predict(experiment: Experiment, device: Device) -> Prediction:
+    """Memory and time of one candidate by formulas; of GPUs with XLA's attention."""
+    kernel = device.name not in topology.GPUS
+    mesh = dataclasses.asdict(experiment.mesh)
+    config, c = experiment.model, experiment.model.block
+    T, chips = experiment.data.sequence_length, math.prod(mesh.values())
+    compute = experiment.compute.resolve("tpu", c.num_layers)
+    remat, parts, itemsize = compute.remat, experiment.train.grad_accumulation, 2
+    tensor, ways = mesh["tensor"], mesh["data"] * mesh["fsdp"]
+    memory = roofline.state_memory(config, mesh["fsdp"] * tensor)
+    weights = roofline.matrix_weights(config)
+    layers = (weights["attention"] + weights["mlp"]) / tensor
+    tokens = experiment.train.batch_size // parts // ways * T / mesh["sequence"]
+    inside = [
+        2 * c.d_model
+        + (3 * m.num_heads * (m.query_dim + m.value_dim) + m.num_heads * m.value_dim) / tensor
+        + 2 * c.mlp_dim / tensor
+        for m in config.mechanisms
+    ]
+    kept = {"none": sum(inside), "dots": sum(inside) / 2}.get(remat, 2 * max(inside))
+    kept += c.num_layers * c.d_model
+    if remat == "attention":
+        kept += sum(m.num_heads * m.value_dim for m in config.mechanisms) / tensor
+    logits = 0 if kernel else 2 * T * max(m.num_heads for m in config.mechanisms) / tensor
+    kept += logits * 2 * (c.num_layers if remat == "none" else 1)  # two in float32
+    head = c.d_model * config.vocab_size / tensor
+    temporaries = (
+        itemsize * tokens * kept
+        + itemsize * layers * (1 if remat == "none" else 2 / c.num_layers)  # gathered weights
+        + 8 * tokens * config.vocab_size / tensor / compute.loss_chunks  # logits, their gradient
+        + (4 + 2 * itemsize) * head
+        + (2 if parts > 1 else 1) * memory.gradients
+    )
+    fraction = lambda n: (n - 1) / n
+    passes = {"none": 2}.get(remat, 3)  # weights gathered, and again; gradients scattered
+    sent = itemsize * parts * passes * (layers + head) * fraction(mesh["fsdp"])
+    sent += 2 * itemsize * parts * (layers + head) / mesh["fsdp"] * fraction(mesh["data"])
+    sums = 4 if remat == "none" else 6  # of activations: two in each pass through a layer
+    sent += 2 * sums * parts * itemsize * tokens * c.d_model * c.num_layers * fraction(tensor)
+    sent += 2 * itemsize * layers * tensor / chips  # Muon, there and back
+    return Prediction(
+        state=memory.parameters + memory.optimizer,
+        temporaries=temporaries,
+        bound=roofline.training_step(
+            experiment, device, mesh=mesh, wire_bytes=sent, causal_kernel=kernel
+        ),
+    )
+
+
+def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> list[Candidate]:
+    """Candidates compiled, in that order: the config as it is, then those predicted to be better.
+
+    Ends when none that may fit is predicted to be better than the best that does.
+
+    Args:
+      compiles: at most.
+      say: called with a line of progress before each compile.
+
+    Raises:
+      UserError: an unknown topology, or the config's own mesh does not divide.
+    """
+    own = _with_mesh(experiment, name)
+    device, chips = ahead.datasheet(name), math.prod(dataclasses.asdict(own.mesh).values())
+    todo = [Candidate(own, predict(own, device)), *candidates(own, device, chips)]
+    tried: list[Candidate] = []
+    while todo and len(tried) < compiles:
+        candidate = todo.pop(0)
+        say(f"compiling {' '.join(candidate.overrides)}")
+        try:
+            candidate.step = ahead.training_step(candidate.experiment, name)
+        except TooLarge as error:
+            candidate.too_large = error
+        tried.append(candidate)
+        found = best(tried)
+        better = lambda c, found=found: not found or c.predicted.order < found.predicted.order
+        done = [c.experiment for c in tried]
+        fit = lambda c: may_fit(c, device, corrections(tried))
+        todo = [c for c in todo if c.experiment not in done and better(c) and fit(c)]
+    return tried
+
+
+def _with_mesh(experiment: Experiment, name: str) -> Experiment:
+    """The experiment with every axis of its mesh a number."""
+    mesh = sharding.make_mesh(experiment.mesh, topology.get_devices(name))
+    return dataclasses.replace(experiment, mesh=sharding.MeshConfig(**mesh.shape))
+
+
+def best(tried: Iterable[Candidate]) -> Candidate | None:
+    """Of those that fit the one with the highest bound of MFU, then the least time in sum."""
+
+    def order(c: Candidate):
+        return dataclasses.replace(c.predicted, bound=ahead.bound(c.step, c.experiment)).order
+
+    return min((c for c in tried if c.step and c.step.fits), key=order, default=None)
+
+
+def corrections(tried: Iterable[Candidate]) -> dict[str, float]:
+    """By policy, what was measured of temporaries over what was predicted, last compile first."""
+    found = {}
+    for c in tried:
+        needed = c.too_large.needed if c.too_large else c.step.memory.total - c.predicted.state
+        if needed > 0:
+            found[c.experiment.compute.remat] = needed / c.predicted.temporaries
+    return found
+
+
+def may_fit(candidate: Candidate, device: Device, corrected: dict[str, float]) -> bool:
+    """Whether it is predicted to fit, with a tenth of doubt."""
+    remat = candidate.experiment.compute.remat
+    factor = corrected.get(remat, max(corrected.values(), default=1.0))
+    need = candidate.predicted.state + factor * candidate.predicted.temporaries
+    return need < 1.1 * ahead.LIMIT * device.hbm_bytes
+
+
+def advice(experiment: Experiment, name: str, needed: int) -> str:
+    """What would fit, of a training step that does not: predicted, corrected by `needed` bytes."""
+    device, own = ahead.datasheet(name), _with_mesh(experiment, name)
+    limit = ahead.LIMIT * device.hbm_bytes
+    here = predict(own, device)
+    factor = max(needed - here.state, 0) / here.temporaries if needed else 1.0
+    fits = lambda p: p.state + factor * p.temporaries <= limit
+    chips = math.prod(dataclasses.asdict(own.mesh).values())
+    lines = [
+        f"It is over {ahead.LIMIT:.0%} of a {device.name}'s {device.hbm_bytes / 1e9:.0f} GB by "
+        f"{(needed - limit) / 1e9:.1f} GB a chip. Predicted to fit:"
+    ]
+    if other := next((c for c in candidates(own, device, chips) if fits(c.predicted)), None):
+        lines.append(f"  on these {chips} chips: {' '.join(other.overrides)}")
+    for times in (2**n for n in range(1, 12)):
+        mesh = dataclasses.replace(own.mesh, fsdp=times * own.mesh.fsdp)
+        rows = own.train.batch_size // own.train.grad_accumulation
+        if rows % (mesh.data * mesh.fsdp):
+            break
+        if fits(predict(dataclasses.replace(own, mesh=mesh), device)):
+            lines.append(f"  as it is, on {times * chips} chips of {device.name}")
+            break
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  nothing that was tried"])

@@ -1,0 +1,165 @@
+"""Real processes on this machine, joined as one job: started from tests, or started by them."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+class Job:
+    """Processes of one job, each with CPU devices of its own and its output in a file.
+
+    Args:
+      commands: what follows `python -m`, by process; where they meet is added.
+      devices: per process.
+      logs: a folder.
+    """
+
+    def __init__(self, commands: list[list[str]], *, devices: int, logs: pathlib.Path, **flags):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{s.getsockname()[1]}"
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = [logs / f"process-{i}.txt" for i in range(len(commands))]
+        environment = os.environ | dict(
+            JAX_PLATFORMS="cpu",
+            PYTHONPATH=str(ROOT),
+            XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+        )
+        self.processes = []
+        for i, command in enumerate(commands):
+            own = dict(coordinator=coordinator, num_processes=len(commands), process_id=i) | flags
+            with open(self.logs[i], "w") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", *command, *(f"--{k}={v}" for k, v in own.items())],
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def wait(self, seconds: float = 300) -> list[int]:
+        """Exit statuses, by process; all are killed if it takes longer."""
+        deadline = time.monotonic() + seconds
+        try:
+            return [p.wait(max(deadline - time.monotonic(), 0.1)) for p in self.processes]
+        finally:
+            self.kill()
+
+    def succeed(self) -> list[str]:
+        """Waits for all, insists that they end well; their outputs."""
+        statuses = self.wait()
+        assert not any(statuses), (statuses, self.outputs())
+        return self.outputs()
+
+    def outputs(self) -> list[str]:
+        return [log.read_text() for log in self.logs]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def send(self, process: int, number: signal.Signals) -> None:
+        self.processes[process].send_signal(number)
+
+
+# -- what the processes of `python -m tests.job` do ------------------------------------------------
+
+
+def rows(source: str, directory: str) -> dict:
+    """The first rows that this process reads, over several meshes, as texts."""
+    import jax
+
+    from kvjax import distributed
+    from kvjax import experiment
+    from kvjax import preflight
+    from kvjax import sharding
+    from kvjax.data import loader
+    from tests import runs
+
+    data = experiment.resolve(runs.small_config(source, directory)).data
+    dataset = preflight.prepared(data)
+    found = {}
+    for name, axes in dict(fsdp4={}, tensor2=dict(tensor=2), tensor4=dict(tensor=4)).items():
+        mesh = sharding.make_mesh(sharding.MeshConfig(**axes), jax.devices())
+        lies = sharding.batch_sharding(mesh)
+        index, count = loader.share(lies, 8)
+        options = dict(process_index=index, process_count=count, sequence_length=32, batch_size=8)
+        batch = next(loader.train_batches(dataset, seed=0, position=16, **options))
+        placed = jax.make_array_from_process_local_data(lies, batch, (8, 33))
+        here = {bytes(row.tolist()).hex() for s in placed.addressable_shards for row in s.data}
+        found[name] = sorted(bytes(row.tolist()).hex() for row in batch % 256)
+        assert len(here) == len(batch)
+    return dict(found=found, process=distributed.index())
+
+
+def checkpoints(directory: str) -> dict:
+    """Saves three times, and restores where process 1 cannot read the last one."""
+    from etils import epath
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+    import numpy as np
+
+    from kvjax import checkpoint
+    from kvjax import distributed
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
+    split = jax.sharding.NamedSharding(mesh, P("x"))
+    make = jax.jit(lambda v: {"w": v * jnp.ones((64, 8))}, out_shardings=split)
+    store = checkpoint.Checkpoints(epath.Path(directory), keep=2)
+    for step in (1, 2, 3):
+        store.save(step, make(float(step)), 10 * step)
+    store.close()
+    store = checkpoint.Checkpoints(epath.Path(directory), keep=2)
+    before, load = store.steps(), checkpoint.ocp.load_checkpointables
+
+    def poor_eyes(path, abstract):
+        if path.name == "3" and distributed.index() == 1:
+            raise OSError("cannot read")
+        return load(path, abstract)
+
+    checkpoint.ocp.load_checkpointables = poor_eyes
+    abstract = {"w": jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=split)}
+    state, position, step = store.restore(abstract)
+    store.save(3, make(33.0), 30)
+    store.close()
+    values = {float(x) for s in state["w"].addressable_shards for x in np.ravel(s.data)}
+    return dict(before=before, step=step, position=position, values=sorted(values))
+
+
+def failing(kind: str) -> dict:
+    """Process 1 stops while the others wait for it."""
+    from kvjax import distributed
+    from kvjax.errors import UserError
+
+    if distributed.index() == int(kind[-1]):
+        time.sleep(1)
+        raise UserError("the key is wrong") if kind.startswith("user") else KeyError("a bug")
+    distributed.gather("never", "")
+    return {}
+
+
+if __name__ == "__main__":
+    from kvjax import distributed
+    from kvjax import runtime
+
+    given = dict(a.removeprefix("--").split("=", 1) for a in sys.argv[3:] if a.startswith("--"))
+    runtime.start()
+    distributed.start(
+        coordinator=given["coordinator"],
+        num_processes=int(given["num_processes"]),
+        process_id=int(given["process_id"]),
+    )
+    with distributed.ending_together():
+        result = globals()[sys.argv[1]](*json.loads(sys.argv[2]))
+        print(json.dumps(result), flush=True)

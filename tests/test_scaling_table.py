@@ -1,0 +1,301 @@
+"""The scaling table: targets fit their meshes, and what is written is what the results say."""
+
+import json
+import math
+import pathlib
+import shutil
+import sys
+
+import jax
+import pytest
+
+from experiments import scaling_table
+from kvjax import costs
+from kvjax import devices
+from kvjax import sharding
+from kvjax import topology
+from kvjax.errors import UserError
+
+NOTES = {note.name: note for note in scaling_table.lab_notes()}
+TARGETS = [(name, target) for name, note in NOTES.items() for target in note.targets]
+
+
+# -- the configs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, target", TARGETS)
+def test_mesh_and_batch_divide_over_the_target(name, target):
+    run = NOTES[name].experiment
+    assert target.partition(":")[0] in topology.SHAPES
+    shape = scaling_table.mesh(run, target)
+    assert tuple(shape) == sharding.AXES
+    assert math.prod(shape.values()) == scaling_table.chips(target)
+    mesh = jax.sharding.AbstractMesh(tuple(shape.values()), sharding.AXES)
+    parameters, _ = costs.abstract_parameters(run.model)
+    sharding.parameter_shardings(mesh, parameters)  # raises where an axis does not divide
+    rows = run.train.batch_size // run.train.grad_accumulation
+    assert rows % sharding.rows_ways(mesh) == 0
+    assert run.data.sequence_length % (2 * shape["sequence"]) == 0
+
+
+@pytest.mark.parametrize("name, target", TARGETS)
+def test_weights_optimizer_and_gradients_fit_the_target(name, target):
+    """From shapes; the rest is the compiler's to say."""
+    run, shape = NOTES[name].experiment, scaling_table.mesh(NOTES[name].experiment, target)
+    need = costs.training_memory(
+        run.model,
+        run.compute.resolve("tpu", run.model.block.num_layers),
+        rows_per_device=0,
+        sequence_length=run.data.sequence_length,
+        shards=shape["fsdp"] * shape["tensor"],
+    )
+    assert need.total < 0.5 * devices.get(target.partition(":")[0]).hbm_bytes
+
+
+def test_targets_that_must_be_there():
+    for name in ("lrkv_2p5b", "mha_2p5b"):
+        assert NOTES[name].targets == ("v5p:2x2x4", "v4:4x4x4", "v5e:8x8", "h200:8")
+    assert all(n.targets[0].startswith("v5p") for n in NOTES.values() if n.name.endswith("_6p3b"))
+
+
+def test_readme_and_lab_notes_say_what_the_results_say():
+    changed = scaling_table.differences(list(NOTES.values()))
+    assert not changed, f"run `python -m experiments.scaling_table`:\n{changed}"
+
+
+# -- the command, on two configs in a folder of their own ------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A root with two configs, a README, no results, and a compiler that answers at once."""
+    (tmp_path / "configs" / "long_context").mkdir(parents=True)
+    (tmp_path / "experiments").mkdir()
+    for file in ("configs/mha_128m.py", "configs/long_context/lrkv_32k_2p5b.py"):
+        shutil.copy(scaling_table.ROOT / file, tmp_path / file)
+    readme = tmp_path / "experiments" / "README.md"
+    readme.write_text(f"before\n{scaling_table.BEGIN}\nold\n{scaling_table.END}\nafter\n")
+    results = tmp_path / "experiments" / "results" / "aot"
+    for name, path in dict(
+        ROOT=tmp_path, CONFIGS=tmp_path / "configs", README=readme, RESULTS=results
+    ).items():
+        monkeypatch.setattr(scaling_table, name, path)
+    monkeypatch.setattr(scaling_table, "_command", _answer)
+    for path in tmp_path.rglob("configs/**/*.py"):  # as written before anything was compiled
+        scaling_table.main(["scaling_table"])
+        assert "At least: not known, not compiled yet." in path.read_text()
+    return tmp_path
+
+
+def _result(note, target, **changes):
+    """Like `kvjax.aot`'s, with easy numbers."""
+    part = changes.pop("part", 0.5)
+    return (
+        dict(
+            config=note.name,
+            topology=target,
+            fits=part <= 0.9,
+            memory=dict(total=47_500_000_000, part=part),
+            memory_is_upper_bound=False,
+            collectives=[
+                dict(kind="all-gather", scope="mlp", wire_bytes=1.25e9),
+                dict(kind="reduce-scatter", scope="mlp", wire_bytes=2e9),
+                dict(kind="all-gather", scope="muon", wire_bytes=0.5e9),
+                dict(kind="all-reduce", scope="loss", wire_bytes=4e6),
+            ],
+            bound=dict(mfu=0.6543, by="compute", days=12.3456, exaflops=2315.6),
+        )
+        | changes
+    )
+
+
+def _answer(note, target):
+    """A command that saves a result and prints, as `python -m kvjax.aot --save`."""
+    file = scaling_table.result_file(note.name, target)
+    code = (
+        "import pathlib, sys; path = pathlib.Path(sys.argv[1]); "
+        "path.parent.mkdir(parents=True, exist_ok=True); path.write_text(sys.argv[2])"
+    )
+    result = _result(note, target, resolved=note.resolved)
+    return [sys.executable, "-c", code, str(file), json.dumps(result)]
+
+
+def _run(*options):
+    return scaling_table.main(["scaling_table", *options])
+
+
+def _line(path):
+    (line,) = [t for t in path.read_text().splitlines() if t.startswith("At least")]
+    return line
+
+
+def test_compile_then_write_then_check(place, capsys):
+    short, long = place / "configs/mha_128m.py", place / "configs/long_context/lrkv_32k_2p5b.py"
+    readme = place / "experiments" / "README.md"
+    before = long.read_text()
+    assert "not compiled yet" in readme.read_text()
+    capsys.readouterr()
+    assert _run("--compile", "--only=*32k*") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 of 1 to compile\n1/1 lrkv_32k_2p5b on v5p:2x2x4: ")
+    assert out.endswith("s, 50.0% of HBM\nall compiled, and all fit\n")
+    assert _run("--check") == 1
+    out = capsys.readouterr().out
+    assert "experiments/README.md (is)" in out and "-At least: not known" in out
+    assert long.read_text() == before
+    assert _run() == 0
+    line = "At least 12.35 days for 2,316 exaFLOPs: at most 65.4% MFU, bound by compute."
+    assert long.read_text() == before.replace("At least: not known, not compiled yet.", line)
+    assert _line(short) == "At least: not known, not compiled yet."
+    text = readme.read_text()
+    assert text.startswith(f"before\n{scaling_table.BEGIN}\n\n| config |")
+    assert text.endswith(f"|\n\n{scaling_table.END}\nafter\n")
+    assert (
+        "| [lrkv_32k_2p5b](../configs/long_context/lrkv_32k_2p5b.py) | 2,435,973,120 | 186,912 "
+        "| v5p:2x2x4 | fsdp 8 x sequence 2 | dots | 1 | 47.5 | 50.0% | 46.325 "
+        "| all-gather 1.75, reduce-scatter 2.00 | 65.4% | compute | 12.35 | 2,316 |\n"
+    ) in text
+    assert _run("--check") == 0
+    (line,) = [t for t in text.splitlines() if "[mha_128m]" in t]
+    assert line.split(" | ")[7:9] == ["not compiled yet", ""]
+
+
+def test_several_targets(place):
+    """The table has a line for each; the lab note's least time is of the first."""
+    shutil.copy(NOTES["lrkv_2p5b"].path, place / "configs")
+    note = scaling_table.read(place / "configs" / "lrkv_2p5b.py")
+    scaling_table.RESULTS.mkdir(parents=True)
+    for days, target in enumerate(note.targets, start=1):
+        bound = dict(mfu=0.5, by="hbm", days=days, exaflops=787)
+        result = _result(note, target, bound=bound, resolved=note.resolved)
+        scaling_table.result_file(note.name, target).write_text(json.dumps(result))
+    assert _run() == 0
+    assert _line(note.path).startswith("At least 1.00 days for 787 exaFLOPs: ")
+    lines = (place / "experiments" / "README.md").read_text().splitlines()
+    cells = [line.split(" | ") for line in lines if "[lrkv_2p5b]" in line]
+    assert [(c[3], c[4], c[-2]) for c in cells] == [
+        ("v5p:2x2x4", "fsdp 16", "1.00"),
+        ("v4:4x4x4", "fsdp 64", "2.00"),
+        ("v5e:8x8", "fsdp 64", "3.00"),
+        ("h200:8", "fsdp 8", "4.00"),
+    ]
+
+
+def test_what_is_there_is_not_compiled_again(place, capsys):
+    assert _run("--compile") == 0
+    assert "2 of 2 to compile" in capsys.readouterr().out
+    file = scaling_table.result_file("mha_128m", "v5e:4x4")
+    file.write_text(file.read_text().replace("12.3456", "99"))
+    assert _run("--compile") == 0
+    assert capsys.readouterr().out.startswith("0 of 2 to compile\n")
+    assert json.loads(file.read_text())["bound"]["days"] == 99
+
+
+@pytest.mark.parametrize(
+    "old, new, stale",
+    [
+        ('"mha_128m", scale', '"mha_128m", mesh=dict(data=2), scale', True),
+        ('"mha_128m", scale', '"mha_128m", train=dict(batch_size=512), scale', True),
+        ('"mha_128m", scale', '"mha_128m", data=dict(text_key="body"), scale', False),
+        ('"mha_128m", scale', '"mha_128m", train=dict(log_every=3), scale', False),
+        ("Measured: nothing yet.", "Measured: 3 days.", False),
+    ],
+)
+def test_a_result_lasts_as_long_as_the_step_it_is_of(place, capsys, old, new, stale):
+    assert _run("--compile") == _run() == _run("--check") == 0
+    path = place / "configs/mha_128m.py"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    assert _run("--check") == int(stale)
+    assert ("changed since it was compiled" in capsys.readouterr().out) == stale
+    assert _run("--compile") == 0
+    assert f"{int(stale)} of 2 to compile" in capsys.readouterr().out
+
+
+def test_a_result_without_its_config_does_not_count(place):
+    note = scaling_table.read(place / "configs/mha_128m.py")
+    file = scaling_table.result_file(note.name, "v5e:4x4")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(_result(note, "v5e:4x4")))
+    assert scaling_table.outcome(note, "v5e:4x4").result is None
+    file.write_text(json.dumps(_result(note, "v5e:4x4", resolved=note.resolved)))
+    assert scaling_table.outcome(note, "v5e:4x4").result["config"] == "mha_128m"
+
+
+def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
+    fail = [sys.executable, "-c", "import sys; sys.exit('kvjax: no room\\non this chip')"]
+    answer = lambda note, target: fail if "128m" in note.name else _answer(note, target)
+    monkeypatch.setattr(scaling_table, "_command", answer)
+    assert _run("--compile") == 1
+    out = capsys.readouterr().out
+    assert "1/2 mha_128m on v5e:4x4: 0 s, status 1: on this chip" in out
+    assert "2/2 lrkv_32k_2p5b on v5p:2x2x4: " in out
+    assert out.endswith("of HBM\nmha_128m on v5e:4x4: not compiled yet\n")
+
+
+def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
+    note = scaling_table.read(place / "configs/mha_128m.py")
+    changes = dict(part=0.973, memory_is_upper_bound=True, resolved=note.resolved)
+    file = scaling_table.result_file(note.name, "v5e:4x4")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(_result(note, "v5e:4x4", **changes)))
+    assert _run("--compile", "--only=mha*") == 1
+    assert capsys.readouterr().out.endswith("mha_128m on v5e:4x4: does not fit, 97.3% of HBM\n")
+    assert _run() == 0
+    assert _line(note.path).endswith("bound by compute; does not fit, 97.3% of HBM.")
+    assert "| ≤ 47.5 | **≤ 97.3%: does not fit** |" in (place / "experiments/README.md").read_text()
+
+
+@pytest.mark.parametrize("mfu, shown", [(1.0, "100.0% MFU,"), (1.551, "155.1% MFU (masked keys")])
+def test_more_than_the_peak_is_explained(mfu, shown):
+    note = NOTES["lrkv_128k_2p5b"]
+    result = _result(note, note.targets[0])
+    result["bound"]["mfu"] = mfu
+    assert f": at most {shown}" in scaling_table.time_line(scaling_table.Outcome(result=result))
+
+
+def test_the_command_is_aots():
+    note = NOTES["lrkv_r8_128m"]
+    assert scaling_table._command(note, "v5e:4x4") == [
+        *(sys.executable, "-m", "kvjax.aot", "--config=configs/ranks/lrkv_r8_128m.py"),
+        *("--topology=v5e:4x4", "--save"),
+    ]
+    assert scaling_table.result_file("x_128m", "v5e:4x4") == pathlib.Path(
+        scaling_table.ROOT / "experiments" / "results" / "aot" / "x_128m_v5e_4x4.json"
+    )
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("(16 chips)", "(8 chips)", r"target 'v5e:4x4 \(8 chips\)': must be like"),
+        ("v5e:4x4 (16 chips)", "a TPU", "target 'a TPU': must be like"),
+        ("Target:", "Hardware:", "needs one line like 'Target: v5p:2x2x4"),
+        ("Target:", "Target: v5e:2x2 (4 chips).\nTarget:", "needs one line like 'Target:"),
+        ("At least", "Perhaps", "must have .*At least.* once"),
+        ("Measured:", "At least so.\nMeasured:", "must have .*At least.* once"),
+    ],
+)
+def test_a_lab_note_that_cannot_be_read(place, capsys, old, new, message):
+    path = place / "configs/mha_128m.py"
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(UserError, match=f"mha_128m.py: .*{message}"):
+        scaling_table.written(scaling_table.lab_notes())
+    assert _run("--check") == 2
+    assert capsys.readouterr().err.startswith("kvjax: ")
+
+
+def test_readme_without_marks(place, capsys):
+    readme = place / "experiments" / "README.md"
+    readme.write_text("before\nafter\n")
+    assert _run() == 2
+    assert "README.md: must have" in capsys.readouterr().err
+    assert readme.read_text() == "before\nafter\n"
+
+
+def test_unknown_option(capsys):
+    assert _run("--compiel") == 2
+    assert capsys.readouterr().err == "kvjax: unrecognized arguments: --compiel\n"
