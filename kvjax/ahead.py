@@ -5,12 +5,12 @@ import math
 import re
 import time
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax import cache as cache_lib
 from kvjax import compiled as compiled_lib
+from kvjax import costs
+from kvjax import decode_program
 from kvjax import devices as datasheets
 from kvjax import preflight
 from kvjax import roofline
@@ -21,9 +21,6 @@ from kvjax.compiled import Memory
 from kvjax.devices import Device
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
-from kvjax.model.decoder import Decoder
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
 from kvjax.program import Program
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -119,34 +116,29 @@ def training_step(experiment: Experiment, name: str) -> Step:
     )
 
 
-def decode_step(experiment: Experiment, name: str, *, batch: int, length: int) -> Step:
-    """One step of decoding on one chip: a token for each of `batch` caches of `length`.
+def decode_step(
+    experiment: Experiment, name: str, *, batch: int, length: int, chips: int = 1
+) -> Step:
+    """One step of decoding: a token for each of `batch` caches of `length`.
+
+    Args:
+      chips: of the topology, over which the caches' tokens are split; each has all weights.
 
     Raises:
-      UserError: an unknown topology.
+      UserError: an unknown topology, or one of fewer chips.
       TooLarge: the compiler finds no place for it.
     """
-    device = topology.get_devices(name)[0]
-    config, dtype = experiment.model, BF16
-    make = lambda: Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=dtype))
-    graph, state = nnx.split(nnx.eval_shape(make))
-    cache = cache_lib.abstract(config.mechanisms, batch=batch, capacity=length, dtype=dtype)
-    integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    def step(weights, tokens_B1, cache, counts_B):
-        decoder = nnx.merge(graph, weights)
-        x_B1D, cache = decoder(tokens_B1, cache, counts_B)
-        return decoder.logits(x_B1D), cache
-
+    mesh = decode_program.make_mesh(chips, topology.get_devices(name))
     start = time.perf_counter()
-    arguments = (nnx.to_pure_dict(state), integers(batch, 1), cache, integers(batch))
-    lowered = topology.lower_for(device, jax.jit(step, donate_argnums=2), *arguments)
+    shape = dict(batch=batch, length=length)
+    lowered = decode_program.lowered_step(experiment.model, mesh, **shape)
+    caches = batch * length * costs.cache_bytes_per_token(experiment.model, BF16) // chips
     return _compile(
         lowered,
         start,
-        _bytes(arguments),
+        costs.weight_bytes(experiment.model, BF16) + caches,
         device=datasheet(name),
-        mesh=dict(chip=1),
+        mesh=dict(mesh.shape),
         upper_bound=False,
         whole=(),
     )

@@ -4,7 +4,7 @@
     python -m kvjax.aot --config=configs/lrkv_128m.py --topology=v5e:4x4 --sweep
     python -m kvjax.aot --config=configs/lrkv_2p5b.py --topology=h200:1 --step=decode --batch=16
 
-Compiles the whole training step (or a decode step, on one chip) for a topology: TPUs by libtpu,
+Compiles the whole training step (or a decode step) for a topology: TPUs by libtpu,
 GPUs by JAX's CUDA plugin. Prints memory per chip, FLOPs, collectives, and the least time the step
 can take (a roofline: see kvjax/roofline.py for what it counts), hence at most what MFU and at least
 how many days. Config keys are overridden as --config.compute.remat=dots. The last line is JSON.
@@ -80,20 +80,26 @@ def training(experiment: Experiment, name: str, step: ahead.Step) -> dict:
     )
 
 
-def decoding(experiment: Experiment, name: str, *, batch: int, length: int) -> dict:
-    """Everything the command says of a decode step on one chip, JSON-able; raises as `ahead`."""
-    step = ahead.decode_step(experiment, name, batch=batch, length=length)
-    shape = dict(length=length, batch=batch, dtype=ahead.BF16)
-    cost = costs.decode_cost(experiment.model, **shape)
-    seconds = cost.seconds(step.device)
+def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chips: int) -> dict:
+    """Everything the command says of a decode step, JSON-able; raises as `ahead`."""
+    step = ahead.decode_step(experiment, name, batch=batch, length=length, chips=chips)
+    whole = costs.decode_cost(experiment.model, length=length, batch=batch, dtype=ahead.BF16)
+    per_chip = dataclasses.replace(  # weights are on every chip, caches split
+        whole,
+        cache_bytes=whole.cache_bytes // chips,
+        attention_flops_per_token=whole.attention_flops_per_token // chips,
+    )
+    seconds = per_chip.seconds(step.device)
     return _shared(step) | dict(
         config=experiment.name,
         step="decode",
         topology=name,
         batch=batch,
         length=length,
-        flops_per_token=cost.flops_per_token,
-        read_bytes=cost.bytes,
+        flops_per_token=whole.flops_per_token,
+        read_bytes=per_chip.bytes,
+        collectives=compiled.summary(step.collectives),
+        wire_bytes=step.wire_bytes,
         bound=dict(seconds=seconds, tokens_per_second=batch / seconds),
     )
 
@@ -185,6 +191,7 @@ def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--step", default="train", help=f"of {', '.join(STEPS)}")
     add("--batch", type=int, default=1, help="of --step=decode: sequences decoded together")
     add("--length", type=int, default=8192, help="of --step=decode: tokens in each cache")
+    add("--chips", type=int, default=1, help="of --step=decode: chips that caches are split over")
     add("--sweep", action="store_true", help="tries accumulation, remat policies and meshes")
     add("--compiles", type=int, default=6, help="of --sweep: at most so many, minutes each")
     add("--save", action="store_true", help="write experiments/results/aot/CONFIG_TOPOLOGY.json")
@@ -204,7 +211,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> tuple[dict, str]:
     experiment = experiment_lib.resolve(config)
     asked = dict(overrides=overrides, resolved=to_text(config).splitlines())
     if options.step == "decode":
-        shape = dict(batch=options.batch, length=options.length)
+        shape = dict(batch=options.batch, length=options.length, chips=options.chips)
         return decoding(experiment, name, **shape) | asked, ""
     if options.sweep:
         return sweep(experiment, name, options.compiles) | asked, ""

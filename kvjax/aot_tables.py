@@ -23,7 +23,7 @@ def show(r: dict, *, limit: float) -> None:
     b = r["bound"]
     if r["step"] == "decode":
         gflop, rate = r["flops_per_token"] / 1e9, b["tokens_per_second"]
-        print(f"\n{gflop:.3f} GFLOP per token, {gb(r['read_bytes'])} GB read per step")
+        print(f"\n{gflop:.3f} GFLOP per token, {gb(r['read_bytes'])} GB read per step and chip")
         print(f"at least {1e3 * b['seconds']:.3f} ms, at most {rate:,.0f} tokens/s")
         return
     for row in r["replicated"]:

@@ -93,14 +93,16 @@ def test_what_is_too_large_says_by_how_much_and_what_fits(cached, capsys):
 
 
 @pytest.mark.aot
-def test_a_decode_step_on_one_chip(cached, capsys):
-    arguments = [f"--config={TINY}", "--topology=v5e:2x2", "--step=decode"]
-    assert aot.main(["aot", *arguments, "--batch=2", "--length=1024"]) == 0
+@pytest.mark.parametrize("chips", [1, 4])
+def test_a_decode_step(cached, capsys, chips):
+    arguments = [f"--config={TINY}", "--topology=v5e:2x2", "--step=decode", f"--chips={chips}"]
+    assert aot.main(["aot", *arguments, "--batch=2", "--length=65536"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    cache = 2 * 1024 * costs.cache_bytes_per_token(experiment().model, ahead.BF16)
+    cache = 2 * 65536 * costs.cache_bytes_per_token(experiment().model, ahead.BF16) // chips
     weights = costs.weight_bytes(experiment().model, ahead.BF16)
-    assert result["chips"] == 1
-    assert cache + weights <= result["memory"]["arguments"] < 2 * (cache + weights)
+    assert result["chips"] == chips
+    assert {c["kind"] for c in result["collectives"]} == ({"all-reduce"} if chips > 1 else set())
+    assert cache + weights <= result["memory"]["arguments"] < 1.2 * cache + 2 * weights
     assert result["memory"]["outputs"] < 2 * 2 * 2048 * 4  # logits; the cache is in place
 
 
