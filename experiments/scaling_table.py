@@ -332,14 +332,9 @@ def differences(notes: Sequence[LabNote]) -> str:
     return "".join(changes)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
-
-
 def main(argv: list[str]) -> int:
     """The exit status: 1 if something differs, was not compiled or does not fit; 2: bad input."""
-    parser = _Parser(
+    parser = aot.Parser(
         description=__doc__.rstrip(),
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,

@@ -35,11 +35,15 @@ _RAN_OUT = (  # and whether arguments are counted
 
 
 class TooLarge(UserError):
-    """The compiler gave up: `needed` bytes per chip, of `there`."""
+    """The compiler gave up: `needed` bytes per chip, of `there`; 0 and 0 where it does not say."""
 
     def __init__(self, message: str, needed: int, there: int):
         super().__init__(message)
         self.needed, self.there = needed, there
+
+
+class DoesNotCompile(UserError):
+    """The compiler gave up for another reason, or what it made cannot be read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class Step:
     memory: Memory
     upper_bound: bool  # memory: the real attention needs less
     collectives: tuple[Collective, ...]
-    causal_kernel: bool  # attention leaves out what the mask hides
+    causal_kernel: bool  # attention, as compiled, leaves out what the mask hides
     whole: tuple[tuple[str, int], ...]  # parameters that no axis splits, and their bytes
     seconds_to_lower: float
     seconds_to_compile: float
@@ -89,22 +93,26 @@ def training_step(experiment: Experiment, name: str) -> Step:
     Raises:
       UserError: an unknown topology, a mesh or batch that does not divide.
       TooLarge: the compiler finds no place for it.
+      DoesNotCompile: it fails otherwise.
     """
     devices = topology.get_devices(name)
     platform = devices[0].platform
-    on_gpu = name.partition(":")[0] in topology.GPUS
+    on_gpu = _is_gpu(datasheet(name))
     if on_gpu:  # cuDNN's attention needs its library to be lowered
         changed = dataclasses.replace(experiment.compute, attention="xla")
         experiment = dataclasses.replace(experiment, compute=changed)
     mesh = sharding.make_mesh(experiment.mesh, devices)
-    preflight.check_batch(experiment, mesh)
+    preflight.check_mesh(experiment, mesh)
     compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
     start = time.perf_counter()
     program = Program(experiment, compute, mesh)
     shape = (experiment.train.batch_size, experiment.data.sequence_length + 1)
     rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(mesh))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = program.train_step.lower(program.abstract_state, rows)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = program.train_step.lower(program.abstract_state, rows)
+    except NotImplementedError as error:  # an attention that does not take these shapes
+        raise DoesNotCompile(_first_line(error)) from error
     return _compile(
         lowered,
         start,
@@ -127,6 +135,7 @@ def decode_step(
     Raises:
       UserError: an unknown topology, or one of fewer chips.
       TooLarge: the compiler finds no place for it.
+      DoesNotCompile: it fails otherwise.
     """
     mesh = decode_program.make_mesh(chips, topology.get_devices(name))
     start = time.perf_counter()
@@ -145,14 +154,34 @@ def decode_step(
 
 
 def bound(step: Step, experiment: Experiment) -> roofline.Bound:
-    """The roofline of a compiled training step."""
+    """The roofline of a compiled training step, with the attention that its run uses."""
     return roofline.training_step(
         experiment,
         step.device,
         mesh=step.mesh,
         wire_bytes=step.wire_bytes,
-        causal_kernel=step.causal_kernel,
+        causal_kernel=runs_causal_kernel(step.causal_kernel, step.device, experiment),
     )
+
+
+def runs_causal_kernel(compiled: bool, device: Device, experiment: Experiment) -> bool:
+    """Whether attention leaves out what the mask hides when the step is run.
+
+    On GPUs that is cuDNN's, which is not what is compiled here: XLA's stands for it.
+
+    Args:
+      compiled: whether it does in the program compiled here.
+    """
+    return compiled or (_is_gpu(device) and experiment.compute.attention != "xla")
+
+
+def compiles_causal_kernel(device: Device, experiment: Experiment) -> bool:
+    """Whether it does, as far as is known before, in the program compiled here."""
+    return not _is_gpu(device) and experiment.compute.attention != "xla"
+
+
+def _is_gpu(device: Device) -> bool:
+    return device.name in topology.GPUS
 
 
 def _compile(lowered, start: float, arguments: int, **known) -> Step:
@@ -160,13 +189,17 @@ def _compile(lowered, start: float, arguments: int, **known) -> Step:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        raise too_large(error, arguments) or error from None
+        raise too_large(error, arguments) or DoesNotCompile(_first_line(error)) from None
     end = time.perf_counter()
     text = compiled.as_text()
+    try:
+        collectives = tuple(compiled_lib.collectives(text))
+    except ValueError as error:
+        raise DoesNotCompile(f"its collectives cannot be counted: {_first_line(error)}") from error
     counted = compiled.cost_analysis() or {}
     return Step(
         memory=compiled_lib.memory(compiled),
-        collectives=tuple(compiled_lib.collectives(text)),
+        collectives=collectives,
         causal_kernel=bool(re.search(r"splash|__cudnn\$fmha", text)),
         seconds_to_lower=middle - start,
         seconds_to_compile=end - middle,
@@ -192,7 +225,11 @@ def too_large(error: Exception, arguments: int) -> TooLarge | None:
             needed += 0 if counted else arguments
             over = f"{needed / 1e9:.1f} GB, and a chip has {there / 1e9:.1f} GB"
             return TooLarge(f"the compiler needs {over}", needed, there)
-    return TooLarge(message.splitlines()[0], 0, 0)
+    return TooLarge(_first_line(error), 0, 0)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _pairs(items):

@@ -12,8 +12,12 @@ Status 0: it fits, with a tenth of memory to spare; 1: it does not; 2: it cannot
 """
 
 import argparse
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 
@@ -36,6 +40,7 @@ from kvjax.provenance import provenance
 
 RESULTS = pathlib.Path(__file__).parents[1] / "experiments" / "results" / "aot"
 STEPS = ("train", "decode")
+DECODE = dict(batch=1, length=8192, chips=1)  # options of a decode step
 ASSUMPTIONS = (
     "every resource at its datasheet's rate all the time, the three overlapping perfectly",
     "elementwise work and what products read inside a layer cost nothing",
@@ -48,7 +53,8 @@ def training(experiment: Experiment, name: str, step: ahead.Step) -> dict:
     """Everything the command says of a compiled training step, JSON-able."""
     bound = ahead.bound(step, experiment)
     T = experiment.data.sequence_length
-    flops = roofline.step_flops(experiment, causal_kernel=step.causal_kernel)
+    causal_kernel = ahead.runs_causal_kernel(step.causal_kernel, step.device, experiment)
+    flops = roofline.step_flops(experiment, causal_kernel=causal_kernel)
     train = experiment.train
     return _shared(step) | dict(
         config=experiment.name,
@@ -61,7 +67,7 @@ def training(experiment: Experiment, name: str, step: ahead.Step) -> dict:
         grad_accumulation=train.grad_accumulation,
         flops_per_token=costs.training_flops_per_token(experiment.model, T),
         flops_per_step=dataclasses.asdict(flops),
-        attention="causal kernel" if step.causal_kernel else "all T keys",
+        attention=_attention(causal_kernel, compiled_kernel=step.causal_kernel),
         collectives=compiled.summary(step.collectives),
         wire_bytes=step.wire_bytes,
         replicated=[dict(parameter=path, bytes=size) for path, size in step.whole],
@@ -80,8 +86,15 @@ def training(experiment: Experiment, name: str, step: ahead.Step) -> dict:
     )
 
 
+def _attention(causal_kernel: bool, *, compiled_kernel: bool) -> str:
+    """What the bound takes attention for, and what was compiled if that is another."""
+    names = {True: "causal kernel", False: "all T keys"}
+    other = "" if causal_kernel == compiled_kernel else f" (compiled: {names[compiled_kernel]})"
+    return names[causal_kernel] + other
+
+
 def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chips: int) -> dict:
-    """Everything the command says of a decode step, JSON-able; raises as `ahead`."""
+    """Everything the command says of a decode step, JSON-able; raises as `ahead.decode_step`."""
     step = ahead.decode_step(experiment, name, batch=batch, length=length, chips=chips)
     whole = costs.decode_cost(experiment.model, length=length, batch=batch, dtype=ahead.BF16)
     per_chip = dataclasses.replace(  # weights are on every chip, caches split
@@ -116,18 +129,21 @@ def sweep(experiment: Experiment, name: str, compiles: int) -> dict:
     tables.show_candidates(rows)
     best = fitting.best(tried)
     if best is None:
-        nearest = min(tried, key=lambda c: _needed(c))
         raise UserError(
             f"{experiment.name} on {name}: none of {len(tried)} candidates fits. "
-            + fitting.advice(nearest.experiment, name, _needed(nearest))
+            + _why_none(tried, name)
         )
     print("\nBest: " + " ".join(best.overrides))
     report = training(best.experiment, name, best.step)
     return report | dict(candidates=rows, best_overrides=best.overrides)
 
 
-def _needed(c: fitting.Candidate) -> int:
-    return c.step.memory.total if c.step else c.too_large.needed
+def _why_none(tried: list[fitting.Candidate], name: str) -> str:
+    if all(c.failure for c in tried):
+        return f"None compiled: {tried[0].failure}"
+    large = [c for c in tried if not c.failure]
+    nearest = min(large, key=lambda c: c.needed or math.inf)  # 0: not known
+    return fitting.advice(nearest.experiment, name, nearest.needed)
 
 
 def _candidate(c: fitting.Candidate) -> dict:
@@ -138,7 +154,8 @@ def _candidate(c: fitting.Candidate) -> dict:
         grad_accumulation=e.train.grad_accumulation,
         remat=e.compute.remat,
         predicted_bytes=round(p.state + p.temporaries),
-        needed_bytes=_needed(c),
+        needed_bytes=c.needed or None,
+        failure=c.failure,
         fits=bool(c.step and c.step.fits),
         bound_seconds=bound.seconds,
         bound_by=bound.binding,
@@ -174,13 +191,15 @@ def _save(result: dict, output: str, save: bool) -> None:
     print(f"written: {file}", file=sys.stderr)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """argparse's, but what it cannot parse is a UserError."""
+
     def error(self, message: str):
         raise UserError(message)
 
 
 def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _Parser(
+    parser = Parser(
         description=__doc__.rstrip(),
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
@@ -189,19 +208,31 @@ def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--config", required=True, help="a file; override keys: --config.x.y=...")
     add("--topology", required=True, help=f"kind and shape: {topology.examples()}")
     add("--step", default="train", help=f"of {', '.join(STEPS)}")
-    add("--batch", type=int, default=1, help="of --step=decode: sequences decoded together")
-    add("--length", type=int, default=8192, help="of --step=decode: tokens in each cache")
-    add("--chips", type=int, default=1, help="of --step=decode: chips that caches are split over")
-    add("--sweep", action="store_true", help="tries accumulation, remat policies and meshes")
-    add("--compiles", type=int, default=6, help="of --sweep: at most so many, minutes each")
+    add("--batch", type=int, help="of --step=decode: sequences decoded together; 1")
+    add("--length", type=int, help="of --step=decode: tokens in each cache; 8192")
+    add("--chips", type=int, help="of --step=decode: chips that caches are split over; 1")
+    add("--sweep", action="store_true", help="of --step=train: tries meshes, parts, remat policies")
+    add("--compiles", type=int, help="of --sweep: at most so many, minutes each; 6")
     add("--save", action="store_true", help="write experiments/results/aot/CONFIG_TOPOLOGY.json")
     add("--output", default="", help="write the JSON to this file")
     options, overrides = parser.parse_known_args(arguments)
     one_of("--step", options.step, STEPS)
-    at_least("--batch", options.batch, 1)
-    at_least("--length", options.length, 1)
-    at_least("--compiles", options.compiles, 1)
+    decode = options.step == "decode"
+    if decode and options.sweep:
+        raise UserError("--sweep: is of --step=train; of a decode step give --batch and --chips")
+    for key, default in DECODE.items():
+        _own_option(options, key, default, decode, of="--step=decode")
+    _own_option(options, "compiles", 6, options.sweep, of="--sweep")
     return options, overrides
+
+
+def _own_option(options, key: str, default: int, used: bool, *, of: str) -> None:
+    """Puts a default where nothing is given; raises where it is given and would not be used."""
+    value = getattr(options, key)
+    if value is not None and not used:
+        raise UserError(f"--{key} = {value}: is of {of}; leave it out, or add {of}")
+    setattr(options, key, default if value is None else value)
+    at_least(f"--{key}", getattr(options, key), 1)
 
 
 def _run(options: argparse.Namespace, overrides: list[str]) -> tuple[dict, str]:
@@ -211,17 +242,30 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> tuple[dict, str]:
     experiment = experiment_lib.resolve(config)
     asked = dict(overrides=overrides, resolved=to_text(config).splitlines())
     if options.step == "decode":
-        shape = dict(batch=options.batch, length=options.length, chips=options.chips)
-        return decoding(experiment, name, **shape) | asked, ""
+        shape = {key: getattr(options, key) for key in DECODE}
+        help_ = lambda needed: fitting.decode_advice(experiment, name, needed, **shape)
+        with _named(experiment, name, help_):
+            result = decoding(experiment, name, **shape)
+        return result | asked, "" if result["fits"] else help_(result["memory"]["total"])
     if options.sweep:
         return sweep(experiment, name, options.compiles) | asked, ""
-    try:
+    help_ = lambda needed: fitting.advice(experiment, name, needed)
+    with _named(experiment, name, help_):
         step = ahead.training_step(experiment, name)
-    except ahead.TooLarge as error:
-        advice = fitting.advice(experiment, name, error.needed)
-        raise UserError(f"{experiment.name} does not fit {name}: {error}. {advice}") from error
-    advice = "" if step.fits else fitting.advice(experiment, name, step.memory.total)
+    advice = "" if step.fits else help_(step.memory.total)
     return training(experiment, name, step) | asked, advice
+
+
+@contextlib.contextmanager
+def _named(experiment: Experiment, name: str, advice: Callable[[int], str]) -> Iterator[None]:
+    """Says of what does not compile what it is, and of what is too large what would fit."""
+    try:
+        yield
+    except ahead.TooLarge as error:
+        said = f"{error}. {advice(error.needed)}"
+        raise UserError(f"{experiment.name} does not fit {name}: {said}") from error
+    except ahead.DoesNotCompile as error:
+        raise UserError(f"{experiment.name} does not compile for {name}: {error}") from error
 
 
 def main(argv: list[str]) -> int:

@@ -34,7 +34,7 @@ def show(r: dict, *, limit: float) -> None:
     keys = ("model", "needed", "rematerialised", "newton_schulz")
     counted = f"{r['xla']['flops'] / 1e12:,.2f}" if "flops" in r["xla"] else "-"
     _row(*(f"{f[key] / chips / 1e12:,.2f}" for key in keys), counted)
-    print(f"\nAttention needs: {r['attention']}")
+    print(f"\nAttention: {r['attention']}")
     print("\nCollectives per step and chip")
     _table(["kind", "from", "runs", "GB", "GB sent"])
     for c in r["collectives"]:
@@ -56,11 +56,19 @@ def show_candidates(rows: list[dict]) -> None:
     _table([*header, "ms in sum", "MFU at most"])
     for r in rows:
         mesh = " ".join(f"{axis} {n}" for axis, n in r["mesh"].items() if n > 1) or "one chip"
-        sizes = [f"{r[key] / 1e9:.2f}" for key in ("predicted_bytes", "needed_bytes")]
+        needed = "not said" if r["needed_bytes"] is None else f"{r['needed_bytes'] / 1e9:.2f}"
+        sizes = [f"{r['predicted_bytes'] / 1e9:.2f}", needed]
         times = [f"{1e3 * r['bound_seconds']:.1f}", r["bound_by"]]
         times += [f"{1e3 * r['seconds_in_sum']:.1f}", f"{r['mfu']:.1%}"]
         fits = "yes" if r["fits"] else "no"
+        if r["failure"]:
+            sizes[1], fits = "-", "did not compile"
         _row(mesh, r["grad_accumulation"], r["remat"], *sizes, fits, *times)
+    for r in rows:
+        if r["failure"]:
+            print(
+                f"\nDid not compile ({r['remat']}, {r['grad_accumulation']} parts): {r['failure']}"
+            )
 
 
 def _table(header: list[str]) -> None:

@@ -73,7 +73,10 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes a device sends in one run, by the algorithms that send least."""
+        """Bytes a device sends in one run, by ring algorithms.
+
+        Among devices they send least; switches that add (NVLink SHARP) can do with less.
+        """
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.bytes
         return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.group - 1) / self.group

@@ -263,24 +263,28 @@ def training_memory(
         parameters=4 * count // shards,
         optimizer=4 * moments // shards,
         gradients=min(parts, 2) * 4 * count // shards,
-        activations=tokens * _activation_bytes_per_token(config, compute, logits),
+        activations=tokens * _activation_bytes_per_token(config, compute, logits, sequence),
     )
 
 
-def _activation_bytes_per_token(config: TransformerConfig, compute: Compute, logits: int) -> int:
+def _activation_bytes_per_token(
+    config: TransformerConfig, compute: Compute, logits: int, sequence: int
+) -> int:
     """What the backward pass keeps per token: a layer's input if rematerialised, or all of it.
 
     Within a fifth of the temporaries that XLA reports for the tiny configs on CPU.
 
     Args:
       logits: keys of a query whose logits and weights are in memory.
+      sequence: devices that share a row; each expands the keys and values of all of it.
     """
     c, itemsize = config.block, compute.dtype.itemsize
     inside = [
         itemsize
         * (
             2 * c.d_model  # normed inputs
-            + 3 * m.num_heads * (m.query_dim + m.value_dim)  # q, k, v, before and after RoPE
+            + 2 * m.num_heads * m.query_dim  # queries, before and after RoPE
+            + 2 * m.num_heads * (m.query_dim + m.value_dim) * sequence  # keys and values, likewise
             + m.num_heads * m.value_dim  # attention's output
             + 2 * c.mlp_dim
         )

@@ -43,6 +43,7 @@ _STOP = "kvjax/stop"
 _POLL_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
 _LOST = re.compile("gloo|nccl|connection|socket|unavailable|heartbeat|peer", re.IGNORECASE)
+_OWN = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|UNIMPLEMENTED|out of memory", re.IGNORECASE)
 
 
 # -- start -----------------------------------------------------------------------------------------
@@ -334,7 +335,8 @@ class Interruption:
     """
 
     def __init__(self):
-        self.signal: signal.Signals | None = None  # what the loop ends for, once that is agreed
+        self.signal: signal.Signals | None = None  # what the loop ended for
+        self._agreed: signal.Signals | None = None
         self._received: signal.Signals | None = None
         self._asked = self._known = False
         self._stop_step: int | None = None
@@ -362,7 +364,10 @@ class Interruption:
             return self.signal is not None
         if not self._known:
             self._ask_and_look(step)
-        return self._known and step >= self._stop_step
+        if not self._known or step < self._stop_step:
+            return False
+        self.signal = self._agreed  # not before: a loop may end by itself first, on all processes
+        return True
 
     def _ask_and_look(self, step: int) -> None:
         from jax.errors import JaxRuntimeError
@@ -379,7 +384,7 @@ class Interruption:
                 raise
             return
         step_text, name = text.split()
-        self._stop_step, self.signal, self._known = int(step_text), signal.Signals[name], True
+        self._stop_step, self._agreed, self._known = int(step_text), signal.Signals[name], True
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -441,7 +446,7 @@ def ending_together():
     except (UserError, OSError) as error:
         _end(str(error), 2)
     except BaseException as error:
-        if type(error).__name__ == "JaxRuntimeError" and _LOST.search(str(error)):
+        if type(error).__name__ == "JaxRuntimeError" and _is_loss(str(error)):
             time.sleep(_PATIENCE_SECONDS / 2)  # the one that stopped may say why: see `_watch`
             _end(f"{_lost(_silent())}. ({_first_line(error)})", TRY_AGAIN)
         traceback.print_exc()
@@ -449,6 +454,11 @@ def ending_together():
     finally:
         finished.set()
         watcher.join()
+
+
+def _is_loss(text: str) -> bool:
+    """Whether a runtime's error says that another process is gone; memory may run out in NCCL."""
+    return bool(_LOST.search(text)) and not _OWN.search(text)
 
 
 def _one_line(args) -> None:

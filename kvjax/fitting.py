@@ -1,7 +1,8 @@
 """Which mesh, accumulation and rematerialisation suit a topology: predicted, then compiled.
 
 A compile takes minutes, so candidates are first put in order by a prediction (`predict`), whose
-temporaries each compile corrects; then compiled in that order until one fits.
+temporaries each compile corrects; then compiled in that order until one fits. Where nothing does,
+`advice` and `decode_advice` say what would.
 """
 
 from collections.abc import Iterable
@@ -50,6 +51,14 @@ class Candidate:
     predicted: Prediction
     step: Step | None = None
     too_large: TooLarge | None = None
+    failure: str = ""  # why it did not compile, if memory was not it
+
+    @property
+    def needed(self) -> int:
+        """Bytes on a chip as the compiler says; 0 where it does not."""
+        if self.step:
+            return self.step.memory.total
+        return self.too_large.needed if self.too_large else 0
 
     @property
     def overrides(self) -> list[str]:
@@ -82,7 +91,6 @@ def candidates(experiment: Experiment, device: Device, chips: int) -> list[Candi
 
 
 def _meshes(experiment: Experiment, chips: int) -> Iterator[sharding.MeshConfig]:
-    shapes, _ = costs.abstract_parameters(experiment.model)
     sequence = experiment.mesh.sequence
     for tensor in TENSOR:
         if chips % (sequence * tensor):
@@ -92,17 +100,26 @@ def _meshes(experiment: Experiment, chips: int) -> Iterator[sharding.MeshConfig]
             if experiment.train.batch_size % (data * fsdp):
                 continue
             shape = dict(data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
-            mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
-            try:
-                sharding.parameter_shardings(mesh, shapes)
-            except UserError:  # does not divide
-                continue
-            yield sharding.MeshConfig(**shape)
+            mesh = sharding.MeshConfig(**shape)
+            if _divides(mesh, experiment):
+                yield mesh
+
+
+def _divides(mesh: sharding.MeshConfig, experiment: Experiment) -> bool:
+    """Whether every axis of the mesh divides the weights that it splits."""
+    shapes, _ = costs.abstract_parameters(experiment.model)
+    shape = dataclasses.asdict(mesh)
+    try:
+        abstract = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
+        sharding.parameter_shardings(abstract, shapes)
+    except UserError:
+        return False
+    return True
 
 
 def predict(experiment: Experiment, device: Device) -> Prediction:
-    """Memory and time of one candidate by formulas; of GPUs with XLA's attention."""
-    kernel = device.name not in topology.GPUS
+    """Memory of what would be compiled for one candidate, and time of its run, by formulas."""
+    kernel = ahead.compiles_causal_kernel(device, experiment)
     mesh = dataclasses.asdict(experiment.mesh)
     config, c = experiment.model, experiment.model.block
     T, chips = experiment.data.sequence_length, math.prod(mesh.values())
@@ -144,7 +161,11 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
         state=memory.parameters + memory.optimizer,
         temporaries=temporaries,
         bound=roofline.training_step(
-            experiment, device, mesh=mesh, wire_bytes=sent, causal_kernel=kernel
+            experiment,
+            device,
+            mesh=mesh,
+            wire_bytes=sent,
+            causal_kernel=ahead.runs_causal_kernel(kernel, device, experiment),
         ),
     )
 
@@ -172,6 +193,9 @@ def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> li
             candidate.step = ahead.training_step(candidate.experiment, name)
         except TooLarge as error:
             candidate.too_large = error
+        except ahead.DoesNotCompile as error:
+            candidate.failure = str(error)
+            say(f"did not compile: {error}")
         tried.append(candidate)
         found = best(tried)
         better = lambda c, found=found: not found or c.predicted.order < found.predicted.order
@@ -200,9 +224,9 @@ def corrections(tried: Iterable[Candidate]) -> dict[str, float]:
     """By policy, what was measured of temporaries over what was predicted, last compile first."""
     found = {}
     for c in tried:
-        needed = c.too_large.needed if c.too_large else c.step.memory.total - c.predicted.state
-        if needed > 0:
-            found[c.experiment.compute.remat] = needed / c.predicted.temporaries
+        temporaries = c.needed - c.predicted.state
+        if temporaries > 0:
+            found[c.experiment.compute.remat] = temporaries / c.predicted.temporaries
     return found
 
 
@@ -215,17 +239,18 @@ def may_fit(candidate: Candidate, device: Device, corrected: dict[str, float]) -
 
 
 def advice(experiment: Experiment, name: str, needed: int) -> str:
-    """What would fit, of a training step that does not: predicted, corrected by `needed` bytes."""
+    """What would fit, of a training step that does not: predicted, corrected by `needed` bytes.
+
+    Args:
+      needed: of one chip; 0 where it is not known.
+    """
     device, own = ahead.datasheet(name), _with_mesh(experiment, name)
     limit = ahead.LIMIT * device.hbm_bytes
     here = predict(own, device)
     factor = max(needed - here.state, 0) / here.temporaries if needed else 1.0
     fits = lambda p: p.state + factor * p.temporaries <= limit
     chips = math.prod(dataclasses.asdict(own.mesh).values())
-    lines = [
-        f"It is over {ahead.LIMIT:.0%} of a {device.name}'s {device.hbm_bytes / 1e9:.0f} GB by "
-        f"{(needed - limit) / 1e9:.1f} GB a chip. Predicted to fit:"
-    ]
+    lines = [f"{_over(device, needed)} Predicted to fit:"]
     if other := next((c for c in candidates(own, device, chips) if fits(c.predicted)), None):
         lines.append(f"  on these {chips} chips: {' '.join(other.overrides)}")
     for times in (2**n for n in range(1, 12)):
@@ -233,7 +258,45 @@ def advice(experiment: Experiment, name: str, needed: int) -> str:
         rows = own.train.batch_size // own.train.grad_accumulation
         if rows % (mesh.data * mesh.fsdp):
             break
+        if not _divides(mesh, own):
+            continue
         if fits(predict(dataclasses.replace(own, mesh=mesh), device)):
             lines.append(f"  as it is, on {times * chips} chips of {device.name}")
             break
     return "\n".join(lines if len(lines) > 1 else [*lines, "  nothing that was tried"])
+
+
+def decode_advice(
+    experiment: Experiment, name: str, needed: int, *, batch: int, length: int, chips: int
+) -> str:
+    """What would fit, of a decode step that does not: caches, corrected by `needed` bytes.
+
+    Args:
+      needed: of one chip; 0 where it is not known.
+    """
+    device = ahead.datasheet(name)
+    weights = costs.weight_bytes(experiment.model, ahead.BF16)
+    free = ahead.LIMIT * device.hbm_bytes - weights
+    caches = batch * length * costs.cache_bytes_per_token(experiment.model, ahead.BF16)
+    caches *= max(1.0, (needed - weights) * chips / caches)  # padded, copied
+    over = _over(device, needed)
+    if free <= 0:
+        return f"{over} Weights alone are {weights / 1e9:.1f} GB, and every chip has all of them."
+    lines = [f"{over} Predicted to fit:"]
+    if most := min(math.floor(free * chips * batch / caches), batch - 1):
+        lines.append(f"  on {chips} of these chips: --batch={most}")
+    more = next((n for n in (2**i * chips for i in range(1, 12)) if caches / n <= free), None)
+    if more:
+        lines.append(f"  as it is, over --chips={more} of {device.name}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  nothing that was tried"])
+
+
+def _over(device: Device, needed: int) -> str:
+    """By how much `needed` bytes are too many for a chip."""
+    if not needed:
+        return "By how much it is too large the compiler does not say."
+    limit = ahead.LIMIT * device.hbm_bytes
+    return (
+        f"It is over {ahead.LIMIT:.0%} of a {device.name}'s {device.hbm_bytes / 1e9:.0f} GB by "
+        f"{(needed - limit) / 1e9:.1f} GB a chip."
+    )

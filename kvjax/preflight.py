@@ -15,6 +15,7 @@ from kvjax import costs
 from kvjax import distributed
 from kvjax import runtime
 from kvjax import sharding
+from kvjax.attention.softmax import zigzag
 from kvjax.configuration import to_text
 from kvjax.data import loader
 from kvjax.data import prepare
@@ -31,8 +32,9 @@ _FREE_KEYS = {
     "train": (
         *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
         *("stop_after", "max_bad_steps", "sample_prompt", "sample_tokens"),
+        "grad_accumulation",  # fewer chips take a batch in more parts
     ),
-    "compute": ("remat", "unroll", "query_chunk", "loss_chunks"),
+    "compute": ("remat", "unroll", "query_chunk", "loss_chunks", "attention"),
     "data": ("directory",),
 }
 
@@ -97,8 +99,15 @@ def check_vocabulary(experiment: Experiment) -> None:
         )
 
 
-def check_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
-    """Raises a UserError unless every part of a batch divides over data x fsdp, and over hosts."""
+def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
+    """Raises a UserError unless the mesh divides what it splits.
+
+    That is the weights, the tokens of a row, every part of a batch, and a batch over hosts.
+    """
+    shapes, _ = costs.abstract_parameters(experiment.model)
+    sharding.parameter_shardings(mesh, shapes)
+    if mesh.shape["sequence"] > 1:
+        zigzag(experiment.data.sequence_length, mesh.shape["sequence"])
     c, ways = experiment.train, sharding.rows_ways(mesh)
     rows = c.batch_size // c.grad_accumulation
     if rows % ways:

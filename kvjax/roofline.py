@@ -5,12 +5,14 @@ the first to the last moment, and the three overlap perfectly. Counted are:
 
 - FLOPs: the model's (forward and backward), what rematerialisation computes again, and
   Newton-Schulz, spread evenly over the chips. A kernel that is causal computes half of attention
-  and, in its backward pass, the logits once more. Elementwise work is free.
+  and, in its backward pass, the logits once more: the 5 products that are needed. Splash, its two
+  backward kernels not fused, does 7. Elementwise work is free.
 - HBM bytes: parameters, gradients and optimizer state read and written once; of each pass the
   weights, in the compute dtype; of the activations what the backward pass must find again, written
   and read once. What products inside a layer read and write otherwise is free.
-- interconnect bytes: what the compiled program's collectives send (`kvjax.compiled`), over all
-  links of a chip at once.
+- interconnect bytes: what the compiled program's collectives send by ring algorithms
+  (`kvjax.compiled`), over all links of a chip at once. Switches that add up what passes through
+  them (NVLink SHARP) can do with less: there this part is no bound.
 """
 
 from collections.abc import Mapping
@@ -21,6 +23,7 @@ import math
 import jax
 
 from kvjax import costs
+from kvjax.attention.mechanism import MechanismConfig
 from kvjax.devices import Device
 from kvjax.experiment import Experiment
 from kvjax.layers.weight import Axes
@@ -119,7 +122,7 @@ def training_step(
     chips = math.prod(mesh.values())
     return Bound(
         compute=flops.total / chips / device.bf16_flops,
-        hbm=hbm_bytes(experiment, mesh) / device.bandwidth,
+        hbm=hbm_bytes(experiment, mesh, causal_kernel=causal_kernel) / device.bandwidth,
         interconnect=wire_bytes / device.interconnect,
         model_flops=flops.model,
         peak_flops=chips * device.bf16_flops,
@@ -133,7 +136,8 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
 
     Rematerialisation in full runs the layers forward once more (head and embedding are outside),
     but for the MLP's last product, which nothing in the backward pass reads; "attention" and "dots"
-    keep what an attention kernel made, "dots" the products with a weight too.
+    keep what an attention kernel made, "dots" the products with a weight too, but not those of a
+    weight for each head (LRKV's B).
     """
     config, T = experiment.model, experiment.data.sequence_length
     weights = matrix_weights(config)
@@ -145,7 +149,7 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
     attention = 0 if causal_kernel else keys + values
     again = {
         "none": 0,
-        "dots": attention,
+        "dots": attention + _products(config).expansions,
         "attention": layers + attention,
         "full": layers + keys + values,
     }
@@ -157,6 +161,31 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
         rematerialised=round(tokens * 2 * again[experiment.compute.remat]),
         newton_schulz=newton_schulz_flops(config, experiment.optimizer),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Products:
+    """With weights, of one token and all layers, but those that no backward pass reads."""
+
+    kept: int  # elements that the policy "dots" keeps: made by weights without a batch axis
+    expansions: int  # multiply-adds with weights that have one
+
+
+@functools.cache
+def _products(config: TransformerConfig) -> _Products:
+    shapes, axes = costs.abstract_parameters(config)
+    kept = expansions = 0
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    for (path, leaf), text in zip(leaves, jax.tree.leaves(axes), strict=True):
+        keys, stored = [entry.key for entry in path], Axes.parse(text)
+        if keys[0] != "segments" or not stored.is_matrix or keys[-2:] == ["mlp", "down"]:
+            continue
+        if stored.batch:
+            expansions += math.prod(leaf.shape)
+            continue
+        sizes = dict(zip(stored.names, leaf.shape[-len(stored.names) :], strict=True))
+        kept += math.prod(leaf.shape) // math.prod(sizes[a] for a in stored.reduction)
+    return _Products(kept=kept, expansions=expansions)
 
 
 @functools.cache
@@ -179,8 +208,12 @@ def newton_schulz_flops(config: TransformerConfig, optimizer: OptimizerConfig) -
     return optimizer.newton_schulz_steps * total
 
 
-def hbm_bytes(experiment: Experiment, mesh: Mapping[str, int]) -> float:
-    """Bytes that one chip must at least move between HBM and the cores in a step."""
+def hbm_bytes(experiment: Experiment, mesh: Mapping[str, int], *, causal_kernel: bool) -> float:
+    """Bytes that one chip must at least move between HBM and the cores in a step.
+
+    Args:
+      causal_kernel: attention by a kernel, whose output all policies but "full" keep.
+    """
     config, remat = experiment.model, experiment.compute.remat
     compute = experiment.compute.resolve("tpu", config.block.num_layers)
     memory = state_memory(config, mesh["fsdp"] * mesh["tensor"])
@@ -189,12 +222,21 @@ def hbm_bytes(experiment: Experiment, mesh: Mapping[str, int]) -> float:
     passes = experiment.train.grad_accumulation * (3 if remat in ("full", "attention") else 2)
     matrices = sum(matrix_weights(config).values()) / mesh["tensor"]
     kept = config.block.num_layers * config.block.d_model  # the input of each layer
-    if remat == "attention":  # and what its kernel made
-        kept += sum(m.num_heads * m.value_dim for m in config.mechanisms)
-    elif remat != "full":  # and what all its products made
-        kept += sum(
-            m.num_heads * (2 * m.query_dim + 2 * m.value_dim) + config.block.mlp_dim
+    made = sum(m.num_heads * m.value_dim for m in config.mechanisms)  # by softmax attention
+    if remat == "none":  # and queries, keys, values, what was made of them; of the MLP one product
+        kept += made + sum(
+            m.num_heads * m.query_dim + _kv_heads(m) * (m.query_dim + m.value_dim)
             for m in config.mechanisms
         )
+        kept += config.block.num_layers * config.block.mlp_dim
+    else:
+        kept += _products(config).kept if remat == "dots" else 0
+        kept += made if causal_kernel and remat != "full" else 0
     tokens = experiment.tokens_per_step / math.prod(mesh.values())
     return state + compute.dtype.itemsize * (passes * matrices + 2 * kept * tokens)
+
+
+def _kv_heads(mechanism: MechanismConfig) -> int:
+    """Heads whose keys and values attention reads: those of the cache, or of a latent one all."""
+    heads = [field.shape[0] for field in mechanism.entry().values() if len(field.shape) > 1]
+    return max(heads, default=mechanism.num_heads)

@@ -6,7 +6,6 @@ the metrics of step n - 1, so the device never waits for the host.
 """
 
 import contextlib
-import itertools
 import math
 import sys
 
@@ -61,7 +60,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
     mesh = sharding.make_mesh(experiment.mesh, jax.devices())
     platform = mesh.devices.flat[0].platform
     compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
-    preflight.check_batch(experiment, mesh)
+    preflight.check_mesh(experiment, mesh)
     preflight.check_memory(experiment, compute, mesh)
     with preflight.exclusive(workdir):
         distributed.check_shared(workdir)
@@ -100,6 +99,14 @@ class Run:
 
     def run(self) -> dict[str, float]:
         """Restores or initialises, loops, and writes down the end."""
+        with self.interruption.watching():  # what comes while it starts waits for the first step
+            state, step = self._steps()
+        if step < self.experiment.train.num_steps:
+            return self._stopped(step)
+        return self._finish(state)
+
+    def _steps(self) -> tuple[dict, int]:
+        """The state after the last step, saved, and which step that is."""
         c = self.experiment.train
         restored = self.checkpoints.restore(self.program.abstract_state)
         if restored is None:
@@ -112,11 +119,9 @@ class Run:
         self._announce(start)
         stop = min(c.num_steps, c.stop_after or c.num_steps)
         try:
-            with self.interruption.watching():
-                state, step = self._loop(state, position, start, stop)
+            state, step = self._loop(state, position, start, stop)
             self._save(step, state, last=True)
-            if step < c.num_steps:
-                return self._stopped(step)
+            return state, step
         except OSError as error:
             raise UserError(
                 f"stopped: {error}. The last checkpoint is intact (steps "
@@ -125,7 +130,6 @@ class Run:
         finally:
             with contextlib.suppress(OSError):  # records are written already, or have raised
                 self.writer.close()
-        return self._finish(state)
 
     def _say(self, text: str) -> None:
         if self.first:
@@ -251,9 +255,10 @@ class Run:
         """Bits per byte over the validation split, or its first `eval_rows` rows."""
         e = self.experiment
         size = e.train.batch_size // e.train.grad_accumulation
-        batches = self._rows(loader.validation_batches(self.dataset, **self._share(size)), size)
+        options = self._share(size) | dict(limit=e.train.eval_rows)
+        batches = self._rows(loader.validation_batches(self.dataset, **options), size)
         sums = np.zeros(3)
-        for rows in itertools.islice(batches, math.ceil(e.train.eval_rows / size) or None):
+        for rows in batches:
             sums += jax.device_get(self.program.eval_step(params, rows, self.dataset.token_bytes))
         nats, num_bytes, targets = sums
         record = dict(

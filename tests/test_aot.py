@@ -10,10 +10,13 @@ import pytest
 
 from kvjax import ahead
 from kvjax import aot
+from kvjax import aot_tables as tables
 from kvjax import command_line
 from kvjax import costs
 from kvjax import devices
 from kvjax import fitting
+from kvjax import roofline
+from kvjax.ahead import DoesNotCompile
 from kvjax.ahead import TooLarge
 from kvjax.compiled import Memory
 from kvjax.errors import UserError
@@ -117,6 +120,12 @@ def test_a_decode_step(cached, capsys, chips):
         (["--topology=v5e:2x2", "--step=run"], "--step = 'run'"),
         (["--topology=v5e:2x2", "--step=decode", "--batch=0"], "--batch = 0"),
         (["--topology=v5e:2x2", "--sweep", "--compiles=0"], "--compiles = 0"),
+        (["--topology=v5e:2x2", "--step=decode", "--chips=0"], "--chips = 0: must be at least 1"),
+        (["--topology=v5e:2x2", "--step=decode", "--sweep"], "--sweep: is of --step=train"),
+        (["--topology=v5e:2x2", "--chips=2"], "--chips = 2: is of --step=decode"),
+        (["--topology=v5e:2x2", "--sweep", "--batch=1"], "--batch = 1: is of --step=decode"),
+        (["--topology=v5e:2x2", "--length=99"], "--length = 99: is of --step=decode"),
+        (["--topology=v5e:2x2", "--compiles=6"], "--compiles = 6: is of --sweep"),
         (["--topology=v5e:2x2", "--config.train.nope=1"], "no key 'nope'"),
         (["--topology=v5e:2x2", "--config=nowhere.py"], "no such file"),
     ],
@@ -170,7 +179,7 @@ def test_what_the_compiler_says_when_memory_runs_out(text, needed, there):
 # -- the search, with a compiler that is a formula -------------------------------------------------
 
 
-def fake_step(experiment, name, temporaries):
+def fake_step(experiment, name, temporaries, causal_kernel=True):
     predicted = fitting.predict(experiment, ahead.datasheet(name))
     memory = Memory(arguments=predicted.state, outputs=0, temporaries=temporaries, program=0)
     return ahead.Step(
@@ -179,7 +188,7 @@ def fake_step(experiment, name, temporaries):
         memory=memory,
         upper_bound=False,
         collectives=(),
-        causal_kernel=True,
+        causal_kernel=causal_kernel,
         whole=(),
         seconds_to_lower=0.0,
         seconds_to_compile=0.0,
@@ -196,8 +205,10 @@ def compiler(monkeypatch):
         predicted = fitting.predict(experiment, ahead.datasheet(name))
         need = round(compiler.scale * predicted.temporaries)
         calls.append(experiment)
+        if (experiment.compute.remat, experiment.train.grad_accumulation) in compiler.failing:
+            raise DoesNotCompile("INTERNAL: an error of the compiler")
         if predicted.state + need > ahead.datasheet(name).hbm_bytes:
-            raise TooLarge("too large", predicted.state + need, 0)
+            raise TooLarge("too large", compiler.says and predicted.state + need, 0)
         return fake_step(experiment, name, need)
 
     def devices_of(name):
@@ -205,7 +216,7 @@ def compiler(monkeypatch):
 
     monkeypatch.setattr(ahead, "training_step", training_step)
     monkeypatch.setattr(fitting.topology, "get_devices", devices_of)
-    compiler.calls = calls
+    compiler.calls, compiler.failing, compiler.says = calls, (), True
     return compiler
 
 
@@ -303,3 +314,194 @@ def test_a_sweep_in_which_nothing_fits_is_an_error(compiler):
     compiler.scale = 1e6
     with pytest.raises(UserError, match="lrkv_128m on v5e:8: none of [12] candidates? fits.*by"):
         aot.sweep(experiment(MEDIUM), "v5e:8", 2)
+
+
+# -- what goes wrong besides -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale, says", [(1.0, True), (1.5, True), (1.0, False)])
+def test_a_right_prediction_of_what_is_too_large_is_not_corrected(scale, says):
+    """The state is part of what is needed; where no number is said nothing is learnt."""
+    (candidate, *_) = fitting.candidates(experiment(MEDIUM), devices.get("v5e"), 8)
+    p = candidate.predicted
+    needed = round(p.state + scale * p.temporaries)
+    candidate.too_large = TooLarge("too large", needed if says else 0, 0)
+    expected = {candidate.experiment.compute.remat: pytest.approx(scale)} if says else {}
+    assert fitting.corrections([candidate]) == expected
+
+
+def test_a_sweep_whose_compiler_says_no_numbers(compiler):
+    compiler.scale, compiler.says = 1e6, False
+    with pytest.raises(UserError, match="none of 2 candidates fits. By how much.* does not say"):
+        aot.sweep(experiment(MEDIUM), "v5e:8", 2)
+
+
+def test_the_nearest_candidate_is_one_with_a_number(compiler, monkeypatch):
+    found = fitting.candidates(experiment(MEDIUM), devices.get("v5e"), 8)[:3]
+    for candidate, needed in zip(found, (0, 30 * 10**9, 20 * 10**9), strict=True):
+        candidate.too_large = TooLarge("too large", needed, 0)
+    monkeypatch.setattr(fitting, "search", lambda *_, **__: found)
+    with pytest.raises(UserError, match=r"by 5\.6 GB a chip"):
+        aot.sweep(experiment(MEDIUM), "v5e:8", 3)
+
+
+def test_a_sweep_goes_on_after_what_does_not_compile(compiler, capsys):
+    compiler.scale, compiler.failing = 1.0, [("none", 1)]
+    report = aot.sweep(experiment(MEDIUM, "--config.compute.remat=none"), "v5e:8", 4)
+    assert report["grad_accumulation"] > 1
+    first, *rest = report["candidates"]
+    assert first["failure"] == "INTERNAL: an error of the compiler"
+    assert first["needed_bytes"] is None and not first["fits"]
+    assert any(row["fits"] and not row["failure"] for row in rest)
+    out, error = capsys.readouterr()
+    assert "| did not compile |" in out and "INTERNAL: an error of the compiler" in out
+    assert "did not compile: INTERNAL" in error
+
+
+def test_a_sweep_in_which_nothing_compiles(compiler):
+    compiler.scale, compiler.failing = 1.0, [("none", 2**n) for n in range(9)]
+    compiler.failing += [(experiment(MEDIUM).compute.remat, 1)]
+    with pytest.raises(UserError, match="none of 2 candidates fits. None compiled: INTERNAL"):
+        aot.sweep(experiment(MEDIUM), "v5e:8", 2)
+
+
+class _Lowered:
+    """What lowers and then fails: in the compiler, or in a text that cannot be read."""
+
+    def __init__(self, error=None, text=""):
+        self.error, self.text = error, text
+
+    def compile(self):
+        if self.error:
+            raise self.error
+        return self
+
+    def as_text(self):
+        return self.text
+
+    def cost_analysis(self):
+        return {}
+
+
+_ENDLESS = """HloModule m, num_partitions=2
+%body (p: f32[8]) -> f32[8] {
+  %p = f32[8] parameter(0)
+  ROOT %a = f32[8] all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+}
+%condition (p: f32[8]) -> pred[] {
+  %p = f32[8] parameter(0)
+  ROOT %r = pred[] custom-call(%p)
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8] parameter(0)
+  ROOT %w = f32[8] while(%x), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "lowered, message",
+    [
+        (_Lowered(jax.errors.JaxRuntimeError("INTERNAL: Mosaic\nmore")), "INTERNAL: Mosaic$"),
+        (_Lowered(text=_ENDLESS), "loop w: unknown trip count"),
+    ],
+)
+@pytest.mark.parametrize("step", ["train", "decode"])
+def test_a_compiler_that_fails_ends_in_one_message(lowered, message, step, monkeypatch, capsys):
+    fail = lambda *_, **__: ahead._compile(lowered, 0.0, 0)
+    monkeypatch.setattr(ahead, "training_step", fail)
+    monkeypatch.setattr(ahead, "decode_step", fail)
+    assert aot.main(["aot", f"--config={TINY}", "--topology=v5e:2x2", f"--step={step}"]) == 2
+    out, error = capsys.readouterr()
+    assert re.search(f"^kvjax: lrkv_tiny does not compile for v5e:2x2: .*{message}", error, re.M)
+    assert not out and "Traceback" not in error
+
+
+# -- decode steps that are too large ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("needed", [0, 200 * 10**9])
+def test_a_decode_step_that_is_too_large_says_what_fits(needed, monkeypatch, capsys):
+    def give_up(*_, **__):
+        raise TooLarge("the compiler needs more", needed, 16 * 10**9)
+
+    monkeypatch.setattr(ahead, "decode_step", give_up)
+    batch, length, chips = 64, 65536, 2
+    arguments = [f"--config={MEDIUM}", "--topology=v5e:4x4", "--step=decode"]
+    arguments += [f"--batch={batch}", f"--length={length}", f"--chips={chips}"]
+    assert aot.main(["aot", *arguments]) == 2
+    error = capsys.readouterr().err
+    said = r"over 90% of a v5e's 16 GB by 185\.6 GB" if needed else "does not say"
+    assert re.search(f"lrkv_128m does not fit v5e:4x4: the compiler needs more.*{said}", error)
+    (most,) = map(int, re.findall(r"on 2 of these chips: --batch=(\d+)", error))
+    (more,) = map(int, re.findall(r"as it is, over --chips=(\d+) of v5e", error))
+
+    model = experiment(MEDIUM).model
+    weights = costs.weight_bytes(model, ahead.BF16)
+    one = length * costs.cache_bytes_per_token(model, ahead.BF16)
+    one = max(one, (needed - weights) * chips / batch)
+    fits = lambda batch, chips: weights + batch * one / chips <= 14.4e9
+    assert fits(most, chips) and not fits(most + 1, chips)
+    assert fits(batch, more) and not fits(batch, more // 2)
+
+
+def test_advice_for_decoding_is_not_the_batch_that_failed():
+    """Caches fit by the formulas; the compiler gives up, and does not say by how much."""
+    shape = dict(batch=4, length=128, chips=1)
+    text = fitting.decode_advice(experiment(), "v5e:4x4", 0, **shape)
+    assert "--batch=3\n" in text and "--chips=2 of v5e" in text
+
+
+def test_a_decode_step_whose_weights_are_too_large():
+    wide = experiment(MEDIUM, "--config.model.num_layers=1200")
+    shape = dict(batch=1, length=128, chips=1)
+    text = fitting.decode_advice(wide, "v5e:4x4", 30 * 10**9, **shape)
+    assert "by 15.6 GB" in text and re.search(r"Weights alone are \d+\.\d GB", text)
+
+
+# -- what is compiled, and what is run -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "device, attention, kernel, shown",
+    [
+        ("v5e", "auto", True, "causal kernel"),
+        ("v5e", "xla", False, "all T keys"),
+        ("h200", "auto", False, "causal kernel (compiled: all T keys)"),
+        ("h200", "xla", False, "all T keys"),
+    ],
+)
+def test_the_bound_is_of_the_attention_that_runs(device, attention, kernel, shown, capsys):
+    """On GPUs XLA's is compiled, with logits, and cuDNN's is run."""
+    start = experiment(MEDIUM, f"--config.compute.attention={attention}", "--config.mesh.fsdp=8")
+    step = fake_step(start, f"{device}:8", 10**9, causal_kernel=kernel)
+    report = aot.training(start, f"{device}:8", step)
+    assert report["attention"] == shown
+    tables.show(report, limit=ahead.LIMIT)
+    assert f"Attention: {shown}\n" in capsys.readouterr().out
+    flops = lambda causal: roofline.step_flops(start, causal_kernel=causal)
+    runs = flops("causal" in shown)
+    assert report["flops_per_step"] == dataclasses.asdict(runs)
+    bound, predicted = ahead.bound(step, start), fitting.predict(start, step.device)
+    seconds = runs.total / 8 / step.device.bf16_flops
+    assert bound.compute == predicted.bound.compute == pytest.approx(seconds)
+
+    other = experiment(MEDIUM, "--config.compute.attention=xla", "--config.mesh.fsdp=8")
+    with_logits = fitting.predict(other, step.device).temporaries
+    assert (predicted.temporaries == with_logits) == (not kernel)
+    assert kernel or predicted.temporaries == with_logits
+
+
+def test_advice_names_no_chips_that_weights_do_not_divide_over(compiler):
+    """768 channels split in 256 ways at most."""
+    start = experiment(MEDIUM, "--config.compute.remat=full", "--config.train.batch_size=4096")
+    state = fitting.predict(
+        dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=8)), devices.get("v5e")
+    ).state
+    numbers = {}
+    for needed in (20 * 10**9, 400 * 10**9, 900 * 10**9):
+        assert needed > state
+        text = fitting.advice(start, "v5e:8", needed)
+        numbers[needed] = [int(n) for n in re.findall(r"as it is, on (\d+) chips", text)]
+    assert numbers[20 * 10**9]
+    assert all(768 % n == 0 for found in numbers.values() for n in found), numbers

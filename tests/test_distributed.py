@@ -173,6 +173,32 @@ def test_the_first_of_two_signals_counts(monkeypatch):
     assert distributed.STATUS == {signal.SIGTERM: 75, signal.SIGINT: 130}
 
 
+def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
+    """As on the other processes, of which some have not heard of it."""
+    state = types.SimpleNamespace(client=Store(), num_processes=2, process_id=0)
+    monkeypatch.setattr(distributed, "_state", lambda: state)
+    interruption = distributed.Interruption()
+    interruption._received = signal.SIGTERM
+    assert not interruption.due(3) and not interruption.due(4)
+    assert interruption.signal is None
+    assert interruption.due(5) and interruption.signal is signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "text, lost",
+    [
+        ("UNKNOWN: Gloo all-reduce failed: Connection closed by peer", True),
+        ("UNAVAILABLE: heartbeat timeout", True),
+        ("RESOURCE_EXHAUSTED: NCCL could not allocate", False),
+        ("INTERNAL: ncclInternalError: out of memory", False),
+        ("INVALID_ARGUMENT: peer access", False),
+        ("INTERNAL: something else", False),
+    ],
+)
+def test_what_counts_as_a_lost_process(text, lost):
+    assert distributed._is_loss(text) == lost
+
+
 def test_last_words():
     """An abort from C++ ends with a sentence and the status that was set."""
     code = (

@@ -87,7 +87,7 @@ BAD = [
     (
         "compute.remat",
         "some",
-        "config.compute.remat = 'some': must be one of 'none', 'dots', 'full'",
+        "config.compute.remat = 'some': must be one of 'none', 'dots', 'attention', 'full'",
     ),
     ("compute.unroll", "yes", "config.compute.unroll = 'yes'"),
     ("compute.query_chunk", -2, "config.compute.query_chunk = -2: must be at least -1"),

@@ -75,12 +75,21 @@ def test_flops_of_other_mechanisms(attention):
     assert roofline.step_flops(experiment, causal_kernel=False).total == traced(experiment)
 
 
-def test_keeping_products_saves_at_least_what_is_counted():
+@pytest.mark.parametrize(
+    "attention, expansions",
+    [
+        (recipes.mha(4, dim=32), 0),
+        (recipes.gqa(4, kv_heads=2, dim=32), 0),
+        (recipes.lrkv(4, rank=16, dim=32), 4 * 16 * (32 + 32)),  # K·R·(H + Hv)
+    ],
+)
+def test_keeping_products_computes_those_of_each_head_again(attention, expansions):
     """Kept are products with a weight; LRKV's with B, which has heads as a batch, are not."""
-    flops = roofline.step_flops(make(remat="dots"), causal_kernel=False)
-    assert flops.total == traced(make(remat="dots"))
-    lrkv = make(recipes.lrkv(4, rank=16, dim=32), remat="dots")
-    assert roofline.step_flops(lrkv, causal_kernel=False).total < traced(lrkv)
+    experiment = make(attention, remat="dots")
+    flops = roofline.step_flops(experiment, causal_kernel=False)
+    assert flops.total == traced(experiment)
+    kernel = roofline.step_flops(experiment, causal_kernel=True)
+    assert kernel.rematerialised == 32 * 256 * 4 * 2 * expansions  # rows, T, layers
 
 
 def test_a_causal_kernel_computes_half_of_attention_and_some_again():
@@ -113,14 +122,37 @@ def test_hbm_bytes_by_hand():
     read = 4 * 1_048_576
     inputs, products = 4 * 128, 4 * (4 * 4 * 32 + 512)
     tokens = 32 * 256
-    by = lambda mesh=(), **keys: roofline.hbm_bytes(make(**keys), ONE | dict(mesh))
+    by = lambda mesh=(), kernel=True, **keys: roofline.hbm_bytes(
+        make(**keys), ONE | dict(mesh), causal_kernel=kernel
+    )
     assert by() == moved + 2 * read + 2 * 4 * tokens * (inputs + products)
     assert by(remat="full") == moved + 3 * read + 2 * 4 * tokens * inputs
     kept = inputs + 4 * 4 * 32
     assert by(remat="attention") == moved + 3 * read + 2 * 4 * tokens * kept
+    assert by(remat="attention", kernel=False) == by(remat="full")
     mesh = dict(data=2, fsdp=4, tensor=2)
     expected = moved / 8 + 3 * 8 * read / 2 + 2 * 4 * tokens / 16 * inputs
     assert by(mesh, remat="full", parts=8) == expected
+
+
+def test_activations_of_an_lrkv_by_hand():
+    """With "dots" bases and latents are kept, and what attention and its output made; with "none"
+    expanded keys and values instead. Of grouped queries only as many keys as there are."""
+    per_token = lambda remat, attention, kernel=True: (
+        (
+            roofline.hbm_bytes(make(attention, remat=remat), ONE, causal_kernel=kernel)
+            - roofline.hbm_bytes(make(attention, remat=other[remat]), ONE, causal_kernel=kernel)
+        )
+        / (2 * 4 * 32 * 256 * 4)
+    )  # there and back, float32, tokens, layers
+    other = {"dots": "none", "none": "dots"}
+    lrkv, gqa = recipes.lrkv(4, rank=16, dim=32), recipes.gqa(4, kv_heads=1, dim=32)
+    dots = 128 + 2 * 32 + 2 * 4 * 16 + 128 + 512  # queries, bases, latents, output, MLP
+    none = 4 * 128 + 512  # queries, keys, values, attention, MLP
+    assert per_token("dots", lrkv) == dots + 128 - none
+    assert per_token("dots", lrkv, kernel=False) == dots - none
+    dots, none = 128 + 2 * 32 + 128 + 512, 2 * 128 + 2 * 32 + 512
+    assert per_token("dots", gqa) == dots + 128 - none
 
 
 def test_the_bound_is_what_takes_longest():
@@ -128,7 +160,7 @@ def test_the_bound_is_what_takes_longest():
     mesh, experiment = ONE | dict(fsdp=4), make()
     flops = roofline.step_flops(experiment, causal_kernel=False)
     times = dict(
-        bandwidth=roofline.hbm_bytes(experiment, mesh) / 2,  # 2 s
+        bandwidth=roofline.hbm_bytes(experiment, mesh, causal_kernel=False) / 2,  # 2 s
         bf16_flops=flops.total / 4 / 3,  # 3 s
         interconnect=1000.0,
     )

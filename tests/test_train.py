@@ -352,14 +352,34 @@ def test_memory_is_checked_before_anything_is_allocated(tmp_path):
 
 def test_batches_must_divide_over_devices(source, monkeypatch):
     monkeypatch.undo()
-    mesh = sharding.make_mesh(sharding.MeshConfig(data=2, tensor=2), jax.devices()[:8])
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=2, sequence=2), jax.devices()[:8])
     experiment = experiment_lib.resolve(runs.small_config(*source, batch_size=6))
     with pytest.raises(UserError, match=r"batch_size = 6 .* fsdp = 4; use a .* of 4: 4 or 8"):
-        preflight.check_batch(experiment, mesh)
+        preflight.check_mesh(experiment, mesh)
     two = experiment_lib.resolve(runs.small_config(*source, batch_size=4, grad_accumulation=2))
     with pytest.raises(UserError, match=r"2 part\(s\) is 2 rows a part.* multiple of 8: 8$"):
-        preflight.check_batch(two, mesh)
-    preflight.check_batch(experiment_lib.resolve(runs.small_config(*source, batch_size=4)), mesh)
+        preflight.check_mesh(two, mesh)
+    preflight.check_mesh(experiment_lib.resolve(runs.small_config(*source, batch_size=4)), mesh)
+
+
+@pytest.mark.parametrize(
+    "mesh, length, message",
+    [
+        (dict(tensor=2), 32, r"config.mesh.tensor = 2 does not divide the 257 of head \[32, 257\]"),
+        (dict(fsdp=1, sequence=8), 24, "sequence = 8 .* 16 chunks, .* 24 tokens .* is 16 or 32"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model(
+    source, tmp_path, monkeypatch, mesh, length, message
+):
+    """Before the data are prepared or a file is written."""
+    monkeypatch.undo()
+    config = runs.small_config(*source)
+    config.mesh.update(mesh)
+    config.data.update(sequence_length=length, directory=str(tmp_path / "data"))
+    with pytest.raises(UserError, match=message):
+        train.train(config, epath.Path(tmp_path / "run"))
+    assert not (tmp_path / "run").exists() and not (tmp_path / "data").exists()
 
 
 def test_the_lock_is_released_with_its_process(tmp_path):
@@ -382,6 +402,8 @@ def test_identity_ignores_when_to_look_and_nothing_else(source):
     json.dumps(base)
     config = runs.small_config(*source)
     config.mesh.fsdp = 4
+    config.compute.update(attention="xla", remat="full")
+    config.train.grad_accumulation = 2  # as fewer chips need
     assert preflight.identity(config) == base
 
 

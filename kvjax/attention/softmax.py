@@ -1,51 +1,32 @@
 """Softmax attention of the training pass, over expanded keys and values: which library runs it.
 
-XLA everywhere; splash attention, a Pallas kernel, on TPUs; cuDNN on NVIDIA GPUs. The kernels never
-hold logits [T, S]; nothing here was run on a TPU: splash is compiled ahead of time for v4, v5e, v5p
-and v6e, and run by the interpreter.
-
-Context parallelism splits T over the mesh's `sequence` axis. Cut in order, the last device would
-have nearly twice the mean of causal work; `zigzag` gives every device a chunk from both ends.
+XLA everywhere; splash attention, a Pallas kernel, on TPUs (splash.py); cuDNN on NVIDIA GPUs. The
+kernels never hold logits [T, S]. Nothing here was run on a TPU, nor cuDNN on several GPUs.
 """
 
 from collections.abc import Callable
 import dataclasses
 import functools
-import math
 
 from absl import logging
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from kvjax.errors import UserError
+from kvjax.attention.placement import Options
+from kvjax.attention.placement import both_positions
+from kvjax.attention.placement import check_division
+from kvjax.attention.placement import not_taken
+from kvjax.attention.placement import on_every_device
+from kvjax.attention.placement import platform
+from kvjax.attention.placement import sort_tokens
+from kvjax.attention.placement import ways
+from kvjax.attention.placement import zigzag
+from kvjax.attention.splash import RESIDUALS
+from kvjax.attention.splash import check_splash
+from kvjax.attention.splash import splash_attention
 
-# What splash keeps for its backward pass is saved under this name: `jax.checkpoint` with a policy
-# `save_only_these_names(RESIDUALS)` does not run its forward pass again.
-RESIDUALS = "softmax_attention"
-
-_LANES = 128  # of a TPU's vector unit: splash's blocks are multiples of it
-_BLOCK = 1024  # queries and keys of a block of splash
-_WIDE = 1024  # bytes of a token's key and value in one head; over it, blocks of half the length
-_WIDEST = 2176  # which compile up to this, (576 + 512) in bfloat16
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
-    """What an implementation is given beside queries, keys and values."""
-
-    causal: bool
-    scale: float
-    query_chunk: int
-    query_positions_T: np.ndarray | None  # None: 0..T-1
-    key_positions_S: np.ndarray | None
-    query_segments_BT: jax.Array | None
-    segments_BS: jax.Array | None
-    mesh: jax.sharding.Mesh | None
+__all__ = ["RESIDUALS", "softmax_attention", "sort_tokens", "zigzag"]
 
 
 def softmax_attention(
@@ -95,7 +76,7 @@ def softmax_attention(
     S, K = k_BSKH.shape[1:3]
     copies = k_BSKH.shape[0] / q_BTNH.shape[0]
     fit = (
-        copies in (1, _ways(mesh, "sequence")) and T % copies == N % K == 0 and H == k_BSKH.shape[3]
+        copies in (1, ways(mesh, "sequence")) and T % copies == N % K == 0 and H == k_BSKH.shape[3]
     )
     if not fit or k_BSKH.shape[:3] != v_BSKV.shape[:3]:
         shapes = f"{q_BTNH.shape}, {k_BSKH.shape} and {v_BSKV.shape}"
@@ -104,7 +85,7 @@ def softmax_attention(
         raise ValueError("query_segments_BT: the keys' segments_BS are needed too")
     if segments_BS is not None and query_segments_BT is None:
         query_segments_BT = segments_BS
-    options = _Options(
+    options = Options(
         causal=causal,
         scale=H**-0.5 if scale is None else scale,
         query_chunk=query_chunk,
@@ -122,28 +103,6 @@ def softmax_attention(
     return _IMPLEMENTATIONS[name](*arrays, options)
 
 
-def zigzag(length: int, shards: int) -> np.ndarray:
-    """[length] int32 position of the token at each place of a row that is split over devices.
-
-    The row is cut in 2·shards chunks; device i has chunks i and 2·shards - 1 - i, as in Llama 3
-    (arXiv:2407.21783, section 3.3.2): of causal attention all have the same work.
-
-    Raises:
-      UserError: 2·shards does not divide the length.
-    """
-    chunks = 2 * shards
-    if length % chunks:
-        below = length // chunks * chunks
-        near = f"{below} or {below + chunks}" if below else f"{chunks}"
-        raise UserError(
-            f"config.mesh.sequence = {shards} cuts rows in {chunks} chunks, two per device, and "
-            f"{length} tokens are not divided by {chunks}; the nearest length is {near}"
-        )
-    positions = np.arange(length, dtype=np.int32).reshape(chunks, -1)
-    order = [chunk for i in range(shards) for chunk in (i, chunks - 1 - i)]
-    return positions[order].reshape(-1)
-
-
 def _positions(positions: np.ndarray | None, length: int) -> np.ndarray | None:
     """Positions as int32; None if they are 0, 1, 2.."""
     if positions is None:
@@ -157,9 +116,9 @@ def _positions(positions: np.ndarray | None, length: int) -> np.ndarray | None:
 # -- which one -------------------------------------------------------------------------------------
 
 
-def _default(q_BTNH, k_BSKH, v_BSKV, options: _Options) -> str:
+def _default(q_BTNH, k_BSKH, v_BSKV, options: Options) -> str:
     """The implementation that None stands for."""
-    name = {"tpu": "splash", "gpu": "cudnn"}.get(_platform(options.mesh))
+    name = {"tpu": "splash", "gpu": "cudnn"}.get(platform(options.mesh))
     if name is None:
         return "xla"
     context = jax.sharding.get_abstract_mesh()
@@ -173,30 +132,16 @@ def _default(q_BTNH, k_BSKH, v_BSKV, options: _Options) -> str:
     return name
 
 
-def _platform(mesh: jax.sharding.Mesh | None) -> str:
-    if mesh is not None:
-        return mesh.devices.flat[0].platform
-    return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).platform
-
-
 @functools.cache
 def _say(message: str) -> None:
     """Log a message once."""
     logging.info("%s", message)
 
 
-def _refuse(name: str, reason: str) -> None:
-    raise NotImplementedError(f"{name} attention: {reason}; the implementation 'xla' takes this")
-
-
-def _ways(mesh: jax.sharding.Mesh | None, *names: str) -> int:
-    return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in names)
-
-
 # -- XLA -------------------------------------------------------------------------------------------
 
 
-def _xla(q_BTNH, k_BSKH, v_BSKV, options: _Options) -> jax.Array:
+def _xla(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
     """`jax.nn.dot_product_attention`; GSPMD divides it whichever way the arrays are split."""
     (B, T, _, _), S, Hv, o = q_BTNH.shape, k_BSKH.shape[1], v_BSKV.shape[-1], options
     copies = k_BSKH.shape[0] // B
@@ -212,7 +157,7 @@ def _xla(q_BTNH, k_BSKH, v_BSKV, options: _Options) -> jax.Array:
     if in_order and not (o.causal and 0 < o.query_chunk < T):
         mask = _mask(o, slice(T), slice(S), None)
         return attend(q, k, v, mask=mask, is_causal=o.causal)[..., :Hv]
-    query_positions, key_positions = _both_positions(o, T, S)
+    query_positions, key_positions = both_positions(o, T, S)
     query_positions = query_positions.reshape(copies, 1, -1).repeat(B if copies > 1 else 1, axis=1)
     query_positions = query_positions.reshape(-1, T // copies)
     length = chunk = T // copies
@@ -234,15 +179,7 @@ def _xla(q_BTNH, k_BSKH, v_BSKV, options: _Options) -> jax.Array:
     return (_whole(o_BTNV, copies) if copies > 1 else o_BTNV)[..., :Hv]
 
 
-def _both_positions(options: _Options, T: int, S: int) -> tuple[np.ndarray, np.ndarray]:
-    query_positions, key_positions = options.query_positions_T, options.key_positions_S
-    return (
-        np.arange(T, dtype=np.int32) if query_positions is None else query_positions,
-        np.arange(S, dtype=np.int32) if key_positions is None else key_positions,
-    )
-
-
-def _mask(options: _Options, queries: slice, keys: slice, visible) -> jax.Array | None:
+def _mask(options: Options, queries: slice, keys: slice, visible) -> jax.Array | None:
     """[B or 1, 1, T, S] which keys some queries see, by segment and positions (if there are)."""
     mask = None
     if visible is not None:
@@ -293,191 +230,22 @@ def _float64_attention(q_BTNH, k_BSKH, v_BSKV, *, scale, mask=None, is_causal=Fa
     return o_BTKGV.reshape(B, T, N, -1)
 
 
-# -- splash attention ------------------------------------------------------------------------------
-
-
-class _Causal(splash_mask.Mask):
-    """Which keys, in order, a query sees, for splash: never an array [T, S].
-
-    The kernel computes a block's mask from the queries' positions (`q_sequence`) and the keys'
-    places. The host asks of every block only whether some and whether all of it is seen, and so
-    gets two elements that answer that rather than a million: a second in all at [128K, 128K].
-    """
-
-    def __init__(self, positions_T: np.ndarray, S: int):
-        self.q_sequence = positions_T
-        self.mask_function = _sees  # one object: the library's caches and jit's find it again
-        self._key = (S, positions_T.tobytes())
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.q_sequence), self._key[0]
-
-    def __getitem__(self, block) -> np.ndarray:
-        positions, first, last = self.q_sequence[block[0]], block[1].start, block[1].stop - 1
-        return np.array([[positions.max() >= first, positions.min() >= last]])
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, _Causal) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-class _Full(splash_mask.FullMask):
-    """All keys, for splash; of a block one element says it."""
-
-    def __getitem__(self, block) -> np.ndarray:
-        return np.ones((1, 1), bool)
-
-
-def _sees(query_positions, key_positions):
-    return query_positions >= key_positions
-
-
-def _check_splash(q_BTNH, k_BSKH, v_BSKV, options: _Options) -> None:
-    """Raises NotImplementedError with what splash attention does not take, and what it does."""
-    refuse = functools.partial(_refuse, "splash")
-    (B, T, N), (S, K) = q_BTNH.shape[:3], k_BSKH.shape[1:3]
-    dtypes = {x.dtype for x in (q_BTNH, k_BSKH, v_BSKV)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-        shown = ", ".join(sorted(map(str, dtypes)))
-        refuse(f"dtypes {shown}: must be bfloat16 or float32, of all three the same")
-    mesh = options.mesh
-    sequence, rows, tensor = (_ways(mesh, a) for a in ("sequence", "data", "tensor"))
-    rows *= _ways(mesh, "fsdp")
-    if B % rows:
-        refuse(f"a batch of {B} is not divided by data x fsdp = {rows} devices")
-    if T % (_LANES * sequence):
-        parts = f" x sequence = {sequence} devices" if sequence > 1 else ""
-        refuse(f"{T} queries are not a multiple of {_LANES}{parts}")
-    if S % _LANES:
-        refuse(f"{S} keys are not a multiple of {_LANES}")
-    if (size := _row_bytes(k_BSKH, v_BSKV)) > _WIDEST:
-        refuse(f"a key and a value of {size} bytes are over {_WIDEST}, which fit a TPU's VMEM")
-    if N % tensor or (K % tensor and tensor % K):
-        refuse(f"{N} query heads on {K} KV heads are not divided by tensor = {tensor} devices")
-    if options.key_positions_S is not None and options.causal:
-        if not np.array_equal(np.sort(options.key_positions_S), np.arange(S)):
-            refuse("key_positions_S must be 0 .. S - 1 in some order")
-
-
-def _splash(q_BTNH, k_BSKH, v_BSKV, options: _Options) -> jax.Array:
-    """The Pallas kernel for TPUs, on every device its part of batch, queries and heads.
-
-    In float32 its products are the TPU's default ones, of bfloat16 parts, as XLA's are.
-    """
-    _check_splash(q_BTNH, k_BSKH, v_BSKV, options)
-    (T, N), (S, K) = q_BTNH.shape[1:3], k_BSKH.shape[1:3]
-    mesh, interpret = options.mesh, _platform(options.mesh) != "tpu"
-    sequence, tensor = _ways(mesh, "sequence"), _ways(mesh, "tensor")
-    if K % tensor:  # fewer KV heads than devices: each device has the one that its queries read
-        k_BSKH, v_BSKV = (jnp.repeat(x, tensor // K, axis=2) for x in (k_BSKH, v_BSKV))
-    if options.causal:
-        head_mask, parts = _Causal(_both_positions(options, T, S)[0], S), sequence
-    else:  # the same for every device
-        head_mask, parts = _Full((T // sequence, S)), 1
-    kernel = splash.make_splash_mha(
-        splash_mask.MultiHeadMask([head_mask] * (N // tensor)),
-        block_sizes=_block_sizes(T // sequence, S, _row_bytes(k_BSKH, v_BSKV)),
-        head_shards=1,  # of masks: the heads' are all the same
-        q_seq_shards=parts,
-        residual_checkpoint_name=RESIDUALS,
-        interpret=interpret,
-    )
-    ordered = options.key_positions_S if options.causal or options.segments_BS is not None else None
-
-    def attend(kernel, q_BTNH, k_BSKH, v_BSKV, query_segments_BT, segments_BS):
-        q_BTNH = (q_BTNH.astype(jnp.float32) * options.scale).astype(q_BTNH.dtype)
-        q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH, *map(in_order, (k_BSKH, v_BSKV))))
-        if segments_BS is None:
-            o_BNTV = jax.vmap(kernel)(q, k, v)
-        else:
-            ids = splash.SegmentIds(query_segments_BT, in_order(segments_BS))
-            o_BNTV = jax.vmap(kernel)(q, k, v, ids)
-        return o_BNTV.swapaxes(1, 2)
-
-    in_order = functools.partial(sort_tokens, ordered)
-    arrays = (q_BTNH, k_BSKH, v_BSKV, options.query_segments_BT, options.segments_BS)
-    if mesh is None or mesh.size == 1:
-        return attend(kernel, *arrays)
-    axis = lambda name: name if name in mesh.axis_names else None
-    batch = tuple(name for name in ("data", "fsdp") if name in mesh.axis_names) or None
-    queries, keys = P(batch, axis("sequence"), axis("tensor")), P(batch, None, axis("tensor"))
-    if k_BSKH.shape[0] > q_BTNH.shape[0]:
-        keys = P(("sequence", *(batch or ())), None, axis("tensor"))
-    split = axis("sequence") if parts > 1 else None
-    blocks = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, split)))
-    segments = (None, None) if arrays[4] is None else (P(batch, axis("sequence")), P(batch))
-    return jax.shard_map(
-        attend,
-        mesh=mesh,
-        in_specs=(blocks, queries, keys, keys, *segments),
-        out_specs=queries,
-        check_vma=False,  # the kernel's outputs do not say along which axes they differ
-    )(kernel, *arrays)
-
-
-def sort_tokens(positions_S: np.ndarray | None, x_BS: jax.Array) -> jax.Array:
-    """[B, S, ..] with the token of position 0 first: slices, one for each run of positions."""
-    if positions_S is None:
-        return x_BS
-    places = np.argsort(positions_S)
-    starts = np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1)
-    runs = zip(places[starts], np.diff(starts, append=len(places)), strict=True)
-    parts = [jax.lax.slice_in_dim(x_BS, int(p), int(p + length), axis=1) for p, length in runs]
-    return jnp.concatenate(parts, axis=1)
-
-
-def _row_bytes(k_BSKH, v_BSKV) -> int:
-    """Of a token's key and value in one head."""
-    return k_BSKH.shape[-1] * k_BSKH.dtype.itemsize + v_BSKV.shape[-1] * v_BSKV.dtype.itemsize
-
-
-def _block_sizes(T: int, S: int, row_bytes: int) -> splash.BlockSizes:
-    """Queries and keys per grid step: of T queries (of one device) over S keys.
-
-    The most that compiles for every TPU, v4's 16 MiB of VMEM being the least, with segments: few
-    steps, each with products large enough to fill the matrix units. Logits of 512 keys at a time
-    are in VMEM. The fused backward kernel, which does 5 products for the two kernels' 7, is not
-    used: it writes a gradient of the queries for every block of keys, and visits blocks that the
-    mask hides: memory and traffic that grow as T·S.
-    """
-    most = _BLOCK if row_bytes <= _WIDE else _BLOCK // 2
-    block_q, block_kv = _divisor(T, most), _divisor(S, most)
-    compute = _divisor(block_kv, _BLOCK // 2)
-    return splash.BlockSizes(
-        block_q=block_q,
-        block_kv=block_kv,
-        block_kv_compute=compute,
-        block_q_dkv=block_q,
-        block_kv_dkv=block_kv,
-        block_kv_dkv_compute=compute,
-        block_q_dq=block_q,
-        block_kv_dq=block_kv,
-    )
-
-
-def _divisor(length: int, most: int) -> int:
-    """The largest multiple of a lane's width that divides the length and is at most `most`."""
-    return max(n for n in range(_LANES, most + 1, _LANES) if length % n == 0)
-
-
 # -- cuDNN -----------------------------------------------------------------------------------------
 
 
-def _check_cudnn(q_BTNH, k_BSKH, v_BSKV, options: _Options) -> None:
+def _check_cudnn(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:
     """Raises NotImplementedError with what cuDNN attention does not take, and what it does."""
-    refuse = functools.partial(_refuse, "cudnn")
+    refuse = functools.partial(not_taken, "cudnn")
     T, S, dim = q_BTNH.shape[1], k_BSKH.shape[1], max(q_BTNH.shape[-1], v_BSKV.shape[-1])
     dtypes = {x.dtype for x in (q_BTNH, k_BSKH, v_BSKV)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
         shown = ", ".join(sorted(map(str, dtypes)))
         refuse(f"dtypes {shown}: must be bfloat16 or float16, of all three the same")
+    if (sequence := ways(options.mesh, "sequence")) > 1:
+        refuse(f"a row cannot be split over sequence = {sequence} devices")
     if options.query_positions_T is not None or options.key_positions_S is not None:
         refuse("tokens must be in order, and positions (zig-zag) say that they are not")
-    if _ways(options.mesh, "sequence") > 1:
-        refuse("a row cannot be split over sequence > 1 devices")
+    check_division("cudnn", q_BTNH, k_BSKH, options.mesh)
     if options.segments_BS is not None:
         refuse("segments are not taken")
     if options.causal and T != S:
@@ -495,19 +263,27 @@ def _gpu() -> jax.Device | None:
     return device if device.platform == "gpu" else None
 
 
-def _cudnn(q_BTNH, k_BSKH, v_BSKV, options: _Options) -> jax.Array:
-    """`jax.nn.dot_product_attention` by cuDNN; it divides itself over batch and heads."""
+def _cudnn(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
+    """`jax.nn.dot_product_attention` by cuDNN, on every device its part of batch and heads.
+
+    Its own rule for several devices wants queries, keys and values split alike, and raises where
+    fewer KV heads than devices are not; inside a `jax.shard_map` that rule is not asked. Not run on
+    several GPUs: tests put XLA in cuDNN's place, on CPUs.
+    """
     _check_cudnn(q_BTNH, k_BSKH, v_BSKV, options)
-    q, k, v = _equal_dims(q_BTNH, k_BSKH, v_BSKV, multiple=8)
-    o_BTNV = jax.nn.dot_product_attention(
-        q, k, v, scale=options.scale, is_causal=options.causal, implementation="cudnn"
-    )
-    return o_BTNV[..., : v_BSKV.shape[-1]]
+
+    def attend(q_BTNH, k_BSKH, v_BSKV, *segments):
+        q, k, v = _equal_dims(q_BTNH, k_BSKH, v_BSKV, multiple=8)
+        return jax.nn.dot_product_attention(
+            q, k, v, scale=options.scale, is_causal=options.causal, implementation="cudnn"
+        )[..., : v_BSKV.shape[-1]]
+
+    return on_every_device(attend, q_BTNH, k_BSKH, v_BSKV, options)
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": _xla,
-    "splash": _splash,
+    "splash": splash_attention,
     "cudnn": _cudnn,
 }
-_CHECKS = {"splash": _check_splash, "cudnn": _check_cudnn}
+_CHECKS = {"splash": check_splash, "cudnn": _check_cudnn}

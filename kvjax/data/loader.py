@@ -167,14 +167,19 @@ def validation_batches(
     batch_size: int,
     process_index: int = 0,
     process_count: int = 1,
+    limit: int = 0,
 ) -> Iterator[np.ndarray]:
     """The validation rows once, in order: int32 [batch_size / process_count, T + 1].
 
     The last batch is filled with rows of BOS, which count no bytes; all processes get the same
     number of batches.
+
+    Args:
+      limit: rows to read at most; 0: all.
     """
     _check(dataset, sequence_length, batch_size, process_index, process_count)
     rows, num_rows = dataset.rows("validation"), dataset.num_rows("validation")
+    num_rows = min(num_rows, limit or num_rows)
 
     def batches() -> Iterator[np.ndarray]:
         for start in range(0, num_rows, batch_size):

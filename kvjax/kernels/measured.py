@@ -270,8 +270,9 @@ def candidates(implementation: str) -> list[dict[str, int]]:
     An implementation's module may say CANDIDATES: dict(block=(256, 512), ...).
     """
     function = IMPLEMENTATIONS[implementation]
-    takes = inspect.signature(function).parameters
-    grid = getattr(sys.modules[function.__module__], "CANDIDATES", dict(block=BLOCKS))
+    module = sys.modules[function.__module__]
+    takes = inspect.signature(getattr(module, "partial", function)).parameters
+    grid = getattr(module, "CANDIDATES", dict(block=BLOCKS))
     grid = {name: values for name, values in grid.items() if name in takes}
     if not grid:
         return []

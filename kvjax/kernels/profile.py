@@ -33,25 +33,9 @@ from kvjax.provenance import provenance
 OPS = ("decode_attention",)
 DEVICES = (*devices.DEVICES, "cpu")
 RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results" / "kernels"
-_KINDS = {  # device kinds as JAX names them; a GPU's has its name as a word
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-}
 _LENGTHS = (1024, 4096, 16384, 65536, 131072)
 _BATCHES, _BATCHES_LENGTH = (1, 2, 4, 8, 16, 32, 64), 32_768
 _MECHANISMS = "mha,gqa,lrkv,lrkv_no_rope,mla"
-
-
-def device_name(kind: str) -> str | None:
-    """The name in `DEVICES` of a device kind; None for one that is not there."""
-    if kind in _KINDS:
-        return _KINDS[kind]
-    return next((name for name in DEVICES if name in kind.lower().split()), None)
 
 
 def plot(rows: Sequence[dict], file: pathlib.Path) -> None:
@@ -221,7 +205,8 @@ def main(argv: Sequence[str]) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory too
     try:
         o = _options(argv[1:])
-        present = device_name(jax.devices()[0].device_kind)
+        known = devices.of(jax.devices()[0])
+        present = known.name if known else "cpu" if jax.default_backend() == "cpu" else None
         is_static = bool(o.device) and o.device != present
         if is_static and o.device == "cpu":
             raise UserError("--device=cpu: set JAX_PLATFORMS=cpu")

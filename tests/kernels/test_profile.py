@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import devices
 from kvjax import provenance
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
@@ -541,23 +542,10 @@ def test_a_gpu_that_is_absent(command, monkeypatch, capsys):
     assert "--device=h200: its compiler is not here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "kind, name",
-    [
-        ("TPU v5 lite", "v5e"),
-        ("TPU v5", "v5p"),
-        ("TPU v6 lite", "v6e"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("cpu", "cpu"),
-        ("NVIDIA A100-SXM4-40GB", None),
-        ("NVIDIA GH200 480GB", None),
-    ],
-)
-def test_device_names(kind, name):
-    assert profile.device_name(kind) == name
-    if name in static._TPU_KINDS:
-        assert static._TPU_KINDS[name] == kind
+def test_the_kinds_tuned_for_are_those_of_the_datasheets():
+    for name, kind in static._TPU_KINDS.items():
+        device = types.SimpleNamespace(device_kind=kind, platform="tpu")
+        assert devices.of(device).name == name
 
 
 def test_runs_with_jax_alone(tmp_path):
