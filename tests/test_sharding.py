@@ -277,6 +277,16 @@ def test_a_device_computes_its_own_rows_only(mesh_name):
     assert not [s for s in shapes if s[0] == 32 * 24 and math.prod(s) >= 32 * 24 * 32]
 
 
+def test_weights_are_what_is_gathered_in_the_layers(config, randomise):
+    """What travels over `fsdp` in the layers is weights: twice each, for both passes."""
+    _, params = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
+    step = Step(config, params, _mesh("fsdp8"), jnp.float32, remat="full")
+    found = _collectives(step.compiled_text(_rows(1)[0]), "while")
+    matrices = [x for x in jax.tree.leaves(params["segments"]) if x.ndim > 2]
+    gathered = sorted(size for kind, size in found if kind == "all-gather")
+    assert gathered == sorted(x.size // LAYERS for x in matrices for _ in range(2))
+
+
 def _collectives(text, scope):
     """(kind, elements of the result) of every collective whose name has the scope in it."""
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"

@@ -28,6 +28,7 @@ from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.mlp import MLP
 
+# Of splash; what cuDNN's backward pass needs has no name, and its kernel runs again.
 _KERNEL = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
 # What the backward pass finds again instead of computing it: of a layer its input, and
 REMAT_POLICIES = {
