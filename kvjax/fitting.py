@@ -254,16 +254,24 @@ def advice(experiment: Experiment, name: str, needed: int) -> str:
     if other := next((c for c in candidates(own, device, chips) if fits(c.predicted)), None):
         lines.append(f"  on these {chips} chips: {' '.join(other.overrides)}")
     for times in (2**n for n in range(1, 12)):
-        mesh = dataclasses.replace(own.mesh, fsdp=times * own.mesh.fsdp)
         rows = own.train.batch_size // own.train.grad_accumulation
-        if rows % (mesh.data * mesh.fsdp):
+        if rows % (times * own.mesh.data * own.mesh.fsdp):
             break
-        if not _divides(mesh, own):
-            continue
-        if fits(predict(dataclasses.replace(own, mesh=mesh), device)):
-            lines.append(f"  as it is, on {times * chips} chips of {device.name}")
+        mesh = _larger(own, times)
+        if mesh and fits(predict(dataclasses.replace(own, mesh=mesh), device)):
+            split = "" if mesh.data == own.mesh.data else f" with --config.mesh.data={mesh.data}"
+            lines.append(f"  as it is, on {times * chips} chips of {device.name}{split}")
             break
     return "\n".join(lines if len(lines) > 1 else [*lines, "  nothing that was tried"])
+
+
+def _larger(own: Experiment, times: int) -> sharding.MeshConfig | None:
+    """The mesh with so many times the chips: along fsdp as far as it divides, then along data."""
+    for copies in (2**n for n in range(times.bit_length())):
+        sizes = dict(data=own.mesh.data * copies, fsdp=own.mesh.fsdp * times // copies)
+        if _divides(mesh := dataclasses.replace(own.mesh, **sizes), own):
+            return mesh
+    return None
 
 
 def decode_advice(

@@ -27,6 +27,7 @@ from kvjax import devices
 from kvjax import topology
 from kvjax.errors import UserError
 from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention import tpu
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.kernels.tpu_schedule import CannotFollow
 from kvjax.kernels.tpu_schedule import Schedule
@@ -164,7 +165,7 @@ def read(folder: pathlib.Path) -> list[Schedule]:
 def _call(model: str, mechanism: str, parameters: Mapping[str, int]):
     """The function to compile and its abstract arguments."""
     implementation = IMPLEMENTATIONS["tpu"]
-    unknown = parameters.keys() - inspect.signature(implementation).parameters
+    unknown = parameters.keys() - inspect.signature(tpu.partial).parameters
     if unknown:
         raise NotImplementedError(f"the TPU kernel has no parameter {', '.join(unknown)}")
     shape = shapes.SHAPES[model][mechanism]
