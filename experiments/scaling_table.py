@@ -141,10 +141,8 @@ def chips(topology: str) -> int:
 
 
 def mesh(experiment: Experiment, topology: str) -> dict[str, int]:
-    """Chips along each axis, fsdp = 0 filled in; see `sharding.make_mesh`."""
-    shape = dataclasses.asdict(experiment.mesh)
-    others = shape["data"] * shape["sequence"] * shape["tensor"]
-    return shape | dict(fsdp=shape["fsdp"] or max(chips(topology) // others, 1))
+    """Chips along each axis."""
+    return experiment.mesh.shape(chips(topology))
 
 
 # -- results ---------------------------------------------------------------------------------------

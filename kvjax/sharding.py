@@ -63,6 +63,11 @@ class MeshConfig:
         for key in AXES:
             at_least(f"config.mesh.{key}", getattr(self, key), 0 if key == "fsdp" else 1)
 
+    def shape(self, devices: int) -> dict[str, int]:
+        """Devices along each axis of so many, fsdp = 0 filled in; they need not multiply to it."""
+        others = self.data * self.sequence * self.tensor
+        return dataclasses.asdict(self) | dict(fsdp=self.fsdp or max(devices // others, 1))
+
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device]) -> Mesh:
     """The mesh over all devices, laid along their interconnect where that is known.
@@ -71,7 +76,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device]) -> Mesh:
       UserError: the axes do not multiply to the devices; names the numbers and what would.
     """
     others = config.data * config.sequence * config.tensor
-    shape = dataclasses.asdict(config) | dict(fsdp=config.fsdp or max(len(devices) // others, 1))
+    shape = config.shape(len(devices))
     size = math.prod(shape.values())
     if size != len(devices):
         product = " x ".join(f"{key} = {shape[key]}" for key in AXES)
