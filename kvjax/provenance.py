@@ -10,6 +10,8 @@ import sys
 
 import jax
 
+# What a commit is marked "+" for: changes but those of results, which do not change each other.
+_CHANGES = ("status", "--short", "--", ":/", ":(top,exclude)experiments/results")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -19,7 +21,7 @@ def provenance(*packages: str) -> dict:
     return {
         "command": " ".join([_program(), *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--short") else ""),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git(*_CHANGES) else ""),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {_memory() / 2**30:.0f} GiB",
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "python": platform.python_version(),
