@@ -9,7 +9,9 @@ Parameters: 2,435,973,120 parameters, 2,284,978,176 without the input embedding;
 per token in bfloat16; 15.748 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 787 exaFLOPs.
 Target: v5p:2x2x4 (16 chips).
-Also: v4:4x4x4 (64 chips), v5e:8x8 (64 chips), h200:8 (8 chips).
+Also: v4:4x4x4 (64 chips, --config.mesh.data=4).
+Also: v5e:8x8 (64 chips, --config.mesh.data=4).
+Also: h200:8 (8 chips).
 At least 1.21 days for 787 exaFLOPs: at most 102.6% MFU (masked keys counted), bound by compute.
 Measured: nothing yet.
 """

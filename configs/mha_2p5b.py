@@ -9,7 +9,9 @@ Parameters: 2,595,225,600 parameters, 2,444,230,656 without the input embedding;
 per token in bfloat16; 16.704 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 835 exaFLOPs.
 Target: v5p:2x2x4 (16 chips).
-Also: v4:4x4x4 (64 chips), v5e:8x8 (64 chips), h200:8 (8 chips).
+Also: v4:4x4x4 (64 chips, --config.mesh.data=4).
+Also: v5e:8x8 (64 chips, --config.mesh.data=4).
+Also: h200:8 (8 chips).
 At least: not known, not compiled yet.
 Measured: nothing yet.
 """

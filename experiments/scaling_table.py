@@ -5,22 +5,20 @@
     python -m experiments.scaling_table                            # writes the table, lab notes
     python -m experiments.scaling_table --check                    # status 1: they say otherwise
 
-A lab note, the docstring of a config, names the chips to compile for: "Target: v5p:2x2x4 (16
-chips)." and, where there are more, "Also: ...". --compile runs `python -m kvjax.aot` for those of
-which results/aot/ has nothing, or has what another config gave: one after another, each in its own
-process, until killed; what is there is not done again. Without flags, the table and the line "At
+A lab note, the docstring of a config, names the chips to compile for (experiments/lab_notes.py).
+--compile runs `python -m kvjax.aot` for those of which results/aot/ has nothing, or has what
+another config gave: one after another, each in its own process, until killed; what is there is not
+done again. Without flags, the table and the line "At
 least" of each lab note are written from what is there. A config without a result says so.
 """
 
 import argparse
-import ast
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import difflib
 import fnmatch
 import json
-import math
 import os
 import pathlib
 import re
@@ -28,22 +26,16 @@ import subprocess
 import sys
 import time
 
-import jax.numpy as jnp
-
+from experiments import lab_notes
+from experiments.lab_notes import LabNote
+from experiments.lab_notes import Target
 from kvjax import aot
-from kvjax import command_line
 from kvjax import costs
-from kvjax import experiment as experiment_lib
-from kvjax.configuration import to_text
 from kvjax.errors import UserError
-from kvjax.experiment import Experiment
 
 ROOT = pathlib.Path(__file__).parents[1]
-CONFIGS = ROOT / "configs"
 README = ROOT / "experiments" / "README.md"
 RESULTS = aot.RESULTS
-FOLDERS = ("configs", "ranks", "matched", "long_context")
-SCALES = ("128m", "2p5b", "6p3b")
 BEGIN = "<!-- written by `python -m experiments.scaling_table` -->"
 END = "<!-- to here -->"
 # Keys that a training step does not depend on: a result outlives their change.
@@ -64,85 +56,11 @@ _WORDS = ("config", "target", "mesh", "remat", "GB sent per step and chip", "bou
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LabNote:
-    """A config's file: its text, what it resolves to, and the topologies it is meant for."""
-
-    path: pathlib.Path
-    source: str
-    resolved: tuple[str, ...]  # a line for each key
-    experiment: Experiment
-    targets: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.experiment.name
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What `kvjax.aot` says of a config on a topology, or why that is not known."""
 
     result: dict | None
     why: str = ""
-
-
-def lab_notes() -> list[LabNote]:
-    """Of every config but the tiny ones, in the table's order.
-
-    Raises:
-      UserError: what `read` raises.
-    """
-    files = (path for path in CONFIGS.rglob("*.py") if not path.stem.endswith("_tiny"))
-    return sorted(map(read, files), key=_order)
-
-
-def _order(note: LabNote) -> tuple:
-    folder = note.path.parent.name if note.path.parent != CONFIGS else FOLDERS[0]
-    scale = SCALES.index(note.name.rpartition("_")[2])
-    length = note.experiment.data.sequence_length
-    return FOLDERS.index(folder), scale, length, -_cache_bytes(note.experiment), note.name
-
-
-def read(path: pathlib.Path) -> LabNote:
-    """The lab note of a config's file.
-
-    Raises:
-      UserError: the config cannot be resolved, or its docstring lacks a target.
-    """
-    source, config = path.read_text(), command_line.load_config(path)
-    return LabNote(
-        path=path,
-        source=source,
-        resolved=tuple(to_text(config).splitlines()),
-        experiment=experiment_lib.resolve(config),
-        targets=_targets(path, ast.get_docstring(ast.parse(source), clean=False) or ""),
-    )
-
-
-def _targets(path: pathlib.Path, doc: str) -> tuple[str, ...]:
-    found = {label: re.findall(rf"^{label}: (.*)\.$", doc, re.M) for label in ("Target", "Also")}
-    if len(found["Target"]) != 1 or len(found["Also"]) > 1:
-        raise UserError(
-            f"{path}: its docstring needs one line like 'Target: v5p:2x2x4 (16 chips).', and at "
-            "most one that starts with 'Also: '"
-        )
-    names = []
-    for item in ", ".join(found["Target"] + found["Also"]).split(", "):
-        parts = re.fullmatch(r"(\w+:(\d+(?:x\d+)*)) \((\d+) chips\)", item)
-        if not parts or chips(parts[1]) != int(parts[3]):
-            raise UserError(f"{path}: target {item!r}: must be like 'v5p:2x2x4 (16 chips)'")
-        names.append(parts[1])
-    return tuple(names)
-
-
-def chips(topology: str) -> int:
-    """Of a topology's name: v5p:2x2x4 has 16, h200:8 has 8."""
-    return math.prod(map(int, topology.partition(":")[2].split("x")))
-
-
-def mesh(experiment: Experiment, topology: str) -> dict[str, int]:
-    """Chips along each axis."""
-    return experiment.mesh.shape(chips(topology))
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -153,13 +71,13 @@ def result_file(name: str, topology: str) -> pathlib.Path:
     return RESULTS / f"{name}_{topology.replace(':', '_')}.json"
 
 
-def outcome(note: LabNote, topology: str) -> Outcome:
+def outcome(note: LabNote, target: Target) -> Outcome:
     """The saved result, if it is of the config as it is now."""
-    file = result_file(note.name, topology)
+    file = result_file(note.name, target.topology)
     if not file.exists():
         return Outcome(result=None, why=_MISSING)
     result = json.loads(file.read_text())
-    if _seen(result.get("resolved", ())) != _seen(note.resolved):
+    if _seen(result.get("resolved", ())) != _seen(target.resolved):
         return Outcome(result=None, why=_STALE)
     return Outcome(result=result)
 
@@ -177,30 +95,35 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
     Returns:
       What was not compiled, or does not fit its target: a line for each.
     """
+    named = lambda note, target: (note.name, result_file(note.name, target.topology).stem)
     chosen = [
-        (note, topology)
+        (note, target)
         for note in notes
-        for topology in note.targets
-        if any(fnmatch.fnmatch(n, only) for n in (note.name, result_file(note.name, topology).stem))
+        for target in note.targets
+        if any(fnmatch.fnmatch(name, only) for name in named(note, target))
     ]
     waiting = [pair for pair in chosen if outcome(*pair).result is None]
     print(f"{len(waiting)} of {len(chosen)} to compile", flush=True)
-    for i, (note, topology) in enumerate(waiting):
+    for i, (note, target) in enumerate(waiting):
         start = time.perf_counter()
-        failure = _compile(note, topology)
-        said = failure or f"{outcome(note, topology).result['memory']['part']:.1%} of HBM"
+        failure = _compile(note, target)
+        said = failure or f"{outcome(note, target).result['memory']['part']:.1%} of HBM"
         seconds = time.perf_counter() - start
-        place = f"{i + 1}/{len(waiting)} {note.name} on {topology}"
+        place = f"{i + 1}/{len(waiting)} {note.name} on {target.topology}"
         print(f"{place}: {seconds:.0f} s, {said}", flush=True)
-    return [f"{note.name} on {t}: {why}" for note, t in chosen if (why := _complaint(note, t))]
+    return [
+        f"{note.name} on {target.topology}: {why}"
+        for note, target in chosen
+        if (why := _complaint(note, target))
+    ]
 
 
-def _compile(note: LabNote, topology: str) -> str:
+def _compile(note: LabNote, target: Target) -> str:
     """Empty, or why there is no result."""
-    file = result_file(note.name, topology)
+    file = result_file(note.name, target.topology)
     file.unlink(missing_ok=True)  # so that what is there afterwards is new
     run = subprocess.run(
-        _command(note, topology),
+        _command(note, target),
         cwd=ROOT,
         env={"JAX_PLATFORMS": "cpu"} | os.environ,
         capture_output=True,
@@ -213,13 +136,13 @@ def _compile(note: LabNote, topology: str) -> str:
     return ""
 
 
-def _command(note: LabNote, topology: str) -> list[str]:
-    config = f"--config={note.path.relative_to(ROOT)}"
-    return [sys.executable, "-m", "kvjax.aot", config, f"--topology={topology}", "--save"]
+def _command(note: LabNote, target: Target) -> list[str]:
+    config = (f"--config={note.path.relative_to(ROOT)}", *target.overrides)
+    return [sys.executable, "-m", "kvjax.aot", *config, f"--topology={target.topology}", "--save"]
 
 
-def _complaint(note: LabNote, topology: str) -> str:
-    found = outcome(note, topology)
+def _complaint(note: LabNote, target: Target) -> str:
+    found = outcome(note, target)
     if found.result is None:
         return found.why
     return "" if found.result["fits"] else _too_large(found.result)
@@ -232,24 +155,24 @@ def _too_large(result: dict) -> str:
 # -- what is written -------------------------------------------------------------------------------
 
 
-def row(note: LabNote, topology: str) -> list[str]:
-    """The cells of a config on a topology; figures that only a compiler knows may be missing."""
-    e = note.experiment
-    axes = {name: n for name, n in mesh(e, topology).items() if n > 1}
+def row(note: LabNote, target: Target) -> list[str]:
+    """The cells of a config on a target; figures that only a compiler knows may be missing."""
+    e = target.experiment
+    axes = {name: n for name, n in target.mesh.items() if n > 1}
     flops = costs.training_flops_per_token(e.model, e.data.sequence_length)
     path = pathlib.Path(os.path.relpath(note.path, README.parent)).as_posix()
     cells = dict.fromkeys(_COLUMNS, "") | {
         "config": f"[{note.name}]({path})",
         "parameters": f"{costs.parameters(e.model)['total']:,}",
-        "cache bytes per token": f"{_cache_bytes(e):,}",
-        "target": topology,
+        "cache bytes per token": f"{note.cache_bytes:,}",
+        "target": target.topology,
         "mesh": " x ".join(f"{name} {n}" for name, n in axes.items()),
         "remat": e.compute.remat,
         "parts": str(e.train.grad_accumulation),
         "GFLOP per token": f"{flops / 1e9:.3f}",
         "exaFLOPs": f"{flops * e.tokens_per_step * e.train.num_steps / 1e18:,.0f}",
     }
-    found = outcome(note, topology)
+    found = outcome(note, target)
     if found.result is None:
         cells["GB per chip"] = found.why
     else:
@@ -278,7 +201,7 @@ def _compiled_cells(result: dict) -> dict[str, str]:
 def table(notes: Sequence[LabNote]) -> str:
     """The Markdown table, a line for each config and target."""
     lines = [_COLUMNS, ["---" if column in _WORDS else "---:" for column in _COLUMNS]]
-    lines += [row(note, topology) for note in notes for topology in note.targets]
+    lines += [row(note, target) for note in notes for target in note.targets]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
@@ -316,10 +239,6 @@ def _replace(path: pathlib.Path, pattern: str, text: str) -> str:
     return re.sub(pattern, lambda found: found[1] + text + found[2], there)
 
 
-def _cache_bytes(experiment: Experiment) -> int:
-    return costs.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16))
-
-
 def differences(notes: Sequence[LabNote]) -> str:
     """What the table and the lab notes say, against what they should say; empty if the same."""
     changes = []
@@ -343,14 +262,14 @@ def main(argv: list[str]) -> int:
     try:
         options = parser.parse_args(argv[1:])
         if options.compile:
-            complaints = compile_missing(lab_notes(), options.only)
+            complaints = compile_missing(lab_notes.read_all(), options.only)
             print("\n".join(complaints or ["all compiled, and all fit"]))
             return 1 if complaints else 0
         if options.check:
-            changes = differences(lab_notes())
+            changes = differences(lab_notes.read_all())
             print(changes or "nothing differs", end="" if changes else "\n")
             return 1 if changes else 0
-        for path, text in written(lab_notes()).items():
+        for path, text in written(lab_notes.read_all()).items():
             if path.read_text() != text:
                 path.write_text(text)
                 print(f"written: {path.relative_to(ROOT)}")

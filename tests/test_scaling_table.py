@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 
+from experiments import lab_notes
 from experiments import scaling_table
 from kvjax import costs
 from kvjax import devices
@@ -16,20 +17,23 @@ from kvjax import sharding
 from kvjax import topology
 from kvjax.errors import UserError
 
-NOTES = {note.name: note for note in scaling_table.lab_notes()}
-TARGETS = [(name, target) for name, note in NOTES.items() for target in note.targets]
+NOTES = {note.name: note for note in lab_notes.read_all()}
+TARGETS = [
+    pytest.param(note, target, id=f"{name}-{target.topology}")
+    for name, note in NOTES.items()
+    for target in note.targets
+]
 
 
 # -- the configs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, target", TARGETS)
-def test_mesh_and_batch_divide_over_the_target(name, target):
-    run = NOTES[name].experiment
-    assert target.partition(":")[0] in topology.SHAPES
-    shape = scaling_table.mesh(run, target)
+@pytest.mark.parametrize("note, target", TARGETS)
+def test_mesh_and_batch_divide_over_the_target(note, target):
+    run, shape = target.experiment, target.mesh
+    assert run.name == note.name and target.topology.partition(":")[0] in topology.SHAPES
     assert tuple(shape) == sharding.AXES
-    assert math.prod(shape.values()) == scaling_table.chips(target)
+    assert math.prod(shape.values()) == target.chips
     mesh = jax.sharding.AbstractMesh(tuple(shape.values()), sharding.AXES)
     parameters, _ = costs.abstract_parameters(run.model)
     sharding.parameter_shardings(mesh, parameters)  # raises where an axis does not divide
@@ -38,10 +42,10 @@ def test_mesh_and_batch_divide_over_the_target(name, target):
     assert run.data.sequence_length % (2 * shape["sequence"]) == 0
 
 
-@pytest.mark.parametrize("name, target", TARGETS)
-def test_weights_optimizer_and_gradients_fit_the_target(name, target):
+@pytest.mark.parametrize("note, target", TARGETS)
+def test_weights_optimizer_and_gradients_fit_the_target(note, target):
     """From shapes; the rest is the compiler's to say."""
-    run, shape = NOTES[name].experiment, scaling_table.mesh(NOTES[name].experiment, target)
+    run, shape = target.experiment, target.mesh
     need = costs.training_memory(
         run.model,
         run.compute.resolve("tpu", run.model.block.num_layers),
@@ -49,13 +53,21 @@ def test_weights_optimizer_and_gradients_fit_the_target(name, target):
         sequence_length=run.data.sequence_length,
         shards=shape["fsdp"] * shape["tensor"],
     )
-    assert need.total < 0.5 * devices.get(target.partition(":")[0]).hbm_bytes
+    assert need.total < 0.5 * devices.get(target.topology.partition(":")[0]).hbm_bytes
 
 
 def test_targets_that_must_be_there():
     for name in ("lrkv_2p5b", "mha_2p5b"):
-        assert NOTES[name].targets == ("v5p:2x2x4", "v4:4x4x4", "v5e:8x8", "h200:8")
-    assert all(n.targets[0].startswith("v5p") for n in NOTES.values() if n.name.endswith("_6p3b"))
+        targets = [(target.topology, target.overrides) for target in NOTES[name].targets]
+        split = ("--config.mesh.data=4",)  # of 64 chips: 2,304 rows of a weight in tiles of 16
+        assert targets == [
+            ("v5p:2x2x4", ()),
+            ("v4:4x4x4", split),
+            ("v5e:8x8", split),
+            ("h200:8", ()),
+        ]
+    large = [note for note in NOTES.values() if note.name.endswith("_6p3b")]
+    assert large and all(n.targets[0].topology.startswith("v5p") for n in large)
 
 
 def test_readme_and_lab_notes_say_what_the_results_say():
@@ -76,10 +88,10 @@ def place(tmp_path, monkeypatch):
     readme = tmp_path / "experiments" / "README.md"
     readme.write_text(f"before\n{scaling_table.BEGIN}\nold\n{scaling_table.END}\nafter\n")
     results = tmp_path / "experiments" / "results" / "aot"
-    for name, path in dict(
-        ROOT=tmp_path, CONFIGS=tmp_path / "configs", README=readme, RESULTS=results
-    ).items():
+    for name, path in dict(ROOT=tmp_path, README=readme, RESULTS=results).items():
         monkeypatch.setattr(scaling_table, name, path)
+    read_all = lab_notes.read_all
+    monkeypatch.setattr(lab_notes, "read_all", lambda: read_all(tmp_path / "configs"))
     monkeypatch.setattr(scaling_table, "_command", _answer)
     for path in tmp_path.rglob("configs/**/*.py"):  # as written before anything was compiled
         scaling_table.main(["scaling_table"])
@@ -93,7 +105,7 @@ def _result(note, target, **changes):
     return (
         dict(
             config=note.name,
-            topology=target,
+            topology=target.topology,
             fits=part <= 0.9,
             memory=dict(total=47_500_000_000, part=part),
             memory_is_upper_bound=False,
@@ -111,12 +123,12 @@ def _result(note, target, **changes):
 
 def _answer(note, target):
     """A command that saves a result and prints, as `python -m kvjax.aot --save`."""
-    file = scaling_table.result_file(note.name, target)
+    file = scaling_table.result_file(note.name, target.topology)
     code = (
         "import pathlib, sys; path = pathlib.Path(sys.argv[1]); "
         "path.parent.mkdir(parents=True, exist_ok=True); path.write_text(sys.argv[2])"
     )
-    result = _result(note, target, resolved=note.resolved)
+    result = _result(note, target, resolved=target.resolved)
     return [sys.executable, "-c", code, str(file), json.dumps(result)]
 
 
@@ -163,20 +175,20 @@ def test_compile_then_write_then_check(place, capsys):
 def test_several_targets(place):
     """The table has a line for each; the lab note's least time is of the first."""
     shutil.copy(NOTES["lrkv_2p5b"].path, place / "configs")
-    note = scaling_table.read(place / "configs" / "lrkv_2p5b.py")
+    note = lab_notes.read(place / "configs" / "lrkv_2p5b.py")
     scaling_table.RESULTS.mkdir(parents=True)
     for days, target in enumerate(note.targets, start=1):
         bound = dict(mfu=0.5, by="hbm", days=days, exaflops=787)
-        result = _result(note, target, bound=bound, resolved=note.resolved)
-        scaling_table.result_file(note.name, target).write_text(json.dumps(result))
+        result = _result(note, target, bound=bound, resolved=target.resolved)
+        scaling_table.result_file(note.name, target.topology).write_text(json.dumps(result))
     assert _run() == 0
     assert _line(note.path).startswith("At least 1.00 days for 787 exaFLOPs: ")
     lines = (place / "experiments" / "README.md").read_text().splitlines()
     cells = [line.split(" | ") for line in lines if "[lrkv_2p5b]" in line]
     assert [(c[3], c[4], c[-2]) for c in cells] == [
         ("v5p:2x2x4", "fsdp 16", "1.00"),
-        ("v4:4x4x4", "fsdp 64", "2.00"),
-        ("v5e:8x8", "fsdp 64", "3.00"),
+        ("v4:4x4x4", "data 4 x fsdp 16", "2.00"),
+        ("v5e:8x8", "data 4 x fsdp 16", "3.00"),
         ("h200:8", "fsdp 8", "4.00"),
     ]
 
@@ -213,13 +225,26 @@ def test_a_result_lasts_as_long_as_the_step_it_is_of(place, capsys, old, new, st
 
 
 def test_a_result_without_its_config_does_not_count(place):
-    note = scaling_table.read(place / "configs/mha_128m.py")
-    file = scaling_table.result_file(note.name, "v5e:4x4")
+    note = lab_notes.read(place / "configs/mha_128m.py")
+    (target,) = note.targets
+    file = scaling_table.result_file(note.name, target.topology)
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(_result(note, "v5e:4x4")))
-    assert scaling_table.outcome(note, "v5e:4x4").result is None
-    file.write_text(json.dumps(_result(note, "v5e:4x4", resolved=note.resolved)))
-    assert scaling_table.outcome(note, "v5e:4x4").result["config"] == "mha_128m"
+    file.write_text(json.dumps(_result(note, target)))
+    assert scaling_table.outcome(note, target).result is None
+    file.write_text(json.dumps(_result(note, target, resolved=target.resolved)))
+    assert scaling_table.outcome(note, target).result["config"] == "mha_128m"
+
+
+def test_a_result_without_the_targets_overrides_does_not_count(place):
+    note = NOTES["lrkv_2p5b"]
+    plain, split = note.targets[:2]
+    assert "mesh.data = 4" in split.resolved and split.resolved != plain.resolved
+    file = scaling_table.result_file(note.name, split.topology)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(_result(note, split, resolved=plain.resolved)))
+    assert scaling_table.outcome(note, split).result is None
+    file.write_text(json.dumps(_result(note, split, resolved=split.resolved)))
+    assert scaling_table.outcome(note, split).result["topology"] == split.topology
 
 
 def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
@@ -234,11 +259,12 @@ def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
 
 
 def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
-    note = scaling_table.read(place / "configs/mha_128m.py")
-    changes = dict(part=0.973, memory_is_upper_bound=True, resolved=note.resolved)
-    file = scaling_table.result_file(note.name, "v5e:4x4")
+    note = lab_notes.read(place / "configs/mha_128m.py")
+    (target,) = note.targets
+    changes = dict(part=0.973, memory_is_upper_bound=True, resolved=target.resolved)
+    file = scaling_table.result_file(note.name, target.topology)
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(_result(note, "v5e:4x4", **changes)))
+    file.write_text(json.dumps(_result(note, target, **changes)))
     assert _run("--compile", "--only=mha*") == 1
     assert capsys.readouterr().out.endswith("mha_128m on v5e:4x4: does not fit, 97.3% of HBM\n")
     assert _run() == 0
@@ -255,11 +281,12 @@ def test_more_than_the_peak_is_explained(mfu, shown):
 
 
 def test_the_command_is_aots():
-    note = NOTES["lrkv_r8_128m"]
-    assert scaling_table._command(note, "v5e:4x4") == [
-        *(sys.executable, "-m", "kvjax.aot", "--config=configs/ranks/lrkv_r8_128m.py"),
-        *("--topology=v5e:4x4", "--save"),
-    ]
+    command = lambda name, i: scaling_table._command(NOTES[name], NOTES[name].targets[i])
+    aot = (sys.executable, "-m", "kvjax.aot")
+    config = "--config=configs/ranks/lrkv_r8_128m.py"
+    assert command("lrkv_r8_128m", 0) == [*aot, config, "--topology=v5e:4x4", "--save"]
+    config = ("--config=configs/mha_2p5b.py", "--config.mesh.data=4")
+    assert command("mha_2p5b", 1) == [*aot, *config, "--topology=v4:4x4x4", "--save"]
     assert scaling_table.result_file("x_128m", "v5e:4x4") == pathlib.Path(
         scaling_table.ROOT / "experiments" / "results" / "aot" / "x_128m_v5e_4x4.json"
     )
@@ -271,8 +298,9 @@ def test_the_command_is_aots():
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("(16 chips)", "(8 chips)", r"target 'v5e:4x4 \(8 chips\)': must be like"),
-        ("v5e:4x4 (16 chips)", "a TPU", "target 'a TPU': must be like"),
+        ("(16 chips)", "(8 chips)", r"target 'v5e:4x4 \(8 chips\).': must be like"),
+        ("v5e:4x4 (16 chips)", "a TPU", "target 'a TPU.': must be like"),
+        ("(16 chips)", "(16 chips, data=4)", r"chips, data=4\).': must be like"),
         ("Target:", "Hardware:", "needs one line like 'Target: v5p:2x2x4"),
         ("Target:", "Target: v5e:2x2 (4 chips).\nTarget:", "needs one line like 'Target:"),
         ("At least", "Perhaps", "must have .*At least.* once"),
@@ -283,7 +311,7 @@ def test_a_lab_note_that_cannot_be_read(place, capsys, old, new, message):
     path = place / "configs/mha_128m.py"
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(UserError, match=f"mha_128m.py: .*{message}"):
-        scaling_table.written(scaling_table.lab_notes())
+        scaling_table.written(lab_notes.read_all())
     assert _run("--check") == 2
     assert capsys.readouterr().err.startswith("kvjax: ")
 

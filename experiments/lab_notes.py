@@ -1,0 +1,124 @@
+"""The paper-scale configs, and what their docstrings, their lab notes, say they are meant for.
+
+    Target: v5p:2x2x4 (16 chips).
+    Also: v4:4x4x4 (64 chips, --config.mesh.data=4).
+    Also: h200:8 (8 chips).
+
+A target is a topology, how many chips it has, and the overrides of the config that suit it.
+"""
+
+import ast
+import dataclasses
+import math
+import pathlib
+import re
+
+import jax.numpy as jnp
+
+from kvjax import command_line
+from kvjax import costs
+from kvjax import experiment as experiment_lib
+from kvjax.configuration import to_text
+from kvjax.errors import UserError
+from kvjax.experiment import Experiment
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+FOLDERS = ("configs", "ranks", "matched", "long_context")
+SCALES = ("128m", "2p5b", "6p3b")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """Chips that a config is meant for, and what it is with the overrides for them."""
+
+    topology: str  # see `kvjax.topology`
+    overrides: tuple[str, ...]  # as on the command line
+    resolved: tuple[str, ...]  # the config, a line for each key
+    experiment: Experiment
+
+    @property
+    def chips(self) -> int:
+        return chips(self.topology)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Chips along each axis."""
+        return self.experiment.mesh.shape(self.chips)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabNote:
+    """A config's file, and the targets its docstring names."""
+
+    path: pathlib.Path
+    targets: tuple[Target, ...]  # the first is the main one
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.targets[0].experiment
+
+    @property
+    def name(self) -> str:
+        return self.experiment.name
+
+    @property
+    def cache_bytes(self) -> int:
+        """Per token, all layers, in bfloat16."""
+        return costs.cache_bytes_per_token(self.experiment.model, jnp.dtype(jnp.bfloat16))
+
+
+def read_all(configs: pathlib.Path = CONFIGS) -> list[LabNote]:
+    """Of every config but the tiny ones, in the table's order.
+
+    Raises:
+      UserError: what `read` raises.
+    """
+    files = (path for path in configs.rglob("*.py") if not path.stem.endswith("_tiny"))
+    return sorted(map(read, files), key=_order)
+
+
+def read(path: pathlib.Path) -> LabNote:
+    """The lab note of a config's file.
+
+    Raises:
+      UserError: the config cannot be resolved, or its docstring lacks a target.
+    """
+    doc = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
+    main, also = (re.findall(rf"^{label}: (.*)$", doc, re.M) for label in ("Target", "Also"))
+    if len(main) != 1:
+        raise UserError(
+            f"{path}: its docstring needs one line like 'Target: v5p:2x2x4 (16 chips).'; further "
+            "ones start with 'Also: '"
+        )
+    return LabNote(path=path, targets=tuple(_target(path, item) for item in main + also))
+
+
+def _target(path: pathlib.Path, item: str) -> Target:
+    parts = re.fullmatch(
+        r"(\w+:\d+(?:x\d+)*) \((\d+) chips((?:, --config\.\S+=[^\s,]+)*)\)\.", item
+    )
+    if not parts or chips(parts[1]) != int(parts[2]):
+        raise UserError(
+            f"{path}: target {item!r}: must be like 'v5p:2x2x4 (16 chips).' or "
+            "'v4:4x4x4 (64 chips, --config.mesh.data=4).'"
+        )
+    overrides = parts[3].split(", ")[1:]
+    config = command_line.load_config(path, overrides)
+    return Target(
+        topology=parts[1],
+        overrides=tuple(overrides),
+        resolved=tuple(to_text(config).splitlines()),
+        experiment=experiment_lib.resolve(config),
+    )
+
+
+def chips(topology: str) -> int:
+    """Of a topology's name: v5p:2x2x4 has 16, h200:8 has 8."""
+    return math.prod(map(int, topology.partition(":")[2].split("x")))
+
+
+def _order(note: LabNote) -> tuple:
+    folder = note.path.parent.name if note.path.parent.name in FOLDERS else FOLDERS[0]
+    scale = SCALES.index(note.name.rpartition("_")[2])
+    length = note.experiment.data.sequence_length
+    return FOLDERS.index(folder), scale, length, -note.cache_bytes, note.name
