@@ -12,7 +12,6 @@ done again. Without flags, the table and the line "At
 least" of each lab note are written from what is there. A config without a result says so.
 """
 
-import argparse
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
@@ -32,6 +31,7 @@ from experiments.lab_notes import Target
 from kvjax import aot
 from kvjax import costs
 from kvjax.errors import UserError
+from kvjax.options import Parser
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "experiments" / "README.md"
@@ -251,11 +251,7 @@ def differences(notes: Sequence[LabNote]) -> str:
 
 def main(argv: list[str]) -> int:
     """The exit status: 1 if something differs, was not compiled or does not fit; 2: bad input."""
-    parser = aot.Parser(
-        description=__doc__.rstrip(),
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="what has no result of its config")
     parser.add_argument("--only", default="*", help="of --compile: names that match this pattern")
     parser.add_argument("--check", action="store_true", help="write nothing: print what differs")

@@ -20,6 +20,7 @@ from kvjax.compiled import Collective
 from kvjax.compiled import Memory
 from kvjax.devices import Device
 from kvjax.errors import UserError
+from kvjax.errors import first_line
 from kvjax.experiment import Experiment
 from kvjax.program import Program
 
@@ -112,7 +113,7 @@ def training_step(experiment: Experiment, name: str) -> Step:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = program.train_step.lower(program.abstract_state, rows)
     except NotImplementedError as error:  # an attention that does not take these shapes
-        raise DoesNotCompile(_first_line(error)) from error
+        raise DoesNotCompile(first_line(error)) from error
     return _compile(
         lowered,
         start,
@@ -189,13 +190,13 @@ def _compile(lowered, start: float, arguments: int, **known) -> Step:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        raise too_large(error, arguments) or DoesNotCompile(_first_line(error)) from None
+        raise too_large(error, arguments) or DoesNotCompile(first_line(error)) from None
     end = time.perf_counter()
     text = compiled.as_text()
     try:
         collectives = tuple(compiled_lib.collectives(text))
     except ValueError as error:
-        raise DoesNotCompile(f"its collectives cannot be counted: {_first_line(error)}") from error
+        raise DoesNotCompile(f"its collectives cannot be counted: {first_line(error)}") from error
     counted = compiled.cost_analysis() or {}
     return Step(
         memory=compiled_lib.memory(compiled),
@@ -225,11 +226,7 @@ def too_large(error: Exception, arguments: int) -> TooLarge | None:
             needed += 0 if counted else arguments
             over = f"{needed / 1e9:.1f} GB, and a chip has {there / 1e9:.1f} GB"
             return TooLarge(f"the compiler needs {over}", needed, there)
-    return TooLarge(_first_line(error), 0, 0)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return TooLarge(first_line(error), 0, 0)
 
 
 def _pairs(items):

@@ -36,6 +36,7 @@ from kvjax.configuration import one_of
 from kvjax.configuration import to_text
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
+from kvjax.options import Parser
 from kvjax.provenance import provenance
 
 RESULTS = pathlib.Path(__file__).parents[1] / "experiments" / "results" / "aot"
@@ -191,19 +192,8 @@ def _save(result: dict, output: str, save: bool) -> None:
     print(f"written: {file}", file=sys.stderr)
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse's, but what it cannot parse is a UserError."""
-
-    def error(self, message: str):
-        raise UserError(message)
-
-
 def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(
-        description=__doc__.rstrip(),
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--config", required=True, help="a file; override keys: --config.x.y=...")
     add("--topology", required=True, help=f"kind and shape: {topology.examples()}")

@@ -20,6 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 from kvjax import distributed
 from kvjax.errors import UserError
+from kvjax.errors import first_line
 
 log = logging.getLogger("kvjax")
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
@@ -255,8 +256,7 @@ def _reason(error: BaseException) -> str:
     """The first line of the deepest cause: where Orbax leaves the useful text."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def claim(path: epath.Path, identity: dict) -> None:

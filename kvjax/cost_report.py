@@ -9,7 +9,6 @@ the devices; with --chips, what each of several keeps and reads of a cache split
 heads; with --all, for every config of the same scale side by side. The last line is JSON.
 """
 
-import argparse
 import json
 import pathlib
 import sys
@@ -24,6 +23,7 @@ from kvjax.configuration import at_least
 from kvjax.configuration import one_of
 from kvjax.devices import Device
 from kvjax.errors import UserError
+from kvjax.options import Parser
 
 CONTEXTS = (8_192, 32_768, 131_072, 1_048_576)
 SPLITS = ("tokens", "heads")  # of a cache, over several chips
@@ -149,19 +149,15 @@ def _row(*cells) -> None:
 
 def main(argv: list[str]) -> None:
     """Prints the tables and, last, one line of JSON; status 2 and a message for a bad option."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.rstrip(),
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--config", default=str(_DEFAULT), help="override keys: --config.x.y=...")
     parser.add_argument("--device", action="append", help=f"of {', '.join(devices.DEVICES)}")
     parser.add_argument("--batch", type=int, default=1, help="sequences decoded together")
     parser.add_argument("--chips", type=int, default=1, help="that a cache is split over")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and cache")
     parser.add_argument("--all", action="store_true", help="every config of the same scale")
-    options, overrides = parser.parse_known_args(argv[1:])
     try:
+        options, overrides = parser.parse_known_args(argv[1:])
         at_least("--batch", options.batch, 1)
         at_least("--chips", options.chips, 1)
         one_of("--dtype", options.dtype, _DTYPES)

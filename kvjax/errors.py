@@ -1,4 +1,4 @@
-"""Exceptions that are a message to the user, not a bug."""
+"""Exceptions that are a message to the user, not a bug; what others say, in one line."""
 
 
 class UserError(Exception):
@@ -15,3 +15,11 @@ class DataError(UserError, ValueError):
 
 class MissingDataError(UserError, FileNotFoundError):
     """A file or folder of data that is not there."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of what an exception says, for a message that has to say more; its type if it says nothing.
+
+    Runtimes put pages after it: the program, addresses, advice.
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -21,6 +21,7 @@ from kvjax import runtime
 from kvjax.configuration import one_of
 from kvjax.decoding import Generator
 from kvjax.errors import UserError
+from kvjax.errors import first_line
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.sampling import Sampling
 from kvjax.text_generation import check_stop
@@ -178,7 +179,7 @@ def main(argv: list[str], values: flags.FlagValues) -> None:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         say(
-            f"out of memory ({str(error).splitlines()[0]}): give fewer prompts at once, a smaller "
+            f"out of memory ({first_line(error)}): give fewer prompts at once, a smaller "
             "--num_tokens or a smaller --capacity"
         )
         sys.exit(2)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax import devices
 from kvjax.errors import UserError
+from kvjax.errors import first_line
 
 # libtpu reads these when it is loaded; without them it looks for the machine's own TPU.
 _ENVIRONMENT = {
@@ -73,7 +74,7 @@ def tpu_devices(name: str) -> list[jax.Device]:
     try:
         topology = topologies.get_topology_desc(name, platform="tpu", **_OPTIONS.get(kind, {}))
     except (jax.errors.JaxRuntimeError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{_unknown(name)}. The compiler says: {reason}") from error
     return list(topology.devices)
 
@@ -122,8 +123,7 @@ def gpu_devices(name: str) -> list[jax.Device]:
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         raise UserError(
-            f"GPU {name!r}: {str(error).splitlines()[0]}; without CUDA's libraries set "
-            "JAX_PLATFORMS=cpu"
+            f"GPU {name!r}: {first_line(error)}; without CUDA's libraries set JAX_PLATFORMS=cpu"
         ) from error
     return list(topology.devices)
 

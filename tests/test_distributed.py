@@ -11,6 +11,9 @@ import jax
 import pytest
 
 from kvjax import distributed
+from kvjax.distributed import agreement
+from kvjax.distributed import ending
+from kvjax.distributed import joining
 from kvjax.errors import UserError
 
 NOWHERE = dict(KVJAX_COORDINATOR="", KVJAX_NUM_PROCESSES="", KVJAX_PROCESS_ID="")
@@ -108,7 +111,7 @@ def test_slurm(started, monkeypatch):
 )
 def test_gpus_of_a_slurm_task(per_host, visible, expected):
     env = dict(SLURM_STEP_TASKS_PER_NODE=per_host, CUDA_VISIBLE_DEVICES=visible)
-    assert distributed._slurm_devices(env) == expected
+    assert joining._slurm_devices(env) == expected
 
 
 @pytest.mark.parametrize("workers, expected", [(1, 0), (4, 1)])
@@ -146,7 +149,7 @@ def test_all_stop_after_the_same_step(monkeypatch, ahead, who):
     """Two processes, the second `ahead` steps further on, one of them told at step 5."""
     store = Store()
     state = types.SimpleNamespace(client=store, num_processes=2, process_id=0)
-    monkeypatch.setattr(distributed, "_state", lambda: state)
+    monkeypatch.setattr(agreement, "_state", lambda: state)
     both = [distributed.Interruption(), distributed.Interruption()]
     ended = [None, None]
     for step in range(20):
@@ -162,7 +165,7 @@ def test_all_stop_after_the_same_step(monkeypatch, ahead, who):
 
 def test_the_first_of_two_signals_counts(monkeypatch):
     state = types.SimpleNamespace(client=Store(), num_processes=2, process_id=0)
-    monkeypatch.setattr(distributed, "_state", lambda: state)
+    monkeypatch.setattr(agreement, "_state", lambda: state)
     one, other = distributed.Interruption(), distributed.Interruption()
     one._received, other._received = signal.SIGINT, signal.SIGTERM
     assert [one.due(3), other.due(4), one.due(4), other.due(5), one.due(5)] == [
@@ -176,7 +179,7 @@ def test_the_first_of_two_signals_counts(monkeypatch):
 def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
     """As on the other processes, of which some have not heard of it."""
     state = types.SimpleNamespace(client=Store(), num_processes=2, process_id=0)
-    monkeypatch.setattr(distributed, "_state", lambda: state)
+    monkeypatch.setattr(agreement, "_state", lambda: state)
     interruption = distributed.Interruption()
     interruption._received = signal.SIGTERM
     assert not interruption.due(3) and not interruption.due(4)
@@ -196,16 +199,16 @@ def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
     ],
 )
 def test_what_counts_as_a_lost_process(text, lost):
-    assert distributed._is_loss(text) == lost
+    assert ending._is_loss(text) == lost
 
 
 def test_last_words():
     """An abort from C++ ends with a sentence and the status that was set."""
     code = (
         "import os, sys\n"
-        "from kvjax import distributed\n"
+        "from kvjax import distributed\nfrom kvjax.distributed import ending\n"
         "distributed.last_words.checkpoints = lambda: 'Checkpoints of steps [7] are here. '\n"
-        "distributed.last_words.set(75, lambda: distributed._lost('who knows'))\n"
+        "distributed.last_words.set(75, lambda: ending.lost('who knows'))\n"
         "os.abort()\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -27,6 +27,7 @@ from kvjax.data import config as config_lib
 from kvjax.data import readers
 from kvjax.errors import DataError
 from kvjax.errors import MissingDataError
+from kvjax.errors import first_line
 
 SPLITS = ("train", "validation")
 EMBEDDED_VALIDATION_BYTES = 200_000
@@ -209,7 +210,7 @@ def _tfds_builder(name: str):
         builder = tfds.builder(name, data_dir=folder, file_format="array_record")
     except Exception as error:  # Whatever the data set's own code raises.
         raise readers.SourceError(
-            f"tfds:{name} can't be opened: {type(error).__name__}: {str(error).splitlines()[0]}"
+            f"tfds:{name} can't be opened: {type(error).__name__}: {first_line(error)}"
         ) from error
     if not builder.is_prepared():
         # Not prepared from here: most data sets' code needs TensorFlow, and hours.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import devices
+from kvjax.errors import first_line
 from kvjax.kernels import contenders
 from kvjax.kernels import timing
 from kvjax.kernels.contenders import LIBRARIES
@@ -235,7 +236,7 @@ def _or_why[T](make: Callable[[], T]) -> T | str:
     try:
         return make()
     except Exception as error:
-        said = (str(error).splitlines() or [""])[0]
+        said = first_line(error)
         expected = isinstance(error, (NotImplementedError, ImportError))
         return said if expected else f"{type(error).__name__}: {said}"
 

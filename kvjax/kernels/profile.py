@@ -28,6 +28,7 @@ from kvjax.kernels import measured
 from kvjax.kernels import static
 from kvjax.kernels import tpu_static
 from kvjax.kernels.decode_attention import shapes
+from kvjax.options import Parser
 from kvjax.provenance import provenance
 
 OPS = ("decode_attention",)
@@ -82,17 +83,8 @@ def _integers(option: str, at_least: int = 1):
     return parse
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
-
-
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        description=__doc__.rstrip(),
-        formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--op", default="decode_attention", help=f"of {', '.join(OPS)}")
     add("--mechanisms", default=_MECHANISMS, help="names of the model's shapes, see shapes.py")

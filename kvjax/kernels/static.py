@@ -9,6 +9,7 @@ import functools
 import importlib
 
 from kvjax.errors import UserError
+from kvjax.errors import first_line
 from kvjax.kernels import measured
 from kvjax.kernels import tpu_static
 from kvjax.kernels.decode_attention import shapes
@@ -125,7 +126,7 @@ def gpu(options: argparse.Namespace) -> list[dict]:
             except UserError:
                 raise
             except Exception as error:  # a shape that its compiler refuses is a row
-                found = dict(why=(str(error).splitlines() or [type(error).__name__])[0])
+                found = dict(why=first_line(error))
             rows.append(row | found)
     return rows
 

@@ -1,0 +1,47 @@
+"""Several processes as one job: how they find each other, agree, and end together.
+
+They talk through JAX's coordination service, which process 0 holds: a store of keys, no device and
+no collective. A job ends as one: what ends one process ends all, with one message and one status.
+
+    0    trained to the end, or to `train.stop_after`
+    2    something must be changed first (a UserError); the message says what
+    75   saved on SIGTERM, or a process was lost: the same command goes on (EX_TEMPFAIL)
+    130  saved on Ctrl-C: the same command goes on
+    1    a bug, with its traceback
+
+How long a loss can go unnoticed: gloo (CPU) sees a connection close at once or not at all, and the
+coordination service ends every process that is left once one was silent for `heartbeat_seconds`,
+or at once if it was process 0.
+"""
+
+from kvjax.distributed.agreement import check_same
+from kvjax.distributed.agreement import check_shared
+from kvjax.distributed.agreement import count
+from kvjax.distributed.agreement import gather
+from kvjax.distributed.agreement import index
+from kvjax.distributed.agreement import leaders
+from kvjax.distributed.agreement import once_per_folder
+from kvjax.distributed.agreement import processes
+from kvjax.distributed.ending import ending_together
+from kvjax.distributed.ending import last_words
+from kvjax.distributed.interruption import STATUS
+from kvjax.distributed.interruption import TRY_AGAIN
+from kvjax.distributed.interruption import Interruption
+from kvjax.distributed.joining import start
+
+__all__ = [
+    "STATUS",
+    "TRY_AGAIN",
+    "Interruption",
+    "check_same",
+    "check_shared",
+    "count",
+    "ending_together",
+    "gather",
+    "index",
+    "last_words",
+    "leaders",
+    "once_per_folder",
+    "processes",
+    "start",
+]

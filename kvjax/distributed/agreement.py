@@ -1,0 +1,147 @@
+"""What processes tell each other through the coordination service: a store of keys.
+
+Nothing here touches a device or runs a collective.
+"""
+
+import collections
+from collections.abc import Callable
+import json
+from typing import Any
+import uuid
+
+from etils import epath
+
+from kvjax.errors import UserError
+
+
+def client():
+    """JAX's client of the coordination service; None in a process that is alone."""
+    return _state().client
+
+
+def _state():
+    from jax._src import distributed  # where Orbax looks too
+
+    return distributed.global_state
+
+
+def count() -> int:
+    """Processes in the job, without touching a device."""
+    state = _state()
+    return state.num_processes if state.client is not None else 1
+
+
+def index() -> int:
+    """Which of them this is; 0 writes what one process writes."""
+    return _state().process_id if count() > 1 else 0
+
+
+def gather(name: str, text: str) -> list[str]:
+    """What every process gave, by process, once all have; the same list everywhere.
+
+    Waits as long as all of them live. All call it in the same order.
+
+    Args:
+      name: of this exchange, for the store.
+    """
+    if count() == 1:
+        return [text]
+    _exchanges[name] += 1
+    key = f"kvjax/{name}/{_exchanges[name]}"
+    client().key_value_set(f"{key}/{index()}", text)
+    return [_wait_for(f"{key}/{i}") for i in range(count())]
+
+
+_exchanges = collections.Counter()
+
+
+def _wait_for(key: str) -> str:
+    from jax.errors import JaxRuntimeError
+
+    while True:
+        try:
+            return client().blocking_key_value_get(key, 5_000)
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def check_same(given: dict[str, Any]) -> None:
+    """Raises a UserError on every process unless all gave the same; names what differs.
+
+    Args:
+      given: what a process was started with, flat.
+    """
+    everyone = [json.loads(text) for text in gather("given", json.dumps(given, default=str))]
+    rows = []
+    for key in sorted(set().union(*everyone)):
+        holders: dict[str, list[int]] = {}
+        for process, theirs in enumerate(everyone):
+            holders.setdefault(str(theirs.get(key)), []).append(process)
+        if len(holders) > 1:
+            shown = [f"{value} ({processes(who)})" for value, who in holders.items()]
+            rows.append(f"  {key}: {', '.join(shown)}")
+    if rows:
+        rows, more = rows[:12], len(rows) - 12
+        raise UserError(
+            "the processes of this job were started differently:\n"
+            + "\n".join(rows)
+            + (f"\n  and {more} more" if more > 0 else "")
+            + "\nGive all of them the same command and the same code"
+        )
+
+
+def processes(who: list[int]) -> str:
+    """ "process 3", or "processes 0, 1, 2"."""
+    return f"process{'es' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+
+
+def leaders(name: str, folder: epath.Path) -> list[int]:
+    """By process, the first one that shares this folder with it: found out by files in it.
+
+    Args:
+      name: of this exchange, for the store.
+      folder: made if missing; each process gives its own path to it.
+    """
+    if count() == 1:
+        return [0]
+    token = gather(f"{name}/token", uuid.uuid4().hex)[0]
+    file = lambda process: folder / f".kvjax-{token}-{process}"
+    folder.mkdir(parents=True, exist_ok=True)
+    file(index()).write_text("")
+    try:
+        gather(f"{name}/written", "")
+        found = next(i for i in range(count()) if i == index() or file(i).exists())
+        return [int(text) for text in gather(f"{name}/found", str(found))]
+    finally:
+        file(index()).unlink(missing_ok=True)
+
+
+def check_shared(workdir: epath.Path) -> None:
+    """Raises a UserError on every process if one of them does not see the first one's workdir."""
+    apart = [i for i, leader in enumerate(leaders("workdir", workdir)) if leader]
+    if apart:
+        raise UserError(
+            f"--workdir={workdir}: {processes(apart)} of {count()} cannot see what process 0 "
+            "writes there, and all processes write one checkpoint together. Give a folder that "
+            "all hosts mount at the same place (NFS, Filestore, Lustre), or a bucket (gs://)"
+        )
+
+
+def once_per_folder(name: str, folder: epath.Path, action: Callable[[], Any]) -> Any:
+    """Runs `action` on the first process of those that share a folder, then on the others.
+
+    The others wait for as long as it takes: they find done what the first one did.
+
+    Args:
+      name: as in `leaders`, used once in the life of the job.
+    """
+    if count() == 1:
+        return action()
+    leader = leaders(name, folder)[index()]
+    if leader == index():
+        result = action()
+        client().key_value_set(f"kvjax/{name}/{leader}/done", "")
+        return result
+    _wait_for(f"kvjax/{name}/{leader}/done")
+    return action()

@@ -1,0 +1,72 @@
+"""SIGTERM and Ctrl-C: the end of a loop, on all processes after the same step."""
+
+import contextlib
+import signal
+
+from kvjax.distributed import agreement
+
+TRY_AGAIN = 75
+STATUS = {signal.SIGTERM: TRY_AGAIN, signal.SIGINT: 130}
+_STOP = "kvjax/stop"
+
+
+class Interruption:
+    """SIGTERM and Ctrl-C end a loop of steps, on all processes after the same step.
+
+    A process is never more than one step ahead of another (it has the results of the step before
+    the last, to which all contributed): whoever gets the signal while n steps are dispatched asks
+    for the end after n + 2, and all have read that before they get there. It costs each process
+    one look at the coordination service a step, while the devices compute.
+    """
+
+    def __init__(self):
+        self.signal: signal.Signals | None = None  # what the loop ended for
+        self._agreed: signal.Signals | None = None
+        self._received: signal.Signals | None = None
+        self._asked = self._known = False
+        self._stop_step: int | None = None
+
+    @contextlib.contextmanager
+    def watching(self):
+        """Takes the signals; a second one ends the process."""
+
+        def handle(number, frame):
+            del frame
+            self._received = signal.Signals(number)
+            signal.signal(number, signal.SIG_DFL)
+
+        before = {s: signal.signal(s, handle) for s in STATUS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def due(self, step: int) -> bool:
+        """Whether the loop ends here; call before every step, with the steps dispatched so far."""
+        if agreement.count() == 1:
+            self.signal = self._received
+            return self.signal is not None
+        if not self._known:
+            self._ask_and_look(step)
+        if not self._known or step < self._stop_step:
+            return False
+        self.signal = self._agreed  # not before: a loop may end by itself first, on all processes
+        return True
+
+    def _ask_and_look(self, step: int) -> None:
+        from jax.errors import JaxRuntimeError
+
+        client = agreement.client()
+        if self._received and not self._asked:
+            self._asked = True
+            with contextlib.suppress(JaxRuntimeError):  # another process was first
+                client.key_value_set(_STOP, f"{step + 2} {self._received.name}")
+        try:
+            text = client.key_value_try_get(_STOP)
+        except JaxRuntimeError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return
+        step_text, name = text.split()
+        self._stop_step, self._agreed, self._known = int(step_text), signal.Signals[name], True

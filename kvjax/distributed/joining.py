@@ -1,0 +1,157 @@
+"""How a process finds its job: flags, environment, Slurm, the metadata of a TPU pod."""
+
+import os
+import socket
+import time
+from typing import Any
+
+from kvjax.distributed.ending import last_words
+from kvjax.distributed.ending import lost
+from kvjax.distributed.interruption import TRY_AGAIN
+from kvjax.errors import UserError
+from kvjax.errors import first_line
+
+
+def start(
+    *,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    connect_seconds: int = 300,
+    heartbeat_seconds: int = 100,
+) -> None:
+    """Joins this process to its job, if there is one; call before the first use of a device.
+
+    What is given counts, then KVJAX_COORDINATOR, KVJAX_NUM_PROCESSES and KVJAX_PROCESS_ID; without
+    these Slurm's environment or a TPU pod's metadata, where they tell of more than one process; in
+    a process that is alone nothing is started.
+
+    Args:
+      coordinator: host:port that process 0 listens on and all others reach.
+      num_processes: of the whole job.
+      process_id: this one's, from 0.
+      connect_seconds: how long to wait for the others.
+      heartbeat_seconds: how long a process may be silent before it counts as lost.
+
+    Raises:
+      UserError: half an address, a process that cannot be, a coordinator that does not answer.
+    """
+    given = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+    for key, value in given.items():
+        given[key] = _from_environment(key) if value is None else value
+    missing = [key for key, value in given.items() if value is None]
+    if len(missing) == len(given):
+        where = _cluster()
+        if where is None:
+            return
+    elif missing:
+        there = [key for key in given if key not in missing]
+        raise UserError(
+            f"--{' and --'.join(there)} without --{' and --'.join(missing)}: give all three "
+            "(process 0's host:port, how many processes there are, which one this is), or none "
+            "on a TPU pod and under Slurm"
+        )
+    else:
+        where = given | dict(cluster_detection_method="deactivate")
+        _check(**given)
+        if given["num_processes"] == 1:
+            return
+        if given["process_id"]:
+            _reach(given["coordinator"], connect_seconds)
+    import jax
+
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # SIGTERM is `Interruption`'s; the service of JAX would take it too.
+    jax.config.update("jax_enable_preemption_service", False)
+    last_words.set(
+        2,
+        lambda: (
+            f"no connection to all processes of the job within {connect_seconds} s: see which one "
+            "did not start, and start all again"
+        ),
+    )
+    if coordinator := where.pop("coordinator", None):
+        where["coordinator_address"] = coordinator
+    try:
+        jax.distributed.initialize(
+            **where,
+            initialization_timeout=connect_seconds,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"the processes of the job could not be connected ({where}): {first_line(error)}"
+        ) from error
+    last_words.set(TRY_AGAIN, lambda: lost("see the lines above for which"))
+
+
+def _from_environment(key: str) -> str | int | None:
+    name = f"KVJAX_{key.upper()}"
+    text = os.environ.get(name)
+    if not text or key == "coordinator":
+        return text or None
+    if not text.isdigit():
+        raise UserError(f"{name}={text}: must be a whole number")
+    return int(text)
+
+
+def _check(coordinator: str, num_processes: int, process_id: int) -> None:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise UserError(
+            f"--coordinator={coordinator}: must be process 0's host:port, as node0:8476"
+        )
+    if num_processes < 1:
+        raise UserError(f"--num_processes={num_processes}: must be at least 1")
+    if not 0 <= process_id < num_processes:
+        raise UserError(
+            f"--process_id={process_id}: must be 0 .. {num_processes - 1}, for "
+            f"--num_processes={num_processes}"
+        )
+
+
+def _reach(coordinator: str, seconds: float) -> None:
+    """Waits until the coordinator answers; JAX's own wait ends in a C++ abort."""
+    host, _, port = coordinator.rpartition(":")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--coordinator={coordinator}: no answer within {seconds} s ({error}); process "
+                    "0 must run there, and the port be open between the hosts"
+                ) from error
+            time.sleep(0.5)
+
+
+def _cluster() -> dict[str, Any] | None:
+    """What `jax.distributed.initialize` must be told under a scheduler; None for one process."""
+    env = os.environ
+    tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or "1"
+    if "SLURM_STEP_NODELIST" in env and int(tasks) > 1:
+        return dict(cluster_detection_method="slurm", local_device_ids=_slurm_devices(env))
+    if env.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return None
+    from jax._src.clusters import cloud_tpu_cluster as tpu  # nothing public says how many there are
+
+    for cluster in (tpu.GkeTpuCluster, tpu.GceTpuCluster):
+        if cluster.is_env_present():
+            return {} if cluster.get_process_count() > 1 else None
+    return None
+
+
+def _slurm_devices(env: dict[str, str]) -> list[int] | None:
+    """Which of the GPUs it sees a task takes; None: JAX's rule, GPU i for task i of a host.
+
+    That rule is wrong for one task per host, which should have all, and for tasks that Slurm lets
+    see one GPU each (--gpus-per-task=1).
+    """
+    visible = [d for d in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    per_host = env.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0]
+    if len(visible) == 1:
+        return [0]
+    return list(range(len(visible))) if per_host == "1" and visible else None
