@@ -107,17 +107,16 @@ def training_step(experiment: Experiment, name: str) -> Step:
     compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
     start = time.perf_counter()
     program = Program(experiment, compute, mesh)
-    shape = (experiment.train.batch_size, experiment.data.sequence_length + 1)
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(mesh))
+    arguments = (program.abstract_state, program.abstract_rows)
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = program.train_step.lower(program.abstract_state, rows)
+            lowered = program.train_step.lower(*arguments)
     except NotImplementedError as error:  # an attention that does not take these shapes
         raise DoesNotCompile(first_line(error)) from error
     return _compile(
         lowered,
         start,
-        _bytes((program.abstract_state, rows)),
+        _bytes(arguments),
         device=datasheet(name),
         mesh=dict(mesh.shape),
         upper_bound=on_gpu,

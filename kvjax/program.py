@@ -33,6 +33,7 @@ class Program:
     Attributes:
       graph: what `nnx.merge` needs beside params.
       abstract_state: ShapeDtypeStructs with shardings.
+      abstract_rows: one, of a step's batch.
       init: key -> state.
       train_step: (state, rows [B, T + 1]) -> (state, metrics); the state passed in is consumed.
       eval_step: (params, rows, token_bytes [V]) -> sums, see `eval_step`.
@@ -71,6 +72,9 @@ class Program:
         self.abstract_state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
         )
+        rows = (experiment.train.batch_size, experiment.data.sequence_length + 1)
+        split = sharding.batch_sharding(mesh)
+        self.abstract_rows = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=split)
         self.graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(model, jax.random.key(0))))
         self.init = jax.jit(init, out_shardings=shardings)
         static = dict(graph=self.graph, compute=compute)

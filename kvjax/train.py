@@ -5,6 +5,7 @@ same machine (measured on CPU), killed and resumed or not. The loop dispatches s
 the metrics of step n - 1, so the device never waits for the host.
 """
 
+from collections.abc import Callable
 import contextlib
 import math
 import sys
@@ -178,6 +179,7 @@ class Run:
         bar = tqdm.tqdm(
             total=c.num_steps, initial=start, mininterval=0.5, unit="step", disable=not self.first
         )
+        train_step = self._train_step()
         pending, done = None, start
         clock = metrics_lib.Clock(
             tokens_per_step=e.tokens_per_step,
@@ -187,7 +189,7 @@ class Run:
         )
         with bar:
             while done < stop and not self.interruption.due(done):
-                state, metrics = self.program.train_step(state, next(batches))
+                state, metrics = train_step(state, next(batches))
                 if pending is not None:
                     self._report(*pending, bar, clock)
                 done += 1
@@ -205,6 +207,19 @@ class Run:
             if pending is not None:
                 self._report(*pending, bar, clock)
         return state, done
+
+    def _train_step(self) -> Callable:
+        """The program's; of several processes all have compiled it before any of them begins.
+
+        Whoever compiles faster would wait in the first collective, and gloo gives up after 30 s.
+        """
+        program = self.program
+        if distributed.count() == 1:
+            return program.train_step
+        lowered = program.train_step.lower(program.abstract_state, program.abstract_rows)
+        compiled = lowered.compile()
+        distributed.gather("compiled", "")
+        return compiled
 
     def _report(self, step: int, metrics: dict, bar: tqdm.tqdm, clock: metrics_lib.Clock) -> None:
         """Waits for a step's metrics, checks them, writes them down."""

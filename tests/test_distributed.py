@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 
+import absl.logging
 import jax
 import pytest
 
@@ -200,6 +201,25 @@ def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
 )
 def test_what_counts_as_a_lost_process(text, lost):
     assert ending._is_loss(text) == lost
+
+
+def test_what_a_library_logs_of_a_loss_is_one_line(caplog):
+    logger = absl.logging.get_absl_logger()
+    logger.addFilter(ending._without_traceback)
+    try:
+        with caplog.at_level("ERROR", logger="absl"):
+            try:
+                raise OSError("the barrier failed\nand pages of addresses")
+            except OSError:
+                absl.logging.exception("step %d: finalize failed.", 10)
+            absl.logging.error("step %d: no exception", 20)
+    finally:
+        logger.removeFilter(ending._without_traceback)
+    assert caplog.messages == [
+        "step 10: finalize failed. OSError: the barrier failed",
+        "step 20: no exception",
+    ]
+    assert "Traceback" not in caplog.text
 
 
 def test_last_words():

@@ -37,6 +37,22 @@ def get_config():
 """
 
 
+# Process 1 compiles for longer than gloo waits for it.
+SLOW = CONFIG.replace(
+    "def get_config():",
+    """
+import sys, time, jax
+if "--process_id=1" in sys.argv:
+    compile = jax.stages.Lowered.compile
+    def slow(self, *args, **kwargs):
+        print("slow", flush=True)
+        time.sleep(35)
+        return compile(self, *args, **kwargs)
+    jax.stages.Lowered.compile = slow
+def get_config():""",
+)
+
+
 def quick_config(source, directory, **overrides):
     config = runs.small_config(source, directory)
     for section, values in QUICK.items():
@@ -50,6 +66,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
     given = dict(source=runs.write_text(folder / "text.txt"), directory=str(folder / "data"))
     (folder / "config.py").write_text(CONFIG.format(**given))
+    (folder / "slow.py").write_text(SLOW.format(**given))
     return folder
 
 
@@ -63,11 +80,11 @@ def no_process_left():
         _jobs.pop().kill()
 
 
-def launch(folder, workdirs, *flags, devices, own=None, **job) -> Job:
+def launch(folder, workdirs, *flags, devices, own=None, config="config.py", **job) -> Job:
     """Training processes, one per workdir (usually the same); `own` are further flags of each."""
     commands = []
     for i, workdir in enumerate(workdirs):
-        command = ["kvjax.main", f"--config={folder / 'config.py'}", f"--workdir={workdir}"]
+        command = ["kvjax.main", f"--config={folder / config}", f"--workdir={workdir}"]
         commands.append([*command, *flags, *(own[i] if own else ())])
     _jobs.append(Job(commands, devices=devices, logs=pathlib.Path(f"{workdirs[0]}-logs"), **job))
     return _jobs[-1]
@@ -166,8 +183,8 @@ def test_four_processes_go_on_as_two_and_as_one(folder, one):
     launch(folder, [four] * 4, "--config.train.stop_after=20", devices=1).succeed()
     for name in ("four-one", "four-two"):
         shutil.copytree(four, folder / name)
-    outputs = launch(folder, [folder / "four-two"] * 2, devices=2).succeed()
-    assert "resuming from step 20" in outputs[0]
+    outputs = launch(folder, [folder / "four-two"] * 2, devices=2, config="slow.py").succeed()
+    assert "resuming from step 20" in outputs[0] and "slow" in outputs[1]
     run_here(folder, folder / "four-one")
     for name in ("four-one", "four-two"):
         print(f"{name}: {assert_close(folder / name, one, STEPS)}")

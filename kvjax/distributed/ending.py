@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import contextlib
 import ctypes
+import logging
 import os
 import re
 import signal
@@ -75,6 +76,7 @@ def ending_together():
         yield
         return
     threading.excepthook = _one_line
+    logging.getLogger("absl").addFilter(_without_traceback)
     finished = threading.Event()
     watcher = threading.Thread(target=_watch, args=(finished,), daemon=True)
     watcher.start()
@@ -106,6 +108,15 @@ def _one_line(args) -> None:
     """Instead of a traceback: a save under way fails in its thread when a process is lost."""
     reason = f"{args.exc_type.__name__}: {first_line(args.exc_value)}"
     print(f"thread {args.thread and args.thread.name}: {reason}", file=sys.stderr, flush=True)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """The same for what Orbax logs of it; what ends this process comes with its own traceback."""
+    if record.exc_info and record.exc_info[1] is not None:
+        error = record.exc_info[1]
+        said = f"{record.getMessage()} {type(error).__name__}: {first_line(error)}"
+        record.msg, record.args, record.exc_info = said, (), None
+    return True
 
 
 def _watch(finished: threading.Event) -> None:
