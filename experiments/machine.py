@@ -18,9 +18,15 @@ def seconds(run: Callable[[], jax.Array], repeats: int = 1) -> list[float]:
     return taken
 
 
-def matmul_rate(dtype: jnp.dtype, size: int = 2048, repeats: int = 10) -> float:
-    """FLOP/s of a [size, size] product: the median over repeats."""
-    a = jnp.ones((size, size), dtype)
+def matmul_rate(dtype: jnp.dtype, size: int | None = None, repeats: int = 10) -> float:
+    """FLOP/s of a [size, size] product of random numbers: the median over repeats.
+
+    Args:
+      size: by default large enough that calling it takes no time of note: 2048 on CPU, else 8192.
+    """
+    if size is None:
+        size = 2048 if jax.default_backend() == "cpu" else 8192
+    a = jax.random.normal(jax.random.key(0), (size, size), dtype)  # of zeros a GPU is faster
     multiply = jax.jit(lambda a: a @ a)
     multiply(a).block_until_ready()
     return 2 * size**3 / statistics.median(seconds(lambda: multiply(a), repeats))

@@ -1,84 +1,291 @@
-"""Training speed: tokens/s, and the fraction of the machine's own matrix-multiply rate.
+"""Training speed: tokens/s, MFU, and the fraction of the machine's own matrix-multiply rate.
 
     python -m experiments.train_benchmark [--config=configs/mha_tiny.py ...] [--save]
+    python -m experiments.train_benchmark --config=configs/mha_128m.py \\
+        --config=configs/lrkv_128m.py --rows=32 --set=compute.remat=none --torch --save  # on a GPU
 
-The rate is that of one square product in the compute dtype, measured in the same process before
-and after; FLOPs are those of `costs.training_flops_per_token` (attention over all keys, nothing
-for rematerialisation or the optimizer). Prints a table, and one JSON line.
+Whole training steps, optimizer included, on one batch of random tokens: the median and range of
+--steps after some to warm up. --set is keys of every config, space-separated; each --set is timed
+by itself. --torch adds a plain PyTorch model of the same shape, compiled by `torch.compile` (see
+torch_training.py), for each config that is MHA, with the batch of the first --set. Everything runs
+in a process of its own, one after another, PyTorch first; what fails is listed at the end, and the
+exit status is 1.
+
+FLOPs are those of `costs.training_flops_per_token` (attention over all keys, nothing for
+rematerialisation or the optimizer). MFU is of the datasheet's bfloat16 peak, where there is one;
+the other rate is of a square product in the compute dtype, before and after each of our runs. Peak
+memory is what the library's allocator handed out. Prints a table, and one JSON line; --save writes
+experiments/results/train_benchmark.json, off the CPU train_benchmark_DEVICE.json.
 """
 
+import dataclasses
+import importlib.util
+import os
+import re
 import statistics
-import time
+import sys
 
 from absl import app
 from absl import flags
 import jax
-import jax.numpy as jnp
-import numpy as np
 
+from experiments import contender
 from experiments import record
-from experiments.machine import matmul_rate
+from experiments.jax_training import load
 from experiments.parameter_table import CONFIGS
-from experiments.parameter_table import load
 from kvjax import costs
+from kvjax import devices
 from kvjax import runtime
-from kvjax import sharding
-from kvjax.program import Program
+from kvjax.attention import GroupedConfig
+from kvjax.errors import UserError
+from kvjax.experiment import Experiment
+from kvjax.model.config import BlockConfig
+from kvjax.optim import OptimizerConfig
 
 _CONFIGS = flags.DEFINE_multi_string(
     "config", [], "Config files to time; default: all tiny configs."
 )
-_STEPS = flags.DEFINE_integer("steps", 12, "Timed steps.")
-_SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/train_benchmark.json.")
+_ROWS = flags.DEFINE_integer("rows", None, "Rows of a step; default: the config's.", lower_bound=1)
+_SET = flags.DEFINE_multi_string(
+    "set", [], "Keys of every config: 'compute.remat=none'; each --set is timed by itself."
+)
+_STEPS = flags.DEFINE_integer("steps", 12, "Timed steps.", lower_bound=1)
+_TORCH = flags.DEFINE_bool("torch", False, "Time PyTorch, too.")
+_ATTENTION = flags.DEFINE_list(
+    "torch_attention", ["flash", "cudnn"], "PyTorch's attention, each timed: or 'default'."
+)
+_MODE = flags.DEFINE_string("torch_mode", "default", "Mode of `torch.compile`.")
+_SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/train_benchmark*.json.")
+
+_TITLES = ("config", "tokens/s", "range", "GFLOP/s", "MFU", "of matrix multiply")
+_TITLES += ("first step, s", "GB at most", "loss")
 
 
-def training_speed(experiment, steps: int) -> dict:
-    """Tokens/s of whole training steps (optimizer included) on random tokens."""
-    model = experiment.model
-    compute = experiment.compute.resolve(jax.default_backend(), model.block.num_layers)
-    mesh = sharding.make_mesh(experiment.mesh, jax.devices())
-    program = Program(experiment, compute, mesh)
-    shape = (experiment.train.batch_size, experiment.data.sequence_length + 1)
-    rows = np.random.default_rng(0).integers(0, model.vocab_size, shape).astype(np.int32)
-    state = program.init(jax.random.key(0))
-    start = time.perf_counter()
-    state, _ = jax.block_until_ready(program.train_step(state, rows))
-    compile_seconds = time.perf_counter() - start
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        state, _ = jax.block_until_ready(program.train_step(state, rows))
-        seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds)
-    flops = costs.training_flops_per_token(model, experiment.data.sequence_length)
-    return dict(
-        config=experiment.name,
-        tokens_per_second=experiment.tokens_per_step / median,
-        slowest=experiment.tokens_per_step / max(seconds),
-        fastest=experiment.tokens_per_step / min(seconds),
-        gflops=flops * experiment.tokens_per_step / median / 1e9,
-        first_step_seconds=compile_seconds,
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One row of the table: who trains what."""
+
+    name: str
+    experiment: Experiment
+    module: str
+    arguments: dict
+
+
+def our_run(path: str, changes: str, rows: int | None, steps: int) -> Run:
+    """A config with changed keys ("a.b=1 c.d=2").
+
+    Raises:
+      UserError: what `load` raises.
+    """
+    overrides = changes.split()
+    if rows is not None:
+        overrides.append(f"train.batch_size={rows}")
+    experiment = load(path, overrides)
+    arguments = dict(path=path, overrides=overrides, steps=steps)
+    name = " ".join([experiment.name, *changes.split()])
+    return Run(name, experiment, "experiments.jax_training", arguments)
+
+
+def torch_run(experiment: Experiment, attention: str, mode: str, steps: int) -> Run:
+    """The PyTorch model of the experiment's shape; see `torch_training.training_speed`.
+
+    Raises:
+      UserError: the experiment's model or optimizer is not one that torch_training.py has.
+    """
+    model, optimizer = experiment.model, experiment.optimizer
+    if not is_plain(experiment):
+        raise UserError(
+            f"--torch: {experiment.name} is not the recipe's MHA, which is all that "
+            "experiments/torch_training.py has: give a config like configs/mha_128m.py"
+        )
+    block, mechanism = model.block, model.mechanisms[0]
+    shape = dict(
+        vocab_size=model.vocab_size,
+        num_layers=block.num_layers,
+        d_model=block.d_model,
+        num_heads=mechanism.num_heads,
+        head_dim=mechanism.key_dim,
+        mlp_dim=block.mlp_dim,
+        rope_base=block.rope_base,
+        norm_epsilon=block.norm_epsilon,
+        logit_softcap=block.logit_softcap,
+    )
+    keys = (
+        *("matrix_learning_rate", "embedding_learning_rate", "head_learning_rate"),
+        *("momentum_start", "momentum_end", "momentum_warmup_steps", "newton_schulz_steps"),
+        *("adam_b1", "adam_b2", "adam_epsilon", "clip_norm"),
+    )
+    arguments = dict(
+        shape=shape,
+        recipe={key: getattr(optimizer, key) for key in keys},
+        rows=experiment.train.batch_size,
+        length=experiment.data.sequence_length,
+        parts=experiment.train.grad_accumulation,
+        parameters=costs.parameters(model)["total"],
+        attention=attention,
+        compile_mode=mode,
+        steps=steps,
+    )
+    name = f"PyTorch {experiment.name}, {attention} attention"
+    return Run(name, experiment, "experiments.torch_training", arguments)
+
+
+def is_plain(experiment: Experiment) -> bool:
+    """Whether model and optimizer are the recipe's, with MHA: what torch_training.py computes."""
+    c, first = experiment.model.block, experiment.model.mechanisms[0]
+    sizes = ("num_layers", "d_model", "mlp_dim", "max_positions")
+    block = BlockConfig(**{key: getattr(c, key) for key in sizes})
+    heads = dict.fromkeys(("num_heads", "num_kv_heads", "num_bases"), first.num_heads)
+    dims = dict.fromkeys(("key_dim", "value_dim"), first.value_dim)
+    mechanism = GroupedConfig(**heads, **dims, rank=0)
+    return (
+        c == block
+        and set(experiment.model.mechanisms) == {mechanism}
+        and experiment.optimizer == OptimizerConfig()
     )
 
 
+def runs_of(
+    paths: list[str],
+    *,
+    changes: list[str],
+    rows: int | None,
+    steps: int,
+    attention: list[str],
+    mode: str,
+) -> list[Run]:
+    """All rows, in order: PyTorch's with every `attention`, then ours with every `changes`.
+
+    Args:
+      attention: none for no PyTorch.
+
+    Raises:
+      UserError: before anything is run: what `load` raises; PyTorch is asked for and is not
+        installed, or no config is one that it can be given.
+    """
+    ours = [our_run(path, change, rows, steps) for path in paths for change in changes or [""]]
+    if not attention:
+        return ours
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("--torch: PyTorch is not installed; `pip install torch`")
+    every = [run.experiment for run in ours[:: len(changes or [""])]]  # a config's first changes
+    plain = [experiment for experiment in every if is_plain(experiment)] or every
+    return [torch_run(e, name, mode, steps) for e in plain for name in attention] + ours
+
+
+def figures(run: Run, measured: dict) -> dict:
+    """A row of the table without the rates it is compared with; see `with_rates`."""
+    seconds, tokens = measured.pop("seconds"), run.experiment.tokens_per_step
+    median = statistics.median(seconds)
+    flops = costs.training_flops_per_token(
+        run.experiment.model, run.experiment.data.sequence_length
+    )
+    return dict(
+        config=run.name,
+        tokens_per_step=tokens,
+        tokens_per_second=tokens / median,
+        slowest=tokens / max(seconds),
+        fastest=tokens / min(seconds),
+        gflops=flops * tokens / median / 1e9,
+        **measured,
+    )
+
+
+def with_rates(row: dict, rate: float | None, device: devices.Device | None, count: int) -> dict:
+    """A row with `mfu` and `of_matmul`; None where there is nothing to compare with.
+
+    Args:
+      rate: FLOP/s of a matrix product on one device.
+      device: the datasheet.
+      count: devices.
+    """
+    per_device = row["gflops"] * 1e9 / count
+    mfu = per_device / device.bf16_flops if device else None
+    return row | dict(mfu=mfu, of_matmul=per_device / rate if rate else None)
+
+
+def line(row: dict) -> str:
+    """A row as Markdown; empty cells for what is not known."""
+    percent = lambda value: "" if value is None else f"{value:.1%}"
+    peak = row.get("peak_bytes")
+    cells = (
+        row["config"],
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['slowest']:,.0f} to {row['fastest']:,.0f}",
+        f"{row['gflops']:,.0f}",
+        percent(row["mfu"]),
+        percent(row["of_matmul"]),
+        f"{row['first_step_seconds']:.1f}",
+        "" if peak is None else f"{peak / 1e9:.1f}",
+        f"{row['loss']:.3f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def result_name(device: jax.Device) -> str:
+    """Results of a CPU and of every kind of accelerator lie beside each other."""
+    if device.platform == "cpu":
+        return "train_benchmark"
+    sheet = devices.of(device)
+    kind = sheet.name if sheet else re.sub(r"\W+", "_", device.device_kind.lower()).strip("_")
+    return f"train_benchmark_{kind}"
+
+
+def measure(runs: list[Run]) -> tuple[list[dict], list[dict], float | None]:
+    """Rows of those that ran, {"config", "error"} of the others, FLOP/s of the matrix product."""
+    rows, failed, rates = [], [], []
+    for run in runs:
+        measured = contender.run(run.module, run.arguments)
+        if "error" in measured:
+            failed.append(dict(config=run.name) | measured)
+            print(f"{run.name}: {measured['error']}", file=sys.stderr, flush=True)
+            continue
+        rates += measured.pop("matmul_flops", [])
+        rows.append(figures(run, measured))
+        shown = f"{rows[-1]['tokens_per_second']:,.0f} tokens/s"
+        print(f"{run.name}: {shown}", file=sys.stderr, flush=True)
+    return rows, failed, statistics.mean(rates) if rates else None
+
+
 def main(argv) -> None:
-    del argv
+    if len(argv) > 1:
+        raise app.UsageError(f"flags only, not {argv[1:]}")
     runtime.start()
-    paths = _CONFIGS.value or sorted(map(str, CONFIGS.glob("*_tiny.py")))
-    dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    rate = matmul_rate(dtype)
-    rows = [training_speed(load(CONFIGS.parent / path), _STEPS.value) for path in paths]
-    rate = (rate + matmul_rate(dtype)) / 2
-    print(f"\nmatrix multiply, {dtype}: {rate / 1e9:.0f} GFLOP/s")
-    print("| config | tokens/s | range | GFLOP/s | of matrix multiply |\n|---|---:|---:|---:|---:|")
-    for row in rows:
-        row["of_matmul"] = row["gflops"] * 1e9 / rate
-        print(
-            f"| {row['config']} | {row['tokens_per_second']:,.0f} "
-            f"| {row['slowest']:,.0f} to {row['fastest']:,.0f} | {row['gflops']:.0f} "
-            f"| {row['of_matmul']:.0%} |"
+    try:
+        runs = runs_of(
+            _CONFIGS.value or sorted(map(str, CONFIGS.glob("*_tiny.py"))),
+            changes=_SET.value,
+            rows=_ROWS.value,
+            steps=_STEPS.value,
+            attention=_ATTENTION.value if _TORCH.value else [],
+            mode=_MODE.value,
         )
-    record.record("train_benchmark", dict(matmul_gflops=rate / 1e9, rows=rows), save=_SAVE.value)
+    except UserError as error:
+        print(f"kvjax: {error}", file=sys.stderr)
+        sys.exit(2)
+    rows, failed, rate = measure(runs)
+    device, count = jax.devices()[0], jax.device_count()  # first use of the devices
+    sheet = devices.of(device)
+    rows = [with_rates(row, rate, sheet, count) for row in rows]
+    peak = f", datasheet {sheet.bf16_flops / 1e12:.0f} TFLOP/s" if sheet else ""
+    if rate:
+        peak += f", matrix multiply {rate / 1e9:,.0f} GFLOP/s"
+    print(f"\n{count} x {device.device_kind}{peak}")
+    print(f"| {' | '.join(_TITLES)} |\n|---" + "|---:" * (len(_TITLES) - 1) + "|")
+    print("\n".join(map(line, rows)))
+    for failure in failed:
+        print(f"failed: {failure['config']}: {failure['error']}")
+    result = dict(
+        device=device.device_kind,
+        count=count,
+        datasheet_flops=sheet and sheet.bf16_flops,
+        matmul_gflops=rate and rate / 1e9,
+        environment={k: v for k, v in sorted(os.environ.items()) if k.startswith("XLA_")},
+        rows=rows,
+        failed=failed,
+    )
+    record.record(result_name(device), result, save=_SAVE.value)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""Training steps of a config, timed; `python -m experiments.train_benchmark` runs this."""
+
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import contender
+from experiments.machine import matmul_rate
+from kvjax import experiment as experiment_lib
+from kvjax import runtime
+from kvjax import sharding
+from kvjax.command_line import load_config
+from kvjax.program import Program
+
+WARMUP = 3
+
+
+def load(path: str, overrides: list[str]) -> experiment_lib.Experiment:
+    """The experiment of a config file with some of its keys changed.
+
+    Args:
+      overrides: "train.batch_size=32".
+
+    Raises:
+      UserError: what `load_config` and `resolve` raise.
+    """
+    overrides = [f"--config.{override}" for override in overrides]
+    return experiment_lib.resolve(load_config(pathlib.Path(path), overrides))
+
+
+def training_speed(path: str, overrides: list[str], steps: int) -> dict:
+    """Seconds of whole training steps (optimizer included), on one batch of random tokens.
+
+    Returns:
+      JSON-able: seconds (of `steps` steps), first_step_seconds (compilation included), loss (of the
+      last step), peak_bytes (of a device; None on CPU) and matmul_flops (FLOP/s of a product
+      in the compute dtype, before and after).
+    """
+    experiment = load(path, overrides)
+    model = experiment.model
+    compute = experiment.compute.resolve(jax.default_backend(), model.block.num_layers)
+    rates = [matmul_rate(compute.dtype)]
+    program = Program(experiment, compute, sharding.make_mesh(experiment.mesh, jax.devices()))
+    shape = (experiment.train.batch_size, experiment.data.sequence_length + 1)
+    rows = np.random.default_rng(0).integers(0, model.vocab_size, shape).astype(np.int32)
+    state = program.init(jax.random.key(0))
+
+    def dispatch() -> dict[str, jax.Array]:
+        nonlocal state
+        state, metrics = program.train_step(state, rows)
+        return metrics
+
+    start = time.perf_counter()
+    jax.block_until_ready(dispatch())
+    first = time.perf_counter() - start
+    seconds = contender.step_seconds(dispatch, jax.block_until_ready, steps=steps, warmup=WARMUP)
+    loss = jnp.asarray(dispatch()["loss"]).item()
+    stats = jax.local_devices()[0].memory_stats() or {}
+    del state
+    rates.append(matmul_rate(compute.dtype))
+    return dict(
+        seconds=seconds,
+        first_step_seconds=first,
+        loss=loss,
+        peak_bytes=stats.get("peak_bytes_in_use"),
+        matmul_flops=rates,
+    )
+
+
+if __name__ == "__main__":
+    runtime.start()
+    contender.main(training_speed)
