@@ -12,7 +12,7 @@ Target: v5p:2x2x4 (16 chips).
 Also: v4:4x4x4 (64 chips, --config.mesh.data=4).
 Also: v5e:8x8 (64 chips, --config.mesh.data=4).
 Also: h200:8 (8 chips).
-At least: not known, not compiled yet.
+At least 1.29 days for 835 exaFLOPs: at most 95.9% MFU without masked keys, bound by compute.
 Measured: nothing yet.
 """
 

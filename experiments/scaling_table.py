@@ -50,7 +50,7 @@ _STALE = "changed since it was compiled"
 _COLUMNS = (
     *("config", "parameters", "cache bytes per token", "target", "mesh", "remat", "parts"),
     *("GB per chip", "of HBM", "GFLOP per token", "GB sent per step and chip", "MFU at most"),
-    *("bound by", "days at least", "exaFLOPs"),
+    *("without masked keys", "bound by", "days at least", "exaFLOPs"),
 )
 _WORDS = ("config", "target", "mesh", "remat", "GB sent per step and chip", "bound by")
 
@@ -177,6 +177,7 @@ def row(note: LabNote, target: Target) -> list[str]:
         cells["GB per chip"] = found.why
     else:
         cells |= _compiled_cells(found.result)
+        cells["without masked keys"] = f"{_causal_mfu(target, found.result):.1%}"
     return list(cells.values())
 
 
@@ -198,6 +199,11 @@ def _compiled_cells(result: dict) -> dict[str, str]:
     }
 
 
+def _causal_mfu(target: Target, result: dict) -> float:
+    e = target.experiment
+    return result["bound"]["mfu"] * costs.causal_part(e.model, e.data.sequence_length)
+
+
 def table(notes: Sequence[LabNote]) -> str:
     """The Markdown table, a line for each config and target."""
     lines = [_COLUMNS, ["---" if column in _WORDS else "---:" for column in _COLUMNS]]
@@ -205,15 +211,14 @@ def table(notes: Sequence[LabNote]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
-def time_line(found: Outcome) -> str:
+def time_line(target: Target, found: Outcome) -> str:
     """The lab note's line on the least time, on its first target."""
     if found.result is None:
         return f"At least: not known, {found.why}."
     bound = found.result["bound"]
-    counted = " (masked keys counted)" if bound["mfu"] > 1 else ""  # causal kernels skip them
     line = (
         f"At least {bound['days']:.2f} days for {bound['exaflops']:,.0f} exaFLOPs: at most "
-        f"{bound['mfu']:.1%} MFU{counted}, bound by {bound['by']}"
+        f"{_causal_mfu(target, found.result):.1%} MFU without masked keys, bound by {bound['by']}"
     )
     return f"{line}." if found.result["fits"] else f"{line}; {_too_large(found.result)}."
 
@@ -226,7 +231,7 @@ def written(notes: Sequence[LabNote]) -> dict[pathlib.Path, str]:
     """
     texts = {README: _replace(README, f"(?s)({BEGIN}\n).*?(\n{END})", f"\n{table(notes)}")}
     for note in notes:
-        line = time_line(outcome(note, note.targets[0]))
+        line = time_line(note.targets[0], outcome(note, note.targets[0]))
         texts[note.path] = _replace(note.path, r"(?m)^()At least.*()$", line)
     return texts
 

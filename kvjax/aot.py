@@ -79,6 +79,7 @@ def training(experiment: Experiment, name: str, step: ahead.Step) -> dict:
             hbm=bound.hbm,
             interconnect=bound.interconnect,
             mfu=bound.mfu,
+            causal_mfu=bound.mfu * costs.causal_part(experiment.model, T),
             tokens_per_second=bound.tokens_per_second,
             days=bound.days,
             exaflops=bound.exaflops,

@@ -44,7 +44,8 @@ def show(r: dict, *, limit: float) -> None:
     print(", ".join(f"{key} {1e3 * b[key]:.1f}" for key in ("compute", "hbm", "interconnect")))
     print("if " + "; ".join(b["assumptions"]))
     print(
-        f"\nat most {b['mfu']:.1%} MFU, {b['tokens_per_second']:,.0f} tokens/s; "
+        f"\nat most {b['mfu']:.1%} MFU ({b['causal_mfu']:.1%} without masked keys), "
+        f"{b['tokens_per_second']:,.0f} tokens/s; "
         f"at least {b['days']:.1f} days for {b['exaflops']:,.0f} exaFLOPs"
     )
 

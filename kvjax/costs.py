@@ -1,4 +1,4 @@
-"""What a model costs, from its shapes: parameters, cache bytes, FLOPs, memory, decoding.
+"""What a model costs, from its shapes: parameters, cache bytes, FLOPs, decoding.
 
     python -m kvjax.costs --config=configs/lrkv_2p5b.py    # as tables: see cost_report.py
 
@@ -17,9 +17,7 @@ import jax.numpy as jnp
 from kvjax.devices import Device
 from kvjax.layers.weight import Axes
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
-from kvjax.optim import parameter_labels
 
 PARTS = ("embedding", "attention", "mlp", "norm", "head")
 # Of a device's memory, for activations, temporaries and the runtime: a choice (vLLM's default too).
@@ -139,6 +137,12 @@ def training_flops_per_token(config: TransformerConfig, sequence_length: int) ->
     return 6 * (matmul + attention)
 
 
+def causal_part(config: TransformerConfig, sequence_length: int) -> float:
+    """Of those FLOPs, what is left if attention counts only the keys that a causal mask leaves."""
+    everything = training_flops_per_token(config, sequence_length)
+    return training_flops_per_token(config, sequence_length // 2) / everything
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeCost:
     """One step of decoding: one new token in each of `batch` sequences of `length` cached tokens.
@@ -214,91 +218,6 @@ def largest_batch(
     """
     free = math.floor((1 - RESERVE) * device.hbm_bytes) - weight_bytes(config, dtype)
     return max(0, free // (length * cache_bytes_per_token(config, dtype)))
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingMemory:
-    """Bytes per device while training."""
-
-    parameters: int
-    optimizer: int
-    gradients: int
-    activations: int  # an estimate: the compiler decides
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.optimizer + self.gradients + self.activations
-
-
-def training_memory(
-    config: TransformerConfig,
-    compute: Compute,
-    *,
-    rows_per_device: int,
-    sequence_length: int,
-    shards: int,
-    sequence: int = 1,
-    parts: int = 1,
-    attention_kernel: bool = False,
-) -> TrainingMemory:
-    """Bytes per device, with float32 master weights split over `shards` devices.
-
-    Args:
-      rows_per_device: rows of one pass through the model (after gradient accumulation).
-      shards: devices that weights are split over, fsdp x tensor.
-      sequence: devices that the tokens of a row are split over.
-      parts: of gradient accumulation; from 2 on there is a second tree of gradients.
-      attention_kernel: softmax attention keeps no logits.
-    """
-    shapes, axes = abstract_parameters(config)
-    labels = parameter_labels(axes)
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    moments = sum(  # Muon keeps one, Adam two
-        math.prod(x.shape) * (1 if label == "matrix" else 2)
-        for x, label in zip(jax.tree.leaves(shapes), jax.tree.leaves(labels), strict=True)
-    )
-    tokens = rows_per_device * sequence_length // sequence
-    logits = 0 if attention_kernel else sequence_length
-    return TrainingMemory(
-        parameters=4 * count // shards,
-        optimizer=4 * moments // shards,
-        gradients=min(parts, 2) * 4 * count // shards,
-        activations=tokens * _activation_bytes_per_token(config, compute, logits, sequence),
-    )
-
-
-def _activation_bytes_per_token(
-    config: TransformerConfig, compute: Compute, logits: int, sequence: int
-) -> int:
-    """What the backward pass keeps per token: a layer's input if rematerialised, or all of it.
-
-    Within a fifth of the temporaries that XLA reports for the tiny configs on CPU.
-
-    Args:
-      logits: keys of a query whose logits and weights are in memory.
-      sequence: devices that share a row; each expands the keys and values of all of it.
-    """
-    c, itemsize = config.block, compute.dtype.itemsize
-    inside = [
-        itemsize
-        * (
-            2 * c.d_model  # normed inputs
-            + 2 * m.num_heads * m.query_dim  # queries, before and after RoPE
-            + 2 * m.num_heads * (m.query_dim + m.value_dim) * sequence  # keys and values, likewise
-            + m.num_heads * m.value_dim  # attention's output
-            + 2 * c.mlp_dim
-        )
-        + 2 * 4 * m.num_heads * logits  # logits and softmax, float32
-        for m in config.mechanisms
-    ]
-    kept = sum(inside) if compute.remat == "none" else max(inside)
-    if compute.remat in ("attention", "dots"):  # a kernel's output, its log-sum-exp in float32
-        kept += sum(m.num_heads * (itemsize * m.value_dim + 4) for m in config.mechanisms)
-    if compute.remat == "dots":
-        products = [m.num_heads * (2 * m.query_dim + m.value_dim) for m in config.mechanisms]
-        kept += itemsize * (sum(products) + c.num_layers * c.mlp_dim)
-    loss = 2 * 4 * config.vocab_size // compute.loss_chunks
-    return kept + 2 * c.num_layers * c.d_model * itemsize + loss
 
 
 if __name__ == "__main__":

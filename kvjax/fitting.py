@@ -17,6 +17,7 @@ from kvjax import costs
 from kvjax import roofline
 from kvjax import sharding
 from kvjax import topology
+from kvjax import training_memory
 from kvjax.ahead import Step
 from kvjax.ahead import TooLarge
 from kvjax.devices import Device
@@ -125,31 +126,20 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
     T, chips = experiment.data.sequence_length, math.prod(mesh.values())
     compute = experiment.compute.resolve("tpu", c.num_layers)
     remat, parts, itemsize = compute.remat, experiment.train.grad_accumulation, 2
-    tensor, ways = mesh["tensor"], mesh["data"] * mesh["fsdp"]
-    memory = roofline.state_memory(config, mesh["fsdp"] * tensor)
-    weights = roofline.matrix_weights(config)
-    layers = (weights["attention"] + weights["mlp"]) / tensor
-    tokens = experiment.train.batch_size // parts // ways * T / mesh["sequence"]
-    inside = [
-        2 * c.d_model
-        + (3 * m.num_heads * (m.query_dim + m.value_dim) + m.num_heads * m.value_dim) / tensor
-        + 2 * c.mlp_dim / tensor
-        for m in config.mechanisms
-    ]
-    kept = {"none": sum(inside), "dots": sum(inside) / 2}.get(remat, 2 * max(inside))
-    kept += c.num_layers * c.d_model
-    if remat == "attention":
-        kept += sum(m.num_heads * m.value_dim for m in config.mechanisms) / tensor
-    logits = 0 if kernel else 2 * T * max(m.num_heads for m in config.mechanisms) / tensor
-    kept += logits * 2 * (c.num_layers if remat == "none" else 1)  # two in float32
-    head = c.d_model * config.vocab_size / tensor
-    temporaries = (
-        itemsize * tokens * kept
-        + itemsize * layers * (1 if remat == "none" else 2 / c.num_layers)  # gathered weights
-        + 8 * tokens * config.vocab_size / tensor / compute.loss_chunks  # logits, their gradient
-        + (4 + 2 * itemsize) * head
-        + (2 if parts > 1 else 1) * memory.gradients
+    tensor, rows = mesh["tensor"], experiment.train.batch_size // parts
+    rows //= mesh["data"] * mesh["fsdp"]
+    memory = training_memory.estimate(
+        config,
+        compute,
+        rows_per_device=rows,
+        sequence_length=T,
+        **{axis: mesh[axis] for axis in ("fsdp", "tensor", "sequence")},
+        parts=parts,
+        attention_kernel=kernel,
     )
+    weights = costs.matrix_weights(config)
+    layers, head = (weights["attention"] + weights["mlp"]) / tensor, weights["head"] / tensor
+    tokens = rows * T / mesh["sequence"]
     fraction = lambda n: (n - 1) / n
     passes = {"none": 2}.get(remat, 3)  # weights gathered, and again; gradients scattered
     sent = itemsize * parts * passes * (layers + head) * fraction(mesh["fsdp"])
@@ -159,7 +149,7 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
     sent += 2 * itemsize * layers * tensor / chips  # Muon, there and back
     return Prediction(
         state=memory.parameters + memory.optimizer,
-        temporaries=temporaries,
+        temporaries=memory.temporaries,
         bound=roofline.training_step(
             experiment,
             device,

@@ -15,6 +15,7 @@ from kvjax import costs
 from kvjax import distributed
 from kvjax import runtime
 from kvjax import sharding
+from kvjax import training_memory
 from kvjax.attention.softmax import zigzag
 from kvjax.configuration import to_text
 from kvjax.data import loader
@@ -123,14 +124,13 @@ def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
 
 def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Mesh) -> None:
     """Raises a UserError, with the bytes by part, if the devices present cannot hold the run."""
-    c, shards = experiment.train, mesh.shape["fsdp"] * mesh.shape["tensor"]
-    need = costs.training_memory(
+    c = experiment.train
+    need = training_memory.estimate(
         experiment.model,
         compute,
         rows_per_device=c.batch_size // c.grad_accumulation // sharding.rows_ways(mesh),
         sequence_length=experiment.data.sequence_length,
-        shards=shards,
-        sequence=mesh.shape["sequence"],
+        **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence")},
         parts=c.grad_accumulation,
         attention_kernel=mesh.devices.flat[0].platform != "cpu" and compute.attention != "xla",
     )
@@ -139,13 +139,16 @@ def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Me
         return
     device = mesh.devices.flat[0]
     gb = lambda count: f"{count / 1e9:,.1f} GB"
-    everything = (need.total - need.activations) * shards + need.activations * mesh.size
+    split = need.parameters + need.optimizer + need.gradients
+    shards = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    everything = split * shards + (need.total - split) * mesh.size
     raise UserError(
         f"{experiment.name} does not fit on {mesh.size} x {device.device_kind} "
         f"({device.platform}). Bytes per device:\n"
         f"  parameters   {gb(need.parameters):>12}\n"
         f"  optimizer    {gb(need.optimizer):>12}\n"
         f"  gradients    {gb(need.gradients):>12}\n"
+        f"  weights used {gb(need.weights):>12}  (estimated)\n"
         f"  activations  {gb(need.activations):>12}  (estimated)\n"
         f"  needed       {gb(need.total):>12}\n"
         f"  available    {gb(there):>12}\n"

@@ -23,25 +23,13 @@ import math
 import jax
 
 from kvjax import costs
-from kvjax.attention.mechanism import MechanismConfig
+from kvjax import training_memory
 from kvjax.devices import Device
 from kvjax.experiment import Experiment
 from kvjax.layers.weight import Axes
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
 from kvjax.optim import OptimizerConfig
 from kvjax.optim import parameter_labels
-
-# A model is shaped anew for each; a search asks hundreds of times.
-matrix_weights = functools.cache(costs.matrix_weights)
-_flops_per_token = functools.cache(costs.training_flops_per_token)
-
-
-@functools.cache
-def state_memory(config: TransformerConfig, shards: int) -> costs.TrainingMemory:
-    """Bytes of parameters, optimizer state and gradients on one chip, without activations."""
-    none = dict(rows_per_device=0, sequence_length=1)
-    return costs.training_memory(config, Compute(), **none, shards=shards)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +128,7 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
     weight for each head (LRKV's B).
     """
     config, T = experiment.model, experiment.data.sequence_length
-    weights = matrix_weights(config)
+    weights = costs.matrix_weights(config)
     layers = weights["attention"] + weights["mlp"]
     layers -= config.block.num_layers * config.block.mlp_dim * config.block.d_model
     part = 0.5 if causal_kernel else 1.0
@@ -149,43 +137,18 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
     attention = 0 if causal_kernel else keys + values
     again = {
         "none": 0,
-        "dots": attention + _products(config).expansions,
+        "dots": attention + training_memory.products(config).expansions,
         "attention": layers + attention,
         "full": layers + keys + values,
     }
     needed = 6 * (sum(weights.values()) + keys + values) + (2 * keys if causal_kernel else 0)
     tokens = experiment.tokens_per_step
     return Flops(
-        model=tokens * _flops_per_token(config, T),
+        model=tokens * costs.training_flops_per_token(config, T),
         needed=round(tokens * needed),
         rematerialised=round(tokens * 2 * again[experiment.compute.remat]),
         newton_schulz=newton_schulz_flops(config, experiment.optimizer),
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Products:
-    """With weights, of one token and all layers, but those that no backward pass reads."""
-
-    kept: int  # elements that the policy "dots" keeps: made by weights without a batch axis
-    expansions: int  # multiply-adds with weights that have one
-
-
-@functools.cache
-def _products(config: TransformerConfig) -> _Products:
-    shapes, axes = costs.abstract_parameters(config)
-    kept = expansions = 0
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    for (path, leaf), text in zip(leaves, jax.tree.leaves(axes), strict=True):
-        keys, stored = [entry.key for entry in path], Axes.parse(text)
-        if keys[0] != "segments" or not stored.is_matrix or keys[-2:] == ["mlp", "down"]:
-            continue
-        if stored.batch:
-            expansions += math.prod(leaf.shape)
-            continue
-        sizes = dict(zip(stored.names, leaf.shape[-len(stored.names) :], strict=True))
-        kept += math.prod(leaf.shape) // math.prod(sizes[a] for a in stored.reduction)
-    return _Products(kept=kept, expansions=expansions)
 
 
 @functools.cache
@@ -216,27 +179,11 @@ def hbm_bytes(experiment: Experiment, mesh: Mapping[str, int], *, causal_kernel:
     """
     config, remat = experiment.model, experiment.compute.remat
     compute = experiment.compute.resolve("tpu", config.block.num_layers)
-    memory = state_memory(config, mesh["fsdp"] * mesh["tensor"])
+    memory = training_memory.state(config, mesh["fsdp"] * mesh["tensor"])
     # Parameters and state: read, written. Gradients: written, read.
     state = 2 * (memory.parameters + memory.optimizer + memory.gradients)
     passes = experiment.train.grad_accumulation * (3 if remat in ("full", "attention") else 2)
-    matrices = sum(matrix_weights(config).values()) / mesh["tensor"]
-    kept = config.block.num_layers * config.block.d_model  # the input of each layer
-    made = sum(m.num_heads * m.value_dim for m in config.mechanisms)  # by softmax attention
-    if remat == "none":  # and queries, keys, values, what was made of them; of the MLP one product
-        kept += made + sum(
-            m.num_heads * m.query_dim + _kv_heads(m) * (m.query_dim + m.value_dim)
-            for m in config.mechanisms
-        )
-        kept += config.block.num_layers * config.block.mlp_dim
-    else:
-        kept += _products(config).kept if remat == "dots" else 0
-        kept += made if causal_kernel and remat != "full" else 0
+    matrices = sum(costs.matrix_weights(config).values()) / mesh["tensor"]
+    kept = training_memory.kept(config, remat, kernel=causal_kernel)
     tokens = experiment.tokens_per_step / math.prod(mesh.values())
     return state + compute.dtype.itemsize * (passes * matrices + 2 * kept * tokens)
-
-
-def _kv_heads(mechanism: MechanismConfig) -> int:
-    """Heads whose keys and values attention reads: those of the cache, or of a latent one all."""
-    heads = [field.shape[0] for field in mechanism.entry().values() if len(field.shape) > 1]
-    return max(heads, default=mechanism.num_heads)

@@ -347,7 +347,7 @@ def test_the_nearest_candidate_is_one_with_a_number(compiler, monkeypatch):
 
 def test_a_sweep_goes_on_after_what_does_not_compile(compiler, capsys):
     compiler.scale, compiler.failing = 1.0, [("none", 1)]
-    report = aot.sweep(experiment(MEDIUM, "--config.compute.remat=none"), "v5e:8", 4)
+    report = aot.sweep(experiment(MEDIUM, "--config.compute.remat=none"), "v5e:8", 6)
     assert report["grad_accumulation"] > 1
     first, *rest = report["candidates"]
     assert first["failure"] == "INTERNAL: an error of the compiler"

@@ -10,14 +10,11 @@ import pytest
 
 from experiments.d36 import MECHANISMS as D36
 from experiments.d36 import model as d36_model
-from experiments.parameter_table import CONFIGS
-from experiments.parameter_table import load
 from kvjax import cache as cache_lib
 from kvjax import costs
 from kvjax import devices
 from kvjax import experiment
 from kvjax import recipes
-from kvjax import sharding
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.bodies import BLOCK
 from kvjax.model.config import BlockConfig
@@ -26,7 +23,6 @@ from kvjax.model.decoder import Decoder
 from kvjax.model.loss import mean_loss
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
-from kvjax.program import Program
 
 H, V = 128, 65_536
 SCALES = {"128m": 12, "2p5b": 36, "6p3b": 50}
@@ -211,6 +207,8 @@ def test_training_flops_of_mha_by_formula():
         matrices = L * 12 * D * D + V * D
         expected = 6 * matrices + L * 12 * D * T
         assert costs.training_flops_per_token(_config("mha", scale), T) == expected
+        half = 6 * matrices + L * 6 * D * T
+        assert costs.causal_part(_config("mha", scale), T) == pytest.approx(half / expected)
 
 
 TRAINED = (*MECHANISMS, "thin_keys", "kv_tied", "qk_tied_plus", "lrkv_shared_rope")
@@ -390,52 +388,3 @@ def test_largest_batch():
         assert weights + count * each <= 0.9 * device.hbm_bytes < weights + (count + 1) * each
     small = devices.Device(name="x", hbm_bytes=weights, bandwidth=1, bf16_flops=1, source="")
     assert costs.largest_batch(config, device=small, **shape) == 0
-
-
-def test_training_memory(make_mechanism):
-    """Master weights, moments and gradients in float32, over the shards."""
-    block = BlockConfig(num_layers=2, d_model=16, mlp_dim=32)
-    config = TransformerConfig(block=block, mechanisms=(make_mechanism("lrkv"),) * 2, vocab_size=64)
-    outside = 2 * 64 * 16
-    inside = costs.parameters(config)["total"] - outside
-    shape = dict(rows_per_device=2, sequence_length=8)
-    one = costs.training_memory(config, Compute(), **shape, shards=1)
-    assert one.parameters == one.gradients == 4 * (inside + outside)
-    assert one.optimizer == 4 * (inside + 2 * outside)
-    assert one.total == one.parameters + one.optimizer + one.gradients + one.activations
-    eight = costs.training_memory(config, Compute(), **shape, shards=8)
-    assert (eight.parameters, eight.optimizer) == (one.parameters // 8, one.optimizer // 8)
-    assert eight.activations == one.activations
-    longer = costs.training_memory(
-        config, Compute(), rows_per_device=2, sequence_length=16, shards=1
-    )
-    assert longer.activations > 2 * one.activations  # every token also attends to more
-    full = costs.training_memory(config, Compute(remat="full"), **shape, shards=1)
-    kept = costs.training_memory(config, Compute(remat="attention"), **shape, shards=1)
-    assert full.activations < kept.activations < one.activations
-    assert kept.activations - full.activations == 16 * 2 * 4 * (4 * 8 + 4)
-    parts = costs.training_memory(config, Compute(), **shape, shards=1, parts=4)
-    assert parts.gradients == 2 * one.gradients
-    kernel = costs.training_memory(config, Compute(), **shape, shards=1, attention_kernel=True)
-    assert one.activations - kernel.activations == 16 * 2 * 2 * 4 * 4 * 8
-    halves = costs.training_memory(config, Compute(), **shape, shards=1, sequence=2)
-    keys_values = 16 * 2 * 4 * 2 * 4 * (8 + 8)  # which each device has of the whole row
-    assert 2 * halves.activations == one.activations + keys_values
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_activations_are_near_what_xla_allocates(remat):
-    """The estimate that refuses a run: within a fifth of the compiled step's temporaries."""
-    experiment = load(CONFIGS / "lrkv_tiny.py")
-    compute = experiment.compute.resolve("cpu", 4)
-    compute = dataclasses.replace(compute, remat=remat, unroll=remat == "none")
-    mesh = sharding.make_mesh(experiment.mesh, jax.devices()[:1])
-    program = Program(experiment, compute, mesh)
-    rows = jax.ShapeDtypeStruct((32, 257), jnp.int32)
-    compiled = program.train_step.lower(program.abstract_state, rows).compile()
-    estimate = costs.training_memory(
-        experiment.model, compute, rows_per_device=32, sequence_length=256, shards=1
-    )
-    allocated = compiled.memory_analysis().temp_size_in_bytes
-    assert 0.8 < (estimate.activations + estimate.gradients) / allocated < 1.2

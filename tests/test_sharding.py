@@ -16,6 +16,7 @@ from kvjax import command_line
 from kvjax import costs
 from kvjax import experiment as experiment_lib
 from kvjax import sharding
+from kvjax import training_memory
 from kvjax.errors import UserError
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
@@ -135,17 +136,17 @@ def test_eight_devices_train_as_one_in_float64(x64, make_mechanism, randomise, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lrkv", "mha", "mla_paper"])
-def test_eight_devices_train_as_one_in_float32(make_mechanism, randomise, name):
+@pytest.mark.parametrize("name, meshes", [(n, _meshes(n, i)) for i, n in enumerate(MECHANISMS)])
+def test_eight_devices_train_as_one_in_float32(make_mechanism, randomise, name, meshes):
     config = _model(make_mechanism(name, **DIMS.get(name, {})))
     _, params = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
     one, one_metrics = _train(config, params, "one", jnp.float32)
-    for mesh_name in ("fsdp8", "fsdp4_tensor2", "fsdp4_sequence2")[: 3 if name == "lrkv" else 1]:
+    for mesh_name in meshes[::2]:
         other, metrics = _train(config, params, mesh_name, jnp.float32)
-        np.testing.assert_allclose(metrics[:, 0], one_metrics[:, 0], rtol=1e-5)
+        np.testing.assert_allclose(metrics[:, 0], one_metrics[:, 0], rtol=1e-5, err_msg=mesh_name)
         # Muon amplifies rounding: a direction the gradient hardly has is made as long as any.
         for x, y in zip(*map(jax.tree.leaves, (other["params"], one["params"])), strict=True):
-            assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y)
+            assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y), mesh_name
 
 
 @pytest.mark.slow
@@ -238,9 +239,7 @@ def test_a_real_models_devices_hold_an_eighth_each():
         shard = x.addressable_shards[0]
         assert shard.data.nbytes * 8 == x.nbytes or x.nbytes < 1 << 20, leaf_path
         on_first += shard.data.nbytes
-    need = costs.training_memory(
-        experiment.model, compute, rows_per_device=1, sequence_length=2048, shards=8
-    )
+    need = training_memory.state(experiment.model, 8)
     assert on_first == pytest.approx(need.parameters + need.optimizer, rel=1e-3)
 
 

@@ -11,7 +11,7 @@ per token in bfloat16; 15.557 GFLOP per trained token.
 Equal cache: 165,888 bytes per token here, 166,176 in lrkv_r56_2p5b, a difference of -0.2 %.
 Budget: 50B tokens in steps of 262,144: 778 exaFLOPs.
 Target: v5p:2x2x4 (16 chips).
-At least: not known, not compiled yet.
+At least 1.19 days for 778 exaFLOPs: at most 96.1% MFU without masked keys, bound by compute.
 Measured: nothing yet.
 """
 
