@@ -2,7 +2,7 @@
 
 The compiler decides; this is what it will need, near enough to refuse a run, or to choose what to
 compile. What TPU compilers reserve for the paper-scale steps ("dots") is within 11 % of it, with
-rows of 128K tokens 21 % more (tests/test_training_memory.py); with "none" they take twice as much.
+rows of 128K tokens 21 % more (tests/test_training_memory.py).
 """
 
 import dataclasses
@@ -82,8 +82,9 @@ def estimate(
     # Two layers on their way; the head, its gradient, and that in float32.
     used = itemsize * 2 * layer + (2 * itemsize + 4) * matrices["head"]
     logits = 0 if attention_kernel else sequence_length
+    wide = 4 if compute.remat == "none" else itemsize  # norms, RoPE and relu² are saved as computed
     inside = [
-        itemsize
+        wide
         * (
             2 * c.d_model  # normed inputs
             + 2 * m.num_heads * m.query_dim / tensor  # queries, before and after RoPE

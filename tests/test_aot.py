@@ -1,6 +1,5 @@
-"""`python -m kvjax.aot`: what it says of a run, what it refuses, and what it looks for."""
+"""`python -m kvjax.aot`: what it says of a run, and what it refuses; a sweep: test_fitting.py."""
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -10,20 +9,13 @@ import pytest
 
 from kvjax import ahead
 from kvjax import aot
-from kvjax import aot_tables as tables
 from kvjax import command_line
 from kvjax import costs
-from kvjax import devices
-from kvjax import fitting
-from kvjax import roofline
-from kvjax.ahead import DoesNotCompile
 from kvjax.ahead import TooLarge
-from kvjax.compiled import Memory
-from kvjax.errors import UserError
 from kvjax.experiment import resolve
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
-TINY = CONFIGS / "lrkv_tiny.py"
+TINY, MEDIUM = CONFIGS / "lrkv_tiny.py", CONFIGS / "lrkv_128m.py"
 
 
 def experiment(file=TINY, *overrides):
@@ -176,193 +168,7 @@ def test_what_the_compiler_says_when_memory_runs_out(text, needed, there):
     assert ahead.too_large(jax.errors.JaxRuntimeError("INTERNAL: 422.97G"), arguments=0) is None
 
 
-# -- the search, with a compiler that is a formula -------------------------------------------------
-
-
-def fake_step(experiment, name, temporaries, causal_kernel=True):
-    predicted = fitting.predict(experiment, ahead.datasheet(name))
-    memory = Memory(arguments=predicted.state, outputs=0, temporaries=temporaries, program=0)
-    return ahead.Step(
-        device=ahead.datasheet(name),
-        mesh=dataclasses.asdict(experiment.mesh),
-        memory=memory,
-        upper_bound=False,
-        collectives=(),
-        causal_kernel=causal_kernel,
-        whole=(),
-        seconds_to_lower=0.0,
-        seconds_to_compile=0.0,
-        xla={},
-    )
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """Needs `scale` times the temporaries predicted; gives up over the whole memory."""
-    calls = []
-
-    def training_step(experiment, name):
-        predicted = fitting.predict(experiment, ahead.datasheet(name))
-        need = round(compiler.scale * predicted.temporaries)
-        calls.append(experiment)
-        if (experiment.compute.remat, experiment.train.grad_accumulation) in compiler.failing:
-            raise DoesNotCompile("INTERNAL: an error of the compiler")
-        if predicted.state + need > ahead.datasheet(name).hbm_bytes:
-            raise TooLarge("too large", compiler.says and predicted.state + need, 0)
-        return fake_step(experiment, name, need)
-
-    def devices_of(name):
-        return jax.devices()[: int(name.partition(":")[2])]
-
-    monkeypatch.setattr(ahead, "training_step", training_step)
-    monkeypatch.setattr(fitting.topology, "get_devices", devices_of)
-    compiler.calls, compiler.failing, compiler.says = calls, (), True
-    return compiler
-
-
-MEDIUM = CONFIGS / "lrkv_128m.py"
-
-
-def test_the_search_compiles_the_config_then_only_what_is_better(compiler):
-    compiler.scale = 1.0
-    start = experiment(MEDIUM)
-    tried = fitting.search(start, "v5e:8", compiles=9, say=lambda line: None)
-    assert tried[0].experiment.compute.remat == start.compute.remat
-    assert [c.experiment for c in tried] == compiler.calls
-    best = fitting.best(tried)
-    assert best is tried[-1] and best.experiment.compute.remat == "none"
-    limit = ahead.LIMIT * devices.get("v5e").hbm_bytes
-    assert best.step.memory.total <= limit
-    every = fitting.candidates(tried[0].experiment, devices.get("v5e"), 8)
-    fits = [c for c in every if c.predicted.state + c.predicted.temporaries <= limit]
-    assert best.predicted.order == min(c.predicted.order for c in fits)
-
-
-def test_the_search_learns_from_what_needs_more_than_predicted(compiler):
-    compiler.scale = 4.0
-    tried = fitting.search(experiment(MEDIUM), "v5e:8", compiles=9, say=lambda line: None)
-    best = fitting.best(tried)
-    assert best.step.memory.total <= ahead.LIMIT * devices.get("v5e").hbm_bytes
-    assert best.experiment.train.grad_accumulation > 1
-    assert len(tried) <= 4
-
-
-def test_the_search_stops_after_as_many_compiles_as_are_allowed(compiler):
-    compiler.scale = 4.0
-    search = lambda most: fitting.search(
-        experiment(MEDIUM), "v5e:8", compiles=most, say=lambda line: None
-    )
-    assert len(search(9)) == 2
-    assert len(search(1)) == 1
-
-
-def test_the_best_has_memory_to_spare(compiler):
-    """A step that compiles, in 95 % of memory, is none; slower ones that fit are."""
-    found = fitting.candidates(experiment(MEDIUM), devices.get("v5e"), 8)[:3]
-    for candidate, part in zip(found, (0.95, 0.5, 0.5), strict=True):
-        temporaries = round(part * 16e9) - candidate.predicted.state
-        candidate.step = fake_step(candidate.experiment, "v5e:8", temporaries)
-    assert fitting.best(found) is found[1]
-    assert fitting.best(found[:1]) is None
-
-
-def test_overrides_of_a_candidate_make_it(compiler):
-    compiler.scale = 1.0
-    tried = fitting.search(experiment(MEDIUM), "v5e:8", compiles=9, say=lambda line: None)
-    for candidate in tried:
-        assert experiment(MEDIUM, *candidate.overrides) == candidate.experiment
-
-
-def test_candidates_divide_what_they_must():
-    found = fitting.candidates(experiment(MEDIUM), devices.get("v5e"), 16)
-    for c in found:
-        mesh, train = c.experiment.mesh, c.experiment.train
-        assert mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor == 16
-        assert train.batch_size % (train.grad_accumulation * mesh.data * mesh.fsdp) == 0
-        assert 6 % mesh.tensor == 0  # heads
-    assert {c.experiment.mesh.tensor for c in found} == {1, 2}
-    assert {c.experiment.compute.remat for c in found} >= {"none", "dots", "full"}
-
-
-def test_advice_names_accumulation_and_chips(compiler):
-    start = experiment(MEDIUM, "--config.compute.remat=none")
-    text = fitting.advice(start, "v5e:8", 100 * 10**9)
-    assert "by 85.6 GB a chip" in text
-    (here,) = re.findall(r"on these 8 chips: (.*)", text)
-    (chips,) = map(int, re.findall(r"as it is, on (\d+) chips", text))
-    own = fitting.predict(
-        dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=8)), devices.get("v5e")
-    )
-    factor = (100e9 - own.state) / own.temporaries
-
-    def needs(e):
-        predicted = fitting.predict(e, devices.get("v5e"))
-        return predicted.state + factor * predicted.temporaries
-
-    on = lambda n: dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=n))
-    assert needs(experiment(MEDIUM, *here.split())) <= 14.4e9
-    assert needs(on(chips)) <= 14.4e9 < needs(on(chips // 2))
-
-
-def test_advice_names_no_chips_that_the_batch_does_not_divide_over(compiler):
-    start = experiment(MEDIUM, "--config.train.batch_size=8")
-    assert "as it is" not in fitting.advice(start, "v5e:8", 20 * 10**9)
-    assert "as it is, on 16 chips" in fitting.advice(experiment(MEDIUM), "v5e:8", 20 * 10**9)
-
-
-def test_a_sweep_in_which_nothing_fits_is_an_error(compiler):
-    compiler.scale = 1e6
-    with pytest.raises(UserError, match="lrkv_128m on v5e:8: none of [12] candidates? fits.*by"):
-        aot.sweep(experiment(MEDIUM), "v5e:8", 2)
-
-
-# -- what goes wrong besides -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scale, says", [(1.0, True), (1.5, True), (1.0, False)])
-def test_a_right_prediction_of_what_is_too_large_is_not_corrected(scale, says):
-    """The state is part of what is needed; where no number is said nothing is learnt."""
-    (candidate, *_) = fitting.candidates(experiment(MEDIUM), devices.get("v5e"), 8)
-    p = candidate.predicted
-    needed = round(p.state + scale * p.temporaries)
-    candidate.too_large = TooLarge("too large", needed if says else 0, 0)
-    expected = {candidate.experiment.compute.remat: pytest.approx(scale)} if says else {}
-    assert fitting.corrections([candidate]) == expected
-
-
-def test_a_sweep_whose_compiler_says_no_numbers(compiler):
-    compiler.scale, compiler.says = 1e6, False
-    with pytest.raises(UserError, match="none of 2 candidates fits. By how much.* does not say"):
-        aot.sweep(experiment(MEDIUM), "v5e:8", 2)
-
-
-def test_the_nearest_candidate_is_one_with_a_number(compiler, monkeypatch):
-    found = fitting.candidates(experiment(MEDIUM), devices.get("v5e"), 8)[:3]
-    for candidate, needed in zip(found, (0, 30 * 10**9, 20 * 10**9), strict=True):
-        candidate.too_large = TooLarge("too large", needed, 0)
-    monkeypatch.setattr(fitting, "search", lambda *_, **__: found)
-    with pytest.raises(UserError, match=r"by 5\.6 GB a chip"):
-        aot.sweep(experiment(MEDIUM), "v5e:8", 3)
-
-
-def test_a_sweep_goes_on_after_what_does_not_compile(compiler, capsys):
-    compiler.scale, compiler.failing = 1.0, [("none", 1)]
-    report = aot.sweep(experiment(MEDIUM, "--config.compute.remat=none"), "v5e:8", 6)
-    assert report["grad_accumulation"] > 1
-    first, *rest = report["candidates"]
-    assert first["failure"] == "INTERNAL: an error of the compiler"
-    assert first["needed_bytes"] is None and not first["fits"]
-    assert any(row["fits"] and not row["failure"] for row in rest)
-    out, error = capsys.readouterr()
-    assert "| did not compile |" in out and "INTERNAL: an error of the compiler" in out
-    assert "did not compile: INTERNAL" in error
-
-
-def test_a_sweep_in_which_nothing_compiles(compiler):
-    compiler.scale, compiler.failing = 1.0, [("none", 2**n) for n in range(9)]
-    compiler.failing += [(experiment(MEDIUM).compute.remat, 1)]
-    with pytest.raises(UserError, match="none of 2 candidates fits. None compiled: INTERNAL"):
-        aot.sweep(experiment(MEDIUM), "v5e:8", 2)
+# -- what a compiler cannot do ---------------------------------------------------------------------
 
 
 class _Lowered:
@@ -417,9 +223,6 @@ def test_a_compiler_that_fails_ends_in_one_message(lowered, message, step, monke
     assert not out and "Traceback" not in error
 
 
-# -- decode steps that are too large ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("needed", [0, 200 * 10**9])
 def test_a_decode_step_that_is_too_large_says_what_fits(needed, monkeypatch, capsys):
     def give_up(*_, **__):
@@ -443,67 +246,3 @@ def test_a_decode_step_that_is_too_large_says_what_fits(needed, monkeypatch, cap
     fits = lambda batch, chips: weights + batch * one / chips <= 14.4e9
     assert fits(most, chips) and not fits(most + 1, chips)
     assert fits(batch, more) and not fits(batch, more // 2)
-
-
-def test_advice_for_decoding_is_not_the_batch_that_failed():
-    """Caches fit by the formulas; the compiler gives up, and does not say by how much."""
-    shape = dict(batch=4, length=128, chips=1)
-    text = fitting.decode_advice(experiment(), "v5e:4x4", 0, **shape)
-    assert "--batch=3\n" in text and "--chips=2 of v5e" in text
-
-
-def test_a_decode_step_whose_weights_are_too_large():
-    wide = experiment(MEDIUM, "--config.model.num_layers=1200")
-    shape = dict(batch=1, length=128, chips=1)
-    text = fitting.decode_advice(wide, "v5e:4x4", 30 * 10**9, **shape)
-    assert "by 15.6 GB" in text and re.search(r"Weights alone are \d+\.\d GB", text)
-
-
-# -- what is compiled, and what is run -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "device, attention, kernel, shown",
-    [
-        ("v5e", "auto", True, "causal kernel"),
-        ("v5e", "xla", False, "all T keys"),
-        ("h200", "auto", False, "causal kernel (compiled: all T keys)"),
-        ("h200", "xla", False, "all T keys"),
-    ],
-)
-def test_the_bound_is_of_the_attention_that_runs(device, attention, kernel, shown, capsys):
-    """On GPUs XLA's is compiled, with logits, and cuDNN's is run."""
-    start = experiment(MEDIUM, f"--config.compute.attention={attention}", "--config.mesh.fsdp=8")
-    step = fake_step(start, f"{device}:8", 10**9, causal_kernel=kernel)
-    report = aot.training(start, f"{device}:8", step)
-    assert report["attention"] == shown
-    tables.show(report, limit=ahead.LIMIT)
-    assert f"Attention: {shown}\n" in capsys.readouterr().out
-    flops = lambda causal: roofline.step_flops(start, causal_kernel=causal)
-    runs = flops("causal" in shown)
-    assert report["flops_per_step"] == dataclasses.asdict(runs)
-    bound, predicted = ahead.bound(step, start), fitting.predict(start, step.device)
-    seconds = runs.total / 8 / step.device.bf16_flops
-    assert bound.compute == predicted.bound.compute == pytest.approx(seconds)
-
-    other = experiment(MEDIUM, "--config.compute.attention=xla", "--config.mesh.fsdp=8")
-    with_logits = fitting.predict(other, step.device).temporaries
-    assert (predicted.temporaries == with_logits) == (not kernel)
-    assert kernel or predicted.temporaries == with_logits
-
-
-def test_advice_splits_weights_as_far_as_they_divide(compiler):
-    """Heads of 128 channels in 128 ways at most; chips beyond that are copies."""
-    start = experiment(MEDIUM, "--config.compute.remat=full", "--config.train.batch_size=4096")
-    state = fitting.predict(
-        dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=8)), devices.get("v5e")
-    ).state
-    numbers = {}
-    for needed in (20 * 10**9, 400 * 10**9, 900 * 10**9):
-        assert needed > state
-        text = fitting.advice(start, "v5e:8", needed)
-        pattern = r"as it is, on (\d+) chips of v5e(?: with --config.mesh.data=(\d+))?"
-        ((chips, copies),) = re.findall(pattern, text)
-        numbers[needed] = int(chips), int(copies or 1)
-    assert all(128 % (chips // copies) == 0 for chips, copies in numbers.values()), numbers
-    assert [copies for _, copies in numbers.values()] == [1, 2, 8], numbers

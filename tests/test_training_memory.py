@@ -84,6 +84,28 @@ def test_activations_are_near_what_xla_allocates(remat):
     assert 0.8 < estimate.temporaries / allocated < 1.2
 
 
+@pytest.mark.parametrize(
+    "name, fsdp, remat, gigabytes",
+    [
+        ("lrkv_2p5b", 16, "none", 102.3),  # v5p:2x2x4
+        ("lrkv_2p5b", 16, "full", 11.0),
+        ("lrkv_128m", 16, "none", 23.2),  # v5e:4x4
+    ],
+)
+def test_other_policies_as_tpu_compilers_need_them(name, fsdp, remat, gigabytes):
+    """Figures of experiments/LOG.md: arguments and temporaries of one chip."""
+    run = load(CONFIGS / f"{name}.py")
+    estimate = training_memory.estimate(
+        run.model,
+        dataclasses.replace(run.compute.resolve("tpu", run.model.block.num_layers), remat=remat),
+        rows_per_device=run.train.batch_size // fsdp,
+        sequence_length=2048,
+        fsdp=fsdp,
+        attention_kernel=True,
+    )
+    assert estimate.total == pytest.approx(gigabytes * 1e9, rel=0.06)
+
+
 @pytest.mark.parametrize("target, result", TPU_RESULTS)
 def test_estimates_are_near_what_tpu_compilers_reserve(target, result):
     """Arguments within a tenth (factors of rank 64 are padded to 128), temporaries within 11 %."""
