@@ -1,6 +1,5 @@
 """The loop, in this process: it learns, resumes, accumulates, and stops with one message."""
 
-import json
 import types
 
 from etils import epath
@@ -12,7 +11,6 @@ import pytest
 from kvjax import costs
 from kvjax import experiment as experiment_lib
 from kvjax import metrics
-from kvjax import preflight
 from kvjax import program
 from kvjax import sharding
 from kvjax import train
@@ -335,76 +333,6 @@ def test_data_errors_come_before_training(source, tmp_path):
     config.data.vocab_size = 300
     with pytest.raises(UserError, match="vocab_size = 300: the tokenizer 'byte' has 257"):
         train.train(config, epath.Path(tmp_path / "run"))
-
-
-def test_memory_is_checked_before_anything_is_allocated(tmp_path):
-    from experiments.parameter_table import CONFIGS
-    from experiments.parameter_table import load_config
-
-    with pytest.raises(UserError) as error:
-        train.train(load_config(CONFIGS / "lrkv_2p5b.py"), epath.Path(tmp_path / "run"))
-    message = str(error.value)
-    for part in ("parameters", "optimizer", "gradients", "activations", "needed", "available"):
-        assert part in message
-    assert "9.7 GB" in message and "configs/lrkv_tiny.py" in message
-    assert not (tmp_path / "run").exists()
-
-
-def test_batches_must_divide_over_devices(source, monkeypatch):
-    monkeypatch.undo()
-    mesh = sharding.make_mesh(sharding.MeshConfig(data=2, sequence=2), jax.devices()[:8])
-    experiment = experiment_lib.resolve(runs.small_config(*source, batch_size=6))
-    with pytest.raises(UserError, match=r"batch_size = 6 .* fsdp = 4; use a .* of 4: 4 or 8"):
-        preflight.check_mesh(experiment, mesh)
-    two = experiment_lib.resolve(runs.small_config(*source, batch_size=4, grad_accumulation=2))
-    with pytest.raises(UserError, match=r"2 part\(s\) is 2 rows a part.* multiple of 8: 8$"):
-        preflight.check_mesh(two, mesh)
-    preflight.check_mesh(experiment_lib.resolve(runs.small_config(*source, batch_size=4)), mesh)
-
-
-@pytest.mark.parametrize(
-    "mesh, length, message",
-    [
-        (dict(tensor=2), 32, r"config.mesh.tensor = 2 does not divide the 257 of head \[32, 257\]"),
-        (dict(fsdp=1, sequence=8), 24, "sequence = 8 .* 16 chunks, .* 24 tokens .* is 16 or 32"),
-    ],
-)
-def test_a_mesh_that_does_not_divide_the_model(
-    source, tmp_path, monkeypatch, mesh, length, message
-):
-    """Before the data are prepared or a file is written."""
-    monkeypatch.undo()
-    config = runs.small_config(*source)
-    config.mesh.update(mesh)
-    config.data.update(sequence_length=length, directory=str(tmp_path / "data"))
-    with pytest.raises(UserError, match=message):
-        train.train(config, epath.Path(tmp_path / "run"))
-    assert not (tmp_path / "run").exists() and not (tmp_path / "data").exists()
-
-
-def test_the_lock_is_released_with_its_process(tmp_path):
-    workdir = epath.Path(tmp_path)
-    with (
-        preflight.exclusive(workdir),
-        pytest.raises(UserError, match="in use by another run"),
-        preflight.exclusive(workdir),
-    ):
-        pass
-    with preflight.exclusive(workdir):
-        assert (tmp_path / ".lock").exists()
-
-
-def test_identity_ignores_when_to_look_and_nothing_else(source):
-    base = preflight.identity(runs.small_config(*source))
-    assert preflight.identity(runs.small_config(*source, log_every=3, stop_after=5)) == base
-    assert preflight.identity(runs.small_config(*source, seed=1)) != base
-    assert preflight.identity(runs.small_config(*source, eval_rows=1)) != base
-    json.dumps(base)
-    config = runs.small_config(*source)
-    config.mesh.fsdp = 4
-    config.compute.update(attention="xla", remat="full")
-    config.train.grad_accumulation = 2  # as fewer chips need
-    assert preflight.identity(config) == base
 
 
 @pytest.mark.slow

@@ -1,0 +1,113 @@
+"""What is checked before a run begins: memory, mesh, workdir; of processes: test_multihost.py."""
+
+import json
+import types
+
+from etils import epath
+import jax
+import numpy as np
+import pytest
+
+from experiments.parameter_table import CONFIGS
+from experiments.parameter_table import load_config
+from kvjax import experiment as experiment_lib
+from kvjax import preflight
+from kvjax import runtime
+from kvjax import sharding
+from kvjax import train
+from kvjax import training_memory
+from kvjax.errors import UserError
+from tests import runs
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    return runs.write_text(folder / "text.txt"), str(folder / "data")
+
+
+def test_memory_is_checked_before_anything_is_allocated(tmp_path):
+    with pytest.raises(UserError) as error:
+        train.train(load_config(CONFIGS / "lrkv_2p5b.py"), epath.Path(tmp_path / "run"))
+    message = str(error.value)
+    for part in ("parameters", "optimizer", "gradients", "activations", "needed", "available"):
+        assert part in message
+    assert "1.2 GB" in message and "configs/lrkv_tiny.py" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("platform, part", [("cpu", 1.0), ("gpu", 0.8), ("tpu", 0.8)])
+def test_what_is_close_is_left_to_an_accelerators_compiler(monkeypatch, platform, part):
+    """There is a fifth less than the estimate; a CPU has no one to ask."""
+    run = experiment_lib.resolve(load_config(CONFIGS / "lrkv_128m.py"))
+    compute = run.compute.resolve(platform, run.model.block.num_layers)
+    shape = dict(data=2, fsdp=4, sequence=1, tensor=2)
+    device = types.SimpleNamespace(platform=platform, device_kind="a chip")
+    mesh = types.SimpleNamespace(shape=shape, size=16, devices=np.array([device]))
+    need = training_memory.estimate(
+        run.model,
+        compute,
+        rows_per_device=run.train.batch_size // 8,
+        sequence_length=2048,
+        fsdp=4,
+        tensor=2,
+        attention_kernel=platform != "cpu",
+    ).total
+    monkeypatch.setattr(runtime, "memory_per_device", lambda: round(part * need) + 1)
+    preflight.check_memory(run, compute, mesh)
+    monkeypatch.setattr(runtime, "memory_per_device", lambda: round(part * need) - 10**6)
+    with pytest.raises(UserError, match=f"(?s)does not fit on 16 x a chip.*{need / 1e9:.1f} GB"):
+        preflight.check_memory(run, compute, mesh)
+
+
+def test_batches_must_divide_over_devices(source):
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=2, sequence=2), jax.devices()[:8])
+    experiment = experiment_lib.resolve(runs.small_config(*source, batch_size=6))
+    with pytest.raises(UserError, match=r"batch_size = 6 .* fsdp = 4; use a .* of 4: 4 or 8"):
+        preflight.check_mesh(experiment, mesh)
+    two = experiment_lib.resolve(runs.small_config(*source, batch_size=4, grad_accumulation=2))
+    with pytest.raises(UserError, match=r"2 part\(s\) is 2 rows a part.* multiple of 8: 8$"):
+        preflight.check_mesh(two, mesh)
+    preflight.check_mesh(experiment_lib.resolve(runs.small_config(*source, batch_size=4)), mesh)
+
+
+@pytest.mark.parametrize(
+    "mesh, length, message",
+    [
+        (dict(tensor=2), 32, r"config.mesh.tensor = 2 does not divide the 257 of head \[32, 257\]"),
+        (dict(fsdp=1, sequence=8), 24, "sequence = 8 .* 16 chunks, .* 24 tokens .* is 16 or 32"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model(source, tmp_path, mesh, length, message):
+    """Before the data are prepared or a file is written."""
+    config = runs.small_config(*source)
+    config.mesh.update(mesh)
+    config.data.update(sequence_length=length, directory=str(tmp_path / "data"))
+    with pytest.raises(UserError, match=message):
+        train.train(config, epath.Path(tmp_path / "run"))
+    assert not (tmp_path / "run").exists() and not (tmp_path / "data").exists()
+
+
+def test_the_lock_is_released_with_its_process(tmp_path):
+    workdir = epath.Path(tmp_path)
+    with (
+        preflight.exclusive(workdir),
+        pytest.raises(UserError, match="in use by another run"),
+        preflight.exclusive(workdir),
+    ):
+        pass
+    with preflight.exclusive(workdir):
+        assert (tmp_path / ".lock").exists()
+
+
+def test_identity_ignores_when_to_look_and_nothing_else(source):
+    base = preflight.identity(runs.small_config(*source))
+    assert preflight.identity(runs.small_config(*source, log_every=3, stop_after=5)) == base
+    assert preflight.identity(runs.small_config(*source, seed=1)) != base
+    assert preflight.identity(runs.small_config(*source, eval_rows=1)) != base
+    json.dumps(base)
+    config = runs.small_config(*source)
+    config.mesh.fsdp = 4
+    config.compute.update(attention="xla", remat="full")
+    config.train.grad_accumulation = 2  # as fewer chips need
+    assert preflight.identity(config) == base
