@@ -1,6 +1,6 @@
 """A training program timed in a process of its own: nothing is left on the device for the next.
 
-The parent writes arguments as JSON to the child's stdin; the child's last line is its result.
+The parent writes arguments as JSON to the child's stdin; the child prints a line with its result.
 Imports neither JAX nor PyTorch.
 """
 
@@ -16,6 +16,7 @@ import traceback
 from kvjax.errors import first_line
 
 _ROOT = pathlib.Path(__file__).parents[1]
+_RESULT = "result: "  # libraries may print before and after
 _FRAMES = 12  # of a traceback: compilers' are long
 
 
@@ -29,10 +30,10 @@ def run(module: str, arguments: dict) -> dict:
         cwd=_ROOT,
         check=False,
     )
-    lines = child.stdout.splitlines()
-    if child.returncode or not lines:
-        return dict(error=f"{module} ended with status {child.returncode}")
-    return json.loads(lines[-1])
+    results = [line for line in child.stdout.splitlines() if line.startswith(_RESULT)]
+    if child.returncode or not results:
+        return dict(error=f"{module} ended with status {child.returncode}, without a result")
+    return json.loads(results[-1].removeprefix(_RESULT))
 
 
 def main(measure: Callable[..., dict]) -> None:
@@ -42,7 +43,7 @@ def main(measure: Callable[..., dict]) -> None:
     except Exception as error:  # whatever a compiler or a device says belongs into the table
         traceback.print_exc(limit=-_FRAMES)
         result = dict(error=f"{type(error).__name__}: {first_line(error)}")
-    print("\n" + json.dumps(result))
+    print("\n" + _RESULT + json.dumps(result))
 
 
 def step_seconds(

@@ -36,8 +36,8 @@ def training_speed(path: str, overrides: list[str], steps: int) -> dict:
 
     Returns:
       JSON-able: seconds (of `steps` steps), first_step_seconds (compilation included), loss (of the
-      last step), peak_bytes (of a device; None on CPU) and matmul_flops (FLOP/s of a product
-      in the compute dtype, before and after).
+      last step), peak_bytes (of a device; None on CPU), matmul_flops (FLOP/s of a product in the
+      compute dtype, before and after), platform ("cuda", "tpu", "cpu") and count (devices).
     """
     experiment = load(path, overrides)
     model = experiment.model
@@ -67,6 +67,8 @@ def training_speed(path: str, overrides: list[str], steps: int) -> dict:
         loss=loss,
         peak_bytes=stats.get("peak_bytes_in_use"),
         matmul_flops=rates,
+        platform="cuda" if jax.default_backend() == "gpu" else jax.default_backend(),
+        count=jax.device_count(),
     )
 
 

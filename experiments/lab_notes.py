@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from kvjax import command_line
 from kvjax import costs
 from kvjax import experiment as experiment_lib
+from kvjax.configuration import one_of
 from kvjax.configuration import to_text
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
@@ -119,6 +120,7 @@ def chips(topology: str) -> int:
 
 def _order(note: LabNote) -> tuple:
     folder = note.path.parent.name if note.path.parent.name in FOLDERS else FOLDERS[0]
-    scale = SCALES.index(note.name.rpartition("_")[2])
+    scale = note.name.rpartition("_")[2]
+    one_of(f"{note.path}: the end of config.name", scale, SCALES)
     length = note.experiment.data.sequence_length
-    return FOLDERS.index(folder), scale, length, -note.cache_bytes, note.name
+    return FOLDERS.index(folder), SCALES.index(scale), length, -note.cache_bytes, note.name

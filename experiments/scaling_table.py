@@ -94,6 +94,9 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
 
     Returns:
       What was not compiled, or does not fit its target: a line for each.
+
+    Raises:
+      UserError: the pattern matches nothing.
     """
     named = lambda note, target: (note.name, result_file(note.name, target.topology).stem)
     chosen = [
@@ -102,6 +105,8 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
         for target in note.targets
         if any(fnmatch.fnmatch(name, only) for name in named(note, target))
     ]
+    if not chosen:
+        raise UserError(f"--only={only}: matches no config, nor any result file without .json")
     waiting = [pair for pair in chosen if outcome(*pair).result is None]
     print(f"{len(waiting)} of {len(chosen)} to compile", flush=True)
     for i, (note, target) in enumerate(waiting):

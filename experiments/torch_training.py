@@ -277,7 +277,8 @@ def training_speed(
 
     Returns:
       JSON-able: seconds (of `steps` steps), first_step_seconds (compilation included), loss (of the
-      last step), peak_bytes (None on CPU), and what was run: parameters, torch, optimizer.
+      last step), peak_bytes (None on CPU), platform, count (of devices: 1), and what was run:
+      parameters, torch, optimizer.
 
     Raises:
       ValueError: the model has other than `parameters` parameters.
@@ -326,6 +327,8 @@ def training_speed(
         first_step_seconds=first,
         loss=last.item(),
         peak_bytes=torch.cuda.max_memory_allocated() if cuda else None,
+        platform="cuda" if cuda else "cpu",
+        count=1,
         parameters=training.parameters,
         torch=torch.__version__,
         optimizer=f"AdamW{' (fused)' if cuda else ''}, Muon in stacks",

@@ -37,6 +37,7 @@ from kvjax import costs
 from kvjax import devices
 from kvjax import runtime
 from kvjax.attention import GroupedConfig
+from kvjax.configuration import one_of
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
 from kvjax.model.config import BlockConfig
@@ -161,13 +162,15 @@ def runs_of(
 
     Raises:
       UserError: before anything is run: what `load` raises; PyTorch is asked for and is not
-        installed, or no config is one that it can be given.
+        installed, has no such attention, or no config is one that it can be given.
     """
     ours = [our_run(path, change, rows, steps) for path in paths for change in changes or [""]]
     if not attention:
         return ours
     if importlib.util.find_spec("torch") is None:
         raise UserError("--torch: PyTorch is not installed; `pip install torch`")
+    for name in attention:
+        one_of("--torch_attention", name, ("flash", "cudnn", "default"))
     every = [run.experiment for run in ours[:: len(changes or [""])]]  # a config's first changes
     plain = [experiment for experiment in every if is_plain(experiment)] or every
     return [torch_run(e, name, mode, steps) for e in plain for name in attention] + ours
@@ -191,15 +194,14 @@ def figures(run: Run, measured: dict) -> dict:
     )
 
 
-def with_rates(row: dict, rate: float | None, device: devices.Device | None, count: int) -> dict:
-    """A row with `mfu` and `of_matmul`; None where there is nothing to compare with.
+def with_rates(row: dict, rate: float | None, device: devices.Device | None) -> dict:
+    """A row with `mfu` and `of_matmul`, of its own `count` devices; None if there is nothing known.
 
     Args:
       rate: FLOP/s of a matrix product on one device.
       device: the datasheet.
-      count: devices.
     """
-    per_device = row["gflops"] * 1e9 / count
+    per_device = row["gflops"] * 1e9 / row["count"]
     mfu = per_device / device.bf16_flops if device else None
     return row | dict(mfu=mfu, of_matmul=per_device / rate if rate else None)
 
@@ -236,6 +238,10 @@ def measure(runs: list[Run]) -> tuple[list[dict], list[dict], float | None]:
     rows, failed, rates = [], [], []
     for run in runs:
         measured = contender.run(run.module, run.arguments)
+        there = {row["platform"] for row in rows} - {measured.get("platform")}
+        if "error" not in measured and there:
+            platform = measured["platform"]
+            measured = dict(error=f"ran on {platform}, others on {there.pop()}: no comparison")
         if "error" in measured:
             failed.append(dict(config=run.name) | measured)
             print(f"{run.name}: {measured['error']}", file=sys.stderr, flush=True)
@@ -266,7 +272,7 @@ def main(argv) -> None:
     rows, failed, rate = measure(runs)
     device, count = jax.devices()[0], jax.device_count()  # first use of the devices
     sheet = devices.of(device)
-    rows = [with_rates(row, rate, sheet, count) for row in rows]
+    rows = [with_rates(row, rate, sheet) for row in rows]
     peak = f", datasheet {sheet.bf16_flops / 1e12:.0f} TFLOP/s" if sheet else ""
     if rate:
         peak += f", matrix multiply {rate / 1e9:,.0f} GFLOP/s"

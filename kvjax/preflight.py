@@ -27,6 +27,7 @@ from kvjax.errors import UserError
 from kvjax.experiment import Experiment
 from kvjax.model.transformer import Compute
 
+_GPU_ROOM = 72 * 10**9  # of 80 GB
 _UNSURE = 1.25  # of an accelerator's memory: more is refused before its compiler is asked
 # What may differ between a run and its continuation: when to look and when to stop, not what is
 # computed.
@@ -143,8 +144,9 @@ def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Me
         return
     gb = lambda count: f"{count / 1e9:,.1f} GB"
     split = need.parameters + need.optimizer + need.gradients
-    shards = mesh.shape["fsdp"] * mesh.shape["tensor"]
-    everything = split * shards + (need.total - split) * mesh.size
+    everything = split * mesh.shape["fsdp"] * mesh.shape["tensor"] + need.activations * mesh.size
+    own = _GPU_ROOM - need.weights  # which every device needs, however many there are
+    enough = f"{math.ceil(everything / own)} or more" if own > 0 else "no number of"
     raise UserError(
         f"{experiment.name} does not fit on {mesh.size} x {device.device_kind} "
         f"({device.platform}). Bytes per device:\n"
@@ -156,7 +158,7 @@ def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Me
         f"  needed       {gb(need.total):>12}\n"
         f"  available    {gb(there):>12}\n"
         "Weights and batch split over n devices need an nth each: "
-        f"{math.ceil(everything / 72e9)} or more devices of 80 GB hold this run as it is.\n"
+        f"{enough} devices of 80 GB hold this run as it is.\n"
         "Activations shrink with a larger config.train.grad_accumulation and with "
         "config.compute.remat = 'full'.\nWhat runs here: python -m kvjax.main "
         "--config=configs/lrkv_tiny.py (or another of configs/*_tiny.py)"

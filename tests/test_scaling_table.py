@@ -313,6 +313,18 @@ def test_readme_without_marks(place, capsys):
     assert readme.read_text() == "before\nafter\n"
 
 
+def test_a_pattern_that_matches_nothing(place, capsys):
+    assert _run("--compile", "--only=mah*") == 2
+    assert capsys.readouterr().err.startswith("kvjax: --only=mah*: matches no config")
+
+
+def test_a_config_of_no_scale(place):
+    path = place / "configs/mha_128m.py"
+    path.write_text(path.read_text().replace('"mha_128m"', '"mha_big"'))
+    with pytest.raises(UserError, match="end of config.name = .big.: must be one of .128m"):
+        lab_notes.read_all()
+
+
 def test_unknown_option(capsys):
     assert _run("--compiel") == 2
     assert capsys.readouterr().err == "kvjax: unrecognized arguments: --compiel\n"

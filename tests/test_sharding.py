@@ -116,8 +116,11 @@ def _train(config, params, mesh_name, dtype, *, steps=20, **options):
 
 
 def _meshes(name, i):
-    """LRKV on every mesh, the others on one each, in turn."""
-    return SEVERAL if name == "lrkv" else SEVERAL[i % len(SEVERAL) :][:1]
+    """LRKV on every mesh, the others on three: weights split, heads split, rows split."""
+    if name == "lrkv":
+        return SEVERAL
+    rows = ("fsdp4_sequence2", "sequence4_fsdp2", "data2_sequence2_tensor2")
+    return (("fsdp8", "data2_fsdp4")[i % 2], "fsdp4_tensor2", rows[i % 3])
 
 
 @pytest.mark.slow
@@ -228,10 +231,11 @@ def test_every_parameter_of_every_config_is_in_the_table(path):
 
 
 @pytest.mark.slow
-def test_a_real_models_devices_hold_an_eighth_each():
+@pytest.mark.parametrize("mesh_name", ["fsdp8", "fsdp4_tensor2"])
+def test_a_real_models_devices_hold_an_eighth_each(mesh_name):
     path = next(p for p in CONFIGS if p.stem == "lrkv_128m")
     experiment = experiment_lib.resolve(command_line.load_config(path))
-    mesh = _mesh("fsdp8")
+    mesh = _mesh(mesh_name)
     compute = experiment.compute.resolve("cpu", experiment.model.block.num_layers)
     state = Program(experiment, compute, mesh).init(jax.random.key(0))
     on_first = 0
@@ -308,6 +312,18 @@ def test_muon_sends_every_matrix_twice_and_gathers_nothing(config, randomise):
     assert len(matrices) == 10
     assert [kind for kind, _ in found] == ["all-to-all"] * 20
     assert sum(size for _, size in found) == 2 * sum(x.size // LAYERS * 8 // 8 for x in matrices)
+
+
+@pytest.mark.parametrize("mesh_name", ["data2_fsdp4", "fsdp4_sequence2"])
+def test_muon_gathers_results_where_weights_are_copied(config, randomise, mesh_name):
+    """Each of two copies does half of the layers (4 of 8, padded) and hears of the other half."""
+    _, params = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
+    step = Step(config, params, _mesh(mesh_name), jnp.float32)
+    found = _collectives(step.compiled_text(_rows(1)[0]), "muon")
+    each = sum(x.size // LAYERS for x in jax.tree.leaves(params["segments"]) if x.ndim > 2)
+    sizes = {kind: sum(size for k, size in found if k == kind) for kind, _ in found}
+    assert sizes == {"all-to-all": 2 * 4 * each // 4, "all-gather": 8 * each // 4}
+    assert [kind for kind, _ in found].count("all-to-all") == 20
 
 
 def test_layers_are_dealt_whole(x64):

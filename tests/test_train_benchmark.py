@@ -91,6 +91,8 @@ def test_pytorch_needs_an_mha_config_and_to_be_there(monkeypatch):
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: True)
     with pytest.raises(UserError, match="lrkv_128m is not the recipe's MHA"):
         benchmark.runs_of([LRKV], **options)
+    with pytest.raises(UserError, match="--torch_attention = 'flsh': must be one of 'flash'"):
+        benchmark.runs_of([MHA], **options | dict(attention=["flsh"]))
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -116,16 +118,17 @@ def test_a_steps_time_is_between_ends_with_the_next_one_dispatched(monkeypatch):
 def test_mfu_is_of_the_datasheet_and_of_all_devices():
     run = benchmark.our_run(MHA, "", rows=32, steps=3)
     measured = dict(seconds=[0.2, 0.1, 0.16], first_step_seconds=9.0, loss=1.5, peak_bytes=7e9)
-    row = benchmark.figures(run, measured)
+    row = benchmark.figures(run, measured | dict(count=1))
     assert row["tokens_per_second"] == 65_536 / 0.16
     assert (row["slowest"], row["fastest"]) == (65_536 / 0.2, 65_536 / 0.1)
     flops = 6 * (185_597_952 - 65_536 * 768 + 12 * 2048 * 6 * 2 * 128)  # per token
     assert row["gflops"] * 1e9 == pytest.approx(flops * 65_536 / 0.16)
     h200 = devices.of(GPU("NVIDIA H200"))
-    one = benchmark.with_rates(row, 700e12, h200, 1)
+    one = benchmark.with_rates(row, 700e12, h200)
     assert one["mfu"] == pytest.approx(row["gflops"] * 1e9 / 989e12)
     assert one["of_matmul"] == pytest.approx(row["gflops"] * 1e9 / 700e12)
-    assert benchmark.with_rates(row, 700e12, h200, 4)["mfu"] == pytest.approx(one["mfu"] / 4)
+    four = benchmark.with_rates(row | dict(count=4), 700e12, h200)
+    assert four["mfu"] == pytest.approx(one["mfu"] / 4)
     shown = benchmark.line(one)
     assert shown.startswith("| mha_128m | 409,600 | 327,680 to 655,360 | ")
     assert shown.endswith(f" | {one['mfu']:.1%} | {one['of_matmul']:.1%} | 9.0 | 7.0 | 1.500 |")
@@ -133,8 +136,8 @@ def test_mfu_is_of_the_datasheet_and_of_all_devices():
 
 def test_what_is_not_known_is_left_empty():
     run = benchmark.our_run(MHA, "", rows=32, steps=1)
-    measured = dict(seconds=[0.1], first_step_seconds=9.0, loss=1.5, peak_bytes=None)
-    row = benchmark.with_rates(benchmark.figures(run, measured), None, None, 1)
+    measured = dict(seconds=[0.1], first_step_seconds=9.0, loss=1.5, peak_bytes=None, count=1)
+    row = benchmark.with_rates(benchmark.figures(run, measured), None, None)
     assert (row["mfu"], row["of_matmul"]) == (None, None)
     assert benchmark.line(row).endswith(" |  |  | 9.0 |  | 1.500 |")
 
@@ -151,7 +154,26 @@ def test_results_of_devices_lie_beside_each_other():
 
 def test_a_process_that_ends_without_a_result_is_an_error():
     result = contender.run("experiments.no_such_module", {})
-    assert result == dict(error="experiments.no_such_module ended with status 1")
+    said = "experiments.no_such_module ended with status 1, without a result"
+    assert result == dict(error=said)
+
+
+def test_what_libraries_print_is_no_result(monkeypatch):
+    printed = 'warning\nresult: {"loss": 1.5}\n3 caches written\n'
+    done = subprocess.CompletedProcess([], 0, stdout=printed)
+    monkeypatch.setattr(contender.subprocess, "run", lambda *args, **kwargs: done)
+    assert contender.run("x", {}) == dict(loss=1.5)
+
+
+def test_rows_of_other_devices_are_failures(monkeypatch, capsys):
+    """CPU-only PyTorch beside JAX on a GPU, say."""
+    answers = iter([dict(platform="cuda"), dict(error="no"), dict(platform="cpu")])
+    measured = dict(seconds=[0.1], first_step_seconds=9.0, loss=1.5, peak_bytes=None, count=1)
+    monkeypatch.setattr(contender, "run", lambda *_: measured | next(answers))
+    run = benchmark.our_run(MHA, "", rows=32, steps=1)
+    rows, failed, _ = benchmark.measure([run] * 3)
+    assert [row["platform"] for row in rows] == ["cuda"]
+    assert [f["error"] for f in failed] == ["no", "ran on cpu, others on cuda: no comparison"]
 
 
 def test_one_failure_leaves_the_others_and_nothing_of_data_is_imported(tmp_path):
