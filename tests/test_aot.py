@@ -49,6 +49,7 @@ def test_a_training_step_on_four_chips(cached, capsys, tmp_path):
     assert result["overrides"] == [override]
     assert result["mesh"] == dict(data=1, fsdp=4, sequence=1, tensor=1)
     assert result["replicated"] == []
+    assert result["attention"] == "causal kernel" and not result["memory_is_upper_bound"]
 
     model = experiment().model
     count = costs.parameters(model)["total"]
@@ -72,6 +73,18 @@ def test_a_training_step_on_four_chips(cached, capsys, tmp_path):
     assert result["wire_bytes"] == sum(row["wire_bytes"] for row in rows)
     assert result["bound"]["interconnect"] == result["wire_bytes"] / 200e9
     assert "fits" in out and "exaFLOPs" in out
+
+
+@pytest.mark.aot
+def test_a_training_step_on_gpus_is_an_upper_bound(cached, capsys):
+    """XLA's attention stands for cuDNN's, which needs its library to be compiled."""
+    pytest.importorskip("jax_cuda13_plugin")
+    assert aot.main(["aot", f"--config={TINY}", "--topology=h200:2"]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert result["memory_is_upper_bound"] and "an upper bound" in out
+    assert result["attention"] == "causal kernel (compiled: all T keys)"
+    assert result["mesh"] == dict(data=1, fsdp=2, sequence=1, tensor=1)
 
 
 @pytest.mark.aot
@@ -99,6 +112,20 @@ def test_a_decode_step(cached, capsys, chips):
     assert {c["kind"] for c in result["collectives"]} == ({"all-reduce"} if chips > 1 else set())
     assert cache + weights <= result["memory"]["arguments"] < 1.2 * cache + 2 * weights
     assert result["memory"]["outputs"] < 2 * 2 * 2048 * 4  # logits; the cache is in place
+
+
+def test_large_parameters_that_no_axis_splits_are_named():
+    mesh = jax.make_mesh((8,), "x")
+
+    def place(spec, *shape):
+        lies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, "float32", sharding=lies)
+
+    params = dict(
+        mlp=dict(up=place((None, "x"), 500, 504), down=place((), 504, 500)),
+        gain=place((), 500, 500),  # a megabyte, and no more
+    )
+    assert ahead._whole(params) == (("mlp/down", 4 * 504 * 500),)
 
 
 # -- bad input -------------------------------------------------------------------------------------

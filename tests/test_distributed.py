@@ -144,6 +144,19 @@ class Store:
         return self.values[key]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_alone_stops_before_its_next_step(number):
+    """A second signal is left to the system, which ends the process."""
+    before = signal.getsignal(number)
+    interruption = distributed.Interruption()
+    with interruption.watching():
+        assert not interruption.due(0)
+        signal.raise_signal(number)
+        assert interruption.due(1) and interruption.signal is number
+        assert signal.getsignal(number) == signal.SIG_DFL
+    assert signal.getsignal(number) == before
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("who", [0, 1])
 def test_all_stop_after_the_same_step(monkeypatch, ahead, who):

@@ -42,6 +42,7 @@ MESHES = {
     "sequence4_fsdp2": dict(fsdp=2, sequence=4),
 }
 SEVERAL = tuple(MESHES)[1:]
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Head dims that eight devices divide, where weights are split over them.
 DIMS = {
     "lrkv_wide_keys": dict(key_dim=16, value_dim=8),
@@ -90,7 +91,7 @@ class Step:
         compute = Compute(dtype=jnp.dtype(dtype), mesh=mesh if several else None, **compute)
         options = dict(graph=graph, optimizer=optimizer, compute=compute, parts=parts)
         step = functools.partial(train_step, **options)
-        self.jitted = jax.jit(step, out_shardings=(shardings, None))
+        self.jitted = jax.jit(step, out_shardings=(shardings, None), compiler_options=QUICK)
         self.state = jax.device_put(state, shardings)
         self.rows = sharding.batch_sharding(mesh)
 
@@ -116,11 +117,9 @@ def _train(config, params, mesh_name, dtype, *, steps=20, **options):
 
 
 def _meshes(name, i):
-    """LRKV on every mesh, the others on three: weights split, heads split, rows split."""
-    if name == "lrkv":
-        return SEVERAL
-    rows = ("fsdp4_sequence2", "sequence4_fsdp2", "data2_sequence2_tensor2")
-    return (("fsdp8", "data2_fsdp4")[i % 2], "fsdp4_tensor2", rows[i % 3])
+    """LRKV on every mesh, the others on two: the second splits rows and heads, copies weights."""
+    one_way = ("fsdp8", "data2_fsdp4", "fsdp4_tensor2", "fsdp4_sequence2")
+    return SEVERAL if name == "lrkv" else (one_way[i % 4], "data2_sequence2_tensor2")
 
 
 @pytest.mark.slow
@@ -233,6 +232,7 @@ def test_every_parameter_of_every_config_is_in_the_table(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", ["fsdp8", "fsdp4_tensor2"])
 def test_a_real_models_devices_hold_an_eighth_each(mesh_name):
+    """But for LRKV's one base, which `tensor` does not split."""
     path = next(p for p in CONFIGS if p.stem == "lrkv_128m")
     experiment = experiment_lib.resolve(command_line.load_config(path))
     mesh = _mesh(mesh_name)
@@ -241,10 +241,13 @@ def test_a_real_models_devices_hold_an_eighth_each(mesh_name):
     on_first = 0
     for leaf_path, x in jax.tree_util.tree_leaves_with_path(state):
         shard = x.addressable_shards[0]
-        assert shard.data.nbytes * 8 == x.nbytes or x.nbytes < 1 << 20, leaf_path
+        ways = 4 if "base_" in jax.tree_util.keystr(leaf_path) and mesh.shape["tensor"] > 1 else 8
+        assert shard.data.nbytes * ways == x.nbytes or x.nbytes < 1 << 20, leaf_path
         on_first += shard.data.nbytes
     need = training_memory.state(experiment.model, 8)
-    assert on_first == pytest.approx(need.parameters + need.optimizer, rel=1e-3)
+    bases = 2 * 2 * 4 * 12 * 768 * 128  # of keys and values, each with its momentum
+    more = bases // 8 if mesh_name == "fsdp4_tensor2" else 0
+    assert on_first == pytest.approx(need.parameters + need.optimizer + more, rel=1e-3)
 
 
 def test_batches_are_split_over_data_and_fsdp():

@@ -16,6 +16,7 @@ from kvjax import sharding
 from kvjax import train
 from kvjax.data import tokenizer
 from kvjax.errors import UserError
+from kvjax.experiment import TrainConfig
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from tests import runs
@@ -199,6 +200,7 @@ def test_bad_steps_are_skipped_and_counted(source, tmp_path, monkeypatch, loss):
     assert [rows[s]["skipped_steps"] for s in range(1, 13)] == [0] * 5 + [1, 2, 2, 2, 3, 3, 3]
     assert [rows[s]["bad_steps_in_a_row"] for s in (5, 6, 7, 8, 10)] == [0, 1, 2, 0, 1]
     assert ("loss" in rows[6]) == np.isfinite(loss) and rows[6]["bad"] == 1
+    assert rows[12]["learning_rate"] == rows[1]["learning_rate"]  # its cooldown is 3 steps later
     states = {s: state_of(tmp_path / "whole", s) for s in (4, 5, 6, 7, 8)}
     for kept in ("params", "optimizer"):
         for good, skipped in ((5, 6), (5, 7)):
@@ -209,6 +211,20 @@ def test_bad_steps_are_skipped_and_counted(source, tmp_path, monkeypatch, loss):
             assert all(np.any(x != y) for x, y in moved if x.size > 1)
     assert states[7]["step"] == 7 and states[7]["bad"]["skipped"] == 2
     assert states[7]["bad"]["mean_loss"] == states[5]["bad"]["mean_loss"] > 0
+
+
+@pytest.mark.parametrize("loss, grad_norm", [(1.0, np.inf), (1.0, np.nan), (np.inf, 1.0)])
+def test_one_figure_that_is_not_finite_makes_a_step_bad(loss, grad_norm):
+    """A gradient may overflow where its loss does not."""
+    policy = TrainConfig(num_steps=1, batch_size=1, bad_steps="skip")
+    bad = dict(skipped=4, in_a_row=2, mean_loss=np.float32(1.5))
+    is_bad, new, _ = program.judge(
+        jax.tree.map(jax.numpy.asarray, bad),
+        jax.numpy.float32(loss),
+        jax.numpy.float32(grad_norm),
+        policy,
+    )
+    assert is_bad and new == dict(skipped=5, in_a_row=3, mean_loss=1.5)
 
 
 def test_the_mean_of_recent_losses(source, tmp_path):
@@ -274,14 +290,16 @@ def test_exaflops_and_timing(source, tmp_path):
     assert "mfu" not in timing[-1] and "hbm_peak_bytes" not in timing[-1]  # a CPU tells neither
 
 
-def test_weights_that_are_no_numbers_are_never_saved(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("bad_steps", ["stop", "skip"])
+def test_weights_that_are_no_numbers_are_never_saved(source, tmp_path, monkeypatch, bad_steps):
     """The update of a step that is to be saved goes wrong while its loss and gradient are fine."""
     real = program.optax.apply_updates
     poisoned = lambda *args: jax.tree.map(lambda x: x * jax.numpy.nan, real(*args))
-    train.train(runs.small_config(*source, stop_after=10), epath.Path(tmp_path))
+    config = lambda **keys: runs.small_config(*source, bad_steps=bad_steps, **keys)
+    train.train(config(stop_after=10), epath.Path(tmp_path))
     monkeypatch.setattr(program.optax, "apply_updates", poisoned)
     with pytest.raises(UserError, match=r"param_norm = nan: stopped. Checkpoints of steps \[10\]"):
-        train.train(runs.small_config(*source, checkpoint_every=11), epath.Path(tmp_path))
+        train.train(config(checkpoint_every=11), epath.Path(tmp_path))
 
 
 def test_a_relative_workdir(source, tmp_path, monkeypatch):
