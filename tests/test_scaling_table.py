@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import shutil
+import subprocess
 import sys
 
 import jax
@@ -328,3 +329,20 @@ def test_a_config_of_no_scale(place):
 def test_unknown_option(capsys):
     assert _run("--compiel") == 2
     assert capsys.readouterr().err == "kvjax: unrecognized arguments: --compiel\n"
+
+
+@pytest.mark.aot
+def test_a_saved_result_is_what_the_compiler_says_now():
+    """Of one config: results are compiled again when a config changes, not when the program does."""
+    note = NOTES["lrkv_128m"]
+    (target,) = note.targets
+    saved = scaling_table.outcome(note, target).result
+    command = [part for part in scaling_table._command(note, target) if part != "--save"]
+    done = subprocess.run(
+        command, cwd=scaling_table.ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    now = json.loads(done.stdout.splitlines()[-1])
+    assert now["memory"]["total"] == pytest.approx(saved["memory"]["total"], rel=0.01)
+    assert now["wire_bytes"] == pytest.approx(saved["wire_bytes"], rel=0.01)
+    assert now["bound"]["seconds"] == pytest.approx(saved["bound"]["seconds"], rel=0.01)

@@ -1,5 +1,6 @@
 """The loop, in this process: it learns, resumes, accumulates, and stops with one message."""
 
+import shutil
 import types
 
 from etils import epath
@@ -363,3 +364,27 @@ def test_eight_devices_train_like_one(source, tmp_path, monkeypatch):
     one = train.train(runs.small_config(*source, num_steps=20), epath.Path(tmp_path / "one"))
     assert eight["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-4)
     assert sharding.make_mesh(sharding.MeshConfig(), jax.devices()).size == 1
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_over_another_mesh(source, tmp_path, monkeypatch):
+    """Ten steps on four devices, ten on two, and on a mesh that splits rows: as twenty on four."""
+    monkeypatch.undo()
+    real = jax.devices()
+
+    def run(folder, devices, mesh, **keys):
+        monkeypatch.setattr(jax, "devices", lambda *args: real[:devices])
+        config = runs.small_config(*source, num_steps=20, eval_every=10, **keys)
+        config.mesh.update(mesh)
+        train.train(config, epath.Path(folder))
+        return [r["loss"] for r in records(folder) if "loss" in r]
+
+    whole = run(tmp_path / "whole", 4, dict(fsdp=4))
+    half = run(tmp_path / "half", 4, dict(fsdp=4), stop_after=10)
+    assert half == whole[:10] and len(whole) == 20
+    for devices, mesh in ((2, dict(fsdp=2)), (4, dict(fsdp=2, sequence=2))):
+        folder = tmp_path / str(devices)
+        shutil.copytree(tmp_path / "half", folder)
+        losses = run(folder, devices, mesh)
+        assert losses[:10] == half
+        np.testing.assert_allclose(losses, whole, rtol=1e-5)
