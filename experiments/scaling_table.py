@@ -8,8 +8,8 @@
 A lab note, the docstring of a config, names the chips to compile for (experiments/lab_notes.py).
 --compile runs `python -m kvjax.aot` for those of which results/aot/ has nothing, or has what
 another config gave: one after another, each in its own process, until killed; what is there is not
-done again. Without flags, the table and the line "At
-least" of each lab note are written from what is there. A config without a result says so.
+done again. Without flags, the table and the line "At least" of each lab note are written from what
+is there. A config without a result says so.
 """
 
 from collections.abc import Iterable

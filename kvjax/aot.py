@@ -4,10 +4,10 @@
     python -m kvjax.aot --config=configs/lrkv_128m.py --topology=v5e:4x4 --sweep
     python -m kvjax.aot --config=configs/lrkv_2p5b.py --topology=h200:1 --step=decode --batch=16
 
-Compiles the whole training step (or a decode step) for a topology: TPUs by libtpu,
-GPUs by JAX's CUDA plugin. Prints memory per chip, FLOPs, collectives, and the least time the step
-can take (a roofline: see kvjax/roofline.py for what it counts), hence at most what MFU and at least
-how many days. Config keys are overridden as --config.compute.remat=dots. The last line is JSON.
+Compiles the whole training step (or a decode step) for a topology: TPUs by libtpu, GPUs by JAX's
+CUDA plugin. Prints memory per chip, FLOPs, collectives, and the least time the step can take (a
+roofline: see kvjax/roofline.py for what it counts), hence at most what MFU and at least how many
+days. Config keys are overridden as --config.compute.remat=dots. The last line is JSON.
 Status 0: it fits, with a tenth of memory to spare; 1: it does not; 2: it cannot be compiled.
 """
 

@@ -333,7 +333,7 @@ def test_unknown_option(capsys):
 
 @pytest.mark.aot
 def test_a_saved_result_is_what_the_compiler_says_now():
-    """Of one config: results are compiled again when a config changes, not when the program does."""
+    """Of one config: a result outlives a change of the program, unless someone looks."""
     note = NOTES["lrkv_128m"]
     (target,) = note.targets
     saved = scaling_table.outcome(note, target).result
