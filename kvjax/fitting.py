@@ -27,6 +27,7 @@ from kvjax.model.transformer import REMAT_POLICIES
 
 MESHES = ("data", "fsdp", "tensor")  # `sequence` stays as the config has it
 TENSOR = (1, 2, 4, 8)  # ways worth trying
+_TILE = 8  # 36 rows to a chip are all-reduced (twice the bytes, on v4), 144 and 200 scattered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,7 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
     tokens = rows * T / mesh["sequence"]
     fraction = lambda n: (n - 1) / n
     passes = {"none": 2}.get(remat, 3)  # weights gathered, and again; gradients scattered
+    passes *= 1 if _whole_tiles(experiment, mesh["fsdp"]) else 2
     sent = itemsize * parts * passes * (layers + head) * fraction(mesh["fsdp"])
     sent += 2 * itemsize * parts * (layers + head) / mesh["fsdp"] * fraction(mesh["data"])
     sums = 4 if remat == "none" else 6  # of activations: two in each pass through a layer
@@ -247,21 +249,27 @@ def advice(experiment: Experiment, name: str, needed: int) -> str:
         rows = own.train.batch_size // own.train.grad_accumulation
         if rows % (times * own.mesh.data * own.mesh.fsdp):
             break
-        mesh = _larger(own, times)
-        if mesh and fits(predict(dataclasses.replace(own, mesh=mesh), device)):
+        holds = lambda mesh: fits(predict(dataclasses.replace(own, mesh=mesh), device))
+        if mesh := next(filter(holds, _larger(own, times)), None):
             split = "" if mesh.data == own.mesh.data else f" with --config.mesh.data={mesh.data}"
             lines.append(f"  as it is, on {times * chips} chips of {device.name}{split}")
             break
     return "\n".join(lines if len(lines) > 1 else [*lines, "  nothing that was tried"])
 
 
-def _larger(own: Experiment, times: int) -> sharding.MeshConfig | None:
-    """The mesh with so many times the chips: along fsdp as far as it divides, then along data."""
+def _larger(own: Experiment, times: int) -> list[sharding.MeshConfig]:
+    """Meshes of so many times the chips: along fsdp as far as it divides, in whole tiles first."""
+    found = []
     for copies in (2**n for n in range(times.bit_length())):
         sizes = dict(data=own.mesh.data * copies, fsdp=own.mesh.fsdp * times // copies)
         if _divides(mesh := dataclasses.replace(own.mesh, **sizes), own):
-            return mesh
-    return None
+            found.append(mesh)
+    return sorted(found, key=lambda mesh: not _whole_tiles(own, mesh.fsdp))
+
+
+def _whole_tiles(experiment: Experiment, fsdp: int) -> bool:
+    """Whether a chip's rows of a weight are whole tiles: of others compilers make all-reduces."""
+    return experiment.model.block.d_model // fsdp % _TILE == 0
 
 
 def decode_advice(

@@ -143,7 +143,7 @@ def test_eight_devices_train_as_one_in_float32(make_mechanism, randomise, name, 
     config = _model(make_mechanism(name, **DIMS.get(name, {})))
     _, params = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
     one, one_metrics = _train(config, params, "one", jnp.float32)
-    for mesh_name in meshes[::2]:
+    for mesh_name in dict.fromkeys((meshes[0], *meshes[-2:])):
         other, metrics = _train(config, params, mesh_name, jnp.float32)
         np.testing.assert_allclose(metrics[:, 0], one_metrics[:, 0], rtol=1e-5, err_msg=mesh_name)
         # Muon amplifies rounding: a direction the gradient hardly has is made as long as any.
