@@ -10,8 +10,6 @@ from collections.abc import Iterator
 import dataclasses
 import math
 
-import jax
-
 from kvjax import ahead
 from kvjax import costs
 from kvjax import roofline
@@ -21,7 +19,6 @@ from kvjax import training_memory
 from kvjax.ahead import Step
 from kvjax.ahead import TooLarge
 from kvjax.devices import Device
-from kvjax.errors import UserError
 from kvjax.experiment import Experiment
 from kvjax.model.transformer import REMAT_POLICIES
 
@@ -110,13 +107,7 @@ def _meshes(experiment: Experiment, chips: int) -> Iterator[sharding.MeshConfig]
 def _divides(mesh: sharding.MeshConfig, experiment: Experiment) -> bool:
     """Whether every axis of the mesh divides the weights that it splits."""
     shapes, _ = costs.abstract_parameters(experiment.model)
-    shape = dataclasses.asdict(mesh)
-    try:
-        abstract = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
-        sharding.parameter_shardings(abstract, shapes)
-    except UserError:
-        return False
-    return True
+    return sharding.divides(dataclasses.asdict(mesh), shapes)
 
 
 def predict(experiment: Experiment, device: Device) -> Prediction:

@@ -108,7 +108,10 @@ def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     That is the weights, the tokens of a row, every part of a batch, and a batch over hosts.
     """
     shapes, _ = costs.abstract_parameters(experiment.model)
-    sharding.parameter_shardings(mesh, shapes)
+    try:
+        sharding.parameter_shardings(mesh, shapes)
+    except UserError as error:
+        raise UserError(f"{error}. {_mesh_that_divides(mesh, shapes)}") from error
     if mesh.shape["sequence"] > 1:
         zigzag(experiment.data.sequence_length, mesh.shape["sequence"])
     c, ways = experiment.train, sharding.rows_ways(mesh)
@@ -122,6 +125,18 @@ def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
             f"multiple of {step}: {' or '.join(map(str, near))}"
         )
     loader.share(sharding.batch_sharding(mesh), rows)
+
+
+def _mesh_that_divides(mesh: jax.sharding.Mesh, shapes: dict) -> str:
+    """Overrides for as many devices: as much of `tensor` as there may be, then of `fsdp`."""
+    for tensor in reversed(sharding.divisors(mesh.shape["tensor"])):
+        ways = mesh.size // mesh.shape["sequence"] // tensor
+        for fsdp in reversed(sharding.divisors(ways)):
+            found = dict(data=ways // fsdp, fsdp=fsdp, tensor=tensor)
+            if sharding.divides(dict(mesh.shape) | found, shapes):
+                flags = " ".join(f"--config.mesh.{axis}={n}" for axis, n in found.items())
+                return f"Over these {mesh.size} devices this mesh divides: {flags}"
+    return f"No mesh over {mesh.size} devices divides"
 
 
 def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Mesh) -> None:

@@ -10,6 +10,7 @@ Optimizer state lies as its parameter does. Nothing is padded: what a mesh does 
 error that names the numbers.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 import math
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -150,6 +152,15 @@ def parameter_shardings(mesh: Mesh, params: Any) -> Any:
         return NamedSharding(mesh, axes)
 
     return map_with_path(sharding, params)
+
+
+def divides(shape: Mapping[str, int], params: Any) -> bool:
+    """Whether a mesh of that shape, devices by axis, divides all parameters it splits."""
+    try:
+        parameter_shardings(AbstractMesh(tuple(shape.values()), tuple(shape)), params)
+    except UserError:
+        return False
+    return True
 
 
 def state_shardings(mesh: Mesh, params: Any, state: Any) -> Any:

@@ -72,6 +72,23 @@ def test_batches_must_divide_over_devices(source):
 
 
 @pytest.mark.parametrize(
+    "name, devices, mesh, better",
+    [
+        ("mha_tiny", 6, {}, "data=3 --config.mesh.fsdp=2 --config.mesh.tensor=1"),
+        ("mha_2p5b", 8, dict(tensor=4), "data=1 --config.mesh.fsdp=4 --config.mesh.tensor=2"),
+        ("lrkv_6p3b", 8, dict(tensor=2), "data=1 --config.mesh.fsdp=8 --config.mesh.tensor=1"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_names_one_that_does(name, devices, mesh, better):
+    run = experiment_lib.resolve(load_config(CONFIGS / f"{name}.py"))
+    there = sharding.make_mesh(sharding.MeshConfig(**mesh), jax.devices()[:devices])
+    with pytest.raises(
+        UserError, match=f"not divide .* {devices} devices this mesh divides: .*{better}$"
+    ):
+        preflight.check_mesh(run, there)
+
+
+@pytest.mark.parametrize(
     "mesh, length, message",
     [
         (dict(tensor=2), 32, r"config.mesh.tensor = 2 does not divide the 257 of head \[32, 257\]"),
