@@ -82,7 +82,7 @@ def estimate(
     # Two layers on their way; the head, its gradient, and that in float32.
     used = itemsize * 2 * layer + (2 * itemsize + 4) * matrices["head"]
     logits = 0 if attention_kernel else sequence_length
-    wide = 4 if compute.remat == "none" else itemsize  # norms, RoPE and relu² are saved as computed
+    wide = 4 if compute.remat == "none" else itemsize  # seen in bytes, not in which arrays
     inside = [
         wide
         * (

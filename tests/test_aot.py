@@ -69,6 +69,8 @@ def test_a_training_step_on_four_chips(cached, capsys, tmp_path):
     once = 2 * 3 / 4  # bfloat16; three of four parts come from others
     assert once * layers * 0.99 <= sent("recomputed") <= once * layers * 1.2
     assert sent("forward") >= once * (layers + matrices["head"])
+    backward = {row["kind"] for row in rows if row["scope"] == "backward"}
+    assert backward and "all-reduce" not in backward  # gradients are scattered, none summed whole
     assert 2 * once * layers / 4 <= sent("muon") <= 2 * once * layers / 4 * 1.2
     assert result["wire_bytes"] == sum(row["wire_bytes"] for row in rows)
     assert result["bound"]["interconnect"] == result["wire_bytes"] / 200e9
