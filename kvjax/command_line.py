@@ -220,6 +220,15 @@ def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return others, overrides
 
 
+def config_names() -> dict[str, list[str]]:
+    """The configs there are, without .py, by folder: "configs/", "configs/ranks/" and so on."""
+    folders = sorted({path.parent for path in CONFIGS.rglob("*.py")})
+    return {
+        f"{folder.relative_to(CONFIGS.parent)}/": sorted(path.stem for path in folder.glob("*.py"))
+        for folder in folders
+    }
+
+
 def load_config(file: pathlib.Path, overrides: Sequence[str] = ()) -> "ml_collections.ConfigDict":
     """The config that a file's `get_config()` gives.
 
