@@ -16,24 +16,22 @@ import lzma
 import os
 import pathlib
 import shutil
-import sys
 import tempfile
 import time
 import uuid
 
-from absl import app
-from absl import flags
 from absl import logging
 from etils import epath
 import numpy as np
 import tqdm
 
+from kvjax import command_line
+from kvjax.config_keys import keys
 from kvjax.data import config as config_lib
 from kvjax.data import readers
 from kvjax.data import sources
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.errors import DataError
-from kvjax.errors import UserError
 
 # Part of every key: raise it when the same text would be written as other rows.
 FORMAT_VERSION = 1
@@ -268,29 +266,24 @@ def _hash(*parts) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=10).hexdigest()
 
 
-def _define_flags() -> dict[str, flags.FlagHolder]:
-    define = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float}
-    holders = {}
-    for field in dataclasses.fields(config_lib.DataConfig):
-        name = config_lib.FLAG_NAMES.get(field.name, field.name)
-        holders[field.name] = define[field.type](name, field.default, "see kvjax/data/config.py")
-    return holders
-
-
-def main(argv: list[str], holders: dict[str, flags.FlagHolder]) -> None:
-    """Prepares the data set of the flags, and prints its folder and what is in it."""
-    if len(argv) > 1:
-        sys.exit(f"prepare takes flags only, not {argv[1:]}: --source=... and others, see --help.")
-    try:
-        path = prepare(
-            config_lib.DataConfig(**{name: holder.value for name, holder in holders.items()})
+def _options(arguments: list[str]) -> config_lib.DataConfig:
+    """The data set that the options ask for: one option per key."""
+    parser = command_line.Parser(__doc__)
+    for key in keys(config_lib.DataConfig):
+        name = config_lib.FLAG_NAMES.get(key.name, key.name)
+        default = getattr(config_lib.DataConfig, key.name)
+        text = f"{key.meaning} ({default!r})".replace("%", "%%")
+        parser.add_argument(
+            f"--{name}", dest=key.name, type=type(default), default=default, help=text
         )
-    except (UserError, OSError) as error:
-        print(f"kvjax: {error}", file=sys.stderr)
-        sys.exit(2)
+    return config_lib.DataConfig(**vars(parser.parse(arguments)))
+
+
+def main(arguments: list[str]) -> None:
+    """Prepares the data set of the options, and prints its folder and what is in it."""
+    path = prepare(_options(arguments))
     print((path / MANIFEST).read_text() + os.fspath(path))
 
 
 if __name__ == "__main__":
-    holders_ = _define_flags()
-    app.run(lambda argv: main(argv, holders_))
+    command_line.run(main)
