@@ -6,6 +6,7 @@ processes of a job write one checkpoint together, each what its devices hold, an
 its devices will hold: the mesh and the number of processes may be others.
 """
 
+from collections.abc import Callable
 import contextlib
 import json
 import logging
@@ -259,12 +260,20 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def claim(path: epath.Path, identity: dict) -> None:
+def claim(
+    path: epath.Path,
+    identity: dict,
+    *,
+    same: Callable[[str, Any, Any], bool] = lambda key, there, now: there == now,
+    advice: str = "Give the same values to resume it",
+) -> None:
     """Writes what a workdir belongs to; where it has checkpoints, checks what is written there.
 
     Args:
       path: a .json file in the workdir.
       identity: what may not change between a run and its continuation, JSON-able, nested.
+      same: whether two values of a dotted key mean the same, None where there is none.
+      advice: how to resume what is there.
 
     Raises:
       UserError: if checkpoints belong to something else; names what differs.
@@ -277,22 +286,28 @@ def claim(path: epath.Path, identity: dict) -> None:
             "choose another --workdir"
         )
     if not bound:
-        write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
+        write_identity(path, identity)
         return
     try:
         before = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON ({error}): choose another --workdir") from error
     old, new = dict(_flat(before)), dict(_flat(json.loads(json.dumps(identity))))
-    differing = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    keys = sorted(old.keys() | new.keys())
+    differing = [k for k in keys if not same(k, old.get(k), new.get(k))]
     if differing:
         rows = [f"  {k}: there {old.get(k)!r}, now {new.get(k)!r}" for k in differing[:12]]
         rows += [f"  and {len(differing) - 12} more"] if len(differing) > 12 else []
         raise UserError(
             f"{path.parent} holds another run, and was left as it is:\n"
             + "\n".join(rows)
-            + "\nGive the same values to resume it, or another --workdir for a new run"
+            + f"\n{advice}, or another --workdir for a new run"
         )
+
+
+def write_identity(path: epath.Path, identity: dict) -> None:
+    """What `claim` compares, as it is now: of old workdirs it says less, or the same otherwise."""
+    write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
 
 
 def write_atomically(path: epath.Path, text: str) -> None:

@@ -26,12 +26,9 @@ from kvjax import runtime
 from kvjax import sharding
 from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import Checkpoints
-from kvjax.checkpoint import claim
 from kvjax.checkpoint import read_parameters
 from kvjax.checkpoint import write_atomically
-from kvjax.configuration import to_text
 from kvjax.data import loader
-from kvjax.data.prepare import TOKENIZER
 from kvjax.decoding import Generator
 from kvjax.decoding import max_positions
 from kvjax.errors import UserError
@@ -67,12 +64,11 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
         distributed.check_shared(workdir)
         first = distributed.index() == 0
         if first:
-            claim(workdir / "config.json", preflight.identity(config))
-            write_atomically(workdir / "config.txt", to_text(config))
+            preflight.claim_config(workdir, config, compute.dtype)
         dataset = preflight.prepared(experiment.data)
         if first:
-            claim(workdir / "dataset.json", {"dataset": dataset.path.name})
-            write_atomically(workdir / TOKENIZER, dataset.tokenizer.to_json())
+            preflight.claim_data(workdir, dataset)
+            preflight.record(workdir, config, compute.dtype, dataset)
         distributed.gather("claimed", "")  # the first one may have found another run there
         return Run(experiment, compute, mesh, workdir, dataset).run()
 
@@ -212,12 +208,14 @@ class Run:
         """The program's; of several processes all have compiled it before any of them begins.
 
         Whoever compiles faster would wait in the first collective, and gloo gives up after 30 s.
+        Processes that compile different programs would wait there for ever: a UserError.
         """
         program = self.program
         if distributed.count() == 1:
             return program.train_step
-        lowered = program.train_step.lower(program.abstract_state, program.abstract_rows)
-        compiled = lowered.compile()
+        lowered = program.lowered_steps()
+        distributed.check_same_programs({name: x.as_text() for name, x in lowered.items()})
+        compiled = lowered["training step"].compile()
         distributed.gather("compiled", "")
         return compiled
 
