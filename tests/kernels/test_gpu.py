@@ -6,7 +6,6 @@ import math
 import re
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,8 +21,9 @@ from kvjax.kernels.decode_attention.shapes import Grouped
 from kvjax.kernels.decode_attention.shapes import Latent
 from kvjax.kernels.decode_attention.shapes import Residual
 from tests.kernels import agreement
+from tests.kernels import hopper
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+INTERPRET = hopper.InterpretGPUParams(detect_races=True)
 D12 = shapes.SHAPES["d12"]
 
 
