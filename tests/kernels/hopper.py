@@ -98,8 +98,10 @@ class _Block:
             self.accesses.remove(operand)
             self.accesses.append(dataclasses.replace(operand, kind="load"))
 
-    def arrive(self, barrier: tuple) -> None:
-        self.accesses = [a for a in self.accesses if a.barrier != barrier]
+    def arrive(self, barrier: tuple, arrivals: int) -> None:
+        """A phase of the barrier ends: the oldest copies that arrive at it have."""
+        for copy in [a for a in self.accesses if a.barrier == barrier][:arrivals]:
+            self.accesses.remove(copy)
 
     def read(self, accumulator: tuple, line: str) -> None:
         if any(accumulator == written for written, _ in self.products):
@@ -199,7 +201,11 @@ def _(block, arguments):
 
 @_before("_barrier_wait")
 def _(block, arguments):
-    block.arrive(_key(arguments["allocation_key_as_array"]))
+    key = arguments["allocation_key_as_array"]
+    barrier = gpu_callbacks._get_shared_memory().get_barrier(
+        gpu_callbacks.HostAllocationKey.from_array(key)
+    )
+    block.arrive(_key(key), barrier.num_arrivals)
 
 
 @gpu_callbacks.fail_on_exception
