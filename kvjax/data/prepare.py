@@ -286,7 +286,7 @@ def main(argv: list[str], holders: dict[str, flags.FlagHolder]) -> None:
             config_lib.DataConfig(**{name: holder.value for name, holder in holders.items()})
         )
     except (UserError, OSError) as error:
-        print(f"kvjax: {error}", file=sys.stderr)
+        print(f"kvjax: {config_lib.as_options(str(error))}", file=sys.stderr)
         sys.exit(2)
     print((path / MANIFEST).read_text() + os.fspath(path))
 
