@@ -21,6 +21,9 @@ from kvjax import distributed
 from kvjax import storage
 from kvjax.errors import UserError
 from kvjax.errors import warn
+from kvjax.files import move
+from kvjax.files import unused
+from kvjax.files import write_atomically
 
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
 # Who reads a part of an array reads all chunks that it touches: this bounds what that is too much.
@@ -275,15 +278,6 @@ def _other_model(path: epath.Path, there: dict, asked: dict) -> str:
     )
 
 
-def unused(path: epath.Path) -> epath.Path:
-    """The path if nothing is there; else with -2, -3 and so on after its stem."""
-    candidate, number = path, 1
-    while candidate.exists():
-        number += 1
-        candidate = path.parent / f"{path.stem}-{number}{path.suffix}"
-    return candidate
-
-
 def set_aside_earlier_run(workdir: epath.Path) -> None:
     """Moves what a run left into a folder of its own if its checkpoints are gone, and says so.
 
@@ -298,26 +292,11 @@ def set_aside_earlier_run(workdir: epath.Path) -> None:
     target = unused(workdir / _EARLIER)
     target.mkdir()
     for name in _FILES:
-        _move(workdir / name, target / name)
+        move(workdir / name, target / name)
     warn(
         f"{workdir} has records of a run and no checkpoint to continue it from: they were moved to "
         f"{target}, and this run starts from its first step"
     )
-
-
-def _move(source: epath.Path, target: epath.Path) -> None:
-    """Moves a file or folder that may be there; in a bucket, which has no folders, by file."""
-    if "://" not in str(source):
-        if source.exists():
-            source.rename(target)
-        return
-    if source.is_dir():
-        for path in source.iterdir():
-            _move(path, target / path.name)
-    elif source.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(source.read_bytes())
-        source.unlink()
 
 
 def claim(path: epath.Path, identity: dict) -> None:
@@ -353,13 +332,6 @@ def claim(path: epath.Path, identity: dict) -> None:
             + "\n".join(rows)
             + "\nGive the same values to resume it, or another --workdir for a new run"
         )
-
-
-def write_atomically(path: epath.Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.parent / f".{path.name}.tmp"
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def _flat(tree: Any, prefix: str = ""):
