@@ -391,15 +391,19 @@ def test_nothing_of_a_run_with_checkpoints_is_moved(saved):
     assert {name: (saved / name).read_text() for name in files} == files
 
 
-def test_removing_checkpoints_loses_no_record(tmp_path, capsys):
-    """Nor does a run of another config there; it starts anew."""
+def test_removing_checkpoints_loses_no_record(tmp_path, monkeypatch):
+    """Not even of another config; this run gets as far as to claim the workdir."""
     workdir = epath.Path(tmp_path) / "run"
     files = leave_a_run(workdir)
-    (workdir / CHECKPOINTS).mkdir()
-    options = dict(num_steps=2, eval_every=2, checkpoint_every=2, sample_tokens=0)
-    source = runs.write_text(tmp_path / "text.txt")
-    train.train(runs.small_config(source, str(tmp_path / "data"), **options), workdir)
+    (workdir / CHECKPOINTS / "10.orbax-checkpoint-tmp").mkdir(parents=True)
+
+    def prepared(data):
+        raise UserError("far enough")
+
+    monkeypatch.setattr(train.preflight, "prepared", prepared)
+    config = runs.small_config(runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data"))
+    with pytest.raises(UserError, match="far enough"):
+        train.train(config, workdir)
     assert {name: (workdir / "earlier-run" / name).read_text() for name in files} == files
-    assert "were moved to" in capsys.readouterr().err
-    steps = [record["step"] for record in metrics.read_records(workdir / metrics.METRICS)]
-    assert steps == [1, 2, 2] and saved_steps(workdir / CHECKPOINTS) == [2]
+    assert '"rank": 4' in (workdir / "config.json").read_text()
+    assert not (workdir / metrics.METRICS).exists()

@@ -53,7 +53,7 @@ def test_lines_that_are_no_records_are_set_aside(tmp_path, capsys, name, line):
     good = [b'{"step": 1, "tokens": 10, "loss": 2.0}', b'{"step": 3, "tokens": 30, "loss": 1.0}']
     content = b"\n".join([good[0], line, good[1], b'{"step": 4, "lo'])
     (tmp_path / name).write_bytes(content)
-    metrics.draw_curves(workdir, title="test", yardstick=None)
+    metrics.draw_curves(workdir, title="test", yardstick=2.0)
     metrics.MetricsWriter(workdir, resume_step=3).close()
     assert (tmp_path / f"unreadable-{name}").read_bytes() == content
     told = capsys.readouterr().err
