@@ -27,12 +27,14 @@ from kvjax import sharding
 from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import Checkpoints
 from kvjax.checkpoint import read_parameters
-from kvjax.checkpoint import write_atomically
+from kvjax.checkpoint import set_aside_earlier_run
 from kvjax.data import loader
 from kvjax.decoding import Generator
 from kvjax.decoding import max_positions
 from kvjax.errors import UserError
+from kvjax.errors import warn
 from kvjax.experiment import Experiment
+from kvjax.files import write_atomically
 from kvjax.model.transformer import Compute
 from kvjax.optim import learning_rate_schedule
 from kvjax.program import Program
@@ -64,6 +66,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
         distributed.check_shared(workdir)
         first = distributed.index() == 0
         if first:
+            set_aside_earlier_run(workdir)
             preflight.claim_config(workdir, config, compute.dtype)
         dataset = preflight.prepared(experiment.data)
         if first:
@@ -298,7 +301,7 @@ class Run:
         except OSError as error:
             if last or distributed.count() > 1:
                 raise
-            print(f"WARNING: {error}; the run goes on, its checkpoints are {self._saved_steps()}")
+            warn(f"{error}; the run goes on, its checkpoints are {self._saved_steps()}")
 
     def _saved_steps(self) -> list[int]:
         with contextlib.suppress(OSError):
@@ -308,15 +311,16 @@ class Run:
     def _finish(self, state: dict) -> dict[str, float]:
         """Sample, curves and the last figures."""
         distributed.gather("written", "")  # the records, by the first one
-        records = metrics_lib.read_records(self.workdir / metrics_lib.METRICS)
-        evaluations = [r for r in records if "validation_bpb" in r]
+        folder = self.writer.folder or self.workdir
+        records = metrics_lib.read_records(folder / metrics_lib.METRICS)
+        evaluations = [r for r in records if {"validation_bpb", "tokens"} <= r.keys()]
+        if not self.first:
+            return evaluations[-1] if evaluations else {}
         if not evaluations:
-            raise UserError(f"{self.workdir / metrics_lib.METRICS} has lost its records")
+            raise UserError(f"{folder / metrics_lib.METRICS} has lost its records")
         last, e = evaluations[-1], self.experiment
         yardstick = self.dataset.info["xz_bits_per_byte"]
-        if not self.first:
-            return last
-        metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick)
+        metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick, folder=folder)
         if e.train.sample_tokens:
             text = self._sample(state["params"])
             write_atomically(self.workdir / "sample.txt", text + "\n")
