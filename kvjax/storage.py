@@ -26,8 +26,9 @@ import tensorstore
 from kvjax import distributed
 from kvjax.errors import first_line
 
-# What reading and decoding raise where bytes are missing or wrong.
-_DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, FileNotFoundError)
+# What decoding raises where bytes are wrong or missing. Clients of buckets raise types of their own
+# and OSErrors, runtimes RuntimeErrors: whatever is not here does not say that a file is damaged.
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, FileNotFoundError)
 # TensorStore's words for wrong bytes; its other ones (UNAVAILABLE, PERMISSION_DENIED, UNKNOWN for
 # an I/O error, RESOURCE_EXHAUSTED) speak of the machine. Where there is none, it is a wrong value.
 _OF_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE")
