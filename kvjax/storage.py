@@ -104,6 +104,19 @@ def shapes_of(tree) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
 
 
+def cannot_list(path: epath.Path) -> OSError | None:
+    """Why a checkpoint's folders cannot be listed: what lies there seems not to be there at all."""
+    try:
+        for item in path.iterdir():
+            if item.is_dir():
+                list(item.iterdir())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
+    return None
+
+
 def is_damage(error: Exception) -> bool:
     """Whether a load failed for what it read: bytes that are wrong or not there.
 
