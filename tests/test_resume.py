@@ -121,7 +121,9 @@ def test_sigkill_at_random_moments(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_a_signal_saves_and_ends_with_its_status(config, tmp_path, number, status):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     flags = ("--config.train.num_steps=1000", "--config.train.checkpoint_every=1000")
