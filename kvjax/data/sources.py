@@ -26,11 +26,11 @@ from etils import epath
 from kvjax import runtime
 from kvjax.data import config as config_lib
 from kvjax.data import readers
+from kvjax.data.manifest import SPLITS
 from kvjax.errors import DataError
 from kvjax.errors import MissingDataError
 from kvjax.errors import first_line
 
-SPLITS = ("train", "validation")
 EMBEDDED_VALIDATION_BYTES = 200_000
 CORPUS = epath.Path(__file__).parent / "corpus"
 BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
