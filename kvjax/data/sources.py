@@ -116,7 +116,9 @@ class _TextFile:
         self.path = path
 
     def fingerprint(self) -> str:
-        return f"txt {_file_hash(self.path)}"
+        # The mark was once a part of the text: what was prepared with it is other data.
+        marked = " without its mark" if readers.byte_order_mark(self.path) else ""
+        return f"txt {_file_hash(self.path)}{marked}"
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
         size = self.path.stat().length
