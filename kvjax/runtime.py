@@ -83,11 +83,16 @@ def start(*, compilation_cache: bool = True) -> None:
     show_any_text()
     import jax  # after the allocator is set
 
-    for name in ("absl", "jax", "orbax"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_libraries()
     if compilation_cache and not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def quiet_libraries() -> None:
+    """Leaves of what libraries log only errors; kvjax prints what a user should know."""
+    for name in ("absl", "jax", "orbax"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def show_any_text() -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import os
 from typing import Any
 
-from absl import logging
 from etils import epath
 import grain
 import jax
@@ -19,6 +18,7 @@ from kvjax.data import manifest
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.errors import DataError
 from kvjax.errors import first_line
+from kvjax.errors import warn
 
 # One thread reads ahead of the step; more gain nothing, for reading holds the interpreter's lock.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
@@ -249,9 +249,7 @@ def _check(
             f" `{config_lib.command(again)}`."
         )
     if sequence_length < packed:
-        logging.warning(
-            "sequence_length=%d is less than the rows' %d in %s: the rest of each row is not used.",
-            sequence_length,
-            packed,
-            os.fspath(dataset.path),
+        warn(
+            f"sequence_length={sequence_length} is less than the rows' {packed} in "
+            f"{os.fspath(dataset.path)}: the rest of each row is not used"
         )

@@ -29,7 +29,6 @@ from absl import flags
 from absl import logging
 from etils import epath
 import numpy as np
-import tqdm
 
 from kvjax import json_text
 from kvjax import runtime
@@ -44,6 +43,8 @@ from kvjax.data.manifest import TOKENIZER
 from kvjax.errors import DataError
 from kvjax.errors import UserError
 from kvjax.errors import first_line
+from kvjax.errors import warn
+from kvjax.progress import Progress
 
 # The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
 BATCH_CHARACTERS = 1 << 21
@@ -54,13 +55,16 @@ STAGING = ".staging-kvjax-"
 ABANDONED_SECONDS = 24 * 3600
 
 
-def prepare(config: config_lib.DataConfig) -> epath.Path:
+def prepare(config: config_lib.DataConfig, *, progress: bool = True) -> epath.Path:
     """The folder of the data set that `config` asks for, written if it isn't there yet.
 
     It holds `dataset.json` (what is in it), `tokenizer.json` and `packed_rows/` (TFDS,
     ArrayRecord). A preparation that is killed leaves nothing under this name, and several at once
     write the same thing. With a bucket (gs://) as directory, rows are made in the local temporary
     folder and copied, `dataset.json` last.
+
+    Args:
+      progress: show on standard error how far it is, where it takes seconds.
 
     Raises:
       FileNotFoundError: a source or tokenizer that isn't there.
@@ -69,23 +73,29 @@ def prepare(config: config_lib.DataConfig) -> epath.Path:
     """
     if config.source.startswith(config_lib.PREPARED):
         return runtime.path("config.data.source", config.source.removeprefix(config_lib.PREPARED))
-    source = sources.fingerprint(config)
+    runtime.quiet_libraries()
+    with Progress("looking at the sources", unit=" files", show=progress) as shown:
+        source = sources.fingerprint(config, shown.advance)
     tokenizer_key = _tokenizer_key(config, source)
     key = _hash(FORMAT_VERSION, source, tokenizer_key, config.sequence_length)
     path = config.root / "datasets" / key
     if _is_whole(path / MANIFEST, manifest.read):
         return path
-    sources.check(config)
-    for split in sources.SPLITS:
-        next(sources.pieces(config, split))  # An empty split is told before a tokenizer is trained.
-    tokenizer = _tokenizer(config, tokenizer_key)
-    with _published(path / MANIFEST) as staging:
-        _write(config, tokenizer, staging)
+    with Progress("opening the sources", show=progress):
+        sources.check(config)
+        for split in sources.SPLITS:  # An empty one is told before a tokenizer is trained.
+            next(sources.pieces(config, split))
+    tokenizer = _tokenizer(config, tokenizer_key, progress)
+    with _published(path / MANIFEST, progress) as staging:
+        _write(config, tokenizer, staging, progress)
     return path
 
 
 def _write(
-    config: config_lib.DataConfig, tokenizer: tokenizer_lib.Tokenizer, staging: epath.Path
+    config: config_lib.DataConfig,
+    tokenizer: tokenizer_lib.Tokenizer,
+    staging: epath.Path,
+    progress: bool,
 ) -> None:
     from kvjax.data import packed_rows  # TFDS takes 0.5 s, and a data set that is there needs none.
 
@@ -94,7 +104,7 @@ def _write(
     with tempfile.TemporaryDirectory(prefix="tokens-", dir=staging) as folder:
         for split in sources.SPLITS:
             file = os.path.join(folder, split)
-            splits[split] = _write_stream(config, split, tokenizer, dtype, file)
+            splits[split] = _write_stream(config, split, tokenizer, dtype, file, progress)
             streams[split] = np.memmap(file, dtype, mode="r")
         for split, stream in streams.items():
             splits[split]["rows"] = (len(stream) - 1) // config.sequence_length
@@ -104,8 +114,13 @@ def _write(
                 f" sequence_length + 1 = {config.sequence_length + 1}: lower sequence_length, or"
                 f" give more text in source={config.source!r}."
             )
-        builder = packed_rows.PackedRows(streams, config.sequence_length, staging)
-        with contextlib.redirect_stdout(io.StringIO()):  # TFDS announces a download: there is none.
+        total = sum(splits[split]["rows"] for split in splits)
+        with (
+            Progress("writing rows", unit=" rows", total=total, show=progress) as shown,
+            contextlib.redirect_stdout(io.StringIO()),  # TFDS announces a download: there is none.
+        ):
+            length, wrote = config.sequence_length, shown.advance
+            builder = packed_rows.PackedRows(streams, length, staging, wrote)
             builder.download_and_prepare(download_dir=folder)
         del builder, streams
     tokenizer.save(staging / TOKENIZER)
@@ -130,6 +145,7 @@ def _write_stream(
     tokenizer: tokenizer_lib.Tokenizer,
     dtype: np.dtype,
     file: str,
+    progress: bool,
 ) -> dict[str, int | float]:
     """The documents, bytes (UTF-8) and tokens (with BOS) of a split, written to a local file."""
     token_bytes_V = tokenizer.token_bytes()
@@ -137,8 +153,7 @@ def _write_stream(
     # The figure any compressor's user knows, on the very text that bits per byte are measured on.
     xz = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME) if split == "validation" else None
     xz_bytes = 0
-    bar = tqdm.tqdm(desc=f"tokenizing {split}", unit="B", unit_scale=True, disable=None)
-    with open(file, "wb") as out, bar:
+    with open(file, "wb") as out, Progress(f"tokenizing {split}", show=progress) as shown:
         for batch in _batches(sources.pieces(config, split)):
             for piece, ids in zip(
                 batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True
@@ -151,7 +166,8 @@ def _write_stream(
                 num_tokens += len(tokens)
                 num_token_bytes += int(token_bytes_V[tokens].sum())
                 xz_bytes += len(xz.compress(content)) if xz else 0
-                bar.update(len(content))
+                shown.advance(len(content))
+                shown.note = f"{documents:,} documents"
         if split == "validation":
             # Row starts are multiples of T: so the last row is whole, and nothing is left over.
             missing = -(num_tokens - 1) % config.sequence_length
@@ -190,7 +206,7 @@ def _tokenizer_key(config: config_lib.DataConfig, source: str) -> str:
     )
 
 
-def _tokenizer(config: config_lib.DataConfig, key: str) -> tokenizer_lib.Tokenizer:
+def _tokenizer(config: config_lib.DataConfig, key: str, progress: bool) -> tokenizer_lib.Tokenizer:
     """The tokenizer asked for; one trained before on the same text is read back."""
     if config.tokenizer == "byte":
         return tokenizer_lib.byte_tokenizer()
@@ -198,8 +214,11 @@ def _tokenizer(config: config_lib.DataConfig, key: str) -> tokenizer_lib.Tokeniz
         return tokenizer_lib.load(config.tokenizer)
     path = config.root / "tokenizers" / key
     if not _is_whole(path / TOKENIZER, _load_tokenizer):
-        with _published(path / TOKENIZER) as staging:
-            trained = tokenizer_lib.train(_training_texts(config), config.vocab_size)
+        with (
+            _published(path / TOKENIZER, progress) as staging,
+            Progress("training the tokenizer", show=progress) as shown,
+        ):
+            trained = tokenizer_lib.train(_training_texts(config, shown), config.vocab_size)
             trained.save(staging / TOKENIZER)
             digests = manifest.digests(pathlib.Path(staging))
             (staging / manifest.DIGESTS).write_text(json.dumps(digests))
@@ -219,15 +238,14 @@ def _load_tokenizer(folder: epath.Path) -> tokenizer_lib.Tokenizer:
         raise manifest.DamagedDataError(folder, first_line(error)) from error
 
 
-def _training_texts(config: config_lib.DataConfig) -> Iterator[str]:
-    characters = 0
-    with tqdm.tqdm(desc="training tokenizer", unit="B", unit_scale=True, disable=None) as bar:
-        for piece in sources.pieces(config, "train"):
-            yield piece.text
-            characters += len(piece.text)
-            bar.update(len(piece.text))
-            if characters >= TOKENIZER_CHARACTERS:
-                return
+def _training_texts(config: config_lib.DataConfig, shown: Progress) -> Iterator[str]:
+    shown.note = "reading"
+    for piece in sources.pieces(config, "train"):
+        yield piece.text
+        shown.advance(len(piece.text))
+        if shown.done >= TOKENIZER_CHARACTERS:
+            break
+    shown.note = f"learning {config.vocab_size:,} tokens"
 
 
 def _is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
@@ -257,16 +275,15 @@ def _is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
         aside = next(name for name in names if not name.exists())
         with contextlib.suppress(FileNotFoundError):  # another process was first
             folder.rename(aside)
-            print(
-                f"WARNING: {os.fspath(folder)} is damaged ({error.what}): set aside as "
-                f"{aside.name}, and made again",
-                file=sys.stderr,
+            warn(
+                f"{os.fspath(folder)} is damaged ({error.what}): set aside as {aside.name}, and "
+                "made again"
             )
         return False
 
 
 @contextlib.contextmanager
-def _published(file: epath.Path) -> Iterator[epath.Path]:
+def _published(file: epath.Path, progress: bool) -> Iterator[epath.Path]:
     """A local folder to write `file` and others into; without an exception it becomes `file`'s."""
     path = file.parent
     # ArrayRecord reads buckets but doesn't write them, and they can't rename a folder.
@@ -285,7 +302,8 @@ def _published(file: epath.Path) -> Iterator[epath.Path]:
     try:
         yield staging
         if remote:
-            _upload(pathlib.Path(staging), path, last=file.name)
+            with Progress(f"uploading to {path}", unit=" files", show=progress) as shown:
+                _upload(pathlib.Path(staging), path, file.name, shown.advance)
         else:
             _rename(staging, file)
     finally:
@@ -303,13 +321,16 @@ def _rename(staging: epath.Path, file: epath.Path) -> None:
             ) from error
 
 
-def _upload(staging: pathlib.Path, path: epath.Path, last: str) -> None:
+def _upload(
+    staging: pathlib.Path, path: epath.Path, last: str, uploaded: Callable[[int], None]
+) -> None:
     """Copies a folder; `last` is the file by which others know that all are there."""
     for file in sorted(staging.rglob("*"), key=lambda file: file.name == last):
         if file.is_file():
             target = path / file.relative_to(staging).as_posix()
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
+            uploaded(1)
 
 
 def _remove_abandoned(folder: pathlib.Path) -> None:

@@ -50,10 +50,23 @@ class Source(Protocol):
         """The documents of `train`, `validation` (the held-out `fraction`) or `all`."""
 
 
-def fingerprint(config: config_lib.DataConfig) -> str:
-    """A hash of all that decides which documents are in which split, hexadecimal."""
-    held_out = [s.fingerprint() for s in _sources(config, "validation_source")]
-    parts = [s.fingerprint() for s in _sources(config, "source")]
+def fingerprint(
+    config: config_lib.DataConfig, looked_at: Callable[[int], None] = lambda files: None
+) -> str:
+    """A hash of all that decides which documents are in which split, hexadecimal.
+
+    Args:
+      looked_at: told of one more file, or other source, each time.
+    """
+
+    def of(key: str) -> list[str]:
+        found = []
+        for source in _sources(config, key):
+            found.append(source.fingerprint())
+            looked_at(1)
+        return found
+
+    held_out, parts = of("validation_source"), of("source")
     if set(parts) & set(held_out):
         raise DataError(
             f"config.data.validation_source = {config.validation_source!r}: shares a file with "

@@ -9,13 +9,13 @@ import os
 # while encoding.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-from absl import logging
 from etils import epath
 import numpy as np
 import tokenizers
 
 from kvjax.errors import DataError
 from kvjax.errors import MissingDataError
+from kvjax.errors import warn
 
 BOS = "<|bos|>"
 # Published tokenizers call the token that opens a document by other names; the first one present is
@@ -72,11 +72,8 @@ class Tokenizer:
                 f" {definition['pre_tokenizer']}."
             )
         if definition["normalizer"] is not None:
-            logging.warning(
-                "%s: its normalizer %s is left out: texts are encoded byte for byte.",
-                name,
-                definition["normalizer"]["type"],
-            )
+            kind = definition["normalizer"]["type"]
+            warn(f"{name}: its normalizer {kind} is left out: texts are encoded byte for byte")
             backend.normalizer = None
         backend.no_truncation()
         backend.no_padding()

@@ -6,7 +6,6 @@ import itertools
 import json
 import tracemalloc
 
-from absl import logging as absl_logging
 import grain
 from hypothesis import given
 from hypothesis import settings
@@ -118,14 +117,12 @@ def test_validation_is_every_row_in_order_then_bos(small_dataset, batch_size, pr
 
 
 def test_shorter_sequences_are_the_start_of_each_row_with_one_warning(
-    small_dataset, stream_NT, monkeypatch
+    small_dataset, stream_NT, capsys
 ):
-    warnings = []
-    monkeypatch.setattr(absl_logging, "warning", lambda text, *args: warnings.append(text % args))
     batches = take(train(small_dataset, sequence_length=5), 3)
     np.testing.assert_array_equal(batches.reshape(-1, 6), stream_NT[:36, :6])
-    (warning,) = warnings
-    assert warning.startswith("sequence_length=5 is less than the rows' 16")
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("WARNING: sequence_length=5 is less than the rows' 16")
 
 
 @pytest.mark.parametrize(
