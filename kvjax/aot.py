@@ -7,7 +7,7 @@
 Compiles the whole training step (or a decode step) for a topology: TPUs by libtpu, GPUs by JAX's
 CUDA plugin. Prints memory per chip, FLOPs, collectives, and the least time the step can take (a
 roofline: see kvjax/roofline.py for what it counts), hence at most what MFU and at least how many
-days. Config keys are overridden as --config.compute.remat=dots. The last line is JSON.
+days. Config keys are overridden as --config.compute.remat=dots.
 Status 0: it fits, with a tenth of memory to spare; 1: it does not; 2: it cannot be compiled.
 """
 
@@ -28,6 +28,7 @@ from kvjax import compiled
 from kvjax import costs
 from kvjax import experiment as experiment_lib
 from kvjax import fitting
+from kvjax import progress
 from kvjax import roofline
 from kvjax import runtime
 from kvjax import topology
@@ -36,7 +37,7 @@ from kvjax.configuration import one_of
 from kvjax.configuration import to_text
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
-from kvjax.options import Parser
+from kvjax.output import Output
 from kvjax.provenance import provenance
 
 RESULTS = pathlib.Path(__file__).parents[1] / "experiments" / "results" / "aot"
@@ -119,7 +120,7 @@ def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chip
     )
 
 
-def sweep(experiment: Experiment, name: str, compiles: int) -> dict:
+def sweep(experiment: Experiment, name: str, compiles: int, out: Output) -> dict:
     """The report of the best candidate, with the overrides that make it and all that was tried.
 
     Raises:
@@ -128,14 +129,14 @@ def sweep(experiment: Experiment, name: str, compiles: int) -> dict:
     say = lambda line: print(line, file=sys.stderr, flush=True)
     tried = fitting.search(experiment, name, compiles=compiles, say=say)
     rows = [_candidate(c) for c in tried]
-    tables.show_candidates(rows)
+    tables.show_candidates(rows, out)
     best = fitting.best(tried)
     if best is None:
         raise UserError(
             f"{experiment.name} on {name}: none of {len(tried)} candidates fits. "
             + _why_none(tried, name)
         )
-    print("\nBest: " + " ".join(best.overrides))
+    out.say("\nBest: " + " ".join(best.overrides))
     report = training(best.experiment, name, best.step)
     return report | dict(candidates=rows, best_overrides=best.overrides)
 
@@ -193,20 +194,20 @@ def _save(result: dict, output: str, save: bool) -> None:
     print(f"written: {file}", file=sys.stderr)
 
 
-def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser(__doc__)
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__, config=True)
     add = parser.add_argument
-    add("--config", required=True, help="a file; override keys: --config.x.y=...")
     add("--topology", required=True, help=f"kind and shape: {topology.examples()}")
-    add("--step", default="train", help=f"of {', '.join(STEPS)}")
-    add("--batch", type=int, help="of --step=decode: sequences decoded together; 1")
-    add("--length", type=int, help="of --step=decode: tokens in each cache; 8192")
-    add("--chips", type=int, help="of --step=decode: chips that caches are split over; 1")
+    add("--step", default="train", help=f"of {', '.join(STEPS)} (train)")
+    add("--batch", type=int, help="of --step=decode: sequences decoded together (1)")
+    add("--length", type=int, help="of --step=decode: tokens in each cache (8192)")
+    add("--chips", type=int, help="of --step=decode: chips that caches are split over (1)")
     add("--sweep", action="store_true", help="of --step=train: tries meshes, parts, remat policies")
-    add("--compiles", type=int, help="of --sweep: at most so many, minutes each; 6")
+    add("--compiles", type=int, help="of --sweep: at most so many, minutes each (6)")
     add("--save", action="store_true", help="write experiments/results/aot/CONFIG_TOPOLOGY.json")
     add("--output", default="", help="write the JSON to this file")
-    options, overrides = parser.parse_known_args(arguments)
+    parser.add_output()
+    options = parser.parse(arguments)
     one_of("--step", options.step, STEPS)
     decode = options.step == "decode"
     if decode and options.sweep:
@@ -214,7 +215,7 @@ def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for key, default in DECODE.items():
         _own_option(options, key, default, decode, of="--step=decode")
     _own_option(options, "compiles", 6, options.sweep, of="--sweep")
-    return options, overrides
+    return options
 
 
 def _own_option(options, key: str, default: int, used: bool, *, of: str) -> None:
@@ -226,22 +227,24 @@ def _own_option(options, key: str, default: int, used: bool, *, of: str) -> None
     at_least(f"--{key}", getattr(options, key), 1)
 
 
-def _run(options: argparse.Namespace, overrides: list[str]) -> tuple[dict, str]:
+def _run(options: argparse.Namespace, out: Output) -> tuple[dict, str]:
     """The result, and what to say to someone whose config does not fit."""
-    name = options.topology
-    config = command_line.load_config(pathlib.Path(options.config), overrides)
+    name, overrides = options.topology, options.overrides
+    config = command_line.load_config(options.config, overrides)
     experiment = experiment_lib.resolve(config)
     asked = dict(overrides=overrides, resolved=to_text(config).splitlines())
     if options.step == "decode":
         shape = {key: getattr(options, key) for key in DECODE}
         help_ = lambda needed: fitting.decode_advice(experiment, name, needed, **shape)
-        with _named(experiment, name, help_):
+        waiting = progress.waiting(f"compiling the decode step for {name}")
+        with _named(experiment, name, help_), waiting:
             result = decoding(experiment, name, **shape)
         return result | asked, "" if result["fits"] else help_(result["memory"]["total"])
     if options.sweep:
-        return sweep(experiment, name, options.compiles) | asked, ""
+        return sweep(experiment, name, options.compiles, out) | asked, ""
     help_ = lambda needed: fitting.advice(experiment, name, needed)
-    with _named(experiment, name, help_):
+    waiting = progress.waiting(f"compiling the training step for {name}")
+    with _named(experiment, name, help_), waiting:
         step = ahead.training_step(experiment, name)
     advice = "" if step.fits else help_(step.memory.total)
     return training(experiment, name, step) | asked, advice
@@ -259,22 +262,19 @@ def _named(experiment: Experiment, name: str, advice: Callable[[int], str]) -> I
         raise UserError(f"{experiment.name} does not compile for {name}: {error}") from error
 
 
-def main(argv: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """The exit status, see the module's docstring."""
-    try:
-        options, overrides = _options(argv[1:])
-        runtime.start(compilation_cache=False)  # what is compiled here cannot be read back here
-        result, advice = _run(options, overrides)
-        tables.show(result, limit=ahead.LIMIT)
-        _save(result, options.output, options.save)
-    except (UserError, OSError) as error:
-        print(f"kvjax: {error}", file=sys.stderr)
-        return 2
+    options = _options(arguments)
+    out = Output(options)
+    runtime.start(compilation_cache=False)  # what is compiled here cannot be read back here
+    result, advice = _run(options, out)
+    tables.show(result, out, limit=ahead.LIMIT)
+    _save(result, options.output, options.save)
     if advice:
-        print(advice, file=sys.stderr)
-    print(json.dumps(result))
+        command_line.say(advice)
+    out.result(result)
     return 0 if result["fits"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    command_line.run(main)

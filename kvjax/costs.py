@@ -8,7 +8,6 @@ Bytes are logical: what the formulas say, without tiling, padding or copies.
 import dataclasses
 import functools
 import math
-import sys
 
 from flax import nnx
 import jax
@@ -221,6 +220,7 @@ def largest_batch(
 
 
 if __name__ == "__main__":
+    from kvjax import command_line
     from kvjax import cost_report  # above this module: it reads configs
 
-    cost_report.main(sys.argv)
+    command_line.run(cost_report.main)

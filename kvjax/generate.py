@@ -2,60 +2,57 @@
 
     python -m kvjax.generate --workdir=runs/lrkv_tiny --prompt='The king '
 
-Text goes to standard output, figures and warnings to standard error. The text of a single prompt
-appears as it comes; those of several appear, numbered, when all are done.
+Text goes to standard output as it comes, that of several prompts one after the other and numbered;
+figures and warnings go to standard error.
 """
 
+import argparse
 from collections.abc import Sequence
-import os
 import sys
 
-from absl import app
-from absl import flags
 from etils import epath
 import jax
 
+from kvjax import command_line
 from kvjax import decode_program
 from kvjax import decoding
+from kvjax import progress
 from kvjax import runtime
+from kvjax.command_line import say
 from kvjax.configuration import one_of
 from kvjax.decoding import Generator
 from kvjax.errors import UserError
 from kvjax.errors import first_line
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.sampling import Sampling
+from kvjax.text_generation import Result
 from kvjax.text_generation import check_stop
 from kvjax.text_generation import generate
 from kvjax.trained import load
 
-FLAGS = {
-    "workdir": (flags.DEFINE_string, "", "A run's folder, local or gs://."),
-    "prompt": (flags.DEFINE_multi_string, [], "Text to go on from; may be repeated."),
-    "prompt_file": (flags.DEFINE_string, "", "One prompt per line; - is standard input."),
-    "num_tokens": (flags.DEFINE_integer, 100, "Tokens to generate after each prompt."),
-    "temperature": (flags.DEFINE_float, 0.8, "0: always the most likely token."),
-    "top_k": (flags.DEFINE_integer, 0, "Only the k most likely tokens; 0: all."),
-    "top_p": (flags.DEFINE_float, 1.0, "Of those, the fewest that reach this share; 1: all."),
-    "seed": (flags.DEFINE_integer, 0, "The same seed gives a prompt the same text."),
-    "stop": (flags.DEFINE_multi_string, [], "Text to end before, if it comes; may be repeated."),
-    "stop_token": (flags.DEFINE_multi_integer, [], "Token id to end at; may be repeated."),
-    "end_at_special": (flags.DEFINE_bool, True, "End at the tokenizer's special tokens."),
-    "capacity": (flags.DEFINE_integer, 0, "Tokens per sequence in the cache; 0: as needed."),
-    "step": (flags.DEFINE_integer, None, "Of the checkpoint; default: the latest."),
-    "dtype": (flags.DEFINE_string, "", "To compute in; default: the run's."),
-    "chips": (flags.DEFINE_integer, 1, "Devices that the tokens of the cache are split over."),
-    "implementation": (
-        flags.DEFINE_string,
-        "",
-        f"Of decode attention: {', '.join(IMPLEMENTATIONS)}; default: its kernels or xla.",
-    ),
-}
 
-
-def define_flags(values: flags.FlagValues) -> None:
-    """Adds the options; not on import, since `kvjax.main` has options of the same names."""
-    for name, (define, default, text) in FLAGS.items():
-        define(name, default, text, flag_values=values)
+def _parser() -> command_line.Parser:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--workdir", default="", help="a run's folder, local or gs://")
+    add("--prompt", action="append", default=[], help="text to go on from; may be repeated")
+    add("--prompt_file", default="", help="one prompt per line; - is standard input")
+    add("--num_tokens", type=int, default=100, help="tokens after each prompt (100)")
+    add("--temperature", type=float, default=0.8, help="0: always the most likely (0.8)")
+    add("--top_k", type=int, default=0, help="only the k most likely; 0: all (0)")
+    add("--top_p", type=float, default=1.0, help="of those, the fewest that reach this share (1)")
+    add("--seed", type=int, default=0, help="the same seed gives a prompt the same text (0)")
+    add("--stop", action="append", default=[], help="text to end before; may be repeated")
+    add("--stop_token", type=int, action="append", default=[], help="id to end at; repeated too")
+    end = dict(action=argparse.BooleanOptionalAction, default=True)
+    add("--end_at_special", **end, help="end at the tokenizer's special tokens (yes)")
+    add("--capacity", type=int, default=0, help="tokens per sequence in the cache; 0: as needed")
+    add("--step", type=int, help="of the checkpoint (the latest)")
+    add("--dtype", default="", help="to compute in (the run's)")
+    add("--chips", type=int, default=1, help="devices that a cache's tokens are split over (1)")
+    kernels = ", ".join(IMPLEMENTATIONS)
+    add("--implementation", default="", help=f"of decode attention: {kernels} (a kernel or xla)")
+    return parser
 
 
 def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
@@ -90,8 +87,10 @@ def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
     return prompts
 
 
-def command(values: flags.FlagValues) -> None:
+def main(arguments: list[str]) -> None:
     """Prints text for the options given; figures and warnings go to standard error."""
+    values = _parser().parse(arguments)
+    runtime.start()
     if not values.workdir:
         raise UserError("--workdir is missing: the folder of a trained run, as runs/lrkv_tiny")
     prompts = read_prompts(values.prompt, values.prompt_file)
@@ -120,75 +119,75 @@ def command(values: flags.FlagValues) -> None:
             f"a prompt of {longest} tokens and {values.num_tokens} to generate go past the "
             f"{context} tokens the model was trained on: expect worse text there"
         )
-    begun = False
-
-    def show(b: int, text: str) -> None:
-        nonlocal begun
-        print(text if begun else prompts[b] + text, end="", flush=True)
-        begun = True
-
-    one = len(prompts) == 1
-    result = generate(
-        generator,
-        tokenizer,
-        prompts,
-        **options,
-        sampling=sampling,
-        stop=values.stop,
-        stop_tokens=values.stop_token,
-        end_at_special=values.end_at_special,
-        on_text=show if one else None,
-    )
-    if one:
-        print()
-    else:
-        for i, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
-            print(f"--- {i + 1} ---\n{prompt}{text}")
+    with progress.waiting("reading the prompts") as doing:
+        shown = _Shown(prompts, doing)
+        result = _generated(
+            generator,
+            tokenizer,
+            prompts,
+            **options,
+            sampling=sampling,
+            stop=values.stop,
+            stop_tokens=values.stop_token,
+            end_at_special=values.end_at_special,
+            on_text=shown.add,
+            on_end=shown.end,
+            on_compile=lambda: doing.now(f"compiling for {len(prompts)} prompt(s)"),
+            on_prefill=lambda done, of: doing.now(f"reading the prompts, {done} of {of} parts"),
+        )
     sys.stdout.flush()
     say(result.summary())
 
 
-def say(message: str) -> None:
-    print(f"kvjax: {message}", file=sys.stderr, flush=True)
-
-
-def parse(argv: list[str], values: flags.FlagValues) -> list[str]:
-    """The arguments that are no options; a wrong option ends the process as `main` does."""
+def _generated(*args, **options) -> Result:
+    """`generate`; a UserError where memory runs out."""
     try:
-        return values(argv)
-    except flags.Error as error:
-        say(str(error))
-        sys.exit(2)
-
-
-def main(argv: list[str], values: flags.FlagValues) -> None:
-    """Runs the command line; what the user must change ends it with one message and status 2."""
-    try:
-        if len(argv) > 1:
-            raise UserError(f"unknown argument {argv[1]!r}: options start with --")
-        runtime.start()
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no error
-        command(values)
-    except BrokenPipeError:  # whoever read has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except (UserError, NotImplementedError, OSError) as error:
-        say(str(error))
-        sys.exit(2)
+        return generate(*args, **options)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        say(
+        raise UserError(
             f"out of memory ({first_line(error)}): give fewer prompts at once, a smaller "
             "--num_tokens or a smaller --capacity"
-        )
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        ) from error
+
+
+class _Shown:
+    """Texts on standard output, in the order of the prompts.
+
+    The first that has not ended appears as it comes; what the next ones have by then follows at
+    once. Several are numbered.
+    """
+
+    def __init__(self, prompts: Sequence[str], doing: progress.waiting):
+        self._waiting = list(prompts)  # by sequence, what is not printed yet
+        self._begun = [False] * len(prompts)
+        self._ended = [False] * len(prompts)
+        self._current = 0
+        self._doing = doing
+
+    def add(self, b: int, text: str) -> None:
+        self._waiting[b] += text
+        if b == self._current:
+            self._doing.end()
+            self._print(b)
+
+    def end(self, b: int) -> None:
+        self._ended[b] = True
+        while self._current < len(self._ended) and self._ended[self._current]:
+            self._print(self._current)
+            print(flush=True)
+            self._current += 1
+        if self._current < len(self._ended):
+            self._print(self._current)
+
+    def _print(self, b: int) -> None:
+        if not self._begun[b] and len(self._ended) > 1:
+            print(f"--- {b + 1} ---")
+        self._begun[b] = True
+        print(self._waiting[b], end="", flush=True)
+        self._waiting[b] = ""
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(
-        lambda argv: main(argv, flags.FLAGS), flags_parser=lambda argv: parse(argv, flags.FLAGS)
-    )
+    command_line.run(main)

@@ -1,67 +1,57 @@
-"""`python -m kvjax.main --config=configs/lrkv_tiny.py`: trains what a config describes.
+"""Trains what a config describes.
 
-Keys are overridden as `--config.train.num_steps=100`. Running the same command again resumes.
+    python -m kvjax.main --config=configs/lrkv_tiny.py
+
+Keys are overridden as --config.train.num_steps=100. Running the same command again resumes.
 On several hosts the same command runs on each; on a TPU pod and under Slurm the processes find each
 other, elsewhere --coordinator, --num_processes and --process_id (or KVJAX_COORDINATOR and so on)
-tell them. Exit statuses: `kvjax.distributed`.
+tell them. Exit statuses: see kvjax/distributed/__init__.py and the README.
 """
 
-import functools
-import pathlib
-import sys
-
-from absl import app
-from absl import flags
 from etils import epath
-from ml_collections import config_flags
 
 from kvjax import command_line
 from kvjax import distributed
 from kvjax import runtime
 from kvjax.errors import UserError
 
-_DEFAULT = pathlib.Path(__file__).parents[1] / "configs" / "lrkv_tiny.py"
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "The run's config file.", lock_config=True
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", "", "Checkpoints and metrics go here, local or gs://; empty: runs/<config's name>."
-)
-_JOB = dict(
-    coordinator=flags.DEFINE_string(
-        "coordinator", None, "Of several processes: process 0's host:port. Or KVJAX_COORDINATOR."
-    ),
-    num_processes=flags.DEFINE_integer(
-        "num_processes", None, "How many processes there are. Or KVJAX_NUM_PROCESSES."
-    ),
-    process_id=flags.DEFINE_integer(
-        "process_id", None, "Which one this is, from 0. Or KVJAX_PROCESS_ID."
-    ),
-    connect_seconds=flags.DEFINE_integer(
-        "connect_seconds", 300, "How long processes wait for each other.", lower_bound=1
-    ),
-    heartbeat_seconds=flags.DEFINE_integer(
-        "heartbeat_seconds", 100, "After so long a silent process is lost.", lower_bound=1
-    ),
-)
+_JOB = ("coordinator", "num_processes", "process_id", "connect_seconds", "heartbeat_seconds")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}: options start with --")
+def _parser() -> command_line.Parser:
+    parser = command_line.Parser(__doc__, config=True)
+    add = parser.add_argument
+    add("--workdir", default="", help="for checkpoints and metrics, local or gs:// (runs/NAME)")
+    job = parser.add_argument_group("several processes")
+    add = job.add_argument
+    add("--coordinator", help="process 0's host:port, or KVJAX_COORDINATOR")
+    add("--num_processes", type=int, help="how many there are, or KVJAX_NUM_PROCESSES")
+    add("--process_id", type=int, help="which one this is, from 0, or KVJAX_PROCESS_ID")
+    add("--connect_seconds", type=int, default=300, help="to wait for each other (300)")
+    add("--heartbeat_seconds", type=int, default=100, help="of silence: it is lost (100)")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Trains; see the module's docstring."""
+    parser = _parser()
+    if "--help" in arguments or "-h" in arguments:
+        from kvjax import config_help  # keys with their meaning: imports the model
+
+        parser.epilog = config_help.text()
+    options = parser.parse(arguments)
+    for name in ("connect_seconds", "heartbeat_seconds"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name}={getattr(options, name)}: must be at least 1")
+    config = command_line.load_config(options.config, options.overrides)
     runtime.start()
-    config = _CONFIG.value
-    workdir = epath.Path(_WORKDIR.value or f"runs/{config.name}").expanduser()
-    try:
-        distributed.start(**{name: flag.value for name, flag in _JOB.items()})
-        from kvjax import train  # after the runtime is set up
+    workdir = epath.Path(options.workdir or f"runs/{config.name}").expanduser()
+    distributed.start(**{name: getattr(options, name) for name in _JOB})
+    from kvjax import train  # after the runtime is set up
 
-        with distributed.ending_together():
-            train.train(config, workdir)
-    except (UserError, OSError) as error:
-        print(f"kvjax: {error}", file=sys.stderr)
-        sys.exit(2)
+    with distributed.ending_together():
+        train.train(config, workdir)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=functools.partial(command_line.parse, default=_DEFAULT))
+    command_line.run(main)

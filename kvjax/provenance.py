@@ -10,6 +10,8 @@ import sys
 
 import jax
 
+from kvjax.command_line import program
+
 # What a commit is marked "+" for: changes but those of results, which do not change each other.
 _CHANGES = ("status", "--short", "--", ":/", ":(top,exclude)experiments/results")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -19,7 +21,7 @@ def provenance(*packages: str) -> dict:
     """JSON-able; `packages` are named beside the usual ones, where they are installed."""
     versions = {name: _version(name) for name in (*_PACKAGES, *packages)}
     return {
-        "command": " ".join([_program(), *sys.argv[1:]]),
+        "command": " ".join([program(), *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git(*_CHANGES) else ""),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {_memory() / 2**30:.0f} GiB",
@@ -27,11 +29,6 @@ def provenance(*packages: str) -> dict:
         "python": platform.python_version(),
         "packages": {name: version for name, version in versions.items() if version},
     }
-
-
-def _program() -> str:
-    spec = sys.modules["__main__"].__spec__
-    return f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
 
 
 def _version(package: str) -> str | None:

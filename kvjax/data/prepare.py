@@ -18,20 +18,20 @@ import lzma
 import os
 import pathlib
 import shutil
-import sys
 import tempfile
 import time
 from typing import Any
 import uuid
 
-from absl import app
-from absl import flags
 from absl import logging
 from etils import epath
 import numpy as np
 
+from kvjax import command_line
 from kvjax import json_text
+from kvjax import progress
 from kvjax import runtime
+from kvjax.config_keys import keys
 from kvjax.data import config as config_lib
 from kvjax.data import manifest
 from kvjax.data import readers
@@ -44,7 +44,6 @@ from kvjax.errors import DataError
 from kvjax.errors import UserError
 from kvjax.errors import first_line
 from kvjax.errors import warn
-from kvjax.progress import Progress
 
 # The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
 BATCH_CHARACTERS = 1 << 21
@@ -55,7 +54,7 @@ STAGING = ".staging-kvjax-"
 ABANDONED_SECONDS = 24 * 3600
 
 
-def prepare(config: config_lib.DataConfig, *, progress: bool = True) -> epath.Path:
+def prepare(config: config_lib.DataConfig, *, shown: bool = True) -> epath.Path:
     """The folder of the data set that `config` asks for, written if it isn't there yet.
 
     It holds `dataset.json` (what is in it), `tokenizer.json` and `packed_rows/` (TFDS,
@@ -64,7 +63,7 @@ def prepare(config: config_lib.DataConfig, *, progress: bool = True) -> epath.Pa
     folder and copied, `dataset.json` last.
 
     Args:
-      progress: show on standard error how far it is, where it takes seconds.
+      shown: say on standard error how far it is, where it takes seconds.
 
     Raises:
       FileNotFoundError: a source or tokenizer that isn't there.
@@ -74,20 +73,20 @@ def prepare(config: config_lib.DataConfig, *, progress: bool = True) -> epath.Pa
     if config.source.startswith(config_lib.PREPARED):
         return runtime.path("config.data.source", config.source.removeprefix(config_lib.PREPARED))
     runtime.quiet_libraries()
-    with Progress("looking at the sources", unit=" files", show=progress) as shown:
-        source = sources.fingerprint(config, shown.advance)
+    with progress.waiting("looking at the sources", shown=shown) as doing:
+        source = sources.fingerprint(config, doing.now)
     tokenizer_key = _tokenizer_key(config, source)
     key = _hash(FORMAT_VERSION, source, tokenizer_key, config.sequence_length)
     path = config.root / "datasets" / key
     if _is_whole(path / MANIFEST, manifest.read):
         return path
-    with Progress("opening the sources", show=progress):
+    with progress.waiting("opening the sources", shown=shown):
         sources.check(config)
         for split in sources.SPLITS:  # An empty one is told before a tokenizer is trained.
             next(sources.pieces(config, split))
-    tokenizer = _tokenizer(config, tokenizer_key, progress)
-    with _published(path / MANIFEST, progress) as staging:
-        _write(config, tokenizer, staging, progress)
+    tokenizer = _tokenizer(config, tokenizer_key, shown)
+    with _published(path / MANIFEST, shown) as staging:
+        _write(config, tokenizer, staging, shown)
     return path
 
 
@@ -95,7 +94,7 @@ def _write(
     config: config_lib.DataConfig,
     tokenizer: tokenizer_lib.Tokenizer,
     staging: epath.Path,
-    progress: bool,
+    shown: bool,
 ) -> None:
     from kvjax.data import packed_rows  # TFDS takes 0.5 s, and a data set that is there needs none.
 
@@ -104,7 +103,7 @@ def _write(
     with tempfile.TemporaryDirectory(prefix="tokens-", dir=staging) as folder:
         for split in sources.SPLITS:
             file = os.path.join(folder, split)
-            splits[split] = _write_stream(config, split, tokenizer, dtype, file, progress)
+            splits[split] = _write_stream(config, split, tokenizer, dtype, file, shown)
             streams[split] = np.memmap(file, dtype, mode="r")
         for split, stream in streams.items():
             splits[split]["rows"] = (len(stream) - 1) // config.sequence_length
@@ -116,11 +115,11 @@ def _write(
             )
         total = sum(splits[split]["rows"] for split in splits)
         with (
-            Progress("writing rows", unit=" rows", total=total, show=progress) as shown,
+            progress.waiting("writing rows", shown=shown) as doing,
             contextlib.redirect_stdout(io.StringIO()),  # TFDS announces a download: there is none.
         ):
-            length, wrote = config.sequence_length, shown.advance
-            builder = packed_rows.PackedRows(streams, length, staging, wrote)
+            wrote = lambda rows: doing.now(f"writing rows, {rows:,} of {total:,}")
+            builder = packed_rows.PackedRows(streams, config.sequence_length, staging, wrote)
             builder.download_and_prepare(download_dir=folder)
         del builder, streams
     tokenizer.save(staging / TOKENIZER)
@@ -145,7 +144,7 @@ def _write_stream(
     tokenizer: tokenizer_lib.Tokenizer,
     dtype: np.dtype,
     file: str,
-    progress: bool,
+    shown: bool,
 ) -> dict[str, int | float]:
     """The documents, bytes (UTF-8) and tokens (with BOS) of a split, written to a local file."""
     token_bytes_V = tokenizer.token_bytes()
@@ -153,7 +152,8 @@ def _write_stream(
     # The figure any compressor's user knows, on the very text that bits per byte are measured on.
     xz = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME) if split == "validation" else None
     xz_bytes = 0
-    with open(file, "wb") as out, Progress(f"tokenizing {split}", show=progress) as shown:
+    what = f"tokenizing {split}"
+    with open(file, "wb") as out, progress.waiting(what, shown=shown) as doing:
         for batch in _batches(sources.pieces(config, split)):
             for piece, ids in zip(
                 batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True
@@ -166,8 +166,7 @@ def _write_stream(
                 num_tokens += len(tokens)
                 num_token_bytes += int(token_bytes_V[tokens].sum())
                 xz_bytes += len(xz.compress(content)) if xz else 0
-                shown.advance(len(content))
-                shown.note = f"{documents:,} documents"
+            doing.now(f"{what}, {documents:,} documents, {_size(num_bytes)}")
         if split == "validation":
             # Row starts are multiples of T: so the last row is whole, and nothing is left over.
             missing = -(num_tokens - 1) % config.sequence_length
@@ -206,7 +205,7 @@ def _tokenizer_key(config: config_lib.DataConfig, source: str) -> str:
     )
 
 
-def _tokenizer(config: config_lib.DataConfig, key: str, progress: bool) -> tokenizer_lib.Tokenizer:
+def _tokenizer(config: config_lib.DataConfig, key: str, shown: bool) -> tokenizer_lib.Tokenizer:
     """The tokenizer asked for; one trained before on the same text is read back."""
     if config.tokenizer == "byte":
         return tokenizer_lib.byte_tokenizer()
@@ -215,10 +214,10 @@ def _tokenizer(config: config_lib.DataConfig, key: str, progress: bool) -> token
     path = config.root / "tokenizers" / key
     if not _is_whole(path / TOKENIZER, _load_tokenizer):
         with (
-            _published(path / TOKENIZER, progress) as staging,
-            Progress("training the tokenizer", show=progress) as shown,
+            _published(path / TOKENIZER, shown) as staging,
+            progress.waiting("reading for the tokenizer", shown=shown) as doing,
         ):
-            trained = tokenizer_lib.train(_training_texts(config, shown), config.vocab_size)
+            trained = tokenizer_lib.train(_training_texts(config, doing), config.vocab_size)
             trained.save(staging / TOKENIZER)
             digests = manifest.digests(pathlib.Path(staging))
             (staging / manifest.DIGESTS).write_text(json.dumps(digests))
@@ -238,14 +237,21 @@ def _load_tokenizer(folder: epath.Path) -> tokenizer_lib.Tokenizer:
         raise manifest.DamagedDataError(folder, first_line(error)) from error
 
 
-def _training_texts(config: config_lib.DataConfig, shown: Progress) -> Iterator[str]:
-    shown.note = "reading"
+def _training_texts(config: config_lib.DataConfig, doing: progress.waiting) -> Iterator[str]:
+    characters = told = 0
     for piece in sources.pieces(config, "train"):
         yield piece.text
-        shown.advance(len(piece.text))
-        if shown.done >= TOKENIZER_CHARACTERS:
+        characters += len(piece.text)
+        if characters - told > BATCH_CHARACTERS:
+            told = characters
+            doing.now(f"reading for the tokenizer, {_size(characters)}")
+        if characters >= TOKENIZER_CHARACTERS:
             break
-    shown.note = f"learning {config.vocab_size:,} tokens"
+    doing.now(f"learning {config.vocab_size:,} tokens from {_size(characters)}")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
@@ -283,7 +289,7 @@ def _is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _published(file: epath.Path, progress: bool) -> Iterator[epath.Path]:
+def _published(file: epath.Path, shown: bool) -> Iterator[epath.Path]:
     """A local folder to write `file` and others into; without an exception it becomes `file`'s."""
     path = file.parent
     # ArrayRecord reads buckets but doesn't write them, and they can't rename a folder.
@@ -302,8 +308,8 @@ def _published(file: epath.Path, progress: bool) -> Iterator[epath.Path]:
     try:
         yield staging
         if remote:
-            with Progress(f"uploading to {path}", unit=" files", show=progress) as shown:
-                _upload(pathlib.Path(staging), path, file.name, shown.advance)
+            with progress.waiting(f"uploading to {path}", shown=shown) as doing:
+                _upload(pathlib.Path(staging), path, file.name, doing)
         else:
             _rename(staging, file)
     finally:
@@ -321,16 +327,14 @@ def _rename(staging: epath.Path, file: epath.Path) -> None:
             ) from error
 
 
-def _upload(
-    staging: pathlib.Path, path: epath.Path, last: str, uploaded: Callable[[int], None]
-) -> None:
+def _upload(staging: pathlib.Path, path: epath.Path, last: str, doing: progress.waiting) -> None:
     """Copies a folder; `last` is the file by which others know that all are there."""
     for file in sorted(staging.rglob("*"), key=lambda file: file.name == last):
         if file.is_file():
             target = path / file.relative_to(staging).as_posix()
+            doing.now(f"uploading {target}")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
-            uploaded(1)
 
 
 def _remove_abandoned(folder: pathlib.Path) -> None:
@@ -348,29 +352,27 @@ def _hash(*parts) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=10).hexdigest()
 
 
-def _define_flags() -> dict[str, flags.FlagHolder]:
-    define = {str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float}
-    holders = {}
-    for field in dataclasses.fields(config_lib.DataConfig):
-        name = config_lib.FLAG_NAMES.get(field.name, field.name)
-        holders[field.name] = define[field.type](name, field.default, "see kvjax/data/config.py")
-    return holders
-
-
-def main(argv: list[str], holders: dict[str, flags.FlagHolder]) -> None:
-    """Prepares the data set of the flags, and prints its folder and what is in it."""
-    if len(argv) > 1:
-        sys.exit(f"prepare takes flags only, not {argv[1:]}: --source=... and others, see --help.")
-    try:
-        path = prepare(
-            config_lib.DataConfig(**{name: holder.value for name, holder in holders.items()})
+def _options(arguments: list[str]) -> config_lib.DataConfig:
+    """The data set that the options ask for: one option per key."""
+    parser = command_line.Parser(__doc__)
+    for key in keys(config_lib.DataConfig):
+        name = config_lib.FLAG_NAMES.get(key.name, key.name)
+        default = getattr(config_lib.DataConfig, key.name)
+        text = f"{key.meaning} ({default!r})".replace("%", "%%")
+        parser.add_argument(
+            f"--{name}", dest=key.name, type=type(default), default=default, help=text
         )
-    except (UserError, OSError) as error:
-        print(f"kvjax: {config_lib.as_options(str(error))}", file=sys.stderr)
-        sys.exit(2)
+    return config_lib.DataConfig(**vars(parser.parse(arguments)))
+
+
+def main(arguments: list[str]) -> None:
+    """Prepares the data set of the options, and prints its folder and what is in it."""
+    try:
+        path = prepare(_options(arguments))
+    except UserError as error:
+        raise UserError(config_lib.as_options(str(error))) from error
     print((path / MANIFEST).read_text() + os.fspath(path))
 
 
 if __name__ == "__main__":
-    holders_ = _define_flags()
-    app.run(lambda argv: main(argv, holders_))
+    command_line.run(main)

@@ -51,19 +51,19 @@ class Source(Protocol):
 
 
 def fingerprint(
-    config: config_lib.DataConfig, looked_at: Callable[[int], None] = lambda files: None
+    config: config_lib.DataConfig, say: Callable[[str], None] = lambda text: None
 ) -> str:
     """A hash of all that decides which documents are in which split, hexadecimal.
 
     Args:
-      looked_at: told of one more file, or other source, each time.
+      say: called with how far it is.
     """
 
     def of(key: str) -> list[str]:
         found = []
         for source in _sources(config, key):
             found.append(source.fingerprint())
-            looked_at(1)
+            say(f"looking at config.data.{key}, {len(found):,} files")
         return found
 
     held_out, parts = of("validation_source"), of("source")

@@ -1,7 +1,6 @@
 """Decode attention timed on the device that is present: rows of a table, and block sizes."""
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -21,6 +20,7 @@ from kvjax.kernels.decode_attention import bodies
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
+from kvjax.output import Table
 
 BLOCKS = (256, 512, 1024, 2048, 4096)  # where an implementation's module has no CANDIDATES
 NOTHING_FASTER = "nothing is faster than its own block sizes"
@@ -322,26 +322,10 @@ def _tuned(problem: contenders.Problem, name: str, run: Run, kind: str) -> dict:
     return dict(key=key, parameters=dict(best)) | facts
 
 
-def table(rows: Iterable[Mapping]) -> list[str]:
-    """Markdown; a row without a time says why."""
-    head = ["mechanism", "by", "batch", "tokens", "us", "from", "to", "GB/s", "of datasheet"]
-    head += ["of copy", "TFLOP/s", "MHA's time / its", "public MHA's / its"]
-    lines = [f"| {' | '.join(head)} |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
-    part = lambda x: "" if x is None else f"{x:.0%}"
-    for r in rows:
-        cells = [r["mechanism"], r["implementation"], f"{r['batch']}", f"{r['length']:,}"]
-        if "why" in r:
-            cells += [r["why"], *[""] * (len(head) - 5)]
-        else:
-            us = [f"{1e6 * s:,.1f}" for s in r["seconds"].values()]
-            cells += [us[0] + ("†" if r["may_be_launches"] else ""), *us[1:]]
-            cells += [f"{r['gbps']:,.1f}" + ("*" if r["may_stay_on_chip"] else "")]
-            cells += [part(r["of_datasheet"]), part(r["of_copy"]), f"{r['tflops']:.2f}"]
-            sign = "‡" if "mha_instead_of" in r else ""
-            cells += [f"{r['speedup']:.2f}{sign}" if "speedup" in r else r.get("no_speedup", "")]
-            public = "public_speedup" in r
-            cells += [f"{r['public_speedup']:.2f} ({r['public_by']})" if public else ""]
-        lines.append(f"| {' | '.join(cells)} |")
+def table(rows: Sequence[Mapping], title: str) -> Table:
+    """Rows as a table; one without a time says why."""
+    header = ["mechanism", "by", "batch", "tokens", "us", "from", "to", "GB/s", "of datasheet"]
+    header += ["of copy", "TFLOP/s", "MHA's time / its", "public MHA's / its"]
     notes = {}
     for r in rows:
         if r.get("may_stay_on_chip"):
@@ -351,4 +335,23 @@ def table(rows: Iterable[Mapping]) -> list[str]:
             notes["†"] = f"Below {us} a call, launching its kernels may be what is measured."
         if "mha_instead_of" in r:
             notes["‡"] = f"MHA by {r['mha_by']}, for want of {r['mha_instead_of']}."
-    return lines + [f"\n{sign} {note}" for sign, note in notes.items()]
+        if "why" in r:
+            names = f"{r['mechanism']} {r['implementation']}".rstrip()
+            notes[f"{names}, {r['batch']} x {r['length']:,}:"] = r["why"]
+    said = [f"{sign} {note}" for sign, note in notes.items()]
+    return Table(title, header, [_cells(r, len(header)) for r in rows], said)
+
+
+def _cells(r: Mapping, count: int) -> list[str]:
+    cells = [r["mechanism"], r["implementation"], f"{r['batch']}", f"{r['length']:,}"]
+    if "why" in r:  # which is a note below the table
+        return cells + ["-"] * (count - len(cells))
+    part = lambda x: "" if x is None else f"{x:.0%}"
+    us = [f"{1e6 * s:,.1f}" for s in r["seconds"].values()]
+    cells += [us[0] + ("†" if r["may_be_launches"] else ""), *us[1:]]
+    cells += [f"{r['gbps']:,.1f}" + ("*" if r["may_stay_on_chip"] else "")]
+    cells += [part(r["of_datasheet"]), part(r["of_copy"]), f"{r['tflops']:.2f}"]
+    sign = "‡" if "mha_instead_of" in r else ""
+    cells += [f"{r['speedup']:.2f}{sign}" if "speedup" in r else r.get("no_speedup", "")]
+    public = "public_speedup" in r
+    return [*cells, f"{r['public_speedup']:.2f} ({r['public_by']})" if public else ""]

@@ -8,7 +8,7 @@
 One layer's decode attention over full caches. Present: time per call without dispatch, beside the
 bandwidth of the datasheet and that of a copy, other implementations, and libraries. Absent: of a
 TPU the compiler's schedule, bundles per token against the cycles its bytes take; of a GPU the
-compiler's registers, spills and shared memory. Prints markdown tables and, last, a line of JSON.
+compiler's registers, spills and shared memory.
 """
 
 import argparse
@@ -21,14 +21,16 @@ import sys
 
 import jax
 
+from kvjax import command_line
 from kvjax import devices
+from kvjax import progress
 from kvjax.errors import UserError
 from kvjax.kernels import contenders
 from kvjax.kernels import measured
 from kvjax.kernels import static
 from kvjax.kernels import tpu_static
 from kvjax.kernels.decode_attention import shapes
-from kvjax.options import Parser
+from kvjax.output import Output
 from kvjax.provenance import provenance
 
 OPS = ("decode_attention",)
@@ -62,15 +64,16 @@ def _matplotlib(file: pathlib.Path):
     return figure
 
 
-def _listed(option: str, known: Sequence[str]):
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(filter(None, text.split(","))))
-        for name in names:
-            if name not in known:
-                raise UserError(f"{option} {name!r}: known are {', '.join(known)}")
-        return names
-
-    return parse
+def _listed(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The names of a comma-separated list, each of those known."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"{option}={text}: {name!r} is none of {', '.join(known)}"
+                + command_line.did_you_mean(name, known)
+            )
+    return names
 
 
 def _integers(option: str, at_least: int = 1):
@@ -84,12 +87,12 @@ def _integers(option: str, at_least: int = 1):
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    add("--op", default="decode_attention", help=f"of {', '.join(OPS)}")
+    add("--op", default="decode_attention", choices=OPS)
     add("--mechanisms", default=_MECHANISMS, help="names of the model's shapes, see shapes.py")
-    add("--device", default="", help=f"of {', '.join(DEVICES)}; empty: the one present")
-    add("--model", default="d36", help=f"of {', '.join(shapes.SHAPES)}")
+    add("--device", default="", choices=DEVICES, help="(the one present)")
+    add("--model", default="d36", choices=tuple(shapes.SHAPES), help="(d36)")
     add("--batch", default="", help="sequences, as in 1,8,64; with --length, each by each")
     add("--length", default="", help="cached tokens of each; neither: lengths, then batches")
     add("--implementations", default="", help=f"of {', '.join(contenders.NAMES)}")
@@ -99,12 +102,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tune", action="store_true", help="search block sizes and write tuned.json")
     add("--save", action="store_true", help="write experiments/results/kernels/DEVICE_OP*.json")
     add("--plot", default="", help="a PNG of the length sweep")
-    o = parser.parse_args(arguments)
-    (o.op,) = _listed("op", OPS)(o.op)[:1] or ("",)
-    (o.model,) = _listed("model", tuple(shapes.SHAPES))(o.model)[:1] or ("",)
-    (o.device,) = _listed("device", DEVICES)(o.device)[:1] or ("",)
-    o.mechanisms = _listed("mechanism", tuple(shapes.SHAPES[o.model]))(o.mechanisms)
-    o.implementations = _listed("implementation", contenders.NAMES)(o.implementations)
+    parser.add_output()
+    o = parser.parse(arguments)
+    o.mechanisms = _listed("--mechanisms", o.mechanisms, tuple(shapes.SHAPES[o.model]))
+    if o.implementations:
+        o.implementations = _listed("--implementations", o.implementations, contenders.NAMES)
     o.points = _points(o.batch, o.length)
     o.blocks = _integers("--blocks", 128)(o.blocks)
     (o.rounds, *_), (o.milliseconds, *_) = (
@@ -126,7 +128,7 @@ def _points(batches: str, lengths: str) -> tuple[tuple[int, int], ...]:
     return (*((1, length) for length in _LENGTHS), *((b, _BATCHES_LENGTH) for b in _BATCHES))
 
 
-def _measured(o: argparse.Namespace, name: str | None) -> tuple[list[str], dict]:
+def _measured(o: argparse.Namespace, name: str | None, out: Output) -> dict:
     platform = jax.default_backend()
     usual = contenders.default(platform)
     run = measured.Run(
@@ -139,34 +141,39 @@ def _measured(o: argparse.Namespace, name: str | None) -> tuple[list[str], dict]
         device=name,
     )
     if o.tune:
-        return _tuned(rows := measured.tune(run)), dict(tuned=rows)
+        return _tuned(measured.tune(run), out)
     rows, copied = measured.measure(run)
     kind = jax.devices()[0].device_kind
     datasheet = devices.DEVICES.get(name)
     sheet = f"{datasheet.bandwidth / 1e9:,.0f} by datasheet, " if datasheet else ""
-    head = (
+    title = (
         f"measured, {kind}, {run.dtype}: median of {run.rounds} rounds, their extremes, one layer. "
         f"GB/s of logical cache bytes; {sheet}{copied / 1e9:,.1f} copying (read and written). "
         "MHA's time is of the same turns as its; public MHA's, of the same batch and length"
     )
-    return [head, "", *measured.table(rows)], dict(rows=rows, copy_gbps=copied / 1e9)
+    out.show(measured.table(rows, title))
+    return dict(rows=rows, copy_gbps=copied / 1e9)
 
 
-def _tuned(rows: Sequence[dict]) -> list[str]:
-    said = lambda r: r.get("why") or f"{r['parameters']} under {r['key']}"
-    return [f"{r['mechanism']} {r.get('implementation', 'tpu')}: {said(r)}" for r in rows]
+def _tuned(rows: Sequence[dict], out: Output) -> dict:
+    for r in rows:
+        said = r.get("why") or f"{r['parameters']} under {r['key']}"
+        out.say(f"{r['mechanism']} {r.get('implementation', 'tpu')}: {said}")
+    return dict(tuned=rows)
 
 
-def _static(o: argparse.Namespace) -> tuple[list[str], dict]:
+def _static(o: argparse.Namespace, out: Output) -> dict:
     if o.device in tpu_static.CHIPS:
         if o.tune:
-            return _tuned(rows := static.tune_tpu(o)), dict(tuned=rows)
+            return _tuned(static.tune_tpu(o), out)
         rows = static.tpu(o)
-        return static.tpu_table(tpu_static.CHIPS[o.device], rows), dict(rows=rows)
+        out.show(static.tpu_table(tpu_static.CHIPS[o.device], rows))
+        return dict(rows=rows)
     if o.tune:
         raise UserError(f"--tune --device={o.device}: needs the device; which is not here")
     rows = static.gpu(o)
-    return static.gpu_table(o.device, rows), dict(rows=rows)
+    out.show(static.gpu_table(o.device, rows))
+    return dict(rows=rows)
 
 
 def _check_files(o: argparse.Namespace) -> None:
@@ -192,35 +199,30 @@ def _save(result: dict, file: pathlib.Path) -> None:
     print(f"written: {file}", file=sys.stderr)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints the tables and, last, one line of JSON; status 2 and a message for a bad option."""
+def main(arguments: list[str]) -> None:
+    """Prints the tables."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory too
-    try:
-        o = _options(argv[1:])
-        known = devices.of(jax.devices()[0])
-        present = known.name if known else "cpu" if jax.default_backend() == "cpu" else None
-        is_static = bool(o.device) and o.device != present
-        if is_static and o.device == "cpu":
-            raise UserError("--device=cpu: set JAX_PLATFORMS=cpu")
-        if is_static and o.plot:
-            raise UserError(f"--plot={o.plot}: only of what is measured; {o.device} is not here")
-        _check_files(o)
-        lines, result = _static(o) if is_static else _measured(o, present)
-        name = o.device or present or jax.devices()[0].device_kind.replace(" ", "_")
-        result = (
-            dict(name="kernels", op=o.op, model=o.model, device=name, static=is_static) | result
-        )
-        print("\n".join(lines))
-        print(json.dumps(result))
-        if o.save:
-            what = "_static" * is_static + "_tuned" * o.tune
-            _save(result, RESULTS / f"{name}_{o.op}{what}.json")
-        if o.plot:
-            plot(result["rows"], pathlib.Path(o.plot))
-    except (UserError, OSError) as error:
-        print(f"kvjax: {error}", file=sys.stderr)
-        sys.exit(2)
+    o = _options(arguments)
+    known = devices.of(jax.devices()[0])
+    present = known.name if known else "cpu" if jax.default_backend() == "cpu" else None
+    is_static = bool(o.device) and o.device != present
+    if is_static and o.device == "cpu":
+        raise UserError("--device=cpu: set JAX_PLATFORMS=cpu")
+    if is_static and o.plot:
+        raise UserError(f"--plot={o.plot}: only of what is measured; {o.device} is not here")
+    _check_files(o)
+    out = Output(o)
+    with progress.waiting("compiling" if is_static else "measuring"):
+        result = _static(o, out) if is_static else _measured(o, present, out)
+    name = o.device or present or jax.devices()[0].device_kind.replace(" ", "_")
+    result = dict(name="kernels", op=o.op, model=o.model, device=name, static=is_static) | result
+    out.result(result)
+    if o.save:
+        what = "_static" * is_static + "_tuned" * o.tune
+        _save(result, RESULTS / f"{name}_{o.op}{what}.json")
+    if o.plot:
+        plot(result["rows"], pathlib.Path(o.plot))
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    command_line.run(main)

@@ -14,6 +14,7 @@ from kvjax.kernels import measured
 from kvjax.kernels import tpu_static
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tuning
+from kvjax.output import Table
 
 _TPU_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
 
@@ -79,33 +80,36 @@ def tune_tpu(options: argparse.Namespace) -> list[dict]:
     return found
 
 
-def tpu_table(chip: tpu_static.Chip, rows: Sequence[dict]) -> list[str]:
-    """Markdown: executed bundles against HBM cycles, and the cycles of each unit."""
+def tpu_table(chip: tpu_static.Chip, rows: Sequence[dict]) -> Table:
+    """Executed bundles against HBM cycles, and the cycles of each unit."""
     timed = [r["units"] for r in rows if "units" in r]
     units = [unit for unit in (timed or [()])[0] if any(r[unit] >= 0.005 for r in timed)]
-    head = ["mechanism", "bytes", "bundles", "HBM cycles", "bundles / HBM"]
-    head += ["bandwidth-bound", *units, "bundles in a block", "and per block"]
-    lines = [
+    header = ["mechanism", "bytes", "bundles", "HBM cycles", "bundles / HBM"]
+    header += ["bandwidth-bound", *units, "bundles in a block", "and per block"]
+    title = (
         f"static, {chip.name}: what its schedule executes; nothing ran. Per cached token and "
-        f"core ({chip.cores} at {chip.clock / 1e9:.2f} GHz share HBM); of a unit, its cycles alone",
-        "",
-        f"| {' | '.join(head)} |",
-        "|---" + "|---:" * (len(head) - 1) + "|",
-    ]
-    for r in rows:
-        if "why" in r:
-            cells = [r["mechanism"], r["why"], *[""] * (len(head) - 2)]
-        else:
-            slack = r["hbm_cycles"] / r["bundles"]
-            bound = f"yes, by {slack:.2f}x" if slack > 1 else f"no, {1 / slack:.2f}x over"
-            cells = [r["mechanism"], f"{r['bytes']:,}", f"{r['bundles']:.2f}"]
-            cells += [f"{r['hbm_cycles']:.2f}", f"{r['of_hbm']:.0%}", bound]
-            cells += [f"{r['units'][unit]:.2f}" for unit in units]
-            grows = "bundles_per_block" in r
-            cells += [f"{r['bundles_in_a_block']:.2f}" if grows else ""]
-            cells += [f"{r['bundles_per_block']:,.0f}" if grows else ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        f"core ({chip.cores} at {chip.clock / 1e9:.2f} GHz share HBM); of a unit, its cycles alone"
+    )
+    cells = [_tpu_cells(r, units, len(header)) for r in rows]
+    return Table(title, header, cells, _why(rows))
+
+
+def _tpu_cells(r: dict, units: Sequence[str], count: int) -> list[str]:
+    if "why" in r:
+        return [r["mechanism"], *["-"] * (count - 1)]
+    slack = r["hbm_cycles"] / r["bundles"]
+    bound = f"yes, by {slack:.2f}x" if slack > 1 else f"no, {1 / slack:.2f}x over"
+    cells = [r["mechanism"], f"{r['bytes']:,}", f"{r['bundles']:.2f}"]
+    cells += [f"{r['hbm_cycles']:.2f}", f"{r['of_hbm']:.0%}", bound]
+    cells += [f"{r['units'][unit]:.2f}" for unit in units]
+    grows = "bundles_per_block" in r
+    cells += [f"{r['bundles_in_a_block']:.2f}" if grows else ""]
+    return [*cells, f"{r['bundles_per_block']:,.0f}" if grows else ""]
+
+
+def _why(rows: Sequence[dict]) -> list[str]:
+    """Why rows have no figures."""
+    return list(dict.fromkeys(f"{r['mechanism']}: {r['why']}" for r in rows if "why" in r))
 
 
 def gpu(options: argparse.Namespace) -> list[dict]:
@@ -131,15 +135,18 @@ def gpu(options: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def gpu_table(device: str, rows: Sequence[dict]) -> list[str]:
-    lines = [
-        f"static, {device}: what the compiler reserves; nothing ran",
-        "",
-        "| mechanism | batch | tokens | registers | spilled bytes | shared bytes |",
-        "|---" + "|---:" * 5 + "|",
+def gpu_table(device: str, rows: Sequence[dict]) -> Table:
+    """Registers, spills and shared memory."""
+    keys = ("registers", "spill_bytes", "shared_bytes")
+    cells = [
+        (
+            r["mechanism"],
+            r["batch"],
+            f"{r['length']:,}",
+            *(f"{r[k]:,}" if k in r else "-" for k in keys),
+        )
+        for r in rows
     ]
-    for r in rows:
-        names = f"| {r['mechanism']} | {r['batch']} | {r['length']:,} |"
-        figures = [f"{r[k]:,}" for k in ("registers", "spill_bytes", "shared_bytes") if k in r]
-        lines.append(f"{names} {' | '.join(figures) if figures else r['why'] + ' | |'} |")
-    return lines
+    header = ["mechanism", "batch", "tokens", "registers", "spilled bytes", "shared bytes"]
+    title = f"static, {device}: what the compiler reserves; nothing ran"
+    return Table(title, header, cells, _why(rows))

@@ -1,0 +1,56 @@
+"""What there is: commands, experiments and configs.
+
+python -m kvjax
+python -m kvjax.main --config=configs/lrkv_tiny.py
+"""
+
+import pathlib
+import textwrap
+
+from kvjax import __version__
+from kvjax import command_line
+from kvjax import output
+
+COMMANDS = {
+    "kvjax.main": "trains what a config describes; its --help lists all keys",
+    "kvjax.generate": "text from a trained run, decoded from its small cache",
+    "kvjax.costs": "parameters, cache bytes and FLOPs of a config, from shapes",
+    "kvjax.aot": "compiles a run for chips that are not there: fits? how fast at most?",
+    "kvjax.data.prepare": "text to packed rows, once",
+    "kvjax.kernels.profile": "decode kernels: time on a device, or its compiler's schedule",
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the overview."""
+    parser = command_line.Parser(__doc__)
+    parser.parse(arguments)
+    print(f"kvjax {__version__}: attention with a small KV cache, in JAX\n")
+    print("Commands, each with --help:\n")
+    for name, text in COMMANDS.items():
+        _print(f"python -m {name}", text)
+    experiments = command_line.CONFIGS.parent / "experiments"
+    commands = sorted(p for p in experiments.glob("*.py") if "__main__" in p.read_text())
+    if commands:
+        print("\nExperiments, which print tables:\n")
+    for path in commands:
+        _print(f"python -m experiments.{path.stem}", _first_line(path))
+    print("\nConfigs, as --config=configs/lrkv_tiny.py:\n")
+    for folder, names in command_line.config_names().items():
+        _print(folder, " ".join(names))
+
+
+def _print(name: str, text: str) -> None:
+    start = f"  {name}"
+    start = f"{start:<38}" if len(start) < 37 else f"{start}  "
+    indent = dict(initial_indent=start, subsequent_indent=" " * 38)
+    print(textwrap.fill(text, output.width(), break_on_hyphens=False, **indent))
+
+
+def _first_line(path: pathlib.Path) -> str:
+    """Of a file's docstring."""
+    return path.read_text().removeprefix('"""').partition("\n")[0].removesuffix('"""')
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,59 @@
+"""What `python -m kvjax.main --help` says below the options: keys, meanings, configs."""
+
+import textwrap
+
+from kvjax import command_line
+from kvjax import output
+from kvjax.attention import MECHANISMS
+from kvjax.config_keys import Key
+from kvjax.config_keys import keys
+from kvjax.data.config import DataConfig
+from kvjax.experiment import ComputeConfig
+from kvjax.experiment import TrainConfig
+from kvjax.model.config import BlockConfig
+from kvjax.optim import OptimizerConfig
+from kvjax.sharding import MeshConfig
+
+SECTIONS = {
+    "train": TrainConfig,
+    "data": DataConfig,
+    "model": BlockConfig,
+    "optimizer": OptimizerConfig,
+    "compute": ComputeConfig,
+    "mesh": MeshConfig,
+}
+
+
+def text() -> str:
+    """All keys by section, then the mechanisms' keys by kind, then the configs there are."""
+    lines = []
+    for section, cls in SECTIONS.items():
+        lines += [f"keys of config.{section}:", *_table(keys(cls)), ""]
+    for kind, cls in MECHANISMS.items():
+        lines += [f"keys of config.attention with kind={kind!r}:", *_table(keys(cls)), ""]
+    lines += [
+        "config.attention.layer_ranks: rank by layer instead of `rank`; (): all the same",
+        "",
+        "configs:",
+    ]
+    for folder, names in command_line.config_names().items():
+        lines += textwrap.wrap(
+            f"{folder}: {' '.join(names)}",
+            output.width(),
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
+    return "\n".join(lines)
+
+
+def _table(found: list[Key]) -> list[str]:
+    return [
+        line
+        for key in found
+        for line in textwrap.wrap(
+            f"{key.name}{f' ({key.default})' if key.default else ''}: {key.meaning}",
+            output.width(),
+            initial_indent="  ",
+            subsequent_indent="      ",
+        )
+    ]

@@ -1,0 +1,32 @@
+"""The keys of a config's section with their meaning, from the dataclass that it becomes."""
+
+import dataclasses
+import inspect
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key: its default as text ("" where it has none) and what it means."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+def keys(cls: type) -> list[Key]:
+    """The fields of a config dataclass; meanings are its comments, or its docstring's paragraphs.
+
+    A comment stands behind a field, or in whole lines above it.
+    """
+    source = inspect.getsource(cls)
+    paragraphs = dict(re.findall(r"^    (\w+): (.+(?:\n      .+)*)", cls.__doc__ or "", re.M))
+    found = []
+    for field in dataclasses.fields(cls):
+        pattern = rf"((?:^    # .*\n)*)^    {field.name}: [^#\n]*(?:# (.*))?$"
+        above, behind = re.search(pattern, source, re.M).groups()
+        above = " ".join(line.strip(" #") for line in above.splitlines())
+        meaning = behind or above or " ".join(paragraphs.get(field.name, "").split())
+        default = "" if field.default is dataclasses.MISSING else repr(field.default)
+        found.append(Key(field.name, default, meaning))
+    return found

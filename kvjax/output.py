@@ -1,0 +1,146 @@
+"""What a command prints: text and tables that fit a terminal, Markdown, or JSON."""
+
+import argparse
+from collections.abc import Iterable
+from collections.abc import Sequence
+import dataclasses
+import json
+import shutil
+import sys
+import textwrap
+
+GAP = "  "
+NARROWEST = 12  # columns that words are broken into at least, where even words do not fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table with the words above it, and notes below."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence]
+    notes: Sequence[str] = ()
+
+
+class Output:
+    """Text and tables on standard output; with --json they go to standard error.
+
+    Args:
+      options: with `json` and `markdown`, see `command_line.Parser.add_output`.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        self._json, self._markdown = options.json, options.markdown
+
+    @property
+    def _stream(self):
+        return sys.stderr if self._json else sys.stdout
+
+    def say(self, text: str = "") -> None:
+        """A line or paragraph, wrapped to the terminal's width unless it is Markdown."""
+        if not self._markdown:
+            text = "\n".join(textwrap.fill(line, width()) for line in text.split("\n"))
+        print(text, file=self._stream, flush=True)
+
+    def table(self, header: Sequence[str], rows: Iterable[Sequence]) -> None:
+        """A table under an empty line; cells are text or str() of what they are."""
+        make = markdown if self._markdown else aligned
+        print("\n" + "\n".join(make(header, rows)), file=self._stream, flush=True)
+
+    def show(self, table: Table) -> None:
+        """A table, between its title and its notes."""
+        self.say(table.title)
+        self.table(table.header, table.rows)
+        for note in table.notes:
+            self.say(f"\n{note}")
+
+    def result(self, result: dict) -> None:
+        """One line of JSON, if it was asked for."""
+        if self._json:
+            print(json.dumps(result), flush=True)
+
+
+def width() -> int:
+    """Columns of the terminal ($COLUMNS counts first); 80 where there is none."""
+    return max(shutil.get_terminal_size().columns, 40)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence]) -> list[str]:
+    """The lines of a Markdown table: columns of figures to the right, of words to the left."""
+    rows = [[str(cell) for cell in row] for row in rows]
+    right = _are_figures(header, rows)
+    line = lambda cells: "| " + " | ".join(cells) + " |"
+    rule = "|" + "|".join("---:" if figures else "---" for figures in right) + "|"
+    return [line(header), rule, *(line(row) for row in rows)]
+
+
+def aligned(header: Sequence[str], rows: Iterable[Sequence]) -> list[str]:
+    """The lines of a table no wider than the terminal.
+
+    Headers and words wrap, figures never do. What does not fit side by side follows below, in
+    blocks that each begin with the first column.
+    """
+    rows = [[str(cell) for cell in row] for row in rows]
+    right = _are_figures(header, rows)
+    columns = list(zip(header, *rows, strict=True))
+    words = [[w for cell in column for w in cell.split()] or [""] for column in columns]
+    least = [max(map(len, w)) for w in words]
+    for i, figures in enumerate(right):
+        if figures:  # "1.9 ± 0.1" stays in one line
+            least[i] = max(least[i], *map(len, columns[i][1:]), 0)
+        else:
+            least[i] = min(least[i], max(NARROWEST, width() // 2))
+    lines = []
+    for block in _blocks(least):
+        if lines:
+            lines.append("")
+        lines += _lines(
+            [columns[i] for i in block], [least[i] for i in block], [right[i] for i in block]
+        )
+    return lines
+
+
+def _blocks(least: Sequence[int]) -> list[list[int]]:
+    """Which columns stand side by side: the first in every block."""
+    blocks = [[0]]
+    for i in range(1, len(least)):
+        block = [*blocks[-1], i]
+        if sum(least[j] for j in block) + len(GAP) * (len(block) - 1) > width():
+            if len(blocks[-1]) > 1:
+                blocks.append([0])
+        blocks[-1].append(i)
+    return blocks
+
+
+def _lines(columns, least, right) -> list[str]:
+    """A block: every column as wide as its longest cell if there is room, else narrower."""
+    most = [max(map(len, column)) for column in columns]
+    room = width() - len(GAP) * (len(columns) - 1)
+    widths = list(least)
+    while sum(widths) < room and widths != most:  # the narrowest for what it holds grows first
+        i = min((i for i in range(len(widths)) if widths[i] < most[i]), key=widths.__getitem__)
+        widths[i] += 1
+    lines = []
+    for n, cells in enumerate(zip(*columns, strict=True)):
+        wrapped = [textwrap.wrap(c, w) or [""] for c, w in zip(cells, widths, strict=True)]
+        for k in range(max(map(len, wrapped))):
+            parts = [w[k] if k < len(w) else "" for w in wrapped]
+            placed = [
+                part.rjust(w) if r else part.ljust(w)
+                for part, w, r in zip(parts, widths, right, strict=True)
+            ]
+            lines.append(GAP.join(placed).rstrip())
+        if n == 0:
+            lines.append(GAP.join("-" * w for w in widths))
+    return lines
+
+
+def _are_figures(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
+    """By column: whether most cells that say anything begin as a number does."""
+    found = []
+    for i in range(len(header)):
+        cells = [c for row in rows if (c := row[i].strip("*`")) and c != "-"]
+        numbers = [c for c in cells if c.lstrip("+-±≤<≥~")[:1].isdigit()]
+        found.append(i > 0 and 2 * len(numbers) > len(cells) if cells else i > 0)
+    return found
