@@ -109,6 +109,7 @@ def _write(
             splits[split]["rows"] = (len(stream) - 1) // config.sequence_length
         if not splits["train"]["rows"]:
             raise DataError(
+                f"config.data.sequence_length = {config.sequence_length}: "
                 f"the train split has {splits['train']['tokens']} tokens, and a row needs"
                 f" sequence_length + 1 = {config.sequence_length + 1}: lower sequence_length, or"
                 f" give more text in source={config.source!r}."
@@ -173,9 +174,9 @@ def _write_stream(
             out.write(np.full(missing, tokenizer.bos_id, dtype))
     if num_token_bytes != num_bytes:
         raise DataError(
-            f"tokenizer={config.tokenizer!r} loses text: the {split} split has {num_bytes} bytes,"
-            f" its tokens {num_token_bytes}. Use a tokenizer whose vocabulary has all 256 bytes, or"
-            " tokenizer='bpe'."
+            f"config.data.tokenizer = {config.tokenizer!r}: loses text: the {split} split has "
+            f"{num_bytes} bytes, its tokens {num_token_bytes}. Use a tokenizer whose vocabulary "
+            "has all 256 bytes, or 'bpe'"
         )
     counts = {"documents": documents, "bytes": num_bytes, "tokens": num_tokens}
     if xz:
@@ -199,7 +200,7 @@ def _tokenizer_key(config: config_lib.DataConfig, source: str) -> str:
     if config.tokenizer == "byte":
         return "byte"
     if config.tokenizer != "bpe":
-        return _hash(tokenizer_lib.load(config.tokenizer).to_json())
+        return _hash(tokenizer_lib.load(config.tokenizer, "config.data.tokenizer").to_json())
     return _hash(
         FORMAT_VERSION, source, config.vocab_size, tokenizer_lib.SPLIT_PATTERN, tokenizer_lib.BOS
     )

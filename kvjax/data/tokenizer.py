@@ -159,8 +159,8 @@ def train(
     reached = backend.get_vocab_size()
     if reached != vocab_size:
         raise DataError(
-            f"vocab_size={vocab_size} asked, {reached} reached: the training split has no more"
-            f" pairs of tokens that occur twice. Use vocab_size={reached} or less, or more text."
+            f"config.data.vocab_size = {vocab_size}: {reached} reached, for the training split has "
+            f"no more pairs of tokens that occur twice. Use {reached} or less, or more text"
         )
     return Tokenizer(backend, "the trained tokenizer")
 
@@ -178,8 +178,11 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, "the byte tokenizer")
 
 
-def load(path: epath.PathLike) -> Tokenizer:
+def load(path: epath.PathLike, key: str = "tokenizer") -> Tokenizer:
     """The tokenizer of a `tokenizer.json`: one saved here, or a published byte-level one.
+
+    Args:
+      key: for messages: what names the file.
 
     Raises:
       FileNotFoundError: no such file.
@@ -188,11 +191,9 @@ def load(path: epath.PathLike) -> Tokenizer:
     """
     path = epath.Path(path).expanduser()
     if not path.exists():
-        raise MissingDataError(f"tokenizer={os.fspath(path)!r}: there is no such file.")
+        raise MissingDataError(f"{key} = {os.fspath(path)!r}: there is no such file")
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text())
     except Exception as error:  # The library raises bare Exception.
-        raise DataError(
-            f"tokenizer={os.fspath(path)!r} is not a tokenizer.json: {error}"
-        ) from error
+        raise DataError(f"{key} = {os.fspath(path)!r}: is not a tokenizer.json: {error}") from error
     return Tokenizer(backend, os.fspath(path))
