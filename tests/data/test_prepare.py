@@ -196,9 +196,7 @@ def test_tokenizer_that_loses_text_is_told(small_config, tmp_path):
     config = dataclasses.replace(
         small_config, tokenizer=str(tmp_path / "lossy.json"), directory=str(tmp_path)
     )
-    with pytest.raises(
-        ValueError, match=r"lossy\.json': loses text: the train split has \d+ b"
-    ):
+    with pytest.raises(ValueError, match=r"lossy\.json': loses text: the train split has \d+ b"):
         prepare.prepare(config)
 
 
