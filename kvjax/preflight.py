@@ -97,7 +97,7 @@ def check_vocabulary(experiment: Experiment) -> None:
     there = (
         tokenizer.byte_tokenizer()
         if data.tokenizer == "byte"
-        else tokenizer.load(epath.Path(data.tokenizer).expanduser())
+        else tokenizer.load(data.tokenizer, "config.data.tokenizer")
     )
     if there.vocab_size != data.vocab_size:
         raise UserError(

@@ -18,11 +18,14 @@ class waiting:  # reads as `with waiting("...")`
 
     Args:
       what: "compiling the decode step", say.
+      shown: False: nothing is said.
     """
 
-    def __init__(self, what: str):
+    def __init__(self, what: str, *, shown: bool = True):
         self._what = what
         self._ended = threading.Event()
+        if not shown:
+            self._ended.set()
 
     def now(self, what: str) -> None:
         """What is under way from here on."""

@@ -26,11 +26,11 @@ from etils import epath
 from kvjax import runtime
 from kvjax.data import config as config_lib
 from kvjax.data import readers
+from kvjax.data.manifest import SPLITS
 from kvjax.errors import DataError
 from kvjax.errors import MissingDataError
 from kvjax.errors import first_line
 
-SPLITS = ("train", "validation")
 EMBEDDED_VALIDATION_BYTES = 200_000
 CORPUS = epath.Path(__file__).parent / "corpus"
 BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
@@ -50,10 +50,23 @@ class Source(Protocol):
         """The documents of `train`, `validation` (the held-out `fraction`) or `all`."""
 
 
-def fingerprint(config: config_lib.DataConfig) -> str:
-    """A hash of all that decides which documents are in which split, hexadecimal."""
-    held_out = [s.fingerprint() for s in _sources(config, "validation_source")]
-    parts = [s.fingerprint() for s in _sources(config, "source")]
+def fingerprint(
+    config: config_lib.DataConfig, say: Callable[[str], None] = lambda text: None
+) -> str:
+    """A hash of all that decides which documents are in which split, hexadecimal.
+
+    Args:
+      say: called with how far it is.
+    """
+
+    def of(key: str) -> list[str]:
+        found = []
+        for source in _sources(config, key):
+            found.append(source.fingerprint())
+            say(f"looking at config.data.{key}, {len(found):,} files")
+        return found
+
+    held_out, parts = of("validation_source"), of("source")
     if set(parts) & set(held_out):
         raise DataError(
             f"config.data.validation_source = {config.validation_source!r}: shares a file with "
@@ -116,7 +129,9 @@ class _TextFile:
         self.path = path
 
     def fingerprint(self) -> str:
-        return f"txt {_file_hash(self.path)}"
+        # The mark was once a part of the text: what was prepared with it is other data.
+        marked = " without its mark" if readers.byte_order_mark(self.path) else ""
+        return f"txt {_file_hash(self.path)}{marked}"
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
         size = self.path.stat().length
