@@ -64,7 +64,7 @@ def status(command: Command, arguments: Sequence[str]) -> int:
         say("interrupted")
         return interrupted.STATUS
     except Exception as error:
-        reason = _reason(error)
+        reason = reason_of(error)
         if reason is None:
             raise
         say(reason)
@@ -75,7 +75,7 @@ def status(command: Command, arguments: Sequence[str]) -> int:
         return 2
 
 
-def _reason(error: Exception) -> str | None:
+def reason_of(error: Exception) -> str | None:
     """What to tell the user, or None where only a traceback helps: a bug."""
     text = str(error)
     if isinstance(error, (UserError, NotImplementedError)):
@@ -154,11 +154,10 @@ class Parser(argparse.ArgumentParser):
 
     def add_output(self) -> None:
         """Adds --json and --markdown, which `kvjax.output.Output` obeys."""
-        form = self.add_mutually_exclusive_group()
         text = "one line of JSON on standard output; the tables go to standard error"
-        form.add_argument("--json", action="store_true", help=text)
+        self.add_argument("--json", action="store_true", help=text)
         text = "tables as Markdown, as wide as they are"
-        form.add_argument("--markdown", action="store_true", help=text)
+        self.add_argument("--markdown", action="store_true", help=text)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The options; of a command with a config also `overrides`, the keys given.

@@ -1,5 +1,6 @@
 """A word for whoever waits: what takes over three seconds says so, on standard error."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import sys
@@ -11,7 +12,7 @@ _TERMINAL_EVERY, _LOG_EVERY = 1.0, 30.0
 
 
 @contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
     """Says what is under way once it takes over three seconds, and for how long since.
 
     A terminal gets one line that counts seconds and is gone in the end; a log gets a line after
@@ -19,9 +20,16 @@ def waiting(what: str) -> Iterator[None]:
 
     Args:
       what: "compiling the decode step", say.
+
+    Yields:
+      A function that is told where in it the work is: "LRKV, 2 of 14".
     """
     stream, begun, ended = sys.stderr, time.monotonic(), threading.Event()
-    terminal = stream.isatty()
+    terminal, place = stream.isatty(), ""
+
+    def tell(where: str) -> None:
+        nonlocal place
+        place = f": {where}"
 
     def say(text: str, end: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed, or full
@@ -33,14 +41,14 @@ def waiting(what: str) -> Iterator[None]:
             pause = _TERMINAL_EVERY if terminal else _LOG_EVERY
             seconds = time.monotonic() - begun
             if terminal:
-                say(f"\r\x1b[K{what} ... {seconds:.0f} s", "")
+                say(f"\r\x1b[K{what}{place} ... {seconds:.0f} s", "")
             else:
-                say(f"kvjax: {what} ({seconds:.0f} s so far)", "\n")
+                say(f"kvjax: {what}{place} ({seconds:.0f} s so far)", "\n")
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield
+        yield tell
     finally:
         ended.set()
         thread.join()
