@@ -69,11 +69,12 @@ def _check(d_model: int, num_layers: int) -> None:
     """Raises a UserError where the state cannot be split, held or written."""
     if not _CLEAR.exists():
         raise UserError(f"{_CLEAR} is not there: only Linux says how high memory rose")
-    model = experiment(d_model, num_layers, FSDP).model
-    shapes, _ = costs.abstract_parameters(model)
+    one, two = (experiment(d_model, layers, FSDP).model for layers in (1, 2))
+    shapes, _ = costs.abstract_parameters(one)
     if not all(sharding.divides(mesh, shapes) for mesh in (FSDP, OTHER)):
         raise UserError(f"--d_model={d_model}: must divide by {PROCESSES}, as 512 does")
-    most = 12 * costs.parameters(model)["total"]  # float32 weights and two moments
+    first, both = (costs.parameters(model)["total"] for model in (one, two))
+    most = 12 * (first + (num_layers - 1) * (both - first))  # float32 weights and two moments
     folder = tempfile.gettempdir()
     there = dict(memory=(psutil.virtual_memory().available, 3), disk=(_free(folder), 2))
     for name, (size, copies) in there.items():

@@ -325,3 +325,27 @@ def test_a_config_of_no_scale(place):
     path.write_text(path.read_text().replace('"mha_128m"', '"mha_big"'))
     with pytest.raises(UserError, match="end of config.name = .big.: must be one of .128m"):
         lab_notes.read_all()
+
+
+def test_options_that_do_not_go_together(place, capsys):
+    assert _run("--check", "--compile") == _run("--only=mha*") == 2
+    both, only = capsys.readouterr().err.splitlines()
+    assert both == "kvjax: --check --compile: give one of them"
+    assert only.startswith("kvjax: --only=mha*: is of --compile")
+
+
+@pytest.mark.aot
+def test_a_saved_result_is_what_the_compiler_says_now():
+    """Of one config: a result outlives a change of the program, unless someone looks."""
+    note = NOTES["lrkv_128m"]
+    (target,) = note.targets
+    saved = scaling_table.outcome(note, target).result
+    command = [part for part in scaling_table._command(note, target) if part != "--save"]
+    done = subprocess.run(
+        [*command, "--json"], cwd=scaling_table.ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    now = json.loads(done.stdout)
+    assert now["memory"]["total"] == pytest.approx(saved["memory"]["total"], rel=0.01)
+    assert now["wire_bytes"] == pytest.approx(saved["wire_bytes"], rel=0.01)
+    assert now["bound"]["seconds"] == pytest.approx(saved["bound"]["seconds"], rel=0.01)
