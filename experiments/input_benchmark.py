@@ -7,6 +7,7 @@ and throws them away. Prints a table.
 """
 
 import itertools
+import lzma
 import os
 import tempfile
 import time
@@ -18,6 +19,7 @@ from kvjax.configuration import at_least
 from kvjax.data import config as config_lib
 from kvjax.data import loader
 from kvjax.data import prepare
+from kvjax.data import sources
 from kvjax.errors import UserError
 from kvjax.output import Output
 
@@ -57,6 +59,16 @@ def measure(config: config_lib.DataConfig, batch_size: int, seconds: float) -> d
     return figures | shape | dict(cores=os.cpu_count())
 
 
+def _check_batch(rows: int, length: int) -> None:
+    """Raises a UserError for a batch with more tokens than the corpus has bytes."""
+    text = sum(len(lzma.decompress(file.read_bytes())) for file in sources.CORPUS.glob("*.xz"))
+    if rows * length > text:
+        raise UserError(
+            f"--batch_size={rows} --sequence_length={length}: the embedded corpus has {text:,} "
+            "bytes, which are not enough for one batch"
+        )
+
+
 def main(arguments: list[str]) -> None:
     """Measures and prints."""
     parser = command_line.Parser(__doc__)
@@ -70,6 +82,7 @@ def main(arguments: list[str]) -> None:
     at_least("--sequence_length", options.sequence_length, 1)
     if not 0.1 <= options.seconds <= 3600:
         raise UserError(f"--seconds = {options.seconds}: must be from 0.1 to 3600")
+    _check_batch(options.batch_size, options.sequence_length)
     out = Output(options)
     with tempfile.TemporaryDirectory() as folder:
         config = config_lib.DataConfig(directory=folder, sequence_length=options.sequence_length)

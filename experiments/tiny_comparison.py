@@ -50,13 +50,12 @@ def config_of(mechanism: str, steps: int, orthogonalize: str) -> ml_collections.
 
 
 def run(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict:
-    """Bits per byte at the end, and tokens/s."""
+    """Bits per byte at the end, and tokens/s (None of a run of a step or two)."""
     with contextlib.redirect_stdout(sys.stderr):
         last = train.train(config, workdir)
-    timing = [r for r in metrics.read_records(workdir / "timing.jsonl") if "tokens_per_second" in r]
-    if not timing:
-        raise UserError(f"{workdir}/timing.jsonl has no tokens_per_second: move the run away")
-    return dict(bpb=last["validation_bpb"], tokens_per_second=timing[-1]["tokens_per_second"])
+    records = metrics.read_records(workdir / "timing.jsonl")
+    speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
+    return dict(bpb=last["validation_bpb"], tokens_per_second=speeds[-1] if speeds else None)
 
 
 def half_interval(values: list[float]) -> float | None:
@@ -70,12 +69,13 @@ def half_interval(values: list[float]) -> float | None:
 def row(mechanism: str, experiment: experiment_lib.Experiment, found: list, base: list) -> dict:
     """Figures of one mechanism, from its runs and those it is compared against, seed by seed."""
     bpb = [r["bpb"] for r in found]
+    speeds = [speed for r in found if (speed := r["tokens_per_second"])]
     paired = [a["bpb"] - b["bpb"] for a, b in zip(found, base, strict=True)]
     return dict(
         mechanism=mechanism,
         parameters=costs.parameters(experiment.model)["total"],
         cache_bytes=costs.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16)),
-        tokens_per_second=statistics.median(r["tokens_per_second"] for r in found),
+        tokens_per_second=statistics.median(speeds) if speeds else None,
         bpb=bpb,
         bpb_mean=statistics.mean(bpb),
         bpb_half_interval=half_interval(bpb),
@@ -90,7 +90,7 @@ def _cells(r: dict) -> tuple[str, ...]:
         r["mechanism"],
         f"{r['parameters']:,}",
         f"{r['cache_bytes']:,}",
-        f"{r['tokens_per_second']:,.0f}",
+        f"{speed:,.0f}" if (speed := r["tokens_per_second"]) else "-",
         f"{r['bpb_mean']:.4f}{more(r['bpb_half_interval'])}",
         f"{r['against_mha']:+.4f}{more(r['against_mha_half_interval'])}",
     )

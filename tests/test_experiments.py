@@ -3,6 +3,7 @@
 import importlib
 import json
 import pathlib
+import time
 import types
 
 import pytest
@@ -20,6 +21,7 @@ from experiments import tiny_comparison
 from experiments import train_benchmark
 from experiments.paper_figure import Figure
 from kvjax import command_line
+from kvjax import progress
 from kvjax import train
 from tests import runs
 
@@ -68,6 +70,8 @@ BAD = (  # command, options, what the line says
     ("generate_benchmark", "--dtype=int8", "--dtype = 'int8': must be one of"),
     ("input_benchmark", "--batch_size=0", "--batch_size = 0: must be at least 1"),
     ("input_benchmark", "--sequence_length=0", "--sequence_length = 0: must be at least 1"),
+    ("input_benchmark", "--batch_size=1000000", "bytes, which are not enough for one batch"),
+    ("input_benchmark", "--sequence_length=99999999999", "which are not enough for one batch"),
     ("input_benchmark", "--seconds=nan", "--seconds = nan: must be from 0.1 to 3600"),
     ("input_benchmark", "--seconds=inf", "--seconds = inf: must be from 0.1 to 3600"),
     ("input_benchmark", "--seconds=long", "--seconds=long: must be a number"),
@@ -247,6 +251,7 @@ OPTIONS = {
     "decode_benchmark": ["--lengths=1024,2048"],
     "tiny_comparison": ["--runs=runs/x", "--mechanisms=mha,lrkv"],
 }
+SLOPES = ("mechanism", "cache_bytes", "flops", "ns", "mha_ns", "by_bytes", "by_flops")
 STUBBED = tuple(name for name in WITH_TABLES if name != "generate_benchmark")
 
 
@@ -268,6 +273,15 @@ def test_tables_fit_and_json_stands_alone(printed, name, tmp_path, monkeypatch):
         assert json.loads(file.read_text())["made_by"]["packages"]["jax"]
 
 
+def test_progress_says_where_it_is(printed, monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.02)
+    slow = lambda length, *_, **__: time.sleep(0.2) or []
+    monkeypatch.setattr(decode_benchmark, "measure", slow)
+    monkeypatch.setattr(decode_benchmark, "slopes", lambda *_: [dict.fromkeys(SLOPES, 1.0)])
+    status, _, err = printed("decode_benchmark")
+    assert status == 0 and "kvjax: measuring: 1,024 tokens (0 s so far)" in err
+
+
 def test_caches_that_do_not_fit_are_told_first(printed, monkeypatch):
     said = refused(printed, "decode_memory", "--batches=1,100000", "--mechanism=MQA")
     assert "--batches=100000: a cache of MQA, so many sequences of 32,768 tokens, has" in said
@@ -281,6 +295,14 @@ def test_one_seed_has_no_interval(printed, tmp_path, monkeypatch):
     _, out, err = printed("tiny_comparison", "--seeds=1", "--json")
     assert [r["bpb_half_interval"] for r in json.loads(out)["rows"]] == [None, None]
     assert "nan" not in err and "±" not in err
+
+
+def test_runs_too_short_for_a_speed(printed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tiny_comparison, "run", lambda *_: dict(bpb=3.4, tokens_per_second=None))
+    status, out, err = printed("tiny_comparison", "--markdown", "--json")
+    assert status == 0 and "| - | 3.4000 ± 0.0000 |" in err
+    assert [r["tokens_per_second"] for r in json.loads(out)["rows"]] == [None, None]
 
 
 def test_a_config_of_no_scale_of_ours_stands_last(run, monkeypatch, tmp_path):
