@@ -28,6 +28,7 @@ from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import Checkpoints
 from kvjax.checkpoint import claim
 from kvjax.checkpoint import read_parameters
+from kvjax.checkpoint import set_aside_earlier_run
 from kvjax.checkpoint import write_atomically
 from kvjax.configuration import to_text
 from kvjax.data import loader
@@ -35,6 +36,7 @@ from kvjax.data.prepare import TOKENIZER
 from kvjax.decoding import Generator
 from kvjax.decoding import max_positions
 from kvjax.errors import UserError
+from kvjax.errors import warn
 from kvjax.experiment import Experiment
 from kvjax.model.transformer import Compute
 from kvjax.optim import learning_rate_schedule
@@ -67,6 +69,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
         distributed.check_shared(workdir)
         first = distributed.index() == 0
         if first:
+            set_aside_earlier_run(workdir)
             claim(workdir / "config.json", preflight.identity(config))
             write_atomically(workdir / "config.txt", to_text(config))
         dataset = preflight.prepared(experiment.data)
@@ -300,7 +303,7 @@ class Run:
         except OSError as error:
             if last or distributed.count() > 1:
                 raise
-            print(f"WARNING: {error}; the run goes on, its checkpoints are {self._saved_steps()}")
+            warn(f"{error}; the run goes on, its checkpoints are {self._saved_steps()}")
 
     def _saved_steps(self) -> list[int]:
         with contextlib.suppress(OSError):
