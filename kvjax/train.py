@@ -215,12 +215,14 @@ class Run:
         """The program's; of several processes all have compiled it before any of them begins.
 
         Whoever compiles faster would wait in the first collective, and gloo gives up after 30 s.
+        Processes that compile different programs would wait there for ever: a UserError.
         """
         program = self.program
         if distributed.count() == 1:
             return program.train_step
-        lowered = program.train_step.lower(program.abstract_state, program.abstract_rows)
-        compiled = lowered.compile()
+        lowered = program.lowered_steps()
+        distributed.check_same_programs({name: x.as_text() for name, x in lowered.items()})
+        compiled = lowered["training step"].compile()
         distributed.gather("compiled", "")
         return compiled
 

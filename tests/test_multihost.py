@@ -53,11 +53,12 @@ def get_config():""",
 )
 
 
-def quick_config(source, directory, **overrides):
+def quick_config(source, directory, mesh=None, **overrides):
     config = runs.small_config(source, directory)
     for section, values in QUICK.items():
         config[section].update(values)
     config.train.update(overrides)
+    config.mesh.update(mesh or {})
     return config
 
 
@@ -188,6 +189,30 @@ def test_four_processes_go_on_as_two_and_as_one(folder, one):
     run_here(folder, folder / "four-one")
     for name in ("four-one", "four-two"):
         print(f"{name}: {assert_close(folder / name, one, STEPS)}")
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [dict(data=2, fsdp=2), dict(fsdp=2, sequence=2), dict(data=2, fsdp=1, sequence=2)],
+    ids=lambda mesh: "x".join(axis for axis, size in mesh.items() if size > 1),
+)
+def test_a_mesh_that_splits_two_axes(folder, mesh, request):
+    """Two processes of other hash seeds: both see the losses that one process does."""
+    name = request.node.callspec.id
+    short = dict(mesh=mesh, num_steps=10, eval_every=10, sample_tokens=0)
+    given = [str(folder / "text.txt"), str(folder / "data"), str(folder / f"{name}-two"), short]
+    command = ["tests.job", "records", json.dumps(given)]
+    _jobs.append(Job([command] * 2, devices=2, logs=folder / f"{name}-logs"))
+    statuses = _jobs[-1].wait()
+    assert statuses == [0, 0], (statuses, _jobs[-1].outputs())
+    first, second = (json.loads(o.splitlines()[-1])["records"] for o in _jobs[-1].outputs())
+    assert first == second and [r["step"] for r in first] == [*range(1, 11), 10]
+
+    run_here(folder, folder / f"{name}-one", **short)
+    for here, there in zip(records(folder / f"{name}-one"), first, strict=True):
+        assert here.keys() == there.keys()
+        for key in here.keys() & {"loss", "validation_loss", "grad_norm"}:
+            np.testing.assert_allclose(here[key], there[key], rtol=CLOSE)
 
 
 def wait_for_step(job: Job, workdir: pathlib.Path, step: int, seconds: float = 240) -> None:

@@ -15,6 +15,7 @@ or at once if it was process 0.
 """
 
 from kvjax.distributed.agreement import check_same
+from kvjax.distributed.agreement import check_same_programs
 from kvjax.distributed.agreement import check_shared
 from kvjax.distributed.agreement import count
 from kvjax.distributed.agreement import gather
@@ -34,6 +35,7 @@ __all__ = [
     "TRY_AGAIN",
     "Interruption",
     "check_same",
+    "check_same_programs",
     "check_shared",
     "count",
     "ending_together",
