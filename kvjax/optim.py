@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import optax
 
-from kvjax.configuration import at_least
+from kvjax.configuration import between
 from kvjax.configuration import one_of
 from kvjax.errors import UserError
 from kvjax.layers.weight import Axes
@@ -54,15 +54,20 @@ class OptimizerConfig:
     def __post_init__(self):
         one_of("config.optimizer.orthogonalize", self.orthogonalize, ORTHOGONALIZE)
         one_of("config.optimizer.schedule", self.schedule, SCHEDULES)
-        for field in dataclasses.fields(self):
-            if field.type in (int, float):
-                at_least(f"config.optimizer.{field.name}", getattr(self, field.name), 0)
-        for key in ("adam_b1", "adam_b2"):
-            if getattr(self, key) >= 1:
-                raise UserError(f"config.optimizer.{key} = {getattr(self, key)}: must be below 1")
-        for key in ("cooldown_fraction", "final_fraction", "momentum_start", "momentum_end"):
-            if getattr(self, key) > 1:
-                raise UserError(f"config.optimizer.{key} = {getattr(self, key)}: must be at most 1")
+        at = lambda key: (f"config.optimizer.{key}", getattr(self, key))
+        for group in ("matrix", "embedding", "head", "vector"):
+            between(*at(f"{group}_learning_rate"), 0.0, 100.0)
+        for key in ("matrix_weight_decay", "adam_weight_decay"):
+            between(*at(key), 0.0, 100.0)
+        for key in ("momentum_start", "momentum_end", "adam_b1", "adam_b2"):
+            between(*at(key), 0.0, 0.999999)  # below 1 in float32 too, or the mean never moves
+        between(*at("adam_epsilon"), 1e-30, 1.0)  # rows without a gradient divide by it alone
+        between(*at("clip_norm"), 1e-6, 1e6, zero="none")
+        for key in ("cooldown_fraction", "final_fraction"):
+            between(*at(key), 0.0, 1.0)
+        for key in ("warmup_steps", "momentum_warmup_steps"):
+            between(*at(key), 0, (1 << 31) - 1)  # as steps are counted
+        between(*at("newton_schulz_steps"), 0, 100)
 
 
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvjax.configuration import at_least
+from kvjax.configuration import between
 from kvjax.errors import UserError
 
 AXES = ("data", "fsdp", "sequence", "tensor")
@@ -63,7 +63,7 @@ class MeshConfig:
 
     def __post_init__(self):
         for key in AXES:
-            at_least(f"config.mesh.{key}", getattr(self, key), 0 if key == "fsdp" else 1)
+            between(f"config.mesh.{key}", getattr(self, key), 0 if key == "fsdp" else 1, 1 << 20)
 
     def shape(self, devices: int) -> dict[str, int]:
         """Devices along each axis of so many, fsdp = 0 filled in; they need not multiply to it."""

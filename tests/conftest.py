@@ -152,6 +152,7 @@ def bucket(tmp_path, monkeypatch):
     folder.mkdir()
     system = _Buckets(str(folder), fsspec.filesystem("file", auto_mkdir=True))
     monkeypatch.setattr(type(epath.backend.fsspec_backend), "fs", lambda self, path: system)
+    monkeypatch.setitem(runtime.BUCKETS, "gs", ("fsspec", ""))
     return folder
 
 

@@ -266,14 +266,14 @@ def test_orthogonalize_changes_attention_only(make_mechanism):
         ("orthogonalize", "both", "'joint', 'per_head'"),
         ("schedule", "step", "'constant', 'cosine'"),
         ("matrix_learning_rate", -0.1, "at least 0"),
-        ("clip_norm", -1.0, "at least 0"),
+        ("clip_norm", -1.0, "must be 0 (none), or at least 1e-06"),
         ("newton_schulz_steps", -1, "at least 0"),
         ("warmup_steps", -5, "at least 0"),
-        ("adam_epsilon", -1e-8, "at least 0"),
+        ("adam_epsilon", -1e-8, "at least 1e-30"),
         ("cooldown_fraction", 1.5, "at most 1"),
         ("final_fraction", 2.0, "at most 1"),
-        ("momentum_start", 1.01, "at most 1"),
-        ("momentum_end", 1.5, "at most 1"),
+        ("momentum_start", 1.01, "at most 0.999999"),
+        ("momentum_end", 1.5, "at most 0.999999"),
     ],
 )
 def test_bad_values(key, value, allowed):

@@ -17,6 +17,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention.mechanism import MAX_DIM
 from kvjax.attention.mechanism import DecodeFlops
 from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import check_common
@@ -59,9 +60,7 @@ class GroupedConfig:
     norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        check_common(self)
-        for key in ("num_kv_heads", "num_bases", "key_dim", "value_dim"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
+        check_common(self, "num_kv_heads", "num_bases", "key_dim", "value_dim")
         heads, kv_heads = self.num_heads, self.num_kv_heads
         divides = f"must divide num_heads = {heads}"
         require(heads % kv_heads == 0, "num_kv_heads", kv_heads, divides)
@@ -75,10 +74,11 @@ class GroupedConfig:
             require(value in choices, key, repr(value), f"must be one of {choices}")
         channels = self.position_channels
         require(
-            channels >= 0 and channels % 2 == 0,
+            0 <= channels <= MAX_DIM and channels % 2 == 0,
             "position_channels",
             channels,
-            "must be even, half of it for the row and half for the column, or 0",
+            "must be even, half of it for the row and half for the column, or 0; "
+            f"at most {MAX_DIM:,}",
         )
         self._check_ties()
 

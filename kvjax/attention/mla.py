@@ -20,7 +20,6 @@ from kvjax.attention.mechanism import check_common
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
-from kvjax.attention.mechanism import require
 from kvjax.kernels.decode_attention import operands
 from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Positions
@@ -41,9 +40,7 @@ class RebuiltLatentConfig:
     norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        check_common(self)
-        for key in ("latent_dim", "key_dim", "value_dim"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
+        check_common(self, "latent_dim", "key_dim", "value_dim")
 
     @property
     def rope_dim(self) -> int:
@@ -128,9 +125,7 @@ class LatentConfig:
     norm_epsilon: float = 1e-6
 
     def __post_init__(self):
-        check_common(self)
-        for key in ("latent_dim", "rope_key_dim", "key_dim", "value_dim"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
+        check_common(self, "latent_dim", "rope_key_dim", "key_dim", "value_dim")
 
     @property
     def rope_dim(self) -> int:

@@ -32,6 +32,7 @@ from kvjax.data import readers
 from kvjax.data import sources
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.errors import DataError
+from kvjax.errors import UserError
 
 # Part of every key: raise it when the same text would be written as other rows.
 FORMAT_VERSION = 1
@@ -281,7 +282,10 @@ def _options(arguments: list[str]) -> config_lib.DataConfig:
 
 def main(arguments: list[str]) -> None:
     """Prepares the data set of the options, and prints its folder and what is in it."""
-    path = prepare(_options(arguments))
+    try:
+        path = prepare(_options(arguments))
+    except UserError as error:
+        raise UserError(config_lib.as_options(str(error))) from error
     print((path / MANIFEST).read_text() + os.fspath(path))
 
 

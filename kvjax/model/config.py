@@ -4,13 +4,15 @@ import dataclasses
 import itertools
 
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.configuration import at_least
+from kvjax.configuration import between
 from kvjax.configuration import one_of
 from kvjax.errors import UserError
 from kvjax.layers import norm
 from kvjax.layers import rope
 
 POSITIONS = ("rope", "learned", "none")
+# Far above any model: a slip is told of its key, not of the memory it would need.
+_LARGEST = dict(num_layers=10_000, d_model=1 << 20, mlp_dim=1 << 22, max_positions=1 << 24)
 ACTIVATIONS = ("relu2", "gelu", "swiglu")
 
 
@@ -36,12 +38,11 @@ class BlockConfig:
     causal: bool = True
 
     def __post_init__(self):
-        for key in ("num_layers", "d_model", "mlp_dim", "max_positions"):
-            at_least(f"config.model.{key}", getattr(self, key), 1)
-        at_least("config.model.logit_softcap", self.logit_softcap, 0)
-        at_least("config.model.norm_epsilon", self.norm_epsilon, 0)
-        if not self.rope_base > 0:
-            raise UserError(f"config.model.rope_base = {self.rope_base}: must be above 0")
+        for key, most in _LARGEST.items():
+            between(f"config.model.{key}", getattr(self, key), 1, most)
+        between("config.model.logit_softcap", self.logit_softcap, 0.01, 1e6, zero="none")
+        between("config.model.norm_epsilon", self.norm_epsilon, 0.0, 1.0)
+        between("config.model.rope_base", self.rope_base, 1.0, 1e12)
         one_of("config.model.norm", self.norm, norm.KINDS)
         one_of("config.model.positions", self.positions, POSITIONS)
         one_of("config.model.activation", self.activation, ACTIVATIONS)
@@ -63,8 +64,8 @@ class TransformerConfig:
     def __post_init__(self):
         if len(self.mechanisms) != self.block.num_layers:
             raise UserError(
-                f"config.attention describes {len(self.mechanisms)} layers and "
-                f"config.model.num_layers is {self.block.num_layers}: give one rank per layer"
+                f"config.attention.layer_ranks describes {len(self.mechanisms)} layers and "
+                f"config.model.num_layers = {self.block.num_layers}: give one rank per layer"
             )
         for mechanism in self.mechanisms if self.block.positions == "rope" else ():
             if mechanism.rope_dim % 2:

@@ -346,7 +346,7 @@ def test_command_prints_the_folder_or_one_line_of_what_is_wrong(small_config, sm
     process = start(dataclasses.replace(small_config, source="none.txt"))
     stdout, stderr = process.communicate()
     assert process.returncode == 2
-    assert stderr.splitlines()[-1].startswith("kvjax: source 'none.txt' matches no file")
+    assert stderr.splitlines()[-1].startswith("kvjax: --source = 'none.txt': matches no file")
     assert "Traceback" not in stderr
 
 

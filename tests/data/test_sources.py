@@ -14,6 +14,7 @@ import pytest
 from kvjax.data import config as config_lib
 from kvjax.data import readers
 from kvjax.data import sources
+from kvjax.errors import UserError
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +104,9 @@ def test_globs_folders_and_lists_are_read_in_order(documents, tmp_path):
 
 def test_source_that_matches_nothing_is_named(documents, tmp_path):
     for source in (f"{tmp_path}/*.parquet", f"{tmp_path}/none.txt", str(tmp_path)):
-        with pytest.raises(FileNotFoundError, match=r"matches no file: give 'embedded'"):
+        with pytest.raises(
+            FileNotFoundError, match=r"config.data.source = .*: matches no file; give 'embedded'"
+        ):
             documents("train", source=source)
     (tmp_path / "data.csv").write_text("a")
     with pytest.raises(readers.SourceError, match=r"data\.csv ends in none of \.txt"):
@@ -113,20 +116,37 @@ def test_source_that_matches_nothing_is_named(documents, tmp_path):
 @pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
 def test_empty_file_is_named(documents, tmp_path, name):
     (tmp_path / name).write_text("")
-    with pytest.raises(readers.SourceError, match=rf"{name}' has no documents"):
+    with pytest.raises(readers.SourceError, match=rf"config.data.source = .*{name}': has no doc"):
         documents("validation", source=str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("none.txt", "'none.txt': matches no file"),
+        ("tfds:no_such_thing", "'tfds:no_such_thing': .*can't be opened"),
+        ("EMPTY", "has no documents"),
+        ("x" * 5000 + ".txt", "cannot be opened: .*too long"),
+        ("{folder}/data.csv", "ends in none of"),
+    ],
+)
+@pytest.mark.parametrize("key", ["source", "validation_source"])
+def test_the_key_that_names_a_bad_source_is_told(documents, tmp_path, key, spec, message):
+    for name in ("empty.txt", "data.csv"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "good.txt").write_text("a\nb\n")
+    spec = spec.replace("EMPTY", f"{tmp_path}/empty.txt").replace("{folder}", str(tmp_path))
+    keys = dict(source=str(tmp_path / "good.txt"), validation_source="embedded") | {key: spec}
+    with pytest.raises(UserError, match=f"(?s)^config.data.{key} = .*{message}"):
+        documents("train" if key == "source" else "validation", **keys)
 
 
 def test_empty_split_says_which_and_what_to_change(documents, write_jsonl, tmp_path):
     (tmp_path / "line.txt").write_text("one line only\n")
-    with pytest.raises(
-        readers.SourceError, match="the validation split of .* Raise validation_fra"
-    ):
+    with pytest.raises(readers.SourceError, match="the validation split is empty.* Raise that"):
         documents("validation", source=str(tmp_path / "line.txt"))
     path = write_jsonl(tmp_path / "texts.jsonl", ["a", "b"])
-    with pytest.raises(
-        readers.SourceError, match="the train split of .* Lower validation_fraction"
-    ):
+    with pytest.raises(readers.SourceError, match="the train split is empty.* Lower that"):
         documents("train", source=str(path), validation_fraction=0.999999)
 
 
@@ -224,7 +244,7 @@ def test_buckets_are_read_through_epath(bucket, documents, write_jsonl):
     for source in ("gs://texts", "gs://texts/*", "gs://texts/one.jsonl,gs://texts/t?o.txt"):
         assert documents("train", source=source, **held_out) == ["a", "b", "c\nd\n"]
     assert documents("validation", source="gs://texts/two.txt", validation_fraction=0.5) == ["d\n"]
-    with pytest.raises(FileNotFoundError, match="gs://texts/none.txt' matches no file"):
+    with pytest.raises(FileNotFoundError, match="gs://texts/none.txt': matches no file"):
         documents("train", source="gs://texts/none.txt")
 
 
@@ -232,6 +252,6 @@ def test_a_file_cannot_be_in_both_splits(tmp_path):
     for name in ("train.txt", "validation.txt"):
         (tmp_path / name).write_text(f"the text of {name}\n")
     both = dict(validation_source=str(tmp_path / "validation.txt"))
-    with pytest.raises(ValueError, match="share a file"):
+    with pytest.raises(ValueError, match="shares a file"):
         sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "*.txt"), **both))
     sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "train.txt"), **both))

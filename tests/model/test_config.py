@@ -24,7 +24,7 @@ def _config(mechanism, **block):
         ("d_model", -1, "at least 1"),
         ("mlp_dim", 0, "at least 1"),
         ("max_positions", 0, "at least 1"),
-        ("logit_softcap", -1.0, "at least 0"),
+        ("logit_softcap", -1.0, "must be 0 (none), or at least 0.01"),
         ("norm", "batch", "'rms', 'layer'"),
         ("positions", "alibi", "'rope', 'learned', 'none'"),
         ("activation", "relu", "'relu2', 'gelu', 'swiglu'"),
@@ -51,7 +51,7 @@ def test_odd_rope_dim(make_mechanism):
 
 
 def test_mechanisms_and_layers_agree(make_mechanism):
-    with pytest.raises(UserError, match="config.attention describes 2 layers.*num_layers is 3"):
+    with pytest.raises(UserError, match="layer_ranks describes 2 layers.*num_layers = 3"):
         TransformerConfig(
             block=BlockConfig(**SHAPE), mechanisms=(make_mechanism("mha"),) * 2, vocab_size=32
         )
