@@ -120,7 +120,8 @@ def _message_faults(case: Case, outcome: Outcome) -> list[str]:
 def report(case: Case, outcome: Outcome, found: list[str]) -> str:
     """The command line, what is wrong, and what it said."""
     said = [f"  {name}: {text[-1500:].rstrip()!r}" for name, text in _streams(outcome) if text]
-    return "\n".join([case.line()[:2000], f"  {'; '.join(found)}", *said])
+    text = "\n".join([case.line()[:2000], f"  {'; '.join(found)}", *said])
+    return text.replace("x" * 1000, "$(printf 'x%.0s' {1..1000})")
 
 
 def _streams(outcome: Outcome) -> list[tuple[str, str]]:
