@@ -113,7 +113,7 @@ def _write_or_load(task: dict) -> dict:
     program = Program(run, run.compute.resolve("cpu", run.model.block.num_layers), mesh)
     checkpoints = Checkpoints(epath.Path(task["directory"]), keep=1)
     if task["do"] == "write":
-        checkpoints.save(1, program.init(jax.random.key(0)), 0)
+        checkpoints.save(0, program.init(jax.random.key(0)), 0)
         checkpoints.close()
         return {}
     before = _reset_peak()

@@ -25,13 +25,14 @@ import subprocess
 import sys
 import time
 
+from kvjax.options import Parser
+
 from experiments import lab_notes
 from experiments.lab_notes import LabNote
 from experiments.lab_notes import Target
 from kvjax import aot
 from kvjax import costs
 from kvjax.errors import UserError
-from kvjax.options import Parser
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "experiments" / "README.md"

@@ -7,6 +7,7 @@ what its devices hold, and each reads what its devices will hold: the mesh and t
 processes may be others.
 """
 
+from collections.abc import Callable
 import contextlib
 import json
 from typing import Any
@@ -21,6 +22,9 @@ from kvjax import distributed
 from kvjax import storage
 from kvjax.errors import UserError
 from kvjax.errors import warn
+from kvjax.files import move
+from kvjax.files import unused
+from kvjax.files import write_atomically
 
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
 # Who reads a part of an array reads all chunks that it touches: this bounds what that is too much.
@@ -275,15 +279,6 @@ def _other_model(path: epath.Path, there: dict, asked: dict) -> str:
     )
 
 
-def unused(path: epath.Path) -> epath.Path:
-    """The path if nothing is there; else with -2, -3 and so on after its stem."""
-    candidate, number = path, 1
-    while candidate.exists():
-        number += 1
-        candidate = path.parent / f"{path.stem}-{number}{path.suffix}"
-    return candidate
-
-
 def set_aside_earlier_run(workdir: epath.Path) -> None:
     """Moves what a run left into a folder of its own if its checkpoints are gone, and says so.
 
@@ -298,34 +293,27 @@ def set_aside_earlier_run(workdir: epath.Path) -> None:
     target = unused(workdir / _EARLIER)
     target.mkdir()
     for name in _FILES:
-        _move(workdir / name, target / name)
+        move(workdir / name, target / name)
     warn(
         f"{workdir} has records of a run and no checkpoint to continue it from: they were moved to "
         f"{target}, and this run starts from its first step"
     )
 
 
-def _move(source: epath.Path, target: epath.Path) -> None:
-    """Moves a file or folder that may be there; in a bucket, which has no folders, by file."""
-    if "://" not in str(source):
-        if source.exists():
-            source.rename(target)
-        return
-    if source.is_dir():
-        for path in source.iterdir():
-            _move(path, target / path.name)
-    elif source.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(source.read_bytes())
-        source.unlink()
-
-
-def claim(path: epath.Path, identity: dict) -> None:
+def claim(
+    path: epath.Path,
+    identity: dict,
+    *,
+    same: Callable[[str, Any, Any], bool] = lambda key, there, now: there == now,
+    advice: str = "Give the same values to resume it",
+) -> None:
     """Writes what a workdir belongs to; where it has checkpoints, checks what is written there.
 
     Args:
       path: a .json file in the workdir.
       identity: what may not change between a run and its continuation, JSON-able, nested.
+      same: whether two values of a dotted key mean the same, None where there is none.
+      advice: how to resume what is there.
 
     Raises:
       UserError: if checkpoints belong to something else; names what differs.
@@ -337,29 +325,28 @@ def claim(path: epath.Path, identity: dict) -> None:
             "choose another --workdir"
         )
     if not bound:
-        write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
+        write_identity(path, identity)
         return
     try:
         before = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON ({error}): choose another --workdir") from error
     old, new = dict(_flat(before)), dict(_flat(json.loads(json.dumps(identity))))
-    differing = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    keys = sorted(old.keys() | new.keys())
+    differing = [k for k in keys if not same(k, old.get(k), new.get(k))]
     if differing:
         rows = [f"  {k}: there {old.get(k)!r}, now {new.get(k)!r}" for k in differing[:12]]
         rows += [f"  and {len(differing) - 12} more"] if len(differing) > 12 else []
         raise UserError(
             f"{path.parent} holds another run, and was left as it is:\n"
             + "\n".join(rows)
-            + "\nGive the same values to resume it, or another --workdir for a new run"
+            + f"\n{advice}, or another --workdir for a new run"
         )
 
 
-def write_atomically(path: epath.Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.parent / f".{path.name}.tmp"
-    temporary.write_text(text)
-    temporary.replace(path)
+def write_identity(path: epath.Path, identity: dict) -> None:
+    """What `claim` compares, as it is now: of old workdirs it says less, or the same otherwise."""
+    write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
 
 
 def _flat(tree: Any, prefix: str = ""):

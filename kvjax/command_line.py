@@ -154,11 +154,10 @@ class Parser(argparse.ArgumentParser):
 
     def add_output(self) -> None:
         """Adds --json and --markdown, which `kvjax.output.Output` obeys."""
-        form = self.add_mutually_exclusive_group()
         text = "one line of JSON on standard output; the tables go to standard error"
-        form.add_argument("--json", action="store_true", help=text)
+        self.add_argument("--json", action="store_true", help=text)
         text = "tables as Markdown, as wide as they are"
-        form.add_argument("--markdown", action="store_true", help=text)
+        self.add_argument("--markdown", action="store_true", help=text)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The options; of a command with a config also `overrides`, the keys given.

@@ -5,6 +5,7 @@ per token reads the cache and draws the next. The loop dispatches step n + 1, th
 of step n, so the device never waits for the host.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -100,6 +101,8 @@ class Generator:
         seed: int = 0,
         stop_tokens: Sequence[int] = (),
         capacity: int = 0,
+        on_compile: Callable[[], None] | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
     ) -> "Generation":
         """Generation of up to `num_tokens` tokens after each prompt.
 
@@ -110,6 +113,9 @@ class Generator:
           prompts: token ids, at least one each; lengths may differ.
           stop_tokens: ids that end a sequence; they are not part of it.
           capacity: of the cache, in tokens per sequence; 0: what is needed, as 128 · 2^i per chip.
+          on_compile: called before anything is compiled, if anything has to be.
+          on_prefill: called with the chunks of the prompts that are read, and how many there are,
+            after each; the host then waits for every chunk.
 
         Raises:
           UserError: an id the vocabulary does not have, no prompt or an empty one, or more tokens
@@ -150,11 +156,13 @@ class Generator:
         compiling = 0.0
         if (len(prompts), slots, width) not in self._compiled:
             before = time.perf_counter()
+            if on_compile is not None:
+                on_compile()
             make().idle(width)
             self._compiled.add((len(prompts), slots, width))
             compiling = time.perf_counter() - before
         generation = make()
-        generation.begin(width, begun=begun, compiling=compiling)
+        generation.begin(width, begun=begun, compiling=compiling, on_chunk=on_prefill)
         return generation
 
     def _check_ids(
@@ -240,17 +248,29 @@ class Generation:
         self._step(self._put(self._last), self._put(np.ones(B, bool)))
         jax.block_until_ready(self.cache)
 
-    def begin(self, width: int, *, begun: float, compiling: float) -> None:
+    def begin(
+        self,
+        width: int,
+        *,
+        begun: float,
+        compiling: float,
+        on_chunk: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Dispatches the prompts, in chunks of that width, and the first step.
 
         Args:
           begun: when the tokens were asked for, by `time.perf_counter`.
           compiling: seconds since then that count apart.
+          on_chunk: see `Generator.start`.
         """
         self._started = begun + compiling
         self.timing.compiling = compiling
-        for tokens_BT, counts_B in _chunks([prompt[:-1] for prompt in self._prompts], width):
+        chunks = list(_chunks([prompt[:-1] for prompt in self._prompts], width))
+        for i, (tokens_BT, counts_B) in enumerate(chunks, 1):
             self._prefill(tokens_BT, counts_B)
+            if on_chunk is not None:
+                jax.block_until_ready(self.cache.lengths)
+                on_chunk(i, len(chunks))
         done_B = self._put(np.zeros(len(self._prompts), bool))
         self._first = self._step(self._put(self._last), done_B)
 

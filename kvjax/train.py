@@ -26,18 +26,15 @@ from kvjax import runtime
 from kvjax import sharding
 from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import Checkpoints
-from kvjax.checkpoint import claim
 from kvjax.checkpoint import read_parameters
 from kvjax.checkpoint import set_aside_earlier_run
-from kvjax.checkpoint import write_atomically
-from kvjax.configuration import to_text
 from kvjax.data import loader
-from kvjax.data.prepare import TOKENIZER
 from kvjax.decoding import Generator
 from kvjax.decoding import max_positions
 from kvjax.errors import UserError
 from kvjax.errors import warn
 from kvjax.experiment import Experiment
+from kvjax.files import write_atomically
 from kvjax.model.transformer import Compute
 from kvjax.optim import learning_rate_schedule
 from kvjax.program import Program
@@ -70,12 +67,11 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
         first = distributed.index() == 0
         if first:
             set_aside_earlier_run(workdir)
-            claim(workdir / "config.json", preflight.identity(config))
-            write_atomically(workdir / "config.txt", to_text(config))
+            preflight.claim_config(workdir, config, compute.dtype)
         dataset = preflight.prepared(experiment.data)
         if first:
-            claim(workdir / "dataset.json", {"dataset": dataset.path.name})
-            write_atomically(workdir / TOKENIZER, dataset.tokenizer.to_json())
+            preflight.claim_data(workdir, dataset)
+            preflight.record(workdir, config, compute.dtype, dataset)
         distributed.gather("claimed", "")  # the first one may have found another run there
         return Run(experiment, compute, mesh, workdir, dataset).run()
 
@@ -315,15 +311,16 @@ class Run:
     def _finish(self, state: dict) -> dict[str, float]:
         """Sample, curves and the last figures."""
         distributed.gather("written", "")  # the records, by the first one
-        records = metrics_lib.read_records(self.workdir / metrics_lib.METRICS)
-        evaluations = [r for r in records if "validation_bpb" in r]
+        folder = self.writer.folder or self.workdir
+        records = metrics_lib.read_records(folder / metrics_lib.METRICS)
+        evaluations = [r for r in records if {"validation_bpb", "tokens"} <= r.keys()]
+        if not self.first:
+            return evaluations[-1] if evaluations else {}
         if not evaluations:
-            raise UserError(f"{self.workdir / metrics_lib.METRICS} has lost its records")
+            raise UserError(f"{folder / metrics_lib.METRICS} has lost its records")
         last, e = evaluations[-1], self.experiment
         yardstick = self.dataset.info["xz_bits_per_byte"]
-        if not self.first:
-            return last
-        metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick)
+        metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick, folder=folder)
         if e.train.sample_tokens:
             text = self._sample(state["params"])
             write_atomically(self.workdir / "sample.txt", text + "\n")

@@ -125,7 +125,7 @@ def checkpoints(directory: str) -> dict:
 
     def poor_eyes(path, abstract):
         if path.name == "3" and distributed.index() == 1:
-            raise OSError("cannot read")
+            raise ValueError("DATA_LOSS: cannot read")
         return load(path, abstract)
 
     checkpoint.ocp.load_checkpointables = poor_eyes

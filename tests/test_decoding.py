@@ -6,6 +6,7 @@ import time
 import types
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -225,6 +226,57 @@ def test_what_compiles_is_run_once_beforehand_and_counted_apart(make_model, monk
     del log[:]
     generator.start(PROMPTS, num_tokens=1, capacity=256)  # other arrays
     assert log == ["_prefill", "_decode_step", *work]
+
+
+@pytest.mark.parametrize("name", ["lrkv", "mla"])
+def test_what_is_traced_does_not_grow_with_the_batch(make_model, name):
+    """Not for devices that are not there either: every platform's branches are traced."""
+    generator = Generator(make_model(name))
+
+    def size(batch):
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), generator.weights)
+        cache = generator._cache(batch, 128)
+        int_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        flag_B = jax.ShapeDtypeStruct((batch,), jnp.bool)
+        choice = decode_program.Choice(
+            jax.eval_shape(Sampling().parameters),
+            jax.eval_shape(lambda: jax.random.key(0)),
+            jax.ShapeDtypeStruct((batch,), jnp.uint32),
+            jax.ShapeDtypeStruct((V,), jnp.bool),
+        )
+        chunk = jax.ShapeDtypeStruct((batch, 16), jnp.int32)
+        traced = (
+            generator._prefill.trace(whole, cache, chunk, int_B),
+            generator._decode_step.trace(whole, cache, int_B, flag_B, flag_B, choice),
+        )
+        return [(_equations(t.jaxpr.jaxpr), t.lower().as_text().count("\n")) for t in traced]
+
+    few, many = size(8), size(256)
+    assert few == many
+    assert all(300 < equations < 10_000 for equations, _ in few)
+
+
+def _equations(jaxpr) -> int:
+    """Of a jaxpr and of all within it."""
+    return len(jaxpr.eqns) + sum(map(_equations, jax.extend.core.subjaxprs(jaxpr)))
+
+
+def test_who_asks_hears_of_compiling_and_of_prompts(make_model):
+    generator, heard = Generator(make_model("lrkv"), chunk=5), []
+    options = dict(
+        num_tokens=2,
+        sampling=HOT,
+        on_compile=lambda: heard.append(("compiling", generator._decode_step._cache_size())),
+        on_prefill=lambda done, of: heard.append((done, of)),
+    )
+    got = tokens(generator, PROMPTS, **options)
+    assert heard == [("compiling", 0), (1, 3), (2, 3), (3, 3)]
+    del heard[:]
+    assert tokens(generator, PROMPTS, **options) == got
+    assert heard == [(1, 3), (2, 3), (3, 3)]
+    del heard[:]
+    tokens(generator, [[1]] * 4, **options)  # nothing to read, and all sizes as before
+    assert heard == []
 
 
 def test_time_runs_from_the_call(generator, monkeypatch):

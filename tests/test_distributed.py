@@ -1,5 +1,7 @@
 """How a process finds its job, and what is refused; with real processes: test_multihost.py."""
 
+import hashlib
+import json
 import os
 import signal
 import socket
@@ -251,6 +253,18 @@ def test_last_words():
         "without it. Checkpoints of steps [7] are here. Run the same command on all hosts to go "
         "on\n"
     )
+
+
+def test_programs_that_differ_are_named(monkeypatch):
+    texts = {"training step": "all_reduce", "evaluation step": "add"}
+    distributed.check_same_programs(texts)
+    theirs = dict.fromkeys(texts, hashlib.sha256(b"add").hexdigest()[:12])
+    monkeypatch.setattr(agreement, "gather", lambda name, mine: [mine, json.dumps(theirs)])
+    with pytest.raises(
+        UserError, match=r"training step: \w+ \(process 0\), \w+ \(process 1\)"
+    ) as e:
+        distributed.check_same_programs(texts)
+    assert "evaluation step" not in str(e.value)
 
 
 def test_one_process_agrees_with_itself(tmp_path):

@@ -52,6 +52,17 @@ if "--process_id=1" in sys.argv:
 def get_config():""",
 )
 
+# Process 1 sums over axes in another order.
+OTHER = CONFIG.replace(
+    "def get_config():",
+    """
+import sys
+from kvjax.model import loss
+if "--process_id=1" in sys.argv:
+    loss._MANUAL = loss._MANUAL[::-1]
+def get_config():""",
+)
+
 
 def quick_config(source, directory, mesh=None, **overrides):
     config = runs.small_config(source, directory)
@@ -68,6 +79,7 @@ def folder(tmp_path_factory):
     given = dict(source=runs.write_text(folder / "text.txt"), directory=str(folder / "data"))
     (folder / "config.py").write_text(CONFIG.format(**given))
     (folder / "slow.py").write_text(SLOW.format(**given))
+    (folder / "other.py").write_text(OTHER.format(**given))
     return folder
 
 
@@ -213,6 +225,15 @@ def test_a_mesh_that_splits_two_axes(folder, mesh, request):
         assert here.keys() == there.keys()
         for key in here.keys() & {"loss", "validation_loss", "grad_norm"}:
             np.testing.assert_allclose(here[key], there[key], rtol=CLOSE)
+
+
+def test_processes_that_compile_different_programs_say_so(folder):
+    job = launch(folder, [folder / "different"] * 2, devices=1, config="other.py")
+    assert job.wait(240) == [2, 2], job.outputs()
+    for output in job.outputs():
+        assert "would compile different programs, and wait for each other for ever" in output
+        assert re.search(r"training step: \w{12} \(process 0\), \w{12} \(process 1\)", output)
+        assert "evaluation step" not in output and "Traceback" not in output
 
 
 def wait_for_step(job: Job, workdir: pathlib.Path, step: int, seconds: float = 240) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 import dataclasses
+import functools
+import hashlib
 import json
 import os
 from typing import Any
@@ -20,6 +22,8 @@ from kvjax.errors import MissingDataError
 
 # One thread reads ahead of the step; more gain nothing, for reading holds the interpreter's lock.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+# Rows of a split that tell it from another one: all of them would take minutes to read.
+_TELLING_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,20 @@ class PackedDataset:
 
         folder = self.path / prepare.ROWS / prepare.ROWS_VERSION
         return tfds.builder_from_directory(folder).as_data_source(split)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the vocabulary, the numbers of rows, and rows spread over each split.
+
+        The same wherever the folder lies, whatever it is called and whenever it was prepared.
+        """
+        digest = hashlib.sha256(json.dumps(self.tokenizer.vocabulary()).encode())
+        for split in ("train", "validation"):
+            count = self.num_rows(split)
+            spread = np.linspace(0, count - 1, min(count, _TELLING_ROWS)).astype(int).tolist()
+            rows = _stack(self.rows(split).__getitems__(spread), self.sequence_length)
+            digest.update(f"{split} {count} {rows.shape}".encode() + rows.astype("<i4").tobytes())
+        return digest.hexdigest()[:20]
 
 
 def open_dataset(path: epath.PathLike) -> PackedDataset:

@@ -119,6 +119,10 @@ class Tokenizer:
                 bytes_V[i] = len(token.encode())
         return bytes_V
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id, in the order of the ids."""
+        return dict(sorted(self._backend.get_vocab().items(), key=lambda item: item[1]))
+
     def to_json(self) -> str:
         """The tokenizer in the `tokenizer.json` format of the `tokenizers` library."""
         return self._backend.to_str(pretty=False)

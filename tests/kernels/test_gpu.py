@@ -6,7 +6,6 @@ import math
 import re
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,8 +21,10 @@ from kvjax.kernels.decode_attention.shapes import Grouped
 from kvjax.kernels.decode_attention.shapes import Latent
 from kvjax.kernels.decode_attention.shapes import Residual
 from tests.kernels import agreement
+from tests.kernels import hopper
+from tests.kernels import ptx
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+INTERPRET = hopper.InterpretGPUParams(detect_races=True)
 D12 = shapes.SHAPES["d12"]
 
 
@@ -247,7 +248,8 @@ def no_cache():
 def test_compiles_without_spills_or_a_copy_of_the_cache(model, name, length, no_cache):
     pytest.importorskip("jax_cuda13_plugin")
     shape = shapes.SHAPES[model][name]
-    found, program = gpu_static.resources_and_program(shape, batch=4, length=length)
+    found, program, program_ptx = gpu_static.compiled(shape, batch=4, length=length)
+    assert not ptx.hazards(program_ptx)
     assert found["spill_bytes"] == 0 and found["registers"] <= 255
     assert found["shared_bytes"] <= 227 * 1024
     made = re.findall(r"= (\w+)\[([\d,]+)\]\S* (\w[\w-]*)\(", program.as_text())
