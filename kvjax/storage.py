@@ -1,10 +1,11 @@
 """How checkpoints lie on disk: Orbax's format, with a checksum of every byte that loading uses.
 
 Importing this module changes two things in Orbax 0.12 that it has no option for. Every chunk of an
-array carries its CRC-32C, which TensorStore verifies wherever it reads one: whole or in part, on
-any mesh. (Orbax asks for one of the index and of OCDBT's nodes only; a chunk may decode to other
-numbers.) And a failure is told once, by who asked: not in Orbax's log with every thread's
-traceback, nor by event loops that ended before their last read.
+array is a zstd frame with its checksum (XXH64 of the content, 32 bits kept), which whoever reads it
+verifies: the whole array or a part of it, on any mesh. (Orbax leaves it out, and has checksums of
+the index and of OCDBT's nodes only; a chunk may decode to other numbers.) And a failure is told
+once, by who asked: not in Orbax's log with every thread's traceback, nor by event loops that ended
+before their last read.
 """
 
 import functools
@@ -30,6 +31,7 @@ _DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, FileNot
 # TensorStore's words for wrong bytes; its other ones (UNAVAILABLE, PERMISSION_DENIED, UNKNOWN for
 # an I/O error, RESOURCE_EXHAUSTED) speak of the machine. Where there is none, it is a wrong value.
 _OF_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE")
+_OF_CODEC = re.compile("ZSTD_|checksum|[Dd]igest")  # FAILED_PRECONDITION, as where a disk says no
 _CODE = re.compile("[A-Z_]+(?=: )")
 _ARRAY = re.compile('"([^"]+)/(?:zarr\\.json|c(?:/[0-9]+)*)"')
 _DETAILS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code).*", re.DOTALL)
@@ -42,7 +44,8 @@ def _with_checksums(describe):
     def described(*args, **kwargs):
         metadata = describe(*args, **kwargs)
         (sharding,) = metadata["codecs"]
-        sharding["configuration"]["codecs"].append({"name": "crc32c"})
+        (zstd,) = (c for c in sharding["configuration"]["codecs"] if c["name"] == "zstd")
+        zstd["configuration"]["checksum"] = True
         return metadata
 
     return described
@@ -107,7 +110,8 @@ def is_damage(error: Exception) -> bool:
     """
     cause = _deepest(error)
     code = _CODE.match(str(cause))
-    return isinstance(cause, _DAMAGED) and (code is None or code[0] in _OF_DATA)
+    of_data = code is None or code[0] in _OF_DATA or _OF_CODEC.search(str(cause))
+    return isinstance(cause, _DAMAGED) and bool(of_data)
 
 
 def reason(error: BaseException) -> str:
