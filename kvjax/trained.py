@@ -1,7 +1,6 @@
 """A trained model from its workdir."""
 
 import dataclasses
-import json
 
 from etils import epath
 from flax import nnx
@@ -10,6 +9,7 @@ import ml_collections
 
 from kvjax import checkpoint
 from kvjax import experiment as experiment_lib
+from kvjax import json_text
 from kvjax import runtime
 from kvjax.configuration import one_of
 from kvjax.data import prepare
@@ -84,14 +84,14 @@ def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
             "the folder that `python -m kvjax.main` trained in"
         )
     try:
-        tree = json.loads(path.read_text())
+        tree = json_text.parse(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): restore it, or train again") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path} describes no run: restore it, or train again")
     try:  # the mesh is no part of what was trained
         return experiment_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
-    except (UserError, TypeError, ValueError, AttributeError) as error:
+    except (UserError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from error
 
 

@@ -1,8 +1,10 @@
 """What a data set is made of: sources, split, tokenizer, row length."""
 
+from collections.abc import Mapping
 import dataclasses
 import re
 import shlex
+from typing import Any
 
 from etils import epath
 
@@ -101,12 +103,18 @@ class DataConfig:
 
     def command(self) -> str:
         """The command line that prepares this data set."""
-        given = [
-            shlex.quote(f"--{FLAG_NAMES.get(field.name, field.name)}={getattr(self, field.name)}")
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return " ".join(["python -m kvjax.data.prepare", *given])
+        return command(dataclasses.asdict(self))
+
+
+def command(values: Mapping[str, Any]) -> str:
+    """The command line that prepares what these keys of a DataConfig say, unchecked."""
+    fields = {field.name: field for field in dataclasses.fields(DataConfig)}
+    given = [
+        shlex.quote(f"--{FLAG_NAMES.get(name, name)}={value}")
+        for name, value in values.items()
+        if name not in fields or value != fields[name].default
+    ]
+    return " ".join(["python -m kvjax.data.prepare", *given])
 
 
 def as_options(message: str) -> str:

@@ -6,18 +6,22 @@ row; validation fills it with BOS, which counts no bytes. The folder of a data s
 hash of all that decides its content, and appears whole or not at all.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 import time
+from typing import Any
 import uuid
 
 from absl import logging
@@ -26,20 +30,21 @@ import numpy as np
 import tqdm
 
 from kvjax import command_line
+from kvjax import json_text
+from kvjax import runtime
 from kvjax.config_keys import keys
 from kvjax.data import config as config_lib
+from kvjax.data import manifest
 from kvjax.data import readers
 from kvjax.data import sources
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data.manifest import FORMAT_VERSION
+from kvjax.data.manifest import MANIFEST
+from kvjax.data.manifest import TOKENIZER
 from kvjax.errors import DataError
 from kvjax.errors import UserError
+from kvjax.errors import first_line
 
-# Part of every key: raise it when the same text would be written as other rows.
-FORMAT_VERSION = 1
-MANIFEST = "dataset.json"
-TOKENIZER = "tokenizer.json"
-ROWS = "packed_rows"
-ROWS_VERSION = "1.0.0"
 # The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
 BATCH_CHARACTERS = 1 << 21
 # Merges learned from more text than this hardly differ (nanochat: 2e9).
@@ -63,12 +68,12 @@ def prepare(config: config_lib.DataConfig) -> epath.Path:
         row; with the file, the value and what to do.
     """
     if config.source.startswith(config_lib.PREPARED):
-        return epath.Path(config.source.removeprefix(config_lib.PREPARED)).expanduser()
+        return runtime.path("config.data.source", config.source.removeprefix(config_lib.PREPARED))
     source = sources.fingerprint(config)
     tokenizer_key = _tokenizer_key(config, source)
     key = _hash(FORMAT_VERSION, source, tokenizer_key, config.sequence_length)
     path = config.root / "datasets" / key
-    if (path / MANIFEST).exists():
+    if _is_whole(path / MANIFEST, manifest.read):
         return path
     sources.check(config)
     for split in sources.SPLITS:
@@ -104,7 +109,7 @@ def _write(
             builder.download_and_prepare(download_dir=folder)
         del builder, streams
     tokenizer.save(staging / TOKENIZER)
-    manifest = {
+    info = {
         "format_version": FORMAT_VERSION,
         "config": dataclasses.asdict(config),
         "tokenizer": {
@@ -116,7 +121,7 @@ def _write(
         "xz_bits_per_byte": splits["validation"].pop("xz_bits_per_byte"),
         "splits": splits,
     }
-    (staging / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    manifest.write(pathlib.Path(staging), info)
 
 
 def _write_stream(
@@ -192,12 +197,26 @@ def _tokenizer(config: config_lib.DataConfig, key: str) -> tokenizer_lib.Tokeniz
     if config.tokenizer != "bpe":
         return tokenizer_lib.load(config.tokenizer)
     path = config.root / "tokenizers" / key
-    if not (path / TOKENIZER).exists():
+    if not _is_whole(path / TOKENIZER, _load_tokenizer):
         with _published(path / TOKENIZER) as staging:
-            tokenizer_lib.train(_training_texts(config), config.vocab_size).save(
-                staging / TOKENIZER
-            )
-    return tokenizer_lib.load(path / TOKENIZER)
+            trained = tokenizer_lib.train(_training_texts(config), config.vocab_size)
+            trained.save(staging / TOKENIZER)
+            digests = manifest.digests(pathlib.Path(staging))
+            (staging / manifest.DIGESTS).write_text(json.dumps(digests))
+    return _load_tokenizer(path)
+
+
+def _load_tokenizer(folder: epath.Path) -> tokenizer_lib.Tokenizer:
+    """The tokenizer of a folder of the cache; a DamagedDataError if it is not what was written."""
+    try:
+        if (folder / manifest.DIGESTS).exists():
+            files = json_text.parse((folder / manifest.DIGESTS).read_bytes())
+            manifest.check_digests(folder, files)
+        return tokenizer_lib.load(folder / TOKENIZER)
+    except manifest.DamagedDataError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise manifest.DamagedDataError(folder, first_line(error)) from error
 
 
 def _training_texts(config: config_lib.DataConfig) -> Iterator[str]:
@@ -211,6 +230,41 @@ def _training_texts(config: config_lib.DataConfig) -> Iterator[str]:
                 return
 
 
+def _is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
+    """Whether a folder is there as it was written; one that is damaged is set aside by name.
+
+    Args:
+      file: the one in it by which others know that all are there.
+      read: raises a DamagedDataError if they are not.
+
+    Raises:
+      DamagedDataError: of a bucket's folder, which cannot be renamed.
+    """
+    folder = file.parent
+    remote = "://" in os.fspath(folder)
+    if not (file if remote else folder).exists():
+        return False  # in a bucket a killed upload leaves a part, which the next one completes
+    try:
+        if not file.exists():
+            raise manifest.DamagedDataError(folder, f"{file.name} is missing")
+        read(folder)
+        return True
+    except manifest.DamagedDataError as error:
+        if remote:
+            raise
+        numbers = itertools.count(1)
+        names = (folder.parent / f"{folder.name}.damaged-{n}" for n in numbers)
+        aside = next(name for name in names if not name.exists())
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            folder.rename(aside)
+            print(
+                f"WARNING: {os.fspath(folder)} is damaged ({error.what}): set aside as "
+                f"{aside.name}, and made again",
+                file=sys.stderr,
+            )
+        return False
+
+
 @contextlib.contextmanager
 def _published(file: epath.Path) -> Iterator[epath.Path]:
     """A local folder to write `file` and others into; without an exception it becomes `file`'s."""
@@ -218,10 +272,16 @@ def _published(file: epath.Path) -> Iterator[epath.Path]:
     # ArrayRecord reads buckets but doesn't write them, and they can't rename a folder.
     remote = "://" in os.fspath(path)
     parent = epath.Path(tempfile.gettempdir()) if remote else path.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(pathlib.Path(parent))
     staging = parent / f"{STAGING}{path.name}-{uuid.uuid4().hex}"
-    staging.mkdir()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(pathlib.Path(parent))
+        staging.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"prepared data cannot be written to {os.fspath(parent)}: {error.strerror or error}. "
+            "Give config.data.directory, or set KVJAX_CACHE, to a folder that can be written"
+        ) from error
     try:
         yield staging
         if remote:

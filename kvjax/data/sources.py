@@ -26,11 +26,11 @@ from etils import epath
 from kvjax import runtime
 from kvjax.data import config as config_lib
 from kvjax.data import readers
+from kvjax.data.manifest import SPLITS
 from kvjax.errors import DataError
 from kvjax.errors import MissingDataError
 from kvjax.errors import first_line
 
-SPLITS = ("train", "validation")
 EMBEDDED_VALIDATION_BYTES = 200_000
 CORPUS = epath.Path(__file__).parent / "corpus"
 BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
@@ -116,7 +116,9 @@ class _TextFile:
         self.path = path
 
     def fingerprint(self) -> str:
-        return f"txt {_file_hash(self.path)}"
+        # The mark was once a part of the text: what was prepared with it is other data.
+        marked = " without its mark" if readers.byte_order_mark(self.path) else ""
+        return f"txt {_file_hash(self.path)}{marked}"
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
         size = self.path.stat().length

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import tracemalloc
 
 from absl import logging as absl_logging
 import grain
@@ -173,6 +174,7 @@ def test_other_format_is_named(small_config, tmp_path):
     config = dataclasses.replace(small_config, directory=str(tmp_path))
     path = prepare.prepare(config)
     info = json.loads((path / "dataset.json").read_text()) | {"format_version": 0}
+    del info["blake2b"]
     (path / "dataset.json").write_text(json.dumps(info))
     with pytest.raises(
         ValueError, match=r"has format 0, this code reads 1: .*--sequence_length=16"
@@ -236,3 +238,15 @@ def test_the_part_of_a_process_that_is_alone():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "rest"))
     lies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     assert loader.share(lies, 8) == (0, 1)
+
+
+def test_the_parts_of_a_huge_batch_cost_nothing():
+    """What a config asks for is looked at before the machine's memory is."""
+    rows = 10**9
+    by_process = {0: [(0, rows // 2), (rows // 2, rows)]}
+    tracemalloc.start()
+    try:
+        assert loader.share(Sharding(by_process), rows) == (0, 1)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
