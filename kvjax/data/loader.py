@@ -67,6 +67,20 @@ class PackedDataset:
                 raise ValueError(f"{len(rows)} rows of {split}, not {self.num_rows(split)}")
         return rows
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the vocabulary, the numbers of rows, and rows spread over each split.
+
+        The same wherever the folder lies, whatever it is called and whenever it was prepared.
+        """
+        digest = hashlib.sha256(json.dumps(self.tokenizer.vocabulary()).encode())
+        for split in ("train", "validation"):
+            count = self.num_rows(split)
+            spread = np.linspace(0, count - 1, min(count, _TELLING_ROWS)).astype(int).tolist()
+            rows = _stack(self.rows(split).__getitems__(spread), self.sequence_length)
+            digest.update(f"{split} {count} {rows.shape}".encode() + rows.astype("<i4").tobytes())
+        return digest.hexdigest()[:20]
+
     @contextlib.contextmanager
     def _damage_told(self):
         try:
@@ -96,20 +110,6 @@ class _Rows:
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
         with self._dataset._damage_told():
             return self._rows.__getitems__(indices)
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """Of the vocabulary, the numbers of rows, and rows spread over each split.
-
-        The same wherever the folder lies, whatever it is called and whenever it was prepared.
-        """
-        digest = hashlib.sha256(json.dumps(self.tokenizer.vocabulary()).encode())
-        for split in ("train", "validation"):
-            count = self.num_rows(split)
-            spread = np.linspace(0, count - 1, min(count, _TELLING_ROWS)).astype(int).tolist()
-            rows = _stack(self.rows(split).__getitems__(spread), self.sequence_length)
-            digest.update(f"{split} {count} {rows.shape}".encode() + rows.astype("<i4").tobytes())
-        return digest.hexdigest()[:20]
 
 
 def open_dataset(path: epath.PathLike) -> PackedDataset:

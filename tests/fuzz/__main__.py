@@ -1,6 +1,6 @@
 """Runs groups of cases and prints those that are not as they should be.
 
-    python -m tests.fuzz "options of kvjax.main" files     # all groups where none is named
+python -m tests.fuzz "options of kvjax.main" files     # all groups where none is named
 """
 
 import pathlib

@@ -57,9 +57,13 @@ class Case:
         }
         words = [f"{k}={_quoted(v)}" for k, v in self.environment.items()]
         words += ["python -m", self.command, *map(_quoted, self.arguments)]
-        words += [redirections.get((s, getattr(self, s)), "") for s in ("stdin", "stdout", "stderr")]
+        words += [
+            redirections.get((s, getattr(self, s)), "") for s in ("stdin", "stdout", "stderr")
+        ]
         notes = [f"scene {self.scene}"] if self.scene != "plain" else []
-        notes += [f"{path} is {'gone' if text is None else text[:40]!r}" for path, text in self.edits]
+        notes += [
+            f"{path} is {'gone' if text is None else text[:40]!r}" for path, text in self.edits
+        ]
         notes += [f"Ctrl-C after {self.interrupt} s"] if self.interrupt is not None else []
         return " ".join(filter(None, words)) + (f"    # {', '.join(notes)}" if notes else "")
 

@@ -25,16 +25,10 @@ CONFIGS += ("thin_keys_tiny",)
 PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
 PRODUCT += ("kvjax.data.prepare", "kvjax.kernels.profile")
 CHILDREN = ("jax_training", "torch_training")  # of train_benchmark: not for users
-# Experiments that do not yet take their arguments as kvjax's commands do.
-NOT_YET = (
-    *("checkpoint_memory", "decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
-    *("input_benchmark", "paper_tables", "parameter_table", "scaling_table", "tiny_comparison"),
-    "train_benchmark",
-)
 EXPERIMENTS = tuple(
     f"experiments.{path.stem}"
     for path in sorted((ROOT / "experiments").glob("*.py"))
-    if "__main__" in path.read_text() and path.stem not in (*CHILDREN, *NOT_YET)
+    if "__main__" in path.read_text() and path.stem not in CHILDREN
 )
 
 MISSING, FOLDER, FILE = "../shared/missing", "folder", "notes.txt"
@@ -372,7 +366,16 @@ def _text_cases() -> Iterator[Case]:
     files = ("empty.txt", "latin.txt", "deep.jsonl", "binary.py", "a_file", "data", "missing.txt")
     for name in files:
         yield of(f"--source=../shared/{name}", says=(name, "source"))
-    for name in (",", " ", "*.nothing", "no://x", "gs://b/x.txt", "tfds:", "tfds:no_such", "tfds:#"):
+    for name in (
+        ",",
+        " ",
+        "*.nothing",
+        "no://x",
+        "gs://b/x.txt",
+        "tfds:",
+        "tfds:no_such",
+        "tfds:#",
+    ):
         yield of(f"--source={name}", says=(name, "source"))
     text = "--source=../shared/text.txt"
     yield of("--source=../shared/marked.txt", status=(0,), prints="datasets")
@@ -421,7 +424,9 @@ def process_cases() -> Iterator[Case]:
         wrong = (*arguments, f"--no_{SNOWMAN}")
         for stream in ("closed", "full"):
             yield dataclasses.replace(of(stderr=stream), arguments=wrong, status=(2,))
-            yield dataclasses.replace(of(stdout=stream), arguments=wrong, status=(2,), says=("no_",))
+            yield dataclasses.replace(
+                of(stdout=stream), arguments=wrong, status=(2,), says=("no_",)
+            )
     yield from _environment_cases()
     yield from _interrupted_cases()
 
@@ -444,7 +449,9 @@ def _environment_cases() -> Iterator[Case]:
     yield Case(command="kvjax.data.prepare", arguments=prepare, status=(2,), **file)
     plain = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     for command, arguments in {"kvjax.costs": (), "kvjax": ()}.items():
-        yield Case(command=command, arguments=arguments, how=STARTED, environment=plain, status=(0,))
+        yield Case(
+            command=command, arguments=arguments, how=STARTED, environment=plain, status=(0,)
+        )
     plain = dict(how=STARTED, environment=plain)
     yield Case(command="kvjax.main", arguments=(f"--{SNOWMAN}",), status=(2,), **plain)
     for key, value in dict(NUM_PROCESSES="x", PROCESS_ID="-1", COORDINATOR="here").items():
