@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Sequence
 import sys
 
-from etils import epath
 import jax
 
 from kvjax import command_line
@@ -65,10 +64,12 @@ def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
     if file:
         name = "standard input" if file == "-" else f"--prompt_file={file}"
         try:
-            content = sys.stdin.buffer.read() if file == "-" else epath.Path(file).read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: no file can have that name
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"{name} cannot be read: {reason}") from error
+            if file == "-":
+                content = sys.stdin.buffer.read()
+            else:
+                content = runtime.path("--prompt_file", file).read_bytes()
+        except OSError as error:
+            raise UserError(f"{name} cannot be read: {error.strerror or error}") from error
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
@@ -109,7 +110,7 @@ def main(arguments: list[str]) -> None:
     mesh = None
     if values.chips != 1:
         mesh = decode_program.make_mesh(values.chips, jax.local_devices())
-    loaded = load(epath.Path(values.workdir), step=values.step, dtype=values.dtype)
+    loaded = load(runtime.absolute(values.workdir), step=values.step, dtype=values.dtype)
     devices = dict(implementation=implementation, mesh=mesh)
     generator = Generator(loaded.model, loaded.compute, **devices)
     tokenizer, context = loaded.tokenizer, loaded.context

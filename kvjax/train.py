@@ -41,7 +41,7 @@ from kvjax.program import Program
 from kvjax.text_generation import generate
 
 
-def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, float]:
+def train(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
     """Trains to the end or to `train.stop_after`, resuming what the workdir holds.
 
     Returns:
@@ -53,9 +53,9 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
         intact.
       SystemExit: saved on a signal; the status is in `distributed`.
     """
-    workdir = runtime.absolute(workdir)
     preflight.check_processes(config)
     experiment = experiment_lib.resolve(config)
+    workdir = runtime.absolute(workdir)
     preflight.check_vocabulary(experiment)
     mesh = sharding.make_mesh(experiment.mesh, jax.devices())
     platform = mesh.devices.flat[0].platform

@@ -130,13 +130,14 @@ def option_cases(command: str) -> Iterator[Case]:
 
 def _value_cases(command: str, action: argparse.Action, of, name: str) -> Iterator[Case]:
     given = lambda value: f"--{name}={value}"
-    doubtful = dict(says=(name,), status=(0, 1, 2) if command == "kvjax.aot" else (0, 2))
+    says = (name, name.replace("_", " "))
+    doubtful = dict(says=says, status=(0, 1, 2) if command == "kvjax.aot" else (0, 2))
     kind = {int: (_NO_INTEGER, _WHOLE), float: (_NO_NUMBER, ("1e300", "0"))}.get(action.type)
     if name == "config":
         return
     if kind:
         wrong, odd = kind
-        yield from (of(given(value), says=(name,)) for value in wrong)
+        yield from (of(given(value), says=says) for value in wrong)
         if command in PRODUCT:
             yield from (of(given(value), **doubtful) for value in odd)
     elif action.choices or name not in _FREE.get(command, ()):
@@ -266,9 +267,19 @@ def file_cases() -> Iterator[Case]:
         of = lambda *given, c=command, w=working, **known: Case(
             command=c, arguments=(*w, *given), **dict(status=(2,)) | known
         )
-        files = ("binary", "raises", "ends", "wrong", "none", "a_dict", "late", "prompts")
+        files = (
+            "binary",
+            "raises",
+            "ends",
+            "wrong",
+            "none",
+            "a_dict",
+            "late",
+            "prompts",
+            "keyless",
+        )
         for name in files:
-            yield of(f"--config=../shared/{name}.py", says=(f"{name}.py",))
+            yield of(f"--config=../shared/{name}.py", says=(f"{name}.py", "missing", "'data'"))
         for name in ("", ".", "configs", FOLDER, FILE, MISSING, LONG, "lrkv_tiny", "/dev/null"):
             yield of(f"--config={name}", says=("config",))
         for name in (SNOWMAN, NO_UTF8, SURROGATE, "a\x01b", f"{ROOT}/configs", "lrkv_tyni.py"):
@@ -281,7 +292,7 @@ def file_cases() -> Iterator[Case]:
     yield from _text_cases()
 
 
-_NO_RECORDS = ("\xff\xfe\x00", "[]\n", "{}\n", '{"step": "x"}\n', "null\n", '{"step": 1}\n{"st', "")
+_NO_RECORDS = ("\xff\xfe\x00\n", "[]\n", "{}\n", '{"step": "x"}\n', "null\n", "")
 
 
 def _workdir_cases() -> Iterator[Case]:
@@ -305,13 +316,16 @@ def _workdir_cases() -> Iterator[Case]:
     again = lambda **known: Case(
         command="kvjax.main",
         arguments=("--config=same.py", "--workdir=run", "--config.train.sample_tokens=0"),
-        **trained | known,
+        **trained | dict(talks=True) | known,
     )
     same = ("same.py", _SAME)
     yield again(edits=(same,), status=(0,), prints="validation")
     for name in ("metrics.jsonl", "timing.jsonl", "config.json", "dataset.json", "tokenizer.json"):
         for content in (*_NO_RECORDS, "/", None):
-            yield again(edits=(same, (f"run/{name}", content)), says=(name,))
+            says = (name, "holds another run")
+            yield again(edits=(same, (f"run/{name}", content)), says=says)
+        torn = (f"run/{name}", '{"step": 1}\n{"st')
+        yield again(edits=(same, torn), says=(name,), loses=(f"case/{torn[0]}",))
         if name in ("config.json", "tokenizer.json"):
             for content in (*_NO_RECORDS, "/", None, '{"train": ' * 100_000):
                 edits = ((f"run/{name}", content),)

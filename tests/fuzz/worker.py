@@ -78,7 +78,11 @@ def main(home: pathlib.Path) -> None:
     for line in requests:
         fields = json.loads(line)
         tuples = dict(
-            arguments=tuple, says=tuple, status=tuple, edits=lambda e: tuple(map(tuple, e))
+            loses=tuple,
+            arguments=tuple,
+            says=tuple,
+            status=tuple,
+            edits=lambda e: tuple(map(tuple, e)),
         )
         case = Case(**{k: tuples.get(k, lambda v: v)(v) for k, v in fields.items()})
         print(json.dumps(dataclasses.asdict(desk.run(case))), file=answers, flush=True)
@@ -113,7 +117,7 @@ class _Desk:
         lost = tuple(
             f"{root.name}/{name}"
             for root, files in before.items()
-            for name in _lost(files, _contents(root), moved=outcome.status != 2)
+            for name in _lost(files, _contents(root), moved=outcome.status != 2 or case.talks)
         )
         return dataclasses.replace(outcome, lost=lost)
 
@@ -157,6 +161,7 @@ def build(shared: pathlib.Path) -> None:
         wrong="def get_config(:",
         none="a = 1",
         a_dict="def get_config(): return {}",
+        keyless="from ml_collections import ConfigDict as get_config",
         late="def get_config(): return {}['x']",
         prompts="def get_config(): return input()",
     ).items():
@@ -186,10 +191,14 @@ def set_scene(case: Case, folder: pathlib.Path, shared: pathlib.Path) -> None:
 
 
 def _contents(folder: pathlib.Path) -> dict[str, bytes]:
-    """Of all files but locks, by path; of the large ones their size and time."""
+    """Of all files but locks and curves, by path; of the large ones their size and time."""
     found = {}
     for path in folder.rglob("*"):
-        if path.is_file() and path.name != ".lock" and "/data/" not in str(path):
+        if (
+            path.is_file()
+            and path.name not in (".lock", "curves.png")
+            and "/data/" not in str(path)
+        ):
             stat = path.stat()
             known = path.read_bytes() if stat.st_size < 10_000 else None
             found[str(path.relative_to(folder))] = known or repr(stat[6:9:2]).encode()
