@@ -435,7 +435,7 @@ def process_cases() -> Iterator[Case]:
         yield of(stderr="closed")
         yield of(stderr="full")
         yield of(environment=dict(PYTHONIOENCODING="ascii"))
-        wrong = (*arguments, f"--no_{SNOWMAN}")
+        wrong = (f"--no_{SNOWMAN}",)
         for stream in ("closed", "full"):
             yield dataclasses.replace(of(stderr=stream), arguments=wrong, status=(2,))
             yield dataclasses.replace(

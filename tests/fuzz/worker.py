@@ -194,14 +194,12 @@ def _contents(folder: pathlib.Path) -> dict[str, bytes]:
     """Of all files but locks and curves, by path; of the large ones their size and time."""
     found = {}
     for path in folder.rglob("*"):
-        if (
-            path.is_file()
-            and path.name not in (".lock", "curves.png")
-            and "/data/" not in str(path)
-        ):
+        passing = path.name in (".lock", "curves.png") or "/data/" in str(path)
+        if path.is_file() and not passing:
             stat = path.stat()
-            known = path.read_bytes() if stat.st_size < 10_000 else None
-            found[str(path.relative_to(folder))] = known or repr(stat[6:9:2]).encode()
+            small = stat.st_size < 10_000
+            content = path.read_bytes() if small else repr(stat[6:9:2]).encode()
+            found[str(path.relative_to(folder))] = content
     return found
 
 
@@ -419,7 +417,9 @@ def _become(case: Case, folder: pathlib.Path, ready: int) -> None:
         setattr(sys, name, stream)
     sys.argv = [case.command, *case.arguments]
     from kvjax import command_line
+    from kvjax import interrupted
 
+    interrupted.quietly()  # as kvjax/__init__.py does for `python -m`
     os.close(ready)
     command_line.run(_command(case.command))
 
