@@ -169,22 +169,18 @@ class Checkpoints:
             return items, "", ""
         except UserError as error:
             return None, "", str(error)
-        except Exception as error:  # corrupted files raise many types
+        except Exception as raised:  # corrupted files raise many types
+            error = storage.cannot_list(path) or raised
             reason, damaged = storage.reason(error), storage.is_damage(error)
             with contextlib.suppress(Exception):  # of damage that goes as far
                 there, asked = storage.shapes(path / "state"), storage.shapes_of(abstract_state)
                 if damaged and there != asked:
                     return None, "", _other_model(path, there, asked)
-            if damaged:
-                return None, reason, ""
-            return (
-                None,
-                "",
-                (
-                    f"{path} was not loaded: {reason}. That is no damage of the checkpoint, and "
-                    "nothing was changed: mend it and run the same command again"
-                ),
+            other = (
+                f"{path} was not loaded: {reason}. That is no damage of the checkpoint, and "
+                "nothing was changed: mend it and run the same command again"
             )
+            return (None, reason, "") if damaged else (None, "", other)
 
     def _set_aside(self, damaged: dict[int, str], good_step: int) -> None:
         """Renames damaged checkpoints, so that saving can go on."""

@@ -64,6 +64,9 @@ def status(command: Command, arguments: Sequence[str]) -> int:
         say("interrupted")
         return interrupted.STATUS
     except Exception as error:
+        if interrupted.received():  # a library took it for an error of its own
+            say("interrupted")
+            return interrupted.STATUS
         reason = _reason(error)
         if reason is None:
             raise

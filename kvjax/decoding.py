@@ -28,7 +28,6 @@ from kvjax.decode_program import Choice
 from kvjax.errors import UserError
 from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention import sharded
-from kvjax.layers import rope
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute
@@ -118,8 +117,8 @@ class Generator:
             after each; the host then waits for every chunk.
 
         Raises:
-          UserError: an id the vocabulary does not have, no prompt or an empty one, or more tokens
-            than the capacity, the model's positions or the memory hold.
+          UserError: an id the vocabulary does not have, no prompt or an empty one, more tokens
+            than the capacity, the model's positions or the memory hold, or a capacity beyond those.
         """
         begun = time.perf_counter()
         check_options(num_tokens=num_tokens, seed=seed, capacity=capacity)
@@ -127,13 +126,14 @@ class Generator:
         lengths = np.array([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
         needed = longest + num_tokens - 1  # the last token is never appended
-        limit = max_positions(self.config)
+        limit = max_positions(self.config, self.chips)
         if limit is not None and needed > limit:
             raise UserError(
                 f"a prompt of {longest} tokens and num_tokens = {num_tokens}: the model's "
                 f"{self.config.block.positions} positions end after {limit} tokens; shorten the "
                 "prompt or generate fewer tokens"
             )
+        decode_program.check_capacity(self.config, capacity, self.chips, key="capacity")
         if capacity and longest > capacity:
             raise UserError(
                 f"prompt {lengths.argmax() + 1} has {longest} tokens and capacity = {capacity}: "
@@ -142,6 +142,7 @@ class Generator:
         if capacity:
             cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens - 1), capacity)
         slots = capacity or _round(-(-needed // self.chips)) * self.chips
+        slots = min(slots, decode_program.max_capacity(self.config, self.chips) or slots)
         slots = self._check_memory(len(prompts), slots)
         power_of_two = 1 << (longest - 2).bit_length()  # that longest - 1 tokens fit
         width = min(self.chunk, slots, max(NARROWEST, power_of_two))
@@ -346,10 +347,11 @@ def check_options(*, num_tokens: int, seed: int, capacity: int) -> None:
         raise UserError(f"seed = {seed}: must be below 2**32")
 
 
-def max_positions(config: TransformerConfig) -> int | None:
-    """How many tokens a model has positions for; None: any number."""
-    reach = dict(learned=config.block.max_positions, rope=rope.MAX_POSITION, none=None)
-    return reach[config.block.positions]
+def max_positions(config: TransformerConfig, chips: int = 1) -> int | None:
+    """How many tokens a model has positions for, its cache on so many chips; None: any number."""
+    learned = config.block.max_positions if config.block.positions == "learned" else None
+    limits = (learned, decode_program.max_capacity(config, chips))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _everywhere(weights: dict) -> jax.sharding.Sharding:

@@ -2,8 +2,6 @@
 
 import sys
 
-import tqdm
-
 
 class UserError(Exception):
     """Something outside the program must change: a config key, a file, a machine.
@@ -34,5 +32,7 @@ def warn(text: str) -> None:
 
     Not a log's, whose level libraries change.
     """
-    tqdm.tqdm.write(f"WARNING: {text}", file=sys.stderr)
+    bars = sys.modules.get("tqdm")  # without it there is no bar
+    write = bars.tqdm.write if bars else print
+    write(f"WARNING: {text}", file=sys.stderr)
     sys.stderr.flush()

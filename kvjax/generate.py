@@ -71,7 +71,7 @@ def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
         except OSError as error:
             raise UserError(f"{name} cannot be read: {error.strerror or error}") from error
         try:
-            text = content.decode()
+            text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(f"{name} is not UTF-8 text: {error}") from error
         lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")

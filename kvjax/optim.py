@@ -38,7 +38,7 @@ class OptimizerConfig:
     orthogonalize: str = "joint"
     momentum_start: float = 0.85
     momentum_end: float = 0.95
-    momentum_warmup_steps: int = 300
+    momentum_warmup_steps: int = 300  # 0: momentum_end from the first step
     newton_schulz_steps: int = 5
     adam_b1: float = 0.8
     adam_b2: float = 0.95
@@ -91,6 +91,14 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
     return optax.join_schedules([warmup, main], [c.warmup_steps])
 
 
+def momentum_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Muon's momentum at each step."""
+    c = config
+    if not c.momentum_warmup_steps:  # of which Optax makes a constant at the start value
+        return optax.constant_schedule(c.momentum_end)
+    return optax.linear_schedule(c.momentum_start, c.momentum_end, c.momentum_warmup_steps)
+
+
 def make_optimizer(
     config: OptimizerConfig,
     axes: Any,
@@ -115,7 +123,6 @@ def make_optimizer(
     width = (d_model / 768) ** -0.5
     adam = dict(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_epsilon, weight_decay=c.adam_weight_decay)
     adamw = lambda rate: optax.adamw(lambda step: rate * schedule(step), **adam)
-    momentum = optax.linear_schedule(c.momentum_start, c.momentum_end, c.momentum_warmup_steps)
     matrices = lambda tree, read: jax.tree.map(
         lambda x, label: read(x) if label == "matrix" else optax.MaskedNode(), tree, labels
     )
@@ -123,7 +130,7 @@ def make_optimizer(
         scale_by_muon(
             matrices(axes, Axes.parse),
             shardings=shardings and matrices(shardings, lambda sharding: sharding),
-            momentum=momentum,
+            momentum=momentum_schedule(c),
             steps=c.newton_schulz_steps,
             per_head=c.orthogonalize == "per_head",
             dtype=muon_dtype,

@@ -20,7 +20,6 @@ from kvjax.attention.softmax import zigzag
 from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import claim
 from kvjax.checkpoint import saved_steps
-from kvjax.checkpoint import write_atomically
 from kvjax.checkpoint import write_identity
 from kvjax.configuration import to_text
 from kvjax.data import loader
@@ -30,6 +29,7 @@ from kvjax.data.config import PREPARED
 from kvjax.data.config import DataConfig
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
+from kvjax.files import write_atomically
 from kvjax.model.transformer import Compute
 
 _GPU_ROOM = 72 * 10**9  # of 80 GB
@@ -97,7 +97,7 @@ def check_vocabulary(experiment: Experiment) -> None:
     there = (
         tokenizer.byte_tokenizer()
         if data.tokenizer == "byte"
-        else tokenizer.load(epath.Path(data.tokenizer).expanduser())
+        else tokenizer.load(data.tokenizer, "config.data.tokenizer")
     )
     if there.vocab_size != data.vocab_size:
         raise UserError(

@@ -1,4 +1,4 @@
-"""A word for whoever waits: what takes over three seconds says so, on standard error."""
+"""A word for whoever waits, on standard error: nothing is silent for long, logs have no bars."""
 
 import contextlib
 import sys
@@ -7,6 +7,7 @@ import time
 
 FIRST_SECONDS = 3.0
 _TERMINAL_EVERY, _LOG_EVERY = 1.0, 30.0
+_STEPS_EVERY = 10.0
 
 
 class waiting:  # reads as `with waiting("...")`
@@ -17,11 +18,14 @@ class waiting:  # reads as `with waiting("...")`
 
     Args:
       what: "compiling the decode step", say.
+      shown: False: nothing is said.
     """
 
-    def __init__(self, what: str):
+    def __init__(self, what: str, *, shown: bool = True):
         self._what = what
         self._ended = threading.Event()
+        if not shown:
+            self._ended.set()
 
     def now(self, what: str) -> None:
         """What is under way from here on."""
@@ -65,3 +69,47 @@ class waiting:  # reads as `with waiting("...")`
     def _say(self, text: str, end: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed, or full
             print(text, end=end, file=self._stream, flush=True)
+
+
+class Steps:
+    """How far a loop of steps has come: a bar on a terminal, else a line every ten seconds.
+
+    Args:
+      total: steps in all.
+      start: those taken before.
+      shown: False: nothing is printed.
+    """
+
+    def __init__(self, total: int, start: int, *, shown: bool = True):
+        import tqdm  # only where there are steps
+
+        self._total, self._done, self._shown = total, start, shown
+        self._terminal, self._said = sys.stderr.isatty(), time.monotonic()
+        bar = dict(mininterval=0.5, unit="step", disable=not (shown and self._terminal))
+        self._bar = tqdm.tqdm(total=total, initial=start, **bar)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._bar.close()
+
+    def step(self, text: str) -> None:
+        """One more step is done.
+
+        Args:
+          text: its figures.
+        """
+        self._done += 1
+        self._bar.set_postfix_str(text, False)
+        self._bar.update(1)
+        waited = time.monotonic() - self._said > _STEPS_EVERY
+        if self._shown and not self._terminal and (waited or self._done == self._total):
+            self._said = time.monotonic()
+            print(f"step {self._done:,} of {self._total:,}: {text}", file=sys.stderr, flush=True)
+
+    def write(self, text: str) -> None:
+        """A line on standard output, above the bar."""
+        if self._shown:
+            self._bar.write(text)
+            sys.stdout.flush()

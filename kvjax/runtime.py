@@ -80,24 +80,18 @@ def start(*, compilation_cache: bool = True) -> None:
     """Call once, before the first computation."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     keep_large_blocks()
-    show_any_text()
     import jax  # after the allocator is set
 
-    for name in ("absl", "jax", "orbax"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_libraries()
     if compilation_cache and not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def show_any_text() -> None:
-    """Lets a terminal or file that lacks a character show a stand-in for it.
-
-    Where the locale is not UTF-8, printing a model's text would end a run in its last second.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not where a test captures it
-            stream.reconfigure(errors="backslashreplace")
+def quiet_libraries() -> None:
+    """Leaves of what libraries log only errors; kvjax prints what a user should know."""
+    for name in ("absl", "jax", "orbax"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def keep_large_blocks() -> None:

@@ -26,8 +26,9 @@ import tensorstore
 from kvjax import distributed
 from kvjax.errors import first_line
 
-# What reading and decoding raise where bytes are missing or wrong.
-_DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, FileNotFoundError)
+# What decoding raises where bytes are wrong or missing. Clients of buckets raise types of their own
+# and OSErrors, runtimes RuntimeErrors: whatever is not here does not say that a file is damaged.
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, FileNotFoundError)
 # TensorStore's words for wrong bytes; its other ones (UNAVAILABLE, PERMISSION_DENIED, UNKNOWN for
 # an I/O error, RESOURCE_EXHAUSTED) speak of the machine. Where there is none, it is a wrong value.
 _OF_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE")
@@ -101,6 +102,19 @@ def shapes_of(tree) -> dict[str, tuple[int, ...]]:
     """The same of a tree of arrays, or of ShapeDtypeStructs."""
     leaves, _ = jax.tree.flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
+
+
+def cannot_list(path: epath.Path) -> OSError | None:
+    """Why a checkpoint's folders cannot be listed: what lies there seems not to be there at all."""
+    try:
+        for item in path.iterdir():
+            if item.is_dir():
+                list(item.iterdir())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
+    return None
 
 
 def is_damage(error: Exception) -> bool:

@@ -18,6 +18,7 @@ from kvjax.data.tokenizer import Tokenizer
 from kvjax.errors import UserError
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import used_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +60,12 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
     tokenizer = _tokenizer(workdir, config.vocab_size)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = nnx.to_pure_dict(abstract)
+    place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
     params = checkpoint.read_parameters(
         workdir / checkpoint.CHECKPOINTS,
         step,
-        jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, compute.dtype, sharding=sharding),
-            nnx.to_pure_dict(abstract),
-        ),
+        jax.tree.map(place, abstract, used_as(abstract, compute.dtype)),
     )
     model = nnx.merge(graph, params)
     return Loaded(model, compute, tokenizer, experiment.data.sequence_length, step)

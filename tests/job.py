@@ -159,6 +159,8 @@ def failing(kind: str) -> dict:
 
     if distributed.index() == int(kind[-1]):
         time.sleep(1)
+        if kind.startswith("interrupt"):
+            signal.raise_signal(signal.SIGINT)
         raise UserError("the key is wrong") if kind.startswith("user") else KeyError("a bug")
     distributed.gather("never", "")
     return {}

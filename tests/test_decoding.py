@@ -350,6 +350,42 @@ def test_learned_positions_end(make_model):
     assert len(tokens(learned, [[1] * 30], num_tokens=11)[0]) == 11
 
 
+def test_a_capacity_beyond_the_angles_of_rope(generator, on_chips, make_model, monkeypatch):
+    limit = 1 << 20
+    message = "capacity = 1048577: the model's positions have angles for 1048576 tokens; give"
+    with pytest.raises(UserError, match=message):
+        generator.start([[1]], num_tokens=2, capacity=limit + 1)
+    sizes = []
+
+    def stop(batch, capacity):
+        sizes.append(capacity)
+        raise StopIteration
+
+    def asked(generator, **options):
+        monkeypatch.setattr(generator, "_check_memory", stop)
+        with pytest.raises(StopIteration):
+            generator.start([[1]], **options)
+        return sizes[-1]
+
+    assert asked(generator, num_tokens=2, capacity=limit) == limit
+    # Three chips: 128 · 2^i slots on each would be 1.5 times what there are angles for.
+    three, most = on_chips("lrkv", 3), limit // 384 * 384
+    assert asked(three, num_tokens=limit - 300) == most
+    with pytest.raises(UserError, match=f"{most} tokens in a cache split over 3 chips"):
+        three.start([[1]], num_tokens=2, capacity=limit)
+    with pytest.raises(UserError, match=f"rope positions end after {most} tokens"):
+        three.start([[1]], num_tokens=limit)
+    # Without angles there is no such limit; with those of "+" there is.
+    none = Generator(make_model("mha", positions="none"))
+    assert asked(none, num_tokens=2, capacity=2 * limit) == 2 * limit
+    plus = Generator(make_model("qk_tied_plus", positions="none"))
+    with pytest.raises(UserError, match=message):
+        plus.start([[1]], num_tokens=2, capacity=limit + 1)
+    with pytest.raises(UserError, match="length = 1048577: the model's positions have angles"):
+        mesh = decode_program.make_mesh(1, jax.devices())
+        decode_program.lowered_step(generator.config, mesh, batch=1, length=limit + 1)
+
+
 def test_a_cache_beyond_memory(generator, monkeypatch):
     monkeypatch.setattr(runtime, "memory_per_device", lambda: 1000)
     with pytest.raises(UserError, match="a cache of 1 sequences of 128 tokens needs"):

@@ -380,6 +380,17 @@ def test_files_of_prompts_that_cannot_be(run, tmp_path, content, message):
     assert (status, out) == (2, "") and message in err and str(file) in err
 
 
+def test_a_byte_order_mark_is_no_prompt(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
+    assert generate_lib.read_prompts([], str(tmp_path / "prompts.txt")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("file", ["hdfs://host/prompts.txt", "s3://bucket/prompts.txt"])
+def test_a_file_of_prompts_that_nothing_opens(file):
+    with pytest.raises(UserError, match=f"^--prompt_file = '{file}': "):
+        generate_lib.read_prompts([], file)
+
+
 def expect(run, workdir, *messages):
     status, out, err = run("--prompt=a", workdir=workdir)
     assert (status, out) == (2, "") and "Traceback" not in err

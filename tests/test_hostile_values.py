@@ -94,3 +94,12 @@ def test_a_value_is_refused_by_its_key_or_can_be(name, key, value, monkeypatch, 
     assert f"config.{key}" in message and len(message) < 1000 + 2 * len(repr(value)), message
     assert "Bytes per device" not in message, message
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("workdir", ["s3://bucket/x", "hdfs://host/x", "~nobody-at-all/x", "FILE"])
+def test_a_workdir_that_cannot_be(workdir, monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "exclusive", accepted)
+    (tmp_path / "file").write_text("")
+    workdir = workdir.replace("FILE", f"{tmp_path}/file/run")
+    with pytest.raises(UserError, match=f"^--workdir = '{workdir}': "):
+        train.train(load_config(CONFIGS / "lrkv_tiny.py"), workdir)

@@ -309,7 +309,7 @@ def test_a_workdir_that_is_not_shared_is_refused(folder):
     assert not list((folder / "shared").glob(".kvjax-*"))
 
 
-@pytest.mark.parametrize("kind", ["user 0", "user 1", "bug 1"])
+@pytest.mark.parametrize("kind", ["user 0", "user 1", "bug 1", "interrupt 1"])
 def test_one_that_stops_stops_all(folder, kind):
     job = Job(
         [["tests.job", "failing", json.dumps([kind])]] * 3,
@@ -317,10 +317,12 @@ def test_one_that_stops_stops_all(folder, kind):
         logs=folder / f"{kind}-logs",
     )
     _jobs.append(job)
-    status = 2 if kind.startswith("user") else 1
+    status, said = dict(
+        user=(2, "the key is wrong"), bug=(1, "KeyError: 'a bug'"), interrupt=(130, "interrupted")
+    )[kind.split()[0]]
     started = time.monotonic()
     assert job.wait(90) == [status] * 3, job.outputs()
-    who, said = int(kind[-1]), "the key is wrong" if status == 2 else "KeyError: 'a bug'"
+    who = int(kind[-1])
     for i, output in enumerate(job.outputs()):
         assert ("" if i == who else f"process {who} stopped: ") + said in output
         assert ("Traceback" in output) == (status == 1 and i == who)

@@ -121,7 +121,9 @@ def test_sigkill_at_random_moments(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_a_signal_saves_and_ends_with_its_status(config, tmp_path, number, status):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     flags = ("--config.train.num_steps=1000", "--config.train.checkpoint_every=1000")
@@ -180,7 +182,7 @@ def test_a_save_that_fails_is_a_warning(config, tmp_path):
     """A checkpoint does not fit, log lines do: the run goes on and saves again when it can."""
     status, output = run_with_file_limit(config, tmp_path / "run", 50_000, "the run goes on")
     assert status == 0 and "was not written" in output, output
-    assert "Traceback" not in output and output.count("\n") < 40, output
+    assert "Traceback" not in output and "orbax/" not in output, output
     assert sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())[-1] == 3000
     whole = launch(config, tmp_path / "whole", "--config.train.num_steps=3000")
     finish(whole)

@@ -10,7 +10,6 @@ import json
 import os
 from typing import Any
 
-from absl import logging
 from etils import epath
 import grain
 import jax
@@ -22,6 +21,7 @@ from kvjax.data import manifest
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.errors import DataError
 from kvjax.errors import first_line
+from kvjax.errors import warn
 
 # One thread reads ahead of the step; more gain nothing, for reading holds the interpreter's lock.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
@@ -67,6 +67,17 @@ class PackedDataset:
                 raise ValueError(f"{len(rows)} rows of {split}, not {self.num_rows(split)}")
         return rows
 
+    @contextlib.contextmanager
+    def _damage_told(self):
+        try:
+            yield
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # of TFDS, protocol buffers, JSON, Riegeli: each has its own
+            raise manifest.DamagedDataError(
+                self.path, first_line(error), self.info["config"]
+            ) from error
+
     @functools.cached_property
     def digest(self) -> str:
         """Of the vocabulary, the numbers of rows, and rows spread over each split.
@@ -80,17 +91,6 @@ class PackedDataset:
             rows = _stack(self.rows(split).__getitems__(spread), self.sequence_length)
             digest.update(f"{split} {count} {rows.shape}".encode() + rows.astype("<i4").tobytes())
         return digest.hexdigest()[:20]
-
-    @contextlib.contextmanager
-    def _damage_told(self):
-        try:
-            yield
-        except (OSError, MemoryError):
-            raise
-        except Exception as error:  # of TFDS, protocol buffers, JSON, Riegeli: each has its own
-            raise manifest.DamagedDataError(
-                self.path, first_line(error), self.info["config"]
-            ) from error
 
 
 class _Rows:
@@ -268,9 +268,7 @@ def _check(
             f" `{config_lib.command(again)}`."
         )
     if sequence_length < packed:
-        logging.warning(
-            "sequence_length=%d is less than the rows' %d in %s: the rest of each row is not used.",
-            sequence_length,
-            packed,
-            os.fspath(dataset.path),
+        warn(
+            f"sequence_length={sequence_length} is less than the rows' {packed} in "
+            f"{os.fspath(dataset.path)}: the rest of each row is not used"
         )

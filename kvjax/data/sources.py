@@ -50,10 +50,23 @@ class Source(Protocol):
         """The documents of `train`, `validation` (the held-out `fraction`) or `all`."""
 
 
-def fingerprint(config: config_lib.DataConfig) -> str:
-    """A hash of all that decides which documents are in which split, hexadecimal."""
-    held_out = [s.fingerprint() for s in _sources(config, "validation_source")]
-    parts = [s.fingerprint() for s in _sources(config, "source")]
+def fingerprint(
+    config: config_lib.DataConfig, say: Callable[[str], None] = lambda text: None
+) -> str:
+    """A hash of all that decides which documents are in which split, hexadecimal.
+
+    Args:
+      say: called with how far it is.
+    """
+
+    def of(key: str) -> list[str]:
+        found = []
+        for source in _sources(config, key):
+            found.append(source.fingerprint())
+            say(f"looking at config.data.{key}, {len(found):,} files")
+        return found
+
+    held_out, parts = of("validation_source"), of("source")
     if set(parts) & set(held_out):
         raise DataError(
             f"config.data.validation_source = {config.validation_source!r}: shares a file with "

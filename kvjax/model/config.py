@@ -80,6 +80,12 @@ class TransformerConfig:
         runs = itertools.groupby(self.mechanisms)
         return tuple((mechanism, len(tuple(run))) for mechanism, run in runs)
 
+    @property
+    def angle_limit(self) -> int | None:
+        """How many tokens positions have angles for; None in a model that uses none."""
+        channels = any(getattr(m, "position_channels", 0) for m in self.mechanisms)
+        return rope.MAX_POSITION if self.block.positions == "rope" or channels else None
+
     def check_length(self, length: int) -> None:
         """Raises a UserError if rows of `length` tokens are longer than positions reach."""
         limit = self.block.max_positions if self.block.positions == "learned" else rope.MAX_POSITION

@@ -4,9 +4,9 @@ import collections
 import dataclasses
 import itertools
 import json
+import shutil
 import tracemalloc
 
-from absl import logging as absl_logging
 import grain
 from hypothesis import given
 from hypothesis import settings
@@ -18,6 +18,7 @@ import pytest
 from kvjax.data import loader
 from kvjax.data import prepare
 from kvjax.errors import DataError
+from kvjax.errors import UserError
 
 T = 16
 
@@ -118,14 +119,12 @@ def test_validation_is_every_row_in_order_then_bos(small_dataset, batch_size, pr
 
 
 def test_shorter_sequences_are_the_start_of_each_row_with_one_warning(
-    small_dataset, stream_NT, monkeypatch
+    small_dataset, stream_NT, capsys
 ):
-    warnings = []
-    monkeypatch.setattr(absl_logging, "warning", lambda text, *args: warnings.append(text % args))
     batches = take(train(small_dataset, sequence_length=5), 3)
     np.testing.assert_array_equal(batches.reshape(-1, 6), stream_NT[:36, :6])
-    (warning,) = warnings
-    assert warning.startswith("sequence_length=5 is less than the rows' 16")
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("WARNING: sequence_length=5 is less than the rows' 16")
 
 
 @pytest.mark.parametrize(
@@ -250,3 +249,21 @@ def test_the_parts_of_a_huge_batch_cost_nothing():
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_rows_damaged_while_they_are_read_are_told(small_dataset, tmp_path, split):
+    """From the thread that reads ahead, too."""
+    path = tmp_path / "damaged"
+    shutil.copytree(small_dataset.path, path)
+    (rows,) = (path / "packed_rows/1.0.0").glob(f"*-{split}.*")
+    content = bytearray(rows.read_bytes())
+    content[next(i for i in range(100, len(content)) if content[i])] ^= 1
+    rows.write_bytes(content)
+    dataset = loader.open_dataset(path)
+    keys = dict(sequence_length=T, batch_size=12)
+    with pytest.raises(UserError, match=f"^{path} is damaged: .*Move that folder away"):
+        if split == "train":
+            list(itertools.islice(train(dataset), 1000))
+        else:
+            list(loader.validation_batches(dataset, **keys))

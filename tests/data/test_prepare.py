@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from kvjax import progress
 from kvjax.data import config as config_lib
 from kvjax.data import loader
 from kvjax.data import prepare
@@ -195,7 +196,7 @@ def test_tokenizer_that_loses_text_is_told(small_config, tmp_path):
     config = dataclasses.replace(
         small_config, tokenizer=str(tmp_path / "lossy.json"), directory=str(tmp_path)
     )
-    with pytest.raises(ValueError, match=r"lossy\.json' loses text: the train split has \d+ bytes"):
+    with pytest.raises(ValueError, match=r"lossy\.json': loses text: the train split has \d+ b"):
         prepare.prepare(config)
 
 
@@ -483,3 +484,33 @@ def test_a_truncated_last_shard_is_told_before_any_work(tmp_path, monkeypatch):
     config = config_lib.DataConfig(source=str(tmp_path), directory=str(tmp_path / "out"))
     with pytest.raises(DataError, match=r"2\.parquet is no whole Parquet file"):
         prepare.prepare(config)
+
+
+def test_a_log_hears_how_far_it_is(larger_config, monkeypatch, capsys):
+    """Every stage, once it takes over three seconds; here over none."""
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e-4)
+    monkeypatch.setattr(progress, "_LOG_EVERY", 0.01)
+    path = prepare.prepare(larger_config)
+    said = capsys.readouterr().err
+    splits = loader.open_dataset(path).info["splits"]
+    total = splits["train"]["rows"] + splits["validation"]["rows"]
+    for what in (
+        "kvjax: looking at config.data.source, 1 files",
+        "kvjax: opening the sources",
+        "kvjax: reading for the tokenizer",
+        "kvjax: learning 400 tokens from",
+        f"kvjax: tokenizing train, {splits['train']['documents']:,} documents, ",
+        f"kvjax: tokenizing validation, {splits['validation']['documents']:,} documents, ",
+        f"kvjax: writing rows, {total // 1024 * 1024:,} of {total:,}",
+    ):
+        assert what in said
+    assert all(line.startswith("kvjax: ") for line in said.splitlines()), said
+    fresh = dataclasses.replace(larger_config, directory=str(larger_config.root / "fresh"))
+    prepare.prepare(fresh, shown=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_short_preparation_says_nothing_but_what_it_made(small_config, small_texts, tmp_path):
+    process = start(dataclasses.replace(small_config, directory=str(tmp_path)))
+    _, stderr = process.communicate()
+    assert (process.returncode, stderr) == (0, "")

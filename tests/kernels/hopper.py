@@ -14,7 +14,7 @@ An accumulator is read when no product into it is in flight. A wait for all but 
 the n youngest in flight.
 
 Pallas orders the threads' own loads and stores, and registers (wgmma.fence); neither is modelled.
-It also puts a barrier of the warpgroup before every copy, but documents none: here only commit_smem
+It also puts a barrier of the warpgroup before every copy, but promises none: here only commit_smem
 is one. The model is of one warpgroup per block, of products and of copies into shared memory; a
 kernel with more is refused. Clusters are not modelled either.
 

@@ -1,4 +1,4 @@
-"""The GPU kernel, interpreted with races detected, and compiled for an H200."""
+"""The GPU kernel, interpreted on a model of shared memory (`hopper`), and compiled for an H200."""
 
 import dataclasses
 import functools
@@ -134,6 +134,7 @@ def test_queries_in_float32_are_taken(shape):
         (Residual(N=1, K=1), dict(split=2048), "split = 2048: at most 1024 with RoPE base 10000"),
         (Residual(N=1, K=1), dict(block=128), "where keys turn a block is 64"),
         (Latent(N=2, C=256), dict(slots=4), "there are 5 slots or more"),
+        (Residual(N=1, K=1, H=256), dict(slots=4), "there are 5 slots or more"),
         (Grouped(N=1, K=1), dict(split=192), "a split is a multiple of a block"),
     ],
 )

@@ -75,3 +75,10 @@ def test_length(make_mechanism):
     with pytest.raises(UserError, match="sequence_length = 101: learned.* 100 tokens"):
         learned.check_length(101)
     _config(mha, positions="none").check_length(2**30)
+
+
+def test_angles_end_where_they_are_used(make_mechanism):
+    plain, plus = make_mechanism("mha"), make_mechanism("qk_tied_plus")
+    assert _config(plain).angle_limit == _config(plus, positions="none").angle_limit == 2**20
+    for positions in ("none", "learned"):
+        assert _config(plain, positions=positions).angle_limit is None
