@@ -19,6 +19,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from kvjax import distributed
+from kvjax import json_text
 from kvjax import storage
 from kvjax.errors import UserError
 from kvjax.errors import warn
@@ -324,9 +325,11 @@ def claim(
         write_identity(path, identity)
         return
     try:
-        before = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        before = json_text.parse(path.read_bytes())
+    except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): choose another --workdir") from error
+    if not isinstance(before, dict):
+        raise UserError(f"{path} describes no run: restore it, or choose another --workdir")
     old, new = dict(_flat(before)), dict(_flat(json.loads(json.dumps(identity))))
     keys = sorted(old.keys() | new.keys())
     differing = [k for k in keys if not same(k, old.get(k), new.get(k))]

@@ -211,8 +211,8 @@ class Generator:
             each = f" on each of {self.chips} chips" if self.chips > 1 else ""
             raise UserError(
                 f"a cache of {batch} sequences of {cache.capacity:,} tokens needs "
-                f"{need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB{each}: generate fewer tokens, or "
-                "for fewer prompts at once"
+                f"{need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB{each}: generate fewer tokens, "
+                "lower capacity (0: what is needed), or give fewer prompts at once"
             )
         return cache.capacity
 

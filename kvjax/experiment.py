@@ -8,6 +8,7 @@ import ml_collections
 
 from kvjax.attention import MECHANISMS
 from kvjax.configuration import between
+from kvjax.configuration import check_text
 from kvjax.configuration import checked
 from kvjax.configuration import one_of
 from kvjax.configuration import to_dataclass
@@ -140,6 +141,7 @@ class Experiment:
 
 def _check_name(name: str) -> None:
     """Raises a UserError for a name that cannot be a folder's: the default workdir is runs/NAME."""
+    check_text("config.name", name)
     if not name.strip() or name != name.strip() or name.startswith(".") or "/" in name:
         raise UserError(
             f"config.name = {name!r}: must be a folder's name (runs/NAME is the default workdir), "

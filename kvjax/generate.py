@@ -116,13 +116,18 @@ def main(arguments: list[str]) -> None:
     tokenizer, context = loaded.tokenizer, loaded.context
     del loaded  # the generator has the weights: once is enough
     longest = 1 + max(len(tokenizer.encode(prompt)) for prompt in prompts)
-    if longest + values.num_tokens - 1 > context:
-        say(
-            f"a prompt of {longest} tokens and {values.num_tokens} to generate go past the "
-            f"{context} tokens the model was trained on: expect worse text there"
-        )
     with progress.waiting("reading the prompts") as doing:
         shown = _Shown(prompts, doing)
+
+        def checked() -> None:
+            """Whatever is wrong has been said: what follows compiles, and takes its time."""
+            if longest + values.num_tokens - 1 > context:
+                say(
+                    f"a prompt of {longest} tokens and {values.num_tokens} to generate go past the "
+                    f"{context} tokens the model was trained on: expect worse text there"
+                )
+            doing.now(f"compiling for {len(prompts)} prompt(s)")
+
         result = _generated(
             generator,
             tokenizer,
@@ -134,7 +139,7 @@ def main(arguments: list[str]) -> None:
             end_at_special=values.end_at_special,
             on_text=shown.add,
             on_end=shown.end,
-            on_compile=lambda: doing.now(f"compiling for {len(prompts)} prompt(s)"),
+            on_compile=checked,
             on_prefill=lambda done, of: doing.now(f"reading the prompts, {done} of {of} parts"),
         )
     sys.stdout.flush()

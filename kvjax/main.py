@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
             raise UserError(f"--{name}={getattr(options, name)}: must be at least 1")
     config = command_line.load_config(options.config, options.overrides)
     runtime.start()
-    workdir = options.workdir or f"runs/{config.name}"
+    workdir = options.workdir or f"runs/{config.get('name')}"
     distributed.start(**{name: getattr(options, name) for name in _JOB})
     from kvjax import train  # after the runtime is set up
 
