@@ -111,12 +111,12 @@ def measure(*, d_model: int, num_layers: int) -> list[dict]:
     shape = dict(d_model=d_model, num_layers=num_layers)
     rows = []
     waiting = progress.waiting(f"{PROCESSES} processes that write and load a checkpoint")
-    with tempfile.TemporaryDirectory() as folder, waiting as tell:
+    with tempfile.TemporaryDirectory() as folder, waiting as doing:
         for written, mesh, processes in (("fsdp=4", FSDP, PROCESSES), ("one device", ONE, 1)):
             where = dict(directory=f"{folder}/{written}", **shape)
-            tell(f"writing it as {written}")
+            doing.at(f"writing it as {written}")
             _job(processes, dict(do="write", mesh=mesh, **where))
-            tell(f"loading what was written as {written}")
+            doing.at(f"loading what was written as {written}")
             found = _job(PROCESSES, dict(do="load", mesh=OTHER, **where))
             row = {key: [f[key] for f in found] for key in ("peak_bytes", "local_bytes")}
             rows.append(dict(written=written, state_bytes=found[0]["state_bytes"]) | row)
@@ -178,7 +178,7 @@ def _write_or_load(task: dict) -> dict:
     program = Program(run, run.compute.resolve("cpu", run.model.block.num_layers), mesh)
     checkpoints = Checkpoints(epath.Path(task["directory"]), keep=1)
     if task["do"] == "write":
-        checkpoints.save(1, program.init(jax.random.key(0)), 0)
+        checkpoints.save(0, program.init(jax.random.key(0)), 0)
         checkpoints.close()
         return {}
     before = _reset_peak()

@@ -171,11 +171,11 @@ def main(arguments: list[str]) -> None:
     dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     _check_memory(options.lengths[-1], dtype)
     rows, how = [], dict(rounds=options.rounds, expand=options.expand)
-    with progress.waiting("measuring") as tell:
-        tell("what this machine reads and multiplies")
+    with progress.waiting("measuring") as doing:
+        doing.at("what this machine reads and multiplies")
         bandwidth, rate = machine.read_rate(dtype), machine.matmul_rate(dtype)
         for length in options.lengths:
-            tell(f"{length:,} tokens")
+            doing.at(f"{length:,} tokens")
             rows += measure(length, dtype, **how)
     out = Output(options)
     out.say(

@@ -168,9 +168,9 @@ def main(arguments: list[str]) -> None:
     names = options.mechanism
     _check_memory(names, max(options.batches), options.topology)
     rows, cpu = [], []
-    with progress.waiting("compiling decode steps") as tell:
+    with progress.waiting("compiling decode steps") as doing:
         for i, name in enumerate(names):
-            tell(f"{name}, {i + 1} of {len(names)}")
+            doing.at(f"{name}, {i + 1} of {len(names)}")
             for batch in options.batches:
                 shape = dict(batch=batch, device=device)
                 pair = [step_memory(model(name, LAYERS), length=n, **shape) for n in LENGTHS]

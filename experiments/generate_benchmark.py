@@ -110,9 +110,9 @@ def main(arguments: list[str]) -> None:
     jax.monitoring.register_event_duration_secs_listener(_count)
     sizes = dict(prompt=options.prompt_tokens, new=options.num_tokens, repeats=options.repeats)
     rows = []
-    with progress.waiting("generating") as tell:
+    with progress.waiting("generating") as doing:
         for batch in options.batch:
-            tell(f"{batch} at once")
+            doing.at(f"{batch} at once")
             rows.append(measure(generator, batch, **sizes))
     out = Output(options)
     header = ("batch", "first token", "prefill", "decode", "cache", "per token", "compilations")

@@ -24,10 +24,10 @@ _PAPERS = (tables_lrkv, tables_projection_sharing, tables_thin_keys)
 def tables() -> dict[str, list[Figure]]:
     """Every table, by title."""
     made = {}
-    with progress.waiting("working out the papers' tables") as tell:
+    with progress.waiting("working out the papers' tables") as doing:
         for paper in _PAPERS:
             for make in paper.TABLES:
-                tell(f"{len(made)} done")
+                doing.at(f"{len(made)} done")
                 made |= make()
     return made
 

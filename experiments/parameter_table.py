@@ -71,10 +71,10 @@ def main(arguments: list[str]) -> None:
     parser = command_line.Parser(__doc__)
     parser.add_output()
     out = Output(parser.parse(arguments))
-    with progress.waiting("counting parameters") as tell:
+    with progress.waiting("counting parameters") as doing:
         rows = []
         for path in CONFIGS.glob("*.py"):
-            tell(path.stem)
+            doing.at(path.stem)
             rows.append(row(load(path)))
     rows.sort(key=_order)
     base = {_scale(r): r for r in rows if r["config"].startswith("mha_")}

@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     for name, text in COMMANDS.items():
         _print(f"python -m {name}", text)
     experiments = command_line.CONFIGS.parent / "experiments"
-    commands = sorted(p for p in experiments.glob("*.py") if "__main__" in p.read_text())
+    commands = sorted(p for p in experiments.glob("*.py") if "__main__" in p.read_text("utf-8"))
     if commands:
         print("\nExperiments, which print tables:\n")
     for path in commands:
@@ -49,7 +49,7 @@ def _print(name: str, text: str) -> None:
 
 def _first_line(path: pathlib.Path) -> str:
     """Of a file's docstring."""
-    return path.read_text().removeprefix('"""').partition("\n")[0].removesuffix('"""')
+    return path.read_text("utf-8").removeprefix('"""').partition("\n")[0].removesuffix('"""')
 
 
 if __name__ == "__main__":

@@ -64,6 +64,9 @@ def status(command: Command, arguments: Sequence[str]) -> int:
         say("interrupted")
         return interrupted.STATUS
     except Exception as error:
+        if interrupted.received():  # a library took it for an error of its own
+            say("interrupted")
+            return interrupted.STATUS
         reason = reason_of(error)
         if reason is None:
             raise
@@ -262,7 +265,11 @@ def load_config(file: pathlib.Path, overrides: Sequence[str] = ()) -> "ml_collec
 def _config_of(file: pathlib.Path) -> "ml_collections.ConfigDict":
     import ml_collections
 
-    if not file.is_file():
+    try:
+        there = file.is_file()
+    except OSError as error:  # a name that is too long
+        raise UserError(f"{PREFIX}={file}: {error.strerror}") from error
+    if not there:
         raise UserError(f"{PREFIX}={file}: {_no_file(file)}")
     try:
         get_config = runpy.run_path(str(file)).get("get_config")

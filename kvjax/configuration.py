@@ -40,13 +40,31 @@ def checked(value, hint, key: str):
     """
     wanted = typing.get_origin(hint) or hint
     if wanted is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise UserError(f"{key} = {value}: is no number that a computer has") from error
     if wanted is tuple and isinstance(value, (list, tuple)):
         (item, _) = typing.get_args(hint)
         return tuple(checked(v, item, f"{key}[{i}]") for i, v in enumerate(value))
     if type(value) is not wanted:
         raise UserError(f"{key} = {value!r} is a {type(value).__name__}; it must be {hint}")
+    if wanted is str:
+        check_text(key, value)
     return value
+
+
+def check_text(key: str, value: str) -> None:
+    """Raises a UserError for what no file and no terminal takes: lone surrogates and NUL.
+
+    Surrogates are what Python makes of a command line's bytes that are not UTF-8.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{key} = {value!r}: is not UTF-8 text ({error.reason})") from error
+    if "\0" in value:
+        raise UserError(f"{key} = {value!r}: must not hold the character NUL")
 
 
 def one_of(key: str, value, allowed) -> None:
@@ -59,6 +77,21 @@ def at_least(key: str, value, minimum) -> None:
     """Raises a UserError unless the value is at least the minimum."""
     if not value >= minimum:  # NaN is not
         raise UserError(f"{key} = {value}: must be at least {minimum}")
+
+
+def between(key: str, value, low, high, *, zero: str = "") -> None:
+    """Raises a UserError unless low <= value <= high.
+
+    Args:
+      zero: what 0 means, where that is allowed too.
+    """
+    if low <= value <= high or (zero and value == 0):  # NaN is neither
+        return
+    shown = lambda bound: f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+    none = f"0 ({zero}), or " if zero else ""
+    raise UserError(
+        f"{key} = {value}: must be {none}at least {shown(low)} and at most {shown(high)}"
+    )
 
 
 def to_text(config: ml_collections.ConfigDict) -> str:

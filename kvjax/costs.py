@@ -76,6 +76,7 @@ def chip_cache_bytes_per_token(
         return cache_bytes_per_token(config, dtype) / chips
     if by != "heads":
         raise ValueError(f"by = {by!r}: must be 'tokens' or 'heads'")
+    chips = min(chips, max(m.num_heads for m in config.mechanisms))  # more have none, or one each
     return max(
         sum(_bytes_of_heads(m, dtype, *_heads_of_chip(m, chip, chips)) for m in config.mechanisms)
         for chip in range(chips)

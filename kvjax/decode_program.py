@@ -22,6 +22,7 @@ import numpy as np
 from kvjax import cache as cache_lib
 from kvjax import sampling as sampling_lib
 from kvjax.cache import Cache
+from kvjax.cache.cache import LANES
 from kvjax.configuration import at_least
 from kvjax.errors import UserError
 from kvjax.kernels.decode_attention import stripes
@@ -126,6 +127,26 @@ def cache_shardings(cache: Cache, whole: Sharding) -> Cache:
     return Cache(jax.tree.map(split, cache.layers), whole)
 
 
+def max_capacity(config: TransformerConfig, chips: int) -> int | None:
+    """Tokens per sequence that a cache split over so many chips may hold; None: any number.
+
+    Every chip holds whole runs of 128, and no slot of any stands beyond the model's angles.
+    """
+    each = LANES * chips
+    return None if config.angle_limit is None else config.angle_limit // each * each
+
+
+def check_capacity(config: TransformerConfig, capacity: int, chips: int, *, key: str) -> None:
+    """Raises a UserError for a cache that is larger; `key` is what the user calls its size."""
+    limit = max_capacity(config, chips)
+    if limit is not None and capacity > limit:
+        each = f" in a cache split over {chips} chips" if chips > 1 else ""
+        raise UserError(
+            f"{key} = {capacity}: the model's positions have angles for {limit} tokens{each}; give "
+            "at most that"
+        )
+
+
 def make_mesh(chips: int, devices: list[jax.Device]) -> Mesh:
     """The first `chips` devices as a mesh that splits caches.
 
@@ -158,9 +179,11 @@ def lowered_step(
       implementation: see `kvjax.kernels.decode_attention.api`; None: as the mesh's devices have it.
 
     Raises:
+      UserError: a length beyond the angles of the model's positions.
       ValueError: see `on_every`.
     """
     whole = on_every(mesh)
+    check_capacity(config, length, chips_of(whole), key="length")
     make = lambda: Decoder(Transformer(config, jax.random.key(0)), compute)
     graph, weights = nnx.split(nnx.eval_shape(make))
     shape = dict(batch=batch, capacity=length, dtype=compute.dtype, chips=chips_of(whole))

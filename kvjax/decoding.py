@@ -5,6 +5,7 @@ per token reads the cache and draws the next. The loop dispatches step n + 1, th
 of step n, so the device never waits for the host.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -27,7 +28,6 @@ from kvjax.decode_program import Choice
 from kvjax.errors import UserError
 from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention import sharded
-from kvjax.layers import rope
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute
@@ -100,6 +100,8 @@ class Generator:
         seed: int = 0,
         stop_tokens: Sequence[int] = (),
         capacity: int = 0,
+        on_compile: Callable[[], None] | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
     ) -> "Generation":
         """Generation of up to `num_tokens` tokens after each prompt.
 
@@ -110,10 +112,13 @@ class Generator:
           prompts: token ids, at least one each; lengths may differ.
           stop_tokens: ids that end a sequence; they are not part of it.
           capacity: of the cache, in tokens per sequence; 0: what is needed, as 128 · 2^i per chip.
+          on_compile: called before anything is compiled, if anything has to be.
+          on_prefill: called with the chunks of the prompts that are read, and how many there are,
+            after each; the host then waits for every chunk.
 
         Raises:
-          UserError: an id the vocabulary does not have, no prompt or an empty one, or more tokens
-            than the capacity, the model's positions or the memory hold.
+          UserError: an id the vocabulary does not have, no prompt or an empty one, more tokens
+            than the capacity, the model's positions or the memory hold, or a capacity beyond those.
         """
         begun = time.perf_counter()
         check_options(num_tokens=num_tokens, seed=seed, capacity=capacity)
@@ -121,13 +126,14 @@ class Generator:
         lengths = np.array([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
         needed = longest + num_tokens - 1  # the last token is never appended
-        limit = max_positions(self.config)
+        limit = max_positions(self.config, self.chips)
         if limit is not None and needed > limit:
             raise UserError(
                 f"a prompt of {longest} tokens and num_tokens = {num_tokens}: the model's "
                 f"{self.config.block.positions} positions end after {limit} tokens; shorten the "
                 "prompt or generate fewer tokens"
             )
+        decode_program.check_capacity(self.config, capacity, self.chips, key="capacity")
         if capacity and longest > capacity:
             raise UserError(
                 f"prompt {lengths.argmax() + 1} has {longest} tokens and capacity = {capacity}: "
@@ -136,6 +142,7 @@ class Generator:
         if capacity:
             cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens - 1), capacity)
         slots = capacity or _round(-(-needed // self.chips)) * self.chips
+        slots = min(slots, decode_program.max_capacity(self.config, self.chips) or slots)
         slots = self._check_memory(len(prompts), slots)
         power_of_two = 1 << (longest - 2).bit_length()  # that longest - 1 tokens fit
         width = min(self.chunk, slots, max(NARROWEST, power_of_two))
@@ -150,11 +157,13 @@ class Generator:
         compiling = 0.0
         if (len(prompts), slots, width) not in self._compiled:
             before = time.perf_counter()
+            if on_compile is not None:
+                on_compile()
             make().idle(width)
             self._compiled.add((len(prompts), slots, width))
             compiling = time.perf_counter() - before
         generation = make()
-        generation.begin(width, begun=begun, compiling=compiling)
+        generation.begin(width, begun=begun, compiling=compiling, on_chunk=on_prefill)
         return generation
 
     def _check_ids(
@@ -202,8 +211,8 @@ class Generator:
             each = f" on each of {self.chips} chips" if self.chips > 1 else ""
             raise UserError(
                 f"a cache of {batch} sequences of {cache.capacity:,} tokens needs "
-                f"{need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB{each}: generate fewer tokens, or "
-                "for fewer prompts at once"
+                f"{need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB{each}: generate fewer tokens, "
+                "lower capacity (0: what is needed), or give fewer prompts at once"
             )
         return cache.capacity
 
@@ -240,17 +249,29 @@ class Generation:
         self._step(self._put(self._last), self._put(np.ones(B, bool)))
         jax.block_until_ready(self.cache)
 
-    def begin(self, width: int, *, begun: float, compiling: float) -> None:
+    def begin(
+        self,
+        width: int,
+        *,
+        begun: float,
+        compiling: float,
+        on_chunk: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Dispatches the prompts, in chunks of that width, and the first step.
 
         Args:
           begun: when the tokens were asked for, by `time.perf_counter`.
           compiling: seconds since then that count apart.
+          on_chunk: see `Generator.start`.
         """
         self._started = begun + compiling
         self.timing.compiling = compiling
-        for tokens_BT, counts_B in _chunks([prompt[:-1] for prompt in self._prompts], width):
+        chunks = list(_chunks([prompt[:-1] for prompt in self._prompts], width))
+        for i, (tokens_BT, counts_B) in enumerate(chunks, 1):
             self._prefill(tokens_BT, counts_B)
+            if on_chunk is not None:
+                jax.block_until_ready(self.cache.lengths)
+                on_chunk(i, len(chunks))
         done_B = self._put(np.zeros(len(self._prompts), bool))
         self._first = self._step(self._put(self._last), done_B)
 
@@ -326,10 +347,11 @@ def check_options(*, num_tokens: int, seed: int, capacity: int) -> None:
         raise UserError(f"seed = {seed}: must be below 2**32")
 
 
-def max_positions(config: TransformerConfig) -> int | None:
-    """How many tokens a model has positions for; None: any number."""
-    reach = dict(learned=config.block.max_positions, rope=rope.MAX_POSITION, none=None)
-    return reach[config.block.positions]
+def max_positions(config: TransformerConfig, chips: int = 1) -> int | None:
+    """How many tokens a model has positions for, its cache on so many chips; None: any number."""
+    learned = config.block.max_positions if config.block.positions == "learned" else None
+    limits = (learned, decode_program.max_capacity(config, chips))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _everywhere(weights: dict) -> jax.sharding.Sharding:

@@ -1,4 +1,6 @@
-"""Exceptions that are a message to the user, not a bug; what others say, in one line."""
+"""Exceptions that are a message to the user, not a bug; what others say, in one line; warnings."""
+
+import sys
 
 
 class UserError(Exception):
@@ -17,9 +19,20 @@ class MissingDataError(UserError, FileNotFoundError):
     """A file or folder of data that is not there."""
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """Of what an exception says, for a message that has to say more; its type if it says nothing.
 
     Runtimes put pages after it: the program, addresses, advice.
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def warn(text: str) -> None:
+    """One line on stderr, above a progress bar: something its user must know, and the run goes on.
+
+    Not a log's, whose level libraries change.
+    """
+    bars = sys.modules.get("tqdm")  # without it there is no bar
+    write = bars.tqdm.write if bars else print
+    write(f"WARNING: {text}", file=sys.stderr)
+    sys.stderr.flush()

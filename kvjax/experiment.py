@@ -1,14 +1,14 @@
 """A run, resolved once from its config into frozen dataclasses; every bad value raises here."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 
 from kvjax.attention import MECHANISMS
-from kvjax.configuration import at_least
+from kvjax.configuration import between
+from kvjax.configuration import check_text
 from kvjax.configuration import checked
 from kvjax.configuration import one_of
 from kvjax.configuration import to_dataclass
@@ -19,9 +19,13 @@ from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import REMAT_POLICIES
 from kvjax.model.transformer import Compute
 from kvjax.optim import OptimizerConfig
+from kvjax.optim import learning_rate_schedule
 from kvjax.sharding import MeshConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
+MAX_COUNT = (1 << 31) - 1  # steps are counted in int32
+MAX_BATCH_SIZE = 1 << 24
+MAX_SAMPLE_TOKENS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,39 +41,40 @@ class TrainConfig:
     end the run. Weights that are not finite always do.
     """
 
-    num_steps: int
-    batch_size: int
+    num_steps: int  # of the optimizer, in all
+    batch_size: int  # rows per step, over all devices and parts
     grad_accumulation: int = 1  # the batch goes through the model in this many parts
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 250
+    seed: int = 0  # of initial weights and of the rows' order
+    log_every: int = 10  # steps between records in metrics.jsonl
+    eval_every: int = 250  # steps between validations; the last step has one too
     eval_rows: int = 0  # of the validation split, from its start; 0: all
-    checkpoint_every: int = 250
-    keep_checkpoints: int = 2
+    checkpoint_every: int = 250  # steps between checkpoints; the last step has one too
+    keep_checkpoints: int = 2  # this many of the latest
     stop_after: int = 0  # stop cleanly after this step, schedule unchanged; 0: run to the end
-    bad_steps: str = "stop"  # or "skip", see above
-    spike_factor: float = 0.0  # 0: no loss is a spike
-    max_bad_steps: int = 10
-    sample_prompt: str = "The king "
+    bad_steps: str = "stop"  # what a bad step does: "stop" the run, or "skip" the step
+    spike_factor: float = 0.0  # a loss over this many times the recent mean is bad; 0: none is
+    max_bad_steps: int = 10  # in a row, with "skip", before the run stops
+    sample_prompt: str = "The king "  # what the sample at the end goes on from
     sample_tokens: int = 100  # of text sampled at the end; 0: none
 
     def __post_init__(self):
-        positive = (
-            *("num_steps", "batch_size", "grad_accumulation", "log_every", "eval_every"),
-            *("checkpoint_every", "keep_checkpoints", "max_bad_steps"),
-        )
-        for key in positive:
-            at_least(f"config.train.{key}", getattr(self, key), 1)
-        for key in ("seed", "eval_rows", "stop_after", "sample_tokens"):
-            at_least(f"config.train.{key}", getattr(self, key), 0)
+        at = lambda key: (f"config.train.{key}", getattr(self, key))
+        for key in ("num_steps", "log_every", "eval_every", "checkpoint_every"):
+            between(*at(key), 1, MAX_COUNT)
+        for key in ("keep_checkpoints", "max_bad_steps"):
+            between(*at(key), 1, MAX_COUNT)
+        for key in ("eval_rows", "stop_after"):
+            between(*at(key), 0, MAX_COUNT)
+        between(*at("batch_size"), 1, MAX_BATCH_SIZE)
+        between(*at("grad_accumulation"), 1, MAX_BATCH_SIZE)
+        between(*at("seed"), 0, (1 << 32) - 1)
+        between(*at("sample_tokens"), 0, MAX_SAMPLE_TOKENS)
         one_of("config.train.bad_steps", self.bad_steps, ("stop", "skip"))
-        if self.spike_factor and not 1 < self.spike_factor < math.inf:
+        if self.spike_factor and not 1 < self.spike_factor <= 1e6:
             raise UserError(
                 f"config.train.spike_factor = {self.spike_factor}: must be 0 (no loss is a spike) "
-                "or above 1"
+                "or above 1, up to 1e6"
             )
-        if self.seed >= 1 << 32:
-            raise UserError(f"config.train.seed = {self.seed}: must be below 2**32")
         if self.batch_size % self.grad_accumulation:
             raise UserError(
                 f"config.train.grad_accumulation = {self.grad_accumulation}: must divide "
@@ -81,19 +86,19 @@ class TrainConfig:
 class ComputeConfig:
     """See `kvjax.model.transformer.Compute`; "auto" and -1 go by the platform."""
 
-    dtype: str = "auto"  # float32 on CPU, bfloat16 elsewhere
-    remat: str = "none"
-    unroll: str = "auto"  # "on" on CPU up to 8 layers
-    query_chunk: int = -1  # 64 on CPU, 0 elsewhere
-    loss_chunks: int = 8
-    attention: str = "auto"  # by the device; see `kvjax.attention.softmax`
+    dtype: str = "auto"  # of activations; "auto": float32 on CPU, bfloat16 elsewhere
+    remat: str = "none"  # what the backward pass recomputes: "none", "dots", "attention", "full"
+    unroll: str = "auto"  # the scan over layers: "on", "off", "auto" (on CPU up to 8)
+    query_chunk: int = -1  # queries attended at once by XLA; 0: all; -1: 64 on CPU, else all
+    loss_chunks: int = 8  # slices of a row that logits are made in
+    attention: str = "auto"  # "xla", "splash" (TPU), "cudnn" (GPU), or "auto": by the device
 
     def __post_init__(self):
         one_of("config.compute.dtype", self.dtype, DTYPES)
         one_of("config.compute.remat", self.remat, tuple(REMAT_POLICIES))
         one_of("config.compute.unroll", self.unroll, ("auto", "on", "off"))
-        at_least("config.compute.query_chunk", self.query_chunk, -1)
-        at_least("config.compute.loss_chunks", self.loss_chunks, 1)
+        between("config.compute.query_chunk", self.query_chunk, -1, MAX_COUNT)
+        between("config.compute.loss_chunks", self.loss_chunks, 1, MAX_COUNT)
         one_of("config.compute.attention", self.attention, ("auto", "xla", "splash", "cudnn"))
 
     def resolve(self, platform: str, num_layers: int) -> Compute:
@@ -125,9 +130,25 @@ class Experiment:
     compute: ComputeConfig
     mesh: MeshConfig
 
+    def __post_init__(self):
+        _check_name(self.name)
+        learning_rate_schedule(self.optimizer, self.train.num_steps)  # raises where they disagree
+
     @property
     def tokens_per_step(self) -> int:
         return self.train.batch_size * self.data.sequence_length
+
+
+def _check_name(name: str) -> None:
+    """Raises a UserError for a name that cannot be a folder's: the default workdir is runs/NAME."""
+    check_text("config.name", name)
+    if not name.strip() or name != name.strip() or name.startswith(".") or "/" in name:
+        raise UserError(
+            f"config.name = {name!r}: must be a folder's name (runs/NAME is the default workdir), "
+            "without '/', blanks at its ends or a dot at its start"
+        )
+    if len(name.encode()) > 200 or not name.isprintable():
+        raise UserError(f"config.name = {name!r}: must be at most 200 bytes of printable text")
 
 
 def resolve(config: ml_collections.ConfigDict) -> Experiment:
@@ -148,6 +169,7 @@ def resolve(config: ml_collections.ConfigDict) -> Experiment:
         raise UserError(
             f"config: unknown {sorted(set(config) - known)}, missing {sorted(known - set(config))}"
         )
+    name = checked(config.name, str, "config.name")
     block = to_dataclass(BlockConfig, config.model, "config.model")
     resolved = {key: to_dataclass(cls, config[key], f"config.{key}") for key, cls in parts.items()}
     model = TransformerConfig(
@@ -161,7 +183,7 @@ def resolve(config: ml_collections.ConfigDict) -> Experiment:
             "config.model.causal = False: next-token training needs a causal model; "
             "bidirectional models are built from kvjax.model directly"
         )
-    return Experiment(name=config.name, model=model, **resolved)
+    return Experiment(name=name, model=model, **resolved)
 
 
 def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
@@ -176,4 +198,11 @@ def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
         return (mechanism,) * num_layers
     if kind != "grouped":
         raise UserError(f"config.attention.layer_ranks: {kind!r} has no rank; leave it empty")
-    return tuple(dataclasses.replace(mechanism, rank=rank) for rank in ranks)
+    return tuple(_of_rank(mechanism, rank, i) for i, rank in enumerate(ranks))
+
+
+def _of_rank(mechanism, rank: int, layer: int):
+    try:
+        return dataclasses.replace(mechanism, rank=rank)
+    except UserError as error:
+        raise UserError(f"config.attention.layer_ranks[{layer}] = {rank}: {error}") from error

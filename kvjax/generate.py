@@ -2,27 +2,29 @@
 
     python -m kvjax.generate --workdir=runs/lrkv_tiny --prompt='The king '
 
-Text goes to standard output, figures and warnings to standard error. The text of a single prompt
-appears as it comes; those of several appear, numbered, when all are done.
+Text goes to standard output as it comes, that of several prompts one after the other and numbered;
+figures and warnings go to standard error.
 """
 
 import argparse
 from collections.abc import Sequence
 import sys
 
-from etils import epath
 import jax
 
 from kvjax import command_line
 from kvjax import decode_program
 from kvjax import decoding
+from kvjax import progress
 from kvjax import runtime
 from kvjax.command_line import say
 from kvjax.configuration import one_of
 from kvjax.decoding import Generator
 from kvjax.errors import UserError
+from kvjax.errors import first_line
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.sampling import Sampling
+from kvjax.text_generation import Result
 from kvjax.text_generation import check_stop
 from kvjax.text_generation import generate
 from kvjax.trained import load
@@ -62,11 +64,14 @@ def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
     if file:
         name = "standard input" if file == "-" else f"--prompt_file={file}"
         try:
-            content = sys.stdin.buffer.read() if file == "-" else epath.Path(file).read_bytes()
+            if file == "-":
+                content = sys.stdin.buffer.read()
+            else:
+                content = runtime.path("--prompt_file", file).read_bytes()
         except OSError as error:
             raise UserError(f"{name} cannot be read: {error.strerror or error}") from error
         try:
-            text = content.decode()
+            text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(f"{name} is not UTF-8 text: {error}") from error
         lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
@@ -105,43 +110,90 @@ def main(arguments: list[str]) -> None:
     mesh = None
     if values.chips != 1:
         mesh = decode_program.make_mesh(values.chips, jax.local_devices())
-    loaded = load(epath.Path(values.workdir), step=values.step, dtype=values.dtype)
+    loaded = load(runtime.absolute(values.workdir), step=values.step, dtype=values.dtype)
     devices = dict(implementation=implementation, mesh=mesh)
     generator = Generator(loaded.model, loaded.compute, **devices)
     tokenizer, context = loaded.tokenizer, loaded.context
     del loaded  # the generator has the weights: once is enough
     longest = 1 + max(len(tokenizer.encode(prompt)) for prompt in prompts)
-    if longest + values.num_tokens - 1 > context:
-        say(
-            f"a prompt of {longest} tokens and {values.num_tokens} to generate go past the "
-            f"{context} tokens the model was trained on: expect worse text there"
+    with progress.waiting("reading the prompts") as doing:
+        shown = _Shown(prompts, doing)
+
+        def checked() -> None:
+            """Whatever is wrong has been said: what follows compiles, and takes its time."""
+            if longest + values.num_tokens - 1 > context:
+                say(
+                    f"a prompt of {longest} tokens and {values.num_tokens} to generate go past the "
+                    f"{context} tokens the model was trained on: expect worse text there"
+                )
+            doing.now(f"compiling for {len(prompts)} prompt(s)")
+
+        result = _generated(
+            generator,
+            tokenizer,
+            prompts,
+            **options,
+            sampling=sampling,
+            stop=values.stop,
+            stop_tokens=values.stop_token,
+            end_at_special=values.end_at_special,
+            on_text=shown.add,
+            on_end=shown.end,
+            on_compile=checked,
+            on_prefill=lambda done, of: doing.now(f"reading the prompts, {done} of {of} parts"),
         )
-    begun = False
-
-    def show(b: int, text: str) -> None:
-        nonlocal begun
-        print(text if begun else prompts[b] + text, end="", flush=True)
-        begun = True
-
-    one = len(prompts) == 1
-    result = generate(
-        generator,
-        tokenizer,
-        prompts,
-        **options,
-        sampling=sampling,
-        stop=values.stop,
-        stop_tokens=values.stop_token,
-        end_at_special=values.end_at_special,
-        on_text=show if one else None,
-    )
-    if one:
-        print()
-    else:
-        for i, (prompt, text) in enumerate(zip(prompts, result.texts, strict=True)):
-            print(f"--- {i + 1} ---\n{prompt}{text}")
     sys.stdout.flush()
     say(result.summary())
+
+
+def _generated(*args, **options) -> Result:
+    """`generate`; a UserError where memory runs out."""
+    try:
+        return generate(*args, **options)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"out of memory ({first_line(error)}): give fewer prompts at once, a smaller "
+            "--num_tokens or a smaller --capacity"
+        ) from error
+
+
+class _Shown:
+    """Texts on standard output, in the order of the prompts.
+
+    The first that has not ended appears as it comes; what the next ones have by then follows at
+    once. Several are numbered.
+    """
+
+    def __init__(self, prompts: Sequence[str], doing: progress.waiting):
+        self._waiting = list(prompts)  # by sequence, what is not printed yet
+        self._begun = [False] * len(prompts)
+        self._ended = [False] * len(prompts)
+        self._current = 0
+        self._doing = doing
+
+    def add(self, b: int, text: str) -> None:
+        self._waiting[b] += text
+        if b == self._current:
+            self._doing.end()
+            self._print(b)
+
+    def end(self, b: int) -> None:
+        self._ended[b] = True
+        while self._current < len(self._ended) and self._ended[self._current]:
+            self._print(self._current)
+            print(flush=True)
+            self._current += 1
+        if self._current < len(self._ended):
+            self._print(self._current)
+
+    def _print(self, b: int) -> None:
+        if not self._begun[b] and len(self._ended) > 1:
+            print(f"--- {b + 1} ---")
+        self._begun[b] = True
+        print(self._waiting[b], end="", flush=True)
+        self._waiting[b] = ""
 
 
 if __name__ == "__main__":

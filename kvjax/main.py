@@ -8,8 +8,6 @@ other, elsewhere --coordinator, --num_processes and --process_id (or KVJAX_COORD
 tell them. Exit statuses: see kvjax/distributed/__init__.py and the README.
 """
 
-from etils import epath
-
 from kvjax import command_line
 from kvjax import distributed
 from kvjax import runtime
@@ -45,7 +43,7 @@ def main(arguments: list[str]) -> None:
             raise UserError(f"--{name}={getattr(options, name)}: must be at least 1")
     config = command_line.load_config(options.config, options.overrides)
     runtime.start()
-    workdir = epath.Path(options.workdir or f"runs/{config.name}").expanduser()
+    workdir = options.workdir or f"runs/{config.get('name')}"
     distributed.start(**{name: getattr(options, name) for name in _JOB})
     from kvjax import train  # after the runtime is set up
 

@@ -15,6 +15,9 @@ from etils import epath
 import numpy as np
 
 from kvjax import devices
+from kvjax.errors import first_line
+from kvjax.errors import warn
+from kvjax.files import unused
 
 METRICS = "metrics.jsonl"
 TIMING = "timing.jsonl"
@@ -23,15 +26,24 @@ TIMING = "timing.jsonl"
 class MetricsWriter:
     """Appends records of one run, keeping what earlier runs wrote up to the step resumed from.
 
-    Files are written locally and, for a workdir elsewhere (gs://), copied there by `flush`.
+    Files are written locally and, for a workdir elsewhere (gs://), copied there by `flush`. A copy
+    that fails is a warning, and made at the next flush. A file that holds other than records is set
+    aside, and its records go on.
+
+    Attributes:
+      folder: where the files are written.
     """
 
     def __init__(self, workdir: epath.Path, *, resume_step: int):
         self._remote = workdir if "://" in str(workdir) else None
         self._local = pathlib.Path(tempfile.mkdtemp() if self._remote else workdir)
+        self.folder = epath.Path(self._local)
         self._files = {}
         for name in (METRICS, TIMING):
-            kept = [r for r in read_records(workdir / name) if r["step"] <= resume_step]
+            records, broken = _read(workdir / name)
+            if broken:
+                _set_aside(workdir / name, broken)
+            kept = [r for r in records if r["step"] <= resume_step]
             text = "".join(_line(record) for record in kept)
             temporary = self._local / f".{name}.tmp"
             temporary.write_text(text)
@@ -56,24 +68,45 @@ class MetricsWriter:
                 self._events.write(key, value, record["step"])
 
     def flush(self) -> None:
+        """Raises OSError for a local disk that is full; a bucket that fails is a warning."""
         self._events.flush()
-        if self._remote is None:
-            return
-        for path in self._local.rglob("*"):
-            if path.is_file():
-                target = self._remote / str(path.relative_to(self._local))
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(path.read_bytes())
+        if failure := self._copy():
+            warn(
+                f"records were not copied to {self._remote}: {failure}; they are in {self._local}, "
+                "and the next checkpoint copies them again"
+            )
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self.flush()
-        self._events.close()
+        try:
+            for file in self._files.values():
+                file.close()
+            self._events.close()
+        finally:
+            if self._copy() and (failure := self._copy()):  # twice: nobody comes after this
+                warn(
+                    f"THE RECORDS OF THIS RUN WERE NOT COPIED to {self._remote}: {failure}. They "
+                    f"are in {self._local} on this machine: copy them before it is gone"
+                )
+
+    def _copy(self) -> str:
+        """Copies all files to a workdir elsewhere; why that failed, or ""."""
+        if self._remote is None:
+            return ""
+        try:
+            for path in self._local.rglob("*"):
+                if path.is_file():
+                    target = self._remote / str(path.relative_to(self._local))
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(path.read_bytes())
+        except Exception as error:  # clients of buckets raise types of their own
+            return f"{type(error).__name__}: {first_line(error)}"
+        return ""
 
 
 class NoWriter:
     """What the processes beside the first one have for a `MetricsWriter`: it writes nothing."""
+
+    folder = None
 
     def write(self, step: int, **values: float) -> None:
         pass
@@ -191,22 +224,56 @@ def _line(record: dict) -> str:
 
 
 def read_records(path: epath.Path) -> list[dict]:
-    """The records of a .jsonl file, if there is one; a half-written last line is dropped."""
+    """The records of a .jsonl file, if there is one; lines that are none are left out.
+
+    A record has a step and numbers. The last line of a run that was killed may be half-written.
+    """
+    return _read(path)[0]
+
+
+def _read(path: epath.Path) -> tuple[list[dict], str]:
+    """The records of a file, and which line is none, the last one apart, or ""."""
     if not path.exists():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+        return [], ""
+    records, broken = [], ""
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines) and not broken:  # what has no end of line was being written
+            broken = f"line {number} is no record: {line[:40]!r}"
+    return records, broken
 
 
-def draw_curves(workdir: epath.Path, *, title: str, yardstick: float | None) -> epath.Path:
+def _record(line: bytes) -> dict | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    return record if all(map(is_number, record.values())) else None
+
+
+def _set_aside(path: epath.Path, why: str) -> None:
+    target = unused(path.parent / f"unreadable-{path.name}")
+    target.write_bytes(path.read_bytes())
+    warn(f"{path}: {why}. It was kept as {target}, and its records go on in {path.name}")
+
+
+def draw_curves(
+    workdir: epath.Path,
+    *,
+    title: str,
+    yardstick: float | None,
+    folder: epath.Path | None = None,
+) -> epath.Path:
     """curves.png from metrics.jsonl: training loss and validation bits per byte against tokens.
 
     Args:
+      folder: which holds metrics.jsonl, if not the workdir.
       yardstick: bits per byte of `xz -9e` on the validation text, drawn as a line.
     """
     import matplotlib
@@ -214,8 +281,9 @@ def draw_curves(workdir: epath.Path, *, title: str, yardstick: float | None) -> 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    records = read_records(workdir / METRICS)
-    series = lambda key: zip(*[(r["tokens"], r[key]) for r in records if key in r], strict=True)
+    records = read_records((folder or workdir) / METRICS)
+    has = lambda r, key: key in r and "tokens" in r
+    series = lambda key: zip(*[(r["tokens"], r[key]) for r in records if has(r, key)], strict=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     left.plot(*series("loss"), linewidth=1)
     left.set(xlabel="tokens", ylabel="training loss (nats per token)", yscale="log")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import optax
 
-from kvjax.configuration import at_least
+from kvjax.configuration import between
 from kvjax.configuration import one_of
 from kvjax.errors import UserError
 from kvjax.layers.weight import Axes
@@ -29,40 +29,45 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 class OptimizerConfig:
     """Learning rates are absolute; embedding and head are scaled by (D/768)^-1/2 on top."""
 
-    matrix_learning_rate: float = 0.02
-    embedding_learning_rate: float = 0.2
-    head_learning_rate: float = 0.004
+    matrix_learning_rate: float = 0.02  # of Muon, for the blocks' matrices
+    embedding_learning_rate: float = 0.2  # of AdamW, as the next two
+    head_learning_rate: float = 0.004  # of the output head
     vector_learning_rate: float = 0.004  # gains and biases, which the recipe does not have
     # Whether heads that read the same input form one matrix, or each its own: a key of the recipe,
     # with the same meaning for all mechanisms, because it confounds comparing them.
     orthogonalize: str = "joint"
-    momentum_start: float = 0.85
-    momentum_end: float = 0.95
-    momentum_warmup_steps: int = 300
-    newton_schulz_steps: int = 5
-    adam_b1: float = 0.8
-    adam_b2: float = 0.95
-    adam_epsilon: float = 1e-10
-    matrix_weight_decay: float = 0.0
-    adam_weight_decay: float = 0.0
+    momentum_start: float = 0.85  # of Muon, at step 0
+    momentum_end: float = 0.95  # of Muon, after momentum_warmup_steps
+    momentum_warmup_steps: int = 300  # from start to end; 0: momentum_end at once
+    newton_schulz_steps: int = 5  # of Muon's iteration
+    adam_b1: float = 0.8  # decay of the mean gradient
+    adam_b2: float = 0.95  # decay of the mean square
+    adam_epsilon: float = 1e-10  # added to the root of the mean square
+    matrix_weight_decay: float = 0.0  # of Muon
+    adam_weight_decay: float = 0.0  # of AdamW
     clip_norm: float = 1.0  # of the whole gradient; 0: none
     schedule: str = "constant"  # "constant", then linear over the last part; or "cosine"
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # from 0 to the full learning rate
     cooldown_fraction: float = 0.2  # of all steps, with the constant schedule
     final_fraction: float = 0.0  # of the learning rate, at the end
 
     def __post_init__(self):
         one_of("config.optimizer.orthogonalize", self.orthogonalize, ORTHOGONALIZE)
         one_of("config.optimizer.schedule", self.schedule, SCHEDULES)
-        for field in dataclasses.fields(self):
-            if field.type in (int, float):
-                at_least(f"config.optimizer.{field.name}", getattr(self, field.name), 0)
-        for key in ("adam_b1", "adam_b2"):
-            if getattr(self, key) >= 1:
-                raise UserError(f"config.optimizer.{key} = {getattr(self, key)}: must be below 1")
-        for key in ("cooldown_fraction", "final_fraction", "momentum_start", "momentum_end"):
-            if getattr(self, key) > 1:
-                raise UserError(f"config.optimizer.{key} = {getattr(self, key)}: must be at most 1")
+        at = lambda key: (f"config.optimizer.{key}", getattr(self, key))
+        for group in ("matrix", "embedding", "head", "vector"):
+            between(*at(f"{group}_learning_rate"), 0.0, 100.0)
+        for key in ("matrix_weight_decay", "adam_weight_decay"):
+            between(*at(key), 0.0, 100.0)
+        for key in ("momentum_start", "momentum_end", "adam_b1", "adam_b2"):
+            between(*at(key), 0.0, 0.999999)  # below 1 in float32 too, or the mean never moves
+        between(*at("adam_epsilon"), 1e-30, 1.0)  # rows without a gradient divide by it alone
+        between(*at("clip_norm"), 1e-6, 1e6, zero="none")
+        for key in ("cooldown_fraction", "final_fraction"):
+            between(*at(key), 0.0, 1.0)
+        for key in ("warmup_steps", "momentum_warmup_steps"):
+            between(*at(key), 0, (1 << 31) - 1)  # as steps are counted
+        between(*at("newton_schulz_steps"), 0, 100)
 
 
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -84,6 +89,14 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
         main = optax.constant_schedule(1.0)
     warmup = lambda step: (step + 1) / max(c.warmup_steps, 1)
     return optax.join_schedules([warmup, main], [c.warmup_steps])
+
+
+def momentum_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Muon's momentum at each step."""
+    c = config
+    if not c.momentum_warmup_steps:  # of which Optax makes a constant at the start value
+        return optax.constant_schedule(c.momentum_end)
+    return optax.linear_schedule(c.momentum_start, c.momentum_end, c.momentum_warmup_steps)
 
 
 def make_optimizer(
@@ -110,7 +123,6 @@ def make_optimizer(
     width = (d_model / 768) ** -0.5
     adam = dict(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_epsilon, weight_decay=c.adam_weight_decay)
     adamw = lambda rate: optax.adamw(lambda step: rate * schedule(step), **adam)
-    momentum = optax.linear_schedule(c.momentum_start, c.momentum_end, c.momentum_warmup_steps)
     matrices = lambda tree, read: jax.tree.map(
         lambda x, label: read(x) if label == "matrix" else optax.MaskedNode(), tree, labels
     )
@@ -118,7 +130,7 @@ def make_optimizer(
         scale_by_muon(
             matrices(axes, Axes.parse),
             shardings=shardings and matrices(shardings, lambda sharding: sharding),
-            momentum=momentum,
+            momentum=momentum_schedule(c),
             steps=c.newton_schulz_steps,
             per_head=c.orthogonalize == "per_head",
             dtype=muon_dtype,

@@ -3,12 +3,12 @@
 import contextlib
 import fcntl
 import hashlib
-import json
 import math
 import pathlib
 
 from etils import epath
 import jax
+import jax.numpy as jnp
 import ml_collections
 
 from kvjax import costs
@@ -17,6 +17,10 @@ from kvjax import runtime
 from kvjax import sharding
 from kvjax import training_memory
 from kvjax.attention.softmax import zigzag
+from kvjax.checkpoint import CHECKPOINTS
+from kvjax.checkpoint import claim
+from kvjax.checkpoint import saved_steps
+from kvjax.checkpoint import write_identity
 from kvjax.configuration import to_text
 from kvjax.data import loader
 from kvjax.data import prepare
@@ -25,6 +29,7 @@ from kvjax.data.config import PREPARED
 from kvjax.data.config import DataConfig
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
+from kvjax.files import write_atomically
 from kvjax.model.transformer import Compute
 
 _GPU_ROOM = 72 * 10**9  # of 80 GB
@@ -66,7 +71,7 @@ def prepared(data: DataConfig) -> loader.PackedDataset:
         every process, that they have different data.
     """
     make = lambda: loader.open_dataset(prepare.prepare(data))
-    if data.source.startswith(PREPARED):
+    if _is_prepared(data.source):
         dataset = make()
     else:
         dataset = distributed.once_per_folder("data", data.root, make)
@@ -75,8 +80,7 @@ def prepared(data: DataConfig) -> loader.PackedDataset:
             f"config.data.vocab_size = {data.vocab_size}: the tokenizer of {dataset.path} has "
             f"{dataset.vocab_size}; set the key to that"
         )
-    content = json.dumps(dataset.info, sort_keys=True).encode()
-    theirs = distributed.gather("dataset", hashlib.sha256(content).hexdigest())
+    theirs = distributed.gather("dataset", dataset.digest)
     if odd := [i for i, other in enumerate(theirs) if other != theirs[0]]:
         raise UserError(
             f"{dataset.path}: {distributed.processes(odd)} of {len(theirs)} have other rows there "
@@ -93,7 +97,7 @@ def check_vocabulary(experiment: Experiment) -> None:
     there = (
         tokenizer.byte_tokenizer()
         if data.tokenizer == "byte"
-        else tokenizer.load(epath.Path(data.tokenizer).expanduser())
+        else tokenizer.load(data.tokenizer, "config.data.tokenizer")
     )
     if there.vocab_size != data.vocab_size:
         raise UserError(
@@ -201,9 +205,78 @@ def exclusive(workdir: epath.Path):
         yield
 
 
-def identity(config: ml_collections.ConfigDict) -> dict:
-    """The part of a config that a workdir belongs to."""
+def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
+    """The part of a config that a workdir belongs to.
+
+    Args:
+      dtype: that the run computes in: "auto" is another one on another platform.
+    """
     tree = {k: dict(v) if hasattr(v, "items") else v for k, v in config.items() if k != "mesh"}
+    tree["compute"]["dtype"] = str(dtype)
     for section, keys in _FREE_KEYS.items():
         tree[section] = {k: v for k, v in tree[section].items() if k not in keys}
     return tree
+
+
+def claim_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: jnp.dtype) -> None:
+    """Raises a UserError if a workdir has checkpoints of another config, or another dtype.
+
+    Folders of prepared data may have moved: `claim_data` compares what is in them.
+    """
+
+    def same(key: str, there, now) -> bool:
+        if key == "compute.dtype" and there == "auto":  # as it was written once, unresolved
+            return True
+        if key == "data.source" and _is_prepared(there) and _is_prepared(now):
+            return True
+        return there == now
+
+    claim(
+        workdir / "config.json",
+        identity(config, dtype),
+        same=same,
+        advice="Give the same values to resume it (--config.compute.dtype=float32 is the same on "
+        "any platform)",
+    )
+
+
+def claim_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
+    """Raises a UserError if a workdir has checkpoints trained on other rows, or tokens."""
+    advice = (
+        f"The rows or the tokenizer in {dataset.path} are not those it was trained on: give these "
+        "to resume it"
+    )
+    same = lambda key, there, now: there in (now, dataset.path.name)  # the name, as it was once
+    claim(workdir / "dataset.json", _contents(dataset), same=same, advice=advice)
+    path = workdir / prepare.TOKENIZER
+    if not (path.exists() and saved_steps(workdir / CHECKPOINTS)):
+        return
+    if tokenizer.load(path).vocabulary() != dataset.tokenizer.vocabulary():
+        raise UserError(
+            f"{path} is not the tokenizer of {dataset.path}, and was left as it is: give the data "
+            "that the run was trained on to resume it, or another --workdir for a new run. If the "
+            "file is wrong, move it away"
+        )
+
+
+def record(
+    workdir: epath.Path,
+    config: ml_collections.ConfigDict,
+    dtype: jnp.dtype,
+    dataset: loader.PackedDataset,
+) -> None:
+    """Writes down what a workdir belongs to, once it is known to be this run's."""
+    write_identity(workdir / "config.json", identity(config, dtype))
+    write_atomically(workdir / "config.txt", to_text(config))
+    write_identity(workdir / "dataset.json", _contents(dataset))
+    path = workdir / prepare.TOKENIZER
+    if not (path.exists() and saved_steps(workdir / CHECKPOINTS)):
+        write_atomically(path, dataset.tokenizer.to_json())
+
+
+def _contents(dataset: loader.PackedDataset) -> dict:
+    return {"dataset": dataset.digest}
+
+
+def _is_prepared(source: str) -> bool:
+    return str(source).startswith(PREPARED)

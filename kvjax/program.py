@@ -85,6 +85,17 @@ class Program:
             out_shardings=(shardings, None),
         )
         self.eval_step = jax.jit(functools.partial(eval_step, **static))
+        # Of an evaluation's batch: the part of a step's that the model holds at once.
+        part = (rows[0] // experiment.train.grad_accumulation, rows[1])
+        self._abstract_part = jax.ShapeDtypeStruct(part, jnp.int32, sharding=split)
+        self._token_bytes = jax.ShapeDtypeStruct((model.vocab_size,), jnp.int32)
+
+    def lowered_steps(self) -> dict[str, jax.stages.Lowered]:
+        """What several processes run together, lowered: "training step" and "evaluation step"."""
+        params = self.abstract_state["params"]
+        train = self.train_step.lower(self.abstract_state, self.abstract_rows)
+        evaluate = self.eval_step.lower(params, self._abstract_part, self._token_bytes)
+        return {"training step": train, "evaluation step": evaluate}
 
 
 def train_step(

@@ -1,7 +1,5 @@
-"""A word for whoever waits: what takes over three seconds says so, on standard error."""
+"""A word for whoever waits, on standard error: nothing is silent for long, logs have no bars."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
 import contextlib
 import sys
 import threading
@@ -9,10 +7,10 @@ import time
 
 FIRST_SECONDS = 3.0
 _TERMINAL_EVERY, _LOG_EVERY = 1.0, 30.0
+_STEPS_EVERY = 10.0
 
 
-@contextlib.contextmanager
-def waiting(what: str) -> Iterator[Callable[[str], None]]:
+class waiting:  # reads as `with waiting("...")`
     """Says what is under way once it takes over three seconds, and for how long since.
 
     A terminal gets one line that counts seconds and is gone in the end; a log gets a line after
@@ -20,38 +18,102 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
     Args:
       what: "compiling the decode step", say.
-
-    Yields:
-      A function that is told where in it the work is: "LRKV, 2 of 14".
+      shown: False: nothing is said.
     """
-    stream, begun, ended = sys.stderr, time.monotonic(), threading.Event()
-    terminal, place = stream.isatty(), ""
 
-    def tell(where: str) -> None:
-        nonlocal place
-        place = f": {where}"
+    def __init__(self, what: str, *, shown: bool = True):
+        self._what, self._where = what, ""
+        self._ended = threading.Event()
+        if not shown:
+            self._ended.set()
 
-    def say(text: str, end: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed, or full
-            print(text, end=end, file=stream, flush=True)
+    def now(self, what: str) -> None:
+        """What is under way from here on."""
+        self._what, self._where = what, ""
 
-    def watch() -> None:
-        pause = FIRST_SECONDS
-        while not ended.wait(pause):
-            pause = _TERMINAL_EVERY if terminal else _LOG_EVERY
-            seconds = time.monotonic() - begun
-            if terminal:
-                say(f"\r\x1b[K{what}{place} ... {seconds:.0f} s", "")
+    def at(self, where: str) -> None:
+        """Where in it the work is: "LRKV, 2 of 14"."""
+        self._where = f": {where}"
+
+    def __enter__(self):
+        self._stream, self._begun = sys.stderr, time.monotonic()
+        self._terminal = self._stream.isatty()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.end()
+
+    def end(self) -> None:
+        """Nothing is waited for any more; may be called again."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        if self._seconds > FIRST_SECONDS:
+            if self._terminal:
+                self._say("\r\x1b[K", "")
             else:
-                say(f"kvjax: {what}{place} ({seconds:.0f} s so far)", "\n")
+                self._say(f"kvjax: {self._what}: {self._seconds:.1f} s", "\n")
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield tell
-    finally:
-        ended.set()
-        thread.join()
-        seconds = time.monotonic() - begun
-        if seconds > FIRST_SECONDS:
-            say("\r\x1b[K", "") if terminal else say(f"kvjax: {what}: {seconds:.1f} s", "\n")
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+    def _watch(self) -> None:
+        pause = FIRST_SECONDS
+        while not self._ended.wait(pause):
+            pause = _TERMINAL_EVERY if self._terminal else _LOG_EVERY
+            if self._terminal:
+                self._say(f"\r\x1b[K{self._what}{self._where} ... {self._seconds:.0f} s", "")
+            else:
+                self._say(f"kvjax: {self._what}{self._where} ({self._seconds:.0f} s so far)", "\n")
+
+    def _say(self, text: str, end: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed, or full
+            print(text, end=end, file=self._stream, flush=True)
+
+
+class Steps:
+    """How far a loop of steps has come: a bar on a terminal, else a line every ten seconds.
+
+    Args:
+      total: steps in all.
+      start: those taken before.
+      shown: False: nothing is printed.
+    """
+
+    def __init__(self, total: int, start: int, *, shown: bool = True):
+        import tqdm  # only where there are steps
+
+        self._total, self._done, self._shown = total, start, shown
+        self._terminal, self._said = sys.stderr.isatty(), time.monotonic()
+        bar = dict(mininterval=0.5, unit="step", disable=not (shown and self._terminal))
+        self._bar = tqdm.tqdm(total=total, initial=start, **bar)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._bar.close()
+
+    def step(self, text: str) -> None:
+        """One more step is done.
+
+        Args:
+          text: its figures.
+        """
+        self._done += 1
+        self._bar.set_postfix_str(text, False)
+        self._bar.update(1)
+        waited = time.monotonic() - self._said > _STEPS_EVERY
+        if self._shown and not self._terminal and (waited or self._done == self._total):
+            self._said = time.monotonic()
+            print(f"step {self._done:,} of {self._total:,}: {text}", file=sys.stderr, flush=True)
+
+    def write(self, text: str) -> None:
+        """A line on standard output, above the bar."""
+        if self._shown:
+            self._bar.write(text)
+            sys.stdout.flush()

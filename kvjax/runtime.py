@@ -1,6 +1,7 @@
 """The process before any work: allocator, compilation cache, logging, devices."""
 
 import ctypes
+import importlib.util
 import logging
 import os
 import sys
@@ -8,13 +9,71 @@ import time
 
 from etils import epath
 
+from kvjax.configuration import check_text
+from kvjax.errors import UserError
+
+# Schemes of paths, what opens them, and the command that installs it.
+BUCKETS = {
+    "gs": ("gcsfs", "pip install -e '.[gcs]'"),
+    "s3": ("s3fs", "pip install 'etils[epath-s3]'"),
+}
+
+
+def path(key: str, text: epath.PathLike) -> epath.Path:
+    """What a user gave as a path: `~` expanded, and absolute (libraries below insist on it).
+
+    Args:
+      key: for messages: the option or variable that holds it.
+
+    Raises:
+      UserError: a scheme that nothing here opens, or whose package is not installed; a `~name` of
+        no user.
+    """
+    text = os.fspath(text)
+    check_text(key, text)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        expanded = os.path.expanduser(text)
+        if expanded.startswith("~"):
+            user = text.split("/")[0]
+            raise UserError(f"{key} = {text!r}: there is no user {user}; by name, give ./{text}")
+        return epath.Path(os.path.abspath(expanded))
+    if scheme not in BUCKETS:
+        known = " or ".join(f"{name}://BUCKET/..." for name in BUCKETS)
+        raise UserError(
+            f"{key} = {text!r}: nothing here opens {scheme}://; give a local path, {known}"
+        )
+    package, command = BUCKETS[scheme]
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"{key} = {text!r}: {scheme}:// needs the package {package}: {command}, or give a "
+            "local path"
+        )
+    if not rest.strip("/"):
+        raise UserError(f"{key} = {text!r}: names no bucket: {scheme}://BUCKET/FOLDER")
+    return epath.Path(text)
+
 
 def cache_directory() -> epath.Path:
-    """Where kvjax keeps what it can make again: $KVJAX_CACHE, or kvjax in the user's cache."""
+    """Where kvjax keeps what it can make again: $KVJAX_CACHE, or kvjax in the user's cache.
+
+    Raises:
+      UserError: a file is where the folder or one above it should be.
+    """
     if cache := os.environ.get("KVJAX_CACHE"):
-        return epath.Path(cache).expanduser()
+        return folder("KVJAX_CACHE", cache)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return epath.Path(base).expanduser() / "kvjax"
+    return folder("XDG_CACHE_HOME", os.path.join(base, "kvjax"))
+
+
+def folder(key: str, text: epath.PathLike) -> epath.Path:
+    """As `path`, of a folder that is there or can be made; a UserError where a file stands."""
+    found = path(key, text)
+    if "://" not in str(found):
+        there = next(p for p in (found, *found.parents) if os.path.lexists(p))
+        if not there.is_dir():
+            raise UserError(f"{key} = {str(text)!r}: must be a folder, and {there} is none")
+    return found
 
 
 def start(*, compilation_cache: bool = True) -> None:
@@ -23,11 +82,16 @@ def start(*, compilation_cache: bool = True) -> None:
     keep_large_blocks()
     import jax  # after the allocator is set
 
-    for name in ("absl", "jax", "orbax"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_libraries()
     if compilation_cache and not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def quiet_libraries() -> None:
+    """Leaves of what libraries log only errors; kvjax prints what a user should know."""
+    for name in ("absl", "jax", "orbax"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def keep_large_blocks() -> None:
@@ -47,9 +111,9 @@ def keep_large_blocks() -> None:
     mallopt(M_ARENA_MAX, 1)
 
 
-def absolute(path: epath.Path) -> epath.Path:
-    """A local path made absolute (libraries below insist on it); others as they are."""
-    return path if "://" in str(path) else epath.Path(os.path.abspath(os.path.expanduser(path)))
+def absolute(workdir: epath.PathLike) -> epath.Path:
+    """The folder of a run, as `path` makes it; a UserError where a file stands."""
+    return folder("--workdir", workdir)
 
 
 def seconds_since_launch() -> float:

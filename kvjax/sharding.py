@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvjax.configuration import at_least
+from kvjax.configuration import between
 from kvjax.errors import UserError
 
 AXES = ("data", "fsdp", "sequence", "tensor")
@@ -56,14 +56,14 @@ TABLE = (
 class MeshConfig:
     """Devices along each axis; fsdp = 0 takes all that the others leave."""
 
-    data: int = 1
-    fsdp: int = 0
-    sequence: int = 1
-    tensor: int = 1
+    data: int = 1  # over rows; weights are copied
+    fsdp: int = 0  # over rows and weights; 0: all that are left
+    sequence: int = 1  # over the tokens of a row
+    tensor: int = 1  # over heads, MLP channels, vocabulary
 
     def __post_init__(self):
         for key in AXES:
-            at_least(f"config.mesh.{key}", getattr(self, key), 0 if key == "fsdp" else 1)
+            between(f"config.mesh.{key}", getattr(self, key), 0 if key == "fsdp" else 1, 1 << 20)
 
     def shape(self, devices: int) -> dict[str, int]:
         """Devices along each axis of so many, fsdp = 0 filled in; they need not multiply to it."""

@@ -59,6 +59,9 @@ def generate(
     end_at_special: bool = True,
     capacity: int = 0,
     on_text: Callable[[int, str], None] | None = None,
+    on_end: Callable[[int], None] | None = None,
+    on_compile: Callable[[], None] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Text after each prompt, which BOS is put in front of.
 
@@ -66,6 +69,8 @@ def generate(
       stop: strings before which a text ends; one that never comes changes nothing.
       end_at_special: whether BOS and the tokenizer's other specials end a sequence.
       on_text: called with the sequence and each piece of its text as soon as it is certain.
+      on_end: called with a sequence that has all its text.
+      on_compile, on_prefill: see `Generator.start`.
 
     Raises:
       UserError: an empty stop string, one string for `prompts`; see `Generator.start` for the rest.
@@ -83,16 +88,21 @@ def generate(
         seed=seed,
         stop_tokens=stop_tokens,
         capacity=capacity,
+        on_compile=on_compile,
+        on_prefill=on_prefill,
     )
     streams = [TextStream(tokenizer, stop) for _ in prompts]
-    give = on_text or (lambda b, text: None)
+    give, end = on_text or (lambda b, text: None), on_end or (lambda b: None)
+    ended = np.zeros(len(prompts), bool)
     for new in generation:
         for b, token in new:
             give(b, streams[b].push(token))
             if streams[b].stopped:
                 generation.finish(b)
-    for b, stream in enumerate(streams):
-        give(b, stream.close())
+        for b in np.flatnonzero(generation.finished & ~ended).tolist():
+            give(b, streams[b].close())
+            end(b)
+        ended |= generation.finished
     return Result(
         [stream.text for stream in streams],
         generation.tokens,

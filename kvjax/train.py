@@ -15,34 +15,33 @@ from flax import nnx
 import jax
 import ml_collections
 import numpy as np
-import tqdm
 
 from kvjax import costs
 from kvjax import distributed
 from kvjax import experiment as experiment_lib
 from kvjax import metrics as metrics_lib
 from kvjax import preflight
+from kvjax import progress
 from kvjax import runtime
 from kvjax import sharding
 from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import Checkpoints
-from kvjax.checkpoint import claim
 from kvjax.checkpoint import read_parameters
-from kvjax.checkpoint import write_atomically
-from kvjax.configuration import to_text
+from kvjax.checkpoint import set_aside_earlier_run
 from kvjax.data import loader
-from kvjax.data.prepare import TOKENIZER
 from kvjax.decoding import Generator
 from kvjax.decoding import max_positions
 from kvjax.errors import UserError
+from kvjax.errors import warn
 from kvjax.experiment import Experiment
+from kvjax.files import write_atomically
 from kvjax.model.transformer import Compute
 from kvjax.optim import learning_rate_schedule
 from kvjax.program import Program
 from kvjax.text_generation import generate
 
 
-def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, float]:
+def train(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
     """Trains to the end or to `train.stop_after`, resuming what the workdir holds.
 
     Returns:
@@ -54,9 +53,9 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
         intact.
       SystemExit: saved on a signal; the status is in `distributed`.
     """
-    workdir = runtime.absolute(workdir)
     preflight.check_processes(config)
     experiment = experiment_lib.resolve(config)
+    workdir = runtime.absolute(workdir)  # may be of the config's name, which is checked now
     preflight.check_vocabulary(experiment)
     mesh = sharding.make_mesh(experiment.mesh, jax.devices())
     platform = mesh.devices.flat[0].platform
@@ -67,12 +66,12 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict[str, f
         distributed.check_shared(workdir)
         first = distributed.index() == 0
         if first:
-            claim(workdir / "config.json", preflight.identity(config))
-            write_atomically(workdir / "config.txt", to_text(config))
+            set_aside_earlier_run(workdir)
+            preflight.claim_config(workdir, config, compute.dtype)
         dataset = preflight.prepared(experiment.data)
         if first:
-            claim(workdir / "dataset.json", {"dataset": dataset.path.name})
-            write_atomically(workdir / TOKENIZER, dataset.tokenizer.to_json())
+            preflight.claim_data(workdir, dataset)
+            preflight.record(workdir, config, compute.dtype, dataset)
         distributed.gather("claimed", "")  # the first one may have found another run there
         return Run(experiment, compute, mesh, workdir, dataset).run()
 
@@ -109,7 +108,8 @@ class Run:
     def _steps(self) -> tuple[dict, int]:
         """The state after the last step, saved, and which step that is."""
         c = self.experiment.train
-        restored = self.checkpoints.restore(self.program.abstract_state)
+        with self._waiting("reading the checkpoint"):
+            restored = self.checkpoints.restore(self.program.abstract_state)
         if restored is None:
             state, position, start = self.program.init(jax.random.key(c.seed)), 0, 0
         else:
@@ -131,6 +131,9 @@ class Run:
         finally:
             with contextlib.suppress(OSError):  # records are written already, or have raised
                 self.writer.close()
+
+    def _waiting(self, what: str) -> progress.waiting:
+        return progress.waiting(what, shown=self.first)
 
     def _say(self, text: str) -> None:
         if self.first:
@@ -176,9 +179,6 @@ class Run:
         c, e = self.experiment.train, self.experiment
         options = self._share(c.batch_size) | dict(seed=c.seed, position=position)
         batches = self._rows(loader.train_batches(self.dataset, **options), c.batch_size)
-        bar = tqdm.tqdm(
-            total=c.num_steps, initial=start, mininterval=0.5, unit="step", disable=not self.first
-        )
         train_step = self._train_step()
         pending, done = None, start
         clock = metrics_lib.Clock(
@@ -187,7 +187,7 @@ class Run:
             num_devices=self.mesh.size,
             local_devices=self.mesh.local_devices,
         )
-        with bar:
+        with progress.Steps(c.num_steps, start, shown=self.first) as bar:
             while done < stop and not self.interruption.due(done):
                 state, metrics = train_step(state, next(batches))
                 if pending is not None:
@@ -212,16 +212,23 @@ class Run:
         """The program's; of several processes all have compiled it before any of them begins.
 
         Whoever compiles faster would wait in the first collective, and gloo gives up after 30 s.
+        Processes that compile different programs would wait there for ever: a UserError.
         """
         program = self.program
-        if distributed.count() == 1:
-            return program.train_step
-        lowered = program.train_step.lower(program.abstract_state, program.abstract_rows)
-        compiled = lowered.compile()
-        distributed.gather("compiled", "")
-        return compiled
+        with self._waiting("compiling the training step"):
+            if distributed.count() == 1:
+                return program.train_step.lower(
+                    program.abstract_state, program.abstract_rows
+                ).compile()
+            lowered = program.lowered_steps()
+            distributed.check_same_programs({name: x.as_text() for name, x in lowered.items()})
+            compiled = lowered["training step"].compile()
+            distributed.gather("compiled", "")
+            return compiled
 
-    def _report(self, step: int, metrics: dict, bar: tqdm.tqdm, clock: metrics_lib.Clock) -> None:
+    def _report(
+        self, step: int, metrics: dict, bar: progress.Steps, clock: metrics_lib.Clock
+    ) -> None:
         """Waits for a step's metrics, checks them, writes them down."""
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         first = clock.steps == 0
@@ -229,13 +236,11 @@ class Run:
         if first:
             seconds = runtime.seconds_since_launch()
             self.writer.write_timing(step, seconds_to_first_step=seconds)
-            if self.first:
-                bar.write(f"first step {seconds:.1f} s after launch")
+            bar.write(f"first step {seconds:.1f} s after launch")
         self._judge(step, values)
         c, e = self.experiment.train, self.experiment
         speed = f"{clock.tokens_per_second:,.0f} tokens/s"
-        bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}", False)
-        bar.update(1)
+        bar.step(f"loss {values['loss']:.3f}, {speed}")
         if step % c.log_every == 0 or step == c.num_steps:
             taken = step - 1 - values.get("skipped_steps", 0)
             rate = float(self.schedule(max(taken, 0))) * e.optimizer.matrix_learning_rate
@@ -266,15 +271,17 @@ class Run:
                 "config.optimizer.matrix_learning_rate, or train on other data, in a new --workdir"
             )
 
-    def _evaluate(self, step: int, params: dict, bar: tqdm.tqdm) -> None:
+    def _evaluate(self, step: int, params: dict, bar: progress.Steps) -> None:
         """Bits per byte over the validation split, or its first `eval_rows` rows."""
         e = self.experiment
         size = e.train.batch_size // e.train.grad_accumulation
         options = self._share(size) | dict(limit=e.train.eval_rows)
         batches = self._rows(loader.validation_batches(self.dataset, **options), size)
         sums = np.zeros(3)
-        for rows in batches:
-            sums += jax.device_get(self.program.eval_step(params, rows, self.dataset.token_bytes))
+        with self._waiting("validating"):
+            for rows in batches:
+                part = self.program.eval_step(params, rows, self.dataset.token_bytes)
+                sums += jax.device_get(part)
         nats, num_bytes, targets = sums
         record = dict(
             tokens=step * e.tokens_per_step,
@@ -283,8 +290,7 @@ class Run:
         )
         self._judge(step, record)
         self.writer.write(step, **record)
-        if self.first:
-            bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte")
+        bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte")
 
     def _save(self, step: int, state: dict, last: bool = False) -> None:
         """Saves; a failure before the last save is a warning, and the run goes on.
@@ -300,7 +306,7 @@ class Run:
         except OSError as error:
             if last or distributed.count() > 1:
                 raise
-            print(f"WARNING: {error}; the run goes on, its checkpoints are {self._saved_steps()}")
+            warn(f"{error}; the run goes on, its checkpoints are {self._saved_steps()}")
 
     def _saved_steps(self) -> list[int]:
         with contextlib.suppress(OSError):
@@ -310,24 +316,27 @@ class Run:
     def _finish(self, state: dict) -> dict[str, float]:
         """Sample, curves and the last figures."""
         distributed.gather("written", "")  # the records, by the first one
-        records = metrics_lib.read_records(self.workdir / metrics_lib.METRICS)
-        evaluations = [r for r in records if "validation_bpb" in r]
+        folder = self.writer.folder or self.workdir
+        records = metrics_lib.read_records(folder / metrics_lib.METRICS)
+        evaluations = [r for r in records if {"validation_bpb", "tokens"} <= r.keys()]
+        if not self.first:
+            return evaluations[-1] if evaluations else {}
         if not evaluations:
-            raise UserError(f"{self.workdir / metrics_lib.METRICS} has lost its records")
+            raise UserError(f"{folder / metrics_lib.METRICS} has lost its records")
         last, e = evaluations[-1], self.experiment
         yardstick = self.dataset.info["xz_bits_per_byte"]
-        if not self.first:
-            return last
-        metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick)
+        metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick, folder=folder)
         if e.train.sample_tokens:
-            text = self._sample(state["params"])
+            with self._waiting("writing a sample"):
+                text = self._sample(state["params"])
             write_atomically(self.workdir / "sample.txt", text + "\n")
             print(f"\n--- sample ---\n{text}\n--------------\n")
         print(
             f"validation: {last['validation_bpb']:.4f} bits per byte after {last['tokens']:,} "
             f"tokens (xz -9e on the same text: {yardstick:.4f}); "
             f"{runtime.seconds_since_launch():.0f} s in this process\n"
-            f"curves, metrics, sample and checkpoints: {self.workdir}"
+            f"curves, metrics, sample and checkpoints: {self.workdir}\n"
+            f"with `pip install tensorboard`: tensorboard --logdir {self.workdir}"
         )
         return last
 
@@ -347,4 +356,5 @@ class Run:
             params = read_parameters(folder, step, jax.tree.map(shape, params))
         generator = Generator(nnx.merge(self.program.graph, params), self.compute)
         options = dict(num_tokens=num_tokens, seed=e.train.seed, end_at_special=False)
-        return prompt + generate(generator, tokenizer, [prompt], **options).texts[0]
+        text = generate(generator, tokenizer, [prompt], **options).texts[0]
+        return prompt + text.replace(tokenizer.decode([tokenizer.bos_id]), "\n\n")

@@ -1,7 +1,6 @@
 """A trained model from its workdir."""
 
 import dataclasses
-import json
 
 from etils import epath
 from flax import nnx
@@ -10,6 +9,7 @@ import ml_collections
 
 from kvjax import checkpoint
 from kvjax import experiment as experiment_lib
+from kvjax import json_text
 from kvjax import runtime
 from kvjax.configuration import one_of
 from kvjax.data import prepare
@@ -18,6 +18,7 @@ from kvjax.data.tokenizer import Tokenizer
 from kvjax.errors import UserError
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import used_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +60,12 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
     tokenizer = _tokenizer(workdir, config.vocab_size)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = nnx.to_pure_dict(abstract)
+    place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
     params = checkpoint.read_parameters(
         workdir / checkpoint.CHECKPOINTS,
         step,
-        jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, compute.dtype, sharding=sharding),
-            nnx.to_pure_dict(abstract),
-        ),
+        jax.tree.map(place, abstract, used_as(abstract, compute.dtype)),
     )
     model = nnx.merge(graph, params)
     return Loaded(model, compute, tokenizer, experiment.data.sequence_length, step)
@@ -84,14 +84,14 @@ def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
             "`make demo` trains runs/lrkv_tiny, `python -m kvjax.main --workdir=runs/NAME` others"
         )
     try:
-        tree = json.loads(path.read_text())
+        tree = json_text.parse(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): restore it, or train again") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path} describes no run: restore it, or train again")
     try:  # the mesh is no part of what was trained
         return experiment_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
-    except (UserError, TypeError, ValueError, AttributeError) as error:
+    except (UserError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from error
 
 

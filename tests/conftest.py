@@ -12,6 +12,7 @@ _flags = os.environ.get("XLA_FLAGS")
 os.environ["XLA_FLAGS"] = f"{_flags or ''} --xla_force_host_platform_device_count=8"
 
 import math
+import signal
 import types
 
 from etils import epath
@@ -37,6 +38,11 @@ if _flags is None:
     del os.environ["XLA_FLAGS"]
 else:
     os.environ["XLA_FLAGS"] = _flags
+
+# Under nohup, or in the background of a script, these are ignored, also by what tests start.
+for _signal in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_signal) == signal.SIG_IGN:
+        signal.signal(_signal, lambda number, frame: None)
 
 MECHANISMS = {
     "mha": (GroupedConfig, dict(num_kv_heads=4, num_bases=4, rank=0)),
@@ -152,6 +158,7 @@ def bucket(tmp_path, monkeypatch):
     folder.mkdir()
     system = _Buckets(str(folder), fsspec.filesystem("file", auto_mkdir=True))
     monkeypatch.setattr(type(epath.backend.fsspec_backend), "fs", lambda self, path: system)
+    monkeypatch.setitem(runtime.BUCKETS, "gs", ("fsspec", ""))
     return folder
 
 

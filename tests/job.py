@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Job:
-    """Processes of one job, each with CPU devices of its own and its output in a file.
+    """Processes of one job, each with CPU devices and a hash seed of its own, its output in a file.
 
     Args:
       commands: what follows `python -m`, by process; where they meet is added.
@@ -40,7 +40,7 @@ class Job:
                     subprocess.Popen(
                         [sys.executable, "-m", *command, *(f"--{k}={v}" for k, v in own.items())],
                         cwd=ROOT,
-                        env=environment,
+                        env=environment | dict(PYTHONHASHSEED=str(2 * i + 1)),
                         stdout=log,
                         stderr=subprocess.STDOUT,
                     )
@@ -125,7 +125,7 @@ def checkpoints(directory: str) -> dict:
 
     def poor_eyes(path, abstract):
         if path.name == "3" and distributed.index() == 1:
-            raise OSError("cannot read")
+            raise ValueError("DATA_LOSS: cannot read")
         return load(path, abstract)
 
     checkpoint.ocp.load_checkpointables = poor_eyes
@@ -137,6 +137,21 @@ def checkpoints(directory: str) -> dict:
     return dict(before=before, step=step, position=position, values=sorted(values))
 
 
+def records(source: str, directory: str, workdir: str, overrides: dict) -> dict:
+    """Trains, and says what this process would have written: only the first one does."""
+    from etils import epath
+
+    from kvjax import metrics
+    from kvjax import train
+    from tests import test_multihost
+
+    seen = []
+    note = lambda self, step, **values: seen.append(dict(step=step, **values))
+    metrics.NoWriter.write = note
+    train.train(test_multihost.quick_config(source, directory, **overrides), epath.Path(workdir))
+    return dict(records=seen or metrics.read_records(epath.Path(workdir) / metrics.METRICS))
+
+
 def failing(kind: str) -> dict:
     """Process 1 stops while the others wait for it."""
     from kvjax import distributed
@@ -144,6 +159,8 @@ def failing(kind: str) -> dict:
 
     if distributed.index() == int(kind[-1]):
         time.sleep(1)
+        if kind.startswith("interrupt"):
+            signal.raise_signal(signal.SIGINT)
         raise UserError("the key is wrong") if kind.startswith("user") else KeyError("a bug")
     distributed.gather("never", "")
     return {}

@@ -40,11 +40,11 @@ def test_a_training_step_on_four_chips(cached, capsys, tmp_path):
     file = tmp_path / "result.json"
     arguments = [f"--config={TINY}", "--topology=v5e:2x2", f"--output={file}"]
     override = "--config.compute.remat=full"
-    assert aot.main(["aot", *arguments, override]) == 0
+    assert command_line.status(aot.main, [*arguments, override, "--json"]) == 0
     result = json.loads(file.read_text())
     made_by = result.pop("made_by")
-    out = capsys.readouterr().out
-    assert json.loads(out.splitlines()[-1]) == result
+    out, tables = capsys.readouterr()
+    assert json.loads(out) == result
     assert {"command", "commit", "packages"} <= set(made_by)
     assert result["overrides"] == [override]
     assert result["mesh"] == dict(data=1, fsdp=4, sequence=1, tensor=1)
@@ -74,17 +74,17 @@ def test_a_training_step_on_four_chips(cached, capsys, tmp_path):
     assert 2 * once * layers / 4 <= sent("muon") <= 2 * once * layers / 4 * 1.2
     assert result["wire_bytes"] == sum(row["wire_bytes"] for row in rows)
     assert result["bound"]["interconnect"] == result["wire_bytes"] / 200e9
-    assert "fits" in out and "exaFLOPs" in out
+    assert "fits" in tables and "exaFLOPs" in tables
 
 
 @pytest.mark.aot
 def test_a_training_step_on_gpus_is_an_upper_bound(cached, capsys):
     """XLA's attention stands for cuDNN's, which needs its library to be compiled."""
     pytest.importorskip("jax_cuda13_plugin")
-    assert aot.main(["aot", f"--config={TINY}", "--topology=h200:2"]) == 0
-    out = capsys.readouterr().out
-    result = json.loads(out.splitlines()[-1])
-    assert result["memory_is_upper_bound"] and "an upper bound" in out
+    assert command_line.status(aot.main, [f"--config={TINY}", "--topology=h200:2", "--json"]) == 0
+    out, tables = capsys.readouterr()
+    result = json.loads(out)
+    assert result["memory_is_upper_bound"] and "an upper bound" in tables
     assert result["attention"] == "causal kernel (compiled: all T keys)"
     assert result["mesh"] == dict(data=1, fsdp=2, sequence=1, tensor=1)
 
@@ -94,7 +94,7 @@ def test_what_is_too_large_says_by_how_much_and_what_fits(cached, capsys):
     big = ["--config.train.batch_size=4096", "--config.data.sequence_length=2048"]
     attention = ["--config.compute.attention=xla", "--config.compute.remat=none"]
     arguments = [f"--config={TINY}", "--topology=v5e:2x2", *big, *attention]
-    assert aot.main(["aot", *arguments]) == 2
+    assert command_line.status(aot.main, [*arguments]) == 2
     error = capsys.readouterr().err
     assert re.search(r"lrkv_tiny does not fit v5e:2x2: the compiler needs [\d,.]+ GB", error)
     assert re.search(r"over 90% of a v5e's 16 GB by [\d,.]+ GB a chip", error)
@@ -106,8 +106,8 @@ def test_what_is_too_large_says_by_how_much_and_what_fits(cached, capsys):
 @pytest.mark.parametrize("chips", [1, 4])
 def test_a_decode_step(cached, capsys, chips):
     arguments = [f"--config={TINY}", "--topology=v5e:2x2", "--step=decode", f"--chips={chips}"]
-    assert aot.main(["aot", *arguments, "--batch=2", "--length=65536"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert command_line.status(aot.main, [*arguments, "--batch=2", "--length=65536", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
     cache = 2 * 65536 * costs.cache_bytes_per_token(experiment().model, ahead.BF16) // chips
     weights = costs.weight_bytes(experiment().model, ahead.BF16)
     assert result["chips"] == chips
@@ -152,7 +152,7 @@ def test_large_parameters_that_no_axis_splits_are_named():
     ],
 )
 def test_bad_options(arguments, message, capsys):
-    assert aot.main(["aot", f"--config={TINY}", *arguments]) == 2
+    assert command_line.status(aot.main, [f"--config={TINY}", *arguments]) == 2
     out, error = capsys.readouterr()
     assert re.search(f"kvjax: .*{message}", error)
     assert not out
@@ -168,7 +168,7 @@ def test_bad_options(arguments, message, capsys):
     ],
 )
 def test_a_mesh_that_does_not_divide(override, message, capsys):
-    assert aot.main(["aot", f"--config={TINY}", "--topology=v5e:2x2", override]) == 2
+    assert command_line.status(aot.main, [f"--config={TINY}", "--topology=v5e:2x2", override]) == 2
     assert re.search(f"kvjax: {message}", capsys.readouterr().err)
 
 
@@ -246,7 +246,10 @@ def test_a_compiler_that_fails_ends_in_one_message(lowered, message, step, monke
     fail = lambda *_, **__: ahead._compile(lowered, 0.0, 0)
     monkeypatch.setattr(ahead, "training_step", fail)
     monkeypatch.setattr(ahead, "decode_step", fail)
-    assert aot.main(["aot", f"--config={TINY}", "--topology=v5e:2x2", f"--step={step}"]) == 2
+    assert (
+        command_line.status(aot.main, [f"--config={TINY}", "--topology=v5e:2x2", f"--step={step}"])
+        == 2
+    )
     out, error = capsys.readouterr()
     assert re.search(f"^kvjax: lrkv_tiny does not compile for v5e:2x2: .*{message}", error, re.M)
     assert not out and "Traceback" not in error
@@ -261,7 +264,7 @@ def test_a_decode_step_that_is_too_large_says_what_fits(needed, monkeypatch, cap
     batch, length, chips = 64, 65536, 2
     arguments = [f"--config={MEDIUM}", "--topology=v5e:4x4", "--step=decode"]
     arguments += [f"--batch={batch}", f"--length={length}", f"--chips={chips}"]
-    assert aot.main(["aot", *arguments]) == 2
+    assert command_line.status(aot.main, [*arguments]) == 2
     error = capsys.readouterr().err
     said = r"over 90% of a v5e's 16 GB by 185\.6 GB" if needed else "does not say"
     assert re.search(f"lrkv_128m does not fit v5e:4x4: the compiler needs more.*{said}", error)

@@ -6,6 +6,7 @@ import time
 import types
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -227,6 +228,57 @@ def test_what_compiles_is_run_once_beforehand_and_counted_apart(make_model, monk
     assert log == ["_prefill", "_decode_step", *work]
 
 
+@pytest.mark.parametrize("name", ["lrkv", "mla"])
+def test_what_is_traced_does_not_grow_with_the_batch(make_model, name):
+    """Not for devices that are not there either: every platform's branches are traced."""
+    generator = Generator(make_model(name))
+
+    def size(batch):
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), generator.weights)
+        cache = generator._cache(batch, 128)
+        int_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        flag_B = jax.ShapeDtypeStruct((batch,), jnp.bool)
+        choice = decode_program.Choice(
+            jax.eval_shape(Sampling().parameters),
+            jax.eval_shape(lambda: jax.random.key(0)),
+            jax.ShapeDtypeStruct((batch,), jnp.uint32),
+            jax.ShapeDtypeStruct((V,), jnp.bool),
+        )
+        chunk = jax.ShapeDtypeStruct((batch, 16), jnp.int32)
+        traced = (
+            generator._prefill.trace(whole, cache, chunk, int_B),
+            generator._decode_step.trace(whole, cache, int_B, flag_B, flag_B, choice),
+        )
+        return [(_equations(t.jaxpr.jaxpr), t.lower().as_text().count("\n")) for t in traced]
+
+    few, many = size(8), size(256)
+    assert few == many
+    assert all(300 < equations < 10_000 for equations, _ in few)
+
+
+def _equations(jaxpr) -> int:
+    """Of a jaxpr and of all within it."""
+    return len(jaxpr.eqns) + sum(map(_equations, jax.extend.core.subjaxprs(jaxpr)))
+
+
+def test_who_asks_hears_of_compiling_and_of_prompts(make_model):
+    generator, heard = Generator(make_model("lrkv"), chunk=5), []
+    options = dict(
+        num_tokens=2,
+        sampling=HOT,
+        on_compile=lambda: heard.append(("compiling", generator._decode_step._cache_size())),
+        on_prefill=lambda done, of: heard.append((done, of)),
+    )
+    got = tokens(generator, PROMPTS, **options)
+    assert heard == [("compiling", 0), (1, 3), (2, 3), (3, 3)]
+    del heard[:]
+    assert tokens(generator, PROMPTS, **options) == got
+    assert heard == [(1, 3), (2, 3), (3, 3)]
+    del heard[:]
+    tokens(generator, [[1]] * 4, **options)  # nothing to read, and all sizes as before
+    assert heard == []
+
+
 def test_time_runs_from_the_call(generator, monkeypatch):
     tokens(generator, PROMPTS)
     real = generator._check_memory
@@ -296,6 +348,42 @@ def test_learned_positions_end(make_model):
     with pytest.raises(UserError, match="learned positions end after 40 tokens"):
         learned.start([[1] * 30], num_tokens=12)
     assert len(tokens(learned, [[1] * 30], num_tokens=11)[0]) == 11
+
+
+def test_a_capacity_beyond_the_angles_of_rope(generator, on_chips, make_model, monkeypatch):
+    limit = 1 << 20
+    message = "capacity = 1048577: the model's positions have angles for 1048576 tokens; give"
+    with pytest.raises(UserError, match=message):
+        generator.start([[1]], num_tokens=2, capacity=limit + 1)
+    sizes = []
+
+    def stop(batch, capacity):
+        sizes.append(capacity)
+        raise StopIteration
+
+    def asked(generator, **options):
+        monkeypatch.setattr(generator, "_check_memory", stop)
+        with pytest.raises(StopIteration):
+            generator.start([[1]], **options)
+        return sizes[-1]
+
+    assert asked(generator, num_tokens=2, capacity=limit) == limit
+    # Three chips: 128 · 2^i slots on each would be 1.5 times what there are angles for.
+    three, most = on_chips("lrkv", 3), limit // 384 * 384
+    assert asked(three, num_tokens=limit - 300) == most
+    with pytest.raises(UserError, match=f"{most} tokens in a cache split over 3 chips"):
+        three.start([[1]], num_tokens=2, capacity=limit)
+    with pytest.raises(UserError, match=f"rope positions end after {most} tokens"):
+        three.start([[1]], num_tokens=limit)
+    # Without angles there is no such limit; with those of "+" there is.
+    none = Generator(make_model("mha", positions="none"))
+    assert asked(none, num_tokens=2, capacity=2 * limit) == 2 * limit
+    plus = Generator(make_model("qk_tied_plus", positions="none"))
+    with pytest.raises(UserError, match=message):
+        plus.start([[1]], num_tokens=2, capacity=limit + 1)
+    with pytest.raises(UserError, match="length = 1048577: the model's positions have angles"):
+        mesh = decode_program.make_mesh(1, jax.devices())
+        decode_program.lowered_step(generator.config, mesh, batch=1, length=limit + 1)
 
 
 def test_a_cache_beyond_memory(generator, monkeypatch):

@@ -1,5 +1,7 @@
 """How a process finds its job, and what is refused; with real processes: test_multihost.py."""
 
+import hashlib
+import json
 import os
 import signal
 import socket
@@ -144,17 +146,31 @@ class Store:
         return self.values[key]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_process_alone_stops_before_its_next_step(number):
-    """A second signal is left to the system, which ends the process."""
+    """A second signal is left to the system, which ends the process; SIGHUP comes in twos."""
     before = signal.getsignal(number)
     interruption = distributed.Interruption()
     with interruption.watching():
         assert not interruption.due(0)
         signal.raise_signal(number)
         assert interruption.due(1) and interruption.signal is number
-        assert signal.getsignal(number) == signal.SIG_DFL
+        hangup = number == signal.SIGHUP
+        assert signal.getsignal(number) == (signal.SIG_IGN if hangup else signal.SIG_DFL)
     assert signal.getsignal(number) == before
+
+
+def test_an_ignored_signal_stays_ignored():
+    """SIGHUP under `nohup`, Ctrl-C in the background of a script."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        interruption = distributed.Interruption()
+        with interruption.watching():
+            signal.raise_signal(signal.SIGHUP)
+            assert not interruption.due(0)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -187,7 +203,7 @@ def test_the_first_of_two_signals_counts(monkeypatch):
         *(True, True),
     ]
     assert one.signal is other.signal is signal.SIGINT
-    assert distributed.STATUS == {signal.SIGTERM: 75, signal.SIGINT: 130}
+    assert distributed.STATUS == {signal.SIGTERM: 75, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 
 def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
@@ -251,6 +267,18 @@ def test_last_words():
         "without it. Checkpoints of steps [7] are here. Run the same command on all hosts to go "
         "on\n"
     )
+
+
+def test_programs_that_differ_are_named(monkeypatch):
+    texts = {"training step": "all_reduce", "evaluation step": "add"}
+    distributed.check_same_programs(texts)
+    theirs = dict.fromkeys(texts, hashlib.sha256(b"add").hexdigest()[:12])
+    monkeypatch.setattr(agreement, "gather", lambda name, mine: [mine, json.dumps(theirs)])
+    with pytest.raises(
+        UserError, match=r"training step: \w+ \(process 0\), \w+ \(process 1\)"
+    ) as e:
+        distributed.check_same_programs(texts)
+    assert "evaluation step" not in str(e.value)
 
 
 def test_one_process_agrees_with_itself(tmp_path):

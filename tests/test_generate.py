@@ -10,7 +10,6 @@ import subprocess
 import sys
 import weakref
 
-from absl import flags
 from etils import epath
 from flax import nnx
 import jax
@@ -18,7 +17,9 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 import pytest
 
+from kvjax import command_line
 from kvjax import generate as generate_lib
+from kvjax import progress
 from kvjax import runtime
 from kvjax import train
 from kvjax.decoding import Generator
@@ -68,17 +69,11 @@ def copy(workdir, tmp_path):
 def run(workdir, capsys, monkeypatch):
     """A function of flags: (exit status, standard output, standard error) of the command line."""
     monkeypatch.setattr(runtime, "start", lambda: None)  # the tests' own cache stays
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)  # a busy machine's waits are no message
 
     def command(*given, workdir=workdir):
-        values = flags.FlagValues()
-        generate_lib.define_flags(values)
-        status = 0
-        try:
-            argv = ["generate", f"--workdir={workdir}", "--num_tokens=6", *given]
-            generate_lib.main(generate_lib.parse(argv, values), values)
-        except SystemExit as end:
-            status = end.code
-        return status, *capsys.readouterr()
+        arguments = [f"--workdir={workdir}", "--num_tokens=6", *given]
+        return command_line.status(generate_lib.main, arguments), *capsys.readouterr()
 
     return command
 
@@ -199,6 +194,26 @@ def test_several_prompts_are_numbered(run, tmp_path):
     assert out.endswith(f"--- 3 ---\n{alone}")
 
 
+def test_the_first_of_several_prompts_appears_as_it_comes(capsys):
+    shown = generate_lib._Shown(["a", "b", "c"], progress.waiting("a test").__enter__())
+    texts = []
+    for call in (
+        lambda: shown.add(0, "1"),
+        lambda: shown.add(1, "x"),
+        lambda: shown.end(1),  # before the first one
+        lambda: shown.add(2, "y"),
+        lambda: shown.add(0, "2"),
+        lambda: shown.end(0),
+        lambda: shown.add(2, "z"),
+        lambda: shown.end(2),
+    ):
+        call()
+        texts.append(capsys.readouterr().out)
+    *before, last = texts
+    assert before == ["--- 1 ---\na1", "", "", "", "2", "\n--- 2 ---\nbx\n--- 3 ---\ncy", "z"]
+    assert last == "\n"
+
+
 def test_stop_strings(run):
     free = run("--prompt=The king ", "--num_tokens=20", "--temperature=0")[1]
     text = free.removeprefix("The king ").removesuffix("\n")
@@ -238,7 +253,7 @@ def test_a_process_with_prompts_on_standard_input(workdir):
     done = subprocess.run([*command, "--prompt_file=-"], input="é\nb\n".encode(), **options)
     assert done.returncode == 0, done.stderr.decode()
     assert re.match("--- 1 ---\né.*\n--- 2 ---\nb", done.stdout.decode(), re.S)
-    assert len(done.stderr.splitlines()) == 1
+    assert all(line.startswith(b"kvjax: ") for line in done.stderr.splitlines())
     with subprocess.Popen(
         [*command[:-1], "--num_tokens=900", "--prompt=a"],
         **{k: options[k] for k in ("cwd", "env")},
@@ -249,7 +264,7 @@ def test_a_process_with_prompts_on_standard_input(workdir):
         assert b"Traceback" not in left.stderr.read() and left.wait(240) == 1
     wrong = subprocess.run([*command, "--prompts=a"], **options)
     assert wrong.returncode == 2 and b"Traceback" not in wrong.stderr
-    assert wrong.stderr.startswith(b"kvjax: Unknown command line flag 'prompts'")
+    assert wrong.stderr.startswith(b"kvjax: unknown option --prompts; did you mean '--prompt'?")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +276,7 @@ def test_a_process_with_prompts_on_standard_input(workdir):
         (["--prompt=\udcff"], "is not UTF-8 text"),
         (["--prompt_file=/nowhere/x"], "--prompt_file=/nowhere/x cannot be read: No such file"),
         (["--prompt=a", "--num_tokens=0"], "num_tokens = 0: must be at least 1"),
-        (["--prompt=a", "--num_tokens=many"], "flag --num_tokens=many"),
+        (["--prompt=a", "--num_tokens=many"], "--num_tokens=many: must be a whole number"),
         (["--prompt=a", "--temperature=-1"], "temperature = -1.0: must be a number, 0"),
         (["--prompt=a", "--temperature=nan"], "temperature = nan"),
         (["--prompt=a", "--top_k=-2"], "top_k = -2"),
@@ -363,6 +378,17 @@ def test_files_of_prompts_that_cannot_be(run, tmp_path, content, message):
     file.write_bytes(content)
     status, out, err = run(f"--prompt_file={file}")
     assert (status, out) == (2, "") and message in err and str(file) in err
+
+
+def test_a_byte_order_mark_is_no_prompt(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
+    assert generate_lib.read_prompts([], str(tmp_path / "prompts.txt")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("file", ["hdfs://host/prompts.txt", "s3://bucket/prompts.txt"])
+def test_a_file_of_prompts_that_nothing_opens(file):
+    with pytest.raises(UserError, match=f"^--prompt_file = '{file}': "):
+        generate_lib.read_prompts([], file)
 
 
 def expect(run, workdir, *messages):

@@ -31,6 +31,40 @@ def test_resume_drops_later_and_half_written_records(tmp_path):
     assert list((tmp_path / "events").glob("events*"))
 
 
+@pytest.mark.parametrize("name", [metrics.METRICS, metrics.TIMING])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\x00\x80 binary",
+        b"[1, 2]",
+        b'"text"',
+        b'{"loss": 1.0}',
+        b'{"step": "two", "loss": 1.0}',
+        b'{"step": 2, "tokens": 20, "loss": "high"}',
+        b'{"step": 2, "tokens": 20, "loss": null}',
+        b"[" * 100_000,
+        b"1" * 5_000,
+        b"",
+    ],
+    ids=lambda line: line[:12].decode(errors="replace"),
+)
+def test_lines_that_are_no_records_are_set_aside(tmp_path, capsys, name, line):
+    workdir = epath.Path(tmp_path)
+    good = [b'{"step": 1, "tokens": 10, "loss": 2.0}', b'{"step": 3, "tokens": 30, "loss": 1.0}']
+    content = b"\n".join([good[0], line, good[1], b'{"step": 4, "lo'])
+    (tmp_path / name).write_bytes(content)
+    metrics.draw_curves(workdir, title="test", yardstick=2.0)
+    metrics.MetricsWriter(workdir, resume_step=3).close()
+    assert (tmp_path / f"unreadable-{name}").read_bytes() == content
+    told = capsys.readouterr().err
+    assert told.startswith(f"WARNING: {tmp_path / name}: line 2 is no record") and (
+        told.count("\n") == 1 and len(told) < 1000
+    )
+    assert (tmp_path / name).read_bytes() == b"\n".join([*good, b""])
+    metrics.MetricsWriter(workdir, resume_step=3).close()
+    assert not capsys.readouterr().err and len(list(tmp_path.glob("unreadable-*"))) == 1
+
+
 def test_curves_are_a_picture(tmp_path):
     workdir = epath.Path(tmp_path)
     writer = metrics.MetricsWriter(workdir, resume_step=0)
@@ -59,6 +93,35 @@ def test_a_workdir_in_a_bucket(bucket):
     metrics.draw_curves(workdir, title="test", yardstick=None)
     names = {path.name for path in (bucket / "runs" / "one").iterdir()}
     assert names == {"config.json", "metrics.jsonl", "timing.jsonl", "events", "curves.png"}
+
+
+def test_a_bucket_that_fails_for_a_while(bucket, capsys):
+    """Records are copied once it is back; only what never arrives is told as lost."""
+    folder, away = bucket / "runs", bucket / "away"
+    folder.mkdir()
+    writer = metrics.MetricsWriter(epath.Path("gs://runs/one"), resume_step=0)
+    writer.write(1, tokens=10, loss=2.0)
+    folder.rename(away)
+    folder.write_text("no folder")  # every write into it fails
+    writer.flush()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and told.startswith(
+        "WARNING: records were not copied to gs://runs"
+    )
+    folder.unlink()
+    away.rename(folder)
+    writer.write(2, tokens=20, loss=1.0)
+    writer.flush()
+    records = metrics.read_records(epath.Path("gs://runs/one") / metrics.METRICS)
+    assert [r["step"] for r in records] == [1, 2] and not capsys.readouterr().err
+    writer.write(3, tokens=30, loss=0.5)
+    folder.rename(away)
+    folder.write_text("no folder")
+    writer.close()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "WERE NOT COPIED to gs://runs/one" in told
+    assert str(writer.folder) in told
+    assert [r["step"] for r in metrics.read_records(writer.folder / metrics.METRICS)] == [1, 2, 3]
 
 
 def test_the_clock(monkeypatch):

@@ -52,12 +52,24 @@ if "--process_id=1" in sys.argv:
 def get_config():""",
 )
 
+# Process 1 sums over axes in another order.
+OTHER = CONFIG.replace(
+    "def get_config():",
+    """
+import sys
+from kvjax.model import loss
+if "--process_id=1" in sys.argv:
+    loss._MANUAL = loss._MANUAL[::-1]
+def get_config():""",
+)
 
-def quick_config(source, directory, **overrides):
+
+def quick_config(source, directory, mesh=None, **overrides):
     config = runs.small_config(source, directory)
     for section, values in QUICK.items():
         config[section].update(values)
     config.train.update(overrides)
+    config.mesh.update(mesh or {})
     return config
 
 
@@ -67,6 +79,7 @@ def folder(tmp_path_factory):
     given = dict(source=runs.write_text(folder / "text.txt"), directory=str(folder / "data"))
     (folder / "config.py").write_text(CONFIG.format(**given))
     (folder / "slow.py").write_text(SLOW.format(**given))
+    (folder / "other.py").write_text(OTHER.format(**given))
     return folder
 
 
@@ -190,6 +203,39 @@ def test_four_processes_go_on_as_two_and_as_one(folder, one):
         print(f"{name}: {assert_close(folder / name, one, STEPS)}")
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [dict(data=2, fsdp=2), dict(fsdp=2, sequence=2), dict(data=2, fsdp=1, sequence=2)],
+    ids=lambda mesh: "x".join(axis for axis, size in mesh.items() if size > 1),
+)
+def test_a_mesh_that_splits_two_axes(folder, mesh, request):
+    """Two processes of other hash seeds: both see the losses that one process does."""
+    name = request.node.callspec.id
+    short = dict(mesh=mesh, num_steps=10, eval_every=10, sample_tokens=0)
+    given = [str(folder / "text.txt"), str(folder / "data"), str(folder / f"{name}-two"), short]
+    command = ["tests.job", "records", json.dumps(given)]
+    _jobs.append(Job([command] * 2, devices=2, logs=folder / f"{name}-logs"))
+    statuses = _jobs[-1].wait()
+    assert statuses == [0, 0], (statuses, _jobs[-1].outputs())
+    first, second = (json.loads(o.splitlines()[-1])["records"] for o in _jobs[-1].outputs())
+    assert first == second and [r["step"] for r in first] == [*range(1, 11), 10]
+
+    run_here(folder, folder / f"{name}-one", **short)
+    for here, there in zip(records(folder / f"{name}-one"), first, strict=True):
+        assert here.keys() == there.keys()
+        for key in here.keys() & {"loss", "validation_loss", "grad_norm"}:
+            np.testing.assert_allclose(here[key], there[key], rtol=CLOSE)
+
+
+def test_processes_that_compile_different_programs_say_so(folder):
+    job = launch(folder, [folder / "different"] * 2, devices=1, config="other.py")
+    assert job.wait(240) == [2, 2], job.outputs()
+    for output in job.outputs():
+        assert "would compile different programs, and wait for each other for ever" in output
+        assert re.search(r"training step: \w{12} \(process 0\), \w{12} \(process 1\)", output)
+        assert "evaluation step" not in output and "Traceback" not in output
+
+
 def wait_for_step(job: Job, workdir: pathlib.Path, step: int, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not (records(workdir) or [dict(step=0)])[-1]["step"] >= step:
@@ -263,7 +309,7 @@ def test_a_workdir_that_is_not_shared_is_refused(folder):
     assert not list((folder / "shared").glob(".kvjax-*"))
 
 
-@pytest.mark.parametrize("kind", ["user 0", "user 1", "bug 1"])
+@pytest.mark.parametrize("kind", ["user 0", "user 1", "bug 1", "interrupt 1"])
 def test_one_that_stops_stops_all(folder, kind):
     job = Job(
         [["tests.job", "failing", json.dumps([kind])]] * 3,
@@ -271,10 +317,12 @@ def test_one_that_stops_stops_all(folder, kind):
         logs=folder / f"{kind}-logs",
     )
     _jobs.append(job)
-    status = 2 if kind.startswith("user") else 1
+    status, said = dict(
+        user=(2, "the key is wrong"), bug=(1, "KeyError: 'a bug'"), interrupt=(130, "interrupted")
+    )[kind.split()[0]]
     started = time.monotonic()
     assert job.wait(90) == [status] * 3, job.outputs()
-    who, said = int(kind[-1]), "the key is wrong" if status == 2 else "KeyError: 'a bug'"
+    who = int(kind[-1])
     for i, output in enumerate(job.outputs()):
         assert ("" if i == who else f"process {who} stopped: ") + said in output
         assert ("Traceback" in output) == (status == 1 and i == who)

@@ -1,5 +1,6 @@
 """Which weight gets which update, and how large it is."""
 
+import functools
 import math
 
 import jax
@@ -17,6 +18,7 @@ from kvjax.model.config import TransformerConfig
 from kvjax.optim import OptimizerConfig
 from kvjax.optim import learning_rate_schedule
 from kvjax.optim import make_optimizer
+from kvjax.optim import momentum_schedule
 from kvjax.optim import newton_schulz
 from kvjax.optim import scale_by_muon
 
@@ -59,6 +61,74 @@ def _setup(config, *, num_steps=1000, scale=1.0, seed=0, **options):
 
 def _leaves(tree):
     return {_names(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_momentum_goes_from_start_to_end():
+    momentum = momentum_schedule(OptimizerConfig(momentum_warmup_steps=4))
+    steps = [float(momentum(step)) for step in (0, 2, 4, 100)]
+    np.testing.assert_allclose(steps, [0.85, 0.90, 0.95, 0.95], rtol=1e-6)
+
+
+def test_without_a_warm_up_momentum_is_the_final_one(make_mechanism):
+    """From the first step: its update is that of a momentum that never was another."""
+    config = _model(make_mechanism("lrkv"))
+    assert float(momentum_schedule(OptimizerConfig(momentum_warmup_steps=0))(0)) == 0.95
+    means = []
+    for momentum in (dict(momentum_warmup_steps=0), dict(momentum_start=0.95)):
+        optimizer, _, weights, grads = _setup(config, clip_norm=0.0, **momentum)
+        state = _leaves(optimizer.update(grads, optimizer.init(weights), weights)[1])
+        means.append({names: x for names, x in state.items() if "momentum" in names})
+    assert len(means[0]) > 10
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), *means)
+
+
+ADAM = dict(adam_b1=0.7, adam_b2=0.9, adam_epsilon=1e-2, adam_weight_decay=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, ADAM], ids=["recipe", "all others"])
+def test_adamw_is_that_of_its_paper(make_mechanism, options):
+    """Loshchilov and Hutter, 2019, algorithm 2, in NumPy, float64, over steps of one rate."""
+    config = _model(make_mechanism("lrkv"))
+    rates = dict(embedding_learning_rate=0.3, head_learning_rate=0.02, vector_learning_rate=0.05)
+    steps = dict(num_steps=10, cooldown_fraction=0.0, clip_norm=0.0)
+    optimizer, _, weights, grads = _setup(config, **rates, **steps, **options)
+    own = {name: options.get(f"adam_{name}", default) for name, default in RECIPE.items()}
+    width = (D / 768) ** -0.5
+    rates = dict(embedding=0.3 * width, head=0.02 * width, vector=0.05)
+    expected = {
+        names: _AdamW(x, rates[_kind(names)], **own)
+        for names, x in _leaves(weights).items()
+        if _kind(names) in rates
+    }
+    state = optimizer.init(weights)
+    for step in range(4):  # gradients of other signs and sizes at every step
+        given = jax.tree.map(lambda g, step=step: g * jnp.cos(2.0 * step + 3 * g), grads)
+        updates, state = optimizer.update(given, state, weights)
+        weights = optax.apply_updates(weights, updates)
+        for names, g in _leaves(given).items():
+            if names in expected:
+                expected[names].step(np.asarray(g, np.float64))
+    got = _leaves(weights)
+    for names, adam in expected.items():
+        np.testing.assert_allclose(got[names], adam.x, rtol=0, atol=1e-5, err_msg=str(names))
+
+
+RECIPE = dict(b1=0.8, b2=0.95, epsilon=1e-10, weight_decay=0.0)
+
+
+class _AdamW:
+    def __init__(self, x, rate, b1, b2, epsilon, weight_decay):
+        self.x, self.t, self.m, self.v = np.asarray(x, np.float64), 0, 0.0, 0.0
+        self.rate, self.b1, self.b2, self.epsilon = rate, b1, b2, epsilon
+        self.weight_decay = weight_decay
+
+    def step(self, g):
+        self.t += 1
+        self.m = self.b1 * self.m + (1 - self.b1) * g
+        self.v = self.b2 * self.v + (1 - self.b2) * g**2
+        m, v = self.m / (1 - self.b1**self.t), self.v / (1 - self.b2**self.t)
+        decayed = m / (np.sqrt(v) + self.epsilon) + self.weight_decay * self.x
+        self.x = self.x - self.rate * decayed
 
 
 def test_every_block_matrix_has_muon_state_and_nothing_else_has(make_mechanism, mechanism_name):
@@ -266,14 +336,14 @@ def test_orthogonalize_changes_attention_only(make_mechanism):
         ("orthogonalize", "both", "'joint', 'per_head'"),
         ("schedule", "step", "'constant', 'cosine'"),
         ("matrix_learning_rate", -0.1, "at least 0"),
-        ("clip_norm", -1.0, "at least 0"),
+        ("clip_norm", -1.0, "must be 0 (none), or at least 1e-06"),
         ("newton_schulz_steps", -1, "at least 0"),
         ("warmup_steps", -5, "at least 0"),
-        ("adam_epsilon", -1e-8, "at least 0"),
+        ("adam_epsilon", -1e-8, "at least 1e-30"),
         ("cooldown_fraction", 1.5, "at most 1"),
         ("final_fraction", 2.0, "at most 1"),
-        ("momentum_start", 1.01, "at most 1"),
-        ("momentum_end", 1.5, "at most 1"),
+        ("momentum_start", 1.01, "at most 0.999999"),
+        ("momentum_end", 1.5, "at most 0.999999"),
     ],
 )
 def test_bad_values(key, value, allowed):

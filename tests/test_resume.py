@@ -121,7 +121,9 @@ def test_sigkill_at_random_moments(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_a_signal_saves_and_ends_with_its_status(config, tmp_path, number, status):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     flags = ("--config.train.num_steps=1000", "--config.train.checkpoint_every=1000")
@@ -180,6 +182,7 @@ def test_a_save_that_fails_is_a_warning(config, tmp_path):
     """A checkpoint does not fit, log lines do: the run goes on and saves again when it can."""
     status, output = run_with_file_limit(config, tmp_path / "run", 50_000, "the run goes on")
     assert status == 0 and "was not written" in output, output
+    assert "Traceback" not in output and "orbax/" not in output, output
     assert sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())[-1] == 3000
     whole = launch(config, tmp_path / "whole", "--config.train.num_steps=3000")
     finish(whole)
@@ -194,3 +197,20 @@ def test_a_disk_without_room_for_a_log_line_stops_the_run(config, tmp_path):
     flags = ("--config.train.num_steps=3000", "--config.train.checkpoint_every=50")
     output = finish(launch(config, tmp_path / "run", *flags, "--config.train.log_every=50"))
     assert "resuming from step" in output
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_told_in_two_lines(config, tmp_path):
+    workdir = tmp_path / "run"
+    flags = ("--config.train.sample_tokens=0", "--config.train.num_steps=40")
+    undisturbed = finish(launch(config, workdir, *flags))
+    before = final_state(workdir)
+    for file in (workdir / "checkpoints" / "40" / "state").rglob("d/*"):
+        whole = bytearray(file.read_bytes())
+        whole[len(whole) // 2] ^= 1
+        file.write_bytes(whole)
+    output = finish(launch(config, workdir, *flags))
+    told = [line for line in output.split("\n") if "WARNING" in line]
+    assert len(told) == 2 and "step 40 cannot be read" in told[0] and "from step 30" in told[1]
+    assert output.count("\n") <= undisturbed.count("\n") + 3, output
+    assert_bitwise_equal(final_state(workdir), before)

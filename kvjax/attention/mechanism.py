@@ -11,6 +11,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from kvjax.configuration import between
 from kvjax.errors import UserError
 from kvjax.kernels.decode_attention.operands import Operands
 from kvjax.layers.norm import Norm
@@ -18,6 +19,7 @@ from kvjax.layers.rope import Positions
 from kvjax.layers.rope import Rotary
 from kvjax.layers.rope import rotate
 
+MAX_DIM = 1 << 16  # of heads, and of what one of them has
 QK_NORMS = ("none", "rms", "rms_gain")
 
 
@@ -48,6 +50,7 @@ class MechanismConfig(Protocol):
     num_heads: int  # N
     qk_norm: str  # "none", "rms", or "rms_gain" (a learned gain per channel)
     bias: bool
+    norm_epsilon: float
 
     @property
     def rope_dim(self) -> int:
@@ -109,8 +112,15 @@ def require(condition: bool, key: str, value, allowed: str) -> None:
         raise UserError(f"config.attention.{key} = {value}: {allowed}")
 
 
-def check_common(config: MechanismConfig) -> None:
-    require(config.num_heads >= 1, "num_heads", config.num_heads, "must be at least 1")
+def check_common(config: MechanismConfig, *dims: str) -> None:
+    """Raises a UserError for what every mechanism has: heads, dims, norm.
+
+    Args:
+      dims: its keys that are sizes of at least 1.
+    """
+    for key in ("num_heads", *dims):
+        between(f"config.attention.{key}", getattr(config, key), 1, MAX_DIM)
+    between("config.attention.norm_epsilon", config.norm_epsilon, 0.0, 1.0)
     require(
         config.qk_norm in QK_NORMS, "qk_norm", repr(config.qk_norm), f"must be one of {QK_NORMS}"
     )

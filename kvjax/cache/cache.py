@@ -11,6 +11,7 @@ Over several chips each array is split along S, and a chip's slots hold stripes 
 
 from collections.abc import Iterable
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -121,10 +122,11 @@ def _append_held(layer: dict, entry: dict, first_B: jax.Array, counts_B: jax.Arr
 def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.Array:
     """Tokens skip_B .. until_B - 1 to slots first_B + t, by whatever leaves the array in place.
 
-    On a TPU a read-modify-write of whole runs of 128 tokens, unrolled over the batch: for a
-    scatter, a loop or single columns, XLA prefers another layout there, and copies the whole cache
-    to it and back. Elsewhere a loop of such runs; one token for each of several sequences is a
-    scatter, which moves no more than it must.
+    A loop of read-modify-writes of whole runs of 128 tokens. For a TPU it is unrolled: for a loop
+    as such, a scatter or single columns, XLA prefers another layout there, and copies the whole
+    cache to it and back. That happens in lowering: unrolled in Python, the branch for TPUs made
+    tracing grow with the batch on every device. Elsewhere one token for each of several sequences
+    is a scatter, which moves no more than it must.
     """
     entry = jnp.moveaxis(entry, 1, -1).astype(array.dtype)  # [B, *shape, T]
     T, S = entry.shape[-1], array.shape[-1]
@@ -148,22 +150,19 @@ def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.
         new = jnp.where(jnp.broadcast_to(keep, new.shape), new, old)
         return jax.lax.dynamic_update_slice(array, new, origin)
 
-    def unrolled(array, *new):
-        for b in range(entry.shape[0]):
-            array = one(b, array, *new)
-        return array
-
     def scatter(array, entry, first_B, skip_B, until_B):
         slot_B = jnp.where(until_B > skip_B, first_B, S)  # nothing has slot S: dropped
         here = array.at[jnp.arange(array.shape[0]), ..., slot_B]
         return here.set(entry[..., 0], mode="drop", unique_indices=True)
 
-    def loop(array, *new):
-        return jax.lax.fori_loop(0, entry.shape[0], lambda b, array: one(b, array, *new), array)
+    def loop(array, *new, unroll=False):
+        body = lambda b, array: one(b, array, *new)
+        return jax.lax.fori_loop(0, entry.shape[0], body, array, unroll=unroll)
 
     arguments = (array, entry, first_B, skip_B, until_B)
+    on_tpu = functools.partial(loop, unroll=True)
     elsewhere = scatter if T == 1 and array.shape[0] > 1 else loop
-    return jax.lax.platform_dependent(*arguments, tpu=unrolled, default=elsewhere)
+    return jax.lax.platform_dependent(*arguments, tpu=on_tpu, default=elsewhere)
 
 
 def _round_up(tokens: int) -> int:

@@ -1,15 +1,20 @@
 """What a data set is made of: sources, split, tokenizer, row length."""
 
+from collections.abc import Mapping
 import dataclasses
+import re
 import shlex
+from typing import Any
 
 from etils import epath
 
 from kvjax import runtime
+from kvjax.configuration import between
 from kvjax.errors import DataError
 
 NUM_BYTES = 256
 MAX_VOCAB_SIZE = 1 << 24
+MAX_SEQUENCE_LENGTH = 1 << 24
 PREPARED = "prepared:"
 # On the command line a key has its own name, but for these.
 FLAG_NAMES = {"directory": "output"}
@@ -34,7 +39,7 @@ class DataConfig:
     sequence_length: T; rows hold T + 1 tokens.
     directory: where prepared data lives; empty: $KVJAX_CACHE, or kvjax in the user's cache folder.
 
-    Raises ValueError naming the key, its value and what is allowed.
+    Raises UserError naming the key, its value and what is allowed.
     """
 
     source: str = "embedded"
@@ -47,45 +52,77 @@ class DataConfig:
     directory: str = ""
 
     def __post_init__(self):
-        if not self.source.strip():
-            raise DataError(
-                "source='' names nothing: give 'embedded', a file, folder or glob, or 'tfds:NAME'."
-            )
+        for key in ("source", "validation_source"):
+            given = getattr(self, key)
+            items = split_source(given)
+            if not items and (given or key == "source"):
+                raise DataError(
+                    f"config.data.{key} = {given!r}: names nothing; give 'embedded', a file, "
+                    "folder or glob, or 'tfds:NAME'"
+                )
+            for item in items:
+                if item != "embedded" and not item.startswith("tfds:"):
+                    runtime.path(f"config.data.{key}", item.removeprefix(PREPARED))
         if not 0.0 < self.validation_fraction < 1.0:
             raise DataError(
-                f"validation_fraction={self.validation_fraction} must lie between 0 and 1, both"
-                " excluded: 0.005 holds out half a percent. To train on all of the source, give a"
-                " validation_source."
+                f"config.data.validation_fraction = {self.validation_fraction}: must lie between 0 "
+                "and 1, both excluded: 0.005 holds out half a percent. To train on all of the "
+                "source, give a validation_source"
             )
         if not self.text_key:
             raise DataError(
-                "text_key='' must name the JSON key, Parquet column or TFDS feature with the text."
+                "config.data.text_key = '': must name the JSON key, Parquet column or TFDS feature "
+                "with the text"
             )
-        if self.tokenizer not in ("bpe", "byte") and not self.tokenizer.endswith(".json"):
+        if self.tokenizer.endswith(".json"):
+            runtime.path("config.data.tokenizer", self.tokenizer)
+        elif self.tokenizer not in ("bpe", "byte"):
             raise DataError(
-                f"tokenizer={self.tokenizer!r} must be 'bpe', 'byte' or the path of a"
-                " tokenizer.json (ending in .json)."
+                f"config.data.tokenizer = {self.tokenizer!r}: must be 'bpe', 'byte' or the path of "
+                "a tokenizer.json (ending in .json)"
             )
-        if self.tokenizer == "bpe" and not NUM_BYTES < self.vocab_size <= MAX_VOCAB_SIZE:
+        between("config.data.vocab_size", self.vocab_size, 1, MAX_VOCAB_SIZE)
+        if self.tokenizer == "bpe" and self.vocab_size <= NUM_BYTES:
             raise DataError(
-                f"vocab_size={self.vocab_size} must be more than {NUM_BYTES} (all bytes, and"
-                f" <|bos|>) and at most {MAX_VOCAB_SIZE}; for bytes alone use tokenizer='byte'."
+                f"config.data.vocab_size = {self.vocab_size}: must be more than {NUM_BYTES} (all "
+                "bytes, and <|bos|>); for bytes alone use tokenizer='byte'"
             )
-        if self.sequence_length < 1:
-            raise DataError(f"sequence_length={self.sequence_length} must be at least 1 token.")
+        between("config.data.sequence_length", self.sequence_length, 1, MAX_SEQUENCE_LENGTH)
+        if self.directory:
+            runtime.path("config.data.directory", self.directory)
 
     @property
     def root(self) -> epath.Path:
-        """The folder of all prepared data; without `directory`, the user's cache folder."""
+        """The folder of all prepared data; without `directory`, the user's cache folder.
+
+        Raises UserError where that cannot be a folder.
+        """
         if self.directory:
-            return epath.Path(self.directory).expanduser()
+            return runtime.folder("config.data.directory", self.directory)
         return runtime.cache_directory()
 
     def command(self) -> str:
         """The command line that prepares this data set."""
-        given = [
-            shlex.quote(f"--{FLAG_NAMES.get(field.name, field.name)}={getattr(self, field.name)}")
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return " ".join(["python -m kvjax.data.prepare", *given])
+        return command(dataclasses.asdict(self))
+
+
+def command(values: Mapping[str, Any]) -> str:
+    """The command line that prepares what these keys of a DataConfig say, unchecked."""
+    fields = {field.name: field for field in dataclasses.fields(DataConfig)}
+    given = [
+        shlex.quote(f"--{FLAG_NAMES.get(name, name)}={value}")
+        for name, value in values.items()
+        if name not in fields or value != fields[name].default
+    ]
+    return " ".join(["python -m kvjax.data.prepare", *given])
+
+
+def as_options(message: str) -> str:
+    """A message with the names that keys have on `prepare`'s command line."""
+    name = lambda found: f"--{FLAG_NAMES.get(found[1], found[1])}"
+    return re.sub(r"config\.data\.(\w+)", name, message)
+
+
+def split_source(spec: str) -> list[str]:
+    """The parts of a `source`."""
+    return [item.strip() for item in spec.split(",") if item.strip()]

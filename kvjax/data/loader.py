@@ -1,25 +1,32 @@
 """Batches of packed rows from any position on, the same for any number of processes."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
 import dataclasses
+import functools
+import hashlib
 import json
 import os
 from typing import Any
 
-from absl import logging
 from etils import epath
 import grain
 import jax
 import numpy as np
 
+from kvjax import runtime
 from kvjax.data import config as config_lib
-from kvjax.data import prepare
+from kvjax.data import manifest
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.errors import DataError
-from kvjax.errors import MissingDataError
+from kvjax.errors import first_line
+from kvjax.errors import warn
 
 # One thread reads ahead of the step; more gain nothing, for reading holds the interpreter's lock.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+# Rows of a split that tell it from another one: all of them would take minutes to read.
+_TELLING_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,32 +60,67 @@ class PackedDataset:
         """The rows of a split by index, in the text's order: `{"tokens": unsigned [T + 1]}`."""
         import tensorflow_datasets as tfds  # Takes 0.5 s, and importing this file should not.
 
-        folder = self.path / prepare.ROWS / prepare.ROWS_VERSION
-        return tfds.builder_from_directory(folder).as_data_source(split)
+        folder = self.path / manifest.ROWS / manifest.ROWS_VERSION
+        with self._damage_told():
+            rows = _Rows(self, tfds.builder_from_directory(folder).as_data_source(split))
+            if len(rows) != self.num_rows(split):
+                raise ValueError(f"{len(rows)} rows of {split}, not {self.num_rows(split)}")
+        return rows
+
+    @contextlib.contextmanager
+    def _damage_told(self):
+        try:
+            yield
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # of TFDS, protocol buffers, JSON, Riegeli: each has its own
+            raise manifest.DamagedDataError(
+                self.path, first_line(error), self.info["config"]
+            ) from error
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the vocabulary, the numbers of rows, and rows spread over each split.
+
+        The same wherever the folder lies, whatever it is called and whenever it was prepared.
+        """
+        digest = hashlib.sha256(json.dumps(self.tokenizer.vocabulary()).encode())
+        for split in ("train", "validation"):
+            count = self.num_rows(split)
+            spread = np.linspace(0, count - 1, min(count, _TELLING_ROWS)).astype(int).tolist()
+            rows = _stack(self.rows(split).__getitems__(spread), self.sequence_length)
+            digest.update(f"{split} {count} {rows.shape}".encode() + rows.astype("<i4").tobytes())
+        return digest.hexdigest()[:20]
+
+
+class _Rows:
+    """Rows by index; a file of them that is not as it was written is a DamagedDataError."""
+
+    def __init__(self, dataset: PackedDataset, rows):
+        self._dataset = dataset
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        with self._dataset._damage_told():
+            return self._rows[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        with self._dataset._damage_told():
+            return self._rows.__getitems__(indices)
 
 
 def open_dataset(path: epath.PathLike) -> PackedDataset:
     """The data set that `prepare` wrote to this folder.
 
     Raises:
-      FileNotFoundError: nothing is prepared there.
-      ValueError: it was written in another format.
+      UserError: see `manifest.read`; a tokenizer that cannot be read.
     """
-    path = epath.Path(path).expanduser()
-    manifest = path / prepare.MANIFEST
-    if not manifest.exists():
-        raise MissingDataError(
-            f"{os.fspath(path)} holds no prepared data (no {prepare.MANIFEST}): `python -m"
-            " kvjax.data.prepare --source=...` prints the folder it prepares."
-        )
-    info = json.loads(manifest.read_text())
-    if info["format_version"] != prepare.FORMAT_VERSION:
-        raise DataError(
-            f"{os.fspath(path)} has format {info['format_version']}, this code reads"
-            f" {prepare.FORMAT_VERSION}: prepare it again with"
-            f" `{config_lib.DataConfig(**info['config']).command()}`."
-        )
-    tokenizer = tokenizer_lib.load(path / prepare.TOKENIZER)
+    path = runtime.path("the folder of prepared data", path)
+    info = manifest.read(path)
+    tokenizer = tokenizer_lib.load(path / manifest.TOKENIZER)
     return PackedDataset(path, tokenizer, tokenizer.token_bytes(), info)
 
 
@@ -94,17 +136,19 @@ def share(sharding: jax.sharding.Sharding, batch_size: int) -> tuple[int, int]:
     Raises:
       DataError: devices of different processes have some of their rows in common, not all.
     """
-    rows: dict[int, set] = {}
+    blocks: dict[int, set] = {}  # of rows, by process: a device's first one and the one after
     for device, (index, *_) in sharding.devices_indices_map((batch_size, 1)).items():
-        rows.setdefault(device.process_index, set()).update(range(*index.indices(batch_size)))
-    parts = sorted({tuple(sorted(mine)) for mine in rows.values()})
-    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != batch_size:
+        first, end, _ = index.indices(batch_size)
+        blocks.setdefault(device.process_index, set()).add((first, end))
+    parts = sorted({tuple(sorted(mine)) for mine in blocks.values()})
+    sizes = [sum(end - first for first, end in part) for part in parts]
+    if len(set(sizes)) > 1 or sum(sizes) != batch_size:
         raise DataError(
-            f"config.mesh: process by process the devices hold {[len(part) for part in parts]} of "
+            f"config.mesh: process by process the devices hold {sizes} of "
             f"{batch_size} rows, some of them twice. Let sequence x tensor divide the devices of a "
             "process, or be a multiple of them"
         )
-    return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
+    return parts.index(tuple(sorted(blocks[jax.process_index()]))), len(parts)
 
 
 def train_batches(
@@ -217,18 +261,14 @@ def _check(
         )
     packed = dataset.sequence_length
     if not 1 <= sequence_length <= packed:
-        again = dataclasses.replace(
-            config_lib.DataConfig(**dataset.info["config"]), sequence_length=max(1, sequence_length)
-        )
+        again = dataset.info["config"] | {"sequence_length": max(1, sequence_length)}
         raise DataError(
             f"sequence_length={sequence_length} must be at least 1 and at most the {packed} that"
             f" the rows in {os.fspath(dataset.path)} were packed with. Prepare longer rows:"
-            f" `{again.command()}`."
+            f" `{config_lib.command(again)}`."
         )
     if sequence_length < packed:
-        logging.warning(
-            "sequence_length=%d is less than the rows' %d in %s: the rest of each row is not used.",
-            sequence_length,
-            packed,
-            os.fspath(dataset.path),
+        warn(
+            f"sequence_length={sequence_length} is less than the rows' {packed} in "
+            f"{os.fspath(dataset.path)}: the rest of each row is not used"
         )

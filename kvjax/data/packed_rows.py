@@ -1,5 +1,6 @@
 """The TFDS data set of packed rows: raw bytes in ArrayRecord, in the order of the stream."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import functools
@@ -10,6 +11,7 @@ import tensorflow_datasets as tfds
 
 # TFDS keeps a shard's examples in memory while it writes it.
 SHARD_BYTES = 64 << 20
+_TOLD_ROWS = 1024
 
 
 class PackedRows(tfds.core.ShardBasedBuilder, skip_registration=True):
@@ -22,7 +24,11 @@ class PackedRows(tfds.core.ShardBasedBuilder, skip_registration=True):
     VERSION = tfds.core.Version("1.0.0")
 
     def __init__(
-        self, streams: Mapping[str, np.ndarray], sequence_length: int, data_dir: epath.PathLike
+        self,
+        streams: Mapping[str, np.ndarray],
+        sequence_length: int,
+        data_dir: epath.PathLike,
+        wrote: Callable[[int], None] = lambda rows: None,
     ):
         """Made ready to write `streams` as rows of `sequence_length` + 1 tokens under `data_dir`.
 
@@ -30,7 +36,9 @@ class PackedRows(tfds.core.ShardBasedBuilder, skip_registration=True):
           streams: the tokens of each split, unsigned [n·T + 1]; may be memory-mapped.
           sequence_length: T.
           data_dir: a folder of its own.
+          wrote: told now and then how many rows of all splits are written.
         """
+        self._wrote, self._written = wrote, 0
         self._streams = streams
         self._sequence_length = sequence_length
         super().__init__(data_dir=data_dir, file_format="array_record")
@@ -64,3 +72,6 @@ class PackedRows(tfds.core.ShardBasedBuilder, skip_registration=True):
         T = self._sequence_length
         for i in range(first, last):
             yield i, {"tokens": np.asarray(stream[i * T : i * T + T + 1])}
+            self._written += 1
+            if self._written % _TOLD_ROWS == 0:
+                self._wrote(self._written)

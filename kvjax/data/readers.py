@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 import gzip
 import io
-import json
 import lzma
 import os
 import re
@@ -19,11 +18,19 @@ import zlib
 
 from etils import epath
 
+from kvjax import json_text
 from kvjax.errors import DataError
 
 BLOCK_BYTES = 1 << 20
 PIECE_CHARACTERS = 1 << 16
 DOCUMENT_SEPARATOR = "\f"
+# UTF-32's little end starts with UTF-16's: first come, first asked.
+_OTHER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 # A line that starts with no blank can open a piece: the split pattern of our tokenizers makes no
 # token that reaches into it, so a document in pieces has the same tokens.
 _LINE_START = re.compile(r"\n(?=\S)")
@@ -48,12 +55,37 @@ def read_document(text: str) -> Iterator[Piece]:
 def read_text(path: epath.Path, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
     """The documents in bytes [start, stop) of a UTF-8 text file, separated by form feeds.
 
+    A byte order mark at the file's start is no part of the first.
+
     Raises:
       SourceError: bytes that aren't UTF-8, with their offset in the file.
     """
+    if start == 0 and byte_order_mark(path):
+        start = len(codecs.BOM_UTF8)
     blocks = _decode(_blocks(path, start, stop), path, start)
     for chunks in _split_documents(blocks):
         yield from _cut(chunks)
+
+
+def byte_order_mark(path: epath.Path) -> bool:
+    """Whether a file starts with UTF-8's byte order mark.
+
+    Raises:
+      SourceError: it starts with another encoding's.
+    """
+    with open_file(path) as file:
+        head = file.read(4)
+    _check_encoding(head, os.fspath(path))
+    return head.startswith(codecs.BOM_UTF8)
+
+
+def _check_encoding(head: bytes, name: str) -> None:
+    for mark, encoding in _OTHER_MARKS.items():
+        if head.startswith(mark):
+            raise SourceError(
+                f"{name} is {encoding} text, by its byte order mark. Convert it (iconv -f "
+                f"{encoding.lower()} -t utf-8)."
+            )
 
 
 def line_start(path: epath.Path, offset: int) -> int:
@@ -82,6 +114,9 @@ def read_jsonl(path: epath.Path, key: str) -> Iterator[str]:
     with open_file(path) as file:
         try:
             for number, line in enumerate(_decompressed(file, name), start=1):
+                if number == 1:
+                    _check_encoding(line, name)
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     yield _text_of(line, key, f"{name}, line {number}")
         except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
@@ -259,7 +294,7 @@ def _decompressed(file: BinaryIO, name: str) -> BinaryIO:
 
 def _text_of(line: bytes, key: str, place: str) -> str:
     try:
-        record = json.loads(line)
+        record = json_text.parse(line)
     except ValueError as error:  # Also what isn't UTF-8.
         raise SourceError(
             f"{place} is no JSON: {error}. Each line must be an object with a text under {key!r}."

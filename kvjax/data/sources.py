@@ -23,13 +23,14 @@ from typing import Protocol
 
 from etils import epath
 
+from kvjax import runtime
 from kvjax.data import config as config_lib
 from kvjax.data import readers
+from kvjax.data.manifest import SPLITS
 from kvjax.errors import DataError
 from kvjax.errors import MissingDataError
 from kvjax.errors import first_line
 
-SPLITS = ("train", "validation")
 EMBEDDED_VALIDATION_BYTES = 200_000
 CORPUS = epath.Path(__file__).parent / "corpus"
 BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
@@ -49,16 +50,28 @@ class Source(Protocol):
         """The documents of `train`, `validation` (the held-out `fraction`) or `all`."""
 
 
-def fingerprint(config: config_lib.DataConfig) -> str:
-    """A hash of all that decides which documents are in which split, hexadecimal."""
-    held_out = config.validation_source and [
-        s.fingerprint() for s in _sources(config.validation_source, config.text_key)
-    ]
-    parts = [s.fingerprint() for s in _sources(config.source, config.text_key)]
-    if set(parts) & set(held_out or ()):
+def fingerprint(
+    config: config_lib.DataConfig, say: Callable[[str], None] = lambda text: None
+) -> str:
+    """A hash of all that decides which documents are in which split, hexadecimal.
+
+    Args:
+      say: called with how far it is.
+    """
+
+    def of(key: str) -> list[str]:
+        found = []
+        for source in _sources(config, key):
+            found.append(source.fingerprint())
+            say(f"looking at config.data.{key}, {len(found):,} files")
+        return found
+
+    held_out, parts = of("validation_source"), of("source")
+    if set(parts) & set(held_out):
         raise DataError(
-            f"validation_source={config.validation_source!r} and source={config.source!r} share a"
-            " file, or have equal ones: it would be trained on. Take it out of one of them."
+            f"config.data.validation_source = {config.validation_source!r}: shares a file with "
+            f"config.data.source = {config.source!r}, or they have equal ones: it would be trained "
+            "on. Take it out of one of them"
         )
     return _hash(repr((parts, held_out or config.validation_fraction, config.text_key)).encode())
 
@@ -70,8 +83,8 @@ def check(config: config_lib.DataConfig) -> None:
       readers.SourceError: a file that is damaged (a truncated Parquet shard has lost its index),
         of another format, or without the text's column.
     """
-    for spec in (config.source, config.validation_source):
-        for source in _sources(spec, config.text_key):
+    for key in ("source", "validation_source"):
+        for source in _sources(config, key):
             next(iter(source.pieces("all", 0.0)), None)
 
 
@@ -88,25 +101,24 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
     """
     if split not in SPLITS:
         raise DataError(f"split={split!r} must be one of {SPLITS}.")
-    spec, part = config.source, split
+    key, part = "source", split
     if config.validation_source:
-        spec, part = (config.source if split == "train" else config.validation_source), "all"
+        key, part = ("source" if split == "train" else "validation_source"), "all"
     found = False
-    for source in _sources(spec, config.text_key):
+    for source in _sources(config, key):
         for piece in source.pieces(part, config.validation_fraction):
             found = True
             yield piece
     if found:
         return
-    if part == "all" or not any(
-        True for s in _sources(spec, config.text_key) for _ in s.pieces("all", 0.0)
-    ):
-        raise readers.SourceError(f"{spec!r} has no documents: everything it matches is empty.")
-    change = "raise" if split == "validation" else "lower"
+    named = f"config.data.{key} = {getattr(config, key)!r}"
+    if part == "all" or not any(True for s in _sources(config, key) for _ in s.pieces("all", 0.0)):
+        raise readers.SourceError(f"{named}: has no documents, everything it matches is empty")
+    change = "Raise" if split == "validation" else "Lower"
     raise readers.SourceError(
-        f"the {split} split of {spec!r} is empty: no document fell into it with"
-        f" validation_fraction={config.validation_fraction} (documents aren't cut, nor are lines)."
-        f" {change.capitalize()} validation_fraction, or name a validation_source."
+        f"{named}: the {split} split is empty: no document fell into it with"
+        f" config.data.validation_fraction = {config.validation_fraction} (documents aren't cut, "
+        f"nor are lines). {change} that, or name a validation_source"
     )
 
 
@@ -117,7 +129,9 @@ class _TextFile:
         self.path = path
 
     def fingerprint(self) -> str:
-        return f"txt {_file_hash(self.path)}"
+        # The mark was once a part of the text: what was prepared with it is other data.
+        marked = " without its mark" if readers.byte_order_mark(self.path) else ""
+        return f"txt {_file_hash(self.path)}{marked}"
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
         size = self.path.stat().length
@@ -167,17 +181,22 @@ def is_held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2.0**64
 
 
-def _sources(spec: str, text_key: str) -> Sequence[Source]:
-    items = [item.strip() for item in spec.split(",") if item.strip()]
-    return [source for item in items for source in _resolve(item, text_key)]
+def _sources(config: config_lib.DataConfig, key: str) -> Sequence[Source]:
+    """What `source` or `validation_source` names.
 
-
-def _resolve(item: str, text_key: str) -> list[Source]:
-    if item == "embedded":
-        return [_EmbeddedBook(CORPUS / book) for book in BOOKS]
-    if item.startswith("tfds:"):
-        return [_tfds_source(item, text_key)]
-    return [_file_source(path, text_key) for path in _files(item)]
+    Raises:
+      UserError: it names what is not there, or cannot be read; says which of the two does.
+    """
+    found: list[Source] = []
+    for item in config_lib.split_source(getattr(config, key)):
+        where = f"config.data.{key} = {item!r}"
+        if item == "embedded":
+            found += [_EmbeddedBook(CORPUS / book) for book in BOOKS]
+        elif item.startswith("tfds:"):
+            found.append(_tfds_source(item, config.text_key, where))
+        else:
+            found += [_file_source(path, config.text_key) for path in _files(item, where)]
+    return found
 
 
 def _file_source(path: epath.Path, text_key: str) -> Source:
@@ -189,10 +208,13 @@ def _file_source(path: epath.Path, text_key: str) -> Source:
     return _Records(lambda: f"{kind} {_file_hash(path)}", read)
 
 
-def _tfds_source(item: str, text_key: str) -> Source:
+def _tfds_source(item: str, text_key: str, where: str) -> Source:
     name, _, split = item.removeprefix("tfds:").partition("#")
     split = split or "train"
-    builder = _tfds_builder(name)
+    try:
+        builder = _tfds_builder(name)
+    except readers.SourceError as error:
+        raise readers.SourceError(f"{where}: {error}") from error
     info = builder.info
     sizes = info.splits[split].shard_lengths if split in info.splits else None
     return _Records(
@@ -222,29 +244,40 @@ def _tfds_builder(name: str):
     return builder
 
 
-def _files(pattern: str) -> list[epath.Path]:
-    """The files of a path, folder (those directly in it) or glob, sorted."""
-    path = epath.Path(pattern).expanduser()
-    if any(c in pattern for c in "*?["):
-        parts = path.parts
-        first = next(i for i, part in enumerate(parts) if any(c in part for c in "*?["))
-        folder = epath.Path(*parts[:first]) if first else epath.Path(".")
-        found = sorted(p for p in folder.glob("/".join(parts[first:])) if not p.is_dir())
-    elif path.is_dir():
-        found = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES) and not p.is_dir())
-    else:
-        found = [path] if path.exists() else []
+def _files(pattern: str, where: str) -> list[epath.Path]:
+    """The files of a path, folder (those directly in it) or glob, sorted.
+
+    Args:
+      where: for messages: the key and its value.
+    """
+    try:
+        found = _matching(pattern, where)
+    except OSError as error:  # a name too long, a folder that may not be listed
+        raise readers.SourceError(f"{where}: cannot be opened: {error}") from error
     if not found:
         raise MissingDataError(
-            f"source {pattern!r} matches no file: give 'embedded', 'tfds:NAME', or a file, glob or"
-            f" folder of files ending in {', '.join(SUFFIXES)}."
+            f"{where}: matches no file; give 'embedded', 'tfds:NAME', or a file, glob or folder of "
+            f"files ending in {', '.join(SUFFIXES)}"
         )
     for file in found:
         if not file.name.endswith(SUFFIXES):
             raise readers.SourceError(
-                f"{os.fspath(file)} ends in none of {', '.join(SUFFIXES)}: convert or rename it."
+                f"{where}: {os.fspath(file)} ends in none of {', '.join(SUFFIXES)}: convert or "
+                "rename it"
             )
     return found
+
+
+def _matching(pattern: str, where: str) -> list[epath.Path]:
+    path = runtime.path(where.partition(" = ")[0], pattern)
+    if any(c in pattern for c in "*?["):
+        parts = path.parts
+        first = next(i for i, part in enumerate(parts) if any(c in part for c in "*?["))
+        folder = epath.Path(*parts[:first])
+        return sorted(p for p in folder.glob("/".join(parts[first:])) if not p.is_dir())
+    if path.is_dir():
+        return sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES) and not p.is_dir())
+    return [path] if path.exists() else []
 
 
 def _file_hash(path: epath.Path) -> str:

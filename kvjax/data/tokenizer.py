@@ -9,13 +9,13 @@ import os
 # while encoding.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-from absl import logging
 from etils import epath
 import numpy as np
 import tokenizers
 
 from kvjax.errors import DataError
 from kvjax.errors import MissingDataError
+from kvjax.errors import warn
 
 BOS = "<|bos|>"
 # Published tokenizers call the token that opens a document by other names; the first one present is
@@ -72,11 +72,8 @@ class Tokenizer:
                 f" {definition['pre_tokenizer']}."
             )
         if definition["normalizer"] is not None:
-            logging.warning(
-                "%s: its normalizer %s is left out: texts are encoded byte for byte.",
-                name,
-                definition["normalizer"]["type"],
-            )
+            kind = definition["normalizer"]["type"]
+            warn(f"{name}: its normalizer {kind} is left out: texts are encoded byte for byte")
             backend.normalizer = None
         backend.no_truncation()
         backend.no_padding()
@@ -119,6 +116,10 @@ class Tokenizer:
                 bytes_V[i] = len(token.encode())
         return bytes_V
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id, in the order of the ids."""
+        return dict(sorted(self._backend.get_vocab().items(), key=lambda item: item[1]))
+
     def to_json(self) -> str:
         """The tokenizer in the `tokenizer.json` format of the `tokenizers` library."""
         return self._backend.to_str(pretty=False)
@@ -158,8 +159,8 @@ def train(
     reached = backend.get_vocab_size()
     if reached != vocab_size:
         raise DataError(
-            f"vocab_size={vocab_size} asked, {reached} reached: the training split has no more"
-            f" pairs of tokens that occur twice. Use vocab_size={reached} or less, or more text."
+            f"config.data.vocab_size = {vocab_size}: {reached} reached, for the training split has "
+            f"no more pairs of tokens that occur twice. Use {reached} or less, or more text"
         )
     return Tokenizer(backend, "the trained tokenizer")
 
@@ -177,8 +178,11 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, "the byte tokenizer")
 
 
-def load(path: epath.PathLike) -> Tokenizer:
+def load(path: epath.PathLike, key: str = "tokenizer") -> Tokenizer:
     """The tokenizer of a `tokenizer.json`: one saved here, or a published byte-level one.
+
+    Args:
+      key: for messages: what names the file.
 
     Raises:
       FileNotFoundError: no such file.
@@ -187,11 +191,9 @@ def load(path: epath.PathLike) -> Tokenizer:
     """
     path = epath.Path(path).expanduser()
     if not path.exists():
-        raise MissingDataError(f"tokenizer={os.fspath(path)!r}: there is no such file.")
+        raise MissingDataError(f"{key} = {os.fspath(path)!r}: there is no such file")
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text())
     except Exception as error:  # The library raises bare Exception.
-        raise DataError(
-            f"tokenizer={os.fspath(path)!r} is not a tokenizer.json: {error}"
-        ) from error
+        raise DataError(f"{key} = {os.fspath(path)!r}: is not a tokenizer.json: {error}") from error
     return Tokenizer(backend, os.fspath(path))

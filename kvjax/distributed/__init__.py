@@ -6,7 +6,8 @@ no collective. A job ends as one: what ends one process ends all, with one messa
     0    trained to the end, or to `train.stop_after`
     2    something must be changed first (a UserError); the message says what
     75   saved on SIGTERM, or a process was lost: the same command goes on (EX_TEMPFAIL)
-    130  saved on Ctrl-C: the same command goes on
+    130  saved on Ctrl-C, or interrupted before the first step: the same command goes on
+    129  saved when its terminal closed (SIGHUP; not under `nohup`): the same command goes on
     1    a bug, with its traceback
 
 How long a loss can go unnoticed: gloo (CPU) sees a connection close at once or not at all, and the
@@ -15,6 +16,7 @@ or at once if it was process 0.
 """
 
 from kvjax.distributed.agreement import check_same
+from kvjax.distributed.agreement import check_same_programs
 from kvjax.distributed.agreement import check_shared
 from kvjax.distributed.agreement import count
 from kvjax.distributed.agreement import gather
@@ -34,6 +36,7 @@ __all__ = [
     "TRY_AGAIN",
     "Interruption",
     "check_same",
+    "check_same_programs",
     "check_shared",
     "count",
     "ending_together",

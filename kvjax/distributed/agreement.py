@@ -5,6 +5,7 @@ Nothing here touches a device or runs a collective.
 
 import collections
 from collections.abc import Callable
+import hashlib
 import json
 from typing import Any
 import uuid
@@ -72,7 +73,35 @@ def check_same(given: dict[str, Any]) -> None:
     Args:
       given: what a process was started with, flat.
     """
-    everyone = [json.loads(text) for text in gather("given", json.dumps(given, default=str))]
+    if rows := _differing("given", given):
+        raise UserError(
+            "the processes of this job were started differently:\n"
+            + "\n".join(rows)
+            + "\nGive all of them the same command and the same code"
+        )
+
+
+def check_same_programs(texts: dict[str, str]) -> None:
+    """Raises a UserError on every process unless all are about to compile the same programs.
+
+    Processes whose collectives are not the same wait for each other until a network gives up.
+
+    Args:
+      texts: of the lowered programs, by name.
+    """
+    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in texts.items()}
+    if rows := _differing("programs", digests):
+        raise UserError(
+            "the processes of this job would compile different programs, and wait for each other "
+            "for ever (digests of their text):\n"
+            + "\n".join(rows)
+            + "\nGive all of them the same JAX and the same environment (JAX_*, XLA_FLAGS)"
+        )
+
+
+def _differing(name: str, given: dict[str, Any]) -> list[str]:
+    """A line for each key whose value is not the same everywhere, with who gave which."""
+    everyone = [json.loads(text) for text in gather(name, json.dumps(given, default=str))]
     rows = []
     for key in sorted(set().union(*everyone)):
         holders: dict[str, list[int]] = {}
@@ -81,14 +110,7 @@ def check_same(given: dict[str, Any]) -> None:
         if len(holders) > 1:
             shown = [f"{value} ({processes(who)})" for value, who in holders.items()]
             rows.append(f"  {key}: {', '.join(shown)}")
-    if rows:
-        rows, more = rows[:12], len(rows) - 12
-        raise UserError(
-            "the processes of this job were started differently:\n"
-            + "\n".join(rows)
-            + (f"\n  and {more} more" if more > 0 else "")
-            + "\nGive all of them the same command and the same code"
-        )
+    return rows if len(rows) <= 12 else [*rows[:12], f"  and {len(rows) - 12} more"]
 
 
 def processes(who: list[int]) -> str:

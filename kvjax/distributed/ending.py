@@ -13,6 +13,7 @@ import time
 import traceback
 from typing import NoReturn
 
+from kvjax import interrupted
 from kvjax.distributed import agreement
 from kvjax.distributed.interruption import TRY_AGAIN
 from kvjax.errors import UserError
@@ -89,6 +90,8 @@ def ending_together():
     except (UserError, OSError) as error:
         _end(str(error), 2)
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or interrupted.received():
+            _end("interrupted", interrupted.STATUS)
         if type(error).__name__ == "JaxRuntimeError" and _is_loss(str(error)):
             time.sleep(_PATIENCE_SECONDS / 2)  # the one that stopped may say why: see `_watch`
             _end(f"{lost(_silent())}. ({first_line(error)})", TRY_AGAIN)

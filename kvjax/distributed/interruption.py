@@ -1,17 +1,19 @@
-"""SIGTERM and Ctrl-C: the end of a loop, on all processes after the same step."""
+"""SIGTERM, Ctrl-C, SIGHUP: the end of a loop of steps, on all processes after the same one."""
 
 import contextlib
+import os
 import signal
 
+from kvjax import interrupted
 from kvjax.distributed import agreement
 
 TRY_AGAIN = 75
-STATUS = {signal.SIGTERM: TRY_AGAIN, signal.SIGINT: 130}
+STATUS = {signal.SIGTERM: TRY_AGAIN, signal.SIGINT: interrupted.STATUS, signal.SIGHUP: 129}
 _STOP = "kvjax/stop"
 
 
 class Interruption:
-    """SIGTERM and Ctrl-C end a loop of steps, on all processes after the same step.
+    """SIGTERM, Ctrl-C and SIGHUP end a loop of steps, on all processes after the same step.
 
     A process is never more than one step ahead of another (it has the results of the step before
     the last, to which all contributed): whoever gets the signal while n steps are dispatched asks
@@ -22,20 +24,32 @@ class Interruption:
     def __init__(self):
         self.signal: signal.Signals | None = None  # what the loop ended for
         self._agreed: signal.Signals | None = None
-        self._received: signal.Signals | None = None
+        # One that came before, and that something swallowed, ends the loop too.
+        self._received = signal.SIGINT if interrupted.received() else None
         self._asked = self._known = False
         self._stop_step: int | None = None
 
     @contextlib.contextmanager
     def watching(self):
-        """Takes the signals; a second one ends the process."""
+        """Takes the signals, but for those that this process ignores (`nohup`).
+
+        A second one ends the process; of SIGHUP there may be several, from the terminal and from
+        the shell.
+        """
+        terminal = [number for number in (1, 2) if os.isatty(number)]
 
         def handle(number, frame):
             del frame
-            self._received = signal.Signals(number)
-            signal.signal(number, signal.SIG_DFL)
+            self._received = self._received or signal.Signals(number)
+            if number == signal.SIGHUP:
+                signal.signal(number, signal.SIG_IGN)
+                _discard(terminal)  # what is written there would fail
+            else:
+                signal.signal(number, signal.SIG_DFL)
+                _say(f"{signal.Signals(number).name}: ends after this step and saves; again: now")
 
-        before = {s: signal.signal(s, handle) for s in STATUS}
+        taken = [s for s in STATUS if signal.getsignal(s) != signal.SIG_IGN]
+        before = {s: signal.signal(s, handle) for s in taken}
         try:
             yield
         finally:
@@ -70,3 +84,17 @@ class Interruption:
             return
         step_text, name = text.split()
         self._stop_step, self._agreed, self._known = int(step_text), signal.Signals[name], True
+
+
+def _discard(descriptors: list[int]) -> None:
+    """Sends to nowhere what is written to these files."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def _say(text: str) -> None:
+    """A line on standard error from a signal handler, where Python's own files may be in use."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\nkvjax: {text}\n".encode())

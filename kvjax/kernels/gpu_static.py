@@ -28,29 +28,31 @@ def resources(shape: shapes.Shape, *, batch: int, length: int, device: str = "h2
       NotImplementedError: the kernel does not take this shape.
       UserError: JAX's CUDA plugin is not installed.
     """
-    return resources_and_program(shape, batch=batch, length=length, device=device)[0]
+    return compiled(shape, batch=batch, length=length, device=device)[0]
 
 
-def resources_and_program(
+def compiled(
     shape: shapes.Shape, *, batch: int, length: int, device: str = "h200"
-) -> tuple[dict, jax.stages.Compiled]:
-    """See `resources`; and the program that they are of."""
+) -> tuple[dict, jax.stages.Compiled, str]:
+    """See `resources`; the program that they are of, and the kernel's PTX."""
     operands, cache = shapes.abstract(shape, batch=batch, length=length, dtype=jnp.bfloat16)
     arguments = operands, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)
     attend = jax.jit(lambda *arguments: gpu.decode_attention(*arguments))
     with tempfile.TemporaryDirectory() as directory:
-        with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=directory), _compiled_anew():
+        dump = dict(MOSAIC_GPU_DUMP_TO=directory, MOSAIC_GPU_DUMP_PTX="1")
+        with mock.patch.dict(os.environ, dump), _compiled_anew():
             program = topology.compile_for(topology.gpu_device(device), attend, *arguments)
         (ptxas,) = pathlib.Path(directory).glob("*.ptxas")
         (asked,) = pathlib.Path(directory).glob("*.resources.txt")
-        report, asked = ptxas.read_text(), asked.read_text()
+        (ptx,) = pathlib.Path(directory).glob("*.ptx")
+        report, asked, ptx = (path.read_text() for path in (ptxas, asked, ptx))
     number = lambda pattern, text: int(re.search(pattern, text)[1])
     found = dict(
         registers=number(r"Used (\d+) registers", report),
         spill_bytes=number(r"(\d+) bytes spill stores", report),
         shared_bytes=number(r"smem_scratch_bytes=(\d+)", asked),
     )
-    return found, program
+    return found, program, ptx
 
 
 @contextlib.contextmanager

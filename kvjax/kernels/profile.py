@@ -72,9 +72,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--mechanisms", default=_MECHANISMS, help="names of the model's shapes, see shapes.py")
     add("--device", default="", choices=DEVICES, help="(the one present)")
     add("--model", default="d36", choices=tuple(shapes.SHAPES), help="(d36)")
-    add("--batch", default="", help="sequences, as in 1,8,64; with --length, each by each")
-    add("--length", default="", help="cached tokens of each; neither: lengths, then batches")
-    add("--implementations", default="", help=f"of {', '.join(contenders.NAMES)}")
+    add("--batch", help="sequences, as in 1,8,64; with --length, each by each")
+    add("--length", help="cached tokens of each; neither: lengths, then batches")
+    add("--implementations", help=f"of {', '.join(contenders.NAMES)}")
     add("--blocks", default="512,1024", help="the two block sizes that a static TPU profile takes")
     add("--rounds", default="7", help="measurements of each, taken in turns")
     add("--milliseconds", default="50", help="a measurement takes about as long")
@@ -84,7 +84,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_output()
     o = parser.parse(arguments)
     o.mechanisms = lists.names("--mechanisms", o.mechanisms, tuple(shapes.SHAPES[o.model]))
-    if o.implementations:
+    if o.implementations is not None:
         o.implementations = lists.names("--implementations", o.implementations, contenders.NAMES)
     o.points = _points(o.batch, o.length)
     o.blocks = lists.integers("--blocks", o.blocks, 128)
@@ -98,11 +98,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return o
 
 
-def _points(batches: str, lengths: str) -> tuple[tuple[int, int], ...]:
+def _points(batches: str | None, lengths: str | None) -> tuple[tuple[int, int], ...]:
     """(batch, length) of each point: what is asked for, each by each; or lengths, then batches."""
-    if batches or lengths:
-        batches = lists.integers("--batch", batches) if batches else (1,)
-        lengths = lists.integers("--length", lengths) if lengths else _LENGTHS
+    if batches is not None or lengths is not None:
+        batches = (1,) if batches is None else lists.integers("--batch", batches)
+        lengths = _LENGTHS if lengths is None else lists.integers("--length", lengths)
         return tuple(itertools.product(batches, lengths))
     return (*((1, length) for length in _LENGTHS), *((b, _BATCHES_LENGTH) for b in _BATCHES))
 

@@ -9,6 +9,7 @@ sharding (which axis to split) need to know: a new mechanism adds no line to eit
 """
 
 import dataclasses
+import functools
 import math
 
 from flax import nnx
@@ -79,23 +80,25 @@ def weight(
     return nnx.Param(value, axes=axes)
 
 
-@jax.custom_vjp
-def linear(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[..., in] and [in, *out] to [..., *out].
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """[..., in] and [in, *out] to [..., *out], accumulated and returned in `dtype`; None: theirs.
 
     As `jnp.tensordot(x, w, 1)`, with a weight gradient ordered for XLA on CPU, which copies the
     first operand of a product over tokens: here always the narrower one (derived automatically, a
     vocabulary head's loss takes 2 to 3 times as long).
     """
-    return jnp.tensordot(x, w, 1)
+    return jnp.tensordot(x, w, 1, preferred_element_type=dtype)
 
 
-def _linear_forward(x: jax.Array, w: jax.Array):
-    return jnp.tensordot(x, w, 1), (x, w)  # not `linear`: remat policies look for products
+def _linear_forward(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None):
+    # Not `linear`: remat policies look for products.
+    return jnp.tensordot(x, w, 1, preferred_element_type=dtype), (x, w)
 
 
-def _linear_backward(saved, dy: jax.Array):
+def _linear_backward(dtype: jnp.dtype | None, saved, dy: jax.Array):
     x, w = saved
+    dy = dy.astype(jnp.result_type(x, w))  # products of operands that are no wider than these
     tokens, outputs = tuple(range(x.ndim - 1)), w.ndim - 1
     dx = jax.lax.dot_general(
         dy, w, ((tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(1, w.ndim))), ((), ()))

@@ -4,13 +4,15 @@ import dataclasses
 import itertools
 
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.configuration import at_least
+from kvjax.configuration import between
 from kvjax.configuration import one_of
 from kvjax.errors import UserError
 from kvjax.layers import norm
 from kvjax.layers import rope
 
 POSITIONS = ("rope", "learned", "none")
+# Far above any model: a slip is told of its key, not of the memory it would need.
+_LARGEST = dict(num_layers=10_000, d_model=1 << 20, mlp_dim=1 << 22, max_positions=1 << 24)
 ACTIVATIONS = ("relu2", "gelu", "swiglu")
 
 
@@ -18,30 +20,29 @@ ACTIVATIONS = ("relu2", "gelu", "swiglu")
 class BlockConfig:
     """The Transformer's options; defaults are nanochat's (commit 0f00788)."""
 
-    num_layers: int  # L
-    d_model: int  # D
-    mlp_dim: int  # M
-    norm: str = "rms"
-    norm_gain: bool = False
-    norm_bias: bool = False
-    norm_epsilon: float = 1e-6
+    num_layers: int  # layers, L
+    d_model: int  # width, D
+    mlp_dim: int  # width of the MLP, M
+    norm: str = "rms"  # "rms" or "layer"
+    norm_gain: bool = False  # learned gains in the norms
+    norm_bias: bool = False  # learned biases in the norms
+    norm_epsilon: float = 1e-6  # added to the mean square, or the variance
     embedding_norm: bool = True  # a norm right after the embedding
-    positions: str = "rope"
-    rope_base: float = 10_000.0
+    positions: str = "rope"  # "rope", "learned" or "none"
+    rope_base: float = 10_000.0  # of RoPE's angles
     max_positions: int = 2048  # rows of the table when positions are learned
-    activation: str = "relu2"
+    activation: str = "relu2"  # "relu2", "gelu" or "swiglu"
     bias: bool = False  # in the MLP (attention has its own key)
-    tied_head: bool = False
+    tied_head: bool = False  # the head is the embedding
     logit_softcap: float = 15.0  # c·tanh(z/c); 0: none
-    causal: bool = True
+    causal: bool = True  # a token sees none after it; training needs it
 
     def __post_init__(self):
-        for key in ("num_layers", "d_model", "mlp_dim", "max_positions"):
-            at_least(f"config.model.{key}", getattr(self, key), 1)
-        at_least("config.model.logit_softcap", self.logit_softcap, 0)
-        at_least("config.model.norm_epsilon", self.norm_epsilon, 0)
-        if not self.rope_base > 0:
-            raise UserError(f"config.model.rope_base = {self.rope_base}: must be above 0")
+        for key, most in _LARGEST.items():
+            between(f"config.model.{key}", getattr(self, key), 1, most)
+        between("config.model.logit_softcap", self.logit_softcap, 0.01, 1e6, zero="none")
+        between("config.model.norm_epsilon", self.norm_epsilon, 0.0, 1.0)
+        between("config.model.rope_base", self.rope_base, 1.0, 1e12)
         one_of("config.model.norm", self.norm, norm.KINDS)
         one_of("config.model.positions", self.positions, POSITIONS)
         one_of("config.model.activation", self.activation, ACTIVATIONS)
@@ -63,8 +64,8 @@ class TransformerConfig:
     def __post_init__(self):
         if len(self.mechanisms) != self.block.num_layers:
             raise UserError(
-                f"config.attention describes {len(self.mechanisms)} layers and "
-                f"config.model.num_layers is {self.block.num_layers}: give one rank per layer"
+                f"config.attention.layer_ranks describes {len(self.mechanisms)} layers and "
+                f"config.model.num_layers = {self.block.num_layers}: give one rank per layer"
             )
         for mechanism in self.mechanisms if self.block.positions == "rope" else ():
             if mechanism.rope_dim % 2:
@@ -78,6 +79,12 @@ class TransformerConfig:
         """Runs of layers with equal mechanism, as (mechanism, number of layers)."""
         runs = itertools.groupby(self.mechanisms)
         return tuple((mechanism, len(tuple(run))) for mechanism, run in runs)
+
+    @property
+    def angle_limit(self) -> int | None:
+        """How many tokens positions have angles for; None in a model that uses none."""
+        channels = any(getattr(m, "position_channels", 0) for m in self.mechanisms)
+        return rope.MAX_POSITION if self.block.positions == "rope" or channels else None
 
     def check_length(self, length: int) -> None:
         """Raises a UserError if rows of `length` tokens are longer than positions reach."""

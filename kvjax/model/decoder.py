@@ -10,10 +10,11 @@ from kvjax.layers import rope
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import used_as
 
 
 class Decoder(Transformer):
-    """Made once from a Transformer, with weights in the dtype it computes in.
+    """Made once from a Transformer, with weights in the dtypes of `transformer.used_as`.
 
     Stacks that training scans over are taken apart here: a slice of a stack at every step would
     copy all weights at every step.
@@ -22,11 +23,15 @@ class Decoder(Transformer):
     def __init__(self, model: Transformer, compute: Compute = Compute()):
         self.config = model.config
         self.compute = compute
+        graph, weights = nnx.split(model)
+        weights = nnx.to_pure_dict(weights)
+        cast = lambda w, dtype: w.astype(dtype)
+        model = nnx.merge(graph, jax.tree.map(cast, weights, used_as(weights, compute.dtype)))
         for name in ("embedding", "positions", "head", "embedding_norm", "final_norm"):
-            setattr(self, name, _cast(getattr(model, name), compute.dtype))
+            setattr(self, name, getattr(model, name))
         self.layers = nnx.List([])
         for (_, length), segment in zip(model.config.segments, model.segments, strict=True):
-            graph, weights = nnx.split(_cast(segment, compute.dtype))
+            graph, weights = nnx.split(segment)
             for i in range(length):
                 self.layers.append(nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], weights)))
 
@@ -65,9 +70,3 @@ def allocate(config: TransformerConfig, compute: Compute, *, batch: int, capacit
     """An empty cache for a model; see `kvjax.cache.abstract`."""
     shape = dict(batch=batch, capacity=capacity, dtype=compute.dtype)
     return cache_lib.allocate(config.mechanisms, **shape)
-
-
-def _cast(part: nnx.Module | nnx.Param | None, dtype: jnp.dtype):
-    if part is None:
-        return None
-    return jax.tree.map(lambda w: w.astype(dtype), part)

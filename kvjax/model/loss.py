@@ -14,7 +14,9 @@ from kvjax.model.transformer import logits
 from kvjax.sharding import BATCH
 
 _TOKENS = P(BATCH, "sequence")  # of [B, T, ...]
-_MANUAL = {*BATCH, "sequence"}  # the vocabulary's axis, `tensor`, is left to the compiler
+# The vocabulary's axis, `tensor`, is left to the compiler. In order: collectives over axes in
+# another order are other programs, and a set's order is drawn anew in every process.
+_MANUAL = (*BATCH, "sequence")
 
 
 def token_losses(
@@ -91,7 +93,7 @@ def _sum_and_gradients(softcap, chunks, mesh: Mesh | None, head_DV, x_BTD, targe
         slices = (_split(x_BTD, chunks), _split(targets_BT, chunks))
         (total, dhead_DV), dx = jax.lax.scan(step, zero, slices)
         if mesh is not None:
-            total = jax.lax.psum(total, tuple(_MANUAL))
+            total = jax.lax.psum(total, _MANUAL)
             dhead_DV = jax.lax.psum_scatter(dhead_DV, "fsdp", scatter_dimension=0, tiled=True)
             dhead_DV = jax.lax.psum(dhead_DV, ("data", "sequence"))
         return total, dhead_DV.astype(head_DV.dtype), _join(dx)
@@ -106,7 +108,7 @@ def _by_device(function, mesh: Mesh | None, in_specs, out_specs):
     if mesh is None:
         return function
     specs = dict(in_specs=in_specs, out_specs=out_specs)
-    return jax.shard_map(function, mesh=mesh, axis_names=_MANUAL, check_vma=False, **specs)
+    return jax.shard_map(function, mesh=mesh, axis_names={*_MANUAL}, check_vma=False, **specs)
 
 
 def _scale_gradients(softcap, chunks, mesh, gradients, cotangent):

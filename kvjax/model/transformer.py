@@ -179,10 +179,23 @@ class Transformer(nnx.Module):
         return logits(x_BTD, self.head_weight(compute), self.config.block.logit_softcap)
 
 
+def used_as(params: dict, dtype: jnp.dtype) -> dict:
+    """Per weight of a Transformer's pure dict, its dtype in a model that computes in `dtype`.
+
+    That dtype, but for the norms outside the blocks: those apply their weights as they are stored.
+    """
+    norms = ("embedding_norm", "final_norm")
+    one = lambda path, w: w.dtype if path[0].key in norms else jnp.dtype(dtype)
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
 def logits(x_BTD: jax.Array, head_DV: jax.Array, softcap: float) -> jax.Array:
-    """[B, T, V] in float32 or wider: z = x W, and c·tanh(z/c) where there is a soft cap c."""
-    z_BTV = linear(x_BTD, head_DV)
-    z_BTV = z_BTV.astype(jnp.promote_types(z_BTV.dtype, jnp.float32))
+    """[B, T, V] in float32 or wider: z = x W, and c·tanh(z/c) where there is a soft cap c.
+
+    Never rounded to bfloat16 in between, where the largest two of many logits are often equal.
+    """
+    wide = jnp.promote_types(jnp.result_type(x_BTD, head_DV), jnp.float32)
+    z_BTV = linear(x_BTD, head_DV, wide)
     return softcap * jnp.tanh(z_BTV / softcap) if softcap else z_BTV
 
 

@@ -1,13 +1,18 @@
 """Every mechanism's attention against softmax attention written head by head in NumPy."""
 
+import functools
+
 from flax import nnx
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import cache
 from kvjax.attention import Attention
 from kvjax.attention.attention import softmax_attention
+from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.layers import rope
 
 B, T, D, BASE = 2, 7, 16, 100.0
@@ -167,6 +172,35 @@ def test_shifting_all_positions_changes_nothing(x64, build, mechanism_name):
     stretched = np.arange(T, dtype=np.int32)[None] * np.int32(3)
     other = module(x, _positions(config, index=stretched), causal=True)
     assert np.abs(other - near).max() > 1e-3
+
+
+@pytest.mark.parametrize("new", [1, 4], ids=["step", "prefill"])
+def test_products_over_a_cache_are_as_precise_as_the_model(build, mechanism_name, new):
+    """In the device's highest precision where it computes in float32, else in its default."""
+    config, module, _ = build(mechanism_name)
+    graph, state = nnx.split(module)
+    first_B = jnp.zeros(B, jnp.int32)
+
+    def inputs(weights, x_BTD):
+        mechanism = nnx.merge(graph, weights).mechanism
+        positions = _positions(config, index=np.arange(new, dtype=np.int32)[None])
+        return mechanism.decode_inputs(mechanism.project(x_BTD, positions)[0], BASE)
+
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    for dtype, expected in ((jnp.float32, highest), (jnp.bfloat16, None)):
+        cast = lambda w, dtype=dtype: jax.ShapeDtypeStruct(w.shape, dtype)
+        x_BTD = jax.ShapeDtypeStruct((B, new, D), dtype)
+        operands = jax.eval_shape(inputs, jax.tree.map(cast, state), x_BTD)
+        layer = cache.abstract([config], batch=B, capacity=128, dtype=jnp.dtype(dtype)).layers[0]
+        attend = functools.partial(decode_attention, implementation="xla")
+        found = _precisions(jax.make_jaxpr(attend)(operands, layer, first_B).jaxpr)
+        assert set(found) == {expected}
+
+
+def _precisions(jaxpr) -> list:
+    """Of every product of a jaxpr and of those within it."""
+    own = [e.params["precision"] for e in jaxpr.eqns if e.primitive is jax.lax.dot_general_p]
+    return sum(map(_precisions, jax.extend.core.subjaxprs(jaxpr)), own)
 
 
 def test_output_starts_at_zero(make_mechanism, family):

@@ -1,6 +1,7 @@
 """What the two latent mechanisms do with position and norm."""
 
 from flax import nnx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,6 +42,20 @@ def test_absorbed_decoding_is_exact(x64, make_mechanism, randomise, qk_norm):
         rtol=1e-10,
         atol=1e-10,
     )
+
+
+def test_a_query_in_bfloat16_is_folded_without_rounding(make_mechanism, randomise):
+    """Its logits are then as exact as those of the keys that the fold stands for."""
+    config, module, *_ = _parts(make_mechanism, randomise, "mla")
+    module = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), module)
+    shape = B, T, config.num_heads, config.query_dim
+    q = jnp.asarray(np.random.default_rng(2).standard_normal(shape), jnp.bfloat16)
+    o = module.decode_inputs(q, 100.0)
+    content, up_key = (np.asarray(x, np.float64) for x in (q, module.up_key[...]))
+    folded = np.einsum("btnh,cnh->btnc", content[..., : config.key_dim], up_key)
+    assert o.query.dtype == jnp.float32
+    np.testing.assert_allclose(o.query, folded, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(o.rope_query, q[..., config.key_dim :])
 
 
 def test_latent_is_normed_whatever_qk_norm_is(x64, make_mechanism, randomise):

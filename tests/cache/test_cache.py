@@ -143,6 +143,20 @@ def test_append_is_in_place(T):
     assert memory(65_536, False)[0].alias_size_in_bytes == 0  # so the number means something
 
 
+@pytest.mark.parametrize("T", [1, 5])
+def test_for_a_tpu_the_loop_is_unrolled_when_lowered(T):
+    """What is traced, on any device, is one write; see `cache._write`."""
+    batch = 32
+    layer = {"x": jax.ShapeDtypeStruct((batch, 2, S), jnp.float32)}
+    entry = {"x": jax.ShapeDtypeStruct((batch, T, 2), jnp.float32)}
+    int_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    traced = jax.jit(cache_lib.append).trace(layer, entry, int_B, int_B)
+    assert str(traced.jaxpr).count("dynamic_update_slice") <= 2
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("stablehlo.dynamic_update_slice") == batch
+    assert "stablehlo.while" not in text and "stablehlo.scatter" not in text
+
+
 def test_capacity_is_checked_before_anything_is_lost():
     lengths, capacity = np.array([5, 100, 120]), 128
     cache_lib.check_capacity(lengths, np.array([100, 28, 8]), capacity)

@@ -3,22 +3,32 @@
 import pytest
 
 from kvjax.data import config as config_lib
+from kvjax.errors import UserError
 
 
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
     [
         ("source", " ", "'embedded'"),
+        ("validation_source", " , ", "'embedded'"),
         ("validation_fraction", 0.0, "between 0 and 1"),
         ("validation_fraction", 1.0, "between 0 and 1"),
         ("text_key", "", "column"),
         ("tokenizer", "gpt2", "tokenizer.json"),
         ("vocab_size", 256, "more than 256"),
         ("sequence_length", 0, "at least 1"),
+        ("sequence_length", 99_999_999_999, "at most 16,777,216"),
+        ("vocab_size", 1 << 25, "at most 16,777,216"),
+        ("source", "a.txt,hdfs://host/x", "'hdfs://host/x': nothing here opens hdfs://"),
+        ("source", "prepared:gs://bucket/x", "gs:// needs .*pip install -e '.\\[gcs\\]'"),
+        ("validation_source", "s3://bucket/x.txt", "s3:// needs .*pip install .*epath-s3"),
+        ("tokenizer", "gs://bucket/tokenizer.json", "gs:// needs"),
+        ("directory", "gs://bucket/x", "gs:// needs"),
+        ("directory", "~nobody-at-all/x", "no user ~nobody-at-all"),
     ],
 )
 def test_bad_value_is_refused(key, value, allowed):
-    with pytest.raises(ValueError, match=f"{key}=.*{allowed}"):
+    with pytest.raises(UserError, match=f"^config.data.{key} = .*{allowed}"):
         config_lib.DataConfig(**{key: value})
 
 

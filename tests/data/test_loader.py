@@ -4,8 +4,9 @@ import collections
 import dataclasses
 import itertools
 import json
+import shutil
+import tracemalloc
 
-from absl import logging as absl_logging
 import grain
 from hypothesis import given
 from hypothesis import settings
@@ -17,6 +18,7 @@ import pytest
 from kvjax.data import loader
 from kvjax.data import prepare
 from kvjax.errors import DataError
+from kvjax.errors import UserError
 
 T = 16
 
@@ -117,14 +119,12 @@ def test_validation_is_every_row_in_order_then_bos(small_dataset, batch_size, pr
 
 
 def test_shorter_sequences_are_the_start_of_each_row_with_one_warning(
-    small_dataset, stream_NT, monkeypatch
+    small_dataset, stream_NT, capsys
 ):
-    warnings = []
-    monkeypatch.setattr(absl_logging, "warning", lambda text, *args: warnings.append(text % args))
     batches = take(train(small_dataset, sequence_length=5), 3)
     np.testing.assert_array_equal(batches.reshape(-1, 6), stream_NT[:36, :6])
-    (warning,) = warnings
-    assert warning.startswith("sequence_length=5 is less than the rows' 16")
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("WARNING: sequence_length=5 is less than the rows' 16")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,7 @@ def test_other_format_is_named(small_config, tmp_path):
     config = dataclasses.replace(small_config, directory=str(tmp_path))
     path = prepare.prepare(config)
     info = json.loads((path / "dataset.json").read_text()) | {"format_version": 0}
+    del info["blake2b"]
     (path / "dataset.json").write_text(json.dumps(info))
     with pytest.raises(
         ValueError, match=r"has format 0, this code reads 1: .*--sequence_length=16"
@@ -236,3 +237,33 @@ def test_the_part_of_a_process_that_is_alone():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "rest"))
     lies = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     assert loader.share(lies, 8) == (0, 1)
+
+
+def test_the_parts_of_a_huge_batch_cost_nothing():
+    """What a config asks for is looked at before the machine's memory is."""
+    rows = 10**9
+    by_process = {0: [(0, rows // 2), (rows // 2, rows)]}
+    tracemalloc.start()
+    try:
+        assert loader.share(Sharding(by_process), rows) == (0, 1)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_rows_damaged_while_they_are_read_are_told(small_dataset, tmp_path, split):
+    """From the thread that reads ahead, too."""
+    path = tmp_path / "damaged"
+    shutil.copytree(small_dataset.path, path)
+    (rows,) = (path / "packed_rows/1.0.0").glob(f"*-{split}.*")
+    content = bytearray(rows.read_bytes())
+    content[next(i for i in range(100, len(content)) if content[i])] ^= 1
+    rows.write_bytes(content)
+    dataset = loader.open_dataset(path)
+    keys = dict(sequence_length=T, batch_size=12)
+    with pytest.raises(UserError, match=f"^{path} is damaged: .*Move that folder away"):
+        if split == "train":
+            list(itertools.islice(train(dataset), 1000))
+        else:
+            list(loader.validation_batches(dataset, **keys))

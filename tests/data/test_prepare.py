@@ -6,6 +6,7 @@ import lzma
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from kvjax import progress
 from kvjax.data import config as config_lib
 from kvjax.data import loader
 from kvjax.data import prepare
@@ -23,6 +25,7 @@ from kvjax.data import readers
 from kvjax.data import sources
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.errors import DataError
+from kvjax.errors import UserError
 
 ROOT = pathlib.Path(prepare.__file__).parents[2]
 
@@ -193,16 +196,132 @@ def test_tokenizer_that_loses_text_is_told(small_config, tmp_path):
     config = dataclasses.replace(
         small_config, tokenizer=str(tmp_path / "lossy.json"), directory=str(tmp_path)
     )
-    with pytest.raises(ValueError, match=r"lossy\.json' loses text: the train split has \d+ bytes"):
+    with pytest.raises(ValueError, match=r"lossy\.json': loses text: the train split has \d+ b"):
         prepare.prepare(config)
 
 
-def test_folder_that_lost_its_manifest_is_told(small_config, tmp_path):
-    config = dataclasses.replace(small_config, directory=str(tmp_path))
-    path = prepare.prepare(config)
-    (path / prepare.MANIFEST).unlink()
-    with pytest.raises(DataError, match=r"lacks dataset\.json: remove that folder"):
-        prepare.prepare(config)
+def damage(file, how):
+    """Leaves half of a file, nothing in it, or no file; or flips a bit that is read."""
+    content = bytearray(file.read_bytes())
+    if how == "missing":
+        file.unlink()
+        return
+    if how == "flipped":  # small files of rows are mostly padding, which is zeros
+        content[next(i for i in range(100, len(content)) if content[i])] ^= 1
+    else:
+        del content[len(content) // 2 if how == "half" else 0 :]
+    file.write_bytes(content)
+
+
+FILES = (
+    prepare.MANIFEST,
+    prepare.TOKENIZER,
+    "packed_rows/1.0.0/features.json",
+    "packed_rows/1.0.0/dataset_info.json",
+    "packed_rows/1.0.0/packed_rows-train.array_record-00000-of-00001",
+)
+
+
+@pytest.mark.parametrize("how", ["half", "empty", "missing", "flipped"])
+@pytest.mark.parametrize("file", FILES)
+def test_damage_to_the_cache_is_set_aside_and_made_again(
+    small_dataset, small_config, capsys, tmp_path, file, how
+):
+    root = pathlib.Path(tmp_path / "prepared")
+    shutil.copytree(small_config.root, root)
+    config = dataclasses.replace(small_config, directory=str(root))
+    path = pathlib.Path(prepare.prepare(config))
+    damage(path / file, how)
+    if "array_record" in file and how == "flipped":  # seen by who reads it: rows are many
+        with pytest.raises(DataError, match=f"{path} is damaged: .*Move that folder away"):
+            rows(loader.open_dataset(prepare.prepare(config)), "train")
+        return
+    again = loader.open_dataset(prepare.prepare(config))
+    assert again.info["splits"] == small_dataset.info["splits"]
+    for name in sources.SPLITS:
+        np.testing.assert_array_equal(rows(again, name), rows(small_dataset, name))
+    aside = path.with_name(f"{path.name}.damaged-1")
+    assert aside.exists() and (how == "missing") != (aside / file).exists()
+    assert f"WARNING: {path} is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["half", "empty", "missing", "flipped"])
+@pytest.mark.parametrize("file", FILES)
+def test_damage_to_data_prepared_elsewhere_is_told(small_dataset, tmp_path, file, how):
+    path = tmp_path / "elsewhere"
+    shutil.copytree(small_dataset.path, path)
+    damage(path / file, how)
+    missing = file == prepare.MANIFEST and how == "missing"
+    message = "holds no prepared data" if missing else "is damaged: .*`python -m kvjax.data.prepare"
+    if file == prepare.MANIFEST:
+        message = message.split(":")[0]
+    with pytest.raises(UserError, match=f"(?s){path} {message}"):
+        dataset = loader.open_dataset(path)
+        rows(dataset, "train")
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "[" * 100_000,
+        "[]",
+        "{}",
+        '"text"',
+        '{"format_version": 1}',
+        '{"format_version": 1, "config": [], "splits": {}}',
+        b"\xff\xfe{\x00",
+    ],
+)
+def test_a_manifest_that_says_nothing_is_told(small_dataset, tmp_path, manifest):
+    path = tmp_path / "odd"
+    shutil.copytree(small_dataset.path, path)
+    (path / prepare.MANIFEST).write_bytes(
+        manifest if isinstance(manifest, bytes) else manifest.encode()
+    )
+    with pytest.raises(
+        DataError, match=f"{path} is damaged: dataset.json is not as it was written"
+    ):
+        loader.open_dataset(path)
+
+
+def test_data_prepared_before_there_were_digests_are_read(small_dataset, tmp_path):
+    path = tmp_path / "old"
+    shutil.copytree(small_dataset.path, path)
+    info = {k: v for k, v in small_dataset.info.items() if k not in ("files", "blake2b")}
+    (path / prepare.MANIFEST).write_text(json.dumps(info))
+    old = loader.open_dataset(path)
+    np.testing.assert_array_equal(rows(old, "train"), rows(small_dataset, "train"))
+    damage(path / prepare.TOKENIZER, "flipped")
+    with pytest.raises(DataError, match="is damaged: tokenizer.json is not what it was"):
+        loader.open_dataset(path)
+
+
+@pytest.mark.parametrize("how", ["half", "empty", "missing", "flipped"])
+def test_a_damaged_tokenizer_of_the_cache_is_trained_again(
+    small_dataset, small_config, capsys, tmp_path, how
+):
+    root = pathlib.Path(tmp_path / "prepared")
+    shutil.copytree(small_config.root, root)
+    (folder,) = (root / "tokenizers").iterdir()
+    damage(folder / prepare.TOKENIZER, how)
+    config = dataclasses.replace(small_config, directory=str(root), sequence_length=9)
+    other = loader.open_dataset(prepare.prepare(config))
+    assert other.tokenizer.to_json() == small_dataset.tokenizer.to_json()
+    assert folder.with_name(f"{folder.name}.damaged-1").exists()
+    assert f"WARNING: {folder} is damaged" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_told(small_config, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    for directory, message in (
+        (str(tmp_path / "file"), "config.data.directory = .*: must be a folder, and"),
+        ("/proc/nothing", "cannot be written to /proc/nothing/.*KVJAX_CACHE"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare.prepare(dataclasses.replace(small_config, directory=directory))
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(UserError, match="KVJAX_CACHE = .*: must be a folder, and .*file is none"):
+        prepare.prepare(dataclasses.replace(small_config, directory=""))
 
 
 def start(config):
@@ -346,7 +465,7 @@ def test_command_prints_the_folder_or_one_line_of_what_is_wrong(small_config, sm
     process = start(dataclasses.replace(small_config, source="none.txt"))
     stdout, stderr = process.communicate()
     assert process.returncode == 2
-    assert stderr.splitlines()[-1].startswith("kvjax: source 'none.txt' matches no file")
+    assert stderr.splitlines()[-1].startswith("kvjax: --source = 'none.txt': matches no file")
     assert "Traceback" not in stderr
 
 
@@ -365,3 +484,33 @@ def test_a_truncated_last_shard_is_told_before_any_work(tmp_path, monkeypatch):
     config = config_lib.DataConfig(source=str(tmp_path), directory=str(tmp_path / "out"))
     with pytest.raises(DataError, match=r"2\.parquet is no whole Parquet file"):
         prepare.prepare(config)
+
+
+def test_a_log_hears_how_far_it_is(larger_config, monkeypatch, capsys):
+    """Every stage, once it takes over three seconds; here over none."""
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e-4)
+    monkeypatch.setattr(progress, "_LOG_EVERY", 0.01)
+    path = prepare.prepare(larger_config)
+    said = capsys.readouterr().err
+    splits = loader.open_dataset(path).info["splits"]
+    total = splits["train"]["rows"] + splits["validation"]["rows"]
+    for what in (
+        "kvjax: looking at config.data.source, 1 files",
+        "kvjax: opening the sources",
+        "kvjax: reading for the tokenizer",
+        "kvjax: learning 400 tokens from",
+        f"kvjax: tokenizing train, {splits['train']['documents']:,} documents, ",
+        f"kvjax: tokenizing validation, {splits['validation']['documents']:,} documents, ",
+        f"kvjax: writing rows, {total // 1024 * 1024:,} of {total:,}",
+    ):
+        assert what in said
+    assert all(line.startswith("kvjax: ") for line in said.splitlines()), said
+    fresh = dataclasses.replace(larger_config, directory=str(larger_config.root / "fresh"))
+    prepare.prepare(fresh, shown=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_short_preparation_says_nothing_but_what_it_made(small_config, small_texts, tmp_path):
+    process = start(dataclasses.replace(small_config, directory=str(tmp_path)))
+    _, stderr = process.communicate()
+    assert (process.returncode, stderr) == (0, "")

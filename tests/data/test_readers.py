@@ -1,5 +1,6 @@
 """Files are streamed whole, in pieces that change no token, and errors name file and place."""
 
+import codecs
 import gzip
 import json
 import lzma
@@ -151,3 +152,42 @@ def test_forbidden_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(type(path), "open", forbid)
     with pytest.raises(readers.SourceError, match=r"secret\.txt can't be read.*permissions"):
         list(readers.read_text(path))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    mark = codecs.BOM_UTF8
+    text = epath.Path(tmp_path / "a.txt")
+    text.write_bytes(mark + "é\nb\n".encode())
+    assert [piece.text for piece in readers.read_text(text)] == ["é\nb\n"]
+    size = len(mark) + 3
+    assert [piece.text for piece in readers.read_text(text, 0, size)] == ["é\n"]
+    assert [piece.text for piece in readers.read_text(text, size)] == ["b\n"]
+    text.write_bytes(mark)
+    assert list(readers.read_text(text)) == []
+    records = b'{"text": "a"}\n{"text": "b"}\n'
+    for name, pack in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)):
+        path = epath.Path(tmp_path / name)
+        path.write_bytes(pack(mark + records))
+        assert list(readers.read_jsonl(path, "text")) == ["a", "b"]
+        path.write_bytes(pack(mark + b"\n" + records))  # alone on a line
+        assert list(readers.read_jsonl(path, "text")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_mark_of_another_encoding_is_told(tmp_path, name, encoding):
+    path = epath.Path(tmp_path / name)
+    path.write_bytes('{"text": "a"}\n'.encode(encoding))
+    read = readers.read_text(path) if name == "a.txt" else readers.read_jsonl(path, "text")
+    with pytest.raises(
+        readers.SourceError, match=f"{name} is {encoding.upper()} .*iconv -f {encoding}"
+    ):
+        list(read)
+
+
+def test_deep_nesting_is_no_json(tmp_path):
+    path = epath.Path(tmp_path / "deep.jsonl")
+    for line in ("[" * 200_000, '{"text": ' * 200_000, '{"text": ' + "[" * 200_000):
+        path.write_text('{"text": "a"}\n' + line + "\n")
+        with pytest.raises(readers.SourceError, match="line 2 is no JSON"):
+            list(readers.read_jsonl(path, "text"))

@@ -1,6 +1,7 @@
 """Every document is in one split, no text in both, and what can't be used is told."""
 
 import collections
+import hashlib
 import lzma
 import os
 
@@ -14,6 +15,7 @@ import pytest
 from kvjax.data import config as config_lib
 from kvjax.data import readers
 from kvjax.data import sources
+from kvjax.errors import UserError
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +105,9 @@ def test_globs_folders_and_lists_are_read_in_order(documents, tmp_path):
 
 def test_source_that_matches_nothing_is_named(documents, tmp_path):
     for source in (f"{tmp_path}/*.parquet", f"{tmp_path}/none.txt", str(tmp_path)):
-        with pytest.raises(FileNotFoundError, match=r"matches no file: give 'embedded'"):
+        with pytest.raises(
+            FileNotFoundError, match=r"config.data.source = .*: matches no file; give 'embedded'"
+        ):
             documents("train", source=source)
     (tmp_path / "data.csv").write_text("a")
     with pytest.raises(readers.SourceError, match=r"data\.csv ends in none of \.txt"):
@@ -113,20 +117,36 @@ def test_source_that_matches_nothing_is_named(documents, tmp_path):
 @pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
 def test_empty_file_is_named(documents, tmp_path, name):
     (tmp_path / name).write_text("")
-    with pytest.raises(readers.SourceError, match=rf"{name}' has no documents"):
+    with pytest.raises(readers.SourceError, match=rf"config.data.source = .*{name}': has no doc"):
         documents("validation", source=str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("none.txt", "'none.txt': matches no file"),
+        ("tfds:no_such_thing", "'tfds:no_such_thing': .*can't be opened"),
+        ("EMPTY", "has no documents"),
+        ("{folder}/data.csv", "ends in none of"),
+    ],
+)
+@pytest.mark.parametrize("key", ["source", "validation_source"])
+def test_the_key_that_names_a_bad_source_is_told(documents, tmp_path, key, spec, message):
+    for name in ("empty.txt", "data.csv"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "good.txt").write_text("a\nb\n")
+    spec = spec.replace("EMPTY", f"{tmp_path}/empty.txt").replace("{folder}", str(tmp_path))
+    keys = dict(source=str(tmp_path / "good.txt"), validation_source="embedded") | {key: spec}
+    with pytest.raises(UserError, match=f"(?s)^config.data.{key} = .*{message}"):
+        documents("train" if key == "source" else "validation", **keys)
 
 
 def test_empty_split_says_which_and_what_to_change(documents, write_jsonl, tmp_path):
     (tmp_path / "line.txt").write_text("one line only\n")
-    with pytest.raises(
-        readers.SourceError, match="the validation split of .* Raise validation_fra"
-    ):
+    with pytest.raises(readers.SourceError, match="the validation split is empty.* Raise that"):
         documents("validation", source=str(tmp_path / "line.txt"))
     path = write_jsonl(tmp_path / "texts.jsonl", ["a", "b"])
-    with pytest.raises(
-        readers.SourceError, match="the train split of .* Lower validation_fraction"
-    ):
+    with pytest.raises(readers.SourceError, match="the train split is empty.* Lower that"):
         documents("train", source=str(path), validation_fraction=0.999999)
 
 
@@ -142,6 +162,19 @@ def test_fingerprint_follows_content_and_split_not_place(write_jsonl, tmp_path):
     assert fingerprint(first) != fingerprint(first, validation_fraction=0.1)
     assert fingerprint(first) != fingerprint(first, validation_source=str(other))
     assert fingerprint(first) != fingerprint(f"{first},{other}")
+
+
+def test_a_byte_order_mark_makes_other_data(split_texts, tmp_path):
+    """What was prepared when it was kept as text is not taken for what is read today."""
+    path = tmp_path / "marked.txt"
+    path.write_bytes(b"\xef\xbb\xbfa\nb\nc\nd\n")
+    assert split_texts(source=str(path), validation_fraction=0.5) == [["a\nb\n"], ["c\nd\n"]]
+    digest = lambda content: hashlib.blake2b(content, digest_size=16).hexdigest()
+    for content, same in ((path.read_bytes(), False), (b"a\nb\nc\nd\n", True)):
+        path.write_bytes(content)
+        config = config_lib.DataConfig(source=str(path))
+        before = repr(([f"txt {digest(content)}"], config.validation_fraction, "text"))
+        assert (sources.fingerprint(config) == digest(before.encode())) == same
 
 
 def test_large_file_is_told_apart_by_size_time_and_ends(tmp_path, monkeypatch):
@@ -224,7 +257,7 @@ def test_buckets_are_read_through_epath(bucket, documents, write_jsonl):
     for source in ("gs://texts", "gs://texts/*", "gs://texts/one.jsonl,gs://texts/t?o.txt"):
         assert documents("train", source=source, **held_out) == ["a", "b", "c\nd\n"]
     assert documents("validation", source="gs://texts/two.txt", validation_fraction=0.5) == ["d\n"]
-    with pytest.raises(FileNotFoundError, match="gs://texts/none.txt' matches no file"):
+    with pytest.raises(FileNotFoundError, match="gs://texts/none.txt': matches no file"):
         documents("train", source="gs://texts/none.txt")
 
 
@@ -232,6 +265,6 @@ def test_a_file_cannot_be_in_both_splits(tmp_path):
     for name in ("train.txt", "validation.txt"):
         (tmp_path / name).write_text(f"the text of {name}\n")
     both = dict(validation_source=str(tmp_path / "validation.txt"))
-    with pytest.raises(ValueError, match="share a file"):
+    with pytest.raises(ValueError, match="shares a file"):
         sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "*.txt"), **both))
     sources.fingerprint(config_lib.DataConfig(source=str(tmp_path / "train.txt"), **both))

@@ -114,7 +114,7 @@ def test_training_is_deterministic(bpe, small_texts, tmp_path):
 
 
 def test_vocabulary_beyond_the_text_is_refused():
-    message = r"vocab_size=1000 asked, (\d+) reached.*Use vocab_size=\1 or less, or more text"
+    message = r"vocab_size = 1000: (\d+) reached.*Use \1 or less, or more text"
     with pytest.raises(ValueError, match=message):
         tokenizer_lib.train(["a few words, a few words"], 1000)
 

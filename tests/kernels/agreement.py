@@ -30,7 +30,8 @@ def races() -> list:
 def check(run, shape: shapes.Shape, *, firsts, length: int, dtype) -> None:
     """Asserts that run(operands, cache, first_B) is the definition, to the dtype's rounding.
 
-    And that an interpreter with `detect_races` found none. Every tensor is random and none of it
+    And that an interpreter with `detect_races` found none: on a TPU of cores and copies, on a GPU
+    of threads and copies, not of products (see `hopper`). Every tensor is random and none of it
     zero; slots behind a sequence's end hold garbage as large as any.
     """
     operands, cache = shapes.problem(shape, batch=len(firsts), length=length, dtype=dtype)

@@ -117,6 +117,25 @@ def _attend(operands, cache, first_B, way, block):
 _definition = jax.jit(reference.decode_attention)
 
 
+@pytest.mark.parametrize("name, angles", [("lrkv", True), ("gqa", True), ("mqa", False)])
+def test_a_capacity_beyond_the_angles_of_positions(name, angles):
+    """lrkv rotates, gqa has a bias by position, mqa reads no angle."""
+    run = lambda S: jax.eval_shape(decode_attention, *_abstract(name, S), jnp.zeros(B, jnp.int32))
+    run(2**20)
+    if not angles:
+        run(2**20 + 128)
+        return
+    with pytest.raises(ValueError, match="a capacity of 1048704: .* up to 1048576 tokens"):
+        run(2**20 + 128)
+
+
+def _abstract(name, S):
+    """One query per sequence, and a cache of S tokens, as shapes."""
+    operands, cache = jax.eval_shape(lambda: _build(name, 1, dtype=np.float32))
+    of = lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], S), x.dtype)
+    return operands, {field: of(array) for field, array in cache.items()}
+
+
 def test_every_class_of_operands_is_tested(x64):
     built = {type(_build(name, 1)[0]) for name in VARIANTS}
     assert built == set(operands.Operands.__args__) == set(bodies.BODIES)

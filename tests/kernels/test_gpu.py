@@ -1,4 +1,4 @@
-"""The GPU kernel, interpreted with races detected, and compiled for an H200."""
+"""The GPU kernel, interpreted on a model of shared memory (`hopper`), and compiled for an H200."""
 
 import dataclasses
 import functools
@@ -6,7 +6,6 @@ import math
 import re
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,8 +21,10 @@ from kvjax.kernels.decode_attention.shapes import Grouped
 from kvjax.kernels.decode_attention.shapes import Latent
 from kvjax.kernels.decode_attention.shapes import Residual
 from tests.kernels import agreement
+from tests.kernels import hopper
+from tests.kernels import ptx
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+INTERPRET = hopper.InterpretGPUParams(detect_races=True)
 D12 = shapes.SHAPES["d12"]
 
 
@@ -133,6 +134,7 @@ def test_queries_in_float32_are_taken(shape):
         (Residual(N=1, K=1), dict(split=2048), "split = 2048: at most 1024 with RoPE base 10000"),
         (Residual(N=1, K=1), dict(block=128), "where keys turn a block is 64"),
         (Latent(N=2, C=256), dict(slots=4), "there are 5 slots or more"),
+        (Residual(N=1, K=1, H=256), dict(slots=4), "there are 5 slots or more"),
         (Grouped(N=1, K=1), dict(split=192), "a split is a multiple of a block"),
     ],
 )
@@ -247,7 +249,8 @@ def no_cache():
 def test_compiles_without_spills_or_a_copy_of_the_cache(model, name, length, no_cache):
     pytest.importorskip("jax_cuda13_plugin")
     shape = shapes.SHAPES[model][name]
-    found, program = gpu_static.resources_and_program(shape, batch=4, length=length)
+    found, program, program_ptx = gpu_static.compiled(shape, batch=4, length=length)
+    assert not ptx.hazards(program_ptx)
     assert found["spill_bytes"] == 0 and found["registers"] <= 255
     assert found["shared_bytes"] <= 227 * 1024
     made = re.findall(r"= (\w+)\[([\d,]+)\]\S* (\w[\w-]*)\(", program.as_text())

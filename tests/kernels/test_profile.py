@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import command_line
 from kvjax import devices
 from kvjax import provenance
 from kvjax.attention import GroupedConfig
@@ -229,9 +230,10 @@ def test_short_calls_on_a_gpu_have_a_sign(monkeypatch):
     )
     names = dict(mechanism="gqa", implementation="gpu", batch=1, length=1000)
     rows = [names | measured.row(problem, [s], copied=1.0, run=_run()) for s in (19e-6, 21e-6)]
-    _, _, short, long, *note = measured.table(rows)
-    assert "| 19.0† |" in short and "†" not in long
-    assert note == ["\n† Below 20 us a call, launching its kernels may be what is measured."]
+    table = measured.table(rows, "")
+    us = table.header.index("us")
+    assert [row[us] for row in table.rows] == ["19.0†", "21.0"]
+    assert table.notes == ["† Below 20 us a call, launching its kernels may be what is measured."]
 
 
 def test_flops_are_those_of_the_costs():
@@ -399,11 +401,13 @@ def test_the_table_says_whose_mha_it_is():
         names | row | instead | dict(mechanism="gqa", public_speedup=4.0, public_by="cudnn"),
         names | row | dict(mechanism="lrkv", no_speedup=measured.NO_MHA),
     ]
-    head, _, gqa, lrkv, *notes = measured.table(rows)
-    assert head.endswith("| MHA's time / its | public MHA's / its |")
-    assert gqa.endswith("| 2.00‡ | 4.00 (cudnn) |")
-    assert lrkv.endswith("| MHA does not fit beside it |  |")
-    assert notes[1] == "\n‡ MHA by xla, for want of gpu: no." and notes[0].startswith("\n\\* ")
+    table = measured.table(rows, "")
+    gqa, lrkv = (row[-2:] for row in table.rows)
+    assert table.header[-2:] == ["MHA's time / its", "public MHA's / its"]
+    assert gqa == ["2.00‡", "4.00 (cudnn)"]
+    assert lrkv == ["MHA does not fit beside it", ""]
+    stays, instead = table.notes
+    assert instead == "‡ MHA by xla, for want of gpu: no." and stays.startswith("\\* ")
 
 
 def test_tuning_takes_the_fastest_and_says_how(seconds, monkeypatch, tmp_path):
@@ -442,9 +446,9 @@ def test_candidates_are_the_modules_own_where_it_says_so(monkeypatch):
 @pytest.fixture
 def command(capsys):
     def run(*options):
-        profile.main(["profile", *options])
-        text, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
-        return text, json.loads(last)
+        profile.main([*options, "--json", "--markdown"])
+        out, text = capsys.readouterr()
+        return text, json.loads(out)
 
     return run
 
@@ -452,27 +456,31 @@ def command(capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--device=a100"], "device 'a100': known are h100, h200, v4, v5e, v5p, v6e, cpu"),
-        (["--mechanisms=mha,mba"], "mechanism 'mba': known are mha, gqa, mqa, thin_keys, lrkv,"),
-        (["--model=d13"], "model 'd13': known are d12, d36"),
-        (["--op=prefill"], "op 'prefill': known are decode_attention"),
-        (["--implementations=xlb"], "implementation 'xlb': known are xla, "),
+        (["--device=a100"], "--device: invalid choice: 'a100' (choose from 'h100', 'h200', 'v4'"),
+        (
+            ["--mechanisms=mha,mba"],
+            "'mba' is none of mha, gqa, mqa, thin_keys,",
+        ),
+        (["--model=d13"], "--model: invalid choice: 'd13' (choose from 'd12', 'd36')"),
+        (["--mechanisms="], "--mechanisms=: '' is none of mha"),
+        (["--op=prefill"], "--op: invalid choice: 'prefill' (choose from 'decode_attention')"),
+        (["--op="], "--op: invalid choice: ''"),
+        (["--implementations=xlb"], "'xlb' is none of xla, "),
         (["--batch=0"], "--batch '0': must be integers of 1 or more"),
         (["--length=1k"], "--length '1k'"),
         (["--rounds="], "--rounds ''"),
         (["--blocks=512"], "must be two sizes, the smaller first"),
         (["--blocks=1024,512"], "must be two sizes, the smaller first"),
-        (["--devise=v4"], "--devise=v4"),
+        (["--devise=v4"], "unknown option --devise; did you mean '--device'?"),
         (["--device=v5e", "--plot=x.png"], "--plot=x.png: only of what is measured"),
         (["--tune", "--plot=x.png"], "--tune --plot=x.png: only of what is measured"),
         (["--device=h100", "--tune"], "--tune --device=h100: needs the device"),
     ],
 )
 def test_bad_options_are_one_line(capsys, options, message):
-    with pytest.raises(SystemExit) as ended:
-        profile.main(["profile", *options])
+    assert command_line.status(profile.main, options) == 2
     captured = capsys.readouterr()
-    assert ended.value.code == 2 and not captured.out
+    assert not captured.out
     assert captured.err.startswith("kvjax: ") and captured.err.count("\n") == 1
     assert message in captured.err
 
@@ -537,8 +545,7 @@ def test_a_gpu_that_is_absent(command, monkeypatch, capsys):
     assert [r.get("registers") for r in result["rows"]] == [None, 168]
     assert "| gqa | 1 | 1,024 | 168 | 0 | 224,256 |" in text and "too many heads" in text
     monkeypatch.setitem(sys.modules, "kvjax.kernels.gpu_static", None)
-    with pytest.raises(SystemExit):
-        profile.main(["profile", "--device=h200"])
+    assert command_line.status(profile.main, ["--device=h200"]) == 2
     assert "--device=h200: its compiler is not here" in capsys.readouterr().err
 
 
@@ -563,7 +570,7 @@ sys.meta_path.insert(0, Blocker())
 from kvjax.kernels import profile, timing
 timing._COPY_BYTES, timing.ON_CHIP_BYTES["cpu"] = 2**20, 1
 timing.copy.__kwdefaults__["num_bytes"] = 2**20
-profile.main(["profile", "--model=d12", "--mechanisms=gqa", "--length=256", "--rounds=2",
+profile.main(["--json", "--model=d12", "--mechanisms=gqa", "--length=256", "--rounds=2",
               "--milliseconds=1", "--implementations=xla,cudnn,torch"])
 """
     run = subprocess.run(
@@ -579,8 +586,8 @@ profile.main(["profile", "--model=d12", "--mechanisms=gqa", "--length=256", "--r
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert "measured, cpu, float32" in run.stdout
-    result = json.loads(run.stdout.splitlines()[-1])
+    assert "measured, cpu, float32" in run.stderr
+    result = json.loads(run.stdout)
     by = {r["implementation"]: r for r in result["rows"]}
     assert list(by) == ["xla", "cudnn", "torch"]
     xla = by["xla"]  # on a busy machine so short a run may say that it is too short
@@ -641,8 +648,7 @@ def test_what_could_not_be_written_ends_the_run_before_it_begins(
 ):
     missing = None if "matplotlib" in message else types.SimpleNamespace(figure=None)
     monkeypatch.setitem(sys.modules, "matplotlib", missing)
-    with pytest.raises(SystemExit):
-        profile.main(["profile", option])
+    assert command_line.status(profile.main, [option]) == 2
     assert message in capsys.readouterr().err and not nothing_measured
 
 
@@ -654,8 +660,7 @@ def test_results_are_saved_though_the_plot_fails(nothing_measured, monkeypatch, 
 
     monkeypatch.setattr(profile, "plot", plot)
     monkeypatch.setattr(profile, "_matplotlib", lambda file: None)
-    with pytest.raises(SystemExit):
-        profile.main(["profile", "--save", f"--plot={tmp_path}/x.png"])
+    assert command_line.status(profile.main, ["--save", f"--plot={tmp_path}/x.png"]) == 2
     assert (profile.RESULTS / "cpu_decode_attention.json").exists()
 
 

@@ -137,6 +137,28 @@ def test_linear_keeps_bfloat16(out):
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8, atol=2**-8)
 
 
+def test_a_wide_product_of_bfloat16():
+    """It is accumulated and returned in float32; its gradients take products no wider than x."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 5, 64)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((64, 20)), jnp.bfloat16)
+    wide = lambda x, w: linear(x, w, jnp.dtype(jnp.float32))
+    y, pullback = jax.vjp(wide, x, w)
+    exact = np.tensordot(np.asarray(x, np.float64), np.asarray(w, np.float64), 1)
+    np.testing.assert_allclose(y, exact, rtol=0, atol=1e-5)
+    dx, dw = pullback(jnp.ones_like(y))
+    assert y.dtype == jnp.float32 and dx.dtype == dw.dtype == jnp.bfloat16
+    for text in (str(jax.make_jaxpr(wide)(x, w)), str(jax.make_jaxpr(pullback)(y))):
+        assert "dot_general" in text
+    operands = [
+        v.aval.dtype
+        for e in jax.make_jaxpr(pullback)(y).eqns
+        if e.primitive.name == "dot_general"
+        for v in e.invars
+    ]
+    assert operands == [jnp.bfloat16] * 4
+
+
 def test_per_head_of_storage():
     """`per_head` names the matrices that the stored array holds: query head 2 is w[:, 2]."""
     axes = Axes.parse("D -> N H").per_head()

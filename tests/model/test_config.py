@@ -24,7 +24,7 @@ def _config(mechanism, **block):
         ("d_model", -1, "at least 1"),
         ("mlp_dim", 0, "at least 1"),
         ("max_positions", 0, "at least 1"),
-        ("logit_softcap", -1.0, "at least 0"),
+        ("logit_softcap", -1.0, "must be 0 (none), or at least 0.01"),
         ("norm", "batch", "'rms', 'layer'"),
         ("positions", "alibi", "'rope', 'learned', 'none'"),
         ("activation", "relu", "'relu2', 'gelu', 'swiglu'"),
@@ -51,7 +51,7 @@ def test_odd_rope_dim(make_mechanism):
 
 
 def test_mechanisms_and_layers_agree(make_mechanism):
-    with pytest.raises(UserError, match="config.attention describes 2 layers.*num_layers is 3"):
+    with pytest.raises(UserError, match="layer_ranks describes 2 layers.*num_layers = 3"):
         TransformerConfig(
             block=BlockConfig(**SHAPE), mechanisms=(make_mechanism("mha"),) * 2, vocab_size=32
         )
@@ -75,3 +75,10 @@ def test_length(make_mechanism):
     with pytest.raises(UserError, match="sequence_length = 101: learned.* 100 tokens"):
         learned.check_length(101)
     _config(mha, positions="none").check_length(2**30)
+
+
+def test_angles_end_where_they_are_used(make_mechanism):
+    plain, plus = make_mechanism("mha"), make_mechanism("qk_tied_plus")
+    assert _config(plain).angle_limit == _config(plus, positions="none").angle_limit == 2**20
+    for positions in ("none", "learned"):
+        assert _config(plain, positions=positions).angle_limit is None

@@ -13,6 +13,7 @@ from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import used_as
 
 B, T, D, M, V = 3, 24, 16, 24, 32
 CHUNK = 4
@@ -157,6 +158,27 @@ def test_a_sequence_that_waits_is_left_alone(make_mechanism, randomise):
     for a, b in zip(jax.tree.leaves(after.layers), jax.tree.leaves(before.layers), strict=True):
         np.testing.assert_array_equal(a[::2], b[::2])
         assert not np.array_equal(a[1], b[1])
+
+
+def test_gains_outside_the_blocks_are_as_in_training(make_mechanism, randomise):
+    """Which leaves them in float32; rounding them to bfloat16 would show in most channels."""
+    mechanisms = (make_mechanism("gqa"),) * 2
+    block = BlockConfig(num_layers=2, d_model=D, mlp_dim=M, norm_gain=True, norm_bias=True)
+    model = _model(
+        randomise, TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=V), np.float32
+    )
+    compute = Compute(dtype=jnp.dtype(jnp.bfloat16))
+    part = decoder.Decoder(model, compute)
+    tokens_BT, positions_BT = _tokens(), np.arange(T)[None]
+    x_BTD = model.embed(tokens_BT, positions_BT, compute)
+    np.testing.assert_array_equal(part.embed(tokens_BT, positions_BT, compute), x_BTD)
+    np.testing.assert_array_equal(part.final_norm(x_BTD), model.final_norm(x_BTD))
+    weights = {name: nnx.to_pure_dict(nnx.state(m)) for name, m in (("own", part), ("of", model))}
+    used = used_as(weights["of"], compute.dtype)
+    for name in ("embedding", "head", "embedding_norm", "final_norm"):
+        assert jax.tree.map(lambda w: w.dtype, weights["own"][name]) == used[name]
+    assert used["final_norm"] == dict(gain=jnp.float32, bias=jnp.float32)
+    assert {w.dtype for w in jax.tree.leaves(weights["own"]["layers"])} == {compute.dtype}
 
 
 def test_weights_are_in_the_compute_dtype_and_layers_apart(make_mechanism, randomise):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.model import loss as loss_lib
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.loss import mean_loss
@@ -283,5 +284,39 @@ def test_bfloat16(make_mechanism, randomise, reference, family):
     assert token_losses(model, tokens, targets, compute=compute).dtype == jnp.float32
     expected = reference.logits(config, jax.tree.map(np.float64, weights), tokens)
     error = np.linalg.norm(np.asarray(logits) - expected) / np.linalg.norm(expected)
+    # Of one product, in float32 from the last activations on: no bfloat16 on the way.
+    wide = lambda w: np.asarray(w.astype(jnp.bfloat16), np.float64)
+    z, cap = wide(x) @ wide(model.head[...]), config.block.logit_softcap
+    np.testing.assert_allclose(logits, cap * np.tanh(z / cap), rtol=0, atol=1e-5)
     # Some 10 roundings of 2**-9 a layer, at random: sqrt(30)·2**-9 = 1 %; 4 % is all at once.
     assert 1e-4 < error < 0.04
+
+
+def test_the_loss_of_bfloat16_is_that_of_wide_logits(make_mechanism, randomise):
+    """To the rounding of float32; so are its gradients, to that of their own dtype."""
+    config = _config(make_mechanism("lrkv"))
+    model, _ = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
+    tokens, targets = _tokens()
+    compute = Compute(dtype=jnp.dtype(jnp.bfloat16), loss_chunks=3)
+    x = model(tokens, compute=compute)
+    head = model.head_weight(compute)
+
+    def exactly(head, x):
+        cap = config.block.logit_softcap
+        z = cap * jnp.tanh((x @ head) / cap)
+        each = jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
+        return jnp.mean(each)
+
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (head, x))
+        expected, gradients = jax.value_and_grad(exactly, argnums=(0, 1))(*wide)
+        expected, gradients = float(expected), jax.tree.map(np.asarray, gradients)
+    loss = lambda head, x: loss_lib._sum_of_nats(
+        config.block.logit_softcap, 3, None, head, x, targets
+    )
+    total, (dhead, dx) = jax.value_and_grad(loss, argnums=(0, 1))(head, x)
+    np.testing.assert_allclose(total / targets.size, expected, rtol=1e-6)
+    for got, want in zip((dhead, dx), gradients, strict=True):
+        assert got.dtype == jnp.bfloat16
+        error = np.asarray(got, np.float64) / targets.size - want
+        assert np.linalg.norm(error) < 2**-8 * np.linalg.norm(want)

@@ -11,6 +11,7 @@ from kvjax.kernels.decode_attention import stripes
 from kvjax.kernels.decode_attention import tpu
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.operands import Operands
+from kvjax.layers import rope
 
 IMPLEMENTATIONS = {
     "xla": xla.decode_attention,
@@ -43,13 +44,23 @@ def decode_attention(
 
     Raises:
       NotImplementedError: the implementation does not take these operands; the message says why.
+      ValueError: an unknown implementation, or a capacity whose positions have no angles.
     """
+    S = next(iter(cache.values())).shape[-1]
+    if S > rope.MAX_POSITION and _needs_angles(operands):
+        raise ValueError(f"a capacity of {S}: keys have angles up to {rope.MAX_POSITION} tokens")
     name = implementation or default(operands, cache)
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
     if stripes.chips() > 1:
         return sharded.decode_attention(operands, cache, first_B, implementation=name)
     return IMPLEMENTATIONS[name](operands, cache, first_B)
+
+
+def _needs_angles(operands: Operands) -> bool:
+    """Whether reading a cache takes the angles of its positions."""
+    rotates = getattr(operands, "rope_base", None) is not None
+    return rotates or getattr(operands, "bias", None) is not None
 
 
 def default(operands: Operands, cache: Mapping[str, jax.Array]) -> str:

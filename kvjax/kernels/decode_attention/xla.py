@@ -1,8 +1,8 @@
 """Decode attention in plain JAX: tiles of the cache, an online softmax.
 
 Temporary memory is that of a tile. What is done with a tile is in `bodies`. The number of tiles
-follows the longest sequence, not the capacity. Products of a float32 model are in the device's
-highest precision, those of a bfloat16 model in its default.
+follows the longest sequence, not the capacity. Products over a float32 cache are in the device's
+highest precision, those over a bfloat16 cache in its default: a query may be wider than its model.
 
 On CPU a slice of an array is copied before a product reads it, at a third of the speed of reading
 the array itself. A single query per sequence there takes its logits tile by tile only where a tile
@@ -70,7 +70,7 @@ def partial(
         short = 4 * held.held(jnp.max(first_B)) < S
         return jax.lax.cond(short, in_tiles, at_once, operands, cache, first_B)
 
-    with jax.default_matmul_precision("highest" if operands.query.dtype == wide else None):
+    with jax.default_matmul_precision("highest" if is_wide else None):
         arguments = (operands, dict(cache), first_B)
         if T > 1 or not is_wide:  # a conversion would copy the whole cache
             return in_tiles(*arguments)

@@ -1,0 +1,134 @@
+"""`dataset.json`, what a folder of prepared data says of itself, and the digests that guard it.
+
+Every file but the rows is digested when it is written and again when it is read; rows have
+checksums of their own (ArrayRecord), so of them the size alone is looked at here.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+from etils import epath
+
+from kvjax import json_text
+from kvjax.data import config as config_lib
+from kvjax.errors import DataError
+from kvjax.errors import MissingDataError
+
+# Part of every key: raise it when the same text would be written as other rows.
+FORMAT_VERSION = 1
+MANIFEST = "dataset.json"
+TOKENIZER = "tokenizer.json"
+DIGESTS = "digests.json"  # of a tokenizer's folder, which has no manifest
+ROWS = "packed_rows"
+ROWS_VERSION = "1.0.0"
+SPLITS = ("train", "validation")
+
+
+class DamagedDataError(DataError):
+    """Prepared data that are not what was written."""
+
+    def __init__(self, folder: epath.PathLike, what: str, config: dict | None = None):
+        again = f": `{config_lib.command(config)}`" if config else ""
+        super().__init__(
+            f"{os.fspath(folder)} is damaged: {what}. Move that folder away and prepare it "
+            f"again{again}"
+        )
+        self.what = what
+
+
+def write(folder: pathlib.Path, info: dict[str, Any]) -> None:
+    """Writes a local folder's manifest, last of its files, with their sizes and digests."""
+    info = info | {"files": digests(folder)}
+    info["blake2b"] = _digest_of(info)
+    (folder / MANIFEST).write_text(json.dumps(info, indent=2) + "\n")
+
+
+def read(folder: epath.Path) -> dict[str, Any]:
+    """A folder's manifest, its files as it says.
+
+    Raises:
+      MissingDataError: it has no manifest.
+      DamagedDataError: a file is missing, of another size, or (but for rows) has other bytes.
+      DataError: it was written in another format.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise MissingDataError(
+            f"{os.fspath(folder)} holds no prepared data (no {MANIFEST}): `python -m"
+            " kvjax.data.prepare --source=...` prints the folder it prepares"
+        )
+    try:
+        info = json_text.parse(path.read_bytes())
+        version = info["format_version"]
+        _check_keys(info, version)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        what = f"{MANIFEST} is not as it was written ({type(error).__name__}: {error})"
+        raise DamagedDataError(folder, what) from error
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{os.fspath(folder)} has format {version}, this code reads {FORMAT_VERSION}: prepare "
+            f"it again with `{config_lib.command(info['config'])}`"
+        )
+    check_digests(folder, info.get("files", {}), info["config"])
+    if "files" not in info:  # written before there were digests of all files
+        tokenizer = folder / TOKENIZER
+        content = tokenizer.read_bytes() if tokenizer.exists() else b""
+        if hashlib.sha256(content).hexdigest() != info["tokenizer"]["sha256"]:
+            raise DamagedDataError(folder, f"{TOKENIZER} is not what it was", info["config"])
+    return info
+
+
+def digests(folder: pathlib.Path) -> dict[str, dict]:
+    """By path in a local folder, the bytes of each file, and of JSON a digest."""
+    found = {}
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        name = file.relative_to(folder).as_posix()
+        found[name] = {"bytes": file.stat().st_size}
+        if name.endswith(".json"):
+            found[name]["blake2b"] = _hash(file.read_bytes())
+    return found
+
+
+def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | None = None) -> None:
+    """Raises a DamagedDataError unless the files are those digested.
+
+    Args:
+      config: what the folder was prepared from, for the message.
+    """
+    for name, known in files.items():
+        file = folder / name
+        if "blake2b" not in known and "://" in os.fspath(folder):
+            continue  # thousands of files of rows: asking a bucket for each takes minutes
+        if not file.exists():
+            raise DamagedDataError(folder, f"{name} is missing", config)
+        size = file.stat().length
+        if size != known["bytes"]:
+            what = f"{name} has {size:,} bytes, and {known['bytes']:,} were written"
+            raise DamagedDataError(folder, what, config)
+        if "blake2b" in known and _hash(file.read_bytes()) != known["blake2b"]:
+            raise DamagedDataError(folder, f"{name} has other bytes than were written", config)
+
+
+def _check_keys(info: dict[str, Any], version: int) -> None:
+    """Raises a ValueError, TypeError or KeyError unless all that is read later is there."""
+    if "blake2b" in info and _digest_of(info) != info["blake2b"]:
+        raise ValueError("its digest is another")
+    length = dict(info["config"])["sequence_length"]
+    if version == FORMAT_VERSION:
+        rows = [info["splits"][split]["rows"] for split in SPLITS]
+        if not min(length, *rows) >= 0:
+            raise ValueError("it counts below 0")
+        float(info["xz_bits_per_byte"])
+        str(info["tokenizer"]["sha256"])
+
+
+def _digest_of(info: dict[str, Any]) -> str:
+    rest = {key: value for key, value in info.items() if key != "blake2b"}
+    return _hash(json.dumps(rest, sort_keys=True).encode())
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,34 @@
+"""Files of a workdir, local or in a bucket, so that nothing there is lost."""
+
+from etils import epath
+
+
+def write_atomically(path: epath.Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.parent / f".{path.name}.tmp"
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def unused(path: epath.Path) -> epath.Path:
+    """The path if nothing is there; else with -2, -3 and so on after its stem."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.parent / f"{path.stem}-{number}{path.suffix}"
+    return candidate
+
+
+def move(source: epath.Path, target: epath.Path) -> None:
+    """Moves a file or folder that may be there; in a bucket, which has no folders, by file."""
+    if "://" not in str(source):
+        if source.exists():
+            source.rename(target)
+        return
+    if source.is_dir():
+        for path in source.iterdir():
+            move(path, target / path.name)
+    elif source.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
+        source.unlink()

@@ -1,0 +1,147 @@
+"""A command line, what it did, and what is wrong with that."""
+
+from collections.abc import Mapping
+import dataclasses
+import re
+import shlex
+
+INSIDE, FORKED, STARTED = "inside", "forked", "started"
+CPU_SECONDS = 10.0
+GROWTH_BYTES = 10**9
+LINES = 25  # of a message: a table of reasons at most
+
+_PROGRESS = re.compile(r"kvjax: .*(\(\d+ s so far\)|: \d+\.\d s)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A command line in a folder of its own, beside `../shared` (see `worker.build`).
+
+    Attributes:
+      command: a module.
+      says: of which one must be in the message of status 2; (): none.
+      status: those allowed.
+      prints: what standard output must hold when it ends with 0.
+      how: INSIDE one process, with the expensive parts left out; FORKED from it, or STARTED anew.
+      scene: "plain", a few files; "trained", those and a finished run in `run`.
+      edits: (path, content) that are written before, None: removed; "/": a folder instead.
+      stdin, stdout, stderr: "closed" (`>&-`), "full" (/dev/full), of stdout also "head" (`| head
+        -1`) and "shut" (a pipe that nobody reads); of stdin else its content.
+      talks: whether it says more than a message before it ends with 2: a run does.
+      loses: files whose content need not stay: a last line that was not written to its end.
+      interrupt: seconds until SIGINT, after imports have begun; None: none.
+    """
+
+    command: str
+    arguments: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
+    status: tuple[int, ...] = (0, 2)
+    prints: str = ""
+    how: str = INSIDE
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    scene: str = "plain"
+    edits: tuple[tuple[str, str | None], ...] = ()
+    stdin: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    talks: bool = False
+    loses: tuple[str, ...] = ()
+    interrupt: float | None = None
+
+    def line(self) -> str:
+        """What to type in `../shared`'s neighbour to see it again."""
+        redirections = {
+            ("stdin", "closed"): "<&-",
+            ("stdout", "closed"): ">&-",
+            ("stdout", "full"): ">/dev/full",
+            ("stdout", "head"): "| head -1",
+            ("stdout", "shut"): "| true",
+            ("stderr", "closed"): "2>&-",
+            ("stderr", "full"): "2>/dev/full",
+        }
+        words = [f"{k}={_quoted(v)}" for k, v in self.environment.items()]
+        words += ["python -m", self.command, *map(_quoted, self.arguments)]
+        words += [
+            redirections.get((s, getattr(self, s)), "") for s in ("stdin", "stdout", "stderr")
+        ]
+        notes = [f"scene {self.scene}"] if self.scene != "plain" else []
+        notes += [
+            f"{path} is {'gone' if text is None else text[:40]!r}" for path, text in self.edits
+        ]
+        notes += [f"Ctrl-C after {self.interrupt} s"] if self.interrupt is not None else []
+        return " ".join(filter(None, words)) + (f"    # {', '.join(notes)}" if notes else "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How it ended: `lost` are files that stood there and whose content does no longer."""
+
+    status: int
+    stdout: str
+    stderr: str
+    seconds: float  # of CPU
+    grown: int  # bytes of resident memory at its peak, above those before
+    lost: tuple[str, ...]
+
+
+def faults(case: Case, outcome: Outcome) -> list[str]:
+    """What is wrong with an outcome; nothing where all is as users were promised."""
+    found = []
+    if outcome.status not in case.status:
+        found.append(f"status {outcome.status}, not {' or '.join(map(str, case.status))}")
+    if "Traceback" in outcome.stderr + outcome.stdout:
+        found.append("a traceback")
+    if outcome.status == 0 and case.prints not in outcome.stdout:
+        found.append(f"{case.prints!r} is not in its output")
+    if outcome.status == 2:
+        found += _message_faults(case, outcome)
+    if lost := sorted(set(outcome.lost) - set(case.loses)):
+        found.append(f"lost: {', '.join(lost)}")
+    if outcome.seconds > CPU_SECONDS:
+        found.append(f"{outcome.seconds:.1f} s of CPU")
+    if outcome.grown > GROWTH_BYTES:
+        found.append(f"{outcome.grown / 1e9:.1f} GB more memory")
+    return found
+
+
+def _message_faults(case: Case, outcome: Outcome) -> list[str]:
+    found = []
+    if outcome.stdout and not case.talks:
+        found.append("standard output beside a message")
+    if case.stderr:
+        return found  # nobody reads it
+    lines = [line for line in outcome.stderr.splitlines() if not _PROGRESS.fullmatch(line)]
+    messages = [line for line in lines if line.startswith("kvjax: ")]
+    if len(messages) != 1:
+        found.append(f"{len(messages)} messages")
+    elif lines[0] != messages[0] and not case.talks:
+        found.append("something above the message")
+    elif not (lines[-1] == messages[0] or lines[lines.index(messages[0]) + 1].startswith("  ")):
+        found.append("something below the message")
+    if len(lines) > LINES:
+        found.append(f"{len(lines)} lines")
+    if case.says and not any(word in outcome.stderr for word in case.says):
+        found.append(f"does not name {' or '.join(case.says)}")
+    return found
+
+
+def report(case: Case, outcome: Outcome, found: list[str]) -> str:
+    """The command line, what is wrong, and what it said."""
+    said = [f"  {name}: {text[-1500:].rstrip()!r}" for name, text in _streams(outcome) if text]
+    text = "\n".join([case.line()[:2000], f"  {'; '.join(found)}", *said])
+    return text.replace("x" * 1000, "$(printf 'x%.0s' {1..1000})")
+
+
+def _streams(outcome: Outcome) -> list[tuple[str, str]]:
+    return [("stdout", outcome.stdout), ("stderr", outcome.stderr)]
+
+
+def _quoted(word: str) -> str:
+    """As bash takes it; what is no UTF-8 as $'...'."""
+    try:
+        word.encode()
+        return shlex.quote(word)
+    except UnicodeEncodeError:
+        text = word.encode("utf-8", "surrogatepass").decode("latin-1")
+        text = "".join(c if c.isascii() and c not in "'\\" else f"\\x{ord(c):02x}" for c in text)
+        return f"$'{text}'"

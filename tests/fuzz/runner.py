@@ -1,0 +1,62 @@
+"""Cases given to a worker, and a report of those that are not as they should be."""
+
+from collections.abc import Iterable
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from kvjax import runtime
+from tests.fuzz.case import Case
+from tests.fuzz.case import Outcome
+from tests.fuzz.case import faults
+from tests.fuzz.case import report
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+class Worker:
+    """A warm process in a folder; a context manager."""
+
+    def __init__(self, home: pathlib.Path):
+        environment = os.environ | dict(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+        environment |= dict(TF_CPP_MIN_LOG_LEVEL="2", COLUMNS="80", KVJAX_CACHE=str(home / "cache"))
+        environment |= dict(  # what other tests compiled is found again
+            JAX_COMPILATION_CACHE_DIR=str(runtime.cache_directory() / "compiled"),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.05",
+            JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+        )
+        self._noise = home / "noise.txt"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fuzz.worker", str(home)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, case: Case) -> Outcome:
+        print(json.dumps(dataclasses.asdict(case)), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker died:\n{self._noise.read_text()[-5000:]}")
+        fields = json.loads(line)
+        return Outcome(**fields | dict(lost=tuple(fields["lost"])))
+
+    def failures(self, cases: Iterable[Case]) -> list[str]:
+        """A report of each case that has faults."""
+        found = []
+        for case in cases:
+            outcome = self.run(case)
+            if wrong := faults(case, outcome):
+                found.append(report(case, outcome, wrong))
+        return found
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._process.stdin.close()
+        self._process.wait()

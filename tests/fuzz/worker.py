@@ -1,0 +1,470 @@
+"""A warm process that runs command lines: imports are paid once.
+
+    python -m tests.fuzz.worker FOLDER    # reads a case per line of JSON, answers with an outcome
+
+It computes nothing itself, so that it can fork: one child runs all INSIDE cases, one after another,
+with what is expensive left out; each FORKED case has a child of its own, and a STARTED one a new
+interpreter.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.machinery
+import io
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+import types
+import typing
+from unittest import mock
+
+from tests.fuzz.case import FORKED
+from tests.fuzz.case import INSIDE
+from tests.fuzz.case import STARTED
+from tests.fuzz.case import Case
+from tests.fuzz.case import Outcome
+
+STUCK_SECONDS = 100  # of the clock, on a busy machine
+MODULES = (
+    "kvjax.__main__",
+    "kvjax.main",
+    "kvjax.train",
+    "kvjax.config_help",
+    "kvjax.generate",
+    "kvjax.cost_report",
+    "kvjax.aot",
+    "kvjax.data.prepare",
+    "kvjax.data.packed_rows",
+    "kvjax.kernels.profile",
+)
+RUN_KEYS = dict(tokenizer="byte", vocab_size=257, sequence_length=32, directory="../shared/data")
+COMPILERS = ("libtpu", "jax_cuda13_plugin")  # that need not be installed
+IMPORTING = "numpy"  # in the memory map of a process: kvjax/__init__.py has run
+_COMMANDS = {"kvjax": "kvjax.__main__", "kvjax.costs": "kvjax.cost_report"}
+
+
+class Stuck(BaseException):
+    """A case that takes too long."""
+
+
+class Enough(SystemExit):
+    """The end of a run that would now compile: everything was checked."""
+
+    def __init__(self, what: str):
+        print(f"would {what}")
+        super().__init__(0)
+
+
+def main(home: pathlib.Path) -> None:
+    """Answers the lines of standard input."""
+    home.mkdir(parents=True, exist_ok=True)
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    noise = os.open(home / "noise.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for number, file in enumerate((null, noise, noise)):
+        os.dup2(file, number)
+    for module in MODULES:
+        importlib.import_module(module)
+    desk = _Desk(home)
+    desk.build()
+    for line in requests:
+        fields = json.loads(line)
+        tuples = dict(
+            loses=tuple,
+            arguments=tuple,
+            says=tuple,
+            status=tuple,
+            edits=lambda e: tuple(map(tuple, e)),
+        )
+        case = Case(**{k: tuples.get(k, lambda v: v)(v) for k, v in fields.items()})
+        print(json.dumps(dataclasses.asdict(desk.run(case))), file=answers, flush=True)
+
+
+class _Desk:
+    """Where cases are run: `home/case` for each, `home/shared` for what all read."""
+
+    def __init__(self, home: pathlib.Path):
+        self._shared, self._folder = home / "shared", home / "case"
+        self._servant: _Servant | None = None
+
+    def build(self) -> None:
+        """Makes `shared`, in a child."""
+        if self._shared.exists():
+            return
+        if child := os.fork():
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if status:
+                raise RuntimeError(f"the files of all cases: status {status}, see noise.txt")
+            return
+        with _ending():
+            build(self._shared)
+
+    def run(self, case: Case) -> Outcome:
+        set_scene(case, self._folder, self._shared)
+        before = {root: _contents(root) for root in (self._folder, self._shared)}
+        if case.how == INSIDE:
+            outcome = self._inside(case)
+        else:
+            outcome = _apart(case, self._folder)
+        lost = tuple(
+            f"{root.name}/{name}"
+            for root, files in before.items()
+            for name in _lost(files, _contents(root), moved=outcome.status != 2 or case.talks)
+        )
+        return dataclasses.replace(outcome, lost=lost)
+
+    def _inside(self, case: Case) -> Outcome:
+        if self._servant is None:
+            self._servant = _Servant()
+        outcome = self._servant.run(case, self._folder)
+        if outcome is None:
+            outcome = _outcome(self._servant.end(), stderr="the process died, see noise.txt")
+            self._servant = None
+        return outcome
+
+
+def build(shared: pathlib.Path) -> None:
+    """A text, prepared data, a run of two steps, and files that are not what they should be."""
+    from etils import epath
+
+    from kvjax import train
+    from tests import runs
+
+    shared.mkdir()
+    rng = random.Random(0)
+    words = ["".join(rng.choices("etaoinshr", k=rng.randint(2, 7))) for _ in range(50)]
+    text = "\n".join(" ".join(rng.choices(words, k=8)) for _ in range(300))
+    (shared / "text.txt").write_text(text + "\n")
+    os.chdir(shared)
+    config = runs.small_config("text.txt", "data", num_steps=2, sample_tokens=0, eval_rows=8)
+    config.data.update(RUN_KEYS)
+    config.data.update(source="../shared/text.txt")
+    config.train.update(batch_size=2, checkpoint_every=1)
+    train.train(config, epath.Path("trained"))
+    (shared / "a_file").write_text("text\n")
+    (shared / "binary.py").write_bytes(bytes(range(256)))
+    (shared / "empty.txt").write_text("")
+    (shared / "marked.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (shared / "latin.txt").write_bytes("caf\xe9".encode("latin-1") * 100)
+    (shared / "deep.jsonl").write_text('{"text":' * 100_000 + "\n")
+    for name, code in dict(
+        raises="raise ValueError('what')",
+        ends="import sys; sys.exit(0)",
+        wrong="def get_config(:",
+        none="a = 1",
+        a_dict="def get_config(): return {}",
+        keyless="from ml_collections import ConfigDict as get_config",
+        late="def get_config(): return {}['x']",
+        prompts="def get_config(): return input()",
+    ).items():
+        (shared / f"{name}.py").write_text(code + "\n")
+
+
+def set_scene(case: Case, folder: pathlib.Path, shared: pathlib.Path) -> None:
+    """The folder that a case starts in."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine\n")
+    (folder / "folder").mkdir()
+    (folder / "folder" / "kept.txt").write_text("mine too\n")
+    if case.scene == "trained":
+        shutil.copytree(shared / "trained", folder / "run")
+    for name, content in case.edits:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None or content == "/":
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            if content:
+                path.mkdir()
+        else:
+            if path.is_dir():
+                shutil.rmtree(path)
+            path.write_bytes(content.encode("latin-1"))
+
+
+def _contents(folder: pathlib.Path) -> dict[str, bytes]:
+    """Of all files but locks and curves, by path; of the large ones their size and time."""
+    found = {}
+    for path in folder.rglob("*"):
+        passing = path.name in (".lock", "curves.png") or "/data/" in str(path)
+        if path.is_file() and not passing:
+            stat = path.stat()
+            small = stat.st_size < 10_000
+            content = path.read_bytes() if small else repr(stat[6:9:2]).encode()
+            found[str(path.relative_to(folder))] = content
+    return found
+
+
+def _lost(before: dict[str, bytes], after: dict[str, bytes], *, moved: bool) -> list[str]:
+    """What is not there any more; `moved`: nor anywhere else."""
+    there = set(after.values())
+    kept = lambda name, content: after.get(name) == content or (moved and content in there)
+    return [name for name, content in before.items() if not kept(name, content)]
+
+
+def _outcome(status: int, **known) -> Outcome:
+    return Outcome(**dict(status=status, stdout="", stderr="", seconds=0, grown=0, lost=()) | known)
+
+
+# -- one process for many cases --------------------------------------------------------------------
+
+
+class _Servant:
+    """The child that runs INSIDE cases."""
+
+    def __init__(self):
+        theirs, questions = os.pipe()
+        answers, ours = os.pipe()
+        self._child = os.fork()
+        if not self._child:
+            os.close(questions), os.close(answers)
+            with _ending():
+                _serve(os.fdopen(theirs), os.fdopen(ours, "w"))
+        os.close(theirs), os.close(ours)
+        self._questions, self._answers = os.fdopen(questions, "w"), os.fdopen(answers)
+
+    def run(self, case: Case, folder: pathlib.Path) -> Outcome | None:
+        """None: it died."""
+        with contextlib.suppress(OSError):
+            print(json.dumps([dataclasses.asdict(case), str(folder)]), file=self._questions)
+            self._questions.flush()
+            if line := self._answers.readline():
+                return Outcome(**json.loads(line))
+        return None
+
+    def end(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+
+
+def _serve(questions: typing.TextIO, answers: typing.TextIO) -> None:
+    from kvjax import runtime
+
+    signal.signal(signal.SIGALRM, _give_up)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(runtime, "keep_large_blocks"))
+        for patch in _left_out():
+            patches.enter_context(patch)
+        for line in questions:
+            fields, folder = json.loads(line)
+            print(json.dumps(dataclasses.asdict(_inside(fields, folder))), file=answers, flush=True)
+
+
+def _left_out() -> list:
+    """What would compile or measure says so instead, and ends."""
+    from jax.experimental import topologies
+
+    from kvjax import decoding
+    from kvjax import train
+    from kvjax.kernels import measured
+    from kvjax.kernels import static
+
+    def instead(what: str):
+        def end(*given, **options):
+            raise Enough(what)
+
+        return end
+
+    class Program(train.Program):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.init = instead("train")
+
+    whole = train.Run._loop
+
+    def loop(self, state, position, start, stop):
+        if start < stop:
+            raise Enough(f"train from step {start}")
+        return whole(self, state, position, start, stop)
+
+    patch = mock.patch.object
+    return [
+        patch(train, "Program", Program),
+        patch(train.Run, "_loop", loop),
+        patch(decoding, "Generation", instead("generate")),
+        patch(topologies, "get_topology_desc", instead("compile")),
+        mock.patch.dict(sys.modules, {name: _installed(name) for name in COMPILERS}),
+        *(patch(measured, name, instead("measure")) for name in ("measure", "tune")),
+        *(patch(static, name, instead("compile")) for name in ("tpu", "gpu", "tune_tpu")),
+    ]
+
+
+def _installed(name: str) -> types.ModuleType:
+    """A module that is there as far as the import system says."""
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    return module
+
+
+def _give_up(number, frame):
+    raise Stuck(f"over {STUCK_SECONDS} s")
+
+
+def _inside(fields: dict, folder: str) -> Outcome:
+    from kvjax import command_line
+
+    os.chdir(folder)
+    streams = {name: io.TextIOWrapper(io.BytesIO(), "utf-8") for name in ("stdout", "stderr")}
+    stdin = io.TextIOWrapper(io.BytesIO(fields["stdin"].encode("latin-1")), "utf-8")
+    begun, resident = time.process_time(), _resident("VmRSS")
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    signal.alarm(STUCK_SECONDS)
+    with contextlib.ExitStack() as patches:
+        for name, stream in (streams | dict(stdin=stdin)).items():
+            patches.enter_context(mock.patch.object(sys, name, stream))
+        patches.enter_context(mock.patch.dict(os.environ, fields["environment"]))
+        try:
+            status = command_line.status(_command(fields["command"]), fields["arguments"])
+        except BaseException:
+            print(traceback.format_exc(), file=sys.stderr)
+            status = 1
+        finally:
+            signal.alarm(0)
+    said = {}
+    for name, stream in streams.items():
+        stream.flush()
+        said[name] = stream.detach().getvalue().decode()
+    seconds, grown = time.process_time() - begun, _resident("VmHWM") - resident
+    return _outcome(status, seconds=seconds, grown=grown, **said)
+
+
+def _command(name: str):
+    return importlib.import_module(_COMMANDS.get(name, name)).main
+
+
+def _resident(name: str) -> int:
+    """Bytes, of this process."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+# -- a process for each ----------------------------------------------------------------------------
+
+
+def _apart(case: Case, folder: pathlib.Path) -> Outcome:
+    """A case in a process of its own, with real streams and signals."""
+    outputs = {name: folder.with_name(name) for name in ("stdout", "stderr")}
+    for path in outputs.values():
+        path.write_bytes(b"")
+    folder.with_name("stdin").write_bytes(case.stdin.encode("latin-1"))
+    reading, ready = os.pipe()  # ready: closed once the command begins
+    resident, child = _resident("VmRSS"), os.fork()
+    if not child:
+        with _ending():
+            _become(case, folder, ready)
+    os.close(ready)
+    os.read(reading, 1)
+    os.close(reading)
+    reached = _follow(child, case)
+    _, status, used = os.wait4(child, 0)
+    said = {name: path.read_bytes().decode(errors="replace") for name, path in outputs.items()}
+    if not reached:
+        said["stderr"] += f"stuck: over {STUCK_SECONDS} s"
+    before = resident if case.how == FORKED else 10**9  # an interpreter with all its imports
+    return _outcome(
+        os.waitstatus_to_exitcode(status),
+        seconds=used.ru_utime + used.ru_stime,
+        grown=max((used.ru_maxrss << 10) - before, 0),
+        **said,
+    )
+
+
+def _follow(child: int, case: Case) -> bool:
+    """Interrupts a child if its case says so, and waits for it; False: it had to be killed."""
+    ended = lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    deadline = time.monotonic() + STUCK_SECONDS
+    if case.interrupt is not None:
+        while case.how == STARTED and IMPORTING not in _mapped(child) and not ended():
+            time.sleep(0.005)
+        time.sleep(case.interrupt)
+        os.kill(child, signal.SIGINT)
+    while not ended():
+        time.sleep(0.01)
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            return False
+    return True
+
+
+def _mapped(process: int) -> str:
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{process}/maps").read_text()
+    return ""
+
+
+def _become(case: Case, folder: pathlib.Path, ready: int) -> None:
+    """The child: streams as in a shell, then the command."""
+    os.chdir(folder)
+    os.environ.update(case.environment)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        _open(number, getattr(case, name), folder.with_name(name))
+    if case.how == STARTED:
+        os.execv(sys.executable, [sys.executable, "-m", case.command, *case.arguments])
+    encoding = os.environ.get("PYTHONIOENCODING", "utf-8")
+    for number, (name, mode) in enumerate([("stdin", "r"), ("stdout", "w"), ("stderr", "w")]):
+        stream = None
+        with contextlib.suppress(OSError):  # closed, as an interpreter sees it
+            errors = "backslashreplace" if number == 2 else None
+            stream = open(number, mode, encoding=encoding, errors=errors, closefd=False)
+        setattr(sys, name, stream)
+    sys.argv = [case.command, *case.arguments]
+    from kvjax import command_line
+    from kvjax import interrupted
+
+    interrupted.quietly()  # as kvjax/__init__.py does for `python -m`
+    os.close(ready)
+    command_line.run(_command(case.command))
+
+
+def _open(number: int, kind: str, path: pathlib.Path) -> None:
+    if kind == "closed":
+        os.close(number)
+    elif kind in ("head", "shut"):
+        mine, theirs = os.pipe()
+        if kind == "head" and not os.fork():
+            os.close(theirs)
+            first = os.fdopen(mine, "rb").readline()
+            path.write_bytes(first)
+            os._exit(0)
+        os.close(mine)
+        os.dup2(theirs, number)
+        os.close(theirs)
+    else:
+        mode = os.O_RDONLY if number == 0 else os.O_WRONLY
+        file = os.open("/dev/full" if kind == "full" else path, mode)
+        os.dup2(file, number)
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _ending():
+    """Ends a forked child as an interpreter would end, not as a copy of the process above."""
+    status = 0
+    try:
+        yield
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        status = 1
+        traceback.print_exc()
+    finally:
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except (OSError, ValueError):
+            os.write(2, b"Exception ignored on flushing sys.stdout: Traceback\n")
+            status = 120
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    main(pathlib.Path(sys.argv[1]).absolute())

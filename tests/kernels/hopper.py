@@ -1,0 +1,245 @@
+"""Shared memory of a Hopper GPU as Pallas promises it: Mosaic GPU's interpreter, made unforgiving.
+
+The interpreter runs products (wgmma) and copies (TMA) at once, and sees what was written at once.
+A GPU runs both beside its threads, through a proxy of their own. Here a kernel fails at the first
+access to shared memory that only the interpreter orders:
+
+    earlier            later                     what must lie between them
+    a store            a product, a copy         commit_smem
+    a load             a copy                    commit_smem: any warp may lag behind
+    a product          a store, a copy           wgmma_wait, which makes its reads loads
+    a copy             anything                  barrier_wait on its barrier
+
+An accumulator is read when no product into it is in flight. A wait for all but n products leaves
+the n youngest in flight.
+
+Pallas orders the threads' own loads and stores, and registers (wgmma.fence); neither is modelled.
+It also puts a barrier of the warpgroup before every copy, but promises none: here only commit_smem
+is one. The model is of one warpgroup per block, of products and of copies into shared memory; a
+kernel with more is refused. Clusters are not modelled either.
+
+Importing this installs it, for interpreters with `InterpretGPUParams` of this module.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import inspect
+from unittest import mock
+
+import jax
+from jax._src import callback as jax_callback
+from jax._src import source_info_util
+from jax._src.pallas.mosaic.interpret import race_detection_state
+from jax._src.pallas.mosaic_gpu import core
+from jax._src.pallas.mosaic_gpu import primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+# Of this very name: Pallas compares it.
+class InterpretGPUParams(plgpu.InterpretGPUParams):
+    """Interpreters with these raise `Hazard`."""
+
+
+class Hazard(Exception):
+    """Two accesses to shared memory that a GPU need not run in their order."""
+
+
+_BETWEEN = {  # kinds of access, earlier and later
+    ("store", "product"): "commit_smem",
+    ("store", "copy"): "commit_smem",
+    ("load", "copy"): "commit_smem",
+    ("product", "store"): "wgmma_wait",
+    ("product", "copy"): "wgmma_wait",
+    ("copy", "load"): "barrier_wait",
+    ("copy", "store"): "barrier_wait",
+    ("copy", "product"): "barrier_wait",
+    ("copy", "copy"): "barrier_wait",
+}
+_SMEM = shared_memory.get_memory_space_idx(core.MemorySpace.SMEM)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Access:
+    kind: str  # as in _BETWEEN
+    buffer: tuple
+    range: tuple[slice | int, ...]
+    line: str
+    barrier: tuple | None = None  # of a copy
+
+
+@dataclasses.dataclass
+class _Block:
+    """What a block of the grid has done and not ordered."""
+
+    accesses: list[_Access] = dataclasses.field(default_factory=list)
+    # The oldest first: an accumulator and its operands.
+    products: list[tuple[tuple, list[_Access]]] = dataclasses.field(default_factory=list)
+
+    def access(self, new: _Access) -> None:
+        for old in self.accesses:
+            between = _BETWEEN.get((old.kind, new.kind))
+            if between is None or old.buffer != new.buffer:
+                continue
+            if race_detection_state._ranges_overlap(old.range, new.range):
+                raise Hazard(f"no {between} after the {old.kind} in {old.line}: {new.line}")
+        self.accesses.append(new)
+
+    def commit(self) -> None:
+        self.accesses = [a for a in self.accesses if a.kind not in ("load", "store")]
+
+    def wait(self, n: int) -> None:
+        done = self.products[: max(len(self.products) - n, 0)]
+        self.products = self.products[len(done) :]
+        for operand in (operand for _, operands in done for operand in operands):
+            self.accesses.remove(operand)
+            self.accesses.append(dataclasses.replace(operand, kind="load"))
+
+    def arrive(self, barrier: tuple, arrivals: int) -> None:
+        """A phase of the barrier ends: the oldest copies that arrive at it have."""
+        for copy in [a for a in self.accesses if a.barrier == barrier][:arrivals]:
+            self.accesses.remove(copy)
+
+    def read(self, accumulator: tuple, line: str) -> None:
+        if any(accumulator == written for written, _ in self.products):
+            raise Hazard(f"no wgmma_wait before the accumulator: {line}")
+
+
+def _block() -> _Block:
+    memory = gpu_callbacks._get_shared_memory()
+    if memory.num_pallas_threads_per_block != 1 or memory.num_blocks_per_cluster != 1:
+        raise NotImplementedError("one warpgroup per block, no clusters")
+    return vars(memory).setdefault("unordered", _Block())  # a memory lives as long as a kernel
+
+
+# -- what the interpreter calls --------------------------------------------------------------------
+
+_CALLBACKS: dict[str, Callable] = {}  # by their names in `gpu_callbacks`
+
+
+def _before(name: str) -> Callable:
+    """Decorates what is done before the interpreter's callback, with its arguments by name."""
+    original = getattr(gpu_callbacks, name)
+    signature = inspect.signature(original)
+
+    def decorate(note: Callable) -> Callable:
+        @gpu_callbacks.fail_on_exception
+        @functools.wraps(original)
+        def callback(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            note(_block(), bound.arguments)
+            return original(*args, **kwargs)
+
+        _CALLBACKS[name] = callback
+        return note
+
+    return decorate
+
+
+def _key(array) -> tuple:
+    return tuple(int(i) for i in array)
+
+
+def _line(arguments: dict) -> str:
+    return source_info_util.summarize(arguments["source_info"])
+
+
+def _accessed(kind: str, arguments: dict, which: str = "", barrier=None) -> list[_Access]:
+    """The access to the ref that the arguments call `which`, if it is in shared memory."""
+    key = arguments[f"{which}allocation_key_as_array"]
+    host_key = gpu_callbacks.HostAllocationKey.from_array(key)
+    if host_key.memory_space_id != _SMEM:
+        return []
+    transforms = gpu_callbacks._remove_noop_transforms(arguments[f"{which}transforms"])
+    transforms = jax.tree.map(int, transforms)
+    access = gpu_callbacks._get_shared_memory().access(host_key, transforms)
+    return [_Access(kind, _key(key), access.range, _line(arguments), barrier)]
+
+
+@_before("_get")
+def _(block, arguments):
+    for access in _accessed("load", arguments):
+        block.access(access)
+
+
+@_before("_swap")
+def _(block, arguments):
+    for access in _accessed("store", arguments):
+        block.access(access)
+
+
+@_before("copy_gmem_to_smem")
+def _(block, arguments):
+    barrier = _key(arguments["barrier_allocation_key_as_array"])
+    for access in _accessed("copy", arguments, "dst_", barrier):
+        block.access(access)
+
+
+@_before("wgmma")
+def _(block, arguments):
+    operands = [o for name in ("a_", "b_") for o in _accessed("product", arguments, name)]
+    for operand in operands:
+        block.access(operand)
+    block.products.append((_key(arguments["acc_allocation_key_as_array"]), operands))
+
+
+@_before("wgmma_accumulator_deref")
+def _(block, arguments):
+    if arguments["wait_n"] is not None:
+        block.wait(arguments["wait_n"])
+    block.read(_key(arguments["acc_allocation_key_as_array"]), _line(arguments))
+
+
+@_before("commit_smem")
+def _(block, arguments):
+    block.commit()
+
+
+@_before("_barrier_wait")
+def _(block, arguments):
+    key = arguments["allocation_key_as_array"]
+    barrier = gpu_callbacks._get_shared_memory().get_barrier(
+        gpu_callbacks.HostAllocationKey.from_array(key)
+    )
+    block.arrive(_key(key), barrier.num_arrivals)
+
+
+@gpu_callbacks.fail_on_exception
+def _wgmma_wait(*, token, thread, n: int):
+    _block().wait(n)
+    return token
+
+
+class _Interpreter(jaxpr_interpret.JaxprInterpreter):
+    """The interpreter with these callbacks; its own ignores `wgmma_wait`."""
+
+    def interpret(self, jaxpr, token, *args):
+        if not isinstance(self.interpret_params, InterpretGPUParams):
+            return super().interpret(jaxpr, token, *args)
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is primitives.copy_smem_to_gmem_p:
+                raise NotImplementedError("copies out of shared memory")
+        # A wait is interpreted as a commit that has a count.
+        is_wait = lambda eqn: eqn.primitive is primitives.wgmma_wait_p
+        as_commit = lambda eqn: eqn.replace(primitive=primitives.commit_smem_p)
+        eqns = [as_commit(eqn) if is_wait(eqn) else eqn for eqn in jaxpr.eqns]
+        with mock.patch.multiple(gpu_callbacks, **_CALLBACKS):
+            return super().interpret(jaxpr.replace(eqns=eqns), token, *args)
+
+    def _interpret_commit_smem_p(self, eqn, token, get_invals):
+        if "n" not in eqn.params:
+            return super()._interpret_commit_smem_p(eqn, token, get_invals)
+        token = jax_callback.io_callback(
+            functools.partial(_wgmma_wait, n=eqn.params["n"]),
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token=token,
+            thread=self.thread,
+        )
+        return token, []
+
+
+jaxpr_interpret.JaxprInterpreter = _Interpreter

@@ -1,0 +1,117 @@
+"""What a compiled Hopper kernel leaves to chance in shared memory, read from its PTX.
+
+Every path through the program is followed. Addresses are not read, so that an order is asked of all
+accesses of two kinds, and a ring may have one product in flight while it fills another slot. The
+order of PTX's proxies is asked for as it is written, by whatever it is there:
+
+    earlier                         later                  what must lie between them
+    st.shared, stmatrix             wgmma, bulk copy       fence.proxy.async, then bar.sync
+    ld.shared, ldmatrix             bulk copy              fence.proxy.async, then bar.sync
+    wgmma                           st.shared, stmatrix    commit_group, wait_group 0
+    wgmma, but the youngest group   bulk copy              commit_group, wait_group, then bar.sync
+
+Between a product and a copy into what it has read there is no fence: both are of one proxy. That
+a copy has arrived, and which slot it fills, is not read (`hopper` models both); nor are registers
+(wgmma.fence): ptxas adds what is missing.
+"""
+
+from collections.abc import Iterator
+import re
+from typing import NamedTuple
+
+_KINDS = {
+    "store": r"\bst(matrix)?\.\S*shared",
+    "load": r"\bld(matrix)?\.\S*shared",
+    "product": r"\bwgmma\.mma_async",
+    "group": r"\bwgmma\.commit_group",
+    "wait": r"\bwgmma\.wait_group\S*\s+(\d+)",
+    "copy": r"\bcp\.async\.bulk\.tensor",
+    "fence": r"\bfence\.proxy\.async",
+    "barrier": r"\bbar\.sync",
+    "jump": r"^bra(?:\.uni)?\s+(\$\w+)",
+    "branch": r"^@\S+\s+bra(?:\.uni)?\s+(\$\w+)",  # but those that wait for a copy: DONE, LAB_WAIT
+    "label": r"^(\$\w+):",
+    "end": r"^ret;",
+}
+
+
+_MANY = 8  # groups in flight, and more
+_DONE, _FENCED, _ACCESSED = range(3)  # how far loads and stores are from being ordered
+
+
+class _State(NamedTuple):
+    """What one path has left unordered."""
+
+    stored: int = _DONE
+    loaded: int = _DONE
+    unsynchronised: bool = False  # products that other warps may still wait for
+    open: bool = False  # products of no group
+    groups: int = 0  # in flight
+
+
+def hazards(ptx: str) -> list[str]:
+    """What is wrong, by line.
+
+    Raises:
+      ValueError: there is no product, or no copy.
+    """
+    steps = list(_steps(ptx))
+    if not {"product", "copy"} <= {kind for kind, _, _ in steps}:
+        raise ValueError("a program without wgmma or bulk copies")
+    labels = {name: i for i, (kind, name, _) in enumerate(steps) if kind == "label"}
+    found, seen, ahead = set(), set(), [(0, _State())]
+    while ahead:
+        i, state = at = ahead.pop()
+        if at in seen or i == len(steps):
+            continue
+        seen.add(at)
+        kind, argument, line = steps[i]
+        found |= {(line, f"line {line}: {kind} {wrong}") for wrong in _wrong(kind, state)}
+        if kind in ("jump", "branch"):
+            ahead.append((labels[argument], state))
+        if kind not in ("jump", "end"):
+            ahead.append((i + 1, _after(kind, argument, state)))
+    return [message for _, message in sorted(found)]
+
+
+def _steps(ptx: str) -> Iterator[tuple[str, str, int]]:
+    for number, line in enumerate(ptx.splitlines(), start=1):
+        for kind, pattern in _KINDS.items():
+            if match := re.search(pattern, line.strip()):
+                yield kind, match[match.lastindex or 0], number
+
+
+def _wrong(kind: str, state: _State) -> Iterator[str]:
+    missing = {_ACCESSED: "fence.proxy.async", _FENCED: "bar.sync"}
+    if kind in ("product", "copy") and state.stored:
+        yield f"after a store without {missing[state.stored]}"
+    if kind == "copy" and state.loaded:
+        yield f"after a load without {missing[state.loaded]}"
+    if kind == "copy" and state.unsynchronised:
+        yield "after a product without bar.sync"
+    in_flight = state.groups + state.open
+    if (kind == "store" and in_flight > 0) or (kind == "copy" and in_flight > 1):
+        yield "without wgmma.wait_group after a product"
+
+
+def _after(kind: str, argument: str, state: _State) -> _State:
+    match kind:
+        case "store":
+            return state._replace(stored=_ACCESSED)
+        case "load":
+            return state._replace(loaded=_ACCESSED)
+        case "fence":
+            stored, loaded = min(state.stored, _FENCED), min(state.loaded, _FENCED)
+            return state._replace(stored=stored, loaded=loaded)
+        case "barrier":
+            stored, loaded = (_DONE if x == _FENCED else x for x in (state.stored, state.loaded))
+            return state._replace(stored=stored, loaded=loaded, unsynchronised=False)
+        case "product":
+            return state._replace(open=True)
+        case "group":
+            return state._replace(open=False, groups=min(state.groups + 1, _MANY))
+        case "wait":
+            groups = min(state.groups, int(argument))
+            waited = groups < state.groups
+            return state._replace(groups=groups, unsynchronised=state.unsynchronised or waited)
+    return state
