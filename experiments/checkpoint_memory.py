@@ -1,56 +1,122 @@
 """Resident memory of four processes that load a checkpoint of another mesh.
 
-python -m experiments.checkpoint_memory [--save]
+    python -m experiments.checkpoint_memory [--save]
 
 A training state of 300 MB (float32) is written by four processes as fsdp = 4, and by one process
 with one device, and loaded by four as fsdp = 2 x tensor = 2. What counts is how far a process's
 resident memory rises at its highest above where it was before loading, beside the bytes that its
-devices then hold and beside the whole state.
+devices then hold and beside the whole state. Prints a table. Needs Linux.
 """
 
 import argparse
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
+
+from etils import epath
+import jax
+import psutil
+
+from experiments import contender
+from experiments import record
+from kvjax import command_line
+from kvjax import costs
+from kvjax import distributed
+from kvjax import experiment as experiment_lib
+from kvjax import progress
+from kvjax import recipes
+from kvjax import runtime
+from kvjax import sharding
+from kvjax.checkpoint import Checkpoints
+from kvjax.configuration import at_least
+from kvjax.errors import UserError
+from kvjax.output import Output
+from kvjax.program import Program
 
 PROCESSES = 4
 ROOT = pathlib.Path(__file__).parents[1]
 FSDP = dict(data=1, fsdp=4, sequence=1, tensor=1)
 ONE = dict(data=1, fsdp=1, sequence=1, tensor=1)
 OTHER = dict(data=1, fsdp=2, sequence=1, tensor=2)
+SECONDS = 600  # a job takes at most
+_CLEAR = pathlib.Path("/proc/self/clear_refs")
+_WORKER = (
+    "import json, sys; from experiments import checkpoint_memory; "
+    "checkpoint_memory.work(json.loads(sys.argv[1]))"
+)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--save", action="store_true", help="write experiments/results")
-    parser.add_argument("--d_model", type=int, default=512)
-    parser.add_argument("--num_layers", type=int, default=12)
-    options = parser.parse_args()
-    rows = measure(d_model=options.d_model, num_layers=options.num_layers)
-    print("| written as | state, MB | of it in each of 4, MB | peak above before, MB |")
-    print("|---|---|---|---|")
-    for r in rows:
-        peaks = ", ".join(f"{p / 1e6:.0f}" for p in r["peak_bytes"])
-        here = ", ".join(f"{p / 1e6:.0f}" for p in r["local_bytes"])
-        print(f"| {r['written']} | {r['state_bytes'] / 1e6:.0f} | {here} | {peaks} |")
-    from experiments import record  # takes JAX, which the processes above should not share
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--d_model", type=int, default=512, help="width of the model (512)")
+    add("--num_layers", type=int, default=12, help="its layers (12)")
+    add("--save", action="store_true", help="write experiments/results/checkpoint_memory.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    at_least("--d_model", options.d_model, 1)
+    at_least("--num_layers", options.num_layers, 1)
+    record.check(options.save)
+    return options
 
-    record.record("checkpoint_memory", dict(rows=rows), save=options.save)
+
+def _check(d_model: int, num_layers: int) -> None:
+    """Raises a UserError where the state cannot be split, held or written."""
+    if not _CLEAR.exists():
+        raise UserError(f"{_CLEAR} is not there: only Linux says how high memory rose")
+    one, two = (experiment(d_model, layers, FSDP).model for layers in (1, 2))
+    shapes, _ = costs.abstract_parameters(one)
+    if not all(sharding.divides(mesh, shapes) for mesh in (FSDP, OTHER)):
+        raise UserError(f"--d_model={d_model}: must divide by {PROCESSES}, as 512 does")
+    first, both = (costs.parameters(model)["total"] for model in (one, two))
+    most = 12 * (first + (num_layers - 1) * (both - first))  # float32 weights and two moments
+    folder = tempfile.gettempdir()
+    there = dict(memory=(psutil.virtual_memory().available, 3), disk=(_free(folder), 2))
+    for name, (size, copies) in there.items():
+        if copies * most > size:
+            raise UserError(
+                f"--d_model={d_model} --num_layers={num_layers}: a state of {most / 1e9:,.1f} GB "
+                f"needs {copies} times that; of {name} {size / 1e9:,.1f} GB are free"
+            )
+
+
+def _free(folder: str) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def main(arguments: list[str]) -> None:
+    """Measures and prints."""
+    options = _options(arguments)
+    shape = dict(d_model=options.d_model, num_layers=options.num_layers)
+    _check(**shape)
+    rows = measure(**shape)
+    out = Output(options)
+    mb = lambda sizes: ", ".join(f"{size / 1e6:.0f}" for size in sizes)
+    header = ("written as", "state, MB", "of it in each of 4, MB", "peak above before, MB")
+    cells = [
+        (r["written"], mb([r["state_bytes"]]), mb(r["local_bytes"]), mb(r["peak_bytes"]))
+        for r in rows
+    ]
+    out.table(header, cells)
+    record.record("checkpoint_memory", dict(rows=rows), out, save=options.save)
 
 
 def measure(*, d_model: int, num_layers: int) -> list[dict]:
     """A row per way of writing; lists have one entry per process that loads."""
     shape = dict(d_model=d_model, num_layers=num_layers)
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    waiting = progress.waiting(f"{PROCESSES} processes that write and load a checkpoint")
+    with tempfile.TemporaryDirectory() as folder, waiting as doing:
         for written, mesh, processes in (("fsdp=4", FSDP, PROCESSES), ("one device", ONE, 1)):
             where = dict(directory=f"{folder}/{written}", **shape)
+            doing.at(f"writing it as {written}")
             _job(processes, dict(do="write", mesh=mesh, **where))
+            doing.at(f"loading what was written as {written}")
             found = _job(PROCESSES, dict(do="load", mesh=OTHER, **where))
             row = {key: [f[key] for f in found] for key in ("peak_bytes", "local_bytes")}
             rows.append(dict(written=written, state_bytes=found[0]["state_bytes"]) | row)
@@ -58,7 +124,11 @@ def measure(*, d_model: int, num_layers: int) -> list[dict]:
 
 
 def _job(processes: int, task: dict) -> list[dict]:
-    """What each of several processes, with one CPU device each, says at its end."""
+    """What each of several processes, with one CPU device each, says at its end.
+
+    Raises:
+      UserError: one of them failed, or they took too long; none is left running.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{s.getsockname()[1]}"
@@ -66,49 +136,44 @@ def _job(processes: int, task: dict) -> list[dict]:
         JAX_PLATFORMS="cpu", XLA_FLAGS="", PYTHONPATH=str(ROOT), TF_CPP_MIN_LOG_LEVEL="2"
     )
     children = []
-    for i in range(processes):
-        job = dict(coordinator=coordinator, num_processes=processes, process_id=i)
-        command = [sys.executable, "-m", "experiments.checkpoint_memory", "--worker"]
-        children.append(
-            subprocess.Popen(
-                [*command, json.dumps(task | dict(job=job))],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-    outputs = [child.communicate(timeout=600)[0] for child in children]
-    if any(child.returncode for child in children):
-        sys.exit(f"{task}: {[child.returncode for child in children]}")
+    try:
+        for i in range(processes):
+            job = dict(coordinator=coordinator, num_processes=processes, process_id=i)
+            command = [*contender.python(_WORKER), json.dumps(task | dict(job=job))]
+            kept = dict(stdout=subprocess.PIPE, text=True)
+            children.append(subprocess.Popen(command, cwd=ROOT, env=environment, **kept))
+        outputs = [child.communicate(timeout=SECONDS)[0] for child in children]
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"{task['do']}: not done after {SECONDS} s: take a smaller model"
+        ) from error
+    finally:
+        for child in children:
+            child.kill()
+    statuses = [child.returncode for child in children]
+    if any(statuses):
+        raise UserError(f"{task['do']}: the processes ended with statuses {statuses}, see above")
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def _work(task: dict) -> None:
-    from kvjax import distributed
-    from kvjax import runtime
-
+def work(task: dict) -> None:
+    """A process of a job."""
     runtime.start()
     distributed.start(**task["job"])
     with distributed.ending_together():
         print(json.dumps(_write_or_load(task)), flush=True)
 
 
-def _write_or_load(task: dict) -> dict:
-    from etils import epath
-    import jax
-
-    from kvjax import experiment
-    from kvjax import recipes
-    from kvjax import sharding
-    from kvjax.checkpoint import Checkpoints
-    from kvjax.program import Program
-
+def experiment(d_model: int, num_layers: int, mesh: dict[str, int]) -> experiment_lib.Experiment:
+    """LRKV of that width and depth over a mesh."""
     config = recipes.pretrain("wide", scale="tiny", attention=recipes.lrkv(8, rank=16, dim=64))
-    d_model = task["d_model"]
-    config.model.update(num_layers=task["num_layers"], d_model=d_model, mlp_dim=4 * d_model)
-    config.mesh.update(task["mesh"])
-    run = experiment.resolve(config)
+    config.model.update(num_layers=num_layers, d_model=d_model, mlp_dim=4 * d_model)
+    config.mesh.update(mesh)
+    return experiment_lib.resolve(config)
+
+
+def _write_or_load(task: dict) -> dict:
+    run = experiment(task["d_model"], task["num_layers"], task["mesh"])
     mesh = sharding.make_mesh(run.mesh, jax.devices())
     program = Program(run, run.compute.resolve("cpu", run.model.block.num_layers), mesh)
     checkpoints = Checkpoints(epath.Path(task["directory"]), keep=1)
@@ -131,7 +196,7 @@ def _write_or_load(task: dict) -> dict:
 def _reset_peak() -> int:
     """Makes the kernel count the highest resident memory from here on; what it is now."""
     time.sleep(1)  # threads that start
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    _CLEAR.write_text("5")
     return _status("VmRSS")
 
 
@@ -141,7 +206,4 @@ def _status(key: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        _work(json.loads(sys.argv[2]))
-    else:
-        main()
+    command_line.run(main)

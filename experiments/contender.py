@@ -5,6 +5,7 @@ Imports neither JAX nor PyTorch.
 """
 
 from collections.abc import Callable
+import importlib
 import itertools
 import json
 import pathlib
@@ -13,17 +14,26 @@ import sys
 import time
 import traceback
 
+from kvjax.command_line import reason_of
+from kvjax.errors import UserError
 from kvjax.errors import first_line
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _RESULT = "result: "  # libraries may print before and after
 _FRAMES = 12  # of a traceback: compilers' are long
+_IGNORE_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+_CHILD = "import sys; from experiments import contender; contender.child(sys.argv[1])"
+
+
+def python(code: str) -> list[str]:
+    """A command that runs code; Ctrl-C is left to the parent, which kills it."""
+    return [sys.executable, "-c", f"{_IGNORE_CTRL_C}; {code}"]
 
 
 def run(module: str, arguments: dict) -> dict:
-    """What `main` of that module measured; {"error": one line} if it raised or was killed."""
+    """What a module's `training_speed` measured; {"error": one line} if it raised or was killed."""
     child = subprocess.run(
-        [sys.executable, "-m", module],
+        [*python(_CHILD), module],
         input=json.dumps(arguments),
         stdout=subprocess.PIPE,
         text=True,
@@ -36,13 +46,15 @@ def run(module: str, arguments: dict) -> dict:
     return json.loads(results[-1].removeprefix(_RESULT))
 
 
-def main(measure: Callable[..., dict]) -> None:
-    """The child: calls `measure` with the arguments; a traceback goes to stderr."""
+def child(module: str) -> None:
+    """Calls `training_speed` with the arguments; the traceback of a bug goes to stderr."""
     try:
-        result = measure(**json.load(sys.stdin))
+        result = importlib.import_module(module).training_speed(**json.load(sys.stdin))
     except Exception as error:  # whatever a compiler or a device says belongs into the table
-        traceback.print_exc(limit=-_FRAMES)
-        result = dict(error=f"{type(error).__name__}: {first_line(error)}")
+        if reason_of(error) is None:
+            traceback.print_exc(limit=-_FRAMES)
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        result = dict(error=kind + first_line(error))
     print("\n" + _RESULT + json.dumps(result))
 
 

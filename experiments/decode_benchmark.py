@@ -6,13 +6,12 @@ One layer at the LRKV paper's d36, one sequence, one query, random entries; the 
 "Expanding first" is the reference implementation, measured once: whole keys and values of every
 head, then attention. Measurements of a length are interleaved, and a time is the median. Beside
 it stands what bytes and FLOPs take by themselves, at the rates of reading an array once and of a
-matrix product, both measured in the same run. Prints tables, and one JSON line.
+matrix product, both measured in the same run. Prints tables.
 """
 
+import argparse
 import statistics
 
-from absl import app
-from absl import flags
 import jax
 import jax.numpy as jnp
 
@@ -21,7 +20,15 @@ from experiments import record
 from experiments.d36 import MECHANISMS
 from experiments.d36 import abstract_attention
 from experiments.d36 import model
+from kvjax import command_line
+from kvjax import lists
+from kvjax import progress
 from kvjax import runtime
+from kvjax.configuration import at_least
+from kvjax.errors import UserError
+from kvjax.layers import rope
+from kvjax.output import Output
+from kvjax.output import Table
 
 
 class Step:
@@ -89,49 +96,98 @@ def slopes(rows: list[dict], bandwidth: float, rate: float) -> list[dict]:
     return result
 
 
-def _print(rows: list[dict], per_token: list[dict]) -> None:
-    print("| mechanism | tokens | cache MB | ms | GB/s | of MHA's time | expanding first, ms |")
-    print("|---" + "|---:" * 6 + "|")
-    for r in rows:
-        expanded = f"{r['expanding_first'] * 1e3:,.1f}" if "expanding_first" in r else ""
-        print(
-            f"| {r['mechanism']} | {r['tokens']:,} | {r['cache_bytes'] / 1e6:,.1f} "
-            f"| {r['seconds'] * 1e3:,.2f} | {r['cache_bytes'] / r['seconds'] / 1e9:.1f} "
-            f"| {r['seconds'] / r['mha_seconds']:.2f} | {expanded} |"
+def _show(rows: list[dict], per_token: list[dict], out: Output) -> None:
+    header = ("mechanism", "tokens", "cache MB", "ms", "GB/s", "of MHA's time")
+    cells = [
+        (
+            r["mechanism"],
+            f"{r['tokens']:,}",
+            f"{r['cache_bytes'] / 1e6:,.1f}",
+            f"{r['seconds'] * 1e3:,.2f}",
+            f"{r['cache_bytes'] / r['seconds'] / 1e9:.1f}",
+            f"{r['seconds'] / r['mha_seconds']:.2f}",
+            f"{r['expanding_first'] * 1e3:,.1f}" if "expanding_first" in r else "",
         )
+        for r in rows
+    ]
+    out.table((*header, "expanding first, ms"), cells)
     base = per_token[0]
-    print("\nPer cached token, between the two longest caches")
-    print("| mechanism | bytes | of MHA | FLOPs | ns | of MHA | ns by bytes | ns by FLOPs |")
-    print("|---" + "|---:" * 7 + "|")
-    for s in per_token:
-        print(
-            f"| {s['mechanism']} | {s['cache_bytes']:,.0f} "
-            f"| {s['cache_bytes'] / base['cache_bytes']:.0%} | {s['flops']:,.0f} | {s['ns']:,.0f} "
-            f"| {s['ns'] / s['mha_ns']:.0%} | {s['by_bytes']:,.0f} | {s['by_flops']:,.0f} |"
+    header = ("mechanism", "bytes", "of MHA", "FLOPs", "ns", "of MHA", "ns by bytes", "ns by FLOPs")
+    cells = [
+        (
+            s["mechanism"],
+            f"{s['cache_bytes']:,.0f}",
+            f"{s['cache_bytes'] / base['cache_bytes']:.0%}",
+            f"{s['flops']:,.0f}",
+            f"{s['ns']:,.0f}",
+            f"{s['ns'] / s['mha_ns']:.0%}",
+            f"{s['by_bytes']:,.0f}",
+            f"{s['by_flops']:,.0f}",
+        )
+        for s in per_token
+    ]
+    out.show(Table("\nPer cached token, between the two longest caches", header, cells))
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    usual = "1024,8192,32768,131072"
+    add("--lengths", default=usual, help=f"cached tokens, two numbers or more ({usual})")
+    add("--rounds", type=int, default=5, help="interleaved rounds of measurements (5)")
+    expand = dict(action=argparse.BooleanOptionalAction, default=True)
+    add("--expand", **expand, help="also time expanding first (yes)")
+    add("--save", action="store_true", help="write experiments/results/decode_benchmark.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    lengths = sorted(set(lists.integers("--lengths", options.lengths)))
+    if len(lengths) < 2 or lengths[-1] > rope.MAX_POSITION:
+        raise UserError(
+            f"--lengths={options.lengths}: must be two or more numbers, none above "
+            f"{rope.MAX_POSITION}: the last table is of the difference between the largest two"
+        )
+    options.lengths = lengths
+    at_least("--rounds", options.rounds, 1)
+    record.check(options.save)
+    return options
+
+
+def _check_memory(length: int, dtype: jnp.dtype) -> None:
+    """Raises a UserError unless MHA's cache and another's as large have room."""
+    _, (_, _, cache) = abstract_attention("MHA", length, dtype)
+    need = 2 * sum(x.size * x.dtype.itemsize for x in cache.values())
+    there = runtime.memory_per_device()
+    if need > there:
+        raise UserError(
+            f"--lengths={length}: two caches of so many tokens need {need / 1e9:,.1f} GB of "
+            f"{there / 1e9:,.1f} GB: give shorter ones"
         )
 
 
-def main(argv) -> None:
-    del argv
+def main(arguments: list[str]) -> None:
+    """Measures and prints."""
+    options = _options(arguments)
     runtime.start()
     dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-    bandwidth, rate = machine.read_rate(dtype), machine.matmul_rate(dtype)
-    rows = []
-    for length in _LENGTHS.value:
-        rows += measure(int(length), dtype, rounds=_ROUNDS.value, expand=_EXPAND.value)
-    print(
-        f"\n{jax.devices()[0].device_kind}, {dtype}: reads {bandwidth / 1e9:.1f} GB/s, multiplies "
-        f"{rate / 1e9:.0f} GFLOP/s\n"
+    _check_memory(options.lengths[-1], dtype)
+    rows, how = [], dict(rounds=options.rounds, expand=options.expand)
+    with progress.waiting("measuring") as doing:
+        doing.at("what this machine reads and multiplies")
+        bandwidth, rate = machine.read_rate(dtype), machine.matmul_rate(dtype)
+        for length in options.lengths:
+            doing.at(f"{length:,} tokens")
+            rows += measure(length, dtype, **how)
+    out = Output(options)
+    out.say(
+        f"{jax.devices()[0].device_kind}, {dtype}: reads {bandwidth / 1e9:.1f} GB/s, multiplies "
+        f"{rate / 1e9:.0f} GFLOP/s"
     )
     per_token = slopes(rows, bandwidth, rate)
-    _print(rows, per_token)
+    _show(rows, per_token, out)
     rates = dict(read_gbps=bandwidth / 1e9, matmul_gflops=rate / 1e9)
-    record.record("decode_benchmark", rates | dict(rows=rows, slopes=per_token), save=_SAVE.value)
+    result = rates | dict(rows=rows, slopes=per_token)
+    record.record("decode_benchmark", result, out, save=options.save)
 
 
 if __name__ == "__main__":
-    _LENGTHS = flags.DEFINE_list("lengths", ["1024", "8192", "32768", "131072"], "Cached tokens.")
-    _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds of measurements.")
-    _EXPAND = flags.DEFINE_bool("expand", True, "Also time expanding first.")
-    _SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/decode_benchmark.json.")
-    app.run(main)
+    command_line.run(main)

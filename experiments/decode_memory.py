@@ -1,18 +1,18 @@
 """Bytes of a decode step as the compiler lays it out: logical, physical, temporary.
 
     python -m experiments.decode_memory [--topology=v5e:2x2] [--batches=1,8] [--save]
+    python -m experiments.decode_memory --mechanism=MHA --mechanism='thin keys, 32'
 
 Four layers at the LRKV paper's d36, bfloat16, compiled ahead of time for one chip of a TPU that
 need not be there (`pip install -e '.[aot]'`). Physical bytes are those of the cache as an argument,
 its padding to tiles included. Temporary memory is compared between caches of 1K and 32K tokens: it
 must not grow with the cache, and the whole cache must be aliased, that is updated in place. Below,
-the same for one layer's attention alone on the CPU, float32. Prints tables, and one JSON line.
+the same for one layer's attention alone on the CPU, float32. Prints tables.
 """
 
+import argparse
 import re
 
-from absl import app
-from absl import flags
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,24 @@ from experiments.d36 import MECHANISMS
 from experiments.d36 import abstract_attention
 from experiments.d36 import model
 from kvjax import cache as cache_lib
+from kvjax import command_line
 from kvjax import costs
+from kvjax import devices
+from kvjax import lists
+from kvjax import progress
 from kvjax import runtime
 from kvjax import topology
+from kvjax.errors import UserError
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
+from kvjax.output import Output
+from kvjax.output import Table
 
 LENGTHS = (1024, 32_768)
 _KERNEL = 'custom_call_target="(tpu_custom_call|mosaic_gpu)'
+LAYERS = 4
 BF16 = jnp.dtype(jnp.bfloat16)
 
 
@@ -84,52 +92,97 @@ def growth(short: dict, long: dict) -> float:
     return (long["temporary"] - short["temporary"]) / (long["logical"] - short["logical"])
 
 
-def main(argv) -> None:
-    del argv
-    runtime.start(compilation_cache=False)  # a TPU's programs cannot be read back here
-    device = topology.tpu_devices(_TOPOLOGY.value)[0]
-    rows, cpu = [], []
-    print(f"\n4 layers of d36 on {_TOPOLOGY.value}, bfloat16")
-    print(
-        "| mechanism | batch | tokens | bytes per token and layer | logical MB | by costs |"
-        " physical / logical | aliased / physical | temporary MB | its growth / the cache's |\n|---"
-        + "|---:" * 9
-        + "|"
-    )
-    for name in _MECHANISMS.value or MECHANISMS:
-        for batch in map(int, _BATCHES.value):
-            pair = [
-                step_memory(model(name, layers=4), batch=batch, length=length, device=device)
-                for length in LENGTHS
-            ]
-            for r in pair:
-                r |= dict(mechanism=name, growth=growth(*pair))
-                rows.append(r)
-                print(
-                    f"| {name} | {batch} | {r['length']:,} "
-                    f"| {r['logical'] / batch / r['length'] / 4:,.0f} | {r['logical'] / 1e6:,.1f} "
-                    f"| {'equal' if r['logical'] == r['costs'] else r['costs']} "
-                    f"| {r['physical'] / r['logical']:.4f} | {r['aliased'] / r['physical']:.4f} "
-                    f"| {r['temporary'] / 1e6:.1f} | {r['growth']:.2%} |",
-                    flush=True,
-                )
-    print("\nAttention of one layer on the CPU, float32, one sequence")
-    print("| mechanism | temporary MB at 1K | at 32K | cache MB at 32K | growth / the cache's |")
-    print("|---" + "|---:" * 4 + "|")
-    for name in _MECHANISMS.value or MECHANISMS:
-        short, long = (attention_memory(name, length) for length in LENGTHS)
-        cpu.append(dict(mechanism=name, short=short, long=long, growth=growth(short, long)))
-        print(
-            f"| {name} | {short['temporary'] / 1e6:.2f} | {long['temporary'] / 1e6:.2f} "
-            f"| {long['logical'] / 1e6:.1f} | {growth(short, long):.2%} |"
+def _step_table(rows: list[dict], topology_name: str) -> Table:
+    header = ("mechanism", "batch", "tokens", "bytes per token and layer", "logical MB", "by costs")
+    header += ("physical / logical", "aliased / physical", "temporary MB")
+    cells = [
+        (
+            r["mechanism"],
+            r["batch"],
+            f"{r['length']:,}",
+            f"{r['logical'] / r['batch'] / r['length'] / LAYERS:,.0f}",
+            f"{r['logical'] / 1e6:,.1f}",
+            "equal" if r["logical"] == r["costs"] else r["costs"],
+            f"{r['physical'] / r['logical']:.4f}",
+            f"{r['aliased'] / r['physical']:.4f}",
+            f"{r['temporary'] / 1e6:.1f}",
+            f"{r['growth']:.2%}",
         )
-    result = dict(topology=_TOPOLOGY.value, decode_step=rows, attention_on_cpu=cpu)
-    record.record("decode_memory", result, save=_SAVE.value)
+        for r in rows
+    ]
+    title = f"{LAYERS} layers of d36 on {topology_name}, bfloat16"
+    return Table(title, (*header, "its growth / the cache's"), cells)
+
+
+def _attention_table(rows: list[dict]) -> Table:
+    header = ("mechanism", "temporary MB at 1K", "at 32K", "cache MB at 32K")
+    cells = [
+        (
+            r["mechanism"],
+            *(f"{r[key]['temporary'] / 1e6:.2f}" for key in ("short", "long")),
+            f"{r['long']['logical'] / 1e6:.1f}",
+            f"{r['growth']:.2%}",
+        )
+        for r in rows
+    ]
+    title = "\nAttention of one layer on the CPU, float32, one sequence"
+    return Table(title, (*header, "growth / the cache's"), cells)
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--topology", default="v5e:2x2", help="of TPUs; one chip is used (v5e:2x2)")
+    add("--batches", default="1,8", help="sequences decoded together (1,8)")
+    text = "a name of experiments/d36.py; may be repeated (all)"
+    add("--mechanism", action="append", help=text)
+    add("--save", action="store_true", help="write experiments/results/decode_memory.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    options.batches = lists.integers("--batches", options.batches)
+    options.mechanism = options.mechanism or list(MECHANISMS)
+    for name in options.mechanism:
+        lists.one("--mechanism", name, MECHANISMS)
+    record.check(options.save)
+    return options
+
+
+def _check_memory(names: list[str], batch: int, topology_name: str) -> None:
+    """Raises a UserError if a chip has no room for a cache that is to be compiled for."""
+    there = devices.get(topology_name.partition(":")[0]).hbm_bytes
+    for name in names:
+        each = costs.cache_bytes_per_token(model(name, LAYERS), BF16)
+        need = batch * max(LENGTHS) * each
+        if need > there:
+            raise UserError(
+                f"--batches={batch}: a cache of {name}, so many sequences of {max(LENGTHS):,} "
+                f"tokens, has {need / 1e9:,.1f} GB, the chip {there / 1e9:,.1f} GB: give fewer"
+            )
+
+
+def main(arguments: list[str]) -> None:
+    """Compiles and prints."""
+    options = _options(arguments)
+    runtime.start(compilation_cache=False)  # a TPU's programs cannot be read back here
+    device = topology.tpu_devices(options.topology)[0]
+    names = options.mechanism
+    _check_memory(names, max(options.batches), options.topology)
+    rows, cpu = [], []
+    with progress.waiting("compiling decode steps") as doing:
+        for i, name in enumerate(names):
+            doing.at(f"{name}, {i + 1} of {len(names)}")
+            for batch in options.batches:
+                shape = dict(batch=batch, device=device)
+                pair = [step_memory(model(name, LAYERS), length=n, **shape) for n in LENGTHS]
+                rows += [r | dict(mechanism=name, growth=growth(*pair)) for r in pair]
+            short, long = (attention_memory(name, length) for length in LENGTHS)
+            cpu.append(dict(mechanism=name, short=short, long=long, growth=growth(short, long)))
+    out = Output(options)
+    out.show(_step_table(rows, options.topology))
+    out.show(_attention_table(cpu))
+    result = dict(topology=options.topology, decode_step=rows, attention_on_cpu=cpu)
+    record.record("decode_memory", result, out, save=options.save)
 
 
 if __name__ == "__main__":
-    _TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x2", "A TPU topology; one chip is used.")
-    _BATCHES = flags.DEFINE_list("batches", ["1", "8"], "Sequences decoded together.")
-    _MECHANISMS = flags.DEFINE_list("mechanisms", [], "Names of experiments/d36.py; empty: all.")
-    _SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/decode_memory.json.")
-    app.run(main)
+    command_line.run(main)

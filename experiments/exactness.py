@@ -5,16 +5,14 @@
 Held-out text goes through the model twice: as whole rows, the way training sees them, and through
 the cache, a prefill chunk first and then token by token. Reported are the largest difference of a
 logit, as a part of the row's largest logit, and at how many positions both choose the same next
-token; where the two best of the full pass differ by more than rounding, that must be all. Prints a
-table, and one JSON line.
+token; where the two best of the full pass differ by more than rounding, that must be all, or the
+exit status is 1. Prints a table.
 """
 
+import argparse
 import itertools
 import math
-import sys
 
-from absl import app
-from absl import flags
 from etils import epath
 from flax import nnx
 import jax
@@ -22,23 +20,40 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import record
+from kvjax import command_line
+from kvjax import progress
 from kvjax import runtime
 from kvjax import trained
+from kvjax.configuration import at_least
 from kvjax.data import loader
 from kvjax.data import prepare
+from kvjax.errors import UserError
 from kvjax.model import decoder as decoder_lib
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
+from kvjax.output import Output
 
 ROUNDING = 1e-4  # of the row's largest logit
+PREFILLS = (1, 128)  # tokens that enter the cache in one chunk
 
 
 def held_out(workdir: epath.Path, positions: int, rows: int) -> np.ndarray:
-    """[rows, positions] tokens of a run's validation text, training rows joined end to end."""
+    """[rows, positions] tokens of a run's validation text, training rows joined end to end.
+
+    Raises:
+      UserError: not a workdir, or less text than that.
+    """
     dataset = loader.open_dataset(prepare.prepare(trained.experiment_of(workdir).data))
     T = dataset.sequence_length
     joined = math.ceil(positions / T)
+    there = dataset.num_rows("validation")
+    if rows * joined > there:
+        raise UserError(
+            f"--rows={rows} --positions={positions}: the held-out text of {workdir} has "
+            f"{there * T:,} tokens; give {there // joined} rows or fewer"
+            + (f" of at most {there * T} positions" if joined > there else "")
+        )
     batches = loader.validation_batches(dataset, sequence_length=T, batch_size=rows * joined)
     return next(iter(batches))[:, :T].reshape(rows, joined * T)[:, :positions]
 
@@ -81,41 +96,62 @@ def compare(full_BTV: np.ndarray, cached_BTV: np.ndarray) -> dict:
     )
 
 
-def main(argv) -> None:
-    del argv
-    runtime.start()
-    workdir = epath.Path(_WORKDIR.value)
-    loaded = trained.load(workdir)
-    tokens_BT = held_out(workdir, _POSITIONS.value, _ROWS.value)
-    whole = jax.jit(lambda model, tokens: model.logits(model(tokens, compute=loaded.compute)))
+def measure(loaded: trained.Loaded, tokens_BT: np.ndarray) -> list[dict]:
+    """What `compare` says, for every size of the first chunk."""
+    compute = loaded.compute
+    whole = jax.jit(lambda model, tokens: model.logits(model(tokens, compute=compute)))
     full_BTV = np.asarray(whole(loaded.model, tokens_BT))
     results = []
-    print(
-        "| prefilled | rows x positions | largest difference / scale | same token | where clear |"
-    )
-    print("|---:|---:|---:|---:|---:|")
-    for prefill in (1, 128):
-        cached_BTV = from_cache(loaded.model, tokens_BT, prefill=prefill, compute=loaded.compute)
-        r = compare(full_BTV, cached_BTV) | dict(prefill=prefill, step=loaded.step)
-        results.append(r)
-        print(
-            f"| {prefill} | {tokens_BT.shape[0]} x {tokens_BT.shape[1]} "
-            f"| {r['largest_difference']:.1e} | {r['same_token']} of {r['positions']} "
-            f"| {r['same_token_where_clear']} of {r['clear_positions']} |"
+    for prefill in PREFILLS:
+        cached_BTV = from_cache(loaded.model, tokens_BT, prefill=prefill, compute=compute)
+        found = compare(full_BTV, cached_BTV)
+        results.append(found | dict(prefill=prefill, step=loaded.step))
+    return results
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--workdir", default="runs/lrkv_tiny", help="of a trained run (runs/lrkv_tiny)")
+    add("--positions", type=int, default=512, help="tokens of a row (512)")
+    add("--rows", type=int, default=4, help="rows (4)")
+    add("--save", action="store_true", help="write experiments/results/exactness.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    at_least("--positions", options.positions, max(PREFILLS))
+    at_least("--rows", options.rows, 1)
+    record.check(options.save)
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 1 where the cache gives another model."""
+    options = _options(arguments)
+    runtime.start()
+    workdir = epath.Path(options.workdir)
+    tokens_BT = held_out(workdir, options.positions, options.rows)
+    with progress.waiting("the model over whole rows, then token by token from its cache"):
+        results = measure(trained.load(workdir), tokens_BT)
+    out = Output(options)
+    header = ("prefilled", "rows x positions", "largest difference / scale")
+    cells = [
+        (
+            r["prefill"],
+            " x ".join(map(str, tokens_BT.shape)),
+            f"{r['largest_difference']:.1e}",
+            f"{r['same_token']} of {r['positions']}",
+            f"{r['same_token_where_clear']} of {r['clear_positions']}",
         )
-    record.record("exactness", dict(results=results), save=_SAVE.value)
+        for r in results
+    ]
+    out.table((*header, "same token", "where clear"), cells)
+    record.record("exactness", dict(results=results), out, save=options.save)
     exact = all(
         r["largest_difference"] < ROUNDING and r["same_token_where_clear"] == r["clear_positions"]
         for r in results
     )
-    sys.exit(0 if exact else 1)
+    return 0 if exact else 1
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string(
-        "workdir", "runs/lrkv_tiny", "A trained run; its held-out text is read."
-    )
-    _POSITIONS = flags.DEFINE_integer("positions", 512, "Tokens of a row.")
-    _ROWS = flags.DEFINE_integer("rows", 4, "Rows.")
-    _SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/exactness.json.")
-    app.run(main)
+    command_line.run(main)

@@ -6,34 +6,30 @@ Each batch is generated once unmeasured, --repeats times at different temperatur
 with top-k and top-p; nothing may be compiled after the first. Figures are medians over the repeats.
 Time to first token is from the call, checks and the cache's allocation included, to the first token
 of every sequence on the host; prefill tokens/s are the prompts' tokens over it; decode tokens/s
-count all tokens after the first. Prints a table, and one JSON line.
+count all tokens after the first. Prints a table.
 """
 
+import argparse
 import statistics
-import sys
 
-from absl import app
-from absl import flags
 from etils import epath
 import jax
 import numpy as np
 
 from experiments import record
 from kvjax import cache
+from kvjax import command_line
+from kvjax import costs
+from kvjax import progress
 from kvjax import runtime
 from kvjax.configuration import at_least
+from kvjax.configuration import one_of
 from kvjax.decoding import Generator
 from kvjax.errors import UserError
+from kvjax.experiment import DTYPES
+from kvjax.output import Output
 from kvjax.sampling import Sampling
 from kvjax.trained import load
-
-_WORKDIR = flags.DEFINE_string("workdir", "runs/lrkv_tiny", "A run's folder.")
-_BATCHES = flags.DEFINE_multi_integer("batch", [1, 8, 32], "Sequences at once.")
-_PROMPT = flags.DEFINE_integer("prompt_tokens", 64, "Tokens of each prompt.")
-_NEW = flags.DEFINE_integer("num_tokens", 128, "Tokens generated after each, at least 2.")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Timed generations per batch.")
-_DTYPE = flags.DEFINE_string("dtype", "", "To compute in; default: the run's.")
-_SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/generate_benchmark.json.")
 
 _compilations = 0
 
@@ -69,23 +65,59 @@ def measure(generator: Generator, batch: int, *, prompt: int, new: int, repeats:
     }
 
 
-def main(argv: list[str]) -> None:
-    del argv
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--workdir", default="runs/lrkv_tiny", help="of a trained run (runs/lrkv_tiny)")
+    add("--batch", type=int, action="append", help="sequences at once; may be repeated (1, 8, 32)")
+    add("--prompt_tokens", type=int, default=64, help="of each prompt (64)")
+    add("--num_tokens", type=int, default=128, help="generated after each, at least 2 (128)")
+    add("--repeats", type=int, default=5, help="timed generations per batch (5)")
+    add("--dtype", default="", help="to compute in (the run's)")
+    add("--save", action="store_true", help="write experiments/results/generate_benchmark.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    options.batch = options.batch or [1, 8, 32]
+    for batch in options.batch:
+        at_least("--batch", batch, 1)
+    at_least("--prompt_tokens", options.prompt_tokens, 1)
+    at_least("--num_tokens", options.num_tokens, 2)
+    at_least("--repeats", options.repeats, 1)
+    if options.dtype:
+        one_of("--dtype", options.dtype, DTYPES)
+    record.check(options.save)
+    return options
+
+
+def _check_memory(generator: Generator, batch: int, tokens: int) -> None:
+    """Raises a UserError if a cache, or only its prompts, would not fit."""
+    each = costs.cache_bytes_per_token(generator.config, generator.compute.dtype)
+    need, there = batch * tokens * each, runtime.memory_per_device()
+    if need > there:
+        raise UserError(
+            f"--batch={batch}: a cache of so many sequences of {tokens:,} tokens needs "
+            f"{need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB: give fewer sequences or tokens"
+        )
+
+
+def main(arguments: list[str]) -> None:
+    """Measures and prints."""
+    options = _options(arguments)
     runtime.start()
+    loaded = load(epath.Path(options.workdir), dtype=options.dtype)
+    generator = Generator(loaded.model, loaded.compute)
+    _check_memory(generator, max(options.batch), options.prompt_tokens + options.num_tokens)
     jax.monitoring.register_event_duration_secs_listener(_count)
-    try:
-        at_least("num_tokens", _NEW.value, 2)
-        loaded = load(epath.Path(_WORKDIR.value), dtype=_DTYPE.value)
-        generator = Generator(loaded.model, loaded.compute)
-        sizes = dict(prompt=_PROMPT.value, new=_NEW.value, repeats=_REPEATS.value)
-        rows = [measure(generator, batch, **sizes) for batch in _BATCHES.value]
-    except UserError as error:
-        print(f"kvjax: {error}", file=sys.stderr)
-        sys.exit(2)
-    titles = ("batch", "first token", "prefill", "decode", "cache", "per token", "compilations")
-    print("".join(f"{title:>14}" for title in titles))
-    for row in rows:
-        cells = (
+    sizes = dict(prompt=options.prompt_tokens, new=options.num_tokens, repeats=options.repeats)
+    rows = []
+    with progress.waiting("generating") as doing:
+        for batch in options.batch:
+            doing.at(f"{batch} at once")
+            rows.append(measure(generator, batch, **sizes))
+    out = Output(options)
+    header = ("batch", "first token", "prefill", "decode", "cache", "per token", "compilations")
+    cells = [
+        (
             row["batch"],
             f"{row['time_to_first_token_ms']:,.1f} ms",
             f"{row['prefill_tokens_per_second']:,.0f} /s",
@@ -94,16 +126,18 @@ def main(argv: list[str]) -> None:
             f"{row['cache_bytes'] / row['batch'] / row['capacity']:,.0f} B",
             row["compilations_after_warm_up"],
         )
-        print("".join(f"{cell:>14}" for cell in cells))
+        for row in rows
+    ]
+    out.table(header, cells)
     result = dict(
-        workdir=epath.Path(_WORKDIR.value).name,
+        workdir=epath.Path(options.workdir).name,
         dtype=str(loaded.compute.dtype),
-        prompt_tokens=_PROMPT.value,
-        num_tokens=_NEW.value,
+        prompt_tokens=options.prompt_tokens,
+        num_tokens=options.num_tokens,
         rows=rows,
     )
-    record.record("generate_benchmark", result, save=_SAVE.value)
+    record.record("generate_benchmark", result, out, save=options.save)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

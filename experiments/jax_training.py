@@ -39,6 +39,7 @@ def training_speed(path: str, overrides: list[str], steps: int) -> dict:
       last step), peak_bytes (of a device; None on CPU), matmul_flops (FLOP/s of a product in the
       compute dtype, before and after), platform ("cuda", "tpu", "cpu") and count (devices).
     """
+    runtime.start()
     experiment = load(path, overrides)
     model = experiment.model
     compute = experiment.compute.resolve(jax.default_backend(), model.block.num_layers)
@@ -70,8 +71,3 @@ def training_speed(path: str, overrides: list[str], steps: int) -> dict:
         platform="cuda" if jax.default_backend() == "gpu" else jax.default_backend(),
         count=jax.device_count(),
     )
-
-
-if __name__ == "__main__":
-    runtime.start()
-    contender.main(training_speed)

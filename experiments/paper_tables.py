@@ -1,43 +1,46 @@
 """The papers' tables of parameters, computation and cache, beside what the shapes give.
 
-    python -m experiments.paper_tables
+    python -m experiments.paper_tables [--save]
 
 LRKV (arXiv 2601.11471) eq. 5 to 7 and Tables 1, 2 and 4; its blog's ratios; projection sharing
 (arXiv 2606.04032) Tables 1, 5 to 8 and 10; thin keys (arXiv 2603.04427) Table 11. Our figures come
 from the configs that are trained. A paper's figure agrees if ours, rounded to its digits, is it;
-where it does not, the row says why. Prints Markdown tables and one JSON line.
+where it does not, the row says why. Prints tables, as Markdown with --markdown.
 """
-
-from absl import app
-from absl import flags
 
 from experiments import record
 from experiments import tables_lrkv
 from experiments import tables_projection_sharing
 from experiments import tables_thin_keys
 from experiments.paper_figure import Figure
+from kvjax import command_line
+from kvjax import progress
+from kvjax.output import Output
+from kvjax.output import Table
 
 _PAPERS = (tables_lrkv, tables_projection_sharing, tables_thin_keys)
 
 
 def tables() -> dict[str, list[Figure]]:
     """Every table, by title."""
-    return {
-        title: rows for paper in _PAPERS for make in paper.TABLES for title, rows in make().items()
-    }
+    made = {}
+    with progress.waiting("working out the papers' tables") as doing:
+        for paper in _PAPERS:
+            for make in paper.TABLES:
+                doing.at(f"{len(made)} done")
+                made |= make()
+    return made
 
 
-def main(*, save: bool = False) -> None:
-    result = tables()
-    for title, rows in result.items():
-        print(f"\n{title}\n\n| figure | unit | paper | ours | verdict |\n|---|---|---:|---:|---|")
-        for r in rows:
-            print(f"| {r.what} | {r.unit} | {r.paper} | {r.rounded} | {r.verdict} |")
-    print("\n| table | rows | agree |\n|---|---:|---:|")
-    for title, rows in result.items():
-        print(f"| {title} | {len(rows)} | {sum(r.agrees for r in rows)} |")
-    as_json = {title: [_as_json(row) for row in rows] for title, rows in result.items()}
-    record.record("paper_tables", dict(tables=as_json), save=save)
+def show(made: dict[str, list[Figure]], out: Output) -> dict:
+    """Prints the tables, and how many of their figures agree; the result as JSON."""
+    header = ("figure", "unit", "paper", "ours", "verdict")
+    for title, rows in made.items():
+        cells = [(r.what, r.unit, r.paper, r.rounded, r.verdict) for r in rows]
+        out.show(Table(f"\n{title}", header, cells))
+    agree = [(title, len(rows), sum(r.agrees for r in rows)) for title, rows in made.items()]
+    out.table(("table", "rows", "agree"), agree)
+    return dict(tables={title: [_as_json(row) for row in rows] for title, rows in made.items()})
 
 
 def _as_json(r: Figure) -> dict:
@@ -45,6 +48,17 @@ def _as_json(r: Figure) -> dict:
     return figure | dict(agrees=r.agrees, verdict=r.verdict)
 
 
+def main(arguments: list[str]) -> None:
+    """Prints the tables."""
+    parser = command_line.Parser(__doc__)
+    text = "also write experiments/results/paper_tables.json"
+    parser.add_argument("--save", action="store_true", help=text)
+    parser.add_output()
+    options = parser.parse(arguments)
+    record.check(options.save)
+    out = Output(options)
+    record.record("paper_tables", show(tables(), out), out, save=options.save)
+
+
 if __name__ == "__main__":
-    save_ = flags.DEFINE_bool("save", False, "Also write experiments/results/paper_tables.json.")
-    app.run(lambda argv: main(save=save_.value))
+    command_line.run(main)

@@ -1,23 +1,30 @@
 """Exact parameter counts, cache bytes and FLOPs of every config in configs/, from shapes.
 
-    python -m experiments.parameter_table
+    python -m experiments.parameter_table [--markdown]
 
 Configs in folders of configs/ stand in the table of experiments/scaling_table.py. LRKV paper:
-section 5 (scales), Table 2 (cache), with the corrections of the README. Prints a Markdown table and
-one JSON line.
+section 5 (scales), Table 2 (cache), with the corrections of the README. Prints a table; the
+README's is that of --markdown.
 """
 
-import json
 import pathlib
 
 import jax.numpy as jnp
 
+from experiments import record
+from kvjax import command_line
 from kvjax import costs
 from kvjax import experiment as experiment_lib
+from kvjax import progress
 from kvjax.command_line import load_config
+from kvjax.output import Output
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 SCALES = ("tiny", "128m", "2p5b", "6p3b")
+_HEADER = (
+    *("config", "parameters", "without input embedding", "in attention", "cache bytes per token"),
+    *("of MHA", "GFLOP per trained token", "against MHA"),
+)
 
 
 def load(path: pathlib.Path) -> experiment_lib.Experiment:
@@ -37,24 +44,43 @@ def row(experiment: experiment_lib.Experiment) -> dict:
     )
 
 
-def main() -> None:
-    rows = [row(load(path)) for path in CONFIGS.glob("*.py")]
-    rows.sort(key=lambda r: (SCALES.index(r["config"].rpartition("_")[2]), -r["cache_bytes"]))
-    base = {r["config"].rpartition("_")[2]: r for r in rows if r["config"].startswith("mha_")}
-    print(
-        "| config | parameters | without input embedding | in attention | cache bytes per token |"
-        " of MHA | GFLOP per trained token | against MHA |\n|---" + "|---:" * 7 + "|"
+def _order(r: dict) -> tuple:
+    """By scale, those of no scale of ours last; the largest cache first."""
+    scale = _scale(r)
+    return SCALES.index(scale) if scale in SCALES else len(SCALES), scale, -r["cache_bytes"]
+
+
+def _scale(r: dict) -> str:
+    return r["config"].rpartition("_")[2]
+
+
+def _cells(r: dict, mha: dict | None) -> tuple[str, ...]:
+    """A row of the table; what is said against MHA is empty where there is none of the scale."""
+    counts = (r[key] for key in ("parameters", "without_embedding", "attention", "cache_bytes"))
+    return (
+        f"`{r['config']}`",
+        *(f"{count:,}" for count in counts),
+        f"{r['cache_bytes'] / mha['cache_bytes']:.2%}" if mha else "",
+        f"{r['flops'] / 1e9:.3f}",
+        f"{r['flops'] / mha['flops'] - 1:+.1%}" if mha else "",
     )
-    for r in rows:
-        mha = base[r["config"].rpartition("_")[2]]
-        print(
-            f"| `{r['config']}` | {r['parameters']:,} | {r['without_embedding']:,} "
-            f"| {r['attention']:,} | {r['cache_bytes']:,} "
-            f"| {r['cache_bytes'] / mha['cache_bytes']:.2%} | {r['flops'] / 1e9:.3f} "
-            f"| {r['flops'] / mha['flops'] - 1:+.1%} |"
-        )
-    print(json.dumps({"name": "parameter_table", "rows": rows}))
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the table."""
+    parser = command_line.Parser(__doc__)
+    parser.add_output()
+    out = Output(parser.parse(arguments))
+    with progress.waiting("counting parameters") as doing:
+        rows = []
+        for path in CONFIGS.glob("*.py"):
+            doing.at(path.stem)
+            rows.append(row(load(path)))
+    rows.sort(key=_order)
+    base = {_scale(r): r for r in rows if r["config"].startswith("mha_")}
+    out.table(_HEADER, [_cells(r, base.get(_scale(r))) for r in rows])
+    record.record("parameter_table", dict(rows=rows), out, save=False)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

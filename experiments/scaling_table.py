@@ -12,6 +12,7 @@ done again. Without flags, the table and the line "At least" of each lab note ar
 is there. A config without a result says so.
 """
 
+import argparse
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
@@ -25,13 +26,13 @@ import subprocess
 import sys
 import time
 
-from kvjax.options import Parser
-
 from experiments import lab_notes
 from experiments.lab_notes import LabNote
 from experiments.lab_notes import Target
 from kvjax import aot
+from kvjax import command_line
 from kvjax import costs
+from kvjax import progress
 from kvjax.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -112,7 +113,8 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
     print(f"{len(waiting)} of {len(chosen)} to compile", flush=True)
     for i, (note, target) in enumerate(waiting):
         start = time.perf_counter()
-        failure = _compile(note, target)
+        with progress.waiting(f"compiling {note.name} for {target.topology}"):
+            failure = _compile(note, target)
         said = failure or f"{outcome(note, target).result['memory']['part']:.1%} of HBM"
         seconds = time.perf_counter() - start
         place = f"{i + 1}/{len(waiting)} {note.name} on {target.topology}"
@@ -250,41 +252,51 @@ def _replace(path: pathlib.Path, pattern: str, text: str) -> str:
     return re.sub(pattern, lambda found: found[1] + text + found[2], there)
 
 
-def differences(notes: Sequence[LabNote]) -> str:
-    """What the table and the lab notes say, against what they should say; empty if the same."""
+def differences(texts: dict[pathlib.Path, str]) -> str:
+    """What files say, against what `written` says they should; empty if the same."""
     changes = []
-    for path, text in written(notes).items():
+    for path, text in texts.items():
         name = str(path.relative_to(ROOT))
         lines = [t.splitlines(keepends=True) for t in (path.read_text(), text)]
         changes += difflib.unified_diff(*lines, f"{name} (is)", f"{name} (should be)", n=0)
     return "".join(changes)
 
 
-def main(argv: list[str]) -> int:
-    """The exit status: 1 if something differs, was not compiled or does not fit; 2: bad input."""
-    parser = Parser(__doc__)
-    parser.add_argument("--compile", action="store_true", help="what has no result of its config")
-    parser.add_argument("--only", default="*", help="of --compile: names that match this pattern")
-    parser.add_argument("--check", action="store_true", help="write nothing: print what differs")
-    try:
-        options = parser.parse_args(argv[1:])
-        if options.compile:
-            complaints = compile_missing(lab_notes.read_all(), options.only)
-            print("\n".join(complaints or ["all compiled, and all fit"]))
-            return 1 if complaints else 0
-        if options.check:
-            changes = differences(lab_notes.read_all())
-            print(changes or "nothing differs", end="" if changes else "\n")
-            return 1 if changes else 0
-        for path, text in written(lab_notes.read_all()).items():
-            if path.read_text() != text:
-                path.write_text(text)
-                print(f"written: {path.relative_to(ROOT)}")
-    except (UserError, OSError) as error:
-        print(f"kvjax: {error}", file=sys.stderr)
-        return 2
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--compile", action="store_true", help="what has no result of its config")
+    add("--only", help="of --compile: names that match this pattern (*)")
+    add("--check", action="store_true", help="write nothing: print what differs")
+    options = parser.parse(arguments)
+    if options.check and options.compile:
+        raise UserError("--check --compile: give one of them")
+    if options.only is not None and not options.compile:
+        raise UserError(f"--only={options.only}: is of --compile; leave it out, or add --compile")
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 1 if something differs, was not compiled or does not fit."""
+    options = _options(arguments)
+    with progress.waiting("reading the configs"):
+        notes = lab_notes.read_all()
+    if options.compile:
+        complaints = compile_missing(notes, "*" if options.only is None else options.only)
+        print("\n".join(complaints or ["all compiled, and all fit"]))
+        return 1 if complaints else 0
+    with progress.waiting("making the table"):
+        texts = written(notes)
+    if options.check:
+        changes = differences(texts)
+        print(changes or "nothing differs", end="" if changes else "\n")
+        return 1 if changes else 0
+    for path, text in texts.items():
+        if path.read_text() != text:
+            path.write_text(text)
+            print(f"written: {path.relative_to(ROOT)}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    command_line.run(main)

@@ -5,101 +5,148 @@
 
 A seed draws initial weights and data order, the same for all mechanisms (which also share every
 weight they have in common), so differences from MHA are taken seed by seed. Runs go to --runs and
-resume. Prints a table with 95 % intervals (Student's t over seeds), and one JSON line.
+resume; what they say goes to standard error. Prints a table with 95 % intervals (Student's t over
+seeds).
 """
 
+import argparse
+import contextlib
 import math
+import pathlib
 import statistics
+import sys
 
-from absl import app
-from absl import flags
 from etils import epath
 import jax.numpy as jnp
+import ml_collections
 from scipy import stats
 
 from experiments import record
 from experiments.parameter_table import CONFIGS
 from experiments.parameter_table import load_config
+from kvjax import command_line
 from kvjax import costs
 from kvjax import experiment as experiment_lib
+from kvjax import lists
 from kvjax import metrics
 from kvjax import runtime
 from kvjax import train
+from kvjax.configuration import at_least
+from kvjax.configuration import one_of
+from kvjax.errors import UserError
 from kvjax.optim import ORTHOGONALIZE
+from kvjax.output import Output
 
 MECHANISMS = ("mha", "lrkv", "gqa", "mla", "mqa", "mla_paper")
 
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs per mechanism.")
-_STEPS = flags.DEFINE_integer("steps", 128, "Optimizer steps of 8,192 tokens; 128 is 1.05M tokens.")
-_MECHANISMS = flags.DEFINE_list(
-    "mechanisms", list(MECHANISMS), "Which; the first is compared against."
-)
-_ORTHOGONALIZE = flags.DEFINE_enum(
-    "orthogonalize", "joint", ORTHOGONALIZE, "Muon's matrices, for all mechanisms."
-)
-_RUNS = flags.DEFINE_string("runs", "runs/tiny_comparison", "Where the runs go.")
-_SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/tiny_comparison.json.")
 
-
-def run(mechanism: str, seed: int, steps: int, runs: epath.Path) -> dict:
-    """Bits per byte at the end, and tokens/s."""
+def config_of(mechanism: str, steps: int, orthogonalize: str) -> ml_collections.ConfigDict:
+    """The tiny config of a mechanism, for runs of so many steps."""
     config = load_config(CONFIGS / f"{mechanism}_tiny.py")
-    config.train.update(seed=seed, num_steps=steps, eval_every=steps, checkpoint_every=steps)
+    config.train.update(num_steps=steps, eval_every=steps, checkpoint_every=steps)
     config.train.update(sample_tokens=0)
-    config.optimizer.orthogonalize = _ORTHOGONALIZE.value
-    workdir = runs / f"{mechanism}_seed{seed}_steps{steps}_{_ORTHOGONALIZE.value}"
-    last = train.train(config, workdir)
-    timing = [r for r in metrics.read_records(workdir / "timing.jsonl") if "tokens_per_second" in r]
-    return dict(bpb=last["validation_bpb"], tokens_per_second=timing[-1]["tokens_per_second"])
+    config.optimizer.orthogonalize = orthogonalize
+    return config
 
 
-def half_interval(values: list[float]) -> float:
-    """Half the width of the 95 % interval of the mean."""
+def run(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict:
+    """Bits per byte at the end, and tokens/s (None of a run of a step or two)."""
+    with contextlib.redirect_stdout(sys.stderr):
+        last = train.train(config, workdir)
+    records = metrics.read_records(workdir / "timing.jsonl")
+    speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
+    return dict(bpb=last["validation_bpb"], tokens_per_second=speeds[-1] if speeds else None)
+
+
+def half_interval(values: list[float]) -> float | None:
+    """Half the width of the 95 % interval of the mean; None of a single value."""
     n = len(values)
     if n < 2:
-        return math.nan
+        return None
     return stats.t.ppf(0.975, n - 1) * statistics.stdev(values) / math.sqrt(n)
 
 
-def main(argv) -> None:
-    del argv
-    runtime.start()
-    runs, seeds = epath.Path(_RUNS.value), range(_SEEDS.value)
-    results = {m: [run(m, seed, _STEPS.value, runs) for seed in seeds] for m in _MECHANISMS.value}
-    rows = []
-    for mechanism, outcome in results.items():
-        experiment = experiment_lib.resolve(load_config(CONFIGS / f"{mechanism}_tiny.py"))
-        bpb = [r["bpb"] for r in outcome]
-        base = results[_MECHANISMS.value[0]]
-        paired = [a["bpb"] - b["bpb"] for a, b in zip(outcome, base, strict=True)]
-        rows.append(
-            dict(
-                mechanism=mechanism,
-                parameters=costs.parameters(experiment.model)["total"],
-                cache_bytes=costs.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16)),
-                tokens_per_second=statistics.median(r["tokens_per_second"] for r in outcome),
-                bpb=bpb,
-                bpb_mean=statistics.mean(bpb),
-                bpb_half_interval=half_interval(bpb),
-                against_mha=statistics.mean(paired),
-                against_mha_half_interval=half_interval(paired),
-            )
-        )
-    print(
-        "| mechanism | parameters | cache bytes per token (bfloat16) | tokens/s "
-        "| bits per byte | against MHA |\n|---|---:|---:|---:|---:|---:|"
+def row(mechanism: str, experiment: experiment_lib.Experiment, found: list, base: list) -> dict:
+    """Figures of one mechanism, from its runs and those it is compared against, seed by seed."""
+    bpb = [r["bpb"] for r in found]
+    speeds = [speed for r in found if (speed := r["tokens_per_second"])]
+    paired = [a["bpb"] - b["bpb"] for a, b in zip(found, base, strict=True)]
+    return dict(
+        mechanism=mechanism,
+        parameters=costs.parameters(experiment.model)["total"],
+        cache_bytes=costs.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16)),
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        bpb=bpb,
+        bpb_mean=statistics.mean(bpb),
+        bpb_half_interval=half_interval(bpb),
+        against_mha=statistics.mean(paired),
+        against_mha_half_interval=half_interval(paired),
     )
-    for r in rows:
-        print(
-            f"| {r['mechanism']} | {r['parameters']:,} | {r['cache_bytes']:,} "
-            f"| {r['tokens_per_second']:,.0f} | {r['bpb_mean']:.4f} ± {r['bpb_half_interval']:.4f} "
-            f"| {r['against_mha']:+.4f} ± {r['against_mha_half_interval']:.4f} |"
-        )
-    tokens = _STEPS.value * experiment.tokens_per_step
+
+
+def _cells(r: dict) -> tuple[str, ...]:
+    more = lambda half: "" if half is None else f" ± {half:.4f}"
+    return (
+        r["mechanism"],
+        f"{r['parameters']:,}",
+        f"{r['cache_bytes']:,}",
+        f"{speed:,.0f}" if (speed := r["tokens_per_second"]) else "-",
+        f"{r['bpb_mean']:.4f}{more(r['bpb_half_interval'])}",
+        f"{r['against_mha']:+.4f}{more(r['against_mha_half_interval'])}",
+    )
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--seeds", type=int, default=3, help="runs per mechanism (3)")
+    add("--steps", type=int, default=128, help="of 8,192 tokens; 128, the default, are 1.05M")
+    text = f"the first is compared against ({','.join(MECHANISMS)})"
+    add("--mechanisms", default=",".join(MECHANISMS), help=text)
+    text = f"Muon's matrices, of {', '.join(ORTHOGONALIZE)} (joint)"
+    add("--orthogonalize", default="joint", help=text)
+    add("--runs", default="runs/tiny_comparison", help="where the runs go (runs/tiny_comparison)")
+    add("--save", action="store_true", help="write experiments/results/tiny_comparison.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    known = sorted(path.stem.removesuffix("_tiny") for path in CONFIGS.glob("*_tiny.py"))
+    options.mechanisms = lists.names("--mechanisms", options.mechanisms, known)
+    at_least("--seeds", options.seeds, 1)
+    at_least("--steps", options.steps, 1)
+    one_of("--orthogonalize", options.orthogonalize, ORTHOGONALIZE)
+    if not options.runs:
+        raise UserError("--runs= is empty: give a folder, as runs/tiny_comparison")
+    options.runs = runtime.absolute(epath.Path(options.runs))
+    if "://" not in str(options.runs):
+        record.check_folder("--runs", pathlib.Path(options.runs))
+    record.check(options.save)
+    return options
+
+
+def main(arguments: list[str]) -> None:
+    """Trains what is not trained yet, and prints."""
+    options = _options(arguments)
+    kind, steps, seeds = options.orthogonalize, options.steps, range(options.seeds)
+    configs = {name: config_of(name, steps, kind) for name in options.mechanisms}
+    experiments = {name: experiment_lib.resolve(config) for name, config in configs.items()}
+    runtime.start()
+    results = {name: [] for name in configs}
+    for name, config in configs.items():
+        for seed in seeds:
+            config.train.seed = seed
+            workdir = options.runs / f"{name}_seed{seed}_steps{steps}_{kind}"
+            command_line.say(f"{name}, seed {seed} of {len(seeds)}")
+            results[name].append(run(config, workdir))
+    base = results[options.mechanisms[0]]
+    rows = [row(name, experiments[name], found, base) for name, found in results.items()]
+    out = Output(options)
+    header = ("mechanism", "parameters", "cache bytes per token (bfloat16)", "tokens/s")
+    out.table((*header, "bits per byte", "against MHA"), map(_cells, rows))
+    tokens = steps * experiments[options.mechanisms[0]].tokens_per_step
     result = dict(tokens=tokens, seeds=list(seeds), rows=rows)
-    name = "tiny_comparison" + ("_per_head" if _ORTHOGONALIZE.value == "per_head" else "")
-    record.record(name, result, save=_SAVE.value)
+    name = "tiny_comparison" + ("_per_head" if kind == "per_head" else "")
+    record.record(name, result, out, save=options.save)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -333,7 +333,3 @@ def training_speed(
         torch=torch.__version__,
         optimizer=f"AdamW{' (fused)' if cuda else ''}, Muon in stacks",
     )
-
-
-if __name__ == "__main__":
-    contender.main(training_speed)

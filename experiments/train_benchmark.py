@@ -14,50 +14,39 @@ exit status is 1.
 FLOPs are those of `costs.training_flops_per_token` (attention over all keys, nothing for
 rematerialisation or the optimizer). MFU is of the datasheet's bfloat16 peak, where there is one;
 the other rate is of a square product in the compute dtype, before and after each of our runs. Peak
-memory is what the library's allocator handed out. Prints a table, and one JSON line; --save writes
+memory is what the library's allocator handed out. Prints a table; --save writes
 experiments/results/train_benchmark.json, off the CPU train_benchmark_DEVICE.json.
 """
 
+import argparse
 import dataclasses
 import importlib.util
 import os
 import re
 import statistics
-import sys
 
-from absl import app
-from absl import flags
 import jax
 
 from experiments import contender
 from experiments import record
 from experiments.jax_training import load
 from experiments.parameter_table import CONFIGS
+from kvjax import command_line
 from kvjax import costs
 from kvjax import devices
+from kvjax import progress
 from kvjax import runtime
 from kvjax.attention import GroupedConfig
+from kvjax.configuration import at_least
 from kvjax.configuration import one_of
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
 from kvjax.model.config import BlockConfig
 from kvjax.optim import OptimizerConfig
+from kvjax.output import Output
 
-_CONFIGS = flags.DEFINE_multi_string(
-    "config", [], "Config files to time; default: all tiny configs."
-)
-_ROWS = flags.DEFINE_integer("rows", None, "Rows of a step; default: the config's.", lower_bound=1)
-_SET = flags.DEFINE_multi_string(
-    "set", [], "Keys of every config: 'compute.remat=none'; each --set is timed by itself."
-)
-_STEPS = flags.DEFINE_integer("steps", 12, "Timed steps.", lower_bound=1)
-_TORCH = flags.DEFINE_bool("torch", False, "Time PyTorch, too.")
-_ATTENTION = flags.DEFINE_list(
-    "torch_attention", ["flash", "cudnn"], "PyTorch's attention, each timed: or 'default'."
-)
-_MODE = flags.DEFINE_string("torch_mode", "default", "Mode of `torch.compile`.")
-_SAVE = flags.DEFINE_bool("save", False, "Write experiments/results/train_benchmark*.json.")
-
+ATTENTION = ("flash", "cudnn", "default")  # PyTorch's
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _TITLES = ("config", "tokens/s", "range", "GFLOP/s", "MFU", "of matrix multiply")
 _TITLES += ("first step, s", "GB at most", "loss")
 
@@ -170,7 +159,7 @@ def runs_of(
     if importlib.util.find_spec("torch") is None:
         raise UserError("--torch: PyTorch is not installed; `pip install torch`")
     for name in attention:
-        one_of("--torch_attention", name, ("flash", "cudnn", "default"))
+        one_of("--torch_attention", name, ATTENTION)
     every = [run.experiment for run in ours[:: len(changes or [""])]]  # a config's first changes
     plain = [experiment for experiment in every if is_plain(experiment)] or every
     return [torch_run(e, name, mode, steps) for e in plain for name in attention] + ours
@@ -206,11 +195,11 @@ def with_rates(row: dict, rate: float | None, device: devices.Device | None) -> 
     return row | dict(mfu=mfu, of_matmul=per_device / rate if rate else None)
 
 
-def line(row: dict) -> str:
-    """A row as Markdown; empty cells for what is not known."""
+def cells(row: dict) -> tuple[str, ...]:
+    """A row of the table; empty cells for what is not known."""
     percent = lambda value: "" if value is None else f"{value:.1%}"
     peak = row.get("peak_bytes")
-    cells = (
+    return (
         row["config"],
         f"{row['tokens_per_second']:,.0f}",
         f"{row['slowest']:,.0f} to {row['fastest']:,.0f}",
@@ -221,7 +210,6 @@ def line(row: dict) -> str:
         "" if peak is None else f"{peak / 1e9:.1f}",
         f"{row['loss']:.3f}",
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def result_name(device: jax.Device) -> str:
@@ -237,38 +225,63 @@ def measure(runs: list[Run]) -> tuple[list[dict], list[dict], float | None]:
     """Rows of those that ran, {"config", "error"} of the others, FLOP/s of the matrix product."""
     rows, failed, rates = [], [], []
     for run in runs:
-        measured = contender.run(run.module, run.arguments)
+        with progress.waiting(f"timing {run.name}"):
+            measured = contender.run(run.module, run.arguments)
         there = {row["platform"] for row in rows} - {measured.get("platform")}
         if "error" not in measured and there:
             platform = measured["platform"]
             measured = dict(error=f"ran on {platform}, others on {there.pop()}: no comparison")
         if "error" in measured:
             failed.append(dict(config=run.name) | measured)
-            print(f"{run.name}: {measured['error']}", file=sys.stderr, flush=True)
+            command_line.say(f"{run.name}: {measured['error']}")
             continue
         rates += measured.pop("matmul_flops", [])
         rows.append(figures(run, measured))
-        shown = f"{rows[-1]['tokens_per_second']:,.0f} tokens/s"
-        print(f"{run.name}: {shown}", file=sys.stderr, flush=True)
+        command_line.say(f"{run.name}: {rows[-1]['tokens_per_second']:,.0f} tokens/s")
     return rows, failed, statistics.mean(rates) if rates else None
 
 
-def main(argv) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"flags only, not {argv[1:]}")
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--config", action="append", help="a file to time; may be repeated (all tiny configs)")
+    add("--rows", type=int, help="of a step (the config's)")
+    text = "keys of every config, 'compute.remat=none'; may be repeated, each is timed by itself"
+    add("--set", action="append", default=[], help=text)
+    add("--steps", type=int, default=12, help="timed (12)")
+    add("--torch", action="store_true", help="time PyTorch, too")
+    text = f"of --torch, each timed: a list of {', '.join(ATTENTION)} (flash,cudnn)"
+    add("--torch_attention", help=text)
+    add("--torch_mode", help=f"of --torch: torch.compile's, of {', '.join(MODES)} (default)")
+    add("--save", action="store_true", help="write experiments/results/train_benchmark*.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    for key in ("torch_attention", "torch_mode"):
+        if (value := getattr(options, key)) is not None and not options.torch:
+            raise UserError(f"--{key}={value}: is of --torch; leave it out, or add --torch")
+    if options.rows is not None:
+        at_least("--rows", options.rows, 1)
+    at_least("--steps", options.steps, 1)
+    attention, mode = options.torch_attention, options.torch_mode
+    options.torch_attention = ["flash", "cudnn"] if attention is None else attention.split(",")
+    options.torch_mode = "default" if mode is None else mode
+    one_of("--torch_mode", options.torch_mode, MODES)
+    record.check(options.save)
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 1 if something could not be timed."""
+    options = _options(arguments)
     runtime.start()
-    try:
-        runs = runs_of(
-            _CONFIGS.value or sorted(map(str, CONFIGS.glob("*_tiny.py"))),
-            changes=_SET.value,
-            rows=_ROWS.value,
-            steps=_STEPS.value,
-            attention=_ATTENTION.value if _TORCH.value else [],
-            mode=_MODE.value,
-        )
-    except UserError as error:
-        print(f"kvjax: {error}", file=sys.stderr)
-        sys.exit(2)
+    runs = runs_of(
+        options.config or sorted(map(str, CONFIGS.glob("*_tiny.py"))),
+        changes=options.set,
+        rows=options.rows,
+        steps=options.steps,
+        attention=options.torch_attention if options.torch else [],
+        mode=options.torch_mode,
+    )
     rows, failed, rate = measure(runs)
     device, count = jax.devices()[0], jax.device_count()  # first use of the devices
     sheet = devices.of(device)
@@ -276,11 +289,11 @@ def main(argv) -> None:
     peak = f", datasheet {sheet.bf16_flops / 1e12:.0f} TFLOP/s" if sheet else ""
     if rate:
         peak += f", matrix multiply {rate / 1e9:,.0f} GFLOP/s"
-    print(f"\n{count} x {device.device_kind}{peak}")
-    print(f"| {' | '.join(_TITLES)} |\n|---" + "|---:" * (len(_TITLES) - 1) + "|")
-    print("\n".join(map(line, rows)))
+    out = Output(options)
+    out.say(f"{count} x {device.device_kind}{peak}")
+    out.table(_TITLES, map(cells, rows))
     for failure in failed:
-        print(f"failed: {failure['config']}: {failure['error']}")
+        out.say(f"failed: {failure['config']}: {failure['error']}")
     result = dict(
         device=device.device_kind,
         count=count,
@@ -290,9 +303,9 @@ def main(argv) -> None:
         rows=rows,
         failed=failed,
     )
-    record.record(result_name(device), result, save=_SAVE.value)
-    sys.exit(1 if failed else 0)
+    record.record(result_name(device), result, out, save=options.save)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -67,7 +67,7 @@ def status(command: Command, arguments: Sequence[str]) -> int:
         if interrupted.received():  # a library took it for an error of its own
             say("interrupted")
             return interrupted.STATUS
-        reason = _reason(error)
+        reason = reason_of(error)
         if reason is None:
             raise
         say(reason)
@@ -78,7 +78,7 @@ def status(command: Command, arguments: Sequence[str]) -> int:
         return 2
 
 
-def _reason(error: Exception) -> str | None:
+def reason_of(error: Exception) -> str | None:
     """What to tell the user, or None where only a traceback helps: a bug."""
     text = str(error)
     if isinstance(error, (UserError, NotImplementedError)):

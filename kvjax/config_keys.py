@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import textwrap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +20,8 @@ def keys(cls: type) -> list[Key]:
 
     A comment stands behind a field, or in whole lines above it.
     """
-    source = inspect.getsource(cls)
-    paragraphs = dict(re.findall(r"^    (\w+): (.+(?:\n      .+)*)", cls.__doc__ or "", re.M))
+    source = textwrap.dedent(inspect.getsource(cls))
+    paragraphs = dict(re.findall(r"^(\w+): (.+(?:\n  .+)*)", inspect.getdoc(cls) or "", re.M))
     found = []
     for field in dataclasses.fields(cls):
         pattern = rf"((?:^    # .*\n)*)^    {field.name}: [^#\n]*(?:# (.*))?$"

@@ -41,20 +41,20 @@ class TrainConfig:
     end the run. Weights that are not finite always do.
     """
 
-    num_steps: int
-    batch_size: int
+    num_steps: int  # of the optimizer, in all
+    batch_size: int  # rows per step, over all devices and parts
     grad_accumulation: int = 1  # the batch goes through the model in this many parts
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 250
+    seed: int = 0  # of initial weights and of the rows' order
+    log_every: int = 10  # steps between records in metrics.jsonl
+    eval_every: int = 250  # steps between validations; the last step has one too
     eval_rows: int = 0  # of the validation split, from its start; 0: all
-    checkpoint_every: int = 250
-    keep_checkpoints: int = 2
+    checkpoint_every: int = 250  # steps between checkpoints; the last step has one too
+    keep_checkpoints: int = 2  # this many of the latest
     stop_after: int = 0  # stop cleanly after this step, schedule unchanged; 0: run to the end
-    bad_steps: str = "stop"  # or "skip", see above
-    spike_factor: float = 0.0  # 0: no loss is a spike
-    max_bad_steps: int = 10
-    sample_prompt: str = "The king "
+    bad_steps: str = "stop"  # what a bad step does: "stop" the run, or "skip" the step
+    spike_factor: float = 0.0  # a loss over this many times the recent mean is bad; 0: none is
+    max_bad_steps: int = 10  # in a row, with "skip", before the run stops
+    sample_prompt: str = "The king "  # what the sample at the end goes on from
     sample_tokens: int = 100  # of text sampled at the end; 0: none
 
     def __post_init__(self):
@@ -86,12 +86,12 @@ class TrainConfig:
 class ComputeConfig:
     """See `kvjax.model.transformer.Compute`; "auto" and -1 go by the platform."""
 
-    dtype: str = "auto"  # float32 on CPU, bfloat16 elsewhere
-    remat: str = "none"
-    unroll: str = "auto"  # "on" on CPU up to 8 layers
-    query_chunk: int = -1  # 64 on CPU, 0 elsewhere
-    loss_chunks: int = 8
-    attention: str = "auto"  # by the device; see `kvjax.attention.softmax`
+    dtype: str = "auto"  # of activations; "auto": float32 on CPU, bfloat16 elsewhere
+    remat: str = "none"  # what the backward pass recomputes: "none", "dots", "attention", "full"
+    unroll: str = "auto"  # the scan over layers: "on", "off", "auto" (on CPU up to 8)
+    query_chunk: int = -1  # queries attended at once by XLA; 0: all; -1: 64 on CPU, else all
+    loss_chunks: int = 8  # slices of a row that logits are made in
+    attention: str = "auto"  # "xla", "splash" (TPU), "cudnn" (GPU), or "auto": by the device
 
     def __post_init__(self):
         one_of("config.compute.dtype", self.dtype, DTYPES)

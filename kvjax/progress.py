@@ -22,14 +22,18 @@ class waiting:  # reads as `with waiting("...")`
     """
 
     def __init__(self, what: str, *, shown: bool = True):
-        self._what = what
+        self._what, self._where = what, ""
         self._ended = threading.Event()
         if not shown:
             self._ended.set()
 
     def now(self, what: str) -> None:
         """What is under way from here on."""
-        self._what = what
+        self._what, self._where = what, ""
+
+    def at(self, where: str) -> None:
+        """Where in it the work is: "LRKV, 2 of 14"."""
+        self._where = f": {where}"
 
     def __enter__(self):
         self._stream, self._begun = sys.stderr, time.monotonic()
@@ -62,9 +66,9 @@ class waiting:  # reads as `with waiting("...")`
         while not self._ended.wait(pause):
             pause = _TERMINAL_EVERY if self._terminal else _LOG_EVERY
             if self._terminal:
-                self._say(f"\r\x1b[K{self._what} ... {self._seconds:.0f} s", "")
+                self._say(f"\r\x1b[K{self._what}{self._where} ... {self._seconds:.0f} s", "")
             else:
-                self._say(f"kvjax: {self._what} ({self._seconds:.0f} s so far)", "\n")
+                self._say(f"kvjax: {self._what}{self._where} ({self._seconds:.0f} s so far)", "\n")
 
     def _say(self, text: str, end: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed, or full

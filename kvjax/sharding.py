@@ -56,10 +56,10 @@ TABLE = (
 class MeshConfig:
     """Devices along each axis; fsdp = 0 takes all that the others leave."""
 
-    data: int = 1
-    fsdp: int = 0
-    sequence: int = 1
-    tensor: int = 1
+    data: int = 1  # over rows; weights are copied
+    fsdp: int = 0  # over rows and weights; 0: all that are left
+    sequence: int = 1  # over the tokens of a row
+    tensor: int = 1  # over heads, MLP channels, vocabulary
 
     def __post_init__(self):
         for key in AXES:

@@ -132,8 +132,8 @@ class Run:
             with contextlib.suppress(OSError):  # records are written already, or have raised
                 self.writer.close()
 
-    def _waiting(self, what: str) -> contextlib.AbstractContextManager:
-        return progress.waiting(what) if self.first else contextlib.nullcontext()
+    def _waiting(self, what: str) -> progress.waiting:
+        return progress.waiting(what, shown=self.first)
 
     def _say(self, text: str) -> None:
         if self.first:

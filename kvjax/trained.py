@@ -80,8 +80,8 @@ def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
     path = runtime.absolute(workdir) / "config.json"
     if not path.exists():
         raise UserError(
-            f"{workdir} is no workdir of a run ({path.name} is missing): give --workdir=runs/NAME, "
-            "the folder that `python -m kvjax.main` trained in"
+            f"{workdir} is no workdir of a run ({path.name} is missing): give one as --workdir; "
+            "`make demo` trains runs/lrkv_tiny, `python -m kvjax.main --workdir=runs/NAME` others"
         )
     try:
         tree = json_text.parse(path.read_bytes())

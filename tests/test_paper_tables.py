@@ -1,5 +1,7 @@
 """Every figure of the papers that shapes give: equal to the print, or to what is written here."""
 
+import contextlib
+import io
 import json
 
 from flax import nnx
@@ -11,6 +13,7 @@ from experiments import paper_tables
 from experiments import tables_lrkv
 from experiments import tables_projection_sharing as sharing
 from experiments.paper_figure import Figure
+from kvjax import command_line
 from kvjax import costs
 from kvjax import recipes
 from kvjax.layers import rope
@@ -90,15 +93,11 @@ ROWS = {  # how many figures of each table are compared
 
 @pytest.fixture(scope="module")
 def printed():
-    """What the command prints, all tables: (text, JSON)."""
-    lines = []
-    patch = pytest.MonkeyPatch()
-    patch.setattr("builtins.print", lambda text="": lines.append(text))
-    try:
-        paper_tables.main()
-    finally:
-        patch.undo()
-    return "\n".join(lines[:-1]), json.loads(lines[-1])
+    """What the command prints, all tables: (Markdown, JSON)."""
+    out, text = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(text):
+        assert command_line.status(paper_tables.main, ["--markdown", "--json"]) == 0
+    return text.getvalue(), json.loads(out.getvalue())
 
 
 @pytest.mark.parametrize("table", ROWS)

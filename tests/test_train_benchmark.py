@@ -129,9 +129,9 @@ def test_mfu_is_of_the_datasheet_and_of_all_devices():
     assert one["of_matmul"] == pytest.approx(row["gflops"] * 1e9 / 700e12)
     four = benchmark.with_rates(row | dict(count=4), 700e12, h200)
     assert four["mfu"] == pytest.approx(one["mfu"] / 4)
-    shown = benchmark.line(one)
-    assert shown.startswith("| mha_128m | 409,600 | 327,680 to 655,360 | ")
-    assert shown.endswith(f" | {one['mfu']:.1%} | {one['of_matmul']:.1%} | 9.0 | 7.0 | 1.500 |")
+    name, rate, extremes, _, *shown = benchmark.cells(one)
+    assert (name, rate, extremes) == ("mha_128m", "409,600", "327,680 to 655,360")
+    assert shown == [f"{one['mfu']:.1%}", f"{one['of_matmul']:.1%}", "9.0", "7.0", "1.500"]
 
 
 def test_what_is_not_known_is_left_empty():
@@ -139,7 +139,7 @@ def test_what_is_not_known_is_left_empty():
     measured = dict(seconds=[0.1], first_step_seconds=9.0, loss=1.5, peak_bytes=None, count=1)
     row = benchmark.with_rates(benchmark.figures(run, measured), None, None)
     assert (row["mfu"], row["of_matmul"]) == (None, None)
-    assert benchmark.line(row).endswith(" |  |  | 9.0 |  | 1.500 |")
+    assert benchmark.cells(row)[-5:] == ("", "", "9.0", "", "1.500")
 
 
 def test_results_of_devices_lie_beside_each_other():
@@ -152,10 +152,21 @@ def test_results_of_devices_lie_beside_each_other():
 # -- processes -------------------------------------------------------------------------------------
 
 
-def test_a_process_that_ends_without_a_result_is_an_error():
-    result = contender.run("experiments.no_such_module", {})
-    said = "experiments.no_such_module ended with status 1, without a result"
+def test_a_process_that_ends_without_a_result_is_an_error(monkeypatch):
+    monkeypatch.setattr(contender, "_CHILD", "import os; os.kill(os.getpid(), 9)")
+    result = contender.run("experiments.jax_training", {})
+    said = "experiments.jax_training ended with status -9, without a result"
     assert result == dict(error=said)
+
+
+def test_a_users_mistake_is_a_line_and_a_bug_a_traceback_too(capfd):
+    none = dict(path="configs/none_tiny.py", overrides=[], steps=1)
+    error = contender.run("experiments.jax_training", none)["error"]
+    assert error.startswith("--config=configs/none_tiny.py: no such file")
+    assert not capfd.readouterr().err
+    error = contender.run("experiments.jax_training", dict(path="configs/mha_tiny.py"))["error"]
+    assert error.startswith("TypeError: training_speed() missing")
+    assert "Traceback" in capfd.readouterr().err
 
 
 def test_what_libraries_print_is_no_result(monkeypatch):
@@ -185,6 +196,7 @@ def test_one_failure_leaves_the_others_and_nothing_of_data_is_imported(tmp_path)
     command = [
         *(sys.executable, "-m", "experiments.train_benchmark", "--config=configs/mha_tiny.py"),
         *("--steps=2", f"--set={small} compute.attention=cudnn", f"--set={small}"),
+        *("--json", "--markdown"),
     ]
     done = subprocess.run(
         command,
@@ -195,11 +207,11 @@ def test_one_failure_leaves_the_others_and_nothing_of_data_is_imported(tmp_path)
         check=False,
     )
     assert done.returncode == 1, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout)
     assert result["name"] == "train_benchmark" and result["device"] == "cpu"
     (row,), (failure,) = result["rows"], result["failed"]
     assert row["config"] == f"mha_tiny {small}" and row["tokens_per_step"] == 32
     assert row["tokens_per_second"] > 0 and row["mfu"] is None
     assert failure["config"] == f"mha_tiny {small} compute.attention=cudnn"
     assert failure["error"].startswith("NotImplementedError: cudnn attention: dtypes float32")
-    assert f"failed: {failure['config']}: {failure['error']}" in done.stdout
+    assert f"failed: {failure['config']}: {failure['error']}" in done.stderr

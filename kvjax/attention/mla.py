@@ -31,13 +31,13 @@ from kvjax.layers.weight import weight
 class RebuiltLatentConfig:
     """`mla_paper`: C cached elements per token and layer."""
 
-    num_heads: int  # N
-    latent_dim: int  # C
-    key_dim: int  # H
-    value_dim: int  # Hv
-    qk_norm: str = "rms"
+    num_heads: int  # query heads, N
+    latent_dim: int  # channels of the latent, C
+    key_dim: int  # channels of a key, H
+    value_dim: int  # channels of a value, Hv
+    qk_norm: str = "rms"  # of queries and keys: "rms", "rms_gain" or "none"
     bias: bool = False  # on the output only
-    norm_epsilon: float = 1e-6
+    norm_epsilon: float = 1e-6  # of the norms
 
     def __post_init__(self):
         check_common(self, "latent_dim", "key_dim", "value_dim")
@@ -115,14 +115,14 @@ class RebuiltLatent(nnx.Module):
 class LatentConfig:
     """`mla`: C + P cached elements per token and layer."""
 
-    num_heads: int  # N
-    latent_dim: int  # C
+    num_heads: int  # query heads, N
+    latent_dim: int  # channels of the latent, C
     rope_key_dim: int  # P, one rotated key for all heads
-    key_dim: int  # H of the part of a key that comes from the latent
-    value_dim: int  # Hv
+    key_dim: int  # channels of a key that come from the latent, H
+    value_dim: int  # channels of a value, Hv
     qk_norm: str = "rms"  # of the query and of the RoPE key; the latent is always normed
     bias: bool = False  # on the output only
-    norm_epsilon: float = 1e-6
+    norm_epsilon: float = 1e-6  # of the norms
 
     def __post_init__(self):
         check_common(self, "latent_dim", "rope_key_dim", "key_dim", "value_dim")

@@ -23,6 +23,7 @@ import jax
 
 from kvjax import command_line
 from kvjax import devices
+from kvjax import lists
 from kvjax import progress
 from kvjax.errors import UserError
 from kvjax.kernels import contenders
@@ -64,28 +65,6 @@ def _matplotlib(file: pathlib.Path):
     return figure
 
 
-def _listed(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """The names of a comma-separated list, each of those known."""
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in known:
-            raise UserError(
-                f"{option}={text}: {name!r} is none of {', '.join(known)}"
-                + command_line.did_you_mean(name, known)
-            )
-    return names
-
-
-def _integers(option: str, at_least: int = 1):
-    def parse(text: str) -> tuple[int, ...]:
-        values = text.split(",")
-        if not all(v.isdecimal() and int(v) >= at_least for v in values):
-            raise UserError(f"{option} {text!r}: must be integers of {at_least} or more, as in 1,8")
-        return tuple(map(int, values))
-
-    return parse
-
-
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
@@ -104,13 +83,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--plot", default="", help="a PNG of the length sweep")
     parser.add_output()
     o = parser.parse(arguments)
-    o.mechanisms = _listed("--mechanisms", o.mechanisms, tuple(shapes.SHAPES[o.model]))
+    o.mechanisms = lists.names("--mechanisms", o.mechanisms, tuple(shapes.SHAPES[o.model]))
     if o.implementations is not None:
-        o.implementations = _listed("--implementations", o.implementations, contenders.NAMES)
+        o.implementations = lists.names("--implementations", o.implementations, contenders.NAMES)
     o.points = _points(o.batch, o.length)
-    o.blocks = _integers("--blocks", 128)(o.blocks)
+    o.blocks = lists.integers("--blocks", o.blocks, 128)
     (o.rounds, *_), (o.milliseconds, *_) = (
-        _integers(f"--{name}")(getattr(o, name)) for name in ("rounds", "milliseconds")
+        lists.integers(f"--{name}", getattr(o, name)) for name in ("rounds", "milliseconds")
     )
     if len(o.blocks) != 2 or o.blocks[0] >= o.blocks[1]:
         raise UserError(f"--blocks {o.blocks}: must be two sizes, the smaller first")
@@ -122,8 +101,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _points(batches: str | None, lengths: str | None) -> tuple[tuple[int, int], ...]:
     """(batch, length) of each point: what is asked for, each by each; or lengths, then batches."""
     if batches is not None or lengths is not None:
-        batches = (1,) if batches is None else _integers("--batch")(batches)
-        lengths = _LENGTHS if lengths is None else _integers("--length")(lengths)
+        batches = (1,) if batches is None else lists.integers("--batch", batches)
+        lengths = _LENGTHS if lengths is None else lists.integers("--length", lengths)
         return tuple(itertools.product(batches, lengths))
     return (*((1, length) for length in _LENGTHS), *((b, _BATCHES_LENGTH) for b in _BATCHES))
 

@@ -20,22 +20,22 @@ ACTIVATIONS = ("relu2", "gelu", "swiglu")
 class BlockConfig:
     """The Transformer's options; defaults are nanochat's (commit 0f00788)."""
 
-    num_layers: int  # L
-    d_model: int  # D
-    mlp_dim: int  # M
-    norm: str = "rms"
-    norm_gain: bool = False
-    norm_bias: bool = False
-    norm_epsilon: float = 1e-6
+    num_layers: int  # layers, L
+    d_model: int  # width, D
+    mlp_dim: int  # width of the MLP, M
+    norm: str = "rms"  # "rms" or "layer"
+    norm_gain: bool = False  # learned gains in the norms
+    norm_bias: bool = False  # learned biases in the norms
+    norm_epsilon: float = 1e-6  # added to the mean square, or the variance
     embedding_norm: bool = True  # a norm right after the embedding
-    positions: str = "rope"
-    rope_base: float = 10_000.0
+    positions: str = "rope"  # "rope", "learned" or "none"
+    rope_base: float = 10_000.0  # of RoPE's angles
     max_positions: int = 2048  # rows of the table when positions are learned
-    activation: str = "relu2"
+    activation: str = "relu2"  # "relu2", "gelu" or "swiglu"
     bias: bool = False  # in the MLP (attention has its own key)
-    tied_head: bool = False
+    tied_head: bool = False  # the head is the embedding
     logit_softcap: float = 15.0  # c·tanh(z/c); 0: none
-    causal: bool = True
+    causal: bool = True  # a token sees none after it; training needs it
 
     def __post_init__(self):
         for key, most in _LARGEST.items():

@@ -1,0 +1,32 @@
+"""`python -m kvjax`: what there is."""
+
+import importlib
+import subprocess
+import sys
+
+import kvjax
+from kvjax import __main__ as overview
+from kvjax import command_line
+
+
+def test_commands_experiments_and_configs(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command_line.status(overview.main, []) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for name in overview.COMMANDS:
+        assert f"python -m {name} " in out and importlib.import_module(name)
+    for name in ("experiments.parameter_table", "experiments.train_benchmark", "lrkv_2p5b"):
+        assert name in out
+    assert "experiments.record" not in out  # which is no command
+
+
+def test_version_and_unknown_arguments():
+    run = lambda *given: subprocess.run(
+        [sys.executable, "-m", "kvjax", *given], capture_output=True, text=True, check=False
+    )
+    version = run("--version")
+    assert (version.returncode, version.stdout) == (0, f"kvjax {kvjax.__version__}\n")
+    wrong = run("--verison")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "kvjax: unknown option --verison; did you mean '--version'?\n"
