@@ -95,8 +95,9 @@ def shapes(item: epath.Path) -> dict[str, tuple[int, ...]]:
     Args:
       item: a folder in a checkpoint: its training state, say.
     """
-    base = str(item) if "://" in str(item) else f"file://{item}"
-    store = tensorstore.KvStore.open(dict(driver="ocdbt", base=f"{base}/")).result()
+    folder = f"{item}/"
+    base = folder if "://" in folder else dict(driver="file", path=folder)
+    store = tensorstore.KvStore.open(dict(driver="ocdbt", base=base)).result()
     end = "/zarr.json"
     keys = [key.decode() for key in store.list().result()]
     reads = {key: store.read(key) for key in keys if key.endswith(end)}

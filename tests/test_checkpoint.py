@@ -202,10 +202,11 @@ def trained_state(tmp_path_factory):
 
 def test_the_shapes_of_a_real_state(trained_state, tmp_path):
     at, abstract = trained_state
-    checkpoints = Checkpoints(epath.Path(tmp_path), keep=1)
+    folder = epath.Path(tmp_path) / "100% of it"
+    checkpoints = Checkpoints(folder, keep=1)
     checkpoints.save(1, at(1), position=8)
     checkpoints.close()
-    there = storage.shapes(epath.Path(tmp_path) / "1" / "state")
+    there = storage.shapes(folder / "1" / "state")
     assert there == storage.shapes_of(abstract) and len(there) > 20
 
 
