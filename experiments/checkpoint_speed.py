@@ -1,10 +1,10 @@
 """Time to save and to load a checkpoint, with the checksums of its chunks and without.
 
-python -m experiments.checkpoint_speed [--save] [--megabytes=300] [--repeats=12]
+    python -m experiments.checkpoint_speed [--save] [--megabytes=300] [--repeats=12]
 
 Random float32 weights in one process, written until they are committed and read from the page
 cache: the disk is left out, so the checksums' share is at its highest. Kinds take turns; what
-counts is the least time of each, and CPU seconds of all threads beside it.
+counts is the least time of each, and CPU seconds of all threads beside it. Prints a table.
 """
 
 import argparse
@@ -17,40 +17,61 @@ from etils import epath
 import jax
 import numpy as np
 
+from experiments import machine
 from experiments import record
+from kvjax import command_line
+from kvjax import progress
 from kvjax import storage
 from kvjax.checkpoint import Checkpoints
+from kvjax.configuration import at_least
+from kvjax.output import Output
 
 _TU = storage.tensorstore_utils
 _WITH = _TU._build_zarr3_metadata
 KINDS = {"checksums": _WITH, "none": _WITH.__wrapped__}
+WEIGHTS = 12  # of a megabyte or more each
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--save", action="store_true", help="write experiments/results")
-    parser.add_argument("--megabytes", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=12)
-    options = parser.parse_args()
-    rows = measure(options.megabytes, options.repeats)
-    print("| chunks | save, s | CPU | load, s | CPU |")
-    print("|---|---|---|---|---|")
-    for row in rows:
-        figures = (row[key] for key in ("save", "save_cpu", "load", "load_cpu"))
-        print(f"| {row['kind']} | {' | '.join(f'{x:.3f}' for x in figures)} |")
-    record.record("checkpoint_speed", dict(rows=rows, **vars(options)), save=options.save)
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--megabytes", type=int, default=300, help="of weights (300)")
+    add("--repeats", type=int, default=12, help="of each kind (12)")
+    add("--save", action="store_true", help="write experiments/results/checkpoint_speed.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    at_least("--megabytes", options.megabytes, WEIGHTS)
+    at_least("--repeats", options.repeats, 1)
+    given = f"--megabytes={options.megabytes}"
+    machine.check_room(given, options.megabytes * 10**6, memory=3, disk=1)
+    record.check(options.save)
+    return options
+
+
+def main(arguments: list[str]) -> None:
+    """Measures and prints."""
+    options = _options(arguments)
+    asked = dict(megabytes=options.megabytes, repeats=options.repeats)
+    rows = measure(**asked)
+    out = Output(options)
+    figures = ("save", "save_cpu", "load", "load_cpu")
+    cells = [(row["kind"], *(f"{row[key]:.3f}" for key in figures)) for row in rows]
+    out.table(("chunks", "save, s", "CPU", "load, s", "CPU"), cells)
+    record.record("checkpoint_speed", dict(rows=rows, **asked), out, save=options.save)
 
 
 def measure(megabytes: int, repeats: int) -> list[dict]:
     """A row per kind: least seconds of the repeats."""
-    shape = (megabytes // 12, 1000, 250)
-    keys = jax.random.split(jax.random.key(0), 12)
+    shape = (megabytes // WEIGHTS, 1000, 250)
+    keys = jax.random.split(jax.random.key(0), WEIGHTS)
     state = dict(params={f"w{i}": jax.random.normal(key, shape) for i, key in enumerate(keys)})
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
     times = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(repeats):
+    waiting = progress.waiting("saving and loading")
+    with tempfile.TemporaryDirectory() as folder, waiting as doing:
+        for i in range(repeats):
+            doing.at(f"{i + 1} of {repeats}")
             for kind, describe in KINDS.items():
                 times[kind].append(_once(epath.Path(folder) / kind, describe, state, shaped))
     least = lambda kind: np.min(times[kind], axis=0).tolist()
@@ -75,4 +96,4 @@ def _once(folder: epath.Path, describe, state: dict, shaped) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)
