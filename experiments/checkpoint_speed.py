@@ -29,7 +29,7 @@ from kvjax.output import Output
 _TU = storage.tensorstore_utils
 _WITH = _TU._build_zarr3_metadata
 KINDS = {"checksums": _WITH, "none": _WITH.__wrapped__}
-WEIGHTS = 12  # of a megabyte or more each
+ARRAYS = 12  # of 1 MB or more each
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add("--save", action="store_true", help="write experiments/results/checkpoint_speed.json")
     parser.add_output()
     options = parser.parse(arguments)
-    at_least("--megabytes", options.megabytes, WEIGHTS)
+    at_least("--megabytes", options.megabytes, ARRAYS)
     at_least("--repeats", options.repeats, 1)
     given = f"--megabytes={options.megabytes}"
     machine.check_room(given, options.megabytes * 10**6, memory=3, disk=1)
@@ -62,8 +62,8 @@ def main(arguments: list[str]) -> None:
 
 def measure(megabytes: int, repeats: int) -> list[dict]:
     """A row per kind: least seconds of the repeats."""
-    shape = (megabytes // WEIGHTS, 1000, 250)
-    keys = jax.random.split(jax.random.key(0), WEIGHTS)
+    shape = (megabytes // ARRAYS, 1000, 250)
+    keys = jax.random.split(jax.random.key(0), ARRAYS)
     state = dict(params={f"w{i}": jax.random.normal(key, shape) for i, key in enumerate(keys)})
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)

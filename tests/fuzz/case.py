@@ -142,6 +142,14 @@ def _quoted(word: str) -> str:
         word.encode()
         return shlex.quote(word)
     except UnicodeEncodeError:
-        text = word.encode("utf-8", "surrogatepass").decode("latin-1")
+        as_bytes = word.encode(
+            "utf-8", "surrogateescape" if _is_from_bytes(word) else "surrogatepass"
+        )
+        text = as_bytes.decode("latin-1")
         text = "".join(c if c.isascii() and c not in "'\\" else f"\\x{ord(c):02x}" for c in text)
         return f"$'{text}'"
+
+
+def _is_from_bytes(word: str) -> bool:
+    """Whether Python makes this text of a command line's bytes."""
+    return not any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in word)

@@ -179,13 +179,17 @@ def leaves(name: str) -> dict[str, object]:
 
 
 def key_cases(name: str) -> Iterator[Case]:
-    """Every key of a config, with values that cannot be and some that could; of all but the first
-    config those keys that the first has not, or otherwise."""
+    """Every key of a config, with values that cannot be and some that could.
+
+    Of a key that the first config has too, only the latter, and only where its mechanism is told
+    by it: what cannot be is not a matter of the config.
+    """
     first = leaves(CONFIGS[0]) if name != CONFIGS[0] else {}
     for key, value in leaves(name).items():
-        if key in first and first[key] == value and not key.startswith("attention."):
-            continue
-        yield from _cases_of_key(name, key, value)
+        if key not in first:
+            yield from _cases_of_key(name, key, value)
+        elif key.startswith("attention."):
+            yield from (c for c in _cases_of_key(name, key, value) if 0 in c.status)
 
 
 def _cases_of_key(config: str, key: str, value) -> Iterator[Case]:
