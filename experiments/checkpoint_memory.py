@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import pathlib
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -20,9 +19,9 @@ import time
 
 from etils import epath
 import jax
-import psutil
 
 from experiments import contender
+from experiments import machine
 from experiments import record
 from kvjax import command_line
 from kvjax import costs
@@ -75,18 +74,8 @@ def _check(d_model: int, num_layers: int) -> None:
         raise UserError(f"--d_model={d_model}: must divide by {PROCESSES}, as 512 does")
     first, both = (costs.parameters(model)["total"] for model in (one, two))
     most = 12 * (first + (num_layers - 1) * (both - first))  # float32 weights and two moments
-    folder = tempfile.gettempdir()
-    there = dict(memory=(psutil.virtual_memory().available, 3), disk=(_free(folder), 2))
-    for name, (size, copies) in there.items():
-        if copies * most > size:
-            raise UserError(
-                f"--d_model={d_model} --num_layers={num_layers}: a state of {most / 1e9:,.1f} GB "
-                f"needs {copies} times that; of {name} {size / 1e9:,.1f} GB are free"
-            )
-
-
-def _free(folder: str) -> int:
-    return shutil.disk_usage(folder).free
+    given = f"--d_model={d_model} --num_layers={num_layers}"
+    machine.check_room(given, most, memory=3, disk=2)
 
 
 def main(arguments: list[str]) -> None:

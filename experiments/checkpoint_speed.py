@@ -1,10 +1,10 @@
 """Time to save and to load a checkpoint, with the checksums of its chunks and without.
 
-    python -m experiments.checkpoint_speed --megabytes=300 --repeats=12
+    python -m experiments.checkpoint_speed [--save] [--megabytes=300] [--repeats=12]
 
 Random float32 weights in one process, written until they are committed and read from the page
 cache: the disk is left out, so the checksums' share is at its highest. Kinds take turns; what
-counts is the least time of each, and CPU seconds of all threads beside it.
+counts is the least time of each, and CPU seconds of all threads beside it. Prints a table.
 """
 
 import argparse
@@ -17,32 +17,19 @@ from etils import epath
 import jax
 import numpy as np
 
+from experiments import machine
 from experiments import record
 from kvjax import command_line
 from kvjax import progress
 from kvjax import storage
 from kvjax.checkpoint import Checkpoints
-from kvjax.configuration import between
+from kvjax.configuration import at_least
 from kvjax.output import Output
 
 _TU = storage.tensorstore_utils
 _WITH = _TU._build_zarr3_metadata
-ARRAYS = 12  # of 1 MB or more each
-LEAST_MEGABYTES, MOST_MEGABYTES = ARRAYS, 100_000
 KINDS = {"checksums": _WITH, "none": _WITH.__wrapped__}
-
-
-def main(arguments: list[str]) -> None:
-    """Measures and prints."""
-    options = _options(arguments)
-    sizes = dict(megabytes=options.megabytes, repeats=options.repeats)
-    with progress.waiting("saving and loading"):
-        rows = measure(**sizes)
-    out = Output(options)
-    figures = ("save", "save_cpu", "load", "load_cpu")
-    cells = [(row["kind"], *(f"{row[key]:.3f}" for key in figures)) for row in rows]
-    out.table(("chunks", "save, s", "CPU", "load, s", "CPU"), cells)
-    record.record("checkpoint_speed", dict(rows=rows, **sizes), out, save=options.save)
+ARRAYS = 12  # of 1 MB or more each
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -53,10 +40,24 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add("--save", action="store_true", help="write experiments/results/checkpoint_speed.json")
     parser.add_output()
     options = parser.parse(arguments)
-    between("--megabytes", options.megabytes, LEAST_MEGABYTES, MOST_MEGABYTES)
-    between("--repeats", options.repeats, 1, 10_000)
+    at_least("--megabytes", options.megabytes, ARRAYS)
+    at_least("--repeats", options.repeats, 1)
+    given = f"--megabytes={options.megabytes}"
+    machine.check_room(given, options.megabytes * 10**6, memory=3, disk=1)
     record.check(options.save)
     return options
+
+
+def main(arguments: list[str]) -> None:
+    """Measures and prints."""
+    options = _options(arguments)
+    asked = dict(megabytes=options.megabytes, repeats=options.repeats)
+    rows = measure(**asked)
+    out = Output(options)
+    figures = ("save", "save_cpu", "load", "load_cpu")
+    cells = [(row["kind"], *(f"{row[key]:.3f}" for key in figures)) for row in rows]
+    out.table(("chunks", "save, s", "CPU", "load, s", "CPU"), cells)
+    record.record("checkpoint_speed", dict(rows=rows, **asked), out, save=options.save)
 
 
 def measure(megabytes: int, repeats: int) -> list[dict]:
@@ -67,8 +68,10 @@ def measure(megabytes: int, repeats: int) -> list[dict]:
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
     times = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(repeats):
+    waiting = progress.waiting("saving and loading")
+    with tempfile.TemporaryDirectory() as folder, waiting as doing:
+        for i in range(repeats):
+            doing.at(f"{i + 1} of {repeats}")
             for kind, describe in KINDS.items():
                 times[kind].append(_once(epath.Path(folder) / kind, describe, state, shaped))
     least = lambda kind: np.min(times[kind], axis=0).tolist()

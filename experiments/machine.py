@@ -1,11 +1,16 @@
 """What this machine can do: the yardsticks that benchmarks put beside their figures."""
 
 from collections.abc import Callable
+import shutil
 import statistics
+import tempfile
 import time
 
 import jax
 import jax.numpy as jnp
+import psutil
+
+from kvjax.errors import UserError
 
 
 def seconds(run: Callable[[], jax.Array], repeats: int = 1) -> list[float]:
@@ -40,3 +45,20 @@ def read_rate(dtype: jnp.dtype, gigabytes: float = 1.0, repeats: int = 9) -> flo
     multiply = jax.jit(lambda a, x: a @ x)
     multiply(a, x).block_until_ready()
     return a.nbytes / statistics.median(seconds(lambda: multiply(a, x), repeats))
+
+
+def check_room(given: str, size: int, *, memory: int, disk: int) -> None:
+    """Raises a UserError unless so many copies of a state are free in memory and for files.
+
+    Args:
+      given: the options that made it so large.
+      size: of the state, in bytes.
+    """
+    free = dict(memory=psutil.virtual_memory().available)
+    free["disk"] = shutil.disk_usage(tempfile.gettempdir()).free
+    for name, copies in dict(memory=memory, disk=disk).items():
+        if copies * size > free[name]:
+            raise UserError(
+                f"{given}: a state of {size / 1e9:,.1f} GB needs {copies} x as much {name}; "
+                f"{free[name] / 1e9:,.1f} GB are free"
+            )

@@ -116,7 +116,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     one_of("--orthogonalize", options.orthogonalize, ORTHOGONALIZE)
     if not options.runs:
         raise UserError("--runs= is empty: give a folder, as runs/tiny_comparison")
-    options.runs = runtime.absolute(epath.Path(options.runs))
+    options.runs = runtime.folder("--runs", options.runs)
     if "://" not in str(options.runs):
         record.check_folder("--runs", pathlib.Path(options.runs))
     record.check(options.save)

@@ -9,6 +9,7 @@ import types
 import pytest
 
 from experiments import checkpoint_memory
+from experiments import checkpoint_speed
 from experiments import decode_benchmark
 from experiments import decode_memory
 from experiments import exactness
@@ -27,9 +28,9 @@ from tests import runs
 
 ROOT = pathlib.Path(record.__file__).parents[1]
 COMMANDS = (
-    *("checkpoint_memory", "decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
-    *("input_benchmark", "paper_tables", "parameter_table", "scaling_table", "tiny_comparison"),
-    "train_benchmark",
+    *("checkpoint_memory", "checkpoint_speed", "decode_benchmark", "decode_memory", "exactness"),
+    *("generate_benchmark", "input_benchmark", "paper_tables", "parameter_table"),
+    *("scaling_table", "tiny_comparison", "train_benchmark"),
 )
 WITH_TABLES = tuple(name for name in COMMANDS if name != "scaling_table")
 SAVING = tuple(n for n in WITH_TABLES if n not in ("input_benchmark", "parameter_table"))
@@ -38,8 +39,11 @@ BAD = (  # command, options, what the line says
     ("checkpoint_memory", "--d_model=6", "--d_model=6: must divide by 4"),
     ("checkpoint_memory", "--d_model=", "--d_model=: must be a whole number"),
     ("checkpoint_memory", "--num_layers=-1", "--num_layers = -1: must be at least 1"),
-    ("checkpoint_memory", "--num_layers=1000000", "GB needs 3 times that; of memory"),
+    ("checkpoint_memory", "--num_layers=1000000", "GB needs 3 x as much memory; "),
     ("checkpoint_memory", "--worker={}", "unknown option --worker"),
+    ("checkpoint_speed", "--megabytes=0", "--megabytes = 0: must be at least 12"),
+    ("checkpoint_speed", "--megabytes=1000000000", "a state of 1,000,000.0 GB needs 3 x as much"),
+    ("checkpoint_speed", "--repeats=0", "--repeats = 0: must be at least 1"),
     ("decode_benchmark", "--lengths=", "--lengths '': must be integers of 1 or more"),
     ("decode_benchmark", "--lengths=0,128", "--lengths '0,128': must be integers of 1 or more"),
     ("decode_benchmark", "--lengths=128", "--lengths=128: must be two or more numbers"),
@@ -83,7 +87,7 @@ BAD = (  # command, options, what the line says
     ("tiny_comparison", "--mechanisms=mha,lkrv", "did you mean 'lrkv'?"),
     ("tiny_comparison", "--orthogonalize=no", "--orthogonalize = 'no': must be one of 'joint'"),
     ("tiny_comparison", "--runs=", "--runs= is empty"),
-    ("tiny_comparison", "--runs=/dev/null/x", "--runs: cannot write into /dev/null/x (Not a"),
+    ("tiny_comparison", "--runs=/dev/null/x", "--runs = '/dev/null/x': must be a folder"),
     ("train_benchmark", "--rows=0", "--rows = 0: must be at least 1"),
     ("train_benchmark", "--steps=0", "--steps = 0: must be at least 1"),
     ("train_benchmark", "--config=", "--config=.: is a folder"),
@@ -105,8 +109,9 @@ def nothing_is_done(monkeypatch):
         raise AssertionError("this was to be refused")
 
     monkeypatch.delenv("COLUMNS", raising=False)
-    for module in (checkpoint_memory, decode_benchmark, exactness, input_benchmark):
+    for module in (checkpoint_memory, checkpoint_speed, decode_benchmark, exactness):
         monkeypatch.setattr(module, "measure", fail)
+    monkeypatch.setattr(input_benchmark, "measure", fail)
     monkeypatch.setattr(generate_benchmark, "measure", fail)
     monkeypatch.setattr(train_benchmark, "measure", fail)
     monkeypatch.setattr(decode_memory, "step_memory", fail)
@@ -196,6 +201,11 @@ def printed(run, monkeypatch, tmp_path):
         checkpoint_memory: dict(
             measure=lambda **_: [
                 dict(written="fsdp=4", state_bytes=3e8, peak_bytes=[2e8] * 4, local_bytes=[7e7] * 4)
+            ]
+        ),
+        checkpoint_speed: dict(
+            measure=lambda **_: [
+                dict(kind="checksums", save=1.5, save_cpu=0.5, load=2.5, load_cpu=0.1)
             ]
         ),
         decode_benchmark: dict(
