@@ -36,6 +36,7 @@ from kvjax import costs
 from kvjax import devices
 from kvjax import progress
 from kvjax import runtime
+from kvjax.aot_tables import OVER_100
 from kvjax.attention import GroupedConfig
 from kvjax.configuration import at_least
 from kvjax.configuration import one_of
@@ -292,8 +293,10 @@ def main(arguments: list[str]) -> int:
     out = Output(options)
     out.say(f"{count} x {device.device_kind}{peak}")
     out.table(_TITLES, map(cells, rows))
+    if any((row["mfu"] or 0) > 1 for row in rows):
+        out.say(f"\n{OVER_100}")
     for failure in failed:
-        out.say(f"failed: {failure['config']}: {failure['error']}")
+        out.say(f"\nfailed: {failure['config']}: {failure['error']}")
     result = dict(
         device=device.device_kind,
         count=count,

@@ -2,6 +2,10 @@
 
 from kvjax.output import Output
 
+OVER_100 = (
+    "MFU over 100 %: it counts attention over all T keys, and the causal kernel does half of that"
+)
+
 
 def show(r: dict, out: Output, *, limit: float) -> None:
     """Prints a result as tables.
@@ -66,10 +70,7 @@ def _show_training(r: dict, out: Output, gb) -> None:
         f"at least {b['days']:.1f} days for {b['exaflops']:,.0f} exaFLOPs"
     )
     if b["mfu"] > 1:
-        out.say(
-            "MFU over 100 %: it counts attention over all T keys, and the causal kernel does half "
-            "of that; the figure in brackets counts what is needed"
-        )
+        out.say(f"{OVER_100}; the figure in brackets counts what is needed")
 
 
 def show_candidates(rows: list[dict], out: Output) -> None:

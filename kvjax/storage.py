@@ -14,6 +14,7 @@ import logging
 import re
 import sys
 import traceback
+import types
 import warnings
 
 from etils import epath
@@ -57,15 +58,20 @@ tensorstore_utils._build_zarr3_metadata = _with_checksums(tensorstore_utils._bui
 
 def _is_told_elsewhere(record: logging.LogRecord) -> bool:
     """Whether a line of the log is a failure inside Orbax, which is raised as well."""
-    text = f"{record.pathname} {record.getMessage()}"
+    trace = record.exc_info[2] if record.exc_info else None
+    text = " ".join([record.pathname, record.getMessage(), *_files(trace)])
     return "orbax" in text or "tensorstore" in text
 
 
 def _without_orbax(before, what):
     """An unraisablehook: the other reads of a load that failed, which end after its event loop."""
-    files = [frame.filename for frame in traceback.extract_tb(what.exc_traceback)]
-    if str(what.exc_value) != "Event loop is closed" and not any("orbax" in f for f in files):
+    closed = str(what.exc_value) == "Event loop is closed"
+    if not closed and not any("orbax" in file for file in _files(what.exc_traceback)):
         before(what)
+
+
+def _files(trace: types.TracebackType | None) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(trace)]
 
 
 for _name in ("absl", "asyncio"):

@@ -1,6 +1,7 @@
 """Configs become dataclasses or a message that names the key."""
 
 import dataclasses
+import re
 
 import ml_collections
 import pytest
@@ -87,6 +88,32 @@ def test_one_of_and_at_least():
 def test_not_a_number_is_not_at_least_anything():
     with pytest.raises(UserError, match="config.k = nan"):
         configuration.at_least("config.k", float("nan"), 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-9, 2.0, 1e300])
+def test_between(value):
+    for fine in (0.5, 1, 1.5):
+        configuration.between("config.k", fine, 0.5, 1.5)
+    with pytest.raises(UserError, match=f"k = {re.escape(str(value))}: must be at least 0.5"):
+        configuration.between("config.k", value, 0.5, 1.5)
+    with pytest.raises(UserError, match="must be 0 [(]none[)], or at least 0.5 and at most 1.5"):
+        configuration.between("config.k", value, 0.5, 1.5, zero="none")
+    configuration.between("config.k", 0, 0.5, 1.5, zero="none")
+    with pytest.raises(UserError, match="config.k = 0: must be at least 1 and at most 16,777,216"):
+        configuration.between("config.k", 0, 1, 1 << 24)
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("name", "\udcff", "config.example.name = '.udcff': is not UTF-8 text"),
+        ("name", "a\0b", "config.example.name = .*NUL"),
+        ("rate", 10**400, "config.example.rate = 10+: is no number"),
+    ],
+)
+def test_what_no_file_and_no_computer_takes(key, value, message):
+    with pytest.raises(UserError, match=message):
+        _read(**{"count": 1, key: value})
 
 
 def test_text_is_one_sorted_line_per_leaf():

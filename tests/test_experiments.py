@@ -297,6 +297,14 @@ def test_one_seed_has_no_interval(printed, tmp_path, monkeypatch):
     assert "nan" not in err and "±" not in err
 
 
+@pytest.mark.parametrize("mfu, said", [(1.1, True), (0.9, False), (None, False)])
+def test_mfu_over_100_is_explained(printed, monkeypatch, mfu, said):
+    rates = dict(mfu=mfu, of_matmul=None)
+    monkeypatch.setattr(train_benchmark, "with_rates", lambda row, *_: row | rates)
+    _, out, _ = printed("train_benchmark")
+    assert ("MFU over 100 %: it counts attention over all T keys" in out) == said
+
+
 def test_runs_too_short_for_a_speed(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tiny_comparison, "run", lambda *_: dict(bpb=3.4, tokens_per_second=None))

@@ -21,6 +21,7 @@ from kvjax import sharding
 from kvjax import train
 from kvjax import training_memory
 from kvjax.data import loader
+from kvjax.data import manifest
 from kvjax.data import prepare
 from kvjax.errors import UserError
 from tests import runs
@@ -248,8 +249,8 @@ def test_rows_are_told_from_others_behind_the_same_manifest(tmp_path, prepared):
     before = loader.open_dataset(one).digest
     copy = shutil.copytree(one, tmp_path / "copy")
     assert loader.open_dataset(copy).digest == before
-    shutil.rmtree(copy / prepare.ROWS)
-    shutil.copytree(two / prepare.ROWS, copy / prepare.ROWS)
+    shutil.rmtree(copy / manifest.ROWS)
+    shutil.copytree(two / manifest.ROWS, copy / manifest.ROWS)
     changed = loader.open_dataset(copy)
     assert changed.tokenizer.vocabulary() == loader.open_dataset(one).tokenizer.vocabulary()
     assert changed.digest != before

@@ -184,8 +184,8 @@ def test_a_save_that_fails_is_a_warning(config, tmp_path):
     assert status == 0 and "was not written" in output, output
     assert "Traceback" not in output and "orbax/" not in output, output
     assert sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())[-1] == 3000
-    whole = launch(config, tmp_path / "whole", "--config.train.num_steps=3000")
-    finish(whole)
+    flags = ("--config.train.num_steps=3000", "--config.train.checkpoint_every=1000")
+    finish(launch(config, tmp_path / "whole", *flags))
     assert_bitwise_equal(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
 
 
