@@ -191,7 +191,11 @@ def exclusive(workdir: epath.Path):
     The lock is the operating system's, so it ends with its process, however that ends. Workdirs
     that are not local (gs://) have none.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"--workdir = {str(workdir)!r}: cannot be made: {reason}") from error
     if "://" in str(workdir) or distributed.index():
         yield
         return

@@ -67,7 +67,7 @@ class GroupedConfig:
         divides = f"must divide num_kv_heads = {kv_heads}"
         require(kv_heads % self.num_bases == 0, "num_bases", self.num_bases, divides)
         smaller = min(self.key_dim, self.value_dim)
-        allowed = f"must lie in [0, {smaller}], the smaller head dim (0 is MQA)"
+        allowed = f"must lie in [0, {smaller}], the smaller of key_dim and value_dim (0 is MQA)"
         require(0 <= self.rank <= smaller, "rank", self.rank, allowed)
         for key, choices in (("residual_init", RESIDUAL_INITS), ("rope", ROPES), ("tie", TIES)):
             value = getattr(self, key)

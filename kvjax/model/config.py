@@ -71,7 +71,8 @@ class TransformerConfig:
             if mechanism.rope_dim % 2:
                 raise UserError(
                     f"config.attention: {mechanism.rope_dim} channels of a key are rotated by RoPE "
-                    "in pairs: make the head dim even, or set config.model.positions"
+                    "in pairs: make key_dim even (rope_key_dim of MLA), or set "
+                    "config.model.positions"
                 )
 
     @property

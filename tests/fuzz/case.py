@@ -121,7 +121,7 @@ def _message_faults(case: Case, outcome: Outcome) -> list[str]:
     if len(lines) > LINES:
         found.append(f"{len(lines)} lines")
     if case.says and not any(word in outcome.stderr for word in case.says):
-        found.append(f"does not name {' or '.join(case.says)}")
+        found.append(f"does not name {' or '.join(dict.fromkeys(case.says))}")
     return found
 
 

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import sys
-import time
 
 from kvjax import command_line
 from kvjax.command_line import say
@@ -33,10 +32,6 @@ def main(arguments: list[str]) -> int:
         print("on my way")
     if way == "hoards":
         bytearray(1_200_000_000)
-    if way == "dawdles":
-        until = time.process_time() + 10.2
-        while time.process_time() < until:
-            pass
     if way == "dies":
         os.abort()
     if way == "unnamed":
