@@ -41,6 +41,7 @@ Command = Callable[[list[str]], int | None]
 
 def run(command: Command) -> NoReturn:
     """Runs a command with this process's arguments and ends the process with its status."""
+    interrupted.quietly()
     _open_standard_streams()
     sys.exit(status(command, sys.argv[1:]))
 
@@ -147,7 +148,7 @@ class Parser(argparse.ArgumentParser):
         if config:
             self.add_argument(
                 PREFIX,
-                type=pathlib.Path,
+                type=_config_file,
                 default=DEFAULT_CONFIG,
                 metavar="FILE",
                 help="the config; keys are overridden as --config.train.num_steps=100 "
@@ -194,6 +195,12 @@ class Parser(argparse.ArgumentParser):
             expected = dict(int="a whole number", float="a number").get(kind, kind)
             message = f"{option}={value.strip(chr(39))}: must be {expected}"
         raise UserError(message.removeprefix("argument "))
+
+
+def _config_file(text: str) -> pathlib.Path:
+    if not text:
+        raise UserError(f"{PREFIX}=: give a file, as in {PREFIX}=configs/lrkv_tiny.py")
+    return pathlib.Path(text)
 
 
 class _Help(argparse.HelpFormatter):

@@ -17,6 +17,8 @@ from kvjax import command_line
 from kvjax import costs
 from kvjax import devices
 from kvjax import experiment as experiment_lib
+from kvjax import lists
+from kvjax import progress
 from kvjax.configuration import at_least
 from kvjax.configuration import one_of
 from kvjax.devices import Device
@@ -82,8 +84,9 @@ def report(
 
 
 def _resolve(file: pathlib.Path, overrides: list[str]) -> experiment_lib.Experiment:
+    config = command_line.load_config(file, overrides)
     try:
-        return experiment_lib.resolve(command_line.load_config(file, overrides))
+        return experiment_lib.resolve(config)
     except UserError as error:
         raise UserError(f"{file.name}: {error}") from error
 
@@ -185,13 +188,20 @@ def main(arguments: list[str]) -> None:
     at_least("--batch", options.batch, 1)
     at_least("--chips", options.chips, 1)
     one_of("--dtype", options.dtype, _DTYPES)
-    on = [devices.get(name) for name in dict.fromkeys(options.device or devices.DEVICES)]
+    names = dict.fromkeys(options.device or devices.DEVICES)
+    for name in names:
+        lists.one("--device", name, devices.DEVICES)
+    on = [devices.get(name) for name in names]
     file = options.config
     files = [file]
     if options.all and file.is_file():
         files = sorted(file.parent.glob(f"*_{file.stem.rpartition('_')[2]}.py"))
     shape = dict(batch=options.batch, chips=options.chips)
     shape |= dict(dtype=jnp.dtype(options.dtype), on=on)
-    reports = [report(_resolve(f, options.overrides), **shape) for f in files]
+    reports = []
+    with progress.waiting("counting") as doing:
+        for file in files:
+            doing.at(file.stem)
+            reports.append(report(_resolve(file, options.overrides), **shape))
     reports.sort(key=lambda r: -r["decode"][0]["cache_bytes_per_token"])
     _print(Output(options), reports, **shape | dict(dtype=options.dtype))

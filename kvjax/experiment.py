@@ -142,10 +142,10 @@ class Experiment:
 def _check_name(name: str) -> None:
     """Raises a UserError for a name that cannot be a folder's: the default workdir is runs/NAME."""
     check_text("config.name", name)
-    if not name.strip() or name != name.strip() or name.startswith(".") or "/" in name:
+    if not name.strip() or name != name.strip() or ".." in name.split("/") or name[0] in "./":
         raise UserError(
-            f"config.name = {name!r}: must be a folder's name (runs/NAME is the default workdir), "
-            "without '/', blanks at its ends or a dot at its start"
+            f"config.name = {name!r}: must be a folder's name, as in sweeps/a (runs/NAME is the "
+            "default workdir), without '..', blanks at its ends, or a dot or '/' at its start"
         )
     if len(name.encode()) > 200 or not name.isprintable():
         raise UserError(f"config.name = {name!r}: must be at most 200 bytes of printable text")

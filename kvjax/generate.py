@@ -92,6 +92,14 @@ def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
 def main(arguments: list[str]) -> None:
     """Prints text for the options given; figures and warnings go to standard error."""
     values = _parser().parse(arguments)
+    try:
+        _run(values)
+    except UserError as error:  # "seed = -1: ...", of whoever checks it
+        option, equals, rest = str(error).partition(" = ")
+        raise UserError(f"--{option}{equals}{rest}" if option in vars(values) else error) from error
+
+
+def _run(values: argparse.Namespace) -> None:
     runtime.start()
     if not values.workdir:
         raise UserError("--workdir is missing: the folder of a trained run, as runs/lrkv_tiny")
@@ -110,9 +118,10 @@ def main(arguments: list[str]) -> None:
     mesh = None
     if values.chips != 1:
         mesh = decode_program.make_mesh(values.chips, jax.local_devices())
-    loaded = load(runtime.absolute(values.workdir), step=values.step, dtype=values.dtype)
     devices = dict(implementation=implementation, mesh=mesh)
-    generator = Generator(loaded.model, loaded.compute, **devices)
+    with progress.waiting("reading the model"):
+        loaded = load(runtime.absolute(values.workdir), step=values.step, dtype=values.dtype)
+        generator = Generator(loaded.model, loaded.compute, **devices)
     tokenizer, context = loaded.tokenizer, loaded.context
     del loaded  # the generator has the weights: once is enough
     longest = 1 + max(len(tokenizer.encode(prompt)) for prompt in prompts)
@@ -181,6 +190,7 @@ class _Shown:
 
     def end(self, b: int) -> None:
         self._ended[b] = True
+        self._doing.end()
         while self._current < len(self._ended) and self._ended[self._current]:
             self._print(self._current)
             print(flush=True)

@@ -28,6 +28,7 @@ from kvjax.data import tokenizer
 from kvjax.data.config import PREPARED
 from kvjax.data.config import DataConfig
 from kvjax.errors import UserError
+from kvjax.errors import warn
 from kvjax.experiment import Experiment
 from kvjax.files import write_atomically
 from kvjax.model.transformer import Compute
@@ -230,6 +231,10 @@ def claim_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
 
     def same(key: str, there, now) -> bool:
         if key == "compute.dtype" and there == "auto":  # as it was written once, unresolved
+            warn(
+                f"{workdir} does not say in which dtype it was trained: it goes on in {now} "
+                "(--config.compute.dtype gives another)"
+            )
             return True
         if key == "data.source" and _is_prepared(there) and _is_prepared(now):
             return True

@@ -63,7 +63,8 @@ def cache_directory() -> epath.Path:
     if cache := os.environ.get("KVJAX_CACHE"):
         return folder("KVJAX_CACHE", cache)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return folder("XDG_CACHE_HOME", os.path.join(base, "kvjax"))
+    key = "XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "the cache of user's home"
+    return folder(key, os.path.join(base, "kvjax"))
 
 
 def folder(key: str, text: epath.PathLike) -> epath.Path:

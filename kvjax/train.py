@@ -36,6 +36,7 @@ from kvjax.errors import warn
 from kvjax.experiment import Experiment
 from kvjax.files import write_atomically
 from kvjax.model.transformer import Compute
+from kvjax.model.transformer import used_as
 from kvjax.optim import learning_rate_schedule
 from kvjax.program import Program
 from kvjax.text_generation import generate
@@ -111,7 +112,8 @@ class Run:
         with self._waiting("reading the checkpoint"):
             restored = self.checkpoints.restore(self.program.abstract_state)
         if restored is None:
-            state, position, start = self.program.init(jax.random.key(c.seed)), 0, 0
+            with self._waiting("drawing the initial weights"):
+                state, position, start = self.program.init(jax.random.key(c.seed)), 0, 0
         else:
             state, position, start = restored
         self.writer = metrics_lib.NoWriter()
@@ -120,9 +122,17 @@ class Run:
         self._announce(start)
         stop = min(c.num_steps, c.stop_after or c.num_steps)
         try:
-            state, step = self._loop(state, position, start, stop)
-            self._save(step, state, last=True)
+            step = start
+            if start < stop:
+                state, step = self._loop(state, position, start, stop)
+            if step == 0:  # stopped before: there is nothing to save
+                self.checkpoints.close()
+                return state, step
+            with self._waiting("saving the last checkpoint"):
+                self._save(step, state, last=True)
             return state, step
+        except BrokenPipeError:  # whoever read the output has left
+            raise
         except OSError as error:
             raise UserError(
                 f"stopped: {error}. The last checkpoint is intact (steps "
@@ -153,9 +163,10 @@ class Run:
 
     def _stopped(self, step: int) -> dict:
         signal = self.interruption.signal
+        where = f"at step {step} of {self.experiment.train.num_steps}, saved"
         self._say(
-            f"Stopped {f'on {signal.name}' if signal else 'as asked'} at step {step} of "
-            f"{self.experiment.train.num_steps}, saved. The same command goes on from there."
+            f"Stopped {f'on {signal.name}' if signal else 'as asked'} "
+            f"{where if step else 'before the first step'}. The same command goes on from there."
         )
         if signal:
             sys.exit(distributed.STATUS[signal])
@@ -351,9 +362,10 @@ class Run:
             return prompt
         if distributed.count() > 1:  # no process has all of them
             one = jax.sharding.SingleDeviceSharding(self.mesh.local_devices[0])
-            shape = lambda x: jax.ShapeDtypeStruct(x.shape, self.compute.dtype, sharding=one)
+            place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=one)
             folder, step = self.checkpoints.directory, e.train.num_steps
-            params = read_parameters(folder, step, jax.tree.map(shape, params))
+            asked = jax.tree.map(place, params, used_as(params, self.compute.dtype))
+            params = read_parameters(folder, step, asked)
         generator = Generator(nnx.merge(self.program.graph, params), self.compute)
         options = dict(num_tokens=num_tokens, seed=e.train.seed, end_at_special=False)
         text = generate(generator, tokenizer, [prompt], **options).texts[0]

@@ -99,7 +99,8 @@ def test_overrides_and_dtype(run):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--device=a100"], "device 'a100': known are h100, h200, v4, v5e, v5p, v6e"),
+        (["--device=a100"], "--device: 'a100' is none of h100, h200, v4, v5e, v5p, v6e"),
+        (["--config="], "--config=: give a file, as in --config=configs/lrkv_tiny.py"),
         (["--batch=0"], "--batch = 0: must be at least 1"),
         (["--chips=0"], "--chips = 0: must be at least 1"),
         (["--dtype=int8"], "--dtype = 'int8': must be one of 'bfloat16', 'float32'"),

@@ -8,7 +8,6 @@ import contextlib
 import math
 import pathlib
 import re
-import resource
 import time
 
 from etils import epath
@@ -34,7 +33,7 @@ HOSTILE = {
     ),
     tuple: ((0,), (-1,) * 4, (10**9,) * 4, (2**63,) * 4, (math.inf,) * 4, (1,) * 100_000, "1", 3),
 }
-SECONDS, BYTES = 5, 1 << 30
+CPU_SECONDS, BYTES = 20, 1 << 30
 
 
 class Accepted(Exception):
@@ -53,11 +52,11 @@ def cases():
     for name in NAMES:
         for key, value in leaves(load_config(CONFIGS / f"{name}.py")):
             if name == NAMES[0] or key.startswith("attention."):
-                for i, hostile in enumerate(HOSTILE[type(value)]):
-                    # A key's first case runs in `make test`.
-                    marks = [pytest.mark.slow] if i % 5 and key != "name" else []
+                # Every fifth: tests/fuzz tries the others, as options.
+                values = HOSTILE[type(value)]
+                for hostile in values if key == "name" else values[::5]:
                     shown = re.sub(r"[^\w.,-]+", "_", ascii(hostile))[:24]
-                    yield pytest.param(name, key, hostile, id=f"{name}-{key}-{shown}", marks=marks)
+                    yield pytest.param(name, key, hostile, id=f"{name}-{key}-{shown}")
 
 
 def changed(name, key, value):
@@ -71,6 +70,13 @@ def changed(name, key, value):
     return config
 
 
+def resident(name):
+    """Bytes of this process."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
+
+
 @contextlib.contextmanager
 def accepted(workdir):
     raise Accepted
@@ -81,13 +87,14 @@ def accepted(workdir):
 def test_a_value_is_refused_by_its_key_or_can_be(name, key, value, monkeypatch, tmp_path):
     monkeypatch.setattr(preflight, "exclusive", accepted)
     config = changed(name, key, value)
-    start, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    start, before = time.thread_time(), resident("VmRSS")
     try:
         with pytest.raises((UserError, Accepted)) as raised:
             train.train(config, epath.Path(tmp_path / "run"))
     finally:
-        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-        assert time.thread_time() - start < SECONDS and grown < BYTES
+        grown = resident("VmHWM") - before
+        assert time.thread_time() - start < CPU_SECONDS and grown < BYTES
     if raised.type is Accepted:
         return
     message = str(raised.value)

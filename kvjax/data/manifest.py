@@ -1,7 +1,7 @@
 """`dataset.json`, what a folder of prepared data says of itself, and the digests that guard it.
 
-Every file but the rows is digested when it is written and again when it is read; rows have
-checksums of their own (ArrayRecord), so of them the size alone is looked at here.
+JSON files are digested when they are written and again when they are read; rows have checksums
+of their own (ArrayRecord), so of them the size alone is looked at here.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ DIGESTS = "digests.json"  # of a tokenizer's folder, which has no manifest
 ROWS = "packed_rows"
 ROWS_VERSION = "1.0.0"
 SPLITS = ("train", "validation")
+OF_FILES = ("files", "blake2b")  # keys of the manifest that guard the others
 
 
 class DamagedDataError(DataError):

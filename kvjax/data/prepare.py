@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import hashlib
 import io
-import itertools
 import json
 import lzma
 import os
@@ -44,6 +43,7 @@ from kvjax.errors import DataError
 from kvjax.errors import UserError
 from kvjax.errors import first_line
 from kvjax.errors import warn
+from kvjax.files import unused
 
 # The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
 BATCH_CHARACTERS = 1 << 21
@@ -277,9 +277,7 @@ def _is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
     except manifest.DamagedDataError as error:
         if remote:
             raise
-        numbers = itertools.count(1)
-        names = (folder.parent / f"{folder.name}.damaged-{n}" for n in numbers)
-        aside = next(name for name in names if not name.exists())
+        aside = unused(folder.parent / f"{folder.name}.damaged")
         with contextlib.suppress(FileNotFoundError):  # another process was first
             folder.rename(aside)
             warn(
@@ -372,7 +370,8 @@ def main(arguments: list[str]) -> None:
         path = prepare(_options(arguments))
     except UserError as error:
         raise UserError(config_lib.as_options(str(error))) from error
-    print((path / MANIFEST).read_text() + os.fspath(path))
+    info = {k: v for k, v in manifest.read(path).items() if k not in manifest.OF_FILES}
+    print(json.dumps(info, indent=2) + "\n" + os.fspath(path))
 
 
 if __name__ == "__main__":

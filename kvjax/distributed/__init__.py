@@ -6,7 +6,7 @@ no collective. A job ends as one: what ends one process ends all, with one messa
     0    trained to the end, or to `train.stop_after`
     2    something must be changed first (a UserError); the message says what
     75   saved on SIGTERM, or a process was lost: the same command goes on (EX_TEMPFAIL)
-    130  saved on Ctrl-C, or interrupted before the first step: the same command goes on
+    130  saved on Ctrl-C, or before the first step nothing to save: the same command goes on
     129  saved when its terminal closed (SIGHUP; not under `nohup`): the same command goes on
     1    a bug, with its traceback
 

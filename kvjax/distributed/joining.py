@@ -5,6 +5,7 @@ import socket
 import time
 from typing import Any
 
+from kvjax import progress
 from kvjax.distributed.ending import last_words
 from kvjax.distributed.ending import lost
 from kvjax.distributed.interruption import TRY_AGAIN
@@ -74,11 +75,12 @@ def start(
     if coordinator := where.pop("coordinator", None):
         where["coordinator_address"] = coordinator
     try:
-        jax.distributed.initialize(
-            **where,
-            initialization_timeout=connect_seconds,
-            heartbeat_timeout_seconds=heartbeat_seconds,
-        )
+        with progress.waiting("waiting for the other processes of the job"):
+            jax.distributed.initialize(
+                **where,
+                initialization_timeout=connect_seconds,
+                heartbeat_timeout_seconds=heartbeat_seconds,
+            )
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"the processes of the job could not be connected ({where}): {first_line(error)}"

@@ -6,6 +6,7 @@ import lzma
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -240,7 +241,7 @@ def test_damage_to_the_cache_is_set_aside_and_made_again(
     assert again.info["splits"] == small_dataset.info["splits"]
     for name in sources.SPLITS:
         np.testing.assert_array_equal(rows(again, name), rows(small_dataset, name))
-    aside = path.with_name(f"{path.name}.damaged-1")
+    aside = path.with_name(f"{path.name}.damaged")
     assert aside.exists() and (how == "missing") != (aside / file).exists()
     assert f"WARNING: {path} is damaged" in capsys.readouterr().err
 
@@ -307,7 +308,7 @@ def test_a_damaged_tokenizer_of_the_cache_is_trained_again(
     config = dataclasses.replace(small_config, directory=str(root), sequence_length=9)
     other = loader.open_dataset(prepare.prepare(config))
     assert other.tokenizer.to_json() == small_dataset.tokenizer.to_json()
-    assert folder.with_name(f"{folder.name}.damaged-1").exists()
+    assert folder.with_name(f"{folder.name}.damaged").exists()
     assert f"WARNING: {folder} is damaged" in capsys.readouterr().err
 
 
@@ -487,11 +488,22 @@ def test_a_truncated_last_shard_is_told_before_any_work(tmp_path, monkeypatch):
 
 
 def test_a_log_hears_how_far_it_is(larger_config, monkeypatch, capsys):
-    """Every stage, once it takes over three seconds; here over none."""
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e-4)
-    monkeypatch.setattr(progress, "_LOG_EVERY", 0.01)
+    """Every stage, whether it takes long or not."""
+    told = []
+
+    class Told(progress.waiting):
+        def __init__(self, what, *, shown=True):
+            super().__init__(what, shown=False)
+            self._told = told if shown else []
+            self.now(what)
+
+        def now(self, what):
+            super().now(what)
+            self._told.append(f"kvjax: {what}")
+
+    monkeypatch.setattr(progress, "waiting", Told)
     path = prepare.prepare(larger_config)
-    said = capsys.readouterr().err
+    said = "\n".join(told)
     splits = loader.open_dataset(path).info["splits"]
     total = splits["train"]["rows"] + splits["validation"]["rows"]
     for what in (
@@ -504,13 +516,14 @@ def test_a_log_hears_how_far_it_is(larger_config, monkeypatch, capsys):
         f"kvjax: writing rows, {total // 1024 * 1024:,} of {total:,}",
     ):
         assert what in said
-    assert all(line.startswith("kvjax: ") for line in said.splitlines()), said
+    told.clear()
     fresh = dataclasses.replace(larger_config, directory=str(larger_config.root / "fresh"))
     prepare.prepare(fresh, shown=False)
-    assert capsys.readouterr().err == ""
+    assert not told and capsys.readouterr().err == ""
 
 
 def test_a_short_preparation_says_nothing_but_what_it_made(small_config, small_texts, tmp_path):
     process = start(dataclasses.replace(small_config, directory=str(tmp_path)))
     _, stderr = process.communicate()
-    assert (process.returncode, stderr) == (0, "")
+    slow = re.compile(r"kvjax: .* s( so far\))?")  # on a busy machine a stage may take long
+    assert process.returncode == 0 and all(map(slow.fullmatch, stderr.splitlines())), stderr
