@@ -267,7 +267,8 @@ def main(arguments: list[str]) -> int:
     options = _options(arguments)
     out = Output(options)
     runtime.start(compilation_cache=False)  # what is compiled here cannot be read back here
-    result, advice = _run(options, out)
+    with command_line.naming_options(options):
+        result, advice = _run(options, out)
     tables.show(result, out, limit=ahead.LIMIT)
     _save(result, options.output, options.save)
     if advice:

@@ -12,6 +12,7 @@ traceback; Ctrl-C with 130; a reader who has seen enough (`| head`) with 1 and n
 import argparse
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import difflib
@@ -92,6 +93,18 @@ def reason_of(error: Exception) -> str | None:
         chosen = f"JAX_PLATFORMS={p}" if (p := os.environ.get("JAX_PLATFORMS")) else "JAX"
         return f"{chosen}: {first_line(error)}. JAX_PLATFORMS=cpu runs on the CPU"
     return None
+
+
+@contextlib.contextmanager
+def naming_options(options: argparse.Namespace) -> Iterator[None]:
+    """Around what says "seed = -1: ..." of values that were given as options: --seed = -1."""
+    try:
+        yield
+    except UserError as error:
+        name, equals, rest = str(error).partition(" = ")
+        if not equals or name not in vars(options):
+            raise
+        raise UserError(f"--{name} = {rest}") from error
 
 
 def say(message: str) -> None:

@@ -92,11 +92,8 @@ def read_prompts(prompts: Sequence[str], file: str) -> list[str]:
 def main(arguments: list[str]) -> None:
     """Prints text for the options given; figures and warnings go to standard error."""
     values = _parser().parse(arguments)
-    try:
+    with command_line.naming_options(values):
         _run(values)
-    except UserError as error:  # "seed = -1: ...", of whoever checks it
-        option, equals, rest = str(error).partition(" = ")
-        raise UserError(f"--{option}{equals}{rest}" if option in vars(values) else error) from error
 
 
 def _run(values: argparse.Namespace) -> None:

@@ -1,9 +1,11 @@
 """A config file with overrides, and what is said when that cannot be."""
 
+import argparse
 import pathlib
 
 import pytest
 
+from kvjax import command_line
 from kvjax.command_line import load_config
 from kvjax.errors import UserError
 
@@ -50,6 +52,53 @@ def test_no_such_file_says_what_there_is():
         load_config(pathlib.Path("nothing/of/the/kind.py"))
     with pytest.raises(UserError, match="is a folder; give a file. There: .*lrkv_tiny.py"):
         load_config(LRKV.parent)
+
+
+def test_what_is_said_of_a_value_names_the_option_it_was_given_as():
+    options = argparse.Namespace(seed=-1)
+    for said, told in (
+        ("seed = -1: must be", "--seed = -1: must be"),
+        ("config.train.seed = -1: must be", "config.train.seed = -1: must be"),
+        ("no seed", "no seed"),
+    ):
+        with (
+            pytest.raises(UserError, match=f"^{told}"),
+            command_line.naming_options(options),
+        ):
+            raise UserError(said)
+
+
+@pytest.mark.parametrize(
+    "error, status, said",
+    [
+        (UserError("x = 1: must be 2"), 2, "kvjax: x = 1: must be 2\n"),
+        (NotImplementedError("no such kernel"), 2, "kvjax: no such kernel\n"),
+        (FileNotFoundError(2, "not there", "x"), 2, "kvjax: [Errno 2] not there: 'x'\n"),
+        (MemoryError(), 2, "kvjax: out of memory (MemoryError): ask for less at once,"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 7 bytes\nmore"), 2, "kvjax: out of memory (RESOURCE"),
+        (RuntimeError("Unable to initialize backend 'x': y\nz"), 2, "JAX_PLATFORMS=cpu runs on"),
+        (KeyboardInterrupt(), 130, "kvjax: interrupted\n"),
+        (BrokenPipeError(), 1, ""),
+        (SystemExit(75), 75, ""),
+        (SystemExit(), 0, ""),
+    ],
+)
+def test_how_a_command_ends(capsys, error, status, said):
+    def command(arguments):
+        assert arguments == ["--x"]
+        raise error
+
+    assert command_line.status(command, ["--x"]) == status
+    out, err = capsys.readouterr()
+    assert not out and said in err and len(err.splitlines()) == bool(said)
+
+
+def test_a_bug_keeps_its_traceback():
+    def command(arguments):
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError):
+        command_line.status(command, [])
 
 
 def test_a_file_that_is_no_config(tmp_path):
