@@ -201,6 +201,9 @@ class Parser(argparse.ArgumentParser):
         hint = did_you_mean(given, known) or "; --help lists the options"
         raise UserError(f"unknown option {given}{hint}")
 
+    def _print_message(self, message, file=None):
+        (file or sys.stderr).write(message)  # argparse's own says nothing of a full disk
+
     def error(self, message: str):
         wrong = re.fullmatch(r"argument (--\w+): invalid (\w+) value: (.*)", message, re.S)
         if wrong:
