@@ -32,6 +32,7 @@ from kvjax.data import loader
 from kvjax.decoding import Generator
 from kvjax.decoding import max_positions
 from kvjax.errors import UserError
+from kvjax.errors import first_line
 from kvjax.errors import warn
 from kvjax.experiment import Experiment
 from kvjax.files import write_atomically
@@ -336,11 +337,13 @@ class Run:
             raise UserError(f"{folder / metrics_lib.METRICS} has lost its records")
         last, e = evaluations[-1], self.experiment
         yardstick = self.dataset.info["xz_bits_per_byte"]
-        metrics_lib.draw_curves(self.workdir, title=e.name, yardstick=yardstick, folder=folder)
+        options = dict(title=e.name, yardstick=yardstick, folder=folder)
+        self._write_last("curves.png", lambda: metrics_lib.draw_curves(self.workdir, **options))
         if e.train.sample_tokens:
             with self._waiting("writing a sample"):
                 text = self._sample(state["params"])
-            write_atomically(self.workdir / "sample.txt", text + "\n")
+            path = self.workdir / "sample.txt"
+            self._write_last(path.name, lambda: write_atomically(path, text + "\n"))
             print(f"\n--- sample ---\n{text}\n--------------\n")
         print(
             f"validation: {last['validation_bpb']:.4f} bits per byte after {last['tokens']:,} "
@@ -350,6 +353,15 @@ class Run:
             f"with `pip install tensorboard`: tensorboard --logdir {self.workdir}"
         )
         return last
+
+    def _write_last(self, name: str, write: Callable[[], object]) -> None:
+        """Writes a file after the last checkpoint; what a bucket refuses there is a warning."""
+        try:
+            write()
+        except Exception as error:  # clients of buckets raise types of their own
+            if "://" not in str(self.workdir):
+                raise
+            warn(f"{self.workdir / name} was not written: {first_line(error)}")
 
     def _sample(self, params: dict) -> str:
         """config.train.sample_prompt and what follows it, as far as the model has positions."""
