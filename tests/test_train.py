@@ -52,15 +52,39 @@ def test_a_run_leaves_what_it_promises(source, tmp_path, capfd):
     assert "bits per byte" in output and "xz -9e" in output and "--- sample ---" in output
 
 
-def test_stopping_and_going_on_changes_nothing(source, tmp_path):
+def test_stopping_and_going_on_changes_nothing(source, tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train.train(runs.small_config(*source), epath.Path(whole))
     for stop_after in (7, 23, 0):
         train.train(runs.small_config(*source, stop_after=stop_after), epath.Path(parts))
     assert (parts / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
-    again = train.train(runs.small_config(*source), epath.Path(parts))  # already complete
+    # Already complete: nothing is compiled, which takes minutes at scale.
+    monkeypatch.setattr(train.Run, "_train_step", lambda run: pytest.fail("compiled"))
+    again = train.train(runs.small_config(*source), epath.Path(parts))
     assert again["step"] == 40
     assert (parts / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
+
+
+def test_what_a_bucket_refuses_after_the_last_checkpoint_is_a_warning(capsys):
+    run = object.__new__(train.Run)
+
+    def refuse():
+        raise RuntimeError("503: slow down\nmore")
+
+    run.workdir = epath.Path("/a/folder")
+    with pytest.raises(RuntimeError):
+        run._write_last("curves.png", refuse)
+    run.workdir = epath.Path("gs://bucket/run")
+    run._write_last("curves.png", refuse)
+    said = "WARNING: gs://bucket/run/curves.png was not written: 503: slow down\n"
+    assert capsys.readouterr().err == said
+
+
+def test_documents_of_a_sample_are_told_apart_without_special_tokens(source, tmp_path, monkeypatch):
+    two = types.SimpleNamespace(texts=["is dead.<|bos|>Enter"])
+    monkeypatch.setattr(train, "generate", lambda *_, **__: two)
+    train.train(runs.small_config(*source, num_steps=2), epath.Path(tmp_path))
+    assert (tmp_path / "sample.txt").read_text() == "The king is dead.\n\nEnter\n"
 
 
 def test_the_sample_is_the_same_each_time(source, tmp_path):
