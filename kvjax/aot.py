@@ -136,7 +136,7 @@ def sweep(experiment: Experiment, name: str, compiles: int, out: Output) -> dict
             f"{experiment.name} on {name}: none of {len(tried)} candidates fits. "
             + _why_none(tried, name)
         )
-    out.say("\nBest: " + " ".join(best.overrides))
+    out.say("\nBest: " + " ".join(best.overrides), wrap=False)
     report = training(best.experiment, name, best.step)
     return report | dict(candidates=rows, best_overrides=best.overrides)
 

@@ -37,9 +37,13 @@ class Output:
     def _stream(self):
         return sys.stderr if self._json else sys.stdout
 
-    def say(self, text: str = "") -> None:
-        """A line or paragraph, wrapped to the terminal's width unless it is Markdown."""
-        if not self._markdown:
+    def say(self, text: str = "", *, wrap: bool = True) -> None:
+        """A line or paragraph, wrapped to the terminal's width unless it is Markdown.
+
+        Args:
+          wrap: False: it stays one line, as what is to be typed must.
+        """
+        if wrap and not self._markdown:
             text = "\n".join(textwrap.fill(line, width()) for line in text.split("\n"))
         print(text, file=self._stream, flush=True)
 

@@ -1,5 +1,6 @@
 """What fits a topology: the search, with a compiler that is a formula, and the advice it gives."""
 
+import argparse
 import dataclasses
 import pathlib
 import re
@@ -19,9 +20,11 @@ from kvjax.ahead import TooLarge
 from kvjax.compiled import Memory
 from kvjax.errors import UserError
 from kvjax.experiment import resolve
+from kvjax.output import Output
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 TINY, MEDIUM = CONFIGS / "lrkv_tiny.py", CONFIGS / "lrkv_128m.py"
+OUT = Output(argparse.Namespace(json=False, markdown=True))
 
 
 def experiment(file=TINY, *overrides):
@@ -159,7 +162,7 @@ def test_advice_names_no_chips_that_the_batch_does_not_divide_over(compiler):
 def test_a_sweep_in_which_nothing_fits_is_an_error(compiler):
     compiler.scale = 1e6
     with pytest.raises(UserError, match="lrkv_128m on v5e:8: none of [12] candidates? fits.*by"):
-        aot.sweep(experiment(MEDIUM), "v5e:8", 2)
+        aot.sweep(experiment(MEDIUM), "v5e:8", 2, OUT)
 
 
 def test_advice_splits_weights_as_far_as_they_divide(compiler):
@@ -215,7 +218,7 @@ def test_a_right_prediction_of_what_is_too_large_is_not_corrected(scale, says):
 def test_a_sweep_whose_compiler_says_no_numbers(compiler):
     compiler.scale, compiler.says = 1e6, False
     with pytest.raises(UserError, match="none of 2 candidates fits. By how much.* does not say"):
-        aot.sweep(experiment(MEDIUM), "v5e:8", 2)
+        aot.sweep(experiment(MEDIUM), "v5e:8", 2, OUT)
 
 
 def test_the_nearest_candidate_is_one_with_a_number(compiler, monkeypatch):
@@ -224,12 +227,12 @@ def test_the_nearest_candidate_is_one_with_a_number(compiler, monkeypatch):
         candidate.too_large = TooLarge("too large", needed, 0)
     monkeypatch.setattr(fitting, "search", lambda *_, **__: found)
     with pytest.raises(UserError, match=r"by 5\.6 GB a chip"):
-        aot.sweep(experiment(MEDIUM), "v5e:8", 3)
+        aot.sweep(experiment(MEDIUM), "v5e:8", 3, OUT)
 
 
 def test_a_sweep_goes_on_after_what_does_not_compile(compiler, capsys):
     compiler.scale, compiler.failing = 1.0, [("none", 1)]
-    report = aot.sweep(experiment(MEDIUM, "--config.compute.remat=none"), "v5e:8", 6)
+    report = aot.sweep(experiment(MEDIUM, "--config.compute.remat=none"), "v5e:8", 6, OUT)
     assert report["grad_accumulation"] > 1
     first, *rest = report["candidates"]
     assert first["failure"] == "INTERNAL: an error of the compiler"
@@ -244,7 +247,7 @@ def test_a_sweep_in_which_nothing_compiles(compiler):
     compiler.scale, compiler.failing = 1.0, [("none", 2**n) for n in range(9)]
     compiler.failing += [(experiment(MEDIUM).compute.remat, 1)]
     with pytest.raises(UserError, match="none of 2 candidates fits. None compiled: INTERNAL"):
-        aot.sweep(experiment(MEDIUM), "v5e:8", 2)
+        aot.sweep(experiment(MEDIUM), "v5e:8", 2, OUT)
 
 
 # -- decoding --------------------------------------------------------------------------------------
@@ -282,7 +285,7 @@ def test_the_bound_is_of_the_attention_that_runs(device, attention, kernel, show
     step = fake_step(start, f"{device}:8", 10**9, causal_kernel=kernel)
     report = aot.training(start, f"{device}:8", step)
     assert report["attention"] == shown
-    tables.show(report, limit=ahead.LIMIT)
+    tables.show(report, OUT, limit=ahead.LIMIT)
     assert f"Attention: {shown}\n" in capsys.readouterr().out
     flops = lambda causal: roofline.step_flops(start, causal_kernel=causal)
     runs = flops("causal" in shown)

@@ -58,7 +58,7 @@ def test_a_ctrl_c_that_a_library_swallowed_ends_the_run_before_its_first_step(co
     swallowed = f"import signal\ntry: {CTRL_C}\nexcept BaseException: pass\n"
     config.write_text(swallowed + config.read_text())
     output = test_resume.finish(test_resume.launch(config, tmp_path / "run"), status=130)
-    assert "Stopped on SIGINT at step 0" in output and "Traceback" not in output
+    assert "Stopped on SIGINT before the first step" in output and "Traceback" not in output
 
 
 @pytest.mark.slow
@@ -71,8 +71,9 @@ def test_ctrl_c_at_any_moment(config, tmp_path):
         process = test_resume.launch(config, workdir, LONG)
         time.sleep(0.11 * moment * float(seconds))
         process.send_signal(signal.SIGINT)
-        output = test_resume.finish(process, 60, status=130)
-        assert "Traceback" not in output and ("interrupted" in output or "saved" in output)
+        output = test_resume.finish(process, status=130)
+        assert "Traceback" not in output
+        assert "interrupted" in output or "Stopped on SIGINT" in output
         print(f"{0.11 * moment:.0%}: {output.strip().splitlines()[-1]}")
 
 
