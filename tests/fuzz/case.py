@@ -7,7 +7,7 @@ import shlex
 
 INSIDE, FORKED, STARTED = "inside", "forked", "started"
 CPU_SECONDS = 30.0  # what must be compiled for a model that is there takes 10
-GROWTH_BYTES = 10**9
+GROWTH_BYTES = 1_100_000_000  # importing and measuring take up to 1 GB
 LINES = 25  # of a message: a table of reasons at most
 
 _PROGRESS = re.compile(r"kvjax: .*(\(\d+ s so far\)|: \d+\.\d s)")

@@ -109,6 +109,7 @@ class _Desk:
 
     def run(self, case: Case) -> Outcome:
         set_scene(case, self._folder, self._shared)
+        neighbours = {root: set(root.iterdir()) for root in (self._shared, self._shared.parent)}
         before = {root: _contents(root) for root in (self._folder, self._shared)}
         if case.how == INSIDE:
             outcome = self._inside(case)
@@ -119,6 +120,9 @@ class _Desk:
             for root, files in before.items()
             for name in _lost(files, _contents(root), moved=outcome.status != 2 or case.talks)
         )
+        for root, there in neighbours.items():  # the next case finds what this one found
+            for path in set(root.iterdir()) - there:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         return dataclasses.replace(outcome, lost=lost)
 
     def _inside(self, case: Case) -> Outcome:
