@@ -146,7 +146,7 @@ def _run(values: argparse.Namespace) -> None:
             on_text=shown.add,
             on_end=shown.end,
             on_compile=checked,
-            on_prefill=lambda done, of: doing.now(f"reading the prompts, {done} of {of} parts"),
+            on_prefill=lambda done, of: doing.at(f"{done} of {of} parts read"),
         )
     sys.stdout.flush()
     say(result.summary())
