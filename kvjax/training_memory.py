@@ -103,7 +103,9 @@ def estimate(
         per_token = 2 * itemsize * inputs + sum(inside)
     elif compute.remat != "full":  # log-sum-exp, float32
         per_token += 4 * sum(m.num_heads for m in config.mechanisms) / tensor
-    per_token += 2 * 4 * config.vocab_size / tensor / compute.loss_chunks
+    # Logits and their gradient in float32, and the gradient as it enters its products.
+    narrow = compute.dtype.itemsize if compute.dtype.itemsize < 4 else 0
+    per_token += (2 * 4 + narrow) * config.vocab_size / tensor / compute.loss_chunks
     tokens = rows_per_device * sequence_length // sequence
     return dataclasses.replace(
         resting,

@@ -89,7 +89,7 @@ def test_activations_are_near_what_xla_allocates(remat):
     [
         ("lrkv_2p5b", 16, "none", 102.3),  # v5p:2x2x4
         ("lrkv_2p5b", 16, "full", 11.0),
-        ("lrkv_128m", 16, "none", 23.2),  # v5e:4x4
+        ("lrkv_128m", 16, "none", 23.7),  # v5e:4x4
     ],
 )
 def test_other_policies_as_tpu_compilers_need_them(name, fsdp, remat, gigabytes):
