@@ -199,14 +199,6 @@ class Checkpoints:
         self._checkpointer.close()
 
 
-def saved_steps(directory: epath.Path) -> list[int]:
-    """Steps of the complete checkpoints, ascending, of a run that may still be going on.
-
-    `Checkpoints` is for the run itself: opening one removes what is being written.
-    """
-    return storage.steps(directory)
-
-
 def check_step(path: epath.Path, state: dict) -> None:
     """Raises a UserError if a checkpoint's folder is named after another step than it holds."""
     if "step" not in state:
@@ -223,7 +215,7 @@ def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> A
     """The parameters of one checkpoint; optimizer state is not read.
 
     Args:
-      step: one of `saved_steps`.
+      step: one of `storage.steps`.
       abstract_params: a tree of ShapeDtypeStructs with shardings, which need not be those of
         training; arrays come in its dtypes.
 
@@ -250,7 +242,7 @@ def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> A
     except UserError:
         raise
     except Exception as error:  # corrupted files raise many types
-        others = [s for s in saved_steps(directory) if s != step]
+        others = [s for s in storage.steps(directory) if s != step]
         raise UserError(
             f"{path} cannot be read ({storage.reason(error)}); "
             + (f"other checkpoints there: steps {others}" if others else "there is no other")
@@ -285,7 +277,7 @@ def set_aside_earlier_run(workdir: epath.Path) -> None:
     has_bytes = lambda path: path.exists() and path.stat().length > 0
     if not any(has_bytes(workdir / name) for name in _RECORDS):
         return
-    if saved_steps(workdir / CHECKPOINTS):
+    if storage.steps(workdir / CHECKPOINTS):
         return
     target = unused(workdir / _EARLIER)
     target.mkdir()
@@ -297,33 +289,28 @@ def set_aside_earlier_run(workdir: epath.Path) -> None:
     )
 
 
-def claim(
+def check_identity(
     path: epath.Path,
     identity: dict,
     *,
     same: Callable[[str, Any, Any], bool] = lambda key, there, now: there == now,
     advice: str = "Give the same values to resume it",
 ) -> None:
-    """Writes what a workdir belongs to; where it has checkpoints, checks what is written there.
+    """Raises a UserError if a workdir has checkpoints of something else; names what differs.
 
     Args:
-      path: a .json file in the workdir.
+      path: a .json file in the workdir, as `write_identity` writes it.
       identity: what may not change between a run and its continuation, JSON-able, nested.
       same: whether two values of a dotted key mean the same, None where there is none.
       advice: how to resume what is there.
-
-    Raises:
-      UserError: if checkpoints belong to something else; names what differs.
     """
-    bound = saved_steps(path.parent / CHECKPOINTS)
-    if bound and not path.exists():
+    if not storage.steps(path.parent / CHECKPOINTS):
+        return
+    if not path.exists():
         raise UserError(
             f"{path.parent} has checkpoints and no {path.name} that says what they belong to: "
             "choose another --workdir"
         )
-    if not bound:
-        write_identity(path, identity)
-        return
     try:
         before = json_text.parse(path.read_bytes())
     except ValueError as error:
@@ -344,7 +331,7 @@ def claim(
 
 
 def write_identity(path: epath.Path, identity: dict) -> None:
-    """What `claim` compares, as it is now: of old workdirs it says less, or the same otherwise."""
+    """Writes what `check_identity` compares; old workdirs say less, or the same otherwise."""
     write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
 
 

@@ -224,10 +224,8 @@ class _Help(argparse.HelpFormatter):
 
     def _fill_text(self, text, width, indent):
         del indent
-        fill = lambda p: (
-            p if re.match(" |.*:\n  ", p) else textwrap.fill(" ".join(p.split()), width)
-        )
-        return "\n\n".join(map(fill, text.split("\n\n")))
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(p if "\n " in f"\n{p}" else textwrap.fill(p, width) for p in paragraphs)
 
 
 def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

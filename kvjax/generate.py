@@ -117,7 +117,7 @@ def _run(values: argparse.Namespace) -> None:
         mesh = decode_program.make_mesh(values.chips, jax.local_devices())
     devices = dict(implementation=implementation, mesh=mesh)
     with progress.waiting("reading the model"):
-        loaded = load(runtime.absolute(values.workdir), step=values.step, dtype=values.dtype)
+        loaded = load(runtime.workdir(values.workdir), step=values.step, dtype=values.dtype)
         generator = Generator(loaded.model, loaded.compute, **devices)
     tokenizer, context = loaded.tokenizer, loaded.context
     del loaded  # the generator has the weights: once is enough

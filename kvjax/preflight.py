@@ -15,11 +15,11 @@ from kvjax import costs
 from kvjax import distributed
 from kvjax import runtime
 from kvjax import sharding
+from kvjax import storage
 from kvjax import training_memory
 from kvjax.attention.softmax import zigzag
 from kvjax.checkpoint import CHECKPOINTS
-from kvjax.checkpoint import claim
-from kvjax.checkpoint import saved_steps
+from kvjax.checkpoint import check_identity
 from kvjax.checkpoint import write_identity
 from kvjax.configuration import to_text
 from kvjax.data import loader
@@ -223,10 +223,10 @@ def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
     return tree
 
 
-def claim_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: jnp.dtype) -> None:
+def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: jnp.dtype) -> None:
     """Raises a UserError if a workdir has checkpoints of another config, or another dtype.
 
-    Folders of prepared data may have moved: `claim_data` compares what is in them.
+    Folders of prepared data may have moved: `check_data` compares what is in them.
     """
 
     def same(key: str, there, now) -> bool:
@@ -240,7 +240,7 @@ def claim_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
             return True
         return there == now
 
-    claim(
+    check_identity(
         workdir / "config.json",
         identity(config, dtype),
         same=same,
@@ -249,16 +249,16 @@ def claim_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
     )
 
 
-def claim_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
+def check_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
     """Raises a UserError if a workdir has checkpoints trained on other rows, or tokens."""
     advice = (
         f"The rows or the tokenizer in {dataset.path} are not those it was trained on: give these "
         "to resume it"
     )
     same = lambda key, there, now: there in (now, dataset.path.name)  # the name, as it was once
-    claim(workdir / "dataset.json", _contents(dataset), same=same, advice=advice)
+    check_identity(workdir / "dataset.json", _contents(dataset), same=same, advice=advice)
     path = workdir / prepare.TOKENIZER
-    if not (path.exists() and saved_steps(workdir / CHECKPOINTS)):
+    if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
         return
     if tokenizer.load(path).vocabulary() != dataset.tokenizer.vocabulary():
         raise UserError(
@@ -279,7 +279,7 @@ def record(
     write_atomically(workdir / "config.txt", to_text(config))
     write_identity(workdir / "dataset.json", _contents(dataset))
     path = workdir / prepare.TOKENIZER
-    if not (path.exists() and saved_steps(workdir / CHECKPOINTS)):
+    if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
         write_atomically(path, dataset.tokenizer.to_json())
 
 

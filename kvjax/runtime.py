@@ -62,9 +62,9 @@ def cache_directory() -> epath.Path:
     """
     if cache := os.environ.get("KVJAX_CACHE"):
         return folder("KVJAX_CACHE", cache)
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    key = "XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "the cache of user's home"
-    return folder(key, os.path.join(base, "kvjax"))
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return folder("XDG_CACHE_HOME", os.path.join(base, "kvjax"))
+    return folder("KVJAX_CACHE (not set)", "~/.cache/kvjax")
 
 
 def folder(key: str, text: epath.PathLike) -> epath.Path:
@@ -112,9 +112,9 @@ def keep_large_blocks() -> None:
     mallopt(M_ARENA_MAX, 1)
 
 
-def absolute(workdir: epath.PathLike) -> epath.Path:
+def workdir(text: epath.PathLike) -> epath.Path:
     """The folder of a run, as `path` makes it; a UserError where a file stands."""
-    return folder("--workdir", workdir)
+    return folder("--workdir", text)
 
 
 def seconds_since_launch() -> float:

@@ -57,7 +57,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> dict[st
     """
     preflight.check_processes(config)
     experiment = experiment_lib.resolve(config)
-    workdir = runtime.absolute(workdir)  # may be of the config's name, which is checked now
+    workdir = runtime.workdir(workdir)  # may be of the config's name, which is checked now
     preflight.check_vocabulary(experiment)
     mesh = sharding.make_mesh(experiment.mesh, jax.devices())
     platform = mesh.devices.flat[0].platform
@@ -69,10 +69,10 @@ def train(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> dict[st
         first = distributed.index() == 0
         if first:
             set_aside_earlier_run(workdir)
-            preflight.claim_config(workdir, config, compute.dtype)
+            preflight.check_config(workdir, config, compute.dtype)
         dataset = preflight.prepared(experiment.data)
         if first:
-            preflight.claim_data(workdir, dataset)
+            preflight.check_data(workdir, dataset)
             preflight.record(workdir, config, compute.dtype, dataset)
         distributed.gather("claimed", "")  # the first one may have found another run there
         return Run(experiment, compute, mesh, workdir, dataset).run()

@@ -11,6 +11,7 @@ from kvjax import checkpoint
 from kvjax import experiment as experiment_lib
 from kvjax import json_text
 from kvjax import runtime
+from kvjax import storage
 from kvjax.configuration import one_of
 from kvjax.data import prepare
 from kvjax.data import tokenizer as tokenizer_lib
@@ -42,13 +43,13 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
     Raises:
       UserError: not a workdir, no (such) checkpoint, one that cannot be read or of another model.
     """
-    workdir = runtime.absolute(workdir)
+    workdir = runtime.workdir(workdir)
     experiment = experiment_of(workdir)
     if dtype:
         one_of("dtype", dtype, experiment_lib.DTYPES)
         compute = dataclasses.replace(experiment.compute, dtype=dtype)
         experiment = dataclasses.replace(experiment, compute=compute)
-    steps = checkpoint.saved_steps(workdir / checkpoint.CHECKPOINTS)
+    steps = storage.steps(workdir / checkpoint.CHECKPOINTS)
     if not steps:
         raise UserError(f"{workdir} has no checkpoint yet: train on, or give another --workdir")
     if step is not None and step not in steps:
@@ -77,7 +78,7 @@ def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
     Raises:
       UserError: not a workdir, or a config that cannot be read.
     """
-    path = runtime.absolute(workdir) / "config.json"
+    path = runtime.workdir(workdir) / "config.json"
     if not path.exists():
         raise UserError(
             f"{workdir} is no workdir of a run ({path.name} is missing): give one as --workdir; "

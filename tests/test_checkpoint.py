@@ -1,5 +1,6 @@
 """Checkpoints: what is saved comes back, damaged ones are set aside, configs are checked."""
 
+import contextlib
 import errno
 import pathlib
 import random
@@ -12,16 +13,15 @@ import pytest
 
 from kvjax import checkpoint
 from kvjax import experiment
-from kvjax import metrics
 from kvjax import sharding
 from kvjax import storage
 from kvjax import train
 from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import Checkpoints
-from kvjax.checkpoint import claim
+from kvjax.checkpoint import check_identity
 from kvjax.checkpoint import read_parameters
-from kvjax.checkpoint import saved_steps
 from kvjax.checkpoint import set_aside_earlier_run
+from kvjax.checkpoint import write_identity
 from kvjax.errors import UserError
 from kvjax.program import Program
 from tests import runs
@@ -319,7 +319,7 @@ def test_parameters_that_cannot_be_read(saved):
     corrupt(saved / CHECKPOINTS / "3")
     with pytest.raises(UserError, match=r"checkpoints/3 cannot be read .*steps \[2\]"):
         read_parameters(saved / CHECKPOINTS, 3, abstract_parameters())
-    assert saved_steps(saved / CHECKPOINTS) == [2, 3]  # nothing is set aside
+    assert storage.steps(saved / CHECKPOINTS) == [2, 3]  # nothing is set aside
 
 
 def test_listing_steps_changes_nothing(saved):
@@ -327,36 +327,32 @@ def test_listing_steps_changes_nothing(saved):
     (unfinished / "state").mkdir(parents=True)
     listing = lambda: sorted(pathlib.Path(saved).rglob("*"))
     before = listing()
-    assert saved_steps(saved / CHECKPOINTS) == [2, 3]
+    assert storage.steps(saved / CHECKPOINTS) == [2, 3]
     assert listing() == before
-    assert saved_steps(saved / "nowhere") == [] and not (saved / "nowhere").exists()
+    assert storage.steps(saved / "nowhere") == [] and not (saved / "nowhere").exists()
 
 
-def test_claim_names_what_differs(saved):
+def test_another_identity_is_told_by_what_differs(saved):
     path = saved / "config.json"
     with pytest.raises(UserError, match=r"has checkpoints and no config\.json"):
-        claim(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
-    path.write_text('{"model": {"rank": 16, "dim": 32}, "name": "a"}')
-    claim(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
+        check_identity(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
+    write_identity(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
+    before = path.read_bytes()
+    check_identity(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
     with pytest.raises(UserError, match=r"model\.rank: there 16, now 8") as error:
-        claim(path, {"model": {"rank": 8, "dim": 32}, "name": "a"})
-    assert "dim" not in str(error.value)
-    assert '"rank": 16' in path.read_text()
+        check_identity(path, {"model": {"rank": 8, "dim": 32}, "name": "a"})
+    assert "dim" not in str(error.value) and path.read_bytes() == before
 
 
-def test_claim_binds_only_where_there_are_checkpoints(tmp_path):
-    path = epath.Path(tmp_path) / "config.json"
-    claim(path, {"rank": 16})
-    claim(path, {"rank": 8})
-    assert '"rank": 8' in path.read_text()
-
-
-def test_what_a_first_save_left_claims_nothing(tmp_path):
-    path = epath.Path(tmp_path) / "config.json"
-    claim(path, {"rank": 16})
+def test_an_identity_binds_only_where_there_are_checkpoints(saved, tmp_path):
+    """What a first save left, which was killed, is none."""
+    path = epath.Path(tmp_path) / "another" / "config.json"
     (path.parent / CHECKPOINTS / "10.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
-    claim(path, {"rank": 8})
-    assert '"rank": 8' in path.read_text()
+    for workdir, binds in ((path.parent, False), (saved, True)):
+        write_identity(workdir / path.name, {"rank": 16})
+        told = pytest.raises(UserError) if binds else contextlib.nullcontext()
+        with told:
+            check_identity(workdir / path.name, {"rank": 8})
 
 
 def leave_a_run(workdir: epath.Path) -> dict[str, str]:
@@ -394,7 +390,7 @@ def test_nothing_of_a_run_with_checkpoints_is_moved(saved):
 
 
 def test_removing_checkpoints_loses_no_record(tmp_path, monkeypatch):
-    """Not even of another config; this run gets as far as to claim the workdir."""
+    """Not even of another config; this run gets as far as to its data."""
     workdir = epath.Path(tmp_path) / "run"
     files = leave_a_run(workdir)
     (workdir / CHECKPOINTS / "10.orbax-checkpoint-tmp").mkdir(parents=True)
@@ -407,5 +403,4 @@ def test_removing_checkpoints_loses_no_record(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="far enough"):
         train.train(config, workdir)
     assert {name: (workdir / "earlier-run" / name).read_text() for name in files} == files
-    assert '"rank": 4' in (workdir / "config.json").read_text()
-    assert not (workdir / metrics.METRICS).exists()
+    assert not any((workdir / name).exists() for name in files)

@@ -11,13 +11,12 @@ import time
 
 import pytest
 
-from tests import runs
 from tests import test_resume
 
 ROOT = pathlib.Path(__file__).parents[1]
 CTRL_C = "signal.raise_signal(signal.SIGINT)"
 LONG = "--config.train.num_steps=100000"
-no_child_left = test_resume.no_child_left
+no_child_left, config = test_resume.no_child_left, test_resume.config  # fixtures
 
 
 @pytest.mark.parametrize(
@@ -43,14 +42,6 @@ def test_who_ignores_ctrl_c_goes_on_ignoring_it():
     code = f"import signal\nfrom kvjax import interrupted\ninterrupted.quietly()\n{CTRL_C}\n"
     ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
     assert subprocess.run([*ignoring, sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-@pytest.fixture
-def config(tmp_path):
-    source = runs.write_text(tmp_path / "text.txt")
-    path = tmp_path / "config.py"
-    path.write_text(runs.CONFIG_FILE.format(source=source, directory=str(tmp_path / "data")))
-    return path
 
 
 @pytest.mark.slow

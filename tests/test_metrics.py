@@ -7,7 +7,7 @@ from etils import epath
 import pytest
 
 from kvjax import metrics
-from kvjax.checkpoint import claim
+from kvjax.checkpoint import write_identity
 
 
 def test_resume_drops_later_and_half_written_records(tmp_path):
@@ -79,7 +79,7 @@ def test_curves_are_a_picture(tmp_path):
 def test_a_workdir_in_a_bucket(bucket):
     (bucket / "runs").mkdir()
     workdir = epath.Path("gs://runs/one")
-    claim(workdir / "config.json", {"rank": 16})
+    write_identity(workdir / "config.json", {"rank": 16})
     writer = metrics.MetricsWriter(workdir, resume_step=0)
     writer.write(1, tokens=10, loss=2.0)
     writer.write(2, tokens=20, loss=1.0, validation_bpb=2.0)

@@ -87,6 +87,25 @@ def test_documents_of_a_sample_are_told_apart_without_special_tokens(source, tmp
     assert (tmp_path / "sample.txt").read_text() == "The king is dead.\n\nEnter\n"
 
 
+def test_a_sample_of_several_hosts_has_the_gains_of_training(source, tmp_path, monkeypatch):
+    """They read its weights anew: those of norms outside the blocks are used in float32."""
+    asked, sample = [], train.Run._sample
+
+    def as_one_of_two(run, params):
+        with monkeypatch.context() as patched:
+            patched.setattr(train.distributed, "count", lambda: 2)
+            patched.setattr(train, "read_parameters", lambda *args: asked.append(args[2]) or params)
+            return sample(run, params)
+
+    monkeypatch.setattr(train.Run, "_sample", as_one_of_two)
+    config = runs.small_config(*source, num_steps=1)
+    config.model.norm_gain, config.compute.dtype = True, "bfloat16"
+    train.train(config, epath.Path(tmp_path))
+    (params,) = asked
+    assert params["final_norm"]["gain"].dtype == "float32"
+    assert params["embedding"].dtype == "bfloat16"
+
+
 def test_the_sample_is_the_same_each_time(source, tmp_path):
     texts = []
     for _ in range(2):

@@ -46,7 +46,7 @@ class Interruption:
                 _discard(terminal)  # what is written there would fail
             else:
                 signal.signal(number, signal.SIG_DFL)
-                _say(f"{signal.Signals(number).name}: ends after this step and saves; again: now")
+                _say(f"{signal.Signals(number).name}: stops after what is under way; again: now")
 
         taken = [s for s in STATUS if signal.getsignal(s) != signal.SIG_IGN]
         before = {s: signal.signal(s, handle) for s in taken}
