@@ -63,10 +63,11 @@ def status(command: Command, arguments: Sequence[str]) -> int:
         _discard_output()
         return 1
     except KeyboardInterrupt:
+        interrupted.taken()
         say("interrupted")
         return interrupted.STATUS
     except Exception as error:
-        if interrupted.received():  # a library took it for an error of its own
+        if interrupted.taken():  # a library took it for an error of its own
             say("interrupted")
             return interrupted.STATUS
         reason = reason_of(error)

@@ -1,21 +1,32 @@
 """Ctrl-C from the first import on: it ends a process with status 130, no traceback, never unheard.
 
 Python raises KeyboardInterrupt wherever it happens to be. In a destructor or in a callback from C
-that is printed and forgotten, and a library may take it for an error of its own.
+that is printed and forgotten, and a library may take it for an error of its own, or go on.
 """
 
+import _thread
 import contextlib
 import os
 import signal
 import sys
+import threading
+import time
 
 STATUS = 130
-_received = False
+_PATIENCE = 1.0  # seconds between a Ctrl-C and the first look at what became of it
+_received = _taken = False
 
 
 def received() -> bool:
     """Whether there was a Ctrl-C, whatever became of the KeyboardInterrupt."""
     return _received
+
+
+def taken() -> bool:
+    """Whether there was a Ctrl-C; from here on it is the caller who ends the process for it."""
+    global _taken
+    _taken = _received
+    return _taken
 
 
 def quietly() -> None:
@@ -37,7 +48,25 @@ def _raise(number, frame):
     global _received
     _received = True
     signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(RuntimeError):  # no more threads: the interpreter is at its end
+        _thread.start_new_thread(_insist, ())  # takes no lock, which this thread may hold
     raise KeyboardInterrupt
+
+
+def _insist():
+    """Ends the process if something swallowed the KeyboardInterrupt and went on."""
+    while not _taken:
+        time.sleep(_PATIENCE)
+        if not _taken and not _is_handled():
+            _leave()
+
+
+def _is_handled() -> bool:
+    """Whether the main thread handles a KeyboardInterrupt now, or cleans up for one."""
+    error = sys._current_exceptions().get(threading.main_thread().ident)
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _leave():

@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from kvjax import interrupted
+from kvjax.distributed.interruption import Interruption
 from tests import test_resume
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -31,10 +33,42 @@ no_child_left, config = test_resume.no_child_left, test_resume.config  # fixture
 )
 def test_what_ctrl_c_becomes(code):
     code = f"import signal\nfrom kvjax import interrupted\ninterrupted.quietly()\n{code}\n"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
     twice = code.count(CTRL_C) == 2
     assert process.returncode == (-signal.SIGINT if twice else 130), process
     assert process.stderr == ("" if twice else "kvjax: interrupted\n") and not process.stdout
+
+
+SWALLOWED = (
+    f"import signal, time\nfrom kvjax import interrupted\ninterrupted.quietly()\ntry: {CTRL_C}\n"
+)
+
+
+def test_a_ctrl_c_that_a_library_swallowed_ends_the_process():
+    code = SWALLOWED + "except BaseException: pass\nwhile True: time.sleep(0.1)"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (process.returncode, process.stderr) == (130, "kvjax: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "except BaseException: CLEAN",
+        "except BaseException:\n try: raise OSError\n except OSError: CLEAN",
+        "except BaseException: interrupted.taken()\nCLEAN",
+    ],
+    ids=["in its handler", "in another's in it", "taken"],
+)
+def test_who_cleans_up_for_a_ctrl_c_has_the_time_for_it(handler):
+    code = SWALLOWED + handler.replace("CLEAN", "time.sleep(2.5); print('clean')")
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (process.returncode, process.stdout) == (0, "clean\n")
 
 
 def test_who_ignores_ctrl_c_goes_on_ignoring_it():
@@ -45,11 +79,20 @@ def test_who_ignores_ctrl_c_goes_on_ignoring_it():
 
 
 @pytest.mark.slow
-def test_a_ctrl_c_that_a_library_swallowed_ends_the_run_before_its_first_step(config, tmp_path):
+def test_a_ctrl_c_that_a_library_swallowed_ends_a_run(config, tmp_path):
     swallowed = f"import signal\ntry: {CTRL_C}\nexcept BaseException: pass\n"
     config.write_text(swallowed + config.read_text())
     output = test_resume.finish(test_resume.launch(config, tmp_path / "run"), status=130)
-    assert "Stopped on SIGINT before the first step" in output and "Traceback" not in output
+    assert "interrupted" in output and "Traceback" not in output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_ctrl_c_just_before_a_loop_of_steps_ends_it(monkeypatch):
+    monkeypatch.setattr(interrupted, "_received", True)
+    monkeypatch.setattr(interrupted, "_taken", False)
+    interruption = Interruption()
+    assert interruption.due(0) and interruption.signal == signal.SIGINT
+    assert interrupted.taken()
 
 
 @pytest.mark.slow

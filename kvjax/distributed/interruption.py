@@ -25,7 +25,7 @@ class Interruption:
         self.signal: signal.Signals | None = None  # what the loop ended for
         self._agreed: signal.Signals | None = None
         # One that came before, and that something swallowed, ends the loop too.
-        self._received = signal.SIGINT if interrupted.received() else None
+        self._received = signal.SIGINT if interrupted.taken() else None
         self._asked = self._known = False
         self._stop_step: int | None = None
 
