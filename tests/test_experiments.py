@@ -42,7 +42,7 @@ BAD = (  # command, options, what the line says
     ("checkpoint_memory", "--worker={}", "unknown option --worker"),
     ("checkpoint_speed", "--megabytes=0", "--megabytes = 0: must be at least 12"),
     ("checkpoint_speed", "--megabytes=1000000000", "a state of 1,000,000.0 GB needs 3 x as much"),
-    ("checkpoint_speed", "--repeats=0", "--repeats = 0: must be at least 1"),
+    ("checkpoint_speed", "--repeats=0", "--repeats = 0: must be at least 3"),
     ("decode_benchmark", "--lengths=", "--lengths '': must be integers of 1 or more"),
     ("decode_benchmark", "--lengths=0,128", "--lengths '0,128': must be integers of 1 or more"),
     ("decode_benchmark", "--lengths=128", "--lengths=128: must be two or more numbers"),
@@ -196,6 +196,7 @@ def printed(run, monkeypatch, tmp_path):
     count = dict(parameters=1_310_720, without_embedding=2**20, attention=2**18)
     verdict = Figure("d36, LRKV, r = 64", "% of MHA", "48.4", 55.5, "1/N + r/H is not that number")
     timed = dict(tokens_per_second=17e3, slowest=16e3, fastest=18e3, gflops=150.0, count=1)
+    ratios = dict(save_ratio=[1.0, 0.9, 1.1], load_ratio=[1.0, 0.9, 1.1])
     stubs = {
         checkpoint_memory: dict(
             measure=lambda **_: [
@@ -203,9 +204,7 @@ def printed(run, monkeypatch, tmp_path):
             ]
         ),
         checkpoint_speed: dict(
-            measure=lambda **_: [
-                dict(kind="checksums", save=1.5, save_cpu=0.5, load=2.5, load_cpu=0.1)
-            ]
+            measure=lambda **_: [dict(kind="with checksums", save_s=1.5, load_s=2.5, **ratios)]
         ),
         decode_benchmark: dict(
             measure=lambda length, *_, **__: [
