@@ -34,6 +34,7 @@ from kvjax import sharding
 from kvjax.checkpoint import Checkpoints
 from kvjax.configuration import at_least
 from kvjax.errors import UserError
+from kvjax.model import parameters
 from kvjax.output import Output
 from kvjax.program import Program
 
@@ -69,8 +70,7 @@ def _check(d_model: int, num_layers: int) -> None:
     if not _CLEAR.exists():
         raise UserError(f"{_CLEAR} is not there: only Linux says how high memory rose")
     one, two = (experiment(d_model, layers, FSDP).model for layers in (1, 2))
-    shapes, _ = costs.abstract_parameters(one)
-    if not all(sharding.divides(mesh, shapes) for mesh in (FSDP, OTHER)):
+    if not all(sharding.divides(mesh, *parameters.abstract(one)) for mesh in (FSDP, OTHER)):
         raise UserError(f"--d_model={d_model}: must divide by {PROCESSES}, as 512 does")
     first, both = (costs.parameters(model)["total"] for model in (one, two))
     most = 12 * (first + (num_layers - 1) * (both - first))  # float32 weights and two moments

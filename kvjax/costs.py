@@ -6,38 +6,25 @@ Bytes are logical: what the formulas say, without tiling, padding or copies.
 """
 
 import dataclasses
-import functools
 import math
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 
 from kvjax.devices import Device
 from kvjax.layers.weight import Axes
+from kvjax.model import parameters as parameter_lib
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Transformer
 
 PARTS = ("embedding", "attention", "mlp", "norm", "head")
 # Of a device's memory, for activations, temporaries and the runtime: a choice (vLLM's default too).
 RESERVE = 0.1
 
 
-@functools.cache
-def abstract_parameters(config: TransformerConfig) -> tuple[dict, dict]:
-    """The parameter tree as ShapeDtypeStructs, and the same tree as axes strings."""
-    model = nnx.eval_shape(lambda: Transformer(config, jax.random.key(0)))
-    state = nnx.state(model)
-    is_variable = lambda x: isinstance(x, nnx.Variable)
-    axes = jax.tree.map(lambda p: p.axes, state, is_leaf=is_variable)
-    return nnx.to_pure_dict(state), nnx.to_pure_dict(axes)
-
-
 def parameters(config: TransformerConfig) -> dict[str, int]:
     """Parameters by part, and "total"."""
     counts = dict.fromkeys(PARTS, 0)
-    shapes, _ = abstract_parameters(config)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_lib.abstract(config).shapes):
         counts[_part(tuple(entry.key for entry in path))] += math.prod(leaf.shape)
     return counts | {"total": sum(counts.values())}
 
@@ -95,12 +82,11 @@ def _bytes_of_heads(mechanism, dtype: jnp.dtype, first: int, end: int) -> int:
         return 0
     total = 0
     for field in mechanism.entry().values():
-        *heads, width = field.shape  # [heads, width], or [width] that all heads read
-        read = 1
-        if heads:  # query head n reads n·heads // N
-            of = lambda n, count=heads[0]: n * count // mechanism.num_heads
-            read = of(end - 1) - of(first) + 1
-        total += read * width * field.dtype_in(dtype).itemsize
+        elements, heads = math.prod(field.shape), field.heads
+        if heads is not None:  # query head n reads n·heads // N
+            of = lambda n, heads=heads: n * heads // mechanism.num_heads
+            elements = elements // heads * (of(end - 1) - of(first) + 1)
+        total += elements * field.dtype_in(dtype).itemsize
     return total
 
 
@@ -111,7 +97,7 @@ def matrix_weights(config: TransformerConfig, *, decoding: bool = False) -> dict
       decoding: without the weights that decoding absorbs into query and output.
     """
     counts = dict.fromkeys(PARTS, 0)
-    shapes, axes = abstract_parameters(config)
+    shapes, axes = parameter_lib.abstract(config)
     absorbed = [mechanism.absorbed if decoding else () for mechanism, _ in config.segments]
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     for (path, leaf), text in zip(leaves, jax.tree.leaves(axes), strict=True):

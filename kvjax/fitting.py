@@ -20,6 +20,7 @@ from kvjax.ahead import Step
 from kvjax.ahead import TooLarge
 from kvjax.devices import Device
 from kvjax.experiment import Experiment
+from kvjax.model import parameters
 from kvjax.model.transformer import REMAT_POLICIES
 
 MESHES = ("data", "fsdp", "tensor")  # `sequence` stays as the config has it
@@ -106,8 +107,7 @@ def _meshes(experiment: Experiment, chips: int) -> Iterator[sharding.MeshConfig]
 
 def _divides(mesh: sharding.MeshConfig, experiment: Experiment) -> bool:
     """Whether every axis of the mesh divides the weights that it splits."""
-    shapes, _ = costs.abstract_parameters(experiment.model)
-    return sharding.divides(dataclasses.asdict(mesh), shapes)
+    return sharding.divides(dataclasses.asdict(mesh), *parameters.abstract(experiment.model))
 
 
 def predict(experiment: Experiment, device: Device) -> Prediction:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from kvjax import costs
 from kvjax import distributed
 from kvjax import runtime
 from kvjax import sharding
@@ -31,6 +30,7 @@ from kvjax.errors import UserError
 from kvjax.errors import warn
 from kvjax.experiment import Experiment
 from kvjax.files import write_atomically
+from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 
 _GPU_ROOM = 72 * 10**9  # of 80 GB
@@ -112,11 +112,11 @@ def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
 
     That is the weights, the tokens of a row, every part of a batch, and a batch over hosts.
     """
-    shapes, _ = costs.abstract_parameters(experiment.model)
+    weights = parameters.abstract(experiment.model)
     try:
-        sharding.parameter_shardings(mesh, shapes)
+        sharding.parameter_shardings(mesh, *weights)
     except UserError as error:
-        raise UserError(f"{error}. {_mesh_that_divides(mesh, shapes)}") from error
+        raise UserError(f"{error}. {_mesh_that_divides(mesh, weights)}") from error
     if mesh.shape["sequence"] > 1:
         zigzag(experiment.data.sequence_length, mesh.shape["sequence"])
     c, ways = experiment.train, sharding.rows_ways(mesh)
@@ -132,13 +132,13 @@ def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     loader.share(sharding.batch_sharding(mesh), rows)
 
 
-def _mesh_that_divides(mesh: jax.sharding.Mesh, shapes: dict) -> str:
+def _mesh_that_divides(mesh: jax.sharding.Mesh, weights: parameters.Parameters) -> str:
     """Overrides for as many devices: as much of `tensor` as there may be, then of `fsdp`."""
     for tensor in reversed(sharding.divisors(mesh.shape["tensor"])):
         ways = mesh.size // mesh.shape["sequence"] // tensor
         for fsdp in reversed(sharding.divisors(ways)):
             found = dict(data=ways // fsdp, fsdp=fsdp, tensor=tensor)
-            if sharding.divides(dict(mesh.shape) | found, shapes):
+            if sharding.divides(dict(mesh.shape) | found, *weights):
                 flags = " ".join(f"--config.mesh.{axis}={n}" for axis, n in found.items())
                 return f"Over these {mesh.size} devices this mesh divides: {flags}"
     return f"No mesh over {mesh.size} devices divides"

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kvjax import costs
 from kvjax import sharding
 from kvjax.attention.softmax import zigzag
 from kvjax.experiment import Experiment
 from kvjax.experiment import TrainConfig
+from kvjax.model import parameters
 from kvjax.model.loss import mean_loss
 from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute
@@ -43,14 +43,14 @@ class Program:
         model = experiment.model
         if mesh.size > 1:
             compute = dataclasses.replace(compute, mesh=mesh)
-        shapes, axes = costs.abstract_parameters(model)
+        shapes, axes = parameters.abstract(model)
         optimizer = make_optimizer(
             experiment.optimizer,
             axes,
             d_model=model.block.d_model,
             num_steps=experiment.train.num_steps,
             muon_dtype=compute.dtype,
-            shardings=sharding.parameter_shardings(mesh, shapes) if mesh.size > 1 else None,
+            shardings=sharding.parameter_shardings(mesh, shapes, axes) if mesh.size > 1 else None,
         )
 
         def init(key: jax.Array) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Program:
             )
 
         abstract = jax.eval_shape(init, jax.random.key(0))
-        shardings = sharding.state_shardings(mesh, shapes, abstract)
+        shardings = sharding.state_shardings(mesh, shapes, axes, abstract)
         self.abstract_state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
         )

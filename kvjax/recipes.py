@@ -3,7 +3,19 @@
 config = recipes.pretrain("lrkv_128m", scale="128m", attention=recipes.lrkv(6, rank=64))
 """
 
+import dataclasses
+
 import ml_collections
+
+from kvjax.attention import GroupedConfig
+from kvjax.attention import LatentConfig
+from kvjax.attention import RebuiltLatentConfig
+from kvjax.data.config import DataConfig
+from kvjax.experiment import ComputeConfig
+from kvjax.experiment import TrainConfig
+from kvjax.model.config import BlockConfig
+from kvjax.optim import OptimizerConfig
+from kvjax.sharding import MeshConfig
 
 HEAD_DIM = 128
 VOCAB_SIZE = 65_536
@@ -27,17 +39,10 @@ def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"
         model=_model(depth=4),
         attention=attention,
         optimizer=PRESETS[preset](),
-        data=_data(),
-        train=_train(),
-        compute=dict(
-            dtype="auto",
-            remat="none",
-            unroll="auto",
-            query_chunk=-1,
-            loss_chunks=8,
-            attention="auto",
-        ),
-        mesh=dict(data=1, fsdp=0, sequence=1, tensor=1),
+        data=_keys(DataConfig()),
+        train=_keys(TrainConfig(num_steps=500, batch_size=32)),
+        compute=_keys(ComputeConfig()),
+        mesh=_keys(MeshConfig()),
     )
     for section, values in (*SCALES[scale]().items(), *sections.items()):
         base[section].update(values)
@@ -46,62 +51,18 @@ def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"
     return config
 
 
+def _keys(config) -> dict:
+    """A section of a config from what it is read into: every key, with its default."""
+    return dataclasses.asdict(config)
+
+
 # -- scales: depth is the one dial -----------------------------------------------------------------
 
 
 def _model(depth: int) -> dict:
-    """A model of depth layers and width 64·depth."""
-    return dict(
-        num_layers=depth,
-        d_model=64 * depth,
-        mlp_dim=4 * 64 * depth,
-        norm="rms",
-        norm_gain=False,
-        norm_bias=False,
-        norm_epsilon=1e-6,
-        embedding_norm=True,
-        positions="rope",
-        rope_base=10_000.0,
-        max_positions=2048,
-        activation="relu2",
-        bias=False,
-        tied_head=False,
-        logit_softcap=15.0,
-        causal=True,
-    )
-
-
-def _data() -> dict:
-    return dict(
-        source="embedded",
-        validation_source="",
-        validation_fraction=0.005,
-        text_key="text",
-        tokenizer="bpe",
-        vocab_size=2048,
-        sequence_length=256,
-        directory="",
-    )
-
-
-def _train() -> dict:
-    return dict(
-        num_steps=500,
-        batch_size=32,
-        grad_accumulation=1,
-        seed=0,
-        log_every=10,
-        eval_every=250,
-        eval_rows=0,
-        checkpoint_every=250,
-        keep_checkpoints=2,
-        stop_after=0,
-        bad_steps="stop",
-        spike_factor=0.0,
-        max_bad_steps=10,
-        sample_prompt="The king ",
-        sample_tokens=100,
-    )
+    """A model of depth layers and width 64·depth; the rest is nanochat's."""
+    width = 64 * depth
+    return _keys(BlockConfig(num_layers=depth, d_model=width, mlp_dim=4 * width))
 
 
 def tiny() -> dict:
@@ -146,23 +107,9 @@ SCALES = {
 
 def grouped(num_heads: int, *, kv_heads: int, bases: int, rank: int, dim: int = HEAD_DIM) -> dict:
     """N query heads, K KV heads, J bases, rank R, head dims H = Hv."""
-    return dict(
-        kind="grouped",
-        num_heads=num_heads,
-        num_kv_heads=kv_heads,
-        num_bases=bases,
-        rank=rank,
-        layer_ranks=(),
-        key_dim=dim,
-        value_dim=dim,
-        qk_norm="rms",
-        bias=False,
-        residual_init="linear",
-        rope="full",
-        tie="none",
-        position_channels=0,
-        norm_epsilon=1e-6,
-    )
+    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, num_bases=bases, rank=rank)
+    config = GroupedConfig(**shape, key_dim=dim, value_dim=dim)
+    return dict(kind="grouped", layer_ranks=()) | _keys(config)
 
 
 def mha(num_heads: int, *, dim: int = HEAD_DIM) -> dict:
@@ -202,20 +149,15 @@ def projection_sharing(
 
 
 def mla(num_heads: int, *, latent: int, rope_dim: int = HEAD_DIM // 2, dim: int = HEAD_DIM) -> dict:
-    return mla_paper(num_heads, latent=latent, dim=dim) | dict(kind="mla", rope_key_dim=rope_dim)
+    """Position from one key of rope_dim channels that is cached beside the latent."""
+    shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
+    return dict(kind="mla") | _keys(LatentConfig(**shape, rope_key_dim=rope_dim))
 
 
 def mla_paper(num_heads: int, *, latent: int, dim: int = HEAD_DIM) -> dict:
-    return dict(
-        kind="mla_paper",
-        num_heads=num_heads,
-        latent_dim=latent,
-        key_dim=dim,
-        value_dim=dim,
-        qk_norm="rms",
-        bias=False,
-        norm_epsilon=1e-6,
-    )
+    """Every head's keys are rebuilt from the latent and rotated, as the LRKV paper counts MLA."""
+    shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
+    return dict(kind="mla_paper") | _keys(RebuiltLatentConfig(**shape))
 
 
 # -- optimizer presets -----------------------------------------------------------------------------
@@ -234,27 +176,7 @@ def nanochat() -> dict:
     - rows are shuffled anew each epoch; nanochat reads its shards in order;
     - validation counts whole rows of the held-out documents, not a fixed number of batches.
     """
-    return dict(
-        matrix_learning_rate=0.02,
-        embedding_learning_rate=0.2,
-        head_learning_rate=0.004,
-        vector_learning_rate=0.004,
-        orthogonalize="joint",
-        momentum_start=0.85,
-        momentum_end=0.95,
-        momentum_warmup_steps=300,
-        newton_schulz_steps=5,
-        adam_b1=0.8,
-        adam_b2=0.95,
-        adam_epsilon=1e-10,
-        matrix_weight_decay=0.0,
-        adam_weight_decay=0.0,
-        clip_norm=1.0,
-        schedule="constant",
-        warmup_steps=0,
-        cooldown_fraction=0.2,
-        final_fraction=0.0,
-    )
+    return _keys(OptimizerConfig())
 
 
 def paper_text() -> dict:

@@ -27,6 +27,7 @@ from kvjax import training_memory
 from kvjax.devices import Device
 from kvjax.experiment import Experiment
 from kvjax.layers.weight import Axes
+from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.optim import OptimizerConfig
 from kvjax.optim import parameter_labels
@@ -157,7 +158,7 @@ def newton_schulz_flops(config: TransformerConfig, optimizer: OptimizerConfig) -
 
     For an m x n matrix, m <= n: 2 m²n + 2 m³ + 2 m²n.
     """
-    shapes, axes = costs.abstract_parameters(config)
+    shapes, axes = parameters.abstract(config)
     labels = parameter_labels(axes)
     total = 0
     for leaf, text, label in zip(*map(jax.tree.leaves, (shapes, axes, labels)), strict=True):

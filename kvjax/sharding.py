@@ -1,4 +1,4 @@
-"""Where arrays live: the mesh, and one table from a parameter's path to the axes it is split over.
+"""Where arrays live: the mesh, and one rule from the letters of a weight's axes to the mesh's axes.
 
     data      rows of the batch; weights are replicated
     fsdp      rows of the batch; weights are split, gathered for use, their gradients scattered
@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 import math
-import re
 from typing import Any
 
 import jax
@@ -27,29 +26,13 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.configuration import between
 from kvjax.errors import UserError
+from kvjax.layers.weight import Axes
 
 AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH = ("data", "fsdp")
 
-# First match wins, on the path without the segment; stacked layers put an unsplit axis in front.
-# An axis of length 1 (LRKV's one base) stays whole.
-TABLE = (
-    ("embedding|positions", P(None, ("fsdp", "tensor"))),  # [V, D], [T, D]
-    ("head", P("fsdp", "tensor")),  # [D, V]
-    ("attention/mechanism/(query|rope_query)", P("fsdp", "tensor", None)),  # [D, N, H], [D, N, P]
-    ("attention/mechanism/base_(key|value)", P("fsdp", "tensor", None)),  # [D, J, H]
-    ("attention/mechanism/latent_(key|value)", P("fsdp", "tensor", None)),  # [D, K, R]
-    ("attention/mechanism/expand_(key|value)", P("tensor", None, "fsdp")),  # [K, R, H]
-    ("attention/mechanism/(down|rope_key)", P("fsdp", None)),  # [D, C], [D, P]
-    ("attention/mechanism/up_(key|value)", P(None, "tensor", "fsdp")),  # [C, N, H]
-    ("attention/mechanism/.*_bias", P("tensor", None)),  # [N, H], [J, H]
-    ("attention/mechanism/(position_map|.*/gain)", P(None)),  # [m], [H], [C]
-    ("attention/out", P("tensor", None, "fsdp")),  # [N, H, D]
-    ("mlp/(up|gate)", P("fsdp", "tensor")),  # [D, M]
-    ("mlp/down", P("tensor", "fsdp")),  # [M, D]
-    ("mlp/up_bias", P("tensor")),  # [M]
-    ("(attention/out|mlp/down)_bias|(.*/)?[a-z]+_norm/(gain|bias)", P(None)),  # [D]
-)
+_TENSOR = frozenset("NKJMV")  # letters that `tensor` splits: heads, MLP channels, vocabulary
+_MODEL = "D"  # the letter that `fsdp` splits where a weight has it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,61 +100,72 @@ def rows_ways(mesh: Mesh) -> int:
 # -- parameters ------------------------------------------------------------------------------------
 
 
-def spec(path: str, shape: tuple[int, ...]) -> P:
-    """The table's axes for a parameter.
+def spec(axes: str, shape: tuple[int, ...]) -> P:
+    """How a parameter is split, by the letters of its axes (see `kvjax.layers.weight`).
+
+    `tensor` splits N, K, J, M or V. `fsdp` splits a matrix along D, or along the last axis that is
+    left where it has no D. A table of vectors ("V D", "T D"), whose rows are looked up, is split
+    along D by both. Vectors are otherwise whole, and so is an axis of length 1 (LRKV's one base).
 
     Args:
-      path: its keys joined by "/", with or without "segments/i" in front.
-      shape: with any number of stacked axes in front.
-
-    Raises:
-      ValueError: no row matches, or the row that does is for another number of axes.
+      axes: "D -> N H", say.
+      shape: with any number of stacked axes in front; those are not split.
     """
-    name = re.sub(r"^segments/\d+/", "", path)
-    row = next((axes for pattern, axes in TABLE if re.fullmatch(pattern, name)), None)
-    if row is None:
-        raise ValueError(f"parameter {path} {shape}: no row of sharding.TABLE matches; add one")
-    stacked = len(shape) - len(row)
-    if not 0 <= stacked <= 1:
-        raise ValueError(f"parameter {path} {shape}: sharding.TABLE gives {row}, of other length")
-    kept = (None if n == 1 else axes for n, axes in zip(shape[stacked:], row, strict=True))
-    return P(*[None] * stacked, *kept)
+    parsed = Axes.parse(axes)
+    names = parsed.names
+    stacked = len(shape) - len(names)
+    if stacked < 0:
+        raise ValueError(f"axes {axes!r} name more than the {len(shape)} axes of {shape}")
+    split: dict[int, str | tuple[str, ...]] = {}
+    if not parsed.is_matrix and len(names) == 2 and names[1] == _MODEL:
+        split[1] = ("fsdp", "tensor")
+    else:
+        heads = [i for i, name in enumerate(names) if name in _TENSOR][:1]
+        split |= dict.fromkeys(heads, "tensor")
+        if parsed.is_matrix:
+            left = [i for i in range(len(names)) if i not in split]
+            split |= dict.fromkeys([i for i in left if names[i] == _MODEL][:1] or left[-1:], "fsdp")
+    whole = lambda i: shape[stacked + i] == 1
+    return P(*[None] * stacked, *(None if whole(i) else split.get(i) for i in range(len(names))))
 
 
-def parameter_shardings(mesh: Mesh, params: Any) -> Any:
-    """The tree of NamedShardings of a tree of parameters (arrays or shapes).
+def parameter_shardings(mesh: Mesh, shapes: Any, axes: Any) -> Any:
+    """The tree of NamedShardings of a tree of parameters.
+
+    Args:
+      shapes: arrays, or ShapeDtypeStructs.
+      axes: the same tree of axes strings.
 
     Raises:
       UserError: an axis of the mesh does not divide a parameter; the message names both.
-      ValueError: see `spec`.
     """
 
-    def sharding(leaf, path):
-        axes = spec(path, leaf.shape)
-        _check_divides(mesh, path, leaf.shape, axes)
-        return NamedSharding(mesh, axes)
+    def sharding(path, leaf, text):
+        split = spec(text, leaf.shape)
+        _check_divides(mesh, "/".join(_keys(path)), leaf.shape, split)
+        return NamedSharding(mesh, split)
 
-    return map_with_path(sharding, params)
+    return jax.tree_util.tree_map_with_path(sharding, shapes, axes)
 
 
-def divides(shape: Mapping[str, int], params: Any) -> bool:
+def divides(shape: Mapping[str, int], shapes: Any, axes: Any) -> bool:
     """Whether a mesh of that shape, devices by axis, divides all parameters it splits."""
     try:
-        parameter_shardings(AbstractMesh(tuple(shape.values()), tuple(shape)), params)
+        parameter_shardings(AbstractMesh(tuple(shape.values()), tuple(shape)), shapes, axes)
     except UserError:
         return False
     return True
 
 
-def state_shardings(mesh: Mesh, params: Any, state: Any) -> Any:
+def state_shardings(mesh: Mesh, shapes: Any, axes: Any, state: Any) -> Any:
     """Shardings of a training state: what has a parameter's path, under any prefix, lies as it.
 
     Args:
-      params: tree of parameters (arrays or shapes).
+      shapes, axes: of the parameters, see `parameter_shardings`.
       state: tree of arrays or ShapeDtypeStructs.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    shardings = jax.tree.leaves(parameter_shardings(mesh, params))
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    shardings = jax.tree.leaves(parameter_shardings(mesh, shapes, axes))
     known = {_keys(p): (x.shape, s) for (p, x), s in zip(leaves, shardings, strict=True)}
 
     def sharding(path, leaf):
@@ -206,15 +200,15 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
 
-def gather(weight: jax.Array, path: str, mesh: Mesh | None) -> jax.Array:
+def gather(weight: jax.Array, axes: str, mesh: Mesh | None) -> jax.Array:
     """A weight whole along `fsdp`, as a product needs it; its gradient is scattered again.
 
     Without the second half the gradient would be summed whole on every device.
     """
     if mesh is None:
         return weight
-    split = spec(path, weight.shape)
-    whole = P(*(tuple(a for a in _tuple(axes) if a != "fsdp") or None for axes in split))
+    split = spec(axes, weight.shape)
+    whole = P(*(tuple(n for n in _tuple(names) if n != "fsdp") or None for names in split))
     return _gather(mesh, split, whole, weight)
 
 
@@ -234,12 +228,6 @@ def _gather_backward(mesh, split, whole, saved, gradient):
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
-
-
-def map_with_path(function, tree: Any) -> Any:
-    """A tree of `function(leaf, path)`, the path's keys joined by "/"."""
-    call = lambda path, leaf: function(leaf, "/".join(_keys(path)))
-    return jax.tree_util.tree_map_with_path(call, tree)
 
 
 def divisors(number: int) -> list[int]:

@@ -14,6 +14,7 @@ import jax
 from kvjax import costs
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.layers.weight import Axes
+from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
 from kvjax.optim import parameter_labels
@@ -41,7 +42,7 @@ class TrainingMemory:
 @functools.cache
 def state(config: TransformerConfig, shards: int) -> TrainingMemory:
     """Parameters, optimizer state and gradients in float32, split over `shards` devices."""
-    shapes, axes = costs.abstract_parameters(config)
+    shapes, axes = parameters.abstract(config)
     labels = parameter_labels(axes)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     moments = sum(  # Muon keeps one, Adam two
@@ -136,7 +137,7 @@ def kept(config: TransformerConfig, remat: str, *, kernel: bool) -> int:
 
 def _kv_heads(mechanism: MechanismConfig) -> int:
     """Heads whose keys and values attention reads: those of the cache, or of a latent one all."""
-    heads = [field.shape[0] for field in mechanism.entry().values() if len(field.shape) > 1]
+    heads = [field.heads for field in mechanism.entry().values() if field.heads is not None]
     return max(heads, default=mechanism.num_heads)
 
 
@@ -151,7 +152,7 @@ class Products:
 @functools.cache
 def products(config: TransformerConfig) -> Products:
     """Of the layers; embedding and head are outside of rematerialisation."""
-    shapes, axes = costs.abstract_parameters(config)
+    shapes, axes = parameters.abstract(config)
     elements = expansions = 0
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     for (path, leaf), text in zip(leaves, jax.tree.leaves(axes), strict=True):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 from flax import nnx
 import jax
@@ -15,6 +16,7 @@ from kvjax import costs
 from kvjax import devices
 from kvjax import experiment
 from kvjax import recipes
+from kvjax.attention.mechanism import Field
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.bodies import BLOCK
 from kvjax.model.config import BlockConfig
@@ -156,6 +158,16 @@ def test_what_all_heads_share_is_on_every_chip():
     assert _per_chip("MLA", 8, by="tokens") == 2 * (768 + 64) / 8
     with pytest.raises(ValueError, match="by = 'layers': must be 'tokens' or 'heads'"):
         _per_chip("MLA", 8, by="layers")
+
+
+def test_factors_are_read_by_all_heads():
+    """Two query heads of four have half of the heads' factors, and all 3 x 8 of the channels'."""
+    entry = dict(heads=Field("R N", (3, 4)), channels=Field("R H", (3, 8)))
+    config = types.SimpleNamespace(
+        mechanisms=[types.SimpleNamespace(num_heads=4, entry=lambda: entry)]
+    )
+    per_chip = costs.chip_cache_bytes_per_token(config, BF16, chips=2, by="heads")
+    assert per_chip == 2 * (3 * 2 + 3 * 8)
 
 
 def test_by_tokens_is_what_a_chip_holds():

@@ -10,9 +10,9 @@ import optax
 from optax import contrib
 import pytest
 
-from kvjax import costs
 from kvjax.errors import UserError
 from kvjax.layers.weight import Axes
+from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.optim import OptimizerConfig
@@ -50,7 +50,7 @@ def _kind(names):
 
 def _setup(config, *, num_steps=1000, scale=1.0, seed=0, **options):
     """Optimizer, weights and gradients of a model, float32, none zero."""
-    shapes, axes = costs.abstract_parameters(config)
+    shapes, axes = parameters.abstract(config)
     optimizer = make_optimizer(OptimizerConfig(**options), axes, d_model=D, num_steps=num_steps)
     rng = np.random.default_rng(seed)
     draw = lambda s: jnp.asarray(rng.standard_normal(s.shape), jnp.float32)

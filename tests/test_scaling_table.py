@@ -13,10 +13,10 @@ import pytest
 from experiments import lab_notes
 from experiments import scaling_table
 from kvjax import command_line
-from kvjax import costs
 from kvjax import sharding
 from kvjax import topology
 from kvjax.errors import UserError
+from kvjax.model import parameters
 
 NOTES = {note.name: note for note in lab_notes.read_all()}
 TARGETS = [
@@ -36,8 +36,8 @@ def test_mesh_and_batch_divide_over_the_target(note, target):
     assert tuple(shape) == sharding.AXES
     assert math.prod(shape.values()) == target.chips
     mesh = jax.sharding.AbstractMesh(tuple(shape.values()), sharding.AXES)
-    parameters, _ = costs.abstract_parameters(run.model)
-    sharding.parameter_shardings(mesh, parameters)  # raises where an axis does not divide
+    weights = parameters.abstract(run.model)
+    sharding.parameter_shardings(mesh, *weights)  # raises where an axis does not divide
     rows = run.train.batch_size // run.train.grad_accumulation
     assert rows % sharding.rows_ways(mesh) == 0
     assert run.data.sequence_length % (2 * shape["sequence"]) == 0

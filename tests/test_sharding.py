@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from kvjax import command_line
-from kvjax import costs
 from kvjax import experiment as experiment_lib
 from kvjax import sharding
 from kvjax import training_memory
 from kvjax.errors import UserError
+from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
@@ -72,7 +72,7 @@ class Step:
     """A jitted training step on a mesh, and a state to start it from."""
 
     def __init__(self, config, params, mesh, dtype, parts=1, **compute):
-        shapes, axes = costs.abstract_parameters(config)
+        shapes, axes = parameters.abstract(config)
         several = mesh.size > 1
         optimizer = make_optimizer(
             OptimizerConfig(),
@@ -80,12 +80,12 @@ class Step:
             d_model=D,
             num_steps=20,
             muon_dtype=jnp.dtype(dtype),
-            shardings=sharding.parameter_shardings(mesh, shapes) if several else None,
+            shardings=sharding.parameter_shardings(mesh, shapes, axes) if several else None,
         )
         params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
         key = jax.random.key_data(jax.random.key(0))
         state = dict(params=params, optimizer=optimizer.init(params), step=jnp.int32(0), key=key)
-        shardings = sharding.state_shardings(mesh, shapes, state)
+        shardings = sharding.state_shardings(mesh, shapes, axes, state)
         graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
         compute = dict(loss_chunks=2) | compute
         compute = Compute(dtype=jnp.dtype(dtype), mesh=mesh if several else None, **compute)
@@ -165,10 +165,10 @@ def test_parts_of_a_batch_add_up(x64, config, randomise, mesh_name):
 
 def test_initial_parameters_do_not_depend_on_the_mesh(config):
     init = lambda key: nnx.to_pure_dict(nnx.state(Transformer(config, key)))
-    shapes, _ = costs.abstract_parameters(config)
+    weights = parameters.abstract(config)
     results = []
     for name in ("one", "fsdp8", "fsdp4_tensor2"):
-        shardings = sharding.parameter_shardings(_mesh(name), shapes)
+        shardings = sharding.parameter_shardings(_mesh(name), *weights)
         params = jax.jit(init, out_shardings=shardings)(jax.random.key(3))
         results.append(jax.device_get(params))
     for other in results[1:]:
@@ -215,12 +215,11 @@ def test_state_lies_as_its_parameters_and_takes_its_share_of_bytes(config, rando
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_parameter_of_every_config_is_in_the_table(path):
-    """And what is over 1 MB of it is split."""
+def test_every_large_parameter_of_every_config_is_split(path):
     model = experiment_lib.resolve(command_line.load_config(path)).model
-    shapes, _ = costs.abstract_parameters(model)
+    shapes, axes = parameters.abstract(model)
     mesh = _mesh("fsdp8")
-    shardings = sharding.parameter_shardings(mesh, shapes)
+    shardings = sharding.parameter_shardings(mesh, shapes, axes)
     count = 0
     for x, s in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True):
         ways = math.prod(x.shape) // math.prod(s.shard_shape(x.shape))
@@ -396,18 +395,43 @@ def test_mesh_values():
 )
 def test_heads_that_do_not_divide(name, mesh, message):
     path = next(p for p in CONFIGS if p.stem == name)
-    shapes, _ = costs.abstract_parameters(
-        experiment_lib.resolve(command_line.load_config(path)).model
-    )
+    model = experiment_lib.resolve(command_line.load_config(path)).model
     mesh = sharding.make_mesh(MeshConfig(**mesh), jax.devices())
     with pytest.raises(UserError, match=message):
-        sharding.parameter_shardings(mesh, shapes)
+        sharding.parameter_shardings(mesh, *parameters.abstract(model))
 
 
-def test_parameters_the_table_does_not_know():
-    assert sharding.spec("segments/0/mlp/up", (3, 16, 32)) == P(None, "fsdp", "tensor")
-    assert sharding.spec("mlp/up", (16, 32)) == P("fsdp", "tensor")
-    with pytest.raises(ValueError, match=r"mlp/router \(16, 4\): no row of sharding.TABLE"):
-        sharding.spec("mlp/router", (16, 4))
-    with pytest.raises(ValueError, match="of other length"):
-        sharding.spec("mlp/up", (2, 3, 16, 32))
+# Every form of weight there is or will be, with its layers in front where it has them.
+SPLIT = {
+    "V D": P(None, ("fsdp", "tensor")),
+    "T D": P(None, ("fsdp", "tensor")),
+    "D -> V": P("fsdp", "tensor"),
+    "D -> N H": P("fsdp", "tensor", None),
+    "D -> K R": P("fsdp", "tensor", None),
+    "D -> C": P("fsdp", None),
+    "K: R -> H": P("tensor", None, "fsdp"),
+    "C -> N H": P(None, "tensor", "fsdp"),
+    "G: C -> N H": P(None, None, "tensor", "fsdp"),
+    "N H -> D": P("tensor", None, "fsdp"),
+    "D -> M": P("fsdp", "tensor"),
+    "M -> D": P("tensor", "fsdp"),
+    "C -> M": P("fsdp", "tensor"),
+    "D -> R N": P("fsdp", None, "tensor"),
+    "N H": P("tensor", None),
+    "M": P("tensor"),
+    "D": P(None),
+    "C": P(None),
+}
+
+
+@pytest.mark.parametrize("axes", SPLIT)
+def test_axes_say_how_a_weight_is_split(axes):
+    shape = (8,) * len(SPLIT[axes])
+    assert sharding.spec(axes, shape) == SPLIT[axes]
+    assert sharding.spec(axes, (3, *shape)) == P(None, *SPLIT[axes])
+
+
+def test_what_is_never_split():
+    assert sharding.spec("D -> J H", (16, 1, 8)) == P("fsdp", None, None)
+    with pytest.raises(ValueError, match=r"'D -> N H' name more than the 2 axes of \(16, 8\)"):
+        sharding.spec("D -> N H", (16, 8))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.softmax import softmax_attention
 from kvjax.attention.softmax import sort_tokens
@@ -53,7 +54,11 @@ class Attention(nnx.Module):
             order_T = np.asarray(positions.index)[0]
             options |= dict(query_positions_T=order_T)
             with jax.named_scope("latents"):
-                raw = jax.tree.map(lambda x: _on_every_device(x, order_T, mesh), raw)
+                fields = self.mechanism.config.entry()
+                raw = {
+                    name: _on_every_device(x, fields.get(name), order_T, mesh)
+                    for name, x in raw.items()
+                }
             positions = jax.tree.map(lambda a: a[:, np.argsort(order_T)], positions)
         k_BTKH, v_BTKH = self.mechanism.keys_values(raw, positions)
         o_BTNH = softmax_attention(
@@ -98,15 +103,19 @@ class Attention(nnx.Module):
         return y_BTD if self.out_bias is None else y_BTD + self.out_bias[...][None, None]
 
 
-def _on_every_device(x_BT: jax.Array, order_T: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
+def _on_every_device(
+    x_BT: jax.Array, field: Field | None, order_T: np.ndarray, mesh: jax.sharding.Mesh
+) -> jax.Array:
     """[sequence * B, T, ..], tokens in order: a copy of a row for each device that has part of it.
 
     As copies, what is made of them has gradients of its own on every device, which are summed where
     the copies were made: latents travel both ways. One array for all devices would have the
     gradients of the expanded keys and values summed.
     """
-    # Heads are split over `tensor`; one base, or a latent without heads, is whole.
-    heads = ("tensor",) if x_BT.ndim == 4 and x_BT.shape[2] > 1 else ()
+    # Heads are split over `tensor`; one base, or what has no heads, is whole.
+    heads = ()
+    if field is not None and (field.heads or 1) > 1:
+        heads = (*[None] * field.head_axis, "tensor")
     x_BT = constrain(x_BT, mesh, BATCH, "sequence", *heads)  # or its projection's input travels
     x_BT = sort_tokens(order_T, constrain(x_BT, mesh, BATCH, None, *heads))
     x_CBT = jnp.broadcast_to(x_BT[None], (mesh.shape["sequence"], *x_BT.shape))

@@ -123,15 +123,16 @@ class GroupedConfig:
         return self.key_dim**-0.5
 
     def entry(self) -> dict[str, Field]:
-        fields = {"base_key": Field((self.num_bases, self.key_dim))}
+        fields = {"base_key": Field("J H", (self.num_bases, self.key_dim))}
         if not self.ties_values:
-            fields["base_value"] = Field((self.num_bases, self.value_dim))
+            fields["base_value"] = Field("J H", (self.num_bases, self.value_dim))
         if self.rank:  # LRKV eq. 5: 2(H + N·R) elements per token
-            fields["residual_key"] = Field((self.num_kv_heads, self.rank))
+            residual = Field("K R", (self.num_kv_heads, self.rank))
+            fields["residual_key"] = residual
             if not self.ties_values:  # with tied values the norm is taken when keys are read
-                fields["residual_value"] = Field((self.num_kv_heads, self.rank))
+                fields["residual_value"] = residual
                 if self.qk_norm != "none":
-                    fields["key_scale"] = Field((self.num_kv_heads, 1), wide=True)
+                    fields["key_scale"] = Field("K 1", (self.num_kv_heads, 1), wide=True)
         return fields
 
     @property

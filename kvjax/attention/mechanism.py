@@ -18,16 +18,33 @@ from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Positions
 from kvjax.layers.rope import Rotary
 from kvjax.layers.rope import rotate
+from kvjax.layers.weight import HEAD_AXES
 
 MAX_DIM = 1 << 16  # of heads, and of what one of them has
 QK_NORMS = ("none", "rms", "rms_gain")
 
 
 class Field(NamedTuple):
-    """One array of a cache entry: its shape per token, and whether it stays wide."""
+    """One array of a cache entry: Field("J H", (1, 128)), its axes and shape per token.
 
+    An axis of N, K or J counts heads: query head n reads n·heads // N of it. A field without one is
+    read whole by every head.
+    """
+
+    axes: str
     shape: tuple[int, ...]
     wide: bool = False  # float32 or wider, whatever the compute dtype
+
+    @property
+    def head_axis(self) -> int | None:
+        """Which axis counts heads, if one does."""
+        found = (i for i, name in enumerate(self.axes.split()) if name in HEAD_AXES)
+        return next(found, None)
+
+    @property
+    def heads(self) -> int | None:
+        """How many heads it has of its own, or None."""
+        return None if self.head_axis is None else self.shape[self.head_axis]
 
     def dtype_in(self, compute: jnp.dtype) -> jnp.dtype:
         """Its dtype in a model that computes in `compute`."""
@@ -86,7 +103,7 @@ class Mechanism(Protocol):
     """Projections to queries, keys and values, and to what a cache keeps of them.
 
     `raw` is whatever the mechanism computes once per token from the input: `keys_values` expands
-    it, `encode` compresses it.
+    it, `encode` compresses it. What is named as a field of the entry has that field's axes.
     """
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:

@@ -55,7 +55,7 @@ class RebuiltLatentConfig:
         return self.query_dim**-0.5
 
     def entry(self) -> dict[str, Field]:
-        return {"latent": Field((self.latent_dim,))}
+        return {"latent": Field("C", (self.latent_dim,))}
 
     @property
     def absorbed(self) -> tuple[str, ...]:
@@ -140,7 +140,10 @@ class LatentConfig:
         return self.query_dim**-0.5
 
     def entry(self) -> dict[str, Field]:
-        return {"latent": Field((self.latent_dim,)), "rope_key": Field((self.rope_key_dim,))}
+        return {
+            "latent": Field("C", (self.latent_dim,)),
+            "rope_key": Field("P", (self.rope_key_dim,)),
+        }
 
     @property
     def absorbed(self) -> tuple[str, ...]:

@@ -80,6 +80,12 @@ def weight(
     return nnx.Param(value, axes=axes)
 
 
+def axes_of(state: nnx.State) -> dict:
+    """The axes strings of a state's parameters, as a pure dict."""
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    return nnx.to_pure_dict(jax.tree.map(lambda p: p.axes, state, is_leaf=is_variable))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def linear(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
     """[..., in] and [in, *out] to [..., *out], accumulated and returned in `dtype`; None: theirs.

@@ -22,6 +22,7 @@ from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.softmax import RESIDUALS
 from kvjax.layers import rope
 from kvjax.layers.norm import Norm
+from kvjax.layers.weight import axes_of
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 from kvjax.model.config import BlockConfig
@@ -55,9 +56,9 @@ class Compute:
     # gathered for its use. Left to itself, the compiler splits activations as the embedding is.
     mesh: jax.sharding.Mesh | None = None
 
-    def use(self, weight: jax.Array, path: str) -> jax.Array:
+    def use(self, weight: jax.Array, axes: str) -> jax.Array:
         """A weight as it enters a product: in the compute dtype, whole along `fsdp`."""
-        return sharding.gather(weight.astype(self.dtype), path, self.mesh)
+        return sharding.gather(weight.astype(self.dtype), axes, self.mesh)
 
     def place(self, x_BTD: jax.Array) -> jax.Array:
         """Activations, split over the batch and `sequence`."""
@@ -143,11 +144,11 @@ class Transformer(nnx.Module):
         x_BTD = self.embed(tokens_BT, positions_BT, compute)
         for (mechanism, length), segment in zip(self.config.segments, self.segments, strict=True):
             positions = rope.positions(positions_BT, mechanism.rope_dim, c.angles_base)
-            graph, weights = nnx.split(segment)
-            weights = nnx.to_pure_dict(weights)
+            graph, state = nnx.split(segment)
+            weights, axes = nnx.to_pure_dict(state), axes_of(state)
 
-            def layer(x_BTD, weights, graph=graph, positions=positions):
-                block = nnx.merge(graph, sharding.map_with_path(compute.use, weights))
+            def layer(x_BTD, weights, graph=graph, axes=axes, positions=positions):
+                block = nnx.merge(graph, jax.tree.map(compute.use, weights, axes))
                 x_BTD = block(compute.place(x_BTD), positions, causal=c.causal, compute=compute)
                 return x_BTD, None
 
@@ -162,16 +163,16 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens_BT, positions_BT, compute: Compute) -> jax.Array:
         """[B, T, D]: what enters the first block."""
-        x_BTD = compute.place(compute.use(self.embedding[...], "embedding")[tokens_BT])
+        x_BTD = compute.place(compute.use(self.embedding[...], self.embedding.axes)[tokens_BT])
         if self.positions is not None:
-            x_BTD = x_BTD + compute.use(self.positions[...], "positions")[positions_BT]
+            x_BTD = x_BTD + compute.use(self.positions[...], self.positions.axes)[positions_BT]
         return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
 
     def head_weight(self, compute: Compute) -> jax.Array:
         """[D, V], as it enters a product: the head, or the embedding if they are tied."""
         if self.head is None:
-            return compute.use(self.embedding[...], "embedding").T
-        return compute.use(self.head[...], "head")
+            return compute.use(self.embedding[...], self.embedding.axes).T
+        return compute.use(self.head[...], self.head.axes)
 
     def logits(self, x_BTD: jax.Array, *, compute: Compute | None = None) -> jax.Array:
         """[B, T, V] logits of final activations, in float32 or wider."""

@@ -9,6 +9,7 @@ import pytest
 from kvjax.attention import MECHANISMS
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
+from kvjax.attention.mechanism import Field
 from kvjax.errors import UserError
 from kvjax.layers import rope
 
@@ -143,6 +144,14 @@ def test_cached_elements(make_mechanism, name, keys, elements):
     entry = make_mechanism(name, **keys, qk_norm="none").entry()
     assert sum(int(np.prod(field.shape)) for field in entry.values()) == elements
     assert all(not field.wide for field in entry.values())
+
+
+def test_fields_say_which_axis_counts_heads():
+    """Not the first one, as a rule: factors have ranks there."""
+    of = lambda axes, *shape: (Field(axes, shape).head_axis, Field(axes, shape).heads)
+    assert of("J H", 2, 8) == (0, 2) and of("K 1", 4, 1) == (0, 4)
+    assert of("R N", 3, 4) == (1, 4)
+    assert of("C", 10) == of("R H", 3, 8) == (None, None)
 
 
 def test_key_scale_costs_one_float32_per_kv_head(make_mechanism):

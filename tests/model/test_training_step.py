@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import costs
 from kvjax import experiment
+from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.optim import make_optimizer
@@ -39,7 +39,7 @@ def _figures(mechanism):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     run = experiment.resolve(module.get_config())
-    _, axes = costs.abstract_parameters(run.model)
+    axes = parameters.abstract(run.model).axes
     optimizer = make_optimizer(
         run.optimizer,
         axes,
