@@ -31,6 +31,7 @@ from kvjax import progress
 from kvjax import recipes
 from kvjax import runtime
 from kvjax import sharding
+from kvjax.checkout import ROOT
 from kvjax.checkpoint import Checkpoints
 from kvjax.configuration import at_least
 from kvjax.errors import UserError
@@ -39,7 +40,6 @@ from kvjax.output import Output
 from kvjax.program import Program
 
 PROCESSES = 4
-ROOT = pathlib.Path(__file__).parents[1]
 FSDP = dict(data=1, fsdp=4, sequence=1, tensor=1)
 ONE = dict(data=1, fsdp=1, sequence=1, tensor=1)
 OTHER = dict(data=1, fsdp=2, sequence=1, tensor=2)

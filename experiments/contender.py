@@ -8,17 +8,16 @@ from collections.abc import Callable
 import importlib
 import itertools
 import json
-import pathlib
 import subprocess
 import sys
 import time
 import traceback
 
+from kvjax.checkout import ROOT
 from kvjax.command_line import reason_of
 from kvjax.errors import UserError
 from kvjax.errors import first_line
 
-_ROOT = pathlib.Path(__file__).parents[1]
 _RESULT = "result: "  # libraries may print before and after
 _FRAMES = 12  # of a traceback: compilers' are long
 _IGNORE_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
@@ -37,7 +36,7 @@ def run(module: str, arguments: dict) -> dict:
         input=json.dumps(arguments),
         stdout=subprocess.PIPE,
         text=True,
-        cwd=_ROOT,
+        cwd=ROOT,
         check=False,
     )
     results = [line for line in child.stdout.splitlines() if line.startswith(_RESULT)]

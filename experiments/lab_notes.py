@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from kvjax import command_line
 from kvjax import costs
 from kvjax import experiment as experiment_lib
+from kvjax.checkout import CONFIGS
 from kvjax.configuration import one_of
 from kvjax.configuration import to_text
 from kvjax.errors import UserError
 from kvjax.experiment import Experiment
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 FOLDERS = ("configs", "ranks", "matched", "long_context")
 SCALES = ("128m", "2p5b", "6p3b")
 

@@ -16,10 +16,10 @@ from kvjax import command_line
 from kvjax import costs
 from kvjax import experiment as experiment_lib
 from kvjax import progress
+from kvjax.checkout import CONFIGS
 from kvjax.command_line import load_config
 from kvjax.output import Output
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 SCALES = ("tiny", "128m", "2p5b", "6p3b")
 _HEADER = (
     *("config", "parameters", "without input embedding", "in attention", "cache bytes per token"),

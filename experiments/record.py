@@ -6,11 +6,10 @@ import pathlib
 import tempfile
 
 from kvjax import command_line
+from kvjax.checkout import RESULTS
 from kvjax.errors import UserError
 from kvjax.output import Output
 from kvjax.provenance import provenance
-
-RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def check(save: bool) -> None:

@@ -33,9 +33,9 @@ from kvjax import aot
 from kvjax import command_line
 from kvjax import costs
 from kvjax import progress
+from kvjax.checkout import ROOT
 from kvjax.errors import UserError
 
-ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "experiments" / "README.md"
 RESULTS = aot.RESULTS
 BEGIN = "<!-- written by `python -m experiments.scaling_table` -->"

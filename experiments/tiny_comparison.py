@@ -22,7 +22,6 @@ import ml_collections
 from scipy import stats
 
 from experiments import record
-from experiments.parameter_table import CONFIGS
 from experiments.parameter_table import load_config
 from kvjax import command_line
 from kvjax import costs
@@ -31,6 +30,7 @@ from kvjax import lists
 from kvjax import metrics
 from kvjax import runtime
 from kvjax import train
+from kvjax.checkout import CONFIGS
 from kvjax.configuration import at_least
 from kvjax.configuration import one_of
 from kvjax.errors import UserError

@@ -30,7 +30,6 @@ import jax
 from experiments import contender
 from experiments import record
 from experiments.jax_training import load
-from experiments.parameter_table import CONFIGS
 from kvjax import command_line
 from kvjax import costs
 from kvjax import devices
@@ -38,6 +37,7 @@ from kvjax import progress
 from kvjax import runtime
 from kvjax.aot_tables import OVER_100
 from kvjax.attention import GroupedConfig
+from kvjax.checkout import CONFIGS
 from kvjax.configuration import at_least
 from kvjax.configuration import one_of
 from kvjax.errors import UserError

@@ -10,6 +10,7 @@ import textwrap
 from kvjax import __version__
 from kvjax import command_line
 from kvjax import output
+from kvjax.checkout import EXPERIMENTS
 
 COMMANDS = {
     "kvjax.main": "trains what a config describes; its --help lists all keys",
@@ -29,8 +30,7 @@ def main(arguments: list[str]) -> None:
     print("Commands, each with --help:\n")
     for name, text in COMMANDS.items():
         _print(f"python -m {name}", text)
-    experiments = command_line.CONFIGS.parent / "experiments"
-    commands = sorted(p for p in experiments.glob("*.py") if "__main__" in p.read_text("utf-8"))
+    commands = sorted(p for p in EXPERIMENTS.glob("*.py") if "__main__" in p.read_text("utf-8"))
     if commands:
         print("\nExperiments, which print tables:\n")
     for path in commands:

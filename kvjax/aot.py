@@ -23,6 +23,7 @@ import sys
 
 from kvjax import ahead
 from kvjax import aot_tables as tables
+from kvjax import checkout
 from kvjax import command_line
 from kvjax import compiled
 from kvjax import costs
@@ -40,7 +41,7 @@ from kvjax.experiment import Experiment
 from kvjax.output import Output
 from kvjax.provenance import provenance
 
-RESULTS = pathlib.Path(__file__).parents[1] / "experiments" / "results" / "aot"
+RESULTS = checkout.RESULTS / "aot"
 STEPS = ("train", "decode")
 DECODE = dict(batch=1, length=8192, chips=1)  # options of a decode step
 ASSUMPTIONS = (

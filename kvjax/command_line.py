@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from kvjax import __version__
 from kvjax import interrupted
+from kvjax.checkout import CONFIGS
 from kvjax.errors import UserError
 from kvjax.errors import first_line
 
@@ -34,7 +35,6 @@ if typing.TYPE_CHECKING:
     import ml_collections
 
 PREFIX = "--config"
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 DEFAULT_CONFIG = CONFIGS / "lrkv_tiny.py"
 
 Command = Callable[[list[str]], int | None]

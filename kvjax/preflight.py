@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import hashlib
 import math
-import pathlib
 
 from etils import epath
 import jax
@@ -17,6 +16,7 @@ from kvjax import sharding
 from kvjax import storage
 from kvjax import training_memory
 from kvjax.attention.softmax import zigzag
+from kvjax.checkout import PACKAGE
 from kvjax.checkpoint import CHECKPOINTS
 from kvjax.checkpoint import check_identity
 from kvjax.checkpoint import write_identity
@@ -58,9 +58,8 @@ def check_processes(config: ml_collections.ConfigDict) -> None:
 def _digest() -> str:
     """Of the source files of kvjax: a host of a pod is easily left behind."""
     digest = hashlib.sha256()
-    package = pathlib.Path(__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

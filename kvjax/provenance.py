@@ -10,6 +10,7 @@ import sys
 
 import jax
 
+from kvjax.checkout import PACKAGE
 from kvjax.command_line import program
 
 # What a commit is marked "+" for: changes but those of results, which do not change each other.
@@ -42,7 +43,7 @@ def _git(*args: str) -> str:
     try:
         run = subprocess.run(
             ["git", *args],
-            cwd=pathlib.Path(__file__).parent,
+            cwd=PACKAGE,
             capture_output=True,
             text=True,
             check=False,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).parents[1]
+from kvjax.checkout import ROOT
 
 
 class Job:

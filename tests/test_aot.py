@@ -12,9 +12,9 @@ from kvjax import aot
 from kvjax import command_line
 from kvjax import costs
 from kvjax.ahead import TooLarge
+from kvjax.checkout import CONFIGS
 from kvjax.experiment import resolve
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 TINY, MEDIUM = CONFIGS / "lrkv_tiny.py", CONFIGS / "lrkv_128m.py"
 
 

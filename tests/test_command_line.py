@@ -6,10 +6,11 @@ import pathlib
 import pytest
 
 from kvjax import command_line
+from kvjax.checkout import CONFIGS
 from kvjax.command_line import load_config
 from kvjax.errors import UserError
 
-LRKV = pathlib.Path(__file__).parents[1] / "configs" / "lrkv_tiny.py"
+LRKV = CONFIGS / "lrkv_tiny.py"
 
 
 def test_overrides_are_typed_and_the_config_is_locked():

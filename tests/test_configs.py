@@ -7,7 +7,6 @@ the diff before committing it.
 """
 
 import importlib.util
-import pathlib
 import re
 import sys
 
@@ -18,8 +17,8 @@ import pytest
 from kvjax import configuration
 from kvjax import costs
 from kvjax import experiment
+from kvjax.checkout import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOLDENS = ROOT / "tests" / "goldens" / "configs"
 FILES = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.py"))}
 NAMES = sorted(FILES)

@@ -1,7 +1,6 @@
 """`python -m kvjax.costs`: its tables, the same figures as JSON, and its messages."""
 
 import json
-import pathlib
 import shutil
 
 import jax.numpy as jnp
@@ -12,8 +11,7 @@ from kvjax import command_line
 from kvjax import cost_report
 from kvjax import costs
 from kvjax import devices
-
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+from kvjax.checkout import CONFIGS
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import pathlib
 import types
 
 import pytest
@@ -23,9 +22,9 @@ from experiments.paper_figure import Figure
 from kvjax import command_line
 from kvjax import progress
 from kvjax import train
+from kvjax.checkout import ROOT
 from tests import runs
 
-ROOT = pathlib.Path(record.__file__).parents[1]
 COMMANDS = (
     *("checkpoint_memory", "checkpoint_speed", "decode_benchmark", "decode_memory", "exactness"),
     *("generate_benchmark", "input_benchmark", "paper_tables", "parameter_table"),

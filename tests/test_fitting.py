@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import pathlib
 import re
 
 import jax
@@ -17,12 +16,12 @@ from kvjax import fitting
 from kvjax import roofline
 from kvjax.ahead import DoesNotCompile
 from kvjax.ahead import TooLarge
+from kvjax.checkout import CONFIGS
 from kvjax.compiled import Memory
 from kvjax.errors import UserError
 from kvjax.experiment import resolve
 from kvjax.output import Output
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 TINY, MEDIUM = CONFIGS / "lrkv_tiny.py", CONFIGS / "lrkv_128m.py"
 OUT = Output(argparse.Namespace(json=False, markdown=True))
 

@@ -22,6 +22,7 @@ from kvjax import generate as generate_lib
 from kvjax import progress
 from kvjax import runtime
 from kvjax import train
+from kvjax.checkout import ROOT
 from kvjax.decoding import Generator
 from kvjax.errors import UserError
 from kvjax.sampling import Sampling
@@ -30,7 +31,6 @@ from kvjax.trained import experiment_of
 from kvjax.trained import load
 from tests import runs
 
-ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 10
 
 

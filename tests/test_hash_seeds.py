@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
+from kvjax.checkout import ROOT
 from tests import runs
 from tests.test_resume import assert_bitwise_equal
 from tests.test_resume import final_state
 
-ROOT = pathlib.Path(__file__).parents[1]
 SEEDS = (1, 3)  # of which the sets of mesh axes have another order
 EIGHT = "--xla_force_host_platform_device_count=8"
 

@@ -16,10 +16,10 @@ import pytest
 
 from kvjax import preflight
 from kvjax import train
+from kvjax.checkout import CONFIGS
 from kvjax.command_line import load_config
 from kvjax.errors import UserError
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # All keys of the first, of the others those of their mechanism.
 NAMES = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "thin_keys_tiny", "qk_tied_plus_tiny")
 INTEGERS = (0, -1, 10**9, 10**12, 2**63)

@@ -12,10 +12,10 @@ import time
 import pytest
 
 from kvjax import interrupted
+from kvjax.checkout import ROOT
 from kvjax.distributed.interruption import Interruption
 from tests import test_resume
 
-ROOT = pathlib.Path(__file__).parents[1]
 CTRL_C = "signal.raise_signal(signal.SIGINT)"
 LONG = "--config.train.num_steps=100000"
 no_child_left, config = test_resume.no_child_left, test_resume.config  # fixtures

@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.parameter_table import CONFIGS
 from experiments.parameter_table import load_config
+import kvjax
 from kvjax import experiment as experiment_lib
 from kvjax import preflight
 from kvjax import runtime
 from kvjax import sharding
 from kvjax import train
 from kvjax import training_memory
+from kvjax.checkout import CONFIGS
 from kvjax.data import loader
 from kvjax.data import manifest
 from kvjax.data import prepare
@@ -254,3 +255,24 @@ def test_rows_are_told_from_others_behind_the_same_manifest(tmp_path, prepared):
     changed = loader.open_dataset(copy)
     assert changed.tokenizer.vocabulary() == loader.open_dataset(one).tokenizer.vocabulary()
     assert changed.digest != before
+
+
+def test_the_code_of_hosts_is_compared_in_every_folder(monkeypatch):
+    seen, gathered = [], {}
+    monkeypatch.setattr(preflight.distributed, "check_same", gathered.update)
+    monkeypatch.setattr(preflight.hashlib, "sha256", lambda: _Recording(seen))
+    preflight.check_processes(load_config(CONFIGS / "lrkv_tiny.py"))
+    names = {part.partition(b"\0")[0].decode() for part in seen}
+    package = pathlib.Path(kvjax.__file__).parent
+    assert names == {str(path.relative_to(package)) for path in package.rglob("*.py")}
+    assert "main.py" in names and gathered["kvjax's code"] == "0" * 12
+
+
+class _Recording:
+    """A hash that keeps what it is given."""
+
+    def __init__(self, seen):
+        self.update = seen.append
+
+    def hexdigest(self):
+        return "0" * 64

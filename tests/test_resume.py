@@ -17,9 +17,9 @@ from orbax.checkpoint import v1 as ocp
 import pytest
 
 from kvjax import metrics
+from kvjax.checkout import ROOT
 from tests import runs
 
-ROOT = pathlib.Path(__file__).parents[1]
 KILLS = 22
 
 

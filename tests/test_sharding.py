@@ -2,7 +2,6 @@
 
 import functools
 import math
-import pathlib
 import re
 
 from flax import nnx
@@ -12,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from kvjax import checkout
 from kvjax import command_line
 from kvjax import experiment as experiment_lib
 from kvjax import sharding
@@ -30,7 +30,7 @@ from kvjax.sharding import MeshConfig
 from tests import runs
 from tests.conftest import MECHANISMS
 
-CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").rglob("*.py"))
+CONFIGS = sorted(checkout.CONFIGS.rglob("*.py"))
 D, B, T, V, LAYERS = 16, 8, 8, 20, 3
 MESHES = {
     "one": dict(fsdp=1),

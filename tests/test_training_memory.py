@@ -8,11 +8,11 @@ import pytest
 
 from experiments import lab_notes
 from experiments import scaling_table
-from experiments.parameter_table import CONFIGS
 from experiments.parameter_table import load
 from kvjax import costs
 from kvjax import sharding
 from kvjax import training_memory
+from kvjax.checkout import CONFIGS
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute

@@ -21,6 +21,7 @@ import sys
 
 import jax
 
+from kvjax import checkout
 from kvjax import command_line
 from kvjax import devices
 from kvjax import lists
@@ -36,7 +37,7 @@ from kvjax.provenance import provenance
 
 OPS = ("decode_attention",)
 DEVICES = (*devices.DEVICES, "cpu")
-RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results" / "kernels"
+RESULTS = checkout.RESULTS / "kernels"
 _LENGTHS = (1024, 4096, 16384, 65536, 131072)
 _BATCHES, _BATCHES_LENGTH = (1, 2, 4, 8, 16, 32, 64), 32_768
 _MECHANISMS = "mha,gqa,lrkv,lrkv_no_rope,mla"

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from kvjax import devices
 from kvjax import topology
+from kvjax.checkout import ROOT
 from kvjax.errors import UserError
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tpu
@@ -94,7 +95,7 @@ def per_token(chip: Chip, model: str, mechanism: str, **parameters: int) -> PerT
     with tempfile.TemporaryDirectory() as folder:
         what = [chip.name, model, mechanism, json.dumps(parameters)]
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        path = [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = dict(
             JAX_PLATFORMS="cpu",
             JAX_ENABLE_COMPILATION_CACHE="false",  # a program from the cache leaves no schedule

@@ -1,7 +1,6 @@
 """The cache against a NumPy model: what is written where, in which memory."""
 
 import importlib.util
-import pathlib
 
 from hypothesis import given
 from hypothesis import settings
@@ -14,9 +13,9 @@ import pytest
 from kvjax import cache as cache_lib
 from kvjax import costs
 from kvjax import experiment
+from kvjax.checkout import ROOT
 from kvjax.errors import UserError
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILES = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.py"))}
 B, S = 3, 16
 FIELDS = dict(base=(2, 3), scale=(4,), plain=())  # per token

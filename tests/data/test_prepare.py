@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvjax import progress
+from kvjax.checkout import ROOT
 from kvjax.data import config as config_lib
 from kvjax.data import loader
 from kvjax.data import prepare
@@ -26,8 +27,6 @@ from kvjax.data import sources
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.errors import DataError
 from kvjax.errors import UserError
-
-ROOT = pathlib.Path(prepare.__file__).parents[2]
 
 
 def stream(dataset, texts):

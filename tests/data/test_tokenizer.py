@@ -1,7 +1,6 @@
 """Tokens round-trip, know their bytes, and are the same for the same texts."""
 
 import json
-import pathlib
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from kvjax.checkout import ROOT
 from kvjax.data import tokenizer as tokenizer_lib
 
 
@@ -108,8 +108,7 @@ def test_training_is_deterministic(bpe, small_texts, tmp_path):
         "tokenizer.train(json.load(open(sys.argv[1])), 500).save(sys.argv[2])"
     )
     paths = [str(tmp_path / name) for name in ("texts.json", "tokenizer.json")]
-    root = pathlib.Path(tokenizer_lib.__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code, *paths], check=True, cwd=root)
+    subprocess.run([sys.executable, "-c", code, *paths], check=True, cwd=ROOT)
     assert (tmp_path / "tokenizer.json").read_text() == bpe.to_json()
 
 

@@ -9,17 +9,16 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import importlib
-import pathlib
 import re
 from unittest import mock
 
 from kvjax import command_line
+from kvjax.checkout import ROOT
 from kvjax.command_line import load_config
 from tests.fuzz.case import FORKED
 from tests.fuzz.case import STARTED
 from tests.fuzz.case import Case
 
-ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "kv_tied_tiny", "qk_tied_plus_tiny")
 CONFIGS += ("thin_keys_tiny",)
 PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")

@@ -9,12 +9,11 @@ import subprocess
 import sys
 
 from kvjax import runtime
+from kvjax.checkout import ROOT
 from tests.fuzz.case import Case
 from tests.fuzz.case import Outcome
 from tests.fuzz.case import faults
 from tests.fuzz.case import report
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Worker:

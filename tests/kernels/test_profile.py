@@ -19,6 +19,7 @@ from kvjax import devices
 from kvjax import provenance
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
+from kvjax.checkout import ROOT
 from kvjax.errors import UserError
 from kvjax.kernels import contenders
 from kvjax.kernels import measured
@@ -579,7 +580,7 @@ profile.main(["--json", "--model=d12", "--mechanisms=gqa", "--length=256", "--ro
         env=dict(
             PATH="/usr/bin",
             JAX_PLATFORMS="cpu",
-            PYTHONPATH=str(pathlib.Path(profile.__file__).parents[2]),
+            PYTHONPATH=str(ROOT),
         ),
         capture_output=True,
         text=True,

@@ -9,7 +9,6 @@ trained was changed on purpose; a faster or clearer way to compute the same must
 import functools
 import importlib.util
 import json
-import pathlib
 import sys
 
 from flax import nnx
@@ -18,13 +17,13 @@ import numpy as np
 import pytest
 
 from kvjax import experiment
+from kvjax.checkout import ROOT
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.optim import make_optimizer
 from kvjax.program import train_step
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "goldens" / "training_steps.json"
 MECHANISMS = sorted(
     path.stem.removesuffix("_tiny") for path in (ROOT / "configs").glob("*_tiny.py")
