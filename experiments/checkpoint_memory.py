@@ -23,21 +23,21 @@ import jax
 from experiments import contender
 from experiments import machine
 from experiments import record
-from kvjax import command_line
-from kvjax import costs
 from kvjax import distributed
 from kvjax import experiment as experiment_lib
-from kvjax import progress
 from kvjax import recipes
-from kvjax import runtime
-from kvjax import sharding
-from kvjax.checkout import ROOT
-from kvjax.checkpoint import Checkpoints
-from kvjax.configuration import at_least
-from kvjax.errors import UserError
+from kvjax.costs import formulas
+from kvjax.distributed import sharding
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
 from kvjax.model import parameters
-from kvjax.output import Output
-from kvjax.program import Program
+from kvjax.training.program import Program
+from kvjax.workdir.checkpoint import Checkpoints
 
 PROCESSES = 4
 FSDP = dict(data=1, fsdp=4, sequence=1, tensor=1)
@@ -72,7 +72,7 @@ def _check(d_model: int, num_layers: int) -> None:
     one, two = (experiment(d_model, layers, FSDP).model for layers in (1, 2))
     if not all(sharding.divides(mesh, *parameters.abstract(one)) for mesh in (FSDP, OTHER)):
         raise UserError(f"--d_model={d_model}: must divide by {PROCESSES}, as 512 does")
-    first, both = (costs.parameters(model)["total"] for model in (one, two))
+    first, both = (formulas.parameters(model)["total"] for model in (one, two))
     most = 12 * (first + (num_layers - 1) * (both - first))  # float32 weights and two moments
     given = f"--d_model={d_model} --num_layers={num_layers}"
     machine.check_room(given, most, memory=3, disk=2)

@@ -22,12 +22,12 @@ import numpy as np
 
 from experiments import machine
 from experiments import record
-from kvjax import command_line
-from kvjax import progress
-from kvjax import storage
-from kvjax.checkpoint import Checkpoints
-from kvjax.configuration import at_least
-from kvjax.output import Output
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.output import Output
+from kvjax.workdir import storage
+from kvjax.workdir.checkpoint import Checkpoints
 
 _TU = storage.tensorstore_utils
 _WITH = _TU._build_zarr3_metadata

@@ -13,10 +13,10 @@ import sys
 import time
 import traceback
 
-from kvjax.checkout import ROOT
-from kvjax.command_line import reason_of
-from kvjax.errors import UserError
-from kvjax.errors import first_line
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.command_line import reason_of
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
 
 _RESULT = "result: "  # libraries may print before and after
 _FRAMES = 12  # of a traceback: compilers' are long

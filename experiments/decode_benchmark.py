@@ -20,15 +20,15 @@ from experiments import record
 from experiments.d36 import MECHANISMS
 from experiments.d36 import abstract_attention
 from experiments.d36 import model
-from kvjax import command_line
-from kvjax import lists
-from kvjax import progress
-from kvjax import runtime
-from kvjax.configuration import at_least
-from kvjax.errors import UserError
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.foundation.output import Table
 from kvjax.layers import rope
-from kvjax.output import Output
-from kvjax.output import Table
 
 
 class Step:

@@ -22,20 +22,20 @@ from experiments.d36 import MECHANISMS
 from experiments.d36 import abstract_attention
 from experiments.d36 import model
 from kvjax import cache as cache_lib
-from kvjax import command_line
-from kvjax import costs
-from kvjax import devices
-from kvjax import lists
-from kvjax import progress
-from kvjax import runtime
-from kvjax import topology
-from kvjax.errors import UserError
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.foundation.output import Table
+from kvjax.hardware import datasheets
+from kvjax.hardware import topology
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
-from kvjax.output import Output
-from kvjax.output import Table
 
 LENGTHS = (1024, 32_768)
 _KERNEL = 'custom_call_target="(tpu_custom_call|mosaic_gpu)'
@@ -70,7 +70,7 @@ def step_memory(
     return dict(
         batch=batch,
         length=length,
-        costs=batch * length * costs.cache_bytes_per_token(config, BF16),
+        formulas=batch * length * formulas.cache_bytes_per_token(config, BF16),
         logical=cache_lib.live_bytes(cache),
         physical=alone.argument_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
@@ -149,9 +149,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 def _check_memory(names: list[str], batch: int, topology_name: str) -> None:
     """Raises a UserError if a chip has no room for a cache that is to be compiled for."""
-    there = devices.get(topology_name.partition(":")[0]).hbm_bytes
+    there = datasheets.get(topology_name.partition(":")[0]).hbm_bytes
     for name in names:
-        each = costs.cache_bytes_per_token(model(name, LAYERS), BF16)
+        each = formulas.cache_bytes_per_token(model(name, LAYERS), BF16)
         need = batch * max(LENGTHS) * each
         if need > there:
             raise UserError(

@@ -18,18 +18,18 @@ import numpy as np
 
 from experiments import record
 from kvjax import cache
-from kvjax import command_line
-from kvjax import costs
-from kvjax import progress
-from kvjax import runtime
-from kvjax.configuration import at_least
-from kvjax.configuration import one_of
-from kvjax.decoding import Generator
-from kvjax.errors import UserError
+from kvjax.costs import formulas
+from kvjax.decoding.generation import Generator
+from kvjax.decoding.sampling import Sampling
 from kvjax.experiment import DTYPES
-from kvjax.output import Output
-from kvjax.sampling import Sampling
-from kvjax.trained import load
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.workdir.trained import load
 
 _compilations = 0
 
@@ -91,7 +91,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 def _check_memory(generator: Generator, batch: int, tokens: int) -> None:
     """Raises a UserError if a cache, or only its prompts, would not fit."""
-    each = costs.cache_bytes_per_token(generator.config, generator.compute.dtype)
+    each = formulas.cache_bytes_per_token(generator.config, generator.compute.dtype)
     need, there = batch * tokens * each, runtime.memory_per_device()
     if need > there:
         raise UserError(

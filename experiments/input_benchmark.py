@@ -13,15 +13,15 @@ import tempfile
 import time
 
 from experiments import record
-from kvjax import command_line
-from kvjax import progress
-from kvjax.configuration import at_least
 from kvjax.data import config as config_lib
 from kvjax.data import loader
 from kvjax.data import prepare
 from kvjax.data import sources
-from kvjax.errors import UserError
-from kvjax.output import Output
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
 
 _WARMUP_BATCHES = 20
 

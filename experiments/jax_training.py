@@ -10,10 +10,10 @@ import numpy as np
 from experiments import contender
 from experiments.machine import matmul_rate
 from kvjax import experiment as experiment_lib
-from kvjax import runtime
-from kvjax import sharding
-from kvjax.command_line import load_config
-from kvjax.program import Program
+from kvjax.distributed import sharding
+from kvjax.foundation import runtime
+from kvjax.foundation.command_line import load_config
+from kvjax.training.program import Program
 
 WARMUP = 3
 

@@ -15,14 +15,14 @@ import re
 
 import jax.numpy as jnp
 
-from kvjax import command_line
-from kvjax import costs
 from kvjax import experiment as experiment_lib
-from kvjax.checkout import CONFIGS
-from kvjax.configuration import one_of
-from kvjax.configuration import to_text
-from kvjax.errors import UserError
+from kvjax.costs import formulas
 from kvjax.experiment import Experiment
+from kvjax.foundation import command_line
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.configuration import to_text
+from kvjax.foundation.errors import UserError
 
 FOLDERS = ("configs", "ranks", "matched", "long_context")
 SCALES = ("128m", "2p5b", "6p3b")
@@ -32,7 +32,7 @@ SCALES = ("128m", "2p5b", "6p3b")
 class Target:
     """Chips that a config is meant for, and what it is with the overrides for them."""
 
-    topology: str  # see `kvjax.topology`
+    topology: str  # see `kvjax.hardware.topology`
     overrides: tuple[str, ...]  # as on the command line
     resolved: tuple[str, ...]  # the config, a line for each key
     experiment: Experiment
@@ -65,7 +65,7 @@ class LabNote:
     @property
     def cache_bytes(self) -> int:
         """Per token, all layers, in bfloat16."""
-        return costs.cache_bytes_per_token(self.experiment.model, jnp.dtype(jnp.bfloat16))
+        return formulas.cache_bytes_per_token(self.experiment.model, jnp.dtype(jnp.bfloat16))
 
 
 def read_all(configs: pathlib.Path = CONFIGS) -> list[LabNote]:

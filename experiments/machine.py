@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from kvjax.errors import UserError
+from kvjax.foundation.errors import UserError
 
 
 def seconds(run: Callable[[], jax.Array], repeats: int = 1) -> list[float]:

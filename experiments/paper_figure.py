@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax import costs
+from kvjax.costs import formulas
 from kvjax.model.config import TransformerConfig
 
 
@@ -42,4 +42,4 @@ class Figure:
 
 def cache_bytes(config: TransformerConfig) -> int:
     """Per token, all layers, with 16 bits an element."""
-    return costs.cache_bytes_per_token(config, jnp.dtype(jnp.bfloat16))
+    return formulas.cache_bytes_per_token(config, jnp.dtype(jnp.bfloat16))

@@ -13,10 +13,10 @@ from experiments import tables_lrkv
 from experiments import tables_projection_sharing
 from experiments import tables_thin_keys
 from experiments.paper_figure import Figure
-from kvjax import command_line
-from kvjax import progress
-from kvjax.output import Output
-from kvjax.output import Table
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation.output import Output
+from kvjax.foundation.output import Table
 
 _PAPERS = (tables_lrkv, tables_projection_sharing, tables_thin_keys)
 

@@ -12,13 +12,13 @@ import pathlib
 import jax.numpy as jnp
 
 from experiments import record
-from kvjax import command_line
-from kvjax import costs
 from kvjax import experiment as experiment_lib
-from kvjax import progress
-from kvjax.checkout import CONFIGS
-from kvjax.command_line import load_config
-from kvjax.output import Output
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
+from kvjax.foundation.output import Output
 
 SCALES = ("tiny", "128m", "2p5b", "6p3b")
 _HEADER = (
@@ -33,14 +33,14 @@ def load(path: pathlib.Path) -> experiment_lib.Experiment:
 
 def row(experiment: experiment_lib.Experiment) -> dict:
     """Figures of one config; cache bytes are for bfloat16, per token, all layers."""
-    counts = costs.parameters(experiment.model)
+    counts = formulas.parameters(experiment.model)
     return dict(
         config=experiment.name,
         parameters=counts["total"],
         without_embedding=counts["total"] - counts["embedding"],
         attention=counts["attention"],
-        cache_bytes=costs.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16)),
-        flops=costs.training_flops_per_token(experiment.model, experiment.data.sequence_length),
+        cache_bytes=formulas.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16)),
+        flops=formulas.training_flops_per_token(experiment.model, experiment.data.sequence_length),
     )
 
 

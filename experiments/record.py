@@ -5,11 +5,11 @@ import os
 import pathlib
 import tempfile
 
-from kvjax import command_line
-from kvjax.checkout import RESULTS
-from kvjax.errors import UserError
-from kvjax.output import Output
-from kvjax.provenance import provenance
+from kvjax.foundation import command_line
+from kvjax.foundation.checkout import RESULTS
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.foundation.provenance import provenance
 
 
 def check(save: bool) -> None:

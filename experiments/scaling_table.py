@@ -29,12 +29,12 @@ import time
 from experiments import lab_notes
 from experiments.lab_notes import LabNote
 from experiments.lab_notes import Target
-from kvjax import aot
-from kvjax import command_line
-from kvjax import costs
-from kvjax import progress
-from kvjax.checkout import ROOT
-from kvjax.errors import UserError
+from kvjax.aot import __main__ as aot
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
 
 README = ROOT / "experiments" / "README.md"
 RESULTS = aot.RESULTS
@@ -167,11 +167,11 @@ def row(note: LabNote, target: Target) -> list[str]:
     """The cells of a config on a target; figures that only a compiler knows may be missing."""
     e = target.experiment
     axes = {name: n for name, n in target.mesh.items() if n > 1}
-    flops = costs.training_flops_per_token(e.model, e.data.sequence_length)
+    flops = formulas.training_flops_per_token(e.model, e.data.sequence_length)
     path = pathlib.Path(os.path.relpath(note.path, README.parent)).as_posix()
     cells = dict.fromkeys(_COLUMNS, "") | {
         "config": f"[{note.name}]({path})",
-        "parameters": f"{costs.parameters(e.model)['total']:,}",
+        "parameters": f"{formulas.parameters(e.model)['total']:,}",
         "cache bytes per token": f"{note.cache_bytes:,}",
         "target": target.topology,
         "mesh": " x ".join(f"{name} {n}" for name, n in axes.items()),
@@ -209,7 +209,7 @@ def _compiled_cells(result: dict) -> dict[str, str]:
 
 def _causal_mfu(target: Target, result: dict) -> float:
     e = target.experiment
-    return result["bound"]["mfu"] * costs.causal_part(e.model, e.data.sequence_length)
+    return result["bound"]["mfu"] * formulas.causal_part(e.model, e.data.sequence_length)
 
 
 def table(notes: Sequence[LabNote]) -> str:

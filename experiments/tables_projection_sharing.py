@@ -2,8 +2,8 @@
 
 from experiments.paper_figure import Figure
 from experiments.paper_figure import cache_bytes
-from kvjax import costs
 from kvjax.attention import GroupedConfig
+from kvjax.costs import formulas
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 
@@ -38,8 +38,8 @@ def sharing(variant: str, *, large: bool = False, **keys) -> TransformerConfig:
 
 def multiply_adds(config: TransformerConfig, T: int) -> dict[str, float]:
     """Of a forward pass over T tokens by part, every query against all T keys."""
-    matrices = costs.matrix_weights(config)
-    total = T * costs.training_flops_per_token(config, T) / 6
+    matrices = formulas.matrix_weights(config)
+    total = T * formulas.training_flops_per_token(config, T) / 6
     mlp, head = T * matrices["mlp"], T * matrices["head"]
     return dict(total=total, attention=total - mlp - head, mlp=mlp, head=head)
 
@@ -48,10 +48,10 @@ def table_1() -> dict[str, list[Figure]]:
     """In units of d² (weights, and multiply-adds per token), without the output projection."""
     rows, d, m = [], 1024, 64
     plain = lambda v, **keys: sharing(v, **dict(bias=False) | keys)
-    attention = lambda c: costs.parameters(c)["attention"] / c.block.num_layers
+    attention = lambda c: formulas.parameters(c)["attention"] / c.block.num_layers
     for variant, expected in (("QKV", "3"), ("Q=K-V", "2"), ("Q-K=V", "2"), ("Q=K=V", "1")):
         config = plain(variant)
-        used = costs.matrix_weights(config)["attention"] / config.block.num_layers
+        used = formulas.matrix_weights(config)["attention"] / config.block.num_layers
         rows.append(Figure(f"{variant}: parameters", "d²", expected, attention(config) / d**2 - 1))
         rows.append(Figure(f"{variant}: computation", "nd²", expected, used / d**2 - 1))
     for variant in ("Q=K-V", "Q=K=V"):
@@ -81,13 +81,13 @@ def table_5() -> dict[str, list[Figure]]:
         "Q=K=V": ("263.55", "53.61", "41.98", "167.87", "0.08"),
     }
     parts = ("total", "embedding", "attention", "mlp", "norm")
-    rows, base = [], costs.parameters(sharing("QKV"))
+    rows, base = [], formulas.parameters(sharing("QKV"))
     for variant, figures in printed.items():
-        counts = costs.parameters(sharing(variant))
+        counts = formulas.parameters(sharing(variant))
         for part, figure in zip(parts, figures, strict=True):
             rows.append(Figure(f"{variant}, {part}", "M", figure, counts[part] / 1e6))
     for variant, total, attention in (("Q-K=V", "-6.9", "-25"), ("Q=K=V", "-13.7", "-50")):
-        counts = costs.parameters(sharing(variant))
+        counts = formulas.parameters(sharing(variant))
         for part, figure in (("total", total), ("attention", attention)):
             change = 100 * (counts[part] / base[part] - 1)
             rows.append(Figure(f"{variant}, {part}: change", "%", figure, change))
@@ -182,7 +182,7 @@ def table_10() -> dict[str, list[Figure]]:
     rows, base = [], cache_bytes(sharing("QKV", large=True))
     for variant, (total, attention, cache, saved) in printed.items():
         config = sharing(variant, large=True)
-        counts, size = costs.parameters(config), cache_bytes(config)
+        counts, size = formulas.parameters(config), cache_bytes(config)
         rows.append(Figure(f"{variant}, parameters", "M", total, counts["total"] / 1e6))
         figure = counts["attention"] / 1e6
         rows.append(Figure(f"{variant}, attention", "M", attention, figure, three_and_half))

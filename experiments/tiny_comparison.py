@@ -23,19 +23,19 @@ from scipy import stats
 
 from experiments import record
 from experiments.parameter_table import load_config
-from kvjax import command_line
-from kvjax import costs
 from kvjax import experiment as experiment_lib
-from kvjax import lists
-from kvjax import metrics
-from kvjax import runtime
-from kvjax import train
-from kvjax.checkout import CONFIGS
-from kvjax.configuration import at_least
-from kvjax.configuration import one_of
-from kvjax.errors import UserError
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
 from kvjax.optim import ORTHOGONALIZE
-from kvjax.output import Output
+from kvjax.training import loop
+from kvjax.workdir import metrics
 
 MECHANISMS = ("mha", "lrkv", "gqa", "mla", "mqa", "mla_paper")
 
@@ -52,7 +52,7 @@ def config_of(mechanism: str, steps: int, orthogonalize: str) -> ml_collections.
 def run(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict:
     """Bits per byte at the end, and tokens/s (None of a run of a step or two)."""
     with contextlib.redirect_stdout(sys.stderr):
-        last = train.train(config, workdir)
+        last = loop.train(config, workdir)
     records = metrics.read_records(workdir / "timing.jsonl")
     speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
     return dict(bpb=last["validation_bpb"], tokens_per_second=speeds[-1] if speeds else None)
@@ -73,8 +73,8 @@ def row(mechanism: str, experiment: experiment_lib.Experiment, found: list, base
     paired = [a["bpb"] - b["bpb"] for a, b in zip(found, base, strict=True)]
     return dict(
         mechanism=mechanism,
-        parameters=costs.parameters(experiment.model)["total"],
-        cache_bytes=costs.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16)),
+        parameters=formulas.parameters(experiment.model)["total"],
+        cache_bytes=formulas.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16)),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         bpb=bpb,
         bpb_mean=statistics.mean(bpb),

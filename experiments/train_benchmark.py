@@ -30,21 +30,21 @@ import jax
 from experiments import contender
 from experiments import record
 from experiments.jax_training import load
-from kvjax import command_line
-from kvjax import costs
-from kvjax import devices
-from kvjax import progress
-from kvjax import runtime
-from kvjax.aot_tables import OVER_100
+from kvjax.aot.tables import OVER_100
 from kvjax.attention import GroupedConfig
-from kvjax.checkout import CONFIGS
-from kvjax.configuration import at_least
-from kvjax.configuration import one_of
-from kvjax.errors import UserError
+from kvjax.costs import formulas
 from kvjax.experiment import Experiment
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.hardware import datasheets
 from kvjax.model.config import BlockConfig
 from kvjax.optim import OptimizerConfig
-from kvjax.output import Output
 
 ATTENTION = ("flash", "cudnn", "default")  # PyTorch's
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -112,7 +112,7 @@ def torch_run(experiment: Experiment, attention: str, mode: str, steps: int) -> 
         rows=experiment.train.batch_size,
         length=experiment.data.sequence_length,
         parts=experiment.train.grad_accumulation,
-        parameters=costs.parameters(model)["total"],
+        parameters=formulas.parameters(model)["total"],
         attention=attention,
         compile_mode=mode,
         steps=steps,
@@ -170,7 +170,7 @@ def figures(run: Run, measured: dict) -> dict:
     """A row of the table without the rates it is compared with; see `with_rates`."""
     seconds, tokens = measured.pop("seconds"), run.experiment.tokens_per_step
     median = statistics.median(seconds)
-    flops = costs.training_flops_per_token(
+    flops = formulas.training_flops_per_token(
         run.experiment.model, run.experiment.data.sequence_length
     )
     return dict(
@@ -184,7 +184,7 @@ def figures(run: Run, measured: dict) -> dict:
     )
 
 
-def with_rates(row: dict, rate: float | None, device: devices.Device | None) -> dict:
+def with_rates(row: dict, rate: float | None, device: datasheets.Device | None) -> dict:
     """A row with `mfu` and `of_matmul`, of its own `count` devices; None if there is nothing known.
 
     Args:
@@ -217,7 +217,7 @@ def result_name(device: jax.Device) -> str:
     """Results of a CPU and of every kind of accelerator lie beside each other."""
     if device.platform == "cpu":
         return "train_benchmark"
-    sheet = devices.of(device)
+    sheet = datasheets.of(device)
     kind = sheet.name if sheet else re.sub(r"\W+", "_", device.device_kind.lower()).strip("_")
     return f"train_benchmark_{kind}"
 
@@ -285,7 +285,7 @@ def main(arguments: list[str]) -> int:
     )
     rows, failed, rate = measure(runs)
     device, count = jax.devices()[0], jax.device_count()  # first use of the devices
-    sheet = devices.of(device)
+    sheet = datasheets.of(device)
     rows = [with_rates(row, rate, sheet) for row in rows]
     peak = f", datasheet {sheet.bf16_flops / 1e12:.0f} TFLOP/s" if sheet else ""
     if rate:

@@ -8,9 +8,9 @@ import pathlib
 import textwrap
 
 from kvjax import __version__
-from kvjax import command_line
-from kvjax import output
-from kvjax.checkout import EXPERIMENTS
+from kvjax.foundation import command_line
+from kvjax.foundation import output
+from kvjax.foundation.checkout import EXPERIMENTS
 
 COMMANDS = {
     "kvjax.main": "trains what a config describes; its --help lists all keys",

@@ -2,17 +2,17 @@
 
 import textwrap
 
-from kvjax import command_line
-from kvjax import output
 from kvjax.attention import MECHANISMS
-from kvjax.config_keys import Key
-from kvjax.config_keys import keys
 from kvjax.data.config import DataConfig
+from kvjax.distributed.sharding import MeshConfig
 from kvjax.experiment import ComputeConfig
 from kvjax.experiment import TrainConfig
+from kvjax.foundation import command_line
+from kvjax.foundation import output
+from kvjax.foundation.config_keys import Key
+from kvjax.foundation.config_keys import keys
 from kvjax.model.config import BlockConfig
 from kvjax.optim import OptimizerConfig
-from kvjax.sharding import MeshConfig
 
 SECTIONS = {
     "train": TrainConfig,

@@ -7,20 +7,20 @@ import jax.numpy as jnp
 import ml_collections
 
 from kvjax.attention import MECHANISMS
-from kvjax.configuration import between
-from kvjax.configuration import check_text
-from kvjax.configuration import checked
-from kvjax.configuration import one_of
-from kvjax.configuration import to_dataclass
 from kvjax.data.config import DataConfig
-from kvjax.errors import UserError
+from kvjax.distributed.sharding import MeshConfig
+from kvjax.foundation.configuration import between
+from kvjax.foundation.configuration import check_text
+from kvjax.foundation.configuration import checked
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.configuration import to_dataclass
+from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import REMAT_POLICIES
 from kvjax.model.transformer import Compute
 from kvjax.optim import OptimizerConfig
 from kvjax.optim import learning_rate_schedule
-from kvjax.sharding import MeshConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 MAX_COUNT = (1 << 31) - 1  # steps are counted in int32

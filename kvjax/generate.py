@@ -12,22 +12,22 @@ import sys
 
 import jax
 
-from kvjax import command_line
-from kvjax import decode_program
-from kvjax import decoding
-from kvjax import progress
-from kvjax import runtime
-from kvjax.command_line import say
-from kvjax.configuration import one_of
-from kvjax.decoding import Generator
-from kvjax.errors import UserError
-from kvjax.errors import first_line
+from kvjax.decoding import generation
+from kvjax.decoding import program
+from kvjax.decoding.generation import Generator
+from kvjax.decoding.sampling import Sampling
+from kvjax.decoding.text import Result
+from kvjax.decoding.text import check_stop
+from kvjax.decoding.text import generate
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.command_line import say
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
-from kvjax.sampling import Sampling
-from kvjax.text_generation import Result
-from kvjax.text_generation import check_stop
-from kvjax.text_generation import generate
-from kvjax.trained import load
+from kvjax.workdir.trained import load
 
 
 def _parser() -> command_line.Parser:
@@ -107,14 +107,14 @@ def _run(values: argparse.Namespace) -> None:
         seed=values.seed,
         capacity=values.capacity,
     )
-    decoding.check_options(**options)
+    generation.check_options(**options)
     check_stop(values.stop)
     implementation = values.implementation or None
     if implementation is not None:
         one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
     mesh = None
     if values.chips != 1:
-        mesh = decode_program.make_mesh(values.chips, jax.local_devices())
+        mesh = program.make_mesh(values.chips, jax.local_devices())
     devices = dict(implementation=implementation, mesh=mesh)
     with progress.waiting("reading the model"):
         loaded = load(runtime.workdir(values.workdir), step=values.step, dtype=values.dtype)

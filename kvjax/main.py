@@ -8,10 +8,10 @@ other, elsewhere --coordinator, --num_processes and --process_id (or KVJAX_COORD
 tell them. Exit statuses: see kvjax/distributed/__init__.py and the README.
 """
 
-from kvjax import command_line
 from kvjax import distributed
-from kvjax import runtime
-from kvjax.errors import UserError
+from kvjax.foundation import command_line
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
 
 _JOB = ("coordinator", "num_processes", "process_id", "connect_seconds", "heartbeat_seconds")
 
@@ -45,10 +45,10 @@ def main(arguments: list[str]) -> None:
     runtime.start()
     workdir = options.workdir or f"runs/{config.get('name')}"
     distributed.start(**{name: getattr(options, name) for name in _JOB})
-    from kvjax import train  # after the runtime is set up
+    from kvjax.training import loop  # after the runtime is set up
 
     with distributed.ending_together():
-        train.train(config, workdir)
+        loop.train(config, workdir)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import optax
 
-from kvjax.configuration import between
-from kvjax.configuration import one_of
-from kvjax.errors import UserError
+from kvjax.foundation.configuration import between
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
 from kvjax.layers.weight import Axes
 
 ORTHOGONALIZE = ("joint", "per_head")

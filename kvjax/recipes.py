@@ -11,11 +11,11 @@ from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
 from kvjax.data.config import DataConfig
+from kvjax.distributed.sharding import MeshConfig
 from kvjax.experiment import ComputeConfig
 from kvjax.experiment import TrainConfig
 from kvjax.model.config import BlockConfig
 from kvjax.optim import OptimizerConfig
-from kvjax.sharding import MeshConfig
 
 HEAD_DIM = 128
 VOCAB_SIZE = 65_536

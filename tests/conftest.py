@@ -23,10 +23,10 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import runtime
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
+from kvjax.foundation import runtime
 from kvjax.layers.weight import Axes
 
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from kvjax.checkout import ROOT
+from kvjax.foundation.checkout import ROOT
 
 
 class Job:
@@ -81,9 +81,9 @@ def rows(source: str, directory: str) -> dict:
 
     from kvjax import distributed
     from kvjax import experiment
-    from kvjax import preflight
-    from kvjax import sharding
     from kvjax.data import loader
+    from kvjax.distributed import sharding
+    from kvjax.training import preflight
     from tests import runs
 
     data = experiment.resolve(runs.small_config(source, directory)).data
@@ -110,8 +110,8 @@ def checkpoints(directory: str) -> dict:
     from jax.sharding import PartitionSpec as P
     import numpy as np
 
-    from kvjax import checkpoint
     from kvjax import distributed
+    from kvjax.workdir import checkpoint
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
     split = jax.sharding.NamedSharding(mesh, P("x"))
@@ -141,21 +141,21 @@ def records(source: str, directory: str, workdir: str, overrides: dict) -> dict:
     """Trains, and says what this process would have written: only the first one does."""
     from etils import epath
 
-    from kvjax import metrics
-    from kvjax import train
-    from tests import test_multihost
+    from kvjax.training import loop
+    from kvjax.workdir import metrics
+    from tests.distributed import test_multihost
 
     seen = []
     note = lambda self, step, **values: seen.append(dict(step=step, **values))
     metrics.NoWriter.write = note
-    train.train(test_multihost.quick_config(source, directory, **overrides), epath.Path(workdir))
+    loop.train(test_multihost.quick_config(source, directory, **overrides), epath.Path(workdir))
     return dict(records=seen or metrics.read_records(epath.Path(workdir) / metrics.METRICS))
 
 
 def failing(kind: str) -> dict:
     """Process 1 stops while the others wait for it."""
     from kvjax import distributed
-    from kvjax.errors import UserError
+    from kvjax.foundation.errors import UserError
 
     if distributed.index() == int(kind[-1]):
         time.sleep(1)
@@ -168,7 +168,7 @@ def failing(kind: str) -> dict:
 
 if __name__ == "__main__":
     from kvjax import distributed
-    from kvjax import runtime
+    from kvjax.foundation import runtime
 
     given = dict(a.removeprefix("--").split("=", 1) for a in sys.argv[3:] if a.startswith("--"))
     runtime.start()

@@ -7,11 +7,11 @@ import sys
 
 import jax
 
-from kvjax import decode_program
 from kvjax import experiment as experiment_lib
 from kvjax import recipes
-from kvjax import sharding
-from kvjax.program import Program
+from kvjax.decoding import program as decode_program
+from kvjax.distributed import sharding
+from kvjax.training.program import Program
 from tests import runs
 
 MESHES = {

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvjax import command_line
 from kvjax import config_help
-from kvjax import config_keys
 from kvjax import main
 from kvjax.attention import MECHANISMS
+from kvjax.foundation import command_line
+from kvjax.foundation import config_keys
 
 SECTIONS = config_help.SECTIONS | {f"attention {kind}": cls for kind, cls in MECHANISMS.items()}
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import ml_collections
 import pytest
 
-from kvjax import configuration
-from kvjax import costs
 from kvjax import experiment
-from kvjax.checkout import ROOT
+from kvjax.costs import formulas
+from kvjax.foundation import configuration
+from kvjax.foundation.checkout import ROOT
 
 GOLDENS = ROOT / "tests" / "goldens" / "configs"
 FILES = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.py"))}
@@ -70,7 +70,7 @@ def _integers(pattern, doc):
 
 
 def _cache_bytes(name):
-    return costs.cache_bytes_per_token(_resolve(name).model, jnp.dtype(jnp.bfloat16))
+    return formulas.cache_bytes_per_token(_resolve(name).model, jnp.dtype(jnp.bfloat16))
 
 
 def test_every_mechanism_at_every_scale():
@@ -96,7 +96,7 @@ def test_rank_is_all_that_differs(name):
 @pytest.mark.parametrize("name", MATCHED)
 def test_matched_has_mhas_parameters(name):
     scale = name.rpartition("_")[2]
-    mine, mha = (costs.parameters(_resolve(n).model)["total"] for n in (name, f"mha_{scale}"))
+    mine, mha = (formulas.parameters(_resolve(n).model)["total"] for n in (name, f"mha_{scale}"))
     assert mine == mha  # to the last one, by multiples of 32 channels
     changes = _changes(name, MATCHED[name])
     assert changes.keys() == {"model.mlp_dim"}
@@ -192,13 +192,13 @@ def test_docstring(name):
     module = _load(name)
     doc, run = module.__doc__, experiment.resolve(module.get_config())
     assert f"    python -m kvjax.main --config={FILES[name].relative_to(ROOT)}\n" in doc
-    counts = costs.parameters(run.model)
+    counts = formulas.parameters(run.model)
     pattern = r"([\d,]+) parameters, ([\d,]+) without the input embedding; ([\d,]+) cache\s+bytes"
     total, without, cache = (int(n.replace(",", "")) for n in re.search(pattern, doc).groups())
     assert total == counts["total"]
     assert without == counts["total"] - counts["embedding"]
-    assert cache == costs.cache_bytes_per_token(run.model, jnp.dtype(jnp.bfloat16))
-    flops = costs.training_flops_per_token(run.model, run.data.sequence_length)
+    assert cache == formulas.cache_bytes_per_token(run.model, jnp.dtype(jnp.bfloat16))
+    flops = formulas.training_flops_per_token(run.model, run.data.sequence_length)
     assert float(re.search(r"([\d.]+) GFLOP\s+per\s+trained", doc).group(1)) == round(
         flops / 1e9, 3
     )

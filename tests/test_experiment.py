@@ -6,9 +6,9 @@ import pytest
 
 from kvjax import experiment
 from kvjax import recipes
-from kvjax.errors import UserError
 from kvjax.experiment import ComputeConfig
 from kvjax.experiment import TrainConfig
+from kvjax.foundation.errors import UserError
 
 LRKV = recipes.lrkv(4, rank=16, dim=32)
 

@@ -17,18 +17,18 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 import pytest
 
-from kvjax import command_line
 from kvjax import generate as generate_lib
-from kvjax import progress
-from kvjax import runtime
-from kvjax import train
-from kvjax.checkout import ROOT
-from kvjax.decoding import Generator
-from kvjax.errors import UserError
-from kvjax.sampling import Sampling
-from kvjax.text_generation import generate
-from kvjax.trained import experiment_of
-from kvjax.trained import load
+from kvjax.decoding.generation import Generator
+from kvjax.decoding.sampling import Sampling
+from kvjax.decoding.text import generate
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
+from kvjax.training import loop
+from kvjax.workdir.trained import experiment_of
+from kvjax.workdir.trained import load
 from tests import runs
 
 STEPS = 10
@@ -44,7 +44,7 @@ def workdir(tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
-        train.train(config, epath.Path(folder / "run"))
+        loop.train(config, epath.Path(folder / "run"))
     shutil.rmtree(folder / "data")
     return folder / "run"
 

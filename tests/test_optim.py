@@ -10,7 +10,7 @@ import optax
 from optax import contrib
 import pytest
 
-from kvjax.errors import UserError
+from kvjax.foundation.errors import UserError
 from kvjax.layers.weight import Axes
 from kvjax.model import parameters
 from kvjax.model.config import BlockConfig

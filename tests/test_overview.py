@@ -6,7 +6,7 @@ import sys
 
 import kvjax
 from kvjax import __main__ as overview
-from kvjax import command_line
+from kvjax.foundation import command_line
 
 
 def test_commands_experiments_and_configs(capsys, monkeypatch):

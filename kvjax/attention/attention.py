@@ -10,15 +10,15 @@ import numpy as np
 
 from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.attention.softmax import softmax_attention
-from kvjax.attention.softmax import sort_tokens
 from kvjax.cache import append
+from kvjax.distributed.sharding import BATCH
+from kvjax.distributed.sharding import constrain
 from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.softmax_attention.api import softmax_attention
+from kvjax.kernels.softmax_attention.api import sort_tokens
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
-from kvjax.sharding import BATCH
-from kvjax.sharding import constrain
 
 
 class Attention(nnx.Module):

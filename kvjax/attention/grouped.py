@@ -25,8 +25,8 @@ from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
-from kvjax.kernels.decode_attention import bodies
 from kvjax.kernels.decode_attention import operands
+from kvjax.kernels.decode_attention.xla import bodies
 from kvjax.layers import sinusoid
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Positions

@@ -11,8 +11,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.configuration import between
-from kvjax.errors import UserError
+from kvjax.foundation.configuration import between
+from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention.operands import Operands
 from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Positions

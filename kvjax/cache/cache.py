@@ -6,7 +6,7 @@ separate arrays, since a stack of them costs copies of a whole layer at every st
 cache to the jitted step that returns it; then a step allocates nothing that grows with S.
 
 Over several chips each array is split along S, and a chip's slots hold stripes of every sequence
-(`kvjax.kernels.decode_attention.stripes`): in place too, each chip what it holds.
+(`kvjax.cache.stripes`): in place too, each chip what it holds.
 """
 
 from collections.abc import Iterable
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from kvjax.errors import UserError
-from kvjax.kernels.decode_attention import stripes
+from kvjax.cache import stripes
+from kvjax.foundation.errors import UserError
 
 LANES = 128  # capacities are multiples of this
 

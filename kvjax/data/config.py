@@ -8,9 +8,9 @@ from typing import Any
 
 from etils import epath
 
-from kvjax import runtime
-from kvjax.configuration import between
-from kvjax.errors import DataError
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import between
+from kvjax.foundation.errors import DataError
 
 NUM_BYTES = 256
 MAX_VOCAB_SIZE = 1 << 24

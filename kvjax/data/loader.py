@@ -15,13 +15,13 @@ import grain
 import jax
 import numpy as np
 
-from kvjax import runtime
 from kvjax.data import config as config_lib
 from kvjax.data import manifest
 from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.errors import DataError
-from kvjax.errors import first_line
-from kvjax.errors import warn
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import warn
 
 # One thread reads ahead of the step; more gain nothing, for reading holds the interpreter's lock.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)

@@ -12,10 +12,10 @@ from typing import Any
 
 from etils import epath
 
-from kvjax import json_text
 from kvjax.data import config as config_lib
-from kvjax.errors import DataError
-from kvjax.errors import MissingDataError
+from kvjax.foundation import json_text
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import MissingDataError
 
 # Part of every key: raise it when the same text would be written as other rows.
 FORMAT_VERSION = 1

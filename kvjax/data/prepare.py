@@ -26,11 +26,6 @@ from absl import logging
 from etils import epath
 import numpy as np
 
-from kvjax import command_line
-from kvjax import json_text
-from kvjax import progress
-from kvjax import runtime
-from kvjax.config_keys import keys
 from kvjax.data import config as config_lib
 from kvjax.data import manifest
 from kvjax.data import readers
@@ -39,11 +34,16 @@ from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.data.manifest import FORMAT_VERSION
 from kvjax.data.manifest import MANIFEST
 from kvjax.data.manifest import TOKENIZER
-from kvjax.errors import DataError
-from kvjax.errors import UserError
-from kvjax.errors import first_line
-from kvjax.errors import warn
-from kvjax.files import unused
+from kvjax.foundation import command_line
+from kvjax.foundation import json_text
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.config_keys import keys
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import warn
+from kvjax.foundation.files import unused
 
 # The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
 BATCH_CHARACTERS = 1 << 21

@@ -18,8 +18,8 @@ import zlib
 
 from etils import epath
 
-from kvjax import json_text
-from kvjax.errors import DataError
+from kvjax.foundation import json_text
+from kvjax.foundation.errors import DataError
 
 BLOCK_BYTES = 1 << 20
 PIECE_CHARACTERS = 1 << 16

@@ -23,13 +23,13 @@ from typing import Protocol
 
 from etils import epath
 
-from kvjax import runtime
 from kvjax.data import config as config_lib
 from kvjax.data import readers
 from kvjax.data.manifest import SPLITS
-from kvjax.errors import DataError
-from kvjax.errors import MissingDataError
-from kvjax.errors import first_line
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import first_line
 
 EMBEDDED_VALIDATION_BYTES = 200_000
 CORPUS = epath.Path(__file__).parent / "corpus"

@@ -13,9 +13,9 @@ from etils import epath
 import numpy as np
 import tokenizers
 
-from kvjax.errors import DataError
-from kvjax.errors import MissingDataError
-from kvjax.errors import warn
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import warn
 
 BOS = "<|bos|>"
 # Published tokenizers call the token that opens a document by other names; the first one present is

@@ -12,7 +12,7 @@ import uuid
 
 from etils import epath
 
-from kvjax.errors import UserError
+from kvjax.foundation.errors import UserError
 
 
 def client():

@@ -13,11 +13,11 @@ import time
 import traceback
 from typing import NoReturn
 
-from kvjax import interrupted
 from kvjax.distributed import agreement
 from kvjax.distributed.interruption import TRY_AGAIN
-from kvjax.errors import UserError
-from kvjax.errors import first_line
+from kvjax.foundation import interrupted
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
 
 _ENDED = "kvjax/ended/"
 _ALIVE = "kvjax/alive/"

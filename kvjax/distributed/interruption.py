@@ -4,8 +4,8 @@ import contextlib
 import os
 import signal
 
-from kvjax import interrupted
 from kvjax.distributed import agreement
+from kvjax.foundation import interrupted
 
 TRY_AGAIN = 75
 STATUS = {signal.SIGTERM: TRY_AGAIN, signal.SIGINT: interrupted.STATUS, signal.SIGHUP: 129}

@@ -4,9 +4,9 @@ import dataclasses
 import itertools
 
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.configuration import between
-from kvjax.configuration import one_of
-from kvjax.errors import UserError
+from kvjax.foundation.configuration import between
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
 from kvjax.layers import norm
 from kvjax.layers import rope
 

@@ -8,10 +8,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from kvjax.distributed.sharding import BATCH
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.model.transformer import logits
-from kvjax.sharding import BATCH
 
 _TOKENS = P(BATCH, "sequence")  # of [B, T, ...]
 # The vocabulary's axis, `tensor`, is left to the compiler. In order: collectives over axes in

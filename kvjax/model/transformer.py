@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import sharding
 from kvjax.attention import Attention
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.attention.softmax import RESIDUALS
+from kvjax.distributed import sharding
+from kvjax.kernels.softmax_attention.api import RESIDUALS
 from kvjax.layers import rope
 from kvjax.layers.norm import Norm
 from kvjax.layers.weight import axes_of

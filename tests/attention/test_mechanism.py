@@ -10,7 +10,7 @@ from kvjax.attention import MECHANISMS
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention.mechanism import Field
-from kvjax.errors import UserError
+from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 
 B, T, D, BASE = 2, 5, 16, 100.0

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvjax import cache as cache_lib
-from kvjax import costs
 from kvjax import experiment
-from kvjax.checkout import ROOT
-from kvjax.errors import UserError
+from kvjax.costs import formulas
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
 
 FILES = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.py"))}
 B, S = 3, 16
@@ -171,7 +171,7 @@ def test_bytes_are_those_of_the_cost_model(name, dtype):
     config, dtype = _resolve(name).model, jnp.dtype(dtype)
     cache = cache_lib.abstract(config.mechanisms, batch=B, capacity=200, dtype=dtype)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
-    assert held == costs.cache_bytes_per_token(config, dtype) * B * 256
+    assert held == formulas.cache_bytes_per_token(config, dtype) * B * 256
     assert len(cache.layers) == config.block.num_layers
     if name.endswith("_tiny"):
         real = cache_lib.allocate(config.mechanisms, batch=B, capacity=200, dtype=dtype)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvjax.data import config as config_lib
-from kvjax.errors import UserError
+from kvjax.foundation.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from kvjax.data import loader
 from kvjax.data import prepare
 from kvjax.data import sources
-from kvjax.errors import DataError
-from kvjax.errors import UserError
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import UserError
 from tests.data.test_prepare import rows
 
 

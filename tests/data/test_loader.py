@@ -17,8 +17,8 @@ import pytest
 
 from kvjax.data import loader
 from kvjax.data import prepare
-from kvjax.errors import DataError
-from kvjax.errors import UserError
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import UserError
 
 T = 16
 

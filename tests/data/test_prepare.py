@@ -17,16 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvjax import progress
-from kvjax.checkout import ROOT
 from kvjax.data import config as config_lib
 from kvjax.data import loader
 from kvjax.data import prepare
 from kvjax.data import readers
 from kvjax.data import sources
 from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.errors import DataError
-from kvjax.errors import UserError
+from kvjax.foundation import progress
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import UserError
 
 
 def stream(dataset, texts):

@@ -15,7 +15,7 @@ import pytest
 from kvjax.data import config as config_lib
 from kvjax.data import readers
 from kvjax.data import sources
-from kvjax.errors import UserError
+from kvjax.foundation.errors import UserError
 
 
 @pytest.fixture(scope="session")

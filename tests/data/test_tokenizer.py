@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from kvjax.checkout import ROOT
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.foundation.checkout import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 import dataclasses
+import importlib
+import importlib.util
 import re
 import shlex
 
@@ -153,3 +155,9 @@ def _quoted(word: str) -> str:
 def _is_from_bytes(word: str) -> bool:
     """Whether Python makes this text of a command line's bytes."""
     return not any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in word)
+
+
+def main_of(command: str):
+    """The function that `python -m` of a module or package runs."""
+    is_package = importlib.util.find_spec(command).submodule_search_locations is not None
+    return importlib.import_module(f"{command}.__main__" if is_package else command).main

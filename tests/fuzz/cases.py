@@ -8,16 +8,16 @@ import argparse
 from collections.abc import Iterator
 import dataclasses
 import functools
-import importlib
 import re
 from unittest import mock
 
-from kvjax import command_line
-from kvjax.checkout import ROOT
-from kvjax.command_line import load_config
+from kvjax.foundation import command_line
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.command_line import load_config
 from tests.fuzz.case import FORKED
 from tests.fuzz.case import STARTED
 from tests.fuzz.case import Case
+from tests.fuzz.case import main_of
 
 CONFIGS = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "kv_tied_tiny", "qk_tied_plus_tiny")
 CONFIGS += ("thin_keys_tiny",)
@@ -72,11 +72,9 @@ def options_of(command: str) -> list[argparse.Action]:
     def stop(parser, arguments):
         raise _Seen(parser)
 
-    main = importlib.import_module({"kvjax": "kvjax.__main__"}.get(command, command)).__dict__
-    main = main.get("main") or importlib.import_module("kvjax.cost_report").main
     with mock.patch.object(command_line.Parser, "parse", stop):
         try:
-            main([])
+            main_of(command)([])
         except _Seen as seen:
             return [a for a in seen.args[0]._actions if a.dest != "help"]
     raise AssertionError(f"{command} parses no options")

@@ -4,9 +4,9 @@ import os
 import pathlib
 import sys
 
-from kvjax import command_line
-from kvjax.command_line import say
-from kvjax.errors import UserError
+from kvjax.foundation import command_line
+from kvjax.foundation.command_line import say
+from kvjax.foundation.errors import UserError
 
 
 def main(arguments: list[str]) -> int:

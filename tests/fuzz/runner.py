@@ -8,8 +8,8 @@ import pathlib
 import subprocess
 import sys
 
-from kvjax import runtime
-from kvjax.checkout import ROOT
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import ROOT
 from tests.fuzz.case import Case
 from tests.fuzz.case import Outcome
 from tests.fuzz.case import faults

@@ -31,15 +31,16 @@ from tests.fuzz.case import INSIDE
 from tests.fuzz.case import STARTED
 from tests.fuzz.case import Case
 from tests.fuzz.case import Outcome
+from tests.fuzz.case import main_of
 
 STUCK_SECONDS = 100  # of the clock, on a busy machine
 MODULES = (
     "kvjax.__main__",
     "kvjax.main",
-    "kvjax.train",
+    "kvjax.training.loop",
     "kvjax.config_help",
     "kvjax.generate",
-    "kvjax.cost_report",
+    "kvjax.costs.__main__",
     "kvjax.aot",
     "kvjax.data.prepare",
     "kvjax.data.packed_rows",
@@ -48,7 +49,6 @@ MODULES = (
 RUN_KEYS = dict(tokenizer="byte", vocab_size=257, sequence_length=32, directory="../shared/data")
 COMPILERS = ("libtpu", "jax_cuda13_plugin")  # that need not be installed
 IMPORTING = "numpy"  # in the memory map of a process: kvjax/__init__.py has run
-_COMMANDS = {"kvjax": "kvjax.__main__", "kvjax.costs": "kvjax.cost_report"}
 
 
 class Stuck(BaseException):
@@ -139,7 +139,7 @@ def build(shared: pathlib.Path) -> None:
     """A text, prepared data, a run of two steps, and files that are not what they should be."""
     from etils import epath
 
-    from kvjax import train
+    from kvjax.training import loop
     from tests import runs
 
     shared.mkdir()
@@ -152,7 +152,7 @@ def build(shared: pathlib.Path) -> None:
     config.data.update(RUN_KEYS)
     config.data.update(source="../shared/text.txt")
     config.train.update(batch_size=2, checkpoint_every=1)
-    train.train(config, epath.Path("trained"))
+    loop.train(config, epath.Path("trained"))
     (shared / "a_file").write_text("text\n")
     (shared / "binary.py").write_bytes(bytes(range(256)))
     (shared / "empty.txt").write_text("")
@@ -249,7 +249,7 @@ class _Servant:
 
 
 def _serve(questions: typing.TextIO, answers: typing.TextIO) -> None:
-    from kvjax import runtime
+    from kvjax.foundation import runtime
 
     signal.signal(signal.SIGALRM, _give_up)
     with contextlib.ExitStack() as patches:
@@ -265,10 +265,10 @@ def _left_out() -> list:
     """What would compile or measure says so instead, and ends."""
     from jax.experimental import topologies
 
-    from kvjax import decoding
-    from kvjax import train
-    from kvjax.kernels import measured
-    from kvjax.kernels import static
+    from kvjax.decoding import generation
+    from kvjax.kernels.profile import measured
+    from kvjax.kernels.profile import static
+    from kvjax.training import loop
 
     def instead(what: str):
         def end(*given, **options):
@@ -276,23 +276,23 @@ def _left_out() -> list:
 
         return end
 
-    class Program(train.Program):
+    class Program(loop.Program):
         def __init__(self, *given):
             super().__init__(*given)
             self.init = instead("train")
 
-    whole = train.Run._loop
+    whole = loop.Run._loop
 
-    def loop(self, state, position, start, stop):
+    def enough(self, state, position, start, stop):
         if start < stop:
             raise Enough(f"train from step {start}")
         return whole(self, state, position, start, stop)
 
     patch = mock.patch.object
     return [
-        patch(train, "Program", Program),
-        patch(train.Run, "_loop", loop),
-        patch(decoding, "Generation", instead("generate")),
+        patch(loop, "Program", Program),
+        patch(loop.Run, "_loop", enough),
+        patch(generation, "Generation", instead("generate")),
         patch(topologies, "get_topology_desc", instead("compile")),
         mock.patch.dict(sys.modules, {name: _installed(name) for name in COMPILERS}),
         *(patch(measured, name, instead("measure")) for name in ("measure", "tune")),
@@ -312,7 +312,7 @@ def _give_up(number, frame):
 
 
 def _inside(fields: dict, folder: str) -> Outcome:
-    from kvjax import command_line
+    from kvjax.foundation import command_line
 
     os.chdir(folder)
     streams = {name: io.TextIOWrapper(io.BytesIO(), "utf-8") for name in ("stdout", "stderr")}
@@ -326,7 +326,7 @@ def _inside(fields: dict, folder: str) -> Outcome:
             patches.enter_context(mock.patch.object(sys, name, stream))
         patches.enter_context(mock.patch.dict(os.environ, fields["environment"]))
         try:
-            status = command_line.status(_command(fields["command"]), fields["arguments"])
+            status = command_line.status(main_of(fields["command"]), fields["arguments"])
         except BaseException:
             print(traceback.format_exc(), file=sys.stderr)
             status = 1
@@ -338,10 +338,6 @@ def _inside(fields: dict, folder: str) -> Outcome:
         said[name] = stream.detach().getvalue().decode()
     seconds, grown = time.process_time() - begun, _resident("VmHWM") - resident
     return _outcome(status, seconds=seconds, grown=grown, **said)
-
-
-def _command(name: str):
-    return importlib.import_module(_COMMANDS.get(name, name)).main
 
 
 def _resident(name: str) -> int:
@@ -420,12 +416,12 @@ def _become(case: Case, folder: pathlib.Path, ready: int) -> None:
             stream = open(number, mode, encoding=encoding, errors=errors, closefd=False)
         setattr(sys, name, stream)
     sys.argv = [case.command, *case.arguments]
-    from kvjax import command_line
-    from kvjax import interrupted
+    from kvjax.foundation import command_line
+    from kvjax.foundation import interrupted
 
     interrupted.quietly()  # as kvjax/__init__.py does for `python -m`
     os.close(ready)
-    command_line.run(_command(case.command))
+    command_line.run(main_of(case.command))
 
 
 def _open(number: int, kind: str, path: pathlib.Path) -> None:

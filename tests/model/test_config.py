@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from kvjax.errors import UserError
+from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 

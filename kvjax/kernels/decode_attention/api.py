@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import jax
 
-from kvjax.kernels.decode_attention import gpu
+from kvjax.cache import stripes
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import sharded
-from kvjax.kernels.decode_attention import stripes
-from kvjax.kernels.decode_attention import tpu
-from kvjax.kernels.decode_attention import xla
+from kvjax.kernels.decode_attention.gpu import attention as gpu
 from kvjax.kernels.decode_attention.operands import Operands
+from kvjax.kernels.decode_attention.tpu import attention as tpu
+from kvjax.kernels.decode_attention.xla import attention as xla
 from kvjax.layers import rope
 
 IMPLEMENTATIONS = {

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from kvjax.kernels.decode_attention import stripes
-from kvjax.kernels.decode_attention import tpu
-from kvjax.kernels.decode_attention import xla
+from kvjax.cache import stripes
 from kvjax.kernels.decode_attention.operands import Operands
+from kvjax.kernels.decode_attention.tpu import attention as tpu
+from kvjax.kernels.decode_attention.xla import attention as xla
 
 # (operands, a chip's cache, first_B, its Stripes) -> outputs [B, T, N, Hv], log-sum-exps [B, T, N].
 IMPLEMENTATIONS = {"xla": xla.partial, "tpu": tpu.partial}

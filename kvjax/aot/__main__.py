@@ -1,0 +1,284 @@
+"""What a run needs of chips that are not there, from the compiler itself.
+
+    python -m kvjax.aot --config=configs/lrkv_2p5b.py --topology=v5p:2x2x4
+    python -m kvjax.aot --config=configs/lrkv_128m.py --topology=v5e:4x4 --sweep
+    python -m kvjax.aot --config=configs/lrkv_2p5b.py --topology=h200:1 --step=decode --batch=16
+
+Compiles the whole training step (or a decode step) for a topology: TPUs by libtpu, GPUs by JAX's
+CUDA plugin. Prints memory per chip, FLOPs, collectives, and the least time the step can take (a
+roofline: see kvjax/aot/roofline.py for what it counts), hence at most what MFU and at least how
+many days. Config keys are overridden as --config.compute.remat=dots.
+Status 0: it fits, with a tenth of memory to spare; 1: it does not; 2: it cannot be compiled.
+"""
+
+import argparse
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+
+from kvjax import experiment as experiment_lib
+from kvjax.aot import compilation
+from kvjax.aot import hlo
+from kvjax.aot import roofline
+from kvjax.aot import search
+from kvjax.aot import tables
+from kvjax.costs import formulas
+from kvjax.experiment import Experiment
+from kvjax.foundation import checkout
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.configuration import to_text
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.foundation.provenance import provenance
+from kvjax.hardware import topology
+
+RESULTS = checkout.RESULTS / "aot"
+STEPS = ("train", "decode")
+DECODE = dict(batch=1, length=8192, chips=1)  # options of a decode step
+ASSUMPTIONS = (
+    "every resource at its datasheet's rate all the time, the three overlapping perfectly",
+    "elementwise work and what products read inside a layer cost nothing",
+    "collectives use all links of a chip at once",
+    "MFU counts attention over all T keys, computed or not",
+)
+
+
+def training(experiment: Experiment, name: str, step: compilation.Step) -> dict:
+    """Everything the command says of a compiled training step, JSON-able."""
+    bound = compilation.bound(step, experiment)
+    T = experiment.data.sequence_length
+    causal_kernel = compilation.runs_causal_kernel(step.causal_kernel, step.device, experiment)
+    flops = roofline.step_flops(experiment, causal_kernel=causal_kernel)
+    train = experiment.train
+    return _shared(step) | dict(
+        config=experiment.name,
+        step="train",
+        topology=name,
+        mesh=step.mesh,
+        rows_per_pass=train.batch_size // train.grad_accumulation,
+        tokens_per_step=experiment.tokens_per_step,
+        remat=experiment.compute.remat,
+        grad_accumulation=train.grad_accumulation,
+        flops_per_token=formulas.training_flops_per_token(experiment.model, T),
+        flops_per_step=dataclasses.asdict(flops),
+        attention=_attention(causal_kernel, compiled_kernel=step.causal_kernel),
+        collectives=hlo.summary(step.collectives),
+        wire_bytes=step.wire_bytes,
+        replicated=[dict(parameter=path, bytes=size) for path, size in step.whole],
+        bound=dict(
+            seconds=bound.seconds,
+            by=bound.binding,
+            compute=bound.compute,
+            hbm=bound.hbm,
+            interconnect=bound.interconnect,
+            mfu=bound.mfu,
+            causal_mfu=bound.mfu * formulas.causal_part(experiment.model, T),
+            tokens_per_second=bound.tokens_per_second,
+            days=bound.days,
+            exaflops=bound.exaflops,
+            assumptions=list(ASSUMPTIONS),
+        ),
+    )
+
+
+def _attention(causal_kernel: bool, *, compiled_kernel: bool) -> str:
+    """What the bound takes attention for, and what was compiled if that is another."""
+    names = {True: "causal kernel", False: "all T keys"}
+    other = "" if causal_kernel == compiled_kernel else f" (compiled: {names[compiled_kernel]})"
+    return names[causal_kernel] + other
+
+
+def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chips: int) -> dict:
+    """Everything the command says of a decode step, JSON-able; raises as `ahead.decode_step`."""
+    step = compilation.decode_step(experiment, name, batch=batch, length=length, chips=chips)
+    whole = formulas.decode_cost(
+        experiment.model, length=length, batch=batch, dtype=compilation.BF16
+    )
+    per_chip = dataclasses.replace(  # weights are on every chip, caches split
+        whole,
+        cache_bytes=whole.cache_bytes // chips,
+        attention_flops_per_token=whole.attention_flops_per_token // chips,
+    )
+    seconds = per_chip.seconds(step.device)
+    return _shared(step) | dict(
+        config=experiment.name,
+        step="decode",
+        topology=name,
+        batch=batch,
+        length=length,
+        flops_per_token=whole.flops_per_token,
+        read_bytes=per_chip.bytes,
+        collectives=hlo.summary(step.collectives),
+        wire_bytes=step.wire_bytes,
+        bound=dict(seconds=seconds, tokens_per_second=batch / seconds),
+    )
+
+
+def sweep(experiment: Experiment, name: str, compiles: int, out: Output) -> dict:
+    """The report of the best candidate, with the overrides that make it and all that was tried.
+
+    Raises:
+      UserError: nothing that was compiled fits; the message says by how much.
+    """
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    tried = search.search(experiment, name, compiles=compiles, say=say)
+    rows = [_candidate(c) for c in tried]
+    tables.show_candidates(rows, out)
+    best = search.best(tried)
+    if best is None:
+        raise UserError(
+            f"{experiment.name} on {name}: none of {len(tried)} candidates fits. "
+            + _why_none(tried, name)
+        )
+    out.say("\nBest: " + " ".join(best.overrides), wrap=False)
+    report = training(best.experiment, name, best.step)
+    return report | dict(candidates=rows, best_overrides=best.overrides)
+
+
+def _why_none(tried: list[search.Candidate], name: str) -> str:
+    if all(c.failure for c in tried):
+        return f"None compiled: {tried[0].failure}"
+    large = [c for c in tried if not c.failure]
+    nearest = min(large, key=lambda c: c.needed or math.inf)  # 0: not known
+    return search.advice(nearest.experiment, name, nearest.needed)
+
+
+def _candidate(c: search.Candidate) -> dict:
+    e, p = c.experiment, c.predicted
+    bound = compilation.bound(c.step, e) if c.step else p.bound
+    return dict(
+        mesh=dataclasses.asdict(e.mesh),
+        grad_accumulation=e.train.grad_accumulation,
+        remat=e.compute.remat,
+        predicted_bytes=round(p.state + p.temporaries),
+        needed_bytes=c.needed or None,
+        failure=c.failure,
+        fits=bool(c.step and c.step.fits),
+        bound_seconds=bound.seconds,
+        bound_by=bound.binding,
+        seconds_in_sum=bound.compute + bound.hbm + bound.interconnect,
+        mfu=bound.mfu,
+        hlo=c.step is not None,
+    )
+
+
+def _shared(step: compilation.Step) -> dict:
+    memory = dataclasses.asdict(step.memory)
+    return dict(
+        device=step.device.name,
+        chips=step.chips,
+        memory=memory | dict(total=step.memory.total, hbm=step.device.hbm_bytes, part=step.part),
+        memory_is_upper_bound=step.upper_bound,
+        fits=step.fits,
+        xla=step.xla,
+        seconds_to_lower=step.seconds_to_lower,
+        seconds_to_compile=step.seconds_to_compile,
+    )
+
+
+def _save(result: dict, output: str, save: bool) -> None:
+    if not output and not save:
+        return
+    stem = f"{result['config']}_{result['topology'].replace(':', '_')}"
+    step = "" if result["step"] == "train" else f"_{result['step']}"
+    file = pathlib.Path(output) if output else RESULTS / f"{stem}{step}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made_by = provenance("libtpu", "jax-cuda13-plugin")
+    file.write_text(json.dumps(result | {"made_by": made_by}, indent=1) + "\n")
+    print(f"written: {file}", file=sys.stderr)
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__, config=True)
+    add = parser.add_argument
+    add("--topology", required=True, help=f"kind and shape: {topology.examples()}")
+    add("--step", default="train", help=f"of {', '.join(STEPS)} (train)")
+    add("--batch", type=int, help="of --step=decode: sequences decoded together (1)")
+    add("--length", type=int, help="of --step=decode: tokens in each cache (8192)")
+    add("--chips", type=int, help="of --step=decode: chips that caches are split over (1)")
+    add("--sweep", action="store_true", help="of --step=train: tries meshes, parts, remat policies")
+    add("--compiles", type=int, help="of --sweep: at most so many, minutes each (6)")
+    add("--save", action="store_true", help="write experiments/results/aot/CONFIG_TOPOLOGY.json")
+    add("--output", default="", help="write the JSON to this file")
+    parser.add_output()
+    options = parser.parse(arguments)
+    one_of("--step", options.step, STEPS)
+    decode = options.step == "decode"
+    if decode and options.sweep:
+        raise UserError("--sweep: is of --step=train; of a decode step give --batch and --chips")
+    for key, default in DECODE.items():
+        _own_option(options, key, default, decode, of="--step=decode")
+    _own_option(options, "compiles", 6, options.sweep, of="--sweep")
+    return options
+
+
+def _own_option(options, key: str, default: int, used: bool, *, of: str) -> None:
+    """Puts a default where nothing is given; raises where it is given and would not be used."""
+    value = getattr(options, key)
+    if value is not None and not used:
+        raise UserError(f"--{key} = {value}: is of {of}; leave it out, or add {of}")
+    setattr(options, key, default if value is None else value)
+    at_least(f"--{key}", getattr(options, key), 1)
+
+
+def _run(options: argparse.Namespace, out: Output) -> tuple[dict, str]:
+    """The result, and what to say to someone whose config does not fit."""
+    name, overrides = options.topology, options.overrides
+    config = command_line.load_config(options.config, overrides)
+    experiment = experiment_lib.resolve(config)
+    asked = dict(overrides=overrides, resolved=to_text(config).splitlines())
+    if options.step == "decode":
+        shape = {key: getattr(options, key) for key in DECODE}
+        help_ = lambda needed: search.decode_advice(experiment, name, needed, **shape)
+        waiting = progress.waiting(f"compiling the decode step for {name}")
+        with _named(experiment, name, help_), waiting:
+            result = decoding(experiment, name, **shape)
+        return result | asked, "" if result["fits"] else help_(result["memory"]["total"])
+    if options.sweep:
+        return sweep(experiment, name, options.compiles, out) | asked, ""
+    help_ = lambda needed: search.advice(experiment, name, needed)
+    waiting = progress.waiting(f"compiling the training step for {name}")
+    with _named(experiment, name, help_), waiting:
+        step = compilation.training_step(experiment, name)
+    advice = "" if step.fits else help_(step.memory.total)
+    return training(experiment, name, step) | asked, advice
+
+
+@contextlib.contextmanager
+def _named(experiment: Experiment, name: str, advice: Callable[[int], str]) -> Iterator[None]:
+    """Says of what does not compile what it is, and of what is too large what would fit."""
+    try:
+        yield
+    except compilation.TooLarge as error:
+        said = f"{error}. {advice(error.needed)}"
+        raise UserError(f"{experiment.name} does not fit {name}: {said}") from error
+    except compilation.DoesNotCompile as error:
+        raise UserError(f"{experiment.name} does not compile for {name}: {error}") from error
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status, see the module's docstring."""
+    options = _options(arguments)
+    out = Output(options)
+    runtime.start(compilation_cache=False)  # what is compiled here cannot be read back here
+    with command_line.naming_options(options):
+        result, advice = _run(options, out)
+    tables.show(result, out, limit=compilation.LIMIT)
+    _save(result, options.output, options.save)
+    if advice:
+        command_line.say(advice)
+    out.result(result)
+    return 0 if result["fits"] else 1
+
+
+if __name__ == "__main__":
+    command_line.run(main)

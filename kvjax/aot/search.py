@@ -1,0 +1,299 @@
+"""Which mesh, accumulation and rematerialisation suit a topology: predicted, then compiled.
+
+A compile takes minutes, so candidates are first put in order by a prediction (`predict`), whose
+temporaries each compile corrects; then compiled in that order until one fits. Where nothing does,
+`advice` and `decode_advice` say what would.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+import dataclasses
+import math
+
+from kvjax.aot import compilation
+from kvjax.aot import roofline
+from kvjax.aot.compilation import Step
+from kvjax.aot.compilation import TooLarge
+from kvjax.costs import formulas
+from kvjax.distributed import sharding
+from kvjax.experiment import Experiment
+from kvjax.hardware import topology
+from kvjax.hardware.datasheets import Device
+from kvjax.model import parameters
+from kvjax.model.transformer import REMAT_POLICIES
+from kvjax.training import memory_estimate
+
+MESHES = ("data", "fsdp", "tensor")  # `sequence` stays as the config has it
+TENSOR = (1, 2, 4, 8)  # ways worth trying
+_TILE = 8  # 36 rows to a chip are all-reduced (twice the bytes, on v4), 144 and 200 scattered
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of one candidate: bytes on a chip, and the roofline with predicted collectives."""
+
+    state: int  # parameters and optimizer, as arguments
+    temporaries: float
+    bound: roofline.Bound
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Better is less: the bound, to a thousandth; then the time if nothing overlapped."""
+        b = self.bound
+        return float(f"{b.seconds:.3g}"), b.compute + b.hbm + b.interconnect
+
+
+@dataclasses.dataclass
+class Candidate:
+    """An experiment with its keys changed, and what became of it."""
+
+    experiment: Experiment
+    predicted: Prediction
+    step: Step | None = None
+    too_large: TooLarge | None = None
+    failure: str = ""  # why it did not compile, if memory was not it
+
+    @property
+    def needed(self) -> int:
+        """Bytes on a chip as the compiler says; 0 where it does not."""
+        if self.step:
+            return self.step.memory.total
+        return self.too_large.needed if self.too_large else 0
+
+    @property
+    def overrides(self) -> list[str]:
+        """What to add to the command line."""
+        e = self.experiment
+        return [
+            *(f"--config.mesh.{axis}={getattr(e.mesh, axis)}" for axis in MESHES),
+            f"--config.train.grad_accumulation={e.train.grad_accumulation}",
+            f"--config.compute.remat={e.compute.remat}",
+        ]
+
+
+def candidates(experiment: Experiment, device: Device, chips: int) -> list[Candidate]:
+    """Every mesh over the chips, accumulation and policy that divides; best predicted first."""
+    found = []
+    for mesh in _meshes(experiment, chips):
+        rows = experiment.train.batch_size // (mesh.data * mesh.fsdp)
+        for parts in sharding.divisors(rows):
+            if parts & (parts - 1):
+                continue  # powers of two are enough
+            for remat in REMAT_POLICIES:
+                changed = dataclasses.replace(
+                    experiment,
+                    mesh=mesh,
+                    train=dataclasses.replace(experiment.train, grad_accumulation=parts),
+                    compute=dataclasses.replace(experiment.compute, remat=remat),
+                )
+                found.append(Candidate(changed, predict(changed, device)))
+    return sorted(found, key=lambda c: c.predicted.order)
+
+
+def _meshes(experiment: Experiment, chips: int) -> Iterator[sharding.MeshConfig]:
+    sequence = experiment.mesh.sequence
+    for tensor in TENSOR:
+        if chips % (sequence * tensor):
+            continue
+        for fsdp in sharding.divisors(chips // sequence // tensor):
+            data = chips // sequence // tensor // fsdp
+            if experiment.train.batch_size % (data * fsdp):
+                continue
+            shape = dict(data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
+            mesh = sharding.MeshConfig(**shape)
+            if _divides(mesh, experiment):
+                yield mesh
+
+
+def _divides(mesh: sharding.MeshConfig, experiment: Experiment) -> bool:
+    """Whether every axis of the mesh divides the weights that it splits."""
+    return sharding.divides(dataclasses.asdict(mesh), *parameters.abstract(experiment.model))
+
+
+def predict(experiment: Experiment, device: Device) -> Prediction:
+    """Memory of what would be compiled for one candidate, and time of its run, by formulas."""
+    kernel = compilation.compiles_causal_kernel(device, experiment)
+    mesh = dataclasses.asdict(experiment.mesh)
+    config, c = experiment.model, experiment.model.block
+    T, chips = experiment.data.sequence_length, math.prod(mesh.values())
+    compute = experiment.compute.resolve("tpu", c.num_layers)
+    remat, parts, itemsize = compute.remat, experiment.train.grad_accumulation, 2
+    tensor, rows = mesh["tensor"], experiment.train.batch_size // parts
+    rows //= mesh["data"] * mesh["fsdp"]
+    memory = memory_estimate.estimate(
+        config,
+        compute,
+        rows_per_device=rows,
+        sequence_length=T,
+        **{axis: mesh[axis] for axis in ("fsdp", "tensor", "sequence")},
+        parts=parts,
+        attention_kernel=kernel,
+    )
+    weights = formulas.matrix_weights(config)
+    layers, head = (weights["attention"] + weights["mlp"]) / tensor, weights["head"] / tensor
+    tokens = rows * T / mesh["sequence"]
+    fraction = lambda n: (n - 1) / n
+    passes = {"none": 2}.get(remat, 3)  # weights gathered, and again; gradients scattered
+    passes *= 1 if _whole_tiles(experiment, mesh["fsdp"]) else 2
+    sent = itemsize * parts * passes * (layers + head) * fraction(mesh["fsdp"])
+    sent += 2 * itemsize * parts * (layers + head) / mesh["fsdp"] * fraction(mesh["data"])
+    sums = 4 if remat == "none" else 6  # of activations: two in each pass through a layer
+    sent += 2 * sums * parts * itemsize * tokens * c.d_model * c.num_layers * fraction(tensor)
+    sent += 2 * itemsize * layers * tensor / chips  # Muon, there and back
+    return Prediction(
+        state=memory.parameters + memory.optimizer,
+        temporaries=memory.temporaries,
+        bound=roofline.training_step(
+            experiment,
+            device,
+            mesh=mesh,
+            wire_bytes=sent,
+            causal_kernel=compilation.runs_causal_kernel(kernel, device, experiment),
+        ),
+    )
+
+
+def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> list[Candidate]:
+    """Candidates compiled, in that order: the config as it is, then those predicted to be better.
+
+    Ends when none that may fit is predicted to be better than the best that does.
+
+    Args:
+      compiles: at most.
+      say: called with a line of progress before each compile.
+
+    Raises:
+      UserError: an unknown topology, or the config's own mesh does not divide.
+    """
+    own = _with_mesh(experiment, name)
+    device, chips = compilation.datasheet(name), math.prod(dataclasses.asdict(own.mesh).values())
+    todo = [Candidate(own, predict(own, device)), *candidates(own, device, chips)]
+    tried: list[Candidate] = []
+    while todo and len(tried) < compiles:
+        candidate = todo.pop(0)
+        say(f"compiling {' '.join(candidate.overrides)}")
+        try:
+            candidate.step = compilation.training_step(candidate.experiment, name)
+        except TooLarge as error:
+            candidate.too_large = error
+        except compilation.DoesNotCompile as error:
+            candidate.failure = str(error)
+            say(f"did not compile: {error}")
+        tried.append(candidate)
+        found = best(tried)
+        better = lambda c, found=found: not found or c.predicted.order < found.predicted.order
+        done = [c.experiment for c in tried]
+        fit = lambda c: may_fit(c, device, corrections(tried))
+        todo = [c for c in todo if c.experiment not in done and better(c) and fit(c)]
+    return tried
+
+
+def _with_mesh(experiment: Experiment, name: str) -> Experiment:
+    """The experiment with every axis of its mesh a number."""
+    mesh = sharding.make_mesh(experiment.mesh, topology.get_devices(name))
+    return dataclasses.replace(experiment, mesh=sharding.MeshConfig(**mesh.shape))
+
+
+def best(tried: Iterable[Candidate]) -> Candidate | None:
+    """Of those that fit the one with the highest bound of MFU, then the least time in sum."""
+
+    def order(c: Candidate):
+        return dataclasses.replace(c.predicted, bound=compilation.bound(c.step, c.experiment)).order
+
+    return min((c for c in tried if c.step and c.step.fits), key=order, default=None)
+
+
+def corrections(tried: Iterable[Candidate]) -> dict[str, float]:
+    """By policy, what was measured of temporaries over what was predicted, last compile first."""
+    found = {}
+    for c in tried:
+        temporaries = c.needed - c.predicted.state
+        if temporaries > 0:
+            found[c.experiment.compute.remat] = temporaries / c.predicted.temporaries
+    return found
+
+
+def may_fit(candidate: Candidate, device: Device, corrected: dict[str, float]) -> bool:
+    """Whether it is predicted to fit, with a tenth of doubt."""
+    remat = candidate.experiment.compute.remat
+    factor = corrected.get(remat, max(corrected.values(), default=1.0))
+    need = candidate.predicted.state + factor * candidate.predicted.temporaries
+    return need < 1.1 * compilation.LIMIT * device.hbm_bytes
+
+
+def advice(experiment: Experiment, name: str, needed: int) -> str:
+    """What would fit, of a training step that does not: predicted, corrected by `needed` bytes.
+
+    Args:
+      needed: of one chip; 0 where it is not known.
+    """
+    device, own = compilation.datasheet(name), _with_mesh(experiment, name)
+    limit = compilation.LIMIT * device.hbm_bytes
+    here = predict(own, device)
+    factor = max(needed - here.state, 0) / here.temporaries if needed else 1.0
+    fits = lambda p: p.state + factor * p.temporaries <= limit
+    chips = math.prod(dataclasses.asdict(own.mesh).values())
+    lines = [f"{_over(device, needed)} Predicted to fit:"]
+    if other := next((c for c in candidates(own, device, chips) if fits(c.predicted)), None):
+        lines.append(f"  on these {chips} chips: {' '.join(other.overrides)}")
+    for times in (2**n for n in range(1, 12)):
+        rows = own.train.batch_size // own.train.grad_accumulation
+        if rows % (times * own.mesh.data * own.mesh.fsdp):
+            break
+        holds = lambda mesh: fits(predict(dataclasses.replace(own, mesh=mesh), device))
+        if mesh := next(filter(holds, _larger(own, times)), None):
+            split = "" if mesh.data == own.mesh.data else f" with --config.mesh.data={mesh.data}"
+            lines.append(f"  as it is, on {times * chips} chips of {device.name}{split}")
+            break
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  nothing that was tried"])
+
+
+def _larger(own: Experiment, times: int) -> list[sharding.MeshConfig]:
+    """Meshes of so many times the chips: along fsdp as far as it divides, in whole tiles first."""
+    found = []
+    for copies in (2**n for n in range(times.bit_length())):
+        sizes = dict(data=own.mesh.data * copies, fsdp=own.mesh.fsdp * times // copies)
+        if _divides(mesh := dataclasses.replace(own.mesh, **sizes), own):
+            found.append(mesh)
+    return sorted(found, key=lambda mesh: not _whole_tiles(own, mesh.fsdp))
+
+
+def _whole_tiles(experiment: Experiment, fsdp: int) -> bool:
+    """Whether a chip's rows of a weight are whole tiles: of others compilers make all-reduces."""
+    return experiment.model.block.d_model // fsdp % _TILE == 0
+
+
+def decode_advice(
+    experiment: Experiment, name: str, needed: int, *, batch: int, length: int, chips: int
+) -> str:
+    """What would fit, of a decode step that does not: caches, corrected by `needed` bytes.
+
+    Args:
+      needed: of one chip; 0 where it is not known.
+    """
+    device = compilation.datasheet(name)
+    weights = formulas.weight_bytes(experiment.model, compilation.BF16)
+    free = compilation.LIMIT * device.hbm_bytes - weights
+    caches = batch * length * formulas.cache_bytes_per_token(experiment.model, compilation.BF16)
+    caches *= max(1.0, (needed - weights) * chips / caches)  # padded, copied
+    over = _over(device, needed)
+    if free <= 0:
+        return f"{over} Weights alone are {weights / 1e9:.1f} GB, and every chip has all of them."
+    lines = [f"{over} Predicted to fit:"]
+    if most := min(math.floor(free * chips * batch / caches), batch - 1):
+        lines.append(f"  on {chips} of these chips: --batch={most}")
+    more = next((n for n in (2**i * chips for i in range(1, 12)) if caches / n <= free), None)
+    if more:
+        lines.append(f"  as it is, over --chips={more} of {device.name}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  nothing that was tried"])
+
+
+def _over(device: Device, needed: int) -> str:
+    """By how much `needed` bytes are too many for a chip."""
+    if not needed:
+        return "By how much it is too large the compiler does not say."
+    limit = compilation.LIMIT * device.hbm_bytes
+    return (
+        f"It is over {compilation.LIMIT:.0%} of a {device.name}'s "
+        f"{device.hbm_bytes / 1e9:.0f} GB by {(needed - limit) / 1e9:.1f} GB a chip."
+    )

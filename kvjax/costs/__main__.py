@@ -1,0 +1,215 @@
+"""The command `python -m kvjax.costs`: what a config costs, as tables.
+
+    python -m kvjax.costs --config=configs/lrkv_2p5b.py
+    python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --device=h200 --batch=16
+    python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --chips=8
+
+Prints parameters and training FLOPs, then what decoding costs at four context lengths and what fits
+the devices; with --chips, what each of several keeps and reads of a cache split by tokens or by
+heads; with --all, for every config of the same scale side by side.
+"""
+
+import pathlib
+
+import jax.numpy as jnp
+
+from kvjax import experiment as experiment_lib
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.hardware import datasheets
+from kvjax.hardware.datasheets import Device
+
+CONTEXTS = (8_192, 32_768, 131_072, 1_048_576)
+SPLITS = ("tokens", "heads")  # of a cache, over several chips
+_DTYPES = ("bfloat16", "float32")
+
+
+def report(
+    experiment: experiment_lib.Experiment,
+    *,
+    batch: int,
+    dtype: jnp.dtype,
+    on: list[Device],
+    chips: int = 1,
+) -> dict:
+    """Everything the command says of one config, JSON-able.
+
+    Largest batches and least milliseconds per step are by device, one chip; null where `batch`
+    sequences do not fit it. With several chips, per chip: bytes of the cache per token, and GB read
+    per step, weights whole on each.
+    """
+    config = experiment.model
+    shape = dict(dtype=dtype, chips=chips)
+    by_chip = {b: formulas.chip_cache_bytes_per_token(config, **shape, by=b) for b in SPLITS}
+    decode = []
+    for length in CONTEXTS:
+        cost = formulas.decode_cost(config, length=length, batch=batch, dtype=dtype)
+        fits = {
+            d.name: formulas.largest_batch(config, length=length, dtype=dtype, device=d) for d in on
+        }
+        decode.append(
+            dict(
+                context=length,
+                cache_bytes_per_token=formulas.cache_bytes_per_token(config, dtype),
+                cache_gb=cost.cache_bytes / batch / 1e9,
+                gflop_per_token=cost.flops_per_token / 1e9,
+                gb_per_token=cost.bytes_per_token / 1e9,
+                flop_per_byte=cost.intensity,
+                largest_batch=fits,
+                least_ms={
+                    d.name: 1e3 * cost.seconds(d) if fits[d.name] >= batch else None for d in on
+                },
+            )
+        )
+        if chips > 1:
+            read = lambda cache, cost=cost: cost.weight_bytes + cache * batch * cost.length
+            decode[-1]["gb_per_chip_and_step"] = {b: read(c) / 1e9 for b, c in by_chip.items()}
+    return dict(
+        config=experiment.name,
+        parameters=formulas.parameters(config),
+        sequence_length=experiment.data.sequence_length,
+        training_flops_per_token=formulas.training_flops_per_token(
+            config, experiment.data.sequence_length
+        ),
+        weight_bytes=formulas.weight_bytes(config, dtype),
+        **(dict(cache_bytes_per_token_and_chip=by_chip) if chips > 1 else {}),
+        decode=decode,
+    )
+
+
+def _resolve(file: pathlib.Path, overrides: list[str]) -> experiment_lib.Experiment:
+    config = command_line.load_config(file, overrides)
+    try:
+        return experiment_lib.resolve(config)
+    except UserError as error:
+        raise UserError(f"{file.name}: {error}") from error
+
+
+def _print(
+    out: Output, reports: list[dict], *, batch: int, dtype: str, on: list[Device], chips: int
+) -> None:
+    names = [device.name for device in on]
+    contexts = [(r["config"], d) for r in reports for d in r["decode"]]
+    ridges = ", ".join(f"{device.name} {device.ridge:.0f}" for device in on)
+    out.say("Parameters, and training FLOPs per token (forward and backward, all T keys)")
+    out.table(
+        ["config", *formulas.PARTS, "total", "T", "GFLOP per trained token"],
+        [
+            (
+                r["config"],
+                *(f"{r['parameters'][part]:,}" for part in (*formulas.PARTS, "total")),
+                r["sequence_length"],
+                f"{r['training_flops_per_token'] / 1e9:.3f}",
+            )
+            for r in reports
+        ],
+    )
+    out.say(f"\nDecoding in {dtype}, batch {batch}: logical bytes, 1 GB = 10^9 bytes")
+    sizes = ["cache bytes per token", "cache GB per sequence"]
+    figures = ("cache_gb", "gflop_per_token", "gb_per_token")
+    out.table(
+        ["config", "context", *sizes, "GFLOP per token", "GB read per token", "FLOP per byte"],
+        [
+            (
+                config,
+                f"{d['context']:,}",
+                f"{d['cache_bytes_per_token']:,}",
+                *(f"{d[key]:.3f}" for key in figures),
+                f"{d['flop_per_byte']:.2f}",
+            )
+            for config, d in contexts
+        ],
+    )
+    out.say(f"\nRidges, FLOP per byte (datasheets): {ridges}")
+    room = f"{1 - formulas.RESERVE:.0%}"
+    out.say(f"Largest batch on one chip: weights and cache in {room} of its memory")
+    out.table(
+        ["config", "context", *names],
+        [
+            (config, f"{d['context']:,}", *(f"{n:,}" for n in d["largest_batch"].values()))
+            for config, d in contexts
+        ],
+    )
+    out.say(f"\nLeast milliseconds per step of {batch}: bytes / bandwidth, or FLOPs / peak if more")
+    time = lambda ms: "-" if ms is None else f"{ms:.3g}"
+    out.table(
+        ["config", "context", *names],
+        [
+            (config, f"{d['context']:,}", *map(time, d["least_ms"].values()))
+            for config, d in contexts
+        ],
+    )
+    if chips > 1:
+        _print_chips(out, reports, batch=batch, chips=chips)
+    out.result(dict(name="costs", dtype=dtype, batch=batch, chips=chips, configs=reports))
+
+
+def _print_chips(out: Output, reports: list[dict], *, batch: int, chips: int) -> None:
+    out.say(f"\nThe cache on {chips} chips, split by tokens or by heads: bytes per token and chip")
+    rows = []
+    for r in reports:
+        tokens, heads = (r["cache_bytes_per_token_and_chip"][b] for b in SPLITS)
+        whole = r["decode"][0]["cache_bytes_per_token"]
+        figures = f"{whole:,}", f"{tokens:,.0f}", f"{heads:,}", f"{heads / tokens:.2f}"
+        rows.append((r["config"], *figures))
+    out.table(["config", "whole", *(f"by {b}" for b in SPLITS), "by heads / by tokens"], rows)
+    out.say(f"\nGB read per chip and step of {batch}, weights whole on each chip")
+    out.table(
+        ["config", "context", *(f"by {b}" for b in SPLITS)],
+        [
+            (
+                r["config"],
+                f"{d['context']:,}",
+                *(f"{gb:.3f}" for gb in d["gb_per_chip_and_step"].values()),
+            )
+            for r in reports
+            for d in r["decode"]
+        ],
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the tables."""
+    parser = command_line.Parser(__doc__, config=True)
+    add = parser.add_argument
+    add(
+        "--device",
+        action="append",
+        help=f"of {', '.join(datasheets.DEVICES)}; may be repeated (all)",
+    )
+    add("--batch", type=int, default=1, help="sequences decoded together (1)")
+    add("--chips", type=int, default=1, help="that a cache is split over (1)")
+    add("--dtype", default="bfloat16", help=f"of weights and cache: {', '.join(_DTYPES)}")
+    add("--all", action="store_true", help="every config of the same scale")
+    parser.add_output()
+    options = parser.parse(arguments)
+    at_least("--batch", options.batch, 1)
+    at_least("--chips", options.chips, 1)
+    one_of("--dtype", options.dtype, _DTYPES)
+    names = dict.fromkeys(options.device or datasheets.DEVICES)
+    for name in names:
+        lists.one("--device", name, datasheets.DEVICES)
+    on = [datasheets.get(name) for name in names]
+    file = options.config
+    files = [file]
+    if options.all and file.is_file():
+        files = sorted(file.parent.glob(f"*_{file.stem.rpartition('_')[2]}.py"))
+    shape = dict(batch=options.batch, chips=options.chips)
+    shape |= dict(dtype=jnp.dtype(options.dtype), on=on)
+    reports = []
+    with progress.waiting("counting") as doing:
+        for file in files:
+            doing.at(file.stem)
+            reports.append(report(_resolve(file, options.overrides), **shape))
+    reports.sort(key=lambda r: -r["decode"][0]["cache_bytes_per_token"])
+    _print(Output(options), reports, **shape | dict(dtype=options.dtype))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

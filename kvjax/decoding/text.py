@@ -1,0 +1,119 @@
+"""Text after each of a batch of prompts."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from kvjax import cache as cache_lib
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.decoding.generation import Generator
+from kvjax.decoding.generation import Timing
+from kvjax.decoding.sampling import Sampling
+from kvjax.decoding.text_stream import TextStream
+from kvjax.foundation.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What `generate` made.
+
+    Attributes:
+      texts: per prompt, what follows it.
+      tokens: per prompt, the ids; where a stop string ended the text, up to the one that held it.
+    """
+
+    texts: list[str]
+    tokens: list[list[int]]
+    timing: Timing
+    capacity: int
+    cache_bytes: int  # of the live arrays
+    chips: int = 1  # that they are split over
+
+    def summary(self) -> str:
+        """One line of figures."""
+        rate = self.timing.decode_tokens_per_second
+        per_token = self.cache_bytes / (len(self.texts) * self.capacity)
+        compiling = self.timing.compiling
+        return (
+            f"first token after {1e3 * self.timing.first:,.1f} ms"
+            + (f", then {rate:,.0f} tokens/s" if rate else "")
+            + (f" (without the {compiling:.1f} s of compiling before)" if compiling else "")
+            + f"; cache {self.cache_bytes:,} bytes = {len(self.texts)} x {self.capacity:,} tokens "
+            f"x {per_token:,.0f}"
+            + (f", {self.cache_bytes // self.chips:,} on each chip" if self.chips > 1 else "")
+        )
+
+
+def generate(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    num_tokens: int,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    stop_tokens: Sequence[int] = (),
+    end_at_special: bool = True,
+    capacity: int = 0,
+    on_text: Callable[[int, str], None] | None = None,
+    on_end: Callable[[int], None] | None = None,
+    on_compile: Callable[[], None] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> Result:
+    """Text after each prompt, which BOS is put in front of.
+
+    Args:
+      stop: strings before which a text ends; one that never comes changes nothing.
+      end_at_special: whether BOS and the tokenizer's other specials end a sequence.
+      on_text: called with the sequence and each piece of its text as soon as it is certain.
+      on_end: called with a sequence that has all its text.
+      on_compile, on_prefill: see `Generator.start`.
+
+    Raises:
+      UserError: an empty stop string, one string for `prompts`; see `Generator.start` for the rest.
+    """
+    for name, value in dict(prompts=prompts, stop=stop).items():
+        if isinstance(value, str):
+            raise UserError(f"{name} = {value!r} is one string: give a list of strings")
+    check_stop(stop)
+    if end_at_special:
+        stop_tokens = [*stop_tokens, *np.flatnonzero(tokenizer.token_bytes() == 0).tolist()]
+    generation = generator.start(
+        [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts],
+        num_tokens=num_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop_tokens=stop_tokens,
+        capacity=capacity,
+        on_compile=on_compile,
+        on_prefill=on_prefill,
+    )
+    streams = [TextStream(tokenizer, stop) for _ in prompts]
+    give, end = on_text or (lambda b, text: None), on_end or (lambda b: None)
+    ended = np.zeros(len(prompts), bool)
+    for new in generation:
+        for b, token in new:
+            give(b, streams[b].push(token))
+            if streams[b].stopped:
+                generation.finish(b)
+        for b in np.flatnonzero(generation.finished & ~ended).tolist():
+            give(b, streams[b].close())
+            end(b)
+        ended |= generation.finished
+    return Result(
+        [stream.text for stream in streams],
+        generation.tokens,
+        generation.timing,
+        generation.cache.capacity,
+        cache_lib.live_bytes(generation.cache),
+        generator.chips,
+    )
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """Raises a UserError if a stop string is empty."""
+    if any(not s for s in stop):
+        raise UserError("a stop string is empty: leave it out, or give the text to stop before")

@@ -1,0 +1,32 @@
+"""Options that are lists, as --mechanisms=mha,lrkv and --batch=1,8: what each item must be."""
+
+from collections.abc import Collection
+
+from kvjax.foundation.command_line import did_you_mean
+from kvjax.foundation.errors import UserError
+
+
+def one(option: str, name: str, known: Collection[str]) -> None:
+    """Raises a UserError unless the name is known, and says which is close to it."""
+    if name not in known:
+        meant = did_you_mean(name, known)
+        raise UserError(f"{option}: {name!r} is none of {', '.join(known)}{meant}")
+
+
+def names(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
+    """The names of a comma-separated list, each once; a UserError unless all are known."""
+    found = tuple(dict.fromkeys(text.split(",")))
+    for name in found:
+        one(f"{option}={text}", name, known)
+    return found
+
+
+def integers(option: str, text: str, at_least: int = 1) -> tuple[int, ...]:
+    """The numbers of a comma-separated list; a UserError unless all are at least so large."""
+    try:
+        found = tuple(map(int, text.split(",")))
+    except ValueError:
+        found = (at_least - 1,)
+    if min(found) < at_least:
+        raise UserError(f"{option} {text!r}: must be integers of {at_least} or more, as in 1,8")
+    return found

@@ -1,0 +1,64 @@
+"""What somebody needs to make a result again: command, commit, machine, versions."""
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+
+import jax
+
+from kvjax.foundation.checkout import PACKAGE
+from kvjax.foundation.command_line import program
+
+# What a commit is marked "+" for: changes but those of results, which do not change each other.
+_CHANGES = ("status", "--short", "--", ":/", ":(top,exclude)experiments/results")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def provenance(*packages: str) -> dict:
+    """JSON-able; `packages` are named beside the usual ones, where they are installed."""
+    versions = {name: _version(name) for name in (*_PACKAGES, *packages)}
+    return {
+        "command": " ".join([program(), *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git(*_CHANGES) else ""),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {_memory() / 2**30:.0f} GiB",
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "python": platform.python_version(),
+        "packages": {name: version for name, version in versions.items() if version},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*args: str) -> str:
+    try:
+        run = subprocess.run(
+            ["git", *args],
+            cwd=PACKAGE,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:  # no git
+        return ""
+    return run.stdout.strip()
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _processor() -> str:
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.processor()

@@ -1,0 +1,1 @@
+"""Chips: datasheets, and topologies to compile for that need not be there."""

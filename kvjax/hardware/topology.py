@@ -1,0 +1,148 @@
+"""TPUs and GPUs that are not there: devices to compile for, from a name."""
+
+import importlib.util
+import os
+
+import jax
+from jax.experimental import topologies
+import numpy as np
+
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
+from kvjax.hardware import datasheets
+
+# libtpu reads these when it is loaded; without them it looks for the machine's own TPU.
+_ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+}
+_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
+GPUS_PER_HOST = 8
+SHAPES = {  # some that there are
+    "v4": ("2x2x1", "2x2x4", "4x4x4"),
+    "v5e": ("2x2", "4x4", "8x8", "16x16"),
+    "v5p": ("2x2x1", "2x2x4", "4x4x4"),
+    "v6e": ("2x2", "4x4", "8x8", "16x16"),
+    "h100": ("1", "8"),
+    "h200": ("1", "8"),
+}
+GPUS = ("h100", "h200")
+KINDS = tuple(kind for kind in SHAPES if kind not in GPUS)
+
+# A GpuTargetConfigProto: what XLA asks a GPU, here of Hopper's full SXM part.
+_HOPPER = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 l2_cache_size: 52428800
+  device_memory_size: {memory} memory_bandwidth: {bandwidth}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "NVIDIA {name}"
+"""
+
+
+def get_devices(name: str) -> list[jax.Device]:
+    """The devices of a topology, to lower and compile for; nothing can run on them.
+
+    Args:
+      name: a kind and its shape in chips, "v5e:4x4", "v5p:2x2x4"; of GPUs how many one host has,
+        "h200:8".
+
+    Raises:
+      UserError: an unknown name (the message lists those known), or the compiler is not installed.
+    """
+    return gpu_devices(name) if name.partition(":")[0] in GPUS else tpu_devices(name)
+
+
+def tpu_devices(name: str) -> list[jax.Device]:
+    """The devices of a TPU topology, one per chip; see `get_devices`."""
+    kind, _, shape = name.partition(":")
+    if kind not in KINDS or not shape:
+        raise UserError(_unknown(name))
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("compiling for a TPU needs libtpu: pip install -e '.[aot]'")
+    for key, value in _ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    try:
+        topology = topologies.get_topology_desc(name, platform="tpu", **_OPTIONS.get(kind, {}))
+    except (jax.errors.JaxRuntimeError, ValueError, RuntimeError) as error:
+        reason = first_line(error)
+        raise UserError(f"{_unknown(name)}. The compiler says: {reason}") from error
+    return list(topology.devices)
+
+
+def examples() -> str:
+    """Names there are, by kind."""
+    return "; ".join(" ".join(f"{kind}:{s}" for s in shapes) for kind, shapes in SHAPES.items())
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"topology {name!r}: must be KIND:SHAPE with SHAPE the chips along each side, of GPUs the "
+        f"number in one host. Known are, for example, {examples()}"
+    )
+
+
+def gpu_device(name: str) -> jax.Device:
+    """A GPU to lower and compile for, "h100" or "h200"; nothing can run on it.
+
+    Pallas kernels are lowered inside `jax.sharding.use_abstract_mesh` of a mesh with this device.
+
+    Raises:
+      UserError: an unknown name, or JAX's CUDA plugin is not installed.
+    """
+    if name not in GPUS:
+        raise UserError(f"GPU {name!r}: must be one of {', '.join(GPUS)}")
+    return gpu_devices(f"{name}:1")[0]
+
+
+def gpu_devices(name: str) -> list[jax.Device]:
+    """The GPUs of one host, "h200:8"; see `get_devices`."""
+    kind, _, count = name.partition(":")
+    if kind not in GPUS or not count.isdecimal() or not 1 <= int(count) <= GPUS_PER_HOST:
+        raise UserError(_unknown(name))
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise UserError("compiling for a GPU needs JAX's CUDA plugin: pip install -e '.[aot]'")
+    device = datasheets.get(kind)
+    target = _HOPPER.format(
+        memory=device.hbm_bytes, bandwidth=int(device.bandwidth), name=kind.upper()
+    )
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology=f"1x1x{int(count)}",  # partitions x hosts x GPUs of each
+            target_config=target,
+        )
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        raise UserError(
+            f"GPU {name!r}: {first_line(error)}; without CUDA's libraries set JAX_PLATFORMS=cpu"
+        ) from error
+    return list(topology.devices)
+
+
+def lower_for(device: jax.Device, function, *arguments) -> jax.stages.Lowered:
+    """A jitted function lowered for one device of a topology.
+
+    What the function chooses by device, its kernels among it, it chooses for this one.
+
+    Args:
+      arguments: arrays or ShapeDtypeStructs, in trees.
+    """
+    mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return function.lower(*jax.tree.map(place, arguments))
+
+
+def compile_for(device: jax.Device, function, *arguments) -> jax.stages.Compiled:
+    """A jitted function compiled for one device of a topology; see `lower_for`."""
+    return lower_for(device, function, *arguments).compile()

@@ -1,0 +1,1 @@
+"""Decode attention as a Mosaic GPU kernel for Hopper."""

@@ -1,0 +1,1 @@
+"""Decode attention as Pallas kernels for TPUs."""

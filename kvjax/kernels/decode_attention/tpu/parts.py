@@ -1,0 +1,253 @@
+"""What TPU decode kernels are made of: how logits come from keys, and outputs from values.
+
+Keys  `MatrixKeys`    all heads of a group at once, on the matrix unit: MQA, GQA, MLA, LRKV's base
+      `VectorKeys`    head by head, on the vector unit: MHA, and LRKV's residual where nothing
+                      stands between it and the query (LRKV eq. 3)
+      `RotatingKeys`  LRKV's residual under RoPE: a query in rank space for every position
+Values `MatrixValues`, `VectorValues`, `DiagonalValues`: the last weighs every head's values with
+      every head's weights on the matrix unit and keeps each head's own.
+"""
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.kernels.decode_attention.tpu.pipeline import LANES
+from kvjax.kernels.decode_attention.tpu.pipeline import ByHead
+from kvjax.kernels.decode_attention.tpu.pipeline import Input
+from kvjax.kernels.decode_attention.tpu.pipeline import Keys
+from kvjax.kernels.decode_attention.tpu.pipeline import Refs
+from kvjax.kernels.decode_attention.tpu.pipeline import Rows
+from kvjax.kernels.decode_attention.tpu.pipeline import Values
+from kvjax.kernels.decode_attention.tpu.pipeline import columns
+from kvjax.layers import rope
+
+_NT = (((1,), (1,)), ((), ()))  # a product over both operands' last axis: tokens are on lanes
+
+
+def _dot(a: jax.Array, b: jax.Array, dimensions=(((1,), (0,)), ((), ()))) -> jax.Array:
+    """A product summed in float32; float32 operands keep their digits."""
+    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a.astype(b.dtype),
+        b,
+        dimensions,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+class MatrixKeys(Keys):
+    """Queries [B, K, G, H] and keys [B, K, H, S]: G query heads of a group share its keys."""
+
+    by_head = False
+
+    def __init__(self, query_BKGH: jax.Array, keys_BKHS: jax.Array):
+        self.K, self.G = query_BKGH.shape[1:3]
+        query = Input(query_BKGH.astype(keys_BKHS.dtype), "sequence")
+        super().__init__(dict(query=query, keys=Input(keys_BKHS, "keys")))
+
+    def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> None:
+        for k in range(self.K):
+            keys_Hs = refs["keys"][0, k, :, tokens]
+            z_Gs = _dot(refs["query"][0, k], keys_Hs)
+            for c in range(tokens.size // LANES):
+                scores[c, k * self.G, self.G] = z_Gs[:, c * LANES : (c + 1) * LANES]
+
+
+class VectorKeys(Keys):
+    """Queries [B, N, H] and keys [B, K, H, S]."""
+
+    def __init__(self, query_BNH: jax.Array, keys_BKHS: jax.Array):
+        self.N, self.H = query_BNH.shape[1:]
+        self.K = keys_BKHS.shape[1]
+        query = Input(jnp.moveaxis(query_BNH, 1, 2).astype(jnp.float32), "sequence")
+        super().__init__(
+            dict(query=query, keys=Input(keys_BKHS, "keys")),
+            dict(wide=pltpu.VMEM((self.N, self.H, LANES), jnp.float32)),
+        )
+
+    def start(self, refs: Refs) -> None:
+        for n in range(self.N):
+            column_H1 = refs["query"][0, :, n : n + 1]
+            refs["wide"][n] = jnp.broadcast_to(column_H1, (self.H, LANES))
+
+    def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> ByHead:
+        def head(n: int) -> None:
+            query_HL = refs["wide"][n]
+            for c, (_, at) in enumerate(columns(tokens)):
+                keys_HL = refs["keys"][0, n * self.K // self.N, :, at].astype(jnp.float32)
+                scores[c, n] = jnp.sum(query_HL * keys_HL, axis=0, keepdims=True)
+
+        return head
+
+
+class RotatingKeys(Keys):
+    """Rotated queries [B, N, H], factors [K, R, H] and latents [B, K, R, S] of unrotated keys.
+
+    With RoPE's channel pairs as complex numbers the logit of slot t is the latent times
+    Re(sum_j conj(q_j) B_j e^{i t theta_j}). The query is turned to the block's first slot; then
+    W = [Re conj(q)·B | -Im conj(q)·B] times a constant [H, block] of cosines and sines is a query
+    in rank space for every slot, and a latent sees one multiply-add per element.
+    """
+
+    def __init__(self, query_BNH, expand_KRH, latent_BKRS, *, base: float, block: int, origins):
+        self.N, H = query_BNH.shape[1:]
+        self.K, self.R = expand_KRH.shape[:2]
+        self.product_rows = self.N * self.R
+        S, dtype = latent_BKRS.shape[-1], latent_BKRS.dtype
+        q1, q2 = jnp.split(query_BNH.astype(jnp.float32), 2, axis=-1)
+        join = lambda a, b: jnp.concatenate([a, b], axis=-1)
+        query_B2NH = jnp.stack([join(q1, -q1), join(q2, q2)], axis=1)
+        # W = [q1 | -q1]·[b1 | b2] + [q2 | q2]·[b2 | b1]: whole lanes, no halves.
+        swapped_KRH = jnp.roll(expand_KRH, H // 2, axis=-1)
+        rows = lambda x: x.reshape(self.K, self.R, H).astype(dtype)
+        if origins is None:  # positions of the blocks: constants, of a whole cache
+            origins = np.arange(-(-S // block)) * block
+        cos, sin = _angles(origins, H, base)
+        angles = jnp.stack([join(cos, cos), join(sin, -sin)], axis=1)
+        cos, sin = _angles(np.arange(block), H, base)
+        table_Hs = jnp.concatenate([cos.T, sin.T]).astype(dtype)
+        inputs = dict(
+            query=Input(query_B2NH, "sequence"),
+            expand=Input(rows(expand_KRH), "all"),
+            swapped=Input(rows(swapped_KRH), "all"),
+            angles=Input(angles, "block"),
+            table=Input(table_Hs, "all"),
+            keys=Input(latent_BKRS, "keys"),
+        )
+        scratch = dict(
+            turned=pltpu.VMEM((2, self.N, H), jnp.float32),
+            folded=pltpu.VMEM((self.N * self.R, H), dtype),
+        )
+        super().__init__(inputs, scratch)
+
+    def turn(self, refs: Refs) -> None:
+        cos, sin = refs["angles"][0, 0:1, :], refs["angles"][0, 1:2, :]
+        first_NH, second_NH = refs["query"][0, 0], refs["query"][0, 1]
+        refs["turned"][0] = first_NH * cos + second_NH * sin
+        refs["turned"][1] = second_NH * cos - first_NH * sin
+        for n in range(self.N):
+            k, rows = n * self.K // self.N, slice(n * self.R, (n + 1) * self.R)
+            expand_RH, swapped_RH = (refs[x][k].astype(jnp.float32) for x in ("expand", "swapped"))
+            first, second = refs["turned"][0, n : n + 1, :], refs["turned"][1, n : n + 1, :]
+            folded_RH = first * expand_RH + second * swapped_RH
+            refs["folded"][rows, :] = folded_RH.astype(refs["folded"].dtype)
+
+    def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> ByHead:
+        query_NRs = _dot(refs["folded"][...], refs["table"][:, tokens])
+
+        def head(n: int) -> None:
+            query_Rs = query_NRs[n * self.R : (n + 1) * self.R]
+            latent_Rs = refs["keys"][0, n * self.K // self.N, :, tokens].astype(jnp.float32)
+            z_1s = jnp.sum(query_Rs * latent_Rs, axis=0, keepdims=True)
+            for c in range(tokens.size // LANES):
+                scores[c, n] = z_1s[:, c * LANES : (c + 1) * LANES]
+
+        return head
+
+
+def _angles(at: np.ndarray | jax.Array, dim: int, base: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [positions, H/2]."""
+    return tuple(a[0].astype(jnp.float32) for a in rope.rotary(at[None], dim=dim, base=base))
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+class MatrixValues(Values):
+    """Values [B, K, Hv, S] that G query heads of a group share; None: they are the keys."""
+
+    def __init__(self, values_BKVS: jax.Array | None, *, K: int, G: int, V: int):
+        self.K, self.G = K, G
+        self.name = "keys" if values_BKVS is None else "values"
+        super().__init__(
+            {} if values_BKVS is None else dict(values=Input(values_BKVS, "values")),
+            out_dims=(K, G, V),
+            scratch=dict(weighed=pltpu.VMEM((K, G, V), jnp.float32)),
+        )
+
+    def start(self, refs: Refs) -> None:
+        refs["weighed"][...] = jnp.zeros_like(refs["weighed"])
+
+    def weigh(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
+        for k in range(self.K):
+            values_Vs = refs[self.name][0, k, :, tokens]
+            rows = [weights[c, k * self.G, self.G] for c, _ in columns(tokens)]
+            refs["weighed"][k] += _dot(jnp.concatenate(rows, axis=1), values_Vs, _NT)
+
+    def rescale(self, refs: Refs, decay: jax.Array) -> None:
+        for k in range(self.K):
+            refs["weighed"][k] *= decay[k * self.G : (k + 1) * self.G, :1]
+
+    def finish(self, refs: Refs, inverse: jax.Array) -> None:
+        for k in range(self.K):
+            of_group = inverse[k * self.G : (k + 1) * self.G, :1]
+            refs["out"][0, 0, k] = refs["weighed"][k] * of_group
+
+
+class VectorValues(Values):
+    """Values [B, K, V, S], weighed head by head into sums by lane."""
+
+    by_head = True
+
+    def __init__(self, values_BKVS: jax.Array, *, N: int):
+        self.N, (self.K, self.V) = N, values_BKVS.shape[1:3]
+        inputs = dict(values=Input(values_BKVS, "values"))
+        super().__init__(inputs, out_dims=(N, self.V), work_rows=N * self.V)
+
+    def weigh(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> ByHead:
+        def head(n: int) -> None:
+            added = 0
+            for c, at in columns(tokens):
+                values_VL = refs["values"][0, n * self.K // self.N, :, at].astype(jnp.float32)
+                added += jnp.broadcast_to(weights[c, n], values_VL.shape) * values_VL
+            refs["sums"][0, n * self.V, self.V] += added
+
+        return head
+
+    def rescale(self, refs: Refs, decay: jax.Array) -> None:
+        for n in range(self.N):
+            of_head = jnp.broadcast_to(decay[n : n + 1, :], (self.V, LANES))
+            refs["sums"][0, n * self.V, self.V] *= of_head
+
+    def finish(self, refs: Refs, inverse: jax.Array) -> None:
+        for n in range(self.N):
+            sums_LV = refs["sums"][0, n * self.V, self.V].T
+            refs["out"][0, 0, n : n + 1, :] = jnp.sum(sums_LV, axis=0, keepdims=True)
+        refs["out"][0, 0] *= inverse[: self.N, :1]
+
+
+class DiagonalValues(Values):
+    """Values [B, N, V, S] of few channels, one query head each."""
+
+    def __init__(self, values_BNVS: jax.Array):
+        self.N, self.V = values_BNVS.shape[1:3]
+        super().__init__(
+            dict(values=Input(values_BNVS, "values")),
+            out_dims=(self.N, self.V),
+            scratch=dict(weighed=pltpu.VMEM((self.N, self.N * self.V), jnp.float32)),
+        )
+
+    def start(self, refs: Refs) -> None:
+        refs["weighed"][...] = jnp.zeros_like(refs["weighed"])
+
+    def weigh(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
+        values_NVs = refs["values"][0, :, :, tokens]
+        rows = [weights[c, 0, self.N] for c, _ in columns(tokens)]
+        refs["weighed"][...] += _dot(
+            jnp.concatenate(rows, axis=1), values_NVs.reshape(self.N * self.V, -1), _NT
+        )
+
+    def rescale(self, refs: Refs, decay: jax.Array) -> None:
+        refs["weighed"][...] *= decay[: self.N, :1]
+
+    def finish(self, refs: Refs, inverse: jax.Array) -> None:
+        for n in range(self.N):
+            own = refs["weighed"][n : n + 1, n * self.V : (n + 1) * self.V]
+            refs["out"][0, 0, n : n + 1, :] = own * inverse[n : n + 1, :1]

@@ -1,0 +1,1 @@
+"""Decode attention in plain JAX: takes everything, on any device."""

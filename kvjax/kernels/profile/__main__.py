@@ -1,0 +1,208 @@
+"""Where a kernel's time goes: measured on the device present, counted for one that is not.
+
+    python -m kvjax.kernels.profile                                   # on the device present
+    python -m kvjax.kernels.profile --mechanisms=mha,gqa,lrkv --batch=1,8,64 --length=1024,131072
+    python -m kvjax.kernels.profile --device=v5e --mechanisms=lrkv     # static: nothing runs
+    python -m kvjax.kernels.profile --tune --save                      # block sizes, tuned.json
+
+One layer's decode attention over full caches. Present: time per call without dispatch, beside the
+bandwidth of the datasheet and that of a copy, other implementations, and libraries. Absent: of a
+TPU the compiler's schedule, bundles per token against the cycles its bytes take; of a GPU the
+compiler's registers, spills and shared memory.
+"""
+
+import argparse
+from collections.abc import Sequence
+import itertools
+import json
+import os
+import pathlib
+import sys
+
+import jax
+
+from kvjax.foundation import checkout
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.foundation.provenance import provenance
+from kvjax.hardware import datasheets
+from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.profile import contenders
+from kvjax.kernels.profile import measured
+from kvjax.kernels.profile import static
+from kvjax.kernels.profile import tpu_static
+
+OPS = ("decode_attention",)
+DEVICES = (*datasheets.DEVICES, "cpu")
+RESULTS = checkout.RESULTS / "kernels"
+_LENGTHS = (1024, 4096, 16384, 65536, 131072)
+_BATCHES, _BATCHES_LENGTH = (1, 2, 4, 8, 16, 32, 64), 32_768
+_MECHANISMS = "mha,gqa,lrkv,lrkv_no_rope,mla"
+
+
+def plot(rows: Sequence[dict], file: pathlib.Path) -> None:
+    """Cache GB/s over tokens, a line per mechanism, implementation and batch, as PNG."""
+    axes = _matplotlib(file).Figure(figsize=(8, 5)).subplots()
+    lines = {}
+    for r in rows:
+        if "gbps" in r:
+            name = f"{r['mechanism']} {r['implementation']}, batch {r['batch']}"
+            lines.setdefault(name, []).append((r["length"], r["gbps"]))
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xscale="log", xlabel="cached tokens", ylabel="GB/s of cache")
+    axes.legend(fontsize="small")
+    axes.figure.savefig(file, dpi=150)
+
+
+def _matplotlib(file: pathlib.Path):
+    try:
+        from matplotlib import figure
+    except ImportError as error:
+        raise UserError(f"--plot={file}: needs matplotlib, which is not installed") from error
+    return figure
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--op", default="decode_attention", choices=OPS)
+    add("--mechanisms", default=_MECHANISMS, help="names of the model's shapes, see shapes.py")
+    add("--device", default="", choices=DEVICES, help="(the one present)")
+    add("--model", default="d36", choices=tuple(shapes.SHAPES), help="(d36)")
+    add("--batch", help="sequences, as in 1,8,64; with --length, each by each")
+    add("--length", help="cached tokens of each; neither: lengths, then batches")
+    add("--implementations", help=f"of {', '.join(contenders.NAMES)}")
+    add("--blocks", default="512,1024", help="the two block sizes that a static TPU profile takes")
+    add("--rounds", default="7", help="measurements of each, taken in turns")
+    add("--milliseconds", default="50", help="a measurement takes about as long")
+    add("--tune", action="store_true", help="search block sizes and write tuned.json")
+    add("--save", action="store_true", help="write experiments/results/kernels/DEVICE_OP*.json")
+    add("--plot", default="", help="a PNG of the length sweep")
+    parser.add_output()
+    o = parser.parse(arguments)
+    o.mechanisms = lists.names("--mechanisms", o.mechanisms, tuple(shapes.SHAPES[o.model]))
+    if o.implementations is not None:
+        o.implementations = lists.names("--implementations", o.implementations, contenders.NAMES)
+    o.points = _points(o.batch, o.length)
+    o.blocks = lists.integers("--blocks", o.blocks, 128)
+    (o.rounds, *_), (o.milliseconds, *_) = (
+        lists.integers(f"--{name}", getattr(o, name)) for name in ("rounds", "milliseconds")
+    )
+    if len(o.blocks) != 2 or o.blocks[0] >= o.blocks[1]:
+        raise UserError(f"--blocks {o.blocks}: must be two sizes, the smaller first")
+    if o.tune and o.plot:
+        raise UserError(f"--tune --plot={o.plot}: only of what is measured, not of a search")
+    return o
+
+
+def _points(batches: str | None, lengths: str | None) -> tuple[tuple[int, int], ...]:
+    """(batch, length) of each point: what is asked for, each by each; or lengths, then batches."""
+    if batches is not None or lengths is not None:
+        batches = (1,) if batches is None else lists.integers("--batch", batches)
+        lengths = _LENGTHS if lengths is None else lists.integers("--length", lengths)
+        return tuple(itertools.product(batches, lengths))
+    return (*((1, length) for length in _LENGTHS), *((b, _BATCHES_LENGTH) for b in _BATCHES))
+
+
+def _measured(o: argparse.Namespace, name: str | None, out: Output) -> dict:
+    platform = jax.default_backend()
+    usual = contenders.default(platform)
+    run = measured.Run(
+        model=o.model,
+        mechanisms=o.mechanisms,
+        points=o.points,
+        implementations=o.implementations or (usual[:1] if o.tune else usual),
+        rounds=o.rounds,
+        target=o.milliseconds / 1e3,
+        device=name,
+    )
+    if o.tune:
+        return _tuned(measured.tune(run), out)
+    rows, copied = measured.measure(run)
+    kind = jax.devices()[0].device_kind
+    datasheet = datasheets.DEVICES.get(name)
+    sheet = f"{datasheet.bandwidth / 1e9:,.0f} by datasheet, " if datasheet else ""
+    title = (
+        f"measured, {kind}, {run.dtype}: median of {run.rounds} rounds, their extremes, one layer. "
+        f"GB/s of logical cache bytes; {sheet}{copied / 1e9:,.1f} copying (read and written). "
+        "MHA's time is of the same turns as its; public MHA's, of the same batch and length"
+    )
+    out.show(measured.table(rows, title))
+    return dict(rows=rows, copy_gbps=copied / 1e9)
+
+
+def _tuned(rows: Sequence[dict], out: Output) -> dict:
+    for r in rows:
+        said = r.get("why") or f"{r['parameters']} under {r['key']}"
+        out.say(f"{r['mechanism']} {r.get('implementation', 'tpu')}: {said}")
+    return dict(tuned=rows)
+
+
+def _static(o: argparse.Namespace, out: Output) -> dict:
+    if o.device in tpu_static.CHIPS:
+        if o.tune:
+            return _tuned(static.tune_tpu(o), out)
+        rows = static.tpu(o)
+        out.show(static.tpu_table(tpu_static.CHIPS[o.device], rows))
+        return dict(rows=rows)
+    if o.tune:
+        raise UserError(f"--tune --device={o.device}: needs the device; which is not here")
+    rows = static.gpu(o)
+    out.show(static.gpu_table(o.device, rows))
+    return dict(rows=rows)
+
+
+def _check_files(o: argparse.Namespace) -> None:
+    """Raises UserError for what could not be written in the end."""
+    if o.plot:
+        _matplotlib(file := pathlib.Path(o.plot))
+        if not file.parent.is_dir():
+            raise UserError(f"--plot={o.plot}: {file.parent} is not there")
+    if o.save:
+        _check_results()
+
+
+def _check_results() -> None:
+    if not RESULTS.parents[1].is_dir():
+        raise UserError(f"--save: {RESULTS.parents[1]} is not there; run it in a checkout")
+
+
+def _save(result: dict, file: pathlib.Path) -> None:
+    _check_results()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made_by = provenance("libtpu", "torch", "nvidia-cudnn-cu13")
+    file.write_text(json.dumps(result | dict(made_by=made_by), indent=1) + "\n")
+    print(f"written: {file}", file=sys.stderr)
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the tables."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory too
+    o = _options(arguments)
+    known = datasheets.of(jax.devices()[0])
+    present = known.name if known else "cpu" if jax.default_backend() == "cpu" else None
+    is_static = bool(o.device) and o.device != present
+    if is_static and o.device == "cpu":
+        raise UserError("--device=cpu: set JAX_PLATFORMS=cpu")
+    if is_static and o.plot:
+        raise UserError(f"--plot={o.plot}: only of what is measured; {o.device} is not here")
+    _check_files(o)
+    out = Output(o)
+    with progress.waiting("compiling" if is_static else "measuring"):
+        result = _static(o, out) if is_static else _measured(o, present, out)
+    name = o.device or present or jax.devices()[0].device_kind.replace(" ", "_")
+    result = dict(name="kernels", op=o.op, model=o.model, device=name, static=is_static) | result
+    out.result(result)
+    if o.save:
+        what = "_static" * is_static + "_tuned" * o.tune
+        _save(result, RESULTS / f"{name}_{o.op}{what}.json")
+    if o.plot:
+        plot(result["rows"], pathlib.Path(o.plot))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,152 @@
+"""What compilers say of kernels for devices that are not there, as rows and tables.
+
+Every row is static: nothing ran.
+"""
+
+import argparse
+from collections.abc import Sequence
+import functools
+import importlib
+
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
+from kvjax.foundation.output import Table
+from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention import tuning
+from kvjax.kernels.profile import measured
+from kvjax.kernels.profile import tpu_static
+
+_TPU_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
+
+
+def tpu(options: argparse.Namespace) -> list[dict]:
+    """Rows of what a TPU that is not there would execute, with the kernel's own block sizes.
+
+    And how that grows: between the two blocks asked for, a block of b tokens costs o + c·b bundles.
+    """
+    chip, rows = tpu_static.CHIPS[options.device], []
+    small, large = options.blocks
+    for mechanism in options.mechanisms:
+        num_bytes = shapes.bytes_per_token(
+            shapes.SHAPES[options.model][mechanism], tpu_static.DTYPE
+        )
+        row = dict(mechanism=mechanism, static=True, bytes=num_bytes)
+        per_token = functools.partial(tpu_static.per_token, chip, options.model, mechanism)
+        try:
+            own = per_token()
+        except (NotImplementedError, tpu_static.DoesNotCompile) as error:
+            rows.append(row | dict(why=str(error)))
+            continue
+        hbm = chip.hbm_cycles(num_bytes)
+        row |= dict(bundles=own.bundles, hbm_cycles=hbm, of_hbm=own.bundles / hbm)
+        row |= dict(bandwidth_bound=own.bundles < hbm, units=own.units)
+        try:
+            at_small, at_large = (per_token(block=block).bundles for block in (small, large))
+            per_block = (at_small - at_large) * small * large / (large - small)
+            row |= dict(blocks=options.blocks, bundles_per_block=per_block)
+            row |= dict(bundles_in_a_block=at_large - per_block / large)
+        except (NotImplementedError, tpu_static.DoesNotCompile) as error:
+            row |= dict(without_blocks=str(error))
+        rows.append(row)
+    return rows
+
+
+def tune_tpu(options: argparse.Namespace) -> list[dict]:
+    """The block sizes of the fewest bundles per token; filed under the smallest length."""
+    chip, found = tpu_static.CHIPS[options.device], []
+    for mechanism in options.mechanisms:
+        costs, why = {}, ""
+        for sizes in measured.candidates("tpu"):
+            try:
+                cost = tpu_static.per_token(chip, options.model, mechanism, **sizes)
+                costs[tuple(sizes.items())] = cost.bundles
+            except (NotImplementedError, tpu_static.DoesNotCompile) as error:
+                why = why or str(error)
+        if not costs:
+            found.append(dict(mechanism=mechanism, why=why))
+            continue
+        best = min(costs, key=costs.get)
+        facts = dict(bundles_per_token=costs[best], by_default=costs.get(()), tried=len(costs))
+        if not best:
+            found.append(dict(mechanism=mechanism, why=measured.NOTHING_FASTER) | facts)
+            continue
+        shape = shapes.SHAPES[options.model][mechanism]
+        smallest = dict(
+            batch=1, length=min(length for _, length in options.points), dtype=tpu_static.DTYPE
+        )
+        key = tuning.key("tpu", *shapes.abstract(shape, **smallest))
+        tuning.save(key, _TPU_KINDS[chip.name], dict(best), source="static", **facts)
+        found.append(dict(mechanism=mechanism, key=key, parameters=dict(best)) | facts)
+    return found
+
+
+def tpu_table(chip: tpu_static.Chip, rows: Sequence[dict]) -> Table:
+    """Executed bundles against HBM cycles, and the cycles of each unit."""
+    timed = [r["units"] for r in rows if "units" in r]
+    units = [unit for unit in (timed or [()])[0] if any(r[unit] >= 0.005 for r in timed)]
+    header = ["mechanism", "bytes", "bundles", "HBM cycles", "bundles / HBM"]
+    header += ["bandwidth-bound", *units, "bundles in a block", "and per block"]
+    title = (
+        f"static, {chip.name}: what its schedule executes; nothing ran. Per cached token and "
+        f"core ({chip.cores} at {chip.clock / 1e9:.2f} GHz share HBM); of a unit, its cycles alone"
+    )
+    cells = [_tpu_cells(r, units, len(header)) for r in rows]
+    return Table(title, header, cells, _why(rows))
+
+
+def _tpu_cells(r: dict, units: Sequence[str], count: int) -> list[str]:
+    if "why" in r:
+        return [r["mechanism"], *["-"] * (count - 1)]
+    slack = r["hbm_cycles"] / r["bundles"]
+    bound = f"yes, by {slack:.2f}x" if slack > 1 else f"no, {1 / slack:.2f}x over"
+    cells = [r["mechanism"], f"{r['bytes']:,}", f"{r['bundles']:.2f}"]
+    cells += [f"{r['hbm_cycles']:.2f}", f"{r['of_hbm']:.0%}", bound]
+    cells += [f"{r['units'][unit]:.2f}" for unit in units]
+    grows = "bundles_per_block" in r
+    cells += [f"{r['bundles_in_a_block']:.2f}" if grows else ""]
+    return [*cells, f"{r['bundles_per_block']:,.0f}" if grows else ""]
+
+
+def _why(rows: Sequence[dict]) -> list[str]:
+    """Why rows have no figures."""
+    return list(dict.fromkeys(f"{r['mechanism']}: {r['why']}" for r in rows if "why" in r))
+
+
+def gpu(options: argparse.Namespace) -> list[dict]:
+    """Registers, spills and shared memory by the compiler for a GPU that is not there."""
+    try:
+        gpu_static = importlib.import_module("kvjax.kernels.profile.gpu_static")
+    except ImportError as error:
+        raise UserError(f"--device={options.device}: its compiler is not here ({error})") from error
+    rows = []
+    for mechanism in options.mechanisms:
+        shape = shapes.SHAPES[options.model][mechanism]
+        for batch, length in options.points:
+            row = dict(mechanism=mechanism, static=True, batch=batch, length=length)
+            try:
+                found = gpu_static.resources(
+                    shape, batch=batch, length=length, device=options.device
+                )
+            except UserError:
+                raise
+            except Exception as error:  # a shape that its compiler refuses is a row
+                found = dict(why=first_line(error))
+            rows.append(row | found)
+    return rows
+
+
+def gpu_table(device: str, rows: Sequence[dict]) -> Table:
+    """Registers, spills and shared memory."""
+    keys = ("registers", "spill_bytes", "shared_bytes")
+    cells = [
+        (
+            r["mechanism"],
+            r["batch"],
+            f"{r['length']:,}",
+            *(f"{r[k]:,}" if k in r else "-" for k in keys),
+        )
+        for r in rows
+    ]
+    header = ["mechanism", "batch", "tokens", "registers", "spilled bytes", "shared bytes"]
+    title = f"static, {device}: what the compiler reserves; nothing ran"
+    return Table(title, header, cells, _why(rows))

@@ -1,0 +1,170 @@
+"""Seconds per call on the device that is present, without what it costs to start a call.
+
+A call's time is the slope between two chains of calls, each one program: a loop whose every call
+takes its query from the output before, so that none is hoisted, merged or overlapped. Calls go
+round a ring of caches that together do not fit what the chip keeps on itself. What is compared is
+sampled in turns, round by round, so that a drift of the clock or of the neighbours meets all of it.
+
+A GPU's program still launches every kernel of a call: below some 20 us a call, that may be what is
+measured.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import math
+import os
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.foundation.errors import UserError
+from kvjax.kernels.decode_attention.operands import Operands
+
+Cache = Mapping[str, jax.Array]
+Call = Callable[[Operands, Cache, jax.Array], jax.Array]
+Sample = Callable[[], float]  # takes a measurement: seconds per call
+
+# Bytes a chip keeps beside its memory: a GPU's L2 (datasheet, and what CUDA reports); a TPU's VMEM
+# (jax._src.tpu_info) and v4's CMEM, where XLA may leave a small cache from call to call.
+_MIB = 2**20
+ON_CHIP_BYTES = dict(
+    h100=50 * _MIB,
+    h200=60 * _MIB,
+    v4=160 * _MIB,
+    v5e=128 * _MIB,
+    v5p=128 * _MIB,
+    v6e=128 * _MIB,
+    cpu=32 * _MIB,
+)
+MAX_RING = 32
+RING = 8  # times what the chip keeps on itself: an L2 does not forget the oldest first
+LAUNCHES = 20e-6  # seconds of a call that launching its kernels on a GPU may take
+_SHORT = 4  # rounds of the ring in the shorter chain
+_COPY_BYTES = 2**29
+
+
+def ring(cache_bytes: int, on_chip_bytes: float) -> int:
+    """How many caches calls go round, so that none is still on the chip when its turn comes.
+
+    At most `MAX_RING`, so that of small ones some may be.
+    """
+    return min(MAX_RING, math.ceil(RING * on_chip_bytes / cache_bytes))
+
+
+def chain(call: Call, rounds: int) -> Callable:
+    """(operands, caches, first_B) -> operands after `rounds` times a call on each of the caches."""
+
+    call = jax.jit(call)  # traced once, not once per cache
+
+    def run(operands: Operands, caches: Sequence[Cache], first_B: jax.Array) -> Operands:
+        def around(_, operands):
+            for cache in caches:
+                operands = _follow(operands, call(operands, cache, first_B))
+            return operands
+
+        return jax.lax.fori_loop(0, rounds, around, operands)
+
+    return jax.jit(run)
+
+
+def _follow(operands: Operands, output: jax.Array) -> Operands:
+    """The operands with queries that depend on the output, though not in their figures."""
+    output = jax.lax.optimization_barrier(output)  # all of it, not what one element needs
+    nothing = output.ravel()[0].astype(jnp.float32) * 1e-30
+    queries = [f.name for f in dataclasses.fields(operands) if f.name.endswith("query")]
+    moved = {name: getattr(operands, name) for name in queries}
+    moved = {name: query + nothing.astype(query.dtype) for name, query in moved.items()}
+    return dataclasses.replace(operands, **moved)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Wall-clock seconds of a call, its result waited for."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+def slope(
+    make: Callable[[int], Callable[[], object]],
+    calls: int,
+    *,
+    target: float,
+    seconds: Callable[[Callable], float] = seconds,
+) -> Sample:
+    """Samples seconds per call from two runs of different length; compiles and warms up both.
+
+    Args:
+      make: a run of that many rounds.
+      calls: of one round.
+      target: seconds by which the longer run should be longer.
+      seconds: the clock.
+    """
+    short = make(_SHORT)
+    seconds(short)  # compiles
+    round_seconds = min(seconds(short), seconds(short)) / _SHORT
+    more = min(4096, max(_SHORT, math.ceil(target / max(round_seconds, 1e-9))))
+    long = make(_SHORT + more)
+    seconds(long)
+    return lambda: (seconds(long) - seconds(short)) / (more * calls)
+
+
+def chained(
+    call: Call, operands: Operands, caches: Sequence[Cache], first_B: jax.Array, *, target: float
+) -> Sample:
+    """Samples seconds per call of decode attention over a ring of caches."""
+
+    def make(rounds):
+        run = chain(call, rounds)
+        return lambda: run(operands, caches, first_B)
+
+    return slope(make, len(caches), target=target)
+
+
+def copy(*, target: float, num_bytes: int = _COPY_BYTES) -> tuple[Sample, int]:
+    """Samples seconds of reading and writing an array once; and the bytes that this moves."""
+    array = jnp.zeros(num_bytes // 4, jnp.int32)
+
+    def make(rounds):
+        run = jax.jit(lambda x: jax.lax.fori_loop(0, rounds, lambda _, x: x + 1, x))
+        return lambda: run(array)
+
+    return slope(make, 1, target=target), 2 * array.nbytes
+
+
+def interleaved(samples: Mapping[str, Sample], rounds: int) -> dict[str, list[float]]:
+    """Every sample's measurements, taken in turns; each round begins with another."""
+    names = list(samples)
+    taken = {name: [] for name in names}
+    for i in range(rounds):
+        first = i % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            taken[name].append(samples[name]())
+    return taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Median and extremes of seconds per call."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(taken: Sequence[float]) -> Spread:
+    return Spread(statistics.median(taken), min(taken), max(taken))
+
+
+def memory_bytes() -> int:
+    """What the first device can hold; on CPU, what the machine has free."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise UserError(f"{device.device_kind} does not say how much memory it has")
+    return int(stats["bytes_limit"])

@@ -1,0 +1,141 @@
+"""Where the tokens of a softmax attention stand in the row, and its arrays on devices.
+
+What its implementations share. Context parallelism splits T over the mesh's `sequence` axis. Cut in
+order, the last device would have nearly twice the mean of causal work; `zigzag` gives every device
+a chunk from both ends.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from kvjax.foundation.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What an implementation is given beside queries, keys and values."""
+
+    causal: bool
+    scale: float
+    query_chunk: int
+    query_positions_T: np.ndarray | None  # None: 0..T-1
+    key_positions_S: np.ndarray | None
+    query_segments_BT: jax.Array | None
+    segments_BS: jax.Array | None
+    mesh: jax.sharding.Mesh | None
+
+
+def not_taken(name: str, reason: str) -> NoReturn:
+    """Raise NotImplementedError: what an implementation does not take, and why."""
+    raise NotImplementedError(f"{name} attention: {reason}; the implementation 'xla' takes this")
+
+
+# -- tokens ----------------------------------------------------------------------------------------
+
+
+def zigzag(length: int, shards: int) -> np.ndarray:
+    """[length] int32 position of the token at each place of a row that is split over devices.
+
+    The row is cut in 2·shards chunks; device i has chunks i and 2·shards - 1 - i, as in Llama 3
+    (arXiv:2407.21783, section 3.3.2): of causal attention all have the same work.
+
+    Raises:
+      UserError: 2·shards does not divide the length.
+    """
+    chunks = 2 * shards
+    if length % chunks:
+        below = length // chunks * chunks
+        near = f"{below} or {below + chunks}" if below else f"{chunks}"
+        raise UserError(
+            f"config.mesh.sequence = {shards} cuts rows in {chunks} chunks, two per device, and "
+            f"{length} tokens are not divided by {chunks}; the nearest length is {near}"
+        )
+    positions = np.arange(length, dtype=np.int32).reshape(chunks, -1)
+    order = [chunk for i in range(shards) for chunk in (i, chunks - 1 - i)]
+    return positions[order].reshape(-1)
+
+
+def sort_tokens(positions_S: np.ndarray | None, x_BS: jax.Array) -> jax.Array:
+    """[B, S, ..] with the token of position 0 first: slices, one for each run of positions."""
+    if positions_S is None:
+        return x_BS
+    places = np.argsort(positions_S)
+    starts = np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1)
+    runs = zip(places[starts], np.diff(starts, append=len(places)), strict=True)
+    parts = [jax.lax.slice_in_dim(x_BS, int(p), int(p + length), axis=1) for p, length in runs]
+    return jnp.concatenate(parts, axis=1)
+
+
+def both_positions(options: Options, T: int, S: int) -> tuple[np.ndarray, np.ndarray]:
+    """[T] and [S] int32: where queries and keys stand in the row."""
+    query_positions, key_positions = options.query_positions_T, options.key_positions_S
+    return (
+        np.arange(T, dtype=np.int32) if query_positions is None else query_positions,
+        np.arange(S, dtype=np.int32) if key_positions is None else key_positions,
+    )
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def platform(mesh: jax.sharding.Mesh | None) -> str:
+    """Of the devices compiled for: "cpu", "gpu" or "tpu"."""
+    if mesh is not None:
+        return mesh.devices.flat[0].platform
+    return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).platform
+
+
+def ways(mesh: jax.sharding.Mesh | None, *names: str) -> int:
+    """Over how many devices these axes split an array."""
+    return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in names)
+
+
+def check_division(name: str, q_BTNH, k_BSKH, mesh: jax.sharding.Mesh | None) -> None:
+    """Raises NotImplementedError if the mesh does not divide the batch, or the heads."""
+    (B, N), K = q_BTNH.shape[:3:2], k_BSKH.shape[2]
+    rows, tensor = ways(mesh, "data", "fsdp"), ways(mesh, "tensor")
+    if B % rows:
+        not_taken(name, f"a batch of {B} is not divided by data x fsdp = {rows} devices")
+    if N % tensor or (K % tensor and tensor % K):
+        heads = f"{N} query heads on {K} KV heads"
+        not_taken(name, f"{heads} are not divided by tensor = {tensor} devices")
+
+
+def on_every_device(
+    attend: Callable[..., jax.Array], q_BTNH, k_BSKH, v_BSKV, options: Options, given=(), specs=()
+) -> jax.Array:
+    """attend(*given, q, k, v, query segments, segments) on each device's part: [B, T, N, Hv].
+
+    A device has its rows of the batch, its part of T and its heads. Where KV heads are fewer than
+    `tensor` devices, each device has a copy of the one that its queries read. Without a mesh of
+    several devices the arrays are whole.
+
+    Args:
+      given, specs: what else `attend` takes, first, and how that lies on the mesh.
+    """
+    mesh, segments = options.mesh, (options.query_segments_BT, options.segments_BS)
+    if mesh is None or mesh.size == 1:
+        return attend(*given, q_BTNH, k_BSKH, v_BSKV, *segments)
+    tensor, K = ways(mesh, "tensor"), k_BSKH.shape[2]
+    if K % tensor:
+        k_BSKH, v_BSKV = (jnp.repeat(x, tensor // K, axis=2) for x in (k_BSKH, v_BSKV))
+    axis = lambda name: name if name in mesh.axis_names else None
+    batch = tuple(name for name in ("data", "fsdp") if name in mesh.axis_names) or None
+    queries, keys = P(batch, axis("sequence"), axis("tensor")), P(batch, None, axis("tensor"))
+    if k_BSKH.shape[0] > q_BTNH.shape[0]:
+        keys = P(("sequence", *(batch or ())), None, axis("tensor"))
+    rows = (None, None) if segments[1] is None else (P(batch, axis("sequence")), P(batch))
+    return jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(*specs, queries, keys, keys, *rows),
+        out_specs=queries,
+        check_vma=False,  # a kernel's outputs do not say along which axes they differ
+    )(*given, q_BTNH, k_BSKH, v_BSKV, *segments)

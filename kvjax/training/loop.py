@@ -1,0 +1,384 @@
+"""The training loop, one per process of a job; all go through the same steps.
+
+Every run is a function of its config: the same config gives the same numbers to the bit on the
+same machine (measured on CPU), killed and resumed or not. The loop dispatches step n, then reads
+the metrics of step n - 1, so the device never waits for the host.
+"""
+
+from collections.abc import Callable
+import contextlib
+import math
+import sys
+
+from etils import epath
+from flax import nnx
+import jax
+import ml_collections
+import numpy as np
+
+from kvjax import distributed
+from kvjax import experiment as experiment_lib
+from kvjax.costs import formulas
+from kvjax.data import loader
+from kvjax.decoding.generation import Generator
+from kvjax.decoding.generation import max_positions
+from kvjax.decoding.text import generate
+from kvjax.distributed import sharding
+from kvjax.experiment import Experiment
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import warn
+from kvjax.foundation.files import write_atomically
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import used_as
+from kvjax.optim import learning_rate_schedule
+from kvjax.training import preflight
+from kvjax.training.program import Program
+from kvjax.workdir import metrics as metrics_lib
+from kvjax.workdir.checkpoint import CHECKPOINTS
+from kvjax.workdir.checkpoint import Checkpoints
+from kvjax.workdir.checkpoint import read_parameters
+from kvjax.workdir.checkpoint import set_aside_earlier_run
+
+
+def train(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
+    """Trains to the end or to `train.stop_after`, resuming what the workdir holds.
+
+    Returns:
+      The last validation record: step, tokens, validation_loss, validation_bpb.
+
+    Raises:
+      UserError: a config, workdir, data set or machine that cannot be used as asked, before
+        anything expensive; a bad step (see `TrainConfig`) or a full disk, with the last checkpoint
+        intact.
+      SystemExit: saved on a signal; the status is in `distributed`.
+    """
+    preflight.check_processes(config)
+    experiment = experiment_lib.resolve(config)
+    workdir = runtime.workdir(workdir)  # may be of the config's name, which is checked now
+    preflight.check_vocabulary(experiment)
+    mesh = sharding.make_mesh(experiment.mesh, jax.devices())
+    platform = mesh.devices.flat[0].platform
+    compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
+    preflight.check_mesh(experiment, mesh)
+    preflight.check_memory(experiment, compute, mesh)
+    with preflight.exclusive(workdir):
+        distributed.check_shared(workdir)
+        first = distributed.index() == 0
+        if first:
+            set_aside_earlier_run(workdir)
+            preflight.check_config(workdir, config, compute.dtype)
+        dataset = preflight.prepared(experiment.data)
+        if first:
+            preflight.check_data(workdir, dataset)
+            preflight.record(workdir, config, compute.dtype, dataset)
+        distributed.gather("claimed", "")  # the first one may have found another run there
+        return Run(experiment, compute, mesh, workdir, dataset).run()
+
+
+class Run:
+    """One process's part of a run: its state, its loop, and for the first process its files."""
+
+    def __init__(self, experiment, compute, mesh, workdir, dataset):
+        self.experiment: Experiment = experiment
+        self.compute: Compute = compute
+        self.mesh = mesh
+        self.workdir: epath.Path = workdir
+        self.dataset: loader.PackedDataset = dataset
+        self.program = Program(experiment, compute, mesh)
+        self.schedule = learning_rate_schedule(experiment.optimizer, experiment.train.num_steps)
+        keep = experiment.train.keep_checkpoints
+        self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=keep)
+        self.first = distributed.index() == 0
+        self.flops_per_token = formulas.training_flops_per_token(
+            experiment.model, experiment.data.sequence_length
+        )
+        self.batch_sharding = sharding.batch_sharding(mesh)
+        self.interruption = distributed.Interruption()
+        distributed.last_words.checkpoints = self.checkpoints.say_what_is_there
+
+    def run(self) -> dict[str, float]:
+        """Restores or initialises, loops, and writes down the end."""
+        with self.interruption.watching():  # what comes while it starts waits for the first step
+            state, step = self._steps()
+        if step < self.experiment.train.num_steps:
+            return self._stopped(step)
+        return self._finish(state)
+
+    def _steps(self) -> tuple[dict, int]:
+        """The state after the last step, saved, and which step that is."""
+        c = self.experiment.train
+        with self._waiting("reading the checkpoint"):
+            restored = self.checkpoints.restore(self.program.abstract_state)
+        if restored is None:
+            with self._waiting("drawing the initial weights"):
+                state, position, start = self.program.init(jax.random.key(c.seed)), 0, 0
+        else:
+            state, position, start = restored
+        self.writer = metrics_lib.NoWriter()
+        if self.first:
+            self.writer = metrics_lib.MetricsWriter(self.workdir, resume_step=start)
+        self._announce(start)
+        stop = min(c.num_steps, c.stop_after or c.num_steps)
+        try:
+            step = start
+            if start < stop:
+                state, step = self._loop(state, position, start, stop)
+            if step == 0:  # stopped before: there is nothing to save
+                self.checkpoints.close()
+                return state, step
+            with self._waiting("saving the last checkpoint"):
+                self._save(step, state, last=True)
+            return state, step
+        except BrokenPipeError:  # whoever read the output has left
+            raise
+        except OSError as error:
+            raise UserError(
+                f"stopped: {error}. The last checkpoint is intact (steps "
+                f"{self.checkpoints.steps()}); mend that and run the same command to resume"
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):  # records are written already, or have raised
+                self.writer.close()
+
+    def _waiting(self, what: str) -> progress.waiting:
+        return progress.waiting(what, shown=self.first)
+
+    def _say(self, text: str) -> None:
+        if self.first:
+            print(text, flush=True)
+
+    def _announce(self, start: int) -> None:
+        e = self.experiment
+        counts = formulas.parameters(e.model)
+        cache = formulas.cache_bytes_per_token(e.model, self.compute.dtype)
+        self._say(
+            f"{e.name}: {counts['total']:,} parameters, {cache:,} cache bytes per token "
+            f"({self.compute.dtype}), {e.train.num_steps:,} steps of {e.tokens_per_step:,} tokens, "
+            f"{self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
+            + (f", {n} processes" if (n := distributed.count()) > 1 else "")
+        )
+        self._say(f"workdir {self.workdir}" + (f", resuming from step {start:,}" if start else ""))
+
+    def _stopped(self, step: int) -> dict:
+        signal = self.interruption.signal
+        where = f"at step {step} of {self.experiment.train.num_steps}, saved"
+        self._say(
+            f"Stopped {f'on {signal.name}' if signal else 'as asked'} "
+            f"{where if step else 'before the first step'}. The same command goes on from there."
+        )
+        if signal:
+            sys.exit(distributed.STATUS[signal])
+        return {}
+
+    def _rows(self, batches, batch_size: int):
+        """Batches of this process as arrays of the whole mesh."""
+        shape = (batch_size, self.experiment.data.sequence_length + 1)
+        for rows in batches:
+            yield jax.make_array_from_process_local_data(self.batch_sharding, rows, shape)
+
+    def _share(self, batch_size: int) -> dict[str, int]:
+        """What the loader must be told, for all processes together to read a batch."""
+        index, count = loader.share(self.batch_sharding, batch_size)
+        length = self.experiment.data.sequence_length
+        share = dict(process_index=index, process_count=count)
+        return dict(sequence_length=length, batch_size=batch_size, **share)
+
+    def _loop(self, state: dict, position: int, start: int, stop: int) -> tuple[dict, int]:
+        """Steps start .. stop - 1, or until a signal; the state and the number of steps taken."""
+        c, e = self.experiment.train, self.experiment
+        options = self._share(c.batch_size) | dict(seed=c.seed, position=position)
+        batches = self._rows(loader.train_batches(self.dataset, **options), c.batch_size)
+        train_step = self._train_step()
+        pending, done = None, start
+        clock = metrics_lib.Clock(
+            tokens_per_step=e.tokens_per_step,
+            flops_per_token=self.flops_per_token,
+            num_devices=self.mesh.size,
+            local_devices=self.mesh.local_devices,
+        )
+        with progress.Steps(c.num_steps, start, shown=self.first) as bar:
+            while done < stop and not self.interruption.due(done):
+                state, metrics = train_step(state, next(batches))
+                if pending is not None:
+                    self._report(*pending, bar, clock)
+                done += 1
+                pending = (done, metrics)
+                evaluate = done % c.eval_every == 0 or done == c.num_steps
+                save = done % c.checkpoint_every == 0
+                if evaluate or save:  # only a state known to be finite is saved
+                    self._report(*pending, bar, clock)
+                    pending = None
+                    with clock.paused():
+                        if evaluate:
+                            self._evaluate(done, state["params"], bar)
+                        if save:
+                            self._save(done, state)
+            if pending is not None:
+                self._report(*pending, bar, clock)
+        return state, done
+
+    def _train_step(self) -> Callable:
+        """The program's; of several processes all have compiled it before any of them begins.
+
+        Whoever compiles faster would wait in the first collective, and gloo gives up after 30 s.
+        Processes that compile different programs would wait there for ever: a UserError.
+        """
+        program = self.program
+        with self._waiting("compiling the training step"):
+            if distributed.count() == 1:
+                return program.train_step.lower(
+                    program.abstract_state, program.abstract_rows
+                ).compile()
+            lowered = program.lowered_steps()
+            distributed.check_same_programs({name: x.as_text() for name, x in lowered.items()})
+            compiled = lowered["training step"].compile()
+            distributed.gather("compiled", "")
+            return compiled
+
+    def _report(
+        self, step: int, metrics: dict, bar: progress.Steps, clock: metrics_lib.Clock
+    ) -> None:
+        """Waits for a step's metrics, checks them, writes them down."""
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        first = clock.steps == 0
+        clock.tick()
+        if first:
+            seconds = runtime.seconds_since_launch()
+            self.writer.write_timing(step, seconds_to_first_step=seconds)
+            bar.write(f"first step {seconds:.1f} s after launch")
+        self._judge(step, values)
+        c, e = self.experiment.train, self.experiment
+        speed = f"{clock.tokens_per_second:,.0f} tokens/s"
+        bar.step(f"loss {values['loss']:.3f}, {speed}")
+        if step % c.log_every == 0 or step == c.num_steps:
+            taken = step - 1 - values.get("skipped_steps", 0)
+            rate = float(self.schedule(max(taken, 0))) * e.optimizer.matrix_learning_rate
+            tokens = step * e.tokens_per_step
+            known = {name: value for name, value in values.items() if math.isfinite(value)}
+            known |= dict(learning_rate=rate, exaflops=tokens * self.flops_per_token / 1e18)
+            self.writer.write(step, tokens=tokens, **known)
+            if timing := clock.lap():
+                self.writer.write_timing(step, **timing)
+
+    def _judge(self, step: int, values: dict[str, float]) -> None:
+        """Raises a UserError for a step after which the run cannot or should not go on."""
+        c = self.experiment.train
+        wrong = [f"{name} = {v}" for name, v in values.items() if not math.isfinite(v)]
+        if values.get("bad") and not wrong:
+            wrong = [
+                f"loss = {values['loss']:.4g}, over config.train.spike_factor = {c.spike_factor} "
+                f"times {values['mean_loss']:.4g}, the mean of recent ones"
+            ]
+        if c.bad_steps == "skip" and math.isfinite(values.get("param_norm", math.nan)):
+            if values["bad_steps_in_a_row"] < c.max_bad_steps:
+                return
+            wrong.append(f"config.train.max_bad_steps = {c.max_bad_steps} bad steps in a row")
+        if wrong:
+            raise UserError(
+                f"step {step}: {', '.join(wrong)}: stopped. "
+                f"Checkpoints of steps {self._saved_steps()} are intact; lower "
+                "config.optimizer.matrix_learning_rate, or train on other data, in a new --workdir"
+            )
+
+    def _evaluate(self, step: int, params: dict, bar: progress.Steps) -> None:
+        """Bits per byte over the validation split, or its first `eval_rows` rows."""
+        e = self.experiment
+        size = e.train.batch_size // e.train.grad_accumulation
+        options = self._share(size) | dict(limit=e.train.eval_rows)
+        batches = self._rows(loader.validation_batches(self.dataset, **options), size)
+        sums = np.zeros(3)
+        with self._waiting("validating"):
+            for rows in batches:
+                part = self.program.eval_step(params, rows, self.dataset.token_bytes)
+                sums += jax.device_get(part)
+        nats, num_bytes, targets = sums
+        record = dict(
+            tokens=step * e.tokens_per_step,
+            validation_loss=nats / targets,
+            validation_bpb=nats / (math.log(2) * num_bytes),
+        )
+        self._judge(step, record)
+        self.writer.write(step, **record)
+        bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte")
+
+    def _save(self, step: int, state: dict, last: bool = False) -> None:
+        """Saves; a failure before the last save is a warning, and the run goes on.
+
+        In a job of several processes it ends the run: the others cannot know of it.
+        """
+        position = step * self.experiment.train.batch_size
+        self.writer.flush()
+        try:
+            self.checkpoints.save(step, state, position)
+            if last:
+                self.checkpoints.close()
+        except OSError as error:
+            if last or distributed.count() > 1:
+                raise
+            warn(f"{error}; the run goes on, its checkpoints are {self._saved_steps()}")
+
+    def _saved_steps(self) -> list[int]:
+        with contextlib.suppress(OSError):
+            self.checkpoints.wait()
+        return self.checkpoints.steps()
+
+    def _finish(self, state: dict) -> dict[str, float]:
+        """Sample, curves and the last figures."""
+        distributed.gather("written", "")  # the records, by the first one
+        folder = self.writer.folder or self.workdir
+        records = metrics_lib.read_records(folder / metrics_lib.METRICS)
+        evaluations = [r for r in records if {"validation_bpb", "tokens"} <= r.keys()]
+        if not self.first:
+            return evaluations[-1] if evaluations else {}
+        if not evaluations:
+            raise UserError(f"{folder / metrics_lib.METRICS} has lost its records")
+        last, e = evaluations[-1], self.experiment
+        yardstick = self.dataset.info["xz_bits_per_byte"]
+        options = dict(title=e.name, yardstick=yardstick, folder=folder)
+        self._write_last("curves.png", lambda: metrics_lib.draw_curves(self.workdir, **options))
+        if e.train.sample_tokens:
+            with self._waiting("writing a sample"):
+                text = self._sample(state["params"])
+            path = self.workdir / "sample.txt"
+            self._write_last(path.name, lambda: write_atomically(path, text + "\n"))
+            print(f"\n--- sample ---\n{text}\n--------------\n")
+        print(
+            f"validation: {last['validation_bpb']:.4f} bits per byte after {last['tokens']:,} "
+            f"tokens (xz -9e on the same text: {yardstick:.4f}); "
+            f"{runtime.seconds_since_launch():.0f} s in this process\n"
+            f"curves, metrics, sample and checkpoints: {self.workdir}\n"
+            f"with `pip install tensorboard`: tensorboard --logdir {self.workdir}"
+        )
+        return last
+
+    def _write_last(self, name: str, write: Callable[[], object]) -> None:
+        """Writes a file after the last checkpoint; what a bucket refuses there is a warning."""
+        try:
+            write()
+        except Exception as error:  # clients of buckets raise types of their own
+            if "://" not in str(self.workdir):
+                raise
+            warn(f"{self.workdir / name} was not written: {first_line(error)}")
+
+    def _sample(self, params: dict) -> str:
+        """config.train.sample_prompt and what follows it, as far as the model has positions."""
+        e, tokenizer = self.experiment, self.dataset.tokenizer
+        prompt = e.train.sample_prompt
+        num_tokens, limit = e.train.sample_tokens, max_positions(e.model)
+        if limit is not None:
+            num_tokens = min(num_tokens, limit - len(tokenizer.encode(prompt)))
+        if num_tokens < 1:
+            return prompt
+        if distributed.count() > 1:  # no process has all of them
+            one = jax.sharding.SingleDeviceSharding(self.mesh.local_devices[0])
+            place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=one)
+            folder, step = self.checkpoints.directory, e.train.num_steps
+            asked = jax.tree.map(place, params, used_as(params, self.compute.dtype))
+            params = read_parameters(folder, step, asked)
+        generator = Generator(nnx.merge(self.program.graph, params), self.compute)
+        options = dict(num_tokens=num_tokens, seed=e.train.seed, end_at_special=False)
+        text = generate(generator, tokenizer, [prompt], **options).texts[0]
+        return prompt + text.replace(tokenizer.decode([tokenizer.bos_id]), "\n\n")

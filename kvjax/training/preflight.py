@@ -1,0 +1,290 @@
+"""What a run checks before anything expensive: processes, batch, memory, its workdir, its data."""
+
+import contextlib
+import fcntl
+import hashlib
+import math
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from kvjax import distributed
+from kvjax.data import loader
+from kvjax.data import prepare
+from kvjax.data import tokenizer
+from kvjax.data.config import PREPARED
+from kvjax.data.config import DataConfig
+from kvjax.distributed import sharding
+from kvjax.experiment import Experiment
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import PACKAGE
+from kvjax.foundation.configuration import to_text
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import warn
+from kvjax.foundation.files import write_atomically
+from kvjax.kernels.softmax_attention.api import zigzag
+from kvjax.model import parameters
+from kvjax.model.transformer import Compute
+from kvjax.training import memory_estimate
+from kvjax.workdir import storage
+from kvjax.workdir.checkpoint import CHECKPOINTS
+from kvjax.workdir.checkpoint import check_identity
+from kvjax.workdir.checkpoint import write_identity
+
+_GPU_ROOM = 72 * 10**9  # of 80 GB
+_UNSURE = 1.25  # of an accelerator's memory: more is refused before its compiler is asked
+# What may differ between a run and its continuation: when to look and when to stop, not what is
+# computed.
+_FREE_KEYS = {
+    "train": (
+        *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
+        *("stop_after", "max_bad_steps", "sample_prompt", "sample_tokens"),
+        "grad_accumulation",  # fewer chips take a batch in more parts
+    ),
+    "compute": ("remat", "unroll", "query_chunk", "loss_chunks", "attention"),
+    "data": ("directory",),
+}
+
+
+def check_processes(config: ml_collections.ConfigDict) -> None:
+    """Raises a UserError on every process unless all run the same config with the same code."""
+    given = dict(line.split(" = ", 1) for line in to_text(config).splitlines())
+    given = {f"config.{key}": value for key, value in given.items()}
+    distributed.check_same(given | {"jax": jax.__version__, "kvjax's code": _digest()})
+
+
+def _digest() -> str:
+    """Of the source files of kvjax: a host of a pod is easily left behind."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def prepared(data: DataConfig) -> loader.PackedDataset:
+    """The data set of a run, prepared if need be: once by all processes that share its folder.
+
+    Raises:
+      UserError: what `prepare` raises; a tokenizer with another vocabulary than the config's; on
+        every process, that they have different data.
+    """
+    make = lambda: loader.open_dataset(prepare.prepare(data))
+    if _is_prepared(data.source):
+        dataset = make()
+    else:
+        dataset = distributed.once_per_folder("data", data.root, make)
+    if dataset.vocab_size != data.vocab_size:
+        raise UserError(
+            f"config.data.vocab_size = {data.vocab_size}: the tokenizer of {dataset.path} has "
+            f"{dataset.vocab_size}; set the key to that"
+        )
+    theirs = distributed.gather("dataset", dataset.digest)
+    if odd := [i for i, other in enumerate(theirs) if other != theirs[0]]:
+        raise UserError(
+            f"{dataset.path}: {distributed.processes(odd)} of {len(theirs)} have other rows there "
+            "than process 0; give all hosts the same config.data.source, or one they share"
+        )
+    return dataset
+
+
+def check_vocabulary(experiment: Experiment) -> None:
+    """Raises a UserError if a tokenizer that exists already has another vocabulary."""
+    data = experiment.data
+    if data.tokenizer == "bpe":
+        return
+    there = (
+        tokenizer.byte_tokenizer()
+        if data.tokenizer == "byte"
+        else tokenizer.load(data.tokenizer, "config.data.tokenizer")
+    )
+    if there.vocab_size != data.vocab_size:
+        raise UserError(
+            f"config.data.vocab_size = {data.vocab_size}: the tokenizer {data.tokenizer!r} has "
+            f"{there.vocab_size}; set the key to that"
+        )
+
+
+def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
+    """Raises a UserError unless the mesh divides what it splits.
+
+    That is the weights, the tokens of a row, every part of a batch, and a batch over hosts.
+    """
+    weights = parameters.abstract(experiment.model)
+    try:
+        sharding.parameter_shardings(mesh, *weights)
+    except UserError as error:
+        raise UserError(f"{error}. {_mesh_that_divides(mesh, weights)}") from error
+    if mesh.shape["sequence"] > 1:
+        zigzag(experiment.data.sequence_length, mesh.shape["sequence"])
+    c, ways = experiment.train, sharding.rows_ways(mesh)
+    rows = c.batch_size // c.grad_accumulation
+    if rows % ways:
+        step = ways * c.grad_accumulation
+        near = sorted({max(c.batch_size // step, 1) * step, (c.batch_size // step + 1) * step})
+        raise UserError(
+            f"config.train.batch_size = {c.batch_size} in {c.grad_accumulation} part(s) is {rows} "
+            f"rows a part, which does not divide over config.mesh's data x fsdp = {ways}; use a "
+            f"multiple of {step}: {' or '.join(map(str, near))}"
+        )
+    loader.share(sharding.batch_sharding(mesh), rows)
+
+
+def _mesh_that_divides(mesh: jax.sharding.Mesh, weights: parameters.Parameters) -> str:
+    """Overrides for as many devices: as much of `tensor` as there may be, then of `fsdp`."""
+    for tensor in reversed(sharding.divisors(mesh.shape["tensor"])):
+        ways = mesh.size // mesh.shape["sequence"] // tensor
+        for fsdp in reversed(sharding.divisors(ways)):
+            found = dict(data=ways // fsdp, fsdp=fsdp, tensor=tensor)
+            if sharding.divides(dict(mesh.shape) | found, *weights):
+                flags = " ".join(f"--config.mesh.{axis}={n}" for axis, n in found.items())
+                return f"Over these {mesh.size} devices this mesh divides: {flags}"
+    return f"No mesh over {mesh.size} devices divides"
+
+
+def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Mesh) -> None:
+    """Raises a UserError, with the bytes by part, if the devices present cannot hold the run.
+
+    An accelerator's compiler decides itself where it is close; the system would kill a CPU's run.
+    """
+    c = experiment.train
+    need = memory_estimate.estimate(
+        experiment.model,
+        compute,
+        rows_per_device=c.batch_size // c.grad_accumulation // sharding.rows_ways(mesh),
+        sequence_length=experiment.data.sequence_length,
+        **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence")},
+        parts=c.grad_accumulation,
+        attention_kernel=mesh.devices.flat[0].platform != "cpu" and compute.attention != "xla",
+    )
+    device, there = mesh.devices.flat[0], runtime.memory_per_device()
+    if need.total <= there * (1 if device.platform == "cpu" else _UNSURE):
+        return
+    gb = lambda count: f"{count / 1e9:,.1f} GB"
+    split = need.parameters + need.optimizer + need.gradients
+    everything = split * mesh.shape["fsdp"] * mesh.shape["tensor"] + need.activations * mesh.size
+    own = _GPU_ROOM - need.weights  # which every device needs, however many there are
+    enough = f"{math.ceil(everything / own)} or more" if own > 0 else "no number of"
+    raise UserError(
+        f"{experiment.name} does not fit on {mesh.size} x {device.device_kind} "
+        f"({device.platform}). Bytes per device:\n"
+        f"  parameters   {gb(need.parameters):>12}\n"
+        f"  optimizer    {gb(need.optimizer):>12}\n"
+        f"  gradients    {gb(need.gradients):>12}\n"
+        f"  weights used {gb(need.weights):>12}  (estimated)\n"
+        f"  activations  {gb(need.activations):>12}  (estimated)\n"
+        f"  needed       {gb(need.total):>12}\n"
+        f"  available    {gb(there):>12}\n"
+        "Weights and batch split over n devices need an nth each: "
+        f"{enough} devices of 80 GB hold this run as it is.\n"
+        "Activations shrink with a larger config.train.grad_accumulation and with "
+        "config.compute.remat = 'full'.\nWhat runs here: python -m kvjax.main "
+        "--config=configs/lrkv_tiny.py (or another of configs/*_tiny.py)"
+    )
+
+
+@contextlib.contextmanager
+def exclusive(workdir: epath.Path):
+    """Holds the workdir for this process; a UserError if another one has it.
+
+    The lock is the operating system's, so it ends with its process, however that ends. Workdirs
+    that are not local (gs://) have none.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"--workdir = {str(workdir)!r}: cannot be made: {reason}") from error
+    if "://" in str(workdir) or distributed.index():
+        yield
+        return
+    with open(workdir / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{workdir} is in use by another run: wait for it, or give another --workdir"
+            ) from error
+        yield
+
+
+def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
+    """The part of a config that a workdir belongs to.
+
+    Args:
+      dtype: that the run computes in: "auto" is another one on another platform.
+    """
+    tree = {k: dict(v) if hasattr(v, "items") else v for k, v in config.items() if k != "mesh"}
+    tree["compute"]["dtype"] = str(dtype)
+    for section, keys in _FREE_KEYS.items():
+        tree[section] = {k: v for k, v in tree[section].items() if k not in keys}
+    return tree
+
+
+def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: jnp.dtype) -> None:
+    """Raises a UserError if a workdir has checkpoints of another config, or another dtype.
+
+    Folders of prepared data may have moved: `check_data` compares what is in them.
+    """
+
+    def same(key: str, there, now) -> bool:
+        if key == "compute.dtype" and there == "auto":  # as it was written once, unresolved
+            warn(
+                f"{workdir} does not say in which dtype it was trained: it goes on in {now} "
+                "(--config.compute.dtype gives another)"
+            )
+            return True
+        if key == "data.source" and _is_prepared(there) and _is_prepared(now):
+            return True
+        return there == now
+
+    check_identity(
+        workdir / "config.json",
+        identity(config, dtype),
+        same=same,
+        advice="Give the same values to resume it (--config.compute.dtype=float32 is the same on "
+        "any platform)",
+    )
+
+
+def check_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
+    """Raises a UserError if a workdir has checkpoints trained on other rows, or tokens."""
+    advice = (
+        f"The rows or the tokenizer in {dataset.path} are not those it was trained on: give these "
+        "to resume it"
+    )
+    same = lambda key, there, now: there in (now, dataset.path.name)  # the name, as it was once
+    check_identity(workdir / "dataset.json", _contents(dataset), same=same, advice=advice)
+    path = workdir / prepare.TOKENIZER
+    if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
+        return
+    if tokenizer.load(path).vocabulary() != dataset.tokenizer.vocabulary():
+        raise UserError(
+            f"{path} is not the tokenizer of {dataset.path}, and was left as it is: give the data "
+            "that the run was trained on to resume it, or another --workdir for a new run. If the "
+            "file is wrong, move it away"
+        )
+
+
+def record(
+    workdir: epath.Path,
+    config: ml_collections.ConfigDict,
+    dtype: jnp.dtype,
+    dataset: loader.PackedDataset,
+) -> None:
+    """Writes down what a workdir belongs to, once it is known to be this run's."""
+    write_identity(workdir / "config.json", identity(config, dtype))
+    write_atomically(workdir / "config.txt", to_text(config))
+    write_identity(workdir / "dataset.json", _contents(dataset))
+    path = workdir / prepare.TOKENIZER
+    if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
+        write_atomically(path, dataset.tokenizer.to_json())
+
+
+def _contents(dataset: loader.PackedDataset) -> dict:
+    return {"dataset": dataset.digest}
+
+
+def _is_prepared(source: str) -> bool:
+    return str(source).startswith(PREPARED)

@@ -1,0 +1,211 @@
+"""What runs on the devices: an experiment's initial state, training step and evaluation step."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from kvjax.distributed import sharding
+from kvjax.experiment import Experiment
+from kvjax.experiment import TrainConfig
+from kvjax.kernels.softmax_attention.api import zigzag
+from kvjax.model import parameters
+from kvjax.model.loss import mean_loss
+from kvjax.model.loss import token_losses
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+from kvjax.optim import make_optimizer
+
+MEAN_WEIGHT = 0.02  # of a step in the mean of recent losses: about 50 of them count
+
+
+class Program:
+    """The jitted functions of an experiment on a mesh; a state is a plain tree of arrays.
+
+    State: {"params", "optimizer", "step": int32, "key": the seed's key data, "bad": what decides
+    on bad steps and counts them, see `TrainConfig`}.
+
+    Attributes:
+      graph: what `nnx.merge` needs beside params.
+      abstract_state: ShapeDtypeStructs with shardings.
+      abstract_rows: one, of a step's batch.
+      init: key -> state.
+      train_step: (state, rows [B, T + 1]) -> (state, metrics); the state passed in is consumed.
+      eval_step: (params, rows, token_bytes [V]) -> sums, see `eval_step`.
+    """
+
+    def __init__(self, experiment: Experiment, compute: Compute, mesh: jax.sharding.Mesh):
+        model = experiment.model
+        if mesh.size > 1:
+            compute = dataclasses.replace(compute, mesh=mesh)
+        shapes, axes = parameters.abstract(model)
+        optimizer = make_optimizer(
+            experiment.optimizer,
+            axes,
+            d_model=model.block.d_model,
+            num_steps=experiment.train.num_steps,
+            muon_dtype=compute.dtype,
+            shardings=sharding.parameter_shardings(mesh, shapes, axes) if mesh.size > 1 else None,
+        )
+
+        def init(key: jax.Array) -> dict[str, Any]:
+            params = nnx.to_pure_dict(nnx.state(Transformer(model, key)))
+            return dict(
+                params=params,
+                optimizer=optimizer.init(params),
+                step=jnp.zeros((), jnp.int32),
+                key=jax.random.key_data(key),
+                bad=dict(
+                    skipped=jnp.zeros((), jnp.int32),
+                    in_a_row=jnp.zeros((), jnp.int32),
+                    mean_loss=jnp.zeros((), jnp.float32),
+                ),
+            )
+
+        abstract = jax.eval_shape(init, jax.random.key(0))
+        shardings = sharding.state_shardings(mesh, shapes, axes, abstract)
+        self.abstract_state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+        )
+        rows = (experiment.train.batch_size, experiment.data.sequence_length + 1)
+        split = sharding.batch_sharding(mesh)
+        self.abstract_rows = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=split)
+        self.graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(model, jax.random.key(0))))
+        self.init = jax.jit(init, out_shardings=shardings)
+        static = dict(graph=self.graph, compute=compute)
+        steps = dict(parts=experiment.train.grad_accumulation, policy=experiment.train)
+        self.train_step = jax.jit(
+            functools.partial(train_step, optimizer=optimizer, **steps, **static),
+            donate_argnums=0,
+            out_shardings=(shardings, None),
+        )
+        self.eval_step = jax.jit(functools.partial(eval_step, **static))
+        # Of an evaluation's batch: the part of a step's that the model holds at once.
+        part = (rows[0] // experiment.train.grad_accumulation, rows[1])
+        self._abstract_part = jax.ShapeDtypeStruct(part, jnp.int32, sharding=split)
+        self._token_bytes = jax.ShapeDtypeStruct((model.vocab_size,), jnp.int32)
+
+    def lowered_steps(self) -> dict[str, jax.stages.Lowered]:
+        """What several processes run together, lowered: "training step" and "evaluation step"."""
+        params = self.abstract_state["params"]
+        train = self.train_step.lower(self.abstract_state, self.abstract_rows)
+        evaluate = self.eval_step.lower(params, self._abstract_part, self._token_bytes)
+        return {"training step": train, "evaluation step": evaluate}
+
+
+def train_step(
+    state: dict,
+    rows: jax.Array,
+    *,
+    graph,
+    optimizer,
+    compute: Compute,
+    parts: int,
+    policy: TrainConfig | None = None,
+):
+    """One optimizer step.
+
+    Args:
+      state: params, optimizer, step, key, and with a policy bad.
+      rows: [B, T + 1] tokens; the gradient is the mean over all B·T targets, taken in `parts`.
+      policy: what to do on a bad step; None: nothing.
+
+    Returns:
+      The new state, and {"loss": nats per token, "grad_norm": before clipping, "param_norm": after
+      the step}: a state is finite where these are; with a policy also those of `judge`.
+    """
+
+    def loss(params, rows):
+        tokens, targets, positions = next_tokens(rows, compute)
+        options = dict(compute=compute, positions_BT=positions)
+        return mean_loss(nnx.merge(graph, params), tokens, targets, **options)
+
+    value_and_grad = jax.value_and_grad(loss)
+    if parts == 1:
+        value, grads = value_and_grad(state["params"], rows)
+    else:
+
+        def accumulate(total, part):
+            return jax.tree.map(jnp.add, total, value_and_grad(state["params"], part)), None
+
+        # Part i takes rows i, i + parts, ...: each device keeps the rows it has.
+        by_part = rows.reshape(-1, parts, rows.shape[1]).swapaxes(0, 1)
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state["params"]))
+        total, _ = jax.lax.scan(accumulate, zero, by_part)
+        value, grads = jax.tree.map(lambda x: x / parts, total)
+    updates, opt_state = optimizer.update(grads, state["optimizer"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    new = dict(
+        params=params,
+        optimizer=opt_state,
+        step=state["step"] + 1,
+        key=state["key"],
+    )
+    metrics = dict(loss=value, grad_norm=optax.global_norm(grads))
+    if policy is not None:
+        is_bad, new["bad"], verdict = judge(state["bad"], **metrics, policy=policy)
+        metrics |= verdict
+        if policy.bad_steps == "skip":
+            stay = lambda old, new: jnp.where(is_bad, old, new)
+            for part in ("params", "optimizer"):
+                new[part] = jax.tree.map(stay, state[part], new[part])
+    return new, metrics | dict(param_norm=optax.global_norm(new["params"]))
+
+
+def judge(bad: dict, loss: jax.Array, grad_norm: jax.Array, policy: TrainConfig):
+    """Whether a step is bad (see `TrainConfig`), the new state of that question, and what to log.
+
+    Args:
+      bad: skipped, in_a_row, and mean_loss, 0 before the first good step.
+
+    Returns:
+      A boolean; a new `bad`; {} if by the policy no step is bad but those with figures that are not
+      finite, and these end the run; else {"bad": 0 or 1, "mean_loss": before this step} and with
+      bad_steps = "skip" also skipped_steps and bad_steps_in_a_row.
+    """
+    mean = bad["mean_loss"]
+    is_bad = ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
+    if policy.spike_factor:
+        is_bad |= (mean > 0) & (loss > policy.spike_factor * mean)
+    loss = loss.astype(mean.dtype)
+    moved = jnp.where(mean > 0, mean + MEAN_WEIGHT * (loss - mean), loss)
+    counted = is_bad.astype(jnp.int32)
+    new = dict(
+        skipped=bad["skipped"] + (counted if policy.bad_steps == "skip" else 0),
+        in_a_row=counted * (bad["in_a_row"] + 1),
+        mean_loss=jnp.where(is_bad, mean, moved),
+    )
+    verdict = {}
+    if policy.spike_factor or policy.bad_steps == "skip":
+        verdict = dict(bad=counted, mean_loss=mean)
+    if policy.bad_steps == "skip":
+        verdict |= dict(skipped_steps=new["skipped"], bad_steps_in_a_row=new["in_a_row"])
+    return is_bad, new, verdict
+
+
+def eval_step(params: dict, rows: jax.Array, token_bytes: jax.Array, *, graph, compute: Compute):
+    """Sums over the targets that have bytes (specials have none): (nats, bytes, targets)."""
+    tokens, targets, positions = next_tokens(rows, compute)
+    options = dict(compute=compute, positions_BT=positions)
+    nats = token_losses(nnx.merge(graph, params), tokens, targets, **options)
+    num_bytes = token_bytes[targets]
+    return jnp.sum(nats * (num_bytes > 0)), jnp.sum(num_bytes), jnp.sum(num_bytes > 0)
+
+
+def next_tokens(rows: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Tokens [B, T], what follows each, and their positions [1, T], from rows [B, T + 1].
+
+    Where a row is split over devices its tokens are dealt in zig-zag, so that each device has as
+    much causal attention to do as any other.
+    """
+    T = rows.shape[1] - 1
+    if compute.sequence == 1:
+        return rows[:, :-1], rows[:, 1:], np.arange(T)[None]
+    order_T = zigzag(T, compute.sequence)
+    tokens, targets = compute.place(rows[:, order_T]), compute.place(rows[:, order_T + 1])
+    return tokens, targets, order_T[None]

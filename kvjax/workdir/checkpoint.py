@@ -1,0 +1,343 @@
+"""Checkpoints of a run: atomic, asynchronous, and tied to the config that made them.
+
+One checkpoint holds the training state (parameters, optimizer, step, random key) and the position
+in the data. A checkpoint that is damaged is set aside, and the one before it is used; what is no
+damage stops the run with its reason. All processes of a job write one checkpoint together, each
+what its devices hold, and each reads what its devices will hold: the mesh and the number of
+processes may be others.
+"""
+
+from collections.abc import Callable
+import contextlib
+import json
+from typing import Any
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from kvjax import distributed
+from kvjax.foundation import json_text
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import warn
+from kvjax.foundation.files import move
+from kvjax.foundation.files import unused
+from kvjax.foundation.files import write_atomically
+from kvjax.workdir import storage
+
+CHECKPOINTS = "checkpoints"  # the folder in a workdir
+# Who reads a part of an array reads all chunks that it touches: this bounds what that is too much.
+CHUNK_BYTES = 1 << 24
+_EARLIER = "earlier-run"
+# What a run writes beside its checkpoints. The last three say that it took a step, and are moved
+# last: who is killed in between moves the rest the next time.
+_RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
+_CLAIMS = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
+_FILES = (*_CLAIMS, "curves.png", "events", *_RECORDS)
+
+
+class Checkpoints:
+    """The checkpoints of one workdir.
+
+    Args:
+      directory: an epath; made if missing.
+      keep: how many of the latest to keep.
+    """
+
+    def __init__(self, directory: epath.Path, *, keep: int):
+        self.directory = directory
+        self._keep = keep
+        self._pending = None  # (step, response) of a save under way
+        self._open()
+
+    def _open(self) -> None:
+        policies = ocp.training
+        context = ocp.Context()
+        context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
+        self._checkpointer = ocp.training.Checkpointer(
+            self.directory,
+            # The loop alone decides when to save.
+            save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=policies.preservation_policies.LatestN(self._keep),
+            cleanup_tmp_directories=True,
+            context=context,
+        )
+        self._complete = {c.step for c in self._checkpointer.checkpoints}
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return [c.step for c in self._checkpointer.checkpoints if c.step in self._complete]
+
+    def say_what_is_there(self) -> str:
+        """A sentence for a message when nothing can be asked of Orbax or of a disk any more."""
+        latest = sorted(self._complete)[-self._keep :]
+        return f"Checkpoints of steps {latest} are in {self.directory}. "
+
+    def save(self, step: int, state: Any, position: int) -> None:
+        """Starts a save; returns once the arrays are copied off the devices.
+
+        Raises OSError if the save before this one failed (see `wait`).
+        """
+        self.wait()
+        if step in self.steps():
+            return
+        items = dict(state=state, data=dict(position=np.asarray(position, np.int64)))
+        with self._reporting(step):
+            response = self._checkpointer.save_checkpointables_async(step, items, force=True)
+            self._pending = (step, response)
+            response.on_complete(lambda _: self._complete.add(step))
+
+    def wait(self) -> None:
+        """Waits for the save under way.
+
+        Raises:
+          OSError: if it failed (a full disk, say). The checkpoints before it are intact; what it
+            left half-written is removed, and saving goes on to work once there is room.
+        """
+        if self._pending is None:
+            return
+        (step, response), self._pending = self._pending, None
+        with self._reporting(step):
+            response.result()
+        self._complete.add(step)  # the callback's thread may be later
+
+    @contextlib.contextmanager
+    def _reporting(self, step: int):
+        """Any failure of a save as an OSError, after what it left is removed.
+
+        With several processes the next start removes it: here the others may still be writing.
+        """
+        try:
+            yield
+        except Exception as error:  # Orbax wraps what the file system said in several types
+            if distributed.count() == 1:
+                self._remove_unfinished()
+            why = storage.reason(error)
+            raise OSError(f"checkpoint of step {step} was not written: {why}") from error
+
+    def _remove_unfinished(self) -> None:
+        with contextlib.suppress(Exception):  # the failed save is reported once, by `wait`
+            self._checkpointer.close()
+        self._open()  # cleans up temporary directories
+
+    def restore(self, abstract_state: Any) -> tuple[Any, int, int] | None:
+        """(state, position, step) of the latest checkpoint that is whole, or None.
+
+        With several processes: that all of them find whole.
+
+        Args:
+          abstract_state: a tree of ShapeDtypeStructs with shardings.
+
+        Raises:
+          UserError: checkpoints are there and all of them are damaged; or the latest that is not
+            cannot be loaded for another reason (I/O, memory, other arrays, another step's name).
+        """
+        damage = {}  # by step
+        for step in reversed(self.steps()):
+            items, damaged, other = self._load(step, abstract_state)
+            # On all processes alike: the first that has something to say.
+            damaged = next(filter(None, distributed.gather("damaged", damaged)), "")
+            other = next(filter(None, distributed.gather("restore", other)), "")
+            storage.count_operations_alike()
+            if other:
+                raise UserError(other)
+            if not damaged:
+                self._set_aside(damage, step)
+                return items["state"], int(items["data"]["position"]), step
+            del items  # before the next one takes as much memory
+            damage[step] = damaged
+            if distributed.index() == 0:
+                warn(f"checkpoint of step {step} cannot be read: {damaged}")
+        if damage:
+            why = "; ".join(f"step {step}: {reason}" for step, reason in damage.items())
+            raise UserError(
+                f"{self.directory}: no checkpoint can be read ({why}). Nothing was "
+                "changed; choose another --workdir, or restore the folder from a backup"
+            )
+        return None
+
+    def _load(self, step: int, abstract_state: Any) -> tuple[dict | None, str, str]:
+        """What one checkpoint holds; if that is nothing, its damage or what else is in the way."""
+        path = self.directory / str(step)
+        abstract = dict(state=abstract_state, data=dict(position=np.zeros((), np.int64)))
+        try:
+            with storage.alone():
+                items = ocp.load_checkpointables(path, abstract)
+            check_step(path, items["state"])
+            return items, "", ""
+        except UserError as error:
+            return None, "", str(error)
+        except Exception as raised:  # corrupted files raise many types
+            error = storage.cannot_list(path) or raised
+            reason, damaged = storage.reason(error), storage.is_damage(error)
+            with contextlib.suppress(Exception):  # of damage that goes as far
+                there, asked = storage.shapes(path / "state"), storage.shapes_of(abstract_state)
+                if damaged and there != asked:
+                    return None, "", _other_model(path, there, asked)
+            other = (
+                f"{path} was not loaded: {reason}. That is no damage of the checkpoint, and "
+                "nothing was changed: mend it and run the same command again"
+            )
+            return (None, reason, "") if damaged else (None, "", other)
+
+    def _set_aside(self, damaged: dict[int, str], good_step: int) -> None:
+        """Renames damaged checkpoints, so that saving can go on."""
+        if not damaged:
+            return
+        self._checkpointer.close()
+        for step in damaged if distributed.index() == 0 else ():
+            target = unused(self.directory.parent / f"unreadable-checkpoint-{step}")
+            (self.directory / str(step)).rename(target)
+            warn(f"going on from step {good_step}; step {step} was moved to {target}")
+        distributed.gather("set aside", "")
+        self._open()
+
+    def close(self) -> None:
+        self.wait()
+        self._checkpointer.close()
+
+
+def check_step(path: epath.Path, state: dict) -> None:
+    """Raises a UserError if a checkpoint's folder is named after another step than it holds."""
+    if "step" not in state:
+        return
+    step = int(state["step"].addressable_data(0))
+    if str(step) != path.name:
+        raise UserError(
+            f"{path} holds step {step}: folders were renamed. Nothing was changed; give this one "
+            f"the name {step} again, or move it out of {path.parent}"
+        )
+
+
+def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> Any:
+    """The parameters of one checkpoint; optimizer state is not read.
+
+    Args:
+      step: one of `storage.steps`.
+      abstract_params: a tree of ShapeDtypeStructs with shardings, which need not be those of
+        training; arrays come in its dtypes.
+
+    Raises:
+      UserError: the checkpoint holds parameters of other names or shapes (says which), or another
+        step, or cannot be read.
+    """
+    path = directory / str(step)
+    of_params = lambda tree: {k: v for k, v in tree.items() if k.startswith("params.")}
+    try:
+        stored = storage.shapes(path / "state")
+        there, asked = of_params(stored), storage.shapes_of(dict(params=abstract_params))
+        if there == asked:
+            tree = dict(params=abstract_params)
+            if "step" in stored:
+                sharding = jax.tree.leaves(abstract_params)[0].sharding
+                tree["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+            context = storage.alone()
+            context.pytree.loading.partial_load = True
+            with context:
+                state = ocp.load(path, tree, checkpointable_name="state")
+            check_step(path, state)
+            return state["params"]
+    except UserError:
+        raise
+    except Exception as error:  # corrupted files raise many types
+        others = [s for s in storage.steps(directory) if s != step]
+        raise UserError(
+            f"{path} cannot be read ({storage.reason(error)}); "
+            + (f"other checkpoints there: steps {others}" if others else "there is no other")
+        ) from error
+    without = len("params.")
+    raise UserError(
+        _other_model(path, *({k[without:]: v for k, v in t.items()} for t in (there, asked)))
+    )
+
+
+def _other_model(path: epath.Path, there: dict, asked: dict) -> str:
+    """What to say of a checkpoint whose arrays have other names or shapes."""
+    differing = sorted(k for k in there.keys() | asked.keys() if there.get(k) != asked.get(k))
+    rows = [
+        f"  {k}: checkpoint {there.get(k, 'none')}, config {asked.get(k, 'none')}"
+        for k in differing[:8]
+    ]
+    rows += [f"  and {len(differing) - 8} more"] if len(differing) > 8 else []
+    return (
+        f"{path} holds another model than the config describes:\n"
+        + "\n".join(rows)
+        + "\nGive the workdir that it was trained in, with its config.json as it was"
+    )
+
+
+def set_aside_earlier_run(workdir: epath.Path) -> None:
+    """Moves what a run left into a folder of its own if its checkpoints are gone, and says so.
+
+    A run that starts from its first step would write over it. Where no step was taken, nothing
+    is there that the next run would not write again.
+    """
+    has_bytes = lambda path: path.exists() and path.stat().length > 0
+    if not any(has_bytes(workdir / name) for name in _RECORDS):
+        return
+    if storage.steps(workdir / CHECKPOINTS):
+        return
+    target = unused(workdir / _EARLIER)
+    target.mkdir()
+    for name in _FILES:
+        move(workdir / name, target / name)
+    warn(
+        f"{workdir} has records of a run and no checkpoint to continue it from: they were moved to "
+        f"{target}, and this run starts from its first step"
+    )
+
+
+def check_identity(
+    path: epath.Path,
+    identity: dict,
+    *,
+    same: Callable[[str, Any, Any], bool] = lambda key, there, now: there == now,
+    advice: str = "Give the same values to resume it",
+) -> None:
+    """Raises a UserError if a workdir has checkpoints of something else; names what differs.
+
+    Args:
+      path: a .json file in the workdir, as `write_identity` writes it.
+      identity: what may not change between a run and its continuation, JSON-able, nested.
+      same: whether two values of a dotted key mean the same, None where there is none.
+      advice: how to resume what is there.
+    """
+    if not storage.steps(path.parent / CHECKPOINTS):
+        return
+    if not path.exists():
+        raise UserError(
+            f"{path.parent} has checkpoints and no {path.name} that says what they belong to: "
+            "choose another --workdir"
+        )
+    try:
+        before = json_text.parse(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): choose another --workdir") from error
+    if not isinstance(before, dict):
+        raise UserError(f"{path} describes no run: restore it, or choose another --workdir")
+    old, new = dict(_flat(before)), dict(_flat(json.loads(json.dumps(identity))))
+    keys = sorted(old.keys() | new.keys())
+    differing = [k for k in keys if not same(k, old.get(k), new.get(k))]
+    if differing:
+        rows = [f"  {k}: there {old.get(k)!r}, now {new.get(k)!r}" for k in differing[:12]]
+        rows += [f"  and {len(differing) - 12} more"] if len(differing) > 12 else []
+        raise UserError(
+            f"{path.parent} holds another run, and was left as it is:\n"
+            + "\n".join(rows)
+            + f"\n{advice}, or another --workdir for a new run"
+        )
+
+
+def write_identity(path: epath.Path, identity: dict) -> None:
+    """Writes what `check_identity` compares; old workdirs say less, or the same otherwise."""
+    write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
+
+
+def _flat(tree: Any, prefix: str = ""):
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree

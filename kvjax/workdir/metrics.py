@@ -1,0 +1,300 @@
+"""What a run writes down: metrics.jsonl, timing.jsonl, TensorBoard events, curves.png.
+
+metrics.jsonl is a function of config and data alone: a run that was killed and resumed has the
+same bytes in it as one that was not. What depends on the clock goes to timing.jsonl.
+"""
+
+import contextlib
+import errno
+import json
+import pathlib
+import tempfile
+import time
+
+from etils import epath
+import numpy as np
+
+from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import warn
+from kvjax.foundation.files import unused
+from kvjax.hardware import datasheets
+
+METRICS = "metrics.jsonl"
+TIMING = "timing.jsonl"
+
+
+class MetricsWriter:
+    """Appends records of one run, keeping what earlier runs wrote up to the step resumed from.
+
+    Files are written locally and, for a workdir elsewhere (gs://), copied there by `flush`. A copy
+    that fails is a warning, and made at the next flush. A file that holds other than records is set
+    aside, and its records go on.
+
+    Attributes:
+      folder: where the files are written.
+    """
+
+    def __init__(self, workdir: epath.Path, *, resume_step: int):
+        self._remote = workdir if "://" in str(workdir) else None
+        self._local = pathlib.Path(tempfile.mkdtemp() if self._remote else workdir)
+        self.folder = epath.Path(self._local)
+        self._files = {}
+        for name in (METRICS, TIMING):
+            records, broken = _read(workdir / name)
+            if broken:
+                _set_aside(workdir / name, broken)
+            kept = [r for r in records if r["step"] <= resume_step]
+            text = "".join(_line(record) for record in kept)
+            temporary = self._local / f".{name}.tmp"
+            temporary.write_text(text)
+            temporary.replace(self._local / name)
+            self._files[name] = open(self._local / name, "ab", buffering=0)
+        self._events = Events(self._local / "events", resume_step=resume_step)
+
+    def write(self, step: int, **values: float) -> None:
+        """A record that config and data determine."""
+        self._append(METRICS, dict(step=step, **values))
+
+    def write_timing(self, step: int, **values: float) -> None:
+        """A record that depends on the machine and the moment."""
+        self._append(TIMING, dict(step=step, **values))
+
+    def _append(self, name: str, record: dict) -> None:
+        line = _line(record).encode()
+        if self._files[name].write(line) != len(line):  # unbuffered, so it can be short
+            raise OSError(errno.ENOSPC, f"no room for a record in {self._local / name}")
+        for key, value in record.items():
+            if key != "step":
+                self._events.write(key, value, record["step"])
+
+    def flush(self) -> None:
+        """Raises OSError for a local disk that is full; a bucket that fails is a warning."""
+        self._events.flush()
+        if failure := self._copy():
+            warn(
+                f"records were not copied to {self._remote}: {failure}; they are in {self._local}, "
+                "and the next checkpoint copies them again"
+            )
+
+    def close(self) -> None:
+        try:
+            for file in self._files.values():
+                file.close()
+            self._events.close()
+        finally:
+            if self._copy() and (failure := self._copy()):  # twice: nobody comes after this
+                warn(
+                    f"THE RECORDS OF THIS RUN WERE NOT COPIED to {self._remote}: {failure}. They "
+                    f"are in {self._local} on this machine: copy them before it is gone"
+                )
+
+    def _copy(self) -> str:
+        """Copies all files to a workdir elsewhere; why that failed, or ""."""
+        if self._remote is None:
+            return ""
+        try:
+            for path in self._local.rglob("*"):
+                if path.is_file():
+                    target = self._remote / str(path.relative_to(self._local))
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(path.read_bytes())
+        except Exception as error:  # clients of buckets raise types of their own
+            return f"{type(error).__name__}: {first_line(error)}"
+        return ""
+
+
+class NoWriter:
+    """What the processes beside the first one have for a `MetricsWriter`: it writes nothing."""
+
+    folder = None
+
+    def write(self, step: int, **values: float) -> None:
+        pass
+
+    write_timing = write
+
+    def flush(self) -> None:
+        pass
+
+    close = flush
+
+
+class Clock:
+    """How long steps take, without pauses; the first one, which compiles, is not counted.
+
+    Args:
+      tokens_per_step: of all devices together.
+      flops_per_token: of the model (`costs.training_flops_per_token`), nothing recomputed.
+      num_devices: that train together, all of one kind.
+      local_devices: those of this process, whose memory it can see.
+    """
+
+    def __init__(
+        self, *, tokens_per_step: int, flops_per_token: float, num_devices: int, local_devices: list
+    ):
+        self.steps = 0
+        self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
+        self._num_devices, self._local_devices = num_devices, local_devices
+        self._since = self._now = self._paused = 0.0
+        self._recent: list[float] = []  # seconds
+
+    def tick(self) -> None:
+        """A step has ended."""
+        before, self._now = self._now, time.monotonic()
+        if self.steps == 0:
+            self._since = self._now
+        else:
+            self._recent.append(self._now - before - self._paused)
+        self._paused = 0.0
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def paused(self):
+        before = time.monotonic()
+        yield
+        self._paused = time.monotonic() - before
+        self._since += self._paused
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together, since the first step."""
+        elapsed = self._now - self._since
+        return (self.steps - 1) * self._tokens_per_step / elapsed if elapsed > 0 else 0.0
+
+    def lap(self) -> dict[str, float]:
+        """What timing.jsonl says of the steps since the last lap; {} of none.
+
+        tokens_per_second since the first step, and per device; of the lap's steps step_seconds at
+        50 and 90 % and the longest, and mfu against the datasheet's dense bfloat16, where the
+        device is known; hbm_peak_bytes, the most that any of this process's devices ever held,
+        where they tell.
+        """
+        seconds, self._recent = self._recent, []
+        if not seconds:
+            return {}
+        record = dict(
+            tokens_per_second=self.tokens_per_second,
+            tokens_per_second_per_device=self.tokens_per_second / self._num_devices,
+            step_seconds_p50=float(np.percentile(seconds, 50)),
+            step_seconds_p90=float(np.percentile(seconds, 90)),
+            step_seconds_max=max(seconds),
+        )
+        if device := datasheets.of(self._local_devices[0]):
+            flops = self._tokens_per_step * self._flops_per_token / float(np.mean(seconds))
+            record["mfu"] = flops / (self._num_devices * device.bf16_flops)
+        peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in self._local_devices]
+        if all(peaks):
+            record["hbm_peak_bytes"] = max(peaks)
+        return record
+
+
+class Events:
+    """TensorBoard's event file, written at once: a full disk raises here and now.
+
+    (tensorboardX's SummaryWriter writes from a thread; where that fails, its caller blocks.)
+    """
+
+    def __init__(self, directory: pathlib.Path, *, resume_step: int):
+        from tensorboardX import event_file_writer
+        from tensorboardX import summary
+        from tensorboardX.proto import event_pb2
+
+        self._proto, self._scalar = event_pb2, summary.scalar
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = event_file_writer.EventsWriter(str(directory / "events"))
+        # Tells TensorBoard to forget what a run that was killed wrote beyond this step.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._event(step=resume_step + 1, session_log=start)
+
+    def write(self, tag: str, value: float, step: int) -> None:
+        self._event(step=step, summary=self._scalar(tag, value))
+
+    def _event(self, **fields) -> None:
+        self._writer.write_event(self._proto.Event(wall_time=time.time(), **fields))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _line(record: dict) -> str:
+    return json.dumps(record) + "\n"
+
+
+def read_records(path: epath.Path) -> list[dict]:
+    """The records of a .jsonl file, if there is one; lines that are none are left out.
+
+    A record has a step and numbers. The last line of a run that was killed may be half-written.
+    """
+    return _read(path)[0]
+
+
+def _read(path: epath.Path) -> tuple[list[dict], str]:
+    """The records of a file, and which line is none, the last one apart, or ""."""
+    if not path.exists():
+        return [], ""
+    records, broken = [], ""
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines) and not broken:  # what has no end of line was being written
+            broken = f"line {number} is no record: {line[:40]!r}"
+    return records, broken
+
+
+def _record(line: bytes) -> dict | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    return record if all(map(is_number, record.values())) else None
+
+
+def _set_aside(path: epath.Path, why: str) -> None:
+    target = unused(path.parent / f"unreadable-{path.name}")
+    target.write_bytes(path.read_bytes())
+    warn(f"{path}: {why}. It was kept as {target}, and its records go on in {path.name}")
+
+
+def draw_curves(
+    workdir: epath.Path,
+    *,
+    title: str,
+    yardstick: float | None,
+    folder: epath.Path | None = None,
+) -> epath.Path:
+    """curves.png from metrics.jsonl: training loss and validation bits per byte against tokens.
+
+    Args:
+      folder: which holds metrics.jsonl, if not the workdir.
+      yardstick: bits per byte of `xz -9e` on the validation text, drawn as a line.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = read_records((folder or workdir) / METRICS)
+    has = lambda r, key: key in r and "tokens" in r
+    series = lambda key: zip(*[(r["tokens"], r[key]) for r in records if has(r, key)], strict=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    left.plot(*series("loss"), linewidth=1)
+    left.set(xlabel="tokens", ylabel="training loss (nats per token)", yscale="log")
+    right.plot(*series("validation_bpb"), marker="o", markersize=3, label="this model")
+    if yardstick is not None:
+        right.axhline(yardstick, color="gray", linestyle="--", label="xz -9e")
+    right.set(xlabel="tokens", ylabel="validation bits per byte")
+    right.legend()
+    figure.suptitle(title)
+    path = workdir / "curves.png"
+    with path.open("wb") as file:
+        figure.savefig(file, format="png", dpi=120)
+    plt.close(figure)
+    return path

@@ -1,0 +1,112 @@
+"""A trained model from its workdir."""
+
+import dataclasses
+
+from etils import epath
+from flax import nnx
+import jax
+import ml_collections
+
+from kvjax import experiment as experiment_lib
+from kvjax.data import prepare
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.foundation import json_text
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import used_as
+from kvjax.workdir import checkpoint
+from kvjax.workdir import storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A trained model from a workdir."""
+
+    model: Transformer
+    compute: Compute
+    tokenizer: Tokenizer
+    context: int  # tokens of a training row
+    step: int
+
+
+def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Loaded:
+    """The model of a workdir's checkpoint, on one device, in the dtype it computes in.
+
+    Args:
+      step: of the checkpoint; None: the latest.
+      dtype: instead of the run's config.compute.dtype.
+
+    Raises:
+      UserError: not a workdir, no (such) checkpoint, one that cannot be read or of another model.
+    """
+    workdir = runtime.workdir(workdir)
+    experiment = experiment_of(workdir)
+    if dtype:
+        one_of("dtype", dtype, experiment_lib.DTYPES)
+        compute = dataclasses.replace(experiment.compute, dtype=dtype)
+        experiment = dataclasses.replace(experiment, compute=compute)
+    steps = storage.steps(workdir / checkpoint.CHECKPOINTS)
+    if not steps:
+        raise UserError(f"{workdir} has no checkpoint yet: train on, or give another --workdir")
+    if step is not None and step not in steps:
+        raise UserError(f"step = {step}: {workdir} has no such checkpoint; it has {steps}")
+    step = steps[-1] if step is None else step
+    config = experiment.model
+    platform = jax.devices()[0].platform
+    compute = experiment.compute.resolve(platform, config.block.num_layers)
+    tokenizer = _tokenizer(workdir, config.vocab_size)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = nnx.to_pure_dict(abstract)
+    place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+    params = checkpoint.read_parameters(
+        workdir / checkpoint.CHECKPOINTS,
+        step,
+        jax.tree.map(place, abstract, used_as(abstract, compute.dtype)),
+    )
+    model = nnx.merge(graph, params)
+    return Loaded(model, compute, tokenizer, experiment.data.sequence_length, step)
+
+
+def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
+    """What a workdir's config.json describes, without the mesh it was trained on.
+
+    Raises:
+      UserError: not a workdir, or a config that cannot be read.
+    """
+    path = runtime.workdir(workdir) / "config.json"
+    if not path.exists():
+        raise UserError(
+            f"{workdir} is no workdir of a run ({path.name} is missing): give one as --workdir; "
+            "`make demo` trains runs/lrkv_tiny, `python -m kvjax.main --workdir=runs/NAME` others"
+        )
+    try:
+        tree = json_text.parse(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): restore it, or train again") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} describes no run: restore it, or train again")
+    try:  # the mesh is no part of what was trained
+        return experiment_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
+    except (UserError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _tokenizer(workdir: epath.Path, vocab_size: int) -> Tokenizer:
+    path = workdir / prepare.TOKENIZER
+    if not path.exists():
+        raise UserError(
+            f"{path} is missing: run the command that trained {workdir} again, which writes the "
+            "file (and of a complete run changes nothing else)"
+        )
+    tokenizer = tokenizer_lib.load(path)
+    if tokenizer.vocab_size != vocab_size:
+        raise UserError(
+            f"{path} has {tokenizer.vocab_size} tokens, the model {vocab_size}: restore the file "
+            "that belongs to the run"
+        )
+    return tokenizer

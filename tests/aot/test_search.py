@@ -1,0 +1,301 @@
+"""What fits a topology: the search, with a compiler that is a formula, and the advice it gives."""
+
+import argparse
+import dataclasses
+import re
+
+import jax
+import pytest
+
+from kvjax.aot import __main__ as aot
+from kvjax.aot import compilation
+from kvjax.aot import roofline
+from kvjax.aot import search
+from kvjax.aot import tables
+from kvjax.aot.compilation import DoesNotCompile
+from kvjax.aot.compilation import TooLarge
+from kvjax.aot.hlo import Memory
+from kvjax.experiment import resolve
+from kvjax.foundation import command_line
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.hardware import datasheets
+
+TINY, MEDIUM = CONFIGS / "lrkv_tiny.py", CONFIGS / "lrkv_128m.py"
+OUT = Output(argparse.Namespace(json=False, markdown=True))
+
+
+def experiment(file=TINY, *overrides):
+    return resolve(command_line.load_config(file, list(overrides)))
+
+
+def fake_step(experiment, name, temporaries, causal_kernel=True):
+    predicted = search.predict(experiment, compilation.datasheet(name))
+    memory = Memory(arguments=predicted.state, outputs=0, temporaries=temporaries, program=0)
+    return compilation.Step(
+        device=compilation.datasheet(name),
+        mesh=dataclasses.asdict(experiment.mesh),
+        memory=memory,
+        upper_bound=False,
+        collectives=(),
+        causal_kernel=causal_kernel,
+        whole=(),
+        seconds_to_lower=0.0,
+        seconds_to_compile=0.0,
+        xla={},
+    )
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Needs `scale` times the temporaries predicted; gives up over the whole memory."""
+    calls = []
+
+    def training_step(experiment, name):
+        predicted = search.predict(experiment, compilation.datasheet(name))
+        need = round(compiler.scale * predicted.temporaries)
+        calls.append(experiment)
+        if (experiment.compute.remat, experiment.train.grad_accumulation) in compiler.failing:
+            raise DoesNotCompile("INTERNAL: an error of the compiler")
+        if predicted.state + need > compilation.datasheet(name).hbm_bytes:
+            raise TooLarge("too large", compiler.says and predicted.state + need, 0)
+        return fake_step(experiment, name, need)
+
+    def devices_of(name):
+        return jax.devices()[: int(name.partition(":")[2])]
+
+    monkeypatch.setattr(compilation, "training_step", training_step)
+    monkeypatch.setattr(search.topology, "get_devices", devices_of)
+    compiler.calls, compiler.failing, compiler.says = calls, (), True
+    return compiler
+
+
+def test_the_search_compiles_the_config_then_only_what_is_better(compiler):
+    compiler.scale = 1.0
+    start = experiment(MEDIUM)
+    tried = search.search(start, "v5e:8", compiles=9, say=lambda line: None)
+    assert tried[0].experiment.compute.remat == start.compute.remat
+    assert [c.experiment for c in tried] == compiler.calls
+    best = search.best(tried)
+    assert best is tried[-1] and best.experiment.compute.remat == "none"
+    limit = compilation.LIMIT * datasheets.get("v5e").hbm_bytes
+    assert best.step.memory.total <= limit
+    every = search.candidates(tried[0].experiment, datasheets.get("v5e"), 8)
+    fits = [c for c in every if c.predicted.state + c.predicted.temporaries <= limit]
+    assert best.predicted.order == min(c.predicted.order for c in fits)
+
+
+def test_the_search_learns_from_what_needs_more_than_predicted(compiler):
+    compiler.scale = 3.0
+    tried = search.search(experiment(MEDIUM), "v5e:8", compiles=9, say=lambda line: None)
+    best = search.best(tried)
+    assert best.step.memory.total <= compilation.LIMIT * datasheets.get("v5e").hbm_bytes
+    assert best.experiment.train.grad_accumulation > 1
+    assert len(tried) <= 4
+
+
+def test_the_search_stops_after_as_many_compiles_as_are_allowed(compiler):
+    compiler.scale = 3.0
+    within = lambda most: search.search(
+        experiment(MEDIUM), "v5e:8", compiles=most, say=lambda line: None
+    )
+    assert len(within(9)) == 2
+    assert len(within(1)) == 1
+
+
+def test_the_best_has_memory_to_spare(compiler):
+    """A step that compiles, in 95 % of memory, is none; slower ones that fit are."""
+    found = search.candidates(experiment(MEDIUM), datasheets.get("v5e"), 8)[:3]
+    for candidate, part in zip(found, (0.95, 0.5, 0.5), strict=True):
+        temporaries = round(part * 16e9) - candidate.predicted.state
+        candidate.step = fake_step(candidate.experiment, "v5e:8", temporaries)
+    assert search.best(found) is found[1]
+    assert search.best(found[:1]) is None
+
+
+def test_overrides_of_a_candidate_make_it(compiler):
+    compiler.scale = 1.0
+    tried = search.search(experiment(MEDIUM), "v5e:8", compiles=9, say=lambda line: None)
+    for candidate in tried:
+        assert experiment(MEDIUM, *candidate.overrides) == candidate.experiment
+
+
+def test_candidates_divide_what_they_must():
+    found = search.candidates(experiment(MEDIUM), datasheets.get("v5e"), 16)
+    for c in found:
+        mesh, train = c.experiment.mesh, c.experiment.train
+        assert mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor == 16
+        assert train.batch_size % (train.grad_accumulation * mesh.data * mesh.fsdp) == 0
+        assert 6 % mesh.tensor == 0  # heads
+    assert {c.experiment.mesh.tensor for c in found} == {1, 2}
+    assert {c.experiment.compute.remat for c in found} >= {"none", "dots", "full"}
+
+
+def test_advice_names_accumulation_and_chips(compiler):
+    start = experiment(MEDIUM, "--config.compute.remat=none")
+    text = search.advice(start, "v5e:8", 100 * 10**9)
+    assert "by 85.6 GB a chip" in text
+    (here,) = re.findall(r"on these 8 chips: (.*)", text)
+    (chips,) = map(int, re.findall(r"as it is, on (\d+) chips", text))
+    own = search.predict(
+        dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=8)),
+        datasheets.get("v5e"),
+    )
+    factor = (100e9 - own.state) / own.temporaries
+
+    def needs(e):
+        predicted = search.predict(e, datasheets.get("v5e"))
+        return predicted.state + factor * predicted.temporaries
+
+    on = lambda n: dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=n))
+    assert needs(experiment(MEDIUM, *here.split())) <= 14.4e9
+    assert needs(on(chips)) <= 14.4e9 < needs(on(chips // 2))
+
+
+def test_advice_names_no_chips_that_the_batch_does_not_divide_over(compiler):
+    start = experiment(MEDIUM, "--config.train.batch_size=8")
+    assert "as it is" not in search.advice(start, "v5e:8", 20 * 10**9)
+    assert "as it is, on 16 chips" in search.advice(experiment(MEDIUM), "v5e:8", 20 * 10**9)
+
+
+def test_a_sweep_in_which_nothing_fits_is_an_error(compiler):
+    compiler.scale = 1e6
+    with pytest.raises(UserError, match="lrkv_128m on v5e:8: none of [12] candidates? fits.*by"):
+        aot.sweep(experiment(MEDIUM), "v5e:8", 2, OUT)
+
+
+def test_advice_splits_weights_as_far_as_they_divide(compiler):
+    """Whole tiles of 768 rows in 32 ways at most; chips beyond that are copies."""
+    start = experiment(MEDIUM, "--config.compute.remat=full", "--config.train.batch_size=4096")
+    state = search.predict(
+        dataclasses.replace(start, mesh=dataclasses.replace(start.mesh, fsdp=8)),
+        datasheets.get("v5e"),
+    ).state
+    numbers = {}
+    for needed in (20 * 10**9, 400 * 10**9, 900 * 10**9):
+        assert needed > state
+        text = search.advice(start, "v5e:8", needed)
+        pattern = r"as it is, on (\d+) chips of v5e(?: with --config.mesh.data=(\d+))?"
+        ((chips, copies),) = re.findall(pattern, text)
+        numbers[needed] = int(chips), int(copies or 1)
+    assert all(chips // copies in (16, 32) for chips, copies in numbers.values()), numbers
+    assert [copies for _, copies in numbers.values()] == [1, 8, 32], numbers
+
+
+def test_meshes_of_whole_tiles_come_first():
+    """Heads of 128 channels divide in 128 ways; 768 rows in whole tiles of 8 in 32."""
+    start = experiment(MEDIUM, "--config.mesh.fsdp=8")
+    ways = [(mesh.data, mesh.fsdp) for mesh in search._larger(start, 32)]
+    assert ways == [(8, 32), (16, 16), (32, 8), (2, 128), (4, 64)]
+
+
+def test_gradients_of_broken_tiles_count_as_all_reduced():
+    """As v4's compiler sends them: 27.2 GB a step and chip with 36 rows each, 14.6 with 144."""
+    plain = experiment(CONFIGS / "lrkv_2p5b.py")
+    wire = {}
+    for data, fsdp in ((1, 64), (4, 16)):
+        mesh = dataclasses.replace(plain.mesh, data=data, fsdp=fsdp)
+        device = datasheets.get("v4")
+        bound = search.predict(dataclasses.replace(plain, mesh=mesh), device).bound
+        wire[fsdp] = bound.interconnect * device.interconnect / 1e9
+    assert wire[64] == pytest.approx(27.2, rel=0.1) and wire[16] == pytest.approx(14.6, rel=0.1)
+
+
+# -- what goes wrong besides -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale, says", [(1.0, True), (1.5, True), (1.0, False)])
+def test_a_right_prediction_of_what_is_too_large_is_not_corrected(scale, says):
+    """The state is part of what is needed; where no number is said nothing is learnt."""
+    (candidate, *_) = search.candidates(experiment(MEDIUM), datasheets.get("v5e"), 8)
+    p = candidate.predicted
+    needed = round(p.state + scale * p.temporaries)
+    candidate.too_large = TooLarge("too large", needed if says else 0, 0)
+    expected = {candidate.experiment.compute.remat: pytest.approx(scale)} if says else {}
+    assert search.corrections([candidate]) == expected
+
+
+def test_a_sweep_whose_compiler_says_no_numbers(compiler):
+    compiler.scale, compiler.says = 1e6, False
+    with pytest.raises(UserError, match="none of 2 candidates fits. By how much.* does not say"):
+        aot.sweep(experiment(MEDIUM), "v5e:8", 2, OUT)
+
+
+def test_the_nearest_candidate_is_one_with_a_number(compiler, monkeypatch):
+    found = search.candidates(experiment(MEDIUM), datasheets.get("v5e"), 8)[:3]
+    for candidate, needed in zip(found, (0, 30 * 10**9, 20 * 10**9), strict=True):
+        candidate.too_large = TooLarge("too large", needed, 0)
+    monkeypatch.setattr(search, "search", lambda *_, **__: found)
+    with pytest.raises(UserError, match=r"by 5\.6 GB a chip"):
+        aot.sweep(experiment(MEDIUM), "v5e:8", 3, OUT)
+
+
+def test_a_sweep_goes_on_after_what_does_not_compile(compiler, capsys):
+    compiler.scale, compiler.failing = 1.0, [("none", 1)]
+    report = aot.sweep(experiment(MEDIUM, "--config.compute.remat=none"), "v5e:8", 6, OUT)
+    assert report["grad_accumulation"] > 1
+    first, *rest = report["candidates"]
+    assert first["failure"] == "INTERNAL: an error of the compiler"
+    assert first["needed_bytes"] is None and not first["fits"]
+    assert any(row["fits"] and not row["failure"] for row in rest)
+    out, error = capsys.readouterr()
+    assert "| did not compile |" in out and "INTERNAL: an error of the compiler" in out
+    assert "did not compile: INTERNAL" in error
+
+
+def test_a_sweep_in_which_nothing_compiles(compiler):
+    compiler.scale, compiler.failing = 1.0, [("none", 2**n) for n in range(9)]
+    compiler.failing += [(experiment(MEDIUM).compute.remat, 1)]
+    with pytest.raises(UserError, match="none of 2 candidates fits. None compiled: INTERNAL"):
+        aot.sweep(experiment(MEDIUM), "v5e:8", 2, OUT)
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def test_advice_for_decoding_is_not_the_batch_that_failed():
+    """Caches fit by the formulas; the compiler gives up, and does not say by how much."""
+    shape = dict(batch=4, length=128, chips=1)
+    text = search.decode_advice(experiment(), "v5e:4x4", 0, **shape)
+    assert "--batch=3\n" in text and "--chips=2 of v5e" in text
+
+
+def test_a_decode_step_whose_weights_are_too_large():
+    wide = experiment(MEDIUM, "--config.model.num_layers=1200")
+    shape = dict(batch=1, length=128, chips=1)
+    text = search.decode_advice(wide, "v5e:4x4", 30 * 10**9, **shape)
+    assert "by 15.6 GB" in text and re.search(r"Weights alone are \d+\.\d GB", text)
+
+
+# -- what is compiled, and what is run -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "device, attention, kernel, shown",
+    [
+        ("v5e", "auto", True, "causal kernel"),
+        ("v5e", "xla", False, "all T keys"),
+        ("h200", "auto", False, "causal kernel (compiled: all T keys)"),
+        ("h200", "xla", False, "all T keys"),
+    ],
+)
+def test_the_bound_is_of_the_attention_that_runs(device, attention, kernel, shown, capsys):
+    """On GPUs XLA's is compiled, with logits, and cuDNN's is run."""
+    start = experiment(MEDIUM, f"--config.compute.attention={attention}", "--config.mesh.fsdp=8")
+    step = fake_step(start, f"{device}:8", 10**9, causal_kernel=kernel)
+    report = aot.training(start, f"{device}:8", step)
+    assert report["attention"] == shown
+    tables.show(report, OUT, limit=compilation.LIMIT)
+    assert f"Attention: {shown}\n" in capsys.readouterr().out
+    flops = lambda causal: roofline.step_flops(start, causal_kernel=causal)
+    runs = flops("causal" in shown)
+    assert report["flops_per_step"] == dataclasses.asdict(runs)
+    bound, predicted = compilation.bound(step, start), search.predict(start, step.device)
+    seconds = runs.total / 8 / step.device.bf16_flops
+    assert bound.compute == predicted.bound.compute == pytest.approx(seconds)
+
+    other = experiment(MEDIUM, "--config.compute.attention=xla", "--config.mesh.fsdp=8")
+    with_logits = search.predict(other, step.device).temporaries
+    assert (predicted.temporaries == with_logits) == (not kernel)
+    assert kernel or predicted.temporaries == with_logits

@@ -1,0 +1,117 @@
+"""`python -m kvjax.costs`: its tables, the same figures as JSON, and its messages."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
+from experiments.parameter_table import load
+from kvjax.costs import __main__ as cost_report
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.hardware import datasheets
+
+
+@pytest.fixture
+def run(capsys):
+    """A function of options: the printed tables and the last line's JSON."""
+
+    def command(*options):
+        cost_report.main([*options, "--json", "--markdown"])
+        out, text = capsys.readouterr()
+        return text, json.loads(out)
+
+    return command
+
+
+def test_one_config(run):
+    text, result = run(f"--config={CONFIGS / 'mha_128m.py'}", "--device=h200", "--batch=3")
+    assert (result["name"], result["dtype"], result["batch"]) == ("costs", "bfloat16", 3)
+    (report,) = result["configs"]
+    experiment = load(CONFIGS / "mha_128m.py")
+    assert report["parameters"] == formulas.parameters(experiment.model)
+    flops = formulas.training_flops_per_token(experiment.model, 2048)
+    assert report["training_flops_per_token"] == flops
+    assert [d["context"] for d in report["decode"]] == [8192, 32768, 131072, 1048576]
+    shape = dict(length=32768, dtype=jnp.dtype(jnp.bfloat16))
+    cost = formulas.decode_cost(experiment.model, batch=3, **shape)
+    h200 = datasheets.get("h200")
+    assert report["decode"][1] == dict(
+        context=32768,
+        cache_bytes_per_token=12 * 3072,
+        cache_gb=32768 * 12 * 3072 / 1e9,
+        gflop_per_token=cost.flops_per_token / 1e9,
+        gb_per_token=cost.bytes_per_token / 1e9,
+        flop_per_byte=cost.intensity,
+        largest_batch={"h200": formulas.largest_batch(experiment.model, device=h200, **shape)},
+        least_ms={"h200": 1e3 * cost.seconds(h200)},
+    )
+    assert "| mha_128m | 32,768 | 36,864 | 1.208 |" in text
+
+
+def test_no_time_where_the_batch_does_not_fit(run):
+    text, result = run(f"--config={CONFIGS / 'mha_2p5b.py'}", "--device=v5e")
+    decode = result["configs"][0]["decode"]
+    assert [d["largest_batch"]["v5e"] for d in decode] == [3, 0, 0, 0]
+    assert [d["least_ms"]["v5e"] is None for d in decode] == [False, True, True, True]
+    assert "| mha_2p5b | 32,768 | - |" in text
+
+
+def test_all_configs_of_a_scale_by_cache(run, tmp_path):
+    for name in ("lrkv_tiny", "mha_tiny", "gqa_tiny", "mha_128m"):
+        shutil.copy(CONFIGS / f"{name}.py", tmp_path)
+    _, result = run(f"--config={tmp_path / 'lrkv_tiny.py'}", "--all")
+    assert [r["config"] for r in result["configs"]] == ["mha_tiny", "lrkv_tiny", "gqa_tiny"]
+    assert list(result["configs"][0]["decode"][0]["largest_batch"]) == list(datasheets.DEVICES)
+
+
+def test_a_cache_on_several_chips(run):
+    path = f"--config={CONFIGS / 'lrkv_2p5b.py'}"
+    text, result = run(path, "--chips=9", "--batch=3")
+    (report,) = result["configs"]
+    whole, each = 36 * 5192, 36 * (2 * 2 * (128 + 2 * 64) + 4 * 2)  # two of 18 heads
+    assert result["chips"] == 9
+    assert report["cache_bytes_per_token_and_chip"] == dict(tokens=whole / 9, heads=each)
+    assert f"| lrkv_2p5b | {whole:,} | {whole / 9:,.0f} | {each:,} | 1.79 |" in text
+    shape = dict(length=32_768, batch=3, dtype=jnp.dtype(jnp.bfloat16))
+    cost = formulas.decode_cost(load(CONFIGS / "lrkv_2p5b.py").model, **shape)
+    read = report["decode"][1]["gb_per_chip_and_step"]
+    assert read["tokens"] == pytest.approx((cost.weight_bytes + cost.cache_bytes / 9) / 1e9)
+    assert read["heads"] == pytest.approx((cost.weight_bytes + 3 * 32_768 * each) / 1e9)
+    assert f"| lrkv_2p5b | 32,768 | {read['tokens']:.3f} | {read['heads']:.3f} |" in text
+    text, result = run(path)
+    assert "chips" not in text and "gb_per_chip_and_step" not in result["configs"][0]["decode"][0]
+
+
+def test_overrides_and_dtype(run):
+    path = f"--config={CONFIGS / 'mha_tiny.py'}"
+    sizes = [
+        run(path, *options)[1]["configs"][0]["decode"][0]["cache_bytes_per_token"]
+        for options in ([], ["--dtype=float32"], ["--config.model.num_layers=2"])
+    ]
+    assert sizes[1:] == [2 * sizes[0], sizes[0] // 2]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--device=a100"], "--device: 'a100' is none of h100, h200, v4, v5e, v5p, v6e"),
+        (["--config="], "--config=: give a file, as in --config=configs/lrkv_tiny.py"),
+        (["--batch=0"], "--batch = 0: must be at least 1"),
+        (["--chips=0"], "--chips = 0: must be at least 1"),
+        (["--dtype=int8"], "--dtype = 'int8': must be one of 'bfloat16', 'float32'"),
+        (["--config=nowhere/x.py"], "no such file"),
+        (["--config=nowhere/x.py", "--all"], "no such file"),
+        (["--config.model.depth=3"], "config.model has no key 'depth'"),
+        (["--config.attention.num_heads=0"], "config.attention.num_heads = 0"),
+        (["--devise=h200"], "unknown option --devise; did you mean '--device'?"),
+        (["h200"], "unknown argument 'h200'"),
+    ],
+)
+def test_bad_options(capsys, options, message):
+    assert command_line.status(cost_report.main, options) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("kvjax: ") and message in captured.err
+    assert not captured.out

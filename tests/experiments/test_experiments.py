@@ -1,0 +1,366 @@
+"""The experiments' commands: what is wrong is one line before anything is measured."""
+
+import importlib
+import json
+import types
+
+import pytest
+
+from experiments import checkpoint_memory
+from experiments import checkpoint_speed
+from experiments import decode_benchmark
+from experiments import decode_memory
+from experiments import exactness
+from experiments import generate_benchmark
+from experiments import input_benchmark
+from experiments import paper_tables
+from experiments import parameter_table
+from experiments import record
+from experiments import tiny_comparison
+from experiments import train_benchmark
+from experiments.paper_figure import Figure
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation.checkout import ROOT
+from kvjax.training import loop
+from tests import runs
+
+COMMANDS = (
+    *("checkpoint_memory", "checkpoint_speed", "decode_benchmark", "decode_memory", "exactness"),
+    *("generate_benchmark", "input_benchmark", "paper_tables", "parameter_table"),
+    *("scaling_table", "tiny_comparison", "train_benchmark"),
+)
+WITH_TABLES = tuple(name for name in COMMANDS if name != "scaling_table")
+SAVING = tuple(n for n in WITH_TABLES if n not in ("input_benchmark", "parameter_table"))
+BAD = (  # command, options, what the line says
+    ("checkpoint_memory", "--d_model=0", "--d_model = 0: must be at least 1"),
+    ("checkpoint_memory", "--d_model=6", "--d_model=6: must divide by 4"),
+    ("checkpoint_memory", "--d_model=", "--d_model=: must be a whole number"),
+    ("checkpoint_memory", "--num_layers=-1", "--num_layers = -1: must be at least 1"),
+    ("checkpoint_memory", "--num_layers=1000000", "GB needs 3 x as much memory; "),
+    ("checkpoint_memory", "--worker={}", "unknown option --worker"),
+    ("checkpoint_speed", "--megabytes=0", "--megabytes = 0: must be at least 12"),
+    ("checkpoint_speed", "--megabytes=1000000000", "a state of 1,000,000.0 GB needs 3 x as much"),
+    ("checkpoint_speed", "--repeats=0", "--repeats = 0: must be at least 3"),
+    ("decode_benchmark", "--lengths=", "--lengths '': must be integers of 1 or more"),
+    ("decode_benchmark", "--lengths=0,128", "--lengths '0,128': must be integers of 1 or more"),
+    ("decode_benchmark", "--lengths=128", "--lengths=128: must be two or more numbers"),
+    ("decode_benchmark", "--lengths=128,128", "must be two or more numbers"),
+    ("decode_benchmark", "--lengths=1,9999999", "none above 1048576"),
+    ("decode_benchmark", f"--lengths=1,{'9' * 5000}", "must be integers of 1 or more"),
+    ("decode_benchmark", "--lengths=1k", "--lengths '1k': must be integers"),
+    ("decode_benchmark", "--rounds=0", "--rounds = 0: must be at least 1"),
+    ("decode_benchmark", "--rounds=x", "--rounds=x: must be a whole number"),
+    ("decode_benchmark", "--expand=maybe", "--expand"),
+    ("decode_memory", "--topology=v9:2x2", "topology 'v9:2x2': must be KIND:SHAPE"),
+    ("decode_memory", "--topology=h200:8", "topology 'h200:8': must be KIND:SHAPE"),
+    ("decode_memory", "--topology=", "topology '': must be KIND:SHAPE"),
+    ("decode_memory", "--batches=0", "--batches '0': must be integers of 1 or more"),
+    ("decode_memory", "--mechanism=LKRV", "--mechanism: 'LKRV' is none of MHA, LRKV,"),
+    ("decode_memory", "--mechanism=LKRV", "did you mean 'LRKV'?"),
+    ("decode_memory", "--mechanism=", "--mechanism: '' is none of MHA"),
+    ("decode_memory", "--mechanisms=MHA", "did you mean '--mechanism'?"),
+    ("exactness", "--positions=0", "--positions = 0: must be at least 128"),
+    ("exactness", "--rows=0", "--rows = 0: must be at least 1"),
+    ("exactness", "--rows=1.5", "--rows=1.5: must be a whole number"),
+    ("exactness", "--workdir=", "is no workdir of a run"),
+    ("generate_benchmark", "--batch=0", "--batch = 0: must be at least 1"),
+    ("generate_benchmark", "--batch=1,8", "--batch=1,8: must be a whole number"),
+    ("generate_benchmark", "--prompt_tokens=0", "--prompt_tokens = 0: must be at least 1"),
+    ("generate_benchmark", "--num_tokens=1", "--num_tokens = 1: must be at least 2"),
+    ("generate_benchmark", "--repeats=0", "--repeats = 0: must be at least 1"),
+    ("generate_benchmark", "--dtype=int8", "--dtype = 'int8': must be one of"),
+    ("input_benchmark", "--batch_size=0", "--batch_size = 0: must be at least 1"),
+    ("input_benchmark", "--sequence_length=0", "--sequence_length = 0: must be at least 1"),
+    ("input_benchmark", "--batch_size=1000000", "bytes, which are not enough for one batch"),
+    ("input_benchmark", "--sequence_length=99999999999", "which are not enough for one batch"),
+    ("input_benchmark", "--seconds=nan", "--seconds = nan: must be from 0.1 to 3600"),
+    ("input_benchmark", "--seconds=inf", "--seconds = inf: must be from 0.1 to 3600"),
+    ("input_benchmark", "--seconds=long", "--seconds=long: must be a number"),
+    ("scaling_table", "--only=mha*", "--only=mha*: is of --compile"),
+    ("scaling_table", "--check --compile", "--check --compile: give one of them"),
+    ("tiny_comparison", "--seeds=0", "--seeds = 0: must be at least 1"),
+    ("tiny_comparison", "--steps=-1", "--steps = -1: must be at least 1"),
+    ("tiny_comparison", "--mechanisms=", "--mechanisms=: '' is none of gqa, "),
+    ("tiny_comparison", "--mechanisms=mha,lkrv", "did you mean 'lrkv'?"),
+    ("tiny_comparison", "--orthogonalize=no", "--orthogonalize = 'no': must be one of 'joint'"),
+    ("tiny_comparison", "--runs=", "--runs= is empty"),
+    ("tiny_comparison", "--runs=/dev/null/x", "--runs = '/dev/null/x': must be a folder"),
+    ("train_benchmark", "--rows=0", "--rows = 0: must be at least 1"),
+    ("train_benchmark", "--steps=0", "--steps = 0: must be at least 1"),
+    ("train_benchmark", "--config=", "--config=.: is a folder"),
+    ("train_benchmark", "--config=configs/mah_tiny.py", "did you mean --config="),
+    ("train_benchmark", "--set=train.nmu_steps=1", "config.train has no key 'nmu_steps'"),
+    ("train_benchmark", "--set=train.batch_size=x", "--config.train.batch_size=x: must be a whole"),
+    ("train_benchmark", "--config.train.batch_size=1", "unknown option --config.train.batch_size"),
+    ("train_benchmark", "--torch_mode=default", "--torch_mode=default: is of --torch"),
+    ("train_benchmark", "--torch_attention=flash", "--torch_attention=flash: is of --torch"),
+    ("train_benchmark", "--torch --torch_mode=fast", "--torch_mode = 'fast': must be one of"),
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_done(monkeypatch):
+    """A test that gets as far as measuring fails."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError("this was to be refused")
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for module in (checkpoint_memory, checkpoint_speed, decode_benchmark, exactness):
+        monkeypatch.setattr(module, "measure", fail)
+    monkeypatch.setattr(input_benchmark, "measure", fail)
+    monkeypatch.setattr(generate_benchmark, "measure", fail)
+    monkeypatch.setattr(train_benchmark, "measure", fail)
+    monkeypatch.setattr(decode_memory, "step_memory", fail)
+    monkeypatch.setattr(paper_tables, "tables", fail)
+    monkeypatch.setattr(parameter_table, "row", fail)
+    monkeypatch.setattr(loop, "train", fail)
+
+
+@pytest.fixture
+def run(capsys):
+    """A function of a command's name and options: status, standard output, standard error."""
+
+    def run(name, *options):
+        main = importlib.import_module(f"experiments.{name}").main
+        status = command_line.status(main, options)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def refused(run, name, *options):
+    """The one line that says what must change."""
+    status, out, err = run(name, *options)
+    assert status == 2 and not out
+    assert err.startswith("kvjax: ") and err.count("\n") == 1, err
+    return err
+
+
+def test_all_commands_are_tested_here():
+    files = (ROOT / "experiments").glob("*.py")
+    assert COMMANDS == tuple(sorted(f.stem for f in files if "__main__" in f.read_text()))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_and_options_that_are_not_there(run, name):
+    status, out, err = run(name, "--help")
+    assert status == 0 and not err
+    assert f"python -m experiments.{name}" in out and "--version" in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert "unknown option --nope" in refused(run, name, "--nope=1")
+    assert "unknown argument 'nope'" in refused(run, name, "nope")
+
+
+@pytest.mark.parametrize(
+    "name, options, message", BAD, ids=[f"{name} {options[:40]}" for name, options, _ in BAD]
+)
+def test_bad_values(run, name, options, message):
+    assert message in refused(run, name, *options.split())
+
+
+@pytest.mark.parametrize("name", ["exactness", "generate_benchmark"])
+def test_without_a_trained_run_it_says_what_trains_one(run, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = refused(run, name)
+    assert "runs/lrkv_tiny is no workdir of a run" in said
+    assert "`make demo` trains" in said and "`python -m kvjax.main --workdir=" in said
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_a_folder_that_cannot_be_written_is_told_first(run, name, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "file" / "results")
+    said = refused(run, name, "--save")
+    assert f"--save: cannot write into {tmp_path}/file/results (Not a directory)" in said
+
+
+def test_pytorch_that_is_not_there(run, monkeypatch):
+    monkeypatch.setattr(train_benchmark.importlib.util, "find_spec", lambda name: None)
+    said = refused(run, "train_benchmark", "--torch", "--config=configs/mha_tiny.py")
+    assert "--torch: PyTorch is not installed" in said
+
+
+# -- what they print -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def printed(run, monkeypatch, tmp_path):
+    """What a command prints whose measurements are made up: a function of its name and options."""
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    times = dict(range=(0.001, 0.003), expanding_first=0.1)
+    size = lambda name, n: dict(mechanism=name, tokens=n, cache_bytes=9216 * n, flops=9.5 * n)
+    sizes = dict(logical=1.5e9, costs=1.5e9, physical=1.5e9, aliased=1.5e9, temporary=2e6)
+    count = dict(parameters=1_310_720, without_embedding=2**20, attention=2**18)
+    verdict = Figure("d36, LRKV, r = 64", "% of MHA", "48.4", 55.5, "1/N + r/H is not that number")
+    timed = dict(tokens_per_second=17e3, slowest=16e3, fastest=18e3, gflops=150.0, count=1)
+    ratios = dict(save_ratio=[1.0, 0.9, 1.1], load_ratio=[1.0, 0.9, 1.1])
+    stubs = {
+        checkpoint_memory: dict(
+            measure=lambda **_: [
+                dict(written="fsdp=4", state_bytes=3e8, peak_bytes=[2e8] * 4, local_bytes=[7e7] * 4)
+            ]
+        ),
+        checkpoint_speed: dict(
+            measure=lambda **_: [dict(kind="with checksums", save_s=1.5, load_s=2.5, **ratios)]
+        ),
+        decode_benchmark: dict(
+            measure=lambda length, *_, **__: [
+                size(name, length) | times | dict(seconds=length * 1e-6, mha_seconds=length * 2e-6)
+                for name in decode_benchmark.MECHANISMS
+            ],
+            machine=types.SimpleNamespace(read_rate=lambda _: 3e10, matmul_rate=lambda _: 2e11),
+        ),
+        decode_memory: dict(
+            step_memory=lambda config, batch, length, device: (
+                sizes | dict(batch=batch, length=length)
+            ),
+            attention_memory=lambda name, length: dict(logical=9216 * length, temporary=2e6),
+            topology=types.SimpleNamespace(tpu_devices=lambda name: ["a chip"]),
+            growth=lambda short, long: 0.001,
+        ),
+        exactness: dict(
+            held_out=lambda *_: types.SimpleNamespace(shape=(4, 512)),
+            trained=types.SimpleNamespace(load=lambda *_: None),
+            measure=lambda *_: [
+                dict(
+                    prefill=n,
+                    step=500,
+                    largest_difference=1.5e-6,
+                    **dict.fromkeys(("positions", "same_token"), 2048),
+                    **dict.fromkeys(("clear_positions", "same_token_where_clear"), 2000),
+                )
+                for n in exactness.PREFILLS
+            ],
+        ),
+        input_benchmark: dict(measure=lambda *_: dict(tokens_per_second=2_300_000, cores=2)),
+        paper_tables: dict(tables=lambda: {"LRKV Table 2: " + "cache " * 20: [verdict] * 3}),
+        parameter_table: dict(
+            row=lambda e: count | dict(config=e.name, cache_bytes=331_776, flops=1.6e10)
+        ),
+        tiny_comparison: dict(run=lambda *_: dict(bpb=2.1, tokens_per_second=17e3)),
+        train_benchmark: dict(
+            measure=lambda runs: (
+                [timed | dict(config=runs[0].name, loss=7.5, first_step_seconds=9.0)],
+                [dict(config=runs[1].name, error="OutOfMemory: " + "no room " * 15)],
+                2e11,
+            )
+        ),
+    }
+    for module, names in stubs.items():
+        for name, stub in names.items():
+            monkeypatch.setattr(module, name, stub)
+    return lambda name, *options: run(name, *OPTIONS.get(name, ()), *options)
+
+
+OPTIONS = {
+    "decode_benchmark": ["--lengths=1024,2048"],
+    "tiny_comparison": ["--runs=runs/x", "--mechanisms=mha,lrkv"],
+}
+SLOPES = ("mechanism", "cache_bytes", "flops", "ns", "mha_ns", "by_bytes", "by_flops")
+STUBBED = tuple(name for name in WITH_TABLES if name != "generate_benchmark")
+
+
+@pytest.mark.parametrize("name", STUBBED)
+def test_tables_fit_and_json_stands_alone(printed, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = 1 if name == "train_benchmark" else 0  # one of its runs failed
+    status, out, err = printed(name)
+    assert status == expected, err
+    assert max(map(len, out.splitlines())) <= 80
+    assert "---" in out and "{" not in out
+    status, out, err = printed(name, "--json", "--markdown")
+    assert status == expected and "|---" in err
+    assert out.count("\n") == 1 and json.loads(out)["name"].startswith(name)
+    if name in SAVING:
+        status, _, err = printed(name, "--save")
+        assert status == expected and "kvjax: written: " in err
+        (file,) = record.RESULTS.glob("*.json")
+        assert json.loads(file.read_text())["made_by"]["packages"]["jax"]
+
+
+def test_progress_says_where_it_is(printed, monkeypatch):
+    said = []
+    monkeypatch.setattr(progress.waiting, "at", lambda self, where: said.append(where))
+    monkeypatch.setattr(decode_benchmark, "measure", lambda *_, **__: [])
+    monkeypatch.setattr(decode_benchmark, "slopes", lambda *_: [dict.fromkeys(SLOPES, 1.0)])
+    status, _, _ = printed("decode_benchmark")
+    assert status == 0 and "1,024 tokens" in said
+
+
+def test_caches_that_do_not_fit_are_told_first(printed, monkeypatch):
+    said = refused(printed, "decode_memory", "--batches=1,100000", "--mechanism=MQA")
+    assert "--batches=100000: a cache of MQA, so many sequences of 32,768 tokens, has" in said
+    monkeypatch.setattr(decode_benchmark.runtime, "memory_per_device", lambda: 10**6)
+    said = refused(printed, "decode_benchmark")
+    assert "--lengths=2048: two caches of so many tokens need 0.1 GB of 0.0 GB" in said
+
+
+def test_one_seed_has_no_interval(printed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, out, err = printed("tiny_comparison", "--seeds=1", "--json")
+    assert [r["bpb_half_interval"] for r in json.loads(out)["rows"]] == [None, None]
+    assert "nan" not in err and "±" not in err
+
+
+@pytest.mark.parametrize("mfu, said", [(1.1, True), (0.9, False), (None, False)])
+def test_mfu_over_100_is_explained(printed, monkeypatch, mfu, said):
+    rates = dict(mfu=mfu, of_matmul=None)
+    monkeypatch.setattr(train_benchmark, "with_rates", lambda row, *_: row | rates)
+    _, out, _ = printed("train_benchmark")
+    assert ("MFU over 100 %: it counts attention over all T keys" in out) == said
+
+
+def test_runs_too_short_for_a_speed(printed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tiny_comparison, "run", lambda *_: dict(bpb=3.4, tokens_per_second=None))
+    status, out, err = printed("tiny_comparison", "--markdown", "--json")
+    assert status == 0 and "| - | 3.4000 ± 0.0000 |" in err
+    assert [r["tokens_per_second"] for r in json.loads(out)["rows"]] == [None, None]
+
+
+def test_a_config_of_no_scale_of_ours_stands_last(run, monkeypatch, tmp_path):
+    monkeypatch.undo()
+    for name in ("mha_tiny", "lrkv_tiny"):
+        text = (parameter_table.CONFIGS / f"{name}.py").read_text()
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "own.py").write_text(text.replace('"lrkv_tiny"', '"own"'))
+    monkeypatch.setattr(parameter_table, "CONFIGS", tmp_path)
+    status, out, _ = run("parameter_table", "--markdown")
+    assert status == 0
+    *_, mha, lrkv, own = out.splitlines()
+    assert mha.startswith("| `mha_tiny` | 1,310,720 | ") and "| 100.00% |" in mha
+    assert lrkv.startswith("| `lrkv_tiny` | ")
+    assert own.startswith("| `own` | ") and own.endswith(" |  |") and "%" not in own
+
+
+# -- on a trained run ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained_run(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    source = runs.write_text(tmp_path / "text.txt")
+    config = runs.small_config(source, str(tmp_path / "data"), num_steps=1, eval_every=1)
+    config.train.update(checkpoint_every=1, sample_tokens=0)
+    loop.train(config, tmp_path / "run")
+    return f"--workdir={tmp_path}/run"
+
+
+@pytest.mark.slow
+def test_a_trained_run(run, trained_run, capsys):
+    capsys.readouterr()
+    status, out, err = run("exactness", trained_run, "--positions=128", "--rows=1", "--json")
+    assert status == 0
+    first, second = json.loads(out)["results"]
+    assert (first["prefill"], second["prefill"]) == exactness.PREFILLS
+    assert "1 x 128" in err
+    said = refused(run, "exactness", trained_run, "--rows=1000")
+    assert "--rows=1000 --positions=512: the held-out text of " in said
+    small = ("--prompt_tokens=4", "--num_tokens=3", "--repeats=1")
+    said = refused(run, "generate_benchmark", trained_run, "--batch=1000000000", *small)
+    assert "--batch=1000000000: a cache of so many sequences of 7 tokens needs" in said
+    status, out, _ = run("generate_benchmark", trained_run, "--batch=2", *small, "--json")
+    (row,) = json.loads(out)["rows"]
+    assert status == 0 and row["batch"] == 2 and row["compilations_after_warm_up"] == 0

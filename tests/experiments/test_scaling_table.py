@@ -1,0 +1,351 @@
+"""The scaling table: targets fit their meshes, and what is written is what the results say."""
+
+import json
+import math
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from experiments import lab_notes
+from experiments import scaling_table
+from kvjax.distributed import sharding
+from kvjax.foundation import command_line
+from kvjax.foundation.errors import UserError
+from kvjax.hardware import topology
+from kvjax.model import parameters
+
+NOTES = {note.name: note for note in lab_notes.read_all()}
+TARGETS = [
+    pytest.param(note, target, id=f"{name}-{target.topology}")
+    for name, note in NOTES.items()
+    for target in note.targets
+]
+
+
+# -- the configs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("note, target", TARGETS)
+def test_mesh_and_batch_divide_over_the_target(note, target):
+    run, shape = target.experiment, target.mesh
+    assert run.name == note.name and target.topology.partition(":")[0] in topology.SHAPES
+    assert tuple(shape) == sharding.AXES
+    assert math.prod(shape.values()) == target.chips
+    mesh = jax.sharding.AbstractMesh(tuple(shape.values()), sharding.AXES)
+    weights = parameters.abstract(run.model)
+    sharding.parameter_shardings(mesh, *weights)  # raises where an axis does not divide
+    rows = run.train.batch_size // run.train.grad_accumulation
+    assert rows % sharding.rows_ways(mesh) == 0
+    assert run.data.sequence_length % (2 * shape["sequence"]) == 0
+
+
+def test_targets_that_must_be_there():
+    for name in ("lrkv_2p5b", "mha_2p5b"):
+        targets = [(target.topology, target.overrides) for target in NOTES[name].targets]
+        split = ("--config.mesh.data=4",)  # of 64 chips: 2,304 rows of a weight in tiles of 16
+        assert targets == [
+            ("v5p:2x2x4", ()),
+            ("v4:4x4x4", split),
+            ("v5e:8x8", split),
+            ("h200:8", ()),
+        ]
+    large = [note for note in NOTES.values() if note.name.endswith("_6p3b")]
+    assert large and all(n.targets[0].topology.startswith("v5p") for n in large)
+
+
+@pytest.mark.parametrize("note, target", TARGETS)
+def test_the_compiler_says_that_it_fits(note, target):
+    """Every config, as it is now, was compiled for all its targets: a tenth of HBM is free."""
+    found = scaling_table.outcome(note, target)
+    assert found.result, f"{found.why}: run `python -m experiments.scaling_table --compile`"
+    assert found.result["fits"] and found.result["memory"]["part"] <= 0.9
+    assert found.result["mesh"] == target.mesh and not found.result["replicated"]
+
+
+def test_readme_and_lab_notes_say_what_the_results_say():
+    changed = scaling_table.differences(scaling_table.written(list(NOTES.values())))
+    assert not changed, f"run `python -m experiments.scaling_table`:\n{changed}"
+
+
+# -- the command, on two configs in a folder of their own ------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A root with two configs, a README, no results, and a compiler that answers at once."""
+    (tmp_path / "configs" / "long_context").mkdir(parents=True)
+    (tmp_path / "experiments").mkdir()
+    for file in ("configs/mha_128m.py", "configs/long_context/lrkv_32k_2p5b.py"):
+        shutil.copy(scaling_table.ROOT / file, tmp_path / file)
+    readme = tmp_path / "experiments" / "README.md"
+    readme.write_text(f"before\n{scaling_table.BEGIN}\nold\n{scaling_table.END}\nafter\n")
+    results = tmp_path / "experiments" / "results" / "aot"
+    for name, path in dict(ROOT=tmp_path, README=readme, RESULTS=results).items():
+        monkeypatch.setattr(scaling_table, name, path)
+    read_all = lab_notes.read_all
+    monkeypatch.setattr(lab_notes, "read_all", lambda: read_all(tmp_path / "configs"))
+    monkeypatch.setattr(scaling_table, "_command", _answer)
+    for path in tmp_path.rglob("configs/**/*.py"):  # as written before anything was compiled
+        assert _run() == 0
+        assert "At least: not known, not compiled yet." in path.read_text()
+    return tmp_path
+
+
+def _result(note, target, **changes):
+    """Like `kvjax.aot`'s, with easy numbers."""
+    part = changes.pop("part", 0.5)
+    return (
+        dict(
+            config=note.name,
+            topology=target.topology,
+            fits=part <= 0.9,
+            memory=dict(total=47_500_000_000, part=part),
+            memory_is_upper_bound=False,
+            collectives=[
+                dict(kind="all-gather", scope="mlp", wire_bytes=1.25e9),
+                dict(kind="reduce-scatter", scope="mlp", wire_bytes=2e9),
+                dict(kind="all-gather", scope="muon", wire_bytes=0.5e9),
+                dict(kind="all-reduce", scope="loss", wire_bytes=4e6),
+            ],
+            bound=dict(mfu=0.6543, by="compute", days=12.3456, exaflops=2315.6),
+        )
+        | changes
+    )
+
+
+def _answer(note, target):
+    """A command that saves a result and prints, as `python -m kvjax.aot --save`."""
+    file = scaling_table.result_file(note.name, target.topology)
+    code = (
+        "import pathlib, sys; path = pathlib.Path(sys.argv[1]); "
+        "path.parent.mkdir(parents=True, exist_ok=True); path.write_text(sys.argv[2])"
+    )
+    result = _result(note, target, resolved=target.resolved)
+    return [sys.executable, "-c", code, str(file), json.dumps(result)]
+
+
+def _run(*options):
+    return command_line.status(scaling_table.main, options)
+
+
+def _line(path):
+    (line,) = [t for t in path.read_text().splitlines() if t.startswith("At least")]
+    return line
+
+
+def test_compile_then_write_then_check(place, capsys):
+    short, long = place / "configs/mha_128m.py", place / "configs/long_context/lrkv_32k_2p5b.py"
+    readme = place / "experiments" / "README.md"
+    before = long.read_text()
+    assert "not compiled yet" in readme.read_text()
+    capsys.readouterr()
+    assert _run("--compile", "--only=*32k*") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 of 1 to compile\n1/1 lrkv_32k_2p5b on v5p:2x2x4: ")
+    assert out.endswith("s, 50.0% of HBM\nall compiled, and all fit\n")
+    assert _run("--check") == 1
+    out = capsys.readouterr().out
+    assert "experiments/README.md (is)" in out and "-At least: not known" in out
+    assert long.read_text() == before
+    assert _run() == 0
+    line = (
+        "At least 12.35 days for 2,316 exaFLOPs: at most 42.4% MFU without masked keys, bound by "
+        "compute."
+    )
+    assert long.read_text() == before.replace("At least: not known, not compiled yet.", line)
+    assert _line(short) == "At least: not known, not compiled yet."
+    text = readme.read_text()
+    assert text.startswith(f"before\n{scaling_table.BEGIN}\n\n| config |")
+    assert text.endswith(f"|\n\n{scaling_table.END}\nafter\n")
+    assert (
+        "| [lrkv_32k_2p5b](../configs/long_context/lrkv_32k_2p5b.py) | 2,435,973,120 | 186,912 "
+        "| v5p:2x2x4 | fsdp 8 x sequence 2 | dots | 1 | 47.5 | 50.0% | 46.325 "
+        "| all-gather 1.75, reduce-scatter 2.00 | 65.4% | 42.4% | compute | 12.35 | 2,316 |\n"
+    ) in text
+    assert _run("--check") == 0
+    (line,) = [t for t in text.splitlines() if "[mha_128m]" in t]
+    assert line.split(" | ")[7:9] == ["not compiled yet", ""]
+
+
+def test_several_targets(place):
+    """The table has a line for each; the lab note's least time is of the first."""
+    shutil.copy(NOTES["lrkv_2p5b"].path, place / "configs")
+    note = lab_notes.read(place / "configs" / "lrkv_2p5b.py")
+    scaling_table.RESULTS.mkdir(parents=True)
+    for days, target in enumerate(note.targets, start=1):
+        bound = dict(mfu=0.5, by="hbm", days=days, exaflops=787)
+        result = _result(note, target, bound=bound, resolved=target.resolved)
+        scaling_table.result_file(note.name, target.topology).write_text(json.dumps(result))
+    assert _run() == 0
+    assert _line(note.path).startswith("At least 1.00 days for 787 exaFLOPs: ")
+    lines = (place / "experiments" / "README.md").read_text().splitlines()
+    cells = [line.split(" | ") for line in lines if "[lrkv_2p5b]" in line]
+    assert [(c[3], c[4], c[-2]) for c in cells] == [
+        ("v5p:2x2x4", "fsdp 16", "1.00"),
+        ("v4:4x4x4", "data 4 x fsdp 16", "2.00"),
+        ("v5e:8x8", "data 4 x fsdp 16", "3.00"),
+        ("h200:8", "fsdp 8", "4.00"),
+    ]
+
+
+def test_what_is_there_is_not_compiled_again(place, capsys):
+    assert _run("--compile") == 0
+    assert "2 of 2 to compile" in capsys.readouterr().out
+    file = scaling_table.result_file("mha_128m", "v5e:4x4")
+    file.write_text(file.read_text().replace("12.3456", "99"))
+    assert _run("--compile") == 0
+    assert capsys.readouterr().out.startswith("0 of 2 to compile\n")
+    assert json.loads(file.read_text())["bound"]["days"] == 99
+
+
+@pytest.mark.parametrize(
+    "old, new, stale",
+    [
+        ('"mha_128m", scale', '"mha_128m", mesh=dict(data=2), scale', True),
+        ('"mha_128m", scale', '"mha_128m", train=dict(batch_size=512), scale', True),
+        ('"mha_128m", scale', '"mha_128m", data=dict(text_key="body"), scale', False),
+        ('"mha_128m", scale', '"mha_128m", train=dict(log_every=3), scale', False),
+        ("Measured: nothing yet.", "Measured: 3 days.", False),
+    ],
+)
+def test_a_result_lasts_as_long_as_the_step_it_is_of(place, capsys, old, new, stale):
+    assert _run("--compile") == _run() == _run("--check") == 0
+    path = place / "configs/mha_128m.py"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    assert _run("--check") == int(stale)
+    assert ("changed since it was compiled" in capsys.readouterr().out) == stale
+    assert _run("--compile") == 0
+    assert f"{int(stale)} of 2 to compile" in capsys.readouterr().out
+
+
+def test_a_result_without_its_config_does_not_count(place):
+    note = lab_notes.read(place / "configs/mha_128m.py")
+    (target,) = note.targets
+    file = scaling_table.result_file(note.name, target.topology)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(_result(note, target)))
+    assert scaling_table.outcome(note, target).result is None
+    file.write_text(json.dumps(_result(note, target, resolved=target.resolved)))
+    assert scaling_table.outcome(note, target).result["config"] == "mha_128m"
+
+
+def test_a_result_without_the_targets_overrides_does_not_count(place):
+    note = NOTES["lrkv_2p5b"]
+    plain, split = note.targets[:2]
+    assert "mesh.data = 4" in split.resolved and split.resolved != plain.resolved
+    file = scaling_table.result_file(note.name, split.topology)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(_result(note, split, resolved=plain.resolved)))
+    assert scaling_table.outcome(note, split).result is None
+    file.write_text(json.dumps(_result(note, split, resolved=split.resolved)))
+    assert scaling_table.outcome(note, split).result["topology"] == split.topology
+
+
+def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
+    fail = [sys.executable, "-c", "import sys; sys.exit('kvjax: no room\\non this chip')"]
+    answer = lambda note, target: fail if "128m" in note.name else _answer(note, target)
+    monkeypatch.setattr(scaling_table, "_command", answer)
+    assert _run("--compile") == 1
+    out = capsys.readouterr().out
+    assert "1/2 mha_128m on v5e:4x4: 0 s, status 1: on this chip" in out
+    assert "2/2 lrkv_32k_2p5b on v5p:2x2x4: " in out
+    assert out.endswith("of HBM\nmha_128m on v5e:4x4: not compiled yet\n")
+
+
+def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
+    note = lab_notes.read(place / "configs/mha_128m.py")
+    (target,) = note.targets
+    changes = dict(part=0.973, memory_is_upper_bound=True, resolved=target.resolved)
+    file = scaling_table.result_file(note.name, target.topology)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(_result(note, target, **changes)))
+    assert _run("--compile", "--only=mha*") == 1
+    assert capsys.readouterr().out.endswith("mha_128m on v5e:4x4: does not fit, 97.3% of HBM\n")
+    assert _run() == 0
+    assert _line(note.path).endswith("bound by compute; does not fit, 97.3% of HBM.")
+    assert "| ≤ 47.5 | **≤ 97.3%: does not fit** |" in (place / "experiments/README.md").read_text()
+
+
+def test_the_command_is_aots():
+    command = lambda name, i: scaling_table._command(NOTES[name], NOTES[name].targets[i])
+    aot = (sys.executable, "-m", "kvjax.aot")
+    config = "--config=configs/ranks/lrkv_r8_128m.py"
+    assert command("lrkv_r8_128m", 0) == [*aot, config, "--topology=v5e:4x4", "--save"]
+    config = ("--config=configs/mha_2p5b.py", "--config.mesh.data=4")
+    assert command("mha_2p5b", 1) == [*aot, *config, "--topology=v4:4x4x4", "--save"]
+    assert scaling_table.result_file("x_128m", "v5e:4x4") == pathlib.Path(
+        scaling_table.ROOT / "experiments" / "results" / "aot" / "x_128m_v5e_4x4.json"
+    )
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("(16 chips)", "(8 chips)", r"target 'v5e:4x4 \(8 chips\).': must be like"),
+        ("v5e:4x4 (16 chips)", "a TPU", "target 'a TPU.': must be like"),
+        ("(16 chips)", "(16 chips, data=4)", r"chips, data=4\).': must be like"),
+        ("Target:", "Hardware:", "needs one line like 'Target: v5p:2x2x4"),
+        ("Target:", "Target: v5e:2x2 (4 chips).\nTarget:", "needs one line like 'Target:"),
+        ("At least", "Perhaps", "must have .*At least.* once"),
+        ("Measured:", "At least so.\nMeasured:", "must have .*At least.* once"),
+    ],
+)
+def test_a_lab_note_that_cannot_be_read(place, capsys, old, new, message):
+    path = place / "configs/mha_128m.py"
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(UserError, match=f"mha_128m.py: .*{message}"):
+        scaling_table.written(lab_notes.read_all())
+    assert _run("--check") == 2
+    assert capsys.readouterr().err.startswith("kvjax: ")
+
+
+def test_readme_without_marks(place, capsys):
+    readme = place / "experiments" / "README.md"
+    readme.write_text("before\nafter\n")
+    assert _run() == 2
+    assert "README.md: must have" in capsys.readouterr().err
+    assert readme.read_text() == "before\nafter\n"
+
+
+def test_a_pattern_that_matches_nothing(place, capsys):
+    assert _run("--compile", "--only=mah*") == 2
+    assert capsys.readouterr().err.startswith("kvjax: --only=mah*: matches no config")
+
+
+def test_a_config_of_no_scale(place):
+    path = place / "configs/mha_128m.py"
+    path.write_text(path.read_text().replace('"mha_128m"', '"mha_big"'))
+    with pytest.raises(UserError, match="end of config.name = .big.: must be one of .128m"):
+        lab_notes.read_all()
+
+
+def test_options_that_do_not_go_together(place, capsys):
+    assert _run("--check", "--compile") == _run("--only=mha*") == 2
+    both, only = capsys.readouterr().err.splitlines()
+    assert both == "kvjax: --check --compile: give one of them"
+    assert only.startswith("kvjax: --only=mha*: is of --compile")
+
+
+@pytest.mark.aot
+def test_a_saved_result_is_what_the_compiler_says_now():
+    """Of one config: a result outlives a change of the program, unless someone looks."""
+    note = NOTES["lrkv_128m"]
+    (target,) = note.targets
+    saved = scaling_table.outcome(note, target).result
+    command = [part for part in scaling_table._command(note, target) if part != "--save"]
+    done = subprocess.run(
+        [*command, "--json"], cwd=scaling_table.ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    now = json.loads(done.stdout)
+    assert now["memory"]["total"] == pytest.approx(saved["memory"]["total"], rel=0.01)
+    assert now["wire_bytes"] == pytest.approx(saved["wire_bytes"], rel=0.01)
+    assert now["bound"]["seconds"] == pytest.approx(saved["bound"]["seconds"], rel=0.01)

@@ -1,0 +1,108 @@
+"""A config file with overrides, and what is said when that cannot be."""
+
+import argparse
+import pathlib
+
+import pytest
+
+from kvjax.foundation import command_line
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
+from kvjax.foundation.errors import UserError
+
+LRKV = CONFIGS / "lrkv_tiny.py"
+
+
+def test_overrides_are_typed_and_the_config_is_locked():
+    overrides = ["--config.train.num_steps=7", "--config.data.tokenizer=byte"]
+    for config in (load_config(LRKV, overrides), load_config(LRKV)):
+        assert config.is_locked
+    config = load_config(LRKV, overrides)
+    assert (config.train.num_steps, config.data.tokenizer) == (7, "byte")
+    assert load_config(LRKV).train.num_steps == 500
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            "--config.train.nmu_steps=7",
+            "config.train has no key 'nmu_steps'; did you mean 'num_steps'\\? It has bad_steps",
+        ),
+        ("--config.train.seed.x=7", "config.train.seed is a value, not a section"),
+        ("--config.train.num_steps=many", "many: must be a whole number; its default is 500"),
+        ("--config.train=7", "config.train is a section; give one of bad_steps, batch_size"),
+        ("--config.num_steps=7", "no key 'num_steps'; did you mean config.train.num_steps\\?"),
+        ("--config.train.num_steps", "give a value, as in --config.train.num_steps=500"),
+        ("--noconfig.train.num_steps", "is negated|give a value"),
+        ("--config.model.bias=perhaps", "must be true or false; its default is False"),
+        ("--config.attention.layer_ranks=(1,", "must be a tuple, as \\(8, 16\\)"),
+    ],
+)
+def test_bad_override(override, message):
+    with pytest.raises(UserError, match=message):
+        load_config(LRKV, [override])
+
+
+def test_no_such_file_says_what_there_is():
+    with pytest.raises(UserError, match="no such file; did you mean --config=.*lrkv_tiny.py"):
+        load_config(LRKV.with_name("lrvk_tiny.py"))
+    with pytest.raises(UserError, match="no such file; did you mean --config=.*lrkv_tiny.py"):
+        load_config(pathlib.Path("lrkv_tiny"))
+    with pytest.raises(UserError, match="no such file; in .*configs there are .*lrkv_tiny"):
+        load_config(pathlib.Path("nothing/of/the/kind.py"))
+    with pytest.raises(UserError, match="is a folder; give a file. There: .*lrkv_tiny.py"):
+        load_config(LRKV.parent)
+
+
+def test_what_is_said_of_a_value_names_the_option_it_was_given_as():
+    options = argparse.Namespace(seed=-1)
+    for said, told in (
+        ("seed = -1: must be", "--seed = -1: must be"),
+        ("config.train.seed = -1: must be", "config.train.seed = -1: must be"),
+        ("no seed", "no seed"),
+    ):
+        with (
+            pytest.raises(UserError, match=f"^{told}"),
+            command_line.naming_options(options),
+        ):
+            raise UserError(said)
+
+
+@pytest.mark.parametrize(
+    "error, status, said",
+    [
+        (UserError("x = 1: must be 2"), 2, "kvjax: x = 1: must be 2\n"),
+        (NotImplementedError("no such kernel"), 2, "kvjax: no such kernel\n"),
+        (FileNotFoundError(2, "not there", "x"), 2, "kvjax: [Errno 2] not there: 'x'\n"),
+        (MemoryError(), 2, "kvjax: out of memory (MemoryError): ask for less at once,"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 7 bytes\nmore"), 2, "kvjax: out of memory (RESOURCE"),
+        (RuntimeError("Unable to initialize backend 'x': y\nz"), 2, "JAX_PLATFORMS=cpu runs on"),
+        (KeyboardInterrupt(), 130, "kvjax: interrupted\n"),
+        (BrokenPipeError(), 1, ""),
+        (SystemExit(75), 75, ""),
+        (SystemExit(), 0, ""),
+    ],
+)
+def test_how_a_command_ends(capsys, error, status, said):
+    def command(arguments):
+        assert arguments == ["--x"]
+        raise error
+
+    assert command_line.status(command, ["--x"]) == status
+    out, err = capsys.readouterr()
+    assert not out and said in err and len(err.splitlines()) == bool(said)
+
+
+def test_a_bug_keeps_its_traceback():
+    def command(arguments):
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError):
+        command_line.status(command, [])
+
+
+def test_a_file_that_is_no_config(tmp_path):
+    (tmp_path / "x.py").write_text("a = 1\n")
+    with pytest.raises(UserError, match="has no get_config"):
+        load_config(tmp_path / "x.py")

@@ -1,0 +1,178 @@
+"""Ctrl-C at any moment, and a terminal that closes: nothing goes on that was told to stop."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvjax.distributed.interruption import Interruption
+from kvjax.foundation import interrupted
+from kvjax.foundation.checkout import ROOT
+from tests.training import test_resume
+
+CTRL_C = "signal.raise_signal(signal.SIGINT)"
+QUIETLY = "import signal, time\nfrom kvjax.foundation import interrupted\ninterrupted.quietly()\n"
+LONG = "--config.train.num_steps=100000"
+no_child_left, config = test_resume.no_child_left, test_resume.config  # fixtures
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        CTRL_C,
+        f"class A:\n def __del__(self): {CTRL_C}\nA()\nprint('went on')",  # Python forgets it
+        f"try: {CTRL_C}\nexcept KeyboardInterrupt: raise ImportError('of an array library')",
+        f"try: {CTRL_C}\nexcept KeyboardInterrupt: {CTRL_C}",
+    ],
+    ids=["plain", "in a destructor", "as another error", "twice"],
+)
+def test_what_ctrl_c_becomes(code):
+    code = (
+        f"import signal\nfrom kvjax.foundation import interrupted\ninterrupted.quietly()\n{code}\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    twice = code.count(CTRL_C) == 2
+    assert process.returncode == (-signal.SIGINT if twice else 130), process
+    assert process.stderr == ("" if twice else "kvjax: interrupted\n") and not process.stdout
+
+
+SWALLOWED = f"import signal, time\nfrom kvjax.foundation import interrupted\ninterrupted.quietly()\ntry: {CTRL_C}\n"
+
+
+def test_a_ctrl_c_that_a_library_swallowed_ends_the_process():
+    code = SWALLOWED + "except BaseException: pass\nwhile True: time.sleep(0.1)"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (process.returncode, process.stderr) == (130, "kvjax: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        "except BaseException: CLEAN",
+        "except BaseException:\n try: raise OSError\n except OSError: CLEAN",
+        "except BaseException: interrupted.taken()\nCLEAN",
+    ],
+    ids=["in its handler", "in another's in it", "taken"],
+)
+def test_who_cleans_up_for_a_ctrl_c_has_the_time_for_it(handler):
+    code = SWALLOWED + handler.replace("CLEAN", "time.sleep(2.5); print('clean')")
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (process.returncode, process.stdout) == (0, "clean\n")
+
+
+def test_who_ignores_ctrl_c_goes_on_ignoring_it():
+    """A command that a script puts in its background."""
+    code = QUIETLY + CTRL_C
+    ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
+    assert subprocess.run([*ignoring, sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_ctrl_c_that_a_library_swallowed_ends_a_run(config, tmp_path):
+    swallowed = f"import signal\ntry: {CTRL_C}\nexcept BaseException: pass\n"
+    config.write_text(swallowed + config.read_text())
+    output = test_resume.finish(test_resume.launch(config, tmp_path / "run"), status=130)
+    assert "interrupted" in output and "Traceback" not in output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_ctrl_c_just_before_a_loop_of_steps_ends_it(monkeypatch):
+    monkeypatch.setattr(interrupted, "_received", True)
+    monkeypatch.setattr(interrupted, "_taken", False)
+    interruption = Interruption()
+    assert interruption.due(0) and interruption.signal == signal.SIGINT
+    assert interrupted.taken()
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_moment(config, tmp_path):
+    """From the first imports to a little after the first step."""
+    process = test_resume.launch(config, tmp_path / "whole", "--config.train.stop_after=1")
+    (seconds,) = re.findall(r"first step ([\d.]+) s after", test_resume.finish(process))
+    for moment in range(1, 11):
+        workdir = tmp_path / f"run-{moment}"
+        process = test_resume.launch(config, workdir, LONG)
+        time.sleep(0.11 * moment * float(seconds))
+        process.send_signal(signal.SIGINT)
+        output = test_resume.finish(process, status=130)
+        assert "Traceback" not in output
+        assert "interrupted" in output or "Stopped on SIGINT" in output
+        print(f"{0.11 * moment:.0%}: {output.strip().splitlines()[-1]}")
+
+
+# Makes its standard input the terminal that its session belongs to, and runs a command.
+IN_TERMINAL = (
+    "import fcntl, os, sys, termios\n"
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "os.execvp(sys.argv[1], sys.argv[1:])\n"
+)
+
+
+def terminal(command: list[str]) -> tuple[subprocess.Popen, int]:
+    """A process in a terminal of its own, and the terminal's other end."""
+    ours, theirs = os.openpty()
+    os.set_blocking(ours, False)
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_TERMINAL, *command],
+        **dict(stdin=theirs, stdout=theirs, stderr=theirs),
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    return process, ours
+
+
+def wait_for_steps(process: subprocess.Popen, ours: int, workdir: pathlib.Path) -> None:
+    """Until a hundred records are written, reading what the terminal shows."""
+    metrics, deadline = workdir / "metrics.jsonl", time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text().count("\n") > 100):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+        with contextlib.suppress(BlockingIOError):
+            os.read(ours, 1 << 16)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_ends_a_run_that_is_saved(config, tmp_path):
+    """What it goes on to say cannot be written any more."""
+    workdir = tmp_path / "run"
+    command = [sys.executable, "-m", "kvjax.main", f"--config={config}", f"--workdir={workdir}"]
+    process, ours = terminal([*command, LONG, "--config.train.checkpoint_every=100000"])
+    try:
+        wait_for_steps(process, ours, workdir)
+        os.close(ours)
+        assert process.wait(60) == 129
+    finally:
+        process.kill()
+    (step,) = (int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert 50 < step < 100_000
+
+
+@pytest.mark.slow
+def test_nohup(config, tmp_path):
+    """A run that was started to outlive its terminal."""
+    workdir = tmp_path / "run"
+    command = ["nohup", sys.executable, "-m", "kvjax.main"]
+    command += [f"--config={config}", f"--workdir={workdir}", "--config.train.num_steps=1000"]
+    shell = f"{' '.join(command)} < /dev/null > {tmp_path}/log 2>&1; exit $?"
+    process, ours = terminal(["sh", "-c", f"trap '' HUP; {shell}"])
+    try:
+        wait_for_steps(process, ours, workdir)
+        os.close(ours)
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+    assert (workdir / "checkpoints" / "1000").exists()

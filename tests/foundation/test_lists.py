@@ -1,0 +1,25 @@
+"""Options that are lists."""
+
+import pytest
+
+from kvjax.foundation import lists
+from kvjax.foundation.errors import UserError
+
+
+def test_what_is_given():
+    assert lists.names("--mechanisms", "b,a,b", ("a", "b", "c")) == ("b", "a")
+    assert lists.integers("--batch", "8,1,8") == (8, 1, 8)
+    assert lists.integers("--blocks", "128", 128) == (128,)
+
+
+@pytest.mark.parametrize("text", ["", "1,", ",", "x", "1;8", "0", "8,-1", "1.5", "9" * 5000])
+def test_what_is_no_list_of_numbers(text):
+    with pytest.raises(UserError, match="--batch '.*': must be integers of 1 or more, as in 1,8"):
+        lists.integers("--batch", text)
+
+
+@pytest.mark.parametrize("text, name", [("", ""), ("mha,", ""), ("mha,lkrv", "lkrv")])
+def test_names_that_are_not_there(text, name):
+    said = f"--mechanisms={text}: '{name}' is none of mha, lrkv"
+    with pytest.raises(UserError, match=said):
+        lists.names("--mechanisms", text, ("mha", "lrkv"))

@@ -1,0 +1,265 @@
+"""Decode attention tile by tile against its definition, for every way of reading a cache."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.kernels.decode_attention import operands
+from kvjax.kernels.decode_attention import reference
+from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.decode_attention.shapes import SHAPES
+from kvjax.kernels.decode_attention.xla import attention as xla
+from kvjax.kernels.decode_attention.xla import bodies
+from tests.kernels.decode_attention import agreement
+
+B, S, H, HV, R, C, P = 3, 40, 8, 6, 3, 10, 4
+BASE = 100.0
+
+# What each builder below is called with: heads and options.
+VARIANTS = {
+    "mha": ("grouped", dict(N=4, K=4)),
+    "gqa": ("grouped", dict(N=6, K=2, bias=True)),
+    "mqa": ("grouped", dict(N=4, K=1)),
+    "lrkv": ("residual", dict(N=4, K=4, J=1, scaled=True)),
+    "lrkv_gqa": ("residual", dict(N=8, K=4, J=2, scaled=True, bias=True)),
+    "lrkv_one_base_each": ("residual", dict(N=4, K=4, J=4)),
+    "lrkv_no_rope": ("residual", dict(N=8, K=4, J=2, rope_base=None, scaled=True)),
+    "kv_tied": ("tied", dict(N=4, K=2, norm=True, gain=True)),
+    "kv_tied_one_each": ("tied", dict(N=4, K=4, norm=True)),
+    "lrkv_kv_tied": ("tied", dict(N=8, K=4, J=2, rank=R, norm=True, gain=True)),
+    "kv_tied_plain": ("tied", dict(N=4, K=4, rope_base=None, bias=True)),
+    "mla": ("latent", dict(N=4)),
+    "mla_paper": ("rebuilt", dict(N=4, norm=True, gain=True)),
+    "mla_paper_plain": ("rebuilt", dict(N=4, rope_base=None)),
+}
+
+
+class _Draw:
+    """The operands and the cache of one call of decode attention, by kind."""
+
+    def __init__(self, T, B=B, S=S, H=H, Hv=HV, R=R, dtype=np.float64):
+        self.T, self.B, self.S, self.H, self.Hv, self.R = T, B, S, H, Hv, R
+        self.dtype, self.rng = dtype, np.random.default_rng(0)
+
+    def normal(self, *shape):
+        return jnp.asarray(self.rng.standard_normal(shape), self.dtype)
+
+    def positive(self, *shape):
+        return jnp.asarray(self.rng.uniform(0.5, 1.5, shape), self.dtype)
+
+    def query(self, N, H=None):
+        return self.normal(self.B, self.T, N, H or self.H)
+
+    def cached(self, *shape):
+        return self.normal(self.B, *shape, self.S)
+
+    def common(self, bias):
+        weights = operands.PositionBias(weights=self.normal(5)) if bias else None
+        return dict(bias=weights, scale=self.H**-0.5)
+
+    def grouped(self, N, K, bias=False):
+        cache = dict(base_key=self.cached(K, self.H), base_value=self.cached(K, self.Hv))
+        return operands.Grouped(query=self.query(N), **self.common(bias)), cache
+
+    def residual(self, N, K, J, rope_base=BASE, scaled=False, bias=False):
+        cache = dict(
+            base_key=self.cached(J, self.H),
+            base_value=self.cached(J, self.Hv),
+            residual_key=self.cached(K, self.R),
+            residual_value=self.cached(K, self.R),
+        )
+        if scaled:
+            cache["key_scale"] = self.positive(self.B, K, 1, self.S)
+        own = dict(query=self.query(N), rope_base=rope_base)
+        own["residual_query"] = self.query(N) if rope_base is None else own["query"]
+        own["expand_key"] = self.normal(K, self.R, self.H)
+        own["expand_value"] = self.normal(K, self.R, self.Hv)
+        return operands.Residual(**own, **self.common(bias)), cache
+
+    def tied(self, N, K, J=None, rank=0, norm=False, gain=False, rope_base=BASE, bias=False):
+        cache = dict(base_key=self.cached(J or K, self.H))
+        if rank:
+            cache["residual_key"] = self.cached(K, rank)
+        own = dict(query=self.query(N), rope_base=rope_base, norm_epsilon=1e-2 if norm else None)
+        own["expand_key"] = self.normal(K, rank, self.H) if rank else None
+        own["gain"] = self.positive(self.H) if gain else None
+        return operands.Tied(**own, **self.common(bias)), cache
+
+    def latent(self, N):
+        cache = dict(latent=self.cached(C), rope_key=self.cached(P))
+        own = dict(query=self.query(N, C), rope_query=self.query(N, P))
+        return operands.Latent(**own, up_value=self.normal(C, N, self.Hv), scale=0.3), cache
+
+    def rebuilt(self, N, norm=False, gain=False, rope_base=BASE):
+        cache = dict(latent=self.cached(C))
+        own = dict(query=self.query(N), up_key=self.normal(C, N, self.H), rope_base=rope_base)
+        own |= dict(up_value=self.normal(C, N, self.Hv), norm_epsilon=1e-2 if norm else None)
+        own["gain"] = self.positive(self.H) if gain else None
+        return operands.RebuiltLatent(**own, scale=self.H**-0.5), cache
+
+
+def _build(name, T, **sizes):
+    kind, options = VARIANTS[name]
+    return getattr(_Draw(T, **sizes), kind)(**options)
+
+
+WAYS = {"tiled": xla.tiled, "whole": xla.whole}
+
+
+@functools.partial(jax.jit, static_argnames=("way", "block"))
+def _attend(operands, cache, first_B, way, block):
+    return WAYS[way](operands, cache, first_B, block)[0]
+
+
+_definition = jax.jit(reference.decode_attention)
+
+
+@pytest.mark.parametrize("name, angles", [("lrkv", True), ("gqa", True), ("mqa", False)])
+def test_a_capacity_beyond_the_angles_of_positions(name, angles):
+    """lrkv rotates, gqa has a bias by position, mqa reads no angle."""
+    run = lambda S: jax.eval_shape(decode_attention, *_abstract(name, S), jnp.zeros(B, jnp.int32))
+    run(2**20)
+    if not angles:
+        run(2**20 + 128)
+        return
+    with pytest.raises(ValueError, match="a capacity of 1048704: .* up to 1048576 tokens"):
+        run(2**20 + 128)
+
+
+def _abstract(name, S):
+    """One query per sequence, and a cache of S tokens, as shapes."""
+    operands, cache = jax.eval_shape(lambda: _build(name, 1, dtype=np.float32))
+    of = lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], S), x.dtype)
+    return operands, {field: of(array) for field, array in cache.items()}
+
+
+def test_every_class_of_operands_is_tested(x64):
+    built = {type(_build(name, 1)[0]) for name in VARIANTS}
+    assert built == set(operands.Operands.__args__) == set(bodies.BODIES)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("way, T", [("tiled", 1), ("tiled", 3), ("whole", 1)])
+def test_equals_the_definition(x64, name, way, T):
+    """Tiles that do not divide the cache, one that is longer than it; ragged lengths."""
+    given, cache = _build(name, T)
+    ragged = [[17, 0, 36], [15, 16, 17], [37, 37, 37], [0, 0, 0]]  # 37 + 3 tokens fill the cache
+    for block in (16, 64):
+        for first in ragged if block == 16 else ragged[:1]:
+            first_B = jnp.asarray(first, jnp.int32)
+            o = _attend(given, cache, first_B, way, block)
+            assert o.shape[:3] == given.query.shape[:3]
+            assert o.dtype == jnp.float64
+            expected = _definition(given, cache, first_B)
+            np.testing.assert_allclose(o, expected, rtol=1e-11, atol=1e-11)
+            assert np.abs(expected).max() > 0.1
+
+
+@pytest.mark.parametrize("first", [[3, 0, 20], [250, 3, 17]], ids=["short", "long"])
+@pytest.mark.parametrize("name", ["mha", "lrkv", "kv_tied_one_each", "mla"])
+def test_either_way_through_a_cache_that_is_much_longer_than_a_tile(x64, name, first):
+    """What is chosen on CPU depends on the longest sequence; the result does not."""
+    kind, options = VARIANTS[name]
+    given, cache = getattr(_Draw(1, S=256), kind)(**options)
+    first_B = jnp.asarray(first, jnp.int32)
+    o = jax.jit(functools.partial(xla.decode_attention, block=32))(given, cache, first_B)
+    expected = _definition(given, cache, first_B)
+    np.testing.assert_allclose(o, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("way, T", [("tiled", 1), ("tiled", 3), ("whole", 1)])
+@pytest.mark.parametrize("name", ["lrkv", "kv_tied", "kv_tied_one_each", "mla_paper"])
+def test_far_positions(x64, name, way, T):
+    """Four tiles of 512, the last in the thousands; the folded query of LRKV turns with each."""
+    kind, options = VARIANTS[name]
+    options = options | dict(rope_base=10_000.0)
+    given, cache = getattr(_Draw(T, S=2048, H=16), kind)(**options)
+    first_B = jnp.asarray([2045, 1500, 3], jnp.int32)
+    expected = _definition(given, cache, first_B)
+    o = _attend(given, cache, first_B, way, 512)
+    np.testing.assert_allclose(o, expected, rtol=1e-10, atol=1e-10)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.float32), (given, cache))
+    o = _attend(*narrow, first_B, way, 512)
+    assert o.dtype == jnp.float32
+    assert np.abs(o - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["lrkv", "mla", "kv_tied"])
+def test_bfloat16_is_widened_first(name):
+    """Products and sums of bfloat16 arrays are float32's, and so is the output."""
+    given, cache = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _build(name, 1, dtype=np.float32))
+    first_B = jnp.asarray([17, 0, 36], jnp.int32)
+    o = _attend(given, cache, first_B, "tiled", 16)
+    assert o.dtype == jnp.float32
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (given, cache))
+    np.testing.assert_allclose(o, _attend(*wide, first_B, "tiled", 16), rtol=1e-6, atol=1e-6)
+
+
+# LRKV at the width of the 2.5B model, batch 1, and other mechanisms like it.
+LARGE = {
+    "lrkv": ("residual", dict(N=18, K=18, J=1, scaled=True)),
+    "lrkv_gqa": ("residual", dict(N=18, K=6, J=1, scaled=True)),
+    "kv_tied": ("tied", dict(N=18, K=18, norm=True)),
+    "gqa": ("grouped", dict(N=18, K=6)),
+}
+
+
+class _Abstract(_Draw):
+    """Shapes only."""
+
+    def normal(self, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    positive = normal
+
+
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("name", LARGE)
+def test_nothing_grows_with_expanded_keys(name, T):
+    """Temporary memory is a tile's and the logits'; the definition expands the cache."""
+    kind, options = LARGE[name]
+
+    def bytes_of(implementation, slots):
+        given, cache = getattr(_Abstract(T, B=1, S=slots, H=128, Hv=128, R=64), kind)(**options)
+        first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
+        compiled = jax.jit(implementation).lower(given, cache, first_B).compile()
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+        return compiled.memory_analysis().temp_size_in_bytes, held
+
+    small, large = (bytes_of(xla.decode_attention, slots) for slots in (4096, 32_768))
+    assert large[1] == 8 * small[1]
+    assert large[0] - small[0] < 0.05 * (large[1] - small[1])
+    assert large[0] < 0.25 * large[1]
+    if name != "gqa":  # whose cache is what the definition reads
+        small, large = (bytes_of(reference.decode_attention, slots) for slots in (4096, 32_768))
+        assert large[0] - small[0] > 0.5 * (large[1] - small[1])
+
+
+def test_implementations_have_names(x64):
+    given, cache = _build("lrkv", 1)
+    first_B = jnp.asarray([17, 0, 36], jnp.int32)
+    attend = jax.jit(decode_attention, static_argnames="implementation")
+    default, named = (attend(given, cache, first_B, implementation=i) for i in (None, "xla"))
+    np.testing.assert_array_equal(default, named)
+    expected = attend(given, cache, first_B, implementation="reference")
+    np.testing.assert_allclose(default, expected, rtol=1e-11, atol=1e-11)
+    with pytest.raises(ValueError, match="implementation = 'fast'.*xla, tpu, gpu, reference"):
+        decode_attention(given, cache, first_B, implementation="fast")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("mechanism", SHAPES["d12"])
+def test_real_shapes_by_the_check_of_the_kernels(mechanism, dtype):
+    shape = SHAPES["d12"][mechanism]
+    agreement.check(xla.decode_attention, shape, firsts=(1151, 0, 512), length=1152, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("mechanism", ["mha", "gqa", "mla", "lrkv"])
+def test_4097_tokens_of_d36(mechanism, dtype):
+    shape = SHAPES["d36"][mechanism]
+    agreement.check(xla.decode_attention, shape, firsts=(4096,), length=4224, dtype=dtype)

@@ -1,0 +1,265 @@
+"""The GPU kernel, interpreted on a model of shared memory (`hopper`), and compiled for an H200."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.foundation.errors import UserError
+from kvjax.hardware import topology
+from kvjax.kernels.decode_attention import operands as operands_lib
+from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention.gpu import attention as gpu
+from kvjax.kernels.decode_attention.gpu import plans
+from kvjax.kernels.decode_attention.shapes import Grouped
+from kvjax.kernels.decode_attention.shapes import Latent
+from kvjax.kernels.decode_attention.shapes import Residual
+from kvjax.kernels.profile import gpu_static
+from tests.kernels.decode_attention import agreement
+from tests.kernels.decode_attention import hopper
+from tests.kernels.decode_attention import ptx
+
+INTERPRET = hopper.InterpretGPUParams(detect_races=True)
+D12 = shapes.SHAPES["d12"]
+
+
+def _run(operands, cache, first_B, **parameters):
+    return gpu.decode_attention(operands, cache, first_B, interpret=INTERPRET, **parameters)
+
+
+# Splits of 128 tokens in tiles of 64: the edges of both, and of a ring that holds no whole tile.
+EDGES = (0, 63, 64, 127, 128, 200, 255)
+
+
+@pytest.mark.parametrize(
+    "shape, firsts, parameters",
+    [
+        (Grouped(N=1, K=1), EDGES, dict(block=64, split=128)),
+        (Grouped(N=4, K=2), (255, 130), dict()),  # the defaults: one split
+        (Grouped(N=3, K=1, H=64, Hv=192), (100,), dict(split=256)),
+        (Grouped(N=4, K=4, H=32), (190,), dict(block=64, split=128, slots=3)),  # thin keys
+        (Grouped(N=10, K=1, H=64, Hv=64), (150,), dict()),  # more queries than eight
+        (Residual(N=1, K=1, Hv=64), (0, 127, 128, 255), dict(split=128)),
+        (Residual(N=4, K=2, Hv=64, scaled=False), (190,), dict(split=256, slots=3)),
+        (Residual(N=2, K=2, J=2, R=128, H=64, Hv=64), (255,), dict(split=128)),
+        (Residual(N=4, K=4, J=2, H=64, Hv=64, rotated=False), (63, 200), dict(split=128)),
+        (Residual(N=10, K=2, H=64, Hv=64, rotated=False, scaled=False), (70,), dict(block=64)),
+        (Latent(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
+        (Latent(N=9, C=64), (130,), dict(block=128)),
+    ],
+)
+def test_equals_the_definition(shape, firsts, parameters):
+    run = functools.partial(_run, **parameters)
+    agreement.check(run, shape, firsts=firsts, length=256, dtype=jnp.bfloat16)
+
+
+def test_a_split_as_long_as_its_angles_allow():
+    """The table of 1,024 tokens loses what lies behind its 64th singular value."""
+    run = functools.partial(_run, split=1024)
+    shape = Residual(N=1, K=1, Hv=64)
+    agreement.check(run, shape, firsts=(1100,), length=1152, dtype=jnp.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", D12)
+def test_equals_the_definition_at_d12(name):
+    agreement.check(_run, D12[name], firsts=(1151, 0, 1024), length=1152, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Grouped(N=1, K=1, H=64, Hv=64),
+        Residual(N=2, K=2, H=64, Hv=64),
+        Latent(N=2, C=64),
+    ],
+)
+def test_what_a_sequence_has_not_reached_does_not_matter(shape):
+    """NaN from the first slot behind its end: in its last tile, and in tiles that are not read."""
+    operands, cache = shapes.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
+    first_B = jnp.asarray([5, 200], jnp.int32)
+    behind = np.arange(384) > np.asarray(first_B)[:, None]
+    poison = lambda x: jnp.where(jnp.asarray(behind)[:, *(None,) * (x.ndim - 2)], jnp.nan, x)
+    poisoned = {name: poison(array).astype(array.dtype) for name, array in cache.items()}
+    run = functools.partial(_run, operands, first_B=first_B, split=128)
+    o = run(poisoned)
+    assert np.isfinite(o).all()
+    np.testing.assert_array_equal(o, run(cache))
+
+
+@pytest.mark.parametrize("N, K", [(8, 8), (16, 8), (24, 24)])
+@pytest.mark.parametrize("R, H", [(64, 192), (64, 256), (128, 256), (192, 192), (64, 512)])
+def test_what_is_taken_has_sizes_that_go_together(N, K, R, H):
+    """The default leaves to XLA what `check` refuses; nothing else may fail."""
+    shape = Residual(N=N, K=K, R=R, H=H)
+    operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.bfloat16)
+    try:
+        gpu.check(operands, cache)
+    except NotImplementedError:
+        return
+    o = jax.eval_shape(_run, operands, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
+    assert o.shape == (1, 1, N, 128)
+    plan = plans.Residual(operands, cache).plan
+    basis = -(-H // 128) * 128 // 64  # slots that it is lent, while another one loads
+    assert plans.slots(plan, 64, scaled=True) > basis
+
+
+def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
+    """A sequence that has ended says its next slot, which may be behind the cache."""
+    shape = Residual(N=1, K=1, H=64, Hv=64)
+    operands, cache = shapes.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
+    run = lambda *firsts: _run(operands, cache, jnp.asarray(firsts, jnp.int32), split=256)
+    np.testing.assert_array_equal(run(384, 10), run(383, 10))
+
+
+@pytest.mark.parametrize("shape", [Grouped(N=2, K=2, H=64), Residual(N=1, K=1), Latent(N=2, C=64)])
+def test_queries_in_float32_are_taken(shape):
+    """As absorbed MLA has them."""
+
+    def run(operands, cache, first_B):
+        wide = dataclasses.replace(operands, query=operands.query.astype(jnp.float32))
+        return _run(wide, cache, first_B)
+
+    agreement.check(run, shape, firsts=(100,), length=128, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "shape, parameters, message",
+    [
+        (Residual(N=1, K=1), dict(split=2048), "split = 2048: at most 1024 with RoPE base 10000"),
+        (Residual(N=1, K=1), dict(block=128), "where keys turn a block is 64"),
+        (Latent(N=2, C=256), dict(slots=4), "there are 5 slots or more"),
+        (Residual(N=1, K=1, H=256), dict(slots=4), "there are 5 slots or more"),
+        (Grouped(N=1, K=1), dict(split=192), "a split is a multiple of a block"),
+    ],
+)
+def test_sizes_that_do_not_go_together(shape, parameters, message):
+    operands, cache = shapes.abstract(shape, batch=1, length=2048, dtype=jnp.bfloat16)
+    first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(functools.partial(_run, **parameters), operands, cache, first_B)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32, 500])
+@pytest.mark.parametrize("length", [128, 4224, 32_768])
+def test_splits_fill_the_multiprocessors_where_there_are_tokens_enough(batch, length):
+    split = gpu._split(batch, length, 128)
+    count = batch * -(-length // split)
+    assert split % 128 == 0 and (split >= 256 or length < 256)
+    assert count >= 132 or split <= 384
+    assert count <= 2 * 8 * 132 or split >= length  # no more than are worth merging
+
+
+def test_layers_share_one_kernel():
+    """Lowering one for a GPU takes seconds."""
+    shape = Grouped(N=1, K=1, H=64, Hv=64)
+    operands, cache = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def layers(operands, caches, first_B):
+        return [_run(operands, cache, first_B) for cache in caches]
+
+    first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
+    text = layers.lower(operands, [cache] * 3, first_B).as_text()
+    assert text.count("func.func private @attend") == 1 and text.count("call @attend") == 3
+
+
+def _replaced(field, change):
+    return lambda o, c: (dataclasses.replace(o, **{field: change(getattr(o, field))}), c)
+
+
+@pytest.mark.parametrize(
+    "shape, change, message",
+    [
+        (Grouped(N=2, K=2), lambda o, c: (o, {k: v[..., :100] for k, v in c.items()}), "S = 100"),
+        (
+            Grouped(N=2, K=2),
+            lambda o, c: (o, {k: v.astype(jnp.float32) for k, v in c.items()}),
+            "base_key in bfloat16: here float32",
+        ),
+        (Grouped(N=2, K=2), _replaced("query", lambda q: jnp.repeat(q, 2, 1)), "here T = 2"),
+        (
+            Grouped(N=2, K=2),
+            _replaced("bias", lambda _: operands_lib.PositionBias(weights=jnp.ones(4))),
+            "no bias",
+        ),
+        (Grouped(N=3, K=3, H=32), lambda o, c: (o, c), "2 heads of H = 32, Hv = 128.*K = 3"),
+        (Grouped(N=80, K=1, H=1024), lambda o, c: (o, c), "memory for 80 queries on 16 slabs"),
+        (Latent(N=64, C=512), lambda o, c: (o, c), "registers for 64 queries on 8 slabs"),
+        (Residual(N=2, K=2, R=32), lambda o, c: (o, c), "R = 32"),
+        (Latent(N=2, C=96), lambda o, c: (o, c), "C = 96, P = 64"),
+        (
+            Grouped(N=2, K=2),
+            lambda o, c: (
+                operands_lib.Tied(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None),
+                c,
+            ),
+            "Tied's cache",
+        ),
+    ],
+)
+def test_what_it_does_not_take_is_named_with_the_fallback(shape, change, message):
+    arrays = shapes.problem(shape, batch=1, length=128, dtype=jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=f"{message}.*'xla'"):
+        gpu.check(*change(*arrays))
+
+
+def test_another_gpu_is_named_with_the_fallback():
+    a100 = jax.sharding.AbstractDevice(device_kind="NVIDIA A100", num_cores=108, platform="gpu")
+    arrays = shapes.abstract(Grouped(N=2, K=2), batch=1, length=128, dtype=jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((1,), ("gpu",), abstract_device=a100)
+    ):
+        with pytest.raises(NotImplementedError, match="Hopper's.*: here NVIDIA A100; use 'xla'"):
+            gpu.check(*arrays)
+
+
+def test_unknown_gpus_name_those_known():
+    with pytest.raises(UserError, match="GPU 'a100': must be one of h100, h200"):
+        topology.gpu_device("a100")
+
+
+def test_a_missing_plugin_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"CUDA plugin: pip install -e '\.\[aot\]'"):
+        topology.gpu_device("h200")
+
+
+@pytest.fixture
+def no_cache():
+    jax.config.update("jax_enable_compilation_cache", False)  # its programs cannot be read back
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "model, name, length",
+    [
+        *(("d12", name, 4224) for name in D12),
+        *(("d36", name, 32_768) for name in D12),
+        *(("d36", name, 4224) for name in ("mha", "lrkv", "lrkv_no_rope", "mla")),
+    ],
+)
+def test_compiles_without_spills_or_a_copy_of_the_cache(model, name, length, no_cache):
+    pytest.importorskip("jax_cuda13_plugin")
+    shape = shapes.SHAPES[model][name]
+    found, program, program_ptx = gpu_static.compiled(shape, batch=4, length=length)
+    assert not ptx.hazards(program_ptx)
+    assert found["spill_bytes"] == 0 and found["registers"] <= 255
+    assert found["shared_bytes"] <= 227 * 1024
+    made = re.findall(r"= (\w+)\[([\d,]+)\]\S* (\w[\w-]*)\(", program.as_text())
+    made = [(dtype, [int(dim) for dim in dims.split(",")], op) for dtype, dims, op in made]
+    for field, dims in shape.fields().items():
+        whole = "f32" if field == "key_scale" else "bf16", 4 * math.prod(dims) * length
+        of_slots = [(dtype, math.prod(dims), op) for dtype, dims, op in made if length in dims]
+        operations = {op for *array, op in of_slots if tuple(array) == whole}
+        assert "parameter" in operations and operations <= {"parameter", "bitcast"}, field
+    temporary = program.memory_analysis().temp_size_in_bytes
+    cache = 4 * length * shapes.bytes_per_token(shape, jnp.bfloat16)
+    assert temporary < 0.2 * cache  # the splits' sums

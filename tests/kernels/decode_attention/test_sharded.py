@@ -1,0 +1,301 @@
+"""A cache split over chips by tokens: the one-device result, whoever holds which token.
+
+Shapes are small enough that a sequence goes round the chips several times: stripes of 8 tokens, 24
+slots per chip.
+"""
+
+import functools
+import re
+
+from flax import nnx
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import d36
+from kvjax import cache as cache_lib
+from kvjax.aot import hlo
+from kvjax.attention import Attention
+from kvjax.cache.stripes import Stripes
+from kvjax.decoding import program
+from kvjax.hardware import topology
+from kvjax.kernels.decode_attention import api
+from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention import sharded
+from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.decode_attention.tpu import attention as tpu
+from kvjax.kernels.decode_attention.xla import attention as xla
+from kvjax.layers import rope
+from tests.kernels.decode_attention import agreement
+
+B, D, BASE = 3, 16, 100.0
+STRIPE, SLOTS = 8, 24  # of each chip
+CHUNK = 20  # tokens at once: over two stripes and more
+
+# -- who holds what --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chips, size", [(1, 512), (2, 8), (3, 4), (8, 8)])
+def test_every_token_has_one_slot(chips, size):
+    """Dealt in stripes; a chip's slots are in the order of positions."""
+    slots = np.arange(3 * size)
+    held = [Stripes(size, chips, chip) for chip in range(chips)]
+    positions = [np.asarray(h.position(slots)) for h in held]
+    assert sorted(np.concatenate(positions)) == list(range(3 * size * chips))
+    if chips > 1:
+        assert [int(p[0]) for p in positions] == [size * c for c in range(chips)]
+        assert all(p[size] == p[0] + size * chips for p in positions)
+    for tokens in range(3 * size * chips + 1):
+        counts = [int(h.held(jnp.asarray(tokens))) for h in held]
+        assert counts == [int(np.sum(p < tokens)) for p in positions]
+        assert max(counts) - min(counts) <= size  # no chip waits for another by more
+
+
+# -- the law ---------------------------------------------------------------------------------------
+
+
+def _mesh(chips):
+    return program.make_mesh(chips, jax.devices())
+
+
+def _split(layer, mesh):
+    """A layer's arrays, with each token where its chip is."""
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shardings = program.cache_shardings(cache_lib.Cache((layer,), None), whole)
+    return jax.device_put(layer, shardings.layers[0])
+
+
+def _by_position(array, chips, size=STRIPE):
+    """An array of a split cache in the order of one that is not."""
+    slots = np.arange(array.shape[-1] // chips)
+    chips = [Stripes(size, chips, chip) for chip in range(chips)]
+    order = np.concatenate([np.asarray(held.position(slots)) for held in chips])
+    out = np.empty(array.shape, array.dtype)
+    out[..., order] = np.asarray(array)
+    return out
+
+
+def _decode(graph, config, mesh):
+    """A jitted step of an attention module over its cache, split over a mesh or not."""
+
+    def step(weights, x_BTD, layer, first_B, counts_B):
+        index = first_B[:, None] + jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
+        positions = rope.positions(index, config.rope_dim, BASE)
+        options = dict(rope_base=BASE, implementation="xla")
+        return nnx.merge(graph, weights).decode(x_BTD, positions, layer, counts_B, **options)
+
+    def in_mesh(*arguments):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return step(*arguments)
+
+    return jax.jit(in_mesh if mesh else step, donate_argnums=2)
+
+
+def _splits(S, chips):
+    """(T, counts [B]) of calls: ragged prefill, ends of stripes and of the round, single tokens."""
+    ends = [STRIPE * chips - 3, 3, 0]  # the second sequence never leaves the first chip for long
+    left = np.array(ends)
+    while left.any():
+        counts = np.minimum(left, CHUNK)
+        yield CHUNK, counts
+        left = left - counts
+    for _ in range(4):  # over the end of a round, and to a first token
+        yield 1, np.array([1, 1, 1])
+    yield 1, np.array([0, 1, 0])  # 8 tokens: exactly a stripe
+    yield CHUNK, np.array([CHUNK, 0, 17])  # chunks over three stripes
+    yield CHUNK, np.array([7, CHUNK, CHUNK])
+    lengths = np.array([STRIPE * chips - 3 + 4 + 27, 8 + 20, 4 + 37])
+    yield 1, np.array([1, 1, 1])
+    lengths += 1
+    while lengths[0] < S:  # to the last slot of all
+        count = min(CHUNK, S - lengths[0])
+        yield CHUNK, np.array([count, 0, 0])
+        lengths[0] += count
+    yield 1, np.array([0, 1, 1])
+
+
+@pytest.fixture
+def short_tiles(monkeypatch):
+    """Tiles of 4: more than one to a stripe, and 24 slots are long enough to go by tiles."""
+    part = functools.partial(xla.partial, block=4)
+    monkeypatch.setitem(sharded.IMPLEMENTATIONS, "xla", part)
+
+
+@pytest.mark.parametrize("chips", [2, 8])
+def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, chips):
+    config, S = make_mechanism(mechanism_name), SLOTS * chips
+    module, weights = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)))
+    graph, weights = nnx.split(module)
+    shape = dict(batch=B, capacity=S, dtype=jnp.dtype(jnp.float64))
+    (fields,) = cache_lib.abstract([config], **shape).layers
+    empty = lambda: {n: jnp.zeros((*x.shape[:-1], S), x.dtype) for n, x in fields.items()}
+    mesh = _mesh(chips)
+    steps = _decode(graph, config, None), _decode(graph, config, mesh)
+    layers = [empty(), _split(empty(), mesh)]
+    x_BTD = np.random.default_rng(0).standard_normal((B, S + CHUNK, D))
+    lengths, compared = np.zeros(B, np.int32), 0
+    for T, counts in _splits(S, chips):
+        new = np.full((B, T, D), np.nan)
+        for b, count in enumerate(counts):
+            new[b, :count] = x_BTD[b, lengths[b] : lengths[b] + count]
+        outputs = []
+        for i, step in enumerate(steps):
+            y_BTD, layers[i] = step(weights, new, layers[i], lengths, np.asarray(counts, np.int32))
+            outputs.append(np.asarray(y_BTD))
+        for b, count in enumerate(counts):
+            one, several = (y[b, :count] for y in outputs)
+            np.testing.assert_allclose(several, one, rtol=1e-10, atol=1e-10)
+            assert count == 0 or np.abs(one).max() > 0.01
+            compared += count
+        lengths = lengths + np.asarray(counts, np.int32)
+    assert lengths[0] == S and compared == lengths.sum()
+    for name, array in layers[1].items():
+        np.testing.assert_array_equal(_by_position(array, chips), layers[0][name])
+        for shard in array.addressable_shards:
+            assert shard.data.nbytes * chips == array.nbytes
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_a_chip_with_nothing_to_see(x64, T):
+    """Its output is finite and weighs nothing."""
+    draw = np.random.default_rng(0)
+    shape = shapes.Residual(N=4, K=4, R=3, H=8, Hv=8)
+    operands, cache = shapes.problem(shape, batch=2, length=SLOTS, dtype=jnp.float64)
+    queries = jnp.asarray(draw.standard_normal((2, T, 4, 8)))
+    operands = type(operands)(**vars(operands) | dict(query=queries, residual_query=queries))
+    first_B = jnp.asarray([4, 9], jnp.int32)
+
+    @functools.partial(jax.jit, static_argnames="block")
+    def part(chip, block):
+        return xla.partial(operands, cache, first_B, Stripes(STRIPE, 8, chip), block=block)
+
+    for block in (4, 512):
+        o_BTNV, log_sum_exp_BTN = part(1, block)
+        assert np.all(np.isfinite(o_BTNV))
+        assert np.all(np.isneginf(log_sum_exp_BTN[0]))
+        assert np.all(np.isfinite(log_sum_exp_BTN[1]))  # position 9 is this chip's, 4 is not
+        assert not np.any(np.isnan(part(7, block)[0]))
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def _merged(parts):
+    """What `sharded.merge` makes of the chips' results, in NumPy."""
+    outputs, log_sum_exps = (np.stack([np.asarray(x, np.float64) for x in y]) for y in parts)
+    shares = np.exp(log_sum_exps - log_sum_exps.max(axis=0))
+    return np.sum(outputs * shares[..., None], axis=0) / shares.sum(axis=0)[..., None]
+
+
+@pytest.mark.parametrize("mechanism", ["mha", "gqa", "lrkv", "lrkv_gqa", "lrkv_no_rope", "mla"])
+def test_the_tpu_kernels_attend_over_a_part(mechanism):
+    """Two chips with three stripes of 128 each; of a short sequence the second holds nothing."""
+    interpret = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
+    chips, slots, firsts = 2, 384, (700, 383, 100)
+
+    def run(operands, cache, first_B):
+        results = []
+        for chip in range(chips):
+            held = Stripes(128, chips, jnp.asarray(chip, jnp.int32))
+            here = held.position(np.arange(slots))
+            part = {name: array[..., here] for name, array in cache.items()}
+            options = dict(splits=2 if mechanism == "gqa" else 1, interpret=interpret)
+            results.append(tpu.partial(operands, part, first_B, held, **options))
+        assert np.all(np.isneginf(results[1][1][2]))
+        assert np.all(np.isfinite(results[0][1]))
+        return np.asarray(_merged(zip(*results, strict=True)), np.float32)
+
+    shape = shapes.SHAPES["d12"][mechanism]
+    agreement.check(run, shape, firsts=firsts, length=chips * slots, dtype=jnp.float32)
+
+
+def test_implementations_that_read_whole_caches_say_so():
+    shape = shapes.Grouped(N=4, K=2, H=8, Hv=8)
+    operands, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
+    with jax.sharding.use_abstract_mesh(_mesh(2).abstract_mesh):
+        for name in ("gpu", "reference"):
+            with pytest.raises(NotImplementedError, match=f"'{name}' reads a whole.*xla, tpu"):
+                decode_attention(operands, cache, jnp.zeros(1, jnp.int32), implementation=name)
+
+
+def test_the_default_is_a_kernel_that_takes_a_chips_part(monkeypatch):
+    shape = shapes.Grouped(N=4, K=2, H=8, Hv=8)
+    operands, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
+    seen = []
+    for name in ("tpu", "gpu"):
+        check = lambda operands, cache: seen.append(cache["base_key"].shape)
+        monkeypatch.setitem(api._CHECKS, name, check)
+
+    def default(kernels, axis):
+        monkeypatch.setattr(api, "kernels_of", lambda device: kernels)
+        mesh = jax.make_mesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return api.default(operands, cache)
+
+    assert default("tpu", "cache") == "tpu" and seen == [(1, 2, 8, SLOTS // 2)]
+    assert default("gpu", "cache") == "xla"  # its kernel does not give log-sum-exps
+    assert default("tpu", "data") == "xla" == default(None, "cache")
+    assert len(seen) == 1
+
+
+# -- what moves, and what is held ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LRKV", "MLA", "Q-K=V"])
+def test_no_cache_moves(name):
+    """Two all-reduces per layer, of outputs; temporaries do not grow with the cache."""
+    config, batch = d36.model(name, layers=2), 2
+    memory = []
+    for length in (8192, 32_768):
+        keys = dict(batch=batch, length=length, compute=program.Compute())
+        compiled = program.lowered_step(config, _mesh(8), **keys).compile()
+        found = hlo.collectives(compiled.as_text())
+        assert {c.kind for c in found} == {"all-reduce"}
+        sums = 4 * batch * d36.HEADS  # one number per sequence and head
+        assert sorted(c.bytes for c in found) == [sums] * 2 + [sums * (128 + 1)] * 2
+        cache = cache_lib.abstract(
+            config.mechanisms, batch=batch, capacity=length, dtype=jnp.dtype(jnp.float32)
+        )
+        analysis = compiled.memory_analysis()
+        memory.append((analysis.temp_size_in_bytes, cache_lib.live_bytes(cache) // 8))
+        lengths = 4 * batch
+        assert analysis.alias_size_in_bytes == memory[-1][1] + lengths
+    (short, small), (long, large) = memory
+    assert long - short < 0.05 * (large - small)
+
+
+# -- compiled for TPUs -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tpus():
+    jax.config.update("jax_enable_compilation_cache", False)  # its programs cannot be read back
+    yield topology.tpu_devices("v5e:2x2")
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name, batch, kernel_calls", [("LRKV", 2, 2), ("Q-K=V", 1, 0)])
+def test_a_step_on_four_tpus_moves_and_copies_no_cache(tpus, name, batch, kernel_calls):
+    config, memory = d36.model(name, layers=2), []
+    mesh = program.make_mesh(4, tpus)
+    for length in (8192, 131_072):
+        lowered = program.lowered_step(config, mesh, batch=batch, length=length)
+        compiled = lowered.compile()
+        text = compiled.as_text()
+        assert len(re.findall('custom_call_target="tpu_custom_call', text)) == kernel_calls
+        found = hlo.collectives(text)
+        assert {c.kind for c in found} == {"all-reduce"}
+        assert max(c.bytes for c in found) <= 4 * batch * d36.HEADS * (128 + 1)
+        cache = cache_lib.abstract(
+            config.mechanisms, batch=batch, capacity=length, dtype=jnp.dtype(jnp.bfloat16)
+        )
+        analysis = compiled.memory_analysis()
+        held = cache_lib.live_bytes(cache) // 4
+        assert held <= analysis.alias_size_in_bytes < 1.001 * held + 4096
+        memory.append((analysis.temp_size_in_bytes, held))
+    (short, small), (long, large) = memory
+    assert long - short < 0.05 * (large - small)

@@ -1,0 +1,232 @@
+"""The TPU kernels, interpreted with races detected and memory poisoned, and compiled for TPUs."""
+
+import dataclasses
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.hardware import topology
+from kvjax.kernels.decode_attention import operands as operands_lib
+from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.decode_attention.gpu import attention as gpu
+from kvjax.kernels.decode_attention.shapes import SHAPES
+from kvjax.kernels.decode_attention.tpu import attention as tpu
+from kvjax.kernels.profile import tpu_static
+from tests.kernels.decode_attention import agreement
+
+INTERPRET = pltpu.InterpretParams(
+    detect_races=True,
+    uninitialized_memory="nan",
+    out_of_bounds_reads="raise",
+    num_cores_or_threads=2,
+)
+interpreted = functools.partial(tpu.decode_attention, interpret=INTERPRET)
+FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("mechanism", SHAPES["d12"])
+def test_equals_the_definition_at_d12(mechanism, dtype):
+    """Sequences end in a block's last slot, in the next block's first, and in the first of all."""
+    run = functools.partial(interpreted, block=128, scored=128)
+    agreement.check(run, SHAPES["d12"][mechanism], firsts=(127, 128, 0), length=256, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "mechanism, options",
+    [
+        ("mha", dict(splits=2)),
+        ("mha", dict(values="diagonal")),
+        ("gqa", dict(splits=3)),
+        ("mla", dict(splits=2)),
+        ("lrkv", dict(splits=2)),
+        ("lrkv", dict(values="diagonal")),
+        ("lrkv", dict(block=256, scored=256)),
+        ("lrkv_gqa", dict(block=256, scored=128)),
+        ("lrkv_no_rope", dict(values="diagonal", splits=2)),
+    ],
+)
+def test_splits_blocks_and_ways_of_weighing_change_nothing(mechanism, options):
+    """Of two splits of a short sequence, one has nothing to see."""
+    run = functools.partial(interpreted, **(dict(block=128, scored=128) | options))
+    shape = SHAPES["d12"][mechanism]
+    agreement.check(run, shape, firsts=(450, 100), length=512, dtype=FLOAT32)
+
+
+@slow
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("mechanism", ["mha", "gqa", "mla", "lrkv", "lrkv_no_rope"])
+def test_equals_the_definition_at_d36(mechanism, dtype):
+    run = functools.partial(interpreted, block=384, scored=128)
+    agreement.check(run, SHAPES["d36"][mechanism], firsts=(1151, 700), length=1152, dtype=dtype)
+
+
+@pytest.mark.parametrize("bases", [2, 6])
+def test_several_bases(bases):
+    shape = dataclasses.replace(SHAPES["d12"]["lrkv"], J=bases)
+    run = functools.partial(interpreted, block=128, scored=128)
+    agreement.check(run, shape, firsts=(200,), length=256, dtype=FLOAT32)
+
+
+@pytest.mark.parametrize("mechanism", ["mha", "mla", "lrkv"])
+def test_blocks_behind_a_sequence_are_not_read(mechanism):
+    """A sequence of one block reads one: the rest may be anything, NaN included."""
+    shape = SHAPES["d12"][mechanism]
+    operands, cache = shapes.problem(shape, batch=1, length=384, dtype=BFLOAT16)
+    first_B = jnp.asarray([100], jnp.int32)
+    poisoned = {name: array.at[..., 128:].set(jnp.nan) for name, array in cache.items()}
+    run = lambda cache: interpreted(operands, cache, first_B, block=128, splits=2)
+    np.testing.assert_array_equal(run(poisoned), run(cache))
+
+
+def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
+    """A sequence that has ended says its next slot, which may be behind the cache."""
+    shape = SHAPES["d12"]["lrkv"]
+    operands, cache = shapes.problem(shape, batch=2, length=256, dtype=BFLOAT16)
+    run = lambda *firsts: interpreted(operands, cache, jnp.asarray(firsts, jnp.int32), block=128)
+    np.testing.assert_array_equal(run(256, 10), run(255, 10))
+
+
+def _several_queries(o, c):
+    return dataclasses.replace(o, query=jnp.repeat(o.query, 3, axis=1)), c
+
+
+def _tied(o, c):
+    return operands_lib.Tied(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None), c
+
+
+def test_programs_in_64_bits_are_left_to_xla(x64):
+    operands, cache = shapes.abstract(SHAPES["d12"]["mha"], batch=1, length=128, dtype=BFLOAT16)
+    with pytest.raises(NotImplementedError, match="32-bit programs, not .*x64: use 'xla'"):
+        tpu.check(operands, cache)
+    with pytest.raises(NotImplementedError, match="in 32 bits: .*x64.*use 'xla'"):
+        gpu.check(operands, cache)
+
+
+def _with_bias(o, c):
+    return dataclasses.replace(o, bias=operands_lib.PositionBias(weights=jnp.ones(4))), c
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda o, c: (o, {k: v[..., :100] for k, v in c.items()}), "S = 100"),
+        (lambda o, c: (o, c | dict(residual_key=c["residual_key"][:, :, :3])), "3 of residual_key"),
+        (lambda o, c: (o, {k: v.astype(jnp.float16) for k, v in c.items()}), "in float16"),
+        (_tied, "Tied's"),
+        (_several_queries, "T = 3"),
+        (_with_bias, "bias"),
+        (lambda o, c: (dataclasses.replace(o, query=o.query[..., :64]), c), "H = 64"),
+    ],
+)
+def test_what_they_do_not_take_is_named_with_the_fallback(change, message):
+    problem = shapes.problem(SHAPES["d12"]["lrkv"], batch=1, length=128, dtype=BFLOAT16)
+    operands, cache = change(*problem)
+    with pytest.raises(NotImplementedError, match=f"{message}.*: use 'xla'"):
+        decode_attention(operands, cache, jnp.zeros((1,), jnp.int32), implementation="tpu")
+
+
+# Bundles that the compiler scheduled, of the cycles that the cache's bytes take from HBM.
+MOST = dict(
+    lrkv=dict(v5e=0.40, v5p=0.50, v4=0.55),
+    lrkv_no_rope=dict(v5e=0.60, v5p=0.60, v4=0.60),
+    mha=dict(v5e=0.60, v5p=0.60, v4=0.60),
+    gqa=dict(v5e=0.60, v5p=0.60, v4=0.60),
+)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("mechanism", MOST)
+@pytest.mark.parametrize("name", ["v5e", "v5p", "v4"])
+def test_schedules_leave_the_time_to_memory(name, mechanism):
+    chip = tpu_static.CHIPS[name]
+    bytes_of_token = shapes.bytes_per_token(SHAPES["d36"][mechanism], jnp.dtype(BFLOAT16))
+    bundles = tpu_static.per_token(chip, "d36", mechanism).bundles
+    assert 0 < bundles < MOST[mechanism][name] * chip.hbm_cycles(bytes_of_token)
+
+
+def test_a_race_would_be_seen():
+    """Both cores write one output."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    whole = pl.BlockSpec((8, 128), lambda i: (0, 0))
+    racy = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        grid=(2,),
+        in_specs=[whole],
+        out_specs=whole,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=INTERPRET,
+    )
+    jax.block_until_ready(racy(jnp.ones((8, 128))))
+    assert agreement.races()
+    pltpu.reset_tpu_interpret_mode_state()
+    assert not agreement.races()
+
+
+@pytest.mark.parametrize(
+    "kind, shape, taken",
+    [
+        ("TPU v4", SHAPES["d36"]["mha"], True),
+        ("TPU v4", shapes.Grouped(N=128, K=128), False),
+        ("TPU v5", shapes.Grouped(N=128, K=128), True),
+        ("TPU v4", shapes.Residual(N=64, K=64, R=128), False),
+        ("TPU v99", SHAPES["d36"]["lrkv"], True),  # nobody knows its memory: v4's
+    ],
+)
+def test_what_does_not_fit_the_chip_is_left_to_xla(monkeypatch, kind, shape, taken):
+    monkeypatch.setattr(tpu.tuning, "current_device_kind", lambda: kind)
+    operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=BFLOAT16)
+    if taken:
+        sizes = tpu._default_sizes(operands, cache)
+        need = tpu._vmem_bytes(operands, cache, sizes["block"], sizes["scored"])
+        assert need <= tpu._chip().vmem_bytes
+        tpu.check(operands, cache)
+    else:
+        with pytest.raises(NotImplementedError, match="MiB of VMEM, not .* MiB: use 'xla'"):
+            tpu.check(operands, cache)
+
+
+# What needs more than v4 has with large blocks, and takes smaller ones.
+TIGHT = [
+    (shapes.Residual(N=32, K=8), BFLOAT16),
+    (shapes.Residual(N=18, K=18, R=128), FLOAT32),
+    (shapes.Grouped(N=64, K=8), FLOAT32),
+    (shapes.Latent(N=128, C=512), BFLOAT16),
+]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("shape, dtype", TIGHT)
+def test_blocks_shrink_until_v4_has_room(shape, dtype):
+    device = topology.tpu_devices("v4:2x2x1")[0]
+    operands, cache = shapes.abstract(shape, batch=2, length=16_384, dtype=dtype)
+    first_B = jax.ShapeDtypeStruct((2,), jnp.int32)
+    compiled = topology.compile_for(device, jax.jit(tpu.decode_attention), operands, cache, first_B)
+    assert "tpu_custom_call" in compiled.as_text()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("mechanism", SHAPES["d36"])
+def test_compiles_without_a_copy_of_the_cache(name, mechanism):
+    device = topology.tpu_devices(name)[0]
+    for B, S in ((1, 4224), (2, 32_768)):
+        problem = shapes.abstract(SHAPES["d36"][mechanism], batch=B, length=S, dtype=BFLOAT16)
+        first_B = jax.ShapeDtypeStruct((B,), jnp.int32)
+        compiled = topology.compile_for(device, jax.jit(tpu.decode_attention), *problem, first_B)
+        lines = compiled.as_text().splitlines()
+        assert [line for line in lines if "custom-call" in line and f",{S}]" in line]
+        copies = [line for line in lines if " copy(" in line or "copy-start(" in line]
+        assert not [line for line in copies if f",{S}]" in line]
+        assert compiled.memory_analysis().temp_size_in_bytes < 1e6  # of 2 to 600 MB of cache

@@ -1,0 +1,77 @@
+"""Kernels inside a model: two layers at d12's width, teacher-forced, against the XLA path."""
+
+import dataclasses
+import functools
+
+from flax import nnx
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import experiment as experiment_lib
+from kvjax import recipes
+from kvjax.kernels.decode_attention import api
+from kvjax.kernels.decode_attention.gpu import attention as gpu
+from kvjax.kernels.decode_attention.tpu import attention as tpu
+from kvjax.model import decoder as decoder_lib
+from kvjax.model.decoder import Decoder
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+
+ATTENTION = dict(
+    lrkv=recipes.lrkv(6, rank=64), gqa=recipes.gqa(6, kv_heads=3), mla=recipes.mla(6, latent=256)
+)
+PROMPTS, STEPS = (126, 3), 4  # one sequence goes into its second block
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """The kernels under their own names, in interpret mode."""
+    interpret = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
+    on_tpu = functools.partial(tpu.decode_attention, block=128, interpret=interpret)
+    on_gpu = functools.partial(gpu.decode_attention, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "tpu", on_tpu)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "gpu", on_gpu)
+
+
+def _logits(model: Transformer, dtype, implementation: str) -> np.ndarray:
+    """Of STEPS decode steps after the prompts, the tokens given: [B, STEPS, V]."""
+    compute = Compute(dtype=jnp.dtype(dtype))
+    decoder = Decoder(model, compute)
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.integers(0, model.config.vocab_size, shape), jnp.int32)
+    cache = decoder_lib.allocate(model.config, compute, batch=len(PROMPTS), capacity=256)
+    _, cache = decoder(draw(len(PROMPTS), max(PROMPTS)), cache, jnp.asarray(PROMPTS))
+    graph, state = nnx.split(decoder)
+
+    @jax.jit
+    def step(state, tokens, cache):
+        decoder = nnx.merge(graph, state)
+        one = jnp.ones(len(PROMPTS), jnp.int32)
+        x_B1D, cache = decoder(tokens, cache, one, implementation=implementation)
+        return decoder.logits(x_B1D)[:, 0], cache
+
+    steps = []
+    for _ in range(STEPS):
+        logits_BV, cache = step(state, draw(len(PROMPTS), 1), cache)
+        steps.append(logits_BV)
+    return np.asarray(jnp.stack(steps, axis=1), np.float64)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_the_logits_are_those_of_the_xla_path(randomise, attention):
+    config = recipes.pretrain("d12", scale="128m", attention=ATTENTION[attention])
+    config.model.num_layers = 2
+    config = dataclasses.replace(experiment_lib.resolve(config).model, vocab_size=256)
+    model = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)[0]
+    exact = _logits(model, jnp.float32, "xla")
+    scale = np.abs(exact).max()
+    kernel = _logits(model, jnp.float32, "tpu")
+    np.testing.assert_allclose(kernel, exact, rtol=0, atol=1e-5 * scale)
+    error = lambda name: np.sqrt(np.mean(np.square(_logits(model, jnp.bfloat16, name) - exact)))
+    of_xla = error("xla")
+    for name in ("tpu", "gpu"):  # the GPU's takes bfloat16 only
+        assert 0 < error(name) < 1.1 * of_xla

@@ -1,0 +1,155 @@
+"""Schedules of TPU kernels, followed: recorded ones, a few bundles by hand, and real compiles."""
+
+import collections
+import pathlib
+
+import pytest
+
+from kvjax.kernels.profile import tpu_schedule
+from kvjax.kernels.profile import tpu_static
+
+RECORDED = pathlib.Path(__file__).parent / "tpu_schedules"
+
+
+def _recorded(kind):
+    """A kernel of 4 steps on blocks of 256 tokens: each adds, in 2 turns of a loop, if reached."""
+    text = lambda name: (RECORDED / f"{kind}_{name}.txt").read_text()
+    return tpu_schedule.Schedule(text("bundles"), text("use"))
+
+
+@pytest.mark.parametrize("kind, body", [("v5e", 8), ("v4", 14)])
+def test_a_schedule_is_followed_as_far_as_the_sequence_reaches(kind, body):
+    schedule, chip = _recorded(kind), tpu_static.CHIPS[kind]
+    run = lambda last: schedule.executed(last, core=0, delay=chip.delay)
+    for steps in (1, 2, 4):
+        counts = run(256 * steps - 1)
+        assert (run(256 * (steps - 1)) == counts).all()
+        # The loop's bundles run twice a step; the grid's, once a step and twice for its pipeline.
+        expected = {1, 4, 6} | {2 * steps}
+        assert set(counts.tolist()) == expected
+    assert ((run(1023) - run(511)) == 4).sum() == body
+    assert (run(1023) - run(511)).sum() == 4 * body
+
+
+def test_tokens_are_charged_with_what_the_second_half_adds():
+    schedule, chip = _recorded("v5e"), tpu_static.CHIPS["v5e"]
+    cost = tpu_static.count([schedule, schedule], chip, 1024)
+    assert cost.bundles == 2 * 4 * 8 / 512
+    body = schedule.executed(1023, core=0, delay=4) == 8
+    loads = schedule.use[body][:, schedule.units.index("VLOAD")].sum()
+    assert loads == 2  # the block and the sum
+    assert cost.units["VLOAD"] == pytest.approx(2 * 4 * loads / 3 / 512)
+    both = tpu_static.count([schedule], tpu_static.CHIPS["v5p"], 1024)  # cores that share nothing
+    assert both.bundles == cost.bundles
+    with pytest.raises(tpu_static.DoesNotCompile, match="does not depend on how long"):
+        tpu_static.count([schedule], chip, 256)
+
+
+USE = "== CAPACITY:\nVLOAD, SALU\n 3 2\n== UTILIZATION:\n"
+
+
+def _schedule(*bundles):
+    lines = [f"{hex(i) if i else 0}   : > {{ {text} }}" for i, text in enumerate(bundles)]
+    return tpu_schedule.Schedule("\n".join(lines), USE + "0 0\n" * len(bundles))
+
+
+@pytest.mark.parametrize(
+    "given, operation, expected",
+    [
+        ((5, 7), "ssub.s32 {}, {}", 2**32 - 2),
+        ((2**32 - 1, 2), "sadd.s32 {}, {}", 1),
+        ((2**32 - 8, 2), "sshra.s32 {}, {}", 2**32 - 2),
+        ((2**32 - 8, 2), "sshrl.u32 {}, {}", 2**30 - 2),
+        ((3, 31), "sshll.u32 {}, {}", 2**31),
+        ((2**16, 2**17), "smul.u32 {}, {}", 0),
+        ((6, 3), "sand.u32 {}, {}", 2),
+        ((2**32 - 1, 3), "smin.u32 {}, {}", 3),
+        ((2**32 - 1, 3), "smin.s32 {}, {}", 2**32 - 1),
+    ],
+)
+def test_scalar_arithmetic(given, operation, expected):
+    a, b = ("%s1_s1", "%s2_s2")
+    schedule = _schedule(
+        f"%s1_s1 = smov {given[0]}  ;;  %s2_s2 = smov {given[1]}",
+        f"%s3_s3 = {operation.format(a, b)}  ;;  %4 = x /* of two\n lines  ;;  %s5_s3 = smov 0 */",
+        f"%p4_p0 = scmp.eq.s32.totalorder %s3_s3, {expected}",
+        "%5 = sbr.rel (%p4_p0) target bundleno = 5 (0x5)",
+        "",
+        "",
+    )
+    assert schedule.executed(0, core=0, delay=0).tolist() == [1, 1, 1, 1, 0, 1]
+
+
+def test_scalars_are_read_before_they_are_written_and_guards_hold():
+    schedule = _schedule(
+        "%s1_s1 = smov 1  ;;  %s2_s2 = smov 2  ;;  %p3_p3 = scmp.lt.s32.totalorder 4294967295, 0",
+        "%s3_s1 = smov %s2_s2  ;;  %s4_s2 = smov %s1_s1",  # swapped
+        "%s5_s1 = smov (!%p3_p3, %s3_s1), 9  ;;  %6 = sst [smem:[#a + $0x3]] %s4_s2",
+        "%s8_s5 = scalar_select /*predicate=*/%p3_p3, /*on_true=*/3, /*on_false=*/0",
+        "%s7_s4 = sadd.s32 %s5_s1, 1  ;;  %s9_s6 = sld [smem:[#a + %s8_s5]]",
+        "%p1_p1 = pnand %p3_p3, %p3_p3",
+        "%p10_p0 = scmp.ne.s32.totalorder %s9_s6, 1",  # 1 was stored at #a + 3
+        "%p11_p2 = scmp.ne.s32.totalorder %s7_s4, 3",
+        "%11 = sbr.rel (%p10_p0) target bundleno = 0 (0x0)",
+        "%p12_p2 = por %p11_p2, %p1_p1",
+        "%13 = sbr.rel (%p12_p2) target bundleno = 0 (0x0)",
+    )
+    assert schedule.executed(0, core=0, delay=0).tolist() == [1] * 11
+
+
+def test_bundles_behind_a_taken_branch_run():
+    branch = "%1 = sbr.rel target bundleno = 4 (0x4)"
+    schedule = _schedule(branch, "", "", "", "")
+    counts = [schedule.executed(0, core=0, delay=d).tolist() for d in (0, 1, 3)]
+    assert counts == [[1, 0, 0, 0, 1], [1, 1, 0, 0, 1], [1, 1, 1, 1, 1]]
+
+
+def test_cores_share_a_grid():
+    schedule = _schedule(
+        "%s1_s1 = sld [smem:[#allocation2]] /* megacore core id :: core id */",
+        "%p2_p0 = scmp.ne.s32.totalorder %s1_s1, 0",
+        "%3 = sbr.rel (%p2_p0) target bundleno = 4 (0x4)",
+        "",
+        "",
+    )
+    runs = [schedule.executed(0, core=core, delay=0).tolist() for core in (0, 1)]
+    assert runs == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1]]
+
+
+def test_what_cannot_be_followed_is_said(monkeypatch):
+    unknown = _schedule(
+        "%s1_s1 = spop %v0_v0",
+        "%p2_p0 = scmp.ne.s32.totalorder %s1_s1, 0",
+        "%3 = sbr.rel (%p2_p0) target bundleno = 0 (0x0)",
+    )
+    with pytest.raises(tpu_schedule.CannotFollow, match="bundle 0x2 branches on what is not known"):
+        unknown.executed(0, core=0, delay=0)
+    with pytest.raises(tpu_static.DoesNotCompile, match="cannot be followed: bundle 0x2"):
+        tpu_static.count([unknown], tpu_static.CHIPS["v5e"], 1024)
+    monkeypatch.setattr(tpu_schedule, "_MOST", 100)
+    forever = _schedule("%3 = sbr.rel target bundleno = 0 (0x0)")
+    with pytest.raises(tpu_schedule.CannotFollow, match="no end after 100"):
+        forever.executed(0, core=0, delay=0)
+    with pytest.raises(tpu_schedule.CannotFollow, match="1 bundles, of which 2 say"):
+        tpu_schedule.Schedule("     0   :  {}\n", USE + "0 0\n0 0\n")
+
+
+def test_clocks_and_hbm_cycles():
+    found = {name: chip.hbm_cycles(5120) for name, chip in tpu_static.CHIPS.items()}
+    assert found == pytest.approx(dict(v4=8.75, v5e=9.40, v5p=6.48, v6e=5.47), abs=0.01)
+    clocks = {name: chip.clock / 1e9 for name, chip in tpu_static.CHIPS.items()}
+    assert clocks == pytest.approx(dict(v4=1.05, v5e=1.50, v5p=1.75, v6e=1.75), abs=0.005)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e"])
+def test_real_kernels_are_counted(kind):
+    chip = tpu_static.CHIPS[kind]
+    cost = tpu_static.per_token(chip, "d12", "lrkv", block=512)
+    assert max(cost.units.values()) <= cost.bundles < 10
+    assert cost.units["MXU"] >= 6 * 64 * 128 / chip.macs  # every slot's query in rank space
+
+
+def test_recorded_schedules_are_all_used():
+    found = collections.Counter(f.name.partition("_")[0] for f in RECORDED.iterdir())
+    assert found == dict(v4=2, v5e=2)

@@ -1,0 +1,229 @@
+"""Splash attention, interpreted against float64 and compiled for TPUs that are not there."""
+
+import functools
+
+import jax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from kvjax.hardware import topology
+from kvjax.kernels.softmax_attention import api
+from kvjax.kernels.softmax_attention import splash
+from kvjax.kernels.softmax_attention.api import softmax_attention
+from kvjax.kernels.softmax_attention.api import zigzag
+from tests.kernels.softmax_attention.test_api import AXES
+from tests.kernels.softmax_attention.test_api import BFLOAT16
+from tests.kernels.softmax_attention.test_api import FLOAT32
+from tests.kernels.softmax_attention.test_api import _arrays
+from tests.kernels.softmax_attention.test_api import _assert_near
+from tests.kernels.softmax_attention.test_api import _exact
+from tests.kernels.softmax_attention.test_api import _mesh
+from tests.kernels.softmax_attention.test_api import _run
+from tests.kernels.softmax_attention.test_api import _segments
+from tests.kernels.softmax_attention.test_api import _shapes
+from tests.kernels.softmax_attention.test_api import _trace
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Splash with blocks of 128, so that a short row has several."""
+    monkeypatch.setattr(splash, "_divisor", lambda length, most: 128)
+
+
+# -- interpreted -----------------------------------------------------------------------------------
+
+# N, K, H, Hv, causal, segments.
+SPLASH = [
+    (4, 2, 64, 128, True, True),
+    (2, 2, 24, 40, False, False),
+    (4, 1, 192, 128, True, False),
+    pytest.param((2, 2, 128, 128, True, False), marks=pytest.mark.slow),
+    pytest.param((2, 2, 64, 128, False, False), marks=pytest.mark.slow),
+    pytest.param((4, 1, 192, 128, False, True), marks=pytest.mark.slow),
+    pytest.param((3, 1, 40, 24, True, True), marks=pytest.mark.slow),
+]
+
+
+def _case(B, N, K, H, Hv, causal, segmented, dtype=FLOAT32):
+    options = dict(causal=causal, segments_BS=_segments(B) if segmented else None)
+    return _arrays(B, N, K, H, Hv, dtype=dtype), options
+
+
+@pytest.mark.parametrize("case", SPLASH, ids=str)
+def test_splash_equals_xla_in_float64(small_blocks, case):
+    """Sums of up to 384 float32 products, each of 24 to 192; rounding errors add up as roots."""
+    arrays, options = _case(2, *case)
+    got = _run(arrays, implementation="splash", **options)
+    _assert_near(got, _exact(arrays, **options), 64 * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("case", [SPLASH[0], SPLASH[3]], ids=str)
+def test_splash_in_bfloat16(small_blocks, case):
+    """Scaled queries, probabilities and outputs are rounded to 8 bits: a few times 2^-9."""
+    arrays, options = _case(1, *case, dtype=BFLOAT16)
+    got = _run(arrays, implementation="splash", **options)
+    _assert_near(got, _exact(arrays, **options), 8 * 2.0**-9)
+
+
+def test_splash_scale(small_blocks):
+    arrays = _arrays(1, 2, 2, 16, 16)
+    got = _run(arrays, implementation="splash", causal=True, scale=0.7)
+    _assert_near(got, _exact(arrays, causal=True, scale=0.7), 64 * np.finfo(np.float32).eps)
+    other = _exact(arrays, causal=True)
+    assert np.abs(got[0] - other[0]).max() > 0.1
+
+
+def test_inside_a_shard_map(small_blocks):
+    """Without a mesh, arrays are those of one device."""
+    arrays, mesh = _arrays(2, 2, 2, 16, 16), _mesh(data=2)
+    run = functools.partial(softmax_attention, causal=True, implementation="splash")
+    split = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    np.testing.assert_allclose(jax.jit(split)(*arrays[:3]), run(*arrays[:3]), rtol=1e-6, atol=1e-6)
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+# Orders of 2048 tokens over devices; in some, blocks of queries end where blocks of keys do.
+ORDERS = {
+    "in order": (np.arange(2048), 1),
+    "2 devices": (zigzag(2048, 2), 2),
+    "4 devices": (zigzag(2048, 4), 4),
+    "a token early": (np.roll(np.arange(2048), -1), 1),
+    "a token late": (np.roll(np.arange(2048), 1), 1),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("process", [mask_info.process_mask, mask_info.process_mask_dkv])
+def test_blocks_of_the_mask_are_those_of_its_elements(order, process):
+    """What a block's two elements say is what its [128, 256] elements say."""
+    (positions, shards), length = ORDERS[order], 2048
+    dense = positions[:, None] >= np.arange(length)[None]
+    infos = []
+    for mask in (splash._Causal(positions, length), splash_mask.NumpyMask(dense)):
+        heads = splash_mask.MultiHeadMask([mask] * 2)
+        infos.append(process(heads, (128, 256), q_seq_shards=shards)[0])
+    assert infos[0].partial_mask_blocks is None
+    np.testing.assert_array_equal(infos[0].q_sequence, positions)
+    assert set(np.unique(infos[0].block_mask)) == {0, 1, 2}
+    np.testing.assert_array_equal(infos[0].block_mask, infos[1].block_mask)
+    np.testing.assert_array_equal(infos[0].data_next, infos[1].data_next)
+
+
+def test_masks_of_equal_positions_are_equal():
+    """The library finds what it made of a mask by the mask."""
+    mask = splash._Causal(zigzag(512, 2), 512)
+    assert mask == splash._Causal(zigzag(512, 2), 512)
+    assert hash(mask) == hash(splash._Causal(zigzag(512, 2), 512))
+    assert mask != splash._Causal(zigzag(512, 4), 512)
+    assert mask != splash._Causal(zigzag(512, 2), 1024)
+
+
+# -- what it does not take -------------------------------------------------------------------------
+
+SPLASH_REFUSES = [
+    (dict(dtype=jnp.float16), {}, "float16: must be bfloat16 or float32"),
+    (dict(length=200), {}, "200 queries are not a multiple of 128"),
+    (dict(length=256), dict(sequence=4), "256 queries are not .* 128 x sequence = 4 devices"),
+    (dict(B=3), dict(fsdp=2), "batch of 3 is not divided by data x fsdp = 2"),
+    (dict(N=6, K=6), dict(tensor=4), "6 query heads on 6 KV heads .* tensor = 4"),
+    (dict(N=12, K=6), dict(tensor=4), "12 query heads on 6 KV heads .* tensor = 4"),
+    (dict(H=576, Hv=576), {}, "2304 bytes are over 2176"),
+]
+
+
+@pytest.mark.parametrize("shape, sizes, message", SPLASH_REFUSES, ids=lambda x: str(x)[:40])
+def test_splash_says_what_it_does_not_take(monkeypatch, shape, sizes, message):
+    """Named, it is an error that names XLA; left to the device, XLA it is."""
+    arrays, options = _shapes(**shape), dict(mesh=_mesh(**sizes) if sizes else None)
+    with pytest.raises(NotImplementedError, match=f"^splash.*{message}.*'xla' takes this"):
+        _trace(arrays, implementation="splash", **options)
+    monkeypatch.setattr(api, "platform", lambda mesh: "tpu")
+    said = []
+    monkeypatch.setattr(api, "_say", said.append)
+    assert _trace(arrays, **options).shape == arrays[0].shape[:3] + arrays[2].shape[3:]
+    assert len(said) == 1 and message.split(" ")[0] in said[0]
+
+
+# -- compiled for TPUs -----------------------------------------------------------------------------
+
+
+def _compiled(mesh, *, length, N, K, H, Hv, dtype=BFLOAT16, policy=None, segmented=False):
+    """Forward and backward pass over a batch of 4 by what is the device's default."""
+    place = lambda x, *axes: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, P(("data", "fsdp"), *axes))
+    )
+    q, k, v = _shapes(B=4, length=length, N=N, K=K, H=H, Hv=Hv, dtype=dtype)
+    order = zigzag(length, mesh.shape["sequence"])
+    segments = jnp.zeros((4, length), jnp.int32) if segmented else None
+
+    def f(q, k, v):
+        o = softmax_attention(
+            q, k, v, causal=True, mesh=mesh, query_positions_T=order, segments_BS=segments
+        )
+        return jnp.square(o.astype(jnp.float32)).sum()
+
+    if policy is not None:
+        f = jax.checkpoint(f, policy=policy)
+    arrays = place(q, "sequence", "tensor"), place(k), place(v)
+    return jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2))).lower(*arrays).compile()
+
+
+def _tpus(name, **sizes):
+    devices = topology.tpu_devices(name)
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    devices = np.array(devices[: np.prod(shape)]).reshape(shape)
+    return jax.sharding.Mesh(devices, AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("H", [128, 192])
+@pytest.mark.parametrize("sizes", [dict(sequence=2, fsdp=2), dict(fsdp=4)], ids=str)
+def test_logits_are_never_held(sizes, H):
+    """Three kernels, and no array [.., T, S]: temporaries are under a quarter of one."""
+    mesh, N, length = _tpus("v5e:2x2", **sizes), 8, 8192
+    compiled = _compiled(mesh, length=length, N=N, K=N, H=H, Hv=128)
+    text, queries = compiled.as_text(), length // mesh.shape["sequence"]
+    assert text.count('custom_call_target="tpu_custom_call"') == 3
+    assert f",{queries},128]" in text
+    assert f"{queries},{length}]" not in text
+    logits = 4 // mesh.shape["fsdp"] * N * queries * length * 2  # bfloat16, of a device
+    assert compiled.memory_analysis().temp_size_in_bytes < logits / 4
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("H, Hv, dtype", [(256, 256, BFLOAT16), (192, 128, FLOAT32)])
+def test_blocks_fit_every_tpu(name, H, Hv, dtype):
+    """The widest heads that have whole blocks, and some over that, with segments."""
+    mesh = _tpus(name, fsdp=4)
+    compiled = _compiled(mesh, length=4096, N=2, K=1, H=H, Hv=Hv, dtype=dtype, segmented=True)
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
+
+
+@pytest.mark.aot
+def test_rows_of_128k_tokens():
+    """Building the kernel and compiling it hold no array [T, S]."""
+    mesh = _tpus("v5e:4x4", sequence=16)
+    compiled = _compiled(mesh, length=131_072, N=2, K=2, H=128, Hv=128)
+    keys = 4 * 131_072 * 2 * 256 * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * keys
+    assert len(compiled.as_text()) < 1e6
+
+
+@pytest.mark.aot
+def test_named_residuals_spare_the_forward_pass():
+    mesh, policies = _tpus("v5e:2x2", fsdp=4), jax.checkpoint_policies
+    kernels = lambda policy: (
+        _compiled(mesh, length=256, N=2, K=2, H=128, Hv=128, policy=policy)
+        .as_text()
+        .count('custom_call_target="tpu_custom_call"')
+    )
+    assert kernels(policies.nothing_saveable) == 4
+    assert kernels(policies.dots_with_no_batch_dims_saveable) == 4
+    assert kernels(policies.save_only_these_names(splash.RESIDUALS)) == 3

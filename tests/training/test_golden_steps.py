@@ -1,0 +1,83 @@
+"""Five optimizer steps of every mechanism's tiny config give the numbers they always gave.
+
+    python tests/model/test_training_step.py --write
+
+writes them anew. That is right when what a model computes, how it is initialised or how it is
+trained was changed on purpose; a faster or clearer way to compute the same must not need it.
+"""
+
+import functools
+import importlib.util
+import json
+import sys
+
+from flax import nnx
+import jax
+import numpy as np
+import pytest
+
+from kvjax import experiment
+from kvjax.foundation.checkout import ROOT
+from kvjax.model import parameters
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+from kvjax.optim import make_optimizer
+from kvjax.training.program import train_step
+
+GOLDEN = ROOT / "tests" / "goldens" / "training_steps.json"
+MECHANISMS = sorted(
+    path.stem.removesuffix("_tiny") for path in (ROOT / "configs").glob("*_tiny.py")
+)
+B, T, STEPS = 2, 32, 5
+
+
+def _figures(mechanism):
+    """[loss, gradient norm] of each step. Queries and keys first move in the fourth."""
+    name = f"{mechanism}_tiny"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run = experiment.resolve(module.get_config())
+    axes = parameters.abstract(run.model).axes
+    optimizer = make_optimizer(
+        run.optimizer,
+        axes,
+        d_model=run.model.block.d_model,
+        num_steps=run.train.num_steps,
+    )
+    make = lambda key: Transformer(run.model, key)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))
+    init = jax.jit(lambda key: nnx.to_pure_dict(nnx.state(make(key))))
+    params = init(jax.random.key(run.train.seed))
+    state = dict(params=params, optimizer=optimizer.init(params), step=0, key=0)
+    step = jax.jit(
+        functools.partial(train_step, graph=graph, optimizer=optimizer, compute=Compute(), parts=1)
+    )
+    rows = np.random.default_rng(0).integers(0, run.model.vocab_size, (B, T + 1), np.int32)
+    figures = []
+    for _ in range(STEPS):
+        state, metrics = step(state, rows)
+        figures.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_golden_training_steps(mechanism):
+    expected = json.loads(GOLDEN.read_text())[mechanism]
+    assert expected[-1][0] < expected[0][0] - 0.1  # it learns
+    np.testing.assert_allclose(
+        _figures(mechanism),
+        expected,
+        rtol=1e-5,
+        err_msg=f"{mechanism}: [loss, gradient norm] by step. If a change of the model, its "
+        "initialisation or the optimizer is meant, run `python tests/model/test_training_step.py "
+        "--write` and say in the commit why the numbers moved; a refactoring must not move them.",
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python tests/model/test_training_step.py --write")
+    figures = {mechanism: _figures(mechanism) for mechanism in MECHANISMS}
+    GOLDEN.write_text(json.dumps(figures, indent=1) + "\n")

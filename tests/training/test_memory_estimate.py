@@ -1,0 +1,126 @@
+"""Memory of a training step, by formulas: against shapes, XLA on a CPU, and TPU compilers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import lab_notes
+from experiments import scaling_table
+from experiments.parameter_table import load
+from kvjax.costs import formulas
+from kvjax.distributed import sharding
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Compute
+from kvjax.training import memory_estimate
+from kvjax.training.program import Program
+
+TPU_RESULTS = [
+    pytest.param(target, found.result, id=f"{note.name}-{target.topology}")
+    for note in lab_notes.read_all()
+    for target in note.targets
+    if (found := scaling_table.outcome(note, target)).result
+    and not found.result["memory_is_upper_bound"]
+]
+
+
+def test_training_memory(make_mechanism):
+    """Master weights, moments and gradients in float32, over the shards."""
+    block = BlockConfig(num_layers=2, d_model=16, mlp_dim=32)
+    config = TransformerConfig(block=block, mechanisms=(make_mechanism("lrkv"),) * 2, vocab_size=64)
+    outside = 2 * 64 * 16
+    inside = formulas.parameters(config)["total"] - outside
+    shape = dict(rows_per_device=2, sequence_length=8)
+    one = memory_estimate.estimate(config, Compute(), **shape, fsdp=1)
+    assert one.parameters == one.gradients == 4 * (inside + outside)
+    assert one.optimizer == 4 * (inside + 2 * outside)
+    assert one.weights == 4 * inside + (4 + 2 * 4) * 64 * 16  # both layers, the head thrice
+    assert one.total == one.parameters + one.optimizer + one.temporaries
+    assert one.temporaries == one.gradients + one.weights + one.activations
+    eight = memory_estimate.estimate(config, Compute(), **shape, fsdp=8)
+    assert (eight.parameters, eight.optimizer) == (one.parameters // 8, one.optimizer // 8)
+    assert eight.activations == one.activations
+    longer = memory_estimate.estimate(
+        config, Compute(), rows_per_device=2, sequence_length=16, fsdp=1
+    )
+    assert longer.activations > 2 * one.activations  # every token also attends to more
+    full = memory_estimate.estimate(config, Compute(remat="full"), **shape, fsdp=1)
+    kept = memory_estimate.estimate(config, Compute(remat="attention"), **shape, fsdp=1)
+    assert full.activations < kept.activations < one.activations
+    assert kept.activations - full.activations == 16 * 2 * 4 * (4 * 8 + 4)
+    parts = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, parts=4)
+    assert parts.gradients == 2 * one.gradients
+    kernel = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, attention_kernel=True)
+    assert one.activations - kernel.activations == 16 * 2 * 2 * 4 * 4 * 8
+    halves = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, sequence=2)
+    keys_values = 16 * 2 * 4 * 2 * 4 * (8 + 8)  # which each device has of the whole row
+    assert 2 * halves.activations == one.activations + keys_values
+    two = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, tensor=2)
+    assert (two.parameters, two.weights) == (one.parameters // 2, one.weights // 2)
+    whole = 16 * 2 * 4 * (2 * 16 + 2 * 16)  # inputs of the layers, and those normed
+    assert 2 * two.activations == one.activations + whole
+    dots = dict(compute=Compute(remat="dots"), **shape, fsdp=1)
+    one, two = (memory_estimate.estimate(config, **dots, tensor=n) for n in (1, 2))
+    assert 2 * two.activations == one.activations + 16 * 4 * (2 * 2 * 16 + 2 * 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_activations_are_near_what_xla_allocates(remat):
+    """The estimate that refuses a run: within a fifth of the compiled step's temporaries."""
+    experiment = load(CONFIGS / "lrkv_tiny.py")
+    compute = experiment.compute.resolve("cpu", 4)
+    compute = dataclasses.replace(compute, remat=remat, unroll=remat == "none")
+    mesh = sharding.make_mesh(experiment.mesh, jax.devices()[:1])
+    program = Program(experiment, compute, mesh)
+    rows = jax.ShapeDtypeStruct((32, 257), jnp.int32)
+    compiled = program.train_step.lower(program.abstract_state, rows).compile()
+    shape = dict(rows_per_device=32, sequence_length=256, fsdp=1)
+    estimate = memory_estimate.estimate(experiment.model, compute, **shape)
+    allocated = compiled.memory_analysis().temp_size_in_bytes
+    assert 0.8 < estimate.temporaries / allocated < 1.2
+
+
+@pytest.mark.parametrize(
+    "name, fsdp, remat, gigabytes",
+    [
+        ("lrkv_2p5b", 16, "none", 102.3),  # v5p:2x2x4
+        ("lrkv_2p5b", 16, "full", 11.0),
+        ("lrkv_128m", 16, "none", 23.7),  # v5e:4x4
+    ],
+)
+def test_other_policies_as_tpu_compilers_need_them(name, fsdp, remat, gigabytes):
+    """Figures of experiments/LOG.md: arguments and temporaries of one chip."""
+    run = load(CONFIGS / f"{name}.py")
+    estimate = memory_estimate.estimate(
+        run.model,
+        dataclasses.replace(run.compute.resolve("tpu", run.model.block.num_layers), remat=remat),
+        rows_per_device=run.train.batch_size // fsdp,
+        sequence_length=2048,
+        fsdp=fsdp,
+        attention_kernel=True,
+    )
+    assert estimate.total == pytest.approx(gigabytes * 1e9, rel=0.06)
+
+
+@pytest.mark.parametrize("target, result", TPU_RESULTS)
+def test_estimates_are_near_what_tpu_compilers_reserve(target, result):
+    """Arguments within a tenth (factors of rank 64 are padded to 128), temporaries within 11 %."""
+    run, mesh = target.experiment, result["mesh"]
+    ways = mesh["data"] * mesh["fsdp"]
+    estimate = memory_estimate.estimate(
+        run.model,
+        run.compute.resolve("tpu", run.model.block.num_layers),
+        rows_per_device=run.train.batch_size // run.train.grad_accumulation // ways,
+        sequence_length=run.data.sequence_length,
+        **{axis: mesh[axis] for axis in ("fsdp", "tensor", "sequence")},
+        parts=run.train.grad_accumulation,
+        attention_kernel=True,
+    )
+    memory = result["memory"]
+    assert estimate.parameters + estimate.optimizer == pytest.approx(memory["arguments"], rel=0.1)
+    close = 0.25 if run.data.sequence_length > 32768 else 0.11
+    assert estimate.temporaries == pytest.approx(memory["temporaries"], rel=close)

@@ -1,0 +1,406 @@
+"""Checkpoints: what is saved comes back, damaged ones are set aside, configs are checked."""
+
+import contextlib
+import errno
+import pathlib
+import random
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import experiment
+from kvjax.distributed import sharding
+from kvjax.foundation.errors import UserError
+from kvjax.training import loop
+from kvjax.training.program import Program
+from kvjax.workdir import checkpoint
+from kvjax.workdir import storage
+from kvjax.workdir.checkpoint import CHECKPOINTS
+from kvjax.workdir.checkpoint import Checkpoints
+from kvjax.workdir.checkpoint import check_identity
+from kvjax.workdir.checkpoint import read_parameters
+from kvjax.workdir.checkpoint import set_aside_earlier_run
+from kvjax.workdir.checkpoint import write_identity
+from tests import runs
+
+
+def state(value: float) -> dict:
+    return dict(params={"w": jnp.full((64, 8), value), "segments": {0: {"b": jnp.arange(3.0)}}})
+
+
+ABSTRACT = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    ),
+    state(0.0),
+)
+
+
+@pytest.fixture
+def saved(tmp_path) -> epath.Path:
+    """A workdir with checkpoints of steps 1, 2, 3, of which two are kept."""
+    workdir = epath.Path(tmp_path)
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state(float(step)), position=10 * step)
+    checkpoints.close()
+    return workdir
+
+
+def restore(workdir):
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
+    try:
+        return checkpoints.restore(ABSTRACT), checkpoints.steps()
+    finally:
+        checkpoints.close()
+
+
+def test_the_latest_comes_back(saved):
+    (restored, position, step), steps = restore(saved)
+    assert (step, position, steps) == (3, 30, [2, 3])
+    jax.tree.map(np.testing.assert_array_equal, restored, state(3.0))
+
+
+def test_nothing_there(tmp_path):
+    assert restore(epath.Path(tmp_path)) == (None, [])
+
+
+def array_files(step_directory: epath.Path) -> list[pathlib.Path]:
+    files = [f for f in pathlib.Path(step_directory, "state").rglob("d/*") if f.is_file()]
+    assert files
+    return files
+
+
+def corrupt(step_directory: epath.Path) -> None:
+    """Overwrites every file that holds array data."""
+    for file in array_files(step_directory):
+        file.write_bytes(b"\0" * file.stat().st_size)
+
+
+@pytest.mark.parametrize("how", ["overwritten", "truncated", "metadata gone"])
+def test_an_unreadable_latest_is_set_aside(saved, how, capfd):
+    latest = saved / CHECKPOINTS / "3"
+    if how == "overwritten":
+        corrupt(latest)
+    elif how == "truncated":
+        for file in array_files(latest):
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        (latest / "state" / "_METADATA").unlink()
+    (restored, position, step), steps = restore(saved)
+    assert (step, position, steps) == (2, 20, [2])
+    jax.tree.map(np.testing.assert_array_equal, restored, state(2.0))
+    assert (saved / "unreadable-checkpoint-3").exists()  # nothing is lost
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 2 and told[0].startswith("WARNING: checkpoint of step 3 cannot be read")
+    assert "going on from step 2; step 3 was moved" in told[1]
+    again = Checkpoints(saved / CHECKPOINTS, keep=2)
+    again.save(3, state(33.0), position=30)  # the step is free again
+    again.close()
+    assert restore(saved)[0][2] == 3
+
+
+def test_none_can_be_read(saved):
+    for step in ("2", "3"):
+        corrupt(saved / CHECKPOINTS / step)
+    with pytest.raises(UserError, match="no checkpoint can be read.*step 3.*step 2"):
+        restore(saved)
+    assert (saved / CHECKPOINTS / "3").exists()
+
+
+def names(folder: epath.Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        MemoryError("no room"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"),
+        ValueError('UNKNOWN: Error reading local file "d/1": Input/output error'),
+        ValueError('PERMISSION_DENIED: Error opening local file "d/1": Permission denied'),
+        ConnectionResetError("the network"),
+    ],
+    ids=lambda error: f"{type(error).__name__}-{str(error)[:7]}",
+)
+def test_what_is_no_damage_stops_with_its_reason(saved, monkeypatch, error):
+    def load(path, abstract):
+        try:
+            raise error
+        except Exception as cause:
+            raise ValueError("Orbax says") from cause
+
+    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", load)
+    before = names(saved / CHECKPOINTS)
+    with pytest.raises(UserError, match="3 was not loaded: .*nothing was changed") as caught:
+        restore(saved)
+    assert str(error).rpartition(": ")[2] in str(caught.value)
+    assert names(saved / CHECKPOINTS) == before == {"2", "3"}
+    assert names(saved) == {CHECKPOINTS}
+
+
+@pytest.mark.parametrize("leaf", [dict(w=(64, 9)), dict(v=(3,))], ids=["shape", "name"])
+def test_other_arrays_are_no_damage(saved, leaf):
+    other = dict(params=abstract_parameters(**leaf))
+    checkpoints = Checkpoints(saved / CHECKPOINTS, keep=2)
+    with pytest.raises(UserError, match=r"checkpoints/3 holds another model(?s:.*)config \("):
+        checkpoints.restore(other)
+    checkpoints.close()
+    assert names(saved / CHECKPOINTS) == {"2", "3"}
+
+
+def test_what_was_set_aside_before_stays(saved):
+    before = saved / "unreadable-checkpoint-3"
+    before.mkdir()
+    (before / "note").write_text("mine")
+    corrupt(saved / CHECKPOINTS / "3")
+    assert restore(saved)[0][2] == 2
+    assert (before / "note").read_text() == "mine"
+    assert names(saved / "unreadable-checkpoint-3-2") >= {"state", "data"}
+
+
+def test_checkpoints_whose_names_were_swapped(tmp_path):
+    folder = epath.Path(tmp_path) / CHECKPOINTS
+    checkpoints = Checkpoints(folder, keep=2)
+    for step in (4, 5):
+        checkpoints.save(step, state(float(step)) | dict(step=jnp.int32(step)), position=0)
+    checkpoints.close()
+    (folder / "4").rename(folder / "x")
+    (folder / "5").rename(folder / "4")
+    (folder / "x").rename(folder / "5")
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = ABSTRACT | dict(step=jax.ShapeDtypeStruct((), jnp.int32, sharding=one))
+    checkpoints = Checkpoints(folder, keep=2)
+    with pytest.raises(UserError, match=r"checkpoints/5 holds step 4: .* the name 4 again"):
+        checkpoints.restore(abstract)
+    checkpoints.close()
+    with pytest.raises(UserError, match=r"checkpoints/4 holds step 5: .* the name 5 again"):
+        read_parameters(folder, 4, abstract_parameters())
+    assert names(folder) == {"4", "5"}
+
+
+@pytest.fixture(scope="module")
+def trained_state(tmp_path_factory):
+    """A function of a step: a real state, of a model too small to train; and its abstract one."""
+    config = runs.small_config("none", str(tmp_path_factory.mktemp("data")))
+    run = experiment.resolve(config)
+    mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
+    program = Program(run, run.compute.resolve("cpu", run.model.block.num_layers), mesh)
+    state = program.init(jax.random.key(0))
+
+    def at(step):
+        moved = lambda x: x + x.dtype.type(step) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return jax.tree.map(moved, state) | dict(step=jnp.full_like(state["step"], step))
+
+    return at, program.abstract_state
+
+
+def test_the_shapes_of_a_real_state(trained_state, tmp_path):
+    at, abstract = trained_state
+    folder = epath.Path(tmp_path) / "100% of it"
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(1, at(1), position=8)
+    checkpoints.close()
+    there = storage.shapes(folder / "1" / "state")
+    assert there == storage.shapes_of(abstract) and len(there) > 20
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.parametrize("flips", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_flipped_bits_are_noticed_or_harmless(trained_state, tmp_path, capfd, flips):
+    """In any file: the step before is used and a line says so, or what is loaded is equal."""
+    at, abstract = trained_state
+    workdir = epath.Path(tmp_path)
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, at(step), position=8 * step)
+    checkpoints.close()
+    latest, rng = tmp_path / CHECKPOINTS / "2", random.Random(flips)
+    files = sorted(path for path in latest.rglob("*") if path.is_file())
+    sizes = [path.stat().st_size for path in files]
+    noticed = 0
+    for i in range(flips):
+        weights = sizes if i % 2 else None  # by bytes, and every file alike
+        file = rng.choices(files, weights)[0]
+        whole = file.read_bytes()
+        broken = bytearray(whole)
+        broken[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        file.write_bytes(broken)
+        try:
+            params = read_parameters(workdir / CHECKPOINTS, 2, abstract["params"])
+            jax.tree.map(np.testing.assert_array_equal, params, at(2)["params"])
+        except UserError as error:
+            assert "checkpoints/2 cannot be read" in str(error)
+        checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
+        state, position, step = checkpoints.restore(abstract)
+        checkpoints.close()
+        assert position == 8 * step
+        jax.tree.map(np.testing.assert_array_equal, state, at(step))
+        told = capfd.readouterr().err
+        if step == 1:
+            noticed += 1
+            assert told.count("\n") == 2 and "step 2 cannot be read" in told
+            (tmp_path / "unreadable-checkpoint-2").rename(latest)
+        else:
+            assert step == 2 and not told
+        file.write_bytes(whole)
+    assert noticed > flips // 3
+
+
+def test_checkpoints_without_checksums_still_load(saved, monkeypatch):
+    tu = storage.tensorstore_utils
+    monkeypatch.setattr(tu, "_build_zarr3_metadata", tu._build_zarr3_metadata.__wrapped__)
+    checkpoints = Checkpoints(saved / CHECKPOINTS, keep=2)
+    checkpoints.save(4, state(4.0), position=40)
+    checkpoints.close()
+    monkeypatch.undo()
+    (restored, position, step), steps = restore(saved)
+    assert (step, position, steps) == (4, 40, [3, 4])
+    jax.tree.map(np.testing.assert_array_equal, restored, state(4.0))
+
+
+def test_last_words_about_a_bucket(saved, monkeypatch):
+    """Nothing is asked of the bucket: this is said while a process is aborted."""
+    checkpoints = Checkpoints(saved / CHECKPOINTS, keep=2)
+    checkpoints.directory = epath.Path("gs://bucket/run/checkpoints")
+    there = "are in gs://bucket/run/checkpoints. "
+    assert checkpoints.say_what_is_there() == f"Checkpoints of steps [2, 3] {there}"
+    checkpoints.directory = saved / CHECKPOINTS
+    checkpoints.save(4, state(4.0), position=40)
+    checkpoints.wait()
+    checkpoints.directory = epath.Path("gs://bucket/run/checkpoints")
+    assert checkpoints.say_what_is_there() == f"Checkpoints of steps [3, 4] {there}"
+    checkpoints.close()
+
+
+def test_half_written_checkpoints_are_not_found(saved):
+    unfinished = saved / CHECKPOINTS / "4.orbax-checkpoint-tmp"
+    (unfinished / "state").mkdir(parents=True)
+    assert restore(saved)[0][2] == 3
+
+
+def abstract_parameters(dtype=jnp.float32, **shapes):
+    """As saved, but for shapes given, on another device than they were saved from."""
+    device = jax.devices()[-1]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = {"w": (64, 8), "segments": {0: {"b": (3,)}}} | shapes
+    leaf = lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def test_parameters_alone(tmp_path):
+    """Beside an optimizer state of which nothing is asked."""
+    workdir = epath.Path(tmp_path)
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, state(float(step)) | {"optimizer": jnp.ones(5)}, position=0)
+    checkpoints.close()
+    params = read_parameters(workdir / CHECKPOINTS, 1, abstract_parameters(jnp.bfloat16))
+    assert params["w"].dtype == jnp.bfloat16 and params["w"].devices() == {jax.devices()[-1]}
+    want = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state(1.0)["params"])
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
+def test_parameters_of_another_model(saved):
+    other = abstract_parameters(w=(64, 9), v=(1,))
+    with pytest.raises(UserError, match="another model") as error:
+        read_parameters(saved / CHECKPOINTS, 3, other)
+    message = str(error.value)
+    assert "w: checkpoint (64, 8), config (64, 9)" in message
+    assert "v: checkpoint none, config (1,)" in message and "segments" not in message
+
+
+def test_parameters_that_cannot_be_read(saved):
+    corrupt(saved / CHECKPOINTS / "3")
+    with pytest.raises(UserError, match=r"checkpoints/3 cannot be read .*steps \[2\]"):
+        read_parameters(saved / CHECKPOINTS, 3, abstract_parameters())
+    assert storage.steps(saved / CHECKPOINTS) == [2, 3]  # nothing is set aside
+
+
+def test_listing_steps_changes_nothing(saved):
+    unfinished = saved / CHECKPOINTS / "4.orbax-checkpoint-tmp"
+    (unfinished / "state").mkdir(parents=True)
+    listing = lambda: sorted(pathlib.Path(saved).rglob("*"))
+    before = listing()
+    assert storage.steps(saved / CHECKPOINTS) == [2, 3]
+    assert listing() == before
+    assert storage.steps(saved / "nowhere") == [] and not (saved / "nowhere").exists()
+
+
+def test_another_identity_is_told_by_what_differs(saved):
+    path = saved / "config.json"
+    with pytest.raises(UserError, match=r"has checkpoints and no config\.json"):
+        check_identity(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
+    write_identity(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
+    before = path.read_bytes()
+    check_identity(path, {"model": {"rank": 16, "dim": 32}, "name": "a"})
+    with pytest.raises(UserError, match=r"model\.rank: there 16, now 8") as error:
+        check_identity(path, {"model": {"rank": 8, "dim": 32}, "name": "a"})
+    assert "dim" not in str(error.value) and path.read_bytes() == before
+
+
+def test_an_identity_binds_only_where_there_are_checkpoints(saved, tmp_path):
+    """What a first save left, which was killed, is none."""
+    path = epath.Path(tmp_path) / "another" / "config.json"
+    (path.parent / CHECKPOINTS / "10.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    for workdir, binds in ((path.parent, False), (saved, True)):
+        write_identity(workdir / path.name, {"rank": 16})
+        told = pytest.raises(UserError) if binds else contextlib.nullcontext()
+        with told:
+            check_identity(workdir / path.name, {"rank": 8})
+
+
+def leave_a_run(workdir: epath.Path) -> dict[str, str]:
+    """Files as of a run, with their names as content."""
+    files = ["config.json", "dataset.json", "metrics.jsonl", "timing.jsonl", "events/events.1"]
+    (workdir / "events").mkdir(parents=True, exist_ok=True)
+    for name in files:
+        (workdir / name).write_text(name)
+    return {name: name for name in files}
+
+
+@pytest.mark.parametrize("where", ["local", "gs://"])
+def test_a_run_without_checkpoints_is_set_aside(tmp_path, bucket, capsys, where):
+    (bucket / "runs").mkdir()
+    workdir = epath.Path("gs://runs/one") if where == "gs://" else epath.Path(tmp_path) / "one"
+    workdir.mkdir()
+    set_aside_earlier_run(workdir)
+    assert not capsys.readouterr().err
+    files = leave_a_run(workdir)
+    (workdir / "mine.txt").write_text("notes")
+    for number in ("", "-2"):
+        set_aside_earlier_run(workdir)
+        target = workdir / f"earlier-run{number}"
+        assert {name: (target / name).read_text() for name in files} == files
+        assert capsys.readouterr().err.startswith(f"WARNING: {workdir} has records of a run")
+        set_aside_earlier_run(workdir)  # nothing is left to move
+        assert not capsys.readouterr().err and (workdir / "mine.txt").exists()
+        leave_a_run(workdir)
+
+
+def test_nothing_of_a_run_with_checkpoints_is_moved(saved):
+    files = leave_a_run(saved)
+    set_aside_earlier_run(saved)
+    assert {name: (saved / name).read_text() for name in files} == files
+
+
+def test_removing_checkpoints_loses_no_record(tmp_path, monkeypatch):
+    """Not even of another config; this run gets as far as to its data."""
+    workdir = epath.Path(tmp_path) / "run"
+    files = leave_a_run(workdir)
+    (workdir / CHECKPOINTS / "10.orbax-checkpoint-tmp").mkdir(parents=True)
+
+    def prepared(data):
+        raise UserError("far enough")
+
+    monkeypatch.setattr(loop.preflight, "prepared", prepared)
+    config = runs.small_config(runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data"))
+    with pytest.raises(UserError, match="far enough"):
+        loop.train(config, workdir)
+    assert {name: (workdir / "earlier-run" / name).read_text() for name in files} == files
+    assert not any((workdir / name).exists() for name in files)

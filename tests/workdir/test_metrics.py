@@ -1,0 +1,165 @@
+"""Records survive kills: half-written lines and lines of lost steps are dropped on resume."""
+
+import json
+import types
+
+from etils import epath
+import pytest
+
+from kvjax.workdir import metrics
+from kvjax.workdir.checkpoint import write_identity
+
+
+def test_resume_drops_later_and_half_written_records(tmp_path):
+    workdir = epath.Path(tmp_path)
+    writer = metrics.MetricsWriter(workdir, resume_step=0)
+    for step in (1, 2, 3):
+        writer.write(step, tokens=10 * step, loss=1 / step)
+    writer.write_timing(3, tokens_per_second=5.0)
+    writer.close()
+    before = (workdir / metrics.METRICS).read_text().splitlines()
+    with open(tmp_path / metrics.METRICS, "a") as file:
+        file.write('{"step": 4, "lo')
+    writer = metrics.MetricsWriter(workdir, resume_step=2)
+    writer.write(3, tokens=30, loss=0.5)
+    writer.close()
+    after = (workdir / metrics.METRICS).read_text().splitlines()
+    assert after[:2] == before[:2]
+    assert json.loads(after[2]) == {"step": 3, "tokens": 30, "loss": 0.5}
+    assert len(after) == 3
+    assert metrics.read_records(workdir / metrics.TIMING) == []
+    assert list((tmp_path / "events").glob("events*"))
+
+
+@pytest.mark.parametrize("name", [metrics.METRICS, metrics.TIMING])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\x00\x80 binary",
+        b"[1, 2]",
+        b'"text"',
+        b'{"loss": 1.0}',
+        b'{"step": "two", "loss": 1.0}',
+        b'{"step": 2, "tokens": 20, "loss": "high"}',
+        b'{"step": 2, "tokens": 20, "loss": null}',
+        b"[" * 100_000,
+        b"1" * 5_000,
+        b"",
+    ],
+    ids=lambda line: line[:12].decode(errors="replace"),
+)
+def test_lines_that_are_no_records_are_set_aside(tmp_path, capsys, name, line):
+    workdir = epath.Path(tmp_path)
+    good = [b'{"step": 1, "tokens": 10, "loss": 2.0}', b'{"step": 3, "tokens": 30, "loss": 1.0}']
+    content = b"\n".join([good[0], line, good[1], b'{"step": 4, "lo'])
+    (tmp_path / name).write_bytes(content)
+    metrics.draw_curves(workdir, title="test", yardstick=2.0)
+    metrics.MetricsWriter(workdir, resume_step=3).close()
+    assert (tmp_path / f"unreadable-{name}").read_bytes() == content
+    told = capsys.readouterr().err
+    assert told.startswith(f"WARNING: {tmp_path / name}: line 2 is no record") and (
+        told.count("\n") == 1 and len(told) < 1000
+    )
+    assert (tmp_path / name).read_bytes() == b"\n".join([*good, b""])
+    metrics.MetricsWriter(workdir, resume_step=3).close()
+    assert not capsys.readouterr().err and len(list(tmp_path.glob("unreadable-*"))) == 1
+
+
+def test_curves_are_a_picture(tmp_path):
+    workdir = epath.Path(tmp_path)
+    writer = metrics.MetricsWriter(workdir, resume_step=0)
+    for step in (1, 2):
+        writer.write(step, tokens=step, loss=2.0 / step)
+    writer.write(2, tokens=2, validation_bpb=2.0)
+    writer.close()
+    path = metrics.draw_curves(workdir, title="test", yardstick=2.5)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().length > 5000
+
+
+def test_a_workdir_in_a_bucket(bucket):
+    (bucket / "runs").mkdir()
+    workdir = epath.Path("gs://runs/one")
+    write_identity(workdir / "config.json", {"rank": 16})
+    writer = metrics.MetricsWriter(workdir, resume_step=0)
+    writer.write(1, tokens=10, loss=2.0)
+    writer.write(2, tokens=20, loss=1.0, validation_bpb=2.0)
+    writer.close()
+    assert [r["step"] for r in metrics.read_records(workdir / metrics.METRICS)] == [1, 2]
+    writer = metrics.MetricsWriter(workdir, resume_step=1)
+    writer.write(2, tokens=20, loss=1.5, validation_bpb=2.5)
+    writer.flush()
+    lines = (bucket / "runs" / "one" / metrics.METRICS).read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [2.0, 1.5]
+    metrics.draw_curves(workdir, title="test", yardstick=None)
+    names = {path.name for path in (bucket / "runs" / "one").iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "timing.jsonl", "events", "curves.png"}
+
+
+def test_a_bucket_that_fails_for_a_while(bucket, capsys):
+    """Records are copied once it is back; only what never arrives is told as lost."""
+    folder, away = bucket / "runs", bucket / "away"
+    folder.mkdir()
+    writer = metrics.MetricsWriter(epath.Path("gs://runs/one"), resume_step=0)
+    writer.write(1, tokens=10, loss=2.0)
+    folder.rename(away)
+    folder.write_text("no folder")  # every write into it fails
+    writer.flush()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and told.startswith(
+        "WARNING: records were not copied to gs://runs"
+    )
+    folder.unlink()
+    away.rename(folder)
+    writer.write(2, tokens=20, loss=1.0)
+    writer.flush()
+    records = metrics.read_records(epath.Path("gs://runs/one") / metrics.METRICS)
+    assert [r["step"] for r in records] == [1, 2] and not capsys.readouterr().err
+    writer.write(3, tokens=30, loss=0.5)
+    folder.rename(away)
+    folder.write_text("no folder")
+    writer.close()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "WERE NOT COPIED to gs://runs/one" in told
+    assert str(writer.folder) in told
+    assert [r["step"] for r in metrics.read_records(writer.folder / metrics.METRICS)] == [1, 2, 3]
+
+
+def test_the_clock(monkeypatch):
+    """Steps of 1, 2, 3, 4 s after the first; a pause of 100 s counts for none of them."""
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    gib = 2**30
+    device = lambda peak: types.SimpleNamespace(
+        device_kind="TPU v5p", platform="tpu", memory_stats=lambda: dict(peak_bytes_in_use=peak)
+    )
+    clock = metrics.Clock(
+        tokens_per_step=1000,
+        flops_per_token=459e12,
+        num_devices=8,
+        local_devices=[device(gib), device(3 * gib)],
+    )
+
+    def step(seconds):
+        now[0] += seconds
+        clock.tick()
+
+    step(50.0)
+    assert clock.lap() == {} and clock.tokens_per_second == 0
+    step(1.0)
+    step(2.0)
+    with clock.paused():
+        now[0] += 100.0
+    step(3.0)
+    step(4.0)
+    record = clock.lap()
+    assert record["tokens_per_second"] == 4 * 1000 / 10.0 == clock.tokens_per_second
+    assert record["tokens_per_second_per_device"] == 50.0
+    assert (record["step_seconds_p50"], record["step_seconds_max"]) == (2.5, 4.0)
+    assert record["step_seconds_p90"] == pytest.approx(3.7)
+    assert record["mfu"] == pytest.approx(1000 / 2.5 / 8)
+    assert record["hbm_peak_bytes"] == 3 * gib
+    step(8.0)
+    record = clock.lap()
+    assert record["step_seconds_p50"] == record["step_seconds_max"] == 8.0
+    assert record["tokens_per_second"] == pytest.approx(5 * 1000 / 18.0)
+    assert record["mfu"] == pytest.approx(1000 / 8.0 / 8)
