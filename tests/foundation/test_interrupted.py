@@ -22,6 +22,12 @@ LONG = "--config.train.num_steps=100000"
 no_child_left, config = test_resume.no_child_left, test_resume.config  # fixtures
 
 
+def run(code: str) -> subprocess.CompletedProcess:
+    """Python on a text, to its end."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -36,22 +42,18 @@ def test_what_ctrl_c_becomes(code):
     code = (
         f"import signal\nfrom kvjax.foundation import interrupted\ninterrupted.quietly()\n{code}\n"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    process = run(code)
     twice = code.count(CTRL_C) == 2
     assert process.returncode == (-signal.SIGINT if twice else 130), process
     assert process.stderr == ("" if twice else "kvjax: interrupted\n") and not process.stdout
 
 
-SWALLOWED = f"import signal, time\nfrom kvjax.foundation import interrupted\ninterrupted.quietly()\ntry: {CTRL_C}\n"
+SWALLOWED = f"{QUIETLY}try: {CTRL_C}\n"
 
 
 def test_a_ctrl_c_that_a_library_swallowed_ends_the_process():
     code = SWALLOWED + "except BaseException: pass\nwhile True: time.sleep(0.1)"
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    process = run(code)
     assert (process.returncode, process.stderr) == (130, "kvjax: interrupted\n")
 
 
@@ -66,9 +68,7 @@ def test_a_ctrl_c_that_a_library_swallowed_ends_the_process():
 )
 def test_who_cleans_up_for_a_ctrl_c_has_the_time_for_it(handler):
     code = SWALLOWED + handler.replace("CLEAN", "time.sleep(2.5); print('clean')")
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    process = run(code)
     assert (process.returncode, process.stdout) == (0, "clean\n")
 
 
