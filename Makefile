@@ -23,6 +23,7 @@ test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 
 .venv/installed: setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("kvjax needs Python 3.12 or newer: set PYTHON=...") if sys.version_info < (3, 12) else None'

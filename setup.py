@@ -41,7 +41,13 @@ setup(
         "tensorboardX==2.6.5",
     ],
     extras_require={
-        "dev": ["pytest==9.2.0", "pytest-xdist==3.8.0", "hypothesis==6.170.15", "ruff==0.17.6"],
+        "dev": [
+            "pytest==9.2.0",
+            "pytest-xdist==3.8.0",
+            "hypothesis==6.170.15",
+            "ruff==0.17.6",
+            "import-linter==2.16",
+        ],
         # Compiles for TPUs and GPUs that are not there; CUDA's compiler is ptxas with libdevice.
         "aot": ["libtpu==0.0.48.1", f"jax-cuda13-plugin=={JAX}", "nvidia-cuda-nvcc==13.5.37"],
         "tpu": [f"jax[tpu]=={JAX}"],
