@@ -18,15 +18,18 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention.mechanism import MAX_DIM
-from kvjax.attention.mechanism import DecodeFlops
 from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import check_common
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
-from kvjax.kernels.decode_attention import operands
-from kvjax.kernels.decode_attention.xla import bodies
+from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention.readings import DecodeFlops
+from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.readings.reading import Sizes
+from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
+from kvjax.kernels.decode_attention.readings.tied import TiedSizes
 from kvjax.layers import sinusoid
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Positions
@@ -140,30 +143,26 @@ class GroupedConfig:
         return ("expand_key", "expand_value") if self.rank else ()
 
     def decode_flops(self, rope_base: float | None) -> DecodeFlops:
-        N, K, R = self.num_heads, self.num_kv_heads, self.rank
-        H, Hv = self.key_dim, self.value_dim
-        normed = self.qk_norm != "none"
+        flops = self._sizes(rope_base).flops()
         once = 0
-        per_key = 2 * N * (H + Hv) + self.position_channels  # a logit, a weighted value, a bias
-        keys = K if R else self.num_bases
-        rebuild = 2 * K * R * H + (3 * keys * H if rope_base is not None else 0)
+        if self.rank and self.qk_norm != "none" and not self.ties_values:  # 1/rms of the new key
+            once = self.num_kv_heads * self.key_dim * (2 * self.rank + 3)
+        return DecodeFlops(flops.per_query + once, flops.per_key + self.position_channels)
+
+    def _sizes(self, rope_base: float | None) -> Sizes:
+        """Of the way its cache is read."""
+        shape = dict(N=self.num_heads, K=self.num_kv_heads, H=self.key_dim)
+        normed = self.qk_norm != "none"
         if self.ties_values:
-            in_one_pass = N == keys and rope_base is not None and self.qk_norm == "rms"
-            per_key += rebuild + ((2 if in_one_pass else 3) * keys * H if normed else 0)
-            if R:
-                once, per_key = 2 * N * R * H, per_key + 2 * N * R + K * H
-        elif R:
-            once = 2 * N * R * Hv  # the output's expansion, LRKV eq. 4
-            once += K * H * (2 * R + 3) if normed else 0  # 1/rms of the new key
-            per_key += 2 * N * R + (N if normed else 0)
-            if rope_base is None or self.rope == "shared":
-                once, per_key = once + 2 * N * R * H, per_key + 2 * N * R  # LRKV eq. 3
-            elif N == K:
-                once += 3 * N * R * H
-                per_key += N * bodies.rotating_flops(R, H, rope_base)
-            else:  # heads that share a key rebuild it
-                per_key += rebuild + K * H
-        return DecodeFlops(once, per_key)
+            gain = self.qk_norm == "rms_gain"
+            residual = dict(J=self.num_bases, R=self.rank, rope_base=rope_base)
+            return TiedSizes(**shape, **residual, normed=normed, gain=gain)
+        shape |= dict(Hv=self.value_dim)
+        if not self.rank:
+            return GroupedSizes(**shape)
+        rope_base = None if self.splits_rope else rope_base
+        residual = dict(J=self.num_bases, R=self.rank, rope_base=rope_base)
+        return ResidualSizes(**shape, **residual, scaled=normed)
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Grouped":
         return Grouped(self, d_model, rngs=rngs)
@@ -264,16 +263,16 @@ class Grouped(nnx.Module):
             entry["base_key"] = rotate(entry["base_key"], positions.rotary)
         return entry
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> operands.Operands:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> readings.Reading:
         c = self.config
         bias = None
         if c.position_channels:
-            bias = operands.PositionBias(weights=self._column_weights())
+            bias = readings.PositionBias(weights=self._column_weights())
             q_BTNH = q_BTNH[..., : -(c.position_channels // 2)]
         shared = dict(bias=bias, scale=c.scale)
         gain = gain_of(self.key_norm)
         if c.ties_values:
-            return operands.Tied(
+            return readings.TiedReading(
                 query=q_BTNH,
                 expand_key=self.expand_key[...] if c.rank else None,
                 gain=gain,
@@ -282,11 +281,11 @@ class Grouped(nnx.Module):
                 **shared,
             )
         if not c.rank:
-            return operands.Grouped(query=q_BTNH, **shared)
+            return readings.GroupedReading(query=q_BTNH, **shared)
         base_query, residual_query = q_BTNH, q_BTNH
         if c.splits_rope:
             base_query, residual_query = jnp.split(q_BTNH, 2, axis=-1)
-        return operands.Residual(
+        return readings.ResidualReading(
             query=base_query,
             residual_query=residual_query,
             expand_key=_times_gain(self.expand_key[...], gain),

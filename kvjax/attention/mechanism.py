@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.decode_attention.operands import Operands
+from kvjax.kernels.decode_attention.readings import DecodeFlops
+from kvjax.kernels.decode_attention.readings import Reading
 from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Positions
 from kvjax.layers.rope import Rotary
@@ -49,16 +50,6 @@ class Field(NamedTuple):
     def dtype_in(self, compute: jnp.dtype) -> jnp.dtype:
         """Its dtype in a model that computes in `compute`."""
         return jnp.promote_types(compute, jnp.float32) if self.wide else jnp.dtype(compute)
-
-
-class DecodeFlops(NamedTuple):
-    """FLOPs of decoding attention for one query token of one layer, 2 per multiply-add.
-
-    Without the projections of the token itself, which are 2 per weight; softmax is not counted.
-    """
-
-    per_query: float  # folding the query into weights, expanding the output
-    per_key: float  # for every cached token that the query sees
 
 
 class MechanismConfig(Protocol):
@@ -115,7 +106,7 @@ class Mechanism(Protocol):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         """The cache entry: arrays [B, T, *field.shape], named as in `config.entry()`."""
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> Operands:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> Reading:
         """What decode attention needs besides the cache, from `project`'s queries.
 
         Args:

@@ -14,13 +14,15 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.mechanism import DecodeFlops
 from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import check_common
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
-from kvjax.kernels.decode_attention import operands
+from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention.readings import DecodeFlops
+from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.kernels.decode_attention.readings.rebuilt import RebuiltSizes
 from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
@@ -63,10 +65,8 @@ class RebuiltLatentConfig:
 
     def decode_flops(self, rope_base: float | None) -> DecodeFlops:
         """Every head's key is rebuilt from the latent, for every cached token."""
-        N, C, H, Hv = self.num_heads, self.latent_dim, self.key_dim, self.value_dim
-        rotate = 3 * N * H if rope_base is not None else 0
-        norm = 3 * N * H if self.qk_norm != "none" else 0
-        return DecodeFlops(2 * N * C * Hv, 2 * N * (C * H + H + C) + rotate + norm)
+        shape = dict(N=self.num_heads, C=self.latent_dim, H=self.key_dim, Hv=self.value_dim)
+        return RebuiltSizes(**shape, rope_base=rope_base, normed=self.qk_norm != "none").flops()
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "RebuiltLatent":
         return RebuiltLatent(self, d_model, rngs=rngs)
@@ -98,9 +98,9 @@ class RebuiltLatent(nnx.Module):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return {"latent": raw["latent"]}
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> operands.Operands:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> readings.Reading:
         c = self.config
-        return operands.RebuiltLatent(
+        return readings.RebuiltReading(
             query=q_BTNH,
             up_key=self.up_key[...],
             up_value=self.up_value[...],
@@ -151,8 +151,10 @@ class LatentConfig:
 
     def decode_flops(self, rope_base: float | None) -> DecodeFlops:
         del rope_base  # the rotated key is cached
-        N, C, P = self.num_heads, self.latent_dim, self.rope_key_dim
-        return DecodeFlops(2 * N * C * (self.key_dim + self.value_dim), 2 * N * (2 * C + P))
+        N, C = self.num_heads, self.latent_dim
+        flops = LatentSizes(N=N, C=C, P=self.rope_key_dim, Hv=self.value_dim).flops()
+        fold = 2 * N * C * self.key_dim  # the content query times up_key
+        return DecodeFlops(flops.per_query + fold, flops.per_key)
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Latent":
         return Latent(self, d_model, rngs=rngs)
@@ -199,13 +201,13 @@ class Latent(nnx.Module):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return dict(raw)
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> operands.Operands:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> readings.Reading:
         """The content query times up_key meets the latent itself (DeepSeek-V2, section 2.1)."""
         del rope_base  # the rotated key is cached
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
         fold = functools.partial(jnp.einsum, "BTNH,CNH->BTNC", preferred_element_type=wide)
-        return operands.Latent(
+        return readings.LatentReading(
             query=fold(q_BTNH, self.up_key[...]),
             rope_query=q_BTNP,
             up_value=self.up_value[...],

@@ -22,7 +22,7 @@ from kvjax.attention import Attention
 from kvjax.attention import GroupedConfig
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention import api
-from kvjax.kernels.decode_attention.xla import attention as xla
+from kvjax.kernels.decode_attention import xla
 from kvjax.layers import rope
 
 B, D, BASE = 3, 16, 100.0

@@ -17,8 +17,8 @@ from kvjax import recipes
 from kvjax.attention.mechanism import Field
 from kvjax.costs import formulas
 from kvjax.hardware import datasheets
-from kvjax.kernels.decode_attention.xla import attention as xla
-from kvjax.kernels.decode_attention.xla.bodies import BLOCK
+from kvjax.kernels.decode_attention import xla
+from kvjax.kernels.decode_attention.readings.tiles import BLOCK
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder

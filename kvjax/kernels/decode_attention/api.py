@@ -7,10 +7,10 @@ import jax
 from kvjax.cache import stripes
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import sharded
+from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.gpu import attention as gpu
-from kvjax.kernels.decode_attention.operands import Operands
+from kvjax.kernels.decode_attention.readings import Reading
 from kvjax.kernels.decode_attention.tpu import attention as tpu
-from kvjax.kernels.decode_attention.xla import attention as xla
 from kvjax.layers import rope
 
 IMPLEMENTATIONS = {
@@ -23,7 +23,7 @@ _CHECKS = {"tpu": tpu.check, "gpu": gpu.check}  # the kernels: one query per seq
 
 
 def decode_attention(
-    operands: Operands,
+    operands: Reading,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     *,
@@ -57,13 +57,12 @@ def decode_attention(
     return IMPLEMENTATIONS[name](operands, cache, first_B)
 
 
-def _needs_angles(operands: Operands) -> bool:
+def _needs_angles(operands: Reading) -> bool:
     """Whether reading a cache takes the angles of its positions."""
-    rotates = getattr(operands, "rope_base", None) is not None
-    return rotates or getattr(operands, "bias", None) is not None
+    return operands.rope_base is not None or operands.bias is not None
 
 
-def default(operands: Operands, cache: Mapping[str, jax.Array]) -> str:
+def default(operands: Reading, cache: Mapping[str, jax.Array]) -> str:
     """The implementation that None stands for; XLA does not divide a kernel between devices."""
     mesh, chips = jax.sharding.get_abstract_mesh(), stripes.chips()
     name = kernels_of(mesh.abstract_device or jax.devices()[0])

@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from kvjax.cache import stripes
-from kvjax.kernels.decode_attention.operands import Operands
+from kvjax.kernels.decode_attention import xla
+from kvjax.kernels.decode_attention.readings import Reading
 from kvjax.kernels.decode_attention.tpu import attention as tpu
-from kvjax.kernels.decode_attention.xla import attention as xla
 
 # (operands, a chip's cache, first_B, its Stripes) -> outputs [B, T, N, Hv], log-sum-exps [B, T, N].
 IMPLEMENTATIONS = {"xla": xla.partial, "tpu": tpu.partial}
 
 
 def decode_attention(
-    operands: Operands, cache: Mapping[str, jax.Array], first_B: jax.Array, *, implementation: str
+    operands: Reading, cache: Mapping[str, jax.Array], first_B: jax.Array, *, implementation: str
 ) -> jax.Array:
     """See `api.decode_attention`; the mesh around this call has the axis `stripes.AXIS`.
 

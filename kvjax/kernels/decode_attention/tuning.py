@@ -16,8 +16,7 @@ import re
 
 import jax
 
-from kvjax.kernels.decode_attention.operands import Operands
-from kvjax.kernels.decode_attention.operands import Residual
+from kvjax.kernels.decode_attention.readings import Reading
 
 FILE = pathlib.Path(__file__).with_name("tuned.json")
 SOURCES = ("measured", "static")
@@ -30,8 +29,8 @@ def current_device_kind() -> str:
     return (device or jax.devices()[0]).device_kind
 
 
-def key(implementation: str, operands: Operands, cache: Mapping[str, jax.Array]) -> str:
-    """What an entry is filed under: implementation, kind of operands, sizes, batch, capacity."""
+def key(implementation: str, operands: Reading, cache: Mapping[str, jax.Array]) -> str:
+    """What an entry is filed under: implementation, kind of reading, sizes, batch, capacity."""
     sizes = dict(N=operands.query.shape[2])
     for letter, name, axis in (
         ("K", "base_key", 1),
@@ -46,14 +45,10 @@ def key(implementation: str, operands: Operands, cache: Mapping[str, jax.Array])
     if "residual_key" in cache:
         sizes |= dict(J=sizes["K"], K=cache["residual_key"].shape[1])
     array = next(iter(cache.values()))
-    kind = type(operands).__name__.lower()
-    if isinstance(operands, Residual):
-        kind += "" if operands.rope_base is None else "_rotated"
-        kind += "_normed" if "key_scale" in cache else ""
     dims = [f"{letter}{sizes[letter]}" for letter in "NKJRHVCP" if letter in sizes]
     dims = [str(array.dtype), *dims]
     dims += [f"B{array.shape[0]}", f"S{array.shape[-1]}"]
-    return f"{implementation}/{kind}/{'-'.join(dims)}"
+    return f"{implementation}/{operands.kind(cache)}/{'-'.join(dims)}"
 
 
 def parameters(

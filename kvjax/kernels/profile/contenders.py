@@ -19,7 +19,9 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
-from kvjax.kernels.decode_attention.operands import Grouped
+from kvjax.kernels.decode_attention.readings import GroupedReading
+from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.readings.reading import Sizes
 from kvjax.kernels.profile import timing
 from kvjax.kernels.profile.timing import Sample
 
@@ -38,9 +40,7 @@ def default(platform: str) -> tuple[str, ...]:
 class Problem:
     """One mechanism at one batch and length on the device: operands, and a ring of full caches."""
 
-    def __init__(
-        self, shape: shapes.Shape, *, batch: int, length: int, dtype: jnp.dtype, copies: int
-    ):
+    def __init__(self, shape: Sizes, *, batch: int, length: int, dtype: jnp.dtype, copies: int):
         self.shape, self.batch, self.length, self.dtype = shape, batch, length, dtype
         drawn = next(n for n in range(min(length, _DRAWN), 0, -1) if length % n == 0)
         sizes = dict(batch=batch, length=drawn, dtype=dtype)
@@ -72,14 +72,14 @@ def sample(name: str, problem: Problem, *, target: float, **parameters: int) -> 
         return timing.chained(
             call, problem.operands, problem.caches, problem.first_B, target=target
         )
-    if not isinstance(problem.operands, Grouped):
+    if not isinstance(problem.operands, GroupedReading):
         raise NotImplementedError(f"{name} reads MHA's and GQA's cache only")
     return dict(cudnn=_cudnn, torch=_torch, torch_flash=_torch_flash)[name](problem, target)
 
 
-def copies_caches(name: str, shape: shapes.Shape) -> bool:
+def copies_caches(name: str, shape: Sizes) -> bool:
     """Whether a contender holds the caches once more in JAX's memory; PyTorch has its own."""
-    return name == "cudnn" and isinstance(shape, shapes.Grouped)
+    return name == "cudnn" and isinstance(shape, GroupedSizes)
 
 
 def free() -> None:
@@ -100,7 +100,9 @@ def _cudnn(problem: Problem, target: float) -> Sample:
     moved = jax.jit(lambda cache: jax.tree.map(_tokens_second, cache))
     caches = tuple(moved(cache) for cache in problem.caches)
 
-    def call(operands: Grouped, cache: Mapping[str, jax.Array], first_B: jax.Array) -> jax.Array:
+    def call(
+        operands: GroupedReading, cache: Mapping[str, jax.Array], first_B: jax.Array
+    ) -> jax.Array:
         del first_B
         return jax.nn.dot_product_attention(
             operands.query,

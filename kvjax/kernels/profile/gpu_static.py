@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from kvjax.hardware import topology
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.gpu import attention as gpu
+from kvjax.kernels.decode_attention.readings.reading import Sizes
 
 
-def resources(shape: shapes.Shape, *, batch: int, length: int, device: str = "h200") -> dict:
+def resources(shape: Sizes, *, batch: int, length: int, device: str = "h200") -> dict:
     """dict(registers, spill_bytes, shared_bytes): of a thread, of a thread, of a block.
 
     Raises:
@@ -32,7 +33,7 @@ def resources(shape: shapes.Shape, *, batch: int, length: int, device: str = "h2
 
 
 def compiled(
-    shape: shapes.Shape, *, batch: int, length: int, device: str = "h200"
+    shape: Sizes, *, batch: int, length: int, device: str = "h200"
 ) -> tuple[dict, jax.stages.Compiled, str]:
     """See `resources`; the program that they are of, and the kernel's PTX."""
     operands, cache = shapes.abstract(shape, batch=batch, length=length, dtype=jnp.bfloat16)

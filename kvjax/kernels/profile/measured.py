@@ -17,7 +17,6 @@ from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
-from kvjax.kernels.decode_attention.xla import bodies
 from kvjax.kernels.profile import contenders
 from kvjax.kernels.profile import timing
 from kvjax.kernels.profile.contenders import LIBRARIES
@@ -192,27 +191,11 @@ def row(problem: contenders.Problem, seconds: Sequence[float], *, copied: float,
         gbps=rate / 1e9,
         of_datasheet=rate / datasheet.bandwidth if datasheet else None,
         of_copy=rate / copied,
-        tflops=tokens * flops_per_token(problem.shape) / taken.median / 1e12,
+        tflops=tokens * problem.shape.flops().per_key / taken.median / 1e12,
         caches=len(problem.caches),
         may_stay_on_chip=around < timing.RING * run.on_chip_bytes,
         may_be_launches=jax.default_backend() == "gpu" and taken.median < timing.LAUNCHES,
     )
-
-
-def flops_per_token(shape: shapes.Shape) -> float:
-    """FLOPs of a query's attention to one cached token, as `kvjax.costs` counts them."""
-    if isinstance(shape, shapes.Latent):
-        return 2 * shape.N * (2 * shape.C + shape.P)
-    N, K, H, Hv = shape.N, shape.K, shape.H, shape.Hv
-    flops = 2 * N * (H + Hv)
-    if isinstance(shape, shapes.Grouped):
-        return flops
-    flops += 2 * N * shape.R + (N if shape.scaled else 0)
-    if not shape.rotated:
-        return flops + 2 * N * shape.R
-    if N == K:
-        return flops + N * bodies.rotating_flops(shape.R, H, shapes.ROPE_BASE)
-    return flops + 2 * K * shape.R * H + 4 * K * H
 
 
 def _names(mechanism: str, implementation: str, batch: int, length: int) -> dict:

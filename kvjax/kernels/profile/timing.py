@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.decode_attention.operands import Operands
+from kvjax.kernels.decode_attention.readings import Reading
 
 Cache = Mapping[str, jax.Array]
-Call = Callable[[Operands, Cache, jax.Array], jax.Array]
+Call = Callable[[Reading, Cache, jax.Array], jax.Array]
 Sample = Callable[[], float]  # takes a measurement: seconds per call
 
 # Bytes a chip keeps beside its memory: a GPU's L2 (datasheet, and what CUDA reports); a TPU's VMEM
@@ -60,7 +60,7 @@ def chain(call: Call, rounds: int) -> Callable:
 
     call = jax.jit(call)  # traced once, not once per cache
 
-    def run(operands: Operands, caches: Sequence[Cache], first_B: jax.Array) -> Operands:
+    def run(operands: Reading, caches: Sequence[Cache], first_B: jax.Array) -> Reading:
         def around(_, operands):
             for cache in caches:
                 operands = _follow(operands, call(operands, cache, first_B))
@@ -71,7 +71,7 @@ def chain(call: Call, rounds: int) -> Callable:
     return jax.jit(run)
 
 
-def _follow(operands: Operands, output: jax.Array) -> Operands:
+def _follow(operands: Reading, output: jax.Array) -> Reading:
     """The operands with queries that depend on the output, though not in their figures."""
     output = jax.lax.optimization_barrier(output)  # all of it, not what one element needs
     nothing = output.ravel()[0].astype(jnp.float32) * 1e-30
@@ -113,7 +113,7 @@ def slope(
 
 
 def chained(
-    call: Call, operands: Operands, caches: Sequence[Cache], first_B: jax.Array, *, target: float
+    call: Call, operands: Reading, caches: Sequence[Cache], first_B: jax.Array, *, target: float
 ) -> Sample:
     """Samples seconds per call of decode attention over a ring of caches."""
 

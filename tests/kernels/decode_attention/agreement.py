@@ -8,6 +8,7 @@ import numpy as np
 
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention.readings.reading import Sizes
 
 # Of the output's scale: float32 to 1e-5, bfloat16 within two units in the last place.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2 * 2.0**-8}
@@ -27,7 +28,7 @@ def races() -> list:
     return [state for state in states if state is not None and state.races_found]
 
 
-def check(run, shape: shapes.Shape, *, firsts, length: int, dtype) -> None:
+def check(run, shape: Sizes, *, firsts, length: int, dtype) -> None:
     """Asserts that run(operands, cache, first_B) is the definition, to the dtype's rounding.
 
     And that an interpreter with `detect_races` found none: on a TPU of cores and copies, on a GPU

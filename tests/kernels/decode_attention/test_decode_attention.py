@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels.decode_attention import operands
+from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention import reference
+from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.kernels.decode_attention.shapes import SHAPES
-from kvjax.kernels.decode_attention.xla import attention as xla
-from kvjax.kernels.decode_attention.xla import bodies
 from tests.kernels.decode_attention import agreement
 
 B, S, H, HV, R, C, P = 3, 40, 8, 6, 3, 10, 4
@@ -57,12 +56,12 @@ class _Draw:
         return self.normal(self.B, *shape, self.S)
 
     def common(self, bias):
-        weights = operands.PositionBias(weights=self.normal(5)) if bias else None
+        weights = readings.PositionBias(weights=self.normal(5)) if bias else None
         return dict(bias=weights, scale=self.H**-0.5)
 
     def grouped(self, N, K, bias=False):
         cache = dict(base_key=self.cached(K, self.H), base_value=self.cached(K, self.Hv))
-        return operands.Grouped(query=self.query(N), **self.common(bias)), cache
+        return readings.GroupedReading(query=self.query(N), **self.common(bias)), cache
 
     def residual(self, N, K, J, rope_base=BASE, scaled=False, bias=False):
         cache = dict(
@@ -77,7 +76,7 @@ class _Draw:
         own["residual_query"] = self.query(N) if rope_base is None else own["query"]
         own["expand_key"] = self.normal(K, self.R, self.H)
         own["expand_value"] = self.normal(K, self.R, self.Hv)
-        return operands.Residual(**own, **self.common(bias)), cache
+        return readings.ResidualReading(**own, **self.common(bias)), cache
 
     def tied(self, N, K, J=None, rank=0, norm=False, gain=False, rope_base=BASE, bias=False):
         cache = dict(base_key=self.cached(J or K, self.H))
@@ -86,19 +85,19 @@ class _Draw:
         own = dict(query=self.query(N), rope_base=rope_base, norm_epsilon=1e-2 if norm else None)
         own["expand_key"] = self.normal(K, rank, self.H) if rank else None
         own["gain"] = self.positive(self.H) if gain else None
-        return operands.Tied(**own, **self.common(bias)), cache
+        return readings.TiedReading(**own, **self.common(bias)), cache
 
     def latent(self, N):
         cache = dict(latent=self.cached(C), rope_key=self.cached(P))
         own = dict(query=self.query(N, C), rope_query=self.query(N, P))
-        return operands.Latent(**own, up_value=self.normal(C, N, self.Hv), scale=0.3), cache
+        return readings.LatentReading(**own, up_value=self.normal(C, N, self.Hv), scale=0.3), cache
 
     def rebuilt(self, N, norm=False, gain=False, rope_base=BASE):
         cache = dict(latent=self.cached(C))
         own = dict(query=self.query(N), up_key=self.normal(C, N, self.H), rope_base=rope_base)
         own |= dict(up_value=self.normal(C, N, self.Hv), norm_epsilon=1e-2 if norm else None)
         own["gain"] = self.positive(self.H) if gain else None
-        return operands.RebuiltLatent(**own, scale=self.H**-0.5), cache
+        return readings.RebuiltReading(**own, scale=self.H**-0.5), cache
 
 
 def _build(name, T, **sizes):
@@ -138,7 +137,7 @@ def _abstract(name, S):
 
 def test_every_class_of_operands_is_tested(x64):
     built = {type(_build(name, 1)[0]) for name in VARIANTS}
-    assert built == set(operands.Operands.__args__) == set(bodies.BODIES)
+    assert built == set(readings.Reading.__subclasses__())
 
 
 @pytest.mark.parametrize("name", VARIANTS)

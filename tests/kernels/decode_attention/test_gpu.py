@@ -12,13 +12,13 @@ import pytest
 
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import topology
-from kvjax.kernels.decode_attention import operands as operands_lib
+from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.gpu import attention as gpu
 from kvjax.kernels.decode_attention.gpu import plans
-from kvjax.kernels.decode_attention.shapes import Grouped
-from kvjax.kernels.decode_attention.shapes import Latent
-from kvjax.kernels.decode_attention.shapes import Residual
+from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.profile import gpu_static
 from tests.kernels.decode_attention import agreement
 from tests.kernels.decode_attention import hopper
@@ -39,18 +39,22 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
 @pytest.mark.parametrize(
     "shape, firsts, parameters",
     [
-        (Grouped(N=1, K=1), EDGES, dict(block=64, split=128)),
-        (Grouped(N=4, K=2), (255, 130), dict()),  # the defaults: one split
-        (Grouped(N=3, K=1, H=64, Hv=192), (100,), dict(split=256)),
-        (Grouped(N=4, K=4, H=32), (190,), dict(block=64, split=128, slots=3)),  # thin keys
-        (Grouped(N=10, K=1, H=64, Hv=64), (150,), dict()),  # more queries than eight
-        (Residual(N=1, K=1, Hv=64), (0, 127, 128, 255), dict(split=128)),
-        (Residual(N=4, K=2, Hv=64, scaled=False), (190,), dict(split=256, slots=3)),
-        (Residual(N=2, K=2, J=2, R=128, H=64, Hv=64), (255,), dict(split=128)),
-        (Residual(N=4, K=4, J=2, H=64, Hv=64, rotated=False), (63, 200), dict(split=128)),
-        (Residual(N=10, K=2, H=64, Hv=64, rotated=False, scaled=False), (70,), dict(block=64)),
-        (Latent(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
-        (Latent(N=9, C=64), (130,), dict(block=128)),
+        (GroupedSizes(N=1, K=1), EDGES, dict(block=64, split=128)),
+        (GroupedSizes(N=4, K=2), (255, 130), dict()),  # the defaults: one split
+        (GroupedSizes(N=3, K=1, H=64, Hv=192), (100,), dict(split=256)),
+        (GroupedSizes(N=4, K=4, H=32), (190,), dict(block=64, split=128, slots=3)),  # thin keys
+        (GroupedSizes(N=10, K=1, H=64, Hv=64), (150,), dict()),  # more queries than eight
+        (ResidualSizes(N=1, K=1, Hv=64), (0, 127, 128, 255), dict(split=128)),
+        (ResidualSizes(N=4, K=2, Hv=64, scaled=False), (190,), dict(split=256, slots=3)),
+        (ResidualSizes(N=2, K=2, J=2, R=128, H=64, Hv=64), (255,), dict(split=128)),
+        (ResidualSizes(N=4, K=4, J=2, H=64, Hv=64, rope_base=None), (63, 200), dict(split=128)),
+        (
+            ResidualSizes(N=10, K=2, H=64, Hv=64, rope_base=None, scaled=False),
+            (70,),
+            dict(block=64),
+        ),
+        (LatentSizes(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
+        (LatentSizes(N=9, C=64), (130,), dict(block=128)),
     ],
 )
 def test_equals_the_definition(shape, firsts, parameters):
@@ -61,7 +65,7 @@ def test_equals_the_definition(shape, firsts, parameters):
 def test_a_split_as_long_as_its_angles_allow():
     """The table of 1,024 tokens loses what lies behind its 64th singular value."""
     run = functools.partial(_run, split=1024)
-    shape = Residual(N=1, K=1, Hv=64)
+    shape = ResidualSizes(N=1, K=1, Hv=64)
     agreement.check(run, shape, firsts=(1100,), length=1152, dtype=jnp.bfloat16)
 
 
@@ -74,9 +78,9 @@ def test_equals_the_definition_at_d12(name):
 @pytest.mark.parametrize(
     "shape",
     [
-        Grouped(N=1, K=1, H=64, Hv=64),
-        Residual(N=2, K=2, H=64, Hv=64),
-        Latent(N=2, C=64),
+        GroupedSizes(N=1, K=1, H=64, Hv=64),
+        ResidualSizes(N=2, K=2, H=64, Hv=64),
+        LatentSizes(N=2, C=64),
     ],
 )
 def test_what_a_sequence_has_not_reached_does_not_matter(shape):
@@ -96,7 +100,7 @@ def test_what_a_sequence_has_not_reached_does_not_matter(shape):
 @pytest.mark.parametrize("R, H", [(64, 192), (64, 256), (128, 256), (192, 192), (64, 512)])
 def test_what_is_taken_has_sizes_that_go_together(N, K, R, H):
     """The default leaves to XLA what `check` refuses; nothing else may fail."""
-    shape = Residual(N=N, K=K, R=R, H=H)
+    shape = ResidualSizes(N=N, K=K, R=R, H=H)
     operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.bfloat16)
     try:
         gpu.check(operands, cache)
@@ -104,20 +108,22 @@ def test_what_is_taken_has_sizes_that_go_together(N, K, R, H):
         return
     o = jax.eval_shape(_run, operands, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     assert o.shape == (1, 1, N, 128)
-    plan = plans.Residual(operands, cache).plan
+    plan = plans.ResidualBody(operands, cache).plan
     basis = -(-H // 128) * 128 // 64  # slots that it is lent, while another one loads
     assert plans.slots(plan, 64, scaled=True) > basis
 
 
 def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
     """A sequence that has ended says its next slot, which may be behind the cache."""
-    shape = Residual(N=1, K=1, H=64, Hv=64)
+    shape = ResidualSizes(N=1, K=1, H=64, Hv=64)
     operands, cache = shapes.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
     run = lambda *firsts: _run(operands, cache, jnp.asarray(firsts, jnp.int32), split=256)
     np.testing.assert_array_equal(run(384, 10), run(383, 10))
 
 
-@pytest.mark.parametrize("shape", [Grouped(N=2, K=2, H=64), Residual(N=1, K=1), Latent(N=2, C=64)])
+@pytest.mark.parametrize(
+    "shape", [GroupedSizes(N=2, K=2, H=64), ResidualSizes(N=1, K=1), LatentSizes(N=2, C=64)]
+)
 def test_queries_in_float32_are_taken(shape):
     """As absorbed MLA has them."""
 
@@ -131,11 +137,15 @@ def test_queries_in_float32_are_taken(shape):
 @pytest.mark.parametrize(
     "shape, parameters, message",
     [
-        (Residual(N=1, K=1), dict(split=2048), "split = 2048: at most 1024 with RoPE base 10000"),
-        (Residual(N=1, K=1), dict(block=128), "where keys turn a block is 64"),
-        (Latent(N=2, C=256), dict(slots=4), "there are 5 slots or more"),
-        (Residual(N=1, K=1, H=256), dict(slots=4), "there are 5 slots or more"),
-        (Grouped(N=1, K=1), dict(split=192), "a split is a multiple of a block"),
+        (
+            ResidualSizes(N=1, K=1),
+            dict(split=2048),
+            "split = 2048: at most 1024 with RoPE base 10000",
+        ),
+        (ResidualSizes(N=1, K=1), dict(block=128), "where keys turn a block is 64"),
+        (LatentSizes(N=2, C=256), dict(slots=4), "there are 5 slots or more"),
+        (ResidualSizes(N=1, K=1, H=256), dict(slots=4), "there are 5 slots or more"),
+        (GroupedSizes(N=1, K=1), dict(split=192), "a split is a multiple of a block"),
     ],
 )
 def test_sizes_that_do_not_go_together(shape, parameters, message):
@@ -157,7 +167,7 @@ def test_splits_fill_the_multiprocessors_where_there_are_tokens_enough(batch, le
 
 def test_layers_share_one_kernel():
     """Lowering one for a GPU takes seconds."""
-    shape = Grouped(N=1, K=1, H=64, Hv=64)
+    shape = GroupedSizes(N=1, K=1, H=64, Hv=64)
     operands, cache = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
 
     @jax.jit
@@ -176,30 +186,34 @@ def _replaced(field, change):
 @pytest.mark.parametrize(
     "shape, change, message",
     [
-        (Grouped(N=2, K=2), lambda o, c: (o, {k: v[..., :100] for k, v in c.items()}), "S = 100"),
         (
-            Grouped(N=2, K=2),
+            GroupedSizes(N=2, K=2),
+            lambda o, c: (o, {k: v[..., :100] for k, v in c.items()}),
+            "S = 100",
+        ),
+        (
+            GroupedSizes(N=2, K=2),
             lambda o, c: (o, {k: v.astype(jnp.float32) for k, v in c.items()}),
             "base_key in bfloat16: here float32",
         ),
-        (Grouped(N=2, K=2), _replaced("query", lambda q: jnp.repeat(q, 2, 1)), "here T = 2"),
+        (GroupedSizes(N=2, K=2), _replaced("query", lambda q: jnp.repeat(q, 2, 1)), "here T = 2"),
         (
-            Grouped(N=2, K=2),
-            _replaced("bias", lambda _: operands_lib.PositionBias(weights=jnp.ones(4))),
+            GroupedSizes(N=2, K=2),
+            _replaced("bias", lambda _: readings.PositionBias(weights=jnp.ones(4))),
             "no bias",
         ),
-        (Grouped(N=3, K=3, H=32), lambda o, c: (o, c), "2 heads of H = 32, Hv = 128.*K = 3"),
-        (Grouped(N=80, K=1, H=1024), lambda o, c: (o, c), "memory for 80 queries on 16 slabs"),
-        (Latent(N=64, C=512), lambda o, c: (o, c), "registers for 64 queries on 8 slabs"),
-        (Residual(N=2, K=2, R=32), lambda o, c: (o, c), "R = 32"),
-        (Latent(N=2, C=96), lambda o, c: (o, c), "C = 96, P = 64"),
+        (GroupedSizes(N=3, K=3, H=32), lambda o, c: (o, c), "2 heads of H = 32, Hv = 128.*K = 3"),
+        (GroupedSizes(N=80, K=1, H=1024), lambda o, c: (o, c), "memory for 80 queries on 16 slabs"),
+        (LatentSizes(N=64, C=512), lambda o, c: (o, c), "registers for 64 queries on 8 slabs"),
+        (ResidualSizes(N=2, K=2, R=32), lambda o, c: (o, c), "R = 32"),
+        (LatentSizes(N=2, C=96), lambda o, c: (o, c), "C = 96, P = 64"),
         (
-            Grouped(N=2, K=2),
+            GroupedSizes(N=2, K=2),
             lambda o, c: (
-                operands_lib.Tied(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None),
+                readings.TiedReading(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None),
                 c,
             ),
-            "Tied's cache",
+            "a cache of kind 'tied'",
         ),
     ],
 )
@@ -211,7 +225,7 @@ def test_what_it_does_not_take_is_named_with_the_fallback(shape, change, message
 
 def test_another_gpu_is_named_with_the_fallback():
     a100 = jax.sharding.AbstractDevice(device_kind="NVIDIA A100", num_cores=108, platform="gpu")
-    arrays = shapes.abstract(Grouped(N=2, K=2), batch=1, length=128, dtype=jnp.bfloat16)
+    arrays = shapes.abstract(GroupedSizes(N=2, K=2), batch=1, length=128, dtype=jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(
         jax.sharding.AbstractMesh((1,), ("gpu",), abstract_device=a100)
     ):

@@ -24,9 +24,11 @@ from kvjax.hardware import topology
 from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import sharded
+from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.decode_attention.tpu import attention as tpu
-from kvjax.kernels.decode_attention.xla import attention as xla
 from kvjax.layers import rope
 from tests.kernels.decode_attention import agreement
 
@@ -161,7 +163,7 @@ def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, ch
 def test_a_chip_with_nothing_to_see(x64, T):
     """Its output is finite and weighs nothing."""
     draw = np.random.default_rng(0)
-    shape = shapes.Residual(N=4, K=4, R=3, H=8, Hv=8)
+    shape = ResidualSizes(N=4, K=4, R=3, H=8, Hv=8)
     operands, cache = shapes.problem(shape, batch=2, length=SLOTS, dtype=jnp.float64)
     queries = jnp.asarray(draw.standard_normal((2, T, 4, 8)))
     operands = type(operands)(**vars(operands) | dict(query=queries, residual_query=queries))
@@ -212,7 +214,7 @@ def test_the_tpu_kernels_attend_over_a_part(mechanism):
 
 
 def test_implementations_that_read_whole_caches_say_so():
-    shape = shapes.Grouped(N=4, K=2, H=8, Hv=8)
+    shape = GroupedSizes(N=4, K=2, H=8, Hv=8)
     operands, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(_mesh(2).abstract_mesh):
         for name in ("gpu", "reference"):
@@ -221,7 +223,7 @@ def test_implementations_that_read_whole_caches_say_so():
 
 
 def test_the_default_is_a_kernel_that_takes_a_chips_part(monkeypatch):
-    shape = shapes.Grouped(N=4, K=2, H=8, Hv=8)
+    shape = GroupedSizes(N=4, K=2, H=8, Hv=8)
     operands, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
     seen = []
     for name in ("tpu", "gpu"):

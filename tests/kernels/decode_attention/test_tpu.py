@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from kvjax.hardware import topology
-from kvjax.kernels.decode_attention import operands as operands_lib
+from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.kernels.decode_attention.gpu import attention as gpu
+from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.decode_attention.shapes import SHAPES
 from kvjax.kernels.decode_attention.tpu import attention as tpu
 from kvjax.kernels.profile import tpu_static
@@ -99,7 +102,7 @@ def _several_queries(o, c):
 
 
 def _tied(o, c):
-    return operands_lib.Tied(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None), c
+    return readings.TiedReading(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None), c
 
 
 def test_programs_in_64_bits_are_left_to_xla(x64):
@@ -111,7 +114,7 @@ def test_programs_in_64_bits_are_left_to_xla(x64):
 
 
 def _with_bias(o, c):
-    return dataclasses.replace(o, bias=operands_lib.PositionBias(weights=jnp.ones(4))), c
+    return dataclasses.replace(o, bias=readings.PositionBias(weights=jnp.ones(4))), c
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def _with_bias(o, c):
         (lambda o, c: (o, {k: v[..., :100] for k, v in c.items()}), "S = 100"),
         (lambda o, c: (o, c | dict(residual_key=c["residual_key"][:, :, :3])), "3 of residual_key"),
         (lambda o, c: (o, {k: v.astype(jnp.float16) for k, v in c.items()}), "in float16"),
-        (_tied, "Tied's"),
+        (_tied, "not tied"),
         (_several_queries, "T = 3"),
         (_with_bias, "bias"),
         (lambda o, c: (dataclasses.replace(o, query=o.query[..., :64]), c), "H = 64"),
@@ -178,9 +181,9 @@ def test_a_race_would_be_seen():
     "kind, shape, taken",
     [
         ("TPU v4", SHAPES["d36"]["mha"], True),
-        ("TPU v4", shapes.Grouped(N=128, K=128), False),
-        ("TPU v5", shapes.Grouped(N=128, K=128), True),
-        ("TPU v4", shapes.Residual(N=64, K=64, R=128), False),
+        ("TPU v4", GroupedSizes(N=128, K=128), False),
+        ("TPU v5", GroupedSizes(N=128, K=128), True),
+        ("TPU v4", ResidualSizes(N=64, K=64, R=128), False),
         ("TPU v99", SHAPES["d36"]["lrkv"], True),  # nobody knows its memory: v4's
     ],
 )
@@ -199,10 +202,10 @@ def test_what_does_not_fit_the_chip_is_left_to_xla(monkeypatch, kind, shape, tak
 
 # What needs more than v4 has with large blocks, and takes smaller ones.
 TIGHT = [
-    (shapes.Residual(N=32, K=8), BFLOAT16),
-    (shapes.Residual(N=18, K=18, R=128), FLOAT32),
-    (shapes.Grouped(N=64, K=8), FLOAT32),
-    (shapes.Latent(N=128, C=512), BFLOAT16),
+    (ResidualSizes(N=32, K=8), BFLOAT16),
+    (ResidualSizes(N=18, K=18, R=128), FLOAT32),
+    (GroupedSizes(N=64, K=8), FLOAT32),
+    (LatentSizes(N=128, C=512), BFLOAT16),
 ]
 
 

@@ -21,9 +21,11 @@ from kvjax.foundation import provenance
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
-from kvjax.kernels.decode_attention import operands as operands_lib
+from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tuning
+from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.profile import __main__ as profile
 from kvjax.kernels.profile import contenders
 from kvjax.kernels.profile import measured
@@ -47,7 +49,7 @@ def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():
         result = jax.ShapeDtypeStruct((1,), jnp.float32)
         return jax.pure_callback(attend, result, operands.query, cache["base_key"])
 
-    operands = operands_lib.Grouped(query=jnp.zeros((1, 1, 1, 1)), scale=1.0)
+    operands = readings.GroupedReading(query=jnp.zeros((1, 1, 1, 1)), scale=1.0)
     caches = [dict(base_key=jnp.full((1,), float(i))) for i in range(3)]
     out = timing.chain(call, 4)(operands, caches, jnp.zeros((1,), jnp.int32))
     assert [cache for cache, _ in seen] == [0.0, 1.0, 2.0] * 4
@@ -58,7 +60,7 @@ def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():
 
 def test_a_chain_reads_the_caches_where_they_are():
     """Its program computes within the loop, and has no room for a copy of a cache."""
-    shape = shapes.Grouped(N=2, K=2)
+    shape = GroupedSizes(N=2, K=2)
     operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.float32)
     call = lambda o, c, first_B: jnp.sum(o.query[:, 0, :, :, None] * c["base_key"], axis=2)
     first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -72,7 +74,7 @@ def test_a_chain_reads_the_caches_where_they_are():
 
 def test_what_follows_an_output_leaves_weights_and_the_figures_as_they_are():
     operands, _ = shapes.problem(
-        shapes.Residual(N=2, K=2, R=16), batch=1, length=8, dtype=jnp.bfloat16
+        ResidualSizes(N=2, K=2, R=16), batch=1, length=8, dtype=jnp.bfloat16
     )
     moved = timing._follow(operands, jnp.full((3,), 2.0))
     jax.tree.map(np.testing.assert_array_equal, moved, operands)
@@ -175,7 +177,7 @@ def test_the_ring_is_larger_than_the_chip_keeps():
 
 
 def test_a_problem_is_a_ring_of_full_caches_none_like_another():
-    shape = shapes.Residual(N=2, K=2, R=16)
+    shape = ResidualSizes(N=2, K=2, R=16)
     problem = contenders.Problem(shape, batch=2, length=3000, dtype=jnp.bfloat16, copies=2)
     operands, cache = shapes.abstract(shape, batch=2, length=3000, dtype=jnp.bfloat16)
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -198,7 +200,7 @@ def _run(**changes):
 
 def test_a_row_is_bytes_and_flops_over_the_median():
     problem = types.SimpleNamespace(
-        shape=shapes.Grouped(N=6, K=2),
+        shape=GroupedSizes(N=6, K=2),
         batch=2,
         length=1000,
         dtype=jnp.dtype(jnp.bfloat16),
@@ -227,7 +229,7 @@ def test_a_row_is_bytes_and_flops_over_the_median():
 def test_short_calls_on_a_gpu_have_a_sign(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     problem = types.SimpleNamespace(
-        shape=shapes.Grouped(N=6, K=2), batch=1, length=1000, dtype=jnp.bfloat16, caches=[{}] * 999
+        shape=GroupedSizes(N=6, K=2), batch=1, length=1000, dtype=jnp.bfloat16, caches=[{}] * 999
     )
     names = dict(mechanism="gqa", implementation="gpu", batch=1, length=1000)
     rows = [names | measured.row(problem, [s], copied=1.0, run=_run()) for s in (19e-6, 21e-6)]
@@ -253,9 +255,9 @@ def test_flops_are_those_of_the_costs():
         mla=LatentConfig(latent_dim=768, rope_key_dim=64, **widths),
     )
     for name, config in configs.items():
-        flops = config.decode_flops(shapes.ROPE_BASE).per_key
-        assert measured.flops_per_token(shapes.SHAPES["d36"][name]) == flops, name
-    unrotated = measured.flops_per_token(shapes.SHAPES["d36"]["lrkv_no_rope"])
+        flops = config.decode_flops(10_000.0).per_key
+        assert shapes.SHAPES["d36"][name].flops().per_key == flops, name
+    unrotated = shapes.SHAPES["d36"]["lrkv_no_rope"].flops().per_key
     assert unrotated == configs["lrkv"].decode_flops(None).per_key
 
 
@@ -286,7 +288,7 @@ def seconds(monkeypatch):
         return lambda: {"mha": 1.0, "lrkv": 0.5}[problem.shape] / (block or 1)
 
     def problem(shape, *, batch, length, dtype, copies):
-        shape = "lrkv" if isinstance(shape, shapes.Residual) else "mha"
+        shape = "lrkv" if isinstance(shape, ResidualSizes) else "mha"
         sizes = dict(batch=batch, length=length, dtype=dtype)
         made = Problem(shape=shape, caches=[{}] * copies, operands=None, **sizes)
         alive.add(made)

@@ -18,7 +18,7 @@ import numpy as np
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.gpu import kernel
 from kvjax.kernels.decode_attention.gpu import plans
-from kvjax.kernels.decode_attention.operands import Operands
+from kvjax.kernels.decode_attention.readings import Reading
 
 _HOPPER = "H(20|100|200|800)"
 CANDIDATES = dict(split=(256, 512, 1024, 2048, 4096, 8192))  # for tuning
@@ -32,7 +32,7 @@ Cache = Mapping[str, jax.Array]
 
 
 def decode_attention(
-    operands: Operands,
+    operands: Reading,
     cache: Cache,
     first_B: jax.Array,
     *,
@@ -78,22 +78,22 @@ def decode_attention(
     return body.finish(_merge(o, maximum, total, first_B, split))[:, None]
 
 
-def check(operands: Operands, cache: Cache) -> None:
+def check(operands: Reading, cache: Cache) -> None:
     """Raises NotImplementedError where `decode_attention` does not take these, and says why."""
     refusal = _refusal(operands, cache)
     if refusal is not None:
         raise NotImplementedError(f"the GPU kernel {refusal}; use 'xla'")
 
 
-def _refusal(operands: Operands, cache: Cache) -> str | None:
+def _refusal(operands: Reading, cache: Cache) -> str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     if device.platform == "gpu" and not re.search(_HOPPER, device.device_kind):
         return f"needs Hopper's matrix instructions: here {device.device_kind}"
     if jax.config.jax_enable_x64:
         return "counts in 32 bits: here jax_enable_x64 is on"
     if type(operands) not in plans.BODIES:
-        return f"does not read {type(operands).__name__}'s cache"
-    if getattr(operands, "bias", None) is not None:
+        return f"does not read a cache of kind {operands.kind(cache)!r}"
+    if operands.bias is not None:
         return "adds no bias to the logits"
     if operands.query.shape[1] != 1:
         return f"takes one query per sequence: here T = {operands.query.shape[1]}"

@@ -1,4 +1,4 @@
-"""What a block of the GPU kernel's grid reads and multiplies, per kind of operands.
+"""What a block of the GPU kernel's grid reads and multiplies, for each way of reading a cache.
 
 A block takes `k` of the K KV heads, which are `g` blocks; each KV head has `G` query heads. The
 queries of a block are the columns of a matrix whose rows are the channels that it reads: a query
@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kernels.decode_attention import operands as operands_lib
 from kvjax.kernels.decode_attention.gpu.ring import ROWS
 from kvjax.kernels.decode_attention.gpu.ring import Slab
 from kvjax.kernels.decode_attention.gpu.ring import slabs
+from kvjax.kernels.decode_attention.readings import GroupedReading
+from kvjax.kernels.decode_attention.readings import LatentReading
+from kvjax.kernels.decode_attention.readings import ResidualReading
 from kvjax.layers import rope
 
 COLUMNS = 8  # query heads that cost as much as one
@@ -80,12 +82,12 @@ def slots(plan: Plan, block: int, scaled: bool) -> int:
 # that it takes, and why it takes none at all (`refusal`).
 
 
-class Grouped:
+class GroupedBody:
     """Keys and values as they are used. Thin keys share a slab: their heads share a block."""
 
     block, longest = 128, rope.MAX_POSITION
 
-    def __init__(self, o: operands_lib.Grouped, cache: Cache):
+    def __init__(self, o: GroupedReading, cache: Cache):
         self.o, self.N = o, o.query.shape[2]
         self.K, H = cache["base_key"].shape[1:3]
         Hv = cache["base_value"].shape[2]
@@ -111,12 +113,12 @@ class Grouped:
         return _of_heads(o_BgVn, self.plan)
 
 
-class Latent:
+class LatentBody:
     """One latent for all heads, which is key and value."""
 
     block, longest, groups = 64, rope.MAX_POSITION, 1
 
-    def __init__(self, o: operands_lib.Latent, cache: Cache):
+    def __init__(self, o: LatentReading, cache: Cache):
         self.o, self.N = o, o.query.shape[2]
         C, P = cache["latent"].shape[1], cache["rope_key"].shape[1]
         self.refusal = None
@@ -141,7 +143,7 @@ class Latent:
         return jnp.einsum("BCN,CNV->BNV", o_BCN, self.o.up_value.astype(jnp.float32))
 
 
-class Residual:
+class ResidualBody:
     """A base that all heads of a block read, and a residual for each.
 
     Under RoPE a residual turns with its position, and no query in rank space serves two tokens. But
@@ -149,7 +151,7 @@ class Residual:
     head's queries in rank space over a split are a matrix [R, P], times a row of it per token.
     """
 
-    def __init__(self, o: operands_lib.Residual, cache: Cache):
+    def __init__(self, o: ResidualReading, cache: Cache):
         self.o, self.N = o, o.query.shape[2]
         J, self.H, self.S = cache["base_key"].shape[1:]
         self.Hv = cache["base_value"].shape[2]
@@ -224,9 +226,9 @@ class Residual:
 
 
 BODIES = {
-    operands_lib.Grouped: Grouped,
-    operands_lib.Latent: Latent,
-    operands_lib.Residual: Residual,
+    GroupedReading: GroupedBody,
+    LatentReading: LatentBody,
+    ResidualReading: ResidualBody,
 }
 
 # -- queries that turn -----------------------------------------------------------------------------

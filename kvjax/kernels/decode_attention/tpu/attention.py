@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from kvjax.cache.stripes import Stripes
 from kvjax.kernels.decode_attention import tuning
-from kvjax.kernels.decode_attention.operands import Grouped
-from kvjax.kernels.decode_attention.operands import Latent
-from kvjax.kernels.decode_attention.operands import Operands
-from kvjax.kernels.decode_attention.operands import Residual
+from kvjax.kernels.decode_attention.readings import GroupedReading
+from kvjax.kernels.decode_attention.readings import LatentReading
+from kvjax.kernels.decode_attention.readings import Reading
+from kvjax.kernels.decode_attention.readings import ResidualReading
 from kvjax.kernels.decode_attention.tpu import parts as parts_lib
 from kvjax.kernels.decode_attention.tpu.pipeline import LANES
 from kvjax.kernels.decode_attention.tpu.pipeline import Part
@@ -51,13 +51,13 @@ _CHIPS = {
 }
 
 
-def decode_attention(operands: Operands, cache: Cache, first_B: jax.Array, **options) -> jax.Array:
+def decode_attention(operands: Reading, cache: Cache, first_B: jax.Array, **options) -> jax.Array:
     """See `api.decode_attention`: [B, 1, N, Hv] in float32; options are those of `partial`."""
     return partial(operands, cache, first_B, Stripes(), **options)[0]
 
 
 def partial(
-    operands: Operands,
+    operands: Reading,
     cache: Cache,
     first_B: jax.Array,
     held: Stripes,
@@ -131,16 +131,15 @@ def _run(operands, cache, first_B, origins, *, block, values, **options):
     return plan.expand(*outputs)[:, None], log_sum_exp_BN[:, None]
 
 
-def check(operands: Operands, cache: Cache) -> None:
+def check(operands: Reading, cache: Cache) -> None:
     """Raises the NotImplementedError of `decode_attention`, if there is one."""
-    kind = type(operands).__name__
 
     def refuse(takes: str, here: str) -> None:
         raise NotImplementedError(f"the TPU kernels take {takes}, not {here}: use 'xla'")
 
-    if not isinstance(operands, Grouped | Residual | Latent):
-        refuse("grouped, residual and latent caches", f"{kind}'s")
-    if getattr(operands, "bias", None) is not None:
+    if type(operands) not in _PLANS:
+        refuse("grouped, residual and latent caches", f"{operands.kind(cache)}")
+    if operands.bias is not None:
         refuse("logits without a bias by position", "one")
     if operands.query.shape[1] != 1:
         refuse("one query per sequence", f"T = {operands.query.shape[1]}")
@@ -153,8 +152,7 @@ def check(operands: Operands, cache: Cache) -> None:
             refuse(f"capacities in multiples of {LANES}", f"S = {array.shape[-1]}")
         if name != "key_scale" and array.shape[-2] % 16:
             refuse("head dims and ranks in multiples of 16", f"{array.shape[-2]} of {name}")
-    rotating = isinstance(operands, Residual) and operands.rope_base is not None
-    if rotating and operands.query.shape[-1] % LANES:
+    if operands.rope_base is not None and operands.query.shape[-1] % LANES:
         refuse(f"rotated keys of a multiple of {LANES} channels", f"H = {operands.query.shape[-1]}")
     if jax.config.jax_enable_x64:
         refuse("32-bit programs", "one with jax_enable_x64")
@@ -171,11 +169,11 @@ def _chip() -> _Chip:
     return _CHIPS.get(tuning.current_device_kind(), _Chip())
 
 
-def _vmem_bytes(operands: Operands, cache: Cache, block: int, scored: int) -> int:
+def _vmem_bytes(operands: Reading, cache: Cache, block: int, scored: int) -> int:
     """What the kernel takes of VMEM with these sizes, from shapes alone."""
     taken = []
 
-    def measure(operands: Operands, cache: Cache) -> None:
+    def measure(operands: Reading, cache: Cache) -> None:
         plan = _plan(operands, cache, block, _chip().values)
         sizes = dict(block=block, scored=scored, key_scale=cache.get("key_scale"))
         taken.append(vmem_bytes(plan.parts, heads=operands.query.shape[2], **sizes))
@@ -184,7 +182,7 @@ def _vmem_bytes(operands: Operands, cache: Cache, block: int, scored: int) -> in
     return taken[0]
 
 
-def _default_sizes(operands: Operands, cache: Cache) -> dict[str, int]:
+def _default_sizes(operands: Reading, cache: Cache) -> dict[str, int]:
     """A block is an eighth of the capacity and within 512 and 2,048 tokens; a split per core.
 
     Less where that does not fit VMEM. What a block costs besides its tokens is 250 to 700 bundles
@@ -219,11 +217,9 @@ class _Plan:
     lag: bool = False
 
 
-def _plan(operands: Operands, cache: Cache, block: int, values: str, origins=None) -> _Plan:
+def _plan(operands: Reading, cache: Cache, block: int, values: str, origins=None) -> _Plan:
     """Of blocks that start at these positions; None: of a whole cache's."""
-    if isinstance(operands, Residual):
-        return _residual(operands, cache, block, values, origins)
-    return {Grouped: _grouped, Latent: _latent}[type(operands)](operands, cache, values)
+    return _PLANS[type(operands)](operands, cache, block, values, origins)
 
 
 def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
@@ -237,7 +233,8 @@ def _values_of_heads(values_BKVS: jax.Array, N: int, how: str):
     return parts_lib.VectorValues(values_BKVS, N=N)
 
 
-def _grouped(o: Grouped, cache: Cache, values: str) -> _Plan:
+def _grouped(o: GroupedReading, cache: Cache, block: int, values: str, origins) -> _Plan:
+    del block, origins
     N, (K, V) = o.query.shape[2], cache["base_value"].shape[1:3]
     if N == K:
         part = Part(
@@ -252,8 +249,8 @@ def _grouped(o: Grouped, cache: Cache, values: str) -> _Plan:
     return _Plan([part], lambda o_BNV: o_BNV)
 
 
-def _latent(o: Latent, cache: Cache, values: str) -> _Plan:
-    del values
+def _latent(o: LatentReading, cache: Cache, block: int, values: str, origins) -> _Plan:
+    del block, values, origins
     N, C = o.query.shape[2:]
     content = Part(
         parts_lib.MatrixKeys(_by_group(o.query, 1), cache["latent"][:, None]),
@@ -264,7 +261,7 @@ def _latent(o: Latent, cache: Cache, values: str) -> _Plan:
     return _Plan([content, rope], lambda o_BNC: jnp.einsum("BNC,CNV->BNV", o_BNC, up_CNV))
 
 
-def _residual(o: Residual, cache: Cache, block: int, values: str, origins) -> _Plan:
+def _residual(o: ResidualReading, cache: Cache, block: int, values: str, origins) -> _Plan:
     B, _, N, _ = o.query.shape
     (J, V), (K, R) = cache["base_value"].shape[1:3], o.expand_key.shape[:2]
     base = Part(
@@ -293,3 +290,6 @@ def _residual(o: Residual, cache: Cache, block: int, values: str, origins) -> _P
         return base_BNV + values_BKGV.reshape(B, N, V)
 
     return _Plan([base, Part(keys, weighed)], expand, lag=rotated)
+
+
+_PLANS = {GroupedReading: _grouped, LatentReading: _latent, ResidualReading: _residual}

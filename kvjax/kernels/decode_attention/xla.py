@@ -1,6 +1,6 @@
 """Decode attention in plain JAX: tiles of the cache, an online softmax.
 
-Temporary memory is that of a tile. What is done with a tile is in `bodies`. The number of tiles
+Temporary memory is that of a tile. What is done with a tile is in `readings`. The number of tiles
 follows the longest sequence, not the capacity. Products over a float32 cache are in the device's
 highest precision, those over a bfloat16 cache in its default: a query may be wider than its model.
 
@@ -17,16 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.stripes import Stripes
-from kvjax.kernels.decode_attention.operands import Operands
-from kvjax.kernels.decode_attention.xla.bodies import BLOCK
-from kvjax.kernels.decode_attention.xla.bodies import BODIES
+from kvjax.kernels.decode_attention.readings import Reading
+from kvjax.kernels.decode_attention.readings.tiles import BLOCK
 from kvjax.layers import sinusoid
 
 _MASKED = -1e30  # finite, so that a tile with nothing to see leaves the sums as they are
 
 
 def decode_attention(
-    operands: Operands,
+    operands: Reading,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     *,
@@ -41,7 +40,7 @@ def decode_attention(
 
 
 def partial(
-    operands: Operands,
+    operands: Reading,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     held: Stripes,
@@ -81,23 +80,23 @@ def tiled(operands, cache, first_B: jax.Array, block: int, held: Stripes = Strip
     """Everything tile by tile, with an online softmax; see `partial`."""
     problem = _Problem(operands, cache, first_B, block, held)
     B, T, N = operands.query.shape[:3]
-    body = problem.body
+    tiles = problem.tiles
 
     def step(i, carry):
         max_BNT, sum_BNT, outputs = carry
         start, tile = problem.tile(i)
         z_BNTs, seen_BNTs = problem.masked(
-            body.logits(tile, held.position(start)), start, i * problem.block
+            tiles.logits(tile, held.position(start)), start, i * problem.block
         )
         new_max_BNT = jnp.maximum(max_BNT, jnp.max(z_BNTs, axis=-1))
         p_BNTs = jnp.where(seen_BNTs, jnp.exp(z_BNTs - new_max_BNT[..., None]), 0)
         decay_BNT = jnp.exp(max_BNT - new_max_BNT)
-        added = body.weigh(p_BNTs, tile)
+        added = tiles.weigh(p_BNTs, tile)
         outputs = tuple(o * decay_BNT[..., None] + a for o, a in zip(outputs, added, strict=True))
         return new_max_BNT, sum_BNT * decay_BNT + jnp.sum(p_BNTs, axis=-1), outputs
 
     zeros = lambda *shape: jnp.zeros((B, N, T, *shape), problem.wide)
-    carry = (zeros() + _MASKED, zeros(), tuple(zeros(width) for width in body.widths(cache)))
+    carry = (zeros() + _MASKED, zeros(), tuple(zeros(width) for width in tiles.widths(cache)))
     max_BNT, sum_BNT, outputs = problem.for_tiles(step, carry)
     return problem.finish(outputs, max_BNT, sum_BNT)
 
@@ -106,21 +105,21 @@ def whole(operands, cache, first_B: jax.Array, block: int, held: Stripes = Strip
     """All logits first; only keys that must be expanded are taken tile by tile; see `partial`."""
     problem = _Problem(operands, cache, first_B, block, held)
     B, T, N = operands.query.shape[:3]
-    body = problem.body
-    if body.expands:
+    tiles = problem.tiles
+    if tiles.expands:
 
         def step(i, z_BNTS):
             start, tile = problem.tile(i)
-            z_BNTs = body.logits(tile, held.position(start))
+            z_BNTs = tiles.logits(tile, held.position(start))
             return jax.lax.dynamic_update_slice_in_dim(z_BNTS, z_BNTs, start, axis=-1)
 
         z_BNTS = problem.for_tiles(step, jnp.zeros((B, N, T, problem.S), problem.wide))
     else:
-        z_BNTS = body.logits(cache, jnp.zeros((), jnp.int32))
+        z_BNTS = tiles.logits(cache, jnp.zeros((), jnp.int32))
     z_BNTS, seen_BNTS = problem.masked(z_BNTS, jnp.zeros((), jnp.int32), 0)
     max_BNT = jnp.max(z_BNTS, axis=-1)
     p_BNTS = jnp.where(seen_BNTS, jnp.exp(z_BNTS - max_BNT[..., None]), 0)
-    return problem.finish(body.weigh(p_BNTS, cache), max_BNT, jnp.sum(p_BNTS, axis=-1))
+    return problem.finish(tiles.weigh(p_BNTS, cache), max_BNT, jnp.sum(p_BNTS, axis=-1))
 
 
 class _Problem:
@@ -132,7 +131,7 @@ class _Problem:
         self.S = next(iter(cache.values())).shape[-1]
         self.block = min(block, self.S)
         to_wide = lambda x: x.astype(self.wide)
-        self.body = BODIES[type(operands)](jax.tree.map(to_wide, operands))
+        self.tiles = jax.tree.map(to_wide, operands).tiles()
         self.T = operands.query.shape[1]
 
     def tile(self, i) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -156,7 +155,7 @@ class _Problem:
         slot_s = start + jnp.arange(z_BNTs.shape[-1], dtype=jnp.int32)
         position_s = self.held.position(slot_s)
         z_BNTs = self.operands.scale * z_BNTs
-        bias = getattr(self.operands, "bias", None)
+        bias = self.operands.bias
         if bias is not None:
             encoding_sC = sinusoid.encoding(position_s, bias.weights.shape[0]).astype(self.wide)
             z_BNTs = z_BNTs + (encoding_sC @ bias.weights.astype(self.wide))[None, None, None]
@@ -168,6 +167,6 @@ class _Problem:
     def finish(self, outputs: tuple[jax.Array, ...], max_BNT, sum_BNT):
         """Outputs [B, T, N, Hv], and log-sum-exps [B, T, N]."""
         over_BNT = jnp.where(sum_BNT > 0, sum_BNT, 1)  # nothing seen: zeros, not NaN
-        o_BNTV = self.body.finish(tuple(o / over_BNT[..., None] for o in outputs))
+        o_BNTV = self.tiles.finish(tuple(o / over_BNT[..., None] for o in outputs))
         log_sum_exp_BNT = jnp.where(sum_BNT > 0, max_BNT + jnp.log(over_BNT), -jnp.inf)
         return jnp.moveaxis(o_BNTV, 1, 2), jnp.moveaxis(log_sum_exp_BNT, 1, 2)

@@ -1,0 +1,69 @@
+"""Keys and values cached as they are used: MHA, GQA, MQA, thin keys, Q=K-V."""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.reading import Cache
+from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
+from kvjax.kernels.decode_attention.readings.reading import PositionBias
+from kvjax.kernels.decode_attention.readings.reading import Reading
+from kvjax.kernels.decode_attention.readings.reading import reading
+from kvjax.kernels.decode_attention.readings.reading import static
+
+
+@reading
+class GroupedReading(Reading):
+    """cache: base_key [B, K, H, S], base_value [B, K, Hv, S]."""
+
+    query: jax.Array  # [B, T, N, H]
+    bias: PositionBias | None = None
+    scale: float = static()
+
+    def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.query, cache["base_key"], cache["base_value"]
+
+    def tiles(self) -> "_Tiles":
+        return _Tiles(self)
+
+
+class _Tiles:
+    expands = False
+
+    def __init__(self, o: GroupedReading):
+        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
+
+    def widths(self, cache: Cache) -> tuple[int, ...]:
+        return (cache["base_value"].shape[2],)
+
+    def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
+        del start
+        return tiles.dot(self.q_BNTH, tile["base_key"])
+
+    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        return (tiles.weigh(p_BNTs, tile["base_value"]),)
+
+    def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
+        return outputs[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedSizes:
+    """N query heads on K KV heads, key dim H, value dim Hv."""
+
+    N: int
+    K: int
+    H: int = 128
+    Hv: int = 128
+
+    def reading(self, draw: Callable[..., jax.Array], B: int) -> GroupedReading:
+        return GroupedReading(query=draw(B, 1, self.N, self.H), scale=self.H**-0.5)
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        return dict(base_key=(self.K, self.H), base_value=(self.K, self.Hv))
+
+    def flops(self) -> DecodeFlops:
+        return DecodeFlops(0, 2 * self.N * (self.H + self.Hv))

@@ -1,0 +1,72 @@
+"""Keys rebuilt per head from a latent, normed and rotated: `mla_paper`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.reading import Cache
+from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
+from kvjax.kernels.decode_attention.readings.reading import Reading
+from kvjax.kernels.decode_attention.readings.reading import normed_and_rotated
+from kvjax.kernels.decode_attention.readings.reading import reading
+from kvjax.kernels.decode_attention.readings.reading import static
+
+
+@reading
+class RebuiltReading(Reading):
+    """key = Rot(norm(latent up_key)·gain), value = latent up_value; cache: latent [B, C, S]."""
+
+    query: jax.Array  # [B, T, N, H]
+    up_key: jax.Array  # [C, N, H]
+    up_value: jax.Array  # [C, N, Hv]
+    gain: jax.Array | None = None  # [H]
+    scale: float = static()
+    rope_base: float | None = static()
+    norm_epsilon: float | None = static()
+
+    def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
+        k = normed_and_rotated(jnp.einsum("BSC,CNH->BSNH", cache["latent"], self.up_key), self)
+        return self.query, k, jnp.einsum("BSC,CNV->BSNV", cache["latent"], self.up_value)
+
+    def tiles(self) -> "_Tiles":
+        return _Tiles(self)
+
+
+class _Tiles:
+    expands = True
+
+    def __init__(self, o: RebuiltReading):
+        self.o = o
+        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
+
+    def widths(self, cache: Cache) -> tuple[int, ...]:
+        return (cache["latent"].shape[1],)
+
+    def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
+        k_BNHs = jnp.einsum("BCs,CNH->BNHs", tile["latent"], self.o.up_key)
+        return tiles.dot(self.q_BNTH, tiles.norm_and_rotate(k_BNHs, start, self.o))
+
+    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        return (tiles.weigh(p_BNTs, tile["latent"][:, None]),)
+
+    def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
+        return jnp.einsum("BNTC,CNV->BNTV", outputs[0], self.o.up_value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RebuiltSizes:
+    """N query heads, a latent of C channels, keys of H and values of Hv."""
+
+    N: int
+    C: int
+    H: int
+    Hv: int
+    rope_base: float | None
+    normed: bool
+
+    def flops(self) -> DecodeFlops:
+        N, C, H = self.N, self.C, self.H
+        made = 3 * N * H * ((self.rope_base is not None) + self.normed)  # rotated, normed
+        return DecodeFlops(2 * N * C * self.Hv, 2 * N * (C * H + H + C) + made)

@@ -1,0 +1,200 @@
+"""A shared base and a low-rank residual per head: LRKV, LRKV x GQA.
+
+Without rotation of the residual a query meets the latents in rank space, u = B q (LRKV eq. 3).
+Under RoPE position stands between the query and B: the query is folded into B once per step
+(`_fold`), and from that a query in rank space follows for every position (`_rotating_query`),
+through a basis of the tile's cosines and sines whose rank is less than half of H (`rope.basis`).
+Where several query heads share a key it is rebuilt instead.
+"""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.reading import Cache
+from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
+from kvjax.kernels.decode_attention.readings.reading import PositionBias
+from kvjax.kernels.decode_attention.readings.reading import Reading
+from kvjax.kernels.decode_attention.readings.reading import reading
+from kvjax.kernels.decode_attention.readings.reading import repeat_heads
+from kvjax.kernels.decode_attention.readings.reading import rotated
+from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.layers import rope
+
+
+@reading
+class ResidualReading(Reading):
+    """key = key_scale·(base_key + Rot(residual_key expand_key)), value as in LRKV eq. 2.
+
+    cache: base_key [B, J, H, S], rotated; base_value [B, J, Hv, S]; residual_key and
+    residual_value [B, K, R, S]; key_scale [B, K, 1, S] float32 or wider, where keys are normed.
+    """
+
+    query: jax.Array  # [B, T, N, H], meets the base
+    residual_query: jax.Array  # [B, T, N, H], meets the residual; `query` if rope_base is given
+    expand_key: jax.Array  # [K, R, H]
+    expand_value: jax.Array  # [K, R, Hv]
+    bias: PositionBias | None = None
+    scale: float = static()
+    rope_base: float | None = static()  # None: the residual is not rotated
+
+    def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
+        c, K = cache, self.expand_key.shape[0]
+        residual = jnp.einsum("BSKR,KRH->BSKH", c["residual_key"], self.expand_key)
+        if self.rope_base is not None:
+            residual = rotated(residual, self.rope_base)
+        # The base meets one query and the residual another: side by side, so that they may differ.
+        query = jnp.concatenate([self.query, self.residual_query], axis=-1)
+        k = jnp.concatenate([repeat_heads(c["base_key"], K), residual], axis=-1)
+        if "key_scale" in c:
+            k = k * c["key_scale"]
+        v = repeat_heads(c["base_value"], K)
+        return query, k, v + jnp.einsum("BSKR,KRV->BSKV", c["residual_value"], self.expand_value)
+
+    def tiles(self) -> "_Tiles":
+        return _Tiles(self)
+
+    def kind(self, cache: Cache) -> str:
+        rotates = "" if self.rope_base is None else "_rotated"
+        return "residual" + rotates + ("_normed" if "key_scale" in cache else "")
+
+
+class _Tiles:
+    def __init__(self, o: ResidualReading):
+        self.o = o
+        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
+        residual_q_BNTH = jnp.moveaxis(o.residual_query, 2, 1)
+        N, T = self.q_BNTH.shape[1:3]
+        K = o.expand_key.shape[0]
+        self.expands = o.rope_base is not None
+        self.folded = None
+        if o.rope_base is None:
+            self.folded = "rank"  # LRKV eq. 3
+            self.u_BNTR = tiles.by_kv_head(residual_q_BNTH, o.expand_key, "BKrH,KRH->BKrR")
+        elif N * T == K:
+            self.folded = "rotating"
+            self.fold = _fold(residual_q_BNTH[:, :, 0], o.expand_key)
+
+    def widths(self, cache: Cache) -> tuple[int, ...]:
+        return cache["base_value"].shape[2], cache["residual_value"].shape[2]
+
+    def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
+        latent_BKRs = tile["residual_key"]
+        if self.folded is None:  # several queries share a rebuilt key
+            k_BKHs = jnp.einsum("BKRs,KRH->BKHs", latent_BKRs, self.o.expand_key)
+            k_BKHs = tiles.rotate(k_BKHs, start, self.o.rope_base)
+            base_BKHs = tiles.spread(tile["base_key"], k_BKHs.shape[1])
+            z_BNTs = tiles.dot(self.q_BNTH, base_BKHs + k_BKHs)
+        else:
+            z_BNTs = tiles.dot(self.q_BNTH, tile["base_key"])
+            if self.folded == "rank":
+                z_BNTs = z_BNTs + tiles.dot(self.u_BNTR, latent_BKRs)
+            else:
+                w_BKRs = _rotating_query(self.fold, start, latent_BKRs.shape[-1], self.o.rope_base)
+                z_BNTs = z_BNTs + jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
+        if "key_scale" not in tile:
+            return z_BNTs
+        B, N, T, s = z_BNTs.shape
+        scale_BK1s = tile["key_scale"]
+        z_BKrs = tiles.rows(z_BNTs, scale_BK1s.shape[1])
+        return (z_BKrs * scale_BK1s).reshape(B, N, T, s)
+
+    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        base, latent = tile["base_value"], tile["residual_value"]
+        return tiles.weigh(p_BNTs, base), tiles.weigh(p_BNTs, latent)
+
+    def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
+        base_BNTV, latent_BNTR = outputs
+        return base_BNTV + tiles.by_kv_head(latent_BNTR, self.o.expand_value, "BKrR,KRV->BKrV")
+
+
+def _fold(q_BKH: jax.Array, expand_KRH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """conj(q)·B with channel pairs as complex numbers, as real and imaginary [B, K, R, H/2].
+
+    q is rotated already, so that a key's logit is Re(sum_j conj(q_j) B_j e^{i t theta_j}) times its
+    latent.
+    """
+    q1_BK1F, q2_BK1F = jnp.split(q_BKH[:, :, None], 2, axis=-1)
+    b1_1KRF, b2_1KRF = jnp.split(expand_KRH[None], 2, axis=-1)
+    shape = (*q_BKH.shape[:2], expand_KRH.shape[1], q1_BK1F.shape[-1])
+    q1, q2, b1, b2 = (jnp.broadcast_to(x, shape) for x in (q1_BK1F, q2_BK1F, b1_1KRF, b2_1KRF))
+    return q1 * b1 + q2 * b2, q1 * b2 - q2 * b1
+
+
+def _rotating_query(
+    fold: tuple[jax.Array, jax.Array], start: jax.Array, length: int, base: float
+) -> jax.Array:
+    """[B, K, R, s]: the query in rank space, as every position of a tile sees it.
+
+    w(t) = sum_j Re G_j cos t·theta_j - Im G_j sin t·theta_j. The table of cosines and sines of a
+    tile has a low rank (57 of 128 for 512 tokens): `rope.basis`.
+    """
+    real, imaginary = fold
+    F = real.shape[-1]
+    angles = rope.rotary(start[None, None], 2 * F, base)  # turns G to the tile's start
+    cos, sin = (jnp.broadcast_to(a[0][None, None].astype(real.dtype), real.shape) for a in angles)
+    turned = (real * cos - imaginary * sin, -(imaginary * cos + real * sin))
+    left_HP, right_Ps = rope.basis(2 * F, base, length, _tolerance(real.dtype))
+    g_BKRP = jnp.einsum(
+        "BKRH,HP->BKRP", jnp.concatenate(turned, axis=-1), jnp.asarray(left_HP, real.dtype)
+    )
+    return jnp.einsum("BKRP,Ps->BKRs", g_BKRP, jnp.asarray(right_Ps, real.dtype))
+
+
+def _tolerance(dtype) -> float:
+    return float(jnp.finfo(dtype).eps) / 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResidualSizes:
+    """N query heads on K residuals of rank R on J bases."""
+
+    N: int
+    K: int
+    J: int = 1
+    R: int = 64
+    H: int = 128
+    Hv: int = 128
+    rope_base: float | None = 10_000.0  # None: the residual is not rotated
+    scaled: bool = True  # whether keys are normed: the cache has their 1/rms
+
+    def reading(self, draw: Callable[..., jax.Array], B: int) -> ResidualReading:
+        query = draw(B, 1, self.N, self.H)
+        rotates = self.rope_base is not None
+        return ResidualReading(
+            query=query,
+            residual_query=query if rotates else draw(B, 1, self.N, self.H),
+            expand_key=draw(self.K, self.R, self.H) / self.R**0.5,
+            expand_value=draw(self.K, self.R, self.Hv) / self.R**0.5,
+            scale=self.H**-0.5,
+            rope_base=self.rope_base,
+        )
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        fields = dict(
+            base_key=(self.J, self.H),
+            base_value=(self.J, self.Hv),
+            residual_key=(self.K, self.R),
+            residual_value=(self.K, self.R),
+        )
+        return fields | (dict(key_scale=(self.K, 1)) if self.scaled else {})
+
+    def flops(self) -> DecodeFlops:
+        N, K, R, H, Hv = self.N, self.K, self.R, self.H, self.Hv
+        per_query = 2 * N * R * Hv  # the output's expansion, LRKV eq. 4
+        per_key = 2 * N * (H + Hv) + 2 * N * R + (N if self.scaled else 0)
+        if self.rope_base is None:  # LRKV eq. 3
+            return DecodeFlops(per_query + 2 * N * R * H, per_key + 2 * N * R)
+        if N == K:
+            return DecodeFlops(per_query + 3 * N * R * H, per_key + N * self._rotating_flops())
+        return DecodeFlops(per_query, per_key + K * H * (2 * R + 4))  # rebuilt, rotated, added
+
+    def _rotating_flops(self) -> float:
+        """Of `_rotating_query` and its product with the latents, per head and key."""
+        P = rope.basis(self.H, self.rope_base, tiles.BLOCK, _tolerance(np.float32))[0].shape[1]
+        per_tile = self.R * self.H * (3 + 2 * P)  # turning G, and its product with the basis
+        return per_tile / tiles.BLOCK + 2 * self.R * P + 2 * self.R

@@ -1,0 +1,110 @@
+"""Values that are the keys before norm and RoPE: Q-K=V, Q=K=V, and LRKV with tied values."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.reading import Cache
+from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
+from kvjax.kernels.decode_attention.readings.reading import PositionBias
+from kvjax.kernels.decode_attention.readings.reading import Reading
+from kvjax.kernels.decode_attention.readings.reading import normed_and_rotated
+from kvjax.kernels.decode_attention.readings.reading import reading
+from kvjax.kernels.decode_attention.readings.reading import repeat_heads
+from kvjax.kernels.decode_attention.readings.reading import static
+
+
+@reading
+class TiedReading(Reading):
+    """value = base_key + residual_key expand_key, key = Rot(norm(value)·gain).
+
+    cache: base_key [B, J, H, S]; residual_key [B, K, R, S] if there is `expand_key`.
+    """
+
+    query: jax.Array  # [B, T, N, H]
+    expand_key: jax.Array | None = None  # [K, R, H]
+    gain: jax.Array | None = None  # [H]
+    bias: PositionBias | None = None
+    scale: float = static()
+    rope_base: float | None = static()
+    norm_epsilon: float | None = static()  # of RMSNorm; None: keys are not normed
+
+    def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
+        v = cache["base_key"]
+        if self.expand_key is not None:
+            residual = jnp.einsum("BSKR,KRH->BSKH", cache["residual_key"], self.expand_key)
+            v = repeat_heads(v, residual.shape[2]) + residual
+        return self.query, normed_and_rotated(v, self), v
+
+    def tiles(self) -> "_Tiles":
+        return _Tiles(self)
+
+
+def _in_one_pass(queries: int, keys: int, *, rotates: bool, gain: bool) -> bool:
+    """Whether norm and rotation are applied to logits, not to keys, which then are never made."""
+    return rotates and not gain and queries <= keys
+
+
+class _Tiles:
+    expands = True
+
+    def __init__(self, o: TiedReading):
+        self.o = o
+        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
+
+    def widths(self, cache: Cache) -> tuple[int, ...]:
+        residual = (cache["residual_key"].shape[2],) if self.o.expand_key is not None else ()
+        return (cache["base_key"].shape[2], *residual)
+
+    def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
+        o, k_BKHs = self.o, tile["base_key"]
+        if o.expand_key is not None:
+            residual = jnp.einsum("BKRs,KRH->BKHs", tile["residual_key"], o.expand_key)
+            k_BKHs = tiles.spread(k_BKHs, residual.shape[1]) + residual
+        N, T = self.q_BNTH.shape[1:3]
+        options = dict(rotates=o.rope_base is not None, gain=o.gain is not None)
+        if not _in_one_pass(N * T, k_BKHs.shape[1], **options):
+            return tiles.dot(self.q_BNTH, tiles.norm_and_rotate(k_BKHs, start, o))
+        z_BKs = tiles.rotated_dot(self.q_BNTH[:, :, 0], k_BKHs, start, o.rope_base)
+        if o.norm_epsilon is not None:
+            z_BKs = z_BKs * tiles.inverse_rms(k_BKHs, o.norm_epsilon)
+        return z_BKs[:, :, None]
+
+    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        base = tiles.weigh(p_BNTs, tile["base_key"])
+        if self.o.expand_key is None:
+            return (base,)
+        return base, tiles.weigh(p_BNTs, tile["residual_key"])
+
+    def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
+        if self.o.expand_key is None:
+            return outputs[0]
+        base_BNTH, latent_BNTR = outputs
+        return base_BNTH + tiles.by_kv_head(latent_BNTR, self.o.expand_key, "BKrR,KRH->BKrH")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TiedSizes:
+    """N query heads on K keys, which are J bases where R is 0."""
+
+    N: int
+    K: int
+    J: int
+    R: int
+    H: int
+    rope_base: float | None
+    normed: bool
+    gain: bool
+
+    def flops(self) -> DecodeFlops:
+        N, R, H = self.N, self.R, self.H
+        keys, rotates = self.K if R else self.J, self.rope_base is not None
+        per_key = 4 * N * H + (3 * keys * H if rotates else 0)
+        if self.normed:
+            in_one_pass = _in_one_pass(N, keys, rotates=rotates, gain=self.gain)
+            per_key += (2 if in_one_pass else 3) * keys * H
+        if not R:
+            return DecodeFlops(0, per_key)
+        return DecodeFlops(2 * N * R * H, per_key + keys * H * (2 * R + 1) + 2 * N * R)

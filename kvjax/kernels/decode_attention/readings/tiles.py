@@ -1,0 +1,80 @@
+"""Products with a tile of a cache that several ways of reading share; see `reading.Tiles`.
+
+N query heads of T tokens are K groups of N/K heads and T tokens: rows that share a key.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.layers import rope
+
+BLOCK = 512  # tokens of a tile
+
+
+def rows(x_BNTH: jax.Array, K: int) -> jax.Array:
+    """[B, N, T, H] to [B, K, N/K·T, H]."""
+    B, N, T, H = x_BNTH.shape
+    return x_BNTH.reshape(B, K, N // K * T, H)
+
+
+def dot(q_BNTH: jax.Array, k_BKHs: jax.Array) -> jax.Array:
+    """Logits [B, N, T, s]; keys are not repeated per query head."""
+    B, N, T, _ = q_BNTH.shape
+    z_BKrs = jnp.einsum("BKrH,BKHs->BKrs", rows(q_BNTH, k_BKHs.shape[1]), k_BKHs)
+    return z_BKrs.reshape(B, N, T, -1)
+
+
+def weigh(p_BNTs: jax.Array, v_BKVs: jax.Array) -> jax.Array:
+    """Weighted sums [B, N, T, V]."""
+    B, N, T, _ = p_BNTs.shape
+    o_BKrV = jnp.einsum("BKrs,BKVs->BKrV", rows(p_BNTs, v_BKVs.shape[1]), v_BKVs)
+    return o_BKrV.reshape(B, N, T, -1)
+
+
+def by_kv_head(x_BNTR: jax.Array, w_KRH: jax.Array, equation: str) -> jax.Array:
+    """A product of every head's rows with its KV head's matrix, [B, N, T, ...]."""
+    B, N, T, _ = x_BNTR.shape
+    return jnp.einsum(equation, rows(x_BNTR, w_KRH.shape[0]), w_KRH).reshape(B, N, T, -1)
+
+
+def spread(base_BJHs: jax.Array, K: int) -> jax.Array:
+    """[B, J, H, s] to [B, K, H, s]: each base once per KV head that reads it."""
+    B, J, H, s = base_BJHs.shape
+    return jnp.broadcast_to(base_BJHs[:, :, None], (B, J, K // J, H, s)).reshape(B, K, H, s)
+
+
+def rotate(x_BKHs: jax.Array, start: jax.Array, base: float) -> jax.Array:
+    """Keys of the tile that starts at position `start`, rotated to their positions."""
+    H, s = x_BKHs.shape[2:]
+    angles = rope.rotary(start + jnp.arange(s, dtype=jnp.int32)[None], H, base)
+    x1, x2 = jnp.split(x_BKHs, 2, axis=2)
+    cos, sin = (jnp.broadcast_to(a[0].T.astype(x1.dtype), x1.shape) for a in angles)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=2)
+
+
+def rotated_dot(q_BKH: jax.Array, k_BKHs: jax.Array, start: jax.Array, base: float) -> jax.Array:
+    """Logits [B, K, s] of one query per key head with the rotated keys, which are never made.
+
+    In pairs q·Rot(k) = (q1·k1 + q2·k2) cos + (q2·k1 - q1·k2) sin: one pass over the tile.
+    """
+    H, s = k_BKHs.shape[2:]
+    angles = rope.rotary(start + jnp.arange(s, dtype=jnp.int32)[None], H, base)
+    k1, k2 = jnp.split(k_BKHs, 2, axis=2)
+    cos, sin = (jnp.broadcast_to(a[0].T.astype(k1.dtype), k1.shape) for a in angles)
+    q1, q2 = (jnp.broadcast_to(q[..., None], k1.shape) for q in jnp.split(q_BKH, 2, axis=-1))
+    return jnp.sum((q1 * k1 + q2 * k2) * cos + (q2 * k1 - q1 * k2) * sin, axis=2)
+
+
+def inverse_rms(x_BKHs: jax.Array, epsilon: float) -> jax.Array:
+    """[B, K, s] over the channels."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x_BKHs), axis=2) + epsilon)
+
+
+def norm_and_rotate(x_BKHs: jax.Array, start: jax.Array, o) -> jax.Array:
+    """By a reading's norm_epsilon, gain and rope_base, where they are not None."""
+    if o.norm_epsilon is not None:
+        scale_BKs = inverse_rms(x_BKHs, o.norm_epsilon)
+        x_BKHs = x_BKHs * jnp.broadcast_to(scale_BKs[:, :, None], x_BKHs.shape)
+    if o.gain is not None:
+        x_BKHs = x_BKHs * o.gain[None, None, :, None]
+    return x_BKHs if o.rope_base is None else rotate(x_BKHs, start, o.rope_base)

@@ -1,1 +1,0 @@
-"""Decode attention in plain JAX: takes everything, on any device."""
