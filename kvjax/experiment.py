@@ -196,7 +196,7 @@ def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
     ranks = checked(layer_ranks, tuple[int, ...], "config.attention.layer_ranks")
     if not ranks:
         return (mechanism,) * num_layers
-    if kind != "grouped":
+    if not hasattr(mechanism, "rank"):
         raise UserError(f"config.attention.layer_ranks: {kind!r} has no rank; leave it empty")
     return tuple(_of_rank(mechanism, rank, i) for i, rank in enumerate(ranks))
 

@@ -1,0 +1,201 @@
+"""A mechanism of its own, with a way of reading of its own, in one file: it works everywhere.
+
+Keys and values are sums of R outer products, k_n = sum_r a_rn b_r and v_n = sum_r c_rn d_r; RoPE
+turns b. The first axis of its cache counts ranks, not heads, and no kernel knows it.
+"""
+
+import dataclasses
+
+from etils import epath
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import attention
+from kvjax import experiment as experiment_lib
+from kvjax.attention.mechanism import Field
+from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import normalise_and_rotate
+from kvjax.costs import formulas
+from kvjax.decoding.generation import Generator
+from kvjax.distributed import sharding
+from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
+from kvjax.kernels.decode_attention.readings.reading import Reading
+from kvjax.kernels.decode_attention.readings.reading import reading
+from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.layers.weight import linear
+from kvjax.layers.weight import weight
+from kvjax.model import parameters
+from kvjax.training import loop
+from kvjax.workdir.trained import load
+from tests import runs
+from tests.attention import test_law
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+@reading
+class FactoredReading(Reading):
+    """cache: key_head, value_head [B, R, N, S], key_factor [B, R, H, S], value_factor likewise."""
+
+    query: jax.Array  # [B, T, N, H]
+    scale: float = static()
+
+    def expand(self, cache):
+        product = lambda name: jnp.einsum(
+            "BSRN,BSRH->BSNH", cache[f"{name}_head"], cache[f"{name}_factor"]
+        )
+        return self.query, product("key"), product("value")
+
+    def tiles(self):
+        return _Tiles(self)
+
+
+class _Tiles:
+    expands = False
+
+    def __init__(self, o):
+        self.q_BTNH = o.query
+
+    def widths(self, cache):
+        return (cache["value_factor"].shape[2],)
+
+    def logits(self, tile, start):
+        inner = jnp.einsum("BTNH,BRHs->BNTRs", self.q_BTNH, tile["key_factor"])
+        return jnp.einsum("BNTRs,BRNs->BNTs", inner, tile["key_head"])
+
+    def weigh(self, p_BNTs, tile):
+        weights = jnp.einsum("BNTs,BRNs->BNTRs", p_BNTs, tile["value_head"])
+        return (jnp.einsum("BNTRs,BRVs->BNTV", weights, tile["value_factor"]),)
+
+    def finish(self, outputs):
+        return outputs[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FactoredConfig:
+    num_heads: int
+    rank: int
+    key_dim: int
+    value_dim: int
+    qk_norm: str = "rms"  # of queries
+    bias: bool = False
+    norm_epsilon: float = 1e-6
+    absorbed = ()
+
+    def __post_init__(self):
+        check_common(self, "rank", "key_dim", "value_dim")
+
+    rope_dim = query_dim = property(lambda self: self.key_dim)
+    scale = property(lambda self: self.key_dim**-0.5)
+
+    def entry(self):
+        R, N = self.rank, self.num_heads
+        return {
+            "key_head": Field("R N", (R, N)),
+            "key_factor": Field("R H", (R, self.key_dim)),
+            "value_head": Field("R N", (R, N)),
+            "value_factor": Field("R H", (R, self.value_dim)),
+        }
+
+    def decode_flops(self, rope_base):
+        return DecodeFlops(0, 2 * self.num_heads * self.rank * (self.key_dim + self.value_dim + 2))
+
+    def build(self, d_model, *, rngs):
+        return Factored(self, d_model, rngs=rngs)
+
+
+class Factored(nnx.Module):
+    def __init__(self, config, d_model, *, rngs):
+        self.config = c = config
+        sizes = dict(D=d_model, N=c.num_heads, R=c.rank, H=c.key_dim)
+        self.query = weight("D -> N H", rngs, **sizes)
+        self.key_head = weight("D -> R N", rngs, **sizes)
+        self.key_factor = weight("D -> R H", rngs, **sizes)
+        self.value_head = weight("D -> R N", rngs, **sizes)
+        self.value_factor = weight("D -> R H", rngs, **sizes | dict(H=c.value_dim))
+
+    def project(self, x_BTD, positions):
+        q_BTNH = linear(x_BTD, self.query[...])
+        q_BTNH = normalise_and_rotate(q_BTNH, None, positions.rotary)
+        return q_BTNH, {n: linear(x_BTD, getattr(self, n)[...]) for n in self.config.entry()}
+
+    def keys_values(self, raw, positions):
+        cached = self.encode(raw, positions)
+        product = lambda name: jnp.einsum(
+            "BTRN,BTRH->BTNH", cached[f"{name}_head"], cached[f"{name}_factor"]
+        )
+        return product("key"), product("value")
+
+    def encode(self, raw, positions):
+        factor = normalise_and_rotate(raw["key_factor"], None, positions.rotary)
+        return raw | dict(key_factor=factor)
+
+    def decode_inputs(self, q_BTNH, rope_base):
+        return FactoredReading(query=q_BTNH, scale=self.config.scale)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The line that a real one adds to `attention.MECHANISMS`."""
+    monkeypatch.setitem(attention.MECHANISMS, "factored", FactoredConfig)
+
+
+# -- what it gets for it ---------------------------------------------------------------------------
+
+N, R, H = 4, 3, 8
+
+
+def run_config(tmp_path, **mesh):
+    config = runs.small_config(runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data"))
+    attention = dict(kind="factored", num_heads=N, rank=R, key_dim=H, value_dim=H)
+    with config.unlocked():
+        config.attention = attention
+    config.data.update(tokenizer="bpe", vocab_size=320)  # which two devices divide
+    config.mesh.update(mesh)
+    config.train.update(num_steps=4, eval_every=4, checkpoint_every=4)
+    return config
+
+
+@pytest.mark.parametrize("base", [None, test_law.BASE])
+def test_it_decodes_by_the_law(x64, randomise, monkeypatch, base):
+    test_law.small_tiles.__wrapped__(monkeypatch)
+    config = FactoredConfig(num_heads=N, rank=R, key_dim=H, value_dim=6)
+    run, x_BTD = test_law._run(randomise, config, base, jnp.float64), test_law._input()
+    expected = run.full(x_BTD)
+    decoded = run.decoded(x_BTD, test_law.ONE_OF_ALL)
+    seen = ~np.isnan(decoded)
+    assert np.abs(expected).max() > 0.1 and seen.mean() > 0.3
+    np.testing.assert_allclose(decoded[seen], expected[seen], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_it_trains_on_one_and_eight_devices_and_generates(tmp_path, monkeypatch):
+    mesh = dict(fsdp=2, sequence=2, tensor=2)
+    eight = loop.train(run_config(tmp_path, **mesh), epath.Path(tmp_path / "eight"))
+    monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
+    one = loop.train(run_config(tmp_path), epath.Path(tmp_path / "one"))
+    assert eight["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-4)
+    loaded = load(epath.Path(tmp_path / "eight"))
+    generation = Generator(loaded.model, loaded.compute).start([[1, 2, 3]], num_tokens=5)
+    assert len(list(generation)) == 5
+
+
+def test_its_costs_and_sharding_follow(tmp_path):
+    model = experiment_lib.resolve(run_config(tmp_path)).model
+    elements = 2 * R * (N + H)
+    assert formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)) == 2 * 2 * elements
+    cost = formulas.decode_cost(model, length=10, batch=1, dtype=jnp.dtype(jnp.bfloat16))
+    assert cost.attention_flops_per_token == 2 * 10 * 2 * N * R * (2 * H + 2)
+    # Of two chips by heads each has half of the heads' factors, and all of the channels'.
+    halved = formulas.chip_cache_bytes_per_token(
+        model, jnp.dtype(jnp.bfloat16), chips=2, by="heads"
+    )
+    assert halved == 2 * 2 * 2 * R * (N / 2 + H)
+    mesh = jax.sharding.AbstractMesh((1, 2, 1, 2), sharding.AXES)
+    shardings = sharding.parameter_shardings(mesh, *parameters.abstract(model))
+    split = shardings["segments"][0]["attention"]["mechanism"]
+    assert split["key_head"].spec == jax.sharding.PartitionSpec(None, "fsdp", None, "tensor")
+    assert split["key_factor"].spec == jax.sharding.PartitionSpec(None, "fsdp", None, None)
