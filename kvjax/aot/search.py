@@ -7,6 +7,7 @@ temporaries each compile corrects; then compiled in that order until one fits. W
 
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 import dataclasses
 import math
 
@@ -115,31 +116,17 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
     kernel = compilation.compiles_causal_kernel(device, experiment)
     mesh = dataclasses.asdict(experiment.mesh)
     config, c = experiment.model, experiment.model.block
-    T, chips = experiment.data.sequence_length, math.prod(mesh.values())
     compute = experiment.compute.resolve("tpu", c.num_layers)
-    remat, parts, itemsize = compute.remat, experiment.train.grad_accumulation, 2
-    tensor, rows = mesh["tensor"], experiment.train.batch_size // parts
-    rows //= mesh["data"] * mesh["fsdp"]
+    parts = experiment.train.grad_accumulation
     memory = memory_estimate.estimate(
         config,
         compute,
-        rows_per_device=rows,
-        sequence_length=T,
+        rows_per_device=experiment.train.batch_size // parts // (mesh["data"] * mesh["fsdp"]),
+        sequence_length=experiment.data.sequence_length,
         **{axis: mesh[axis] for axis in ("fsdp", "tensor", "sequence")},
         parts=parts,
         attention_kernel=kernel,
     )
-    weights = formulas.matrix_weights(config)
-    layers, head = (weights["attention"] + weights["mlp"]) / tensor, weights["head"] / tensor
-    tokens = rows * T / mesh["sequence"]
-    fraction = lambda n: (n - 1) / n
-    passes = {"none": 2}.get(remat, 3)  # weights gathered, and again; gradients scattered
-    passes *= 1 if _whole_tiles(experiment, mesh["fsdp"]) else 2
-    sent = itemsize * parts * passes * (layers + head) * fraction(mesh["fsdp"])
-    sent += 2 * itemsize * parts * (layers + head) / mesh["fsdp"] * fraction(mesh["data"])
-    sums = 4 if remat == "none" else 6  # of activations: two in each pass through a layer
-    sent += 2 * sums * parts * itemsize * tokens * c.d_model * c.num_layers * fraction(tensor)
-    sent += 2 * itemsize * layers * tensor / chips  # Muon, there and back
     return Prediction(
         state=memory.parameters + memory.optimizer,
         temporaries=memory.temporaries,
@@ -147,10 +134,34 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
             experiment,
             device,
             mesh=mesh,
-            wire_bytes=sent,
+            wire_bytes=_wire_bytes(experiment, mesh),
             causal_kernel=compilation.runs_causal_kernel(kernel, device, experiment),
         ),
     )
+
+
+def _wire_bytes(experiment: Experiment, mesh: Mapping[str, int]) -> float:
+    """Bytes that a chip sends in a step, collective by collective, all of it in bfloat16."""
+    itemsize, parts, remat = 2, experiment.train.grad_accumulation, experiment.compute.remat
+    c, weights = experiment.model.block, formulas.matrix_weights(experiment.model)
+    others = lambda axis: (mesh[axis] - 1) / mesh[axis]  # of a ring, what each chip passes on
+    layers = (weights["attention"] + weights["mlp"]) / mesh["tensor"]
+    matrices = layers + weights["head"] / mesh["tensor"]
+    # fsdp: weights gathered, and again where they are needed again; gradients scattered.
+    passes = 2 if remat == "none" else 3
+    if not _whole_tiles(experiment, mesh["fsdp"]):
+        passes *= 2
+    gathered = itemsize * parts * passes * matrices * others("fsdp")
+    # data: gradients summed over the copies of a shard.
+    summed = 2 * itemsize * parts * matrices / mesh["fsdp"] * others("data")
+    # tensor: activations summed, two of them in each pass through a layer.
+    rows = experiment.train.batch_size // parts // (mesh["data"] * mesh["fsdp"])
+    activations = rows * experiment.data.sequence_length / mesh["sequence"] * c.d_model
+    sums = 4 if remat == "none" else 6
+    reduced = 2 * sums * parts * itemsize * activations * c.num_layers * others("tensor")
+    # Muon: matrices to the chips that orthogonalise them, and back.
+    muon = 2 * itemsize * layers * mesh["tensor"] / math.prod(mesh.values())
+    return gathered + summed + reduced + muon
 
 
 def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> list[Candidate]:

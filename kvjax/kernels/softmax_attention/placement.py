@@ -139,3 +139,13 @@ def on_every_device(
         out_specs=queries,
         check_vma=False,  # a kernel's outputs do not say along which axes they differ
     )(*given, q_BTNH, k_BSKH, v_BSKV, *segments)
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def equal_dims(*arrays: jax.Array, multiple: int = 1) -> list[jax.Array]:
+    """Zeros behind the last dims, to the largest: the library refuses unequal ones."""
+    dim = -(-max(x.shape[-1] for x in arrays) // multiple) * multiple
+    pad = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, dim - x.shape[-1])])
+    return [x if x.shape[-1] == dim else pad(x) for x in arrays]

@@ -12,6 +12,7 @@ import pytest
 
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.softmax_attention import api
+from kvjax.kernels.softmax_attention import cudnn as cudnn_lib
 from kvjax.kernels.softmax_attention import splash
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.kernels.softmax_attention.api import zigzag
@@ -291,7 +292,7 @@ def cudnn(monkeypatch):
     gpu = types.SimpleNamespace(compute_capability="9.0", device_kind="a GPU", platform="gpu")
     monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
     monkeypatch.setattr(api, "platform", lambda mesh: "gpu")
-    monkeypatch.setattr(api, "_gpu", lambda: gpu)
+    monkeypatch.setattr(cudnn_lib, "_gpu", lambda: gpu)
     return types.SimpleNamespace(calls=calls, gpu=gpu)
 
 
@@ -370,7 +371,7 @@ def test_older_gpus_have_narrower_heads(cudnn):
 
 def test_a_gpu_that_is_not_there_gets_xla(cudnn, monkeypatch):
     """cuDNN's plans are made by cuDNN: compiling ahead of time has none."""
-    monkeypatch.setattr(api, "_gpu", lambda: None)
+    monkeypatch.setattr(cudnn_lib, "_gpu", lambda: None)
     _trace(_shapes())
     assert not cudnn.calls
     with pytest.raises(NotImplementedError, match="on a machine with an NVIDIA GPU"):

@@ -1,0 +1,117 @@
+"""Softmax attention by XLA: `jax.nn.dot_product_attention`, which takes everything.
+
+GSPMD divides it whichever way the arrays are split over devices.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.kernels.softmax_attention.placement import Options
+from kvjax.kernels.softmax_attention.placement import both_positions
+from kvjax.kernels.softmax_attention.placement import equal_dims
+
+
+def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
+    """See `api.softmax_attention`."""
+    (B, T), S, Hv = q_BTNH.shape[:2], k_BSKH.shape[1], v_BSKV.shape[-1]
+    copies = k_BSKH.shape[0] // B
+    arrays = equal_dims(q_BTNH, k_BSKH, v_BSKV)
+    in_order = options.query_positions_T is None and options.key_positions_S is None
+    in_chunks = options.causal and 0 < options.query_chunk < T
+    if copies == 1 and in_order and not in_chunks:
+        mask = _mask(options, slice(T), slice(S), None)
+        o_BTNV = _attend(*arrays, scale=options.scale, mask=mask, is_causal=options.causal)
+    elif copies == 1:
+        t_T, s_S = both_positions(options, T, S)
+        o_BTNV = _by_positions(*arrays, options, t_T[None], s_S)
+    else:
+        o_BTNV = _by_copies(*arrays, options, copies)
+    return o_BTNV[..., :Hv]
+
+
+def _by_copies(q_BTNH, k_CBSKH, v_CBSKV, options: Options, copies: int) -> jax.Array:
+    """Each device has part of a row's queries and a copy of its keys: a row of its own, here."""
+    B, T = q_BTNH.shape[:2]
+    t_T, s_S = both_positions(options, T, k_CBSKH.shape[1])
+    t_CBT = t_T.reshape(copies, 1, -1).repeat(B, axis=1).reshape(copies * B, -1)
+    if options.segments_BS is not None:
+        options = dataclasses.replace(
+            options,
+            query_segments_BT=_parts(options.query_segments_BT, copies),
+            segments_BS=jnp.tile(options.segments_BS, (copies, 1)),
+        )
+    o_CBTNV = _by_positions(_parts(q_BTNH, copies), k_CBSKH, v_CBSKV, options, t_CBT, s_S)
+    return _whole(o_CBTNV, copies)
+
+
+def _by_positions(q, k, v, options: Options, t_BT: np.ndarray, s_S: np.ndarray) -> jax.Array:
+    """Tokens in any order, and queries in chunks, each against the keys that it may see.
+
+    Args:
+      t_BT: [B or 1, T] positions of queries, s_S those of keys; on the host.
+    """
+    T = q.shape[1]
+    in_chunks = options.causal and 0 < options.query_chunk < T
+    chunk = options.query_chunk if in_chunks else T
+    outputs = []
+    for start in range(0, T, chunk):
+        queries, keys = slice(start, min(start + chunk, T)), slice(len(s_S))
+        if in_chunks:
+            seen = np.flatnonzero(s_S <= t_BT[:, queries].max())
+            keys = slice(int(seen[-1]) + 1 if seen.size else 1)
+        visible = (t_BT[:, queries], s_S[keys]) if options.causal else None
+        mask = _mask(options, queries, keys, visible)
+        arrays = q[:, queries], k[:, keys], v[:, keys]
+        outputs.append(_attend(*arrays, scale=options.scale, mask=mask))
+    return jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
+
+
+def _mask(options: Options, queries: slice, keys: slice, visible) -> jax.Array | None:
+    """[B or 1, 1, T, S] which keys some queries see, by segment and positions (if there are)."""
+    mask = None
+    if visible is not None:
+        t_BT, s_S = map(jnp.asarray, visible)
+        mask = (s_S[None, None, :] <= t_BT[:, :, None])[:, None]
+    if options.segments_BS is not None:
+        t_BT, s_BS = options.query_segments_BT[:, queries], options.segments_BS[:, keys]
+        same = (t_BT[:, :, None] == s_BS[:, None, :])[:, None]
+        mask = same if mask is None else mask & same
+    return mask
+
+
+def _parts(x_BT: jax.Array, parts: int) -> jax.Array:
+    """[parts·B, T/parts, ..]: part after part of all rows."""
+    B, T, *rest = x_BT.shape
+    x = x_BT.reshape(B, parts, T // parts, *rest)
+    return x.swapaxes(0, 1).reshape(parts * B, T // parts, *rest)
+
+
+def _whole(x_BT: jax.Array, parts: int) -> jax.Array:
+    """The rows whose `_parts` these are."""
+    PB, T, *rest = x_BT.shape
+    x = x_BT.reshape(parts, PB // parts, T, *rest)
+    return x.swapaxes(0, 1).reshape(PB // parts, parts * T, *rest)
+
+
+def _attend(q, k, v, **options) -> jax.Array:
+    """The library's, but for float64: its softmax is float32 whatever its inputs are."""
+    attend = _float64_attention if q.dtype == jnp.float64 else jax.nn.dot_product_attention
+    return attend(q, k, v, **options)
+
+
+def _float64_attention(q_BTNH, k_BSKH, v_BSKV, *, scale, mask=None, is_causal=False) -> jax.Array:
+    """`jax.nn.dot_product_attention`, in float64 throughout."""
+    B, T, N, H = q_BTNH.shape
+    S, K = k_BSKH.shape[1:3]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    z_BKGTS = scale * jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH)
+    if is_causal:
+        lower = jnp.tril(jnp.ones((T, S), bool))[None, None]
+        mask = lower if mask is None else mask & lower
+    if mask is not None:
+        z_BKGTS = jnp.where(mask[:, :, None], z_BKGTS, -jnp.inf)
+    o_BTKGV = jnp.einsum("BKGTS,BSKV->BTKGV", jax.nn.softmax(z_BKGTS, axis=-1), v_BSKV)
+    return o_BTKGV.reshape(B, T, N, -1)
