@@ -87,7 +87,7 @@ def rows(source: str, directory: str) -> dict:
     from tests import runs
 
     data = experiment.resolve(runs.small_config(source, directory)).data
-    dataset = preflight.prepared(data)
+    dataset = preflight.data_set(data)
     found = {}
     for name, axes in dict(fsdp4={}, tensor2=dict(tensor=2), tensor4=dict(tensor=4)).items():
         mesh = sharding.make_mesh(sharding.MeshConfig(**axes), jax.devices())

@@ -126,3 +126,8 @@ def as_options(message: str) -> str:
 def split_source(spec: str) -> list[str]:
     """The parts of a `source`."""
     return [item.strip() for item in spec.split(",") if item.strip()]
+
+
+def is_prepared(source: str) -> bool:
+    """Whether a source is a folder of rows that are prepared already."""
+    return str(source).startswith(PREPARED)

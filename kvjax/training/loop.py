@@ -17,21 +17,18 @@ import ml_collections
 import numpy as np
 
 from kvjax import distributed
-from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
 from kvjax.data import loader
 from kvjax.decoding.generation import Generator
 from kvjax.decoding.generation import max_positions
 from kvjax.decoding.text import generate
 from kvjax.distributed import sharding
-from kvjax.experiment import Experiment
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.errors import warn
 from kvjax.foundation.files import write_atomically
-from kvjax.model.transformer import Compute
 from kvjax.model.transformer import used_as
 from kvjax.optim import learning_rate_schedule
 from kvjax.training import preflight
@@ -40,7 +37,6 @@ from kvjax.workdir import metrics as metrics_lib
 from kvjax.workdir.checkpoint import CHECKPOINTS
 from kvjax.workdir.checkpoint import Checkpoints
 from kvjax.workdir.checkpoint import read_parameters
-from kvjax.workdir.checkpoint import set_aside_earlier_run
 
 
 def train(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
@@ -55,39 +51,17 @@ def train(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> dict[st
         intact.
       SystemExit: saved on a signal; the status is in `distributed`.
     """
-    preflight.check_processes(config)
-    experiment = experiment_lib.resolve(config)
-    workdir = runtime.workdir(workdir)  # may be of the config's name, which is checked now
-    preflight.check_vocabulary(experiment)
-    mesh = sharding.make_mesh(experiment.mesh, jax.devices())
-    platform = mesh.devices.flat[0].platform
-    compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
-    preflight.check_mesh(experiment, mesh)
-    preflight.check_memory(experiment, compute, mesh)
-    with preflight.exclusive(workdir):
-        distributed.check_shared(workdir)
-        first = distributed.index() == 0
-        if first:
-            set_aside_earlier_run(workdir)
-            preflight.check_config(workdir, config, compute.dtype)
-        dataset = preflight.prepared(experiment.data)
-        if first:
-            preflight.check_data(workdir, dataset)
-            preflight.record(workdir, config, compute.dtype, dataset)
-        distributed.gather("claimed", "")  # the first one may have found another run there
-        return Run(experiment, compute, mesh, workdir, dataset).run()
+    with preflight.prepared(config, workdir) as given:
+        return Run(given).run()
 
 
 class Run:
     """One process's part of a run: its state, its loop, and for the first process its files."""
 
-    def __init__(self, experiment, compute, mesh, workdir, dataset):
-        self.experiment: Experiment = experiment
-        self.compute: Compute = compute
-        self.mesh = mesh
-        self.workdir: epath.Path = workdir
-        self.dataset: loader.PackedDataset = dataset
-        self.program = Program(experiment, compute, mesh)
+    def __init__(self, given: preflight.Prepared):
+        self.experiment, self.compute, self.mesh, self.workdir, self.dataset = given
+        experiment, mesh, workdir = self.experiment, self.mesh, self.workdir
+        self.program = Program(experiment, self.compute, mesh)
         self.schedule = learning_rate_schedule(experiment.optimizer, experiment.train.num_steps)
         keep = experiment.train.keep_checkpoints
         self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=keep)

@@ -1,51 +1,76 @@
-"""What a run checks before anything expensive: processes, batch, memory, its workdir, its data."""
+"""What a run starts from, checked before anything expensive: machine, memory, workdir, data."""
 
+from collections.abc import Iterator
 import contextlib
-import fcntl
 import hashlib
 import math
+from typing import NamedTuple
 
 from etils import epath
 import jax
-import jax.numpy as jnp
 import ml_collections
 
 from kvjax import distributed
+from kvjax import experiment as experiment_lib
 from kvjax.data import loader
 from kvjax.data import prepare
 from kvjax.data import tokenizer
-from kvjax.data.config import PREPARED
 from kvjax.data.config import DataConfig
+from kvjax.data.config import is_prepared
 from kvjax.distributed import sharding
 from kvjax.experiment import Experiment
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
-from kvjax.foundation.files import write_atomically
 from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 from kvjax.training import memory_estimate
-from kvjax.workdir import storage
-from kvjax.workdir.checkpoint import CHECKPOINTS
-from kvjax.workdir.checkpoint import check_identity
-from kvjax.workdir.checkpoint import write_identity
+from kvjax.workdir import identity
 
 _GPU_ROOM = 72 * 10**9  # of 80 GB
 _UNSURE = 1.25  # of an accelerator's memory: more is refused before its compiler is asked
-# What may differ between a run and its continuation: when to look and when to stop, not what is
-# computed.
-_FREE_KEYS = {
-    "train": (
-        *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
-        *("stop_after", "max_bad_steps", "sample_prompt", "sample_tokens"),
-        "grad_accumulation",  # fewer chips take a batch in more parts
-    ),
-    "compute": ("remat", "unroll", "query_chunk", "loss_chunks", "attention"),
-    "data": ("directory",),
-}
+
+
+class Prepared(NamedTuple):
+    """A run's config, resolved, and all that it names."""
+
+    experiment: Experiment
+    compute: Compute
+    mesh: jax.sharding.Mesh
+    workdir: epath.Path
+    dataset: loader.PackedDataset
+
+
+@contextlib.contextmanager
+def prepared(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> Iterator[Prepared]:
+    """Everything that a run needs before it compiles; the workdir is its own until the end.
+
+    Raises:
+      UserError: a config, workdir, data set or machine that cannot be used as asked.
+    """
+    check_processes(config)
+    experiment = experiment_lib.resolve(config)
+    workdir = runtime.workdir(workdir)  # may be of the config's name, which is checked now
+    check_vocabulary(experiment)
+    mesh = sharding.make_mesh(experiment.mesh, jax.devices())
+    platform = mesh.devices.flat[0].platform
+    compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
+    check_mesh(experiment, mesh)
+    check_memory(experiment, compute, mesh)
+    with identity.exclusive(workdir):
+        distributed.check_shared(workdir)
+        first = distributed.index() == 0
+        if first:
+            identity.set_aside_earlier_run(workdir)
+            identity.check_config(workdir, config, compute.dtype)
+        dataset = data_set(experiment.data)
+        if first:
+            identity.check_data(workdir, dataset)
+            identity.record(workdir, config, compute.dtype, dataset)
+        distributed.gather("claimed", "")  # the first one may have found another run there
+        yield Prepared(experiment, compute, mesh, workdir, dataset)
 
 
 def check_processes(config: ml_collections.ConfigDict) -> None:
@@ -63,7 +88,7 @@ def _digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def prepared(data: DataConfig) -> loader.PackedDataset:
+def data_set(data: DataConfig) -> loader.PackedDataset:
     """The data set of a run, prepared if need be: once by all processes that share its folder.
 
     Raises:
@@ -71,7 +96,7 @@ def prepared(data: DataConfig) -> loader.PackedDataset:
         every process, that they have different data.
     """
     make = lambda: loader.open_dataset(prepare.prepare(data))
-    if _is_prepared(data.source):
+    if is_prepared(data.source):
         dataset = make()
     else:
         dataset = distributed.once_per_folder("data", data.root, make)
@@ -182,109 +207,3 @@ def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Me
         "config.compute.remat = 'full'.\nWhat runs here: python -m kvjax.main "
         "--config=configs/lrkv_tiny.py (or another of configs/*_tiny.py)"
     )
-
-
-@contextlib.contextmanager
-def exclusive(workdir: epath.Path):
-    """Holds the workdir for this process; a UserError if another one has it.
-
-    The lock is the operating system's, so it ends with its process, however that ends. Workdirs
-    that are not local (gs://) have none.
-    """
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"--workdir = {str(workdir)!r}: cannot be made: {reason}") from error
-    if "://" in str(workdir) or distributed.index():
-        yield
-        return
-    with open(workdir / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{workdir} is in use by another run: wait for it, or give another --workdir"
-            ) from error
-        yield
-
-
-def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
-    """The part of a config that a workdir belongs to.
-
-    Args:
-      dtype: that the run computes in: "auto" is another one on another platform.
-    """
-    tree = {k: dict(v) if hasattr(v, "items") else v for k, v in config.items() if k != "mesh"}
-    tree["compute"]["dtype"] = str(dtype)
-    for section, keys in _FREE_KEYS.items():
-        tree[section] = {k: v for k, v in tree[section].items() if k not in keys}
-    return tree
-
-
-def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: jnp.dtype) -> None:
-    """Raises a UserError if a workdir has checkpoints of another config, or another dtype.
-
-    Folders of prepared data may have moved: `check_data` compares what is in them.
-    """
-
-    def same(key: str, there, now) -> bool:
-        if key == "compute.dtype" and there == "auto":  # as it was written once, unresolved
-            warn(
-                f"{workdir} does not say in which dtype it was trained: it goes on in {now} "
-                "(--config.compute.dtype gives another)"
-            )
-            return True
-        if key == "data.source" and _is_prepared(there) and _is_prepared(now):
-            return True
-        return there == now
-
-    check_identity(
-        workdir / "config.json",
-        identity(config, dtype),
-        same=same,
-        advice="Give the same values to resume it (--config.compute.dtype=float32 is the same on "
-        "any platform)",
-    )
-
-
-def check_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
-    """Raises a UserError if a workdir has checkpoints trained on other rows, or tokens."""
-    advice = (
-        f"The rows or the tokenizer in {dataset.path} are not those it was trained on: give these "
-        "to resume it"
-    )
-    same = lambda key, there, now: there in (now, dataset.path.name)  # the name, as it was once
-    check_identity(workdir / "dataset.json", _contents(dataset), same=same, advice=advice)
-    path = workdir / prepare.TOKENIZER
-    if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
-        return
-    if tokenizer.load(path).vocabulary() != dataset.tokenizer.vocabulary():
-        raise UserError(
-            f"{path} is not the tokenizer of {dataset.path}, and was left as it is: give the data "
-            "that the run was trained on to resume it, or another --workdir for a new run. If the "
-            "file is wrong, move it away"
-        )
-
-
-def record(
-    workdir: epath.Path,
-    config: ml_collections.ConfigDict,
-    dtype: jnp.dtype,
-    dataset: loader.PackedDataset,
-) -> None:
-    """Writes down what a workdir belongs to, once it is known to be this run's."""
-    write_identity(workdir / "config.json", identity(config, dtype))
-    write_atomically(workdir / "config.txt", to_text(config))
-    write_identity(workdir / "dataset.json", _contents(dataset))
-    path = workdir / prepare.TOKENIZER
-    if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
-        write_atomically(path, dataset.tokenizer.to_json())
-
-
-def _contents(dataset: loader.PackedDataset) -> dict:
-    return {"dataset": dataset.digest}
-
-
-def _is_prepared(source: str) -> bool:
-    return str(source).startswith(PREPARED)

@@ -7,9 +7,7 @@ what its devices hold, and each reads what its devices will hold: the mesh and t
 processes may be others.
 """
 
-from collections.abc import Callable
 import contextlib
-import json
 from typing import Any
 
 from etils import epath
@@ -19,23 +17,14 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from kvjax import distributed
-from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
-from kvjax.foundation.files import move
 from kvjax.foundation.files import unused
-from kvjax.foundation.files import write_atomically
 from kvjax.workdir import storage
 
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
 # Who reads a part of an array reads all chunks that it touches: this bounds what that is too much.
 CHUNK_BYTES = 1 << 24
-_EARLIER = "earlier-run"
-# What a run writes beside its checkpoints. The last three say that it took a step, and are moved
-# last: who is killed in between moves the rest the next time.
-_RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
-_CLAIMS = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
-_FILES = (*_CLAIMS, "curves.png", "events", *_RECORDS)
 
 
 class Checkpoints:
@@ -266,78 +255,3 @@ def _other_model(path: epath.Path, there: dict, asked: dict) -> str:
         + "\n".join(rows)
         + "\nGive the workdir that it was trained in, with its config.json as it was"
     )
-
-
-def set_aside_earlier_run(workdir: epath.Path) -> None:
-    """Moves what a run left into a folder of its own if its checkpoints are gone, and says so.
-
-    A run that starts from its first step would write over it. Where no step was taken, nothing
-    is there that the next run would not write again.
-    """
-    has_bytes = lambda path: path.exists() and path.stat().length > 0
-    if not any(has_bytes(workdir / name) for name in _RECORDS):
-        return
-    if storage.steps(workdir / CHECKPOINTS):
-        return
-    target = unused(workdir / _EARLIER)
-    target.mkdir()
-    for name in _FILES:
-        move(workdir / name, target / name)
-    warn(
-        f"{workdir} has records of a run and no checkpoint to continue it from: they were moved to "
-        f"{target}, and this run starts from its first step"
-    )
-
-
-def check_identity(
-    path: epath.Path,
-    identity: dict,
-    *,
-    same: Callable[[str, Any, Any], bool] = lambda key, there, now: there == now,
-    advice: str = "Give the same values to resume it",
-) -> None:
-    """Raises a UserError if a workdir has checkpoints of something else; names what differs.
-
-    Args:
-      path: a .json file in the workdir, as `write_identity` writes it.
-      identity: what may not change between a run and its continuation, JSON-able, nested.
-      same: whether two values of a dotted key mean the same, None where there is none.
-      advice: how to resume what is there.
-    """
-    if not storage.steps(path.parent / CHECKPOINTS):
-        return
-    if not path.exists():
-        raise UserError(
-            f"{path.parent} has checkpoints and no {path.name} that says what they belong to: "
-            "choose another --workdir"
-        )
-    try:
-        before = json_text.parse(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): choose another --workdir") from error
-    if not isinstance(before, dict):
-        raise UserError(f"{path} describes no run: restore it, or choose another --workdir")
-    old, new = dict(_flat(before)), dict(_flat(json.loads(json.dumps(identity))))
-    keys = sorted(old.keys() | new.keys())
-    differing = [k for k in keys if not same(k, old.get(k), new.get(k))]
-    if differing:
-        rows = [f"  {k}: there {old.get(k)!r}, now {new.get(k)!r}" for k in differing[:12]]
-        rows += [f"  and {len(differing) - 12} more"] if len(differing) > 12 else []
-        raise UserError(
-            f"{path.parent} holds another run, and was left as it is:\n"
-            + "\n".join(rows)
-            + f"\n{advice}, or another --workdir for a new run"
-        )
-
-
-def write_identity(path: epath.Path, identity: dict) -> None:
-    """Writes what `check_identity` compares; old workdirs say less, or the same otherwise."""
-    write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
-
-
-def _flat(tree: Any, prefix: str = ""):
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, tree

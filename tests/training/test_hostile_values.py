@@ -18,7 +18,7 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop
-from kvjax.training import preflight
+from kvjax.workdir import identity
 
 # All keys of the first, of the others those of their mechanism.
 NAMES = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "thin_keys_tiny", "qk_tied_plus_tiny")
@@ -85,7 +85,7 @@ def accepted(workdir):
 
 @pytest.mark.parametrize("name, key, value", cases())
 def test_a_value_is_refused_by_its_key_or_can_be(name, key, value, monkeypatch, tmp_path):
-    monkeypatch.setattr(preflight, "exclusive", accepted)
+    monkeypatch.setattr(identity, "exclusive", accepted)
     config = changed(name, key, value)
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     start, before = time.thread_time(), resident("VmRSS")
@@ -105,7 +105,7 @@ def test_a_value_is_refused_by_its_key_or_can_be(name, key, value, monkeypatch, 
 
 @pytest.mark.parametrize("workdir", ["s3://bucket/x", "hdfs://host/x", "~nobody-at-all/x", "FILE"])
 def test_a_workdir_that_cannot_be(workdir, monkeypatch, tmp_path):
-    monkeypatch.setattr(preflight, "exclusive", accepted)
+    monkeypatch.setattr(identity, "exclusive", accepted)
     (tmp_path / "file").write_text("")
     workdir = workdir.replace("FILE", f"{tmp_path}/file/run")
     with pytest.raises(UserError, match=f"^--workdir = '{workdir}': "):

@@ -25,6 +25,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.training import loop
 from kvjax.training import memory_estimate
 from kvjax.training import preflight
+from kvjax.workdir import identity
 from tests import runs
 
 
@@ -116,30 +117,30 @@ def test_a_mesh_that_does_not_divide_the_model(source, tmp_path, mesh, length, m
 def test_the_lock_is_released_with_its_process(tmp_path):
     workdir = epath.Path(tmp_path)
     with (
-        preflight.exclusive(workdir),
+        identity.exclusive(workdir),
         pytest.raises(UserError, match="in use by another run"),
-        preflight.exclusive(workdir),
+        identity.exclusive(workdir),
     ):
         pass
-    with preflight.exclusive(workdir):
+    with identity.exclusive(workdir):
         assert (tmp_path / ".lock").exists()
 
 
 def test_identity_ignores_when_to_look_and_nothing_else(source):
-    identity = lambda config, dtype="float32": preflight.identity(config, jnp.dtype(dtype))
-    base = identity(runs.small_config(*source))
-    assert identity(runs.small_config(*source, log_every=3, stop_after=5)) == base
-    assert identity(runs.small_config(*source, seed=1)) != base
-    assert identity(runs.small_config(*source, eval_rows=1)) != base
+    of = lambda config, dtype="float32": identity.identity(config, jnp.dtype(dtype))
+    base = of(runs.small_config(*source))
+    assert of(runs.small_config(*source, log_every=3, stop_after=5)) == base
+    assert of(runs.small_config(*source, seed=1)) != base
+    assert of(runs.small_config(*source, eval_rows=1)) != base
     json.dumps(base)
     config = runs.small_config(*source)
     config.mesh.fsdp = 4
     config.compute.update(attention="xla", remat="full")
     config.train.grad_accumulation = 2  # as fewer chips need
-    assert identity(config) == base
-    assert identity(config, "bfloat16") != base  # what "auto" is elsewhere
+    assert of(config) == base
+    assert of(config, "bfloat16") != base  # what "auto" is elsewhere
     config.compute.dtype = "float32"  # what it is here
-    assert identity(config) == base
+    assert of(config) == base
 
 
 # -- what a workdir belongs to ---------------------------------------------------------------------

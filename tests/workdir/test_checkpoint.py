@@ -20,10 +20,10 @@ from kvjax.workdir import checkpoint
 from kvjax.workdir import storage
 from kvjax.workdir.checkpoint import CHECKPOINTS
 from kvjax.workdir.checkpoint import Checkpoints
-from kvjax.workdir.checkpoint import check_identity
 from kvjax.workdir.checkpoint import read_parameters
-from kvjax.workdir.checkpoint import set_aside_earlier_run
-from kvjax.workdir.checkpoint import write_identity
+from kvjax.workdir.identity import check_identity
+from kvjax.workdir.identity import set_aside_earlier_run
+from kvjax.workdir.identity import write_identity
 from tests import runs
 
 
@@ -398,7 +398,7 @@ def test_removing_checkpoints_loses_no_record(tmp_path, monkeypatch):
     def prepared(data):
         raise UserError("far enough")
 
-    monkeypatch.setattr(loop.preflight, "prepared", prepared)
+    monkeypatch.setattr(loop.preflight, "data_set", prepared)
     config = runs.small_config(runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data"))
     with pytest.raises(UserError, match="far enough"):
         loop.train(config, workdir)

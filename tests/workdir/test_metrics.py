@@ -7,7 +7,7 @@ from etils import epath
 import pytest
 
 from kvjax.workdir import metrics
-from kvjax.workdir.checkpoint import write_identity
+from kvjax.workdir.identity import write_identity
 
 
 def test_resume_drops_later_and_half_written_records(tmp_path):
