@@ -23,10 +23,20 @@ def test_help_lists_the_keys_and_configs_there_are(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     config = command_line.load_config(command_line.DEFAULT_CONFIG)
+    sections = {name for name, part in config.items() if hasattr(part, "items")}
+    assert sections == {*config_help.SECTIONS, "attention"}
     for section in config_help.SECTIONS:
         listed = out.partition(f"keys of config.{section}:")[2].partition("\n\n")[0]
         names = {line.split()[0].rstrip(":") for line in listed.splitlines() if line[:3].strip()}
         assert names == set(config[section])
+    words = " ".join(out.split())
+    for cls in SECTIONS.values():
+        for key in config_keys.keys(cls):
+            default = f" ({key.default})" if key.default else ""
+            assert " ".join(f"{key.name}{default}: {key.meaning}".split()) in words
+    for kind in MECHANISMS:
+        assert f"keys of config.attention with kind={kind!r}:\n  " in out
+    assert "\nconfig.attention.layer_ranks: " in out
     for names in command_line.config_names().values():
         assert all(name in out for name in names)
 
@@ -39,7 +49,8 @@ def test_a_meaning_stands_behind_a_field_above_it_or_in_the_docstring():
         """A section.
 
         third: from the docstring,
-          over two lines.
+          over three
+          lines.
         """
 
         first: int  # behind it
@@ -52,6 +63,6 @@ def test_a_meaning_stands_behind_a_field_above_it_or_in_the_docstring():
     assert config_keys.keys(Section) == [
         config_keys.Key("first", "", "behind it"),
         config_keys.Key("second", "'x'", "above it, in two lines"),
-        config_keys.Key("third", "0.5", "from the docstring, over two lines."),
+        config_keys.Key("third", "0.5", "from the docstring, over three lines."),
         config_keys.Key("fourth", "1", ""),
     ]

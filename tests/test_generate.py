@@ -91,8 +91,9 @@ def test_a_workdir_is_all_that_is_needed(workdir, loaded):
     assert loaded.tokenizer.encode("a") == [97]
 
 
-def test_an_earlier_step(workdir, loaded):
-    earlier = load(epath.Path(workdir), step=8)
+def test_an_earlier_step(workdir, loaded, monkeypatch):
+    monkeypatch.chdir(workdir.parent)
+    earlier = load(epath.Path(workdir.name), step=8)
     embeddings = [np.asarray(m.embedding[...]) for m in (loaded.model, earlier.model)]
     assert np.any(embeddings[0] != embeddings[1])
 

@@ -1,6 +1,7 @@
 """`python -m kvjax`: what there is."""
 
 import importlib
+import pathlib
 import subprocess
 import sys
 
@@ -18,7 +19,18 @@ def test_commands_experiments_and_configs(capsys, monkeypatch):
         assert f"python -m {name} " in out and importlib.import_module(name)
     for name in ("experiments.parameter_table", "experiments.train_benchmark", "lrkv_2p5b"):
         assert name in out
+    assert "\nExperiments, which print tables:\n" in out
     assert "experiments.record" not in out  # which is no command
+
+
+def test_no_command_is_left_out():
+    package = pathlib.Path(kvjax.__file__).parent
+    names = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__main__")
+        for path in package.rglob("*.py")
+        if "    command_line.run(" in path.read_text("utf-8").partition("\nif __name__ ==")[2]
+    }
+    assert names == {*overview.COMMANDS, "kvjax"}
 
 
 def test_version_and_unknown_arguments():

@@ -337,10 +337,10 @@ def _check(override: str, config: "ml_collections.ConfigDict") -> None:
         section, here = section[key], f"{here}.{key}"
     if isinstance(section, ml_collections.ConfigDict):
         raise UserError(f"{flag}: {here} is a section; give one of {', '.join(sorted(section))}")
-    if not equals and not isinstance(section, bool):
-        raise UserError(f"{flag}: give a value, as in {flag}={section}")
     if flag.startswith("--no") and (equals or not isinstance(section, bool)):
         raise UserError(f"{flag}: only a key that is true or false is negated, without a value")
+    if not equals and not isinstance(section, bool):
+        raise UserError(f"{flag}: give a value, as in {flag}={section}")
 
 
 def _elsewhere(key: str, config: "ml_collections.ConfigDict") -> str:

@@ -17,18 +17,21 @@ from tests.data.test_prepare import rows
 
 
 def damage(file, how):
-    """Leaves half of a file, nothing in it, or no file; or flips a bit that is read."""
+    """Leaves half of a file, none of it, one byte more or no file; or flips a bit that is read."""
     content = bytearray(file.read_bytes())
     if how == "missing":
         file.unlink()
         return
     if how == "flipped":  # small files of rows are mostly padding, which is zeros
         content[next(i for i in range(100, len(content)) if content[i])] ^= 1
+    elif how == "longer":
+        content += b"\0"
     else:
         del content[len(content) // 2 if how == "half" else 0 :]
     file.write_bytes(content)
 
 
+HOW = ("half", "empty", "missing", "flipped", "longer")
 FILES = (
     prepare.MANIFEST,
     prepare.TOKENIZER,
@@ -38,7 +41,7 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("how", ["half", "empty", "missing", "flipped"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("file", FILES)
 def test_damage_to_the_cache_is_set_aside_and_made_again(
     small_dataset, small_config, capsys, tmp_path, file, how
@@ -61,7 +64,7 @@ def test_damage_to_the_cache_is_set_aside_and_made_again(
     assert f"WARNING: {path} is damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["half", "empty", "missing", "flipped"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("file", FILES)
 def test_damage_to_data_prepared_elsewhere_is_told(small_dataset, tmp_path, file, how):
     path = tmp_path / "elsewhere"
@@ -76,6 +79,12 @@ def test_damage_to_data_prepared_elsewhere_is_told(small_dataset, tmp_path, file
         rows(dataset, "train")
 
 
+COUNTS = """{
+    "format_version": 1, "config": {"sequence_length": 16}, "xz_bits_per_byte": 2.5,
+    "splits": {"train": {"rows": 1}, "validation": {"rows": 1}}, "tokenizer": {"sha256": ""}
+}"""
+
+
 @pytest.mark.parametrize(
     "manifest",
     [
@@ -85,6 +94,8 @@ def test_damage_to_data_prepared_elsewhere_is_told(small_dataset, tmp_path, file
         '"text"',
         '{"format_version": 1}',
         '{"format_version": 1, "config": [], "splits": {}}',
+        COUNTS.replace('"rows": 1', '"rows": -1'),
+        COUNTS.replace("2.5", '"many"'),
         b"\xff\xfe{\x00",
     ],
 )
@@ -112,7 +123,7 @@ def test_data_prepared_before_there_were_digests_are_read(small_dataset, tmp_pat
         loader.open_dataset(path)
 
 
-@pytest.mark.parametrize("how", ["half", "empty", "missing", "flipped"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_damaged_tokenizer_of_the_cache_is_trained_again(
     small_dataset, small_config, capsys, tmp_path, how
 ):

@@ -343,6 +343,10 @@ def test_bucket_gets_every_file_and_the_manifest_last(
         rows(loader.open_dataset(local), "train"), rows(small_dataset, "train")
     )
     assert prepare.prepare(config) == path
+    file = local / prepare.TOKENIZER
+    file.write_bytes(file.read_bytes()[::-1])
+    with pytest.raises(DataError, match=f"{path} is damaged: tokenizer.json has other bytes"):
+        loader.open_dataset(path)
 
 
 def test_command_prints_the_folder_or_one_line_of_what_is_wrong(small_config, small_dataset):

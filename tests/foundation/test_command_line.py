@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from kvjax.foundation import command_line
+from kvjax.foundation import interrupted
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
@@ -34,7 +35,8 @@ def test_overrides_are_typed_and_the_config_is_locked():
         ("--config.train=7", "config.train is a section; give one of bad_steps, batch_size"),
         ("--config.num_steps=7", "no key 'num_steps'; did you mean config.train.num_steps\\?"),
         ("--config.train.num_steps", "give a value, as in --config.train.num_steps=500"),
-        ("--noconfig.train.num_steps", "is negated|give a value"),
+        ("--noconfig.train.num_steps", "only a key that is true or false is negated"),
+        ("--noconfig.model.bias=true", "only a key that is true or false is negated, without a"),
         ("--config.model.bias=perhaps", "must be true or false; its default is False"),
         ("--config.attention.layer_ranks=(1,", "must be a tuple, as \\(8, 16\\)"),
     ],
@@ -42,6 +44,17 @@ def test_overrides_are_typed_and_the_config_is_locked():
 def test_bad_override(override, message):
     with pytest.raises(UserError, match=message):
         load_config(LRKV, [override])
+
+
+def test_overrides_are_told_from_options():
+    parser = command_line.Parser("A command.", config=True)
+    parser.add_output()
+    flags = ["--config.model.bias", "--config.train.seed", "3", "--noconfig.model.bias", "--json"]
+    options = parser.parse([*flags[:1], "--markdown", *flags[1:]])
+    assert options.json and options.markdown
+    assert options.overrides == [flags[0], "--config.train.seed=3", flags[3]]
+    with pytest.raises(UserError, match="^unknown option --config.model.bias"):
+        command_line.Parser("A command.").parse(flags[:1])
 
 
 def test_no_such_file_says_what_there_is():
@@ -75,16 +88,24 @@ def test_what_is_said_of_a_value_names_the_option_it_was_given_as():
         (UserError("x = 1: must be 2"), 2, "kvjax: x = 1: must be 2\n"),
         (NotImplementedError("no such kernel"), 2, "kvjax: no such kernel\n"),
         (FileNotFoundError(2, "not there", "x"), 2, "kvjax: [Errno 2] not there: 'x'\n"),
+        (TimeoutError(), 2, "kvjax: TimeoutError\n"),
         (MemoryError(), 2, "kvjax: out of memory (MemoryError): ask for less at once,"),
         (RuntimeError("RESOURCE_EXHAUSTED: 7 bytes\nmore"), 2, "kvjax: out of memory (RESOURCE"),
-        (RuntimeError("Unable to initialize backend 'x': y\nz"), 2, "JAX_PLATFORMS=cpu runs on"),
+        (
+            RuntimeError("Unable to initialize backend 'x': y\nz"),
+            2,
+            "kvjax: JAX_PLATFORMS=x: Unable to initialize backend 'x': y. JAX_PLATFORMS=cpu runs",
+        ),
         (KeyboardInterrupt(), 130, "kvjax: interrupted\n"),
         (BrokenPipeError(), 1, ""),
         (SystemExit(75), 75, ""),
         (SystemExit(), 0, ""),
+        (SystemExit("a word"), 1, ""),
     ],
 )
-def test_how_a_command_ends(capsys, error, status, said):
+def test_how_a_command_ends(capsys, monkeypatch, error, status, said):
+    monkeypatch.setenv("JAX_PLATFORMS", "x")
+
     def command(arguments):
         assert arguments == ["--x"]
         raise error
@@ -92,6 +113,20 @@ def test_how_a_command_ends(capsys, error, status, said):
     assert command_line.status(command, ["--x"]) == status
     out, err = capsys.readouterr()
     assert not out and said in err and len(err.splitlines()) == bool(said)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ImportError])
+def test_a_ctrl_c_is_said_once(capsys, monkeypatch, error):
+    """Also where a library took it for an error of its own."""
+    monkeypatch.setattr(interrupted, "_received", True)
+    monkeypatch.setattr(interrupted, "_taken", False)
+
+    def command(arguments):
+        raise error("what a library says")
+
+    assert command_line.status(command, []) == 130
+    assert capsys.readouterr() == ("", "kvjax: interrupted\n")
+    assert interrupted._taken
 
 
 def test_a_bug_keeps_its_traceback():
@@ -102,7 +137,15 @@ def test_a_bug_keeps_its_traceback():
         command_line.status(command, [])
 
 
-def test_a_file_that_is_no_config(tmp_path):
-    (tmp_path / "x.py").write_text("a = 1\n")
-    with pytest.raises(UserError, match="has no get_config"):
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("a = 1", "has no get_config"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("def get_config(): return {}['x']", "KeyError: 'x'"),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path, code, message):
+    (tmp_path / "x.py").write_text(f"{code}\n")
+    with pytest.raises(UserError, match=f"^--config={tmp_path}/x.py: {message}"):
         load_config(tmp_path / "x.py")

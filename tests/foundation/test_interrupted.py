@@ -62,14 +62,27 @@ def test_a_ctrl_c_that_a_library_swallowed_ends_the_process():
     [
         "except BaseException: CLEAN",
         "except BaseException:\n try: raise OSError\n except OSError: CLEAN",
-        "except BaseException: interrupted.taken()\nCLEAN",
+        "except BaseException:\n time.sleep(0.2)\n interrupted.taken()\nCLEAN",
+        "except BaseException:\n class A:\n  def __del__(self): raise OSError\n A()\n CLEAN",
     ],
-    ids=["in its handler", "in another's in it", "taken"],
+    ids=["in its handler", "in another's in it", "taken", "a destructor fails"],
 )
 def test_who_cleans_up_for_a_ctrl_c_has_the_time_for_it(handler):
     code = SWALLOWED + handler.replace("CLEAN", "time.sleep(2.5); print('clean')")
     process = run(code)
     assert (process.returncode, process.stdout) == (0, "clean\n")
+
+
+def test_a_command_of_another_package_hears_ctrl_c():
+    code = f"import signal\nclass A:\n def __del__(self): {CTRL_C}\n"
+    code += "from kvjax.foundation import command_line\ncommand_line.run(lambda _: A() and None)\n"
+    process = run(code)
+    assert (process.returncode, process.stderr) == (130, "kvjax: interrupted\n")
+
+
+def test_a_bug_without_a_ctrl_c_keeps_its_traceback():
+    process = run(f"{QUIETLY}raise KeyError('a bug')\n")
+    assert process.returncode == 1 and process.stderr.endswith("\nKeyError: 'a bug'\n")
 
 
 def test_who_ignores_ctrl_c_goes_on_ignoring_it():

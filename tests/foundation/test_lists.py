@@ -16,10 +16,15 @@ def test_what_is_given():
 def test_what_is_no_list_of_numbers(text):
     with pytest.raises(UserError, match="--batch '.*': must be integers of 1 or more, as in 1,8"):
         lists.integers("--batch", text)
+    with pytest.raises(UserError, match="--blocks '.*': must be integers of 128 or more"):
+        lists.integers("--blocks", text, 128)
 
 
-@pytest.mark.parametrize("text, name", [("", ""), ("mha,", ""), ("mha,lkrv", "lkrv")])
-def test_names_that_are_not_there(text, name):
-    said = f"--mechanisms={text}: '{name}' is none of mha, lrkv"
+@pytest.mark.parametrize(
+    "text, name, close",
+    [("", "", ""), ("mha,", "", ""), ("mha,lkrv", "lkrv", r"; did you mean 'lrkv'\?")],
+)
+def test_names_that_are_not_there(text, name, close):
+    said = f"^--mechanisms={text}: '{name}' is none of mha, lrkv{close}$"
     with pytest.raises(UserError, match=said):
         lists.names("--mechanisms", text, ("mha", "lrkv"))

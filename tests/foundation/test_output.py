@@ -44,6 +44,14 @@ def test_what_does_not_fit_side_by_side_follows_below(monkeypatch):
     assert all(block.split("\n")[-1].startswith("x ") for block in blocks)
 
 
+def test_words_are_broken_and_figures_stay_in_one_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = [["a/" * 60, "1.9 ± 0.1", "what is said of it"]]
+    lines = output.aligned(["a path", "seconds per step", "why"], rows)
+    assert max(map(len, lines)) <= 40
+    assert any("1.9 ± 0.1" in line for line in lines)
+
+
 def test_figures_to_the_right_words_to_the_left(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = output.aligned(["a", "b", "c"], [["x", "1", "one"], ["y", "1,000", "a"]])
@@ -56,11 +64,14 @@ def test_figures_to_the_right_words_to_the_left(monkeypatch):
 
 
 def test_markdown():
-    assert output.markdown(["a", "b", "c"], [["x", 1, "y"], ["z", "-", "y"]]) == [
+    assert output.markdown(
+        ["a", "b", "c"], [["x", 1, "y"], ["**z**", "**-2**", "y"], ["w", "-", "y"]]
+    ) == [
         "| a | b | c |",
         "|---|---:|---|",
         "| x | 1 | y |",
-        "| z | - | y |",
+        "| **z** | **-2** | y |",
+        "| w | - | y |",
     ]
 
 
@@ -85,4 +96,13 @@ def test_without_json_there_is_none(capsys):
     printed, beside = capsys.readouterr()
     assert "{" not in printed and not beside
     assert max(map(len, printed.splitlines())) <= 80
-    assert printed.startswith("title") and printed.endswith("\na note\n")
+    above, _, table = printed.partition("\n\n")
+    assert set(above.split()) == {"title"} and table.startswith("config")
+    assert printed.endswith("\na note\n")
+
+
+@pytest.mark.parametrize("options, wrap", [({}, False), (dict(markdown=True), True)])
+def test_what_stays_one_line(capsys, options, wrap):
+    command = "python -m kvjax.main " + "--config.train.num_steps=100 " * 9
+    _output(**options).say(command, wrap=wrap)
+    assert capsys.readouterr().out == f"{command}\n"

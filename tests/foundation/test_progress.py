@@ -2,6 +2,7 @@
 
 import io
 import time
+import types
 
 import pytest
 
@@ -23,11 +24,11 @@ def wait(monkeypatch):
 
     Where nothing must be said, what is waited for is over at once.
     """
-    monkeypatch.setattr(progress, "_TERMINAL_EVERY", 0.01)
-    monkeypatch.setattr(progress, "_LOG_EVERY", 0.01)
 
     def run(times, terminal):
         stream = _Stream(terminal)
+        monkeypatch.setattr(progress, "_TERMINAL_EVERY", 0.01 if terminal else 1e6)
+        monkeypatch.setattr(progress, "_LOG_EVERY", 1e6 if terminal else 0.01)
         monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01 if times else 1e6)
         monkeypatch.setattr(progress.sys, "stderr", stream)
         with progress.waiting("compiling"):
@@ -53,6 +54,18 @@ def test_a_terminal_gets_one_line_that_is_gone_in_the_end(wait):
     text = wait(3, terminal=True)
     assert text.count("compiling") >= 3 and "\n" not in text
     assert text.endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_its_end_is_said_once_if_it_is_shown(monkeypatch, shown):
+    stream = _Stream(False)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(progress.sys, "stderr", stream)
+    with progress.waiting("compiling", shown=shown) as doing:
+        time.sleep(0.1)
+        doing.end()
+    assert stream.getvalue().count("kvjax: compiling: ") == int(shown)
+    assert bool(stream.getvalue()) == shown
 
 
 def test_where_the_work_is(monkeypatch):
@@ -83,6 +96,27 @@ def test_steps_in_a_log_are_lines(monkeypatch, capsys):
     assert err == "step 11 of 12: loss 3.1\nstep 12 of 12: loss 3.0\n"
 
 
+def test_steps_in_a_log_are_said_every_ten_seconds(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now))
+    with progress.Steps(100, 0) as steps:
+        for _ in range(9):
+            now += 4
+            steps.step("loss 3.1")
+    said = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["3", "6", "9"]
+
+
+def test_steps_on_a_terminal_are_a_bar(monkeypatch):
+    stream = _Stream(True)
+    monkeypatch.setattr(progress.sys, "stderr", stream)
+    monkeypatch.setattr(progress, "_STEPS_EVERY", -1.0)
+    with progress.Steps(12, 10) as steps:
+        steps.step("loss 3.1")
+        steps.step("loss 3.0")
+    assert "12/12" in stream.getvalue() and "step 12 of 12" not in stream.getvalue()
+
+
 def test_steps_are_shown_by_one_process_and_not_too_often(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_STEPS_EVERY", 1e6)
     for shown in (True, False):
@@ -93,8 +127,9 @@ def test_steps_are_shown_by_one_process_and_not_too_often(monkeypatch, capsys):
     assert capsys.readouterr() == ("end\n", "step 3 of 3: loss 3.1\n")
 
 
-def test_a_stream_that_is_closed_stops_nothing(wait, monkeypatch):
+def test_a_stream_that_is_closed_stops_nothing(monkeypatch):
     stream = _Stream(False)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr(progress.sys, "stderr", stream)
     done = False
     with progress.waiting("compiling"):

@@ -126,10 +126,20 @@ def test_the_lock_is_released_with_its_process(tmp_path):
         assert (tmp_path / ".lock").exists()
 
 
+def test_a_workdir_that_cannot_be_made():
+    with (
+        pytest.raises(UserError, match="^--workdir = '/proc/run': cannot be made: "),
+        identity.exclusive(epath.Path("/proc/run")),
+    ):
+        pass
+
+
 def test_identity_ignores_when_to_look_and_nothing_else(source):
     of = lambda config, dtype="float32": identity.identity(config, jnp.dtype(dtype))
     base = of(runs.small_config(*source))
-    assert of(runs.small_config(*source, log_every=3, stop_after=5)) == base
+    when = dict(log_every=3, eval_every=7, checkpoint_every=5, keep_checkpoints=1, stop_after=5)
+    rest = dict(max_bad_steps=2, sample_prompt="a", sample_tokens=2)
+    assert of(runs.small_config(*source, **when, **rest)) == base
     assert of(runs.small_config(*source, seed=1)) != base
     assert of(runs.small_config(*source, eval_rows=1)) != base
     json.dumps(base)
@@ -182,12 +192,14 @@ def test_a_run_does_not_change_its_dtype_with_its_platform(begun, monkeypatch):
     go_on(compute=dict(dtype="float32"))
 
 
-def test_a_workdir_that_does_not_say_its_dtype_goes_on_and_says_it(begun):
+def test_a_workdir_that_does_not_say_its_dtype_goes_on_and_says_it(begun, capsys):
     workdir, go_on = begun
     text = (workdir / "config.json").read_text()
     assert '"dtype": "float32"' in text
     (workdir / "config.json").write_text(text.replace('"float32"', '"auto"'))
     go_on()
+    told = f"WARNING: {workdir} does not say in which dtype it was trained: it goes on in float32"
+    assert told in capsys.readouterr().err
     assert (workdir / "config.json").read_text() == text
 
 
@@ -217,6 +229,8 @@ def test_prepared_rows_may_move_and_not_change(source, tmp_path, prepared, monke
         loop.train(config, workdir)
 
     shutil.copytree(prepared("xylophone"), one)
+    workdir.mkdir()
+    (workdir / "tokenizer.json").write_text("{}")  # of a start without a checkpoint
     go_on(one)
     one.rename(two)
     go_on(two, stop_after=20)
@@ -244,6 +258,14 @@ def test_prepared_rows_may_move_and_not_change(source, tmp_path, prepared, monke
     (tmp_path / "three").rename(two)
     go_on(two, stop_after=20)
     assert claims(workdir) == before
+
+
+def test_prepared_rows_with_another_vocabulary(prepared):
+    config = runs.small_config(f"prepared:{prepared('xylophone')}", "")
+    config.data.update(vocab_size=300, tokenizer="bpe")
+    data = experiment_lib.resolve(config).data
+    with pytest.raises(UserError, match="^config.data.vocab_size = 300: the tokenizer .* has 272"):
+        preflight.data_set(data)
 
 
 def test_rows_are_told_from_others_behind_the_same_manifest(tmp_path, prepared):

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import pathlib
 import random
+import re
 
 from etils import epath
 import jax
@@ -80,7 +81,7 @@ def corrupt(step_directory: epath.Path) -> None:
         file.write_bytes(b"\0" * file.stat().st_size)
 
 
-@pytest.mark.parametrize("how", ["overwritten", "truncated", "metadata gone"])
+@pytest.mark.parametrize("how", ["overwritten", "truncated", "metadata gone", "{}", "[]"])
 def test_an_unreadable_latest_is_set_aside(saved, how, capfd):
     latest = saved / CHECKPOINTS / "3"
     if how == "overwritten":
@@ -88,14 +89,18 @@ def test_an_unreadable_latest_is_set_aside(saved, how, capfd):
     elif how == "truncated":
         for file in array_files(latest):
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    else:
+    elif how == "metadata gone":
         (latest / "state" / "_METADATA").unlink()
+    else:
+        (latest / "state" / "_METADATA").write_text(how)
     (restored, position, step), steps = restore(saved)
     assert (step, position, steps) == (2, 20, [2])
     jax.tree.map(np.testing.assert_array_equal, restored, state(2.0))
     assert (saved / "unreadable-checkpoint-3").exists()  # nothing is lost
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 2 and told[0].startswith("WARNING: checkpoint of step 3 cannot be read")
+    if how == "overwritten":  # of all that TensorStore says: the array, and what is wrong
+        assert re.search(r'read: DATA_LOSS: params\.[\w.]+: Error decoding [^\["]+$', told[0])
     assert "going on from step 2; step 3 was moved" in told[1]
     again = Checkpoints(saved / CHECKPOINTS, keep=2)
     again.save(3, state(33.0), position=30)  # the step is free again
@@ -142,6 +147,22 @@ def test_what_is_no_damage_stops_with_its_reason(saved, monkeypatch, error):
     assert str(error).rpartition(": ")[2] in str(caught.value)
     assert names(saved / CHECKPOINTS) == before == {"2", "3"}
     assert names(saved) == {CHECKPOINTS}
+
+
+def test_folders_that_cannot_be_listed_are_no_damage(saved, monkeypatch):
+    def load(path, abstract):
+        raise FileNotFoundError(f"{path}/state is not there")
+
+    def iterdir(path, real=type(saved).iterdir):
+        if path.name == "state":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", load)
+    monkeypatch.setattr(type(saved), "iterdir", iterdir)
+    with pytest.raises(UserError, match="3 was not loaded: OSError: .*Input/output error"):
+        restore(saved)
+    assert names(saved / CHECKPOINTS) == {"2", "3"} and names(saved) == {CHECKPOINTS}
 
 
 @pytest.mark.parametrize("leaf", [dict(w=(64, 9)), dict(v=(3,))], ids=["shape", "name"])

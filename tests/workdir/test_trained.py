@@ -6,7 +6,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.workdir import trained
 
 
-@pytest.mark.parametrize("depth", [500, 5_000, 200_000])
+@pytest.mark.parametrize("depth", [500, 1_200, 5_000, 200_000])
 @pytest.mark.parametrize("start, end", [("[", "]"), ('{"a": ', "}")])
 def test_nesting_without_end_is_no_config(tmp_path, depth, start, end):
     for text in (start * depth, start * depth + "1" + end * depth):
