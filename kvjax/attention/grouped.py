@@ -150,7 +150,7 @@ class GroupedConfig:
         return DecodeFlops(flops.per_query + once, flops.per_key + self.position_channels)
 
     def _sizes(self, rope_base: float | None) -> Sizes:
-        """Of the way its cache is read."""
+        """The sizes of the way its cache is read."""
         shape = dict(N=self.num_heads, K=self.num_kv_heads, H=self.key_dim)
         normed = self.qk_norm != "none"
         if self.ties_values:
