@@ -1,3 +1,3 @@
-"""Benchmarks, tables and comparisons: commands that print what README and LOG say."""
+"""Benchmarks, tables and comparisons: commands that print what experiments/README.md says."""
 
 import kvjax  # noqa: F401  # first: from here on Ctrl-C during the imports is no traceback

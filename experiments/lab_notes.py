@@ -69,7 +69,7 @@ class LabNote:
 
 
 def read_all(configs: pathlib.Path = CONFIGS) -> list[LabNote]:
-    """Of every config but the tiny ones, in the table's order.
+    """The lab notes of all configs but the tiny ones, in the table's order.
 
     Raises:
       UserError: what `read` raises.
@@ -114,7 +114,7 @@ def _target(path: pathlib.Path, item: str) -> Target:
 
 
 def chips(topology: str) -> int:
-    """Of a topology's name: v5p:2x2x4 has 16, h200:8 has 8."""
+    """How many chips a topology has, by its name: v5p:2x2x4 has 16, h200:8 has 8."""
     return math.prod(map(int, topology.partition(":")[2].split("x")))
 
 

@@ -3,8 +3,8 @@
     python -m experiments.parameter_table [--markdown]
 
 Configs in folders of configs/ stand in the table of experiments/scaling_table.py. LRKV paper:
-section 5 (scales), Table 2 (cache), with the corrections of the README. Prints a table; the
-README's is that of --markdown.
+section 5 (scales), Table 2 (cache), with the corrections in experiments/README.md, whose table is
+what --markdown prints.
 """
 
 import pathlib

@@ -37,7 +37,7 @@ def sharing(variant: str, *, large: bool = False, **keys) -> TransformerConfig:
 
 
 def multiply_adds(config: TransformerConfig, T: int) -> dict[str, float]:
-    """Of a forward pass over T tokens by part, every query against all T keys."""
+    """Multiply-adds of a forward pass over T tokens by part, every query against all T keys."""
     matrices = formulas.matrix_weights(config)
     total = T * formulas.training_flops_per_token(config, T) / 6
     mlp, head = T * matrices["mlp"], T * matrices["head"]

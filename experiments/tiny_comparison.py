@@ -1,4 +1,4 @@
-"""Tiny configs at one token budget and several seeds: the README's table, by default of six.
+"""Tiny configs, by default six, trained on the same tokens with several seeds: bits per byte.
 
     python -m experiments.tiny_comparison [--seeds=3] [--steps=128] [--save]
     python -m experiments.tiny_comparison --orthogonalize=per_head --mechanisms=mha,lrkv

@@ -1,4 +1,4 @@
-"""Attention with a small KV cache: train, convert, serve and dissect Transformers in JAX."""
+"""Attention with a small KV cache: Transformers trained, and decoded from that cache, in JAX."""
 
 import sys
 

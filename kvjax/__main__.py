@@ -1,4 +1,4 @@
-"""What there is: commands, experiments and configs.
+"""Lists the commands, experiments and configs.
 
 python -m kvjax
 python -m kvjax.main --config=configs/lrkv_tiny.py
@@ -48,7 +48,7 @@ def _print(name: str, text: str) -> None:
 
 
 def _first_line(path: pathlib.Path) -> str:
-    """Of a file's docstring."""
+    """The first line of a file's docstring."""
     return path.read_text("utf-8").removeprefix('"""').partition("\n")[0].removesuffix('"""')
 
 

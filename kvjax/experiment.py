@@ -1,4 +1,4 @@
-"""A run, resolved once from its config into frozen dataclasses; every bad value raises here."""
+"""A config, resolved once into frozen dataclasses; bad values raise here."""
 
 import dataclasses
 
@@ -41,21 +41,21 @@ class TrainConfig:
     end the run. Weights that are not finite always do.
     """
 
-    num_steps: int  # of the optimizer, in all
+    num_steps: int  # steps of the optimizer, in all
     batch_size: int  # rows per step, over all devices and parts
     grad_accumulation: int = 1  # the batch goes through the model in this many parts
-    seed: int = 0  # of initial weights and of the rows' order
+    seed: int = 0  # draws the initial weights and the order of rows
     log_every: int = 10  # steps between records in metrics.jsonl
     eval_every: int = 250  # steps between validations; the last step has one too
-    eval_rows: int = 0  # of the validation split, from its start; 0: all
+    eval_rows: int = 0  # rows to validate on, from the start of the split; 0: all
     checkpoint_every: int = 250  # steps between checkpoints; the last step has one too
-    keep_checkpoints: int = 2  # this many of the latest
+    keep_checkpoints: int = 2  # how many of the latest are kept
     stop_after: int = 0  # stop cleanly after this step, schedule unchanged; 0: run to the end
     bad_steps: str = "stop"  # what a bad step does: "stop" the run, or "skip" the step
     spike_factor: float = 0.0  # a loss over this many times the recent mean is bad; 0: none is
-    max_bad_steps: int = 10  # in a row, with "skip", before the run stops
+    max_bad_steps: int = 10  # bad steps in a row before the run stops, with "skip"
     sample_prompt: str = "The king "  # what the sample at the end goes on from
-    sample_tokens: int = 100  # of text sampled at the end; 0: none
+    sample_tokens: int = 100  # tokens of text sampled at the end; 0: none
 
     def __post_init__(self):
         at = lambda key: (f"config.train.{key}", getattr(self, key))
@@ -86,7 +86,7 @@ class TrainConfig:
 class ComputeConfig:
     """See `kvjax.model.transformer.Compute`; "auto" and -1 go by the platform."""
 
-    dtype: str = "auto"  # of activations; "auto": float32 on CPU, bfloat16 elsewhere
+    dtype: str = "auto"  # dtype of activations; "auto": float32 on CPU, bfloat16 elsewhere
     remat: str = "none"  # what the backward pass recomputes: "none", "dots", "attention", "full"
     unroll: str = "auto"  # the scan over layers: "on", "off", "auto" (on CPU up to 8)
     query_chunk: int = -1  # queries attended at once by XLA; 0: all; -1: 64 on CPU, else all

@@ -5,7 +5,7 @@
 Keys are overridden as --config.train.num_steps=100. Running the same command again resumes.
 On several hosts the same command runs on each; on a TPU pod and under Slurm the processes find each
 other, elsewhere --coordinator, --num_processes and --process_id (or KVJAX_COORDINATOR and so on)
-tell them. Exit statuses: see kvjax/distributed/__init__.py and the README.
+tell them. Exit statuses: see configs/README.md, "How a run ends".
 """
 
 from kvjax import distributed

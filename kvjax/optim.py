@@ -29,27 +29,27 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 class OptimizerConfig:
     """Learning rates are absolute; embedding and head are scaled by (D/768)^-1/2 on top."""
 
-    matrix_learning_rate: float = 0.02  # of Muon, for the blocks' matrices
-    embedding_learning_rate: float = 0.2  # of AdamW, as the next two
-    head_learning_rate: float = 0.004  # of the output head
-    vector_learning_rate: float = 0.004  # gains and biases, which the recipe does not have
+    matrix_learning_rate: float = 0.02  # learning rate of Muon, for the blocks' matrices
+    embedding_learning_rate: float = 0.2  # learning rate of AdamW, as the next two
+    head_learning_rate: float = 0.004  # for the output head
+    vector_learning_rate: float = 0.004  # for gains and biases, which the recipe does not have
     # Whether heads that read the same input form one matrix, or each its own: a key of the recipe,
     # with the same meaning for all mechanisms, because it confounds comparing them.
     orthogonalize: str = "joint"
-    momentum_start: float = 0.85  # of Muon, at step 0
-    momentum_end: float = 0.95  # of Muon, after momentum_warmup_steps
-    momentum_warmup_steps: int = 300  # from start to end; 0: momentum_end at once
-    newton_schulz_steps: int = 5  # of Muon's iteration
+    momentum_start: float = 0.85  # Muon's momentum at step 0
+    momentum_end: float = 0.95  # Muon's momentum after momentum_warmup_steps
+    momentum_warmup_steps: int = 300  # steps from start to end; 0: momentum_end at once
+    newton_schulz_steps: int = 5  # iterations in each step of Muon
     adam_b1: float = 0.8  # decay of the mean gradient
     adam_b2: float = 0.95  # decay of the mean square
     adam_epsilon: float = 1e-10  # added to the root of the mean square
-    matrix_weight_decay: float = 0.0  # of Muon
-    adam_weight_decay: float = 0.0  # of AdamW
-    clip_norm: float = 1.0  # of the whole gradient; 0: none
+    matrix_weight_decay: float = 0.0  # weight decay of Muon
+    adam_weight_decay: float = 0.0  # weight decay of AdamW
+    clip_norm: float = 1.0  # limit of the whole gradient's norm; 0: none
     schedule: str = "constant"  # "constant", then linear over the last part; or "cosine"
-    warmup_steps: int = 0  # from 0 to the full learning rate
-    cooldown_fraction: float = 0.2  # of all steps, with the constant schedule
-    final_fraction: float = 0.0  # of the learning rate, at the end
+    warmup_steps: int = 0  # steps from 0 to the full learning rate
+    cooldown_fraction: float = 0.2  # share of all steps, with the constant schedule
+    final_fraction: float = 0.0  # share of the learning rate that is left at the end
 
     def __post_init__(self):
         one_of("config.optimizer.orthogonalize", self.orthogonalize, ORTHOGONALIZE)

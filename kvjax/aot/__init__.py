@@ -1,1 +1,1 @@
-"""`python -m kvjax.aot`: a run compiled for chips that are not there; does it fit, how fast?"""
+"""`python -m kvjax.aot`: compiles a run for absent chips. Does it fit? How fast can it be?"""

@@ -1,4 +1,4 @@
-"""What a run needs of chips that are not there, from the compiler itself.
+"""Compiles a run for chips that this machine does not have: does it fit, how fast can it be?
 
     python -m kvjax.aot --config=configs/lrkv_2p5b.py --topology=v5p:2x2x4
     python -m kvjax.aot --config=configs/lrkv_128m.py --topology=v5e:4x4 --sweep
@@ -6,8 +6,8 @@
 
 Compiles the whole training step (or a decode step) for a topology: TPUs by libtpu, GPUs by JAX's
 CUDA plugin. Prints memory per chip, FLOPs, collectives, and the least time the step can take (a
-roofline: see kvjax/aot/roofline.py for what it counts), hence at most what MFU and at least how
-many days. Config keys are overridden as --config.compute.remat=dots.
+roofline: see kvjax/aot/roofline.py for what it counts). From that time follow the highest possible
+MFU and the least number of days. Config keys are overridden as --config.compute.remat=dots.
 Status 0: it fits, with a tenth of memory to spare; 1: it does not; 2: it cannot be compiled.
 """
 

@@ -1,4 +1,4 @@
-"""A training or decode step compiled for chips that are not there, and what it needs of them."""
+"""Compiles a training or decode step for absent chips, and says what it needs of them."""
 
 import dataclasses
 import math
@@ -68,7 +68,7 @@ class Step:
 
     @property
     def part(self) -> float:
-        """Of the chip's memory."""
+        """The part of the chip's memory that it takes."""
         return self.memory.total / self.device.hbm_bytes
 
     @property
@@ -81,7 +81,7 @@ class Step:
 
 
 def datasheet(name: str) -> Device:
-    """Of the chips of a topology's name."""
+    """The datasheet of the chips that a topology's name begins with."""
     return datasheets.get(name.partition(":")[0])
 
 

@@ -1,4 +1,4 @@
-"""What a compiled program holds and sends, read from the executable: bytes, collectives.
+"""Memory and collectives of a compiled program, read from its executable.
 
 The text that XLA prints after optimisation names every collective, but not how often it runs: what
 stands in a loop runs as often as the loop turns, and compilers hide collectives. A TPU's
@@ -104,7 +104,7 @@ def summary(found: Sequence[Collective]) -> list[dict]:
 def collectives(text: str) -> list[Collective]:
     """The collectives of an optimised HLO module, loops counted by their trip counts.
 
-    Of branches all are counted. A group of one device communicates nothing and is left out.
+    All branches are counted. A group of one device communicates nothing and is left out.
 
     Args:
       text: `compiled.as_text()`.
@@ -271,7 +271,7 @@ class _Module:
         return max(0, -(-(ends.pop() + (direction == "LE") - start) // step))
 
     def _start_and_step(self, computation, loop, index: int | None) -> tuple[int, int]:
-        """Of the loop's counter; 0 and 1, as JAX's loops, where they are not written plainly."""
+        """A loop counter's start and step; 0 and 1, as in JAX's loops, if they are not plain."""
         start, step = 0, 1
         if index is None:
             return start, step
@@ -292,7 +292,7 @@ class _Module:
 
 
 def _bytes(type_: str) -> int:
-    """Of every array in a type, logical."""
+    """The logical bytes of all arrays in a type."""
     return sum(
         math.ceil(math.prod(int(d) for d in shape.split(",") if d) * _bits(dtype) / 8)
         for dtype, shape in _TYPE.findall(type_)

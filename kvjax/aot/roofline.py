@@ -1,7 +1,7 @@
 """The least time a training step can take on a device: compute, memory, interconnect.
 
-A bound from below, so of MFU a bound from above: each resource is used at its datasheet's rate from
-the first to the last moment, and the three overlap perfectly. Counted are:
+The time is a lower bound, so the MFU that follows from it is an upper bound: each resource is used
+at its datasheet's rate all the time, and the three overlap perfectly. Counted are:
 
 - FLOPs: the model's (forward and backward), what rematerialisation computes again, and
   Newton-Schulz, spread evenly over the chips. A kernel that is causal computes half of attention
@@ -35,7 +35,7 @@ from kvjax.training import memory_estimate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Of one training step, all chips together."""
+    """FLOPs of one training step, all chips together."""
 
     model: int  # as costs.training_flops_per_token: attention over all T keys
     needed: int  # the same, attention as the implementation computes it
@@ -154,7 +154,7 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
 
 @functools.cache
 def newton_schulz_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
-    """Of one step of Muon: X X' and twice a product with it, per iteration and matrix.
+    """FLOPs of Muon in one step: X X' and two products with it, per iteration and matrix.
 
     For an m x n matrix, m <= n: 2 m²n + 2 m³ + 2 m²n.
     """

@@ -1,4 +1,4 @@
-"""Which mesh, accumulation and rematerialisation suit a topology: predicted, then compiled.
+"""The search for the mesh, accumulation and rematerialisation that suit a topology best.
 
 A compile takes minutes, so candidates are first put in order by a prediction (`predict`), whose
 temporaries each compile corrects; then compiled in that order until one fits. Where nothing does,
@@ -31,7 +31,7 @@ _TILE = 8  # 36 rows to a chip are all-reduced (twice the bytes, on v4), 144 and
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one candidate: bytes on a chip, and the roofline with predicted collectives."""
+    """What is predicted of a candidate: bytes on a chip, and a roofline with its collectives."""
 
     state: int  # parameters and optimizer, as arguments
     temporaries: float
@@ -206,7 +206,7 @@ def _with_mesh(experiment: Experiment, name: str) -> Experiment:
 
 
 def best(tried: Iterable[Candidate]) -> Candidate | None:
-    """Of those that fit the one with the highest bound of MFU, then the least time in sum."""
+    """The fastest candidate that fits: by the bound of its time, then by that without overlap."""
 
     def order(c: Candidate):
         return dataclasses.replace(c.predicted, bound=compilation.bound(c.step, c.experiment)).order

@@ -1,4 +1,4 @@
-"""What `python -m kvjax.aot` prints of its results."""
+"""The tables that `python -m kvjax.aot` prints."""
 
 from kvjax.foundation.output import Output
 

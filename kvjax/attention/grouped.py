@@ -49,18 +49,18 @@ class GroupedConfig:
     num_heads: int  # query heads, N
     num_kv_heads: int  # KV heads, K; divides num_heads
     num_bases: int  # bases, J; divides num_kv_heads
-    rank: int  # of the residuals, R; 0: KV heads of a base are equal
+    rank: int  # rank of the residuals, R; 0: KV heads of a base are equal
     key_dim: int  # channels of a key, H
     value_dim: int  # channels of a value, Hv
-    qk_norm: str = "rms"  # of queries and whole keys: "rms", "rms_gain" or "none"
+    qk_norm: str = "rms"  # norm of queries and whole keys: "rms", "rms_gain" or "none"
     bias: bool = False  # on queries, bases and the output
-    residual_init: str = "linear"  # of B: "linear" like every matrix, or "zeros" (starts as MQA)
+    residual_init: str = "linear"  # how B starts: "linear" like every matrix, or "zeros" (as MQA)
     # Where the model has RoPE: "full" rotates whole keys; "shared" the base only, and an unrotated
     # query meets the residual: another model, cheaper to decode.
     rope: str = "full"
     tie: str = "none"  # "kv": Q-K=V; "qk": Q=K-V; "qkv": Q=K=V; "none"
     position_channels: int = 0  # m of the "+" variants, even; 0: none
-    norm_epsilon: float = 1e-6  # of qk_norm
+    norm_epsilon: float = 1e-6  # epsilon of qk_norm
 
     def __post_init__(self):
         check_common(self, "num_kv_heads", "num_bases", "key_dim", "value_dim")
@@ -150,7 +150,7 @@ class GroupedConfig:
         return DecodeFlops(flops.per_query + once, flops.per_key + self.position_channels)
 
     def _sizes(self, rope_base: float | None) -> Sizes:
-        """Of the way its cache is read."""
+        """The sizes of the way its cache is read."""
         shape = dict(N=self.num_heads, K=self.num_kv_heads, H=self.key_dim)
         normed = self.qk_norm != "none"
         if self.ties_values:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention, twice.
+"""Multi-head latent attention (MLA), in two versions.
 
 `mla` (DeepSeek-V2): a normed latent shared by all heads, and one decoupled RoPE key. Keys and
 values are linear in the cached entry, so decoding absorbs their weights into query and output.
@@ -37,9 +37,9 @@ class RebuiltLatentConfig:
     latent_dim: int  # channels of the latent, C
     key_dim: int  # channels of a key, H
     value_dim: int  # channels of a value, Hv
-    qk_norm: str = "rms"  # of queries and keys: "rms", "rms_gain" or "none"
+    qk_norm: str = "rms"  # norm of queries and keys: "rms", "rms_gain" or "none"
     bias: bool = False  # on the output only
-    norm_epsilon: float = 1e-6  # of the norms
+    norm_epsilon: float = 1e-6  # epsilon of the norms
 
     def __post_init__(self):
         check_common(self, "latent_dim", "key_dim", "value_dim")
@@ -120,9 +120,9 @@ class LatentConfig:
     rope_key_dim: int  # P, one rotated key for all heads
     key_dim: int  # channels of a key that come from the latent, H
     value_dim: int  # channels of a value, Hv
-    qk_norm: str = "rms"  # of the query and of the RoPE key; the latent is always normed
+    qk_norm: str = "rms"  # norm of query and RoPE key; the latent is always normed
     bias: bool = False  # on the output only
-    norm_epsilon: float = 1e-6  # of the norms
+    norm_epsilon: float = 1e-6  # epsilon of the norms
 
     def __post_init__(self):
         check_common(self, "latent_dim", "rope_key_dim", "key_dim", "value_dim")

@@ -1,4 +1,4 @@
-"""The KV cache: what each mechanism's `entry()` promises, as live arrays, layer by layer."""
+"""The KV cache: for each layer, the arrays that the mechanism's `entry()` describes."""
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.cache import abstract

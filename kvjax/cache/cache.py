@@ -1,4 +1,4 @@
-"""One set of arrays per layer, allocated once, written in place.
+"""The KV cache: one set of arrays per layer, allocated once and written in place.
 
 Every array is [B, *field.shape, S] with tokens along the last axis: on a TPU tokens lie on lanes
 and no field is padded to 128 of them, and one sequence's append is a write in place. Layers are
@@ -107,7 +107,7 @@ def _append_held(layer: dict, entry: dict, first_B: jax.Array, counts_B: jax.Arr
     for name, array in layer.items():
         held = stripes.of_this_chip(array.shape[-1])
         T = entry[name].shape[1]
-        # Of no more tokens than a stripe has, a chip's are neighbours: one run, in its slots too.
+        # A piece is no longer than a stripe: a chip's tokens of it are one run, in its slots too.
         for start in range(0, T, held.size):
             piece = entry[name][:, start : start + held.size]
             begin_B = first_B + start

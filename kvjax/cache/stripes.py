@@ -1,4 +1,4 @@
-"""Which chip holds which token, where a cache is split over several.
+"""Which chip holds which token, if a cache is split over several chips.
 
 A sequence is cut into stripes of consecutive tokens, dealt to n chips in turn: chip c holds stripes
 c, c + n, c + 2n, ... side by side, in slots of its own. So a sequence of any length is spread to

@@ -17,7 +17,8 @@ from kvjax.model import parameters as parameter_lib
 from kvjax.model.config import TransformerConfig
 
 PARTS = ("embedding", "attention", "mlp", "norm", "head")
-# Of a device's memory, for activations, temporaries and the runtime: a choice (vLLM's default too).
+# The part of a device's memory kept free for activations, temporaries and the runtime: a choice,
+# which is vLLM's default too.
 RESERVE = 0.1
 
 
@@ -52,7 +53,7 @@ def cache_bytes_per_token(config: TransformerConfig, dtype: jnp.dtype) -> int:
 def chip_cache_bytes_per_token(
     config: TransformerConfig, dtype: jnp.dtype, *, chips: int, by: str
 ) -> float:
-    """Of that cache, what the fullest of several chips keeps.
+    """Bytes of the KV cache per token that the fullest of several chips keeps.
 
     Args:
       by: "tokens", an even share each; "heads": every chip has the KV heads and the bases that its
@@ -124,7 +125,7 @@ def training_flops_per_token(config: TransformerConfig, sequence_length: int) ->
 
 
 def causal_part(config: TransformerConfig, sequence_length: int) -> float:
-    """Of those FLOPs, what is left if attention counts only the keys that a causal mask leaves."""
+    """The share of those FLOPs that is left if attention counts only keys under the causal mask."""
     everything = training_flops_per_token(config, sequence_length)
     return training_flops_per_token(config, sequence_length // 2) / everything
 

@@ -80,7 +80,7 @@ class PackedDataset:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of the vocabulary, the numbers of rows, and rows spread over each split.
+        """A digest of the vocabulary, the numbers of rows, and some rows spread over each split.
 
         The same wherever the folder lies, whatever it is called and whenever it was prepared.
         """

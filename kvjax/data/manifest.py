@@ -1,4 +1,4 @@
-"""`dataset.json`, what a folder of prepared data says of itself, and the digests that guard it.
+"""`dataset.json`: what a folder of prepared data holds, and digests that reveal damage.
 
 JSON files are digested when they are written and again when they are read; rows have checksums
 of their own (ArrayRecord), so of them the size alone is looked at here.

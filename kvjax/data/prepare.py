@@ -1,4 +1,4 @@
-"""Text to packed rows, once: `python -m kvjax.data.prepare --source=... --vocab_size=...`.
+"""Turns text into packed rows, once: `python -m kvjax.data.prepare --source=... --vocab_size=...`.
 
 The stream of a split is [BOS] + document, concatenated. Row i holds tokens [i·T, i·T + T] of it, so
 that every token after the first is a target exactly once. Train drops what doesn't fill its last

@@ -1,4 +1,4 @@
-"""Texts out of files, one format a function, streamed; every error names file and place.
+"""Reads texts from files, as streams; one function per format. Errors name file and place.
 
 A reader yields `Piece`s. A document too long to hold is several pieces; concatenated they are its
 text.

@@ -60,7 +60,7 @@ class Generator:
           chunk: prompt tokens per sequence and prefill step, at most.
           implementation: of decode attention, see `kvjax.kernels.decode_attention.api`; a kernel
             decodes only, prompts are read by "xla".
-          mesh: devices that the tokens of a cache are split over, see `decode_program.make_mesh`.
+          mesh: devices that the tokens of a cache are split over, see `decoding.program.make_mesh`.
 
         Raises:
           UserError: an option that cannot be, or a kernel for other devices than the model's.
@@ -334,7 +334,7 @@ class Timing:
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Of all sequences together, since the first token; None where there was no other."""
+        """Speed of all sequences together, since the first token; None if there was only one."""
         return self.decoded / (self.last - self.first) if self.decoded else None
 
 

@@ -1,4 +1,4 @@
-"""What runs on the devices while decoding: prompts into the cache, and a step per token.
+"""The jitted programs of decoding: prompts into the cache, then one step per token.
 
 On one device, or on several with the cache's tokens split over them: a mesh with the axis "cache".
 There every device has all weights and computes all of the model but attention, each its own part of

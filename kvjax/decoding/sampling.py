@@ -86,7 +86,7 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, parameters: Parameters) -> j
 def candidates(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """[B, V] bool: the tokens that top-k, and then top-p among those, leave.
 
-    Of equally likely tokens the lower ids go first. The most likely token always stays.
+    Among equally likely tokens the lower ids go first. The most likely token always stays.
 
     Args:
       logits_BV: after division by the temperature.

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C, SIGHUP: the end of a loop of steps, on all processes after the same one."""
+"""SIGTERM, Ctrl-C and SIGHUP end a loop of steps, on all processes after the same step."""
 
 import contextlib
 import os

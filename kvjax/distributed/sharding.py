@@ -1,4 +1,4 @@
-"""Where arrays live: the mesh, and one rule from the letters of a weight's axes to the mesh's axes.
+"""The mesh, and how arrays are split over it: one rule on the letters of a weight's axes.
 
     data      rows of the batch; weights are replicated
     fsdp      rows of the batch; weights are split, gathered for use, their gradients scattered
@@ -84,7 +84,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device]) -> Mesh:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of rows [B, T + 1]: every device of a `sequence` or `tensor` group has the same ones."""
+    """How rows [B, T + 1] are split: devices of a `sequence` or `tensor` group have the same."""
     return NamedSharding(mesh, P(BATCH))
 
 

@@ -1,6 +1,6 @@
-"""Where this package lies, and what lies beside it in a checkout.
+"""The folder of this package, and the folders beside it in a checkout.
 
-Only PACKAGE is there in an installed package: whoever needs the others says so if they are not.
+An installed package has only PACKAGE. Code that needs another says so if it is missing.
 """
 
 import pathlib

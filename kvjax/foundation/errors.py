@@ -1,4 +1,4 @@
-"""Exceptions that are a message to the user, not a bug; what others say, in one line; warnings."""
+"""Exceptions that are a message to the user, not a bug; other exceptions in a line; warnings."""
 
 import sys
 
@@ -20,7 +20,7 @@ class MissingDataError(UserError, FileNotFoundError):
 
 
 def first_line(error: BaseException | str) -> str:
-    """Of what an exception says, for a message that has to say more; its type if it says nothing.
+    """The first line of an exception's text, to quote in a message; its type if it has no text.
 
     Runtimes put pages after it: the program, addresses, advice.
     """

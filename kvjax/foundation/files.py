@@ -1,4 +1,4 @@
-"""Files of a workdir, local or in a bucket, so that nothing there is lost."""
+"""Reads and writes files of a workdir, local or in a bucket, so that nothing is lost."""
 
 from etils import epath
 

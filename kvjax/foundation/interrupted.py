@@ -1,4 +1,4 @@
-"""Ctrl-C from the first import on: it ends a process with status 130, no traceback, never unheard.
+"""Ctrl-C ends a process with status 130 and no traceback, from the first import on.
 
 Python raises KeyboardInterrupt wherever it happens to be. In a destructor or in a callback from C
 that is printed and forgotten, and a library may take it for an error of its own, or go on.

@@ -1,4 +1,4 @@
-"""JSON from a file that anyone may have written."""
+"""Reads JSON from files that may hold anything."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Options that are lists, as --mechanisms=mha,lrkv and --batch=1,8: what each item must be."""
+"""Reads options that are lists, as --mechanisms=mha,lrkv and --batch=1,8, and checks the items."""
 
 from collections.abc import Collection
 

@@ -1,4 +1,4 @@
-"""A word for whoever waits, on standard error: nothing is silent for long, logs have no bars."""
+"""Progress on standard error: nothing is silent for long, and logs have no bars."""
 
 import contextlib
 import sys

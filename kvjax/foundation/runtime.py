@@ -1,4 +1,4 @@
-"""The process before any work: allocator, compilation cache, logging, devices."""
+"""Sets up the process before any work: allocator, compilation cache, logging, devices."""
 
 import ctypes
 import importlib.util

@@ -1,1 +1,1 @@
-"""Chips: datasheets, and topologies to compile for that need not be there."""
+"""Chips: datasheets, and topologies to compile for, which this machine need not have."""

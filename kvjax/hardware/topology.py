@@ -1,4 +1,4 @@
-"""TPUs and GPUs that are not there: devices to compile for, from a name."""
+"""Devices to compile for, by a name: TPUs and GPUs that this machine need not have."""
 
 import importlib.util
 import os

@@ -1,1 +1,1 @@
-"""Attention of a few queries over a cache: arrays only, no weights of a model, no files."""
+"""Attention over rows (training) and over a cache (decoding): arrays only, no weights, no files."""

@@ -1,1 +1,1 @@
-"""Leaves every model part shares: weights that know their axes, norms, rotary positions."""
+"""What all parts of a model share: weights that know their axes, norms, rotary positions."""

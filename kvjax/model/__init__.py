@@ -1,1 +1,1 @@
-"""The Transformer that carries every mechanism, and its loss. Knows no files and no training."""
+"""The Transformer, with any attention mechanism, and its loss. No files and no training here."""

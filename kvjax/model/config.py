@@ -1,4 +1,4 @@
-"""What a Transformer is, as frozen data: everything a parameter's shape depends on."""
+"""The config of a Transformer, frozen: everything a parameter's shape depends on."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ class BlockConfig:
     norm_epsilon: float = 1e-6  # added to the mean square, or the variance
     embedding_norm: bool = True  # a norm right after the embedding
     positions: str = "rope"  # "rope", "learned" or "none"
-    rope_base: float = 10_000.0  # of RoPE's angles
+    rope_base: float = 10_000.0  # base of RoPE's angles
     max_positions: int = 2048  # rows of the table when positions are learned
     activation: str = "relu2"  # "relu2", "gelu" or "swiglu"
     bias: bool = False  # in the MLP (attention has its own key)

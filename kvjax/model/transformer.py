@@ -29,9 +29,9 @@ from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.mlp import MLP
 
-# Of splash; what cuDNN's backward pass needs has no name, and its kernel runs again.
+# Keeps what splash names. What cuDNN's backward pass needs has no name: its kernel runs again.
 _KERNEL = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
-# What the backward pass finds again instead of computing it: of a layer its input, and
+# What is kept for the backward pass, which computes the rest again: a layer's input, and
 REMAT_POLICIES = {
     "none": None,  # everything
     "dots": jax.checkpoint_policies.save_from_both_policies(  # products with weights, and

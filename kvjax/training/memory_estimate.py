@@ -1,8 +1,8 @@
-"""What a training step holds in a device's memory, from shapes.
+"""An estimate of the memory that a training step takes on a device, from shapes.
 
-The compiler decides; this is what it will need, near enough to refuse a run, or to choose what to
-compile. What TPU compilers reserve for the paper-scale steps ("dots") is within 11 % of it, with
-rows of 128K tokens 21 % more (tests/test_training_memory.py).
+The compiler decides. The estimate is near enough to refuse a run, or to choose what to compile.
+What TPU compilers reserve for the paper-scale steps ("dots") is within 11 % of it; with rows of
+128K tokens it is 21 % more (tests/training/test_memory_estimate.py).
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def estimate(
     parts: int = 1,
     attention_kernel: bool = False,
 ) -> TrainingMemory:
-    """Of a whole step.
+    """The memory of a whole step.
 
     Args:
       rows_per_device: rows of one pass through the model (after gradient accumulation).
@@ -143,7 +143,7 @@ def _kv_heads(mechanism: MechanismConfig) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Products:
-    """With weights, of one token and all layers, but those that no backward pass reads."""
+    """For one token and all layers: the products with weights that a backward pass reads."""
 
     kept: int  # elements that the policy "dots" keeps: made by weights without a batch axis
     expansions: int  # multiply-adds with weights that have one
@@ -151,7 +151,7 @@ class Products:
 
 @functools.cache
 def products(config: TransformerConfig) -> Products:
-    """Of the layers; embedding and head are outside of rematerialisation."""
+    """Products with weights in the layers; embedding and head are outside of rematerialisation."""
     shapes, axes = parameters.abstract(config)
     elements = expansions = 0
     leaves = jax.tree_util.tree_leaves_with_path(shapes)

@@ -81,7 +81,7 @@ def check_processes(config: ml_collections.ConfigDict) -> None:
 
 
 def _digest() -> str:
-    """Of the source files of kvjax: a host of a pod is easily left behind."""
+    """A digest of the source files of kvjax, since a host of a pod may have an old copy."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""What runs on the devices: an experiment's initial state, training step and evaluation step."""
+"""The jitted programs of an experiment: initial state, training step and evaluation step."""
 
 import dataclasses
 import functools
@@ -85,7 +85,7 @@ class Program:
             out_shardings=(shardings, None),
         )
         self.eval_step = jax.jit(functools.partial(eval_step, **static))
-        # Of an evaluation's batch: the part of a step's that the model holds at once.
+        # An evaluation's batch: as many rows as the model holds at once in a training step.
         part = (rows[0] // experiment.train.grad_accumulation, rows[1])
         self._abstract_part = jax.ShapeDtypeStruct(part, jnp.int32, sharding=split)
         self._token_bytes = jax.ShapeDtypeStruct((model.vocab_size,), jnp.int32)

@@ -157,7 +157,7 @@ class Clock:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together, since the first step."""
+        """Speed of all devices together, since the first step."""
         elapsed = self._now - self._since
         return (self.steps - 1) * self._tokens_per_step / elapsed if elapsed > 0 else 0.0
 

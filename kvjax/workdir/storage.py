@@ -1,4 +1,4 @@
-"""How checkpoints lie on disk: Orbax's format, with a checksum of every byte that loading uses.
+"""How checkpoints are stored: Orbax's format, with a checksum of every byte that loading uses.
 
 Importing this module changes two things in Orbax 0.12 that it has no option for. Every chunk of an
 array is a zstd frame with its checksum (XXH64 of the content, 32 bits kept), which whoever reads it

@@ -1,4 +1,4 @@
-"""`python -m kvjax.aot`: what it says of a run, and what it refuses; a sweep: test_fitting.py."""
+"""`python -m kvjax.aot`: what it says of a run, and what it refuses; a sweep: test_search.py."""
 
 import json
 import pathlib

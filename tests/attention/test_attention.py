@@ -198,7 +198,7 @@ def test_products_over_a_cache_are_as_precise_as_the_model(build, mechanism_name
 
 
 def _precisions(jaxpr) -> list:
-    """Of every product of a jaxpr and of those within it."""
+    """The precisions of all products of a jaxpr and of those within it."""
     own = [e.params["precision"] for e in jaxpr.eqns if e.primitive is jax.lax.dot_general_p]
     return sum(map(_precisions, jax.extend.core.subjaxprs(jaxpr)), own)
 

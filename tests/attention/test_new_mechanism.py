@@ -189,7 +189,7 @@ def test_its_costs_and_sharding_follow(tmp_path):
     assert formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)) == 2 * 2 * elements
     cost = formulas.decode_cost(model, length=10, batch=1, dtype=jnp.dtype(jnp.bfloat16))
     assert cost.attention_flops_per_token == 2 * 10 * 2 * N * R * (2 * H + 2)
-    # Of two chips by heads each has half of the heads' factors, and all of the channels'.
+    # With two chips by heads, each has half of the heads' factors, and all of the channels'.
     halved = formulas.chip_cache_bytes_per_token(
         model, jnp.dtype(jnp.bfloat16), chips=2, by="heads"
     )

@@ -52,7 +52,7 @@ def _config(mechanism, scale):
 
 
 def _key_value_parameters(mechanism, scale, D, N):
-    """Of one layer: what makes keys and values."""
+    """Parameters of one layer that make keys and values."""
     C = LATENT[scale]
     return dict(
         mha=2 * D * N * H,

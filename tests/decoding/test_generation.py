@@ -190,7 +190,7 @@ def test_a_sequence_that_the_host_ends_grows_no_more(generator):
         if n == 3:
             generation.finish(2)
     assert [len(ids) for ids in generation.tokens] == [12, 12, 4, 12]
-    # Of the steps dispatched after the prompt, the fifth was under way.
+    # The fifth step after the prompt was under way.
     assert int(generation.cache.lengths[2]) == len(PROMPTS[2]) + 4
     assert int(generation.cache.lengths[1]) == len(PROMPTS[1]) + 11
 
@@ -257,7 +257,7 @@ def test_what_is_traced_does_not_grow_with_the_batch(make_model, name):
 
 
 def _equations(jaxpr) -> int:
-    """Of a jaxpr and of all within it."""
+    """How many equations a jaxpr and all within it have."""
     return len(jaxpr.eqns) + sum(map(_equations, jax.extend.core.subjaxprs(jaxpr)))
 
 
@@ -461,7 +461,7 @@ def test_every_chip_holds_its_part_and_none_moves(on_chips):
     prefill = generator._prefill.lower(generator.weights, cache, tokens_BT, counts_B).compile()
     state = *generation._first, generation._cancelled_B, generation._choice
     step = generator._decode_step.lower(generator.weights, cache, *state).compile()
-    # Of the last layer a prompt leaves its cache only: nothing there attends.
+    # A prompt needs only the cache of the last layer: nothing there attends.
     for compiled, T, layers in ((prefill, 128, L - 1), (step, 1, L)):
         found = hlo.collectives(compiled.as_text())
         assert {c.kind for c in found} == {"all-reduce"}

@@ -27,10 +27,10 @@ from tests import runs
 
 COMMANDS = (
     *("checkpoint_memory", "checkpoint_speed", "decode_benchmark", "decode_memory", "exactness"),
-    *("generate_benchmark", "input_benchmark", "paper_tables", "parameter_table"),
+    *("figures", "generate_benchmark", "input_benchmark", "paper_tables", "parameter_table"),
     *("scaling_table", "tiny_comparison", "train_benchmark"),
 )
-WITH_TABLES = tuple(name for name in COMMANDS if name != "scaling_table")
+WITH_TABLES = tuple(name for name in COMMANDS if name not in ("figures", "scaling_table"))
 SAVING = tuple(n for n in WITH_TABLES if n not in ("input_benchmark", "parameter_table"))
 BAD = (  # command, options, what the line says
     ("checkpoint_memory", "--d_model=0", "--d_model = 0: must be at least 1"),

@@ -336,7 +336,7 @@ def test_options_that_do_not_go_together(place, capsys):
 
 @pytest.mark.aot
 def test_a_saved_result_is_what_the_compiler_says_now():
-    """Of one config: a result outlives a change of the program, unless someone looks."""
+    """One config is looked at, since a result outlives a change of the program."""
     note = NOTES["lrkv_128m"]
     (target,) = note.targets
     saved = scaling_table.outcome(note, target).result

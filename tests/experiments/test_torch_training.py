@@ -2,7 +2,7 @@
 
 Skipped where PyTorch is not installed, which nothing else needs. To run them:
 
-    pip install torch && pytest tests/test_torch_training.py
+    pip install torch && pytest tests/experiments/test_torch_training.py
 """
 
 import json
@@ -34,7 +34,7 @@ SMALL = (
 
 @pytest.fixture
 def run():
-    """Of three layers, no two of its sizes the same, in float32."""
+    """A run of three layers in float32, no two of its sizes the same."""
     ours = train_benchmark.our_run("configs/mha_tiny.py", SMALL, rows=4, steps=1)
     return train_benchmark.torch_run(ours.experiment, "default", "default", 1)
 

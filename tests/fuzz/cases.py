@@ -40,7 +40,7 @@ RUN = (  # arguments of kvjax.main with which a config is trained on a small tex
     *("--config.data.directory=../shared/data", "--config.data.tokenizer=byte"),
     *("--config.data.vocab_size=257", "--config.data.sequence_length=32"),
 )
-# Of each command arguments with which it does something, and what it prints then.
+# For each command, arguments with which it does something, and what it prints then.
 WORKING = {
     "kvjax": ((), "Commands"),
     "kvjax.main": (RUN, "would train"),
@@ -183,8 +183,8 @@ def leaves(name: str) -> dict[str, object]:
 def key_cases(name: str) -> Iterator[Case]:
     """Every key of a config, with values that cannot be and some that could.
 
-    Of a key that the first config has too, only the latter, and only where its mechanism is told
-    by it: what cannot be is not a matter of the config.
+    A key that the first config has too gets only the latter, and only if it tells of the mechanism:
+    what cannot be is not a matter of the config.
     """
     first = leaves(CONFIGS[0]) if name != CONFIGS[0] else {}
     for key, value in leaves(name).items():

@@ -195,7 +195,7 @@ def set_scene(case: Case, folder: pathlib.Path, shared: pathlib.Path) -> None:
 
 
 def _contents(folder: pathlib.Path) -> dict[str, bytes]:
-    """Of all files but locks and curves, by path; of the large ones their size and time."""
+    """What all files but locks and curves hold, by path; size and time of the large ones."""
     found = {}
     for path in folder.rglob("*"):
         passing = path.name in (".lock", "curves.png") or "/data/" in str(path)

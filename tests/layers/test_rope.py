@@ -130,7 +130,7 @@ def test_basis_is_the_table(dim, base, length, tolerance, rank):
     assert P <= rank
     angles = _angles(np.arange(length)[None], dim, base)[0].T
     table = np.concatenate([np.cos(angles), np.sin(angles)])
-    # Of what is dropped, each of at most `dim` singular values is below the tolerance.
+    # At most `dim` singular values are dropped, each below the tolerance.
     largest = np.linalg.norm(table, 2)
     bound = largest * (dim**0.5 * tolerance + 1e-14)
     assert np.linalg.norm(left @ right - table) < bound

@@ -183,8 +183,8 @@ def test_remat_policies_differ(make_mechanism, family):
     """ "full" keeps the layers' inputs, "dots" the products with weights too, "none" all."""
     config = _config(make_mechanism(family))
     full, dots, none = (_saved_bytes(config, remat) for remat in ("full", "dots", "none"))
-    # Of one layer, products with weights include the query (N·H), the MLP's hidden layer (M) and
-    # the last product of either half (D): the first two are needed to go back.
+    # A layer's products with weights include the query (N·H), the MLP's hidden layer (M) and the
+    # last product of either half (D): the first two are needed to go back.
     assert dots - full >= L * B * T * (4 * 8 + M) * 4
     assert none - dots >= L * B * T * (4 * 8 + M) * 4
 
@@ -284,7 +284,7 @@ def test_bfloat16(make_mechanism, randomise, reference, family):
     assert token_losses(model, tokens, targets, compute=compute).dtype == jnp.float32
     expected = reference.logits(config, jax.tree.map(np.float64, weights), tokens)
     error = np.linalg.norm(np.asarray(logits) - expected) / np.linalg.norm(expected)
-    # Of one product, in float32 from the last activations on: no bfloat16 on the way.
+    # One product, in float32 from the last activations on: no bfloat16 on the way.
     wide = lambda w: np.asarray(w.astype(jnp.bfloat16), np.float64)
     z, cap = wide(x) @ wide(model.head[...]), config.block.logit_softcap
     np.testing.assert_allclose(logits, cap * np.tanh(z / cap), rtol=0, atol=1e-5)

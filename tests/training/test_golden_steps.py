@@ -1,6 +1,6 @@
 """Five optimizer steps of every mechanism's tiny config give the numbers they always gave.
 
-    python tests/model/test_training_step.py --write
+    python tests/training/test_golden_steps.py --write
 
 writes them anew. That is right when what a model computes, how it is initialised or how it is
 trained was changed on purpose; a faster or clearer way to compute the same must not need it.
@@ -71,13 +71,13 @@ def test_golden_training_steps(mechanism):
         expected,
         rtol=1e-5,
         err_msg=f"{mechanism}: [loss, gradient norm] by step. If a change of the model, its "
-        "initialisation or the optimizer is meant, run `python tests/model/test_training_step.py "
+        "initialisation or the optimizer is meant, run `python tests/training/test_golden_steps.py "
         "--write` and say in the commit why the numbers moved; a refactoring must not move them.",
     )
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python tests/model/test_training_step.py --write")
+        sys.exit("usage: python tests/training/test_golden_steps.py --write")
     figures = {mechanism: _figures(mechanism) for mechanism in MECHANISMS}
     GOLDEN.write_text(json.dumps(figures, indent=1) + "\n")

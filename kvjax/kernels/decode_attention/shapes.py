@@ -1,4 +1,4 @@
-"""Real models' decode attention as arrays: what tests, profiles and tuning share.
+"""Decode attention in the shapes of real models, for tests, profiles and tuning.
 
 d12 and d36 are the LRKV paper's smallest and its 2.5B model: 6 and 18 heads of 128, rank 64.
 """

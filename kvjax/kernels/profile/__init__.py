@@ -1,1 +1,1 @@
-"""`python -m kvjax.kernels.profile`: decode kernels measured, or their compiler's schedule read."""
+"""`python -m kvjax.kernels.profile`: times decode kernels, or reads their compiler's schedule."""

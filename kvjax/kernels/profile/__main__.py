@@ -1,14 +1,14 @@
-"""Where a kernel's time goes: measured on the device present, counted for one that is not.
+"""Decode kernels: their time on the device present, or what a compiler makes of them for another.
 
     python -m kvjax.kernels.profile                                   # on the device present
     python -m kvjax.kernels.profile --mechanisms=mha,gqa,lrkv --batch=1,8,64 --length=1024,131072
     python -m kvjax.kernels.profile --device=v5e --mechanisms=lrkv     # static: nothing runs
     python -m kvjax.kernels.profile --tune --save                      # block sizes, tuned.json
 
-One layer's decode attention over full caches. Present: time per call without dispatch, beside the
-bandwidth of the datasheet and that of a copy, other implementations, and libraries. Absent: of a
-TPU the compiler's schedule, bundles per token against the cycles its bytes take; of a GPU the
-compiler's registers, spills and shared memory.
+One layer's decode attention over full caches. On the device present: time per call without
+dispatch, beside the bandwidth of the datasheet and that of a copy, other implementations, and
+libraries. For another device nothing runs: a TPU's compiler gives its schedule, as bundles per
+token against the cycles the token's bytes take; a GPU's gives registers, spills and shared memory.
 """
 
 import argparse

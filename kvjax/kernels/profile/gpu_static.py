@@ -1,4 +1,4 @@
-"""What the compiler for a GPU that is not there makes of the decode-attention kernel.
+"""Registers, spills and shared memory of the decode-attention kernel, compiled for an absent GPU.
 
 Registers and spills are those that ptxas reports, shared memory is what a block asks for. Nothing
 runs.

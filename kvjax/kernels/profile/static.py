@@ -1,4 +1,4 @@
-"""What compilers say of kernels for devices that are not there, as rows and tables.
+"""What compilers say of kernels for absent devices, as rows and tables.
 
 Every row is static: nothing ran.
 """

@@ -1,4 +1,4 @@
-"""Seconds per call on the device that is present, without what it costs to start a call.
+"""Seconds per call on the device present, without the cost of starting a call.
 
 A call's time is the slope between two chains of calls, each one program: a loop whose every call
 takes its query from the output before, so that none is hoisted, merged or overlapped. Calls go

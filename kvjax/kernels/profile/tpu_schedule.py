@@ -1,4 +1,4 @@
-"""How often each bundle of a TPU kernel runs: its dumped schedule, followed by its scalar unit.
+"""How often each bundle of a TPU kernel runs, by following the scalars of its dumped schedule.
 
 Loops and `pl.when` hang on scalars that are known when nothing has run: grid indices, constants,
 and the slot of a sequence's last token. Following them counts what is executed, and only that.

@@ -1,4 +1,4 @@
-"""What a TPU's compiler scheduled: bundles per cached token against the cycles its bytes take.
+"""A TPU compiler's schedule: bundles per cached token, against the cycles its bytes take.
 
 A bundle is what a TensorCore issues in a cycle. A kernel is compiled ahead of time, in a process of
 its own (libtpu reads its dump flags when it is loaded), and the bundles that it executes are

@@ -1,6 +1,6 @@
-"""Where the tokens of a softmax attention stand in the row, and its arrays on devices.
+"""Which tokens of a row a device has, and where the arrays of softmax attention are.
 
-What its implementations share. Context parallelism splits T over the mesh's `sequence` axis. Cut in
+All implementations share this. Context parallelism splits T over the mesh's `sequence` axis. Cut in
 order, the last device would have nearly twice the mean of causal work; `zigzag` gives every device
 a chunk from both ends.
 """
@@ -44,7 +44,7 @@ def zigzag(length: int, shards: int) -> np.ndarray:
     """[length] int32 position of the token at each place of a row that is split over devices.
 
     The row is cut in 2·shards chunks; device i has chunks i and 2·shards - 1 - i, as in Llama 3
-    (arXiv:2407.21783, section 3.3.2): of causal attention all have the same work.
+    (arXiv:2407.21783, section 3.3.2), so that all have the same work in causal attention.
 
     Raises:
       UserError: 2·shards does not divide the length.
@@ -86,7 +86,7 @@ def both_positions(options: Options, T: int, S: int) -> tuple[np.ndarray, np.nda
 
 
 def platform(mesh: jax.sharding.Mesh | None) -> str:
-    """Of the devices compiled for: "cpu", "gpu" or "tpu"."""
+    """The platform of the devices compiled for: "cpu", "gpu" or "tpu"."""
     if mesh is not None:
         return mesh.devices.flat[0].platform
     return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).platform

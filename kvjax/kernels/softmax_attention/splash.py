@@ -141,7 +141,7 @@ def _sees(query_positions, key_positions):
 
 
 def _row_bytes(k_BSKH, v_BSKV) -> int:
-    """Of a token's key and value in one head."""
+    """Bytes of a token's key and value in one head."""
     return k_BSKH.shape[-1] * k_BSKH.dtype.itemsize + v_BSKV.shape[-1] * v_BSKV.dtype.itemsize
 
 

@@ -10,7 +10,7 @@ from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.readings.reading import Sizes
 
-# Of the output's scale: float32 to 1e-5, bfloat16 within two units in the last place.
+# In parts of the output's scale: float32 to 1e-5, bfloat16 within two units in the last place.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2 * 2.0**-8}
 
 

@@ -39,7 +39,7 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
-# Of this very name: Pallas compares it.
+# It must have this very name: Pallas compares it.
 class InterpretGPUParams(plgpu.InterpretGPUParams):
     """Interpreters with these raise `Hazard`."""
 

@@ -38,7 +38,7 @@ def interpreted(monkeypatch):
 
 
 def _logits(model: Transformer, dtype, implementation: str) -> np.ndarray:
-    """Of STEPS decode steps after the prompts, the tokens given: [B, STEPS, V]."""
+    """Logits [B, STEPS, V] of decode steps after the prompts, with given tokens."""
     compute = Compute(dtype=jnp.dtype(dtype))
     decoder = Decoder(model, compute)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Slabs of a cache on their way through shared memory, on a GPU.
+"""How slabs of a cache are brought through shared memory, on a GPU.
 
 A slab is 64 channels by the tokens of a tile, which one bulk copy (TMA) brings into a slot. A slot
 is filled again as soon as its slab was used, by the warpgroup that used it, with what comes next.

@@ -1,4 +1,4 @@
-"""Logits of keys that turn with their position, on a GPU: LRKV's residual under RoPE.
+"""Logits of LRKV's residual under RoPE, on a GPU: its keys turn with their position.
 
 A head's queries in rank space over all tokens of a split are [R, P] times [P, split], as the table
 of cosines and sines of the split is (`rope.basis`). So a slab of latents is multiplied with [R, P]

@@ -106,7 +106,7 @@ class Sizes(Protocol):
         """Shapes of the cache's arrays, per token."""
 
     def flops(self) -> DecodeFlops:
-        """Of reading; what the mechanism does to queries and new tokens before is not in it."""
+        """FLOPs of reading, without what the mechanism does to queries and new tokens before."""
 
 
 # -- definitions -----------------------------------------------------------------------------------

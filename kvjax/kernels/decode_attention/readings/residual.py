@@ -194,7 +194,7 @@ class ResidualSizes:
         return DecodeFlops(per_query, per_key + K * H * (2 * R + 4))  # rebuilt, rotated, added
 
     def _rotating_flops(self) -> float:
-        """Of `_rotating_query` and its product with the latents, per head and key."""
+        """FLOPs of `_rotating_query` and its product with the latents, per head and key."""
         P = rope.basis(self.H, self.rope_base, tiles.BLOCK, _tolerance(np.float32))[0].shape[1]
         per_tile = self.R * self.H * (3 + 2 * P)  # turning G, and its product with the basis
         return per_tile / tiles.BLOCK + 2 * self.R * P + 2 * self.R

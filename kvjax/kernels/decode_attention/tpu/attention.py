@@ -218,7 +218,7 @@ class _Plan:
 
 
 def _plan(operands: Reading, cache: Cache, block: int, values: str, origins=None) -> _Plan:
-    """Of blocks that start at these positions; None: of a whole cache's."""
+    """The plan for blocks that start at the positions `origins`; None: for a whole cache's."""
     return _PLANS[type(operands)](operands, cache, block, values, origins)
 
 

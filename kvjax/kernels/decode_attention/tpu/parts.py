@@ -1,4 +1,4 @@
-"""What TPU decode kernels are made of: how logits come from keys, and outputs from values.
+"""The parts of TPU decode kernels: how logits come from keys, and outputs from values.
 
 Keys  `MatrixKeys`    all heads of a group at once, on the matrix unit: MQA, GQA, MLA, LRKV's base
       `VectorKeys`    head by head, on the vector unit: MHA, and LRKV's residual where nothing

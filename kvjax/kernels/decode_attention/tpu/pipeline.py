@@ -293,7 +293,7 @@ class _Plan:
         self.parts, self.heads, self.lag, self.scale = parts, heads, lag, scale
         self.block, self.scored = block, scored
         rows = lambda tokens: tokens // LANES * _padded(heads)
-        # Of `work`: weights, then scores and sums of the parts that go head by head. Of `logits`:
+        # `work` has weights, then scores and sums of the parts that go head by head. `logits` has
         # those of the block, then scores of the parts that take all heads at once.
         work, logits = rows(block), rows(block)
         self.scores, self.sums = [], []

@@ -1,0 +1,258 @@
+"""The README's two pictures: what each mechanism caches, and bits per byte against cache size.
+
+    python -m experiments.figures            # writes experiments/figures/idea.svg and results.svg
+    python -m experiments.figures --check    # writes nothing: says which would change
+
+The first is drawn from the tiny configs, to scale. The second shows
+experiments/results/tiny_comparison.json, which experiments/tiny_comparison.py measures.
+"""
+
+import io
+import json
+import os
+import pathlib
+
+import jax.numpy as jnp
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import Rectangle
+
+from experiments import parameter_table
+from experiments import record
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.checkout import EXPERIMENTS
+from kvjax.foundation.checkout import RESULTS
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
+
+FOLDER = EXPERIMENTS / "figures"
+NAMES = dict(
+    mha="MHA", lrkv="LRKV", gqa="GQA", mla="MLA", mqa="MQA", mla_paper="MLA without RoPE key"
+)
+CACHED = ("mha", "gqa", "mqa", "lrkv", "mla")  # rows of the first picture
+INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"
+FULL, RESIDUAL, LATENT, WEIGHT = "#4c78a8", "#f58518", "#54a24b", "#d8dce1"
+STYLE = {
+    "svg.fonttype": "path",  # the same everywhere: no fonts are looked up
+    "svg.hashsalt": "kvjax",  # the same bytes every time
+    "font.size": 10,
+    "text.color": INK,
+}
+
+
+def svg(figure: Figure) -> str:
+    """A figure as SVG text, the same for the same figure: no date, no version."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=dict(Date=None, Creator=None), transparent=True)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def _card(width: float, height: float) -> Figure:
+    """An empty figure on a white card of its own, so that it reads on light and dark pages."""
+    figure = Figure(figsize=(width, height))
+    shape = FancyBboxPatch(
+        (0.006, 0.006 * width / height),
+        0.988,
+        1 - 0.012 * width / height,
+        boxstyle=f"round,pad=0,rounding_size={0.012}",
+        mutation_aspect=width / height,
+        transform=figure.transFigure,
+        facecolor="white",
+        edgecolor=LINE,
+        zorder=-10,
+    )
+    figure.add_artist(shape)
+    return figure
+
+
+# -- the idea --------------------------------------------------------------------------------------
+
+
+def idea() -> Figure:
+    """How LRKV makes a head's key, and what five mechanisms cache of a token."""
+    figure = _card(9.6, 5.85)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 960), ylim=(585, 0))
+    axes.set_axis_off()
+    _equation(axes, top=60)
+    _caches(axes, top=246)
+    return figure
+
+
+def _text(axes, x: float, y: float, text: str, **style) -> None:
+    axes.text(x, y, text, **dict(va="center") | style)
+
+
+def _box(axes, x: float, y: float, width: float, height: float, color: str, label="", **style):
+    axes.add_patch(
+        Rectangle((x, y), width, height, facecolor=color, edgecolor="white", linewidth=1.2, **style)
+    )
+    if label:
+        ink = INK if color == WEIGHT else "white"
+        _text(axes, x + width / 2, y + height / 2, label, color=ink, ha="center", fontsize=9.5)
+
+
+def _equation(axes, top: float) -> None:
+    """One token's key of one head: the base, and a latent times that head's weights."""
+    title = "LRKV: one base for all heads, and a low-rank residual for each"
+    _text(axes, 32, top - 28, title, fontsize=13, weight="bold")
+    y, height, channels = top + 34, 26, 190
+    middle, below, second = y + height / 2, y + 44, y + 60
+    _box(axes, 32, y, channels, height, "#8ea9c8", "key of head h")
+    _box(axes, 268, y, channels, height, FULL, "base")
+    _box(axes, 504, y, channels / 2, height, RESIDUAL, "latent h")
+    _box(axes, 645, middle - channels / 4, channels, channels / 2, WEIGHT, "$B_h$")
+    for x, sign in {245: "=", 481: "+", 622: "×"}.items():
+        _text(axes, x, middle, sign, fontsize=12.5, ha="center")
+    style = dict(fontsize=9.5, color=GRAY)
+    _text(axes, 127, below, "H channels, not cached", ha="center", **style)
+    _text(axes, 363, below, "H channels, cached once", ha="center", **style)
+    _text(axes, 363, second, "for all heads", ha="center", **style)
+    _text(axes, 551, below, "R channels, cached", ha="center", **style)
+    _text(axes, 551, second, "for each head", ha="center", **style)
+    _text(axes, 848, middle - 8, "R × H weights", **style)
+    _text(axes, 848, middle + 8, "of the model", **style)
+    said = "Values are made in the same way. A decode step reads bases and latents, not keys."
+    _text(axes, 32, second + 34, said, **style)
+
+
+def _caches(axes, top: float) -> None:
+    """A strip of boxes for each mechanism: the arrays of its cache entry, to scale."""
+    title = "What is cached for each token and layer"
+    _text(axes, 32, top, title, fontsize=13, weight="bold")
+    _text(axes, 32, top + 24, "4 heads of 32 channels, to scale", color=GRAY, fontsize=9.5)
+    _text(axes, 790, top + 24, "2.5B model, 18 heads:", color=GRAY, fontsize=9.5, ha="right")
+    _text(axes, 790, top + 39, "bytes per token, all layers", color=GRAY, fontsize=9.5, ha="right")
+    _text(axes, 920, top + 39, "of MHA", color=GRAY, fontsize=9.5, ha="right")
+    scale, height = 580 / 256, 26
+    whole = _bytes("mha_2p5b")
+    for i, name in enumerate(CACHED):
+        y = top + 58 + 44 * i
+        _text(axes, 32, y + height / 2, NAMES[name], weight="bold", fontsize=11)
+        x = 96.0
+        for color, label, width in boxes(name):
+            _box(axes, x, y, width * scale, height, color, label)
+            x += width * scale
+        size = _bytes(f"{name}_2p5b")
+        _text(axes, 790, y + height / 2, f"{size:,}", ha="right", fontsize=11)
+        _text(axes, 920, y + height / 2, f"{size / whole:.1%}", ha="right", fontsize=11)
+    y = top + 58 + 44 * len(CACHED) + 4
+    for x, color, text in (
+        (96, FULL, "key (K) or value (V), all channels"),
+        (362, RESIDUAL, "latent of one head (LRKV)"),
+        (576, LATENT, "latent of all keys and values, RoPE key (MLA)"),
+    ):
+        _box(axes, x, y, 16, 14, color)
+        _text(axes, x + 22, y + 7, text, fontsize=9.5, color=GRAY)
+    text = "Not drawn: LRKV keeps one more number per head for normed keys. It is in the bytes."
+    _text(axes, 96, y + 30, text, fontsize=9.5, color=GRAY)
+
+
+def boxes(name: str) -> list[tuple[str, str, int]]:
+    """Colour, label and channels of each array that a tiny config caches for a token."""
+    (mechanism, _), *_ = parameter_table.load(CONFIGS / f"{name}_tiny.py").model.segments
+    entry = mechanism.entry()
+    if "latent" in entry:
+        return [(LATENT, "latent", *entry["latent"].shape), (LATENT, "", *entry["rope_key"].shape)]
+    found = []
+    for letter, kind in dict(K="key", V="value").items():
+        heads, channels = entry[f"base_{kind}"].shape
+        found += [(FULL, letter, channels)] * heads
+        if f"residual_{kind}" in entry:
+            heads, rank = entry[f"residual_{kind}"].shape
+            found += [(RESIDUAL, "", rank)] * heads
+    return found
+
+
+def _bytes(name: str) -> int:
+    """Cache bytes per token of a config, all layers, in bfloat16."""
+    model = parameter_table.load(CONFIGS / f"{name}.py").model
+    return formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16))
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def results(comparison: dict) -> Figure:
+    """Bits per byte against cache bytes per token: means, 95 % intervals, and every seed."""
+    rows, seeds = comparison["rows"], comparison["seeds"]
+    figure = _card(9.6, 5.0)
+    axes = figure.add_axes((0.085, 0.125, 0.885, 0.71))
+    for row in rows:
+        x, y, half = row["cache_bytes"], row["bpb_mean"], row["bpb_half_interval"]
+        color = RESIDUAL if row["mechanism"] == "lrkv" else FULL
+        axes.errorbar(x, y, half, fmt="o", color=color, capsize=5, markersize=8, linewidth=1.8)
+        axes.plot([x + 22] * len(row["bpb"]), row["bpb"], ".", color=GRAY, markersize=4)
+        at = dict(xytext=(12, 0), textcoords="offset points", va="center")
+        if row["mechanism"] == "mha":
+            at |= dict(xytext=(-10, 0), ha="right")
+        if row["mechanism"] == "mla_paper":
+            at |= dict(xytext=(-10, 0), ha="right")
+        axes.annotate(NAMES[row["mechanism"]].replace(" without", "\nwithout"), (x, y), **at)
+    axes.set_xlim(0, 2150)
+    axes.set_xlabel("cache bytes per token, all layers, bfloat16", color=GRAY)
+    axes.set_ylabel("held-out bits per byte (lower is better)", color=GRAY)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.tick_params(colors=GRAY)
+    axes.grid(color=LINE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_facecolor("none")
+    for name, spine in axes.spines.items():
+        spine.set(visible=name in ("left", "bottom"), color=LINE)
+    title = "Six mechanisms at demo size: quality against cache"
+    figure.text(0.034, 0.935, title, fontsize=13, weight="bold", va="center")
+    parameters = sorted(row["parameters"] / 1e6 for row in rows)
+    said = (
+        f"4 layers of width 128, {parameters[0]:.1f}M to {parameters[-1]:.1f}M parameters, "
+        f"{comparison['tokens'] / 1e6:.2f}M training tokens. Circles: mean of {len(seeds)} seeds; "
+        "bars: 95 % interval;"
+    )
+    figure.text(0.034, 0.888, said, fontsize=9.5, color=GRAY, va="center")
+    said = "small dots: each seed. The vertical axis does not start at zero."
+    figure.text(0.034, 0.855, said, fontsize=9.5, color=GRAY, va="center")
+    return figure
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def figures() -> dict[pathlib.Path, str]:
+    """Every picture as SVG, by its file.
+
+    Raises:
+      UserError: there are no results to draw.
+    """
+    file = RESULTS / "tiny_comparison.json"
+    if not file.exists():
+        raise UserError(f"{file}: is not there; python -m experiments.tiny_comparison --save")
+    with matplotlib.rc_context(STYLE):
+        drawn = dict(idea=svg(idea()), results=svg(results(json.loads(file.read_text()))))
+    return {FOLDER / f"{name}.svg": text for name, text in drawn.items()}
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: with --check 1 if a picture would change."""
+    parser = command_line.Parser(__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing: say what would change")
+    options = parser.parse(arguments)
+    if not options.check:
+        record.check_folder("experiments.figures", FOLDER)
+    with progress.waiting("drawing"):
+        texts = figures()
+    there = {path: path.read_text() if path.exists() else None for path in texts}
+    changed = [path for path, text in texts.items() if text != there[path]]
+    for path in changed:
+        if not options.check:
+            path.write_text(texts[path])
+        print(f"{'would change' if options.check else 'written'}: {os.path.relpath(path, ROOT)}")
+    if not changed:
+        print("nothing changes")
+    return 1 if options.check and changed else 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)

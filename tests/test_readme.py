@@ -1,0 +1,76 @@
+"""What the READMEs name is there: links, files, commands, and tables that a command prints."""
+
+import importlib.util
+import itertools
+import re
+
+import pytest
+
+from experiments import figures
+from experiments import parameter_table
+from kvjax.foundation import command_line
+from kvjax.foundation.checkout import ROOT
+
+FILES = ("README.md", "AGENTS.md", "configs/README.md", "experiments/README.md")
+OURS = ("kvjax", "experiments", "configs", "tests", "notebooks")
+
+
+def _text(name):
+    return (ROOT / name).read_text()
+
+
+def _anchors(text):
+    """What GitHub makes of a file's headings."""
+    headings = re.findall(r"(?m)^#+ (.*)$", text)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def _braces(path):
+    """The paths of one with braces: a_{x,y}.py is two."""
+    parts = [part.split(",") for part in re.split(r"[{}]", path)]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+def _there(path):
+    """Whether a path of the repository, which may be a pattern, is there."""
+    if path.startswith("notebooks") and not (ROOT / "notebooks").exists():
+        return True  # until they are
+    return any(ROOT.glob(path.rstrip("/")))
+
+
+def test_the_readme_is_short():
+    assert len(_text("README.md").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_links_lead_somewhere(name):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", _text(name)):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / name).parent / path if path else ROOT / name
+        target = target.resolve().relative_to(ROOT.resolve())
+        assert _there(str(target)), link
+        assert not anchor or anchor in _anchors(_text(target)), link
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_and_commands_that_are_named_are_there(name):
+    text = _text(name)
+    for path in re.findall(rf"(?<![\w./:*-])(?:{'|'.join(OURS)})/[\w./*{{}},]*[\w}}/]", text):
+        for one in _braces(path):
+            assert _there(one), path
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        if module.partition(".")[0] in OURS:
+            assert importlib.util.find_spec(module.rstrip(".")), module
+    targets = re.findall(r"(?m)^([\w-]+):", _text("Makefile"))
+    for target in re.findall(r"(?m)(?:^    |`)make ([\w-]+)", text):
+        assert target in targets, target
+
+
+def test_the_table_of_parameters_is_what_its_command_prints(capsys):
+    assert command_line.status(parameter_table.main, ["--markdown"]) == 0
+    printed = capsys.readouterr().out.strip()
+    assert printed in _text("experiments/README.md"), "python -m experiments.parameter_table"
+
+
+def test_pictures_show_the_results(capsys):
+    assert command_line.status(figures.main, ["--check"]) == 0, capsys.readouterr().out
