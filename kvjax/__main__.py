@@ -30,11 +30,12 @@ def main(arguments: list[str]) -> None:
     print("Commands, each with --help:\n")
     for name, text in COMMANDS.items():
         _print(f"python -m {name}", text)
-    commands = sorted(p for p in EXPERIMENTS.glob("*.py") if "__main__" in p.read_text("utf-8"))
+    commands = sorted(p for p in EXPERIMENTS.rglob("*.py") if "__main__" in p.read_text("utf-8"))
     if commands:
         print("\nExperiments, which print tables:\n")
     for path in commands:
-        _print(f"python -m experiments.{path.stem}", _first_line(path))
+        name = ".".join(path.relative_to(EXPERIMENTS.parent).with_suffix("").parts)
+        _print(f"python -m {name}", _first_line(path))
     print("\nConfigs, as --config=configs/lrkv_tiny.py:\n")
     for folder, names in command_line.config_names().items():
         _print(folder, " ".join(names))

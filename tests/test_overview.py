@@ -17,7 +17,11 @@ def test_commands_experiments_and_configs(capsys, monkeypatch):
     assert max(map(len, out.splitlines())) <= 80
     for name in overview.COMMANDS:
         assert f"python -m {name} " in out and importlib.import_module(name)
-    for name in ("experiments.parameter_table", "experiments.train_benchmark", "lrkv_2p5b"):
+    for name in (
+        "experiments.tables.parameter_table",
+        "experiments.benchmarks.train_benchmark",
+        "lrkv_2p5b",
+    ):
         assert name in out
     assert "\nExperiments, which print tables:\n" in out
     assert "experiments.record" not in out  # which is no command

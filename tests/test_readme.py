@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from experiments import figures
-from experiments import parameter_table
+from experiments.tables import figures
+from experiments.tables import parameter_table
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import ROOT
 
@@ -69,7 +69,7 @@ def test_files_and_commands_that_are_named_are_there(name):
 def test_the_table_of_parameters_is_what_its_command_prints(capsys):
     assert command_line.status(parameter_table.main, ["--markdown"]) == 0
     printed = capsys.readouterr().out.strip()
-    assert printed in _text("experiments/README.md"), "python -m experiments.parameter_table"
+    assert printed in _text("experiments/README.md"), "python -m experiments.tables.parameter_table"
 
 
 def test_pictures_show_the_results(capsys):

@@ -6,7 +6,7 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
-from experiments.parameter_table import load
+from experiments.tables.parameter_table import load
 from kvjax.costs import __main__ as cost_report
 from kvjax.costs import formulas
 from kvjax.foundation import command_line

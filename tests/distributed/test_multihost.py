@@ -13,7 +13,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 import pytest
 
-from experiments import checkpoint_memory
+from experiments.benchmarks import checkpoint_memory
 from kvjax.training import loop
 from kvjax.workdir import metrics
 from tests import runs

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from experiments import exactness
+from experiments.benchmarks import exactness
 from kvjax.attention import GroupedConfig
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig

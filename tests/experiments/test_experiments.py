@@ -6,31 +6,33 @@ import types
 
 import pytest
 
-from experiments import checkpoint_memory
-from experiments import checkpoint_speed
-from experiments import decode_benchmark
-from experiments import decode_memory
-from experiments import exactness
-from experiments import generate_benchmark
-from experiments import input_benchmark
-from experiments import paper_tables
-from experiments import parameter_table
 from experiments import record
-from experiments import tiny_comparison
-from experiments import train_benchmark
-from experiments.paper_figure import Figure
+from experiments.benchmarks import checkpoint_memory
+from experiments.benchmarks import checkpoint_speed
+from experiments.benchmarks import decode_benchmark
+from experiments.benchmarks import decode_memory
+from experiments.benchmarks import exactness
+from experiments.benchmarks import generate_benchmark
+from experiments.benchmarks import input_benchmark
+from experiments.benchmarks import train_benchmark
+from experiments.studies import tiny_comparison
+from experiments.tables import paper_tables
+from experiments.tables import parameter_table
+from experiments.tables.paper_figure import Figure
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.training import loop
 from tests import runs
 
-COMMANDS = (
+_BENCHMARKS = (
     *("checkpoint_memory", "checkpoint_speed", "decode_benchmark", "decode_memory", "exactness"),
-    *("figures", "generate_benchmark", "input_benchmark", "paper_tables", "parameter_table"),
-    *("scaling_table", "tiny_comparison", "train_benchmark"),
+    *("generate_benchmark", "input_benchmark", "train_benchmark"),
 )
-WITH_TABLES = tuple(name for name in COMMANDS if name not in ("figures", "scaling_table"))
+ROOMS = dict(tiny_comparison="studies") | dict.fromkeys(_BENCHMARKS, "benchmarks")
+ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
+ROOMS = dict(sorted(ROOMS.items()))  # of each command
+WITH_TABLES = tuple(name for name in ROOMS if name not in ("figures", "scaling_table"))
 SAVING = tuple(n for n in WITH_TABLES if n not in ("input_benchmark", "parameter_table"))
 BAD = (  # command, options, what the line says
     ("checkpoint_memory", "--d_model=0", "--d_model = 0: must be at least 1"),
@@ -123,7 +125,7 @@ def run(capsys):
     """A function of a command's name and options: status, standard output, standard error."""
 
     def run(name, *options):
-        main = importlib.import_module(f"experiments.{name}").main
+        main = importlib.import_module(f"experiments.{ROOMS[name]}.{name}").main
         status = command_line.status(main, options)
         return status, *capsys.readouterr()
 
@@ -139,15 +141,15 @@ def refused(run, name, *options):
 
 
 def test_all_commands_are_tested_here():
-    files = (ROOT / "experiments").glob("*.py")
-    assert COMMANDS == tuple(sorted(f.stem for f in files if "__main__" in f.read_text()))
+    files = (ROOT / "experiments").rglob("*.py")
+    assert tuple(ROOMS) == tuple(sorted(f.stem for f in files if "__main__" in f.read_text()))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ROOMS)
 def test_help_and_options_that_are_not_there(run, name):
     status, out, err = run(name, "--help")
     assert status == 0 and not err
-    assert f"python -m experiments.{name}" in out and "--version" in out
+    assert f"python -m experiments.{ROOMS[name]}.{name}" in out and "--version" in out
     assert max(map(len, out.splitlines())) <= 100
     assert "unknown option --nope" in refused(run, name, "--nope=1")
     assert "unknown argument 'nope'" in refused(run, name, "nope")

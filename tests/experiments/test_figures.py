@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import figures
+from experiments.tables import figures
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import RESULTS
 
@@ -47,4 +47,4 @@ def test_files_are_written_once(tmp_path, monkeypatch, capsys):
 def test_results_that_are_not_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert command_line.status(figures.main, ["--check"]) == 2
-    assert "python -m experiments.tiny_comparison --save" in capsys.readouterr().err
+    assert "python -m experiments.studies.tiny_comparison --save" in capsys.readouterr().err

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import paper_tables
-from experiments import tables_lrkv
-from experiments import tables_projection_sharing as sharing
-from experiments.paper_figure import Figure
+from experiments.tables import paper_tables
+from experiments.tables import tables_lrkv
+from experiments.tables import tables_projection_sharing as sharing
+from experiments.tables.paper_figure import Figure
 from kvjax import recipes
 from kvjax.costs import formulas
 from kvjax.foundation import command_line

@@ -10,8 +10,8 @@ import sys
 import jax
 import pytest
 
-from experiments import lab_notes
-from experiments import scaling_table
+from experiments.tables import lab_notes
+from experiments.tables import scaling_table
 from kvjax.distributed import sharding
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
@@ -61,14 +61,14 @@ def test_targets_that_must_be_there():
 def test_the_compiler_says_that_it_fits(note, target):
     """Every config, as it is now, was compiled for all its targets: a tenth of HBM is free."""
     found = scaling_table.outcome(note, target)
-    assert found.result, f"{found.why}: run `python -m experiments.scaling_table --compile`"
+    assert found.result, f"{found.why}: run `python -m experiments.tables.scaling_table --compile`"
     assert found.result["fits"] and found.result["memory"]["part"] <= 0.9
     assert found.result["mesh"] == target.mesh and not found.result["replicated"]
 
 
 def test_readme_and_lab_notes_say_what_the_results_say():
     changed = scaling_table.differences(scaling_table.written(list(NOTES.values())))
-    assert not changed, f"run `python -m experiments.scaling_table`:\n{changed}"
+    assert not changed, f"run `python -m experiments.tables.scaling_table`:\n{changed}"
 
 
 # -- the command, on two configs in a folder of their own ------------------------------------------

@@ -16,9 +16,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from experiments import contender  # noqa: E402
-from experiments import torch_training  # noqa: E402
-from experiments import train_benchmark  # noqa: E402
+from experiments.benchmarks import contender  # noqa: E402
+from experiments.benchmarks import torch_training  # noqa: E402
+from experiments.benchmarks import train_benchmark  # noqa: E402
 from kvjax.costs import formulas  # noqa: E402
 from kvjax.distributed import sharding  # noqa: E402
 from kvjax.model.loss import mean_loss  # noqa: E402
@@ -163,10 +163,11 @@ def test_muon_is_pytorchs(run):
 @pytest.mark.slow
 def test_compiled_in_its_own_process(run):
     """`torch.compile` of everything, and that the process has no use for JAX."""
-    result = contender.run("experiments.torch_training", run.arguments | dict(steps=3))
+    result = contender.run("experiments.benchmarks.torch_training", run.arguments | dict(steps=3))
     assert len(result["seconds"]) == 3 and min(result["seconds"]) > 0
     assert result["parameters"] == run.arguments["parameters"]
     assert result["loss"] < np.log(run.experiment.model.vocab_size)  # of the same rows again
-    code = "import experiments.torch_training, json, sys; print(json.dumps(sorted(sys.modules)))"
+    code = "import experiments.benchmarks.torch_training, json, sys\n"
+    code += "print(json.dumps(sorted(sys.modules)))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "jax" not in json.loads(printed.stdout)

@@ -9,8 +9,8 @@ import types
 import jax
 import pytest
 
-from experiments import contender
-from experiments import train_benchmark as benchmark
+from experiments.benchmarks import contender
+from experiments.benchmarks import train_benchmark as benchmark
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
 
@@ -154,17 +154,19 @@ def test_results_of_devices_lie_beside_each_other():
 
 def test_a_process_that_ends_without_a_result_is_an_error(monkeypatch):
     monkeypatch.setattr(contender, "_CHILD", "import os; os.kill(os.getpid(), 9)")
-    result = contender.run("experiments.jax_training", {})
-    said = "experiments.jax_training ended with status -9, without a result"
+    result = contender.run("experiments.benchmarks.jax_training", {})
+    said = "experiments.benchmarks.jax_training ended with status -9, without a result"
     assert result == dict(error=said)
 
 
 def test_a_users_mistake_is_a_line_and_a_bug_a_traceback_too(capfd):
     none = dict(path="configs/none_tiny.py", overrides=[], steps=1)
-    error = contender.run("experiments.jax_training", none)["error"]
+    error = contender.run("experiments.benchmarks.jax_training", none)["error"]
     assert error.startswith("--config=configs/none_tiny.py: no such file")
     assert not capfd.readouterr().err
-    error = contender.run("experiments.jax_training", dict(path="configs/mha_tiny.py"))["error"]
+    error = contender.run("experiments.benchmarks.jax_training", dict(path="configs/mha_tiny.py"))[
+        "error"
+    ]
     assert error.startswith("TypeError: training_speed() missing")
     assert "Traceback" in capfd.readouterr().err
 
@@ -194,7 +196,12 @@ def test_one_failure_leaves_the_others_and_nothing_of_data_is_imported(tmp_path)
         (tmp_path / f"{name}.py").write_text("raise ImportError('not on this machine')")
     small = "model.num_layers=1 train.batch_size=2 data.sequence_length=16"
     command = [
-        *(sys.executable, "-m", "experiments.train_benchmark", "--config=configs/mha_tiny.py"),
+        *(
+            sys.executable,
+            "-m",
+            "experiments.benchmarks.train_benchmark",
+            "--config=configs/mha_tiny.py",
+        ),
         *("--steps=2", f"--set={small} compute.attention=cudnn", f"--set={small}"),
         *("--json", "--markdown"),
     ]

@@ -25,8 +25,8 @@ PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
 PRODUCT += ("kvjax.data.prepare", "kvjax.kernels.profile")
 CHILDREN = ("jax_training", "torch_training")  # of train_benchmark: not for users
 EXPERIMENTS = tuple(
-    f"experiments.{path.stem}"
-    for path in sorted((ROOT / "experiments").glob("*.py"))
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "experiments").rglob("*.py"))
     if "__main__" in path.read_text() and path.stem not in CHILDREN
 )
 
@@ -82,8 +82,16 @@ def options_of(command: str) -> list[argparse.Action]:
 
 # Text that an option may be, and that starts work of minutes: not tried.
 _STARTS_WORK = {
-    "experiments.tiny_comparison runs": {LONG, "../x", "a\x01b", SNOWMAN, FOLDER, MISSING, "x"},
-    "experiments.train_benchmark set": {""},
+    "experiments.studies.tiny_comparison runs": {
+        LONG,
+        "../x",
+        "a\x01b",
+        SNOWMAN,
+        FOLDER,
+        MISSING,
+        "x",
+    },
+    "experiments.benchmarks.train_benchmark set": {""},
     "kvjax.data.prepare source": {FILE},
 }
 _SAID_AS = {"runs": "--workdir", "set": "--config"}  # keys of these, to the module below

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import d36
-from experiments import decode_memory
+from experiments.benchmarks import decode_memory
+from experiments.tables import d36
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import topology
 

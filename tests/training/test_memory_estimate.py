@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import lab_notes
-from experiments import scaling_table
-from experiments.parameter_table import load
+from experiments.tables import lab_notes
+from experiments.tables import scaling_table
+from experiments.tables.parameter_table import load
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
 from kvjax.foundation.checkout import CONFIGS

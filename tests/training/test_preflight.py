@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.parameter_table import load_config
+from experiments.tables.parameter_table import load_config
 import kvjax
 from kvjax import experiment as experiment_lib
 from kvjax.data import loader

@@ -1,6 +1,6 @@
 """The papers' tables of parameters, computation and cache, beside what the shapes give.
 
-    python -m experiments.paper_tables [--save]
+    python -m experiments.tables.paper_tables [--save]
 
 LRKV (arXiv 2601.11471) eq. 5 to 7 and Tables 1, 2 and 4; its blog's ratios; projection sharing
 (arXiv 2606.04032) Tables 1, 5 to 8 and 10; thin keys (arXiv 2603.04427) Table 11. Our figures come
@@ -9,10 +9,10 @@ where it does not, the row says why. Prints tables, as Markdown with --markdown.
 """
 
 from experiments import record
-from experiments import tables_lrkv
-from experiments import tables_projection_sharing
-from experiments import tables_thin_keys
-from experiments.paper_figure import Figure
+from experiments.tables import tables_lrkv
+from experiments.tables import tables_projection_sharing
+from experiments.tables import tables_thin_keys
+from experiments.tables.paper_figure import Figure
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation.output import Output

@@ -1,7 +1,7 @@
 """Tiny configs, by default six, trained on the same tokens with several seeds: bits per byte.
 
-    python -m experiments.tiny_comparison [--seeds=3] [--steps=128] [--save]
-    python -m experiments.tiny_comparison --orthogonalize=per_head --mechanisms=mha,lrkv
+    python -m experiments.studies.tiny_comparison [--seeds=3] [--steps=128] [--save]
+    python -m experiments.studies.tiny_comparison --orthogonalize=per_head --mechanisms=mha,lrkv
 
 A seed draws initial weights and data order, the same for all mechanisms (which also share every
 weight they have in common), so differences from MHA are taken seed by seed. Runs go to --runs and
@@ -22,7 +22,7 @@ import ml_collections
 from scipy import stats
 
 from experiments import record
-from experiments.parameter_table import load_config
+from experiments.tables.parameter_table import load_config
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
 from kvjax.foundation import command_line

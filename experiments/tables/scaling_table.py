@@ -1,11 +1,11 @@
 """What every paper-scale config needs of its chips: the table in experiments/README.md.
 
-    python -m experiments.scaling_table --compile                  # minutes for each config
-    python -m experiments.scaling_table --compile --only='*_128m'
-    python -m experiments.scaling_table                            # writes the table, lab notes
-    python -m experiments.scaling_table --check                    # status 1: they say otherwise
+    python -m experiments.tables.scaling_table --compile            # minutes for each config
+    python -m experiments.tables.scaling_table --compile --only='*_128m'
+    python -m experiments.tables.scaling_table                      # writes the table, lab notes
+    python -m experiments.tables.scaling_table --check              # status 1: they say otherwise
 
-A lab note, the docstring of a config, names the chips to compile for (experiments/lab_notes.py).
+A lab note, the docstring of a config, names the chips to compile for (lab_notes.py).
 --compile runs `python -m kvjax.aot` for those of which results/aot/ has nothing, or has what
 another config gave: one after another, each in its own process, until killed; what is there is not
 done again. Without flags, the table and the line "At least" of each lab note are written from what
@@ -26,9 +26,9 @@ import subprocess
 import sys
 import time
 
-from experiments import lab_notes
-from experiments.lab_notes import LabNote
-from experiments.lab_notes import Target
+from experiments.tables import lab_notes
+from experiments.tables.lab_notes import LabNote
+from experiments.tables.lab_notes import Target
 from kvjax.aot import __main__ as aot
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
@@ -38,7 +38,7 @@ from kvjax.foundation.errors import UserError
 
 README = ROOT / "experiments" / "README.md"
 RESULTS = aot.RESULTS
-BEGIN = "<!-- written by `python -m experiments.scaling_table` -->"
+BEGIN = "<!-- written by `python -m experiments.tables.scaling_table` -->"
 END = "<!-- to here -->"
 # Keys that a training step does not depend on: a result outlives their change.
 _UNSEEN = {

@@ -1,4 +1,4 @@
-"""Training steps of a config, timed; `python -m experiments.train_benchmark` runs this."""
+"""Training steps of a config, timed; `train_benchmark` runs this."""
 
 import pathlib
 import time
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import contender
-from experiments.machine import matmul_rate
+from experiments.benchmarks import contender
+from experiments.benchmarks.machine import matmul_rate
 from kvjax import experiment as experiment_lib
 from kvjax.distributed import sharding
 from kvjax.foundation import runtime

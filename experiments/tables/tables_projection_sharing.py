@@ -1,7 +1,7 @@
 """Projection sharing (arXiv 2606.04032): Tables 1, 5 to 8 and 10."""
 
-from experiments.paper_figure import Figure
-from experiments.paper_figure import cache_bytes
+from experiments.tables.paper_figure import Figure
+from experiments.tables.paper_figure import cache_bytes
 from kvjax.attention import GroupedConfig
 from kvjax.costs import formulas
 from kvjax.model.config import BlockConfig

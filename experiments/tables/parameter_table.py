@@ -1,8 +1,8 @@
 """Exact parameter counts, cache bytes and FLOPs of every config in configs/, from shapes.
 
-    python -m experiments.parameter_table [--markdown]
+    python -m experiments.tables.parameter_table [--markdown]
 
-Configs in folders of configs/ stand in the table of experiments/scaling_table.py. LRKV paper:
+Configs in folders of configs/ stand in the table of scaling_table.py. LRKV paper:
 section 5 (scales), Table 2 (cache), with the corrections in experiments/README.md, whose table is
 what --markdown prints.
 """

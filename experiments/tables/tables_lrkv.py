@@ -6,8 +6,8 @@ from flax import nnx
 import jax
 import numpy as np
 
-from experiments.paper_figure import Figure
-from experiments.paper_figure import cache_bytes
+from experiments.tables.paper_figure import Figure
+from experiments.tables.paper_figure import cache_bytes
 from kvjax import experiment
 from kvjax import recipes
 from kvjax.model.config import TransformerConfig

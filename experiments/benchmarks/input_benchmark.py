@@ -1,6 +1,6 @@
 """Tokens per second of the input pipeline alone, and seconds to prepare the embedded corpus.
 
-    python -m experiments.input_benchmark [--batch_size=32 --sequence_length=256 --seconds=5]
+    python -m experiments.benchmarks.input_benchmark [--batch_size=32] [--seconds=5]
 
 Prepares into a new temporary folder (cold), asks for the same again (warm), then reads batches
 and throws them away. Prints a table.

@@ -1,7 +1,7 @@
 """Thin keys (arXiv 2603.04427): Table 11."""
 
-from experiments.paper_figure import Figure
-from experiments.paper_figure import cache_bytes
+from experiments.tables.paper_figure import Figure
+from experiments.tables.paper_figure import cache_bytes
 from kvjax.attention import GroupedConfig
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig

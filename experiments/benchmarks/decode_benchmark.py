@@ -1,6 +1,6 @@
 """Time of one decode step's attention, by mechanism and context length: absorbed, expanded, MHA.
 
-    python -m experiments.decode_benchmark [--lengths=1024,8192,32768,131072] [--save]
+    python -m experiments.benchmarks.decode_benchmark [--lengths=1024,8192,32768,131072] [--save]
 
 One layer at the LRKV paper's d36, one sequence, one query, random entries; the cache is full.
 "Expanding first" is the reference implementation, measured once: whole keys and values of every
@@ -15,11 +15,11 @@ import statistics
 import jax
 import jax.numpy as jnp
 
-from experiments import machine
 from experiments import record
-from experiments.d36 import MECHANISMS
-from experiments.d36 import abstract_attention
-from experiments.d36 import model
+from experiments.benchmarks import machine
+from experiments.tables.d36 import MECHANISMS
+from experiments.tables.d36 import abstract_attention
+from experiments.tables.d36 import model
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import progress

@@ -1,6 +1,6 @@
 """Resident memory of four processes that load a checkpoint of another mesh.
 
-    python -m experiments.checkpoint_memory [--save]
+    python -m experiments.benchmarks.checkpoint_memory [--save]
 
 A training state of 300 MB (float32) is written by four processes as fsdp = 4, and by one process
 with one device, and loaded by four as fsdp = 2 x tensor = 2. What counts is how far a process's
@@ -20,9 +20,9 @@ import time
 from etils import epath
 import jax
 
-from experiments import contender
-from experiments import machine
 from experiments import record
+from experiments.benchmarks import contender
+from experiments.benchmarks import machine
 from kvjax import distributed
 from kvjax import experiment as experiment_lib
 from kvjax import recipes
@@ -46,7 +46,7 @@ OTHER = dict(data=1, fsdp=2, sequence=1, tensor=2)
 SECONDS = 600  # a job takes at most
 _CLEAR = pathlib.Path("/proc/self/clear_refs")
 _WORKER = (
-    "import json, sys; from experiments import checkpoint_memory; "
+    "import json, sys; from experiments.benchmarks import checkpoint_memory; "
     "checkpoint_memory.work(json.loads(sys.argv[1]))"
 )
 

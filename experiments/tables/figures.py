@@ -1,10 +1,10 @@
 """The README's two pictures: what each mechanism caches, and bits per byte against cache size.
 
-    python -m experiments.figures            # writes experiments/figures/idea.svg and results.svg
-    python -m experiments.figures --check    # writes nothing: says which would change
+    python -m experiments.tables.figures          # writes experiments/figures/*.svg
+    python -m experiments.tables.figures --check  # writes nothing: says which would change
 
 The first is drawn from the tiny configs, to scale. The second shows
-experiments/results/tiny_comparison.json, which experiments/tiny_comparison.py measures.
+experiments/results/tiny_comparison.json, which experiments/studies/tiny_comparison.py measures.
 """
 
 import io
@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.patches import Rectangle
 
-from experiments import parameter_table
 from experiments import record
+from experiments.tables import parameter_table
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
@@ -228,7 +228,9 @@ def figures() -> dict[pathlib.Path, str]:
     """
     file = RESULTS / "tiny_comparison.json"
     if not file.exists():
-        raise UserError(f"{file}: is not there; python -m experiments.tiny_comparison --save")
+        raise UserError(
+            f"{file}: is not there; python -m experiments.studies.tiny_comparison --save"
+        )
     with matplotlib.rc_context(STYLE):
         drawn = dict(idea=svg(idea()), results=svg(results(json.loads(file.read_text()))))
     return {FOLDER / f"{name}.svg": text for name, text in drawn.items()}
@@ -240,7 +242,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing: say what would change")
     options = parser.parse(arguments)
     if not options.check:
-        record.check_folder("experiments.figures", FOLDER)
+        record.check_folder("experiments.tables.figures", FOLDER)
     with progress.waiting("drawing"):
         texts = figures()
     there = {path: path.read_text() if path.exists() else None for path in texts}

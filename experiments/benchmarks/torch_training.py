@@ -4,7 +4,7 @@ The same function and the same optimizer step as `kvjax` (tests/experiments/test
 written as one would for `torch.compile`: float32 master weights, cast where used; scaled dot
 product attention by one named backend; logits and their gradient whole, not in slices; fused AdamW;
 Muon over stacks of matrices of one shape, compiled. Imports no JAX. `python -m
-experiments.train_benchmark --torch` runs this.
+experiments.benchmarks.train_benchmark --torch` runs this.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel
 
-from experiments import contender
+from experiments.benchmarks import contender
 
 WARMUP = 3
 _BACKENDS = {  # of scaled dot product attention: one alone, or as PyTorch chooses

@@ -1,7 +1,7 @@
 """Training speed: tokens/s, MFU, and the fraction of the machine's own matrix-multiply rate.
 
-    python -m experiments.train_benchmark [--config=configs/mha_tiny.py ...] [--save]
-    python -m experiments.train_benchmark --config=configs/mha_128m.py \\
+    python -m experiments.benchmarks.train_benchmark [--config=configs/mha_tiny.py ...] [--save]
+    python -m experiments.benchmarks.train_benchmark --config=configs/mha_128m.py \\
         --config=configs/lrkv_128m.py --rows=32 --set=compute.remat=none --torch --save  # on a GPU
 
 Whole training steps, optimizer included, on one batch of random tokens: the median and range of
@@ -27,9 +27,9 @@ import statistics
 
 import jax
 
-from experiments import contender
 from experiments import record
-from experiments.jax_training import load
+from experiments.benchmarks import contender
+from experiments.benchmarks.jax_training import load
 from kvjax.aot.tables import OVER_100
 from kvjax.attention import GroupedConfig
 from kvjax.costs import formulas
@@ -74,7 +74,7 @@ def our_run(path: str, changes: str, rows: int | None, steps: int) -> Run:
     experiment = load(path, overrides)
     arguments = dict(path=path, overrides=overrides, steps=steps)
     name = " ".join([experiment.name, *changes.split()])
-    return Run(name, experiment, "experiments.jax_training", arguments)
+    return Run(name, experiment, "experiments.benchmarks.jax_training", arguments)
 
 
 def torch_run(experiment: Experiment, attention: str, mode: str, steps: int) -> Run:
@@ -87,7 +87,7 @@ def torch_run(experiment: Experiment, attention: str, mode: str, steps: int) -> 
     if not is_plain(experiment):
         raise UserError(
             f"--torch: {experiment.name} is not the recipe's MHA, which is all that "
-            "experiments/torch_training.py has: give a config like configs/mha_128m.py"
+            "experiments/benchmarks/torch_training.py has: give a config like configs/mha_128m.py"
         )
     block, mechanism = model.block, model.mechanisms[0]
     shape = dict(
@@ -118,7 +118,7 @@ def torch_run(experiment: Experiment, attention: str, mode: str, steps: int) -> 
         steps=steps,
     )
     name = f"PyTorch {experiment.name}, {attention} attention"
-    return Run(name, experiment, "experiments.torch_training", arguments)
+    return Run(name, experiment, "experiments.benchmarks.torch_training", arguments)
 
 
 def is_plain(experiment: Experiment) -> bool:

@@ -1,6 +1,6 @@
 """A trained model, teacher-forced from the cache against recomputing everything.
 
-    python -m experiments.exactness --workdir=runs/lrkv_tiny [--positions=512] [--save]
+    python -m experiments.benchmarks.exactness --workdir=runs/lrkv_tiny [--positions=512] [--save]
 
 Held-out text goes through the model twice: as whole rows, the way training sees them, and through
 the cache, a prefill chunk first and then token by token. Reported are the largest difference of a

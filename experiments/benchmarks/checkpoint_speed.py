@@ -1,6 +1,6 @@
 """Time to save and to load a checkpoint: with checksums of its chunks, and as Orbax stores it.
 
-    python -m experiments.checkpoint_speed [--save] [--megabytes=300] [--repeats=40] [--cached]
+    python -m experiments.benchmarks.checkpoint_speed [--save] [--cached] [--repeats=40]
 
 Random float32 weights in one process, saved until they are on the disk and read from it; with
 --cached both from the page cache, where the share of the checksums is at its highest. Kinds take
@@ -20,8 +20,8 @@ from etils import epath
 import jax
 import numpy as np
 
-from experiments import machine
 from experiments import record
+from experiments.benchmarks import machine
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation.configuration import at_least

@@ -21,7 +21,7 @@ from kvjax.foundation.errors import first_line
 _RESULT = "result: "  # libraries may print before and after
 _FRAMES = 12  # of a traceback: compilers' are long
 _IGNORE_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
-_CHILD = "import sys; from experiments import contender; contender.child(sys.argv[1])"
+_CHILD = "import sys; from experiments.benchmarks import contender; contender.child(sys.argv[1])"
 
 
 def python(code: str) -> list[str]:

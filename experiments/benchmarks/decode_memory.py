@@ -1,7 +1,7 @@
 """Bytes of a decode step as the compiler lays it out: logical, physical, temporary.
 
-    python -m experiments.decode_memory [--topology=v5e:2x2] [--batches=1,8] [--save]
-    python -m experiments.decode_memory --mechanism=MHA --mechanism='thin keys, 32'
+    python -m experiments.benchmarks.decode_memory [--topology=v5e:2x2] [--batches=1,8] [--save]
+    python -m experiments.benchmarks.decode_memory --mechanism=MHA --mechanism='thin keys, 32'
 
 Four layers at the LRKV paper's d36, bfloat16, compiled ahead of time for one chip of a TPU that
 need not be there (`pip install -e '.[aot]'`). Physical bytes are those of the cache as an argument,
@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from experiments import record
-from experiments.d36 import MECHANISMS
-from experiments.d36 import abstract_attention
-from experiments.d36 import model
+from experiments.tables.d36 import MECHANISMS
+from experiments.tables.d36 import abstract_attention
+from experiments.tables.d36 import model
 from kvjax import cache as cache_lib
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
@@ -134,7 +134,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--topology", default="v5e:2x2", help="of TPUs; one chip is used (v5e:2x2)")
     add("--batches", default="1,8", help="sequences decoded together (1,8)")
-    text = "a name of experiments/d36.py; may be repeated (all)"
+    text = "a name of experiments/tables/d36.py; may be repeated (all)"
     add("--mechanism", action="append", help=text)
     add("--save", action="store_true", help="write experiments/results/decode_memory.json")
     parser.add_output()

@@ -1,6 +1,6 @@
 """Generation speed of a trained run: prefill, time to first token, decoding, cache.
 
-    python -m experiments.generate_benchmark --workdir=runs/lrkv_tiny [--save]
+    python -m experiments.benchmarks.generate_benchmark --workdir=runs/lrkv_tiny [--save]
 
 Each batch is generated once unmeasured, --repeats times at different temperatures, and once more
 with top-k and top-p; nothing may be compiled after the first. Figures are medians over the repeats.

@@ -1,0 +1,1 @@
+"""Training runs that compare mechanisms."""

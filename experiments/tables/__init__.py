@@ -1,0 +1,1 @@
+"""Tables and figures from shapes, compilers and saved results."""
