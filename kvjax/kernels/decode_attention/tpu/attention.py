@@ -19,8 +19,8 @@ from kvjax.kernels.decode_attention.readings import LatentReading
 from kvjax.kernels.decode_attention.readings import Reading
 from kvjax.kernels.decode_attention.readings import ResidualReading
 from kvjax.kernels.decode_attention.tpu import parts as parts_lib
-from kvjax.kernels.decode_attention.tpu.pipeline import LANES
-from kvjax.kernels.decode_attention.tpu.pipeline import Part
+from kvjax.kernels.decode_attention.tpu.part import LANES
+from kvjax.kernels.decode_attention.tpu.part import Part
 from kvjax.kernels.decode_attention.tpu.pipeline import attend
 from kvjax.kernels.decode_attention.tpu.pipeline import vmem_bytes
 

@@ -14,14 +14,14 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kernels.decode_attention.tpu.pipeline import LANES
-from kvjax.kernels.decode_attention.tpu.pipeline import ByHead
-from kvjax.kernels.decode_attention.tpu.pipeline import Input
-from kvjax.kernels.decode_attention.tpu.pipeline import Keys
-from kvjax.kernels.decode_attention.tpu.pipeline import Refs
-from kvjax.kernels.decode_attention.tpu.pipeline import Rows
-from kvjax.kernels.decode_attention.tpu.pipeline import Values
-from kvjax.kernels.decode_attention.tpu.pipeline import columns
+from kvjax.kernels.decode_attention.tpu.part import LANES
+from kvjax.kernels.decode_attention.tpu.part import ByHead
+from kvjax.kernels.decode_attention.tpu.part import Input
+from kvjax.kernels.decode_attention.tpu.part import Keys
+from kvjax.kernels.decode_attention.tpu.part import Refs
+from kvjax.kernels.decode_attention.tpu.part import Rows
+from kvjax.kernels.decode_attention.tpu.part import Values
+from kvjax.kernels.decode_attention.tpu.part import columns
 from kvjax.layers import rope
 
 _NT = (((1,), (1,)), ((), ()))  # a product over both operands' last axis: tokens are on lanes

@@ -9,10 +9,7 @@ and matrix unit take turns at instructions rather than at phases; with `lag`, th
 i - 1 are weighed between the heads that score block i.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import functools
 import math
 
@@ -21,129 +18,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-LANES = 128
+from kvjax.kernels.decode_attention.tpu.part import LANES
+from kvjax.kernels.decode_attention.tpu.part import Input
+from kvjax.kernels.decode_attention.tpu.part import Part
+from kvjax.kernels.decode_attention.tpu.part import Refs
+from kvjax.kernels.decode_attention.tpu.part import Rows
+from kvjax.kernels.decode_attention.tpu.part import columns
+from kvjax.kernels.decode_attention.tpu.part import padded
+
 _MASKED = -1e30
 _COMPILER_BYTES = 2**18  # of VMEM, for itself
-
-Refs = Mapping[str, jax.Array]
-ByHead = Callable[[int], None]
-
-
-def columns(tokens: pl.Slice) -> list[tuple[int, pl.Slice]]:
-    """(column of the block, its tokens) of each 128 tokens."""
-    starts = [tokens.start + c * LANES for c in range(tokens.size // LANES)]
-    aligned = lambda at: at if isinstance(at, int) else pl.multiple_of(at, LANES)
-    return [(at // LANES, pl.ds(aligned(at), LANES)) for at in starts]
-
-
-@dataclasses.dataclass(frozen=True)
-class Input:
-    """An array that a part reads, and which piece of it a grid step sees.
-
-    `piece`: "keys" or "values", the block of a cache array [B, *dims, S], that of values `lag`
-    blocks behind; "block", its row of [blocks, *dims]; "sequence", its row of [B, *dims]; "all".
-    """
-
-    array: jax.Array
-    piece: str
-
-
-class Rows:
-    """Rows of `work` for `heads` heads of any number of columns of 128 tokens.
-
-    `zero` is 0, but unknown to the compiler, which therefore keeps reads of these rows between the
-    writes of others: that is what holds the vector unit's work between the matrix unit's.
-    """
-
-    def __init__(self, ref, first: int, heads: int, zero=0):
-        self.ref, self.first, self.stride, self.zero = ref, first, _padded(heads), zero
-
-    def slice(self, column, head: int = 0, count: int = 1) -> pl.Slice:
-        start = self.first + column * self.stride + head + self.zero
-        aligned = head % 8 == 0 and not isinstance(start, int)
-        return pl.ds(pl.multiple_of(start, 8) if aligned else start, count)
-
-    def __getitem__(self, key) -> jax.Array:
-        return self.ref[self.slice(*key), :]
-
-    def __setitem__(self, key, value: jax.Array) -> None:
-        self.ref[self.slice(*key), :] = value
-
-
-class Keys:
-    """How logits come from one part of a cache. Methods get the part's inputs and scratch by name.
-
-    Attributes:
-      by_head: whether `score` goes head by head.
-      product_rows: of the float32 product that `score` makes of the tokens for all heads.
-    """
-
-    by_head = True
-    product_rows = 0
-
-    def __init__(self, inputs: dict[str, Input], scratch: dict[str, pltpu.VMEM] | None = None):
-        self.inputs, self.scratch = inputs, scratch or {}
-
-    def start(self, refs: Refs) -> None:
-        """Before a sequence's first block."""
-
-    def turn(self, refs: Refs) -> None:
-        """Before a block is scored."""
-
-    def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> ByHead | None:
-        """Writes the logits of these tokens of the block, all at once or by head."""
-        raise NotImplementedError
-
-
-class Values:
-    """How the same part's values are weighed; refs["sums"] are its rows of `work`.
-
-    Attributes:
-      by_head: whether `weigh` goes head by head.
-      out_dims: of a sequence's output, refs["out"]: N·width elements.
-      work_rows: of `work`, for its sums.
-    """
-
-    by_head = False
-
-    def __init__(
-        self,
-        inputs: dict[str, Input],
-        *,
-        out_dims: tuple[int, ...],
-        scratch: dict[str, pltpu.VMEM] | None = None,
-        work_rows: int = 0,
-    ):
-        self.inputs, self.scratch = inputs, scratch or {}
-        self.out_dims, self.work_rows = out_dims, work_rows
-
-    def start(self, refs: Refs) -> None:
-        """Before a sequence's first block; `work` is zeroed already."""
-
-    def weigh(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> ByHead | None:
-        """Adds the weighted values of these tokens of the block, all at once or by head."""
-        raise NotImplementedError
-
-    def rescale(self, refs: Refs, decay: jax.Array) -> None:
-        """Multiplies head n's sums by decay[n], a ref [heads, 128]."""
-        raise NotImplementedError
-
-    def finish(self, refs: Refs, inverse: jax.Array) -> None:
-        """Writes head n's sums times inverse[n]."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Keys of a cache, and values that the softmax over all parts' logits weighs."""
-
-    keys: Keys
-    values: Values | None = None
-
-    def named(self, attribute: str) -> dict:
-        """The inputs, or the scratch, of both."""
-        both = [half for half in (self.keys, self.values) if half is not None]
-        return {name: x for half in both for name, x in getattr(half, attribute).items()}
 
 
 def vmem_bytes(
@@ -210,13 +94,13 @@ def attend(
     plan = _Plan(parts, heads=heads, block=s, scored=scored, lag=lag, scale=scale)
     rows = lambda count: pltpu.VMEM((count, LANES), jnp.float32)
     scratch += [("work", rows(plan.work_rows)), ("logits", rows(plan.logit_rows))]
-    scratch += [(name, rows(_padded(heads))) for name in ("maximum", "total", "decay")]
+    scratch += [(name, rows(padded(heads))) for name in ("maximum", "total", "decay")]
     outputs = [(f"{i}.out", part.values.out_dims) for i, part in enumerate(parts) if part.values]
-    outputs.append(("log_sum_exp", (_padded(heads), LANES)))
+    outputs.append(("log_sum_exp", (padded(heads), LANES)))
     names = [name for name, _ in (*inputs, *outputs, *scratch)]
 
     def kernel(first_ref, *refs):
-        plan.step(first_ref, dict(zip(names, refs, strict=True)))
+        _Step(plan, first_ref, dict(zip(names, refs, strict=True))).run()
 
     steps = -(-capacity // (s * P))
     *values, log_sum_exp = pl.pallas_call(
@@ -245,10 +129,6 @@ def attend(
         return [x[:, 0] for x in values], log_sum_exp_BN
     share_BPN = jax.nn.softmax(log_sum_exp_BPN, axis=1)
     return [jnp.einsum("BPN,BPNV->BNV", share_BPN, x) for x in values], log_sum_exp_BN
-
-
-def _padded(heads: int) -> int:
-    return -(-heads // 8) * 8
 
 
 def _blocks(first, s: int, P: int):
@@ -292,7 +172,7 @@ class _Plan:
     def __init__(self, parts: Sequence[Part], *, heads, block, scored, lag, scale):
         self.parts, self.heads, self.lag, self.scale = parts, heads, lag, scale
         self.block, self.scored = block, scored
-        rows = lambda tokens: tokens // LANES * _padded(heads)
+        rows = lambda tokens: tokens // LANES * padded(heads)
         # `work` has weights, then scores and sums of the parts that go head by head. `logits` has
         # those of the block, then scores of the parts that take all heads at once.
         work, logits = rows(block), rows(block)
@@ -305,14 +185,17 @@ class _Plan:
             work += part.values.work_rows if part.values else 0
         self.work_rows, self.logit_rows = work, logits
 
-    def step(self, first_ref, refs: dict) -> None:
-        b, p, i = (pl.program_id(axis) for axis in range(3))
-        first, s, N = first_ref[b], self.block, self.heads
-        reached, each = _blocks(first, s, pl.num_programs(1))
-        mine = jnp.clip(reached - p * each, 0, each)  # blocks of this split
+    def bind(self, refs: dict, first, b, i) -> list["_Bound"]:
+        """The parts, each with what is its own of the kernel's memory.
+
+        Args:
+          first, b, i: the sequence's last slot, its number and the grid step; with a lag the zeros
+            of `Rows` are made of them.
+        """
+        N = self.heads
         hidden = lambda x: jnp.minimum(x, 0) if self.lag else 0
         logits = Rows(refs["logits"], 0, N)  # and, after the softmax, weights
-        parts = [
+        return [
             _Bound(
                 part,
                 {name[2:]: ref for name, ref in refs.items() if name.startswith(f"{n}.")}
@@ -326,75 +209,101 @@ class _Plan:
             )
             for n, part in enumerate(self.parts)
         ]
-        weighing = [part for part in parts if part.values is not None]
 
-        def go_through(start, scored: list["_Bound"], weighed: list["_Bound"]) -> None:
-            tokens = pl.ds(start, self.scored)
-            takers = [part.keys.score(part.refs, tokens, part.scores) for part in scored]
-            takers += [part.values.weigh(part.refs, tokens, part.weights) for part in weighed]
-            for n in range(N):
-                for take in takers:
-                    if take is not None:
-                        take(n)
-            if scored:
-                self._add_up(refs, tokens, parts, logits, first - (p * each + i) * s)
 
-        def block(*, score: bool, weigh: bool) -> None:
-            for start in range(0, s, self.scored):
-                go_through(start, parts if score else [], weighing if weigh else [])
+class _Step:
+    """A grid step: block i of split p of sequence b."""
 
-        @pl.when(i == 0)
-        def _():
-            refs["maximum"][...] = jnp.full_like(refs["maximum"], _MASKED)
-            for name in ("total", "work", "logits"):
-                refs[name][...] = jnp.zeros_like(refs[name])
-            for part in parts:
-                part.keys.start(part.refs)
-            for part in weighing:
-                part.values.start(part.refs)
+    def __init__(self, plan: _Plan, first_ref, refs: dict):
+        self.plan, self.refs = plan, refs
+        b, self.p, self.i = (pl.program_id(axis) for axis in range(3))
+        self.first = first_ref[b]
+        reached, self.each = _blocks(self.first, plan.block, pl.num_programs(1))
+        self.mine = jnp.clip(reached - self.p * self.each, 0, self.each)  # blocks of this split
+        self.logits = Rows(refs["logits"], 0, plan.heads)
+        self.parts = plan.bind(refs, self.first, b, self.i)
+        self.weighing = [part for part in self.parts if part.values is not None]
 
-        @pl.when(i < mine)
-        def _():
-            for part in parts:
-                part.keys.turn(part.refs)
-            block(score=True, weigh=self.lag)  # of the block before the first, all weights are zero
-            self._softmax(refs, logits, Rows(refs["work"], 0, N))
-            for part in weighing:
-                part.values.rescale(part.refs, refs["decay"])
-            if not self.lag:
-                block(score=False, weigh=True)
+    def run(self) -> None:
+        pl.when(self.i == 0)(self._begin)
+        pl.when(self.i < self.mine)(self._take_block)
+        if self.plan.lag:
+            pl.when(self.i == self.mine)(self._weigh_last_block)
+        pl.when(self.i == pl.num_programs(2) - 1)(self._finish)
 
-        if self.lag:
+    def _begin(self) -> None:
+        """Before the split's first block: nothing was seen yet."""
+        refs = self.refs
+        refs["maximum"][...] = jnp.full_like(refs["maximum"], _MASKED)
+        for name in ("total", "work", "logits"):
+            refs[name][...] = jnp.zeros_like(refs[name])
+        for part in self.parts:
+            part.keys.start(part.refs)
+        for part in self.weighing:
+            part.values.start(part.refs)
 
-            @pl.when(i == mine)
-            def _():
-                @pl.loop(0, s, step=self.scored)
-                def _(start):
-                    go_through(pl.multiple_of(start, LANES), [], weighing)
+    def _take_block(self) -> None:
+        """Scores a block's keys, and weighs its values, or with a lag those of the block before."""
+        lag = self.plan.lag
+        for part in self.parts:
+            part.keys.turn(part.refs)
+        # Before the first block there is none: all weights are zero.
+        self._go_through_block(self.parts, self.weighing if lag else [])
+        self._softmax()
+        for part in self.weighing:
+            part.values.rescale(part.refs, self.refs["decay"])
+        if not lag:
+            self._go_through_block([], self.weighing)
 
-        @pl.when(i == pl.num_programs(2) - 1)
-        def _():
-            total = refs["total"][...]
-            refs["log_sum_exp"][0, 0] = refs["maximum"][...] + jnp.log(total)
-            refs["total"][...] = jnp.where(total > 0, 1 / total, 0)
-            for part in weighing:
-                part.values.finish(part.refs, refs["total"])
+    def _weigh_last_block(self) -> None:
+        """With a lag, one grid step more than blocks: a real loop, since nothing is scored."""
 
-    def _add_up(self, refs, tokens: pl.Slice, parts: list["_Bound"], logits: Rows, last) -> None:
+        @pl.loop(0, self.plan.block, step=self.plan.scored)
+        def _(start):
+            self._go_through(pl.multiple_of(start, LANES), [], self.weighing)
+
+    def _finish(self) -> None:
+        """After the last block: sums become outputs."""
+        refs = self.refs
+        total = refs["total"][...]
+        refs["log_sum_exp"][0, 0] = refs["maximum"][...] + jnp.log(total)
+        refs["total"][...] = jnp.where(total > 0, 1 / total, 0)
+        for part in self.weighing:
+            part.values.finish(part.refs, refs["total"])
+
+    def _go_through_block(self, scored: list[_Bound], weighed: list[_Bound]) -> None:
+        for start in range(0, self.plan.block, self.plan.scored):
+            self._go_through(start, scored, weighed)
+
+    def _go_through(self, start, scored: list[_Bound], weighed: list[_Bound]) -> None:
+        """Scores and weighs the tokens from `start` on: of all parts head by head, interleaved."""
+        tokens = pl.ds(start, self.plan.scored)
+        takers = [part.keys.score(part.refs, tokens, part.scores) for part in scored]
+        takers += [part.values.weigh(part.refs, tokens, part.weights) for part in weighed]
+        for n in range(self.plan.heads):
+            for take in takers:
+                if take is not None:
+                    take(n)
+        if scored:
+            last = self.first - (self.p * self.each + self.i) * self.plan.block
+            self._add_up(tokens, last)
+
+    def _add_up(self, tokens: pl.Slice, last) -> None:
         """Logits of these tokens: the parts' scores, scaled; masked after slot `last`."""
-        N = self.heads
+        N, refs = self.plan.heads, self.refs
         K = refs["key_scale"].shape[1] if "key_scale" in refs else 0
         for c, (column, at) in enumerate(columns(tokens)):
-            z = self.scale * sum(part.scores[c, 0, N] for part in parts)
+            z = self.plan.scale * sum(part.scores[c, 0, N] for part in self.parts)
             if K:
                 scale_K = refs["key_scale"][0, :, 0, at]
                 z = z * (scale_K if K == N else jnp.repeat(scale_K, N // K, axis=0))
             slot = at.start + jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
-            logits[column, 0, N] = jnp.where(slot <= last, z, _MASKED)
+            self.logits[column, 0, N] = jnp.where(slot <= last, z, _MASKED)
 
-    def _softmax(self, refs, logits: Rows, weights: Rows) -> None:
+    def _softmax(self) -> None:
         """Weights of a block; what older blocks' sums are to be multiplied by, to `decay`."""
-        N, columns = self.heads, range(self.block // LANES)
+        refs, logits, N = self.refs, self.logits, self.plan.heads
+        weights, columns = Rows(refs["work"], 0, N), range(self.plan.block // LANES)
         head, by_head = slice(0, N), any(p.values and p.values.by_head for p in self.parts)
         largest = functools.reduce(jnp.maximum, (logits[c, 0, N] for c in columns))
         old = refs["maximum"][head]
