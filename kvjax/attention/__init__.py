@@ -1,8 +1,7 @@
 """The attention family: a KV cache is a shared base plus a low-rank residual per head.
 
-`attention.py` is the module every model uses; `grouped.py` and `mla.py` are its mechanisms. A new
-mechanism is a frozen config with `build`, listed in `MECHANISMS`, and a module with `project`,
-`keys_values` and `encode` (see `mechanism.py`).
+`attention.py` is the module every model uses; `grouped.py` and `mla.py` are its mechanisms, listed
+in `MECHANISMS`. What a new one must have is in `mechanism.py`.
 """
 
 from kvjax.attention.attention import Attention

@@ -122,6 +122,10 @@ class GroupedConfig:
         return parts * self.key_dim + self.position_channels // 2
 
     @property
+    def key_heads(self) -> int:
+        return self.num_kv_heads if self.rank else self.num_bases
+
+    @property
     def scale(self) -> float:
         return self.key_dim**-0.5
 

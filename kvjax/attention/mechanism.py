@@ -69,6 +69,10 @@ class MechanismConfig(Protocol):
         """Channels of the query and of the expanded key."""
 
     @property
+    def key_heads(self) -> int:
+        """Heads of what `keys_values` returns; the cache may have fewer."""
+
+    @property
     def scale(self) -> float:
         """What a logit is multiplied by, 1/sqrt(H) of the key as the mechanism means it."""
 
@@ -81,7 +85,7 @@ class MechanismConfig(Protocol):
 
     @property
     def absorbed(self) -> tuple[str, ...]:
-        """Weights that decoding folds into query and output instead of applying to tokens."""
+        """Weights, by attribute of the module, that decoding folds into query and output."""
 
     def decode_flops(self, rope_base: float | None) -> DecodeFlops:
         """What decoding from the entry costs, in a model with RoPE of that base or without."""
@@ -108,6 +112,8 @@ class Mechanism(Protocol):
 
     def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> Reading:
         """What decode attention needs besides the cache, from `project`'s queries.
+
+        What is folded into weights is float32 or wider: it is not rounded twice.
 
         Args:
           rope_base: of the model's rotary positions, or None in a model without them.

@@ -53,6 +53,10 @@ class RebuiltLatentConfig:
         return self.key_dim
 
     @property
+    def key_heads(self) -> int:
+        return self.num_heads
+
+    @property
     def scale(self) -> float:
         return self.query_dim**-0.5
 
@@ -134,6 +138,10 @@ class LatentConfig:
     @property
     def query_dim(self) -> int:
         return self.key_dim + self.rope_key_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_heads
 
     @property
     def scale(self) -> float:

@@ -103,9 +103,10 @@ def rows_ways(mesh: Mesh) -> int:
 def spec(axes: str, shape: tuple[int, ...]) -> P:
     """How a parameter is split, by the letters of its axes (see `kvjax.layers.weight`).
 
-    `tensor` splits N, K, J, M or V. `fsdp` splits a matrix along D, or along the last axis that is
-    left where it has no D. A table of vectors ("V D", "T D"), whose rows are looked up, is split
-    along D by both. Vectors are otherwise whole, and so is an axis of length 1 (LRKV's one base).
+    `tensor` splits the first of N, K, J, M and V that is longer than 1. `fsdp` splits a matrix along
+    D, or along the last axis that is left where it has no D. A table of vectors ("V D", "T D"),
+    whose rows are looked up, is split along D by both. Vectors are otherwise whole, and so is an
+    axis of length 1 (LRKV's one base).
 
     Args:
       axes: "D -> N H", say.
@@ -120,7 +121,7 @@ def spec(axes: str, shape: tuple[int, ...]) -> P:
     if not parsed.is_matrix and len(names) == 2 and names[1] == _MODEL:
         split[1] = ("fsdp", "tensor")
     else:
-        heads = [i for i, name in enumerate(names) if name in _TENSOR][:1]
+        heads = [i for i, n in enumerate(names) if n in _TENSOR and shape[stacked + i] > 1][:1]
         split |= dict.fromkeys(heads, "tensor")
         if parsed.is_matrix:
             left = [i for i in range(len(names)) if i not in split]

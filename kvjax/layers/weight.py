@@ -36,7 +36,10 @@ class Axes:
         """Reads "K: R -> H", "D -> N H" or, for a vector, "N H"."""
         batch, _, rest = text.rpartition(":")
         reduction, _, output = rest.rpartition("->")
-        return cls(tuple(batch.split()), tuple(reduction.split()), tuple(output.split()))
+        axes = cls(tuple(batch.split()), tuple(reduction.split()), tuple(output.split()))
+        if len(set(axes.names)) < len(axes.names):
+            raise ValueError(f"axes {text!r}: a letter stands there twice")
+        return axes
 
     @property
     def names(self) -> tuple[str, ...]:

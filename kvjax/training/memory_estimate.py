@@ -11,7 +11,6 @@ import math
 
 import jax
 
-from kvjax.attention.mechanism import MechanismConfig
 from kvjax.costs import formulas
 from kvjax.layers.weight import Axes
 from kvjax.model import parameters
@@ -127,18 +126,12 @@ def kept(config: TransformerConfig, remat: str, *, kernel: bool) -> int:
     made = sum(m.num_heads * m.value_dim for m in mechanisms)  # by softmax attention
     if remat == "none":  # and queries, keys, values, what was made of them; of the MLP one product
         expanded = sum(
-            m.num_heads * m.query_dim + _kv_heads(m) * (m.query_dim + m.value_dim)
+            m.num_heads * m.query_dim + m.key_heads * (m.query_dim + m.value_dim)
             for m in mechanisms
         )
         return inputs + made + expanded + c.num_layers * c.mlp_dim
     with_weights = products(config).kept if remat == "dots" else 0
     return inputs + with_weights + (made if kernel and remat != "full" else 0)
-
-
-def _kv_heads(mechanism: MechanismConfig) -> int:
-    """Heads whose keys and values attention reads: those of the cache, or of a latent one all."""
-    heads = [field.heads for field in mechanism.entry().values() if field.heads is not None]
-    return max(heads, default=mechanism.num_heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

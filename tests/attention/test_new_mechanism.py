@@ -76,20 +76,21 @@ class _Tiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactoredConfig:
-    num_heads: int
-    rank: int
-    key_dim: int
-    value_dim: int
-    qk_norm: str = "rms"  # of queries
-    bias: bool = False
-    norm_epsilon: float = 1e-6
-    absorbed = ()
+    num_heads: int  # query heads, N
+    rank: int  # of keys and values, R
+    key_dim: int  # channels of a key, H
+    value_dim: int  # channels of a value, Hv
+    qk_norm: str = "none"  # none here
+    bias: bool = False  # on the output only
+    norm_epsilon: float = 1e-6  # of a norm, were there one
+    absorbed = ()  # no weight is folded into the query
 
     def __post_init__(self):
         check_common(self, "rank", "key_dim", "value_dim")
 
     rope_dim = query_dim = property(lambda self: self.key_dim)
     scale = property(lambda self: self.key_dim**-0.5)
+    key_heads = property(lambda self: self.num_heads)
 
     def entry(self):
         R, N = self.rank, self.num_heads

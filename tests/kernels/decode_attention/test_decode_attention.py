@@ -137,7 +137,9 @@ def _abstract(name, S):
 
 def test_every_class_of_operands_is_tested(x64):
     built = {type(_build(name, 1)[0]) for name in VARIANTS}
-    assert built == set(readings.Reading.__subclasses__())
+    assert built == {
+        c for c in readings.Reading.__subclasses__() if c.__module__.startswith("kvjax.")
+    }
 
 
 @pytest.mark.parametrize("name", VARIANTS)

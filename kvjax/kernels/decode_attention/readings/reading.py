@@ -22,7 +22,15 @@ static = functools.partial(dataclasses.field, metadata=dict(static=True))
 
 
 def reading(cls):
-    """Makes a class of operands a frozen dataclass and a pytree; `static` fields are no leaves."""
+    """Makes a class of operands a frozen dataclass and a pytree; `static` fields are no leaves.
+
+    Raises:
+      TypeError: a number that is not `static`: it would become an array.
+    """
+    for name, kind in cls.__annotations__.items():
+        made = isinstance(getattr(cls, name, None), dataclasses.Field)
+        if kind in (float, int, bool, str) and not made:
+            raise TypeError(f"{cls.__name__}.{name}: write `{name}: {kind.__name__} = static()`")
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
 
 
@@ -70,7 +78,11 @@ class Tiles(Protocol):
 
 
 class Reading:
-    """Base of all: the operands of decode attention besides the cache."""
+    """Base of all: the operands of decode attention besides the cache.
+
+    A subclass declares `query` and `scale` again, and what else it needs: arrays are leaves,
+    anything else is made by `static`.
+    """
 
     query: jax.Array  # [B, T, N, H]
     scale: float  # what a logit is multiplied by
@@ -78,7 +90,9 @@ class Reading:
     rope_base: float | None = None  # of keys that are rotated when they are read
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The definition: queries [B, T, N, H], keys [B, S, K, H], values [B, S, K, Hv]; K | N.
+        """The definition: queries [B, T, N, H], keys [B, S, K, H], values [B, S, K', Hv].
+
+        K and K' divide N; they may differ.
 
         Args:
           cache: tokens second, [B, S, *field.shape], in float32 or wider, as the operands are.
@@ -95,7 +109,10 @@ class Reading:
 
 
 class Sizes(Protocol):
-    """The lengths of a reading's axes: what benchmarks, tuning and cost formulas need of it."""
+    """The lengths of a reading's axes, for cost formulas.
+
+    `reading` and `fields` are for profiling: only what is in `shapes.SHAPES` has them.
+    """
 
     N: int  # query heads
 
