@@ -35,7 +35,8 @@ def execute(path: pathlib.Path, folder: pathlib.Path, **environment: str) -> nbf
         resources=dict(metadata=dict(path=str(folder))),
     )
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    ours = dict(JAX_PLATFORMS="cpu", PYTHONPATH=paths, IPYTHONDIR=str(folder / "ipython"))
+    ours = dict(JAX_PLATFORMS="cpu", PYTHONPATH=paths)
+    ours |= dict(TMPDIR=str(folder), IPYTHONDIR=str(folder / "ipython"))
     client.execute(env=os.environ | ours | environment)
     notebook.metadata.language_info = dict(name="python")  # not the version of this moment
     return notebook
