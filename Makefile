@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 
 export TF_CPP_MIN_LOG_LEVEL := 2
 
-.PHONY: demo test test-all test-aot lint clean
+.PHONY: demo test test-all test-aot lint notebooks clean
 
 demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and prints its figures
 	$(BIN)/python -m kvjax.main $(DEMO_ARGS)
@@ -36,6 +36,9 @@ lint: .venv/installed
 	$(PYTHON) -m venv .venv-aot
 	.venv-aot/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,aot]'
 	touch $@
+
+notebooks: .venv/installed  ## executes the notebooks and stores their outputs
+	$(BIN)/python -m tests.notebooks
 
 clean:
 	rm -rf .venv .venv-aot runs

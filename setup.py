@@ -47,6 +47,9 @@ setup(
             "hypothesis==6.170.15",
             "ruff==0.17.6",
             "import-linter==2.16",
+            "nbclient==0.11.0",
+            "ipykernel==7.4.0",
+            "nbformat==5.11.1",
         ],
         # Compiles for TPUs and GPUs that are not there; CUDA's compiler is ptxas with libdevice.
         "aot": ["libtpu==0.0.48.1", f"jax-cuda13-plugin=={JAX}", "nvidia-cuda-nvcc==13.5.37"],

@@ -1,0 +1,65 @@
+"""Notebooks executed from top to bottom; as a command, their outputs stored.
+
+python -m tests.notebooks                         # all of them, in place, on the CPU
+python -m tests.notebooks notebooks/launch.ipynb
+"""
+
+import os
+import pathlib
+import sys
+import tempfile
+import time
+
+import nbclient
+import nbformat
+
+from kvjax.foundation.checkout import ROOT
+
+NOTEBOOKS = tuple(sorted((ROOT / "notebooks").glob("*.ipynb")))
+_CELL_SECONDS = 1200  # of a cell that hangs; a notebook takes two to three minutes
+
+
+def execute(path: pathlib.Path, folder: pathlib.Path, **environment: str) -> nbformat.NotebookNode:
+    """The notebook with new outputs, executed in a folder on the CPU; its file stays as it is.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell failed.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout=_CELL_SECONDS,
+        coalesce_streams=True,
+        record_timing=False,
+        resources=dict(metadata=dict(path=str(folder))),
+    )
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    ours = dict(JAX_PLATFORMS="cpu", PYTHONPATH=paths)
+    ours |= dict(TMPDIR=str(folder), IPYTHONDIR=str(folder / "ipython"))
+    client.execute(env=os.environ | ours | environment)
+    notebook.metadata.language_info = dict(name="python")  # not the version of this moment
+    return notebook
+
+
+def pictures(notebook: nbformat.NotebookNode) -> int:
+    """How many are among the outputs."""
+    return sum("image/png" in output.get("data", ()) for output in outputs(notebook))
+
+
+def text(notebook: nbformat.NotebookNode) -> str:
+    """What cells printed or returned."""
+    parts = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs(notebook))
+    return "\n".join(parts)
+
+
+def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", ())]
+
+
+if __name__ == "__main__":
+    for path in map(pathlib.Path, sys.argv[1:] or NOTEBOOKS):
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            nbformat.write(execute(path, pathlib.Path(folder)), path)
+        print(f"{path.name}: {time.monotonic() - start:.0f} s", file=sys.stderr)

@@ -1,0 +1,88 @@
+"""The notebooks run from top to bottom, and what is stored in them is what a reader may see."""
+
+import pathlib
+import re
+
+import nbformat
+import pytest
+
+from tests import notebooks
+
+REPOSITORY = "https://github.com/kvjax/kvjax"
+PICTURES = dict(quickstart=2, kernels=5, launch=5)
+MACHINE = re.compile(r"/(root|home|work|tmp|var|usr|opt|Users|site-packages)\b|https?://(?!github)")
+# On two CPU cores; a stored figure is no larger than it must be.
+MAX_BYTES = 400_000
+
+of_each = pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def _code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_all_are_there():
+    assert {path.stem for path in notebooks.NOTEBOOKS} == PICTURES.keys()
+
+
+@of_each
+def test_what_is_stored(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert path.stat().st_size < MAX_BYTES
+    counts = [cell.execution_count for cell in _code(notebook)]
+    assert counts == list(range(1, len(counts) + 1)), "execute it: python -m tests.notebooks"
+    assert not any("execution" in cell.metadata for cell in notebook.cells)
+    assert not any(output.output_type == "error" for output in notebooks.outputs(notebook))
+    assert notebooks.pictures(notebook) == PICTURES[path.stem]
+    assert not MACHINE.search(notebooks.text(notebook))
+
+
+@of_each
+def test_colab(path):
+    """A badge that opens this file, and an installation that does nothing elsewhere."""
+    notebook = nbformat.read(path, as_version=4)
+    in_colab = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
+    assert f"({in_colab}/blob/main/notebooks/{path.name})" in notebook.cells[0].source
+    install = _code(notebook)[0]
+    first, guard, *body = [line for line in install.source.splitlines() if line]
+    assert (first, guard) == ("import sys", 'if "google.colab" in sys.modules:')
+    assert all(line.startswith("    ") for line in body) and not install.outputs
+    assert f" {REPOSITORY} " in install.source
+
+
+@of_each
+def test_links_lead_somewhere(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        for link in re.findall(r"\]\(([^)]+)\)", cell.source if "mark" in cell.cell_type else ""):
+            assert "://" in link or (path.parent / link).exists(), link
+
+
+def _quickstart(said):
+    assert float(re.search(r"largest difference (\S+) of", said)[1]) < 1e-10
+    assert float(re.search(r"([\d.]+) bits per byte", said)[1]) < 2.49  # of xz -9e
+    assert "tokens x 3,136" in said  # cache bytes per token of LRKV in float32
+
+
+def _kernels(said):
+    assert "5 of 5 measured" in said
+    assert "saved schedules" in said or "v5e, lrkv: " in said
+
+
+def _launch(said):
+    for topology in ("v4:4x4x4", "v5e:8x8", "v5p:2x2x4", "h200:8"):
+        assert f"{topology:10} " in said
+    assert "--topology=v5p:2x2x4" in said and "--tpu-type=v5p-32" in said
+    assert "srun python -m kvjax.main --config=configs/lrkv_2p5b.py --workdir=" in said
+
+
+CHECKS = dict(quickstart=_quickstart, kernels=_kernels, launch=_launch)
+
+
+@pytest.mark.slow
+@of_each
+def test_runs_from_top_to_bottom(path: pathlib.Path, tmp_path):
+    """In a folder of its own, from empty caches."""
+    notebook = notebooks.execute(path, tmp_path, KVJAX_CACHE=str(tmp_path / "cache"))
+    assert notebooks.pictures(notebook) == PICTURES[path.stem]
+    CHECKS[path.stem](notebooks.text(notebook))
