@@ -70,7 +70,7 @@ def step_memory(
     return dict(
         batch=batch,
         length=length,
-        formulas=batch * length * formulas.cache_bytes_per_token(config, BF16),
+        costs=batch * length * formulas.cache_bytes_per_token(config, BF16),
         logical=cache_lib.live_bytes(cache),
         physical=alone.argument_size_in_bytes,
         aliased=memory.alias_size_in_bytes,

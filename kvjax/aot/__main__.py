@@ -167,7 +167,7 @@ def _candidate(c: search.Candidate) -> dict:
         bound_by=bound.binding,
         seconds_in_sum=bound.compute + bound.hbm + bound.interconnect,
         mfu=bound.mfu,
-        hlo=c.step is not None,
+        compiled=c.step is not None,
     )
 
 

@@ -103,10 +103,10 @@ def rows_ways(mesh: Mesh) -> int:
 def spec(axes: str, shape: tuple[int, ...]) -> P:
     """How a parameter is split, by the letters of its axes (see `kvjax.layers.weight`).
 
-    `tensor` splits the first of N, K, J, M and V that is longer than 1. `fsdp` splits a matrix along
-    D, or along the last axis that is left where it has no D. A table of vectors ("V D", "T D"),
-    whose rows are looked up, is split along D by both. Vectors are otherwise whole, and so is an
-    axis of length 1 (LRKV's one base).
+    `tensor` splits the first of N, K, J, M and V that is longer than 1. `fsdp` splits a matrix
+    along D, or along the last axis that is left where it has no D. A table of vectors ("V D",
+    "T D"), whose rows are looked up, is split along D by both. Vectors are otherwise whole, and so
+    is an axis of length 1 (LRKV's one base).
 
     Args:
       axes: "D -> N H", say.

@@ -237,8 +237,8 @@ def test_a_sweep_goes_on_after_what_does_not_compile(compiler, capsys):
     assert report["grad_accumulation"] > 1
     first, *rest = report["candidates"]
     assert first["failure"] == "INTERNAL: an error of the compiler"
-    assert first["needed_bytes"] is None and not first["fits"]
-    assert any(row["fits"] and not row["failure"] for row in rest)
+    assert first["needed_bytes"] is None and not first["fits"] and not first["compiled"]
+    assert any(row["fits"] and row["compiled"] and not row["failure"] for row in rest)
     out, error = capsys.readouterr()
     assert "| did not compile |" in out and "INTERNAL: an error of the compiler" in out
     assert "did not compile: INTERNAL" in error

@@ -118,6 +118,20 @@ def test_entry_is_as_promised(make_mechanism, mechanism_name, qk_norm, dtype):
         assert entry[name].dtype == field.dtype_in(dtype), name
 
 
+def test_heads_of_expanded_keys(make_mechanism, mechanism_name):
+    config = make_mechanism(mechanism_name)
+    graph, weights = nnx.split(nnx.eval_shape(lambda: config.build(D, rngs=nnx.Rngs(0))))
+
+    def keys_values(weights, x):
+        module, positions = nnx.merge(graph, weights), _positions(config, True)
+        return module.keys_values(module.project(x, positions)[1], positions)
+
+    for expanded in jax.eval_shape(
+        keys_values, weights, jax.ShapeDtypeStruct((B, T, D), "float32")
+    ):
+        assert expanded.shape[2] == config.key_heads
+
+
 @pytest.mark.parametrize(
     "name, keys, elements",
     [  # the table of the design, with N = 4, H = 8, R = 3

@@ -28,7 +28,7 @@ PARAMETERS_CLOSE = 1e-4  # of each one's norm, after 40 steps
 QUICK = dict(
     compute=dict(unroll="off", query_chunk=0, loss_chunks=1),
     optimizer=dict(newton_schulz_steps=2),
-    loop=dict(num_steps=STEPS, keep_checkpoints=9, sample_tokens=2),
+    train=dict(num_steps=STEPS, keep_checkpoints=9, sample_tokens=2),
 )
 CONFIG = """
 from tests.distributed import test_multihost
