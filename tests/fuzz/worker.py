@@ -420,8 +420,9 @@ def _become(case: Case, folder: pathlib.Path, ready: int) -> None:
     from kvjax.foundation import interrupted
 
     interrupted.quietly()  # as kvjax/__init__.py does for `python -m`
+    main = main_of(case.command)
     os.close(ready)
-    command_line.run(main_of(case.command))
+    command_line.run(main)
 
 
 def _open(number: int, kind: str, path: pathlib.Path) -> None:
