@@ -102,50 +102,82 @@ def test_projections_equal_the_reference(x64, build, reference, mechanism_name, 
 def test_float32_is_near_float64(make_mechanism, randomise, reference, mechanism_name):
     config = make_mechanism(mechanism_name)
     module, narrow = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)), dtype=np.float32)
-    x = _input().astype(np.float32)
+    x, positions = _input().astype(np.float32), _positions(config)
+    ways = dict.fromkeys(((True, 0), (True, 3), (False, 0)))
+    run = lambda x: [module(x, positions, causal=causal, query_chunk=n) for causal, n in ways]
     wide = jax.tree.map(np.float64, narrow)
-    for causal, query_chunk in ((True, 0), (True, 3), (False, 0)):
-        y = module(jnp.asarray(x), _positions(config), causal=causal, query_chunk=query_chunk)
+    for (causal, _), y in zip(ways, jax.jit(run)(jnp.asarray(x)), strict=True):
         assert y.dtype == jnp.float32
         expected = reference.attention(config, wide, np.float64(x), base=BASE, causal=causal)
         np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_causality(x64, build, mechanism_name):
-    """Output t has a gradient by input s if and only if s <= t, in chunks or not."""
-    config, module, _ = build(mechanism_name)
-    positions = _positions(config)
+class Ways:
+    """One program of a mechanism for all of its tests: rows of [1 + T, T, D], whole and in chunks.
 
-    @jax.jit
-    def reach(x):  # 2 x [T output, T input]
-        f = lambda x, query_chunk: module(x, positions, causal=True, query_chunk=query_chunk)[
-            0
-        ].sum(-1)
-        return [jnp.abs(jax.jacrev(f)(x, chunk)[:, 0]).sum(-1) for chunk in (0, 3)]
+    Row 0 is an input, row 1 + s the same with another token in place s.
+    """
 
+    def __init__(self, config, module):
+        self.config, self.x = config, np.repeat(_input()[:1], 1 + T, axis=0)
+        self.x[np.arange(1, 1 + T), np.arange(T)] += _input()[1]
+        ways = dict(whole=(True, 0), chunked=(True, 3), full=(False, 0), full_chunked=(False, 3))
+
+        @jax.jit
+        def run(x, index):
+            positions = _positions(config, index=index)
+            return {
+                name: module(x, positions, causal=causal, query_chunk=query_chunk)
+                for name, (causal, query_chunk) in ways.items()
+            }
+
+        self._run = run
+        self.near = self.at(np.arange(T))
+
+    def at(self, index):
+        """Outputs by way, of tokens that stand at these positions."""
+        found = self._run(jnp.asarray(self.x), jnp.asarray(index, jnp.int32)[None])
+        return jax.tree.map(np.asarray, found)
+
+
+@pytest.fixture(scope="module")
+def ways(make_mechanism, randomise):
+    """A function of a mechanism's name; a mechanism's tests share what it returns."""
+
+    @functools.cache
+    def ways(name):
+        config = make_mechanism(name)
+        with jax.enable_x64(True):
+            module, _ = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)))
+            return Ways(config, module)
+
+    return ways
+
+
+def test_causality(x64, ways, mechanism_name):
+    """Output t moves with input s if and only if s <= t, in chunks or not."""
     lower = np.tril(np.ones((T, T), bool))
-    for matrix in reach(jnp.asarray(_input()[:1])):
-        np.testing.assert_array_equal(np.asarray(matrix) != 0, lower)
+    for name in ("whole", "chunked"):
+        y = ways(mechanism_name).near[name]
+        moved = np.abs(y[1:] - y[0]).max(-1)  # [T input, T output]
+        np.testing.assert_array_equal(moved.T > 1e-9, lower)
+        assert moved.T[~lower].max() < 1e-14
 
 
-def _check_query_chunk(build, name, query_chunk):
-    config, module, _ = build(name)
-    x, positions = jnp.asarray(_input()), _positions(config)
-    whole = module(x, positions, causal=True)
-    chunked = module(x, positions, causal=True, query_chunk=query_chunk)
-    np.testing.assert_allclose(chunked, whole, rtol=1e-12, atol=1e-12)
-    full = module(x, positions, causal=False)
-    np.testing.assert_array_equal(module(x, positions, causal=False, query_chunk=query_chunk), full)
-    assert np.abs(full - whole).max() > 1e-3
+def test_query_chunk_changes_nothing(x64, ways, mechanism_name):
+    near = ways(mechanism_name).near
+    np.testing.assert_allclose(near["chunked"], near["whole"], rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(near["full_chunked"], near["full"])
+    assert np.abs(near["full"] - near["whole"]).max() > 1e-3
 
 
-def test_query_chunk_changes_nothing(x64, build, mechanism_name):
-    _check_query_chunk(build, mechanism_name, 3)
-
-
-@pytest.mark.parametrize("query_chunk", [1, 2, 6, 7, 100])
-def test_any_query_chunk_will_do(x64, build, query_chunk):
-    _check_query_chunk(build, "lrkv_gqa", query_chunk)
+def test_any_query_chunk_will_do(x64, build):
+    config, module, _ = build("lrkv_gqa")
+    positions, chunks = _positions(config), (0, 1, 2, 6, 7, 100)
+    run = lambda x: [module(x, positions, causal=True, query_chunk=chunk) for chunk in chunks]
+    whole, *chunked = jax.jit(run)(jnp.asarray(_input()))
+    for query_chunk, y in zip(chunks[1:], chunked, strict=True):
+        np.testing.assert_allclose(y, whole, rtol=1e-12, atol=1e-12, err_msg=str(query_chunk))
 
 
 def test_query_chunk_saves_work():
@@ -159,19 +191,14 @@ def test_query_chunk_saves_work():
     assert flops(32) < 0.62 * flops(0)
 
 
-def test_shifting_all_positions_changes_nothing(x64, build, mechanism_name):
-    config, module, _ = build(mechanism_name)
-    x = jnp.asarray(_input())
-    shifted = np.arange(T, dtype=np.int32)[None] + np.int32(1000)
-    near = module(x, _positions(config), causal=True)
-    far = module(x, _positions(config, index=shifted), causal=True)
-    if getattr(config, "position_channels", 0):  # the "+" knows where a key stands
+def test_shifting_all_positions_changes_nothing(x64, ways, mechanism_name):
+    ways = ways(mechanism_name)
+    near, far = ways.near["whole"], ways.at(np.arange(T) + 1000)["whole"]
+    if getattr(ways.config, "position_channels", 0):  # the "+" knows where a key stands
         assert np.abs(far - near).max() > 1e-3
     else:
         np.testing.assert_allclose(far, near, rtol=1e-9, atol=1e-9)
-    stretched = np.arange(T, dtype=np.int32)[None] * np.int32(3)
-    other = module(x, _positions(config, index=stretched), causal=True)
-    assert np.abs(other - near).max() > 1e-3
+    assert np.abs(ways.at(np.arange(T) * 3)["whole"] - near).max() > 1e-3
 
 
 @pytest.mark.parametrize("new", [1, 4], ids=["step", "prefill"])
@@ -219,7 +246,8 @@ def test_softmax_attention(x64, K, H, Hv, query_chunk):
     """Logits scale by 1/sqrt(H) of the true key dim, padded or not; head n reads n·K/N."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((B, T, *s)) for s in ((6, H), (K, H), (K, Hv)))
-    o = softmax_attention(*map(jnp.asarray, (q, k, v)), causal=True, query_chunk=query_chunk)
+    attend = jax.jit(functools.partial(softmax_attention, causal=True, query_chunk=query_chunk))
+    o = attend(*map(jnp.asarray, (q, k, v)))
     assert o.shape == (B, T, 6, Hv)
     for n in range(6):
         z = np.einsum("bth,bsh->bts", q[:, :, n], k[:, :, n * K // 6]) / np.sqrt(H)
