@@ -232,11 +232,16 @@ def _precisions(jaxpr) -> list:
 
 def test_output_starts_at_zero(make_mechanism, family):
     config = make_mechanism(family, bias=True)
-    module = Attention(config, D, rngs=nnx.Rngs(0))
-    assert np.all(np.asarray(module.out[...]) == 0)
-    assert np.all(np.asarray(module.out_bias[...]) == 0)
-    y = module(jnp.asarray(_input(), jnp.float32), _positions(config), causal=True)
-    assert np.all(np.asarray(y) == 0)
+
+    @jax.jit
+    def run(x):
+        module = Attention(config, D, rngs=nnx.Rngs(0))
+        y = module(x, _positions(config), causal=True)
+        return module.out[...], module.out_bias[...], y, nnx.to_pure_dict(nnx.state(module))
+
+    *zeros, weights = run(jnp.asarray(_input(), jnp.float32))
+    assert all(np.all(np.asarray(a) == 0) for a in zeros)
+    assert np.all(np.asarray(weights["mechanism"]["query"]) != 0)
 
 
 @pytest.mark.parametrize("K", [1, 2, 6])

@@ -24,6 +24,8 @@ from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention import xla
 from kvjax.layers import rope
+from tests import quick
+from tests.conftest import MECHANISMS
 
 B, D, BASE = 3, 16, 100.0
 S, BLOCK = 128, 48  # tiles start in slots 0, 48 and 80: the last overlaps the one before
@@ -214,13 +216,13 @@ def _check_every_split(randomise, config, base):
     check()
 
 
-@pytest.mark.parametrize("row", _covering_rows(), ids=_row_id)
+@pytest.mark.parametrize(["row"], quick.every(8, [(row,) for row in _covering_rows()]), ids=_row_id)
 def test_the_law_for_pairs_of_options(x64, randomise, row):
     _check_every_split(randomise, *_grouped(row))
 
 
 @pytest.mark.parametrize("name", ["mla", "mla_paper"])
-@pytest.mark.parametrize("qk_norm, base, bias", LATENT_OPTIONS)
+@pytest.mark.parametrize("qk_norm, base, bias", quick.only([("none", None, False)], LATENT_OPTIONS))
 def test_the_law_for_latents(x64, make_mechanism, randomise, name, qk_norm, base, bias):
     config = make_mechanism(name, qk_norm=qk_norm, bias=bias, norm_epsilon=1e-2)
     _check_every_split(randomise, config, base)
@@ -245,6 +247,7 @@ def test_pairs_of_options_are_covered():
     assert {type(_grouped(row)[0]) for row in rows} == {GroupedConfig}
 
 
+@pytest.mark.parametrize("mechanism_name", quick.only(quick.READERS, MECHANISMS))
 def test_the_definition_obeys_the_law(x64, make_mechanism, randomise, mechanism_name):
     config = make_mechanism(mechanism_name)
     run = _run(randomise, config, BASE, jnp.float64, implementation="reference")
@@ -255,20 +258,18 @@ def test_the_definition_obeys_the_law(x64, make_mechanism, randomise, mechanism_
     np.testing.assert_allclose(y[held], expected[held], rtol=1e-10, atol=1e-10)
 
 
-def _exactly(randomise, run, config, x_BTD):
+def _exactly(reference, run, x_BTD):
     """[B, T, D] in full and in float64, from the weights of a run in a narrower dtype."""
-    with jax.enable_x64(True):
-        wide = _run(randomise, config, run.base, jnp.float64, d_model=x_BTD.shape[-1])
-        widen = lambda w: jnp.asarray(np.asarray(w, np.float64))
-        wide.weights = jax.tree.map(widen, run.weights)
-        return wide.full(x_BTD)
+    wide = jax.tree.map(lambda w: np.asarray(w, np.float64), run.weights)
+    return reference.attention(run.config, wide, np.float64(x_BTD), base=run.base, causal=True)
 
 
-def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
+@pytest.mark.parametrize("mechanism_name", quick.only(quick.READERS, MECHANISMS))
+def test_float32_and_stale_entries(make_mechanism, randomise, reference, mechanism_name):
     """To 1e-5 of the output's scale; what lies behind a sequence's end changes no bit."""
     config = make_mechanism(mechanism_name)
     run, x = _run(randomise, config, BASE, jnp.float32), _input().astype(np.float32)
-    y, expected = run.decoded(x, ONE_OF_ALL), _exactly(randomise, run, config, x)
+    y, expected = run.decoded(x, ONE_OF_ALL), _exactly(reference, run, x)
     held = ~np.isnan(y)
     assert held[0].all()
     assert np.abs(y - expected)[held].max() < 1e-5 * np.abs(expected).max()
@@ -280,10 +281,10 @@ def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", _covering_rows(), ids=_row_id)
-def test_float32_for_pairs_of_options(randomise, row):
+def test_float32_for_pairs_of_options(randomise, reference, row):
     config, base = _grouped(row)
     run, x = _run(randomise, config, base, jnp.float32), _input().astype(np.float32)
-    y, expected = run.decoded(x, ONE_OF_ALL), _exactly(randomise, run, config, x)
+    y, expected = run.decoded(x, ONE_OF_ALL), _exactly(reference, run, x)
     held = ~np.isnan(y)
     assert np.abs(y - expected)[held].max() < 1e-5 * np.abs(expected).max()
 
@@ -302,18 +303,24 @@ def _wider(make_mechanism, name):
     return make_mechanism(name, **own)
 
 
+BFLOAT16_OPTIONS = [
+    dict(qk_norm="rms", base=BASE),
+    dict(qk_norm="none", base=BASE),
+    dict(qk_norm="rms_gain", base=BASE),
+    dict(qk_norm="rms", base=None),
+    dict(qk_norm="none", base=None),
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        dict(qk_norm="rms", base=BASE),
-        pytest.param(dict(qk_norm="none", base=BASE), marks=pytest.mark.slow),
-        pytest.param(dict(qk_norm="rms_gain", base=BASE), marks=pytest.mark.slow),
-        pytest.param(dict(qk_norm="rms", base=None), marks=pytest.mark.slow),
-        pytest.param(dict(qk_norm="none", base=None), marks=pytest.mark.slow),
-    ],
+    "mechanism_name, options",
+    quick.only(
+        [("lrkv", BFLOAT16_OPTIONS[0]), ("mla", BFLOAT16_OPTIONS[0])],
+        itertools.product(MECHANISMS, BFLOAT16_OPTIONS),
+    ),
     ids=str,
 )
-def test_bfloat16(make_mechanism, randomise, mechanism_name, options):
+def test_bfloat16(make_mechanism, randomise, reference, mechanism_name, options):
     """The error is at most 1.5 times that of expanded attention in bfloat16.
 
     Error: root mean square over all outputs, against float64 from the same bfloat16 weights and
@@ -323,7 +330,7 @@ def test_bfloat16(make_mechanism, randomise, mechanism_name, options):
     config = dataclasses.replace(config, qk_norm=options["qk_norm"])
     run = _run(randomise, config, options["base"], jnp.bfloat16, d_model=width)
     x = np.asarray(jnp.asarray(_input(width, batch, length), jnp.bfloat16), np.float64)
-    exact = _exactly(randomise, run, config, x)
+    exact = _exactly(reference, run, x)
     steps = [(CHUNK, (CHUNK,) * batch)] * (64 // CHUNK) + [(1, (1,) * batch)] * (length - 64)
     error = lambda y: np.sqrt(np.mean(np.square(y - exact)))
     expanded, decoded = error(run.full(x)), error(run.decoded(x, steps))
