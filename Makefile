@@ -11,11 +11,11 @@ export TF_CPP_MIN_LOG_LEVEL := 2
 demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and prints its figures
 	$(BIN)/python -m kvjax.main $(DEMO_ARGS)
 
-test: .venv/installed  ## the tests that take seconds
-	$(BIN)/pytest -q -n 2 -m "not slow and not aot"
+test: .venv/installed  ## what guards each promise with the least to compile
+	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not slow and not aot"
 
 test-all: .venv/installed  ## all tests
-	$(BIN)/pytest -q -n 2 -m "not aot"
+	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not aot"
 
 test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there
 	JAX_PLATFORMS=cpu .venv-aot/bin/pytest -q -n 2 -m aot

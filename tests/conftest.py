@@ -6,16 +6,13 @@ the product but the names of the weights.
 
 import os
 
+from tests import quick
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS")
-# Most of the tests' time is compilation; what LLVM would make faster runs for milliseconds.
-_TESTS = (
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-)
-os.environ["XLA_FLAGS"] = " ".join((*_TESTS, _flags or ""))
+_DEVICES = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{_DEVICES} {quick.XLA_FLAGS} {_flags or ''}"
 
 import math
 import signal
@@ -36,9 +33,9 @@ from kvjax.foundation import runtime
 from kvjax.layers.weight import Axes
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_compilation_cache_dir", str(runtime.cache_directory() / "compiled"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+for _key, _value in quick.compilation_cache().items():
+    jax.config.update(_key, _value)
+    os.environ.setdefault(_key.upper(), str(_value))  # what tests start finds it, and adds to it
 jax.devices()  # reads XLA_FLAGS; processes that tests start see the machine as it is
 if _flags is None:
     del os.environ["XLA_FLAGS"]
@@ -49,6 +46,14 @@ else:
 for _signal in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(_signal) == signal.SIG_IGN:
         signal.signal(_signal, lambda number, frame: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_program_outlives_its_tests():
+    """The programs of all tests together are gigabytes."""
+    yield
+    jax.clear_caches()
+
 
 MECHANISMS = {
     "mha": (GroupedConfig, dict(num_kv_heads=4, num_bases=4, rank=0)),

@@ -10,6 +10,7 @@ import sys
 import time
 
 from kvjax.foundation.checkout import ROOT
+from tests import quick
 
 
 class Job:
@@ -30,7 +31,7 @@ class Job:
         environment = os.environ | dict(
             JAX_PLATFORMS="cpu",
             PYTHONPATH=str(ROOT),
-            XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+            XLA_FLAGS=f"--xla_force_host_platform_device_count={devices} {quick.XLA_FLAGS}",
         )
         self.processes = []
         for i, command in enumerate(commands):

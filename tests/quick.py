@@ -4,8 +4,23 @@ from collections.abc import Iterable
 
 import pytest
 
+from kvjax.foundation import runtime
+
+# For XLA, where compilation takes longer than what is compiled runs.
+XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # One mechanism for each way of reading a cache: plain, residual, tied, latent, latent rebuilt.
 READERS = ("gqa", "lrkv_gqa", "lrkv_kv_tied", "mla", "mla_paper")
+# And those whose queries and keys are like no other's.
+KINDS = (*READERS, "thin_keys", "lrkv_shared_rope", "qk_tied_plus")
+
+
+def compilation_cache() -> dict:
+    """JAX's options for a cache that also holds programs that are compiled in no time."""
+    return dict(
+        jax_compilation_cache_dir=str(runtime.cache_directory() / "compiled"),
+        jax_persistent_cache_min_compile_time_secs=0.05,
+        jax_persistent_cache_min_entry_size_bytes=-1,
+    )
 
 
 def only(quick: Iterable, among: Iterable) -> list:

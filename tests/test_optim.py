@@ -21,6 +21,8 @@ from kvjax.optim import make_optimizer
 from kvjax.optim import momentum_schedule
 from kvjax.optim import newton_schulz
 from kvjax.optim import scale_by_muon
+from tests import quick
+from tests.conftest import FAMILIES
 
 D = 12
 
@@ -53,10 +55,15 @@ def _setup(config, *, num_steps=1000, scale=1.0, seed=0, **options):
     shapes, axes = parameters.abstract(config)
     optimizer = make_optimizer(OptimizerConfig(**options), axes, d_model=D, num_steps=num_steps)
     rng = np.random.default_rng(seed)
-    draw = lambda s: jnp.asarray(rng.standard_normal(s.shape), jnp.float32)
+    draw = lambda s: rng.standard_normal(s.shape).astype(np.float32)
     weights = jax.tree.map(draw, shapes)
     grads = jax.tree.map(lambda s: scale * draw(s), shapes)
     return optimizer, axes, weights, grads
+
+
+def _updated(optimizer, grads, weights):
+    """Updates and state after a first step, as one program."""
+    return jax.jit(lambda g, w: optimizer.update(g, optimizer.init(w), w))(grads, weights)
 
 
 def _leaves(tree):
@@ -76,7 +83,7 @@ def test_without_a_warm_up_momentum_is_the_final_one(make_mechanism):
     means = []
     for momentum in (dict(momentum_warmup_steps=0), dict(momentum_start=0.95)):
         optimizer, _, weights, grads = _setup(config, clip_norm=0.0, **momentum)
-        state = _leaves(optimizer.update(grads, optimizer.init(weights), weights)[1])
+        state = _leaves(_updated(optimizer, grads, weights)[1])
         means.append({names: x for names, x in state.items() if "momentum" in names})
     assert len(means[0]) > 10
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), *means)
@@ -101,10 +108,15 @@ def test_adamw_is_that_of_its_paper(make_mechanism, options):
         if _kind(names) in rates
     }
     state = optimizer.init(weights)
-    for step in range(4):  # gradients of other signs and sizes at every step
-        given = jax.tree.map(lambda g, step=step: g * jnp.cos(2.0 * step + 3 * g), grads)
+
+    @jax.jit
+    def stepped(given, state, weights):
         updates, state = optimizer.update(given, state, weights)
-        weights = optax.apply_updates(weights, updates)
+        return optax.apply_updates(weights, updates), state
+
+    for step in range(4):  # gradients of other signs and sizes at every step
+        given = jax.tree.map(lambda g, step=step: g * np.cos(2.0 * step + 3 * g), grads)
+        weights, state = stepped(given, state, weights)
         for names, g in _leaves(given).items():
             if names in expected:
                 expected[names].step(np.asarray(g, np.float64))
@@ -201,7 +213,8 @@ def test_singular_values_come_near_one(shape):
     rng = np.random.default_rng(0)
     u, _, vt = np.linalg.svd(rng.standard_normal(shape), full_matrices=False)
     s = np.linspace(0.2, 1, u.shape[-1])
-    x = np.asarray(newton_schulz(jnp.asarray((u * s) @ vt * 50, jnp.float32), 5), np.float64)
+    orthogonal = jax.jit(functools.partial(newton_schulz, steps=5))
+    x = np.asarray(orthogonal(jnp.asarray((u * s) @ vt * 50, jnp.float32)), np.float64)
     values = np.linalg.svd(x, compute_uv=False)
     assert 0.6 < values.min()
     assert values.max() < 1.3
@@ -217,21 +230,22 @@ def test_newton_schulz_coefficients():
     np.testing.assert_array_equal(newton_schulz(jnp.zeros((1, 2, 3)), 5), np.zeros((1, 2, 3)))
 
 
-@pytest.mark.parametrize("step, beta", [(0, 0.85), (150, 0.90), (300, 0.95), (1000, 0.95)])
-def test_momentum_warmup(make_mechanism, step, beta):
+def test_momentum_warmup(make_mechanism):
     """nanochat: (1 - f)·0.85 + f·0.95, f = min(step/300, 1); read off the state after a step."""
     optimizer, _, weights, grads = _setup(_model(make_mechanism("mha")), clip_norm=0.0)
-    state = jax.tree.map(
-        lambda x: jnp.full_like(x, step) if x.dtype == jnp.int32 else x, optimizer.init(weights)
-    )
-    _, state = jax.jit(optimizer.update)(grads, state, weights)
-    after, checked = _leaves(state), 0
-    for names, g in _leaves(grads).items():
-        if _kind(names) == "matrix":
-            (mean,) = (x for path, x in after.items() if path[-len(names) :] == names)
-            np.testing.assert_allclose(mean, (1 - beta) * g, rtol=1e-5, atol=1e-7)
-            checked += 1
-    assert checked == 7  # query, base key and value, out, up, gate, down
+    start, update = optimizer.init(weights), jax.jit(optimizer.update)
+    for step, beta in ((0, 0.85), (150, 0.90), (300, 0.95), (1000, 0.95)):
+        at = lambda x, step=step: jnp.full_like(x, step) if x.dtype == jnp.int32 else x
+        _, state = update(grads, jax.tree.map(at, start), weights)
+        after, checked = _leaves(state), 0
+        for names, g in _leaves(grads).items():
+            if _kind(names) == "matrix":
+                (mean,) = (x for path, x in after.items() if path[-len(names) :] == names)
+                np.testing.assert_allclose(
+                    mean, (1 - beta) * g, rtol=1e-5, atol=1e-7, err_msg=f"step {step}"
+                )
+                checked += 1
+        assert checked == 7  # query, base key and value, out, up, gate, down
 
 
 def test_constant_schedule_with_a_linear_end():
@@ -264,10 +278,11 @@ def test_cosine_schedule_with_warmup():
 
 def _first_update(config, **options):
     optimizer, axes, weights, grads = _setup(config, **options)
-    updates, state = jax.jit(optimizer.update)(grads, optimizer.init(weights), weights)
+    updates, state = _updated(optimizer, grads, weights)
     return _leaves(updates), _leaves(weights), _leaves(grads), _leaves(axes), state
 
 
+@pytest.mark.parametrize("family", quick.only(["lrkv", "mla"], FAMILIES))
 def test_first_update_of_the_recipe(make_mechanism, family):
     """AdamW steps by lr·sign(g); Muon's singular values are lr·sqrt(max(1, out/in))."""
     updates, _, grads, axes, _ = _first_update(_model(make_mechanism(family)))

@@ -14,6 +14,9 @@ from kvjax.attention import Attention
 from kvjax.attention.attention import softmax_attention
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.layers import rope
+from tests import quick
+from tests.conftest import FAMILIES
+from tests.conftest import MECHANISMS
 
 B, T, D, BASE = 2, 7, 16, 100.0
 # Every pair of values of two options is in one row.
@@ -51,7 +54,7 @@ def build(make_mechanism, randomise):
     return build
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=_ids)
+@pytest.mark.parametrize("options", quick.every(2, OPTIONS), ids=_ids)
 def test_equals_the_reference(x64, build, reference, mechanism_name, options):
     config, module, weights = build(
         mechanism_name, qk_norm=options["qk_norm"], bias=options["bias"], norm_epsilon=1e-2
@@ -99,6 +102,7 @@ def test_projections_equal_the_reference(x64, build, reference, mechanism_name, 
         np.testing.assert_allclose(centred(z), centred(z_n), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("mechanism_name", quick.only(quick.KINDS, MECHANISMS))
 def test_float32_is_near_float64(make_mechanism, randomise, reference, mechanism_name):
     config = make_mechanism(mechanism_name)
     module, narrow = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)), dtype=np.float32)
@@ -154,6 +158,7 @@ def ways(make_mechanism, randomise):
     return ways
 
 
+@pytest.mark.parametrize("mechanism_name", quick.only(quick.KINDS, MECHANISMS))
 def test_causality(x64, ways, mechanism_name):
     """Output t moves with input s if and only if s <= t, in chunks or not."""
     lower = np.tril(np.ones((T, T), bool))
@@ -164,6 +169,7 @@ def test_causality(x64, ways, mechanism_name):
         assert moved.T[~lower].max() < 1e-14
 
 
+@pytest.mark.parametrize("mechanism_name", quick.only(quick.KINDS, MECHANISMS))
 def test_query_chunk_changes_nothing(x64, ways, mechanism_name):
     near = ways(mechanism_name).near
     np.testing.assert_allclose(near["chunked"], near["whole"], rtol=1e-12, atol=1e-12)
@@ -191,6 +197,7 @@ def test_query_chunk_saves_work():
     assert flops(32) < 0.62 * flops(0)
 
 
+@pytest.mark.parametrize("mechanism_name", quick.only(quick.KINDS, MECHANISMS))
 def test_shifting_all_positions_changes_nothing(x64, ways, mechanism_name):
     ways = ways(mechanism_name)
     near, far = ways.near["whole"], ways.at(np.arange(T) + 1000)["whole"]
@@ -230,6 +237,7 @@ def _precisions(jaxpr) -> list:
     return sum(map(_precisions, jax.extend.core.subjaxprs(jaxpr)), own)
 
 
+@pytest.mark.parametrize("family", quick.only(["lrkv", "mla"], FAMILIES))
 def test_output_starts_at_zero(make_mechanism, family):
     config = make_mechanism(family, bias=True)
 
@@ -244,9 +252,18 @@ def test_output_starts_at_zero(make_mechanism, family):
     assert np.all(np.asarray(weights["mechanism"]["query"]) != 0)
 
 
-@pytest.mark.parametrize("K", [1, 2, 6])
-@pytest.mark.parametrize("H, Hv", [(4, 4), (4, 6), (6, 4)])
-@pytest.mark.parametrize("query_chunk", [0, 2])
+@pytest.mark.parametrize(
+    "K, H, Hv, query_chunk",
+    quick.every(
+        4,
+        [
+            (K, *dims, chunk)
+            for K in (1, 2, 6)
+            for dims in ((4, 4), (4, 6), (6, 4))
+            for chunk in (0, 2)
+        ],
+    ),
+)
 def test_softmax_attention(x64, K, H, Hv, query_chunk):
     """Logits scale by 1/sqrt(H) of the true key dim, padded or not; head n reads n·K/N."""
     rng = np.random.default_rng(0)

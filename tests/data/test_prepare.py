@@ -27,6 +27,7 @@ from kvjax.foundation import progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
+from tests import quick
 
 
 def stream(dataset, texts):
@@ -67,7 +68,7 @@ def test_every_token_is_a_target_exactly_once(small_dataset, small_config, small
         assert rows_NT[0, 0] == small_dataset.tokenizer.bos_id
 
 
-@pytest.mark.parametrize("kind", ["small", "embedded"])
+@pytest.mark.parametrize("kind", quick.only(["small"], ["small", "embedded"]))
 def test_bytes_of_the_validation_targets_are_the_bytes_of_the_text(request, kind):
     dataset = request.getfixturevalue(f"{kind}_dataset")
     counted = dataset.token_bytes[rows(dataset, "validation")[:, 1:]].sum()
@@ -90,6 +91,7 @@ def test_manifest_counts_what_is_there(small_dataset, small_config, small_texts)
     assert info["tokenizer"]["vocab_size"] == 400
 
 
+@pytest.mark.slow
 def test_embedded_corpus_is_all_there(embedded_dataset):
     splits = embedded_dataset.info["splits"]
     assert splits["train"]["bytes"] + splits["validation"]["bytes"] == 9_199_152  # Without \f.
@@ -247,6 +249,7 @@ def assert_datasets_are_whole(root):
         assert tokenizer_lib.load(path / prepare.TOKENIZER).vocab_size > 0
 
 
+@pytest.mark.slow
 def test_killed_preparation_leaves_nothing_half_made(larger_config):
     root = larger_config.root
     for stage in (
@@ -378,6 +381,7 @@ def test_a_truncated_last_shard_is_told_before_any_work(tmp_path, monkeypatch):
         prepare.prepare(config)
 
 
+@pytest.mark.slow
 def test_a_log_hears_how_far_it_is(larger_config, monkeypatch, capsys):
     """Every stage, whether it takes long or not."""
     told = []

@@ -189,6 +189,7 @@ def test_rows_of_other_devices_are_failures(monkeypatch, capsys):
     assert [f["error"] for f in failed] == ["no", "ran on cpu, others on cuda: no comparison"]
 
 
+@pytest.mark.slow
 def test_one_failure_leaves_the_others_and_nothing_of_data_is_imported(tmp_path):
     """The whole command, as on a machine that has JAX, Flax and Optax and little else."""
     absent = "grain tensorflow_datasets array_record tensorboardX tokenizers pyarrow matplotlib"

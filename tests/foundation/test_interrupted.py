@@ -14,6 +14,7 @@ import pytest
 from kvjax.distributed.interruption import Interruption
 from kvjax.foundation import interrupted
 from kvjax.foundation.checkout import ROOT
+from tests import quick
 from tests.training import test_resume
 
 CTRL_C = "signal.raise_signal(signal.SIGINT)"
@@ -95,8 +96,9 @@ def test_who_ignores_ctrl_c_goes_on_ignoring_it():
 @pytest.mark.slow
 def test_a_ctrl_c_that_a_library_swallowed_ends_a_run(config, tmp_path):
     swallowed = f"import signal\ntry: {CTRL_C}\nexcept BaseException: pass\n"
-    config.write_text(swallowed + config.read_text())
-    output = test_resume.finish(test_resume.launch(config, tmp_path / "run"), status=130)
+    swallowing = tmp_path / "config.py"
+    swallowing.write_text(swallowed + config.read_text())
+    output = test_resume.finish(test_resume.launch(swallowing, tmp_path / "run"), status=130)
     assert "interrupted" in output and "Traceback" not in output
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -114,7 +116,7 @@ def test_ctrl_c_at_any_moment(config, tmp_path):
     """From the first imports to a little after the first step."""
     process = test_resume.launch(config, tmp_path / "whole", "--config.train.stop_after=1")
     (seconds,) = re.findall(r"first step ([\d.]+) s after", test_resume.finish(process))
-    for moment in range(1, 11):
+    for moment in range(1, 11, 2):
         workdir = tmp_path / f"run-{moment}"
         process = test_resume.launch(config, workdir, LONG)
         time.sleep(0.11 * moment * float(seconds))
@@ -140,7 +142,7 @@ def terminal(command: list[str]) -> tuple[subprocess.Popen, int]:
     process = subprocess.Popen(
         [sys.executable, "-c", IN_TERMINAL, *command],
         **dict(stdin=theirs, stdout=theirs, stderr=theirs),
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": quick.XLA_FLAGS},
         cwd=ROOT,
         start_new_session=True,
     )

@@ -8,8 +8,8 @@ import pathlib
 import subprocess
 import sys
 
-from kvjax.foundation import runtime
 from kvjax.foundation.checkout import ROOT
+from tests import quick
 from tests.fuzz.case import Case
 from tests.fuzz.case import Outcome
 from tests.fuzz.case import faults
@@ -22,11 +22,9 @@ class Worker:
     def __init__(self, home: pathlib.Path):
         environment = os.environ | dict(PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
         environment |= dict(TF_CPP_MIN_LOG_LEVEL="2", COLUMNS="80", KVJAX_CACHE=str(home / "cache"))
-        environment |= dict(  # what other tests compiled is found again
-            JAX_COMPILATION_CACHE_DIR=str(runtime.cache_directory() / "compiled"),
-            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.05",
-            JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
-        )
+        environment |= dict(XLA_FLAGS=quick.XLA_FLAGS)
+        cache = quick.compilation_cache()  # what other tests compiled is found again
+        environment |= {key.upper(): str(value) for key, value in cache.items()}
         self._noise = home / "noise.txt"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.worker", str(home)],

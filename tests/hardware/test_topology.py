@@ -10,6 +10,7 @@ from experiments.benchmarks import decode_memory
 from experiments.tables import d36
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import topology
+from tests import quick
 
 
 @pytest.mark.parametrize("name", ["v5e", "v9:2x2", "h200:8", "", "v5e:"])
@@ -116,7 +117,7 @@ def test_physical_bytes_count_padding(v5e):
     assert step["physical"] - 512 == 1024 * 2 * 2 * (128 + 18 * 48)
 
 
-@pytest.mark.parametrize("name", ["MHA", "LRKV", "LRKV x GQA-6", "Q-K=V"])
+@pytest.mark.parametrize("name", quick.only(["LRKV"], ["MHA", "LRKV", "LRKV x GQA-6", "Q-K=V"]))
 def test_attention_on_the_cpu_makes_nothing_that_grows_like_the_cache(name):
     short, long = (decode_memory.attention_memory(name, s) for s in decode_memory.LENGTHS)
     assert abs(decode_memory.growth(short, long)) < 0.05

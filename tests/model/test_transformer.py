@@ -16,6 +16,8 @@ from kvjax.model.loss import mean_loss
 from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
+from tests import quick
+from tests.conftest import FAMILIES
 
 B, T, D, M, V, L = 2, 12, 16, 24, 32, 3
 F64 = jnp.dtype(jnp.float64)
@@ -92,7 +94,8 @@ def _graph(config):
 
 
 def _initial(config, seed=0):
-    return nnx.to_pure_dict(nnx.state(Transformer(config, jax.random.key(seed))))
+    make = lambda: nnx.to_pure_dict(nnx.state(Transformer(config, jax.random.key(seed))))
+    return jax.jit(make)()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -142,10 +145,11 @@ def plain(x64, make_mechanism, randomise):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(loss_chunks=1),
-        dict(loss_chunks=5, remat="dots"),  # 5 does not divide 12: 4 chunks
-        dict(loss_chunks=12, query_chunk=5),
-        dict(loss_chunks=100, remat="full", unroll=True, query_chunk=8),
+        pytest.param(dict(loss_chunks=1), marks=pytest.mark.slow),
+        pytest.param(dict(loss_chunks=5, remat="dots"), marks=pytest.mark.slow),
+        pytest.param(dict(loss_chunks=12, query_chunk=5), marks=pytest.mark.slow),
+        dict(loss_chunks=5, remat="full", unroll=True, query_chunk=8),  # 12 in 4 chunks
+        pytest.param(dict(loss_chunks=100, remat="dots", unroll=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -220,10 +224,12 @@ def test_initialisation(make_mechanism):
         assert abs(np.std(table) - 1) < 6 / math.sqrt(2 * table.size)
     up = np.asarray(segment["mlp"]["up"])
     assert abs(up.std() * math.sqrt(D) - 1) < 6 / math.sqrt(2 * up.size)
-    model, (tokens, targets) = nnx.merge(_graph(config), weights), _tokens()
-    nats = token_losses(model, tokens, targets)
+    model = nnx.merge(_graph(config), weights)
+    nats, mean = jax.jit(lambda *rows: (token_losses(model, *rows), mean_loss(model, *rows)))(
+        *_tokens()
+    )
     np.testing.assert_array_equal(nats, np.full((B, T), np.float32(math.log(V))))
-    np.testing.assert_allclose(mean_loss(model, tokens, targets), math.log(V), rtol=2e-7)
+    np.testing.assert_allclose(mean, math.log(V), rtol=2e-7)
 
 
 def test_seeds_differ(make_mechanism):
@@ -234,6 +240,7 @@ def test_seeds_differ(make_mechanism):
     assert not np.array_equal(*up)
 
 
+@pytest.mark.parametrize("family", quick.only(["lrkv", "mla_paper"], FAMILIES))
 def test_causality(x64, make_mechanism, randomise, family):
     """Output t has a gradient by the embedding of token s if and only if s <= t."""
     config = _config(make_mechanism(family), 2)
@@ -271,17 +278,22 @@ def test_positions_may_be_given(x64, make_mechanism, randomise):
     assert np.abs(run(weights, positions * 2) - default).max() > 1e-3
 
 
+@pytest.mark.parametrize("family", quick.only(["lrkv", "mla"], FAMILIES))
 def test_bfloat16(make_mechanism, randomise, reference, family):
     """Matrices and activations are bfloat16, logits float32; off by rounding, not by more."""
     config = _config(make_mechanism(family))
     model, weights = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
     tokens, targets = _tokens()
     compute = Compute(dtype=jnp.dtype(jnp.bfloat16))
-    x = model(tokens, compute=compute)
-    logits = model.logits(x)
+
+    @jax.jit
+    def run(tokens, targets):
+        x = model(tokens, compute=compute)
+        return x, model.logits(x), token_losses(model, tokens, targets, compute=compute)
+
+    x, logits, losses = run(tokens, targets)
     assert x.dtype == jnp.bfloat16
-    assert logits.dtype == jnp.float32
-    assert token_losses(model, tokens, targets, compute=compute).dtype == jnp.float32
+    assert logits.dtype == losses.dtype == jnp.float32
     expected = reference.logits(config, jax.tree.map(np.float64, weights), tokens)
     error = np.linalg.norm(np.asarray(logits) - expected) / np.linalg.norm(expected)
     # One product, in float32 from the last activations on: no bfloat16 on the way.

@@ -1,5 +1,7 @@
 """The loop, in this process: it learns, resumes, accumulates, and stops with one message."""
 
+import contextlib
+import io
 import shutil
 import types
 
@@ -20,6 +22,7 @@ from kvjax.model.transformer import Transformer
 from kvjax.training import loop
 from kvjax.training import program
 from kvjax.workdir import metrics
+from tests import quick
 from tests import runs
 
 
@@ -34,34 +37,48 @@ def one_device(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
 
 
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    """The workdir of a run as the recipe has it, from its first step to its sample; its figures."""
+    workdir = tmp_path_factory.mktemp("whole")
+    config = runs.small_config(*source, sample_tokens=4)
+    config.compute.update(unroll="auto", query_chunk=-1, loss_chunks=8)
+    config.optimizer.newton_schulz_steps = 5
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        patch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
+        last = loop.train(config, epath.Path(workdir))
+    return types.SimpleNamespace(
+        config=config, workdir=workdir, last=last, output=output.getvalue()
+    )
+
+
 def records(workdir) -> list[dict]:
     return metrics.read_records(epath.Path(workdir) / metrics.METRICS)
 
 
-def test_a_run_leaves_what_it_promises(source, tmp_path, capfd):
-    last = loop.train(runs.small_config(*source), epath.Path(tmp_path))
-    losses = [r["loss"] for r in records(tmp_path) if "loss" in r]
+def test_a_run_leaves_what_it_promises(whole):
+    losses = [r["loss"] for r in records(whole.workdir) if "loss" in r]
     assert len(losses) == 40
     assert losses[0] == pytest.approx(np.log(257), rel=1e-6)  # the head starts at zero
     assert losses[-1] < losses[0] - 1
-    assert last["validation_bpb"] == records(tmp_path)[-1]["validation_bpb"] < 5
+    last = records(whole.workdir)[-1]
+    assert whole.last["validation_bpb"] == last["validation_bpb"] < 5
     files = ("config.txt", "config.json", "tokenizer.json", "curves.png", "sample.txt")
     for name in (*files, "events", "checkpoints"):
-        assert (tmp_path / name).exists(), name
-    output = capfd.readouterr().out
-    assert "bits per byte" in output and "xz -9e" in output and "--- sample ---" in output
+        assert (whole.workdir / name).exists(), name
+    assert all(text in whole.output for text in ("bits per byte", "xz -9e", "--- sample ---"))
 
 
 def test_stopping_and_going_on_changes_nothing(source, tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    loop.train(runs.small_config(*source), epath.Path(whole))
-    for stop_after in (7, 23, 0):
-        loop.train(runs.small_config(*source, stop_after=stop_after), epath.Path(parts))
+    config = lambda **keys: runs.small_config(*source, num_steps=12, eval_every=6, **keys)
+    loop.train(config(), epath.Path(whole))
+    for stop_after in (7, 0):
+        loop.train(config(stop_after=stop_after), epath.Path(parts))
     assert (parts / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
     # Already complete: nothing is compiled, which takes minutes at scale.
     monkeypatch.setattr(loop.Run, "_train_step", lambda run: pytest.fail("compiled"))
-    again = loop.train(runs.small_config(*source), epath.Path(parts))
-    assert again["step"] == 40
+    assert loop.train(config(), epath.Path(parts))["step"] == 12
     assert (parts / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
 
 
@@ -80,13 +97,15 @@ def test_what_a_bucket_refuses_after_the_last_checkpoint_is_a_warning(capsys):
     assert capsys.readouterr().err == said
 
 
-def test_documents_of_a_sample_are_told_apart_without_special_tokens(source, tmp_path, monkeypatch):
+def test_documents_of_a_sample_are_told_apart_without_special_tokens(whole, tmp_path, monkeypatch):
     two = types.SimpleNamespace(texts=["is dead.<|bos|>Enter"])
     monkeypatch.setattr(loop, "generate", lambda *_, **__: two)
-    loop.train(runs.small_config(*source, num_steps=2), epath.Path(tmp_path))
+    shutil.copytree(whole.workdir, tmp_path, dirs_exist_ok=True)
+    loop.train(whole.config, epath.Path(tmp_path))
     assert (tmp_path / "sample.txt").read_text() == "The king is dead.\n\nEnter\n"
 
 
+@pytest.mark.slow
 def test_a_sample_of_several_hosts_has_the_gains_of_training(source, tmp_path, monkeypatch):
     """They read its weights anew: those of norms outside the blocks are used in float32."""
     asked, sample = [], loop.Run._sample
@@ -98,7 +117,7 @@ def test_a_sample_of_several_hosts_has_the_gains_of_training(source, tmp_path, m
             return sample(run, params)
 
     monkeypatch.setattr(loop.Run, "_sample", as_one_of_two)
-    config = runs.small_config(*source, num_steps=1)
+    config = runs.small_config(*source, num_steps=1, sample_tokens=4)
     config.model.norm_gain, config.compute.dtype = True, "bfloat16"
     loop.train(config, epath.Path(tmp_path))
     (params,) = asked
@@ -106,12 +125,11 @@ def test_a_sample_of_several_hosts_has_the_gains_of_training(source, tmp_path, m
     assert params["embedding"].dtype == "bfloat16"
 
 
-def test_the_sample_is_the_same_each_time(source, tmp_path):
-    texts = []
-    for _ in range(2):
-        loop.train(runs.small_config(*source, num_steps=3), epath.Path(tmp_path))
-        texts.append((tmp_path / "sample.txt").read_text())
-        (tmp_path / "sample.txt").unlink()
+def test_the_sample_is_the_same_each_time(whole, tmp_path):
+    shutil.copytree(whole.workdir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "sample.txt").unlink()
+    loop.train(whole.config, epath.Path(tmp_path))
+    texts = [(folder / "sample.txt").read_text() for folder in (whole.workdir, tmp_path)]
     assert texts[0] == texts[1] and texts[0].startswith("The king ")
 
 
@@ -133,37 +151,37 @@ def test_a_sample_ends_where_positions_do(source, prompt):
     assert len(sample) > len(prompt) if len(prompt) < 32 else sample == prompt
 
 
-def test_bits_per_byte_is_what_its_definition_says(source, tmp_path):
+def test_bits_per_byte_is_what_its_definition_says(whole):
     """Sum of nats over targets with bytes / (ln 2 x bytes), from logits of a restored model."""
     import jax.numpy as jnp
 
     from kvjax.data import loader
     from kvjax.data import prepare
 
-    config = runs.small_config(*source)
-    last = loop.train(config, epath.Path(tmp_path))
-    experiment = experiment_lib.resolve(config)
+    experiment = experiment_lib.resolve(whole.config)
     dataset = loader.open_dataset(prepare.prepare(experiment.data))
     from orbax.checkpoint import v1 as ocp
 
-    state = ocp.training.Checkpointer(tmp_path / "checkpoints").load_checkpointables()["state"]
+    checkpointer = ocp.training.Checkpointer(whole.workdir / "checkpoints")
+    state = checkpointer.load_checkpointables()["state"]
     graph, abstract = nnx.split(
         nnx.eval_shape(lambda: Transformer(experiment.model, jax.random.key(0)))
     )
     leaves = jax.tree.leaves(state["params"])
     structure = jax.tree.structure(nnx.to_pure_dict(abstract))
     model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+    logits_of = jax.jit(lambda tokens: model.logits(model(tokens)))
     nats = num_bytes = 0.0
     for i in range(dataset.num_rows("validation")):
         row = np.asarray(dataset.rows("validation")[i]["tokens"], np.int32)
-        logits = np.asarray(model.logits(model(jnp.asarray(row[None, :-1])))[0], np.float64)
+        logits = np.asarray(logits_of(jnp.asarray(row[None, :-1]))[0], np.float64)
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         targets = row[1:]
         counted = dataset.token_bytes[targets] > 0
         nats -= log_p[np.arange(len(targets)), targets][counted].sum()
         num_bytes += dataset.token_bytes[targets].sum()
     assert num_bytes == dataset.info["splits"]["validation"]["bytes"]
-    assert last["validation_bpb"] == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-6)
+    assert whole.last["validation_bpb"] == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-6)
 
 
 def test_gradient_accumulation_is_the_same_step(source, tmp_path):
@@ -190,14 +208,6 @@ def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(source, tmp_
     monkeypatch.undo()
     monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
     assert loop.train(runs.small_config(*source), epath.Path(tmp_path))["step"] == 40
-
-
-def quick_config(source, **keys):
-    """As `runs.small_config`, in fewer instructions: every policy is a program of its own."""
-    config = runs.small_config(*source, **keys)
-    config.compute.update(unroll="off", query_chunk=0, loss_chunks=1)
-    config.optimizer.newton_schulz_steps = 1
-    return config
 
 
 def corrupted(monkeypatch, steps, loss=np.nan):
@@ -229,11 +239,11 @@ def leaves(tree):
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("loss", [np.nan, 50.0])
+@pytest.mark.parametrize("loss", quick.only([50.0], [np.nan, 50.0]))
 def test_bad_steps_are_skipped_and_counted(source, tmp_path, monkeypatch, loss):
     """Parameters and optimizer stay as they are; the step and the data go on; resume is exact."""
     policy = dict(bad_steps="skip", spike_factor=3.0, num_steps=12, checkpoint_every=1)
-    config = lambda **keys: quick_config(source, **policy, keep_checkpoints=99, **keys)
+    config = lambda **keys: runs.small_config(*source, **policy, keep_checkpoints=99, **keys)
     corrupted(monkeypatch, [5, 6, 9], loss)
     loop.train(config(), epath.Path(tmp_path / "whole"))
     for stop_after in (6, 0):  # between two bad steps
@@ -272,7 +282,7 @@ def test_one_figure_that_is_not_finite_makes_a_step_bad(loss, grad_norm):
 
 
 def test_the_mean_of_recent_losses(source, tmp_path):
-    config = quick_config(source, num_steps=5, spike_factor=100.0)
+    config = runs.small_config(*source, num_steps=5, spike_factor=100.0)
     loop.train(config, epath.Path(tmp_path))
     rows = [r for r in records(tmp_path) if "loss" in r]
     mean = rows[0]["loss"]
@@ -285,7 +295,7 @@ def test_the_mean_of_recent_losses(source, tmp_path):
 
 def test_too_many_bad_steps_in_a_row(source, tmp_path, monkeypatch):
     corrupted(monkeypatch, [2, 4, 5, 12, 13, 14])
-    config = quick_config(source, bad_steps="skip", max_bad_steps=3)
+    config = runs.small_config(*source, bad_steps="skip", max_bad_steps=3)
     said = r"step 15: .*loss = nan.*max_bad_steps = 3 bad steps in a row: stopped.*steps \[10\]"
     with pytest.raises(UserError, match=said):
         loop.train(config, epath.Path(tmp_path))
@@ -293,17 +303,18 @@ def test_too_many_bad_steps_in_a_row(source, tmp_path, monkeypatch):
 
 def test_a_spike_stops_if_it_is_not_skipped(source, tmp_path, monkeypatch):
     corrupted(monkeypatch, [12], 4.0)
-    loop.train(quick_config(source, num_steps=14), epath.Path(tmp_path / "ignored"))
-    config = quick_config(source, spike_factor=1.5)
+    loop.train(runs.small_config(*source, num_steps=14), epath.Path(tmp_path / "ignored"))
+    config = runs.small_config(*source, spike_factor=1.5)
     said = r"step 13: loss = .*over config\.train\.spike_factor = 1\.5 times .*: stopped"
     with pytest.raises(UserError, match=said):
         loop.train(config, epath.Path(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_the_policy_changes_no_number_of_a_good_run(source, tmp_path, monkeypatch):
     """By default to the bit; "skip" is another program, as close as rounding leaves it."""
     run = lambda name, **policy: loop.train(
-        quick_config(source, num_steps=9, **policy), epath.Path(tmp_path / name)
+        runs.small_config(*source, num_steps=9, **policy), epath.Path(tmp_path / name)
     )
     run("default")
     run("skip", bad_steps="skip", spike_factor=9.0)
@@ -334,7 +345,7 @@ def test_exaflops_and_timing(source, tmp_path):
     assert "mfu" not in timing[-1] and "hbm_peak_bytes" not in timing[-1]  # a CPU tells neither
 
 
-@pytest.mark.parametrize("bad_steps", ["stop", "skip"])
+@pytest.mark.parametrize("bad_steps", quick.only(["stop"], ["stop", "skip"]))
 def test_weights_that_are_no_numbers_are_never_saved(source, tmp_path, monkeypatch, bad_steps):
     """The update of a step that is to be saved goes wrong while its loss and gradient are fine."""
     real = program.optax.apply_updates

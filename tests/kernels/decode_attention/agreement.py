@@ -17,9 +17,17 @@ TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2 * 2.0**-8}
 def definition(operands, cache, first_B) -> np.ndarray:
     """`reference.decode_attention` in float64."""
     with jax.enable_x64(True):
-        wide = lambda x: jnp.asarray(np.asarray(x.astype(jnp.float32), np.float64))
+        wide = lambda x: np.asarray(x).astype(np.float64)
         operands, cache = jax.tree.map(wide, (operands, dict(cache)))
-        return np.asarray(reference.decode_attention(operands, cache, jnp.asarray(first_B)))
+        return np.asarray(_exact(operands, cache, jnp.asarray(first_B)))
+
+
+_exact = jax.jit(reference.decode_attention)
+
+
+def problem(shape: shapes.Shape, **sizes):
+    """`shapes.problem`, drawn by one program."""
+    return jax.jit(lambda: shapes.problem(shape, **sizes))()
 
 
 def races() -> list:
@@ -35,7 +43,7 @@ def check(run, shape: Sizes, *, firsts, length: int, dtype) -> None:
     of threads and copies, not of products (see `hopper`). Every tensor is random and none of it
     zero; slots behind a sequence's end hold garbage as large as any.
     """
-    operands, cache = shapes.problem(shape, batch=len(firsts), length=length, dtype=dtype)
+    operands, cache = problem(shape, batch=len(firsts), length=length, dtype=dtype)
     first_B = np.asarray(firsts, np.int32)
     expected = definition(operands, cache, first_B)
     o = np.asarray(run(operands, cache, jnp.asarray(first_B)))

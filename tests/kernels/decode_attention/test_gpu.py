@@ -20,11 +20,13 @@ from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.readings.latent import LatentSizes
 from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.profile import gpu_static
+from tests import quick
 from tests.kernels.decode_attention import agreement
 from tests.kernels.decode_attention import hopper
 from tests.kernels.decode_attention import ptx
 
 INTERPRET = hopper.InterpretGPUParams(detect_races=True)
+slow = pytest.mark.slow
 D12 = shapes.SHAPES["d12"]
 
 
@@ -40,28 +42,34 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
     "shape, firsts, parameters",
     [
         (GroupedSizes(N=1, K=1), EDGES, dict(block=64, split=128)),
-        (GroupedSizes(N=4, K=2), (255, 130), dict()),  # the defaults: one split
-        (GroupedSizes(N=3, K=1, H=64, Hv=192), (100,), dict(split=256)),
-        (GroupedSizes(N=4, K=4, H=32), (190,), dict(block=64, split=128, slots=3)),  # thin keys
         (GroupedSizes(N=10, K=1, H=64, Hv=64), (150,), dict()),  # more queries than eight
         (ResidualSizes(N=1, K=1, Hv=64), (0, 127, 128, 255), dict(split=128)),
-        (ResidualSizes(N=4, K=2, Hv=64, scaled=False), (190,), dict(split=256, slots=3)),
-        (ResidualSizes(N=2, K=2, J=2, R=128, H=64, Hv=64), (255,), dict(split=128)),
-        (ResidualSizes(N=4, K=4, J=2, H=64, Hv=64, rope_base=None), (63, 200), dict(split=128)),
-        (
-            ResidualSizes(N=10, K=2, H=64, Hv=64, rope_base=None, scaled=False),
-            (70,),
-            dict(block=64),
-        ),
         (LatentSizes(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
-        (LatentSizes(N=9, C=64), (130,), dict(block=128)),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (
+                (GroupedSizes(N=4, K=2), (255, 130), dict()),  # the defaults: one split
+                (ResidualSizes(N=4, K=4, J=2, H=64, Hv=64, rope_base=None), (63, 200), dict(split=128)),
+                (GroupedSizes(N=3, K=1, H=64, Hv=192), (100,), dict(split=256)),
+                (GroupedSizes(N=4, K=4, H=32), (190,), dict(block=64, split=128, slots=3)),  # thin keys
+                (ResidualSizes(N=4, K=2, Hv=64, scaled=False), (190,), dict(split=256, slots=3)),
+                (ResidualSizes(N=2, K=2, J=2, R=128, H=64, Hv=64), (255,), dict(split=128)),
+                (
+                    ResidualSizes(N=10, K=2, H=64, Hv=64, rope_base=None, scaled=False),
+                    (70,),
+                    dict(block=64),
+                ),
+                (LatentSizes(N=9, C=64), (130,), dict(block=128)),
+            )
+        ),
     ],
 )
 def test_equals_the_definition(shape, firsts, parameters):
-    run = functools.partial(_run, **parameters)
+    run = jax.jit(functools.partial(_run, **parameters))
     agreement.check(run, shape, firsts=firsts, length=256, dtype=jnp.bfloat16)
 
 
+@slow
 def test_a_split_as_long_as_its_angles_allow():
     """The table of 1,024 tokens loses what lies behind its 64th singular value."""
     run = functools.partial(_run, split=1024)
@@ -78,26 +86,36 @@ def test_equals_the_definition_at_d12(name):
 @pytest.mark.parametrize(
     "shape",
     [
-        GroupedSizes(N=1, K=1, H=64, Hv=64),
+        pytest.param(GroupedSizes(N=1, K=1, H=64, Hv=64), marks=slow),
         ResidualSizes(N=2, K=2, H=64, Hv=64),
-        LatentSizes(N=2, C=64),
+        pytest.param(LatentSizes(N=2, C=64), marks=slow),
     ],
 )
 def test_what_a_sequence_has_not_reached_does_not_matter(shape):
     """NaN from the first slot behind its end: in its last tile, and in tiles that are not read."""
-    operands, cache = shapes.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
+    operands, cache = agreement.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
     first_B = jnp.asarray([5, 200], jnp.int32)
     behind = np.arange(384) > np.asarray(first_B)[:, None]
     poison = lambda x: jnp.where(jnp.asarray(behind)[:, *(None,) * (x.ndim - 2)], jnp.nan, x)
     poisoned = {name: poison(array).astype(array.dtype) for name, array in cache.items()}
-    run = functools.partial(_run, operands, first_B=first_B, split=128)
+    attend = jax.jit(functools.partial(_run, split=128))
+    run = lambda cache: attend(operands, cache, first_B)
     o = run(poisoned)
     assert np.isfinite(o).all()
     np.testing.assert_array_equal(o, run(cache))
 
 
-@pytest.mark.parametrize("N, K", [(8, 8), (16, 8), (24, 24)])
-@pytest.mark.parametrize("R, H", [(64, 192), (64, 256), (128, 256), (192, 192), (64, 512)])
+@pytest.mark.parametrize(
+    "N, K, R, H",
+    quick.only(
+        [(16, 8, 64, 192), (24, 24, 192, 192)],
+        [
+            (*heads, *dims)
+            for heads in ((8, 8), (16, 8), (24, 24))
+            for dims in ((64, 192), (64, 256), (128, 256), (192, 192), (64, 512))
+        ],
+    ),
+)
 def test_what_is_taken_has_sizes_that_go_together(N, K, R, H):
     """The default leaves to XLA what `check` refuses; nothing else may fail."""
     shape = ResidualSizes(N=N, K=K, R=R, H=H)
@@ -116,17 +134,22 @@ def test_what_is_taken_has_sizes_that_go_together(N, K, R, H):
 def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
     """A sequence that has ended says its next slot, which may be behind the cache."""
     shape = ResidualSizes(N=1, K=1, H=64, Hv=64)
-    operands, cache = shapes.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
-    run = lambda *firsts: _run(operands, cache, jnp.asarray(firsts, jnp.int32), split=256)
+    operands, cache = agreement.problem(shape, batch=2, length=384, dtype=jnp.bfloat16)
+    attend = jax.jit(functools.partial(_run, split=256))
+    run = lambda *firsts: attend(operands, cache, jnp.asarray(firsts, jnp.int32))
     np.testing.assert_array_equal(run(384, 10), run(383, 10))
 
 
 @pytest.mark.parametrize(
-    "shape", [GroupedSizes(N=2, K=2, H=64), ResidualSizes(N=1, K=1), LatentSizes(N=2, C=64)]
+    "shape",
+    quick.only(
+        [LatentSizes(N=2, C=64)], [GroupedSizes(N=2, K=2, H=64), ResidualSizes(N=1, K=1), LatentSizes(N=2, C=64)]
+    ),
 )
 def test_queries_in_float32_are_taken(shape):
     """As absorbed MLA has them."""
 
+    @jax.jit
     def run(operands, cache, first_B):
         wide = dataclasses.replace(operands, query=operands.query.astype(jnp.float32))
         return _run(wide, cache, first_B)
@@ -218,7 +241,7 @@ def _replaced(field, change):
     ],
 )
 def test_what_it_does_not_take_is_named_with_the_fallback(shape, change, message):
-    arrays = shapes.problem(shape, batch=1, length=128, dtype=jnp.bfloat16)
+    arrays = agreement.problem(shape, batch=1, length=128, dtype=jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=f"{message}.*'xla'"):
         gpu.check(*change(*arrays))
 

@@ -30,6 +30,8 @@ from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.decode_attention.tpu import attention as tpu
 from kvjax.layers import rope
+from tests import quick
+from tests.conftest import MECHANISMS
 from tests.kernels.decode_attention import agreement
 
 B, D, BASE = 3, 16, 100.0
@@ -125,7 +127,13 @@ def short_tiles(monkeypatch):
     monkeypatch.setitem(sharded.IMPLEMENTATIONS, "xla", part)
 
 
-@pytest.mark.parametrize("chips", [2, 8])
+@pytest.mark.parametrize(
+    "mechanism_name, chips",
+    quick.only(
+        [("lrkv_gqa", 2)],
+        [(name, chips) for name in MECHANISMS for chips in (2, 8)],
+    ),
+)
 def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, chips):
     config, S = make_mechanism(mechanism_name), SLOTS * chips
     module, weights = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)))
@@ -159,7 +167,7 @@ def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, ch
             assert shard.data.nbytes * chips == array.nbytes
 
 
-@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("T", quick.only([1], [1, 3]))
 def test_a_chip_with_nothing_to_see(x64, T):
     """Its output is finite and weighs nothing."""
     draw = np.random.default_rng(0)
@@ -191,7 +199,10 @@ def _merged(parts):
     return np.sum(outputs * shares[..., None], axis=0) / shares.sum(axis=0)[..., None]
 
 
-@pytest.mark.parametrize("mechanism", ["mha", "gqa", "lrkv", "lrkv_gqa", "lrkv_no_rope", "mla"])
+@pytest.mark.parametrize(
+    "mechanism",
+    quick.only(["lrkv"], ["mha", "gqa", "lrkv", "lrkv_gqa", "lrkv_no_rope", "mla"]),
+)
 def test_the_tpu_kernels_attend_over_a_part(mechanism):
     """Two chips with three stripes of 128 each; of a short sequence the second holds nothing."""
     interpret = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")

@@ -61,6 +61,7 @@ def _logits(model: Transformer, dtype, implementation: str) -> np.ndarray:
     return np.asarray(jnp.stack(steps, axis=1), np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_the_logits_are_those_of_the_xla_path(randomise, attention):
     config = recipes.pretrain("d12", scale="128m", attention=ATTENTION[attention])

@@ -41,7 +41,7 @@ def small_blocks(monkeypatch):
 SPLASH = [
     (4, 2, 64, 128, True, True),
     (2, 2, 24, 40, False, False),
-    (4, 1, 192, 128, True, False),
+    pytest.param((4, 1, 192, 128, True, False), marks=pytest.mark.slow),
     pytest.param((2, 2, 128, 128, True, False), marks=pytest.mark.slow),
     pytest.param((2, 2, 64, 128, False, False), marks=pytest.mark.slow),
     pytest.param((4, 1, 192, 128, False, True), marks=pytest.mark.slow),
