@@ -79,6 +79,14 @@ def run(workdir, capsys, monkeypatch):
     return command
 
 
+@pytest.fixture
+def warm(run, loaded, generator, monkeypatch):
+    """As `run`, of a model that is read and compiled."""
+    monkeypatch.setattr(generate_lib, "load", lambda *args, **options: loaded)
+    monkeypatch.setattr(generate_lib, "Generator", lambda *args, **options: generator)
+    return run
+
+
 # -- loading ---------------------------------------------------------------------------------------
 
 
@@ -176,12 +184,12 @@ def test_a_cache_on_several_chips(run):
     assert whole == 2 * each and "chip" not in alone[2]
 
 
-def test_text_appears_as_it_comes(run, monkeypatch):
+def test_text_appears_as_it_comes(warm, monkeypatch):
     written = []
     real = sys.stdout.write
     monkeypatch.setattr(sys.stdout, "write", lambda text: written.append(text) or real(text))
     monkeypatch.setattr(sys.stdout, "flush", lambda: written.append("flush"))
-    assert run("--prompt=The ", "--temperature=0")[0] == 0
+    assert warm("--prompt=The ", "--temperature=0")[0] == 0
     pieces = [piece for piece in "".join(written).split("flush") if piece]
     assert pieces[0].startswith("The ") and len(pieces) >= 4
 
@@ -217,22 +225,22 @@ def test_the_first_of_several_prompts_appears_as_it_comes(capsys):
     assert last == "\n"
 
 
-def test_stop_strings(run):
-    free = run("--prompt=The king ", "--num_tokens=20", "--temperature=0")[1]
+def test_stop_strings(warm):
+    free = warm("--prompt=The king ", "--num_tokens=20", "--temperature=0")[1]
     text = free.removeprefix("The king ").removesuffix("\n")
     stop = text[3:5]
-    status, out, _ = run(
+    status, out, _ = warm(
         "--prompt=The king ", "--num_tokens=20", "--temperature=0", f"--stop={stop}", "--stop=%%"
     )
     assert (status, out) == (0, f"The king {text[: text.index(stop)]}\n")
-    never = run("--prompt=The king ", "--num_tokens=20", "--temperature=0", "--stop=%%")
+    never = warm("--prompt=The king ", "--num_tokens=20", "--temperature=0", "--stop=%%")
     assert never[1] == free
 
 
-def test_a_stop_token(run):
-    free = run("--prompt=The king ", "--temperature=0")[1]
+def test_a_stop_token(warm):
+    free = warm("--prompt=The king ", "--temperature=0")[1]
     token = free.removeprefix("The king ").encode()[2]
-    out = run("--prompt=The king ", "--temperature=0", f"--stop_token={token}")[1]
+    out = warm("--prompt=The king ", "--temperature=0", f"--stop_token={token}")[1]
     assert out == free[: free.index(chr(token), len("The king "))] + "\n"
 
 
@@ -244,6 +252,7 @@ def test_beyond_the_context_of_training_there_is_a_warning(run):
     assert "a prompt of 23 tokens and 11 to generate go past the 32 tokens" in err
 
 
+@pytest.mark.slow
 def test_a_process_with_prompts_on_standard_input(workdir):
     command = [sys.executable, "-m", "kvjax.generate", f"--workdir={workdir}", "--num_tokens=3"]
     options = dict(

@@ -219,6 +219,7 @@ def prepared(source, tmp_path):
     return prepare_
 
 
+@pytest.mark.slow
 def test_prepared_rows_may_move_and_not_change(source, tmp_path, prepared, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
     workdir, one, two = epath.Path(tmp_path / "run"), tmp_path / "one", tmp_path / "two"

@@ -160,14 +160,12 @@ def test_queries_in_float32_are_taken(shape):
 @pytest.mark.parametrize(
     "shape, parameters, message",
     [
-        (
-            ResidualSizes(N=1, K=1),
-            dict(split=2048),
-            "split = 2048: at most 1024 with RoPE base 10000",
-        ),
+        (ResidualSizes(N=1, K=1), dict(split=2048), "split = 2048: at most 1024 with RoPE base 10000"),
         (ResidualSizes(N=1, K=1), dict(block=128), "where keys turn a block is 64"),
         (LatentSizes(N=2, C=256), dict(slots=4), "there are 5 slots or more"),
-        (ResidualSizes(N=1, K=1, H=256), dict(slots=4), "there are 5 slots or more"),
+        pytest.param(
+            *(ResidualSizes(N=1, K=1, H=256), dict(slots=4), "there are 5 slots or more"), marks=slow
+        ),
         (GroupedSizes(N=1, K=1), dict(split=192), "a split is a multiple of a block"),
     ],
 )
