@@ -25,7 +25,7 @@ def definition(operands, cache, first_B) -> np.ndarray:
 _exact = jax.jit(reference.decode_attention)
 
 
-def problem(shape: shapes.Shape, **sizes):
+def problem(shape: Sizes, **sizes):
     """`shapes.problem`, drawn by one program."""
     return jax.jit(lambda: shapes.problem(shape, **sizes))()
 

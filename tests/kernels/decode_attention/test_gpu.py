@@ -49,9 +49,17 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
             pytest.param(*case, marks=slow)
             for case in (
                 (GroupedSizes(N=4, K=2), (255, 130), dict()),  # the defaults: one split
-                (ResidualSizes(N=4, K=4, J=2, H=64, Hv=64, rope_base=None), (63, 200), dict(split=128)),
+                (
+                    ResidualSizes(N=4, K=4, J=2, H=64, Hv=64, rope_base=None),
+                    (63, 200),
+                    dict(split=128),
+                ),
                 (GroupedSizes(N=3, K=1, H=64, Hv=192), (100,), dict(split=256)),
-                (GroupedSizes(N=4, K=4, H=32), (190,), dict(block=64, split=128, slots=3)),  # thin keys
+                (
+                    GroupedSizes(N=4, K=4, H=32),
+                    (190,),
+                    dict(block=64, split=128, slots=3),
+                ),  # thin keys
                 (ResidualSizes(N=4, K=2, Hv=64, scaled=False), (190,), dict(split=256, slots=3)),
                 (ResidualSizes(N=2, K=2, J=2, R=128, H=64, Hv=64), (255,), dict(split=128)),
                 (
@@ -143,7 +151,8 @@ def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
 @pytest.mark.parametrize(
     "shape",
     quick.only(
-        [LatentSizes(N=2, C=64)], [GroupedSizes(N=2, K=2, H=64), ResidualSizes(N=1, K=1), LatentSizes(N=2, C=64)]
+        [LatentSizes(N=2, C=64)],
+        [GroupedSizes(N=2, K=2, H=64), ResidualSizes(N=1, K=1), LatentSizes(N=2, C=64)],
     ),
 )
 def test_queries_in_float32_are_taken(shape):
@@ -160,11 +169,16 @@ def test_queries_in_float32_are_taken(shape):
 @pytest.mark.parametrize(
     "shape, parameters, message",
     [
-        (ResidualSizes(N=1, K=1), dict(split=2048), "split = 2048: at most 1024 with RoPE base 10000"),
+        (
+            ResidualSizes(N=1, K=1),
+            dict(split=2048),
+            "split = 2048: at most 1024 with RoPE base 10000",
+        ),
         (ResidualSizes(N=1, K=1), dict(block=128), "where keys turn a block is 64"),
         (LatentSizes(N=2, C=256), dict(slots=4), "there are 5 slots or more"),
         pytest.param(
-            *(ResidualSizes(N=1, K=1, H=256), dict(slots=4), "there are 5 slots or more"), marks=slow
+            *(ResidualSizes(N=1, K=1, H=256), dict(slots=4), "there are 5 slots or more"),
+            marks=slow,
         ),
         (GroupedSizes(N=1, K=1), dict(split=192), "a split is a multiple of a block"),
     ],
