@@ -18,6 +18,7 @@ import optax
 from kvjax.foundation.configuration import between
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.rounding import round_up
 from kvjax.layers.weight import Axes
 
 ORTHOGONALIZE = ("joint", "per_head")
@@ -264,7 +265,7 @@ def by_layers(function, sharding: NamedSharding):
 
     def local(weight):
         L = weight.shape[0]
-        padded = -(-L // mesh.size) * mesh.size
+        padded = round_up(L, mesh.size)
         x = jnp.pad(weight, [(0, padded - L)] + [(0, 0)] * (weight.ndim - 1))
         for axis in copies:
             count = x.shape[0] // mesh.shape[axis]

@@ -123,7 +123,10 @@ def test_a_loaded_model_is_compiled_once(loaded):
     """Its weights are bound to a device, and with them whatever a step returns."""
     generator = Generator(loaded.model, loaded.compute)
     generate(generator, loaded.tokenizer, ["The king "], num_tokens=3)
-    assert [f._cache_size() for f in (generator._prefill, generator._decode_step)] == [1, 1]
+    assert [f._cache_size() for f in (generator.engine.prefill, generator.engine.decode_step)] == [
+        1,
+        1,
+    ]
 
 
 # -- text ------------------------------------------------------------------------------------------

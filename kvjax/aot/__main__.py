@@ -56,7 +56,7 @@ def training(experiment: Experiment, name: str, step: compilation.Step) -> dict:
     """Everything the command says of a compiled training step, JSON-able."""
     bound = compilation.bound(step, experiment)
     T = experiment.data.sequence_length
-    causal_kernel = compilation.runs_causal_kernel(step.causal_kernel, step.device, experiment)
+    causal_kernel = compilation.kernel_when_run(step.causal_kernel, step.device, experiment)
     flops = roofline.step_flops(experiment, causal_kernel=causal_kernel)
     train = experiment.train
     return _shared(step) | dict(

@@ -160,23 +160,23 @@ def bound(step: Step, experiment: Experiment) -> roofline.Bound:
         step.device,
         mesh=step.mesh,
         wire_bytes=step.wire_bytes,
-        causal_kernel=runs_causal_kernel(step.causal_kernel, step.device, experiment),
+        causal_kernel=kernel_when_run(step.causal_kernel, step.device, experiment),
     )
 
 
-def runs_causal_kernel(compiled: bool, device: Device, experiment: Experiment) -> bool:
-    """Whether attention leaves out what the mask hides when the step is run.
+def kernel_when_run(compiled: bool, device: Device, experiment: Experiment) -> bool:
+    """Whether attention is a kernel, which leaves out what the mask hides, when the step is run.
 
-    On GPUs that is cuDNN's, which is not what is compiled here: XLA's stands for it.
+    A GPU then runs cuDNN's, which cannot be compiled without one: here XLA's stands for it.
 
     Args:
-      compiled: whether it does in the program compiled here.
+      compiled: whether it is one in the program compiled here.
     """
     return compiled or (_is_gpu(device) and experiment.compute.attention != "xla")
 
 
-def compiles_causal_kernel(device: Device, experiment: Experiment) -> bool:
-    """Whether it does, as far as is known before, in the program compiled here."""
+def kernel_when_compiled_here(device: Device, experiment: Experiment) -> bool:
+    """Whether attention will be such a kernel in the program compiled here."""
     return not _is_gpu(device) and experiment.compute.attention != "xla"
 
 

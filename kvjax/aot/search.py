@@ -113,7 +113,7 @@ def _divides(mesh: sharding.MeshConfig, experiment: Experiment) -> bool:
 
 def predict(experiment: Experiment, device: Device) -> Prediction:
     """Memory of what would be compiled for one candidate, and time of its run, by formulas."""
-    kernel = compilation.compiles_causal_kernel(device, experiment)
+    kernel = compilation.kernel_when_compiled_here(device, experiment)
     mesh = dataclasses.asdict(experiment.mesh)
     config, c = experiment.model, experiment.model.block
     compute = experiment.compute.resolve("tpu", c.num_layers)
@@ -135,7 +135,7 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
             device,
             mesh=mesh,
             wire_bytes=_wire_bytes(experiment, mesh),
-            causal_kernel=compilation.runs_causal_kernel(kernel, device, experiment),
+            causal_kernel=compilation.kernel_when_run(kernel, device, experiment),
         ),
     )
 

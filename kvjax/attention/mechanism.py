@@ -4,7 +4,7 @@ The law: decoding from `encode`'s entry, with `decode_inputs`, equals softmax at
 `keys_values`, for every mechanism and any split of the tokens.
 """
 
-from typing import NamedTuple
+import dataclasses
 from typing import Protocol
 
 from flax import nnx
@@ -20,21 +20,29 @@ from kvjax.layers.rope import Positions
 from kvjax.layers.rope import Rotary
 from kvjax.layers.rope import rotate
 from kvjax.layers.weight import HEAD_AXES
+from kvjax.layers.weight import check_letters
 
 MAX_DIM = 1 << 16  # of heads, and of what one of them has
 QK_NORMS = ("none", "rms", "rms_gain")
 
 
-class Field(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Field:
     """One array of a cache entry: Field("J H", (1, 128)), its axes and shape per token.
 
     An axis of N, K or J counts heads: query head n reads n·heads // N of it. A field without one is
-    read whole by every head.
+    read whole by every head. An axis of one element may be "1".
     """
 
     axes: str
     shape: tuple[int, ...]
     wide: bool = False  # float32 or wider, whatever the compute dtype
+
+    def __post_init__(self):
+        names = self.axes.split()
+        check_letters(self.axes, (name for name in names if name != "1"))
+        if len(names) != len(self.shape):
+            raise ValueError(f"Field({self.axes!r}, {self.shape}): one size for each axis")
 
     @property
     def head_axis(self) -> int | None:

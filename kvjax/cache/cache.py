@@ -20,6 +20,7 @@ import numpy as np
 
 from kvjax.cache import stripes
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.rounding import round_up
 
 LANES = 128  # capacities are multiples of this
 
@@ -55,7 +56,7 @@ def abstract(
       dtype: the compute dtype; fields that stay wide (1/rms) are float32 or wider.
       chips: that its tokens can be split over.
     """
-    slots = _round_up(-(-capacity // chips)) * chips
+    slots = round_up(capacity, LANES * chips)
     layers = tuple(
         {
             name: jax.ShapeDtypeStruct((batch, *field.shape, slots), field.dtype_in(dtype))
@@ -132,7 +133,7 @@ def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.
     T, S = entry.shape[-1], array.shape[-1]
     if T > S:
         raise ValueError(f"{T} tokens at once, and a capacity of {S}")
-    window = min(_round_up(T + LANES - 1), S)
+    window = min(round_up(T + LANES - 1, LANES), S)
     entry = jnp.pad(entry, [(0, 0)] * (entry.ndim - 1) + [(0, window - T)])
 
     def one(b, array, entry, first_B, skip_B, until_B):
@@ -163,10 +164,6 @@ def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.
     on_tpu = functools.partial(loop, unroll=True)
     elsewhere = scatter if T == 1 and array.shape[0] > 1 else loop
     return jax.lax.platform_dependent(*arguments, tpu=on_tpu, default=elsewhere)
-
-
-def _round_up(tokens: int) -> int:
-    return -(-tokens // LANES) * LANES
 
 
 def check_capacity(lengths: np.ndarray, counts: np.ndarray, capacity: int) -> None:

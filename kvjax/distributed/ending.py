@@ -176,9 +176,20 @@ def _leave(text: str, status: int) -> NoReturn:
     with contextlib.suppress(Exception):  # without a reason: it has heard of one
         client.key_value_set(f"{_ENDED}{agreement.index()}", f"{status} ")
     with contextlib.suppress(Exception):
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while agreement.index() == 0 and time.monotonic() < deadline:
-            if len(client.key_value_dir_get(_ENDED)) == agreement.count():
-                break
-            time.sleep(0.1)
+        if agreement.index() == 0:
+            _stay(client)
     os._exit(status)
+
+
+def _stay(client) -> None:
+    """Returns when all have ended, or those that have not are silent."""
+    beats, deadline = None, 0.0
+    while len(ended := dict(client.key_value_dir_get(_ENDED))) < agreement.count():
+        name = lambda key: key.rpartition("/")[2]
+        over = {name(key) for key in ended}
+        left = {k: n for k, n in client.key_value_dir_get(_ALIVE) if name(k) not in over}
+        if left != beats:  # on a busy machine one may take long to hear of it
+            beats, deadline = left, time.monotonic() + _PATIENCE_SECONDS
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.1)

@@ -8,6 +8,7 @@ the parameter as `.axes`, and is all that the optimizer (which matrix to orthogo
 sharding (which axis to split) need to know: a new mechanism adds no line to either.
 """
 
+from collections.abc import Iterable
 import dataclasses
 import functools
 import math
@@ -16,7 +17,20 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-HEAD_AXES = frozenset("NKJ")  # letters that count heads: query heads, KV heads, bases
+HEAD_AXES = frozenset("NKJ")  # letters that count heads
+LETTERS = dict(
+    **dict(N="query heads", K="KV heads", J="bases, and whatever else groups of heads share"),
+    **dict(D="model", H="head channels", R="rank", C="latent", P="channels with RoPE alone"),
+    **dict(M="MLP", V="vocabulary", T="positions"),
+)
+
+
+def check_letters(text: str, names: Iterable[str]) -> None:
+    """Raises a ValueError for a name that is no letter of `LETTERS`: it would mean nothing."""
+    for name in names:
+        if name not in LETTERS:
+            known = ", ".join(f"{letter} ({meaning})" for letter, meaning in LETTERS.items())
+            raise ValueError(f"axes {text!r}: {name!r} is none of {known}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +51,7 @@ class Axes:
         batch, _, rest = text.rpartition(":")
         reduction, _, output = rest.rpartition("->")
         axes = cls(tuple(batch.split()), tuple(reduction.split()), tuple(output.split()))
+        check_letters(text, axes.names)
         if len(set(axes.names)) < len(axes.names):
             raise ValueError(f"axes {text!r}: a letter stands there twice")
         return axes

@@ -276,17 +276,19 @@ def draw_curves(
       folder: which holds metrics.jsonl, if not the workdir.
       yardstick: bits per byte of `xz -9e` on the validation text, drawn as a line.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import figure as figures  # not pyplot, whose backend is the caller's
+    from matplotlib import ticker
 
     records = read_records((folder or workdir) / METRICS)
     has = lambda r, key: key in r and "tokens" in r
     series = lambda key: zip(*[(r["tokens"], r[key]) for r in records if has(r, key)], strict=True)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = figures.Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     left.plot(*series("loss"), linewidth=1)
     left.set(xlabel="tokens", ylabel="training loss (nats per token)", yscale="log")
+    left.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 3, 5)))
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter(ticker.NullFormatter())
     right.plot(*series("validation_bpb"), marker="o", markersize=3, label="this model")
     if yardstick is not None:
         right.axhline(yardstick, color="gray", linestyle="--", label="xz -9e")
@@ -296,5 +298,4 @@ def draw_curves(
     path = workdir / "curves.png"
     with path.open("wb") as file:
         figure.savefig(file, format="png", dpi=120)
-    plt.close(figure)
     return path

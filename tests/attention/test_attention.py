@@ -15,6 +15,7 @@ from kvjax.attention.attention import softmax_attention
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.layers import rope
 from tests import quick
+from tests import reference
 from tests.conftest import FAMILIES
 from tests.conftest import MECHANISMS
 
@@ -55,7 +56,7 @@ def build(make_mechanism, randomise):
 
 
 @pytest.mark.parametrize("options", quick.every(2, OPTIONS), ids=_ids)
-def test_equals_the_reference(x64, build, reference, mechanism_name, options):
+def test_equals_the_reference(x64, build, mechanism_name, options):
     config, module, weights = build(
         mechanism_name, qk_norm=options["qk_norm"], bias=options["bias"], norm_epsilon=1e-2
     )
@@ -69,7 +70,7 @@ def test_equals_the_reference(x64, build, reference, mechanism_name, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=_ids)
-def test_projections_equal_the_reference(x64, build, reference, mechanism_name, options):
+def test_projections_equal_the_reference(x64, build, mechanism_name, options):
     """Queries, keys and values themselves: the output alone is blind to some changes of both."""
     config, module, weights = build(
         mechanism_name, qk_norm=options["qk_norm"], bias=options["bias"], norm_epsilon=1e-2
@@ -103,7 +104,7 @@ def test_projections_equal_the_reference(x64, build, reference, mechanism_name, 
 
 
 @pytest.mark.parametrize("mechanism_name", quick.only(quick.KINDS, MECHANISMS))
-def test_float32_is_near_float64(make_mechanism, randomise, reference, mechanism_name):
+def test_float32_is_near_float64(make_mechanism, randomise, mechanism_name):
     config = make_mechanism(mechanism_name)
     module, narrow = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)), dtype=np.float32)
     x, positions = _input().astype(np.float32), _positions(config)

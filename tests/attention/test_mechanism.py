@@ -13,6 +13,7 @@ from kvjax.attention.mechanism import Field
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
+from tests import reference
 
 B, T, D, BASE = 2, 5, 16, 100.0
 POSITIONS = np.array([[0, 1, 2, 3, 4], [9, 1000, 11, 12, 65_536]], np.int32)
@@ -22,7 +23,7 @@ def _positions(config, on):
     return rope.positions(POSITIONS, config.rope_dim, BASE if on else None)
 
 
-def _rotated(x_BTKH, on, reference):
+def _rotated(x_BTKH, on):
     """Rotates [B, T, K, H] with the reference; each row has positions of its own."""
     if not on:
         return x_BTKH
@@ -36,7 +37,7 @@ def _rotated(x_BTKH, on, reference):
     return np.stack(rows)
 
 
-def _rebuild(config, w, entry, on, reference):
+def _rebuild(config, w, entry, on):
     """Keys and values [B, T, K, ...] from nothing but the entry and weights behind the cache."""
     if isinstance(config, LatentConfig):
         latent, N = entry["latent"], config.num_heads
@@ -50,7 +51,7 @@ def _rebuild(config, w, entry, on, reference):
         if config.qk_norm == "rms_gain":
             k = k * w["key_norm"]["gain"]
         v = np.einsum("btc,cnh->btnh", entry["latent"], w["up_value"])
-        return _rotated(k, on, reference), v
+        return _rotated(k, on), v
     gain = w["key_norm"]["gain"] if config.qk_norm == "rms_gain" else 1.0
     share = config.num_kv_heads // config.num_bases
     k = entry["base_key"]
@@ -63,7 +64,7 @@ def _rebuild(config, w, entry, on, reference):
         rms = 1.0
         if config.qk_norm != "none":
             rms = np.sqrt((v**2).mean(-1, keepdims=True) + config.norm_epsilon)
-        k = _rotated(v / rms * gain, on, reference)
+        k = _rotated(v / rms * gain, on)
     else:
         v = entry["base_value"]
         if config.rank:
@@ -72,7 +73,7 @@ def _rebuild(config, w, entry, on, reference):
             if config.rope == "shared":
                 k = np.concatenate([k, residual], -1) * scale
             else:
-                k = (k + _rotated(residual, on, reference)) * scale
+                k = (k + _rotated(residual, on)) * scale
             v = np.repeat(v, share, axis=2) + np.einsum(  # LRKV eq. 4
                 "btkr,krh->btkh", entry["residual_value"], w["expand_value"]
             )
@@ -91,7 +92,7 @@ def _rebuild(config, w, entry, on, reference):
     ),
 )
 def test_keys_and_values_follow_from_the_entry(
-    x64, make_mechanism, randomise, reference, mechanism_name, qk_norm, on
+    x64, make_mechanism, randomise, mechanism_name, qk_norm, on
 ):
     config = make_mechanism(mechanism_name, qk_norm=qk_norm, bias=True, norm_epsilon=1e-2)
     module, weights = randomise(lambda: config.build(D, rngs=nnx.Rngs(0)))
@@ -99,7 +100,7 @@ def test_keys_and_values_follow_from_the_entry(
     _, raw = module.project(jnp.asarray(x), positions)
     k, v = module.keys_values(raw, positions)
     entry = {name: np.asarray(a) for name, a in module.encode(raw, positions).items()}
-    rebuilt_k, rebuilt_v = _rebuild(config, weights, entry, on, reference)
+    rebuilt_k, rebuilt_v = _rebuild(config, weights, entry, on)
     # The position 65,536 is known to 1e-11 radians in float64.
     np.testing.assert_allclose(rebuilt_k, k, rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(rebuilt_v, v, rtol=1e-10, atol=1e-10)
@@ -172,6 +173,10 @@ def test_fields_say_which_axis_counts_heads():
     assert of("J H", 2, 8) == (0, 2) and of("K 1", 4, 1) == (0, 4)
     assert of("R N", 3, 4) == (1, 4)
     assert of("C", 10) == of("R H", 3, 8) == (None, None)
+    with pytest.raises(ValueError, match=r"axes 'G H': 'G' is none of N \(query heads\), K"):
+        Field("G H", (2, 8))
+    with pytest.raises(ValueError, match=r"Field\('J H', \(8,\)\): one size for each axis"):
+        Field("J H", (8,))
 
 
 def test_key_scale_costs_one_float32_per_kv_head(make_mechanism):

@@ -428,7 +428,7 @@ SPLIT = {
     "D -> C": P("fsdp", None),
     "K: R -> H": P("tensor", None, "fsdp"),
     "C -> N H": P(None, "tensor", "fsdp"),
-    "G: C -> N H": P(None, None, "tensor", "fsdp"),
+    "J: C -> N H": P("tensor", None, None, "fsdp"),
     "N H -> D": P("tensor", None, "fsdp"),
     "D -> M": P("fsdp", "tensor"),
     "M -> D": P("tensor", "fsdp"),

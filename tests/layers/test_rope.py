@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.layers import rope
+from tests import reference
 
 BASE = 10_000.0
 POSITIONS = np.array(
@@ -51,7 +52,7 @@ def test_positions_may_differ_by_row():
         np.testing.assert_allclose(a, f(_angles(positions, 8, BASE)), atol=1e-6)
 
 
-def test_rotate_is_the_reference(x64, reference):
+def test_rotate_is_the_reference(x64):
     x = np.random.default_rng(0).standard_normal((2, POSITIONS.shape[1], 3, 8))
     y = rope.rotate(jnp.asarray(x), rope.rotary(POSITIONS, 8, BASE))
     for head in range(3):

@@ -159,6 +159,14 @@ def test_a_wide_product_of_bfloat16():
     assert operands == [jnp.bfloat16] * 4
 
 
+def test_letters_that_mean_nothing_are_refused():
+    """Or a weight of them would lie whole on every device, and be one matrix for Muon."""
+    with pytest.raises(ValueError, match=r"axes 'D -> G H': 'G' is none of N .*J \(bases, and"):
+        Axes.parse("D -> G H")
+    with pytest.raises(ValueError, match="axes 'N: N -> H': a letter stands there twice"):
+        Axes.parse("N: N -> H")
+
+
 def test_per_head_of_storage():
     """`per_head` names the matrices that the stored array holds: query head 2 is w[:, 2]."""
     axes = Axes.parse("D -> N H").per_head()

@@ -17,6 +17,7 @@ from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from tests import quick
+from tests import reference
 from tests.conftest import FAMILIES
 
 B, T, D, M, V, L = 2, 12, 16, 24, 32, 3
@@ -99,7 +100,7 @@ def _initial(config, seed=0):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equals_the_reference(x64, make_mechanism, randomise, reference, name):
+def test_equals_the_reference(x64, make_mechanism, randomise, name):
     mechanism, keys, block = OPTIONS[name]
     mechanism = make_mechanism(mechanism, **keys)
     if hasattr(mechanism, "rank") and mechanism.rank:  # rank per layer: segments of 1 and 2
@@ -279,7 +280,7 @@ def test_positions_may_be_given(x64, make_mechanism, randomise):
 
 
 @pytest.mark.parametrize("family", quick.only(["lrkv", "mla"], FAMILIES))
-def test_bfloat16(make_mechanism, randomise, reference, family):
+def test_bfloat16(make_mechanism, randomise, family):
     """Matrices and activations are bfloat16, logits float32; off by rounding, not by more."""
     config = _config(make_mechanism(family))
     model, weights = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)

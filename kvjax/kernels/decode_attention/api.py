@@ -1,10 +1,12 @@
 """Which implementation of decode attention runs."""
 
 from collections.abc import Mapping
+import logging
 
 import jax
 
 from kvjax.cache import stripes
+from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import sharded
 from kvjax.kernels.decode_attention import xla
@@ -40,7 +42,7 @@ def decode_attention(
       first_B: [B] slot of each sequence's first new token; token t sees slots 0 .. first_B + t.
       implementation: "xla", which takes everything; "tpu" and "gpu", Pallas kernels;
         "reference", which expands the whole cache; None: the kernels of the device that is
-        compiled for where they take these operands, "xla" where not.
+        compiled for where they take these operands, "xla" where not; the log says why, once.
 
     Raises:
       NotImplementedError: the implementation does not take these operands; the message says why.
@@ -75,7 +77,8 @@ def default(operands: Reading, cache: Mapping[str, jax.Array]) -> str:
         cache = {field: of_chip(array) for field, array in cache.items()}
     try:
         _CHECKS[name](operands, cache)
-    except NotImplementedError:
+    except NotImplementedError as error:
+        log_once(__name__, logging.WARNING, f"decode attention: {error}")
         return "xla"
     return name
 

@@ -16,11 +16,13 @@ import re
 
 import jax
 
+from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention.readings import Reading
 
 FILE = pathlib.Path(__file__).with_name("tuned.json")
 SOURCES = ("measured", "static")
-_log = logging.getLogger(__name__)
+_KNOWN = {"base_key", "base_value", "residual_key", "residual_value", "key_scale"}
+_KNOWN |= {"latent", "rope_key"}  # fields that the letters of a key tell all of
 
 
 def current_device_kind() -> str:
@@ -46,6 +48,8 @@ def key(implementation: str, operands: Reading, cache: Mapping[str, jax.Array]) 
         sizes |= dict(J=sizes["K"], K=cache["residual_key"].shape[1])
     array = next(iter(cache.values()))
     dims = [f"{letter}{sizes[letter]}" for letter in "NKJRHVCP" if letter in sizes]
+    others = cache.keys() - _KNOWN  # of a reading that no kernel here takes
+    dims += [f"{name}{'x'.join(map(str, cache[name].shape[1:-1]))}" for name in sorted(others)]
     dims = [str(array.dtype), *dims]
     dims += [f"B{array.shape[0]}", f"S{array.shape[-1]}"]
     return f"{implementation}/{operands.kind(cache)}/{'-'.join(dims)}"
@@ -72,7 +76,8 @@ def parameters(
         entry = _nearest(entries if nearest else {k: entries[k] for k in entries if k == key}, key)
         tuned = _checked(entry, default)
     except _Unusable as error:
-        _say_once(kind, key, str(error))
+        level = logging.INFO if str(error) == "not tuned" else logging.WARNING
+        log_once(__name__, level, f"{key} on {kind}: {error}; using the default block sizes")
         return dict(default)
     return dict(default) | tuned
 
@@ -138,9 +143,3 @@ def _checked(entry, default: Mapping[str, int]) -> Mapping[str, int]:
         if type(value) is not int or value < 1:
             raise _Unusable(f"its entry has {name} = {value!r}, which is not a positive integer")
     return tuned
-
-
-@functools.cache
-def _say_once(device_kind: str, key: str, reason: str) -> None:
-    level = logging.INFO if reason == "not tuned" else logging.WARNING
-    _log.log(level, "%s on %s: %s; using the default block sizes", key, device_kind, reason)

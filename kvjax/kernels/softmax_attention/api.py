@@ -6,12 +6,12 @@ several GPUs.
 """
 
 from collections.abc import Callable
-import functools
+import logging
 
-from absl import logging
 import jax
 import numpy as np
 
+from kvjax.foundation.logs import log_once
 from kvjax.kernels.softmax_attention import cudnn
 from kvjax.kernels.softmax_attention import xla
 from kvjax.kernels.softmax_attention.placement import Options
@@ -53,7 +53,7 @@ def softmax_attention(
         which are then rounded to their dtype once more.
       implementation: "xla", which takes everything; "splash", on TPUs (elsewhere it is
         interpreted); "cudnn"; None: that of the device compiled for, where it takes these arrays,
-        and "xla" where not.
+        and "xla" where not; the log says why, once.
       query_chunk: "xla" alone: if positive and causal, queries go in chunks of this many, each
         against the keys it can see: half the work where masked logits are computed (CPU).
       query_positions_T, key_positions_S: where tokens stand in the row, on the host; 0, 1, 2.. if
@@ -124,15 +124,9 @@ def _default(q_BTNH, k_BSKH, v_BSKV, options: Options) -> str:
     try:
         _CHECKS[name](q_BTNH, k_BSKH, v_BSKV, options)
     except NotImplementedError as error:
-        _say(str(error))
+        log_once(__name__, logging.WARNING, f"attention in training: {error}")
         return "xla"
     return name
-
-
-@functools.cache
-def _say(message: str) -> None:
-    """Log a message once."""
-    logging.info("%s", message)
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {

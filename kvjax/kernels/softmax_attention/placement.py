@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.rounding import round_up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,6 @@ def on_every_device(
 
 def equal_dims(*arrays: jax.Array, multiple: int = 1) -> list[jax.Array]:
     """Zeros behind the last dims, to the largest: the library refuses unequal ones."""
-    dim = -(-max(x.shape[-1] for x in arrays) // multiple) * multiple
+    dim = round_up(max(x.shape[-1] for x in arrays), multiple)
     pad = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, dim - x.shape[-1])])
     return [x if x.shape[-1] == dim else pad(x) for x in arrays]

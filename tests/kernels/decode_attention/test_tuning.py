@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kvjax.foundation import logs
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.gpu import attention as gpu
@@ -23,7 +24,7 @@ def write(tmp_path, monkeypatch):
     """A function of tuned.json's content, JSON-able or text."""
     monkeypatch.setattr(tuning, "FILE", tmp_path / "tuned.json")
     tuning._read.cache_clear()
-    tuning._say_once.cache_clear()
+    logs.log_once.cache_clear()
 
     def write(content):
         text = content if isinstance(content, str) else json.dumps(content)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.gpu import kernel
 from kvjax.kernels.decode_attention.gpu import plans
@@ -62,7 +63,7 @@ def decode_attention(
     tuned = tuning.parameters(tuning.key("gpu", operands, cache), default=default, nearest=False)[
         "split"
     ]
-    split = split or min(-(-tuned // block) * block, body.longest)
+    split = split or min(round_up(tuned, block), body.longest)
     first_B = jnp.minimum(first_B, S - 1)  # a full cache's sequence that grows no more has S
     channels = {name: array.reshape(B, -1, S) for name, array in cache.items()}
     o, maximum, total = kernel.attend(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention.gpu.ring import ROWS
 from kvjax.kernels.decode_attention.gpu.ring import Slab
 from kvjax.kernels.decode_attention.gpu.ring import slabs
@@ -66,7 +67,7 @@ class Plan:
 
 def slots(plan: Plan, block: int, scaled: bool) -> int:
     """Slabs that fit into half a multiprocessor's shared memory; if too few, into all; or 0."""
-    aligned = lambda size: -(-size // 1024) * 1024
+    aligned = lambda size: round_up(size, 1024)
     queries, weights = 2 * ROWS * plan.columns * len(plan.keys), 2 * plan.columns * block
     turned = 2 * ROWS * ROWS * len(plan.turning) * plan.group
     scales = 4 * 2 * plan.heads * block if scaled else 0
@@ -259,7 +260,7 @@ def _by_block(q_B1NH: jax.Array, K: int, k: int) -> jax.Array:
 
 
 def _padded(columns: int) -> int:
-    return -(-columns // COLUMNS) * COLUMNS
+    return round_up(columns, COLUMNS)
 
 
 def _private(q_BgkGH: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kvjax.foundation.rounding import round_up
+
 LANES = 128
 
 Refs = Mapping[str, jax.Array]
@@ -137,4 +139,4 @@ class Part:
 
 def padded(heads: int) -> int:
     """Rows that so many heads take: whole tiles of 8."""
-    return -(-heads // 8) * 8
+    return round_up(heads, 8)

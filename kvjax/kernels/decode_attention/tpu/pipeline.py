@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention.tpu.part import LANES
 from kvjax.kernels.decode_attention.tpu.part import Input
 from kvjax.kernels.decode_attention.tpu.part import Part
@@ -52,7 +53,6 @@ def _tiled_bytes(dims: tuple[int, ...], dtype) -> int:
     """Bytes of an array whose last two dims fill tiles of 128 lanes and a word's sublanes."""
     size = jnp.dtype(dtype).itemsize
     *major, rows, lanes = (1, 1, *dims)
-    round_up = lambda n, multiple: -(-n // multiple) * multiple
     rows = 1 if rows == 1 and size == 4 else round_up(rows, 32 // size)
     return math.prod(major) * rows * round_up(lanes, LANES) * size
 

@@ -1,0 +1,148 @@
+"""The law, for any mechanism: decoding over a cache equals softmax attention over whole sequences.
+
+Lengths and splits are drawn; shapes are not, since a new shape is a new compilation: sequences
+advance in chunks of CHUNK tokens, of which 0 to CHUNK are real, and in single steps.
+"""
+
+import functools
+
+from flax import nnx
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import cache as cache_lib
+from kvjax.attention import Attention
+from kvjax.layers import rope
+
+B, D, BASE = 3, 16, 100.0
+S, BLOCK = 128, 48  # tiles start in slots 0, 48 and 80: the last overlaps the one before
+CHUNK = 8
+
+
+class Run:
+    """One attention module in one dtype: in full, and over a cache."""
+
+    def __init__(self, config, base, graph, weights, dtype, implementation="small_tiles"):
+        self.config, self.base, self.dtype = config, base, jnp.dtype(dtype)
+        cast = lambda w: jnp.asarray(w, self.dtype)
+        self.weights = jax.tree.map(cast, weights)
+
+        @jax.jit
+        def full(weights, x_BTD):
+            index = np.arange(x_BTD.shape[1], dtype=np.int32)[None]
+            positions = rope.positions(index, config.rope_dim, base)
+            return nnx.merge(graph, weights)(x_BTD, positions, causal=True)
+
+        @functools.partial(jax.jit, donate_argnums=2)
+        def decode(weights, x_BTD, layer, first_B, counts_B):
+            index = first_B[:, None] + jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
+            positions = rope.positions(index, config.rope_dim, base)
+            options = dict(rope_base=base, implementation=implementation)
+            return nnx.merge(graph, weights).decode(x_BTD, positions, layer, counts_B, **options)
+
+        self._full, self._decode = full, decode
+
+    def full(self, x_BTD):
+        """[B, T, D] of the whole sequences, float64."""
+        return np.asarray(self._full(self.weights, jnp.asarray(x_BTD, self.dtype)), np.float64)
+
+    def layer(self, batch=B):
+        cache = cache_lib.allocate([self.config], batch=batch, capacity=S, dtype=self.dtype)
+        return cache.layers[0]
+
+    def decode(self, x_BTD, splits, layer=None):
+        """Yields (b, first, outputs [count, D]) of every sequence that a split advances.
+
+        Args:
+          splits: (T, counts [B]) of each call; what stands behind a count is NaN.
+        """
+        layer = self.layer(len(x_BTD)) if layer is None else layer
+        lengths = np.zeros(len(x_BTD), np.int32)
+        for T, counts in splits:
+            new = np.full((len(x_BTD), T, x_BTD.shape[-1]), np.nan)
+            for b, count in enumerate(counts):
+                new[b, :count] = x_BTD[b, lengths[b] : lengths[b] + count]
+            counts = np.asarray(counts, np.int32)
+            arguments = (jnp.asarray(new, self.dtype), layer, lengths, counts)
+            y_BTD, layer = self._decode(self.weights, *arguments)
+            y_BTD = np.asarray(y_BTD, np.float64)
+            for b, count in enumerate(counts):
+                if count:
+                    yield b, int(lengths[b]), y_BTD[b, :count]
+            lengths = lengths + counts
+
+    def decoded(self, x_BTD, splits, layer=None):
+        """[B, T, D] of all tokens; NaN for those that no split reached."""
+        y_BTD = np.full(x_BTD.shape, np.nan)
+        for b, first, y in self.decode(x_BTD, splits, layer):
+            y_BTD[b, first : first + len(y)] = y
+        return y_BTD
+
+
+def prefill(lengths):
+    """Chunks until every sequence has its length."""
+    left = np.array(lengths)
+    while left.any():
+        counts = np.minimum(left, CHUNK)
+        yield CHUNK, tuple(counts.tolist())
+        left -= counts
+
+
+@st.composite
+def any_splits(draw):
+    """Prefill in full chunks, then ragged chunks and steps, never beyond the capacity."""
+    lengths = draw(st.tuples(*[st.integers(0, S)] * B))
+    splits = list(prefill(lengths))
+    for T in draw(st.lists(st.sampled_from((1, CHUNK)), min_size=1, max_size=12)):
+        room = [min(T, S - length) for length in lengths]
+        counts = draw(st.tuples(*(st.integers(0, most) for most in room)))
+        lengths = tuple(length + n for length, n in zip(lengths, counts, strict=True))
+        splits.append((T, counts))
+    return splits
+
+
+# Prefill to three lengths, a ragged chunk, steps (one sequence pauses), and a chunk that ends the
+# longest sequence in the cache's last slot.
+ONE_OF_ALL = (
+    *prefill((113, 50, 0)),
+    (CHUNK, (5, 8, 1)),
+    *[(1, (1, 1, 1)), (1, (1, 0, 1)), (1, (0, 1, 1))],
+    (CHUNK, (CHUNK, 3, 0)),
+)
+assert np.sum([counts[0] for _, counts in ONE_OF_ALL]) == S
+
+
+def sequences(width=D, batch=B, length=S):
+    """x_BTD, float64."""
+    return np.random.default_rng(0).standard_normal((batch, length, width))
+
+
+def make_run(randomise, config, base, dtype, d_model=D, **keys) -> Run:
+    """An `Attention` of that config with no weight zero."""
+    module, weights = randomise(lambda: Attention(config, d_model, rngs=nnx.Rngs(0)))
+    return Run(config, base, nnx.split(module)[0], weights, dtype, **keys)
+
+
+def check(randomise, config, base):
+    """Asserts that decoding is attention over the whole sequence, in float64, however it is split.
+
+    Args:
+      randomise: the fixture.
+      base: of RoPE, or None.
+    """
+    run, x = make_run(randomise, config, base, jnp.float64), sequences()
+    expected = run.full(x)
+    assert np.abs(expected).max() > 0.1
+
+    @settings(max_examples=6, deadline=None)
+    @given(splits=any_splits())
+    def equal(splits):
+        for b, first, y in run.decode(x, splits):
+            wanted = expected[b, first : first + len(y)]
+            np.testing.assert_allclose(y, wanted, rtol=1e-10, atol=1e-10)
+
+    equal()

@@ -1,0 +1,138 @@
+"""What is refused before anything is compiled: ids, lengths, capacities, memory, devices."""
+
+import types
+
+import jax
+import pytest
+
+from kvjax import cache as cache_lib
+from kvjax.decoding import generation as generation_lib
+from kvjax.decoding import program
+from kvjax.decoding.generation import Generator
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from tests.decoding.prompts import HOT
+from tests.decoding.prompts import tokens
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "no prompts"),
+        ([[1], []], {}, "prompt 2 has no tokens: start it with the tokenizer's BOS"),
+        (
+            [[1], [2, 32]],
+            {},
+            "prompt 2, token 2: no id 32; the vocabulary has 32 tokens, ids 0 to 31",
+        ),
+        ([[-1]], {}, "prompt 1, token 1: no id -1"),
+        ([[1.7]], {}, "prompt 1, token 1: no id 1.7; the vocabulary"),
+        ("ab", {}, "prompt 1, token 1: no id a"),
+        ([[1]], dict(stop_tokens=[1.0]), "stop token 1.0: no such id"),
+        ([[1]], dict(stop_tokens=[3, 40]), "stop token 40: no such id"),
+        ([[1]], dict(num_tokens=0), "num_tokens = 0: must be at least 1"),
+        ([[1]], dict(capacity=-1), "capacity = -1"),
+        ([[1]], dict(seed=-1), "seed = -1"),
+        ([[1]], dict(seed=1 << 32), "must be below 2\\*\\*32"),
+        ([[1], [1] * 9], dict(capacity=8), "prompt 2 has 9 tokens and capacity = 8"),
+        ([[1] * 7], dict(capacity=8), "sequence 1 holds 7 tokens and 9 more.*capacity of 8"),
+        ([[1] * 7], dict(num_tokens=1 << 20), "rope positions end after 1048576 tokens"),
+    ],
+)
+def test_requests_that_cannot_be(generator, prompts, options, message):
+    with pytest.raises(UserError, match=message):
+        generator.start(prompts, **(dict(num_tokens=10) | options))
+
+
+@pytest.mark.slow
+def test_the_capacity_asked_for_suffices_to_its_last_token(generator):
+    """And is what is taken where none is asked for; the last token is never appended."""
+    roomy = tokens(generator, [[1] * 119], num_tokens=10, capacity=256, sampling=HOT)
+    asked = tokens(generator, [[1] * 119], num_tokens=10, capacity=128, sampling=HOT)
+    generation = generator.start([[1] * 119], num_tokens=10, sampling=HOT)
+    list(generation)
+    assert roomy == asked == generation.tokens and generation.cache.capacity == 128
+    assert int(generation.cache.lengths[0]) == 128
+    with pytest.raises(UserError, match="sequence 1 holds 120 tokens and 9 more are to come"):
+        generator.start([[1] * 120], num_tokens=10, capacity=128)
+
+
+def test_learned_positions_end(make_model):
+    learned = Generator(make_model("mha", positions="learned", max_positions=40))
+    assert generation_lib.max_positions(learned.config) == 40
+    with pytest.raises(UserError, match="learned positions end after 40 tokens"):
+        learned.start([[1] * 30], num_tokens=12)
+    assert len(tokens(learned, [[1] * 30], num_tokens=11)[0]) == 11
+
+
+def test_a_capacity_beyond_the_angles_of_rope(generator, on_chips, make_model, monkeypatch):
+    limit = 1 << 20
+    message = "capacity = 1048577: the model's positions have angles for 1048576 tokens; give"
+    with pytest.raises(UserError, match=message):
+        generator.start([[1]], num_tokens=2, capacity=limit + 1)
+    sizes = []
+
+    def stop(batch, capacity):
+        sizes.append(capacity)
+        raise StopIteration
+
+    def asked(generator, **options):
+        monkeypatch.setattr(generator, "_check_memory", stop)
+        with pytest.raises(StopIteration):
+            generator.start([[1]], **options)
+        return sizes[-1]
+
+    assert asked(generator, num_tokens=2, capacity=limit) == limit
+    # Three chips: 128 · 2^i slots on each would be 1.5 times what there are angles for.
+    three, most = on_chips("lrkv", 3), limit // 384 * 384
+    assert asked(three, num_tokens=limit - 300) == most
+    with pytest.raises(UserError, match=f"{most} tokens in a cache split over 3 chips"):
+        three.start([[1]], num_tokens=2, capacity=limit)
+    with pytest.raises(UserError, match=f"rope positions end after {most} tokens"):
+        three.start([[1]], num_tokens=limit)
+    # Without angles there is no such limit; with those of "+" there is.
+    none = Generator(make_model("mha", positions="none"))
+    assert asked(none, num_tokens=2, capacity=2 * limit) == 2 * limit
+    plus = Generator(make_model("qk_tied_plus", positions="none"))
+    with pytest.raises(UserError, match=message):
+        plus.start([[1]], num_tokens=2, capacity=limit + 1)
+    with pytest.raises(UserError, match="length = 1048577: the model's positions have angles"):
+        mesh = program.make_mesh(1, jax.devices())
+        program.lowered_step(generator.config, mesh, batch=1, length=limit + 1)
+
+
+def test_a_cache_beyond_memory(generator, monkeypatch):
+    monkeypatch.setattr(runtime, "memory_per_device", lambda: 1000)
+    with pytest.raises(UserError, match="a cache of 1 sequences of 128 tokens needs"):
+        generator.start([[1]], num_tokens=3)
+
+
+def test_memory_that_a_device_has_left(generator, monkeypatch):
+    """What is in use there is not free; of a CPU's memory it was never counted."""
+    generation = generator.start([[1]], num_tokens=3)
+    need = cache_lib.live_bytes(generation.cache)
+    device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: dict(bytes_in_use=50_000))
+    monkeypatch.setattr(runtime, "memory_per_device", lambda: need + 49_999)
+    tokens(generator, [[1]], num_tokens=3)
+    monkeypatch.setattr(generation_lib.jax, "local_devices", lambda: [device])
+    with pytest.raises(UserError, match="a cache of 1 sequences of 128 tokens needs"):
+        generator.start([[1]], num_tokens=3)
+    monkeypatch.setattr(runtime, "memory_per_device", lambda: need + 50_000)
+    tokens(generator, [[1]], num_tokens=3)
+
+
+def test_models_and_options_that_cannot_be(make_model):
+    with pytest.raises(UserError, match="causal = False: only a causal model"):
+        Generator(make_model("mha", causal=False))
+    with pytest.raises(UserError, match="implementation = 'fast': must be one of 'xla'"):
+        Generator(make_model("lrkv"), implementation="fast")
+    with pytest.raises(UserError, match="'tpu': runs on one TPU; the model is on 1 x cpu"):
+        Generator(make_model("lrkv"), implementation="tpu")
+    with pytest.raises(UserError, match="chunk = 0"):
+        Generator(make_model("lrkv"), chunk=0)
+
+
+def test_capacities_are_few():
+    assert [generation_lib._round(n) for n in (1, 128, 129, 256, 257, 600, 1025)] == [
+        *(128, 128, 256, 256, 512, 1024, 2048)
+    ]

@@ -1,0 +1,42 @@
+"""The commands, what each does something with, and odd values."""
+
+from kvjax.foundation.checkout import ROOT
+
+CONFIGS = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "kv_tied_tiny", "qk_tied_plus_tiny")
+CONFIGS += ("thin_keys_tiny",)
+PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
+PRODUCT += ("kvjax.data.prepare", "kvjax.kernels.profile")
+CHILDREN = ("jax_training", "torch_training")  # of train_benchmark: not for users
+EXPERIMENTS = tuple(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "experiments").rglob("*.py"))
+    if "__main__" in path.read_text() and path.stem not in CHILDREN
+)
+
+MISSING, FOLDER, FILE = "../shared/missing", "folder", "notes.txt"
+LONG, NO_UTF8, SURROGATE, SNOWMAN = "x" * 1000, "\udcff", "\ud800", "\u2603"
+HUGE = str(2**63)
+EMPTY = ""
+
+RUN = (  # arguments of kvjax.main with which a config is trained on a small text
+    *("--workdir=run", "--config.data.source=../shared/text.txt"),
+    *("--config.data.directory=../shared/data", "--config.data.tokenizer=byte"),
+    *("--config.data.vocab_size=257", "--config.data.sequence_length=32"),
+)
+# For each command, arguments with which it does something, and what it prints then.
+WORKING = {
+    "kvjax": ((), "Commands"),
+    "kvjax.main": (RUN, "would train"),
+    "kvjax.generate": (("--workdir=../shared/trained", "--prompt=a"), "would generate"),
+    "kvjax.costs": ((), "Parameters"),
+    "kvjax.aot": (("--topology=v5e:2x2",), "would compile"),
+    "kvjax.data.prepare": (
+        ("--source=../shared/text.txt", "--tokenizer=byte", "--output=out", "--sequence_length=32"),
+        "datasets",
+    ),
+    "kvjax.kernels.profile": ((), "would measure"),
+}
+
+
+def config_file(name: str) -> str:
+    return f"--config={ROOT / 'configs' / name}.py"

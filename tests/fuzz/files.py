@@ -1,0 +1,166 @@
+"""Configs, workdirs, prompts and texts that are not what they should be."""
+
+from collections.abc import Iterator
+
+from kvjax.foundation.checkout import ROOT
+from tests.fuzz.case import Case
+from tests.fuzz.commands import FILE
+from tests.fuzz.commands import FOLDER
+from tests.fuzz.commands import LONG
+from tests.fuzz.commands import MISSING
+from tests.fuzz.commands import NO_UTF8
+from tests.fuzz.commands import RUN
+from tests.fuzz.commands import SNOWMAN
+from tests.fuzz.commands import SURROGATE
+from tests.fuzz.commands import WORKING
+from tests.fuzz.commands import config_file
+
+
+def file_cases() -> Iterator[Case]:
+    """Configs, workdirs, prompts and texts that are not what they should be."""
+    for command in ("kvjax.main", "kvjax.costs", "kvjax.aot"):
+        working, _ = WORKING[command]
+        of = lambda *given, c=command, w=working, **known: Case(
+            command=c, arguments=(*w, *given), **dict(status=(2,)) | known
+        )
+        files = (
+            "binary",
+            "raises",
+            "ends",
+            "wrong",
+            "none",
+            "a_dict",
+            "late",
+            "prompts",
+            "keyless",
+        )
+        for name in files:
+            yield of(f"--config=../shared/{name}.py", says=(f"{name}.py", "missing", "'data'"))
+        for name in ("", ".", "configs", FOLDER, FILE, MISSING, LONG, "lrkv_tiny", "/dev/null"):
+            yield of(f"--config={name}", says=("config",))
+        for name in (SNOWMAN, NO_UTF8, SURROGATE, "a\x01b", f"{ROOT}/configs", "lrkv_tyni.py"):
+            yield of(f"--config={name}", says=("config",))
+        yield of("--config", says=("config",))
+        yield of("--config", MISSING, says=("missing",))
+        yield of(config_file("lrkv_tiny"), config_file("x"), says=("config",))
+    yield from _workdir_cases()
+    yield from _prompt_cases()
+    yield from _text_cases()
+
+
+_NO_RECORDS = ("\xff\xfe\x00\n", "[]\n", "{}\n", '{"step": "x"}\n', "null\n", "")
+
+
+def _workdir_cases() -> Iterator[Case]:
+    main = lambda *given, **known: Case(
+        command="kvjax.main",
+        arguments=(config_file("lrkv_tiny"), *RUN[1:], *given),
+        **dict(says=("workdir",)) | known,
+    )
+    text = lambda workdir, **known: Case(
+        command="kvjax.generate", arguments=(f"--workdir={workdir}", "--prompt=a"), **known
+    )
+    schemes = ("gs://b/x", "s3://b/x", "hdfs://x", "no://x", "://", "http://localhost:1/x")
+    for workdir in ("", FILE, f"{FILE}/x", "/proc/x", "/dev/null", "/dev/null/x", *schemes, LONG):
+        where = tuple(filter(None, (workdir[:20], workdir.partition("://")[0], "workdir")))
+        if workdir:
+            yield main(f"--workdir={workdir}", says=where, status=(2,))
+        yield text(workdir, says=where, status=(2,))
+    for path in (FOLDER, SNOWMAN, "a/b/c", "~", f"{FOLDER}/", "gs:/x"):
+        yield text(path, says=("workdir",), status=(2,))
+    trained = dict(scene="trained")
+    again = lambda **known: Case(
+        command="kvjax.main",
+        arguments=("--config=same.py", "--workdir=run", "--config.train.sample_tokens=0"),
+        **trained | dict(talks=True) | known,
+    )
+    same = ("same.py", _SAME)
+    yield again(edits=(same,), status=(0,), prints="validation")
+    for name in ("metrics.jsonl", "timing.jsonl", "config.json", "dataset.json", "tokenizer.json"):
+        for content in (*_NO_RECORDS, "/", None):
+            says = (name, "holds another run")
+            yield again(edits=(same, (f"run/{name}", content)), says=says)
+        torn = (f"run/{name}", '{"step": 1}\n{"st')
+        yield again(edits=(same, torn), says=(name,), loses=(f"case/{torn[0]}",))
+        if name in ("config.json", "tokenizer.json"):
+            for content in (*_NO_RECORDS, "/", None, '{"train": ' * 100_000):
+                edits = ((f"run/{name}", content),)
+                yield text("run", edits=edits, says=(name,), status=(2,), **trained)
+    yield text("run", edits=(("run/checkpoints", None),), says=("run",), status=(2,), **trained)
+    yield text("run", edits=(("run/checkpoints", "x"),), says=("run",), status=(2,), **trained)
+    yield main("--workdir=run", status=(2,), says=("run",), **trained)
+
+
+_SAME = """
+from tests import runs
+
+def get_config():
+    config = runs.small_config("../shared/text.txt", "../shared/data", num_steps=2, eval_rows=8)
+    config.data.update(tokenizer="byte", vocab_size=257, sequence_length=32)
+    config.train.update(batch_size=2, checkpoint_every=1)
+    return config
+"""
+
+
+def _prompt_cases() -> Iterator[Case]:
+    of = lambda *given, **known: Case(
+        command="kvjax.generate",
+        arguments=("--workdir=../shared/trained", *given),
+        **dict(status=(2,)) | known,
+    )
+    yield of(says=("prompt",))
+    for file in ("", FOLDER, MISSING, "../shared/empty.txt", "../shared/latin.txt", "no://x", LONG):
+        yield of(f"--prompt_file={file}", says=("prompt",))
+    for content in ("", "\n", "a\n\nb\n", "\xff\xfe", "a\0b\n"):
+        yield of("--prompt_file=-", stdin=content, says=("standard input", "line"), status=(0, 2))
+    yield of("--prompt_file=-", stdin="a\nb\n", status=(0,), prints="would")
+    yield of("--prompt=a", "--num_tokens=0", says=("num_tokens",))
+    yield of("--prompt=a", "--top_p=0", says=("top_p",))
+    yield of("--prompt=a", "--temperature=nan", says=("temperature",))
+    yield of("--prompt=a", "--stop_token=257", says=("stop", "257"))
+    yield of("--prompt=a", "--step=3", says=("step",))
+    yield of("--prompt=a", "--chips=3000", says=("chips",))
+    yield of("--prompt=abcdefgh", "--capacity=2", says=("capacity",))
+    yield of("--prompt=a", "--seed=4294967296", says=("seed",))
+    yield of("--prompt=a", "--dtype=float16", says=("dtype",))
+    yield of("--prompt=a", "--implementation=tpu", says=("implementation",))
+
+
+def _text_cases() -> Iterator[Case]:
+    """Texts for prepare; and prepared data of which something is gone."""
+    of = lambda *given, **known: Case(
+        command="kvjax.data.prepare",
+        arguments=("--tokenizer=byte", "--output=out", "--sequence_length=32", *given),
+        **dict(status=(2,)) | known,
+    )
+    files = ("empty.txt", "latin.txt", "deep.jsonl", "binary.py", "a_file", "data", "missing.txt")
+    for name in files:
+        yield of(f"--source=../shared/{name}", says=(name, "source"))
+    for name in (
+        ",",
+        " ",
+        "*.nothing",
+        "no://x",
+        "gs://b/x.txt",
+        "tfds:",
+        "tfds:no_such",
+        "tfds:#",
+    ):
+        yield of(f"--source={name}", says=(name, "source"))
+    text = "--source=../shared/text.txt"
+    yield of("--source=../shared/marked.txt", status=(0,), prints="datasets")
+    yield of(text, f"--validation_source={MISSING}.txt", says=("validation_source",))
+    yield of(text, "--sequence_length=99999999999", says=("sequence_length",))
+    yield of(text, "--sequence_length=1000000", says=("sequence_length",))
+    yield of(text, f"--output={FILE}", says=(FILE, "output"))
+    yield of(text, "--output=/proc/x", says=("/proc/x", "output"))
+    yield of(text, "--output=gs://b/x", says=("gs://", "output"))
+    yield of(text, "--tokenizer=../shared/missing.json", says=("missing.json", "tokenizer"))
+    yield of(text, "--tokenizer=bpe", "--vocab_size=100000", says=("vocab_size",))
+    main = lambda *given, **known: Case(
+        command="kvjax.main",
+        arguments=(config_file("lrkv_tiny"), *RUN, "--config.data.source=prepared:p", *given),
+        **dict(says=("p",), status=(2,)) | known,
+    )
+    for content in (*_NO_RECORDS, "[" * 100_000, "/", None):
+        yield main(edits=(("p/dataset.json", content),))

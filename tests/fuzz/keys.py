@@ -1,0 +1,124 @@
+"""Every key of six configs, with what cannot be; sections taken for keys."""
+
+from collections.abc import Iterator
+import functools
+import re
+
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.command_line import load_config
+from tests.fuzz.case import Case
+from tests.fuzz.commands import CONFIGS
+from tests.fuzz.commands import EMPTY
+from tests.fuzz.commands import HUGE
+from tests.fuzz.commands import LONG
+from tests.fuzz.commands import NO_UTF8
+from tests.fuzz.commands import RUN
+from tests.fuzz.commands import SNOWMAN
+from tests.fuzz.commands import SURROGATE
+from tests.fuzz.commands import config_file
+from tests.fuzz.options import _TEXTS
+
+_FREE_KEYS = {  # text that is not one of a few words
+    *("name", "data.directory", "data.source", "data.validation_source", "data.text_key"),
+    "train.sample_prompt",
+}
+_MAY_BE_NEGATIVE = {"compute.query_chunk"}
+_NEVER_VAST = re.compile("epsilon|base|learning_rate")
+_TRAIN_BPE = ("--config.data.tokenizer=bpe", "--config.data.vocab_size=300")
+
+
+@functools.cache
+def leaves(name: str) -> dict[str, object]:
+    """The keys of a config, by dotted name."""
+
+    def walk(section, prefix):
+        for key, value in section.items():
+            if hasattr(value, "items"):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    return dict(walk(load_config(ROOT / "configs" / f"{name}.py"), ""))
+
+
+def key_cases(name: str) -> Iterator[Case]:
+    """Every key of a config, with values that cannot be and some that could.
+
+    A key that the first config has too gets only the latter, and only if it tells of the mechanism:
+    what cannot be is not a matter of the config.
+    """
+    first = leaves(CONFIGS[0]) if name != CONFIGS[0] else {}
+    for key, value in leaves(name).items():
+        if key not in first:
+            yield from _cases_of_key(name, key, value)
+        elif key.startswith("attention."):
+            yield from (c for c in _cases_of_key(name, key, value) if 0 in c.status)
+
+
+def _cases_of_key(config: str, key: str, value) -> Iterator[Case]:
+    last = key.rpartition(".")[2]
+    flag, says = f"--config.{key}", (last,)
+    of = lambda *given, **known: Case(
+        command="kvjax.main",
+        arguments=(config_file(config), *RUN, *given),
+        **dict(says=says, status=(2,)) | known,
+    )
+    yield of(f"{flag}x=1", says=(f"{last}x",))
+    yield of(f"{flag}.x=1", says=says)
+    yield of(f"--no{flag[2:]}=1", says=says)
+    wrong, odd = _values(key, value)
+    yield from (of(f"{flag}={v}") for v in wrong)
+    yield from (of(f"{flag}={v}", status=(0, 2)) for v in odd)
+    if not isinstance(value, bool):
+        yield of(flag)
+        yield of(f"--no{flag[2:]}")
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield of(flag, "x")
+    if key.startswith("data."):
+        yield from (of(*_TRAIN_BPE, f"{flag}={v}", status=(0, 2)) for v in odd)
+
+
+def _values(key: str, value) -> tuple[tuple, tuple]:
+    """Values that a key cannot have, and values that it may have."""
+    if isinstance(value, bool):
+        return ("", "maybe", "2", "nan", NO_UTF8), ("true", "false")
+    if isinstance(value, int):
+        odd = ("0", "1", "3", "7", "1000000000", "1000000000000")
+        negative = () if key in _MAY_BE_NEGATIVE else ("-1",)
+        return ("", "x", "1.5", "nan", "inf", HUGE, "-" + HUGE, SNOWMAN, *negative), odd
+    if isinstance(value, float):
+        vast = ("1e300",) if _NEVER_VAST.search(key) else ()
+        return ("", "x", "nan", "inf", "-inf", "-1", NO_UTF8, *vast), ("0", "1e-300", "1e300", "1")
+    if isinstance(value, tuple):
+        return ("x", "", "(-1,)", "(1.5,)", "('x',)", "(nan,)", "3"), ("()", "(0,)", "(1,2,3,4)")
+    if key in _FREE_KEYS:
+        return ((SURROGATE, NO_UTF8) if key == "train.sample_prompt" else ()), (EMPTY, *_TEXTS)
+    return ("", *_TEXTS, "1", "nan"), ()
+
+
+def section_cases() -> Iterator[Case]:
+    """Sections taken for keys, and keys that are not there."""
+    config = (config_file("lrkv_tiny"), *RUN)
+    of = lambda *given, **known: Case(
+        command="kvjax.main", arguments=(*config, *given), **dict(status=(2,)) | known
+    )
+    for section in ("train", "data", "model", "attention", "optimizer", "compute", "mesh"):
+        yield of(f"--config.{section}=1", says=(section,))
+        yield of(f"--config.{section}", says=(section,))
+        yield of(f"--config.{section}.=1", says=(section,))
+        yield of(f"--config.{section}.nothing=1", says=("nothing",))
+        yield of(f"--config.{section}s.x=1", says=(f"{section}s",))
+        yield of(f"--noconfig.{section}", says=(section,))
+    yield of("--config.=1", says=("config",))
+    yield of("--config..=1", says=("config",))
+    yield of("--config.num_steps=1", says=("train.num_steps",))
+    yield of(f"--config.{SNOWMAN}=1", says=(SNOWMAN,))
+    yield of(f"--config.{NO_UTF8}=1", says=("?", "udcff"))
+    yield of(f"--config.train.{LONG}=1", says=(LONG,))
+    yield of("--config.train.seed=1", "--config.train.seed=x", says=("seed",))
+    yield of("--config.train.seed=1", "--config.train.seed=2", status=(0,), prints="would")
+    yield of("--config.train.seed", "5", status=(0,), prints="would")
+    yield of("--config.train.batch_size=3", "--config.train.grad_accumulation=2", says=("batch",))
+    for name in ("", "../x", ".", "..", "/", SNOWMAN, LONG, NO_UTF8, SURROGATE, "a/b"):
+        arguments = (*config[:1], *RUN[1:], f"--config.name={name}")
+        yield Case(command="kvjax.main", arguments=arguments, says=("name",), prints="would")

@@ -1,0 +1,120 @@
+"""Every option of every command, as its own parser has them, with what cannot be."""
+
+import argparse
+from collections.abc import Iterator
+from unittest import mock
+
+from kvjax.foundation import command_line
+from tests.fuzz.case import Case
+from tests.fuzz.case import main_of
+from tests.fuzz.commands import FILE
+from tests.fuzz.commands import FOLDER
+from tests.fuzz.commands import HUGE
+from tests.fuzz.commands import LONG
+from tests.fuzz.commands import MISSING
+from tests.fuzz.commands import NO_UTF8
+from tests.fuzz.commands import PRODUCT
+from tests.fuzz.commands import SNOWMAN
+from tests.fuzz.commands import SURROGATE
+from tests.fuzz.commands import WORKING
+
+
+class _Seen(BaseException):
+    """The parser of a command."""
+
+
+def options_of(command: str) -> list[argparse.Action]:
+    """All options of a command, from its own parser."""
+
+    def stop(parser, arguments):
+        raise _Seen(parser)
+
+    with mock.patch.object(command_line.Parser, "parse", stop):
+        try:
+            main_of(command)([])
+        except _Seen as seen:
+            return [a for a in seen.args[0]._actions if a.dest != "help"]
+    raise AssertionError(f"{command} parses no options")
+
+
+# Text that an option may be, and that starts work of minutes: not tried.
+_STARTS_WORK = {
+    "experiments.studies.tiny_comparison runs": {
+        LONG,
+        "../x",
+        "a\x01b",
+        SNOWMAN,
+        FOLDER,
+        MISSING,
+        "x",
+    },
+    "experiments.benchmarks.train_benchmark set": {""},
+    "kvjax.data.prepare source": {FILE},
+}
+_SAID_AS = {"runs": "--workdir", "set": "--config"}  # keys of these, to the module below
+# Options whose text may be anything, or be empty: all other text has to be something that is there.
+_FREE = {
+    "kvjax.main": ("workdir", "coordinator"),
+    "kvjax.generate": ("prompt", "stop", "prompt_file", "dtype", "implementation", "workdir"),
+    "kvjax.aot": ("output",),
+    "kvjax.data.prepare": ("validation_source", "text_key", "output"),
+    "kvjax.kernels.profile": ("plot",),
+}
+_WHOLE = (HUGE, "0", "1000000000", "1000000000000")
+_NO_INTEGER = ("", "x", "1.5", "-1", "nan", "inf", SNOWMAN, NO_UTF8, "1,2", "-" + HUGE)
+_NO_NUMBER = ("", "x", "-1", "nan", "inf", "-inf", SNOWMAN, NO_UTF8)
+_TEXTS = (LONG, "../x", "a\x01b", SNOWMAN, NO_UTF8, SURROGATE, "/dev/null", FOLDER, FILE, MISSING)
+
+
+def option_cases(command: str) -> Iterator[Case]:
+    """Every option of a command: no value, none of its values, another's name."""
+    working, prints = WORKING.get(command, ((), ""))
+    of = lambda *given, **known: Case(
+        command=command, arguments=(*working, *given), **dict(status=(2,)) | known
+    )
+    if prints:
+        yield of(status=(0,), prints=prints)
+    yield of("extra", says=("extra",))
+    yield of("--no_such", says=("no_such",))
+    yield of(SNOWMAN, says=(SNOWMAN,))
+    yield of(NO_UTF8, says=("udcff", "?"))
+    yield of("--", "x", says=("x",))
+    yield of("-x", says=("-x",))
+    if command not in ("kvjax.main", "kvjax.costs", "kvjax.aot"):
+        yield of("--config.train.seed=1", says=("config.train.seed",))
+    for action in options_of(command):
+        option = action.option_strings[0]
+        name = option.removeprefix("--")
+        yield of(f"{option}x=1", says=(f"{name}x",))
+        yield of(f"{option[:-1]}=1", says=(option[:-1],))
+        if isinstance(action, argparse._VersionAction):
+            yield of(option, status=(0,), prints="kvjax")
+        elif action.nargs == 0:
+            yield of(f"{option}=x", says=(name,))
+            yield of(option, "x", says=("x", name))
+        else:
+            yield of(option, says=(name,))
+            yield from _value_cases(command, action, of, name)
+
+
+def _value_cases(command: str, action: argparse.Action, of, name: str) -> Iterator[Case]:
+    given = lambda value: f"--{name}={value}"
+    says = (name, name.replace("_", " "), _SAID_AS.get(name, name))
+    starts_work = _STARTS_WORK.get(f"{command} {name}", set())
+    doubtful = dict(says=says, status=(0, 1, 2) if command == "kvjax.aot" else (0, 2))
+    kind = {int: (_NO_INTEGER, _WHOLE), float: (_NO_NUMBER, ("1e300", "0"))}.get(action.type)
+    if name == "config":
+        return
+    if kind:
+        wrong, odd = kind
+        yield from (of(given(value), says=says) for value in wrong)
+        if command in PRODUCT:
+            yield from (of(given(value), **doubtful) for value in odd)
+    elif action.choices or name not in _FREE.get(command, ()):
+        texts = {*_TEXTS, *([""] if action.default != "" else []), "x"} - starts_work
+        yield from (of(given(text), says=says) for text in sorted(texts))
+        if "x" in texts:
+            yield of(f"--{name}", "x", says=says)
+    else:
+        yield from (of(given(value), **doubtful) for value in ("", *_TEXTS))
+        yield of(given("a"), given("b"), **doubtful)

@@ -1,0 +1,109 @@
+"""Streams that are closed, full or shut, odd environments, and signals."""
+
+from collections.abc import Iterator
+import dataclasses
+
+from tests.fuzz.case import FORKED
+from tests.fuzz.case import STARTED
+from tests.fuzz.case import Case
+from tests.fuzz.commands import FILE
+from tests.fuzz.commands import RUN
+from tests.fuzz.commands import SNOWMAN
+from tests.fuzz.commands import WORKING
+from tests.fuzz.commands import config_file
+
+
+def process_cases() -> Iterator[Case]:
+    """Real streams, environments and signals."""
+    commands = {
+        "kvjax": (),
+        "kvjax.costs": (),
+        "kvjax.main": ("--help",),
+        "kvjax.data.prepare": WORKING["kvjax.data.prepare"][0],
+        "kvjax.generate": ("--workdir=../shared/trained", "--prompt=a", "--num_tokens=3"),
+    }
+    for command, arguments in commands.items():
+        of = lambda c=command, a=arguments, **known: Case(
+            command=c, arguments=a, **dict(how=FORKED, status=(0,)) | known
+        )
+        yield of()
+        yield of(stdout="head", status=(0, 1))
+        yield of(stdout="shut", status=(1,))
+        yield of(stdout="full", status=(2,), says=("space",))
+        yield of(stdout="closed")
+        yield of(stderr="closed")
+        if command == "kvjax.generate":  # which compiles: the others tell of the rest
+            continue
+        yield of(stdin="closed")
+        yield of(stderr="full")
+        yield of(environment=dict(PYTHONIOENCODING="ascii"))
+        wrong = (f"--no_{SNOWMAN}",)
+        for stream in ("closed", "full"):
+            yield dataclasses.replace(of(stderr=stream), arguments=wrong, status=(2,))
+            yield dataclasses.replace(
+                of(stdout=stream), arguments=wrong, status=(2,), says=("no_",)
+            )
+    yield from _environment_cases()
+    yield from _interrupted_cases()
+
+
+def _environment_cases() -> Iterator[Case]:
+    train = (config_file("lrkv_tiny"), *RUN)
+    text = ("--workdir=../shared/trained", "--prompt=a", "--num_tokens=2")
+    nowhere = dict(how=STARTED, environment=dict(JAX_PLATFORMS="nope"), status=(2,), says=("nope",))
+    yield Case(command="kvjax.main", arguments=train, **nowhere)
+    yield Case(command="kvjax.generate", arguments=text, **nowhere)
+    yield Case(command="kvjax.kernels.profile", **nowhere)
+    for command in ("kvjax.costs", "kvjax.aot"):
+        arguments = WORKING[command][0]
+        known = nowhere | dict(status=(0, 2), says=("nope", "libtpu"))
+        yield Case(command=command, arguments=arguments, **known)
+    file = dict(environment=dict(KVJAX_CACHE=FILE), says=("KVJAX_CACHE", FILE))
+    home = (config_file("lrkv_tiny"), *RUN[:2], *RUN[3:])
+    yield Case(command="kvjax.main", arguments=home, status=(2,), **file)
+    prepare = ("--source=../shared/text.txt", "--tokenizer=byte")
+    yield Case(command="kvjax.data.prepare", arguments=prepare, status=(2,), **file)
+    plain = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    for command, arguments in {"kvjax.costs": (), "kvjax": ()}.items():
+        yield Case(
+            command=command, arguments=arguments, how=STARTED, environment=plain, status=(0,)
+        )
+    plain = dict(how=STARTED, environment=plain)
+    yield Case(command="kvjax.main", arguments=(f"--{SNOWMAN}",), status=(2,), **plain)
+    for key, value in dict(NUM_PROCESSES="x", PROCESS_ID="-1", COORDINATOR="here").items():
+        name = f"KVJAX_{key}"
+        environment = {name: value}
+        says = (name, key.lower())
+        yield Case(command="kvjax.main", arguments=train, environment=environment, says=says)
+    for given, said in {
+        ("--coordinator=h:1",): "num_processes",
+        ("--coordinator=h", "--num_processes=2", "--process_id=0"): "coordinator",
+        ("--coordinator=h:1", "--num_processes=0", "--process_id=0"): "num_processes",
+        ("--coordinator=h:1", "--num_processes=2", "--process_id=2"): "process_id",
+        ("--coordinator=h:99999", "--num_processes=2", "--process_id=1"): "coordinator",
+        ("--connect_seconds=0",): "connect_seconds",
+        ("--heartbeat_seconds=-1",): "heartbeat_seconds",
+    }.items():
+        yield Case(command="kvjax.main", arguments=(*train, *given), says=(said,), status=(2,))
+
+
+def _interrupted_cases() -> Iterator[Case]:
+    """Ctrl-C while it imports, in its first second, and later; it may have ended before."""
+    shapes = ("--mechanisms=lrkv", "--batch=1", "--length=1024", "--rounds=1", "--milliseconds=5")
+    commands = {
+        "kvjax.main": (config_file("lrkv_tiny"), *RUN),
+        "kvjax.generate": ("--workdir=../shared/trained", "--prompt=a", "--num_tokens=9999"),
+        "kvjax.costs": ("--all",),
+        "kvjax.aot": ("--topology=v5e:2x2",),
+        "kvjax.data.prepare": ("--source=embedded", "--output=out"),
+        "kvjax.kernels.profile": shapes,
+    }
+    for command, arguments in commands.items():
+        of = lambda c=command, a=arguments, **known: Case(
+            command=c, arguments=a, **dict(status=(130,)) | known
+        )
+        yield of(how=STARTED, interrupt=0.0)
+        short = dict(status=(130, 0, 2)) if command in ("kvjax.aot", "kvjax.costs") else {}
+        yield of(how=FORKED, interrupt=0.05, **short)
+        if command != "kvjax.aot":
+            yield of(how=FORKED, interrupt=0.8, **short)

@@ -1,0 +1,292 @@
+"""`python -m kvjax.kernels.profile`: its options, messages, results and what it does without."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import types
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import jax.numpy as jnp
+import pytest
+
+from kvjax.foundation import command_line
+from kvjax.foundation import provenance
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
+from kvjax.hardware import datasheets
+from kvjax.kernels.decode_attention import tuning
+from kvjax.kernels.profile import __main__ as profile
+from kvjax.kernels.profile import measured
+from kvjax.kernels.profile import static
+from kvjax.kernels.profile import tpu_static
+
+
+@pytest.fixture
+def command(capsys):
+    def run(*options):
+        profile.main([*options, "--json", "--markdown"])
+        out, text = capsys.readouterr()
+        return text, json.loads(out)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--device=a100"], "--device: invalid choice: 'a100' (choose from 'h100', 'h200', 'v4'"),
+        (
+            ["--mechanisms=mha,mba"],
+            "'mba' is none of mha, gqa, mqa, thin_keys,",
+        ),
+        (["--model=d13"], "--model: invalid choice: 'd13' (choose from 'd12', 'd36')"),
+        (["--mechanisms="], "--mechanisms=: '' is none of mha"),
+        (["--op=prefill"], "--op: invalid choice: 'prefill' (choose from 'decode_attention')"),
+        (["--op="], "--op: invalid choice: ''"),
+        (["--implementations=xlb"], "'xlb' is none of xla, "),
+        (["--batch=0"], "--batch '0': must be integers of 1 or more"),
+        (["--length=1k"], "--length '1k'"),
+        (["--rounds="], "--rounds ''"),
+        (["--blocks=512"], "must be two sizes, the smaller first"),
+        (["--blocks=1024,512"], "must be two sizes, the smaller first"),
+        (["--devise=v4"], "unknown option --devise; did you mean '--device'?"),
+        (["--device=v5e", "--plot=x.png"], "--plot=x.png: only of what is measured"),
+        (["--tune", "--plot=x.png"], "--tune --plot=x.png: only of what is measured"),
+        (["--device=h100", "--tune"], "--tune --device=h100: needs the device"),
+    ],
+)
+def test_bad_options_are_one_line(capsys, options, message):
+    assert command_line.status(profile.main, options) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err.startswith("kvjax: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_tpu_that_is_absent(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
+    (tmp_path / "experiments").mkdir()
+
+    def per_token(chip, model, mechanism, *, block=1024):
+        assert (chip.name, model) == ("v5e", "d36")
+        if mechanism == "mha":
+            raise NotImplementedError("the kernel takes no MHA")
+        if mechanism == "gqa" and block == 512:
+            raise tpu_static.DoesNotCompile("block 512: no")
+        return tpu_static.PerToken(3.0 + 1024 / block, dict(MXU=2.0, XLU=0.0))
+
+    monkeypatch.setattr(tpu_static, "per_token", per_token)
+    text, result = command("--device=v5e", "--mechanisms=mha,lrkv,gqa", "--save")
+    assert (result["device"], result["static"]) == ("v5e", True)
+    mha, lrkv, gqa = result["rows"]
+    assert mha["why"] == "the kernel takes no MHA" and "the kernel takes no MHA" in text
+    assert lrkv["static"] and lrkv["bytes"] == 5192
+    assert (lrkv["bundles"], lrkv["bundles_in_a_block"], lrkv["bundles_per_block"]) == (4, 3, 1024)
+    assert gqa["bundles"] == 4 and gqa["without_blocks"] == "block 512: no"
+    assert lrkv["of_hbm"] == pytest.approx(4 / 9.528, rel=1e-3) and lrkv["bandwidth_bound"]
+    assert text.startswith("static, v5e") and "yes, by 2.38x" in text
+    assert "| MXU |" in text and "XLU" not in text  # units that do nothing have no column
+    saved = json.loads((profile.RESULTS / "v5e_decode_attention_static.json").read_text())
+    made_by = saved.pop("made_by")
+    assert saved == result and made_by["packages"]["jax"] == jax.__version__
+
+
+def test_a_static_entry_is_labelled_so(command, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "FILE", tmp_path / "tuned.json")
+
+    def per_token(chip, model, mechanism, *, block=128):
+        if block > 1024:
+            raise tpu_static.DoesNotCompile("too large")
+        return tpu_static.PerToken(1 / block, {})
+
+    blocks = [dict(block=block) for block in (512, 1024, 2048)]
+    monkeypatch.setattr(measured, "candidates", lambda name: [{}, *blocks])
+
+    monkeypatch.setattr(tpu_static, "per_token", per_token)
+    command("--device=v5p", "--mechanisms=lrkv", "--tune", "--length=1024,4096")
+    ((key, entry),) = json.loads(tuning.FILE.read_text())["TPU v5"].items()
+    assert key.startswith("tpu/residual")
+    assert key.endswith("N18-K18-J1-R64-H128-V128-B1-S1024")
+    assert (entry["parameters"], entry["source"]) == (dict(block=1024), "static")
+
+
+def test_a_gpu_that_is_absent(command, monkeypatch, capsys):
+    def resources(shape, *, batch, length, device):
+        assert (batch, length, device) == (1, 1024, "h200")
+        if shape.K == 18:
+            raise ValueError("too many heads")
+        return dict(registers=168, spill_bytes=0, shared_bytes=224_256)
+
+    fake = types.SimpleNamespace(resources=resources)
+    monkeypatch.setitem(sys.modules, "kvjax.kernels.profile.gpu_static", fake)
+    text, result = command("--device=h200", "--mechanisms=mha,gqa", "--length=1024")
+    assert [r.get("registers") for r in result["rows"]] == [None, 168]
+    assert "| gqa | 1 | 1,024 | 168 | 0 | 224,256 |" in text and "too many heads" in text
+    monkeypatch.setitem(sys.modules, "kvjax.kernels.profile.gpu_static", None)
+    assert command_line.status(profile.main, ["--device=h200"]) == 2
+    assert "--device=h200: its compiler is not here" in capsys.readouterr().err
+
+
+def test_the_kinds_tuned_for_are_those_of_the_datasheets():
+    for name, kind in static._TPU_KINDS.items():
+        device = types.SimpleNamespace(device_kind=kind, platform="tpu")
+        assert datasheets.of(device).name == name
+
+
+def test_runs_with_jax_alone(tmp_path):
+    """On the CPU, from outside the checkout, without what training needs."""
+    program = """
+import sys
+BLOCKED = ("grain", "tensorflow_datasets", "tensorflow", "array_record", "ml_collections",
+           "matplotlib", "psutil", "tokenizers", "pyarrow", "tqdm",
+           "torch", "experiments")
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(tuple(f"{b}." for b in BLOCKED)) or name in BLOCKED:
+            raise ImportError(f"blocked: {name}")
+sys.meta_path.insert(0, Blocker())
+from kvjax.kernels.profile import __main__ as profile, timing
+timing._COPY_BYTES, timing.ON_CHIP_BYTES["cpu"] = 2**20, 1
+timing.copy.__kwdefaults__["num_bytes"] = 2**20
+profile.main(["--json", "--model=d12", "--mechanisms=gqa", "--length=256", "--rounds=2",
+              "--milliseconds=1", "--implementations=xla,cudnn,torch"])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=dict(
+            PATH="/usr/bin",
+            JAX_PLATFORMS="cpu",
+            PYTHONPATH=str(ROOT),
+        ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "measured, cpu, float32" in run.stderr
+    result = json.loads(run.stdout)
+    by = {r["implementation"]: r for r in result["rows"]}
+    assert list(by) == ["xla", "cudnn", "torch"]
+    xla = by["xla"]  # on a busy machine so short a run may say that it is too short
+    assert xla.get("cache_bytes") == 256 * 2 * 3 * 128 * 4 or "noise" in xla["why"]
+    assert by["cudnn"]["why"] == "there is no GPU"
+    assert "torch" in by["torch"]["why"].lower()
+
+
+def test_a_plot_has_a_line_per_contender(tmp_path):
+    pytest.importorskip("matplotlib")
+    names = dict(mechanism="mha", implementation="xla", batch=1)
+    rows = [dict(names, length=n, gbps=float(n)) for n in (1, 2)] + [dict(names, why="not")]
+    profile.plot(rows, tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def nothing_measured(monkeypatch, tmp_path):
+    """Measuring and tuning find nothing, at once; results go to a folder of the test."""
+    monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
+    runs = []
+    monkeypatch.setattr(measured, "measure", lambda run: (runs.append(run), ([], 1.0))[1])
+    monkeypatch.setattr(measured, "tune", lambda run: (runs.append(run), [])[1])
+    return runs
+
+
+def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_measured):
+    for options in ([], ["--batch=2"], ["--length=8,9"], ["--batch=2,3", "--length=8"]):
+        command(*options)
+    usual, *asked = nothing_measured
+    assert usual.points[:5] == tuple((1, n) for n in (1024, 4096, 16384, 65536, 131072))
+    assert usual.points[5:] == tuple((2**i, 32_768) for i in range(7))
+    assert usual.mechanisms == ("mha", "gqa", "lrkv", "lrkv_no_rope", "mla")
+    assert asked[0].points == tuple((2, n) for _, n in usual.points[:5])
+    assert [run.points for run in asked[1:]] == [((1, 8), (1, 9)), ((2, 8), (3, 8))]
+
+
+def test_a_search_is_saved_beside_the_measurements(command, nothing_measured, tmp_path):
+    (tmp_path / "experiments").mkdir()
+    command("--save")
+    command("--save", "--tune")
+    assert sorted(file.name for file in profile.RESULTS.iterdir()) == [
+        "cpu_decode_attention.json",
+        "cpu_decode_attention_tuned.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--save", "run it in a checkout"),
+        ("--plot=x.png", "needs matplotlib"),
+        ("--plot=no/such/x.png", "no/such is not there"),
+    ],
+)
+def test_what_could_not_be_written_ends_the_run_before_it_begins(
+    nothing_measured, monkeypatch, capsys, option, message
+):
+    missing = None if "matplotlib" in message else types.SimpleNamespace(figure=None)
+    monkeypatch.setitem(sys.modules, "matplotlib", missing)
+    assert command_line.status(profile.main, [option]) == 2
+    assert message in capsys.readouterr().err and not nothing_measured
+
+
+def test_results_are_saved_though_the_plot_fails(nothing_measured, monkeypatch, tmp_path):
+    (tmp_path / "experiments").mkdir()
+
+    def plot(rows, file):
+        raise OSError("disk")
+
+    monkeypatch.setattr(profile, "plot", plot)
+    monkeypatch.setattr(profile, "_matplotlib", lambda file: None)
+    assert command_line.status(profile.main, ["--save", f"--plot={tmp_path}/x.png"]) == 2
+    assert (profile.RESULTS / "cpu_decode_attention.json").exists()
+
+
+def test_a_gpus_report_is_not_from_the_compilation_cache(tmp_path):
+    """Counted by what a compilation leaves there, with the cache on before and after."""
+    gpu_static = pytest.importorskip("kvjax.kernels.profile.gpu_static")
+    options = dict(
+        jax_enable_compilation_cache=True,
+        jax_compilation_cache_dir=str(tmp_path),
+        jax_persistent_cache_min_compile_time_secs=0,
+        jax_persistent_cache_min_entry_size_bytes=-1,
+    )
+    before = {name: getattr(jax.config, name) for name in options}
+    fill = lambda value: jax.jit(lambda: jnp.full((3,), value)).lower().compile()
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        fill(1.0)
+        left = len(list(tmp_path.iterdir()))
+        assert left
+        with gpu_static._compiled_anew():
+            fill(2.0)
+        assert len(list(tmp_path.iterdir())) == left
+        fill(3.0)
+        assert len(list(tmp_path.iterdir())) > left
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def test_without_matplotlib_a_plot_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="needs matplotlib"):
+        profile.plot([], pathlib.Path("x.png"))
+
+
+def test_packages_that_are_not_installed_have_no_version(monkeypatch):
+    monkeypatch.setattr(provenance, "_PACKAGES", ("jax", "no-such-package"))
+    made_by = provenance.provenance("nor-this-one")
+    assert made_by["packages"] == {"jax": jax.__version__}
+    assert made_by["command"].startswith("python ")
+
+
+def test_results_are_saved_in_a_checkout_only(monkeypatch, tmp_path):
+    monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
+    with pytest.raises(UserError, match="run it in a checkout"):
+        profile._save({}, profile.RESULTS / "x.json")

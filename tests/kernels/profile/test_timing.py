@@ -1,0 +1,170 @@
+"""How decode kernels are timed: chains of calls over a ring of caches, contenders in turns."""
+
+import itertools
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
+from kvjax.kernels.profile import contenders
+from kvjax.kernels.profile import timing
+
+
+def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():
+    """Calls are counted where they run; one that nothing ties to the last would be hoisted."""
+    seen = []
+
+    def attend(query, cache):
+        seen.append((float(cache[0]), float(query.ravel()[0])))
+        return np.float32(1e30 * len(seen))[None]
+
+    def call(operands, cache, first_B):
+        del first_B
+        result = jax.ShapeDtypeStruct((1,), jnp.float32)
+        return jax.pure_callback(attend, result, operands.query, cache["base_key"])
+
+    operands = readings.GroupedReading(query=jnp.zeros((1, 1, 1, 1)), scale=1.0)
+    caches = [dict(base_key=jnp.full((1,), float(i))) for i in range(3)]
+    out = timing.chain(call, 4)(operands, caches, jnp.zeros((1,), jnp.int32))
+    assert [cache for cache, _ in seen] == [0.0, 1.0, 2.0] * 4
+    # Call i returned 1e30·i, of which the next query got 1e-30.
+    np.testing.assert_allclose([q for _, q in seen], np.cumsum(range(12)), rtol=1e-6)
+    np.testing.assert_allclose(out.query.ravel(), sum(range(13)), rtol=1e-6)
+
+
+def test_a_chain_reads_the_caches_where_they_are():
+    """Its program computes within the loop, and has no room for a copy of a cache."""
+    shape = GroupedSizes(N=2, K=2)
+    operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.float32)
+    call = lambda o, c, first_B: jnp.sum(o.query[:, 0, :, :, None] * c["base_key"], axis=2)
+    first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
+    compiled = timing.chain(call, 5).lower(operands, [cache] * 3, first_B).compile()
+    _, _, entry = compiled.as_text().rpartition("\nENTRY")
+    assert "while(" in entry and '"known_trip_count":{"n":"5"}' in compiled.as_text()
+    assert "fusion(" not in entry
+    one = cache["base_key"].size * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < one / 4
+
+
+def test_what_follows_an_output_leaves_weights_and_the_figures_as_they_are():
+    operands, _ = shapes.problem(
+        ResidualSizes(N=2, K=2, R=16), batch=1, length=8, dtype=jnp.bfloat16
+    )
+    moved = timing._follow(operands, jnp.full((3,), 2.0))
+    jax.tree.map(np.testing.assert_array_equal, moved, operands)
+    assert moved.expand_key is operands.expand_key
+    assert moved.query is not operands.query
+    assert moved.residual_query is not operands.residual_query
+
+
+def test_the_slope_leaves_out_what_a_run_costs():
+    ran = []
+
+    def seconds(run):
+        ran.append(run())
+        return 0.125 + 0.25 * ran[-1]
+
+    make = lambda rounds: lambda: rounds
+    sample = timing.slope(make, 8, target=5.0, seconds=seconds)
+    compiled = list(ran)
+    assert sample() == 0.25 / 8
+    long, short = ran[len(compiled) :]
+    assert long - short == 18  # 5 s of rounds that seem to take (0.125 + 4·0.25) / 4
+    assert {long, short} == set(compiled)  # both ran before: nothing compiles in a sample
+
+
+def test_measurements_are_taken_in_turns():
+    clock = itertools.count()
+    samples = {name: lambda: next(clock) for name in "abc"}
+    taken = timing.interleaved(samples, 4)
+    assert taken == dict(a=[0, 5, 7, 9], b=[1, 3, 8, 10], c=[2, 4, 6, 11])
+    assert timing.spread([3, 1, 2, 9]) == timing.Spread(2.5, 1, 9)
+
+
+def test_between_cuda_events_there_is_one_call_and_before_them_a_read():
+    did = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            did.append("event")
+
+        def elapsed_time(self, end):
+            assert end is not self
+            return 2.0  # milliseconds
+
+    ahead = types.SimpleNamespace(sum=lambda: did.append("read"))
+    cuda = types.SimpleNamespace(Event=Event, synchronize=lambda: did.append("wait"))
+    torch = types.SimpleNamespace(cuda=cuda, ones=lambda *_, **__: ahead)
+    attend = lambda keys, values: did.append((keys, values))
+    caches = [("k0", "v0"), ("k1", "v1"), ("k2", "v2")]
+    sample = contenders._by_events(torch, attend, caches, target=0.02)
+    did.clear()
+    assert sample() == 2e-3
+    calls = did[2:-1:4]  # each on the cache after the last one's
+    assert calls == [caches[(caches.index(calls[0]) + i) % 3] for i in range(10)]
+    assert did == [x for call in calls for x in ("read", "event", call, "event")] + ["wait"]
+
+
+@pytest.mark.parametrize("name, options", [("mha", {}), ("gqa", dict(enable_gqa=True))])
+def test_pytorch_hears_of_groups_where_there_are_some(monkeypatch, name, options):
+    heard = []
+
+    def attend(query, keys, values, **options):
+        heard.append(options)
+
+    torch = types.SimpleNamespace(
+        randn=lambda *dims, **_: dims,
+        bfloat16=None,
+        nn=types.SimpleNamespace(
+            functional=types.SimpleNamespace(scaled_dot_product_attention=attend)
+        ),
+    )
+    monkeypatch.setattr(contenders, "_torch_with_cuda", lambda: torch)
+    by_events = lambda torch, attend, caches, target: [attend(*cache) for cache in caches]
+    monkeypatch.setattr(contenders, "_by_events", by_events)
+    shape = shapes.SHAPES["d12"][name]
+    contenders._torch(types.SimpleNamespace(shape=shape, batch=1, length=8, caches=[{}] * 3), 1.0)
+    assert heard == [options] * 3  # a ring of as many caches as ours
+
+
+def test_pytorch_gives_memory_back_where_it_was_used(monkeypatch):
+    did, used = [], []
+    cuda = types.SimpleNamespace(
+        is_initialized=lambda: bool(used), empty_cache=lambda: did.append(1)
+    )
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    contenders.free()
+    used.append(True)
+    contenders.free()
+    assert did == [1]
+    monkeypatch.delitem(sys.modules, "torch")
+    contenders.free()
+
+
+def test_the_ring_is_larger_than_the_chip_keeps():
+    assert timing.ring(50, 100) == 16
+    assert timing.ring(10**9, 100) == 1
+    assert timing.ring(1, 10**6) == timing.MAX_RING
+
+
+def test_a_problem_is_a_ring_of_full_caches_none_like_another():
+    shape = ResidualSizes(N=2, K=2, R=16)
+    problem = contenders.Problem(shape, batch=2, length=3000, dtype=jnp.bfloat16, copies=2)
+    operands, cache = shapes.abstract(shape, batch=2, length=3000, dtype=jnp.bfloat16)
+    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert kinds(problem.operands) == kinds(operands)
+    assert [kinds(c) for c in problem.caches] == [kinds(cache)] * 2
+    assert problem.first_B.tolist() == [2999, 2999]
+    a, b = (c["base_key"].astype(jnp.float32) for c in problem.caches)
+    assert (a != b).mean() > 0.9
+    assert (a[0] != a[1]).mean() > 0.9 and (a != 0).mean() > 0.9

@@ -1,0 +1,116 @@
+"""Whether the tests notice: each of a list of bugs is planted in a copy of the tree, and tests run.
+
+python -m tests.mutations experiments/results/mutations.json          # prints the table
+python -m tests.mutations experiments/results/mutations.json --run    # plants them first
+
+The file lists mutations: `file`, the text `old` that occurs in it once, the text `new` in its
+place, the `bug` in words. A run adds who noticed, `caught_by`: "make test", "make test-all" or
+null, and `test`, the first that failed. Tests of the same room run first, then all; the dear ones
+only where `make test` notices nothing. What was found before is kept: delete it to try again.
+"""
+
+import argparse
+import collections
+from collections.abc import Iterator
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.provenance import provenance
+
+PHASES = {"make test": "not slow and not aot", "make test-all": "slow and not aot"}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("file", type=pathlib.Path)
+    parser.add_argument("--run", action="store_true", help="plant those not tried yet")
+    options = parser.parse_args(arguments)
+    content = json.loads(options.file.read_text("utf-8"))
+    if options.run:
+        with tempfile.TemporaryDirectory() as folder:
+            tree = _copy(pathlib.Path(folder))
+            for mutation in content["mutations"]:
+                if "caught_by" not in mutation:
+                    mutation |= _try(tree, mutation)
+                    print(f"{mutation['caught_by']}: {mutation['bug']}", flush=True)
+                    content["made_by"] = provenance()
+                    options.file.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    print(table(content["mutations"]))
+
+
+def table(mutations: list[dict]) -> str:
+    """Markdown."""
+    tried = [(m, m["caught_by"] or "**nobody**") for m in mutations if "caught_by" in m]
+    rows = [f"| {m['file'].removeprefix('kvjax/')} | {m['bug']} | {who} |" for m, who in tried]
+    count = collections.Counter(who for _, who in tried)
+    total = ", ".join(f"{who}: {n}" for who, n in count.most_common())
+    return "\n".join(["| where | bug | noticed by |", "|---|---|---|", *rows, "", total])
+
+
+def _copy(folder: pathlib.Path) -> pathlib.Path:
+    """The tree as it is, without what git ignores."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def _try(tree: pathlib.Path, mutation: dict, workers: int = 2) -> dict:
+    """Who notices, and by which test."""
+    path = tree / mutation["file"]
+    text = path.read_text("utf-8")
+    if text.count(mutation["old"]) != 1:
+        raise SystemExit(f"{mutation['file']}: {mutation['old']!r} does not occur once: update it")
+    path.write_text(text.replace(mutation["old"], mutation["new"]), "utf-8")
+    try:
+        for who, marks in PHASES.items():
+            for tests in _rooms(tree, mutation["file"]):
+                failed = _first_failure(tree, marks, tests, workers)
+                if failed:
+                    return dict(caught_by=who, test=failed)
+        return dict(caught_by=None)
+    finally:
+        path.write_text(text, "utf-8")
+
+
+def _rooms(tree: pathlib.Path, file: str) -> Iterator[list[str]]:
+    """Where to look first, and then: the file's own tests, its folder's, all."""
+    path = pathlib.PurePath(file)
+    folder = pathlib.PurePath("tests", *path.parts[1:-1])
+    near = [folder / f"test_{path.stem}.py", folder]
+    if len(path.parts) == 2:  # at the root: `tests/` itself is all
+        near = near[:1]
+    yield from ([str(p)] for p in near if (tree / p).exists())
+    yield ["tests"]
+
+
+def _first_failure(tree: pathlib.Path, marks: str, tests: list[str], workers: int) -> str | None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", f"-n{workers}", "--dist=worksteal"]
+    run = subprocess.run(
+        [*command, "-m", marks, *tests],
+        cwd=tree,
+        env=os.environ | dict(PYTHONPATH=str(tree)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode in (0, 5):  # passed, or nothing to run
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    if failed is None:
+        raise SystemExit(f"pytest ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
+    return failed[1]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

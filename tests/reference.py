@@ -1,0 +1,207 @@
+"""The model in NumPy float64, written from the papers head by head, to hold the product against.
+
+It shares nothing with the product but the names of the weights and the configs.
+"""
+
+import math
+
+import jax
+import numpy as np
+
+from kvjax.attention.grouped import GroupedConfig
+from kvjax.attention.mla import LatentConfig
+from kvjax.attention.mla import RebuiltLatentConfig
+
+
+def rotate(x_BTH, positions_T, base):
+    """Channel pair (i, i + H/2) of position t turns by t / base^(2i/H)."""
+    H = x_BTH.shape[-1]
+    out = np.empty_like(x_BTH)
+    for i in range(H // 2):
+        angle = positions_T.astype(np.float64) * base ** (-2 * i / H)
+        c, s = np.cos(angle)[None], np.sin(angle)[None]
+        a, b = x_BTH[..., i], x_BTH[..., i + H // 2]
+        out[..., i], out[..., i + H // 2] = a * c - b * s, b * c + a * s
+    return out
+
+
+def rms(x, epsilon, gain=None):
+    y = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon)
+    return y if gain is None else y * gain
+
+
+def _projection(w, x_BTD, name, head):
+    y = x_BTD @ w[name][:, head]
+    return y + w[f"{name}_bias"][head] if f"{name}_bias" in w else y
+
+
+def _grouped(c, w, x_BTD, norm, rotate):
+    for n in range(c.num_heads):
+        k_head = n * c.num_kv_heads // c.num_heads
+        base = k_head * c.num_bases // c.num_kv_heads
+        parts = {}
+        for kind in ("key", "value") if c.tie in ("none", "qk") else ("key",):
+            parts[kind] = [_projection(w, x_BTD, f"base_{kind}", base)]
+            if c.rank:
+                latent = x_BTD @ w[f"latent_{kind}"][:, k_head]
+                parts[kind].append(latent @ w[f"expand_{kind}"][k_head])
+        k = parts["key"]
+        q = sum(k) if c.tie in ("qk", "qkv") else _projection(w, x_BTD, "query", n)
+        v = sum(parts.get("value", k))
+        q = norm(q, "query_norm")
+        if c.rope == "shared" and c.rank:  # a query [rotated, not], a key [base rotated, residual]
+            rms_k, gain = 1.0, 1.0
+            if c.qk_norm != "none":
+                rms_k = np.sqrt(np.mean(sum(k) ** 2, -1, keepdims=True) + c.norm_epsilon)
+            if c.qk_norm == "rms_gain":
+                gain = w["key_norm"]["gain"]
+            own, residual = (y / rms_k * gain for y in k)
+            yield np.concatenate([rotate(q), q], -1), np.concatenate([rotate(own), residual], -1), v
+        else:
+            yield rotate(q), rotate(norm(sum(k), "key_norm")), v
+
+
+def _latent(c, w, x_BTD, norm, rotate):
+    gain = w["latent_norm"]["gain"] if c.qk_norm == "rms_gain" else None
+    latent = rms(x_BTD @ w["down"], c.norm_epsilon, gain)  # whatever `qk_norm` says
+    shared = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
+    for n in range(c.num_heads):
+        content = norm(x_BTD @ w["query"][:, n], "query_norm")
+        position = rotate(norm(x_BTD @ w["rope_query"][:, n], "rope_query_norm"))
+        q = np.concatenate([content, position], -1)
+        k = np.concatenate([latent @ w["up_key"][:, n], shared], -1)
+        yield q, k, latent @ w["up_value"][:, n]
+
+
+def _rebuilt_latent(c, w, x_BTD, norm, rotate):
+    latent = x_BTD @ w["down"]
+    for n in range(c.num_heads):
+        q = norm(_projection(w, x_BTD, "query", n), "query_norm")
+        k = norm(latent @ w["up_key"][:, n], "key_norm")
+        yield rotate(q), rotate(k), latent @ w["up_value"][:, n]
+
+
+# By config: a generator of each query head's query, key and value [B, T, H].
+HEADS = {GroupedConfig: _grouped, LatentConfig: _latent, RebuiltLatentConfig: _rebuilt_latent}
+
+
+def queries_keys_values(config, w, x_BTD, positions_T, base):
+    """Lists over the query heads of [B, T, H] queries, keys and values, normed and rotated.
+
+    Args:
+      w: the mechanism's weights; x_BTD and they are NumPy float64.
+      base: of RoPE, or None.
+    """
+
+    def norm(y, name):
+        if config.qk_norm == "none":
+            return y
+        gain = w[name]["gain"] if config.qk_norm == "rms_gain" else None
+        return rms(y, config.norm_epsilon, gain)
+
+    turn = lambda y: y if base is None else rotate(y, positions_T, base)
+    heads = HEADS[type(config)](config, w, x_BTD, norm, turn)
+    return [list(column) for column in zip(*heads, strict=True)]
+
+
+def encoding(positions_T, channels):
+    """[T, C]: sines in even channels, cosines in odd ones (Vaswani et al., section 3.5)."""
+    out = np.empty((len(positions_T), channels))
+    for i in range(channels):
+        angle = positions_T / 10_000 ** (2 * (i // 2) / channels)
+        out[:, i] = np.cos(angle) if i % 2 else np.sin(angle)
+    return out
+
+
+def attention_maps(config, w, x_BTD, positions_T, base):
+    """Per query head, what softmax takes: [B, T, S].
+
+    The "+" of projection sharing (section 2.2): P [T, S, m] is a fixed 2-D encoding; the map is
+    broadcast over m channels, added to P, and mapped back by a 1x1 convolution, w/m.
+    """
+    own_dim = config.query_dim if isinstance(config, LatentConfig) else config.key_dim
+    m = getattr(config, "position_channels", 0)
+    for q, k, _ in zip(*queries_keys_values(config, w, x_BTD, positions_T, base), strict=True):
+        z_BTS = np.einsum("bth,bsh->bts", q, k) / math.sqrt(own_dim)
+        if m:
+            e = encoding(positions_T, m // 2)
+            T = len(positions_T)
+            p_TSm = np.zeros((T, T, m))
+            for t in range(T):
+                for s in range(T):
+                    p_TSm[t, s] = np.concatenate([e[t], e[s]])
+            z_BTS = (z_BTS[..., None] + p_TSm[None]) @ (w["position_map"] / m)
+        yield z_BTS
+
+
+def softmax(z, axis=-1):
+    e = np.exp(z - z.max(axis=axis, keepdims=True))
+    return e / e.sum(axis=axis, keepdims=True)
+
+
+def attention(config, weights, x_BTD, *, base, causal, positions_T=None):
+    """Softmax attention [B, T, D] from an attention module's weights, head by head."""
+    T = x_BTD.shape[1]
+    positions_T = np.arange(T) if positions_T is None else positions_T
+    y = np.zeros((*x_BTD.shape[:2], weights["out"].shape[-1]))
+    given = (config, weights["mechanism"], x_BTD, positions_T, base)
+    values = queries_keys_values(*given)[2]
+    for n, (z, v) in enumerate(zip(attention_maps(*given), values, strict=True)):
+        if causal:
+            z = np.where(np.tril(np.ones((T, T), bool))[None], z, -np.inf)
+        y += softmax(z) @ v @ weights["out"][n]
+    return y + weights.get("out_bias", 0.0)
+
+
+def _norm(block, w, x):
+    """LayerNorm or RMSNorm with whatever gain and bias there is."""
+    if block.norm == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    x = rms(x, block.norm_epsilon)
+    return x * w.get("gain", 1.0) + w.get("bias", 0.0)
+
+
+def activations(config, weights, tokens_BT):
+    """Final activations [B, T, D] of a Transformer, layer by layer."""
+    c = config.block
+    x = weights["embedding"][tokens_BT]
+    if c.positions == "learned":
+        x = x + weights["positions"][: tokens_BT.shape[1]]
+    if c.embedding_norm:
+        x = _norm(c, weights.get("embedding_norm", {}), x)
+    base = c.rope_base if c.positions == "rope" else None
+    layers = []
+    for (mechanism, length), stack in zip(
+        config.segments, weights["segments"].values(), strict=True
+    ):
+        layers += [(mechanism, jax.tree.map(lambda a, i=i: a[i], stack)) for i in range(length)]
+    assert len(layers) == c.num_layers
+    for mechanism, w in layers:
+        h = _norm(c, w.get("attention_norm", {}), x)
+        x = x + attention(mechanism, w["attention"], h, base=base, causal=c.causal)
+        h, m = _norm(c, w.get("mlp_norm", {}), x), w["mlp"]
+        up = h @ m["up"] + m.get("up_bias", 0.0)
+        if c.activation == "relu2":
+            up = np.maximum(up, 0) ** 2
+        elif c.activation == "gelu":  # GPT-2's, with tanh
+            up = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        else:
+            gate = h @ m["gate"]
+            up = gate / (1 + np.exp(-gate)) * up
+        x = x + up @ m["down"] + m.get("down_bias", 0.0)
+    return _norm(c, weights.get("final_norm", {}), x)
+
+
+def logits(config, weights, tokens_BT):
+    """[B, T, V] of a Transformer."""
+    head = weights["embedding"].T if config.block.tied_head else weights["head"]
+    z = activations(config, weights, tokens_BT) @ head
+    cap = config.block.logit_softcap
+    return cap * np.tanh(z / cap) if cap else z
+
+
+def nats(logits_BTV, targets_BT):
+    """[B, T] cross-entropy of the targets."""
+    top = logits_BTV.max(-1, keepdims=True)
+    normaliser = np.log(np.exp(logits_BTV - top).sum(-1)) + top[..., 0]
+    return normaliser - np.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]
