@@ -25,28 +25,40 @@ def tree(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "new, found",
+    "new, who, test",
     [
-        ("a + b + 1", dict(caught_by="make test", test="tests/room/test_sums.py::test_zeros")),
-        ("a * b", dict(caught_by="make test-all", test="tests/room/test_sums.py::test_sums")),
-        ("b + a", dict(caught_by=None)),
+        ("a + b + 1", "make test", "test_zeros"),
+        ("a * b", "make test", None),
+        ("a * b", "make test-all", "test_sums"),
     ],
 )
-def test_who_notices(tree, new, found):
+def test_who_notices(tree, new, who, test):
     before = (tree / "kvjax/room/sums.py").read_text()
     mutation = dict(file="kvjax/room/sums.py", old="a + b", new=new, bug="")
-    assert mutations._try(tree, mutation, workers=0) == found
+    found = mutations._try(tree, mutation, who, workers=0)
+    missed = dict(caught_by=None, missed_by=[who])
+    caught = dict(caught_by=who, test=f"tests/room/test_sums.py::{test}")
+    assert found == (caught if test else missed)
     assert (tree / "kvjax/room/sums.py").read_text() == before
 
 
 def test_a_text_that_is_not_there_once_is_refused(tree):
     mutation = dict(file="kvjax/room/sums.py", old="a", new="b", bug="")
     with pytest.raises(SystemExit, match="'a' does not occur once: update it"):
-        mutations._try(tree, mutation)
+        mutations._try(tree, mutation, "make test")
+
+
+@pytest.mark.slow
+def test_a_test_that_fails_anyway_tells_nothing(tree):
+    (tree / "tests/room/test_sums.py").write_text("def test_wrong(): assert False")
+    with pytest.raises(SystemExit, match="test_wrong fails without the bug too"):
+        mutation = dict(file="kvjax/room/sums.py", old="a + b", new="a", bug="")
+        mutations._try(tree, mutation, "make test", workers=0)
 
 
 def test_the_table():
-    found = [dict(caught_by="make test"), dict(caught_by=None), {}]
+    found = [dict(caught_by="make test"), dict(caught_by=None, missed_by=[*mutations.PHASES]), {}]
+    found.append(dict(caught_by=None, missed_by=["make test"]))  # under way
     text = mutations.table([dict(file="kvjax/x.py", bug="wrong") | f for f in found])
     assert text.splitlines()[2:] == [
         "| x.py | wrong | make test |",
