@@ -33,6 +33,7 @@ setup(
         "absl-py==2.5.1",
         "etils[epath]==1.15.0",
         "tokenizers==0.23.3",
+        "tiktoken==0.14.0",
         "pyarrow==26.0.1",
         "psutil==7.2.2",
         "tqdm==4.70.1",

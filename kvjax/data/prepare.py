@@ -159,7 +159,8 @@ def _write_stream(
             for piece, ids in zip(
                 batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True
             ):
-                tokens = np.array([tokenizer.bos_id] * piece.starts_document + ids, dtype)
+                opening = [tokenizer.bos_id] * piece.starts_document
+                tokens = np.concatenate([np.array(opening, dtype), ids.astype(dtype)])
                 out.write(tokens)
                 content = piece.text.encode()
                 documents += piece.starts_document

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence
+import functools
 import json
 import os
 
@@ -13,6 +14,7 @@ from etils import epath
 import numpy as np
 import tokenizers
 
+from kvjax.data import fast_encoding
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
 from kvjax.foundation.errors import warn
@@ -94,12 +96,24 @@ class Tokenizer:
         """The token ids of a text, without BOS."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, encoded on all cores."""
-        return [
-            encoding.ids
-            for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The token ids of each text, uint32, encoded on all cores; as `encode`, but faster."""
+        if self._encode_fast is not None:
+            return self._encode_fast(texts)
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    @functools.cached_property
+    def _encode_fast(self) -> fast_encoding.Encode | None:
+        added = self._backend.get_added_tokens_decoder()
+        byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        token_bytes = {
+            token: bytes(byte_of[character] for character in token)
+            for token, i in self._backend.get_vocab().items()
+            if i not in added and byte_of.keys() >= set(token)
+        }
+        splits = (SPLIT_PATTERN, *fast_encoding.PUBLISHED_SPLITS)
+        return fast_encoding.encoder(json.loads(self.to_json()), token_bytes, splits)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, specials by name; bytes that aren't UTF-8 become U+FFFD."""
