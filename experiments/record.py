@@ -1,15 +1,12 @@
 """How a result is written down: with the command, machine, versions and commit that made it."""
 
-import json
-import os
 import pathlib
 import tempfile
 
-from kvjax.foundation import command_line
+from kvjax.foundation import provenance
 from kvjax.foundation.checkout import RESULTS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
-from kvjax.foundation.provenance import provenance
 
 
 def check(save: bool) -> None:
@@ -39,9 +36,4 @@ def record(name: str, result: dict, out: Output, *, save: bool) -> None:
     out.result({"name": name} | result)
     if not save:
         return
-    path = RESULTS / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f"{path.name}.new")  # a full disk leaves the old one
-    whole.write_text(json.dumps(result | {"made_by": provenance()}, indent=1) + "\n")
-    os.replace(whole, path)
-    command_line.say(f"written: {os.path.relpath(path, RESULTS.parents[1])}")
+    provenance.save(RESULTS / f"{name}.json", result)

@@ -12,9 +12,9 @@ import sys
 
 import jax
 
-from kvjax.decoding import generation
 from kvjax.decoding import program
-from kvjax.decoding.generation import Generator
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.generator import check_options
 from kvjax.decoding.sampling import Sampling
 from kvjax.decoding.text import Result
 from kvjax.decoding.text import check_stop
@@ -107,7 +107,7 @@ def _run(values: argparse.Namespace) -> None:
         seed=values.seed,
         capacity=values.capacity,
     )
-    generation.check_options(**options)
+    check_options(**options)
     check_stop(values.stop)
     implementation = values.implementation or None
     if implementation is not None:

@@ -18,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 import pytest
 
 from kvjax import generate as generate_lib
-from kvjax.decoding.generation import Generator
+from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
 from kvjax.decoding.text import generate
 from kvjax.foundation import command_line

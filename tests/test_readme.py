@@ -33,8 +33,6 @@ def _braces(path):
 
 def _there(path):
     """Whether a path of the repository, which may be a pattern, is there."""
-    if path.startswith("notebooks") and not (ROOT / "notebooks").exists():
-        return True  # until they are
     return any(ROOT.glob(path.rstrip("/")))
 
 

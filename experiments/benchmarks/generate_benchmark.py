@@ -19,7 +19,7 @@ import numpy as np
 from experiments import record
 from kvjax import cache
 from kvjax.costs import formulas
-from kvjax.decoding.generation import Generator
+from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
 from kvjax.experiment import DTYPES
 from kvjax.foundation import command_line

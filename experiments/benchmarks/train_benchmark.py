@@ -11,7 +11,7 @@ torch_training.py), for each config that is MHA, with the batch of the first --s
 in a process of its own, one after another, PyTorch first; what fails is listed at the end, and the
 exit status is 1.
 
-FLOPs are those of `costs.training_flops_per_token` (attention over all keys, nothing for
+FLOPs are those of `costs.formulas.training_flops_per_token` (attention over all keys, nothing for
 rematerialisation or the optimizer). MFU is of the datasheet's bfloat16 peak, where there is one;
 the other rate is of a square product in the compute dtype, before and after each of our runs. Peak
 memory is what the library's allocator handed out. Prints a table; --save writes

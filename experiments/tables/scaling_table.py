@@ -29,23 +29,22 @@ import time
 from experiments.tables import lab_notes
 from experiments.tables.lab_notes import LabNote
 from experiments.tables.lab_notes import Target
-from kvjax.aot import __main__ as aot
+from kvjax.aot.__main__ import result_file
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
+from kvjax.workdir import identity
 
 README = ROOT / "experiments" / "README.md"
-RESULTS = aot.RESULTS
 BEGIN = "<!-- written by `python -m experiments.tables.scaling_table` -->"
 END = "<!-- to here -->"
 # Keys that a training step does not depend on: a result outlives their change.
 _UNSEEN = {
     *("name", "data.source", "data.validation_source", "data.validation_fraction"),
-    *("data.text_key", "data.tokenizer", "data.directory", "train.seed", "train.log_every"),
-    *("train.eval_every", "train.eval_rows", "train.checkpoint_every", "train.keep_checkpoints"),
-    *("train.stop_after", "train.max_bad_steps", "train.sample_prompt", "train.sample_tokens"),
+    *("data.text_key", "data.tokenizer", "data.directory", "train.seed", "train.eval_rows"),
+    *(f"train.{key}" for key in identity.WHEN),
 }
 _MISSING = "not compiled yet"
 _STALE = "changed since it was compiled"
@@ -66,11 +65,6 @@ class Outcome:
 
 
 # -- results ---------------------------------------------------------------------------------------
-
-
-def result_file(name: str, topology: str) -> pathlib.Path:
-    """Where `python -m kvjax.aot --save` puts a training step's result."""
-    return RESULTS / f"{name}_{topology.replace(':', '_')}.json"
 
 
 def outcome(note: LabNote, target: Target) -> Outcome:

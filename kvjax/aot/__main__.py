@@ -16,7 +16,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import json
 import math
 import pathlib
 import sys
@@ -32,13 +31,13 @@ from kvjax.experiment import Experiment
 from kvjax.foundation import checkout
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
+from kvjax.foundation import provenance
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
-from kvjax.foundation.provenance import provenance
 from kvjax.hardware import topology
 
 RESULTS = checkout.RESULTS / "aot"
@@ -98,7 +97,7 @@ def _attention(causal_kernel: bool, *, compiled_kernel: bool) -> str:
 
 
 def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chips: int) -> dict:
-    """Everything the command says of a decode step, JSON-able; raises as `ahead.decode_step`."""
+    """All that is said of a decode step, JSON-able; raises as `compilation.decode_step`."""
     step = compilation.decode_step(experiment, name, batch=batch, length=length, chips=chips)
     whole = formulas.decode_cost(
         experiment.model, length=length, batch=batch, dtype=compilation.BF16
@@ -185,16 +184,17 @@ def _shared(step: compilation.Step) -> dict:
     )
 
 
+def result_file(config: str, topology: str, step: str = "train") -> pathlib.Path:
+    """Where --save puts a result."""
+    suffix = "" if step == "train" else f"_{step}"
+    return RESULTS / f"{config}_{topology.replace(':', '_')}{suffix}.json"
+
+
 def _save(result: dict, output: str, save: bool) -> None:
-    if not output and not save:
-        return
-    stem = f"{result['config']}_{result['topology'].replace(':', '_')}"
-    step = "" if result["step"] == "train" else f"_{result['step']}"
-    file = pathlib.Path(output) if output else RESULTS / f"{stem}{step}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    made_by = provenance("libtpu", "jax-cuda13-plugin")
-    file.write_text(json.dumps(result | {"made_by": made_by}, indent=1) + "\n")
-    print(f"written: {file}", file=sys.stderr)
+    if output or save:
+        names = (result[key] for key in ("config", "topology", "step"))
+        file = pathlib.Path(output) if output else result_file(*names)
+        provenance.save(file, result, "libtpu", "jax-cuda13-plugin")
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:

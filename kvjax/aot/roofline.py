@@ -37,7 +37,7 @@ from kvjax.training import memory_estimate
 class Flops:
     """FLOPs of one training step, all chips together."""
 
-    model: int  # as costs.training_flops_per_token: attention over all T keys
+    model: int  # as formulas.training_flops_per_token: attention over all T keys
     needed: int  # the same, attention as the implementation computes it
     rematerialised: int
     newton_schulz: int

@@ -11,7 +11,7 @@ def show(r: dict, out: Output, *, limit: float) -> None:
     """Prints a result as tables.
 
     Args:
-      r: as `aot.training` or `aot.decoding` makes it.
+      r: as `training` or `decoding` of kvjax.aot.__main__ makes it.
       limit: the part of memory that may be used.
     """
     gb = lambda count: f"{count / 1e9:,.2f}"

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.cache import append
+from kvjax.cache.field import Field
 from kvjax.distributed.sharding import BATCH
 from kvjax.distributed.sharding import constrain
 from kvjax.kernels.decode_attention.api import decode_attention

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention.mechanism import MAX_DIM
-from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import check_common
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
+from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention.readings import DecodeFlops
 from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
@@ -141,6 +141,10 @@ class GroupedConfig:
                 if self.qk_norm != "none":
                     fields["key_scale"] = Field("K 1", (self.num_kv_heads, 1), wide=True)
         return fields
+
+    @property
+    def needs_angles(self) -> bool:
+        return self.position_channels > 0
 
     @property
     def absorbed(self) -> tuple[str, ...]:

@@ -14,11 +14,11 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import check_common
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
+from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention.readings import DecodeFlops
 from kvjax.kernels.decode_attention.readings.latent import LatentSizes
@@ -62,6 +62,8 @@ class RebuiltLatentConfig:
 
     def entry(self) -> dict[str, Field]:
         return {"latent": Field("C", (self.latent_dim,))}
+
+    needs_angles = False
 
     @property
     def absorbed(self) -> tuple[str, ...]:
@@ -152,6 +154,8 @@ class LatentConfig:
             "latent": Field("C", (self.latent_dim,)),
             "rope_key": Field("P", (self.rope_key_dim,)),
         }
+
+    needs_angles = False
 
     @property
     def absorbed(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from kvjax.cache import stripes
+from kvjax.cache.field import Cached
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.rounding import round_up
 
@@ -46,7 +47,7 @@ class Cache:
 
 
 def abstract(
-    mechanisms: Iterable, *, batch: int, capacity: int, dtype: jnp.dtype, chips: int = 1
+    mechanisms: Iterable[Cached], *, batch: int, capacity: int, dtype: jnp.dtype, chips: int = 1
 ) -> Cache:
     """The cache as ShapeDtypeStructs.
 
@@ -67,7 +68,7 @@ def abstract(
     return Cache(layers, jax.ShapeDtypeStruct((batch,), jnp.int32))
 
 
-def allocate(mechanisms: Iterable, *, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+def allocate(mechanisms: Iterable[Cached], *, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
     """An empty cache; see `abstract`."""
     return empty(abstract(mechanisms, batch=batch, capacity=capacity, dtype=dtype))
 

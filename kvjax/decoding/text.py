@@ -8,8 +8,8 @@ import numpy as np
 
 from kvjax import cache as cache_lib
 from kvjax.data.tokenizer import Tokenizer
-from kvjax.decoding.batch import Timing
-from kvjax.decoding.generation import Generator
+from kvjax.decoding.generation import Timing
+from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
 from kvjax.decoding.text_stream import TextStream
 from kvjax.foundation.errors import UserError

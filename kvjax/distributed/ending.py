@@ -16,6 +16,7 @@ from typing import NoReturn
 from kvjax.distributed import agreement
 from kvjax.distributed.interruption import TRY_AGAIN
 from kvjax.foundation import interrupted
+from kvjax.foundation.command_line import say
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 
@@ -136,7 +137,7 @@ def _watch(finished: threading.Event) -> None:
             status, _, reason = text.partition(" ")
             who = key.rpartition("/")[2]
             if reason and who != str(agreement.index()):
-                _leave(f"kvjax: process {who} stopped: {reason}", int(status))
+                _leave(f"process {who} stopped: {reason}", int(status))
 
 
 def _silent() -> str:
@@ -157,7 +158,7 @@ def _end(reason: str, status: int) -> NoReturn:
     """Tells the others why this process ends, and ends it."""
     with contextlib.suppress(Exception):
         agreement.client().key_value_set(f"{_ENDED}{agreement.index()}", f"{status} {reason}")
-    _leave(f"kvjax: {reason}", status)
+    _leave(reason, status)
 
 
 _leaving = threading.Lock()
@@ -169,8 +170,8 @@ def _leave(text: str, status: int) -> NoReturn:
     Process 0 stays a little: what the others have to hear is in its store.
     """
     _leaving.acquire()  # one message, whichever thread is first
+    say(text)
     with contextlib.suppress(Exception):
-        print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
     client = agreement.client()
     with contextlib.suppress(Exception):  # without a reason: it has heard of one

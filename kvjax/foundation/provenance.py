@@ -1,17 +1,21 @@
-"""What somebody needs to make a result again: command, commit, machine, versions."""
+"""Results saved with what somebody needs to make them again: command, commit, machine, versions."""
 
 import datetime
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
 import subprocess
 import sys
 
+from etils import epath
 import jax
 
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.command_line import program
+from kvjax.foundation.command_line import say
+from kvjax.foundation.files import write_atomically
 
 # What a commit is marked "+" for: changes but those of results, which do not change each other.
 _CHANGES = ("status", "--short", "--", ":/", ":(top,exclude)experiments/results")
@@ -30,6 +34,18 @@ def provenance(*packages: str) -> dict:
         "python": platform.python_version(),
         "packages": {name: version for name, version in versions.items() if version},
     }
+
+
+def save(file: pathlib.Path, result: dict, *packages: str) -> None:
+    """Writes a result with its `made_by`, whole or not at all, and says where.
+
+    Args:
+      packages: see `provenance`.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    whole = result | {"made_by": provenance(*packages)}
+    write_atomically(epath.Path(file), json.dumps(whole, indent=1) + "\n")
+    say(f"written: {os.path.relpath(file)}")
 
 
 def _version(package: str) -> str | None:

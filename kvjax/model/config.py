@@ -84,14 +84,15 @@ class TransformerConfig:
     @property
     def angle_limit(self) -> int | None:
         """How many tokens positions have angles for; None in a model that uses none."""
-        channels = any(getattr(m, "position_channels", 0) for m in self.mechanisms)
-        return rope.MAX_POSITION if self.block.positions == "rope" or channels else None
+        has_angles = self.block.positions == "rope" or any(m.needs_angles for m in self.mechanisms)
+        return rope.MAX_POSITION if has_angles else None
 
     def check_length(self, length: int) -> None:
         """Raises a UserError if rows of `length` tokens are longer than positions reach."""
-        limit = self.block.max_positions if self.block.positions == "learned" else rope.MAX_POSITION
-        if self.block.positions != "none" and length > limit:
+        learned = self.block.max_positions if self.block.positions == "learned" else None
+        limits = [limit for limit in (learned, self.angle_limit) if limit is not None]
+        if limits and length > min(limits):
             raise UserError(
                 f"config.data.sequence_length = {length}: {self.block.positions} positions reach "
-                f"{limit} tokens"
+                f"{min(limits)} tokens"
             )

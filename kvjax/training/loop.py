@@ -19,8 +19,8 @@ import numpy as np
 from kvjax import distributed
 from kvjax.costs import formulas
 from kvjax.data import loader
-from kvjax.decoding.generation import Generator
-from kvjax.decoding.generation import max_positions
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.generator import max_positions
 from kvjax.decoding.text import generate
 from kvjax.distributed import sharding
 from kvjax.foundation import progress

@@ -35,14 +35,14 @@ _EARLIER = "earlier-run"
 _RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
 _CLAIMS = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
 _FILES = (*_CLAIMS, "curves.png", "events", *_RECORDS)
-# What may differ between a run and its continuation: when to look and when to stop, not what is
-# computed.
+# Keys of `train`: when to look and when to stop.
+WHEN = (
+    *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
+    *("stop_after", "max_bad_steps", "sample_prompt", "sample_tokens"),
+)
+# What may differ between a run and its continuation: not what is computed.
 _FREE_KEYS = {
-    "train": (
-        *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
-        *("stop_after", "max_bad_steps", "sample_prompt", "sample_tokens"),
-        "grad_accumulation",  # fewer chips take a batch in more parts
-    ),
+    "train": (*WHEN, "grad_accumulation"),  # fewer chips take a batch in more parts
     "compute": ("remat", "unroll", "query_chunk", "loss_chunks", "attention"),
     "data": ("directory",),
 }

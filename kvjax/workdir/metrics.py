@@ -124,7 +124,7 @@ class Clock:
 
     Args:
       tokens_per_step: of all devices together.
-      flops_per_token: of the model (`costs.training_flops_per_token`), nothing recomputed.
+      flops_per_token: of the model (`costs.formulas.training_flops_per_token`), nothing recomputed.
       num_devices: that train together, all of one kind.
       local_devices: those of this process, whose memory it can see.
     """

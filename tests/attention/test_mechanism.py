@@ -9,7 +9,7 @@ import pytest
 from kvjax.attention import MECHANISMS
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
-from kvjax.attention.mechanism import Field
+from kvjax.cache.field import Field
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick

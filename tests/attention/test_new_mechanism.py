@@ -14,11 +14,11 @@ import pytest
 
 from kvjax import attention
 from kvjax import experiment as experiment_lib
-from kvjax.attention.mechanism import Field
 from kvjax.attention.mechanism import check_common
 from kvjax.attention.mechanism import normalise_and_rotate
+from kvjax.cache.field import Field
 from kvjax.costs import formulas
-from kvjax.decoding.generation import Generator
+from kvjax.decoding.generator import Generator
 from kvjax.distributed import sharding
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
 from kvjax.kernels.decode_attention.readings.reading import Reading
@@ -83,6 +83,7 @@ class FactoredConfig:
     bias: bool = False  # on the output only
     norm_epsilon: float = 1e-6  # of a norm, were there one
     absorbed = ()  # no weight is folded into the query
+    needs_angles = False  # without RoPE
 
     def __post_init__(self):
         check_common(self, "rank", "key_dim", "value_dim")

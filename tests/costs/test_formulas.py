@@ -14,7 +14,7 @@ from experiments.tables.d36 import model as d36_model
 from kvjax import cache as cache_lib
 from kvjax import experiment
 from kvjax import recipes
-from kvjax.attention.mechanism import Field
+from kvjax.cache.field import Field
 from kvjax.costs import formulas
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import xla

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.decoding import program
-from kvjax.decoding.generation import Generator
+from kvjax.decoding.generator import Generator
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Transformer

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.decoding import generation as generation_lib
+from kvjax.decoding import generator as generator_lib
 from kvjax.decoding import program
-from kvjax.decoding.generation import Generator
+from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
 from tests import quick
 from tests.decoding.prompts import GREEDY
@@ -116,7 +116,7 @@ def test_the_device_does_not_wait_for_the_host(generator, monkeypatch):
         return real_get(x)
 
     monkeypatch.setattr(generator.engine, "decode_step", step)
-    monkeypatch.setattr(generation_lib.jax, "device_get", get)
+    monkeypatch.setattr(generator_lib.jax, "device_get", get)
     with jax.transfer_guard_host_to_device("disallow"):
         list(generation)
     assert log == ["step", "read"] * 5 + ["read"]

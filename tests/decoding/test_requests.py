@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from kvjax import cache as cache_lib
-from kvjax.decoding import generation as generation_lib
+from kvjax.decoding import generator as generator_lib
 from kvjax.decoding import program
-from kvjax.decoding.generation import Generator
+from kvjax.decoding.generator import Generator
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from tests.decoding.prompts import HOT
@@ -59,7 +59,7 @@ def test_the_capacity_asked_for_suffices_to_its_last_token(generator):
 
 def test_learned_positions_end(make_model):
     learned = Generator(make_model("mha", positions="learned", max_positions=40))
-    assert generation_lib.max_positions(learned.config) == 40
+    assert generator_lib.max_positions(learned.config) == 40
     with pytest.raises(UserError, match="learned positions end after 40 tokens"):
         learned.start([[1] * 30], num_tokens=12)
     assert len(tokens(learned, [[1] * 30], num_tokens=11)[0]) == 11
@@ -114,7 +114,7 @@ def test_memory_that_a_device_has_left(generator, monkeypatch):
     device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: dict(bytes_in_use=50_000))
     monkeypatch.setattr(runtime, "memory_per_device", lambda: need + 49_999)
     tokens(generator, [[1]], num_tokens=3)
-    monkeypatch.setattr(generation_lib.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(generator_lib.jax, "local_devices", lambda: [device])
     with pytest.raises(UserError, match="a cache of 1 sequences of 128 tokens needs"):
         generator.start([[1]], num_tokens=3)
     monkeypatch.setattr(runtime, "memory_per_device", lambda: need + 50_000)
@@ -133,6 +133,6 @@ def test_models_and_options_that_cannot_be(make_model):
 
 
 def test_capacities_are_few():
-    assert [generation_lib._round(n) for n in (1, 128, 129, 256, 257, 600, 1025)] == [
+    assert [generator_lib._round(n) for n in (1, 128, 129, 256, 257, 600, 1025)] == [
         *(128, 128, 256, 256, 512, 1024, 2048)
     ]

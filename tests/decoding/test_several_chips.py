@@ -6,7 +6,7 @@ import pytest
 
 from kvjax import cache as cache_lib
 from kvjax.aot import hlo
-from kvjax.decoding.generation import Generator
+from kvjax.decoding.generator import Generator
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from tests import quick

@@ -12,6 +12,7 @@ import pytest
 
 from experiments.tables import lab_notes
 from experiments.tables import scaling_table
+from kvjax.aot import __main__ as aot
 from kvjax.distributed import sharding
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
@@ -84,7 +85,8 @@ def place(tmp_path, monkeypatch):
     readme = tmp_path / "experiments" / "README.md"
     readme.write_text(f"before\n{scaling_table.BEGIN}\nold\n{scaling_table.END}\nafter\n")
     results = tmp_path / "experiments" / "results" / "aot"
-    for name, path in dict(ROOT=tmp_path, README=readme, RESULTS=results).items():
+    monkeypatch.setattr(aot, "RESULTS", results)
+    for name, path in dict(ROOT=tmp_path, README=readme).items():
         monkeypatch.setattr(scaling_table, name, path)
     read_all = lab_notes.read_all
     monkeypatch.setattr(lab_notes, "read_all", lambda: read_all(tmp_path / "configs"))
@@ -175,7 +177,7 @@ def test_several_targets(place):
     """The table has a line for each; the lab note's least time is of the first."""
     shutil.copy(NOTES["lrkv_2p5b"].path, place / "configs")
     note = lab_notes.read(place / "configs" / "lrkv_2p5b.py")
-    scaling_table.RESULTS.mkdir(parents=True)
+    aot.RESULTS.mkdir(parents=True)
     for days, target in enumerate(note.targets, start=1):
         bound = dict(mfu=0.5, by="hbm", days=days, exaflops=787)
         result = _result(note, target, bound=bound, resolved=target.resolved)

@@ -265,7 +265,7 @@ def _left_out() -> list:
     """What would compile or measure says so instead, and ends."""
     from jax.experimental import topologies
 
-    from kvjax.decoding import generation
+    from kvjax.decoding import generator
     from kvjax.kernels.profile import measured
     from kvjax.kernels.profile import static
     from kvjax.training import loop
@@ -292,7 +292,7 @@ def _left_out() -> list:
     return [
         patch(loop, "Program", Program),
         patch(loop.Run, "_loop", enough),
-        patch(generation, "Generation", instead("generate")),
+        patch(generator, "Generation", instead("generate")),
         patch(topologies, "get_topology_desc", instead("compile")),
         mock.patch.dict(sys.modules, {name: _installed(name) for name in COMPILERS}),
         *(patch(measured, name, instead("measure")) for name in ("measure", "tune")),

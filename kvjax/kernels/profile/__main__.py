@@ -14,10 +14,8 @@ token against the cycles the token's bytes take; a GPU's gives registers, spills
 import argparse
 from collections.abc import Sequence
 import itertools
-import json
 import os
 import pathlib
-import sys
 
 import jax
 
@@ -25,9 +23,9 @@ from kvjax.foundation import checkout
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import progress
+from kvjax.foundation import provenance
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
-from kvjax.foundation.provenance import provenance
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.profile import contenders
@@ -173,10 +171,7 @@ def _check_results() -> None:
 
 def _save(result: dict, file: pathlib.Path) -> None:
     _check_results()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    made_by = provenance("libtpu", "torch", "nvidia-cudnn-cu13")
-    file.write_text(json.dumps(result | dict(made_by=made_by), indent=1) + "\n")
-    print(f"written: {file}", file=sys.stderr)
+    provenance.save(file, result, "libtpu", "torch", "nvidia-cudnn-cu13")
 
 
 def main(arguments: list[str]) -> None:

@@ -38,7 +38,7 @@ class Run:
     implementations: Sequence[str]
     rounds: int
     target: float  # seconds by which the longer chain of calls is longer
-    device: str | None  # a name of devices.DEVICES, or "cpu"; None: no datasheet of it
+    device: str | None  # a name of datasheets.DEVICES, or "cpu"; None: no datasheet of it
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -1,8 +1,7 @@
 """Softmax attention of the training pass, over expanded keys and values: which library runs it.
 
 XLA everywhere (xla.py); splash attention, a Pallas kernel, on TPUs (splash.py); cuDNN on NVIDIA
-GPUs (cudnn.py). The kernels never hold logits [T, S]. Nothing here was run on a TPU, nor cuDNN on
-several GPUs.
+GPUs (cudnn.py). The kernels never hold logits [T, S].
 """
 
 from collections.abc import Callable

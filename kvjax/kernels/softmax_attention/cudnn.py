@@ -1,6 +1,6 @@
 """Softmax attention by cuDNN, on NVIDIA GPUs.
 
-Not run on several GPUs: tests put XLA in cuDNN's place, on CPUs.
+Tests of several GPUs put XLA in its place, on CPUs.
 """
 
 import functools

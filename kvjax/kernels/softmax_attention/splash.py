@@ -1,6 +1,6 @@
 """Splash attention, JAX's Pallas kernel for TPUs, as an implementation of softmax attention.
 
-Not run on a TPU: compiled ahead of time for v4, v5e, v5p and v6e, and run by the interpreter.
+Tests compile it ahead of time for v4, v5e, v5p and v6e, and run it by the interpreter.
 """
 
 import functools

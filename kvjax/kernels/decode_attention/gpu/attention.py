@@ -4,8 +4,8 @@ The cache is read once, as it lies. A block of the grid reads some heads of one 
 split of its tokens (`kernel`); the splits are merged here by their log-sum-exp. What a block
 multiplies is a plan (`plans`). Latents are weighed in the kernel, and expanded to values after.
 
-Nothing here was run on a GPU: it is compiled ahead of time for an H200, and run by the interpreter
-on a model of shared memory in which products and copies are as late as a GPU's may be.
+Tests compile it ahead of time for an H200, and run it by the interpreter on a model of shared
+memory in which products and copies are as late as a GPU's may be.
 """
 
 from collections.abc import Mapping

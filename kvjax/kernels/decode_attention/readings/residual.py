@@ -75,7 +75,7 @@ class _Tiles:
         if o.rope_base is None:
             self.folded = "rank"  # LRKV eq. 3
             self.u_BNTR = tiles.by_kv_head(residual_q_BNTH, o.expand_key, "BKrH,KRH->BKrR")
-        elif N * T == K:
+        elif _turns_query(N * T, K):
             self.folded = "rotating"
             self.fold = _fold(residual_q_BNTH[:, :, 0], o.expand_key)
 
@@ -110,6 +110,11 @@ class _Tiles:
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
         base_BNTV, latent_BNTR = outputs
         return base_BNTV + tiles.by_kv_head(latent_BNTR, self.o.expand_value, "BKrR,KRV->BKrV")
+
+
+def _turns_query(queries: int, K: int) -> bool:
+    """Whether the one query of each KV head turns, tile by tile, instead of the latents' keys."""
+    return queries == K
 
 
 def _fold(q_BKH: jax.Array, expand_KRH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -189,7 +194,7 @@ class ResidualSizes:
         per_key = 2 * N * (H + Hv) + 2 * N * R + (N if self.scaled else 0)
         if self.rope_base is None:  # LRKV eq. 3
             return DecodeFlops(per_query + 2 * N * R * H, per_key + 2 * N * R)
-        if N == K:
+        if _turns_query(N, K):
             return DecodeFlops(per_query + 3 * N * R * H, per_key + N * self._rotating_flops())
         return DecodeFlops(per_query, per_key + K * H * (2 * R + 4))  # rebuilt, rotated, added
 

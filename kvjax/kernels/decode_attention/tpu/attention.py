@@ -1,7 +1,7 @@
 """Decode attention as Pallas kernels for TPUs: one query per sequence over a cache of any length.
 
-A mechanism's kernel is a list of parts (`parts`) on one pipeline (`pipeline`). Nothing here
-was run on a TPU: it is compiled ahead of time for v4, v5e, v5p and v6e, and run by the interpreter.
+A mechanism's kernel is a list of parts (`parts`) on one pipeline (`pipeline`). Tests compile it
+ahead of time for v4, v5e, v5p and v6e, and run it by the interpreter.
 """
 
 from collections.abc import Callable

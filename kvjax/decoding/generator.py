@@ -1,0 +1,217 @@
+"""Tokens from a model with a KV cache, for a batch of prompts of any lengths.
+
+`Generator` checks what is asked for, chooses the sizes of cache and chunks so that little is
+compiled, and starts a `Generation` (generation.py), which runs on an `Engine` (engine.py).
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import operator
+import time
+import zlib
+
+import jax
+import numpy as np
+
+from kvjax import cache as cache_lib
+from kvjax.cache.cache import LANES
+from kvjax.decoding import program
+from kvjax.decoding.engine import Engine
+from kvjax.decoding.generation import Generation
+from kvjax.decoding.program import Choice
+from kvjax.decoding.sampling import Sampling
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+
+CHUNK = 128  # prompt tokens per sequence that enter the cache at once, at most
+NARROWEST = 16  # of those chunks, where prompts are short
+
+
+class Generator:
+    """A model made ready to generate: weights in the dtype it computes in, and jitted functions.
+
+    What is compiled depends on the number of sequences, the capacity, and for prefill the width of
+    its chunks: 16, 32, 64 or 128 tokens, as the longest prompt needs. Nothing else.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        compute: Compute = Compute(),
+        *,
+        chunk: int = CHUNK,
+        implementation: str | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        """Copies the weights, to where the model has them or, whole, to every device of a mesh.
+
+        Args:
+          chunk: prompt tokens per sequence and prefill step, at most.
+          implementation: of decode attention, see `kvjax.kernels.decode_attention.api`; a kernel
+            decodes only, prompts are read by "xla".
+          mesh: devices that the tokens of a cache are split over, see `decoding.program.make_mesh`.
+
+        Raises:
+          UserError: an option that cannot be, or a kernel for other devices than the model's.
+          ValueError: a mesh of several devices that are not along one axis "cache".
+        """
+        at_least("chunk", chunk, 1)
+        self.engine = Engine(model, compute, implementation=implementation, mesh=mesh)
+        self.config: TransformerConfig = model.config
+        self.compute = compute
+        self.chunk = chunk
+        self.chips = self.engine.chips
+        self._compiled: set[tuple[int, int, int]] = set()  # sequences, capacity, width of chunks
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_tokens: int,
+        sampling: Sampling = Sampling(),
+        seed: int = 0,
+        stop_tokens: Sequence[int] = (),
+        capacity: int = 0,
+        on_compile: Callable[[], None] | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> Generation:
+        """Generation of up to `num_tokens` tokens after each prompt.
+
+        A seed gives a prompt the same text whatever the batch it is in, up to rounding; equal
+        prompts in one batch get different texts.
+
+        Args:
+          prompts: token ids, at least one each; lengths may differ.
+          stop_tokens: ids that end a sequence; they are not part of it.
+          capacity: of the cache, in tokens per sequence; 0: what is needed, as 128 · 2^i per chip.
+          on_compile: called before anything is compiled, if anything has to be.
+          on_prefill: called with the chunks of the prompts that are read, and how many there are,
+            after each; the host then waits for every chunk.
+
+        Raises:
+          UserError: an id the vocabulary does not have, no prompt or an empty one, more tokens
+            than the capacity, the model's positions or the memory hold, or a capacity beyond those.
+        """
+        begun = time.perf_counter()
+        check_options(num_tokens=num_tokens, seed=seed, capacity=capacity)
+        prompts, stop_tokens = self._check_ids(prompts, stop_tokens)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        longest = int(lengths.max())
+        needed = longest + num_tokens - 1  # the last token is never appended
+        limit = max_positions(self.config, self.chips)
+        if limit is not None and needed > limit:
+            raise UserError(
+                f"a prompt of {longest} tokens and num_tokens = {num_tokens}: the model's "
+                f"{self.config.block.positions} positions end after {limit} tokens; shorten the "
+                "prompt or generate fewer tokens"
+            )
+        program.check_capacity(self.config, capacity, self.chips, key="capacity")
+        if capacity and longest > capacity:
+            raise UserError(
+                f"prompt {lengths.argmax() + 1} has {longest} tokens and capacity = {capacity}: "
+                "give a larger capacity (0: what is needed) or a shorter prompt"
+            )
+        if capacity:
+            cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens - 1), capacity)
+        slots = capacity or _round(-(-needed // self.chips)) * self.chips
+        slots = min(slots, program.max_capacity(self.config, self.chips) or slots)
+        slots = self._check_memory(len(prompts), slots)
+        power_of_two = 1 << (longest - 2).bit_length()  # that longest - 1 tokens fit
+        width = min(self.chunk, slots, max(NARROWEST, power_of_two))
+        ends_V = np.zeros(self.config.vocab_size, bool)
+        ends_V[stop_tokens] = True
+        streams_B = np.array(_streams(prompts), np.uint32)
+
+        def make() -> Generation:
+            choice = Choice(sampling.parameters(), jax.random.key(seed), streams_B, ends_V)
+            return Generation(self.engine, prompts, choice, num_tokens, slots)
+
+        compiling = 0.0
+        if (len(prompts), slots, width) not in self._compiled:
+            before = time.perf_counter()
+            if on_compile is not None:
+                on_compile()
+            make().idle(width)
+            self._compiled.add((len(prompts), slots, width))
+            compiling = time.perf_counter() - before
+        generation = make()
+        generation.begin(width, begun=begun, compiling=compiling, on_chunk=on_prefill)
+        return generation
+
+    def _check_ids(
+        self, prompts: Sequence[Sequence[int]], stop_tokens: Sequence[int]
+    ) -> tuple[list[list[int]], list[int]]:
+        """Both as lists of integers."""
+        V = self.config.vocab_size
+
+        def ids(tokens, message) -> list[int]:
+            numbers = []
+            for i, token in enumerate(tokens):
+                try:
+                    numbers.append(operator.index(token))
+                except TypeError:  # 1.7, or a character
+                    numbers.append(-1)
+                if not 0 <= numbers[-1] < V:
+                    allowed = f"the vocabulary has {V} tokens, ids 0 to {V - 1}"
+                    raise UserError(f"{message(i + 1, token)}; {allowed}")
+            return numbers
+
+        if not len(prompts):
+            raise UserError("no prompts: give at least one")
+        checked = []
+        for b, prompt in enumerate(prompts, 1):
+            if not len(prompt):
+                raise UserError(f"prompt {b} has no tokens: start it with the tokenizer's BOS")
+            checked.append(ids(prompt, lambda i, t, b=b: f"prompt {b}, token {i}: no id {t}"))
+        return checked, ids(stop_tokens, lambda i, t: f"stop token {t}: no such id")
+
+    def _check_memory(self, batch: int, capacity: int) -> int:
+        """The tokens that each sequence of such a cache has room for."""
+        cache = self.engine.cache(batch, capacity)
+        need, there = cache_lib.live_bytes(cache) // self.chips, runtime.memory_per_device()
+        device = jax.local_devices()[0]
+        if device.platform != "cpu":  # there, what is free is what was counted
+            there -= device.memory_stats()["bytes_in_use"]
+        if need > there:
+            each = f" on each of {self.chips} chips" if self.chips > 1 else ""
+            raise UserError(
+                f"a cache of {batch} sequences of {cache.capacity:,} tokens needs "
+                f"{need / 1e9:,.1f} GB of {there / 1e9:,.1f} GB{each}: generate fewer tokens, "
+                "lower capacity (0: what is needed), or give fewer prompts at once"
+            )
+        return cache.capacity
+
+
+def check_options(*, num_tokens: int, seed: int, capacity: int) -> None:
+    """Raises a UserError for what `Generator.start` takes for no model."""
+    at_least("num_tokens", num_tokens, 1)
+    at_least("capacity", capacity, 0)
+    at_least("seed", seed, 0)
+    if seed >= 1 << 32:
+        raise UserError(f"seed = {seed}: must be below 2**32")
+
+
+def max_positions(config: TransformerConfig, chips: int = 1) -> int | None:
+    """How many tokens a model has positions for, its cache on so many chips; None: any number."""
+    learned = config.block.max_positions if config.block.positions == "learned" else None
+    limits = (learned, program.max_capacity(config, chips))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _round(tokens: int) -> int:
+    """128 · 2^i: few sizes, so few compilations."""
+    return LANES << (-(-tokens // LANES) - 1).bit_length()
+
+
+def _streams(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """A random stream per sequence: by its prompt, and by how often that came before."""
+    seen, streams = {}, []
+    for prompt in prompts:
+        content = np.asarray(prompt, np.int32).tobytes()
+        seen[content] = seen.get(content, -1) + 1
+        streams.append(zlib.crc32(content, seen[content]))
+    return streams
