@@ -7,12 +7,12 @@ temporaries each compile corrects; then compiled in that order until one fits. W
 
 from collections.abc import Iterable
 from collections.abc import Iterator
-from collections.abc import Mapping
 import dataclasses
 import math
 
 from kvjax.aot import compilation
 from kvjax.aot import roofline
+from kvjax.aot import traffic
 from kvjax.aot.compilation import Step
 from kvjax.aot.compilation import TooLarge
 from kvjax.costs import formulas
@@ -26,7 +26,6 @@ from kvjax.training import memory_estimate
 
 MESHES = ("data", "fsdp", "tensor")  # `sequence` stays as the config has it
 TENSOR = (1, 2, 4, 8)  # ways worth trying
-_TILE = 8  # 36 rows to a chip are all-reduced (twice the bytes, on v4), 144 and 200 scattered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,34 +133,10 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
             experiment,
             device,
             mesh=mesh,
-            wire_bytes=_wire_bytes(experiment, mesh),
+            wire_bytes=traffic.sent(experiment, mesh),
             causal_kernel=compilation.kernel_when_run(kernel, device, experiment),
         ),
     )
-
-
-def _wire_bytes(experiment: Experiment, mesh: Mapping[str, int]) -> float:
-    """Bytes that a chip sends in a step, collective by collective, all of it in bfloat16."""
-    itemsize, parts, remat = 2, experiment.train.grad_accumulation, experiment.compute.remat
-    c, weights = experiment.model.block, formulas.matrix_weights(experiment.model)
-    others = lambda axis: (mesh[axis] - 1) / mesh[axis]  # of a ring, what each chip passes on
-    layers = (weights["attention"] + weights["mlp"]) / mesh["tensor"]
-    matrices = layers + weights["head"] / mesh["tensor"]
-    # fsdp: weights gathered, and again where they are needed again; gradients scattered.
-    passes = 2 if remat == "none" else 3
-    if not _whole_tiles(experiment, mesh["fsdp"]):
-        passes *= 2
-    gathered = itemsize * parts * passes * matrices * others("fsdp")
-    # data: gradients summed over the copies of a shard.
-    summed = 2 * itemsize * parts * matrices / mesh["fsdp"] * others("data")
-    # tensor: activations summed, two of them in each pass through a layer.
-    rows = experiment.train.batch_size // parts // (mesh["data"] * mesh["fsdp"])
-    activations = rows * experiment.data.sequence_length / mesh["sequence"] * c.d_model
-    sums = 4 if remat == "none" else 6
-    reduced = 2 * sums * parts * itemsize * activations * c.num_layers * others("tensor")
-    # Muon: matrices to the chips that orthogonalise them, and back.
-    muon = 2 * itemsize * layers * mesh["tensor"] / math.prod(mesh.values())
-    return gathered + summed + reduced + muon
 
 
 def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> list[Candidate]:
@@ -266,12 +241,7 @@ def _larger(own: Experiment, times: int) -> list[sharding.MeshConfig]:
         sizes = dict(data=own.mesh.data * copies, fsdp=own.mesh.fsdp * times // copies)
         if _divides(mesh := dataclasses.replace(own.mesh, **sizes), own):
             found.append(mesh)
-    return sorted(found, key=lambda mesh: not _whole_tiles(own, mesh.fsdp))
-
-
-def _whole_tiles(experiment: Experiment, fsdp: int) -> bool:
-    """Whether a chip's rows of a weight are whole tiles: of others compilers make all-reduces."""
-    return experiment.model.block.d_model // fsdp % _TILE == 0
+    return sorted(found, key=lambda mesh: not traffic.in_whole_tiles(own, mesh.fsdp))
 
 
 def decode_advice(
