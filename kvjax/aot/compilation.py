@@ -233,7 +233,7 @@ def _pairs(items):
 
 
 def _bytes(tree) -> int:
-    """On one chip."""
+    """Bytes of a tree's arrays on one chip."""
     own = lambda x: x.sharding.shard_shape(x.shape) if x.sharding else x.shape
     return sum(math.prod(own(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 

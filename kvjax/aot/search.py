@@ -190,7 +190,7 @@ def best(tried: Iterable[Candidate]) -> Candidate | None:
 
 
 def corrections(tried: Iterable[Candidate]) -> dict[str, float]:
-    """By policy, what was measured of temporaries over what was predicted, last compile first."""
+    """Temporaries measured over those predicted, by rematerialisation policy."""
     found = {}
     for c in tried:
         temporaries = c.needed - c.predicted.state

@@ -32,7 +32,7 @@ from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 
-BF16 = Compute(dtype=jnp.dtype(jnp.bfloat16))
+IN_BFLOAT16 = Compute(dtype=jnp.dtype(jnp.bfloat16))
 
 
 @jax.tree_util.register_dataclass
@@ -166,7 +166,7 @@ def lowered_step(
     *,
     batch: int,
     length: int,
-    compute: Compute = BF16,
+    compute: Compute = IN_BFLOAT16,
     implementation: str | None = None,
 ) -> jax.stages.Lowered:
     """One step of decoding, lowered for devices that need not be there.

@@ -38,7 +38,10 @@ def here(x) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The slabs of all tiles in their order. Slab i of tile t is part i, of tile t + 1 i + len."""
+    """The slabs of all tiles, in their order.
+
+    Parts count on from a tile's first: part i + len(order) of tile t is part i of tile t + 1.
+    """
 
     order: tuple[Slab, ...]  # of a tile
     slots: int

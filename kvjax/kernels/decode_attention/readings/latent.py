@@ -31,11 +31,13 @@ class LatentReading(Reading):
         k = jnp.concatenate([cache["latent"], cache["rope_key"]], axis=-1)[:, :, None]
         return query, k, jnp.einsum("BSC,CNV->BSNV", cache["latent"], self.up_value)
 
-    def tiles(self) -> "_Tiles":
-        return _Tiles(self)
+    def tiles(self) -> "LatentTiles":
+        return LatentTiles(self)
 
 
-class _Tiles:
+class LatentTiles:
+    """Latents weighed as they lie; the sum becomes values."""
+
     expands = False
 
     def __init__(self, o: LatentReading):

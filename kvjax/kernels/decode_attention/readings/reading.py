@@ -141,7 +141,7 @@ def rotated(x_BSNH: jax.Array, base: float) -> jax.Array:
 
 
 def normed_and_rotated(x_BSNH: jax.Array, o) -> jax.Array:
-    """By a reading's norm_epsilon, gain and rope_base, where they are not None."""
+    """[B, S, N, H] normed and rotated as a reading's norm_epsilon, gain and rope_base say."""
     if o.norm_epsilon is not None:
         x_BSNH = x_BSNH * inverse_rms(x_BSNH, o.norm_epsilon)
     if o.gain is not None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.latent import LatentTiles
 from kvjax.kernels.decode_attention.readings.reading import Cache
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
 from kvjax.kernels.decode_attention.readings.reading import Reading
@@ -34,25 +35,16 @@ class RebuiltReading(Reading):
         return _Tiles(self)
 
 
-class _Tiles:
+class _Tiles(LatentTiles):
     expands = True
 
     def __init__(self, o: RebuiltReading):
         self.o = o
         self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
 
-    def widths(self, cache: Cache) -> tuple[int, ...]:
-        return (cache["latent"].shape[1],)
-
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
         k_BNHs = jnp.einsum("BCs,CNH->BNHs", tile["latent"], self.o.up_key)
         return tiles.dot(self.q_BNTH, tiles.norm_and_rotate(k_BNHs, start, self.o))
-
-    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
-        return (tiles.weigh(p_BNTs, tile["latent"][:, None]),)
-
-    def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
-        return jnp.einsum("BNTC,CNV->BNTV", outputs[0], self.o.up_value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

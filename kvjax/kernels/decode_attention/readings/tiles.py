@@ -71,7 +71,7 @@ def inverse_rms(x_BKHs: jax.Array, epsilon: float) -> jax.Array:
 
 
 def norm_and_rotate(x_BKHs: jax.Array, start: jax.Array, o) -> jax.Array:
-    """By a reading's norm_epsilon, gain and rope_base, where they are not None."""
+    """[B, K, H, s] normed and rotated as a reading's norm_epsilon, gain and rope_base say."""
     if o.norm_epsilon is not None:
         scale_BKs = inverse_rms(x_BKHs, o.norm_epsilon)
         x_BKHs = x_BKHs * jnp.broadcast_to(scale_BKs[:, :, None], x_BKHs.shape)
