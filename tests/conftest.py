@@ -1,4 +1,4 @@
-"""Eight CPU devices, a compilation cache, small mechanisms, weights without a zero, buckets."""
+"""Eight CPU devices, a compilation cache, mechanisms, weights without a zero, runs, buckets."""
 
 import os
 
@@ -146,6 +146,34 @@ def randomise():
         return nnx.merge(graph, jax.tree.map(jax.numpy.asarray, weights)), weights
 
     return build
+
+
+# Runs are imported where they are used: what is broken there fails no other test.
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    """A text file, and a folder for the rows that runs prepare of it."""
+    from tests import runs
+
+    folder = tmp_path_factory.mktemp("source")
+    return runs.write_text(folder / "text.txt"), str(folder / "data")
+
+
+@pytest.fixture(scope="session")
+def workdir(tmp_path_factory):
+    """A run of 10 steps, with checkpoints of steps 8 and 10; its prepared data is gone."""
+    from tests import trained_run
+
+    return trained_run.train(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="session")
+def loaded(workdir):
+    """What that run trained."""
+    from kvjax.workdir import trained
+
+    return trained.load(epath.Path(workdir))
 
 
 class _Buckets(dirfs.DirFileSystem):

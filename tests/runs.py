@@ -3,9 +3,13 @@
 import pathlib
 import random
 
+from etils import epath
 import ml_collections
 
+from kvjax import experiment as experiment_lib
 from kvjax import recipes
+from kvjax.data import prepare
+from kvjax.workdir import metrics
 
 CONFIG_FILE = """
 from tests import runs
@@ -53,3 +57,19 @@ def small_config(source: str, directory: str, **train) -> ml_collections.ConfigD
     config.optimizer.newton_schulz_steps = 2
     config.train.update(train)
     return config
+
+
+def prepare_text(source: str, folder: pathlib.Path, name: str) -> pathlib.Path:
+    """A folder of prepared rows of a text of that name; 272 tokens."""
+    text = folder / f"{name}.txt"
+    lines = pathlib.Path(source).read_text().splitlines()
+    random.Random(name).shuffle(lines)
+    text.write_text("\n".join(lines).replace("t", name[0]) + "\n")
+    config = small_config(str(text), str(folder / "data"))
+    config.data.update(tokenizer="bpe", vocab_size=272)
+    return pathlib.Path(prepare.prepare(experiment_lib.resolve(config).data))
+
+
+def records(workdir) -> list[dict]:
+    """What a run has written down of its steps."""
+    return metrics.read_records(epath.Path(workdir) / metrics.METRICS)

@@ -1,58 +1,24 @@
-"""The command line, from a trained workdir to text, and everything that can be wrong with both."""
+"""The command line, from prompts to text, and everything that can be wrong with it."""
 
 import gc
-import json
 import os
-import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import weakref
 
-from etils import epath
 from flax import nnx
 import jax
-import numpy as np
-from orbax.checkpoint import v1 as ocp
 import pytest
 
 from kvjax import generate as generate_lib
 from kvjax.decoding.generator import Generator
-from kvjax.decoding.sampling import Sampling
 from kvjax.decoding.text import generate
-from kvjax.foundation import command_line
 from kvjax.foundation import progress
-from kvjax.foundation import runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
-from kvjax.training import loop
-from kvjax.workdir.trained import experiment_of
-from kvjax.workdir.trained import load
 from tests import quick
-from tests import runs
-
-STEPS = 10
-
-
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    """A run of 10 steps, with checkpoints of steps 8 and 10; its prepared data is gone."""
-    folder = tmp_path_factory.mktemp("trained")
-    config = runs.small_config(
-        *(runs.write_text(folder / "text.txt"), str(folder / "data")),
-        **dict(num_steps=STEPS, checkpoint_every=4, eval_rows=8, sample_tokens=4),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
-        loop.train(config, epath.Path(folder / "run"))
-    shutil.rmtree(folder / "data")
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def loaded(workdir):
-    return load(epath.Path(workdir))
+from tests import trained_run
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +27,9 @@ def generator(loaded):
 
 
 @pytest.fixture
-def copy(workdir, tmp_path):
-    """A copy of the workdir, to be broken."""
-    return pathlib.Path(shutil.copytree(workdir, tmp_path / "copy"))
-
-
-@pytest.fixture
 def run(workdir, capsys, monkeypatch):
     """A function of flags: (exit status, standard output, standard error) of the command line."""
-    monkeypatch.setattr(runtime, "start", lambda: None)  # the tests' own cache stays
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)  # a busy machine's waits are no message
-
-    def command(*given, workdir=workdir):
-        arguments = [f"--workdir={workdir}", "--num_tokens=6", *given]
-        return command_line.status(generate_lib.main, arguments), *capsys.readouterr()
-
-    return command
+    return trained_run.command_line_of(workdir, capsys, monkeypatch)
 
 
 @pytest.fixture
@@ -85,85 +38,6 @@ def warm(run, loaded, generator, monkeypatch):
     monkeypatch.setattr(generate_lib, "load", lambda *args, **options: loaded)
     monkeypatch.setattr(generate_lib, "Generator", lambda *args, **options: generator)
     return run
-
-
-# -- loading ---------------------------------------------------------------------------------------
-
-
-def test_a_workdir_is_all_that_is_needed(workdir, loaded):
-    path = workdir / "checkpoints" / str(STEPS)
-    state = ocp.load(path, checkpointable_name="state")
-    got = [np.asarray(x) for x in jax.tree.leaves(nnx.state(loaded.model))]
-    want = [np.asarray(x) for x in jax.tree.leaves(state["params"])]
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert loaded.step == STEPS and loaded.context == 32
-    assert loaded.tokenizer.encode("a") == [97]
-
-
-def test_an_earlier_step(workdir, loaded, monkeypatch):
-    monkeypatch.chdir(workdir.parent)
-    earlier = load(epath.Path(workdir.name), step=8)
-    embeddings = [np.asarray(m.embedding[...]) for m in (loaded.model, earlier.model)]
-    assert np.any(embeddings[0] != embeddings[1])
-
-
-def test_weights_come_in_the_dtype_asked_for(workdir):
-    half = load(epath.Path(workdir), dtype="bfloat16")
-    assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(half.model))} == {"bfloat16"}
-    assert half.compute.dtype == np.dtype("bfloat16")
-
-
-def test_the_sample_of_training_is_what_its_checkpoint_generates(workdir, loaded, generator):
-    options = dict(num_tokens=4, seed=0, end_at_special=False)
-    result = generate(generator, loaded.tokenizer, ["The king "], **options)
-    assert (workdir / "sample.txt").read_text() == f"The king {result.texts[0]}\n"
-
-
-def test_a_loaded_model_is_compiled_once(loaded):
-    """Its weights are bound to a device, and with them whatever a step returns."""
-    generator = Generator(loaded.model, loaded.compute)
-    generate(generator, loaded.tokenizer, ["The king "], num_tokens=3)
-    assert [f._cache_size() for f in (generator.engine.prefill, generator.engine.decode_step)] == [
-        1,
-        1,
-    ]
-
-
-# -- text ------------------------------------------------------------------------------------------
-
-
-def test_a_stop_string_ends_the_work_too(loaded, generator):
-    options = dict(num_tokens=20, sampling=Sampling(temperature=0.0))
-    make = lambda **keys: generate(generator, loaded.tokenizer, ["a", "bc"], **options, **keys)
-    free = make()
-    stop = free.texts[0][2]
-    cut = make(stop=[stop])
-    assert cut.texts[0] == free.texts[0][: free.texts[0].index(stop)]
-    assert cut.tokens[0] == free.tokens[0][: len(cut.texts[0]) + 1]
-
-
-def test_special_tokens_end_a_text(loaded):
-    """A model in which every token is followed by BOS."""
-    bos = loaded.tokenizer.bos_id
-    graph, params = nnx.split(loaded.model)
-    params = nnx.to_pure_dict(params)
-    params["head"] = np.zeros_like(params["head"])
-    params["head"][0, bos] = 1e3
-    # Activations are all but the embedding's first channel, which is the same for every token.
-    params["embedding"] = np.zeros_like(params["embedding"])
-    params["embedding"][:, 0] = 1e3
-    for segment in params["segments"].values():
-        segment["attention"]["out"] = np.zeros_like(segment["attention"]["out"])
-        segment["mlp"]["down"] = np.zeros_like(segment["mlp"]["down"])
-    model = nnx.merge(graph, jax.tree.map(jax.numpy.asarray, params))
-    generator = Generator(model, loaded.compute)
-    options = dict(num_tokens=3, sampling=Sampling(temperature=0.0))
-    assert generate(generator, loaded.tokenizer, ["a", "b"], **options).texts == ["", ""]
-    options["end_at_special"] = False
-    assert generate(generator, loaded.tokenizer, ["a"], **options).texts == ["<|bos|>" * 3]
-
-
-# -- the command line ------------------------------------------------------------------------------
 
 
 def test_one_prompt(run, loaded, generator):
@@ -404,87 +278,3 @@ def test_a_byte_order_mark_is_no_prompt(tmp_path):
 def test_a_file_of_prompts_that_nothing_opens(file):
     with pytest.raises(UserError, match=f"^--prompt_file = '{file}': "):
         generate_lib.read_prompts([], file)
-
-
-def expect(run, workdir, *messages):
-    status, out, err = run("--prompt=a", workdir=workdir)
-    assert (status, out) == (2, "") and "Traceback" not in err
-    for message in messages:
-        assert message in err, err
-
-
-def test_a_workdir_without_a_checkpoint(run, copy):
-    shutil.rmtree(copy / "checkpoints")
-    expect(run, copy, "has no checkpoint yet")
-    assert not (copy / "checkpoints").exists()  # looking made nothing
-
-
-def test_a_checkpoint_being_written_is_left_alone(run, copy):
-    unfinished = copy / "checkpoints" / "12.orbax-checkpoint-tmp"
-    (unfinished / "state").mkdir(parents=True)
-    assert run("--prompt=a", workdir=copy)[0] == 0
-    assert unfinished.exists()
-
-
-def test_a_checkpoint_of_another_architecture(run, copy, tmp_path):
-    config = json.loads((copy / "config.json").read_text())
-    config["attention"]["rank"] = 8
-    (copy / "config.json").write_text(json.dumps(config))
-    name = "segments.0.attention.mechanism.expand_key: checkpoint (2, 2, 4, 16)"
-    expect(run, copy, "holds another model", name, "config (2, 2, 8, 16)")
-    config["attention"].update(rank=0)
-    (copy / "config.json").write_text(json.dumps(config))
-    expect(run, copy, "holds another model", "expand_key: checkpoint (2, 2, 4, 16), config none")
-
-
-def test_a_config_that_cannot_be_read(run, copy):
-    config = json.loads((copy / "config.json").read_text())
-    config["model"]["d_modle"] = 3
-    (copy / "config.json").write_text(json.dumps(config))
-    expect(run, copy, "config.json: config.model.d_modle: no such key")
-    del config["model"]["d_modle"]
-    (copy / "config.json").write_text(json.dumps(config | {"attention": 3}))
-    expect(run, copy, "config.json: 'int' object")
-    (copy / "config.json").write_text("[1]")
-    expect(run, copy, "config.json describes no run")
-    (copy / "config.json").write_text("{")
-    expect(run, copy, "config.json is not JSON")
-
-
-def test_a_checkpoint_that_cannot_be_read(run, copy):
-    for file in (copy / "checkpoints" / "10" / "state").rglob("d/*"):
-        file.write_bytes(b"\0" * file.stat().st_size)
-    expect(run, copy, "checkpoints/10 cannot be read", "other checkpoints there: steps [8]")
-    assert run("--prompt=a", "--step=8", workdir=copy)[0] == 0
-
-
-def test_the_tokenizer_of_a_workdir(run, copy):
-    tokenizer = json.loads((copy / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | dict(id=257, content="<x>"))
-    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-    expect(run, copy, "tokenizer.json has 258 tokens, the model 257")
-    (copy / "tokenizer.json").write_text("{}")
-    expect(run, copy, "is not a tokenizer.json")
-    (copy / "tokenizer.json").unlink()
-    expect(run, copy, "tokenizer.json is missing: run the command that trained")
-
-
-def test_one_string_is_no_list_of_them(loaded, generator):
-    make = lambda prompts, **stop: generate(
-        generator, loaded.tokenizer, prompts, num_tokens=2, **stop
-    )
-    with pytest.raises(UserError, match="prompts = 'ab' is one string: give a list"):
-        make("ab")
-    with pytest.raises(UserError, match="stop = 'x' is one string: give a list"):
-        make(["ab"], stop="x")
-
-
-def test_what_a_workdir_was_trained_with(workdir):
-    experiment = experiment_of(epath.Path(workdir))
-    assert experiment.data.sequence_length == 32
-    assert experiment.data.source == str(workdir.parent / "text.txt")
-
-
-def test_loading_raises_what_the_command_line_prints(copy):
-    with pytest.raises(UserError, match="is no workdir"):
-        load(epath.Path(copy / "checkpoints"))

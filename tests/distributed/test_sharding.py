@@ -1,10 +1,9 @@
-"""One device and eight: the same numbers, an eighth of the bytes each."""
+"""Eight devices: an eighth of the bytes each, what is computed where, what travels."""
 
 import functools
 import math
 import re
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -18,164 +17,19 @@ from kvjax.foundation import checkout
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
-from kvjax.optim import OptimizerConfig
-from kvjax.optim import make_optimizer
 from kvjax.training import memory_estimate
 from kvjax.training.program import Program
-from kvjax.training.program import train_step
 from tests import quick
 from tests import runs
-from tests.conftest import MECHANISMS
+from tests.distributed import small_step
+from tests.distributed.small_step import LAYERS
+from tests.distributed.small_step import B
+from tests.distributed.small_step import Step
+from tests.distributed.small_step import T
 
 CONFIGS = sorted(checkout.CONFIGS.rglob("*.py"))
-D, B, T, V, LAYERS = 16, 8, 8, 20, 3
-MESHES = {
-    "one": dict(fsdp=1),
-    "fsdp8": dict(fsdp=8),
-    "data2_fsdp4": dict(data=2, fsdp=4),
-    "fsdp4_tensor2": dict(fsdp=4, tensor=2),
-    "fsdp4_sequence2": dict(fsdp=4, sequence=2),
-    "data2_sequence2_tensor2": dict(data=2, fsdp=1, sequence=2, tensor=2),
-    "sequence4_fsdp2": dict(fsdp=2, sequence=4),
-}
-SEVERAL = tuple(MESHES)[1:]
-STEPS = 8  # queries and keys first move in the fourth
-# Head dims that eight devices divide, where weights are split over them.
-DIMS = {
-    "lrkv_wide_keys": dict(key_dim=16, value_dim=8),
-    "lrkv_shared_rope": dict(key_dim=16, value_dim=8),
-    "mla": dict(value_dim=8),
-    "lrkv_kv_tied": {},
-}
-
-
-def _mesh(name):
-    config = MeshConfig(**MESHES[name])
-    size = math.prod((config.data, config.fsdp, config.sequence, config.tensor))
-    return sharding.make_mesh(config, jax.devices()[:size])
-
-
-def _model(mechanism):
-    block = BlockConfig(num_layers=LAYERS, d_model=D, mlp_dim=32, norm_gain=True)
-    return TransformerConfig(block=block, mechanisms=(mechanism,) * LAYERS, vocab_size=V)
-
-
-@pytest.fixture
-def config(make_mechanism):
-    return _model(make_mechanism("lrkv", qk_norm="rms_gain"))
-
-
-class Step:
-    """A jitted training step on a mesh, and a state to start it from."""
-
-    def __init__(self, config, params, mesh, dtype, parts=1, **compute):
-        shapes, axes = parameters.abstract(config)
-        several = mesh.size > 1
-        optimizer = make_optimizer(
-            OptimizerConfig(newton_schulz_steps=2),
-            axes,
-            d_model=D,
-            num_steps=20,
-            muon_dtype=jnp.dtype(dtype),
-            shardings=sharding.parameter_shardings(mesh, shapes, axes) if several else None,
-        )
-        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-        key = jax.random.key_data(jax.random.key(0))
-        state = dict(params=params, optimizer=optimizer.init(params), step=jnp.int32(0), key=key)
-        shardings = sharding.state_shardings(mesh, shapes, axes, state)
-        graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
-        compute = dict(loss_chunks=2) | compute
-        compute = Compute(dtype=jnp.dtype(dtype), mesh=mesh if several else None, **compute)
-        options = dict(graph=graph, optimizer=optimizer, compute=compute, parts=parts)
-        step = functools.partial(train_step, **options)
-        self.jitted = jax.jit(step, out_shardings=(shardings, None))
-        self.state = jax.device_put(state, shardings)
-        self.rows = sharding.batch_sharding(mesh)
-
-    def __call__(self, rows):
-        self.state, metrics = self.jitted(self.state, jax.device_put(rows, self.rows))
-        return [float(metrics["loss"]), float(metrics["grad_norm"])]
-
-    def compiled_text(self, rows):
-        return self.jitted.lower(self.state, jax.device_put(rows, self.rows)).compile().as_text()
-
-
-def _rows(steps):
-    return np.random.default_rng(0).integers(0, V, (steps, B, T + 1), np.int32)
-
-
-def _train(config, params, mesh_name, dtype, *, steps=STEPS, **options):
-    step = Step(config, params, _mesh(mesh_name), dtype, **options)
-    metrics = np.array([step(rows) for rows in _rows(steps)])
-    return jax.device_get(step.state), metrics
-
-
-# -- the same numbers ------------------------------------------------------------------------------
-
-
-def _meshes(name, i):
-    """LRKV on every mesh, the others on one each in turn."""
-    return SEVERAL if name == "lrkv" else (SEVERAL[i % len(SEVERAL)],)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, meshes", [(n, _meshes(n, i)) for i, n in enumerate(MECHANISMS)])
-def test_eight_devices_train_as_one_in_float64(x64, make_mechanism, randomise, name, meshes):
-    config = _model(make_mechanism(name, qk_norm="rms_gain", **DIMS.get(name, {})))
-    _, params = randomise(lambda: Transformer(config, jax.random.key(0)))
-    one, one_metrics = _train(config, params, "one", jnp.float64)
-    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(one["params"]), strict=True):
-        assert np.all(before != after)  # every weight moved
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
-    for mesh_name in meshes:
-        other, metrics = _train(config, params, mesh_name, jnp.float64)
-        np.testing.assert_allclose(metrics, one_metrics, rtol=1e-10, err_msg=mesh_name)
-        jax.tree.map(close, other["params"], one["params"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, meshes", [(n, _meshes(n, i)) for i, n in enumerate(("lrkv", *quick.READERS))]
-)
-def test_eight_devices_train_as_one_in_float32(make_mechanism, randomise, name, meshes):
-    config = _model(make_mechanism(name, **DIMS.get(name, {})))
-    _, params = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
-    one, one_metrics = _train(config, params, "one", jnp.float32)
-    for mesh_name in dict.fromkeys((meshes[0], *meshes[-2:])):
-        other, metrics = _train(config, params, mesh_name, jnp.float32)
-        np.testing.assert_allclose(metrics[:, 0], one_metrics[:, 0], rtol=1e-5, err_msg=mesh_name)
-        # Muon amplifies rounding: a direction the gradient hardly has is made as long as any.
-        for x, y in zip(*map(jax.tree.leaves, (other["params"], one["params"])), strict=True):
-            assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y), mesh_name
-
-
-@pytest.mark.parametrize("mesh_name", quick.only(["fsdp8"], ["one", "fsdp8", "fsdp4_sequence2"]))
-def test_parts_of_a_batch_add_up(x64, config, randomise, mesh_name):
-    _, params = randomise(lambda: Transformer(config, jax.random.key(0)))
-    one, _ = _train(config, params, "one", jnp.float64, steps=3)
-    parts = 1 if mesh_name == "fsdp8" else 4 if mesh_name == "one" else 2
-    options = dict(remat="full", parts=parts)
-    other, _ = _train(config, params, mesh_name, jnp.float64, steps=3, **options)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
-    jax.tree.map(close, other["params"], one["params"])
-
-
-def test_initial_parameters_do_not_depend_on_the_mesh(config):
-    init = lambda key: nnx.to_pure_dict(nnx.state(Transformer(config, key)))
-    weights = parameters.abstract(config)
-    results = []
-    for name in ("one", "fsdp8", "fsdp4_tensor2"):
-        shardings = sharding.parameter_shardings(_mesh(name), *weights)
-        params = jax.jit(init, out_shardings=shardings)(jax.random.key(3))
-        results.append(jax.device_get(params))
-    for other in results[1:]:
-        jax.tree.map(np.testing.assert_array_equal, results[0], other)
-    assert np.ptp(results[0]["embedding"]) > 1
-
 
 # -- where it lies ---------------------------------------------------------------------------------
 
@@ -201,7 +55,7 @@ EXPECTED = dict(
 )
 def test_state_lies_as_its_parameters_and_takes_its_share_of_bytes(config, randomise, mesh_name):
     _, params = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
-    mesh = _mesh(mesh_name)
+    mesh = small_step.mesh(mesh_name)
     state = Step(config, params, mesh, jnp.float32).state
     split = 0
     for path, x in jax.tree_util.tree_leaves_with_path(state):
@@ -221,7 +75,7 @@ def test_state_lies_as_its_parameters_and_takes_its_share_of_bytes(config, rando
 def test_every_large_parameter_of_every_config_is_split(path):
     model = experiment_lib.resolve(command_line.load_config(path)).model
     shapes, axes = parameters.abstract(model)
-    mesh = _mesh("fsdp8")
+    mesh = small_step.mesh("fsdp8")
     shardings = sharding.parameter_shardings(mesh, shapes, axes)
     count = 0
     for x, s in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True):
@@ -237,7 +91,7 @@ def test_a_real_models_devices_hold_an_eighth_each(mesh_name):
     """But for LRKV's one base, which `tensor` does not split."""
     path = next(p for p in CONFIGS if p.stem == "lrkv_128m")
     experiment = experiment_lib.resolve(command_line.load_config(path))
-    mesh = _mesh(mesh_name)
+    mesh = small_step.mesh(mesh_name)
     compute = experiment.compute.resolve("cpu", experiment.model.block.num_layers)
     state = Program(experiment, compute, mesh).init(jax.random.key(0))
     on_first = 0
@@ -254,11 +108,13 @@ def test_a_real_models_devices_hold_an_eighth_each(mesh_name):
 
 def test_batches_are_split_over_data_and_fsdp():
     for name in ("fsdp8", "data2_fsdp4"):
-        rows = jax.device_put(np.zeros((16, 5)), sharding.batch_sharding(_mesh(name)))
+        rows = jax.device_put(np.zeros((16, 5)), sharding.batch_sharding(small_step.mesh(name)))
         assert {s.data.shape for s in rows.addressable_shards} == {(2, 5)}
         starts = {s.index[0].start or 0 for s in rows.addressable_shards}
         assert starts == set(range(0, 16, 2))
-    rows = jax.device_put(np.zeros((16, 5)), sharding.batch_sharding(_mesh("fsdp4_sequence2")))
+    rows = jax.device_put(
+        np.zeros((16, 5)), sharding.batch_sharding(small_step.mesh("fsdp4_sequence2"))
+    )
     assert {s.data.shape for s in rows.addressable_shards} == {(4, 5)}
 
 
@@ -271,10 +127,10 @@ def compiled(make_mechanism, randomise):
 
     @functools.cache
     def compiled(mesh_name):
-        config = _model(make_mechanism("lrkv", qk_norm="rms_gain"))
+        config = small_step.model(make_mechanism("lrkv", qk_norm="rms_gain"))
         _, params = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
-        step = Step(config, params, _mesh(mesh_name), jnp.float32, remat="full")
-        return params, step.compiled_text(_rows(1)[0])
+        step = Step(config, params, small_step.mesh(mesh_name), jnp.float32, remat="full")
+        return params, step.compiled_text(small_step.rows(1)[0])
 
     return compiled
 
@@ -287,9 +143,9 @@ def test_a_device_computes_its_own_rows_only(mesh_name):
     config.data.sequence_length = 24
     experiment = experiment_lib.resolve(config)
     compute = Compute(remat="full", loss_chunks=2)
-    program = Program(experiment, compute, _mesh(mesh_name))
+    program = Program(experiment, compute, small_step.mesh(mesh_name))
     rows = jax.ShapeDtypeStruct(
-        (32, 25), jnp.int32, sharding=sharding.batch_sharding(_mesh(mesh_name))
+        (32, 25), jnp.int32, sharding=sharding.batch_sharding(small_step.mesh(mesh_name))
     )
     text = program.train_step.lower(program.abstract_state, rows).compile().as_text()
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)}
@@ -356,7 +212,7 @@ def test_layers_are_dealt_whole(x64):
 
     w = np.random.default_rng(0).normal(size=(5, 16, 8))
     for name in ("fsdp8", "data2_fsdp4", "fsdp4_tensor2", "data2_sequence2_tensor2"):
-        where = jax.NamedSharding(_mesh(name), P(None, "fsdp", "tensor"))
+        where = jax.NamedSharding(small_step.mesh(name), P(None, "fsdp", "tensor"))
         got = jax.jit(by_layers(function, where))(jax.device_put(w, where))
         assert got.sharding.is_equivalent_to(where, 3)
         np.testing.assert_allclose(got, function(w), rtol=1e-12)

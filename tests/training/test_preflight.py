@@ -1,23 +1,16 @@
-"""What is checked before a run begins: memory, mesh, workdir; of processes: test_multihost.py."""
+"""What is checked before a run begins: memory, mesh, data; of processes: test_multihost.py."""
 
-import json
 import pathlib
-import random
-import shutil
 import types
 
 from etils import epath
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.tables.parameter_table import load_config
 import kvjax
 from kvjax import experiment as experiment_lib
-from kvjax.data import loader
-from kvjax.data import manifest
-from kvjax.data import prepare
 from kvjax.distributed import sharding
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
@@ -25,14 +18,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.training import loop
 from kvjax.training import memory_estimate
 from kvjax.training import preflight
-from kvjax.workdir import identity
 from tests import runs
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("source")
-    return runs.write_text(folder / "text.txt"), str(folder / "data")
 
 
 def test_memory_is_checked_before_anything_is_allocated(tmp_path):
@@ -114,171 +100,13 @@ def test_a_mesh_that_does_not_divide_the_model(source, tmp_path, mesh, length, m
     assert not (tmp_path / "run").exists() and not (tmp_path / "data").exists()
 
 
-def test_the_lock_is_released_with_its_process(tmp_path):
-    workdir = epath.Path(tmp_path)
-    with (
-        identity.exclusive(workdir),
-        pytest.raises(UserError, match="in use by another run"),
-        identity.exclusive(workdir),
-    ):
-        pass
-    with identity.exclusive(workdir):
-        assert (tmp_path / ".lock").exists()
-
-
-def test_a_workdir_that_cannot_be_made():
-    with (
-        pytest.raises(UserError, match="^--workdir = '/proc/run': cannot be made: "),
-        identity.exclusive(epath.Path("/proc/run")),
-    ):
-        pass
-
-
-def test_identity_ignores_when_to_look_and_nothing_else(source):
-    of = lambda config, dtype="float32": identity.identity(config, jnp.dtype(dtype))
-    base = of(runs.small_config(*source))
-    when = dict(log_every=3, eval_every=7, checkpoint_every=5, keep_checkpoints=1, stop_after=5)
-    rest = dict(max_bad_steps=2, sample_prompt="a", sample_tokens=2)
-    assert of(runs.small_config(*source, **when, **rest)) == base
-    assert of(runs.small_config(*source, seed=1)) != base
-    assert of(runs.small_config(*source, eval_rows=1)) != base
-    json.dumps(base)
-    config = runs.small_config(*source)
-    config.mesh.fsdp = 4
-    config.compute.update(attention="xla", remat="full")
-    config.train.grad_accumulation = 2  # as fewer chips need
-    assert of(config) == base
-    assert of(config, "bfloat16") != base  # what "auto" is elsewhere
-    config.compute.dtype = "float32"  # what it is here
-    assert of(config) == base
-
-
-# -- what a workdir belongs to ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def begun(source, tmp_path, monkeypatch):
-    """A workdir with a checkpoint of step 10, and a function that continues it."""
-    monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
-
-    def go_on(**overrides):
-        config = runs.small_config(*source, stop_after=10)
-        for section, values in overrides.items():
-            config[section].update(values)
-        loop.train(config, workdir)
-
-    workdir = epath.Path(tmp_path / "run")
-    go_on()
-    return workdir, go_on
-
-
-def claims(workdir) -> dict[str, str]:
-    names = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
-    return {name: (workdir / name).read_text() for name in names}
-
-
-def test_a_run_does_not_change_its_dtype_with_its_platform(begun, monkeypatch):
-    workdir, go_on = begun
-    before = claims(workdir)
-    on_gpu = lambda self, platform, layers, real=experiment_lib.ComputeConfig.resolve: real(
-        self, "gpu", layers
-    )
-    monkeypatch.setattr(experiment_lib.ComputeConfig, "resolve", on_gpu)
-    with pytest.raises(UserError) as error:
-        go_on()
-    assert "compute.dtype: there 'float32', now 'bfloat16'" in str(error.value)
-    assert "--config.compute.dtype=float32" in str(error.value)
-    assert claims(workdir) == before
-    go_on(compute=dict(dtype="float32"))
-
-
-def test_a_workdir_that_does_not_say_its_dtype_goes_on_and_says_it(begun, capsys):
-    workdir, go_on = begun
-    text = (workdir / "config.json").read_text()
-    assert '"dtype": "float32"' in text
-    (workdir / "config.json").write_text(text.replace('"float32"', '"auto"'))
-    go_on()
-    told = f"WARNING: {workdir} does not say in which dtype it was trained: it goes on in float32"
-    assert told in capsys.readouterr().err
-    assert (workdir / "config.json").read_text() == text
-
-
-@pytest.fixture
-def prepared(source, tmp_path):
-    """A function of a name: a folder of prepared rows of a text of that name; 272 tokens."""
-
-    def prepare_(name):
-        text = tmp_path / f"{name}.txt"
-        lines = pathlib.Path(source[0]).read_text().splitlines()
-        random.Random(name).shuffle(lines)
-        text.write_text("\n".join(lines).replace("t", name[0]) + "\n")
-        config = runs.small_config(str(text), str(tmp_path / "data"))
-        config.data.update(tokenizer="bpe", vocab_size=272)
-        return pathlib.Path(prepare.prepare(experiment_lib.resolve(config).data))
-
-    return prepare_
-
-
-@pytest.mark.slow
-def test_prepared_rows_may_move_and_not_change(source, tmp_path, prepared, monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
-    workdir, one, two = epath.Path(tmp_path / "run"), tmp_path / "one", tmp_path / "two"
-
-    def go_on(folder, stop_after=10):
-        config = runs.small_config(f"prepared:{folder}", "", stop_after=stop_after)
-        config.data.update(vocab_size=272, tokenizer="bpe")
-        loop.train(config, workdir)
-
-    shutil.copytree(prepared("xylophone"), one)
-    workdir.mkdir()
-    (workdir / "tokenizer.json").write_text("{}")  # of a start without a checkpoint
-    go_on(one)
-    one.rename(two)
-    go_on(two, stop_after=20)
-    assert (workdir / "checkpoints" / "20").exists() and str(two) in claims(workdir)["config.json"]
-
-    before = claims(workdir)
-    digest = json.loads(before["dataset.json"])["dataset"]
-    other = loader.open_dataset(prepared("zebra"))
-    assert other.digest != digest == loader.open_dataset(two).digest
-    shutil.copytree(other.path, one)
-    for folder in (one, two):  # another name, and the same one
-        if folder == two:
-            two.rename(tmp_path / "three")
-            shutil.copytree(other.path, two)
-        with pytest.raises(UserError, match="rows or the tokenizer in .* are not those it was tr"):
-            go_on(folder, stop_after=30)
-        assert claims(workdir) == before and not (workdir / "checkpoints" / "30").exists()
-
-    # As it was written once: the folder's name. The tokenizer still tells.
-    (workdir / "dataset.json").write_text('{"dataset": "two"}')
-    with pytest.raises(UserError, match="tokenizer.json is not the tokenizer of .*two, and was le"):
-        go_on(two)
-    assert claims(workdir)["tokenizer.json"] == before["tokenizer.json"]
-    shutil.rmtree(two)
-    (tmp_path / "three").rename(two)
-    go_on(two, stop_after=20)
-    assert claims(workdir) == before
-
-
-def test_prepared_rows_with_another_vocabulary(prepared):
-    config = runs.small_config(f"prepared:{prepared('xylophone')}", "")
+def test_prepared_rows_with_another_vocabulary(source, tmp_path):
+    folder = runs.prepare_text(source[0], tmp_path, "xylophone")
+    config = runs.small_config(f"prepared:{folder}", "")
     config.data.update(vocab_size=300, tokenizer="bpe")
     data = experiment_lib.resolve(config).data
     with pytest.raises(UserError, match="^config.data.vocab_size = 300: the tokenizer .* has 272"):
         preflight.data_set(data)
-
-
-def test_rows_are_told_from_others_behind_the_same_manifest(tmp_path, prepared):
-    one, two = prepared("xylophone"), prepared("xenon")  # the same words in another order
-    before = loader.open_dataset(one).digest
-    copy = shutil.copytree(one, tmp_path / "copy")
-    assert loader.open_dataset(copy).digest == before
-    shutil.rmtree(copy / manifest.ROWS)
-    shutil.copytree(two / manifest.ROWS, copy / manifest.ROWS)
-    changed = loader.open_dataset(copy)
-    assert changed.tokenizer.vocabulary() == loader.open_dataset(one).tokenizer.vocabulary()
-    assert changed.digest != before
 
 
 def test_the_code_of_hosts_is_compared_in_every_folder(monkeypatch):

@@ -1,9 +1,153 @@
-"""What a workdir says of its run, where anyone may have written it."""
+"""A workdir is all that is needed to load a model; what is wrong with one is said."""
 
+import json
+import pathlib
+import shutil
+
+from etils import epath
+from flax import nnx
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
 import pytest
 
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.text import generate
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import trained
+from kvjax.workdir.trained import experiment_of
+from kvjax.workdir.trained import load
+from tests import trained_run
+from tests.trained_run import STEPS
+
+
+@pytest.fixture
+def copy(workdir, tmp_path):
+    """A copy of the workdir, to be broken."""
+    return pathlib.Path(shutil.copytree(workdir, tmp_path / "copy"))
+
+
+@pytest.fixture
+def run(workdir, capsys, monkeypatch):
+    """A function of flags: (exit status, standard output, standard error) of the command line."""
+    return trained_run.command_line_of(workdir, capsys, monkeypatch)
+
+
+def test_a_workdir_is_all_that_is_needed(workdir, loaded):
+    path = workdir / "checkpoints" / str(STEPS)
+    state = ocp.load(path, checkpointable_name="state")
+    got = [np.asarray(x) for x in jax.tree.leaves(nnx.state(loaded.model))]
+    want = [np.asarray(x) for x in jax.tree.leaves(state["params"])]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert loaded.step == STEPS and loaded.context == 32
+    assert loaded.tokenizer.encode("a") == [97]
+
+
+def test_an_earlier_step(workdir, loaded, monkeypatch):
+    monkeypatch.chdir(workdir.parent)
+    earlier = load(epath.Path(workdir.name), step=8)
+    embeddings = [np.asarray(m.embedding[...]) for m in (loaded.model, earlier.model)]
+    assert np.any(embeddings[0] != embeddings[1])
+
+
+def test_weights_come_in_the_dtype_asked_for(workdir):
+    half = load(epath.Path(workdir), dtype="bfloat16")
+    assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(half.model))} == {"bfloat16"}
+    assert half.compute.dtype == np.dtype("bfloat16")
+
+
+def test_the_sample_of_training_is_what_its_checkpoint_generates(workdir, loaded):
+    generator = Generator(loaded.model, loaded.compute)
+    options = dict(num_tokens=4, seed=0, end_at_special=False)
+    result = generate(generator, loaded.tokenizer, ["The king "], **options)
+    assert (workdir / "sample.txt").read_text() == f"The king {result.texts[0]}\n"
+
+
+def test_a_loaded_model_is_compiled_once(loaded):
+    """Its weights are bound to a device, and with them whatever a step returns."""
+    generator = Generator(loaded.model, loaded.compute)
+    generate(generator, loaded.tokenizer, ["The king "], num_tokens=3)
+    assert [f._cache_size() for f in (generator.engine.prefill, generator.engine.decode_step)] == [
+        1,
+        1,
+    ]
+
+
+def test_what_a_workdir_was_trained_with(workdir):
+    experiment = experiment_of(epath.Path(workdir))
+    assert experiment.data.sequence_length == 32
+    assert experiment.data.source == str(workdir.parent / "text.txt")
+
+
+def test_loading_raises_what_the_command_line_prints(copy):
+    with pytest.raises(UserError, match="is no workdir"):
+        load(epath.Path(copy / "checkpoints"))
+
+
+# -- what is said of a workdir ---------------------------------------------------------------------
+
+
+def expect(run, workdir, *messages):
+    status, out, err = run("--prompt=a", workdir=workdir)
+    assert (status, out) == (2, "") and "Traceback" not in err
+    for message in messages:
+        assert message in err, err
+
+
+def test_a_workdir_without_a_checkpoint(run, copy):
+    shutil.rmtree(copy / "checkpoints")
+    expect(run, copy, "has no checkpoint yet")
+    assert not (copy / "checkpoints").exists()  # looking made nothing
+
+
+def test_a_checkpoint_being_written_is_left_alone(run, copy):
+    unfinished = copy / "checkpoints" / "12.orbax-checkpoint-tmp"
+    (unfinished / "state").mkdir(parents=True)
+    assert run("--prompt=a", workdir=copy)[0] == 0
+    assert unfinished.exists()
+
+
+def test_a_checkpoint_of_another_architecture(run, copy, tmp_path):
+    config = json.loads((copy / "config.json").read_text())
+    config["attention"]["rank"] = 8
+    (copy / "config.json").write_text(json.dumps(config))
+    name = "segments.0.attention.mechanism.expand_key: checkpoint (2, 2, 4, 16)"
+    expect(run, copy, "holds another model", name, "config (2, 2, 8, 16)")
+    config["attention"].update(rank=0)
+    (copy / "config.json").write_text(json.dumps(config))
+    expect(run, copy, "holds another model", "expand_key: checkpoint (2, 2, 4, 16), config none")
+
+
+def test_a_config_that_cannot_be_read(run, copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["model"]["d_modle"] = 3
+    (copy / "config.json").write_text(json.dumps(config))
+    expect(run, copy, "config.json: config.model.d_modle: no such key")
+    del config["model"]["d_modle"]
+    (copy / "config.json").write_text(json.dumps(config | {"attention": 3}))
+    expect(run, copy, "config.json: 'int' object")
+    (copy / "config.json").write_text("[1]")
+    expect(run, copy, "config.json describes no run")
+    (copy / "config.json").write_text("{")
+    expect(run, copy, "config.json is not JSON")
+
+
+def test_a_checkpoint_that_cannot_be_read(run, copy):
+    for file in (copy / "checkpoints" / "10" / "state").rglob("d/*"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+    expect(run, copy, "checkpoints/10 cannot be read", "other checkpoints there: steps [8]")
+    assert run("--prompt=a", "--step=8", workdir=copy)[0] == 0
+
+
+def test_the_tokenizer_of_a_workdir(run, copy):
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | dict(id=257, content="<x>"))
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    expect(run, copy, "tokenizer.json has 258 tokens, the model 257")
+    (copy / "tokenizer.json").write_text("{}")
+    expect(run, copy, "is not a tokenizer.json")
+    (copy / "tokenizer.json").unlink()
+    expect(run, copy, "tokenizer.json is missing: run the command that trained")
 
 
 @pytest.mark.parametrize("depth", [500, 1_200, 5_000, 200_000])

@@ -17,24 +17,10 @@ from kvjax.kernels.softmax_attention import api
 from kvjax.kernels.softmax_attention import splash
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.kernels.softmax_attention.api import zigzag
-from tests.kernels.softmax_attention.test_api import AXES
-from tests.kernels.softmax_attention.test_api import BFLOAT16
-from tests.kernels.softmax_attention.test_api import FLOAT32
-from tests.kernels.softmax_attention.test_api import _arrays
-from tests.kernels.softmax_attention.test_api import _assert_near
-from tests.kernels.softmax_attention.test_api import _exact
-from tests.kernels.softmax_attention.test_api import _mesh
-from tests.kernels.softmax_attention.test_api import _run
-from tests.kernels.softmax_attention.test_api import _segments
-from tests.kernels.softmax_attention.test_api import _shapes
-from tests.kernels.softmax_attention.test_api import _trace
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Splash with blocks of 128, so that a short row has several."""
-    monkeypatch.setattr(splash, "_divisor", lambda length, most: 128)
-
+from tests.kernels.softmax_attention import cases
+from tests.kernels.softmax_attention.cases import AXES
+from tests.kernels.softmax_attention.cases import BFLOAT16
+from tests.kernels.softmax_attention.cases import FLOAT32
 
 # -- interpreted -----------------------------------------------------------------------------------
 
@@ -51,37 +37,39 @@ SPLASH = [
 
 
 def _case(B, N, K, H, Hv, causal, segmented, dtype=FLOAT32):
-    options = dict(causal=causal, segments_BS=_segments(B) if segmented else None)
-    return _arrays(B, N, K, H, Hv, dtype=dtype), options
+    options = dict(causal=causal, segments_BS=cases.segments(B) if segmented else None)
+    return cases.arrays(B, N, K, H, Hv, dtype=dtype), options
 
 
 @pytest.mark.parametrize("case", SPLASH, ids=str)
 def test_splash_equals_xla_in_float64(small_blocks, case):
     """Sums of up to 384 float32 products, each of 24 to 192; rounding errors add up as roots."""
     arrays, options = _case(2, *case)
-    got = _run(arrays, implementation="splash", **options)
-    _assert_near(got, _exact(arrays, **options), 64 * np.finfo(np.float32).eps)
+    got = cases.run(arrays, implementation="splash", **options)
+    cases.assert_near(got, cases.exact(arrays, **options), 64 * np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize("case", [SPLASH[0], SPLASH[3]], ids=str)
 def test_splash_in_bfloat16(small_blocks, case):
     """Scaled queries, probabilities and outputs are rounded to 8 bits: a few times 2^-9."""
     arrays, options = _case(1, *case, dtype=BFLOAT16)
-    got = _run(arrays, implementation="splash", **options)
-    _assert_near(got, _exact(arrays, **options), 8 * 2.0**-9)
+    got = cases.run(arrays, implementation="splash", **options)
+    cases.assert_near(got, cases.exact(arrays, **options), 8 * 2.0**-9)
 
 
 def test_splash_scale(small_blocks):
-    arrays = _arrays(1, 2, 2, 16, 16)
-    got = _run(arrays, implementation="splash", causal=True, scale=0.7)
-    _assert_near(got, _exact(arrays, causal=True, scale=0.7), 64 * np.finfo(np.float32).eps)
-    other = _exact(arrays, causal=True)
+    arrays = cases.arrays(1, 2, 2, 16, 16)
+    got = cases.run(arrays, implementation="splash", causal=True, scale=0.7)
+    cases.assert_near(
+        got, cases.exact(arrays, causal=True, scale=0.7), 64 * np.finfo(np.float32).eps
+    )
+    other = cases.exact(arrays, causal=True)
     assert np.abs(got[0] - other[0]).max() > 0.1
 
 
 def test_inside_a_shard_map(small_blocks):
     """Without a mesh, arrays are those of one device."""
-    arrays, mesh = _arrays(2, 2, 2, 16, 16), _mesh(data=2)
+    arrays, mesh = cases.arrays(2, 2, 2, 16, 16), cases.mesh(data=2)
     run = functools.partial(softmax_attention, causal=True, implementation="splash")
     split = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     np.testing.assert_allclose(jax.jit(split)(*arrays[:3]), run(*arrays[:3]), rtol=1e-6, atol=1e-6)
@@ -141,12 +129,12 @@ SPLASH_REFUSES = [
 @pytest.mark.parametrize("shape, sizes, message", SPLASH_REFUSES, ids=lambda x: str(x)[:40])
 def test_splash_says_what_it_does_not_take(monkeypatch, caplog, shape, sizes, message):
     """Named, it is an error that names XLA; left to the device, XLA it is."""
-    arrays, options = _shapes(**shape), dict(mesh=_mesh(**sizes) if sizes else None)
+    arrays, options = cases.shapes(**shape), dict(mesh=cases.mesh(**sizes) if sizes else None)
     with pytest.raises(NotImplementedError, match=f"^splash.*{message}.*'xla' takes this"):
-        _trace(arrays, implementation="splash", **options)
+        cases.trace(arrays, implementation="splash", **options)
     monkeypatch.setattr(api, "platform", lambda mesh: "tpu")
     logs.log_once.cache_clear()
-    assert _trace(arrays, **options).shape == arrays[0].shape[:3] + arrays[2].shape[3:]
+    assert cases.trace(arrays, **options).shape == arrays[0].shape[:3] + arrays[2].shape[3:]
     (record,) = caplog.records
     assert message.split(" ")[0] in record.getMessage()
 
@@ -159,7 +147,7 @@ def _compiled(mesh, *, length, N, K, H, Hv, dtype=BFLOAT16, policy=None, segment
     place = lambda x, *axes: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=NamedSharding(mesh, P(("data", "fsdp"), *axes))
     )
-    q, k, v = _shapes(B=4, length=length, N=N, K=K, H=H, Hv=Hv, dtype=dtype)
+    q, k, v = cases.shapes(B=4, length=length, N=N, K=K, H=H, Hv=Hv, dtype=dtype)
     order = zigzag(length, mesh.shape["sequence"])
     segments = jnp.zeros((4, length), jnp.int32) if segmented else None
 

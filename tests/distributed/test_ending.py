@@ -1,0 +1,61 @@
+"""What counts as a lost process, and what is said of it."""
+
+import subprocess
+import sys
+
+import absl.logging
+import pytest
+
+from kvjax.distributed import ending
+
+
+@pytest.mark.parametrize(
+    "text, lost",
+    [
+        ("UNKNOWN: Gloo all-reduce failed: Connection closed by peer", True),
+        ("UNAVAILABLE: heartbeat timeout", True),
+        ("RESOURCE_EXHAUSTED: NCCL could not allocate", False),
+        ("INTERNAL: ncclInternalError: out of memory", False),
+        ("INVALID_ARGUMENT: peer access", False),
+        ("INTERNAL: something else", False),
+    ],
+)
+def test_what_counts_as_a_lost_process(text, lost):
+    assert ending._is_loss(text) == lost
+
+
+def test_what_a_library_logs_of_a_loss_is_one_line(caplog):
+    logger = absl.logging.get_absl_logger()
+    logger.addFilter(ending._without_traceback)
+    try:
+        with caplog.at_level("ERROR", logger="absl"):
+            try:
+                raise OSError("the barrier failed\nand pages of addresses")
+            except OSError:
+                absl.logging.exception("step %d: finalize failed.", 10)
+            absl.logging.error("step %d: no exception", 20)
+    finally:
+        logger.removeFilter(ending._without_traceback)
+    assert caplog.messages == [
+        "step 10: finalize failed. OSError: the barrier failed",
+        "step 20: no exception",
+    ]
+    assert "Traceback" not in caplog.text
+
+
+def test_last_words():
+    """An abort from C++ ends with a sentence and the status that was set."""
+    code = (
+        "import os, sys\n"
+        "from kvjax import distributed\nfrom kvjax.distributed import ending\n"
+        "distributed.last_words.checkpoints = lambda: 'Checkpoints of steps [7] are here. '\n"
+        "distributed.last_words.set(75, lambda: ending.lost('who knows'))\n"
+        "os.abort()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 75
+    assert run.stderr == (
+        "\nkvjax: another process of this job was lost (who knows), and no step can be taken "
+        "without it. Checkpoints of steps [7] are here. Run the same command on all hosts to go "
+        "on\n"
+    )

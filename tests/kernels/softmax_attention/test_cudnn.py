@@ -1,0 +1,130 @@
+"""What cuDNN is given and what it refuses; XLA computes in its place."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from kvjax.kernels.softmax_attention import api
+from kvjax.kernels.softmax_attention import cudnn as cudnn_lib
+from kvjax.kernels.softmax_attention.api import softmax_attention
+from kvjax.kernels.softmax_attention.api import zigzag
+from tests import quick
+from tests.kernels.softmax_attention import cases
+from tests.kernels.softmax_attention.cases import BFLOAT16
+from tests.kernels.softmax_attention.cases import FLOAT32
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """A GPU with cuDNN that is XLA and notes what it was given."""
+    calls = []
+    attend = jax.nn.dot_product_attention
+
+    def fake(q, k, v, *, implementation=None, **options):
+        if implementation == "cudnn":
+            manual = jax.sharding.get_abstract_mesh().are_all_axes_manual
+            shapes = q.shape, k.shape, v.shape
+            calls.append(types.SimpleNamespace(shapes=shapes, manual=manual, **options))
+        return attend(q, k, v, **options)
+
+    gpu = types.SimpleNamespace(compute_capability="9.0", device_kind="a GPU", platform="gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
+    monkeypatch.setattr(api, "platform", lambda mesh: "gpu")
+    monkeypatch.setattr(cudnn_lib, "_gpu", lambda: gpu)
+    return types.SimpleNamespace(calls=calls, gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    "H, Hv, dim, causal",
+    quick.only(
+        [(64, 128, 128, True), (20, 12, 24, False)],
+        [
+            (*dims, causal)
+            for dims in ((64, 128, 128), (128, 128, 128), (20, 12, 24))
+            for causal in (True, False)
+        ],
+    ),
+)
+def test_gpus_use_cudnn(cudnn, H, Hv, dim, causal):
+    arrays = cases.arrays(1, 4, 2, H, Hv, length=32, dtype=BFLOAT16)[:3]
+    o = softmax_attention(*arrays, causal=causal)
+    (call,) = cudnn.calls
+    assert [shape[-1] for shape in call.shapes] == [dim] * 3
+    assert (call.is_causal, call.scale) == (causal, H**-0.5)
+    sees = np.tril(np.ones((1, 32, 32), bool)) | (not causal)
+    assert o.shape == (1, 32, 4, Hv)
+    np.testing.assert_allclose(np.asarray(o, np.float64), cases.numpy(*arrays, sees), atol=0.03)
+
+
+CUDNN_REFUSES = [
+    (dict(dtype=FLOAT32), {}, "float32: must be bfloat16 or float16"),
+    (dict(H=320), {}, "head dim of 320 is over 256"),
+    ({}, dict(query_positions_T=zigzag(256, 2)), "zig-zag"),
+    ({}, dict(key_positions_S=zigzag(256, 2)), "zig-zag"),
+    ({}, dict(segments_BS=jnp.zeros((2, 256), jnp.int32)), "segments are not taken"),
+    ({}, dict(mesh=dict(sequence=2)), "sequence = 2 devices"),
+    (dict(B=6), dict(mesh=dict(data=2, fsdp=2)), "batch of 6 is not .* data x fsdp = 4"),
+    (dict(N=6, K=6), dict(mesh=dict(tensor=4)), "6 query heads on 6 KV .* tensor = 4"),
+    (dict(N=6, K=2), dict(mesh=dict(tensor=4)), "6 query heads on 2 KV .* tensor = 4"),
+    (dict(N=12, K=3), dict(mesh=dict(tensor=4)), "12 query heads on 3 KV .* tensor = 4"),
+]
+
+
+@pytest.mark.parametrize("shape, options, message", CUDNN_REFUSES, ids=lambda x: str(x)[:20])
+def test_cudnn_says_what_it_does_not_take(cudnn, shape, options, message):
+    if "mesh" in options:
+        options = dict(mesh=cases.mesh(**options["mesh"]))
+    arrays = cases.shapes(**shape)
+    with pytest.raises(NotImplementedError, match=f"^cudnn.*{message}.*'xla' takes this"):
+        cases.trace(arrays, implementation="cudnn", **options)
+    cases.trace(arrays, **options)
+    assert not cudnn.calls
+
+
+# Axes; KV heads of 4 query heads.
+CUDNN_MESHES = [
+    (dict(data=2, fsdp=2, tensor=2), 4),
+    (dict(fsdp=2, tensor=4), 2),  # fewer KV heads than devices
+    (dict(data=4, tensor=2), 1),
+]
+
+
+@pytest.mark.parametrize("sizes, K", quick.only(CUDNN_MESHES[1:2], CUDNN_MESHES), ids=str)
+def test_cudnn_on_several_devices(cudnn, sizes, K):
+    """Each calls it with its own rows and heads, and all are what XLA is on one, in float64.
+
+    Outputs, probabilities and gradients are rounded to 8 bits: a few times 2^-9.
+    """
+    mesh, length = cases.mesh(**sizes), 16
+    arrays = cases.arrays(4, 4, K, 16, 24, length=length, dtype=BFLOAT16)
+    rows, tensor = mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["tensor"]
+    split = NamedSharding(mesh, P(("data", "fsdp")))
+    placed = [jax.device_put(x, split) for x in arrays]
+    got = cases.run(placed, causal=True, mesh=mesh)
+    q, k, v = cudnn.calls[0].shapes
+    assert q == (4 // rows, length, 4 // tensor, 24)
+    assert k == v == (4 // rows, length, max(K // tensor, 1), 24)
+    assert all(call.manual for call in cudnn.calls)
+    cases.assert_near(got, cases.exact(arrays, causal=True), 8 * 2.0**-9)
+
+
+def test_older_gpus_have_narrower_heads(cudnn):
+    cases.trace(cases.shapes(H=192))
+    assert len(cudnn.calls) == 1
+    cudnn.gpu.compute_capability = "8.0"
+    with pytest.raises(NotImplementedError, match="192 is over 128, its limit on a GPU"):
+        cases.trace(cases.shapes(H=192), implementation="cudnn")
+
+
+def test_a_gpu_that_is_not_there_gets_xla(cudnn, monkeypatch):
+    """cuDNN's plans are made by cuDNN: compiling ahead of time has none."""
+    monkeypatch.setattr(cudnn_lib, "_gpu", lambda: None)
+    cases.trace(cases.shapes())
+    assert not cudnn.calls
+    with pytest.raises(NotImplementedError, match="on a machine with an NVIDIA GPU"):
+        cases.trace(cases.shapes(), implementation="cudnn")
