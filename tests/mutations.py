@@ -97,7 +97,7 @@ def _rooms(tree: pathlib.Path, file: str) -> Iterator[list[str]]:
     """Where to look first, and then: the file's own tests, its folder's, all."""
     path = pathlib.PurePath(file)
     folder = pathlib.PurePath("tests", *path.parts[1:-1])
-    near = [folder / f"test_{path.stem}.py", folder]
+    near = [folder / f"test_{path.stem.strip('_')}.py", folder]
     if len(path.parts) == 2:  # at the root: `tests/` itself is all
         near = near[:1]
     yield from ([str(p)] for p in near if (tree / p).exists())
