@@ -159,3 +159,18 @@ def test_grad_accumulation_divides():
     assert TrainConfig(num_steps=1, batch_size=8, grad_accumulation=4).grad_accumulation == 4
     with pytest.raises(UserError, match="grad_accumulation = 3: must divide.*batch_size = 8"):
         TrainConfig(num_steps=1, batch_size=8, grad_accumulation=3)
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/..", "a/../../b", ".x", "/x", " x", "x ", ""])
+def test_a_name_that_leads_out_of_the_folder_of_runs(name):
+    config = _config()
+    config.name = name
+    with pytest.raises(UserError, match="config.name = .*must be a folder's name"):
+        experiment.resolve(config)
+
+
+@pytest.mark.parametrize("name", ["x", "sweeps/a", "a..b/c.d"])
+def test_a_name_that_is_a_folders(name):
+    config = _config()
+    config.name = name
+    assert experiment.resolve(config).name == name

@@ -205,6 +205,26 @@ def test_the_tpu_kernels_attend_over_a_part(mechanism):
     agreement.check(run, shape, firsts=firsts, length=chips * slots, dtype=jnp.float32)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_merging_parts_whose_logits_are_of_any_size(scale):
+    """By log-sum-exps that no float32 has the exponential of; one chip has nothing to see."""
+    mesh, rng = _mesh(4), np.random.default_rng(0)
+    o = rng.standard_normal((4, 2, 1, 3, 5)).astype(np.float32)  # [chip, B, T, N, V]
+    log_sum_exp = (scale * rng.standard_normal((4, 2, 1, 3))).astype(np.float32)
+    log_sum_exp[2, 0] = -np.inf
+    spec = jax.sharding.PartitionSpec("cache")
+    merge = jax.shard_map(
+        lambda o, z: sharded.merge(o[0], z[0])[None],
+        mesh=mesh,
+        in_specs=(spec, spec),
+        out_specs=spec,
+    )
+    share = np.exp(np.float64(log_sum_exp) - log_sum_exp.max(0))[..., None]
+    expected = (o * share).sum(0) / share.sum(0)
+    for merged in np.asarray(merge(o, log_sum_exp)):
+        np.testing.assert_allclose(merged, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_implementations_that_read_whole_caches_say_so():
     shape = GroupedSizes(N=4, K=2, H=8, Hv=8)
     operands, cache = shapes.problem(shape, batch=1, length=SLOTS, dtype=jnp.float32)
