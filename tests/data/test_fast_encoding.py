@@ -57,7 +57,7 @@ def assert_equal(tokenizer: tokenizer_lib.Tokenizer, texts: list[str]) -> None:
 
 SMALL = [(name, 0, 0x1000) for name in SPLITS]
 LARGE = [(name, 0, 0x10000) for name in SPLITS]
-LARGE += [("ours", first, first + 0x10000) for first in range(0x10000, 0x110000, 0x10000)]
+LARGE += [("ours", p << 16, (p + 1) << 16) for p in (1, 2, 3, 4, 14, 16)]  # 5 to 13 are empty
 
 
 @pytest.mark.parametrize("name, first, stop", quick.only(SMALL, SMALL + LARGE))
