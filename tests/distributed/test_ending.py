@@ -59,3 +59,23 @@ def test_last_words():
         "without it. Checkpoints of steps [7] are here. Run the same command on all hosts to go "
         "on\n"
     )
+
+
+def test_process_0_stays_while_others_show_signs_of_life(monkeypatch):
+    """Beats of process 1 go on for longer than its patience; then it falls silent."""
+    asked = []
+
+    class Client:
+        def key_value_dir_get(self, key):
+            asked.append(key)
+            if key == ending._ENDED:
+                return [(f"{key}0", "2 ")]
+            return [(f"{key}{i}", str(min(len(asked), 20))) for i in (0, 1)]
+
+    clock = lambda: 0.1 * len(asked)
+    monkeypatch.setattr(ending.agreement, "count", lambda: 2)
+    monkeypatch.setattr(ending, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(ending.time, "monotonic", clock)
+    monkeypatch.setattr(ending.time, "sleep", lambda seconds: None)
+    ending._stay(Client())
+    assert 3.0 <= clock() < 3.5  # of beats 2 s, of silence 1 s
