@@ -6,9 +6,9 @@ from tests import quick
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_flags = os.environ.get("XLA_FLAGS")
-_DEVICES = "--xla_force_host_platform_device_count=8"
-os.environ["XLA_FLAGS"] = f"{_DEVICES} {quick.XLA_FLAGS} {_flags or ''}"
+_ours = quick.cpu_devices(8, f"{quick.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}")
+_theirs = {name: os.environ.get(name) for name in _ours}
+os.environ.update(_ours)
 
 import math
 import signal
@@ -31,11 +31,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 for _key, _value in quick.compilation_cache().items():
     jax.config.update(_key, _value)
     os.environ.setdefault(_key.upper(), str(_value))  # what tests start finds it, and adds to it
-jax.devices()  # reads XLA_FLAGS; processes that tests start see the machine as it is
-if _flags is None:
-    del os.environ["XLA_FLAGS"]
-else:
-    os.environ["XLA_FLAGS"] = _flags
+jax.devices()  # reads them; processes that tests start see the machine as it is
+for _name, _value in _theirs.items():
+    os.environ.pop(_name)
+    if _value is not None:
+        os.environ[_name] = _value
 
 # Under nohup, or in the background of a script, these are ignored, also by what tests start.
 for _signal in (signal.SIGHUP, signal.SIGINT):

@@ -28,11 +28,8 @@ class Job:
             coordinator = f"127.0.0.1:{s.getsockname()[1]}"
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = [logs / f"process-{i}.txt" for i in range(len(commands))]
-        environment = os.environ | dict(
-            JAX_PLATFORMS="cpu",
-            PYTHONPATH=str(ROOT),
-            XLA_FLAGS=f"--xla_force_host_platform_device_count={devices} {quick.XLA_FLAGS}",
-        )
+        environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+        environment |= quick.cpu_devices(devices)
         self.processes = []
         for i, command in enumerate(commands):
             own = dict(coordinator=coordinator, num_processes=len(commands), process_id=i) | flags

@@ -8,6 +8,16 @@ from kvjax.foundation import runtime
 
 # For XLA, where compilation takes longer than what is compiled runs.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def cpu_devices(count: int, flags: str = XLA_FLAGS) -> dict[str, str]:
+    """The environment of a process that has so many CPU devices."""
+    return dict(
+        XLA_FLAGS=f"--xla_force_host_platform_device_count={count} {flags}",
+        NPROC=str(16 * count),  # as runtime.give_collectives_threads
+    )
+
+
 # One mechanism for each way of reading a cache: plain, residual, tied, latent, latent rebuilt.
 READERS = ("gqa", "lrkv_gqa", "lrkv_kv_tied", "mla", "mla_paper")
 # And those whose queries and keys are like no other's.

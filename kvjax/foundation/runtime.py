@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 import logging
 import os
+import re
 import sys
 import time
 
@@ -17,6 +18,9 @@ BUCKETS = {
     "gs": ("gcsfs", "pip install -e '.[gcs]'"),
     "s3": ("s3fs", "pip install 'etils[epath-s3]'"),
 }
+
+_DEVICE_COUNT = r"--xla_force_host_platform_device_count=(\d+)"
+_THREADS_PER_DEVICE = 16
 
 
 def path(key: str, text: epath.PathLike) -> epath.Path:
@@ -81,6 +85,7 @@ def start(*, compilation_cache: bool = True) -> None:
     """Call once, before the first computation."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     keep_large_blocks()
+    give_collectives_threads()
     import jax  # after the allocator is set
 
     quiet_libraries()
@@ -110,6 +115,20 @@ def keep_large_blocks() -> None:
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, -1)
     mallopt(M_ARENA_MAX, 1)
+
+
+def give_collectives_threads() -> None:
+    """Makes XLA's pool of CPU threads large enough for all collectives of several CPU devices.
+
+    The devices of a process share one pool, of a thread for each. A device starts every collective
+    whose operands are ready, in any order, and each blocks a thread until the others arrive: with
+    all threads blocked nobody arrives, and XLA ends the process after 40 s. Seen within 2500 steps
+    of a model of three layers on eight devices and two busy cores, and not with this.
+    """
+    forced = re.findall(_DEVICE_COUNT, os.environ.get("XLA_FLAGS", ""))
+    devices = int(forced[-1]) if forced else int(os.environ.get("JAX_NUM_CPU_DEVICES", 1))
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(_THREADS_PER_DEVICE * devices))
 
 
 def workdir(text: epath.PathLike) -> epath.Path:

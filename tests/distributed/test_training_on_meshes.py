@@ -36,8 +36,8 @@ def _train(config, params, mesh_name, dtype, *, steps=STEPS, **options):
 
 
 def _meshes(name, i):
-    """LRKV on every mesh, the others on one each in turn."""
-    return SEVERAL if name == "lrkv" else (SEVERAL[i % len(SEVERAL)],)
+    """LRKV on those of several axes, the others on one each in turn."""
+    return SEVERAL[2:5] if name == "lrkv" else (SEVERAL[i % len(SEVERAL)],)
 
 
 @pytest.mark.slow

@@ -1,8 +1,13 @@
 """Where things lie, and what is said of a path or a cache that cannot be used."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from kvjax.foundation import runtime
+from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 
 
@@ -47,3 +52,34 @@ def test_a_cache_that_is_a_file_is_told_and_a_relative_one_stays(monkeypatch, tm
     found = runtime.cache_directory()
     monkeypatch.chdir("/")
     assert str(found) == f"{tmp_path}/new/cache"
+
+
+FORCED = "--xla_force_host_platform_device_count="
+
+
+@pytest.mark.parametrize(
+    "given, threads",
+    [
+        (dict(XLA_FLAGS=f"{FORCED}2 {FORCED}8"), "128"),  # XLA takes the last
+        (dict(JAX_NUM_CPU_DEVICES="4"), "64"),
+        (dict(XLA_FLAGS=f"{FORCED}8", NPROC="9"), "9"),
+        (dict(XLA_FLAGS=f"{FORCED}1"), None),
+        ({}, None),
+    ],
+)
+def test_collectives_have_threads(monkeypatch, given, threads):
+    monkeypatch.setattr(os, "environ", dict(given))
+    runtime.give_collectives_threads()
+    assert os.environ.get("NPROC") == threads
+
+
+def test_xla_makes_so_many_threads():
+    """And by itself only one for each device."""
+    code = "import os\nfrom kvjax.foundation import runtime\nruntime.{}()\n"
+    code += "import jax\nassert len(jax.devices()) == 8\nprint(len(os.listdir('/proc/self/task')))"
+    environment = os.environ | dict(XLA_FLAGS=f"{FORCED}8", JAX_PLATFORMS="cpu")
+    counted = []
+    for what in ("quiet_libraries", "start"):
+        command = [sys.executable, "-c", code.format(what)]
+        counted.append(int(subprocess.check_output(command, cwd=ROOT, env=environment, text=True)))
+    assert counted[0] < 60 < 128 <= counted[1]

@@ -21,9 +21,9 @@ from kvjax.workdir import metrics
 from tests import quick
 from tests import runs
 
-KILLS = 10
-STEPS = 1000
-WHOLE = (f"--config.train.num_steps={STEPS}", "--config.train.checkpoint_every=1000")
+KILLS = 8
+STEPS = 600
+WHOLE = (f"--config.train.num_steps={STEPS}", f"--config.train.checkpoint_every={STEPS}")
 
 
 _children: list[subprocess.Popen] = []
@@ -116,7 +116,7 @@ def test_sigkill_at_random_moments(config, whole, tmp_path):
         while process.poll() is None and time.monotonic() < deadline:
             if on_save and unfinished(broken) - left:
                 break
-            if not on_save and last_step(broken) > first + 100:  # leave some for the next
+            if not on_save and last_step(broken) > first + 50:  # leave some for the next
                 break
             time.sleep(0.002)
         assert process.poll() is None, "the run ended before it was killed: " + finish(process)
@@ -146,7 +146,9 @@ def test_a_signal_saves_and_ends_with_its_status(config, whole, tmp_path, number
     output = finish(process, status=status)
     assert number.name in output and "saved" in output
     steps = [int(path.name) for path in (stopped / "checkpoints").iterdir()]
-    assert len(steps) == 1 and 0 < steps[0] < 1000
+    assert len(steps) == 1 and 0 < steps[0] < STEPS
+    if number != signal.SIGTERM:
+        return  # the others save in the same way
     assert f"resuming from step {steps[0]}" in finish(launch(config, stopped, *WHOLE))
     assert metrics.read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert_bitwise_equal(final_state(stopped), final_state(whole))

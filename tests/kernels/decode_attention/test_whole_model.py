@@ -24,7 +24,7 @@ from kvjax.model.transformer import Transformer
 ATTENTION = dict(
     lrkv=recipes.lrkv(6, rank=64), gqa=recipes.gqa(6, kv_heads=3), mla=recipes.mla(6, latent=256)
 )
-PROMPTS, STEPS = (126, 3), 4  # one sequence goes into its second block
+PROMPTS, STEPS = (127, 3), 2  # one sequence goes into its second block
 
 
 @pytest.fixture(autouse=True)
