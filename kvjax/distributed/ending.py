@@ -47,7 +47,8 @@ class _LastWords:
     def _speak(self, number: int) -> None:
         del number
         try:
-            os.write(2, f"\nkvjax: {self._text()}\n".encode())
+            if text := self._text():
+                os.write(2, f"\nkvjax: {text}\n".encode())
         finally:
             os._exit(self._status)
 
@@ -156,6 +157,7 @@ def _silent() -> str:
 
 def _end(reason: str, status: int) -> NoReturn:
     """Tells the others why this process ends, and ends it."""
+    last_words.set(status, lambda: reason)  # process 0 may hear of it, and be gone, before
     with contextlib.suppress(Exception):
         agreement.client().key_value_set(f"{_ENDED}{agreement.index()}", f"{status} {reason}")
     _leave(reason, status)
@@ -170,7 +172,9 @@ def _leave(text: str, status: int) -> NoReturn:
     Process 0 stays a little: what the others have to hear is in its store.
     """
     _leaving.acquire()  # one message, whichever thread is first
+    last_words.set(status, lambda: text)
     say(text)
+    last_words.set(status, str)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     client = agreement.client()

@@ -43,6 +43,23 @@ def test_what_a_library_logs_of_a_loss_is_one_line(caplog):
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("when", ["it tells the others", "it has told its user"])
+def test_a_coordinator_that_is_gone_first_changes_no_status_and_no_message(when):
+    """The service aborts whoever is still connected when process 0 ends."""
+    said = "value != '2 '" if "others" in when else "value == '2 '"
+    code = (
+        "import os\nfrom kvjax.distributed import agreement, ending\n"
+        "class Client:\n"
+        "    def key_value_set(self, key, value, **_):\n"
+        f"        if {said}: os.abort()\n"
+        "agreement.client, agreement.index = Client, lambda: 1\n"
+        "ending.last_words.set(75, lambda: ending.lost('who knows'))\n"
+        "ending._end('the key is wrong', 2)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 2 and run.stderr.strip() == "kvjax: the key is wrong"
+
+
 def test_last_words():
     """An abort from C++ ends with a sentence and the status that was set."""
     code = (
