@@ -6,19 +6,22 @@ DEMO_ARGS ?=
 
 export TF_CPP_MIN_LOG_LEVEL := 2
 
-.PHONY: demo test test-all test-aot lint notebooks clean
+.PHONY: demo test test-all test-aot test-beam lint notebooks clean
 
 demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and prints its figures
 	$(BIN)/python -m kvjax.main $(DEMO_ARGS)
 
 test: .venv/installed  ## what guards each promise with the least to compile
-	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not slow and not aot"
+	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not slow and not aot and not beam"
 
 test-all: .venv/installed  ## all tests
-	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not aot"
+	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not aot and not beam"
 
 test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there
 	JAX_PLATFORMS=cpu .venv-aot/bin/pytest -q -n 2 -m aot
+
+test-beam: .venv-beam/installed  ## prepares data with Apache Beam
+	.venv-beam/bin/pytest -q -m beam
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -37,8 +40,14 @@ lint: .venv/installed
 	.venv-aot/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,aot]'
 	touch $@
 
+# Of its own: Beam needs older versions of what others share.
+.venv-beam/installed: setup.py constraints-beam.txt
+	$(PYTHON) -m venv .venv-beam
+	.venv-beam/bin/pip install -q --disable-pip-version-check -c constraints-beam.txt -e '.[dev,beam]'
+	touch $@
+
 notebooks: .venv/installed  ## executes the notebooks and stores their outputs
 	$(BIN)/python -m tests.notebooks
 
 clean:
-	rm -rf .venv .venv-aot runs
+	rm -rf .venv .venv-aot .venv-beam runs

@@ -1,4 +1,7 @@
-"""Package metadata; tools are configured in pyproject.toml, transitive pins in constraints.txt."""
+"""Package metadata, with the versions that should do; tools are configured in pyproject.toml.
+
+The exact versions that are tested are in constraints.txt, and with Beam in constraints-beam.txt.
+"""
 
 import pathlib
 import re
@@ -7,7 +10,7 @@ from setuptools import find_packages
 from setuptools import setup
 
 ROOT = pathlib.Path(__file__).parent
-JAX = "0.11.2"
+JAX = ">=0.11.2,<0.12"
 
 setup(
     name="kvjax",
@@ -20,43 +23,50 @@ setup(
     packages=find_packages(include=["kvjax", "kvjax.*"]),
     package_data={"kvjax.data": ["corpus/*"], "kvjax.kernels.decode_attention": ["*.json"]},
     install_requires=[
-        f"jax=={JAX}",
-        f"jaxlib=={JAX}",
-        "flax==0.12.12",
-        "optax==0.2.8",
-        "orbax-checkpoint==0.12.8",
-        "grain==0.2.18",
-        "tensorflow-datasets==4.9.10",
-        "importlib_resources==7.1.0",  # tensorflow-datasets needs it and does not say so
-        "array-record==0.8.6",
-        "ml_collections==1.1.0",
-        "absl-py==2.5.1",
-        "etils[epath]==1.15.0",
-        "tokenizers==0.23.3",
-        "tiktoken==0.14.0",
-        "pyarrow==26.0.1",
-        "psutil==7.2.2",
-        "tqdm==4.70.1",
-        "matplotlib==3.11.2",
-        "scipy==1.18.1",
-        "tensorboardX==2.6.5",
+        f"jax{JAX}",
+        f"jaxlib{JAX}",
+        "flax>=0.12.12,<0.13",
+        "optax>=0.2.8,<0.3",
+        "orbax-checkpoint>=0.12.8,<0.13",
+        "grain>=0.2.18,<0.3",
+        "tensorflow-datasets>=4.9.10,<4.10",
+        "importlib_resources>=7.1,<8",  # tensorflow-datasets needs it and does not say so
+        "array-record>=0.8.6,<0.9",
+        "ml_collections>=1.1,<2",
+        "absl-py>=2.5,<3",
+        "etils[epath]>=1.15,<2",
+        "tokenizers>=0.23.3,<0.24",
+        "tiktoken>=0.14,<0.15",
+        "numpy>=2.4,<3",
+        "pyarrow>=25,<27",
+        "psutil>=7.2,<8",
+        "tqdm>=4.70,<5",
+        "matplotlib>=3.11,<4",
+        "scipy>=1.18,<2",
+        "tensorboardX>=2.6.5,<3",
     ],
     extras_require={
         "dev": [
-            "pytest==9.2.0",
-            "pytest-xdist==3.8.0",
-            "hypothesis==6.170.15",
-            "ruff==0.17.6",
-            "import-linter==2.16",
-            "nbclient==0.11.0",
-            "ipykernel==7.4.0",
-            "nbformat==5.11.1",
+            "pytest>=9.2,<10",
+            "pytest-xdist>=3.8,<4",
+            "hypothesis>=6.170,<7",
+            "ruff==0.17.6",  # another version formats differently
+            "import-linter>=2.16,<3",
+            "nbclient>=0.11,<0.12",
+            "ipykernel>=7.4,<8",
+            "nbformat>=5.11,<6",
         ],
         # Compiles for TPUs and GPUs that are not there; CUDA's compiler is ptxas with libdevice.
-        "aot": ["libtpu==0.0.48.1", f"jax-cuda13-plugin=={JAX}", "nvidia-cuda-nvcc==13.5.37"],
-        "tpu": [f"jax[tpu]=={JAX}"],
-        "cuda": [f"jax[cuda13]=={JAX}"],
-        "gcs": ["etils[epath-gcs]==1.15.0"],
-        "notebooks": ["jupyterlab==4.6.6"],
+        "aot": [
+            "libtpu>=0.0.48.1,<0.0.49",
+            f"jax-cuda13-plugin{JAX}",
+            "nvidia-cuda-nvcc>=13.5,<14",
+        ],
+        # Prepares data on Beam's local runners; Dataflow needs apache-beam[gcp] too.
+        "beam": ["apache-beam>=2.77,<3"],
+        "tpu": [f"jax[tpu]{JAX}"],
+        "cuda": [f"jax[cuda13]{JAX}"],
+        "gcs": ["etils[epath-gcs]>=1.15,<2"],
+        "notebooks": ["jupyterlab>=4.6.6,<5"],
     },
 )

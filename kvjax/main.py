@@ -20,6 +20,7 @@ def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__, config=True)
     add = parser.add_argument
     add("--workdir", default="", help="for checkpoints and metrics, local or gs:// (runs/NAME)")
+    add("--prepare_hours", type=float, default=1.0, help="that preparing its data may take (1)")
     job = parser.add_argument_group("several processes")
     add = job.add_argument
     add("--coordinator", help="process 0's host:port, or KVJAX_COORDINATOR")
@@ -41,6 +42,9 @@ def main(arguments: list[str]) -> None:
     for name in ("connect_seconds", "heartbeat_seconds"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name}={getattr(options, name)}: must be at least 1")
+    hours = options.prepare_hours
+    if not 0 <= hours < float("inf"):
+        raise UserError(f"--prepare_hours={hours}: must be a number of hours, 0 or more")
     config = command_line.load_config(options.config, options.overrides)
     runtime.start()
     workdir = options.workdir or f"runs/{config.get('name')}"
@@ -48,7 +52,7 @@ def main(arguments: list[str]) -> None:
     from kvjax.training import loop  # after the runtime is set up
 
     with distributed.ending_together():
-        loop.train(config, workdir)
+        loop.train(config, workdir, prepare_hours=hours)
 
 
 if __name__ == "__main__":

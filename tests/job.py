@@ -100,6 +100,27 @@ def rows(source: str, directory: str) -> dict:
     return dict(found=found, process=distributed.index())
 
 
+def prepared(keys: dict, part_bytes: int) -> dict:
+    """The parts of a data set that this process made, and where all of them lie."""
+    from kvjax.data import config
+    from kvjax.data import parts
+    from kvjax.data import pool
+    from kvjax.foundation import runtime
+    from kvjax.training import preflight
+
+    parts.PART_BYTES = part_bytes
+    runtime.cores = lambda: 1  # so that parts are made here
+    made, make_part = [], pool.make_part
+
+    def noting(config, part, *args, **kwargs):
+        made.append(part.index)
+        make_part(config, part, *args, **kwargs)
+
+    pool.make_part = noting
+    dataset = preflight.data_set(config.DataConfig(**keys))
+    return dict(made=made, path=str(dataset.path))
+
+
 def checkpoints(directory: str) -> dict:
     """Saves three times, and restores where process 1 cannot read the last one."""
     from etils import epath

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import concurrent.futures
-import os
 from typing import Any
 
 import numpy as np
 import tiktoken
 import tokenizers
+
+from kvjax.foundation import runtime
 
 # How GPT-2, Llama 3 and Qwen 2 split a text into words. Two libraries of regular expressions must
 # agree on them: the tests compare them on every character.
@@ -31,7 +32,10 @@ Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
 
 def encoder(
-    definition: Mapping[str, Any], token_bytes: Mapping[str, bytes], splits: Sequence[str]
+    definition: Mapping[str, Any],
+    token_bytes: Mapping[str, bytes],
+    splits: Sequence[str],
+    threads: int = 0,
 ) -> Encode | None:
     """A function of texts that gives the ids of each, uint32, encoded on all cores.
 
@@ -41,6 +45,7 @@ def encoder(
       definition: of the tokenizer, as in `tokenizer.json`.
       token_bytes: what the tokens of its vocabulary stand for, all but the added ones.
       splits: regular expressions that both libraries read alike.
+      threads: that encode; 0: as many as there are cores.
     """
     split = _split(definition["pre_tokenizer"] or {})
     if split not in splits or not all(token["special"] for token in definition["added_tokens"]):
@@ -50,9 +55,10 @@ def encoder(
         return None
     encoding = tiktoken.Encoding("", pat_str=split, mergeable_ranks=ids, special_tokens={})
     encode = lambda text: encoding.encode_to_numpy(text, disallowed_special=())
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    pool = concurrent.futures.ThreadPoolExecutor(workers)  # encoding leaves Python's lock
-    return lambda texts: list(pool.map(encode, texts))
+    if threads == 1:
+        return lambda texts: list(map(encode, texts))
+    pool = concurrent.futures.ThreadPoolExecutor(threads or runtime.cores())
+    return lambda texts: list(pool.map(encode, texts))  # encoding leaves Python's lock
 
 
 def _split(steps: Mapping[str, Any]) -> str | None:

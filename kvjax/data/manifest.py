@@ -40,9 +40,13 @@ class DamagedDataError(DataError):
         self.what = what
 
 
-def write(folder: pathlib.Path, info: dict[str, Any]) -> None:
-    """Writes a local folder's manifest, last of its files, with their sizes and digests."""
-    info = info | {"files": digests(folder)}
+def write(folder: pathlib.Path, info: dict[str, Any], files: dict[str, dict]) -> None:
+    """Writes a manifest into a local folder.
+
+    Args:
+      files: of the data set, with their sizes and digests; see `digests`.
+    """
+    info = info | {"files": files}
     info["blake2b"] = _digest_of(info)
     (folder / MANIFEST).write_text(json.dumps(info, indent=2) + "\n")
 
@@ -111,6 +115,11 @@ def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | Non
             raise DamagedDataError(folder, what, config)
         if "blake2b" in known and _hash(file.read_bytes()) != known["blake2b"]:
             raise DamagedDataError(folder, f"{name} has other bytes than were written", config)
+
+
+def digest_of(*values: Any) -> str:
+    """A hash of what decides something, by which its folder is named."""
+    return hashlib.blake2b(repr(values).encode(), digest_size=10).hexdigest()
 
 
 def _check_keys(info: dict[str, Any], version: int) -> None:

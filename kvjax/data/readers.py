@@ -5,8 +5,10 @@ text.
 """
 
 import codecs
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+import contextlib
 import gzip
 import io
 import lzma
@@ -34,6 +36,7 @@ _OTHER_MARKS = {
 # A line that starts with no blank can open a piece: the split pattern of our tokenizers makes no
 # token that reaches into it, so a document in pieces has the same tokens.
 _LINE_START = re.compile(r"\n(?=\S)")
+_LINE_START_BYTES = re.compile(rb"\n(?=[!-~])")  # whatever the encoding's other bytes are
 
 
 class Piece(NamedTuple):
@@ -47,24 +50,71 @@ class SourceError(DataError):
     """A source that can't be used as it is: says which file, where in it, and what to do."""
 
 
+def refuse(error: SourceError) -> None:
+    """What readers do with what cannot be read, unless told to leave it out."""
+    raise error
+
+
+# Called with what cannot be read: a line, a row group, the rest of a file. If it returns, the
+# reader goes on behind that.
+Broken = Callable[[SourceError], None]
+
+
 def read_document(text: str) -> Iterator[Piece]:
     """The pieces of one document held in memory; none if it is empty."""
     return _cut([text])
 
 
-def read_text(path: epath.Path, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+def read_text(
+    path: epath.Path,
+    start: int = 0,
+    stop: int | None = None,
+    broken: Broken = refuse,
+    *,
+    opens: bool = True,
+) -> Iterator[Piece]:
     """The documents in bytes [start, stop) of a UTF-8 text file, separated by form feeds.
 
     A byte order mark at the file's start is no part of the first.
+
+    Args:
+      opens: whether a document starts at `start`, or goes on from before.
 
     Raises:
       SourceError: bytes that aren't UTF-8, with their offset in the file.
     """
     if start == 0 and byte_order_mark(path):
         start = len(codecs.BOM_UTF8)
-    blocks = _decode(_blocks(path, start, stop), path, start)
+    blocks = _decode(_blocks(path, start, stop), path, start, broken)
     for chunks in _split_documents(blocks):
-        yield from _cut(chunks)
+        yield from _cut(chunks, opens)
+        opens = True
+
+
+def cut(path: epath.Path, offset: int) -> int:
+    """Where a text file may be cut: the first such place from a byte offset on, or its end.
+
+    Behind a form feed, or else (within BLOCK_BYTES there is none) where a line starts with no
+    blank: the tokens on both sides are those of the whole.
+    """
+    position, rest, line = offset, b"", None
+    for block in _blocks(path, offset, None):
+        text = rest + block
+        form_feed = text.find(DOCUMENT_SEPARATOR.encode())
+        if form_feed >= 0:
+            return position - len(rest) + form_feed + 1
+        if line is None and (found := _LINE_START_BYTES.search(text)):
+            line = position - len(rest) + found.start() + 1
+        position += len(block)
+        rest = block[-1:]
+        if line is not None:
+            return line
+    return position
+
+
+def document_starts(path: epath.Path, offset: int) -> bool:
+    """Whether a document of a text file starts at a byte offset."""
+    return next(_blocks(path, offset - 1, offset), b"") == DOCUMENT_SEPARATOR.encode()
 
 
 def byte_order_mark(path: epath.Path) -> bool:
@@ -101,37 +151,131 @@ def line_start(path: epath.Path, offset: int) -> int:
     return position
 
 
-def read_jsonl(path: epath.Path, key: str) -> Iterator[str]:
+def line_ranges(path: epath.Path, key: str, limit: int) -> Iterator[tuple[int, int, int]]:
+    """[start, stop) of bytes of a file of lines, of about `limit` bytes, and how many they are."""
+    del key
+    size, start = path.stat().length, 0
+    while start < size:
+        stop = size if size - start <= limit else line_start(path, start + limit)
+        yield start, stop, stop - start
+        start = stop
+
+
+def read_jsonl(
+    path: epath.Path,
+    key: str,
+    start: int = 0,
+    stop: int | None = None,
+    broken: Broken = refuse,
+) -> Iterator[str]:
     """The text under `key` of each line of a .jsonl file, plain or compressed (.gz, .xz, .zst).
 
     Blank lines are skipped.
+
+    Args:
+      start, stop: bytes to read of a plain file, from where a line starts to where one does.
 
     Raises:
       SourceError: a line that isn't a JSON object with a text under `key` (with its number), or a
         truncated file.
     """
     name = os.fspath(path)
+    place = f"{name}, line" if not start else f"{name}, from byte {start} on, line"
+    with open_file(path) as file:
+        file.seek(start)
+        try:
+            position, is_plain = start, stop is not None and name.endswith(".jsonl")
+            for number, line in enumerate(_decompressed(file, name), start=1):
+                if is_plain and position >= stop:
+                    return
+                position += len(line)
+                if number == 1 and not start:
+                    _check_encoding(line, name)
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if not line.strip():
+                    continue
+                try:
+                    text = _text_of(line, key, f"{place} {number}")
+                except SourceError as error:
+                    broken(error)
+                else:
+                    yield text
+        except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+            found = SourceError(
+                f"{name} can't be decompressed: {error}. Is it truncated? Fetch it again."
+            )
+            found.__cause__ = error
+            broken(found)
+
+
+def jsonl_density(path: epath.Path, key: str) -> float:
+    """Bytes of text per byte of a .jsonl file as it lies, from its first lines."""
+    name, lying, text_bytes = os.fspath(path), 0, 0
     with open_file(path) as file:
         try:
             for number, line in enumerate(_decompressed(file, name), start=1):
-                if number == 1:
-                    _check_encoding(line, name)
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if line.strip():
-                    yield _text_of(line, key, f"{name}, line {number}")
-        except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-            raise SourceError(
-                f"{name} can't be decompressed: {error}. Is it truncated? Fetch it again."
-            ) from error
+                text_bytes += len(_text_of(line, key, f"{name}, line {number}").encode())
+                lying = lying + len(line) if name.endswith(".jsonl") else file.tell()
+                if text_bytes > BLOCK_BYTES:
+                    break
+        except (SourceError, EOFError, lzma.LZMAError, zlib.error, OSError):
+            pass  # told when it is read
+    return text_bytes / lying if lying else 1.0
 
 
-def read_parquet(path: epath.Path, column: str) -> Iterator[str]:
+def parquet_ranges(path: epath.Path, column: str, limit: int) -> Iterator[tuple[int, int, int]]:
+    """[start, stop) of row groups with about `limit` bytes of text, and how many those are.
+
+    Raises:
+      SourceError: see `read_parquet`.
+    """
+    with _parquet(path, column) as table:
+        names = [table.metadata.schema.column(i).path for i in range(table.metadata.num_columns)]
+        place = next(i for i, name in enumerate(names) if name.partition(".")[0] == column)
+        first = size = 0
+        for group in range(table.num_row_groups):
+            own = table.metadata.row_group(group).column(place).total_uncompressed_size
+            if group > first and size + own > limit:
+                yield first, group, size
+                first, size = group, 0
+            size += own
+        if table.num_row_groups > first:
+            yield first, table.num_row_groups, size
+
+
+def read_parquet(
+    path: epath.Path,
+    column: str,
+    start: int = 0,
+    stop: int | None = None,
+    broken: Broken = refuse,
+) -> Iterator[str]:
     """The texts of one column of a Parquet file, a batch of rows at a time; nulls are skipped.
+
+    Args:
+      start, stop: row groups to read.
 
     Raises:
       SourceError: not a whole Parquet file, no such column (lists those there), or a column that
         isn't text.
     """
+    with _parquet(path, column) as table:
+        for group in range(table.num_row_groups)[start:stop]:
+            try:
+                for batch in table.iter_batches(256, row_groups=[group], columns=[column]):
+                    yield from (text for text in batch.column(0).to_pylist() if text is not None)
+            except (OSError, ValueError) as error:  # Arrow's own are ValueErrors
+                found = SourceError(
+                    f"{os.fspath(path)}: row group {group} of {table.num_row_groups} cannot be "
+                    f"read: {error}. Fetch the file again."
+                )
+                found.__cause__ = error
+                broken(found)
+
+
+@contextlib.contextmanager
+def _parquet(path: epath.Path, column: str):
+    """An open Parquet file that has a column of text."""
     import pyarrow  # Takes 0.3 s, and most runs read no Parquet.
     import pyarrow.parquet as pq
 
@@ -139,30 +283,37 @@ def read_parquet(path: epath.Path, column: str) -> Iterator[str]:
     with open_file(path) as file:
         try:
             table = pq.ParquetFile(file)
-            columns = table.schema_arrow.names
-            if column not in columns:
-                raise SourceError(
-                    f"{name} has no column {column!r}; it has {columns}. Set text_key to one of"
-                    " them."
-                )
-            kind = table.schema_arrow.field(column).type
-            if pyarrow.types.is_dictionary(kind):
-                kind = kind.value_type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise SourceError(
-                    f"{name}: column {column!r} is {kind}, not text. Set text_key to a column of"
-                    " text."
-                )
-            for batch in table.iter_batches(batch_size=256, columns=[column]):
-                yield from (text for text in batch.column(0).to_pylist() if text is not None)
-        except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
+        except (pyarrow.ArrowInvalid, OSError) as error:
             raise SourceError(
                 f"{name} is no whole Parquet file: {error}. Fetch it again."
             ) from error
+        columns = table.schema_arrow.names
+        if column not in columns:
+            raise SourceError(
+                f"{name} has no column {column!r}; it has {columns}. Set text_key to one of them."
+            )
+        kind = table.schema_arrow.field(column).type
+        if pyarrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise SourceError(
+                f"{name}: column {column!r} is {kind}, not text. Set text_key to a column of text."
+            )
+        yield table
 
 
-def read_tfds(builder, split: str, key: str) -> Iterator[str]:
+def read_tfds(
+    builder,
+    split: str,
+    key: str,
+    start: int = 0,
+    stop: int | None = None,
+    broken: Broken = refuse,
+) -> Iterator[str]:
     """The texts under feature `key` of a split of a TFDS data set prepared as ArrayRecord.
+
+    Args:
+      start, stop: examples to read.
 
     Raises:
       SourceError: no such split or feature (lists those there), not ArrayRecord, or a text that
@@ -186,24 +337,28 @@ def read_tfds(builder, split: str, key: str) -> Iterator[str]:
             f"tfds:{name} is prepared in a format without random access; prepare it again with"
             " file_format='array_record'."
         ) from error
-    for i in range(len(examples)):
+    for i in range(len(examples))[start:stop]:
         value = examples[i][key]
         if not isinstance(value, (bytes, str)):
             raise SourceError(
                 f"tfds:{name}: feature {key!r} is {type(value).__name__}, not text. Set text_key."
             )
         try:
-            yield value.decode() if isinstance(value, bytes) else value
+            text = value.decode() if isinstance(value, bytes) else value
         except UnicodeDecodeError as error:
-            raise SourceError(
-                f"tfds:{name}#{split}, example {i}: {key!r} is not UTF-8: {error}."
-            ) from error
+            found = SourceError(f"tfds:{name}#{split}, example {i}: {key!r} is not UTF-8: {error}.")
+            found.__cause__ = error
+            broken(found)
+        else:
+            yield text
 
 
 def open_file(path: epath.Path) -> BinaryIO:
-    """The file, opened for reading bytes; SourceError where permissions forbid it."""
+    """The file, opened for reading bytes; SourceError where it is gone, or may not be read."""
     try:
         return path.open("rb")
+    except FileNotFoundError as error:
+        raise SourceError(f"{os.fspath(path)} is gone. Put it back.") from error
     except PermissionError as error:
         raise SourceError(
             f"{os.fspath(path)} can't be read: {error}. Change its permissions."
@@ -222,7 +377,7 @@ def _blocks(path: epath.Path, start: int, stop: int | None) -> Iterator[bytes]:
             yield block
 
 
-def _decode(blocks: Iterable[bytes], path: epath.Path, start: int) -> Iterator[str]:
+def _decode(blocks: Iterable[bytes], path: epath.Path, start: int, broken: Broken) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = start
     try:
@@ -234,10 +389,12 @@ def _decode(blocks: Iterable[bytes], path: epath.Path, start: int) -> Iterator[s
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         offset = position - pending + error.start
-        raise SourceError(
+        found = SourceError(
             f"{os.fspath(path)} is not UTF-8: {error.reason} at byte {offset}. Convert it (iconv -t"
             " utf-8)."
-        ) from error
+        )
+        found.__cause__ = error
+        broken(found)
 
 
 def _split_documents(blocks: Iterable[str]) -> Iterator[Iterator[str]]:
@@ -260,9 +417,9 @@ def _split_documents(blocks: Iterable[str]) -> Iterator[Iterator[str]]:
         yield chunks()
 
 
-def _cut(chunks: Iterable[str]) -> Iterator[Piece]:
+def _cut(chunks: Iterable[str], opens: bool = True) -> Iterator[Piece]:
     """A document as pieces of about PIECE_CHARACTERS, cut at line starts (but in endless lines)."""
-    text, starts_document = "", True
+    text, starts_document = "", opens
     for chunk in chunks:
         text += chunk
         begin = 0

@@ -13,12 +13,15 @@ So equal records are on the same side. With a `validation_source`, that is valid
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import dataclasses
 import functools
 import hashlib
 import lzma
 import os
+from typing import NamedTuple
 from typing import Protocol
 
 from etils import epath
@@ -33,6 +36,7 @@ from kvjax.foundation.errors import first_line
 
 EMBEDDED_VALIDATION_BYTES = 200_000
 CORPUS = epath.Path(__file__).parent / "corpus"
+_EMBEDDED = "embedded:"
 BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSONL, ".parquet")
@@ -40,44 +44,99 @@ SUFFIXES = (".txt", *JSONL, ".parquet")
 HASHED_BYTES = 64 << 20
 
 
+class Range(NamedTuple):
+    """A run of a source, [start, stop) in its own unit, and about how many bytes that is."""
+
+    start: int
+    stop: int
+    bytes: int
+
+
+Labelled = tuple[str, readers.Piece]  # a split and a piece of a document of it
+
+
 class Source(Protocol):
-    """Something with documents."""
+    """Something with documents.
+
+    Attributes:
+      name: by which `_named` finds it.
+    """
+
+    name: str
 
     def fingerprint(self) -> str:
         """Changes when the documents do; cheap."""
 
+    def ranges(self, limit: int) -> Iterator[Range]:
+        """All of it in order, in ranges of at most about so many bytes where it can be cut."""
+
+    def density(self) -> float:
+        """Bytes of text per byte of its ranges, about."""
+
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
         """The documents of `train`, `validation` (the held-out `fraction`) or `all`."""
 
+    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
+        """The documents of one of `ranges`, each piece with its split; 0.0 holds none out."""
 
-def fingerprint(
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A range of one of the sources that a key names; all that a worker needs to read it."""
+
+    key: str  # source or validation_source
+    name: str  # of the file, or whatever it is
+    range: Range
+
+    @property
+    def bytes(self) -> int:
+        return self.range.bytes
+
+
+def fingerprints(
     config: config_lib.DataConfig, say: Callable[[str], None] = lambda text: None
-) -> str:
-    """A hash of all that decides which documents are in which split, hexadecimal.
+) -> dict[str, list[tuple[str, str]]]:
+    """By key, the sources it names in order: (name, a hash that changes when its documents do).
 
     Args:
       say: called with how far it is.
+
+    Raises:
+      DataError: a source is named by both keys.
     """
-
-    def of(key: str) -> list[str]:
-        found = []
+    found = {}
+    for key in ("source", "validation_source"):
+        found[key] = []
         for source in _sources(config, key):
-            found.append(source.fingerprint())
-            say(f"looking at config.data.{key}, {len(found):,} files")
-        return found
-
-    held_out, parts = of("validation_source"), of("source")
-    if set(parts) & set(held_out):
+            found[key].append((source.name, source.fingerprint()))
+            say(f"looking at config.data.{key}, {len(found[key]):,} files")
+    contents = [{mark for _, mark in marks} for marks in found.values()]
+    if set.intersection(*contents):
         raise DataError(
             f"config.data.validation_source = {config.validation_source!r}: shares a file with "
             f"config.data.source = {config.source!r}, or they have equal ones: it would be trained "
             "on. Take it out of one of them"
         )
+    return found
+
+
+def fingerprint(
+    config: config_lib.DataConfig, found: dict[str, list[tuple[str, str]]] | None = None
+) -> str:
+    """A hash of all that decides which documents are in which split, hexadecimal.
+
+    Args:
+      found: what `fingerprints` returned, if it was asked.
+    """
+    parts, held_out = ([mark for _, mark in m] for m in (found or fingerprints(config)).values())
     return _hash(repr((parts, held_out or config.validation_fraction, config.text_key)).encode())
 
 
-def check(config: config_lib.DataConfig) -> None:
+def check(config: config_lib.DataConfig, broken: readers.Broken = readers.refuse) -> None:
     """Opens every source and reads its first document, before hours are spent on the others.
+
+    Args:
+      broken: called with a source that cannot be read.
 
     Raises:
       readers.SourceError: a file that is damaged (a truncated Parquet shard has lost its index),
@@ -85,7 +144,59 @@ def check(config: config_lib.DataConfig) -> None:
     """
     for key in ("source", "validation_source"):
         for source in _sources(config, key):
-            next(iter(source.pieces("all", 0.0)), None)
+            try:
+                next(iter(source.pieces("all", 0.0)), None)
+            except readers.SourceError as error:
+                broken(error)
+
+
+def slices(
+    config: config_lib.DataConfig, limit: int, broken: readers.Broken = readers.refuse
+) -> Iterator[Slice]:
+    """All that `source` names and then `validation_source`, in order, in slices.
+
+    Args:
+      limit: bytes that a slice has at most, about, where its source can be cut.
+      broken: called with a source that cannot be opened.
+    """
+    for key in ("source", "validation_source"):
+        for source in _sources(config, key):
+            try:
+                for range in source.ranges(limit):
+                    yield Slice(key, source.name, range)
+            except readers.SourceError as error:
+                broken(error)
+
+
+def labelled(
+    config: config_lib.DataConfig, slice: Slice, broken: readers.Broken = readers.refuse
+) -> Iterator[Labelled]:
+    """The documents of a slice in order, each as pieces with their split, read once.
+
+    Args:
+      broken: see `readers.Broken`.
+    """
+    source = _named(slice.name, config.text_key, f"config.data.{slice.key} = {slice.name!r}")
+    if not config.validation_source:
+        yield from source.split(config.validation_fraction, slice.range, broken)
+        return
+    split = "train" if slice.key == "source" else "validation"
+    for _, piece in source.split(0.0, slice.range, broken):
+        yield split, piece
+
+
+def density(config: config_lib.DataConfig, slices: Iterable[Slice]) -> float:
+    """Bytes of text per byte of these slices, about."""
+    names = dict.fromkeys(piece.name for piece in slices)
+    found = [_named(name, config.text_key, f"config.data.source = {name!r}") for name in names]
+    return sum(source.density() for source in found) / len(found)
+
+
+def _key_and_part(config: config_lib.DataConfig, split: str) -> tuple[str, str]:
+    """Which key names the sources of a split, and which part of them it is."""
+    if config.validation_source:
+        return ("source" if split == "train" else "validation_source"), "all"
+    return "source", split
 
 
 def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]:
@@ -101,9 +212,7 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
     """
     if split not in SPLITS:
         raise DataError(f"split={split!r} must be one of {SPLITS}.")
-    key, part = "source", split
-    if config.validation_source:
-        key, part = ("source" if split == "train" else "validation_source"), "all"
+    key, part = _key_and_part(config, split)
     found = False
     for source in _sources(config, key):
         for piece in source.pieces(part, config.validation_fraction):
@@ -126,27 +235,62 @@ class _TextFile:
     """A .txt file; validation is its end."""
 
     def __init__(self, path: epath.Path):
-        self.path = path
+        self.path, self.name = path, os.fspath(path)
 
     def fingerprint(self) -> str:
         # The mark was once a part of the text: what was prepared with it is other data.
         marked = " without its mark" if readers.byte_order_mark(self.path) else ""
         return f"txt {_file_hash(self.path)}{marked}"
 
-    def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
+    def ranges(self, limit: int) -> Iterator[Range]:
+        size, start = self.path.stat().length, 0
+        while start < size:
+            stop = size
+            if size - start > limit:
+                stop = readers.cut(self.path, start + limit)
+            yield Range(start, stop, stop - start)
+            start = stop
+
+    def density(self) -> float:
+        return 1.0
+
+    def _bounds(self, fraction: float) -> tuple[int, int]:
+        """Where the training documents end, and the file."""
         size = self.path.stat().length
-        cut = size
-        if split != "all":
-            cut = readers.line_start(self.path, size - int(size * fraction))
+        return readers.line_start(self.path, size - int(size * fraction)), size
+
+    def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
+        cut, size = self._bounds(0.0 if split == "all" else fraction)
         start, stop = (cut, size) if split == "validation" else (0, cut)
         return readers.read_text(self.path, start, stop)
+
+    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
+        cut, size = self._bounds(fraction)
+        for split, start, stop in (("train", 0, cut), ("validation", cut, size)):
+            first, last = max(start, range.start), min(stop, range.stop)
+            if first < last:
+                opens = first == start or readers.document_starts(self.path, first)
+                for piece in readers.read_text(self.path, first, last, broken, opens=opens):
+                    yield split, piece
 
 
 class _Records:
     """Documents one by one; validation are those whose hash falls in the fraction."""
 
-    def __init__(self, fingerprint: Callable[[], str], read):
-        self.fingerprint = fingerprint  # Called once a preparation: it can read the whole file.
+    def __init__(self, name: str, fingerprint: Callable[[], str], ranges, read, density=None):
+        """Made of functions.
+
+        Args:
+          name: see `Source`.
+          fingerprint: called once a preparation: it can read the whole file.
+          ranges: of a limit, see `Source`.
+          read: of the first and the last place and of what to do with what cannot be read, the
+            documents between; of nothing, all.
+          density: see `Source`; None: as much text as bytes.
+        """
+        self.name, self.fingerprint = name, fingerprint
+        self.ranges = ranges
+        self.density = density or (lambda: 1.0)
         self._read = read
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
@@ -154,15 +298,25 @@ class _Records:
             if split == "all" or (split == "validation") == is_held_out(text, fraction):
                 yield from readers.read_document(text)
 
+    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
+        for text in self._read(range.start, range.stop, broken):
+            split = "validation" if is_held_out(text, fraction) else "train"
+            for piece in readers.read_document(text):
+                yield split, piece
+
 
 class _EmbeddedBook:
     """A compressed book of the corpus."""
 
     def __init__(self, path: epath.Path):
-        self.path = path
+        self.path, self.name = path, f"{_EMBEDDED}{path.name}"
 
     def fingerprint(self) -> str:
         return f"embedded {EMBEDDED_VALIDATION_BYTES} {_file_hash(self.path)}"
+
+    def ranges(self, limit: int) -> Iterator[Range]:
+        del limit
+        yield Range(0, 1, self.path.stat().length)
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
         del fraction  # A fixed validation text makes figures comparable.
@@ -173,6 +327,15 @@ class _EmbeddedBook:
         part = text[cut:] if split == "validation" else text[:cut]
         for document in part.decode().split(readers.DOCUMENT_SEPARATOR):
             yield from readers.read_document(document)
+
+    def density(self) -> float:
+        return len(lzma.decompress(self.path.read_bytes())) / self.path.stat().length
+
+    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
+        del range, broken
+        for split in SPLITS if fraction else ("all",):
+            for piece in self.pieces(split, fraction):
+                yield split, piece
 
 
 def is_held_out(text: str, fraction: float) -> bool:
@@ -191,21 +354,46 @@ def _sources(config: config_lib.DataConfig, key: str) -> Sequence[Source]:
     for item in config_lib.split_source(getattr(config, key)):
         where = f"config.data.{key} = {item!r}"
         if item == "embedded":
-            found += [_EmbeddedBook(CORPUS / book) for book in BOOKS]
+            names = [_EMBEDDED + book for book in BOOKS]
         elif item.startswith("tfds:"):
-            found.append(_tfds_source(item, config.text_key, where))
+            names = [item]
         else:
-            found += [_file_source(path, config.text_key) for path in _files(item, where)]
+            names = [os.fspath(path) for path in _files(item, where)]
+        found += [_named(name, config.text_key, where) for name in names]
     return found
+
+
+def _named(name: str, text_key: str, where: str) -> Source:
+    if name.startswith(_EMBEDDED):
+        return _EmbeddedBook(CORPUS / name.removeprefix(_EMBEDDED))
+    if name.startswith("tfds:"):
+        return _tfds_source(name, text_key, where)
+    return _file_source(epath.Path(name), text_key)
 
 
 def _file_source(path: epath.Path, text_key: str) -> Source:
     if path.name.endswith(".txt"):
         return _TextFile(path)
-    read = readers.read_parquet if path.name.endswith(".parquet") else readers.read_jsonl
     kind = next(suffix for suffix in SUFFIXES if path.name.endswith(suffix))
-    read = functools.partial(read, path, text_key)
-    return _Records(lambda: f"{kind} {_file_hash(path)}", read)
+    if kind == ".parquet":
+        ranges, read = readers.parquet_ranges, readers.read_parquet
+    elif kind == ".jsonl":
+        ranges, read = readers.line_ranges, readers.read_jsonl
+    else:  # compressed: from the start on or not at all
+        ranges, read = _whole, readers.read_jsonl
+    return _Records(
+        os.fspath(path),
+        lambda: f"{kind} {_file_hash(path)}",
+        lambda limit: (Range(*range) for range in ranges(path, text_key, limit)),
+        functools.partial(read, path, text_key),
+        None if kind == ".parquet" else lambda: readers.jsonl_density(path, text_key),
+    )
+
+
+def _whole(path: epath.Path, key: str, limit: int) -> Iterator[tuple[int, int, int]]:
+    del key, limit
+    size = path.stat().length
+    yield 0, size, size
 
 
 def _tfds_source(item: str, text_key: str, where: str) -> Source:
@@ -216,9 +404,20 @@ def _tfds_source(item: str, text_key: str, where: str) -> Source:
     except readers.SourceError as error:
         raise readers.SourceError(f"{where}: {error}") from error
     info = builder.info
-    sizes = info.splits[split].shard_lengths if split in info.splits else None
+    known = info.splits.get(split)
+    sizes = known.shard_lengths if known else None
+
+    def ranges(limit: int) -> Iterator[Range]:
+        count, size = (known.num_examples, int(known.num_bytes)) if known else (0, 0)
+        step = max(1, count * limit // max(size, 1))
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            yield Range(start, stop, size * (stop - start) // count)
+
     return _Records(
+        item,
         lambda: f"tfds {info.full_name} {split} {sizes} {info.dataset_size}",
+        ranges,
         functools.partial(readers.read_tfds, builder, split, text_key),
     )
 

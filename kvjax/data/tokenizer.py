@@ -51,13 +51,14 @@ class Tokenizer:
     A special token written out in a text is encoded as the ordinary characters it is made of.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, name: str):
+    def __init__(self, backend: tokenizers.Tokenizer, name: str, threads: int = 0):
         """Wraps a byte-level tokenizer of the `tokenizers` library.
 
         Args:
           backend: must split text into bytes (ByteLevel), without normalizer, so that bits per byte
             count the text's bytes.
           name: for messages: where the tokenizer comes from.
+          threads: that encode a batch; 0: as many as there are cores.
 
         Raises:
           ValueError: it isn't byte-level, adds a prefix space, or has no token that opens a
@@ -87,7 +88,7 @@ class Tokenizer:
                 f"{name}: no special token opens a document: one of {', '.join(_BOS_NAMES)} must be"
                 f" there; there are {sorted(specials) or 'none'}."
             )
-        self._backend = backend
+        self._backend, self._threads = backend, threads
         self._specials = specials
         self.bos_id: int = backend.token_to_id(bos)
         self.vocab_size: int = 1 + max(backend.get_vocab().values())
@@ -113,7 +114,7 @@ class Tokenizer:
             if i not in added and byte_of.keys() >= set(token)
         }
         splits = (SPLIT_PATTERN, *fast_encoding.PUBLISHED_SPLITS)
-        return fast_encoding.encoder(json.loads(self.to_json()), token_bytes, splits)
+        return fast_encoding.encoder(json.loads(self.to_json()), token_bytes, splits, self._threads)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, specials by name; bytes that aren't UTF-8 become U+FFFD."""
@@ -190,6 +191,11 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens([BOS])
     return Tokenizer(backend, "the byte tokenizer")
+
+
+def from_json(text: str, name: str, threads: int = 0) -> Tokenizer:
+    """The tokenizer that `Tokenizer.to_json` wrote; see `Tokenizer` for the arguments."""
+    return Tokenizer(tokenizers.Tokenizer.from_str(text), name, threads)
 
 
 def load(path: epath.PathLike, key: str = "tokenizer") -> Tokenizer:

@@ -15,6 +15,7 @@ coordination service ends every process that is left once one was silent for `he
 or at once if it was process 0.
 """
 
+from kvjax.distributed.agreement import Team
 from kvjax.distributed.agreement import check_same
 from kvjax.distributed.agreement import check_same_programs
 from kvjax.distributed.agreement import check_shared
@@ -22,7 +23,6 @@ from kvjax.distributed.agreement import count
 from kvjax.distributed.agreement import gather
 from kvjax.distributed.agreement import index
 from kvjax.distributed.agreement import leaders
-from kvjax.distributed.agreement import once_per_folder
 from kvjax.distributed.agreement import processes
 from kvjax.distributed.ending import ending_together
 from kvjax.distributed.ending import last_words
@@ -35,6 +35,7 @@ __all__ = [
     "STATUS",
     "TRY_AGAIN",
     "Interruption",
+    "Team",
     "check_same",
     "check_same_programs",
     "check_shared",
@@ -44,7 +45,6 @@ __all__ = [
     "index",
     "last_words",
     "leaders",
-    "once_per_folder",
     "processes",
     "start",
 ]

@@ -4,7 +4,6 @@ Nothing here touches a device or runs a collective.
 """
 
 import collections
-from collections.abc import Callable
 import hashlib
 import json
 from typing import Any
@@ -150,20 +149,30 @@ def check_shared(workdir: epath.Path) -> None:
         )
 
 
-def once_per_folder(name: str, folder: epath.Path, action: Callable[[], Any]) -> Any:
-    """Runs `action` on the first process of those that share a folder, then on the others.
-
-    The others wait for as long as it takes: they find done what the first one did.
+class Team:
+    """The processes of this job that share a folder; the first of them leads.
 
     Args:
       name: as in `leaders`, used once in the life of the job.
+
+    Attributes:
+      index: of this process among them; 0 leads.
+      size: how many they are.
     """
-    if count() == 1:
-        return action()
-    leader = leaders(name, folder)[index()]
-    if leader == index():
-        result = action()
-        client().key_value_set(f"kvjax/{name}/{leader}/done", "")
-        return result
-    _wait_for(f"kvjax/{name}/{leader}/done")
-    return action()
+
+    def __init__(self, name: str, folder: epath.Path):
+        found = leaders(name, folder)
+        self._members = [i for i, leader in enumerate(found) if leader == found[index()]]
+        self._key = f"kvjax/{name}"
+        self.index, self.size = self._members.index(index()), len(self._members)
+
+    def say(self, what: str) -> None:
+        """Tells the others that this process has come so far."""
+        if self.size > 1:
+            client().key_value_set(f"{self._key}/{what}/{index()}", "")
+
+    def wait_for(self, what: str, *, leader: bool = False) -> None:
+        """Waits for as long as it takes until all others, or the leader, said so."""
+        for member in self._members[:1] if leader else self._members:
+            if member != index():
+                _wait_for(f"{self._key}/{what}/{member}")

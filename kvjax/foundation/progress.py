@@ -10,6 +10,18 @@ _TERMINAL_EVERY, _LOG_EVERY = 1.0, 30.0
 _STEPS_EVERY = 10.0
 
 
+def size(count: float) -> str:
+    """Bytes, or characters, for a reader: 12.3 MB."""
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a reader: 3.4 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
+
+
 class waiting:  # reads as `with waiting("...")`
     """Says what is under way once it takes over three seconds, and for how long since.
 

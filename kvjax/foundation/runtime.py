@@ -143,6 +143,11 @@ def seconds_since_launch() -> float:
     return time.time() - psutil.Process().create_time()
 
 
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def memory_per_device() -> int:
     """Bytes the first device can hold; on CPU, what the machine or its cgroup has available."""
     import jax

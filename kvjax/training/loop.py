@@ -39,8 +39,13 @@ from kvjax.workdir.checkpoint import Checkpoints
 from kvjax.workdir.checkpoint import read_parameters
 
 
-def train(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
+def train(
+    config: ml_collections.ConfigDict, workdir: epath.PathLike, *, prepare_hours: float = 1.0
+) -> dict[str, float]:
     """Trains to the end or to `train.stop_after`, resuming what the workdir holds.
+
+    Args:
+      prepare_hours: that preparing its data may take, if they are not there.
 
     Returns:
       The last validation record: step, tokens, validation_loss, validation_bpb.
@@ -51,7 +56,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> dict[st
         intact.
       SystemExit: saved on a signal; the status is in `distributed`.
     """
-    with preflight.prepared(config, workdir) as given:
+    with preflight.prepared(config, workdir, prepare_hours) as given:
         return Run(given).run()
 
 

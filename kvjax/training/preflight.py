@@ -12,7 +12,9 @@ import ml_collections
 
 from kvjax import distributed
 from kvjax import experiment as experiment_lib
+from kvjax.data import estimate
 from kvjax.data import loader
+from kvjax.data import preparation
 from kvjax.data import prepare
 from kvjax.data import tokenizer
 from kvjax.data.config import DataConfig
@@ -44,8 +46,13 @@ class Prepared(NamedTuple):
 
 
 @contextlib.contextmanager
-def prepared(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> Iterator[Prepared]:
+def prepared(
+    config: ml_collections.ConfigDict, workdir: epath.PathLike, hours: float
+) -> Iterator[Prepared]:
     """Everything that a run needs before it compiles; the workdir is its own until the end.
+
+    Args:
+      hours: that preparing its data may take.
 
     Raises:
       UserError: a config, workdir, data set or machine that cannot be used as asked.
@@ -65,7 +72,7 @@ def prepared(config: ml_collections.ConfigDict, workdir: epath.PathLike) -> Iter
         if first:
             identity.set_aside_earlier_run(workdir)
             identity.check_config(workdir, config, compute.dtype)
-        dataset = data_set(experiment.data)
+        dataset = data_set(experiment.data, hours)
         if first:
             identity.check_data(workdir, dataset)
             identity.record(workdir, config, compute.dtype, dataset)
@@ -88,18 +95,21 @@ def _digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def data_set(data: DataConfig) -> loader.PackedDataset:
-    """The data set of a run, prepared if need be: once by all processes that share its folder.
+def data_set(data: DataConfig, hours: float = 1.0) -> loader.PackedDataset:
+    """The data set of a run, prepared if need be by all processes that share its folder.
+
+    Args:
+      hours: that preparing it may take.
 
     Raises:
       UserError: what `prepare` raises; a tokenizer with another vocabulary than the config's; on
         every process, that they have different data.
     """
-    make = lambda: loader.open_dataset(prepare.prepare(data))
-    if is_prepared(data.source):
-        dataset = make()
+    if is_prepared(data.source) or distributed.count() == 1:
+        path = prepare.prepare(data, hours=hours)
     else:
-        dataset = distributed.once_per_folder("data", data.root, make)
+        path = _prepare_together(data, hours)
+    dataset = loader.open_dataset(path)
     if dataset.vocab_size != data.vocab_size:
         raise UserError(
             f"config.data.vocab_size = {data.vocab_size}: the tokenizer of {dataset.path} has "
@@ -112,6 +122,31 @@ def data_set(data: DataConfig) -> loader.PackedDataset:
             "than process 0; give all hosts the same config.data.source, or one they share"
         )
     return dataset
+
+
+def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
+    """The folder of the data set: the first process begins and ends, each makes a share."""
+    team = distributed.Team("data", data.root)
+    leads = team.index == 0
+    if not leads:
+        team.wait_for("begun", leader=True)
+    corpus = preparation.look(data, shown=leads)
+    if corpus.parts and leads:
+        cores = runtime.cores() * team.size  # each on a host of its own, or sharing one's cores
+        estimate.check(corpus, cores, hours, shown=True)
+    making = preparation.begin(corpus, shown=leads) if corpus.parts else None
+    team.say("begun")
+    if making:
+        making.make(share=(team.index, team.size), shown=leads)
+    team.say("made")
+    if leads:
+        team.wait_for("made")
+        if making:
+            making.make()  # what a process that sees other sources has left, if any
+            making.finish()
+        team.say("finished")
+    team.wait_for("finished", leader=True)
+    return prepare.prepare(data, hours=hours, shown=leads)  # it is there, if all see one source
 
 
 def check_vocabulary(experiment: Experiment) -> None:

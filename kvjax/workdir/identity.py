@@ -16,7 +16,7 @@ import ml_collections
 
 from kvjax import distributed
 from kvjax.data import loader
-from kvjax.data import prepare
+from kvjax.data import manifest
 from kvjax.data import tokenizer
 from kvjax.data.config import is_prepared
 from kvjax.foundation import json_text
@@ -141,7 +141,7 @@ def check_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
     )
     same = lambda key, there, now: there in (now, dataset.path.name)  # the name, as it was once
     check_identity(workdir / "dataset.json", _contents(dataset), same=same, advice=advice)
-    path = workdir / prepare.TOKENIZER
+    path = workdir / manifest.TOKENIZER
     if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
         return
     if tokenizer.load(path).vocabulary() != dataset.tokenizer.vocabulary():
@@ -162,7 +162,7 @@ def record(
     write_identity(workdir / "config.json", identity(config, dtype))
     write_atomically(workdir / "config.txt", to_text(config))
     write_identity(workdir / "dataset.json", _contents(dataset))
-    path = workdir / prepare.TOKENIZER
+    path = workdir / manifest.TOKENIZER
     if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
         write_atomically(path, dataset.tokenizer.to_json())
 

@@ -8,7 +8,7 @@ import jax
 import ml_collections
 
 from kvjax import experiment as experiment_lib
-from kvjax.data import prepare
+from kvjax.data import manifest
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import json_text
@@ -97,7 +97,7 @@ def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
 
 
 def _tokenizer(workdir: epath.Path, vocab_size: int) -> Tokenizer:
-    path = workdir / prepare.TOKENIZER
+    path = workdir / manifest.TOKENIZER
     if not path.exists():
         raise UserError(
             f"{path} is missing: run the command that trained {workdir} again, which writes the "

@@ -11,6 +11,8 @@ import pytest
 from kvjax.data import loader
 from kvjax.data import prepare
 from kvjax.data import sources
+from kvjax.data.manifest import MANIFEST
+from kvjax.data.manifest import TOKENIZER
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
 from tests.data.test_prepare import rows
@@ -33,8 +35,8 @@ def damage(file, how):
 
 HOW = ("half", "empty", "missing", "flipped", "longer")
 FILES = (
-    prepare.MANIFEST,
-    prepare.TOKENIZER,
+    MANIFEST,
+    TOKENIZER,
     "packed_rows/1.0.0/features.json",
     "packed_rows/1.0.0/dataset_info.json",
     "packed_rows/1.0.0/packed_rows-train.array_record-00000-of-00001",
@@ -70,9 +72,9 @@ def test_damage_to_data_prepared_elsewhere_is_told(small_dataset, tmp_path, file
     path = tmp_path / "elsewhere"
     shutil.copytree(small_dataset.path, path)
     damage(path / file, how)
-    missing = file == prepare.MANIFEST and how == "missing"
+    missing = file == MANIFEST and how == "missing"
     message = "holds no prepared data" if missing else "is damaged: .*`python -m kvjax.data.prepare"
-    if file == prepare.MANIFEST:
+    if file == MANIFEST:
         message = message.split(":")[0]
     with pytest.raises(UserError, match=f"(?s){path} {message}"):
         dataset = loader.open_dataset(path)
@@ -102,9 +104,7 @@ COUNTS = """{
 def test_a_manifest_that_says_nothing_is_told(small_dataset, tmp_path, manifest):
     path = tmp_path / "odd"
     shutil.copytree(small_dataset.path, path)
-    (path / prepare.MANIFEST).write_bytes(
-        manifest if isinstance(manifest, bytes) else manifest.encode()
-    )
+    (path / MANIFEST).write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
     with pytest.raises(
         DataError, match=f"{path} is damaged: dataset.json is not as it was written"
     ):
@@ -115,10 +115,10 @@ def test_data_prepared_before_there_were_digests_are_read(small_dataset, tmp_pat
     path = tmp_path / "old"
     shutil.copytree(small_dataset.path, path)
     info = {k: v for k, v in small_dataset.info.items() if k not in ("files", "blake2b")}
-    (path / prepare.MANIFEST).write_text(json.dumps(info))
+    (path / MANIFEST).write_text(json.dumps(info))
     old = loader.open_dataset(path)
     np.testing.assert_array_equal(rows(old, "train"), rows(small_dataset, "train"))
-    damage(path / prepare.TOKENIZER, "flipped")
+    damage(path / TOKENIZER, "flipped")
     with pytest.raises(DataError, match="is damaged: tokenizer.json is not what it was"):
         loader.open_dataset(path)
 
@@ -130,7 +130,7 @@ def test_a_damaged_tokenizer_of_the_cache_is_trained_again(
     root = pathlib.Path(tmp_path / "prepared")
     shutil.copytree(small_config.root, root)
     (folder,) = (root / "tokenizers").iterdir()
-    damage(folder / prepare.TOKENIZER, how)
+    damage(folder / TOKENIZER, how)
     config = dataclasses.replace(small_config, directory=str(root), sequence_length=9)
     other = loader.open_dataset(prepare.prepare(config))
     assert other.tokenizer.to_json() == small_dataset.tokenizer.to_json()

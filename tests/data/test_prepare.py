@@ -18,10 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvjax.data import config as config_lib
+from kvjax.data import folders
 from kvjax.data import loader
+from kvjax.data import manifest
+from kvjax.data import preparation
 from kvjax.data import prepare
 from kvjax.data import readers
 from kvjax.data import sources
+from kvjax.data import tokenized_part
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation import progress
 from kvjax.foundation.checkout import ROOT
@@ -105,7 +109,7 @@ def test_tokenizer_has_seen_the_training_split_only(small_dataset, small_config,
 
 
 def test_prepared_data_is_not_prepared_again(small_dataset, small_config, monkeypatch):
-    monkeypatch.setattr(prepare, "_write", lambda *args: pytest.fail("written again"))
+    monkeypatch.setattr(preparation, "begin", lambda *args: pytest.fail("written again"))
     monkeypatch.setattr(tokenizer_lib, "train", lambda *args: pytest.fail("trained again"))
     assert prepare.prepare(small_config) == small_dataset.path
 
@@ -138,7 +142,7 @@ def test_long_documents_and_small_batches_change_nothing(
     )
     whole = loader.open_dataset(prepare.prepare(config))
     monkeypatch.setattr(readers, "PIECE_CHARACTERS", 100)
-    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(tokenized_part, "BATCH_CHARACTERS", 500)
     config = dataclasses.replace(config, directory=str(tmp_path / "pieces"))
     pieces = loader.open_dataset(prepare.prepare(config))
     assert pieces.tokenizer.to_json() == whole.tokenizer.to_json()
@@ -147,16 +151,6 @@ def test_long_documents_and_small_batches_change_nothing(
         assert pieces.info["splits"][name] == whole.info["splits"][name]
         assert whole.info["splits"][name]["documents"] == 2
     assert pieces.info["xz_bits_per_byte"] == whole.info["xz_bits_per_byte"]
-
-
-def test_many_shards_keep_the_order(small_dataset, small_config, monkeypatch, tmp_path):
-    from kvjax.data import packed_rows
-
-    monkeypatch.setattr(packed_rows, "SHARD_BYTES", 1000)
-    path = prepare.prepare(dataclasses.replace(small_config, directory=str(tmp_path)))
-    assert len(list((path / "packed_rows/1.0.0").glob("*train*"))) > 3
-    again = loader.open_dataset(path)
-    np.testing.assert_array_equal(rows(again, "train"), rows(small_dataset, "train"))
 
 
 def test_large_vocabulary_takes_four_bytes_a_token(small_dataset, small_config, tmp_path):
@@ -246,7 +240,7 @@ def assert_datasets_are_whole(root):
     for path in root.glob("datasets/[!.]*"):
         assert len(loader.open_dataset(path).rows("train")) > 0
     for path in root.glob("tokenizers/[!.]*"):
-        assert tokenizer_lib.load(path / prepare.TOKENIZER).vocab_size > 0
+        assert tokenizer_lib.load(path / manifest.TOKENIZER).vocab_size > 0
 
 
 @pytest.mark.slow
@@ -255,10 +249,12 @@ def test_killed_preparation_leaves_nothing_half_made(larger_config):
     for stage in (
         "tokenizer.train",
         "tokenizer.Tokenizer.save",
-        "prepare._rename",  # The tokenizer's.
+        "folders.rename",  # The tokenizer's.
         "tokenizer.Tokenizer.encode_batch",
-        "packed_rows.PackedRows._rows",
-        "prepare._rename",  # The data set's, for its tokenizer is there by now.
+        "packed_rows.ShardWriter._write",
+        "under_way.UnderWay.publish",
+        "manifest.write",
+        "folders.rename",  # The data set's, for its tokenizer is there by now.
     ):
         keys = repr(dataclasses.asdict(larger_config))
         child = subprocess.run(
@@ -286,15 +282,15 @@ def test_preparation_that_comes_second_leaves_the_first_one_alone(
     small_config, monkeypatch, tmp_path
 ):
     config = dataclasses.replace(small_config, directory=str(tmp_path))
-    write, first = prepare._write, []
+    write, first = tokenized_part.write, []
 
-    def write_after_another(*args):
-        monkeypatch.setattr(prepare, "_write", write)
+    def write_after_another(*args, **kwargs):
+        monkeypatch.setattr(tokenized_part, "write", write)
         first.append(prepare.prepare(config))
         (first[0] / "first").touch()
-        write(*args)
+        return write(*args, **kwargs)
 
-    monkeypatch.setattr(prepare, "_write", write_after_another)
+    monkeypatch.setattr(tokenized_part, "write", write_after_another)
     assert prepare.prepare(config) == first[0]
     assert (first[0] / "first").exists()
     assert [path.name for path in first[0].parent.iterdir()] == [first[0].name]
@@ -311,11 +307,12 @@ def test_two_preparations_at_once_agree(larger_config):
 
 def test_abandoned_staging_is_removed_and_a_living_one_is_not(small_config, tmp_path):
     config = dataclasses.replace(small_config, directory=str(tmp_path))
-    old, living = (tmp_path / "datasets" / f"{prepare.STAGING}{name}" for name in ("old", "living"))
+    folder = tmp_path / "tokenizers"
+    old, living = (folder / f"{folders.STAGING}{name}" for name in ("old", "living"))
     for folder in (old, living):
         folder.mkdir(parents=True)
         (folder / "tokens").write_text("")
-        long_ago = time.time() - prepare.ABANDONED_SECONDS - 60
+        long_ago = time.time() - folders.ABANDONED_SECONDS - 60
         os.utime(folder, (long_ago, long_ago))
     os.utime(old / "tokens", (long_ago, long_ago))
     prepare.prepare(config)
@@ -333,7 +330,7 @@ def test_bucket_gets_every_file_and_the_manifest_last(
     assert str(path) == f"gs://out/data/datasets/{small_dataset.path.name}"
     local = bucket / "out/data/datasets" / path.name
     files = sorted((f for f in local.rglob("*") if f.is_file()), key=lambda f: f.stat().st_mtime_ns)
-    assert files[-1].name == prepare.MANIFEST
+    assert files[-1].name == manifest.MANIFEST
     names = {f.relative_to(local) for f in files}
     assert names == {
         f.relative_to(small_dataset.path)
@@ -346,7 +343,7 @@ def test_bucket_gets_every_file_and_the_manifest_last(
         rows(loader.open_dataset(local), "train"), rows(small_dataset, "train")
     )
     assert prepare.prepare(config) == path
-    file = local / prepare.TOKENIZER
+    file = local / manifest.TOKENIZER
     file.write_bytes(file.read_bytes()[::-1])
     with pytest.raises(DataError, match=f"{path} is damaged: tokenizer.json has other bytes"):
         loader.open_dataset(path)
@@ -397,18 +394,15 @@ def test_a_log_hears_how_far_it_is(larger_config, monkeypatch, capsys):
             self._told.append(f"kvjax: {what}")
 
     monkeypatch.setattr(progress, "waiting", Told)
-    path = prepare.prepare(larger_config)
+    prepare.prepare(larger_config)
     said = "\n".join(told)
-    splits = loader.open_dataset(path).info["splits"]
-    total = splits["train"]["rows"] + splits["validation"]["rows"]
+    size = f"{pathlib.Path(larger_config.source).stat().st_size / 1e6:.1f} MB"
     for what in (
         "kvjax: looking at config.data.source, 1 files",
         "kvjax: opening the sources",
         "kvjax: reading for the tokenizer",
         "kvjax: learning 400 tokens from",
-        f"kvjax: tokenizing train, {splits['train']['documents']:,} documents, ",
-        f"kvjax: tokenizing validation, {splits['validation']['documents']:,} documents, ",
-        f"kvjax: writing rows, {total // 1024 * 1024:,} of {total:,}",
+        f"kvjax: tokenizing, {size} of {size}, ",
     ):
         assert what in said
     told.clear()

@@ -27,6 +27,9 @@ def test_one_process_agrees_with_itself(tmp_path):
     distributed.check_same({"a": 1})
     assert distributed.leaders("x", tmp_path / "none") == [0]
     assert not (tmp_path / "none").exists()
-    assert distributed.once_per_folder("x", tmp_path, lambda: 3) == 3
+    team = distributed.Team("x", tmp_path)
+    assert (team.index, team.size) == (0, 1)
+    team.say("done")
+    team.wait_for("done")
     with pytest.raises(UserError, match="mine"), distributed.ending_together():
         raise UserError("mine")

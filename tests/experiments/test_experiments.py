@@ -9,6 +9,7 @@ import pytest
 from experiments import record
 from experiments.benchmarks import checkpoint_memory
 from experiments.benchmarks import checkpoint_speed
+from experiments.benchmarks import data_preparation
 from experiments.benchmarks import decode_benchmark
 from experiments.benchmarks import decode_memory
 from experiments.benchmarks import exactness
@@ -26,8 +27,8 @@ from kvjax.training import loop
 from tests import runs
 
 _BENCHMARKS = (
-    *("checkpoint_memory", "checkpoint_speed", "decode_benchmark", "decode_memory", "exactness"),
-    *("generate_benchmark", "input_benchmark", "train_benchmark"),
+    *("checkpoint_memory", "checkpoint_speed", "data_preparation", "decode_benchmark"),
+    *("decode_memory", "exactness", "generate_benchmark", "input_benchmark", "train_benchmark"),
 )
 ROOMS = dict(tiny_comparison="studies") | dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
@@ -72,6 +73,10 @@ BAD = (  # command, options, what the line says
     ("generate_benchmark", "--num_tokens=1", "--num_tokens = 1: must be at least 2"),
     ("generate_benchmark", "--repeats=0", "--repeats = 0: must be at least 1"),
     ("generate_benchmark", "--dtype=int8", "--dtype = 'int8': must be one of"),
+    ("data_preparation", "--megabytes=x", "--megabytes 'x': must be integers"),
+    ("data_preparation", "--megabytes=1", "--megabytes = 1: must be at least 10 and"),
+    ("data_preparation", "--workers=0", "--workers = 0: must be at least 1"),
+    ("data_preparation", "--vocab_size=9", "--vocab_size = 9: must be at least 257"),
     ("input_benchmark", "--batch_size=0", "--batch_size = 0: must be at least 1"),
     ("input_benchmark", "--sequence_length=0", "--sequence_length = 0: must be at least 1"),
     ("input_benchmark", "--batch_size=1000000", "bytes, which are not enough for one batch"),
@@ -198,6 +203,8 @@ def printed(run, monkeypatch, tmp_path):
     verdict = Figure("d36, LRKV, r = 64", "% of MHA", "48.4", 55.5, "1/N + r/H is not that number")
     timed = dict(tokens_per_second=17e3, slowest=16e3, fastest=18e3, gflops=150.0, count=1)
     ratios = dict(save_ratio=[1.0, 0.9, 1.1], load_ratio=[1.0, 0.9, 1.1])
+    planned = dict(text_bytes=1e9, tokens=2e8, reading=1e-9, encoding=9e-8, writing=1e-9)
+    planned |= dict(parts=9, source_bytes=10**9, row_bytes=4e8, vocab_size=32_768, training=0.0)
     stubs = {
         checkpoint_memory: dict(
             measure=lambda **_: [
@@ -206,6 +213,14 @@ def printed(run, monkeypatch, tmp_path):
         ),
         checkpoint_speed: dict(
             measure=lambda **_: [dict(kind="with checksums", save_s=1.5, load_s=2.5, **ratios)]
+        ),
+        data_preparation: dict(
+            _tokenizer=lambda *_: "tokenizer.json",
+            measure=lambda _, tokenizer, size, *__: dict(
+                dict.fromkeys(("seconds", "planned_seconds", "bytes_per_second"), 1e7),
+                **dict(tokens_per_second=2e6, worker_bytes=2e8, room_bytes=2e7, parts=9),
+                **dict(text_bytes=size, estimate=planned),
+            ),
         ),
         decode_benchmark: dict(
             measure=lambda length, *_, **__: [

@@ -1,0 +1,309 @@
+"""Making a data set: begun, its parts made wherever that is, and finished.
+
+    preparation = begin(config)         # one process, or one after the other
+    preparation.make(...)               # any number of processes, machines, Beam workers
+    path = preparation.finish()         # one process, when all is made
+
+The folder of a data set is named by a hash of all that decides its content, and appears whole or
+not at all (in a bucket its manifest does).
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import time
+from typing import Any
+
+from etils import epath
+
+from kvjax.data import config as config_lib
+from kvjax.data import folders
+from kvjax.data import manifest
+from kvjax.data import packed_rows
+from kvjax.data import parts as parts_lib
+from kvjax.data import pool
+from kvjax.data import sources
+from kvjax.data import tokenized_part
+from kvjax.data import under_way as under_way_lib
+from kvjax.data import vocabulary
+from kvjax.data.manifest import FORMAT_VERSION
+from kvjax.data.manifest import MANIFEST
+from kvjax.data.manifest import SPLITS
+from kvjax.data.manifest import TOKENIZER
+from kvjax.data.manifest import digest_of
+from kvjax.data.parts import Part
+from kvjax.data.tokenized_part import Counts
+from kvjax.data.tokenized_part import LeftOut
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.data.under_way import UnderWay
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import DataError
+
+# What decides the rows besides this code.
+_LIBRARIES = ("tokenizers", "tiktoken", "regex", "pyarrow", "array_record")
+_LISTED = 100  # messages of what was left out that the manifest quotes
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """What a config names, looked at: where its data set is or will be, and of which parts."""
+
+    config: config_lib.DataConfig
+    skip_broken: bool
+    path: epath.Path
+    sources: dict[str, list[tuple[str, str]]]  # by key, name and hash of each
+    parts: tuple[Part, ...] = ()  # none: the data set is there
+    tokenizer_key: str = ""
+    left_out: tuple[str, ...] = ()  # sources that cannot be opened
+
+    @property
+    def bytes(self) -> int:
+        """Of all sources, about, as they lie."""
+        return sum(part.bytes for part in self.parts)
+
+
+def look(config: config_lib.DataConfig, *, skip_broken: bool = False, shown: bool = True) -> Corpus:
+    """Looks at every source, and reads the first document of each.
+
+    Args:
+      skip_broken: leave out what cannot be read.
+      shown: say on standard error how far it is, where it takes seconds.
+
+    Raises:
+      FileNotFoundError: a source or tokenizer that isn't there.
+      ValueError: a source that can't be read, an empty split.
+    """
+    with progress.waiting("looking at the sources", shown=shown) as doing:
+        found = sources.fingerprints(config, doing.now)
+        source = sources.fingerprint(config, found)
+    extra = ("skip_broken",) if skip_broken else ()
+
+    def path(key: str, *parts) -> epath.Path:
+        name = digest_of(FORMAT_VERSION, source, key, config.sequence_length, *parts, *extra)
+        return config.root / "datasets" / name
+
+    key = vocabulary.key(config, source, 1)
+    if folders.is_whole(path(key) / MANIFEST, manifest.read):
+        return Corpus(config, skip_broken, path(key), found)  # of one part, or of before parts
+    left_out = LeftOut(skip_broken)
+    with progress.waiting("opening the sources", shown=shown):
+        sources.check(config, LeftOut(skip_broken))
+        if not skip_broken:
+            for split in SPLITS:  # An empty one is told before a tokenizer is trained.
+                next(sources.pieces(config, split))
+        parts = tuple(parts_lib.parts(config, left_out))
+    found_path = path(key)
+    if len(parts) > 1:
+        key = vocabulary.key(config, source, len(parts))
+        found_path = path(key, parts_lib.PART_BYTES)
+        if folders.is_whole(found_path / MANIFEST, manifest.read):
+            return Corpus(config, skip_broken, found_path, found)
+    return Corpus(config, skip_broken, found_path, found, parts, key, tuple(left_out.messages))
+
+
+class Preparation:
+    """The making of a corpus's rows."""
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer):
+        self.corpus, self.tokenizer = corpus, tokenizer
+        self.under_way = UnderWay(corpus.path, len(corpus.parts))
+
+    def make(
+        self, *, workers: int = 0, share: tuple[int, int] = (0, 1), shown: bool = True
+    ) -> None:
+        """Makes the parts that are not done yet, in this process or in several.
+
+        Args:
+          workers: processes; 0: one for each core, and this one alone where that is one.
+          share: (i, n): the i-th of n processes that make them together.
+          shown: say on standard error how far it is.
+        """
+        corpus, (i, n) = self.corpus, share
+        missing = [corpus.parts[part] for part in self.under_way.missing() if part % n == i]
+        so_far = _SoFar(sum(p.bytes for p in corpus.parts[i::n]), sum(p.bytes for p in missing))
+        with progress.waiting("tokenizing", shown=shown) as doing:
+            pool.make(
+                corpus.config,
+                self.tokenizer,
+                missing,
+                self.under_way,
+                workers=workers or runtime.cores(),
+                skip_broken=corpus.skip_broken,
+                made=lambda part: doing.now(so_far.text(part)),
+            )
+
+    def finish(self) -> epath.Path:
+        """Writes the manifest and gives the folder its name, once all parts are made.
+
+        Raises:
+          DataError: a source changed meanwhile; too little text for one row; an empty split.
+        """
+        config, made = self.corpus.config, self.under_way.all_made()
+        if sources.fingerprints(config) != self.corpus.sources:
+            raise DataError(_changed(self.under_way.folder, self.corpus.sources, config))
+        assert all(made), "a part is missing"
+        total = {split: sum((m.counts[split] for m in made), Counts()) for split in SPLITS}
+        left_out = [*self.corpus.left_out, *(text for m in made for text in m.left_out)]
+        try:
+            _check(config, total)
+        except DataError:
+            self.under_way.remove()  # nobody would go on with it
+            raise
+        shards = {
+            split: [
+                packed_rows.Shard(m.counts[split].rows, m.counts[split].file_bytes) for m in made
+            ]
+            for split in SPLITS
+        }
+        info = self._info(total) | (_said(left_out) if self.corpus.skip_broken else {})
+        dtype = tokenized_part.dtype_of(self.tokenizer)
+        with self.under_way.work() as work, folders.writing(self.under_way.folder):
+            rows = work / manifest.ROWS / manifest.ROWS_VERSION
+            rows.mkdir(parents=True)
+            packed_rows.describe(rows, shards, config.sequence_length + 1, dtype)
+            self.tokenizer.save(work / TOKENIZER)
+            files = manifest.digests(work)
+            for split, found in shards.items():
+                for i, shard in enumerate(found):
+                    if shard.rows:
+                        name = packed_rows.shard_name(split, i, len(found))
+                        name = f"{manifest.ROWS}/{manifest.ROWS_VERSION}/{name}"
+                        files[name] = {"bytes": shard.bytes}
+            manifest.write(work, info, dict(sorted(files.items())))
+            self.under_way.finish(work, MANIFEST)
+        return self.corpus.path
+
+    def _info(self, total: dict[str, Counts]) -> dict[str, Any]:
+        tokenizer, held_out = self.tokenizer, total["validation"]
+        return {
+            "format_version": FORMAT_VERSION,
+            "config": dataclasses.asdict(self.corpus.config),
+            "tokenizer": {
+                "vocab_size": tokenizer.vocab_size,
+                "bos_id": tokenizer.bos_id,
+                "sha256": hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
+            },
+            "dtype": tokenized_part.dtype_of(tokenizer).name,
+            "xz_bits_per_byte": 8 * held_out.xz_bytes / held_out.bytes,
+            "splits": {
+                split: {
+                    key: getattr(found, key) for key in ("documents", "bytes", "tokens", "rows")
+                }
+                for split, found in total.items()
+            },
+        }
+
+
+def begin(corpus: Corpus, *, shown: bool = True) -> Preparation:
+    """Makes the tokenizer, and the folder that parts are written to.
+
+    Raises:
+      UserError: the sources changed since an earlier attempt; other code began it; a folder that
+        cannot be written; too little text for the vocabulary.
+    """
+    _check_unchanged(corpus)
+    broken = LeftOut(corpus.skip_broken)
+    tokenizer = vocabulary.tokenizer(
+        corpus.config, corpus.tokenizer_key, corpus.parts, broken, shown=shown
+    )
+    preparation = Preparation(corpus, tokenizer)
+    with folders.writing(corpus.path.parent):
+        preparation.under_way.open(_plan(corpus, tokenizer))
+    return preparation
+
+
+def _plan(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "config": _asked(corpus.config),
+        "skip_broken": corpus.skip_broken,
+        "sources": {key: [list(pair) for pair in found] for key, found in corpus.sources.items()},
+        "parts": len(corpus.parts),
+        "cut": digest_of(corpus.parts),
+        "tokenizer": digest_of(tokenizer.to_json()),
+        "code": code(),
+    }
+
+
+def _asked(config: config_lib.DataConfig) -> dict[str, Any]:
+    asked = dataclasses.asdict(config)
+    return {key: value for key, value in asked.items() if key != "directory"}
+
+
+@functools.cache
+def code() -> str:
+    """A hash of the code that decides the rows: this package's and its libraries' versions."""
+    files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
+    content = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    versions = [(name, importlib.metadata.version(name)) for name in _LIBRARIES]
+    return digest_of(content, versions)
+
+
+def _check_unchanged(corpus: Corpus) -> None:
+    """Raises a DataError if an earlier attempt at the same config found other sources."""
+    own = UnderWay(corpus.path, len(corpus.parts)).folder
+    asked = _asked(corpus.config)
+    for folder, plan in under_way_lib.plans(corpus.path.parent):
+        same = plan.get("config") == asked and plan.get("skip_broken") == corpus.skip_broken
+        if folder == own or not same:
+            continue
+        done = folder / under_way_lib.DONE
+        if done.exists() and next(iter(done.glob("*.json")), None):
+            there = {k: [tuple(p) for p in found] for k, found in plan["sources"].items()}
+            raise DataError(_changed(folder, there, corpus.config))
+
+
+def _changed(folder: epath.Path, there: dict, config: config_lib.DataConfig) -> str:
+    """What to say of sources that are not what a preparation began with."""
+    now = sources.fingerprints(config)
+    key = next((key for key in now if now[key] != there[key]), "source")
+    before, after = dict(there[key]), dict(now[key])
+    names = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
+    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"config.data.{key} = {getattr(config, key)!r}: changed since its preparation was begun "
+        f"({which or 'their order'}), and parts of it are done. Put back what it was, or remove "
+        f"{os.fspath(folder)} to begin anew"
+    )
+
+
+def _check(config: config_lib.DataConfig, total: dict[str, Counts]) -> None:
+    for split, found in total.items():
+        if not found.documents and not found.bytes:
+            raise DataError(
+                f"config.data.source = {config.source!r}: the {split} split is empty once what "
+                "cannot be read is left out"
+            )
+    if not total["train"].rows:
+        raise DataError(
+            f"config.data.sequence_length = {config.sequence_length}: "
+            f"the train split has {total['train'].tokens} tokens, and a row needs"
+            f" sequence_length + 1 = {config.sequence_length + 1}: lower sequence_length, or"
+            f" give more text in source={config.source!r}."
+        )
+
+
+def _said(left_out: list[str]) -> dict[str, Any]:
+    return {"left_out": {"count": len(left_out), "first": left_out[:_LISTED]}}
+
+
+class _SoFar:
+    """How far it is, how fast, and how long it will take from here."""
+
+    def __init__(self, total: int, missing: int):
+        self._total, self._before, self._done = total, total - missing, 0
+        self._begun = time.monotonic()
+
+    def text(self, part: Part) -> str:
+        """For a progress line, when one more part is done."""
+        self._done += part.bytes
+        rate = self._done / max(time.monotonic() - self._begun, 1e-9)
+        left = (self._total - self._before - self._done) / max(rate, 1e-9)
+        size = progress.size
+        return (
+            f"tokenizing, {size(self._before + self._done)} of {size(self._total)}, "
+            f"{size(rate)}/s, {progress.duration(left)} left"
+        )

@@ -1,0 +1,161 @@
+"""One part of a corpus: tokenized, packed and written, with what was counted on the way.
+
+What is written depends on the part, the tokenizer and the row length alone.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import lzma
+import pathlib
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.data import config as config_lib
+from kvjax.data import packed_rows
+from kvjax.data import parts
+from kvjax.data import readers
+from kvjax.data.manifest import SPLITS
+from kvjax.data.parts import Part
+from kvjax.data.sources import Labelled
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import first_line
+
+# The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
+BATCH_CHARACTERS = 1 << 21
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What a split of a part, or of all parts, has."""
+
+    documents: int = 0
+    bytes: int = 0  # of text, UTF-8
+    tokens: int = 0  # with BOS, without what fills the last row
+    rows: int = 0
+    file_bytes: int = 0
+    xz_bytes: int = 0  # of the validation text, each part compressed by itself
+
+    def __add__(self, other: "Counts") -> "Counts":
+        names = (field.name for field in dataclasses.fields(Counts))
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+class Made(NamedTuple):
+    """What was made of a part."""
+
+    counts: dict[str, Counts]  # by split
+    left_out: tuple[str, ...]  # what could not be read, one message each
+
+
+def write(
+    config: config_lib.DataConfig,
+    part: Part,
+    count: int,
+    tokenizer: Tokenizer,
+    folder: pathlib.Path,
+    *,
+    skip_broken: bool = False,
+) -> Made:
+    """Writes the shards of a part, one of `count`, into a local folder.
+
+    Args:
+      skip_broken: leave out what cannot be read, and say what.
+
+    Raises:
+      DataError: a source that cannot be read, or a tokenizer that loses text.
+      OSError: the folder has no room, say.
+    """
+    dtype = dtype_of(tokenizer)
+    streams = {}
+    for split in SPLITS:
+        path = folder / packed_rows.shard_name(split, part.index, count)
+        writer = packed_rows.ShardWriter(path, config.sequence_length, dtype)
+        streams[split] = _Stream(writer, tokenizer, dtype, measured=split == "validation")
+    left_out = LeftOut(skip_broken)
+    try:
+        for batch in _batches(parts.labelled(config, part, left_out)):
+            encoded = tokenizer.encode_batch([piece.text for _, piece in batch])
+            for (split, piece), ids in zip(batch, encoded, strict=True):
+                streams[split].add(piece, ids)
+        counts = {split: stream.close() for split, stream in streams.items()}
+    finally:
+        for stream in streams.values():
+            stream.writer.abandon()
+    for split, found in counts.items():
+        if streams[split].token_bytes != found.bytes:
+            raise DataError(
+                f"config.data.tokenizer = {config.tokenizer!r}: loses text: the {split} split has "
+                f"{found.bytes} bytes, its tokens {streams[split].token_bytes}. Use a tokenizer "
+                "whose vocabulary has all 256 bytes, or 'bpe'"
+            )
+    return Made(counts, tuple(left_out.messages))
+
+
+def dtype_of(tokenizer: Tokenizer) -> np.dtype:
+    """Of rows: the narrowest that holds every id."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+class LeftOut:
+    """What to do with what cannot be read: leave it out if that is allowed; a `readers.Broken`.
+
+    Attributes:
+      messages: of what was left out, each once, in order.
+    """
+
+    def __init__(self, allowed: bool):
+        self._allowed = allowed
+        self.messages: dict[str, None] = {}
+
+    def __call__(self, error: readers.SourceError) -> None:
+        if not self._allowed:
+            raise error
+        self.messages[first_line(error)] = None
+
+
+class _Stream:
+    """The tokens of a split of a part: [BOS] + document, concatenated."""
+
+    def __init__(self, writer, tokenizer: Tokenizer, dtype: np.dtype, *, measured: bool):
+        self.writer, self._fill = writer, None
+        self._opening = np.array([tokenizer.bos_id], dtype)
+        self._token_bytes_V = tokenizer.token_bytes()
+        self._dtype, self._xz = dtype, None
+        self._documents = self._bytes = self._tokens = self.token_bytes = self._xz_bytes = 0
+        if measured:  # validation
+            self._fill = tokenizer.bos_id
+            # The figure any compressor's user knows, on the text bits per byte are measured on.
+            self._xz = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
+
+    def add(self, piece: readers.Piece, ids: np.ndarray) -> None:
+        content = piece.text.encode()
+        if piece.starts_document:
+            self.writer.add(self._opening)
+        self.writer.add(ids.astype(self._dtype))
+        self._documents += piece.starts_document
+        self._tokens += len(ids) + piece.starts_document
+        self._bytes += len(content)
+        self.token_bytes += int(self._token_bytes_V[ids].sum())
+        if self._xz:
+            self._xz_bytes += len(self._xz.compress(content))
+
+    def close(self) -> Counts:
+        """What it had."""
+        shard = self.writer.close(self._fill)
+        if self._xz and self._bytes:
+            self._xz_bytes += len(self._xz.flush())
+        return Counts(self._documents, self._bytes, self._tokens, *shard, self._xz_bytes)
+
+
+def _batches(pieces: Iterator[Labelled]) -> Iterator[list[Labelled]]:
+    batch, characters = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[1].text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

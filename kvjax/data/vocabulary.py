@@ -1,0 +1,117 @@
+"""The tokenizer that a data set asks for: read, or trained once on a sample of all its parts."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import json
+import pathlib
+
+from etils import epath
+
+from kvjax.data import config as config_lib
+from kvjax.data import folders
+from kvjax.data import manifest
+from kvjax.data import parts as parts_lib
+from kvjax.data import readers
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data.manifest import FORMAT_VERSION
+from kvjax.data.manifest import TOKENIZER
+from kvjax.data.manifest import digest_of
+from kvjax.data.parts import Part
+from kvjax.foundation import json_text
+from kvjax.foundation import progress
+from kvjax.foundation.errors import first_line
+
+# Merges learned from more text than this hardly differ (nanochat: 2e9).
+TOKENIZER_CHARACTERS = 2_000_000_000
+_SAID_CHARACTERS = 1 << 21
+
+
+def key(config: config_lib.DataConfig, source: str, num_parts: int) -> str:
+    """What decides the tokenizer of a config, as a hash.
+
+    Args:
+      source: the sources' fingerprint.
+      num_parts: into how many the corpus is cut.
+    """
+    if config.tokenizer == "byte":
+        return "byte"
+    if config.tokenizer != "bpe":
+        return digest_of(tokenizer_lib.load(config.tokenizer, "config.data.tokenizer").to_json())
+    drawn = () if num_parts == 1 else (parts_lib.PART_BYTES,)
+    split, bos = tokenizer_lib.SPLIT_PATTERN, tokenizer_lib.BOS
+    return digest_of(FORMAT_VERSION, source, config.vocab_size, split, bos, *drawn)
+
+
+def tokenizer(
+    config: config_lib.DataConfig,
+    key: str,
+    parts: Sequence[Part],
+    broken: readers.Broken,
+    *,
+    shown: bool,
+) -> tokenizer_lib.Tokenizer:
+    """The tokenizer asked for; one trained before on the same text is read back.
+
+    Args:
+      key: from `key`.
+      broken: see `readers.Broken`.
+      shown: say on standard error how far it is, where it takes seconds.
+    """
+    if config.tokenizer == "byte":
+        return tokenizer_lib.byte_tokenizer()
+    if config.tokenizer != "bpe":
+        return tokenizer_lib.load(config.tokenizer)
+    path = config.root / "tokenizers" / key
+    if not is_trained(config, key):
+        with (
+            folders.published(path / TOKENIZER, shown) as staging,
+            progress.waiting("reading for the tokenizer", shown=shown) as doing,
+        ):
+            texts = _training_texts(config, parts, broken, doing)
+            trained = tokenizer_lib.train(texts, config.vocab_size)
+            trained.save(staging / TOKENIZER)
+            digests = manifest.digests(pathlib.Path(staging))
+            (staging / manifest.DIGESTS).write_text(json.dumps(digests))
+    return _load(path)
+
+
+def is_trained(config: config_lib.DataConfig, key: str) -> bool:
+    """Whether a tokenizer to be trained is there already, whole."""
+    return folders.is_whole(config.root / "tokenizers" / key / TOKENIZER, _load)
+
+
+def _load(folder: epath.Path) -> tokenizer_lib.Tokenizer:
+    """The tokenizer of a folder of the cache; a DamagedDataError if it is not what was written."""
+    try:
+        if (folder / manifest.DIGESTS).exists():
+            files = json_text.parse((folder / manifest.DIGESTS).read_bytes())
+            manifest.check_digests(folder, files)
+        return tokenizer_lib.load(folder / TOKENIZER)
+    except manifest.DamagedDataError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise manifest.DamagedDataError(folder, first_line(error)) from error
+
+
+def _training_texts(
+    config: config_lib.DataConfig,
+    parts: Sequence[Part],
+    broken: readers.Broken,
+    doing: progress.waiting,
+) -> Iterator[str]:
+    """Training text, of every part from its start on as much as of any other."""
+    characters = told = 0
+    limit = TOKENIZER_CHARACTERS // len(parts)
+    for part in parts:
+        begun = characters
+        for split, piece in parts_lib.labelled(config, part, broken):
+            if split != "train":
+                continue
+            yield piece.text
+            characters += len(piece.text)
+            if characters - told > _SAID_CHARACTERS:
+                told = characters
+                doing.now(f"reading for the tokenizer, {progress.size(characters)}")
+            if characters - begun >= limit:
+                break
+    doing.now(f"learning {config.vocab_size:,} tokens from {progress.size(characters)}")

@@ -1,0 +1,130 @@
+"""Apache Beam: its versions fit the others, and a pipeline prepares what one process does."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from kvjax.data import parts
+from kvjax.data import pool
+from kvjax.data import preparation
+from kvjax.data import prepare
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import UserError
+
+pytestmark = pytest.mark.beam
+
+
+def test_what_is_installed_fits_together():
+    import apache_beam as beam
+    from apache_beam.options.pipeline_options import PipelineOptions
+    from apache_beam.testing.util import assert_that
+    from apache_beam.testing.util import equal_to
+    from array_record.python import array_record_module
+    import grain
+    import jax
+    import jax.numpy as jnp
+    import pyarrow.parquet
+    import tensorflow_datasets as tfds
+
+    assert array_record_module.ArrayRecordWriter and grain.MapDataset and tfds.core.DatasetInfo
+    assert pyarrow.parquet.ParquetFile and jax.device_count()
+    with beam.Pipeline(options=PipelineOptions(["--runner=FnApiRunner"])) as pipeline:
+        numbers = pipeline | beam.Create(range(10)) | beam.Map(lambda n: int(jnp.sum(n * 2)))
+        assert_that(numbers | beam.CombineGlobally(sum), equal_to([90]))
+
+
+RUNNER = "runner=FnApiRunner,direct_running_mode=multi_processing,direct_num_workers=2"
+PART = 1000  # bytes
+
+
+@pytest.fixture
+def config(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
+    """More than twelve parts, in a cache of their own."""
+    monkeypatch.setattr(parts, "PART_BYTES", PART)
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(2):
+        write_jsonl(folder / f"{i}.jsonl", small_texts[i::2])
+    return dataclasses.replace(small_config, source=str(folder), directory="")
+
+
+def _files(folder):
+    folder = pathlib.Path(folder)
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.fixture
+def expected(config, tmp_path, monkeypatch):
+    """The files that one process makes."""
+    with monkeypatch.context() as patch:
+        patch.setenv("KVJAX_CACHE", str(tmp_path / "expected"))
+        found = _files(prepare.prepare(config, workers=1))
+    assert len(found) > 12
+    return found
+
+
+def test_a_pipeline_writes_the_same_bytes(config, expected):
+    assert _files(prepare.prepare(config, beam_options=RUNNER)) == expected
+
+
+def test_it_goes_on_with_what_is_missing(config, expected, monkeypatch):
+    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    for part in making.corpus.parts[3:]:
+        pool.make_part(config, part, making.tokenizer, making.under_way, skip_broken=False)
+    done = pathlib.Path(making.under_way.folder) / "done"
+    before = {path.name: path.stat().st_mtime_ns for path in done.iterdir()}
+    from kvjax.data import beam
+
+    beam.make(making, "runner=FnApiRunner")
+    after = {path.name: path.stat().st_mtime_ns for path in done.iterdir()}
+    assert len(after) == len(before) + 3 and after == after | before
+    assert _files(making.finish()) == expected
+
+
+def test_what_a_worker_cannot_read_is_one_message(config):
+    config = dataclasses.replace(config, tokenizer="byte")  # none is trained, which reads all
+    path = pathlib.Path(config.source) / "1.jsonl"
+    lines = path.read_text().splitlines()
+    lines[70] = lines[70][:9]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=r"^\S+1\.jsonl, .*is no JSON"):
+        prepare.prepare(config, beam_options=RUNNER)
+    path.write_text("\n".join(lines[:70] + lines[71:]) + "\n")
+    with pytest.raises(DataError, match="changed since its preparation was begun"):
+        prepare.prepare(config, beam_options=RUNNER)
+
+
+def test_a_worker_with_other_code_makes_nothing(config, monkeypatch):
+    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    from kvjax.data import beam
+
+    work = beam._MakePart(making)
+    work.setup()
+    monkeypatch.setattr(preparation, "code", lambda: "other")
+    work.process(making.corpus.parts[0])
+    assert "other code or libraries than the launcher" in making.under_way.failures()[0]
+    assert 0 in making.under_way.missing()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("runner=NoSuchRunner", "NoSuchRunner"),
+        ("runner=DataflowRunner", "gcp|project|temp_location"),
+        ("direct_num_workers=x", "direct_num_workers"),
+    ],
+)
+def test_a_runner_that_cannot_be_is_told_before_any_work(config, options, message):
+    with pytest.raises(UserError, match=f"^--beam_pipeline_options={options}: .*({message})"):
+        prepare.prepare(config, beam_options=options)
+    assert not list(config.root.glob("*"))
+
+
+def test_a_runner_without_its_program_is_one_message(config):
+    with pytest.raises(
+        UserError, match="^--beam_pipeline_options=runner=FlinkRunner: .*(job|java)"
+    ):
+        prepare.prepare(config, beam_options="runner=FlinkRunner")

@@ -1,0 +1,40 @@
+"""What prepares data imports neither JAX nor what needs it: its workers can be small."""
+
+import json
+import subprocess
+import sys
+
+from kvjax.foundation.checkout import ROOT
+
+NOT_NEEDED = ("jax", "jaxlib", "flax", "grain", "orbax", "optax", "matplotlib", "tensorflow")
+IMPORTED = f"print([name for name in {NOT_NEEDED} if name in sys.modules])"
+
+
+def imported(program, *arguments):
+    """What of NOT_NEEDED a program of its own process has imported in the end."""
+    command = [sys.executable, "-c", f"import sys\n{program}\n{IMPORTED}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_importing_the_preparation_imports_nothing_of_jax():
+    assert imported("import kvjax.data.prepare, kvjax.data.pool") == "[]"
+
+
+def test_preparing_imports_nothing_of_jax(tmp_path):
+    """From Parquet and from JSON lines, a tokenizer trained: the launcher and a worker in one."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [f"text {i} of a few words\n" for i in range(200)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "b.jsonl").write_text(lines)
+    program = """
+from kvjax.data import prepare
+prepare.main([
+    f"--source={sys.argv[1]}/a.parquet,{sys.argv[1]}/b.jsonl", f"--output={sys.argv[1]}/prepared",
+    "--validation_fraction=0.1", "--vocab_size=300", "--sequence_length=16"])
+"""
+    assert imported(program, str(tmp_path)) == "[]"

@@ -1,0 +1,109 @@
+"""A corpus cut into parts has the documents, the splits and the tokens of the whole."""
+
+import dataclasses
+import functools
+
+from etils import epath
+from hypothesis import given
+from hypothesis import strategies as st
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kvjax.data import config as config_lib
+from kvjax.data import parts
+from kvjax.data import readers
+from kvjax.data import sources
+from kvjax.data import tokenizer as tokenizer_lib
+
+
+def _text(path, texts):
+    path.write_text("\f".join(texts))
+
+
+def _parquet(path, texts):
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=7)
+
+
+@pytest.fixture(params=[".txt", ".jsonl", ".parquet"])
+def config(request, tmp_path, small_texts, write_jsonl):
+    """Three files of a format, the second an empty one where the format allows."""
+    write = {".txt": _text, ".jsonl": write_jsonl, ".parquet": _parquet}[request.param]
+    for i, texts in enumerate((small_texts[:90], [], small_texts[90:])):
+        write(tmp_path / f"{i}{request.param}", texts)
+    return config_lib.DataConfig(source=str(tmp_path), validation_fraction=0.1)
+
+
+def _pieces(config):
+    """By split, the pieces of all parts in order; and how many parts there are."""
+    found, cut = {split: [] for split in sources.SPLITS}, parts.parts(config)
+    for part in cut:
+        for split, piece in parts.labelled(config, part):
+            found[split].append(piece)
+    return found, len(cut)
+
+
+@pytest.mark.parametrize("size", [100, 1000, 1 << 20])
+def test_parts_are_the_whole(config, whole, monkeypatch, size):
+    uncut = {split: list(sources.pieces(config, split)) for split in sources.SPLITS}
+    monkeypatch.setattr(parts, "PART_BYTES", size)
+    found, count = _pieces(config)
+    assert count > 12 if size < 9999 else count == 1
+    for split in sources.SPLITS:
+        assert whole(found[split]) == whole(uncut[split]) and found[split]
+
+
+def test_parts_have_about_their_size_and_a_fixed_order(config, monkeypatch):
+    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+    cut = parts.parts(config)
+    assert [part.index for part in cut] == list(range(len(cut)))
+    assert all(part.bytes <= 2000 for part in cut)
+    assert parts.parts(config) == cut
+
+
+def test_validation_files_are_for_validation_alone(config, whole, monkeypatch, tmp_path):
+    monkeypatch.setattr(parts, "PART_BYTES", 300)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    both = dataclasses.replace(
+        config, source=str(tmp_path / names[0]), validation_source=str(tmp_path / names[2])
+    )
+    found, _ = _pieces(both)
+    for split, name in (("train", names[0]), ("validation", names[2])):
+        alone = dataclasses.replace(config, source=str(tmp_path / name), validation_fraction=0.5)
+        everything = [
+            piece for part in parts.parts(alone) for _, piece in parts.labelled(alone, part)
+        ]
+        assert sorted(whole(found[split])) == sorted(whole(everything))
+
+
+@functools.cache
+def _tokenizer():
+    return tokenizer_lib.train(["abc abd\n  bcd\nab ab abc\r\n" * 40 + "a\n" * 9], 264)
+
+
+@given(
+    lines=st.sampled_from(["abc d\f\r\té", "abc d\r\té"]).flatmap(
+        lambda letters: st.lists(st.text(letters, max_size=9), min_size=2, max_size=60)
+    ),
+    size=st.integers(1, 200),
+)
+def test_a_cut_changes_no_token_of_a_text(tmp_path_factory, lines, size):
+    path = epath.Path(tmp_path_factory.getbasetemp()) / "cut.txt"
+    path.write_bytes("\n".join(lines).encode())
+    source = sources._TextFile(path)
+    cut = [
+        piece
+        for range in source.ranges(size)
+        for _, piece in source.split(0.0, range, readers.refuse)
+    ]
+    assert _flat(cut) == _flat(source.pieces("all", 0.0))
+
+
+def _flat(pieces):
+    """Tokens of each document, whatever its pieces."""
+    documents = []
+    for piece in pieces:
+        if piece.starts_document:
+            documents.append([])
+        documents[-1] += _tokenizer().encode(piece.text)
+    return documents

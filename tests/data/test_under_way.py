@@ -1,0 +1,75 @@
+"""The folder of a preparation under way: who works there is left alone, who is gone is not."""
+
+import os
+import pathlib
+import socket
+import time
+
+from etils import epath
+import pytest
+
+from kvjax.data import under_way
+from kvjax.data.tokenized_part import Counts
+from kvjax.data.tokenized_part import Made
+from kvjax.foundation.errors import DataError
+
+PLAN = {"code": "a"}
+
+
+@pytest.fixture
+def making(tmp_path):
+    found = under_way.UnderWay(epath.Path(tmp_path) / "key", 3)
+    found.open(PLAN)
+    return found
+
+
+def _publish(making, part, left_out=()):
+    with making.work() as work:
+        found = Made({"train": Counts(rows=1, documents=2), "validation": Counts()}, left_out)
+        making.publish(part, work, found)
+        return found
+
+
+def test_what_is_published_is_read_back(making):
+    made = _publish(making, 1, ("a line",))
+    assert making.all_made() == [None, made, None] and making.missing() == [0, 2]
+    again = under_way.UnderWay(making.target, 3)
+    again.open(PLAN)
+    assert again.missing() == [0, 2]
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_a_living_one_s_is_not(making):
+    here = f"work-{socket.gethostname()}-"
+    folders = {
+        f"{here}{os.getpid()}-living": True,
+        f"{here}999999999-killed": False,
+        "work-another-host-12-new": True,
+        "work-another-host-12-old": False,
+    }
+    for name in folders:
+        folder = pathlib.Path(making.folder) / name
+        folder.mkdir()
+        (folder / "file").write_text("")
+        if name.endswith("old"):
+            long_ago = time.time() - under_way.ABANDONED_SECONDS - 60
+            for path in (folder / "file", folder):
+                os.utime(path, (long_ago, long_ago))
+    making.open(PLAN)
+    assert {name: (making.folder / name).exists() for name in folders} == folders
+
+
+def test_another_plan_begins_anew_unless_a_part_is_done(making):
+    making.open({"code": "b"})
+    assert under_way.read_plan(making.folder) == {"code": "b"}
+    _publish(making, 0)
+    with pytest.raises(DataError, match="code: 'b', now 'c'.*or remove that folder"):
+        making.open({"code": "c"})
+    assert making.missing() == [1, 2]
+
+
+def test_failures_are_those_since_it_was_opened(making):
+    making.fail(2, "the third")
+    making.fail(0, "the first")
+    assert making.failures() == ["the first", "the third"]
+    making.open(PLAN)
+    assert making.failures() == []
