@@ -15,6 +15,7 @@ from typing import Any
 from kvjax.data import pool
 from kvjax.data import preparation
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import under_way as under_way_lib
 from kvjax.data.parts import Part
 from kvjax.data.preparation import Preparation
 from kvjax.foundation.errors import DataError
@@ -103,13 +104,18 @@ class _MakePart(beam.DoFn):
 
     def process(self, part: Part) -> Sequence[Any]:
         config, under_way, skip_broken = self._given
+        if under_way_lib.read_plan(under_way.folder) is None:
+            raise UserError(
+                f"{under_way.folder} is not seen by a Beam worker: --output must be a bucket, or a "
+                "folder that all workers mount"
+            )
         try:
             if preparation.code() != self._code:
-                raise UserError(
+                raise DataError(
                     "a Beam worker has other code or libraries than the launcher: install the same "
                     "kvjax, with constraints-beam.txt, on both"
                 )
             pool.make_part(config, part, self._tokenizer, under_way, skip_broken=skip_broken)
-        except UserError as error:  # a retry would end as this did
+        except DataError as error:  # a retry would end as this did
             under_way.fail(part.index, str(error))
         return ()

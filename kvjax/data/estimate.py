@@ -88,6 +88,11 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
     begun = time.perf_counter()
     texts = [text for part in sampled for text in _texts(corpus, part)]
     reading = time.perf_counter() - begun
+    if not any(texts):
+        raise DataError(
+            f"{_named(corpus)}: has no text that can be read in the {len(sampled)} parts that were "
+            "sampled. Is text_key right?"
+        )
     tokenizer, training = _tokenizer(corpus, texts)
     with concurrent.futures.ThreadPoolExecutor(side_by_side) as pool:  # cores share their memory
         for _ in range(2):  # the first text of each thread takes longer
@@ -134,8 +139,7 @@ def _tokenizer(corpus: Corpus, texts: Sequence[str]) -> tuple[Tokenizer, float]:
     config, key = corpus.config, corpus.tokenizer_key
     if config.tokenizer != "bpe" or vocabulary.is_trained(config, key):
         made = vocabulary.tokenizer(config, key, corpus.parts, LeftOut(True), shown=False)
-        text = tokenizer_lib.from_json(made.to_json(), config.tokenizer, threads=1)
-        return text, 0.0
+        return tokenizer_lib.from_json(made.to_json(), config.tokenizer, threads=1), 0.0
     for size in (config.vocab_size, *(s for s in _VOCABULARIES if s < config.vocab_size)):
         begun = time.perf_counter()
         try:
@@ -149,8 +153,7 @@ def _tokenizer(corpus: Corpus, texts: Sequence[str]) -> tuple[Tokenizer, float]:
 
 def room(corpus: Corpus, found: Estimate, workers: int) -> list[tuple[str, float, float]]:
     """Where bytes are needed: (folder, needed, free there); a bucket's are not known."""
-    missing = len(UnderWay(corpus.path, len(corpus.parts)).missing()) / len(corpus.parts)
-    target, needed = corpus.path.parent, found.row_bytes * missing
+    target, needed = corpus.path.parent, found.row_bytes * _missing(corpus)
     if "://" not in os.fspath(target):
         return [(os.fspath(target), needed, _free(target))]
     a_part = found.row_bytes / found.parts
@@ -159,6 +162,11 @@ def room(corpus: Corpus, found: Estimate, workers: int) -> list[tuple[str, float
         (os.fspath(target), needed, float("inf")),
         (os.fspath(temporary), a_part * workers, _free(temporary)),
     ]
+
+
+def _missing(corpus: Corpus) -> float:
+    """The share of the parts that is not made yet."""
+    return len(UnderWay(corpus.path, len(corpus.parts)).missing()) / len(corpus.parts)
 
 
 def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> None:
@@ -170,7 +178,7 @@ def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> 
     Raises:
       UserError: it takes longer, or more room than there is.
     """
-    if len(corpus.parts) < 2:
+    if corpus.bytes <= parts_lib.PART_BYTES:
         return  # a minute
     with progress.waiting("sampling the sources", shown=shown):
         found = estimate(corpus, workers)
@@ -181,7 +189,7 @@ def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> 
                 f"about {progress.size(needed)} there: make room, or give config.data.directory "
                 "(or $KVJAX_CACHE) where there is some"
             )
-    seconds = found.seconds(workers)
+    seconds = found.seconds(workers) * _missing(corpus)
     if hours is not None and seconds > 3600 * hours:
         raise UserError(
             f"preparing {_named(corpus)} takes about {progress.duration(seconds)} here, with "

@@ -59,7 +59,8 @@ def make(
             made(futures[future])
     except BrokenProcessPool as error:
         raise UserError(
-            "a worker of the preparation was killed (was there memory for all?). What is done "
+            "a worker of the preparation was killed (was there memory for all?), or could not "
+            "start (a script that prepares data needs `if __name__ == '__main__':`). What is done "
             "stays: run the same command again, with fewer --workers if need be"
         ) from error
     except BaseException:  # what is done stays, what is not would take its time

@@ -89,6 +89,10 @@ def look(config: config_lib.DataConfig, *, skip_broken: bool = False, shown: boo
     key = vocabulary.key(config, source, 1)
     if folders.is_whole(path(key) / MANIFEST, manifest.read):
         return Corpus(config, skip_broken, path(key), found)  # of one part, or of before parts
+    key = vocabulary.key(config, source, 2)  # of any number of parts above one
+    found_path = path(key, parts_lib.PART_BYTES)
+    if folders.is_whole(found_path / MANIFEST, manifest.read):
+        return Corpus(config, skip_broken, found_path, found)
     left_out = LeftOut(skip_broken)
     with progress.waiting("opening the sources", shown=shown):
         sources.check(config, LeftOut(skip_broken))
@@ -96,12 +100,9 @@ def look(config: config_lib.DataConfig, *, skip_broken: bool = False, shown: boo
             for split in SPLITS:  # An empty one is told before a tokenizer is trained.
                 next(sources.pieces(config, split))
         parts = tuple(parts_lib.parts(config, left_out))
-    found_path = path(key)
-    if len(parts) > 1:
-        key = vocabulary.key(config, source, len(parts))
-        found_path = path(key, parts_lib.PART_BYTES)
-        if folders.is_whole(found_path / MANIFEST, manifest.read):
-            return Corpus(config, skip_broken, found_path, found)
+    if len(parts) == 1:
+        key = vocabulary.key(config, source, 1)
+        found_path = path(key)
     return Corpus(config, skip_broken, found_path, found, parts, key, tuple(left_out.messages))
 
 
@@ -144,8 +145,14 @@ class Preparation:
         """
         config, made = self.corpus.config, self.under_way.all_made()
         if sources.fingerprints(config) != self.corpus.sources:
+            self._forget_changed()
             raise DataError(_changed(self.under_way.folder, self.corpus.sources, config))
-        assert all(made), "a part is missing"
+        if missing := [i for i, found in enumerate(made) if found is None]:
+            raise DataError(
+                f"{os.fspath(self.under_way.folder)}: {len(missing):,} of {len(made):,} parts are "
+                f"not made (the first is {missing[0]}): do all workers see that folder? Run the "
+                "same command again"
+            )
         total = {split: sum((m.counts[split] for m in made), Counts()) for split in SPLITS}
         left_out = [*self.corpus.left_out, *(text for m in made for text in m.left_out)]
         try:
@@ -176,6 +183,19 @@ class Preparation:
             manifest.write(work, info, dict(sorted(files.items())))
             self.under_way.finish(work, MANIFEST)
         return self.corpus.path
+
+    def _forget_changed(self) -> None:
+        """Parts of sources that changed may have been made of either text: they are made again."""
+        now = sources.fingerprints(self.corpus.config)
+        same = {
+            name
+            for key, found in self.corpus.sources.items()
+            for name, mark in found
+            if (name, mark) in now[key]
+        }
+        for part in self.corpus.parts:
+            if not all(piece.name in same for piece in part.slices):
+                self.under_way.forget(part.index)
 
     def _info(self, total: dict[str, Counts]) -> dict[str, Any]:
         tokenizer, held_out = self.tokenizer, total["validation"]
@@ -222,7 +242,7 @@ def _plan(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
         "skip_broken": corpus.skip_broken,
         "sources": {key: [list(pair) for pair in found] for key, found in corpus.sources.items()},
         "parts": len(corpus.parts),
-        "cut": digest_of(corpus.parts),
+        "cut": digest_of([[(s.key, s.range) for s in part.slices] for part in corpus.parts]),
         "tokenizer": digest_of(tokenizer.to_json()),
         "code": code(),
     }
@@ -250,9 +270,8 @@ def _check_unchanged(corpus: Corpus) -> None:
         same = plan.get("config") == asked and plan.get("skip_broken") == corpus.skip_broken
         if folder == own or not same:
             continue
-        done = folder / under_way_lib.DONE
-        if done.exists() and next(iter(done.glob("*.json")), None):
-            there = {k: [tuple(p) for p in found] for k, found in plan["sources"].items()}
+        there = {k: [tuple(p) for p in found] for k, found in plan["sources"].items()}
+        if any(dict(there[k]).keys() & dict(found).keys() for k, found in corpus.sources.items()):
             raise DataError(_changed(folder, there, corpus.config))
 
 

@@ -26,6 +26,7 @@ from etils import epath
 
 from kvjax.data import folders
 from kvjax.data import packed_rows
+from kvjax.data.manifest import MANIFEST
 from kvjax.data.manifest import ROWS
 from kvjax.data.manifest import ROWS_VERSION
 from kvjax.data.manifest import SPLITS
@@ -34,9 +35,12 @@ from kvjax.data.tokenized_part import Made
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import warn
+from kvjax.foundation.files import forget_listings
 
 PREFIX = ".under-way-"
 PLAN = "plan.json"
+# What of a plan says how it was asked for; the folder's name covers what that names.
+AS_ASKED = ("config", "sources")
 DONE = "done"
 _FAILED = "failed"
 _WORK = "work-"
@@ -70,9 +74,12 @@ class UnderWay:
           DataError: some of it was made by another plan.
         """
         there = read_plan(self.folder)
-        if there is not None and there != plan:
-            self._check_same(there, plan)
+        if there is None and self.any_done():
+            warn(f"{os.fspath(self.folder)} does not say what is made there: made anew")
             self.remove()
+        elif there is not None and there != plan:
+            if self._differ(there, plan):
+                self.remove()
         self.rows.mkdir(parents=True, exist_ok=True)
         (self.folder / DONE).mkdir(parents=True, exist_ok=True)
         if there != plan:
@@ -89,10 +96,12 @@ class UnderWay:
             if _is_abandoned(work):
                 shutil.rmtree(work, ignore_errors=True)
 
-    def _check_same(self, there: dict[str, Any], plan: dict[str, Any]) -> None:
-        if not self.any_done():
-            return
+    def _differ(self, there: dict[str, Any], plan: dict[str, Any]) -> bool:
+        """Whether another plan would write other rows; a DataError if some are written."""
         keys = sorted(k for k in there.keys() | plan.keys() if there.get(k) != plan.get(k))
+        keys = [key for key in keys if key not in AS_ASKED]
+        if not keys or not self.any_done():
+            return bool(keys)
         parts = "; ".join(f"{k}: {_short(there.get(k))}, now {_short(plan.get(k))}" for k in keys)
         raise DataError(
             f"{os.fspath(self.folder)} was begun by other code or with another plan ({parts}). Go "
@@ -104,6 +113,10 @@ class UnderWay:
         folder = self.folder / _FAILED
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{part:05}.txt").write_text(why)
+
+    def forget(self, part: int) -> None:
+        """Takes back that a part is done."""
+        (self.folder / DONE / f"{part:05}.json").unlink(missing_ok=True)
 
     def failures(self) -> list[str]:
         """What `fail` was told since `open`, by part."""
@@ -123,6 +136,7 @@ class UnderWay:
     def all_made(self) -> list[Made | None]:
         """What each part has, in order; None for one that is not done, or not whole any more."""
         done = self.folder / DONE
+        forget_listings(done)
         names = {path.name for path in done.iterdir()} if done.exists() else set()
         there = [f"{i:05}.json" in names for i in range(self.num_parts)]
         if not self.remote:
@@ -169,9 +183,11 @@ class UnderWay:
         """Takes over the shards that were written for a part, and says that it is done."""
         with folders.writing(self.folder):
             for split, found in made.counts.items():
+                name = packed_rows.shard_name(split, part, self.num_parts)
                 if found.file_bytes:
-                    name = packed_rows.shard_name(split, part, self.num_parts)
                     self._put(work / name, self.rows / name)
+                else:
+                    (self.rows / name).unlink(missing_ok=True)  # of other text that was taken back
             counts = {split: vars(found) for split, found in made.counts.items()}
             (work / DONE).write_text(json.dumps(dict(counts=counts, left_out=made.left_out)))
             self._put(work / DONE, self.folder / DONE / f"{part:05}.json")
@@ -198,6 +214,8 @@ class UnderWay:
             self._put(file, target)
         if not self.remote:
             folders.rename(self.folder, self.target / last)
+            if self.folder.exists():
+                self.remove()  # another process was first, with the same content
         self._remove_own()
 
     def _remove_own(self) -> None:
@@ -227,12 +245,14 @@ def read_plan(folder: epath.Path) -> dict[str, Any] | None:
 
 
 def plans(datasets: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
-    """The folders under way among data sets, with their plans."""
+    """The folders under way among data sets of which parts are done, with their plans."""
     if not datasets.exists():
         return
     for folder in datasets.iterdir():
         if "://" in os.fspath(datasets) or folder.name.startswith(PREFIX):
-            if (plan := read_plan(folder)) is not None:
+            done = folder / DONE
+            some = done.exists() and next(iter(done.glob("*.json")), None) is not None
+            if some and not (folder / MANIFEST).exists() and (plan := read_plan(folder)):
                 yield folder, plan
 
 

@@ -19,6 +19,12 @@ def unused(path: epath.Path) -> epath.Path:
     return candidate
 
 
+def forget_listings(path: epath.Path) -> None:
+    """Makes the next look at a bucket see what other processes wrote; nothing on a disk."""
+    if "://" in str(path):
+        epath.backend.fsspec_backend.fs(path).invalidate_cache()
+
+
 def move(source: epath.Path, target: epath.Path) -> None:
     """Moves a file or folder that may be there; in a bucket, which has no folders, by file."""
     if "://" not in str(source):

@@ -19,6 +19,7 @@ BUCKETS = {
     "s3": ("s3fs", "pip install 'etils[epath-s3]'"),
 }
 
+_CPU_QUOTA = epath.Path("/sys/fs/cgroup/cpu.max")
 _DEVICE_COUNT = r"--xla_force_host_platform_device_count=(\d+)"
 _THREADS_PER_DEVICE = 16
 
@@ -144,8 +145,13 @@ def seconds_since_launch() -> float:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """Processor cores that this process may use, by its affinity and its container's quota."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = _CPU_QUOTA.read_text().split()
+    except (OSError, ValueError):
+        return found
+    return found if quota == "max" else max(1, min(found, int(quota) // int(period)))
 
 
 def memory_per_device() -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import contextlib
 import hashlib
 import math
+import socket
 from typing import NamedTuple
 
 from etils import epath
@@ -128,16 +129,17 @@ def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
     """The folder of the data set: the first process begins and ends, each makes a share."""
     team = distributed.Team("data", data.root)
     leads = team.index == 0
+    hosts = distributed.gather("hosts", socket.gethostname())
+    workers = max(1, runtime.cores() // hosts.count(hosts[distributed.index()]))
     if not leads:
         team.wait_for("begun", leader=True)
     corpus = preparation.look(data, shown=leads)
     if corpus.parts and leads:
-        cores = runtime.cores() * team.size  # each on a host of its own, or sharing one's cores
-        estimate.check(corpus, cores, hours, shown=True)
+        estimate.check(corpus, workers * team.size, hours, shown=True)
     making = preparation.begin(corpus, shown=leads) if corpus.parts else None
     team.say("begun")
     if making:
-        making.make(share=(team.index, team.size), shown=leads)
+        making.make(workers=workers, share=(team.index, team.size), shown=leads)
     team.say("made")
     if leads:
         team.wait_for("made")

@@ -54,6 +54,17 @@ def test_a_cache_that_is_a_file_is_told_and_a_relative_one_stays(monkeypatch, tm
     assert str(found) == f"{tmp_path}/new/cache"
 
 
+@pytest.mark.parametrize(
+    "quota, cores",
+    [("800000 100000", 8), ("150000 100000", 1), ("5000 100000", 1), ("max 100000", 96), ("", 96)],
+)
+def test_cores_are_those_of_the_container(monkeypatch, tmp_path, quota, cores):
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(runtime, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(96))
+    assert runtime.cores() == cores
+
+
 FORCED = "--xla_force_host_platform_device_count="
 
 
