@@ -149,32 +149,41 @@ def test_two_training_processes_share_it(config, expected, tmp_path):
 @pytest.mark.slow
 def test_ten_kills_at_random_moments_change_nothing(config, expected, tmp_path):
     """Of a preparation by three processes; none of them outlives it."""
-    slowly = tmp_path / "slowly.py"
-    slowly.write_text(
-        "import time\nfrom kvjax.data import tokenized_part\nwrite = tokenized_part.write\n"
-        "def slow(*args, **kwargs):\n    time.sleep(0.3)\n    return write(*args, **kwargs)\n"
-        f"tokenized_part.write = slow\n{PREPARE}"
+    # However fast the machine, the first attempt makes four parts (and those in flight), the
+    # second four more, and so on: every kill finds work to end.
+    datasets, enough = tmp_path / "cache" / "datasets", tmp_path / "enough"
+    held = tmp_path / "held.py"
+    held.write_text(
+        "import pathlib, time\nfrom kvjax.data import tokenized_part\n"
+        "write = tokenized_part.write\n"
+        "def hold(*args, **kwargs):\n"
+        f"    while len(list(pathlib.Path({str(datasets)!r}).glob('.under-way-*/done/*')))"
+        f" >= int(pathlib.Path({str(enough)!r}).read_text()):\n"
+        "        time.sleep(0.05)\n"
+        "    return write(*args, **kwargs)\n"
+        f"tokenized_part.write = hold\n{PREPARE}"
     )
-    count = lambda: len(list((tmp_path / "cache").glob("datasets/.under-way-*/done/*")))
+    count = lambda: len(list(datasets.glob(".under-way-*/done/*")))
     rng, done, workers = random.Random(0), [0], []
     for i in range(10):
-        process = start(config, 3, slowly)
+        enough.write_text(str(4 * (i + 1)))
+        process = start(config, 3, held)
         while i % 2 and count() == done[-1]:  # half of them while workers start, or work
             assert process.poll() is None
             time.sleep(0.01)
-        time.sleep(rng.uniform(0, 1 if i % 2 else 3))
+        time.sleep(rng.uniform(0, 0.3 if i % 2 else 3))
         assert process.poll() is None
         workers += psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
         done.append(count())
-        assert not list((tmp_path / "cache").glob("datasets/[!.]*"))
+        assert not list(datasets.glob("[!.]*"))
     print(f"parts done after each kill: {done} of {len(parts.parts(config))}")
     assert done == sorted(done) and done[-1] >= 5  # nothing that was done was lost
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert workers and not alive
     assert files(prepare.prepare(config, workers=2)) == expected
-    assert not list((tmp_path / "cache").glob("datasets/.under-way-*"))
+    assert not list(datasets.glob(".under-way-*"))
 
 
 def test_what_is_done_stays_and_what_is_half_written_is_not_read(config, expected, monkeypatch):
