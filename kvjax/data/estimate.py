@@ -30,6 +30,7 @@ from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import in_bucket
 
 _PADDING = 1 << 16  # bytes to which ArrayRecord fills a file up
 SAMPLED_PARTS = 8
@@ -154,7 +155,7 @@ def _tokenizer(corpus: Corpus, texts: Sequence[str]) -> tuple[Tokenizer, float]:
 def room(corpus: Corpus, found: Estimate, workers: int) -> list[tuple[str, float, float]]:
     """Where bytes are needed: (folder, needed, free there); a bucket's are not known."""
     target, needed = corpus.path.parent, found.row_bytes * _missing(corpus)
-    if "://" not in os.fspath(target):
+    if not in_bucket(target):
         return [(os.fspath(target), needed, _free(target))]
     a_part = found.row_bytes / found.parts
     temporary = epath.Path(tempfile.gettempdir())

@@ -19,6 +19,7 @@ from kvjax.foundation import progress
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
+from kvjax.foundation.files import in_bucket
 from kvjax.foundation.files import unused
 
 STAGING = ".staging-kvjax-"
@@ -37,7 +38,7 @@ def is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
       DamagedDataError: of a bucket's folder, which cannot be renamed.
     """
     folder = file.parent
-    remote = "://" in os.fspath(folder)
+    remote = in_bucket(folder)
     if not (file if remote else folder).exists():
         return False  # in a bucket a killed upload leaves a part, which the next one completes
     try:
@@ -78,7 +79,7 @@ def published(file: epath.Path, shown: bool) -> Iterator[epath.Path]:
     """A local folder to write `file` and others into; without an exception it becomes `file`'s."""
     path = file.parent
     # ArrayRecord reads buckets but doesn't write them, and they can't rename a folder.
-    remote = "://" in os.fspath(path)
+    remote = in_bucket(path)
     parent = epath.Path(tempfile.gettempdir()) if remote else path.parent
     staging = parent / f"{STAGING}{path.name}-{uuid.uuid4().hex}"
     with writing(parent):

@@ -1,7 +1,6 @@
 """Batches of packed rows from any position on, the same for any number of processes."""
 
 from collections.abc import Iterator
-from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
@@ -17,14 +16,20 @@ import numpy as np
 
 from kvjax.data import config as config_lib
 from kvjax.data import manifest
+from kvjax.data import shards
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.errors import warn
 
 # One thread reads ahead of the step; more gain nothing, for reading holds the interpreter's lock.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+# Batches under way at once keep a bucket's threads (`shards.THREADS`) busy, however small.
+_BUCKET_READ_OPTIONS = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
+# What ArrayRecord reads by itself; epath's other buckets have to be copied.
+_BUCKETS = ("gs",)
 # Rows of a split that tell it from another one: all of them would take minutes to read.
 _TELLING_ROWS = 32
 
@@ -56,13 +61,24 @@ class PackedDataset:
         """The number of rows of `train` or `validation`."""
         return self.info["splits"][split]["rows"]
 
-    def rows(self, split: str):
-        """The rows of a split by index, in the text's order: `{"tokens": unsigned [T + 1]}`."""
-        import tensorflow_datasets as tfds  # Takes 0.5 s, and importing this file should not.
+    def rows(self, split: str) -> shards.Rows:
+        """The rows of a split by index, in the text's order: `{"tokens": unsigned [T + 1]}`.
 
+        Raises:
+          DamagedDataError: the description of the rows is not as it was written; of what comes
+            back, also where a file of rows is not.
+          DataError: they lie in a bucket of a kind that rows are not read from.
+        """
         folder = self.path / manifest.ROWS / manifest.ROWS_VERSION
+        scheme, separator, _ = os.fspath(self.path).partition("://")
+        if separator and scheme not in _BUCKETS:
+            raise DataError(
+                f"{os.fspath(self.path)}: rows are read from a folder or a gs:// bucket, not from "
+                f"{scheme}://. Copy it to a folder and give config.data.source=prepared:FOLDER"
+            )
         with self._damage_told():
-            rows = _Rows(self, tfds.builder_from_directory(folder).as_data_source(split))
+            description = shards.read_description(folder)
+            rows = shards.Rows(folder, split, description, self._damage_told)
             if len(rows) != self.num_rows(split):
                 raise ValueError(f"{len(rows)} rows of {split}, not {self.num_rows(split)}")
         return rows
@@ -71,9 +87,9 @@ class PackedDataset:
     def _damage_told(self):
         try:
             yield
-        except (OSError, MemoryError):
+        except (OSError, MemoryError, UserError):
             raise
-        except Exception as error:  # of TFDS, protocol buffers, JSON, Riegeli: each has its own
+        except Exception as error:  # of JSON, Riegeli, Google's client: each has its own
             raise manifest.DamagedDataError(
                 self.path, first_line(error), self.info["config"]
             ) from error
@@ -91,25 +107,6 @@ class PackedDataset:
             rows = _stack(self.rows(split).__getitems__(spread), self.sequence_length)
             digest.update(f"{split} {count} {rows.shape}".encode() + rows.astype("<i4").tobytes())
         return digest.hexdigest()[:20]
-
-
-class _Rows:
-    """Rows by index; a file of them that is not as it was written is a DamagedDataError."""
-
-    def __init__(self, dataset: PackedDataset, rows):
-        self._dataset = dataset
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        with self._dataset._damage_told():
-            return self._rows[index]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        with self._dataset._damage_told():
-            return self._rows.__getitems__(indices)
 
 
 def open_dataset(path: epath.PathLike) -> PackedDataset:
@@ -195,13 +192,16 @@ def train_batches(
             f"the train split has {num_rows} rows, and batch_size={batch_size} needs as many: lower"
             " batch_size, or prepare more text or shorter rows."
         )
-    rows = grain.MapDataset.source(dataset.rows("train")).seed(seed).shuffle().repeat()
-    batches = rows[position + process_index :: process_count].batch(
+    rows = dataset.rows("train")
+    # Of indices, not of rows: Grain fetches a batch's elements one by one.
+    order = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
+    batches = order[position + process_index :: process_count].batch(
         batch_size // process_count,
         drop_remainder=True,  # Endless, there is none; but Grain rounds its length up, past 2**63.
-        batch_fn=lambda rows: _stack(rows, sequence_length),
+        batch_fn=lambda indices: _stack(rows.__getitems__(indices), sequence_length),
     )
-    return iter(batches.to_iter_dataset(_READ_OPTIONS))
+    options = _BUCKET_READ_OPTIONS if rows.in_bucket else _READ_OPTIONS
+    return iter(batches.to_iter_dataset(options))
 
 
 def validation_batches(

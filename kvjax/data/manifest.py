@@ -16,6 +16,7 @@ from kvjax.data import config as config_lib
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.files import in_bucket
 
 # Part of every key: raise it when the same text would be written as other rows.
 FORMAT_VERSION = 1
@@ -103,23 +104,33 @@ def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | Non
     Args:
       config: what the folder was prepared from, for the message.
     """
+    root = os.fspath(folder)
     for name, known in files.items():
-        file = folder / name
-        if "blake2b" not in known and "://" in os.fspath(folder):
+        if "blake2b" not in known and in_bucket(root):
             continue  # thousands of files of rows: asking a bucket for each takes minutes
-        if not file.exists():
+        size = _size(root, name)
+        if size is None:
             raise DamagedDataError(folder, f"{name} is missing", config)
-        size = file.stat().length
         if size != known["bytes"]:
             what = f"{name} has {size:,} bytes, and {known['bytes']:,} were written"
             raise DamagedDataError(folder, what, config)
-        if "blake2b" in known and _hash(file.read_bytes()) != known["blake2b"]:
+        if "blake2b" in known and _hash((folder / name).read_bytes()) != known["blake2b"]:
             raise DamagedDataError(folder, f"{name} has other bytes than were written", config)
 
 
 def digest_of(*values: Any) -> str:
     """A hash of what decides something, by which its folder is named."""
     return hashlib.blake2b(repr(values).encode(), digest_size=10).hexdigest()
+
+
+def _size(root: str, name: str) -> int | None:
+    """Bytes of a file; None if it is not there. Of a local one the system is asked directly."""
+    try:
+        if in_bucket(root):
+            return (epath.Path(root) / name).stat().length
+        return os.stat(os.path.join(root, name)).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _check_keys(info: dict[str, Any], version: int) -> None:

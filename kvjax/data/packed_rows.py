@@ -21,7 +21,7 @@ from kvjax.data.manifest import ROWS_VERSION
 from kvjax.foundation.errors import first_line
 
 _BLOCK_TOKENS = 1 << 16  # are put together at a time
-_FEATURE = "tokens"
+FEATURE = "tokens"
 _DESCRIPTION = "Rows of tokens; consecutive rows overlap by one token."
 
 
@@ -49,7 +49,7 @@ class ShardWriter:
 
     def __init__(self, path: pathlib.Path, sequence_length: int, dtype: np.dtype):
         self._path, self._T, self._dtype = path, sequence_length, dtype
-        self._head = _record_head((sequence_length + 1) * dtype.itemsize)
+        self._head = record_head((sequence_length + 1) * dtype.itemsize)
         self._rest, self._waiting = [], 0
         self._writer, self._count = None, 0
 
@@ -119,7 +119,7 @@ def describe(
     info = tfds.core.DatasetInfo(
         builder=identity,
         description=_DESCRIPTION,
-        features=tfds.features.FeaturesDict({_FEATURE: tokens}),
+        features=tfds.features.FeaturesDict({FEATURE: tokens}),
         disable_shuffling=True,
     )
     info.set_file_format("array_record")
@@ -149,11 +149,11 @@ def _writing(path: pathlib.Path):
             raise OSError(first_line(error)) from error
 
 
-def _record_head(num_bytes: int) -> bytes:
+def record_head(num_bytes: int) -> bytes:
     """What stands before the bytes of a row in a tf.train.Example of this one feature."""
     value = b"\x0a" + _varint(num_bytes)  # BytesList.value
     feature = b"\x0a" + _varint(len(value) + num_bytes) + value  # Feature.bytes_list
-    key = b"\x0a" + _varint(len(_FEATURE)) + _FEATURE.encode()
+    key = b"\x0a" + _varint(len(FEATURE)) + FEATURE.encode()
     entry = key + b"\x12" + _varint(len(feature) + num_bytes) + feature
     features = b"\x0a" + _varint(len(entry) + num_bytes) + entry
     return b"\x0a" + _varint(len(features) + num_bytes) + features

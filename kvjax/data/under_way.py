@@ -36,6 +36,7 @@ from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import warn
 from kvjax.foundation.files import forget_listings
+from kvjax.foundation.files import in_bucket
 
 PREFIX = ".under-way-"
 PLAN = "plan.json"
@@ -58,7 +59,7 @@ class UnderWay:
 
     def __init__(self, target: epath.Path, num_parts: int):
         self.target, self.num_parts = epath.Path(target), num_parts
-        self.remote = "://" in os.fspath(target)
+        self.remote = in_bucket(target)
         self.folder = self.target
         if not self.remote:
             self.folder = self.target.parent / f"{PREFIX}{self.target.name}"
@@ -249,7 +250,7 @@ def plans(datasets: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
     if not datasets.exists():
         return
     for folder in datasets.iterdir():
-        if "://" in os.fspath(datasets) or folder.name.startswith(PREFIX):
+        if in_bucket(datasets) or folder.name.startswith(PREFIX):
             done = folder / DONE
             some = done.exists() and next(iter(done.glob("*.json")), None) is not None
             if some and not (folder / MANIFEST).exists() and (plan := read_plan(folder)):

@@ -1,6 +1,13 @@
 """Reads and writes files of a workdir, local or in a bucket, so that nothing is lost."""
 
+import os
+
 from etils import epath
+
+
+def in_bucket(path: epath.PathLike) -> bool:
+    """Whether a path names something in a bucket (gs://, s3://), not on a disk."""
+    return "://" in os.fspath(path)
 
 
 def write_atomically(path: epath.Path, text: str) -> None:
@@ -21,13 +28,13 @@ def unused(path: epath.Path) -> epath.Path:
 
 def forget_listings(path: epath.Path) -> None:
     """Makes the next look at a bucket see what other processes wrote; nothing on a disk."""
-    if "://" in str(path):
+    if in_bucket(path):
         epath.backend.fsspec_backend.fs(path).invalidate_cache()
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
     """Moves a file or folder that may be there; in a bucket, which has no folders, by file."""
-    if "://" not in str(source):
+    if not in_bucket(source):
         if source.exists():
             source.rename(target)
         return

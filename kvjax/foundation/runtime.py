@@ -12,6 +12,7 @@ from etils import epath
 
 from kvjax.foundation.configuration import check_text
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import in_bucket
 
 # Schemes of paths, what opens them, and the command that installs it.
 BUCKETS = {
@@ -75,7 +76,7 @@ def cache_directory() -> epath.Path:
 def folder(key: str, text: epath.PathLike) -> epath.Path:
     """As `path`, of a folder that is there or can be made; a UserError where a file stands."""
     found = path(key, text)
-    if "://" not in str(found):
+    if not in_bucket(found):
         there = next(p for p in (found, *found.parents) if os.path.lexists(p))
         if not there.is_dir():
             raise UserError(f"{key} = {str(text)!r}: must be a folder, and {there} is none")

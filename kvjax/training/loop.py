@@ -28,6 +28,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.errors import warn
+from kvjax.foundation.files import in_bucket
 from kvjax.foundation.files import write_atomically
 from kvjax.model.transformer import used_as
 from kvjax.optim import learning_rate_schedule
@@ -338,7 +339,7 @@ class Run:
         try:
             write()
         except Exception as error:  # clients of buckets raise types of their own
-            if "://" not in str(self.workdir):
+            if not in_bucket(self.workdir):
                 raise
             warn(f"{self.workdir / name} was not written: {first_line(error)}")
 

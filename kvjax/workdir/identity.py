@@ -23,6 +23,7 @@ from kvjax.foundation import json_text
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
+from kvjax.foundation.files import in_bucket
 from kvjax.foundation.files import move
 from kvjax.foundation.files import unused
 from kvjax.foundation.files import write_atomically
@@ -60,7 +61,7 @@ def exclusive(workdir: epath.Path):
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"--workdir = {str(workdir)!r}: cannot be made: {reason}") from error
-    if "://" in str(workdir) or distributed.index():
+    if in_bucket(workdir) or distributed.index():
         yield
         return
     with open(workdir / ".lock", "w") as file:

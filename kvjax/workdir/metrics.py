@@ -16,6 +16,7 @@ import numpy as np
 
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.errors import warn
+from kvjax.foundation.files import in_bucket
 from kvjax.foundation.files import unused
 from kvjax.hardware import datasheets
 
@@ -35,7 +36,7 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: epath.Path, *, resume_step: int):
-        self._remote = workdir if "://" in str(workdir) else None
+        self._remote = workdir if in_bucket(workdir) else None
         self._local = pathlib.Path(tempfile.mkdtemp() if self._remote else workdir)
         self.folder = epath.Path(self._local)
         self._files = {}

@@ -26,6 +26,7 @@ import tensorstore
 
 from kvjax import distributed
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.files import in_bucket
 
 # What decoding raises where bytes are wrong or missing. Clients of buckets raise types of their own
 # and OSErrors, runtimes RuntimeErrors: whatever is not here does not say that a file is damaged.
@@ -97,7 +98,7 @@ def shapes(item: epath.Path) -> dict[str, tuple[int, ...]]:
       item: a folder in a checkpoint: its training state, say.
     """
     folder = f"{item}/"
-    base = folder if "://" in folder else dict(driver="file", path=folder)
+    base = folder if in_bucket(folder) else dict(driver="file", path=folder)
     store = tensorstore.KvStore.open(dict(driver="ocdbt", base=base)).result()
     end = "/zarr.json"
     keys = [key.decode() for key in store.list().result()]

@@ -76,6 +76,8 @@ def test_damage_to_data_prepared_elsewhere_is_told(small_dataset, tmp_path, file
     message = "holds no prepared data" if missing else "is damaged: .*`python -m kvjax.data.prepare"
     if file == MANIFEST:
         message = message.split(":")[0]
+    elif how == "missing":
+        message = f"is damaged: {file} is missing"
     with pytest.raises(UserError, match=f"(?s){path} {message}"):
         dataset = loader.open_dataset(path)
         rows(dataset, "train")

@@ -10,6 +10,7 @@ from experiments import record
 from experiments.benchmarks import checkpoint_memory
 from experiments.benchmarks import checkpoint_speed
 from experiments.benchmarks import data_preparation
+from experiments.benchmarks import data_reading
 from experiments.benchmarks import decode_benchmark
 from experiments.benchmarks import decode_memory
 from experiments.benchmarks import exactness
@@ -27,8 +28,9 @@ from kvjax.training import loop
 from tests import runs
 
 _BENCHMARKS = (
-    *("checkpoint_memory", "checkpoint_speed", "data_preparation", "decode_benchmark"),
-    *("decode_memory", "exactness", "generate_benchmark", "input_benchmark", "train_benchmark"),
+    *("checkpoint_memory", "checkpoint_speed", "data_preparation", "data_reading"),
+    *("decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
+    *("input_benchmark", "train_benchmark"),
 )
 ROOMS = dict(tiny_comparison="studies") | dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
@@ -45,6 +47,12 @@ BAD = (  # command, options, what the line says
     ("checkpoint_speed", "--megabytes=0", "--megabytes = 0: must be at least 12"),
     ("checkpoint_speed", "--megabytes=1000000000", "a state of 1,000,000.0 GB needs 3 x as much"),
     ("checkpoint_speed", "--repeats=0", "--repeats = 0: must be at least 3"),
+    ("data_reading", "--rows=5", "--rows = 5: must be a multiple of --shards = 10000, from 128 to"),
+    ("data_reading", "--rows=1000 --shards=3", "--rows = 1000: must be a multiple of --shards"),
+    ("data_reading", "--rows=99999990000", "--rows = 99999990000: must be a multiple of"),
+    ("data_reading", "--shards=0", "--shards = 0: must be at least 1"),
+    ("data_reading", "--repeats=0", "--repeats = 0: must be at least 1"),
+    ("data_reading", "--seconds=nan", "--seconds = nan: must be from 0.1 to 3600"),
     ("decode_benchmark", "--lengths=", "--lengths '': must be integers of 1 or more"),
     ("decode_benchmark", "--lengths=0,128", "--lengths '0,128': must be integers of 1 or more"),
     ("decode_benchmark", "--lengths=128", "--lengths=128: must be two or more numbers"),
@@ -117,6 +125,8 @@ def nothing_is_done(monkeypatch):
     for module in (checkpoint_memory, checkpoint_speed, decode_benchmark, exactness):
         monkeypatch.setattr(module, "measure", fail)
     monkeypatch.setattr(input_benchmark, "measure", fail)
+    monkeypatch.setattr(data_reading, "at_scale", fail)
+    monkeypatch.setattr(data_reading, "from_a_store", fail)
     monkeypatch.setattr(generate_benchmark, "measure", fail)
     monkeypatch.setattr(train_benchmark, "measure", fail)
     monkeypatch.setattr(decode_memory, "step_memory", fail)
@@ -221,6 +231,13 @@ def printed(run, monkeypatch, tmp_path):
                 **dict(tokens_per_second=2e6, worker_bytes=2e8, room_bytes=2e7, parts=9),
                 **dict(text_bytes=size, estimate=planned),
             ),
+        ),
+        data_reading: dict(
+            at_scale=lambda *_: dict(rows=50_000_000, open_seconds=0.5),
+            from_a_store=lambda *_: [
+                dict(store="bucket", shards=64, rows_at_once=8, batches_at_once=1)
+                | dict(tokens_per_second=[2e6, 1e6, 1e5])
+            ],
         ),
         decode_benchmark: dict(
             measure=lambda length, *_, **__: [

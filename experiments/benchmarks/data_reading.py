@@ -1,0 +1,303 @@
+"""Reading prepared data at the size of real runs: many rows, many shards, a store that is slow.
+
+    python -m experiments.benchmarks.data_reading [--save] [--rows=50000000] [--shards=10000]
+
+Makes a data set of tiny rows in a temporary folder. Its shards are one file under many names, so
+their contents are in the page cache; what is timed is opening, finding and decoding. A new process
+opens it, takes a batch from the start, then one from the middle, then reads for a while; resident
+memory is what it has beyond its imports.
+
+Then rows of 2048 tokens come from two stores whose answers take a while each, by how many rows are
+asked for at once and how many batches are made at once: from a folder, and from a stand-in for a
+bucket on this machine (neither encryption nor a network's bandwidth slow it down). From few shards,
+whose readers all stay open, and from so many that hardly any reader is open when a row of it is
+wanted. Prints two tables. Needs Linux.
+"""
+
+import argparse
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from unittest import mock
+
+from etils import epath
+import grain
+import numpy as np
+import psutil
+
+from experiments import record
+from experiments.benchmarks import contender
+from experiments.benchmarks import object_store
+from kvjax.data import config as config_lib
+from kvjax.data import loader
+from kvjax.data import manifest
+from kvjax.data import packed_rows
+from kvjax.data import shards
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+
+BATCH = 64  # rows
+LATENCIES = (0.0, 0.005, 0.02)  # seconds an answer
+# A store, how many rows are asked for at once, batches made at once and batches ahead.
+SETTINGS = (
+    *(("folder", threads, (1, 4)) for threads in (1, shards.THREADS)),
+    *(("bucket", threads, (1, 4)) for threads in (1, shards.THREADS)),
+    *(("bucket", threads, (8, 16)) for threads in (8, shards.THREADS, 2 * shards.THREADS)),
+)
+FEW, MANY = 64, 4096  # shards of rows of 2048 tokens
+LENGTH, SHARD_ROWS, STORE_BATCH = 2048, 5000, 32
+_FAST = shards.ArrayRecordReader
+_BUCKET = "gs://bucket"
+_WORKER = (
+    "import json, sys; from experiments.benchmarks import data_reading; "
+    "print(json.dumps(data_reading.open_and_read(*json.loads(sys.argv[1]))))"
+)
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--rows", type=int, default=50_000_000, help="of the large data set (50000000)")
+    add("--shards", type=int, default=10_000, help="of the large data set (10000)")
+    add("--repeats", type=int, default=3, help="processes that open it: medians are told (3)")
+    add("--seconds", type=float, default=1.0, help="how long to read at each setting (1)")
+    add("--save", action="store_true", help="write experiments/results/data_reading.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    at_least("--shards", options.shards, 1)
+    at_least("--repeats", options.repeats, 1)
+    most = 1 << 32  # Grain's permutations end there
+    if options.rows % options.shards or not 2 * BATCH <= options.rows < most:
+        raise UserError(
+            f"--rows = {options.rows}: must be a multiple of --shards = {options.shards}, from "
+            f"{2 * BATCH} to {most - 1}"
+        )
+    if not 0.1 <= options.seconds <= 3600:
+        raise UserError(f"--seconds = {options.seconds}: must be from 0.1 to 3600")
+    record.check(options.save)
+    return options
+
+
+def main(arguments: list[str]) -> None:
+    """Measures and prints."""
+    options = _options(arguments)
+    opened = at_scale(options.rows, options.shards, options.repeats, options.seconds)
+    read = from_a_store(options.seconds)
+    out = Output(options)
+    out.table(("figure", "value"), [(name, f"{value:,}") for name, value in opened.items()])
+    keys = ("store", "shards", "rows_at_once", "batches_at_once")
+    header = ("store", "shards", "rows at once", "batches at once")
+    header += tuple(f"tokens/s at {1000 * latency:.0f} ms" for latency in LATENCIES)
+    rates = lambda row: (f"{rate:,}" for rate in row["tokens_per_second"])
+    cells = [(*(row[key] for key in keys), *rates(row)) for row in read]
+    out.table(header, cells)
+    result = dict(opened=opened, latencies_s=LATENCIES, from_a_store=read)
+    record.record("data_reading", result, out, save=options.save)
+
+
+def at_scale(rows: int, num_shards: int, repeats: int, seconds: float) -> dict:
+    """Medians over processes: seconds and bytes by name, of opening a large data set."""
+    with tempfile.TemporaryDirectory() as folder, progress.waiting("making many shards") as doing:
+        path = pathlib.Path(folder) / "large"
+        make(path, rows // num_shards, num_shards, sequence_length=1)
+        found = []
+        for i in range(repeats):
+            doing.now(f"opening {num_shards:,} shards: {i + 1} of {repeats}")
+            found.append(_in_a_process(path, rows, seconds))
+    median = lambda name: statistics.median(figures[name] for figures in found)
+    figures = {name: median(name) for name in found[0]}
+    return dict(rows=rows, shards=num_shards) | figures
+
+
+def make(path: pathlib.Path, rows: int, num_shards: int, sequence_length: int) -> None:
+    """A data set of `num_shards` shards of so many rows each, all the same file.
+
+    Of validation every hundredth shard has rows, as where documents are long and few held out.
+    """
+    folder = path / manifest.ROWS / manifest.ROWS_VERSION
+    folder.mkdir(parents=True)
+    tokenizer = tokenizer_lib.byte_tokenizer()
+    random = np.random.default_rng(0)
+    tokens = random.integers(tokenizer.vocab_size, size=rows * sequence_length + 1)
+    first = folder / packed_rows.shard_name("train", 0, num_shards)
+    writer = packed_rows.ShardWriter(first, sequence_length, np.dtype("<u2"))
+    writer.add(tokens.astype("<u2"))
+    written = writer.close(fill=None)
+    found = dict(train=[written] * num_shards, validation=[])
+    for i in range(num_shards):
+        held_out = i % 100 == 0
+        found["validation"].append(written if held_out else packed_rows.Shard(0, 0))
+        for split in ("train", "validation") if held_out else ("train",):
+            file = folder / packed_rows.shard_name(split, i, num_shards)
+            if not file.exists():
+                _same(first, file)
+    packed_rows.describe(folder, found, sequence_length + 1, np.dtype("<u2"))
+    tokenizer.save(epath.Path(path) / manifest.TOKENIZER)
+    config = config_lib.DataConfig(
+        tokenizer="byte", vocab_size=tokenizer.vocab_size, sequence_length=sequence_length
+    )
+    sizes = {split: sum(shard.rows for shard in all_) for split, all_ in found.items()}
+    info = {
+        "format_version": manifest.FORMAT_VERSION,
+        "config": dataclasses.asdict(config),
+        "tokenizer": {"sha256": ""},
+        "xz_bits_per_byte": 8.0,
+        "splits": {split: {"rows": size} for split, size in sizes.items()},
+    }
+    manifest.write(path, info, manifest.digests(path))
+
+
+def _same(file: pathlib.Path, other: pathlib.Path) -> None:
+    try:
+        os.link(file, other)
+    except OSError:  # a file system without links, or one with few
+        shutil.copyfile(file, other)
+
+
+def _in_a_process(path: pathlib.Path, rows: int, seconds: float) -> dict:
+    arguments = json.dumps([os.fspath(path), rows, seconds])
+    environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+    command = [*contender.python(_WORKER), arguments]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if run.returncode:
+        raise UserError(f"opening {path} ended with status {run.returncode}, see above")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def open_and_read(path: str, rows: int, seconds: float) -> dict:
+    """What one process needs: seconds, bytes beyond its imports, rows a second."""
+    process = psutil.Process()
+    resident = lambda: process.memory_info().rss
+    before, start = resident(), time.perf_counter()
+    dataset = loader.open_dataset(path)
+    keys = dict(sequence_length=1, batch_size=BATCH, seed=0)
+    batches = loader.train_batches(dataset, position=0, **keys)
+    opened = time.perf_counter()
+    next(batches)
+    first = time.perf_counter()
+    memory = resident() - before
+    middle = loader.train_batches(dataset, position=rows // 2 // BATCH * BATCH, **keys)
+    next(middle)
+    jumped = time.perf_counter()
+    rate = _rows_per_second(batches, seconds)
+    return dict(
+        open_seconds=round(opened - start, 3),
+        first_batch_seconds=round(first - opened, 3),
+        batch_in_the_middle_seconds=round(jumped - first, 3),
+        resident_bytes_after_first_batch=memory,
+        resident_bytes_after_reading=resident() - before,
+        readers_at_most=shards.most_readers(),
+        rows_per_second=round(rate),
+    )
+
+
+def _rows_per_second(batches, seconds: float) -> float:
+    """Over at least so many seconds, after as many batches as are read ahead."""
+    for _ in itertools.islice(batches, 4):
+        pass
+    start, rows = time.perf_counter(), 0
+    while (taken := time.perf_counter() - start) < seconds:
+        rows += len(next(batches))
+    return rows / taken
+
+
+class _InBucket(loader.PackedDataset):
+    """A data set whose rows are in the stand-in, and the rest in the folder that it serves."""
+
+    def rows(self, split: str) -> shards.Rows:
+        folder = pathlib.PurePath(manifest.ROWS, manifest.ROWS_VERSION)
+        description = shards.read_description(self.path / folder)
+        return shards.Rows(f"{_BUCKET}/{self.path.name}/{folder}", split, description)
+
+
+class _Slow(shards.ArrayRecordReader):
+    """A reader of a folder that answers after a while."""
+
+    seconds = 0.0
+
+    def __init__(self, *args, **kwargs):
+        time.sleep(self.seconds)
+        super().__init__(*args, **kwargs)
+
+    def read(self, *args):
+        time.sleep(self.seconds)
+        return super().read(*args)
+
+
+def from_a_store(seconds: float) -> list[dict]:
+    """Tokens a second of rows of 2048, by store, shards and what is asked for at once."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder, progress.waiting("reading") as doing:
+        buckets = pathlib.Path(folder)
+        for num_shards in (FEW, MANY):
+            path = buckets / _BUCKET.removeprefix("gs://") / str(num_shards)
+            make(path, SHARD_ROWS, num_shards, sequence_length=LENGTH)
+            rates = {at: [] for at in SETTINGS}
+            for latency in LATENCIES:
+                with object_store.process(buckets, latency):
+                    for at in SETTINGS:
+                        doing.at(f"{num_shards} shards, {1000 * latency:.0f} ms, {at}")
+                        rates[at].append(round(_rate_at(path, *at, latency, seconds)))
+            found += [
+                dict(store=store, shards=num_shards, rows_at_once=threads)
+                | dict(batches_at_once=ahead[0], batches_ahead=ahead[1])
+                | dict(tokens_per_second=rates[store, threads, ahead])
+                for store, threads, ahead in SETTINGS
+            ]
+    return found
+
+
+def _rate_at(
+    path: pathlib.Path,
+    store: str,
+    threads: int,
+    ahead: Sequence[int],
+    latency: float,
+    seconds: float,
+) -> float:
+    dataset = loader.open_dataset(path)
+    options = grain.ReadOptions(num_threads=ahead[0], prefetch_buffer_size=ahead[1])
+    of_store = "_READ_OPTIONS"
+    if store == "bucket":
+        dataset = _InBucket(dataset.path, dataset.tokenizer, dataset.token_bytes, dataset.info)
+        of_store = "_BUCKET_READ_OPTIONS"
+    keys = dict(sequence_length=LENGTH, batch_size=STORE_BATCH, seed=0, position=0)
+    with (
+        mock.patch.object(shards, "THREADS", threads),
+        mock.patch.object(shards, "ArrayRecordReader", _Slow if store == "folder" else _FAST),
+        mock.patch.object(_Slow, "seconds", latency),
+        mock.patch.object(loader, of_store, options),
+    ):
+        batches = loader.train_batches(dataset, **keys)
+        rate = _rows_per_second(batches, seconds)
+        end(batches)
+    return LENGTH * rate
+
+
+def end(batches: Iterator) -> None:
+    """Waits for what is read ahead: of a store that is gone, Google's client would ask for long."""
+    batches.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("grain-prefetch"):
+            thread.join()
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,148 @@
+"""A stand-in for Google Cloud Storage: a folder's files by range, each answer after so long.
+
+It answers what ArrayRecord asks for: GET of an object's bytes (JSON API, alt=media). ArrayRecord
+finds it by $CLOUD_STORAGE_EMULATOR_ENDPOINT. A folder `x` of the folder is the bucket gs://x.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent import futures
+import contextlib
+import functools
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+import urllib.parse
+
+ENDPOINT = "CLOUD_STORAGE_EMULATOR_ENDPOINT"
+_ROOT = pathlib.Path(__file__).parents[2]
+_OBJECT = re.compile(rb"GET \S*/b/([^/?]+)/o/([^?\s]+)\S* ")
+_RANGE = re.compile(rb"\r\n[Rr]ange: bytes=(\d*)-(\d*)")
+_HEAD = (
+    b"HTTP/1.1 206 Partial Content\r\nContent-Type: application/octet-stream\r\n"
+    b"Content-Range: bytes %d-%d/%d\r\nContent-Length: %d\r\n\r\n"
+)
+_SENT_AHEAD = 1 << 16  # bytes of a connection that are on the way at most, as in a network
+_CODE = (
+    "import sys; from experiments.benchmarks import object_store; object_store.main(*sys.argv[1:])"
+)
+
+
+class Store:
+    """The files of a folder.
+
+    Args:
+      before: what is awaited before an answer, given the object's path and its first byte; with a
+        PermissionError there is none.
+    """
+
+    def __init__(self, folder: os.PathLike | str, before: Callable[[str, int], Awaitable]):
+        self._folder, self._before = os.fspath(folder), before
+        self.requests: list[tuple[str, int, int]] = []  # path, first byte, bytes
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers one connection until its client leaves."""
+        connection = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_AHEAD)
+        ends = (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError)
+        with contextlib.suppress(*ends):
+            while True:
+                await self._answer(await reader.readuntil(b"\r\n\r\n"), writer)
+        writer.close()
+
+    async def _answer(self, head: bytes, writer: asyncio.StreamWriter) -> None:
+        found = _OBJECT.match(head)
+        names = [urllib.parse.unquote(name.decode()) for name in found.groups()] if found else [""]
+        path = "/".join(names)
+        try:
+            with open(os.path.join(self._folder, path), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                first, end = _asked(head, size)
+                self.requests.append((path, first, end - first))
+                await self._before(path, first)
+                writer.write(_HEAD % (first, end - 1, size, end - first))
+                for start in range(first, end, _SENT_AHEAD):
+                    writer.write(os.pread(file.fileno(), min(end - start, _SENT_AHEAD), start))
+                    await writer.drain()
+        except (PermissionError, FileNotFoundError, IsADirectoryError) as error:
+            status = "403 Forbidden" if isinstance(error, PermissionError) else "404 Not Found"
+            writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
+
+
+def _asked(head: bytes, size: int) -> tuple[int, int]:
+    """The first byte that a request wants, and the one after its last."""
+    found = _RANGE.search(head)
+    if not found:
+        return 0, size
+    first, last = found.groups()
+    if not first:
+        return max(0, size - int(last)), size
+    return min(int(first), size), min(int(last) + 1, size) if last else size
+
+
+@contextlib.contextmanager
+def threaded(folder: os.PathLike, before: Callable[[str, int], Awaitable]) -> Iterator[Store]:
+    """A store in a thread of this process, which $CLOUD_STORAGE_EMULATOR_ENDPOINT then names."""
+    store, started = Store(folder, before), futures.Future()
+
+    async def serve():
+        server = await asyncio.start_server(store.serve, "127.0.0.1", 0)
+        stop = asyncio.Event()
+        port = server.sockets[0].getsockname()[1]
+        started.set_result((port, functools.partial(loop.call_soon_threadsafe, stop.set)))
+        await stop.wait()
+
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        thread = threading.Thread(target=runner.run, args=(serve(),))
+        thread.start()
+        port, stop = started.result()
+        try:
+            with _found_at(port):
+                yield store
+        finally:
+            stop()
+            thread.join()
+
+
+@contextlib.contextmanager
+def process(folder: os.PathLike, seconds: float) -> Iterator[None]:
+    """A store in a process of its own, whose answers take so long each."""
+    command = [sys.executable, "-c", _CODE, os.fspath(folder), str(seconds)]
+    child = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        with _found_at(int(child.stdout.readline())):
+            yield
+    finally:
+        child.kill()
+        child.wait()
+
+
+@contextlib.contextmanager
+def _found_at(port: int) -> Iterator[None]:
+    before = os.environ.get(ENDPOINT)
+    os.environ[ENDPOINT] = f"http://127.0.0.1:{port}"
+    try:
+        yield
+    finally:
+        del os.environ[ENDPOINT]
+        if before is not None:
+            os.environ[ENDPOINT] = before
+
+
+def main(folder: str, seconds: str) -> None:
+    """Serves a folder until it is killed; prints its port."""
+
+    async def serve():
+        wait = lambda path, first: asyncio.sleep(float(seconds))
+        server = await asyncio.start_server(Store(folder, wait).serve, "127.0.0.1", 0, backlog=1024)
+        print(server.sockets[0].getsockname()[1], flush=True)
+        await server.serve_forever()
+
+    asyncio.run(serve())

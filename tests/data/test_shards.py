@@ -1,0 +1,459 @@
+"""Every row comes back by its index, whatever is open, from wherever it lies."""
+
+import asyncio
+from concurrent import futures
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import threading
+
+import grain
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from experiments.benchmarks import data_reading
+from experiments.benchmarks import object_store
+from kvjax.data import loader
+from kvjax.data import manifest
+from kvjax.data import packed_rows
+from kvjax.data import shards
+from kvjax.foundation.errors import DataError
+from tests.data.test_loader import take
+
+T, SHARDS = 5, 40
+ROWS = pathlib.PurePath(manifest.ROWS, manifest.ROWS_VERSION)
+
+
+def rows_of(rows, indices):
+    """int [len(indices), T + 1]."""
+    return np.stack([row["tokens"] for row in rows.__getitems__(indices)])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, small_dataset):
+    """A data set of 40 shards, 0 to 12 rows in each, and its training rows as an array."""
+    path = tmp_path_factory.mktemp("many") / "many"
+    folder = path / ROWS
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 13, SHARDS)
+    counts[[0, 7, 8, SHARDS - 1]] = 0
+    found, expected = dict(train=[], validation=[]), []
+    for i, count in enumerate(counts):
+        tokens = rng.integers(1 << 16, size=count * T + 1).astype("<u2")
+        for split in found:
+            shard = packed_rows.shard_name(split, i, SHARDS)
+            writer = packed_rows.ShardWriter(folder / shard, T, tokens.dtype)
+            writer.add(tokens)
+            found[split].append(writer.close(fill=None))
+            assert (folder / shard).exists() == (count > 0)
+        expected += [tokens[k * T : k * T + T + 1] for k in range(count)]
+    packed_rows.describe(folder, found, T + 1, np.dtype("<u2"))
+    shutil.copy(small_dataset.path / manifest.TOKENIZER, path)
+    rows = {split: {"rows": int(counts.sum())} for split in found}
+    config = small_dataset.info["config"] | dict(sequence_length=T)
+    info = small_dataset.info | dict(config=config, splits=rows)
+    manifest.write(path, info, manifest.digests(path))
+    return path, np.array(expected)
+
+
+@pytest.fixture
+def dataset(written):
+    return loader.open_dataset(written[0])
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Names of the shards opened so far, and how many were open at once."""
+    lock, found = threading.Lock(), dict(names=[], now=0, most=0)
+
+    class Counted(shards.ArrayRecordReader):
+        def __init__(self, path, *args, **kwargs):
+            super().__init__(path, *args, **kwargs)
+            with lock:
+                found["names"].append(os.path.basename(path))
+                found["now"] += 1
+                found["most"] = max(found["most"], found["now"])
+
+        def close(self):
+            with lock:
+                found["now"] -= 1
+            super().close()
+
+    monkeypatch.setattr(shards, "ArrayRecordReader", Counted)
+    return found
+
+
+def test_a_row_opens_its_shard_and_no_other(dataset, written, opened):
+    _, expected_NT = written
+    rows = dataset.rows("train")
+    assert len(rows) == len(expected_NT) and not opened["names"]
+    assert rows[0]["tokens"].dtype == np.uint16
+    np.testing.assert_array_equal(rows[len(rows) - 1]["tokens"], expected_NT[-1])
+    assert opened["names"] == [packed_rows.shard_name("train", i, SHARDS) for i in (1, 38)]
+    np.testing.assert_array_equal(np.stack([row["tokens"] for row in rows]), expected_NT)
+    for index in (-1, len(rows)):
+        with pytest.raises(IndexError):
+            rows[index]
+
+
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_rows_in_any_order_from_several_threads_with_few_readers(
+    dataset, written, opened, monkeypatch, most
+):
+    _, expected_NT = written
+    monkeypatch.setattr(shards, "most_readers", lambda: most)
+    rows = dataset.rows("train")
+
+    def read(seed):
+        order = np.random.default_rng(seed).integers(len(rows), size=200)
+        np.testing.assert_array_equal(rows_of(rows, order), expected_NT[order])
+        one = int(order[0])
+        np.testing.assert_array_equal(rows[one]["tokens"], expected_NT[one])
+
+    with futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, range(16)))
+    assert opened["most"] == min(most, SHARDS - 4)
+    assert len(set(opened["names"])) == SHARDS - 4
+    assert (len(opened["names"]) == SHARDS - 4) == (most > SHARDS)
+
+
+def test_the_shard_unused_for_longest_is_closed(dataset, opened, monkeypatch):
+    monkeypatch.setattr(shards, "most_readers", lambda: 2)
+    rows = dataset.rows("train")
+    first = np.cumsum(rows._rows) - rows._rows  # row of each shard
+    for shard in (1, 2, 1, 3, 1, 2):
+        rows[int(first[shard])]
+    names = [packed_rows.shard_name("train", i, SHARDS) for i in (1, 2, 3, 2)]
+    assert opened["names"] == names
+
+
+def test_rows_that_take_long_are_read_at_once(dataset, written, monkeypatch):
+    """In a folder: as long as the last ones took long, and no longer."""
+    together, threads = threading.Barrier(8), set()
+
+    class Elsewhere(shards.ArrayRecordReader):
+        def read(self, *args):
+            threads.add(threading.current_thread())
+            if long and not together.broken:
+                together.wait(20)
+            return super().read(*args)
+
+    monkeypatch.setattr(shards, "ArrayRecordReader", Elsewhere)
+    rows, indices, long = dataset.rows("train"), range(0, 80, 2), False
+
+    def read(are_long):
+        threads.clear()
+        monkeypatch.setattr(shards, "_LONG_SECONDS", 0 if are_long else 1e9)
+        np.testing.assert_array_equal(rows_of(rows, indices), written[1][indices])
+        return len(threads)
+
+    assert [read(False), read(True)] == [1, 1]
+    long = True
+    assert read(False) >= 8
+    long = False
+    assert read(False) == 1
+
+
+def test_readers_leave_files_to_others(monkeypatch):
+    limit = lambda files: monkeypatch.setattr(shards.resource, "getrlimit", lambda _: (files, -1))
+    for files, most in ((1024, 256), (256, 64), (2, 1), (1 << 20, 256)):
+        limit(files)
+        assert shards.most_readers() == most
+    limit(shards.resource.RLIM_INFINITY)
+    assert shards.most_readers() == 256
+
+
+def test_rows_are_those_that_tfds_reads(written, dataset):
+    import tensorflow_datasets as tfds
+
+    path, expected_NT = written
+    source = tfds.builder_from_directory(path / ROWS).as_data_source("train")
+    rows = dataset.rows("train")
+    assert len(source) == len(rows)
+    theirs = source.__getitems__(range(len(source)))
+    assert {row["tokens"].dtype for row in theirs} == {rows[0]["tokens"].dtype}
+    np.testing.assert_array_equal([row["tokens"] for row in theirs], expected_NT)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_rows_that_tfds_wrote_are_read(tmp_path, dtype):
+    """As all were until rows were written here."""
+    import tensorflow_datasets as tfds
+
+    expected_NT = np.random.default_rng(0).integers(1 << 16, size=(20, T + 1)).astype(dtype)
+    tokens = tfds.features.Tensor(shape=(T + 1,), dtype=dtype, encoding="bytes")
+
+    class PackedRows(tfds.core.ShardBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version(manifest.ROWS_VERSION)
+
+        def _info(self):
+            features = tfds.features.FeaturesDict({"tokens": tokens})
+            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+        def _shard_iterators_per_split(self, dl_manager):
+            del dl_manager
+            shard = lambda rows: lambda: ((i, {"tokens": expected_NT[i]}) for i in rows)
+            return {"train": [shard(range(9)), shard(range(9, 20))]}
+
+    PackedRows(data_dir=tmp_path, file_format="array_record").download_and_prepare()
+    rows = shards.Rows(tmp_path / ROWS, "train", shards.read_description(tmp_path / ROWS))
+    assert rows[3]["tokens"].dtype == dtype
+    np.testing.assert_array_equal(rows_of(rows, range(20)), expected_NT)
+
+
+# -- positions and permutations --------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(first=st.integers(0, 60), process_count=st.sampled_from([1, 2, 4]))
+def test_resuming_is_skipping(written, first, process_count):
+    dataset = loader.open_dataset(written[0])
+    keys = dict(sequence_length=T, batch_size=8, seed=5)
+    for p in range(process_count):
+        keys |= dict(process_index=p, process_count=process_count)
+        skipping = take(loader.train_batches(dataset, position=0, **keys), first + 2)
+        resumed = take(loader.train_batches(dataset, position=8 * first, **keys), 2)
+        np.testing.assert_array_equal(resumed, skipping[first:])
+
+
+class Virtual:
+    """So many rows that nobody wrote: row i is the two halves of i."""
+
+    sequence_length, path = 1, pathlib.PurePath("nowhere")
+
+    def __init__(self, count):
+        self.count, self.asked, self.in_bucket = count, 0, False
+
+    def num_rows(self, split):
+        return self.count
+
+    def rows(self, split):
+        return self
+
+    def __getitems__(self, indices):
+        self.asked += len(indices)
+        return [{"tokens": np.array(divmod(i, 1 << 16))} for i in indices]
+
+
+def test_fifty_million_rows_are_permuted():
+    """Of 100,000 positions all over an epoch none has another's row: drawn at random 100 would."""
+    dataset = Virtual(50_000_000)
+    keys = dict(sequence_length=1, batch_size=1000, seed=7)
+    asked, found = 0, []
+    for position in range(0, dataset.count, dataset.count // 10):
+        dataset.asked = 0
+        windows = take(loader.train_batches(dataset, position=position, **keys), 10)
+        found.append(windows @ [1 << 16, 1])
+        asked = max(asked, dataset.asked)
+        again = take(loader.train_batches(dataset, position=position + 3000, **keys), 1)
+        np.testing.assert_array_equal(again[0], windows[3])
+    found = np.concatenate(found).ravel()
+    assert len(np.unique(found)) == len(found) == 100_000
+    assert found.min() >= 0 and found.max() < dataset.count
+    tenths = np.bincount(found // (dataset.count // 10), minlength=10)
+    assert tenths.min() > 9000 and len(tenths) == 10  # of 10,000, with a deviation of 95
+    assert asked <= 15_000, "rows before a position are not read"
+
+
+def test_the_order_is_that_of_grains_own_source():
+    """So it was when rows, and not indices, were shuffled; runs resume on it."""
+    count = 1009
+    dataset = Virtual(count)
+    keys = dict(sequence_length=1, batch_size=16, seed=11)
+    order = take(loader.train_batches(dataset, position=0, **keys), 130) @ [1 << 16, 1]
+    source = grain.MapDataset.source(list(range(count))).seed(11).shuffle().repeat()
+    assert order.ravel().tolist() == [source[i] for i in range(130 * 16)]
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(written, tmp_path):
+    """A copy of the data set that sizes do not guard, as one from before there were digests."""
+    path = tmp_path / "copy"
+    shutil.copytree(written[0], path)
+    info = json.loads((path / manifest.MANIFEST).read_text())
+    for key in manifest.OF_FILES:
+        del info[key]
+    (path / manifest.MANIFEST).write_text(json.dumps(info))
+    return path
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[next(i for i in range(100, len(content)) if content[i])] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["flipped", "missing", "half", "another"])
+def test_a_damaged_shard_is_told_and_the_others_are_read(written, copy, how):
+    _, expected_NT = written
+    name = lambda i: copy / ROWS / packed_rows.shard_name("train", i, SHARDS)
+    rows = loader.open_dataset(copy).rows("train")
+    odd = next(i for i in range(2, 7) if rows._rows[i] != rows._rows[1])
+    first, end = rows._ends[odd] - rows._rows[odd], rows._ends[odd]
+    content = name(odd).read_bytes()
+    if how == "flipped":
+        flip(name(odd))
+    elif how == "missing":
+        name(odd).unlink()
+    else:
+        other = content[: len(content) // 2] if how == "half" else name(1).read_bytes()
+        name(odd).write_bytes(other)
+    for _ in range(2):  # it is not remembered as opened
+        with pytest.raises(manifest.DamagedDataError, match=f"^{copy} is damaged: .*prepare it"):
+            rows.__getitems__(range(first, end))
+    others = [i for i in range(len(rows)) if not first <= i < end]
+    np.testing.assert_array_equal(rows_of(rows, others), expected_NT[others])
+    if how != "flipped":  # that one is open
+        name(odd).write_bytes(content)
+        np.testing.assert_array_equal(rows_of(rows, [first]), expected_NT[[first]])
+
+
+def test_a_record_that_is_no_row_is_told(copy):
+    file = copy / ROWS / packed_rows.shard_name("train", 1, SHARDS)
+    count = loader.open_dataset(copy).rows("train")._rows[1]
+    writer = packed_rows.ArrayRecordWriter(os.fspath(file), "group_size:1")
+    for _ in range(count):
+        writer.write(packed_rows.record_head(2 * T) + bytes(2 * T + 2))
+    writer.close()
+    rows = loader.open_dataset(copy).rows("train")
+    with pytest.raises(manifest.DamagedDataError, match="row 0 of .*-00001-of-00040 is no row"):
+        rows[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("features.json", '"tokens"', '"words"'),
+        ("features.json", '"bytes"', '"none"'),
+        ("features.json", '"uint16"', '"bananas"'),
+        ("features.json", "{", "["),
+        ("dataset_info.json", "array_record", "tfrecord"),
+        ("dataset_info.json", "{SHARD_X_OF_Y}", "{SHARD_INDEX}"),
+        ("dataset_info.json", '"train"', '"test"'),
+        ("dataset_info.json", '"0"', '"1"'),
+        ("dataset_info.json", '"0"', '"none"'),
+    ],
+)
+def test_a_description_of_something_else_is_told(copy, file, old, new):
+    path = copy / ROWS / file
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new))
+    with pytest.raises(manifest.DamagedDataError, match=f"^{copy} is damaged: "):
+        loader.open_dataset(copy).rows("train")
+
+
+# -- buckets ---------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds answers back until so many are asked for at once; from then on all pass."""
+
+    def __init__(self, count):
+        self.count, self.waiting, self.open, self.reached = count, 0, asyncio.Event(), False
+
+    async def __call__(self, path, first):
+        self.waiting += 1
+        if self.waiting >= self.count:
+            self.reached = True
+            self.open.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.open.wait(), 20)
+        self.open.set()
+        self.waiting -= 1
+
+
+@pytest.fixture
+def in_bucket(written, bucket):
+    """The data set as gs://data/many, and the folder that this is."""
+    shutil.copytree(written[0], bucket / "data" / "many")
+    return "gs://data/many", bucket / "data" / "many"
+
+
+async def at_once(path, first):
+    pass
+
+
+def test_rows_of_a_bucket_are_asked_for_at_once(in_bucket, written, bucket):
+    gate = Gate(8)
+    with object_store.threaded(bucket, gate) as store:
+        rows = loader.open_dataset(in_bucket[0]).rows("train")
+        order = np.random.default_rng(0).permutation(len(rows))
+        np.testing.assert_array_equal(rows_of(rows, order), written[1][order])
+    assert gate.reached
+    opened = [path for path, first, size in store.requests if first + size > 3 * (1 << 16)]
+    assert len(store.requests) >= len(rows) + SHARDS - 4
+    assert all(re.match("data/many/packed_rows/1.0.0/.*-of-00040$", path) for path in opened)
+
+
+def test_small_batches_of_a_bucket_are_asked_for_at_once(in_bucket, written, bucket):
+    keys = dict(sequence_length=T, batch_size=2, seed=5, position=20)
+    expected = take(loader.train_batches(loader.open_dataset(written[0]), **keys), 10)
+    gate = Gate(8)
+    with object_store.threaded(bucket, gate):
+        dataset = loader.open_dataset(in_bucket[0])
+        batches = loader.train_batches(dataset, **keys)
+        np.testing.assert_array_equal(take(batches, 10), expected)
+        data_reading.end(batches)
+        batches = loader.validation_batches(dataset, sequence_length=T, batch_size=16)
+        whole = np.concatenate(list(batches))
+    assert gate.reached
+    np.testing.assert_array_equal(whole[: len(written[1])], written[1])
+
+
+def test_a_damaged_shard_in_a_bucket_is_told(in_bucket, bucket):
+    path, folder = in_bucket
+    flip(folder / ROWS / packed_rows.shard_name("train", 1, SHARDS))
+    with object_store.threaded(bucket, at_once):
+        rows = loader.open_dataset(path).rows("train")
+        with pytest.raises(manifest.DamagedDataError, match=f"^{path} is damaged: "):
+            rows.__getitems__(range(20))
+        rows._threads.shutdown()  # what the others still read ends before the store does
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_a_bucket_that_refuses_is_not_damaged_data(in_bucket, bucket, may):
+    path, folder = in_bucket
+    name = packed_rows.shard_name("train", 1, SHARDS)
+
+    async def refuse(path, first):
+        if not may:
+            raise PermissionError
+
+    if may:
+        (folder / ROWS / name).unlink()
+    with object_store.threaded(bucket, refuse):
+        rows = loader.open_dataset(path).rows("train")
+        with pytest.raises(DataError, match=f"{name}|reading gs://") as told:
+            rows[0]
+    assert isinstance(told.value, manifest.DamagedDataError) == may
+    assert ("could not be read" in str(told.value)) != may
+
+
+def test_too_many_files_are_not_damaged_data(dataset, monkeypatch):
+    def none_left(*args, **kwargs):
+        raise RuntimeError("open() failed: Too many open files; opening x")
+
+    monkeypatch.setattr(shards, "ArrayRecordReader", none_left)
+    with pytest.raises(
+        DataError, match="-00001-of-00040 could not be read: .*Too many open"
+    ) as told:
+        dataset.rows("train")[0]
+    assert not isinstance(told.value, manifest.DamagedDataError)
+
+
+def test_rows_in_buckets_of_another_kind_are_refused(dataset):
+    elsewhere = dataclasses.replace(dataset, path=loader.epath.Path("s3://data/many"))
+    with pytest.raises(DataError, match="s3://data/many: rows are read from .*prepared:FOLDER"):
+        elsewhere.rows("train")
