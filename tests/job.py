@@ -108,7 +108,7 @@ def prepared(keys: dict, part_bytes: int) -> dict:
     from kvjax.foundation import runtime
     from kvjax.training import preflight
 
-    parts.PART_BYTES = part_bytes
+    parts.PART_BYTES, parts._ROWS = part_bytes, 1
     runtime.cores = lambda: 1  # so that parts are made here
     made, make_part = [], pool.make_part
 

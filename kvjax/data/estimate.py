@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
+import lzma
 import os
 import pathlib
 import shutil
@@ -25,7 +26,6 @@ from kvjax.data.manifest import SPLITS
 from kvjax.data.preparation import Corpus
 from kvjax.data.tokenized_part import LeftOut
 from kvjax.data.tokenizer import Tokenizer
-from kvjax.data.under_way import UnderWay
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
@@ -35,6 +35,7 @@ from kvjax.foundation.files import in_bucket
 _PADDING = 1 << 16  # bytes to which ArrayRecord fills a file up
 SAMPLED_PARTS = 8
 SAMPLED_CHARACTERS = 1 << 18  # of each
+_COMPRESSED = 1 << 19  # bytes
 _VOCABULARIES = (8192, 2048, 512)  # to try where a sample is too small for the one asked for
 
 
@@ -108,7 +109,9 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
             writer.add(ids.astype(dtype))
         shard = writer.close(tokenizer.bos_id)
         writing = time.perf_counter() - begun
-    text_bytes = sum(len(text.encode()) for text in texts)
+    content = "".join(texts).encode()
+    text_bytes = len(content)
+    writing += _measuring(content) * _held_out(corpus)
     tokens = sum(len(ids) for ids in encoded) + len(texts)
     density = sources.density(config, [piece for part in sampled for piece in part.slices])
     whole = corpus.bytes * density
@@ -124,6 +127,22 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
         writing=writing / text_bytes,
         training=training / text_bytes,
     )
+
+
+def _measuring(content: bytes) -> float:
+    """Seconds for what is said of validation text: how well xz compresses it."""
+    begun = time.perf_counter()
+    lzma.compress(content[:_COMPRESSED], preset=tokenized_part.XZ_PRESET)
+    return (time.perf_counter() - begun) * len(content) / min(_COMPRESSED, len(content))
+
+
+def _held_out(corpus: Corpus) -> float:
+    """Which share of the text is for validation."""
+    if not corpus.config.validation_source:
+        return corpus.config.validation_fraction
+    pieces = [piece for part in corpus.parts for piece in part.slices]
+    held_out = sum(piece.bytes for piece in pieces if piece.key == "validation_source")
+    return held_out / max(1, corpus.bytes)
 
 
 def _texts(corpus: Corpus, part: parts_lib.Part) -> Iterator[str]:
@@ -167,7 +186,7 @@ def room(corpus: Corpus, found: Estimate, workers: int) -> list[tuple[str, float
 
 def _missing(corpus: Corpus) -> float:
     """The share of the parts that is not made yet."""
-    return len(UnderWay(corpus.path, len(corpus.parts)).missing()) / len(corpus.parts)
+    return len(corpus.under_way().missing()) / len(corpus.parts)
 
 
 def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> None:
@@ -179,7 +198,7 @@ def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> 
     Raises:
       UserError: it takes longer, or more room than there is.
     """
-    if corpus.bytes <= parts_lib.PART_BYTES:
+    if corpus.bytes <= parts_lib.limit(corpus.config):
         return  # a minute
     with progress.waiting("sampling the sources", shown=shown):
         found = estimate(corpus, workers)

@@ -23,7 +23,7 @@ from kvjax.foundation.files import in_bucket
 from kvjax.foundation.files import unused
 
 STAGING = ".staging-kvjax-"
-# A staging folder in which nothing was written for so long is what a killed preparation left.
+# A folder in which nothing was written for so long is what a killed preparation left.
 ABANDONED_SECONDS = 24 * 3600
 
 
@@ -119,12 +119,17 @@ def _upload(staging: pathlib.Path, path: epath.Path, last: str, doing: progress.
             target.write_bytes(file.read_bytes())
 
 
+def is_abandoned(folder: pathlib.Path) -> bool:
+    """Whether nothing was written in it for so long that its process must be gone."""
+    try:
+        newest = max(file.stat().st_mtime for file in (folder, *folder.rglob("*")))
+    except FileNotFoundError:
+        return False  # its process ended meanwhile
+    return time.time() - newest > ABANDONED_SECONDS
+
+
 def _remove_abandoned(folder: pathlib.Path) -> None:
     for staging in folder.glob(f"{STAGING}*"):
-        try:
-            newest = max(file.stat().st_mtime for file in (staging, *staging.rglob("*")))
-        except FileNotFoundError:
-            continue  # Its preparation ended meanwhile.
-        if time.time() - newest > ABANDONED_SECONDS:
+        if is_abandoned(staging):
             logging.info("removing %s, left by a preparation that was killed", staging)
             shutil.rmtree(staging, ignore_errors=True)

@@ -10,6 +10,7 @@ import signal
 import threading
 
 from kvjax.data import config as config_lib
+from kvjax.data import readers
 from kvjax.data import tokenized_part
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.data.parts import Part
@@ -97,8 +98,12 @@ def _make_in_worker(part: Part) -> None:
 
 
 def make_part(config, part: Part, tokenizer, under_way: UnderWay, *, skip_broken: bool) -> None:
-    """Makes one part, here and now."""
+    """Makes one part, here and now; of one that cannot be read, says why in the folder as well."""
     with under_way.work() as folder:
-        count = under_way.num_parts
-        made = tokenized_part.write(config, part, count, tokenizer, folder, skip_broken=skip_broken)
+        count, skip = under_way.num_parts, skip_broken
+        try:
+            made = tokenized_part.write(config, part, count, tokenizer, folder, skip_broken=skip)
+        except readers.SourceError as error:
+            under_way.fail(part.index, str(error))
+            raise
         under_way.publish(part.index, folder, made)

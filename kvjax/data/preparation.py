@@ -8,6 +8,7 @@ The folder of a data set is named by a hash of all that decides its content, and
 not at all (in a bucket its manifest does).
 """
 
+from collections.abc import Iterable
 import dataclasses
 import functools
 import hashlib
@@ -35,17 +36,20 @@ from kvjax.data.manifest import SPLITS
 from kvjax.data.manifest import TOKENIZER
 from kvjax.data.manifest import digest_of
 from kvjax.data.parts import Part
+from kvjax.data.tokenized_part import QUOTED
 from kvjax.data.tokenized_part import Counts
+from kvjax.data.tokenized_part import Left
 from kvjax.data.tokenized_part import LeftOut
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.data.under_way import UnderWay
+from kvjax.foundation import json_text
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import warn
 
 # What decides the rows besides this code.
 _LIBRARIES = ("tokenizers", "tiktoken", "regex", "pyarrow", "array_record")
-_LISTED = 100  # messages of what was left out that the manifest quotes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +62,16 @@ class Corpus:
     sources: dict[str, list[tuple[str, str]]]  # by key, name and hash of each
     parts: tuple[Part, ...] = ()  # none: the data set is there
     tokenizer_key: str = ""
-    left_out: tuple[str, ...] = ()  # sources that cannot be opened
+    left_out: Left = Left()  # sources that cannot be opened
 
     @property
     def bytes(self) -> int:
         """Of all sources, about, as they lie."""
         return sum(part.bytes for part in self.parts)
+
+    def under_way(self) -> UnderWay:
+        """Where it is made."""
+        return UnderWay(self.path, [part.digest for part in self.parts])
 
 
 def look(config: config_lib.DataConfig, *, skip_broken: bool = False, shown: bool = True) -> Corpus:
@@ -90,7 +98,7 @@ def look(config: config_lib.DataConfig, *, skip_broken: bool = False, shown: boo
     if folders.is_whole(path(key) / MANIFEST, manifest.read):
         return Corpus(config, skip_broken, path(key), found)  # of one part, or of before parts
     key = vocabulary.key(config, source, 2)  # of any number of parts above one
-    found_path = path(key, parts_lib.PART_BYTES)
+    found_path = path(key, parts_lib.limit(config))
     if folders.is_whole(found_path / MANIFEST, manifest.read):
         return Corpus(config, skip_broken, found_path, found)
     left_out = LeftOut(skip_broken)
@@ -99,11 +107,11 @@ def look(config: config_lib.DataConfig, *, skip_broken: bool = False, shown: boo
         if not skip_broken:
             for split in SPLITS:  # An empty one is told before a tokenizer is trained.
                 next(sources.pieces(config, split))
-        parts = tuple(parts_lib.parts(config, left_out))
+        parts = tuple(parts_lib.parts(config, found, left_out))
     if len(parts) == 1:
         key = vocabulary.key(config, source, 1)
         found_path = path(key)
-    return Corpus(config, skip_broken, found_path, found, parts, key, tuple(left_out.messages))
+    return Corpus(config, skip_broken, found_path, found, parts, key, left_out.said())
 
 
 class Preparation:
@@ -111,7 +119,7 @@ class Preparation:
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer):
         self.corpus, self.tokenizer = corpus, tokenizer
-        self.under_way = UnderWay(corpus.path, len(corpus.parts))
+        self.under_way = corpus.under_way()
 
     def make(
         self, *, workers: int = 0, share: tuple[int, int] = (0, 1), shown: bool = True
@@ -154,7 +162,7 @@ class Preparation:
                 "same command again"
             )
         total = {split: sum((m.counts[split] for m in made), Counts()) for split in SPLITS}
-        left_out = [*self.corpus.left_out, *(text for m in made for text in m.left_out)]
+        left_out = [self.corpus.left_out, *(m.left_out for m in made)]
         try:
             _check(config, total)
         except DataError:
@@ -186,15 +194,10 @@ class Preparation:
 
     def _forget_changed(self) -> None:
         """Parts of sources that changed may have been made of either text: they are made again."""
-        now = sources.fingerprints(self.corpus.config)
-        same = {
-            name
-            for key, found in self.corpus.sources.items()
-            for name, mark in found
-            if (name, mark) in now[key]
-        }
+        before, now = self.corpus.sources, sources.fingerprints(self.corpus.config)
+        changed = {name for key in now for name in _other(before[key], now[key])}
         for part in self.corpus.parts:
-            if not all(piece.name in same for piece in part.slices):
+            if any(piece.name in changed for piece in part.slices):
                 self.under_way.forget(part.index)
 
     def _info(self, total: dict[str, Counts]) -> dict[str, Any]:
@@ -225,14 +228,20 @@ def begin(corpus: Corpus, *, shown: bool = True) -> Preparation:
       UserError: the sources changed since an earlier attempt; other code began it; a folder that
         cannot be written; too little text for the vocabulary.
     """
-    _check_unchanged(corpus)
+    earlier = _earlier(corpus)
     broken = LeftOut(corpus.skip_broken)
     tokenizer = vocabulary.tokenizer(
         corpus.config, corpus.tokenizer_key, corpus.parts, broken, shown=shown
     )
     preparation = Preparation(corpus, tokenizer)
+    plan = _plan(corpus, tokenizer)
     with folders.writing(corpus.path.parent):
-        preparation.under_way.open(_plan(corpus, tokenizer))
+        preparation.under_way.open(plan)
+        for folder, theirs in earlier:
+            if all(theirs.get(key) == plan[key] for key in ("tokenizer", "code")):
+                count = preparation.under_way.adopt(folder, left_out=corpus.skip_broken)
+                if count and shown:
+                    warn(f"{count:,} parts stay that {os.fspath(folder)} had of the same text")
     return preparation
 
 
@@ -242,7 +251,7 @@ def _plan(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
         "skip_broken": corpus.skip_broken,
         "sources": {key: [list(pair) for pair in found] for key, found in corpus.sources.items()},
         "parts": len(corpus.parts),
-        "cut": digest_of([[(s.key, s.range) for s in part.slices] for part in corpus.parts]),
+        "left_out": list(corpus.left_out.first),
         "tokenizer": digest_of(tokenizer.to_json()),
         "code": code(),
     }
@@ -256,31 +265,44 @@ def _asked(config: config_lib.DataConfig) -> dict[str, Any]:
 @functools.cache
 def code() -> str:
     """A hash of the code that decides the rows: this package's and its libraries' versions."""
-    files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
+    files = [*sorted(pathlib.Path(__file__).parent.glob("*.py")), pathlib.Path(json_text.__file__)]
     content = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
     versions = [(name, importlib.metadata.version(name)) for name in _LIBRARIES]
     return digest_of(content, versions)
 
 
-def _check_unchanged(corpus: Corpus) -> None:
-    """Raises a DataError if an earlier attempt at the same config found other sources."""
-    own = UnderWay(corpus.path, len(corpus.parts)).folder
-    asked = _asked(corpus.config)
+def _earlier(corpus: Corpus) -> list[tuple[epath.Path, dict[str, Any]]]:
+    """Earlier attempts at the same config, with or without what is broken, and their plans.
+
+    Raises:
+      DataError: one of them found other sources, and not because what was broken was mended.
+    """
+    found, own, asked = [], corpus.under_way().folder, _asked(corpus.config)
     for folder, plan in under_way_lib.plans(corpus.path.parent):
-        same = plan.get("config") == asked and plan.get("skip_broken") == corpus.skip_broken
-        if folder == own or not same:
+        if folder == own or plan.get("config") != asked:
             continue
-        there = {k: [tuple(p) for p in found] for k, found in plan["sources"].items()}
-        if any(dict(there[k]).keys() & dict(found).keys() for k, found in corpus.sources.items()):
+        there = {k: [tuple(p) for p in pairs] for k, pairs in plan["sources"].items()}
+        if not any(dict(there[k]).keys() & dict(p).keys() for k, p in corpus.sources.items()):
+            continue  # of other files that the same pattern names
+        said = under_way_lib.said(folder)
+        changed = [name for k in there for name in _other(there[k], corpus.sources[k])]
+        if not all(name in said for name in changed):
             raise DataError(_changed(folder, there, corpus.config))
+        found.append((folder, plan))
+    return found
+
+
+def _other(before: Iterable[tuple[str, str]], after: Iterable[tuple[str, str]]) -> list[str]:
+    """The names of what one has otherwise than the other, or not at all."""
+    before, after = dict(before), dict(after)
+    return sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
 
 
 def _changed(folder: epath.Path, there: dict, config: config_lib.DataConfig) -> str:
     """What to say of sources that are not what a preparation began with."""
     now = sources.fingerprints(config)
     key = next((key for key in now if now[key] != there[key]), "source")
-    before, after = dict(there[key]), dict(now[key])
-    names = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
+    names = _other(there[key], now[key])
     which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"config.data.{key} = {getattr(config, key)!r}: changed since its preparation was begun "
@@ -305,8 +327,9 @@ def _check(config: config_lib.DataConfig, total: dict[str, Counts]) -> None:
         )
 
 
-def _said(left_out: list[str]) -> dict[str, Any]:
-    return {"left_out": {"count": len(left_out), "first": left_out[:_LISTED]}}
+def _said(left_out: list[Left]) -> dict[str, Any]:
+    first = [text for left in left_out for text in left.first][:QUOTED]
+    return {"left_out": {"count": sum(left.count for left in left_out), "first": first}}
 
 
 class _SoFar:

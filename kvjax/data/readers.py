@@ -60,6 +60,11 @@ def refuse(error: SourceError) -> None:
 Broken = Callable[[SourceError], None]
 
 
+def _is_passing(error: Exception) -> bool:
+    """Whether a disk or a network failed, and not what was read: such errors have a number."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
 def read_document(text: str) -> Iterator[Piece]:
     """The pieces of one document held in memory; none if it is empty."""
     return _cut([text])
@@ -83,8 +88,9 @@ def read_text(
     Raises:
       SourceError: bytes that aren't UTF-8, with their offset in the file.
     """
-    if start == 0 and byte_order_mark(path):
-        start = len(codecs.BOM_UTF8)
+    if start == 0:
+        check_encoding(path)
+        start = len(codecs.BOM_UTF8) if byte_order_mark(path) else 0
     blocks = _decode(_blocks(path, start, stop), path, start, broken)
     for chunks in _split_documents(blocks):
         yield from _cut(chunks, opens)
@@ -118,15 +124,18 @@ def document_starts(path: epath.Path, offset: int) -> bool:
 
 
 def byte_order_mark(path: epath.Path) -> bool:
-    """Whether a file starts with UTF-8's byte order mark.
+    """Whether a file starts with UTF-8's byte order mark."""
+    return _head(path).startswith(codecs.BOM_UTF8)
 
-    Raises:
-      SourceError: it starts with another encoding's.
-    """
+
+def check_encoding(path: epath.Path) -> None:
+    """Raises a SourceError if a file starts with the byte order mark of another encoding."""
+    _check_encoding(_head(path), os.fspath(path))
+
+
+def _head(path: epath.Path) -> bytes:
     with open_file(path) as file:
-        head = file.read(4)
-    _check_encoding(head, os.fspath(path))
-    return head.startswith(codecs.BOM_UTF8)
+        return file.read(4)
 
 
 def _check_encoding(head: bytes, name: str) -> None:
@@ -180,7 +189,6 @@ def read_jsonl(
         truncated file.
     """
     name = os.fspath(path)
-    place = f"{name}, line" if not start else f"{name}, from byte {start} on, line"
     with open_file(path) as file:
         file.seek(start)
         try:
@@ -188,6 +196,9 @@ def read_jsonl(
             for number, line in enumerate(_decompressed(file, name), start=1):
                 if is_plain and position >= stop:
                     return
+                place = f"{name}, line {number}"
+                if start:  # what line of the file it is, only who read all before would know
+                    place = f"{name}, the line at byte {position}"
                 position += len(line)
                 if number == 1 and not start:
                     _check_encoding(line, name)
@@ -195,12 +206,14 @@ def read_jsonl(
                 if not line.strip():
                     continue
                 try:
-                    text = _text_of(line, key, f"{place} {number}")
+                    text = _text_of(line, key, place)
                 except SourceError as error:
                     broken(error)
                 else:
                     yield text
         except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+            if _is_passing(error):
+                raise
             found = SourceError(
                 f"{name} can't be decompressed: {error}. Is it truncated? Fetch it again."
             )
@@ -265,6 +278,8 @@ def read_parquet(
                 for batch in table.iter_batches(256, row_groups=[group], columns=[column]):
                     yield from (text for text in batch.column(0).to_pylist() if text is not None)
             except (OSError, ValueError) as error:  # Arrow's own are ValueErrors
+                if _is_passing(error):
+                    raise
                 found = SourceError(
                     f"{os.fspath(path)}: row group {group} of {table.num_row_groups} cannot be "
                     f"read: {error}. Fetch the file again."
@@ -284,6 +299,8 @@ def _parquet(path: epath.Path, column: str):
         try:
             table = pq.ParquetFile(file)
         except (pyarrow.ArrowInvalid, OSError) as error:
+            if _is_passing(error):
+                raise
             raise SourceError(
                 f"{name} is no whole Parquet file: {error}. Fetch it again."
             ) from error
@@ -338,7 +355,15 @@ def read_tfds(
             " file_format='array_record'."
         ) from error
     for i in range(len(examples))[start:stop]:
-        value = examples[i][key]
+        try:
+            value = examples[i][key]
+        except Exception as error:  # of ArrayRecord or protocol buffers: each has its own
+            if _is_passing(error):
+                raise
+            found = SourceError(f"tfds:{name}#{split}, example {i} cannot be read: {error}.")
+            found.__cause__ = error
+            broken(found)
+            continue
         if not isinstance(value, (bytes, str)):
             raise SourceError(
                 f"tfds:{name}: feature {key!r} is {type(value).__name__}, not text. Set text_key."
@@ -354,13 +379,13 @@ def read_tfds(
 
 
 def open_file(path: epath.Path) -> BinaryIO:
-    """The file, opened for reading bytes; SourceError where it is gone, or may not be read."""
+    """The file, opened for reading bytes; a DataError where it is gone, or may not be read."""
     try:
         return path.open("rb")
     except FileNotFoundError as error:
-        raise SourceError(f"{os.fspath(path)} is gone. Put it back.") from error
+        raise DataError(f"{os.fspath(path)} is gone. Put it back.") from error
     except PermissionError as error:
-        raise SourceError(
+        raise DataError(
             f"{os.fspath(path)} can't be read: {error}. Change its permissions."
         ) from error
 

@@ -32,7 +32,9 @@ from kvjax.data.manifest import SPLITS
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.files import in_bucket
 
 EMBEDDED_VALIDATION_BYTES = 200_000
 CORPUS = epath.Path(__file__).parent / "corpus"
@@ -67,6 +69,9 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """Changes when the documents do; cheap."""
 
+    def stamp(self) -> str:
+        """Changes when its files are written, or nearly always does; costs a look at each."""
+
     def ranges(self, limit: int) -> Iterator[Range]:
         """All of it in order, in ranges of at most about so many bytes where it can be cut."""
 
@@ -87,6 +92,7 @@ class Slice:
     key: str  # source or validation_source
     name: str  # of the file, or whatever it is
     range: Range
+    stamp: str  # of the source when it was looked at
 
     @property
     def bytes(self) -> int:
@@ -162,8 +168,9 @@ def slices(
     for key in ("source", "validation_source"):
         for source in _sources(config, key):
             try:
+                stamp = source.stamp()
                 for range in source.ranges(limit):
-                    yield Slice(key, source.name, range)
+                    yield Slice(key, source.name, range, stamp)
             except readers.SourceError as error:
                 broken(error)
 
@@ -175,14 +182,34 @@ def labelled(
 
     Args:
       broken: see `readers.Broken`.
+
+    Raises:
+      DataError: the source was written to since it was looked at.
+      UserError: a disk or a network failed.
     """
     source = _named(slice.name, config.text_key, f"config.data.{slice.key} = {slice.name!r}")
-    if not config.validation_source:
-        yield from source.split(config.validation_fraction, slice.range, broken)
-        return
+    held_out = 0.0 if config.validation_source else config.validation_fraction
     split = "train" if slice.key == "source" else "validation"
-    for _, piece in source.split(0.0, slice.range, broken):
-        yield split, piece
+    try:
+        _check_unchanged(source, slice)
+        for found, piece in source.split(held_out, slice.range, broken):
+            yield split if config.validation_source else found, piece
+        _check_unchanged(source, slice)
+    except OSError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{slice.name} could not be read: {error.strerror or error}. What is done stays: run "
+            "the same command again"
+        ) from error
+
+
+def _check_unchanged(source: Source, slice: Slice) -> None:
+    if source.stamp() != slice.stamp:
+        raise DataError(
+            f"config.data.{slice.key}: {slice.name} changed while it was prepared. Put back what "
+            "it was, or prepare it once it stays as it is"
+        )
 
 
 def density(config: config_lib.DataConfig, slices: Iterable[Slice]) -> float:
@@ -242,7 +269,11 @@ class _TextFile:
         marked = " without its mark" if readers.byte_order_mark(self.path) else ""
         return f"txt {_file_hash(self.path)}{marked}"
 
+    def stamp(self) -> str:
+        return _file_stamp(self.path)
+
     def ranges(self, limit: int) -> Iterator[Range]:
+        readers.check_encoding(self.path)
         size, start = self.path.stat().length, 0
         while start < size:
             stop = size
@@ -277,19 +308,22 @@ class _TextFile:
 class _Records:
     """Documents one by one; validation are those whose hash falls in the fraction."""
 
-    def __init__(self, name: str, fingerprint: Callable[[], str], ranges, read, density=None):
+    def __init__(
+        self, name: str, fingerprint: Callable[[], str], stamp, ranges, read, density=None
+    ):
         """Made of functions.
 
         Args:
           name: see `Source`.
           fingerprint: called once a preparation: it can read the whole file.
+          stamp: see `Source`.
           ranges: of a limit, see `Source`.
           read: of the first and the last place and of what to do with what cannot be read, the
             documents between; of nothing, all.
           density: see `Source`; None: as much text as bytes.
         """
         self.name, self.fingerprint = name, fingerprint
-        self.ranges = ranges
+        self.stamp, self.ranges = stamp, ranges
         self.density = density or (lambda: 1.0)
         self._read = read
 
@@ -313,6 +347,9 @@ class _EmbeddedBook:
 
     def fingerprint(self) -> str:
         return f"embedded {EMBEDDED_VALIDATION_BYTES} {_file_hash(self.path)}"
+
+    def stamp(self) -> str:
+        return _file_stamp(self.path)
 
     def ranges(self, limit: int) -> Iterator[Range]:
         del limit
@@ -384,6 +421,7 @@ def _file_source(path: epath.Path, text_key: str) -> Source:
     return _Records(
         os.fspath(path),
         lambda: f"{kind} {_file_hash(path)}",
+        lambda: _file_stamp(path),
         lambda limit: (Range(*range) for range in ranges(path, text_key, limit)),
         functools.partial(read, path, text_key),
         None if kind == ".parquet" else lambda: readers.jsonl_density(path, text_key),
@@ -414,9 +452,11 @@ def _tfds_source(item: str, text_key: str, where: str) -> Source:
             stop = min(start + step, count)
             yield Range(start, stop, size * (stop - start) // count)
 
+    fingerprint = lambda: f"tfds {info.full_name} {split} {sizes} {info.dataset_size}"
     return _Records(
         item,
-        lambda: f"tfds {info.full_name} {split} {sizes} {info.dataset_size}",
+        fingerprint,
+        fingerprint,
         ranges,
         functools.partial(readers.read_tfds, builder, split, text_key),
     )
@@ -477,6 +517,14 @@ def _matching(pattern: str, where: str) -> list[epath.Path]:
     if path.is_dir():
         return sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES) and not p.is_dir())
     return [path] if path.exists() else []
+
+
+def _file_stamp(path: epath.Path) -> str:
+    if in_bucket(path):
+        found = path.stat()
+        return f"{found.length} {found.mtime}"
+    found = os.stat(path)
+    return f"{found.st_size} {found.st_mtime_ns}"
 
 
 def _file_hash(path: epath.Path) -> str:

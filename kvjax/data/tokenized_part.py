@@ -24,6 +24,8 @@ from kvjax.foundation.errors import first_line
 
 # The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
 BATCH_CHARACTERS = 1 << 21
+XZ_PRESET = 9 | lzma.PRESET_EXTREME
+QUOTED = 100  # messages of what was left out that are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +44,18 @@ class Counts:
         return Counts(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
+class Left(NamedTuple):
+    """What could not be read."""
+
+    count: int = 0
+    first: tuple[str, ...] = ()  # messages, of the first ones
+
+
 class Made(NamedTuple):
     """What was made of a part."""
 
     counts: dict[str, Counts]  # by split
-    left_out: tuple[str, ...]  # what could not be read, one message each
+    left_out: Left
 
 
 def write(
@@ -90,7 +99,7 @@ def write(
                 f"{found.bytes} bytes, its tokens {streams[split].token_bytes}. Use a tokenizer "
                 "whose vocabulary has all 256 bytes, or 'bpe'"
             )
-    return Made(counts, tuple(left_out.messages))
+    return Made(counts, left_out.said())
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
@@ -99,20 +108,23 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype:
 
 
 class LeftOut:
-    """What to do with what cannot be read: leave it out if that is allowed; a `readers.Broken`.
-
-    Attributes:
-      messages: of what was left out, each once, in order.
-    """
+    """What to do with what cannot be read: leave it out if that is allowed; a `readers.Broken`."""
 
     def __init__(self, allowed: bool):
         self._allowed = allowed
-        self.messages: dict[str, None] = {}
+        self._count, self._first = 0, {}
 
     def __call__(self, error: readers.SourceError) -> None:
         if not self._allowed:
             raise error
-        self.messages[first_line(error)] = None
+        text = first_line(error)
+        self._count += text not in self._first  # a file is opened more than once
+        if len(self._first) < QUOTED:
+            self._first[text] = None
+
+    def said(self) -> Left:
+        """What was left out."""
+        return Left(self._count, tuple(self._first))
 
 
 class _Stream:
@@ -127,7 +139,7 @@ class _Stream:
         if measured:  # validation
             self._fill = tokenizer.bos_id
             # The figure any compressor's user knows, on the text bits per byte are measured on.
-            self._xz = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
+            self._xz = lzma.LZMACompressor(preset=XZ_PRESET)
 
     def add(self, piece: readers.Piece, ids: np.ndarray) -> None:
         content = piece.text.encode()

@@ -11,15 +11,16 @@ machine or on several that share the folder, may work on it at once: a part made
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import pathlib
 import shutil
 import socket
 import tempfile
-import time
 from typing import Any
 
 from etils import epath
@@ -30,8 +31,11 @@ from kvjax.data.manifest import MANIFEST
 from kvjax.data.manifest import ROWS
 from kvjax.data.manifest import ROWS_VERSION
 from kvjax.data.manifest import SPLITS
+from kvjax.data.manifest import digest_of
 from kvjax.data.tokenized_part import Counts
+from kvjax.data.tokenized_part import Left
 from kvjax.data.tokenized_part import Made
+from kvjax.foundation import files
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import warn
@@ -41,29 +45,33 @@ from kvjax.foundation.files import in_bucket
 PREFIX = ".under-way-"
 PLAN = "plan.json"
 # What of a plan says how it was asked for; the folder's name covers what that names.
-AS_ASKED = ("config", "sources")
+AS_ASKED = ("config", "sources", "left_out")
 DONE = "done"
 _FAILED = "failed"
 _WORK = "work-"
 _AT_ONCE = 32  # files of a bucket that are asked for at a time
-# A folder in which nothing was written for so long is what a killed process left.
-ABANDONED_SECONDS = 24 * 3600
 
 
 class UnderWay:
-    """The making of one data set of so many parts.
+    """The making of one data set.
 
     Args:
       target: the folder that it will be.
+      digests: of its parts, in order: what is done is known by them.
     """
 
-    def __init__(self, target: epath.Path, num_parts: int):
-        self.target, self.num_parts = epath.Path(target), num_parts
+    def __init__(self, target: epath.Path, digests: Sequence[str]):
+        self.target, self.digests = epath.Path(target), tuple(digests)
         self.remote = in_bucket(target)
         self.folder = self.target
         if not self.remote:
             self.folder = self.target.parent / f"{PREFIX}{self.target.name}"
         self.rows = self.folder / ROWS / ROWS_VERSION
+
+    @property
+    def num_parts(self) -> int:
+        """How many there are."""
+        return len(self.digests)
 
     def open(self, plan: dict[str, Any]) -> None:
         """Makes the folder, and removes what killed processes were writing in it.
@@ -91,8 +99,6 @@ class UnderWay:
                 with self.work() as work:
                     (work / PLAN).write_text(text)
                     os.replace(work / PLAN, self.folder / PLAN)
-        if (failed := self.folder / _FAILED).exists():
-            failed.rmtree()
         for work in self._works(self.folder):
             if _is_abandoned(work):
                 shutil.rmtree(work, ignore_errors=True)
@@ -109,8 +115,41 @@ class UnderWay:
             "on with what it was begun with, or remove that folder to begin anew"
         )
 
+    def adopt(self, other: epath.Path, *, left_out: bool) -> int:
+        """Takes over what another preparation made of the same text; how many parts.
+
+        Args:
+          other: its folder; what is not taken over is removed with it.
+          left_out: take over as well where something was left out.
+        """
+        plan = read_plan(other)
+        missing = {self.digests[part]: part for part in reversed(self.missing())}
+        there = UnderWay(self.target, ["?"] * plan["parts"])
+        there.folder, there.rows = other, other / ROWS / ROWS_VERSION
+        if not all(map(_is_abandoned, there._works(other))) and not self.remote:
+            return 0  # somebody is at work there
+        taken = 0
+        for mark in sorted((other / DONE).glob("*.json"), key=lambda mark: mark.name):
+            content = _read_json(mark) or {}
+            part = missing.get(content.get("digest"))
+            if part is None or (content["left_out"][0] and not left_out):
+                continue
+            there.digests = [content["digest"]] * plan["parts"]
+            index = int(mark.name.removesuffix(".json"))
+            if (made := there._made(index)) is None:
+                continue
+            for split, found in made.counts.items():
+                if found.file_bytes:
+                    name = packed_rows.shard_name(split, part, self.num_parts)
+                    files.move(there._shard(split, index), self.rows / name)
+            files.move(mark, self.folder / DONE / f"{part:05}.json")
+            del missing[content["digest"]]
+            taken += 1
+        other.rmtree(missing_ok=True)
+        return taken
+
     def fail(self, part: int, why: str) -> None:
-        """Says why a part cannot be made, for who made others make it."""
+        """Says why a part cannot be made: for who made others make it, and the next attempt."""
         folder = self.folder / _FAILED
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{part:05}.txt").write_text(why)
@@ -120,10 +159,9 @@ class UnderWay:
         (self.folder / DONE / f"{part:05}.json").unlink(missing_ok=True)
 
     def failures(self) -> list[str]:
-        """What `fail` was told since `open`, by part."""
-        folder = self.folder / _FAILED
-        files = sorted(folder.iterdir(), key=lambda file: file.name) if folder.exists() else []
-        return [file.read_text() for file in files]
+        """What `fail` was told of parts that were not done since, in order."""
+        notes = sorted((self.folder / _FAILED).glob("*.txt"), key=lambda file: file.name)
+        return [file.read_text() for file in notes]
 
     def any_done(self) -> bool:
         """Whether a part is done."""
@@ -151,7 +189,10 @@ class UnderWay:
         try:
             content = json_text.parse((self.folder / DONE / f"{part:05}.json").read_bytes())
             counts = {split: Counts(**content["counts"][split]) for split in SPLITS}
-            made = Made(counts, tuple(content["left_out"]))
+            count, first = content["left_out"]
+            made = Made(counts, Left(int(count), tuple(first)))
+            if content["digest"] != self.digests[part]:
+                return None  # of other text
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:
@@ -160,21 +201,24 @@ class UnderWay:
         if self.remote:  # a bucket shows no file before it is whole
             return made
         for split, found in counts.items():
-            shard = self.rows / packed_rows.shard_name(split, part, self.num_parts)
+            shard = self._shard(split, part)
             size = shard.stat().length if shard.exists() else 0
             if size != found.file_bytes:
                 warn(f"{os.fspath(shard)} has {size:,} bytes, not {found.file_bytes:,}: made again")
                 return None
         return made
 
+    def _shard(self, split: str, part: int) -> epath.Path:
+        return self.rows / packed_rows.shard_name(split, part, self.num_parts)
+
     @contextlib.contextmanager
     def work(self) -> Iterator[pathlib.Path]:
         """A local folder for one part's shards; its name says whose it is."""
-        whose = f"{_WORK}{socket.gethostname()}-{os.getpid()}-"
-        with folders.writing(self.folder):
+        folder = pathlib.Path(tempfile.gettempdir()) if self.remote else self.folder
+        with folders.writing(folder):
             made = tempfile.TemporaryDirectory(
-                prefix=whose if not self.remote else f"kvjax-{whose}",
-                dir=None if self.remote else self.folder,
+                prefix=f"{self._prefix}{_here()}-{os.getpid()}-",
+                dir=folder,
                 ignore_cleanup_errors=True,  # another process may have finished
             )
         with made as folder:
@@ -184,14 +228,16 @@ class UnderWay:
         """Takes over the shards that were written for a part, and says that it is done."""
         with folders.writing(self.folder):
             for split, found in made.counts.items():
-                name = packed_rows.shard_name(split, part, self.num_parts)
+                shard = self._shard(split, part)
                 if found.file_bytes:
-                    self._put(work / name, self.rows / name)
+                    self._put(work / shard.name, shard)
                 else:
-                    (self.rows / name).unlink(missing_ok=True)  # of other text that was taken back
+                    shard.unlink(missing_ok=True)  # of other text that was taken back
             counts = {split: vars(found) for split, found in made.counts.items()}
-            (work / DONE).write_text(json.dumps(dict(counts=counts, left_out=made.left_out)))
+            done = dict(digest=self.digests[part], counts=counts, left_out=made.left_out)
+            (work / DONE).write_text(json.dumps(done))
             self._put(work / DONE, self.folder / DONE / f"{part:05}.json")
+            (self.folder / _FAILED / f"{part:05}.txt").unlink(missing_ok=True)
 
     def _put(self, file: pathlib.Path, target: epath.Path) -> None:
         if not self.remote:
@@ -215,13 +261,12 @@ class UnderWay:
             self._put(file, target)
         if not self.remote:
             folders.rename(self.folder, self.target / last)
-            if self.folder.exists():
-                self.remove()  # another process was first, with the same content
+            self.folder.rmtree(missing_ok=True)  # another process was first, with the same content
         self._remove_own()
 
     def _remove_own(self) -> None:
         """Removes from the target what is not the data set's."""
-        for work in self._works(self.target):
+        for work in [] if self.remote else self._works(self.target):
             shutil.rmtree(work, ignore_errors=True)
         for own in (self.target / DONE, self.target / _FAILED):
             if own.exists():
@@ -229,17 +274,39 @@ class UnderWay:
         (self.target / PLAN).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Removes all of it."""
+        """Removes all of it; a DataError where another process writes in it."""
+        if not self.remote and not all(map(_is_abandoned, self._works(self.folder))):
+            raise DataError(
+                f"{os.fspath(self.folder)}: another process is preparing there, with another plan "
+                "or other code. Let it end, or end it, and run the same command again"
+            )
         self.folder.rmtree(missing_ok=True)
 
+    @property
+    def _prefix(self) -> str:
+        return f"kvjax-{_WORK}" if self.remote else _WORK
+
     def _works(self, folder: epath.Path) -> list[pathlib.Path]:
-        return [] if self.remote else list(pathlib.Path(folder).glob(f"{_WORK}*"))
+        where = tempfile.gettempdir() if self.remote else folder
+        return list(pathlib.Path(where).glob(f"{self._prefix}*"))
 
 
 def read_plan(folder: epath.Path) -> dict[str, Any] | None:
     """The plan of a preparation under way; None if there is none, or it cannot be read."""
+    return _read_json(folder / PLAN)
+
+
+def said(folder: epath.Path) -> str:
+    """Messages of what could not be read, in a preparation under way: they name its files."""
+    failed = [file.read_text() for file in (folder / _FAILED).glob("*.txt")]
+    marks = [_read_json(mark) or {} for mark in (folder / DONE).glob("*.json")]
+    left_out = [text for mark in marks for text in mark.get("left_out", (0, ()))[1]]
+    return "\n".join([*failed, *left_out, *(read_plan(folder) or {}).get("left_out", ())])
+
+
+def _read_json(path: epath.Path) -> dict[str, Any] | None:
     try:
-        found = json_text.parse((folder / PLAN).read_bytes())
+        found = json_text.parse(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -258,16 +325,23 @@ def plans(datasets: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = "nothing" if value is None else repr(value)
     return text if len(text) < 60 else f"{text[:57]}..."
+
+
+@functools.cache
+def _here() -> str:
+    """Where a process's number means it: this machine since it was started, and container."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return digest_of(found)
 
 
 def _is_abandoned(work: pathlib.Path) -> bool:
     """Whether the process that wrote there is gone."""
-    host, _, rest = work.name.removeprefix(_WORK).rpartition("-")[0].rpartition("-")
-    if host == socket.gethostname() and rest.isdigit() and os.path.exists("/proc"):
-        return not pathlib.Path(f"/proc/{rest}").exists()
-    with contextlib.suppress(FileNotFoundError):
-        newest = max(file.stat().st_mtime for file in (work, *work.rglob("*")))
-        return time.time() - newest > ABANDONED_SECONDS
-    return False
+    here, _, process = work.name.partition(_WORK)[2].rpartition("-")[0].rpartition("-")
+    if here == _here() and process.isdigit() and os.path.exists("/proc"):
+        return not pathlib.Path(f"/proc/{process}").exists()
+    return folders.is_abandoned(work)

@@ -37,7 +37,7 @@ def key(config: config_lib.DataConfig, source: str, num_parts: int) -> str:
         return "byte"
     if config.tokenizer != "bpe":
         return digest_of(tokenizer_lib.load(config.tokenizer, "config.data.tokenizer").to_json())
-    drawn = () if num_parts == 1 else (parts_lib.PART_BYTES,)
+    drawn = () if num_parts == 1 else (parts_lib.limit(config),)
     split, bos = tokenizer_lib.SPLIT_PATTERN, tokenizer_lib.BOS
     return digest_of(FORMAT_VERSION, source, config.vocab_size, split, bos, *drawn)
 

@@ -42,6 +42,7 @@ PART = 1000  # bytes
 def config(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
     """More than twelve parts, in a cache of their own."""
     monkeypatch.setattr(parts, "PART_BYTES", PART)
+    monkeypatch.setattr(parts, "_ROWS", 1)
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "corpus"
     folder.mkdir()

@@ -31,12 +31,16 @@ def config(request, tmp_path, small_texts, write_jsonl):
     write = {".txt": _text, ".jsonl": write_jsonl, ".parquet": _parquet}[request.param]
     for i, texts in enumerate((small_texts[:90], [], small_texts[90:])):
         write(tmp_path / f"{i}{request.param}", texts)
-    return config_lib.DataConfig(source=str(tmp_path), validation_fraction=0.1)
+    return config_lib.DataConfig(source=str(tmp_path), validation_fraction=0.1, sequence_length=1)
+
+
+def _parts(config):
+    return parts.parts(config, sources.fingerprints(config))
 
 
 def _pieces(config):
     """By split, the pieces of all parts in order; and how many parts there are."""
-    found, cut = {split: [] for split in sources.SPLITS}, parts.parts(config)
+    found, cut = {split: [] for split in sources.SPLITS}, _parts(config)
     for part in cut:
         for split, piece in parts.labelled(config, part):
             found[split].append(piece)
@@ -55,10 +59,10 @@ def test_parts_are_the_whole(config, whole, monkeypatch, size):
 
 def test_parts_have_about_their_size_and_a_fixed_order(config, monkeypatch):
     monkeypatch.setattr(parts, "PART_BYTES", 1000)
-    cut = parts.parts(config)
+    cut = _parts(config)
     assert [part.index for part in cut] == list(range(len(cut)))
     assert all(part.bytes <= 2000 for part in cut)
-    assert parts.parts(config) == cut
+    assert _parts(config) == cut
 
 
 def test_validation_files_are_for_validation_alone(config, whole, monkeypatch, tmp_path):
@@ -70,9 +74,7 @@ def test_validation_files_are_for_validation_alone(config, whole, monkeypatch, t
     found, _ = _pieces(both)
     for split, name in (("train", names[0]), ("validation", names[2])):
         alone = dataclasses.replace(config, source=str(tmp_path / name), validation_fraction=0.5)
-        everything = [
-            piece for part in parts.parts(alone) for _, piece in parts.labelled(alone, part)
-        ]
+        everything = [piece for part in _parts(alone) for _, piece in parts.labelled(alone, part)]
         assert sorted(whole(found[split])) == sorted(whole(everything))
 
 
@@ -107,3 +109,11 @@ def _flat(pieces):
             documents.append([])
         documents[-1] += _tokenizer().encode(piece.text)
     return documents
+
+
+def test_parts_are_larger_where_rows_are_long():
+    """What is left out of a part is less than a row, and a part has hundreds."""
+    for length in (16, 2048, 1 << 15, 1 << 17, 1 << 20):
+        config = config_lib.DataConfig(sequence_length=length)
+        rows = parts.limit(config) / (4 * length)
+        assert rows >= 256 and (parts.limit(config) == parts.PART_BYTES) == (length <= 1 << 15)

@@ -2,11 +2,13 @@
 
 import collections
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import pathlib
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -25,7 +27,9 @@ from kvjax.data import parts
 from kvjax.data import pool
 from kvjax.data import preparation
 from kvjax.data import prepare
+from kvjax.data import readers
 from kvjax.data import sources
+from kvjax.data import tokenized_part
 from kvjax.data import tokenizer
 from kvjax.data import under_way
 from kvjax.data import vocabulary
@@ -41,7 +45,7 @@ PREPARE = f"""
 import sys
 from kvjax.data import config, parts, prepare
 if __name__ == "__main__":
-    parts.PART_BYTES = {PART}
+    parts.PART_BYTES, parts._ROWS = {PART}, 1
     made = prepare.prepare(config.DataConfig(**eval(sys.argv[1])), workers=int(sys.argv[2]))
     print(made)
 """
@@ -51,12 +55,18 @@ if __name__ == "__main__":
 def config(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
     """About twenty parts, in a cache of their own."""
     monkeypatch.setattr(parts, "PART_BYTES", PART)
+    monkeypatch.setattr(parts, "_ROWS", 1)
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "corpus"
     folder.mkdir()
     for i in range(3):
         write_jsonl(folder / f"{i}.jsonl", [f"{i} {text}" for text in small_texts[i::3]])
     return dataclasses.replace(small_config, source=str(folder), directory="")
+
+
+def num_parts(config) -> int:
+    """Of a corpus."""
+    return len(parts.parts(config, sources.fingerprints(config)))
 
 
 def files(folder) -> dict[str, bytes]:
@@ -73,7 +83,7 @@ def expected(config, tmp_path, monkeypatch):
         patch.setenv("KVJAX_CACHE", str(tmp_path / "expected"))
         path = prepare.prepare(config, workers=1)
     found = files(path)
-    assert len(parts.parts(config)) >= 12 and len(found) >= 12
+    assert num_parts(config) >= 12 and len(found) >= 12
     return found
 
 
@@ -106,7 +116,7 @@ def test_no_document_is_lost_or_twice_and_none_of_validation_in_training(config,
     trained = collections.Counter(digest(t) for t in texts if t not in held_out)
     assert max(found["train"].values()) == 1
     # What does not fill a part's last row is left out: a document or so of each, perhaps cut.
-    count = len(parts.parts(config))
+    count = num_parts(config)
     lost, cut = trained - found["train"], found["train"] - trained
     assert sum(lost.values()) <= 2 * count and sum(cut.values()) <= count
 
@@ -141,7 +151,7 @@ def test_two_training_processes_share_it(config, expected, tmp_path):
     given = json.dumps([dataclasses.asdict(config), PART])
     job = Job([["tests.job", "prepared", given]] * 2, devices=1, logs=tmp_path / "logs")
     found = [json.loads(output.splitlines()[-1]) for output in job.succeed()]
-    count = len(parts.parts(config))
+    count = num_parts(config)
     assert [f["made"] for f in found] == [list(range(0, count, 2)), list(range(1, count, 2))]
     assert found[0]["path"] == found[1]["path"] and files(found[0]["path"]) == expected
 
@@ -178,7 +188,7 @@ def test_ten_kills_at_random_moments_change_nothing(config, expected, tmp_path):
         process.wait()
         done.append(count())
         assert not list(datasets.glob("[!.]*"))
-    print(f"parts done after each kill: {done} of {len(parts.parts(config))}")
+    print(f"parts done after each kill: {done} of {num_parts(config)}")
     assert done == sorted(done) and done[-1] >= 5  # nothing that was done was lost
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert workers and not alive
@@ -194,13 +204,13 @@ def test_what_is_done_stays_and_what_is_half_written_is_not_read(config, expecte
     shards = sorted(rows.glob("*train*"))
     shards[3].write_bytes(shards[3].read_bytes()[:-5])
     (folder / "done" / "00005.json").write_text("{")
-    abandoned = folder / f"work-{os.uname().nodename}-999999999-x"
+    abandoned = folder / f"work-{under_way._here()}-999999999-x"
     abandoned.mkdir()
     (abandoned / shards[8].name).write_bytes(b"half")
     made = []
     monkeypatch.setattr(pool, "make_part", _noting(made))
     path = prepare.prepare(config, workers=1)
-    assert made == [3, 5, *range(9, len(parts.parts(config)))]
+    assert made == [3, 5, *range(9, num_parts(config))]
     assert files(path) == expected
 
 
@@ -247,6 +257,9 @@ def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, 
     path = pathlib.Path(config.source) / "1.jsonl"
     before, others = path.read_bytes(), path.read_bytes().replace(b"o", b"i")
     path.write_bytes(others)
+    with pytest.raises(DataError, match=r"1\.jsonl changed while it was prepared"):
+        making.make(workers=1, shown=False)
+    monkeypatch.setattr(sources, "_check_unchanged", lambda *_: None)  # in the same instant
     making.make(workers=1, shown=False)
     with pytest.raises(DataError, match=r"1\.jsonl"):
         making.finish()
@@ -372,8 +385,12 @@ def test_what_cannot_be_read_stops_a_preparation(broken):
     with pytest.raises(DataError, match=r"4\.parquet is no whole Parquet file"):
         prepare.prepare(broken, workers=1)
     (folder / "4.parquet").unlink()
-    with pytest.raises(DataError, match=r"1\.jsonl, .*line \d+ is no JSON"):
+    with pytest.raises(DataError, match=r"1\.jsonl, the line at byte \d+ is no JSON") as told:
         prepare.prepare(broken, workers=2)
+    byte = int(re.search(r"at byte (\d+) is", str(told.value)).group(1))
+    content = (folder / "1.jsonl").read_bytes()[byte:]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(content.partition(b"\n")[0])
 
 
 def test_skip_broken_leaves_it_out_and_lists_it(broken, small_texts):
@@ -387,6 +404,165 @@ def test_skip_broken_leaves_it_out_and_lists_it(broken, small_texts):
     assert documents == len(small_texts) - 1 + len(small_texts) - 50
     with pytest.raises(DataError):  # what is whole is other data
         prepare.prepare(broken, workers=1)
+
+
+def test_what_a_disk_fails_to_read_is_not_left_out(config, monkeypatch):
+    """It may be read the next time: a line, or the header of a Parquet file."""
+    table = pathlib.Path(config.source) / "3.parquet"
+    pq.write_table(pa.table({"text": ["one", "two"]}), table)
+    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
+    for module, name, failing in ((readers.json_text, "parse", 40), (pq, "ParquetFile", 2)):
+        real, calls = getattr(module, name), []
+
+        def fails(*args, real=real, calls=calls, failing=failing, **kwargs):
+            calls.append(1)
+            if len(calls) > failing:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fails)
+            with pytest.raises(UserError, match="could not be read: Input/output error.*again"):
+                prepare.prepare(config, workers=1, skip_broken=True)
+    info = loader.open_dataset(prepare.prepare(config, workers=1, skip_broken=True)).info
+    assert info["left_out"] == dict(count=0, first=[])
+
+
+def test_a_text_of_another_encoding_is_left_out_as_a_whole(config):
+    (pathlib.Path(config.source) / "3.txt").write_bytes("héllo\n".encode("utf-16"))
+    with pytest.raises(DataError, match=r"3\.txt is UTF-16 text.*Convert it"):
+        prepare.prepare(config, workers=1)
+    info = loader.open_dataset(prepare.prepare(config, workers=1, skip_broken=True)).info
+    assert info["left_out"]["count"] == 1 and "3.txt is UTF-16" in info["left_out"]["first"][0]
+
+
+def test_of_much_that_is_left_out_a_hundred_messages_are_kept(config, monkeypatch):
+    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
+    monkeypatch.setattr(tokenized_part, "QUOTED", 3)
+    path = pathlib.Path(config.source) / "1.jsonl"
+    path.write_bytes(b"{\n" * 500 + path.read_bytes())
+    info = loader.open_dataset(prepare.prepare(config, workers=1, skip_broken=True)).info
+    assert info["left_out"]["count"] == 500 and 3 <= len(info["left_out"]["first"]) <= 100
+
+
+# -- mending ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interrupted(config):
+    """A preparation that a broken last line of 2.jsonl ended; what the line was, and the rest."""
+    path = pathlib.Path(config.source) / "2.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) - 9])
+    # The tokenizer learns from a part's start: what is broken behind that, it does not see.
+    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
+    with pytest.raises(DataError, match=r"2\.jsonl, the line at byte"):
+        prepare.prepare(config, workers=1)
+    return config, path, whole
+
+
+def _afresh(config, tmp_path, monkeypatch, **options):
+    """The files that a preparation makes in an empty cache."""
+    with monkeypatch.context() as patch:
+        patch.setenv("KVJAX_CACHE", str(tmp_path / "afresh"))
+        return files(prepare.prepare(config, workers=1, **options))
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_a_file_that_is_mended_costs_its_own_parts(
+    config, bucket, tmp_path, monkeypatch, capsys, where
+):
+    if where == "bucket":
+        config = dataclasses.replace(config, directory="gs://out/data")
+    path = pathlib.Path(config.source) / "1.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) - 9])
+    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
+    with pytest.raises(DataError, match=r"1\.jsonl, the line at byte"):
+        prepare.prepare(config, workers=1)
+    path.write_bytes(whole)
+    made = []
+    monkeypatch.setattr(pool, "make_part", _noting(made))
+    prepared = prepare.prepare(config, workers=1)
+    cut = parts.parts(config, sources.fingerprints(config))
+    own = {part.index for part in cut for piece in part.slices if piece.name == str(path)}
+    last = max(part.index for part in cut)
+    assert own <= set(made) == set(range(min(own), last + 1))  # what was not made yet, too
+    assert "parts stay that" in capsys.readouterr().err
+    folder = pathlib.Path(str(prepared).replace("gs://", f"{bucket}/"))
+    found = files(folder)
+    expected = _afresh(dataclasses.replace(config, directory=""), tmp_path, monkeypatch)
+    assert found.keys() == expected.keys() and len(found) > 20
+    differ = {name for name in found if found[name] != expected[name]}
+    assert differ == ({manifest.MANIFEST} if where == "bucket" else set())  # it names the bucket
+    assert len(list(folder.parent.iterdir())) == 1
+
+
+def test_a_broken_file_that_is_taken_away_costs_its_own_parts(interrupted, tmp_path, monkeypatch):
+    config, path, _ = interrupted
+    path.unlink()
+    made = []
+    monkeypatch.setattr(pool, "make_part", _noting(made))
+    found = files(prepare.prepare(config, workers=1))
+    assert len(made) <= 1  # the last one of the files before, where it shared a part
+    assert found == _afresh(config, tmp_path, monkeypatch)
+
+
+def test_leaving_out_what_is_broken_costs_one_part(interrupted, tmp_path, monkeypatch):
+    config, _, _ = interrupted
+    made = []
+    monkeypatch.setattr(pool, "make_part", _noting(made))
+    found = files(prepare.prepare(config, workers=1, skip_broken=True))
+    assert made == [num_parts(config) - 1]
+    assert found == _afresh(config, tmp_path, monkeypatch, skip_broken=True)
+
+
+def test_where_something_was_left_out_is_made_again_without_skip_broken(
+    config, tmp_path, monkeypatch
+):
+    path = pathlib.Path(config.source) / "0.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(b"{\n" + whole)
+    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
+    make_part, made = pool.make_part, []
+
+    def fails(*args, **kwargs):
+        if len(made) == 5:
+            raise UserError("enough")
+        made.append(make_part(*args, **kwargs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "make_part", fails)
+        with pytest.raises(UserError, match="enough"):
+            prepare.prepare(config, workers=1, skip_broken=True)
+    with pytest.raises(DataError, match=r"0\.jsonl, line 1 is no JSON"):
+        prepare.prepare(config, workers=1)
+    path.write_bytes(whole)
+    assert files(prepare.prepare(config, workers=1)) == _afresh(config, tmp_path, monkeypatch)
+
+
+def test_another_file_that_changed_is_no_mending(interrupted):
+    config, path, whole = interrupted
+    path.write_bytes(whole)
+    other = path.with_name("0.jsonl")
+    other.write_bytes(other.read_bytes().replace(b"o", b"i"))
+    with pytest.raises(DataError, match=r"changed since its preparation was begun \(\S+0\.jsonl"):
+        prepare.prepare(config, workers=1)
+
+
+def test_a_folder_in_which_somebody_works_is_not_removed(interrupted):
+    config, path, whole = interrupted
+    (folder,) = config.root.glob("datasets/.under-way-*")
+    work = folder / f"work-{under_way._here()}-{os.getpid()}-living"
+    work.mkdir()
+    before = files(folder)
+    path.write_bytes(whole)
+    prepare.prepare(config, workers=1)
+    assert files(folder) == before
+    (folder / under_way.PLAN).write_text("")
+    path.write_bytes(whole[: len(whole) - 9])
+    with pytest.raises(DataError, match="another process is preparing there"):
+        prepare.prepare(config, workers=1)
 
 
 def test_the_command_lists_what_it_left_out(broken, capsys, monkeypatch):
@@ -409,7 +585,7 @@ def test_a_bucket_gets_shards_as_they_are_made_and_the_manifest_last(
     (folder,) = (bucket / "out/data/datasets").iterdir()
     assert len(list((folder / "packed_rows/1.0.0").glob("*train*"))) == 6
     assert not (folder / manifest.MANIFEST).exists() and not list(tmp_path.glob("kvjax-*"))
-    count = len(parts.parts(config))
+    count = num_parts(config)
     made = []
     monkeypatch.setattr(pool, "make_part", _noting(made))
     path = prepare.prepare(remote, workers=1)
@@ -451,7 +627,7 @@ def test_the_plan_is_about_what_it_takes(config, capsys):
     path = prepare.prepare(config, workers=1)
     splits = loader.open_dataset(path).info["splits"]
     total = lambda key: sum(splits[split][key] for split in sources.SPLITS)
-    assert plan["parts"] == len(parts.parts(config)) and plan["folder"] == str(path)
+    assert plan["parts"] == num_parts(config) and plan["folder"] == str(path)
     assert 0.9 < plan["text_bytes"] / total("bytes") < 1.1
     assert 0.6 < plan["tokens"] / total("tokens") < 1.6
     size = sum(file.stat().st_size for file in pathlib.Path(path).rglob("*array_record*"))

@@ -14,6 +14,7 @@ import pytest
 
 from kvjax.data import readers
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.foundation.errors import DataError
 
 TEXTS = ["one\n", "zwei — två\n", "三 🙂"]
 
@@ -150,7 +151,7 @@ def test_forbidden_file_is_named(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(path), "open", forbid)
-    with pytest.raises(readers.SourceError, match=r"secret\.txt can't be read.*permissions"):
+    with pytest.raises(DataError, match=r"secret\.txt can't be read.*permissions"):
         list(readers.read_text(path))
 
 

@@ -2,14 +2,15 @@
 
 import os
 import pathlib
-import socket
 import time
 
 from etils import epath
 import pytest
 
+from kvjax.data import folders
 from kvjax.data import under_way
 from kvjax.data.tokenized_part import Counts
+from kvjax.data.tokenized_part import Left
 from kvjax.data.tokenized_part import Made
 from kvjax.foundation.errors import DataError
 
@@ -18,12 +19,12 @@ PLAN = {"code": "a"}
 
 @pytest.fixture
 def making(tmp_path):
-    found = under_way.UnderWay(epath.Path(tmp_path) / "key", 3)
+    found = under_way.UnderWay(epath.Path(tmp_path) / "key", "abc")
     found.open(PLAN)
     return found
 
 
-def _publish(making, part, left_out=()):
+def _publish(making, part, left_out=Left()):
     with making.work() as work:
         found = Made({"train": Counts(rows=1, documents=2), "validation": Counts()}, left_out)
         making.publish(part, work, found)
@@ -31,31 +32,31 @@ def _publish(making, part, left_out=()):
 
 
 def test_what_is_published_is_read_back(making):
-    made = _publish(making, 1, ("a line",))
+    made = _publish(making, 1, Left(7, ("a line",)))
     assert making.all_made() == [None, made, None] and making.missing() == [0, 2]
-    again = under_way.UnderWay(making.target, 3)
+    again = under_way.UnderWay(making.target, "abc")
     again.open(PLAN)
     assert again.missing() == [0, 2]
 
 
 def test_what_a_killed_process_was_writing_is_removed_and_a_living_one_s_is_not(making):
-    here = f"work-{socket.gethostname()}-"
-    folders = {
+    here = f"work-{under_way._here()}-"
+    works = {
         f"{here}{os.getpid()}-living": True,
         f"{here}999999999-killed": False,
         "work-another-host-12-new": True,
         "work-another-host-12-old": False,
     }
-    for name in folders:
+    for name in works:
         folder = pathlib.Path(making.folder) / name
         folder.mkdir()
         (folder / "file").write_text("")
         if name.endswith("old"):
-            long_ago = time.time() - under_way.ABANDONED_SECONDS - 60
+            long_ago = time.time() - folders.ABANDONED_SECONDS - 60
             for path in (folder / "file", folder):
                 os.utime(path, (long_ago, long_ago))
     making.open(PLAN)
-    assert {name: (making.folder / name).exists() for name in folders} == folders
+    assert {name: (making.folder / name).exists() for name in works} == works
 
 
 def test_another_plan_begins_anew_unless_a_part_is_done(making):
@@ -67,9 +68,16 @@ def test_another_plan_begins_anew_unless_a_part_is_done(making):
     assert making.missing() == [1, 2]
 
 
-def test_failures_are_those_since_it_was_opened(making):
+def test_failures_are_those_of_parts_that_are_not_done(making):
     making.fail(2, "the third")
     making.fail(0, "the first")
-    assert making.failures() == ["the first", "the third"]
     making.open(PLAN)
-    assert making.failures() == []
+    assert making.failures() == ["the first", "the third"]
+    _publish(making, 0)
+    assert making.failures() == ["the third"]
+
+
+def test_a_part_of_other_text_is_not_done(making):
+    _publish(making, 1)
+    assert under_way.UnderWay(making.target, "abc").missing() == [0, 2]
+    assert under_way.UnderWay(making.target, "aBc").missing() == [0, 1, 2]
