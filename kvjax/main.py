@@ -9,6 +9,7 @@ tell them. Exit statuses: see configs/README.md, "How a run ends".
 """
 
 from kvjax import distributed
+from kvjax.data.config import PREPARE_HOURS
 from kvjax.foundation import command_line
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
@@ -20,7 +21,8 @@ def _parser() -> command_line.Parser:
     parser = command_line.Parser(__doc__, config=True)
     add = parser.add_argument
     add("--workdir", default="", help="for checkpoints and metrics, local or gs:// (runs/NAME)")
-    add("--prepare_hours", type=float, default=1.0, help="that preparing its data may take (1)")
+    hours, text = PREPARE_HOURS, f"that preparing its data may take ({PREPARE_HOURS:g})"
+    add("--prepare_hours", type=float, default=hours, help=text)
     job = parser.add_argument_group("several processes")
     add = job.add_argument
     add("--coordinator", help="process 0's host:port, or KVJAX_COORDINATOR")

@@ -176,7 +176,7 @@ def loaded(workdir):
     return trained.load(epath.Path(workdir))
 
 
-class _Buckets(dirfs.DirFileSystem):
+class Buckets(dirfs.DirFileSystem):
     """Google's buckets as the folders of a folder."""
 
     def _join(self, path):
@@ -190,7 +190,7 @@ def bucket(tmp_path, monkeypatch):
     """The folder whose folder `x` is what epath finds at gs://x."""
     folder = tmp_path / "buckets"
     folder.mkdir()
-    system = _Buckets(str(folder), fsspec.filesystem("file", auto_mkdir=True))
+    system = Buckets(str(folder), fsspec.filesystem("file", auto_mkdir=True))
     monkeypatch.setattr(type(epath.backend.fsspec_backend), "fs", lambda self, path: system)
     monkeypatch.setitem(runtime.BUCKETS, "gs", ("fsspec", ""))
     return folder

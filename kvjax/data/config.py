@@ -15,6 +15,7 @@ from kvjax.foundation.errors import DataError
 NUM_BYTES = 256
 MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQUENCE_LENGTH = 1 << 24
+PREPARE_HOURS = 1.0  # that a run may prepare its data, unless it is told otherwise
 PREPARED = "prepared:"
 # On the command line a key has its own name, but for these.
 FLAG_NAMES = {"directory": "output"}

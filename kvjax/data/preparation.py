@@ -346,6 +346,7 @@ class _SoFar:
         left = (self._total - self._before - self._done) / max(rate, 1e-9)
         size = progress.size
         return (
-            f"tokenizing, {size(self._before + self._done)} of {size(self._total)}, "
+            f"tokenizing {progress.bar((self._before + self._done) / max(1, self._total))}, "
+            f"{size(self._before + self._done)} of {size(self._total)}, "
             f"{size(rate)}/s, {progress.duration(left)} left"
         )

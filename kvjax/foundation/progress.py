@@ -8,11 +8,18 @@ import time
 FIRST_SECONDS = 3.0
 _TERMINAL_EVERY, _LOG_EVERY = 1.0, 30.0
 _STEPS_EVERY = 10.0
+_BAR = 20  # characters
 
 
 def size(count: float) -> str:
     """Bytes, or characters, for a reader: 12.3 MB."""
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def bar(share: float) -> str:
+    """How far something is, from 0 to 1: ━━━━──── 50 %."""
+    done = round(_BAR * min(max(share, 0), 1))
+    return f"{'━' * done}{'─' * (_BAR - done)} {100 * share:.0f} %"
 
 
 def duration(seconds: float) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 from kvjax import distributed
 from kvjax.costs import formulas
 from kvjax.data import loader
+from kvjax.data.config import PREPARE_HOURS
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.generator import max_positions
 from kvjax.decoding.text import generate
@@ -41,7 +42,10 @@ from kvjax.workdir.checkpoint import read_parameters
 
 
 def train(
-    config: ml_collections.ConfigDict, workdir: epath.PathLike, *, prepare_hours: float = 1.0
+    config: ml_collections.ConfigDict,
+    workdir: epath.PathLike,
+    *,
+    prepare_hours: float = PREPARE_HOURS,
 ) -> dict[str, float]:
     """Trains to the end or to `train.stop_after`, resuming what the workdir holds.
 

@@ -18,6 +18,7 @@ from kvjax.data import loader
 from kvjax.data import preparation
 from kvjax.data import prepare
 from kvjax.data import tokenizer
+from kvjax.data.config import PREPARE_HOURS
 from kvjax.data.config import DataConfig
 from kvjax.data.config import is_prepared
 from kvjax.distributed import sharding
@@ -96,7 +97,7 @@ def _digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def data_set(data: DataConfig, hours: float = 1.0) -> loader.PackedDataset:
+def data_set(data: DataConfig, hours: float = PREPARE_HOURS) -> loader.PackedDataset:
     """The data set of a run, prepared if need be by all processes that share its folder.
 
     Args:

@@ -1,5 +1,6 @@
 """A small corpus of made-up words, and a data set prepared from it once."""
 
+import dataclasses
 import json
 import random
 
@@ -7,7 +8,9 @@ import pytest
 
 from kvjax.data import config as config_lib
 from kvjax.data import loader
+from kvjax.data import parts
 from kvjax.data import prepare
+from tests.data import corpora
 
 SEQUENCE_LENGTH = 16
 
@@ -69,3 +72,16 @@ def small_dataset(small_config):
 def embedded_dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("embedded")
     return loader.open_dataset(prepare.prepare(config_lib.DataConfig(directory=str(folder))))
+
+
+@pytest.fixture
+def many_parts(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
+    """A config of 48 parts of three files, in a cache of their own."""
+    monkeypatch.setattr(parts, "PART_BYTES", corpora.PART)
+    monkeypatch.setattr(parts, "_ROWS", 1)
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(3):
+        write_jsonl(folder / f"{i}.jsonl", [f"{i} {text}" for text in small_texts[i::3]])
+    return dataclasses.replace(small_config, source=str(folder), directory="")

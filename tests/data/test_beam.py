@@ -5,12 +5,12 @@ import pathlib
 
 import pytest
 
-from kvjax.data import parts
 from kvjax.data import pool
 from kvjax.data import preparation
 from kvjax.data import prepare
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
+from tests.data.corpora import files
 
 pytestmark = pytest.mark.beam
 
@@ -35,26 +35,11 @@ def test_what_is_installed_fits_together():
 
 
 RUNNER = "runner=FnApiRunner,direct_running_mode=multi_processing,direct_num_workers=2"
-PART = 1000  # bytes
 
 
 @pytest.fixture
-def config(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
-    """More than twelve parts, in a cache of their own."""
-    monkeypatch.setattr(parts, "PART_BYTES", PART)
-    monkeypatch.setattr(parts, "_ROWS", 1)
-    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for i in range(2):
-        write_jsonl(folder / f"{i}.jsonl", small_texts[i::2])
-    return dataclasses.replace(small_config, source=str(folder), directory="")
-
-
-def _files(folder):
-    folder = pathlib.Path(folder)
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+def config(many_parts):
+    return many_parts
 
 
 @pytest.fixture
@@ -62,13 +47,13 @@ def expected(config, tmp_path, monkeypatch):
     """The files that one process makes."""
     with monkeypatch.context() as patch:
         patch.setenv("KVJAX_CACHE", str(tmp_path / "expected"))
-        found = _files(prepare.prepare(config, workers=1))
+        found = files(prepare.prepare(config, workers=1))
     assert len(found) > 12
     return found
 
 
 def test_a_pipeline_writes_the_same_bytes(config, expected):
-    assert _files(prepare.prepare(config, beam_options=RUNNER)) == expected
+    assert files(prepare.prepare(config, beam_options=RUNNER)) == expected
 
 
 def test_it_goes_on_with_what_is_missing(config, expected, monkeypatch):
@@ -82,20 +67,30 @@ def test_it_goes_on_with_what_is_missing(config, expected, monkeypatch):
     beam.make(making, "runner=FnApiRunner")
     after = {path.name: path.stat().st_mtime_ns for path in done.iterdir()}
     assert len(after) == len(before) + 3 and after == after | before
-    assert _files(making.finish()) == expected
+    assert files(making.finish()) == expected
 
 
-def test_what_a_worker_cannot_read_is_one_message(config):
-    config = dataclasses.replace(config, tokenizer="byte")  # none is trained, which reads all
+def test_what_a_worker_cannot_read_is_one_message_and_mending_it_costs_its_parts(
+    config, tmp_path, monkeypatch
+):
+    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)  # trained, it reads all
     path = pathlib.Path(config.source) / "1.jsonl"
     lines = path.read_text().splitlines()
-    lines[70] = lines[70][:9]
-    path.write_text("\n".join(lines) + "\n")
+    broken, whole = [*lines[:50], lines[50][:9], *lines[51:]], [*lines[:50], *lines[51:]]
+    path.write_text("\n".join(broken) + "\n")
     with pytest.raises(DataError, match=r"^\S+1\.jsonl, .*is no JSON"):
         prepare.prepare(config, beam_options=RUNNER)
-    path.write_text("\n".join(lines[:70] + lines[71:]) + "\n")
-    with pytest.raises(DataError, match="changed since its preparation was begun"):
-        prepare.prepare(config, beam_options=RUNNER)
+    (before,) = config.root.glob("datasets/.under-way-*")
+    shards = {
+        file.name: file.stat().st_ino for file in pathlib.Path(before).rglob("*array_record*")
+    }
+    path.write_text("\n".join(whole) + "\n")
+    made = pathlib.Path(prepare.prepare(config, beam_options=RUNNER))
+    same = lambda file: shards.get(file.name) == file.stat().st_ino
+    kept = [file for file in made.rglob("*array_record*") if same(file)]
+    assert len(kept) > len(shards) // 2
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "afresh"))
+    assert files(made) == files(prepare.prepare(config, workers=1))
 
 
 def test_a_worker_with_other_code_makes_nothing(config, monkeypatch):

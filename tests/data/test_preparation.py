@@ -2,13 +2,11 @@
 
 import collections
 import dataclasses
-import errno
 import hashlib
 import json
 import os
 import pathlib
 import random
-import re
 import resource
 import signal
 import subprocess
@@ -16,20 +14,15 @@ import sys
 import time
 
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from kvjax.data import estimate
 from kvjax.data import loader
 from kvjax.data import manifest
-from kvjax.data import parts
 from kvjax.data import pool
 from kvjax.data import preparation
 from kvjax.data import prepare
-from kvjax.data import readers
 from kvjax.data import sources
-from kvjax.data import tokenized_part
 from kvjax.data import tokenizer
 from kvjax.data import under_way
 from kvjax.data import vocabulary
@@ -37,9 +30,12 @@ from kvjax.foundation import command_line
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
+from tests.data.corpora import PART
+from tests.data.corpora import files
+from tests.data.corpora import noting
+from tests.data.corpora import num_parts
 from tests.job import Job
 
-PART = 1000  # bytes
 # A preparation in a process of its own, of small parts.
 PREPARE = f"""
 import sys
@@ -52,28 +48,8 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def config(small_config, small_texts, tmp_path, write_jsonl, monkeypatch):
-    """About twenty parts, in a cache of their own."""
-    monkeypatch.setattr(parts, "PART_BYTES", PART)
-    monkeypatch.setattr(parts, "_ROWS", 1)
-    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for i in range(3):
-        write_jsonl(folder / f"{i}.jsonl", [f"{i} {text}" for text in small_texts[i::3]])
-    return dataclasses.replace(small_config, source=str(folder), directory="")
-
-
-def num_parts(config) -> int:
-    """Of a corpus."""
-    return len(parts.parts(config, sources.fingerprints(config)))
-
-
-def files(folder) -> dict[str, bytes]:
-    """By path, the bytes of every file."""
-    folder = pathlib.Path(folder)
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+def config(many_parts):
+    return many_parts
 
 
 @pytest.fixture
@@ -208,21 +184,10 @@ def test_what_is_done_stays_and_what_is_half_written_is_not_read(config, expecte
     abandoned.mkdir()
     (abandoned / shards[8].name).write_bytes(b"half")
     made = []
-    monkeypatch.setattr(pool, "make_part", _noting(made))
+    monkeypatch.setattr(pool, "make_part", noting(made))
     path = prepare.prepare(config, workers=1)
     assert made == [3, 5, *range(9, num_parts(config))]
     assert files(path) == expected
-
-
-def _noting(made):
-    """As `pool.make_part`, and appends the part's index to a list."""
-    make_part = pool.make_part
-
-    def make(config, part, *args, **kwargs):
-        made.append(part.index)
-        make_part(config, part, *args, **kwargs)
-
-    return make
 
 
 def _stop_after(monkeypatch, config, count):
@@ -357,222 +322,6 @@ def test_a_worker_that_is_killed_is_told_and_what_is_done_stays(config, tmp_path
     prepare.prepare(config, workers=1)
 
 
-# -- what cannot be read ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def broken(config, small_texts):
-    """A broken line, a row group with flipped bytes and a file without its end; what is whole."""
-    folder = pathlib.Path(config.source)
-    lines = (folder / "1.jsonl").read_text().splitlines()
-    lines[5] = lines[5][: len(lines[5]) // 2]
-    (folder / "1.jsonl").write_text("\n".join(lines) + "\n")
-    texts = [f"p {text}" for text in small_texts]
-    pq.write_table(
-        pa.table({"text": texts}), folder / "3.parquet", row_group_size=50, compression="zstd"
-    )
-    metadata = pq.ParquetFile(folder / "3.parquet").metadata
-    place = metadata.row_group(1).column(0).data_page_offset
-    content = bytearray((folder / "3.parquet").read_bytes())
-    (folder / "4.parquet").write_bytes(content[: len(content) // 2])
-    content[place : place + 200] = bytes(200)
-    (folder / "3.parquet").write_bytes(content)
-    return config
-
-
-def test_what_cannot_be_read_stops_a_preparation(broken):
-    folder = pathlib.Path(broken.source)
-    with pytest.raises(DataError, match=r"4\.parquet is no whole Parquet file"):
-        prepare.prepare(broken, workers=1)
-    (folder / "4.parquet").unlink()
-    with pytest.raises(DataError, match=r"1\.jsonl, the line at byte \d+ is no JSON") as told:
-        prepare.prepare(broken, workers=2)
-    byte = int(re.search(r"at byte (\d+) is", str(told.value)).group(1))
-    content = (folder / "1.jsonl").read_bytes()[byte:]
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(content.partition(b"\n")[0])
-
-
-def test_skip_broken_leaves_it_out_and_lists_it(broken, small_texts):
-    path = prepare.prepare(broken, workers=1, skip_broken=True)
-    info = loader.open_dataset(path).info
-    said = info["left_out"]
-    assert said["count"] == 3 == len(said["first"])
-    for what in ("4.parquet is no whole", "is no JSON", "3.parquet: row group 1 of 4"):
-        assert sum(what in text for text in said["first"]) == 1
-    documents = sum(info["splits"][split]["documents"] for split in sources.SPLITS)
-    assert documents == len(small_texts) - 1 + len(small_texts) - 50
-    with pytest.raises(DataError):  # what is whole is other data
-        prepare.prepare(broken, workers=1)
-
-
-def test_what_a_disk_fails_to_read_is_not_left_out(config, monkeypatch):
-    """It may be read the next time: a line, or the header of a Parquet file."""
-    table = pathlib.Path(config.source) / "3.parquet"
-    pq.write_table(pa.table({"text": ["one", "two"]}), table)
-    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    for module, name, failing in ((readers.json_text, "parse", 40), (pq, "ParquetFile", 2)):
-        real, calls = getattr(module, name), []
-
-        def fails(*args, real=real, calls=calls, failing=failing, **kwargs):
-            calls.append(1)
-            if len(calls) > failing:
-                raise OSError(errno.EIO, "Input/output error")
-            return real(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, fails)
-            with pytest.raises(UserError, match="could not be read: Input/output error.*again"):
-                prepare.prepare(config, workers=1, skip_broken=True)
-    info = loader.open_dataset(prepare.prepare(config, workers=1, skip_broken=True)).info
-    assert info["left_out"] == dict(count=0, first=[])
-
-
-def test_a_text_of_another_encoding_is_left_out_as_a_whole(config):
-    (pathlib.Path(config.source) / "3.txt").write_bytes("héllo\n".encode("utf-16"))
-    with pytest.raises(DataError, match=r"3\.txt is UTF-16 text.*Convert it"):
-        prepare.prepare(config, workers=1)
-    info = loader.open_dataset(prepare.prepare(config, workers=1, skip_broken=True)).info
-    assert info["left_out"]["count"] == 1 and "3.txt is UTF-16" in info["left_out"]["first"][0]
-
-
-def test_of_much_that_is_left_out_a_hundred_messages_are_kept(config, monkeypatch):
-    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    monkeypatch.setattr(tokenized_part, "QUOTED", 3)
-    path = pathlib.Path(config.source) / "1.jsonl"
-    path.write_bytes(b"{\n" * 500 + path.read_bytes())
-    info = loader.open_dataset(prepare.prepare(config, workers=1, skip_broken=True)).info
-    assert info["left_out"]["count"] == 500 and 3 <= len(info["left_out"]["first"]) <= 100
-
-
-# -- mending ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def interrupted(config):
-    """A preparation that a broken last line of 2.jsonl ended; what the line was, and the rest."""
-    path = pathlib.Path(config.source) / "2.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) - 9])
-    # The tokenizer learns from a part's start: what is broken behind that, it does not see.
-    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    with pytest.raises(DataError, match=r"2\.jsonl, the line at byte"):
-        prepare.prepare(config, workers=1)
-    return config, path, whole
-
-
-def _afresh(config, tmp_path, monkeypatch, **options):
-    """The files that a preparation makes in an empty cache."""
-    with monkeypatch.context() as patch:
-        patch.setenv("KVJAX_CACHE", str(tmp_path / "afresh"))
-        return files(prepare.prepare(config, workers=1, **options))
-
-
-@pytest.mark.parametrize("where", ["folder", "bucket"])
-def test_a_file_that_is_mended_costs_its_own_parts(
-    config, bucket, tmp_path, monkeypatch, capsys, where
-):
-    if where == "bucket":
-        config = dataclasses.replace(config, directory="gs://out/data")
-    path = pathlib.Path(config.source) / "1.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) - 9])
-    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    with pytest.raises(DataError, match=r"1\.jsonl, the line at byte"):
-        prepare.prepare(config, workers=1)
-    path.write_bytes(whole)
-    made = []
-    monkeypatch.setattr(pool, "make_part", _noting(made))
-    prepared = prepare.prepare(config, workers=1)
-    cut = parts.parts(config, sources.fingerprints(config))
-    own = {part.index for part in cut for piece in part.slices if piece.name == str(path)}
-    last = max(part.index for part in cut)
-    assert own <= set(made) == set(range(min(own), last + 1))  # what was not made yet, too
-    assert "parts stay that" in capsys.readouterr().err
-    folder = pathlib.Path(str(prepared).replace("gs://", f"{bucket}/"))
-    found = files(folder)
-    expected = _afresh(dataclasses.replace(config, directory=""), tmp_path, monkeypatch)
-    assert found.keys() == expected.keys() and len(found) > 20
-    differ = {name for name in found if found[name] != expected[name]}
-    assert differ == ({manifest.MANIFEST} if where == "bucket" else set())  # it names the bucket
-    assert len(list(folder.parent.iterdir())) == 1
-
-
-def test_a_broken_file_that_is_taken_away_costs_its_own_parts(interrupted, tmp_path, monkeypatch):
-    config, path, _ = interrupted
-    path.unlink()
-    made = []
-    monkeypatch.setattr(pool, "make_part", _noting(made))
-    found = files(prepare.prepare(config, workers=1))
-    assert len(made) <= 1  # the last one of the files before, where it shared a part
-    assert found == _afresh(config, tmp_path, monkeypatch)
-
-
-def test_leaving_out_what_is_broken_costs_one_part(interrupted, tmp_path, monkeypatch):
-    config, _, _ = interrupted
-    made = []
-    monkeypatch.setattr(pool, "make_part", _noting(made))
-    found = files(prepare.prepare(config, workers=1, skip_broken=True))
-    assert made == [num_parts(config) - 1]
-    assert found == _afresh(config, tmp_path, monkeypatch, skip_broken=True)
-
-
-def test_where_something_was_left_out_is_made_again_without_skip_broken(
-    config, tmp_path, monkeypatch
-):
-    path = pathlib.Path(config.source) / "0.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(b"{\n" + whole)
-    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    make_part, made = pool.make_part, []
-
-    def fails(*args, **kwargs):
-        if len(made) == 5:
-            raise UserError("enough")
-        made.append(make_part(*args, **kwargs))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pool, "make_part", fails)
-        with pytest.raises(UserError, match="enough"):
-            prepare.prepare(config, workers=1, skip_broken=True)
-    with pytest.raises(DataError, match=r"0\.jsonl, line 1 is no JSON"):
-        prepare.prepare(config, workers=1)
-    path.write_bytes(whole)
-    assert files(prepare.prepare(config, workers=1)) == _afresh(config, tmp_path, monkeypatch)
-
-
-def test_another_file_that_changed_is_no_mending(interrupted):
-    config, path, whole = interrupted
-    path.write_bytes(whole)
-    other = path.with_name("0.jsonl")
-    other.write_bytes(other.read_bytes().replace(b"o", b"i"))
-    with pytest.raises(DataError, match=r"changed since its preparation was begun \(\S+0\.jsonl"):
-        prepare.prepare(config, workers=1)
-
-
-def test_a_folder_in_which_somebody_works_is_not_removed(interrupted):
-    config, path, whole = interrupted
-    (folder,) = config.root.glob("datasets/.under-way-*")
-    work = folder / f"work-{under_way._here()}-{os.getpid()}-living"
-    work.mkdir()
-    before = files(folder)
-    path.write_bytes(whole)
-    prepare.prepare(config, workers=1)
-    assert files(folder) == before
-    (folder / under_way.PLAN).write_text("")
-    path.write_bytes(whole[: len(whole) - 9])
-    with pytest.raises(DataError, match="another process is preparing there"):
-        prepare.prepare(config, workers=1)
-
-
-def test_the_command_lists_what_it_left_out(broken, capsys, monkeypatch):
-    arguments = broken.command().split()[3:]
-    assert command_line.status(prepare.main, [*arguments, "--skip_broken", "--workers=1"]) == 0
-    err = capsys.readouterr().err
-    assert err.count("left out: ") == 3
-    assert command_line.status(prepare.main, [*arguments, "--workers=-1"]) == 2
-
-
 # -- where it goes ---------------------------------------------------------------------------------
 
 
@@ -587,7 +336,7 @@ def test_a_bucket_gets_shards_as_they_are_made_and_the_manifest_last(
     assert not (folder / manifest.MANIFEST).exists() and not list(tmp_path.glob("kvjax-*"))
     count = num_parts(config)
     made = []
-    monkeypatch.setattr(pool, "make_part", _noting(made))
+    monkeypatch.setattr(pool, "make_part", noting(made))
     path = prepare.prepare(remote, workers=1)
     assert made == list(range(6, count))
     found = files(folder)
@@ -597,6 +346,26 @@ def test_a_bucket_gets_shards_as_they_are_made_and_the_manifest_last(
     assert {n: c for n, c in found.items() if "array_record" in n} == {
         n: c for n, c in expected.items() if "array_record" in n
     }
+
+
+def test_several_workers_fill_a_bucket(config, expected, bucket, tmp_path):
+    script = tmp_path / "remote.py"
+    script.write_text(
+        "import fsspec\nfrom etils import epath\nfrom kvjax.foundation import runtime\n"
+        "from tests.conftest import Buckets\n"
+        f"system = Buckets({str(bucket)!r}, fsspec.filesystem('file', auto_mkdir=True))\n"
+        "type(epath.backend.fsspec_backend).fs = lambda self, path: system\n"
+        "runtime.BUCKETS['gs'] = ('fsspec', '')\n" + PREPARE
+    )
+    remote = dataclasses.replace(config, directory="gs://out/data")
+    process = start(remote, 3, script)
+    _, said = process.communicate()
+    assert not process.returncode, said
+    (folder,) = (bucket / "out/data/datasets").iterdir()
+    found = files(folder)
+    assert found.keys() == expected.keys()
+    differ = {name for name in found if found[name] != expected[name]}
+    assert differ == {manifest.MANIFEST}  # it names the bucket
 
 
 def test_a_target_without_room_is_told_before_and_when_it_happens(config, monkeypatch):

@@ -1,0 +1,32 @@
+"""Corpora of many small parts, and what is asked of a preparation of them."""
+
+import pathlib
+
+from kvjax.data import parts
+from kvjax.data import pool
+from kvjax.data import sources
+
+PART = 1000  # bytes
+
+
+def files(folder) -> dict[str, bytes]:
+    """By path, the bytes of every file."""
+    folder = pathlib.Path(folder)
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def num_parts(config) -> int:
+    """Of a corpus."""
+    return len(parts.parts(config, sources.fingerprints(config)))
+
+
+def noting(made):
+    """As `pool.make_part`, and appends the part's index to a list."""
+    make_part = pool.make_part
+
+    def make(config, part, *args, **kwargs):
+        made.append(part.index)
+        make_part(config, part, *args, **kwargs)
+
+    return make
