@@ -204,7 +204,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes) -> jax.Array:
 def gather(weight: jax.Array, axes: str, mesh: Mesh | None) -> jax.Array:
     """A weight whole along `fsdp`, as a product needs it; its gradient is scattered again.
 
-    Without the second half the gradient would be summed whole on every device.
+    Without the second half only the optimizer's state would tell the compiler how it lies.
     """
     if mesh is None:
         return weight

@@ -26,6 +26,7 @@ from tests import runs
 from tests.distributed import small_step
 from tests.distributed.small_step import LAYERS
 from tests.distributed.small_step import B
+from tests.distributed.small_step import D
 from tests.distributed.small_step import Step
 from tests.distributed.small_step import T
 
@@ -153,6 +154,23 @@ def test_a_device_computes_its_own_rows_only(mesh_name):
     # Widths of this model are 16, 32, 64 and 257; 32 is also D, so rows lead and T follows.
     assert not [s for s in shapes if s[:2] in {(32, 24), (32, 12)}]
     assert not [s for s in shapes if s[0] == 32 * 24 and math.prod(s) >= 32 * 24 * 32]
+
+
+@pytest.mark.parametrize("mesh_name", ["fsdp8", "data2_fsdp4", "fsdp4_tensor2"])
+def test_the_gradient_of_a_gathered_weight_is_scattered(mesh_name):
+    """Also where no optimizer's state, and no layout asked of the result, says so."""
+    mesh = small_step.mesh(mesh_name)
+    put = lambda x, *split: jax.device_put(x, jax.NamedSharding(mesh, P(*split)))
+    rng = np.random.default_rng(0)
+    w_DNH = put(rng.normal(size=(D, 8, 4)).astype(np.float32), "fsdp", "tensor")
+    x_BD = put(rng.normal(size=(B, D)).astype(np.float32), sharding.BATCH)
+
+    def loss(w_DNH, x_BD):
+        w_DNH = sharding.gather(w_DNH, "D -> N H", mesh)
+        return jnp.sum(jnp.einsum("BD,DNH->BNH", x_BD, w_DNH) ** 2)
+
+    gradient = jax.jit(jax.grad(loss))(w_DNH, x_BD)
+    assert gradient.sharding.is_equivalent_to(w_DNH.sharding, 3), gradient.sharding
 
 
 def test_weights_are_what_is_gathered_in_the_layers(compiled):

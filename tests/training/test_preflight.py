@@ -11,6 +11,7 @@ import pytest
 from experiments.tables.parameter_table import load_config
 import kvjax
 from kvjax import experiment as experiment_lib
+from kvjax.data import tokenizer
 from kvjax.distributed import sharding
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
@@ -96,6 +97,17 @@ def test_a_mesh_that_does_not_divide_the_model(source, tmp_path, mesh, length, m
     config.mesh.update(mesh)
     config.data.update(sequence_length=length, directory=str(tmp_path / "data"))
     with pytest.raises(UserError, match=message):
+        loop.train(config, epath.Path(tmp_path / "run"))
+    assert not (tmp_path / "run").exists() and not (tmp_path / "data").exists()
+
+
+def test_a_tokenizer_json_with_another_vocabulary(source, tmp_path):
+    """Before the data are prepared or a file is written."""
+    file = tmp_path / "tokenizer.json"
+    tokenizer.byte_tokenizer().save(file)
+    config = runs.small_config(*source)
+    config.data.update(tokenizer=str(file), vocab_size=300, directory=str(tmp_path / "data"))
+    with pytest.raises(UserError, match=r"= 300: the tokenizer '.*/tokenizer\.json' has 257; set"):
         loop.train(config, epath.Path(tmp_path / "run"))
     assert not (tmp_path / "run").exists() and not (tmp_path / "data").exists()
 
