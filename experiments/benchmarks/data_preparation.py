@@ -3,7 +3,7 @@ the hours of a corpus of the papers' size.
 
     python -m experiments.benchmarks.data_preparation [--megabytes=100,1000] [--workers=2] [--save]
 
-The text is the embedded corpus, document by document and again with numbers in it, as JSON lines in
+The text is the embedded corpus, document by document, again and again with other numbers in it, as JSON lines in
 a temporary folder. Memory is the proportional set size of the largest worker at its highest; room
 is what lies in the folders that parts are written to, beside the rows that are done. Prints two
 tables. Needs Linux.
@@ -52,8 +52,8 @@ def write_corpus(path: pathlib.Path, size: int) -> int:
         for number, text in enumerate(itertools.cycle(texts)):
             if written >= size:
                 return written
-            copy = number // len(texts)
-            text = text if not copy else text.replace(" the ", f" the {copy} ")
+            copy = 1000 + number // len(texts)  # as many tokens in each, whatever the size
+            text = text.replace(" the ", f" the {copy} ")
             file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             written += len(text.encode())
 
