@@ -3,12 +3,13 @@ the hours of a corpus of the papers' size.
 
     python -m experiments.benchmarks.data_preparation [--megabytes=100,1000] [--workers=2] [--save]
 
-The text is the embedded corpus, document by document, again and again with other numbers in it, as JSON lines in
-a temporary folder. Memory is the proportional set size of the largest worker at its highest; room
-is what lies in the folders that parts are written to, beside the rows that are done. Prints two
-tables. Needs Linux.
+The text is the embedded corpus, document by document, again and again with other numbers in it, as
+JSON lines in a temporary folder. Memory is the proportional set size of the largest worker at its
+highest; room is what was seen in the folders that parts are written to, beside the rows that are
+done, and the most that it can be: a largest part for each worker. Prints two tables. Needs Linux.
 """
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -103,7 +104,8 @@ def measure(folder: pathlib.Path, tokenizer: str, size: int, workers: int, lengt
             f"--megabytes: preparing {size / 1e6:.0f} MB ended with an error, see above"
         )
     seconds = time.perf_counter() - begun
-    info = manifest.read(epath.Path(said.splitlines()[-1]))
+    prepared = pathlib.Path(said.splitlines()[-1])
+    info = manifest.read(epath.Path(prepared))
     tokens = sum(split["tokens"] for split in info["splits"].values())
     corpus.unlink()
     return dict(
@@ -115,8 +117,17 @@ def measure(folder: pathlib.Path, tokenizer: str, size: int, workers: int, lengt
         tokens_per_second=tokens / seconds,
         worker_bytes=watch.memory,
         room_bytes=watch.room,
+        most_room_bytes=workers * _largest_part(prepared),
         estimate=dataclasses.asdict(planned),
     )
+
+
+def _largest_part(prepared: pathlib.Path) -> int:
+    """Bytes of its shards, of both splits."""
+    sizes = collections.Counter()
+    for shard in prepared.rglob("*.array_record-*"):
+        sizes[shard.name.partition("array_record")[2]] += shard.stat().st_size
+    return max(sizes.values())
 
 
 def hours(found: estimate.Estimate) -> dict[str, float]:
@@ -164,10 +175,21 @@ def main(arguments: list[str]) -> None:
                     f"{found['bytes_per_second'] / 1e6:.1f}",
                     f"{found['tokens_per_second'] / 1e6:.2f}M",
                     f"{found['worker_bytes'] / 1e6:,.0f} MB",
-                    f"{found['room_bytes'] / 1e6:,.0f} MB",
+                    f"{found['room_bytes'] / 1e6:,.1f} MB",
+                    f"{found['most_room_bytes'] / 1e6:,.1f} MB",
                 )
             )
-    header = ("text", "parts", "s", "s planned", "MB/s", "tokens/s", "a worker", "under way")
+    header = (
+        "text",
+        "parts",
+        "s",
+        "s planned",
+        "MB/s",
+        "tokens/s",
+        "a worker",
+        "under way",
+        "at most",
+    )
     out.say(f"{options.workers} processes, T = {options.sequence_length}:")
     out.table(header, rows)
     planned = estimate.Estimate(**results[-1]["estimate"])
