@@ -198,7 +198,7 @@ def main(arguments: list[str]) -> None:
     said = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
     out.say(f"\nA core: {planned.rate / 1e6:.1f} MB/s, of its time {said}.")
     table = hours(planned)
-    out.table(("100B tokens on", "h"), [(name, f"{h:,.1f}") for name, h in table.items()])
+    out.table(("100B tokens on", "h"), [(name, f"{h:,.2g}") for name, h in table.items()])
     result = dict(workers=options.workers, sizes=results, shares=shares, hours=table)
     record.record("data_preparation", result, out, save=options.save)
 

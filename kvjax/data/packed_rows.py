@@ -1,8 +1,9 @@
 """Rows of T + 1 tokens as TFDS reads them: raw bytes in ArrayRecord, in the order of the stream.
 
 Written here and not by a TFDS builder, so that every shard can be made by a process, or a machine,
-of its own: a row's record is what TFDS's serializer makes of it (the tests compare them), and the
-description of all shards is TFDS's own.
+of its own, and stays when others fail: TFDS's Beam writers sort all rows between machines, or keep
+no order, and start again after a failure. A row's record is what TFDS's serializer makes of it (the
+tests compare them), and the description of all shards is TFDS's own.
 """
 
 from collections.abc import Mapping

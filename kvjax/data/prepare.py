@@ -25,6 +25,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.config_keys import keys
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
+from kvjax.foundation.files import in_bucket
 from kvjax.foundation.output import Output
 from kvjax.foundation.output import Table
 
@@ -66,8 +67,9 @@ def prepare(
         from kvjax.data import beam  # an extra
 
         beam.pipeline(beam_options)  # raises
-    else:
-        estimate.check(corpus, workers or runtime.cores(), hours, shown=shown)
+    if not (beam_options and in_bucket(corpus.path)):
+        most = None if beam_options else hours
+        estimate.check(corpus, workers or runtime.cores(), most, shown=shown)
     try:
         making = preparation.begin(corpus, shown=shown)
         if beam_options:
@@ -110,10 +112,15 @@ def _parser() -> command_line.Parser:
 
 def _print_plan(config: config_lib.DataConfig, options: argparse.Namespace) -> None:
     out, workers = Output(options), options.workers or runtime.cores()
-    corpus = preparation.look(config, skip_broken=options.skip_broken)
-    if not corpus.parts:
-        out.say(f"It is prepared: {os.fspath(corpus.path)}")
-        out.result({"folder": os.fspath(corpus.path)})
+    if config_lib.is_prepared(config.source):
+        path, corpus = prepared_folder(config), None
+        manifest.read(path)
+    else:
+        corpus = preparation.look(config, skip_broken=options.skip_broken)
+        path = corpus.path
+    if corpus is None or not corpus.parts:
+        out.say(f"It is prepared: {os.fspath(path)}")
+        out.result({"folder": os.fspath(path)})
         return
     found = estimate.estimate(corpus, workers)
     size, seconds = progress.size, found.seconds(workers)
@@ -123,7 +130,7 @@ def _print_plan(config: config_lib.DataConfig, options: argparse.Namespace) -> N
         ("parts", f"{found.parts:,}"),
         ("sources", size(found.source_bytes)),
         ("text", size(found.text_bytes)),
-        ("tokens", f"{found.tokens / 1e9:,.3f}B"),
+        ("tokens", progress.count(found.tokens)),
         ("rate of a core", f"{size(found.rate)}/s"),
         ("of it reading", share(found.reading)),
         ("of it encoding", share(found.encoding)),
@@ -138,13 +145,17 @@ def _print_plan(config: config_lib.DataConfig, options: argparse.Namespace) -> N
     notes = []
     if found.vocab_size != config.vocab_size and config.tokenizer == "bpe":
         notes.append(f"Tokens are counted with a vocabulary of {found.vocab_size:,}.")
+    if in_bucket(path) or any(
+        in_bucket(name) for marks in corpus.sources.values() for name, _ in marks
+    ):
+        notes.append("What the network takes is not counted.")
     out.show(Table(f"To prepare {config.source}, from a sample:", ("", "about"), rows, notes))
     room = [
         dict(folder=folder, needed=needed, free=free if free < float("inf") else None)
         for folder, needed, free in places
     ]
     result = dataclasses.asdict(found) | dict(workers=workers, seconds=seconds)
-    out.result(result | dict(folder=os.fspath(corpus.path), room=room))
+    out.result(result | dict(folder=os.fspath(path), room=room))
 
 
 def _config(options: argparse.Namespace) -> config_lib.DataConfig:

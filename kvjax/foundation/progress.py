@@ -16,6 +16,11 @@ def size(count: float) -> str:
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
+def count(number: float) -> str:
+    """Tokens, say, for a reader: 12.3M."""
+    return f"{number / 1e9:,.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
+
+
 def bar(share: float) -> str:
     """How far something is, from 0 to 1: ━━━━──── 50 %."""
     done = round(_BAR * min(max(share, 0), 1))
