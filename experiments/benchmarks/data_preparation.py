@@ -5,8 +5,8 @@ the hours of a corpus of the papers' size.
 
 The text is the embedded corpus, document by document, again and again with other numbers in it, as
 JSON lines in a temporary folder. Memory is the proportional set size of the largest worker at its
-highest; room is what was seen in the folders that parts are written to, beside the rows that are
-done, and the most that it can be: a largest part for each worker. Prints two tables. Needs Linux.
+highest. Room is what parts under way take at most, beside the rows that are done: the largest
+part's shards for each worker. Prints two tables. Needs Linux.
 """
 
 import collections
@@ -60,12 +60,11 @@ def write_corpus(path: pathlib.Path, size: int) -> int:
 
 
 class _Watch(threading.Thread):
-    """The most memory of any worker, and the most room, while a process runs."""
+    """The most memory of any worker while a process runs."""
 
-    def __init__(self, process: psutil.Process, folder: pathlib.Path):
+    def __init__(self, process: psutil.Process):
         super().__init__(daemon=True)
-        self._process, self._folder = process, folder
-        self.memory = self.room = 0
+        self._process, self.memory = process, 0
 
     def run(self) -> None:
         while self._process.is_running():
@@ -74,13 +73,6 @@ class _Watch(threading.Thread):
                 self.memory = max(self.memory, *(w.memory_full_info().pss for w in workers))
             except (psutil.Error, FileNotFoundError):
                 pass
-            under_way = 0
-            for file in self._folder.glob("datasets/.under-way-*/work-*/*"):
-                try:
-                    under_way += file.stat().st_size
-                except FileNotFoundError:
-                    pass
-            self.room = max(self.room, under_way)
             time.sleep(0.05)
 
 
@@ -96,7 +88,7 @@ def measure(folder: pathlib.Path, tokenizer: str, size: int, workers: int, lengt
     process = subprocess.Popen(
         [*contender.python(_PREPARE), *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    watch = _Watch(psutil.Process(process.pid), output)
+    watch = _Watch(psutil.Process(process.pid))
     watch.start()
     said, _ = process.communicate()
     if process.returncode:
@@ -116,8 +108,7 @@ def measure(folder: pathlib.Path, tokenizer: str, size: int, workers: int, lengt
         bytes_per_second=written / seconds,
         tokens_per_second=tokens / seconds,
         worker_bytes=watch.memory,
-        room_bytes=watch.room,
-        most_room_bytes=workers * _largest_part(prepared),
+        room_bytes=workers * _largest_part(prepared),
         estimate=dataclasses.asdict(planned),
     )
 
@@ -176,7 +167,6 @@ def main(arguments: list[str]) -> None:
                     f"{found['tokens_per_second'] / 1e6:.2f}M",
                     f"{found['worker_bytes'] / 1e6:,.0f} MB",
                     f"{found['room_bytes'] / 1e6:,.1f} MB",
-                    f"{found['most_room_bytes'] / 1e6:,.1f} MB",
                 )
             )
     header = (
@@ -188,7 +178,6 @@ def main(arguments: list[str]) -> None:
         "tokens/s",
         "a worker",
         "under way",
-        "at most",
     )
     out.say(f"{options.workers} processes, T = {options.sequence_length}:")
     out.table(header, rows)

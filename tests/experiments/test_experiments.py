@@ -229,7 +229,6 @@ def printed(run, monkeypatch, tmp_path):
             measure=lambda _, tokenizer, size, *__: dict(
                 dict.fromkeys(("seconds", "planned_seconds", "bytes_per_second"), 1e7),
                 **dict(tokens_per_second=2e6, worker_bytes=2e8, room_bytes=2e7, parts=9),
-                most_room_bytes=3e7,
                 **dict(text_bytes=size, estimate=planned),
             ),
         ),
