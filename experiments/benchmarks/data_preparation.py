@@ -39,7 +39,7 @@ from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
-# FineWeb-Edu's sample-100BT: so many tokens, of which a vocabulary of 65,536 makes about as many.
+# FineWeb-Edu's sample-100BT: so many tokens of GPT-2's vocabulary. Ours makes about as many.
 FINEWEB_TOKENS = 100e9
 MACHINES = {"2 cores": 2, "32 cores": 32, "224 cores": 224, "50 Beam workers of 4 cores": 200}
 _PREPARE = "import sys; from kvjax.data import prepare; prepare.main(sys.argv[1:])"

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvjax.data import pool
 from kvjax.data import preparation
+from kvjax.data import readers
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.data import under_way as under_way_lib
 from kvjax.data.parts import Part
@@ -30,6 +31,10 @@ except ImportError as error:
         "--beam_pipeline_options needs apache-beam: pip install -c constraints-beam.txt "
         "-e '.[beam]' (in an environment of its own), or leave it out"
     ) from error
+
+_NOT_SEEN = (
+    "is not seen by a Beam worker: --output must be a bucket, or a folder that all workers mount"
+)
 
 
 def pipeline(options: str) -> beam.Pipeline:
@@ -69,6 +74,10 @@ def make(making: Preparation, options: str) -> None:
     try:
         made.run().wait_until_finish()
     except (ImportError, OSError, RuntimeError, NotImplementedError) as error:
+        if _NOT_SEEN in str(error):
+            raise UserError(f"{making.under_way.folder} {_NOT_SEEN}") from error
+        if failed := making.under_way.failures():
+            raise UserError(failed[0]) from error
         if making.under_way.any_done() or not _is_of_runner(error):
             raise  # with its traceback: what is done stays
         raise _refused(options, str(error)) from error
@@ -105,10 +114,7 @@ class _MakePart(beam.DoFn):
     def process(self, part: Part) -> Sequence[Any]:
         config, under_way, skip_broken = self._given
         if under_way_lib.read_plan(under_way.folder) is None:
-            raise UserError(
-                f"{under_way.folder} is not seen by a Beam worker: --output must be a bucket, or a "
-                "folder that all workers mount"
-            )
+            raise UserError(f"{under_way.folder} {_NOT_SEEN}")
         try:
             if preparation.code() != self._code:
                 raise DataError(
@@ -116,6 +122,9 @@ class _MakePart(beam.DoFn):
                     "kvjax, with constraints-beam.txt, on both"
                 )
             pool.make_part(config, part, self._tokenizer, under_way, skip_broken=skip_broken)
-        except DataError as error:  # a retry would end as this did
-            under_way.fail(part.index, str(error))
+        except UserError as error:
+            broken = isinstance(error, readers.SourceError)
+            under_way.fail(part.index, str(error), broken=broken)
+            if not isinstance(error, DataError):
+                raise  # no room, no network: a retry may end otherwise
         return ()

@@ -64,11 +64,22 @@ class PackedDataset:
     def rows(self, split: str) -> shards.Rows:
         """The rows of a split by index, in the text's order: `{"tokens": unsigned [T + 1]}`.
 
+        The same object each time: what it has open serves every evaluation.
+
         Raises:
           DamagedDataError: the description of the rows is not as it was written; of what comes
             back, also where a file of rows is not.
           DataError: they lie in a bucket of a kind that rows are not read from.
         """
+        if split not in self._opened:
+            self._opened[split] = self._open(split)
+        return self._opened[split]
+
+    @functools.cached_property
+    def _opened(self) -> dict[str, shards.Rows]:
+        return {}
+
+    def _open(self, split: str) -> shards.Rows:
         folder = self.path / manifest.ROWS / manifest.ROWS_VERSION
         scheme, separator, _ = os.fspath(self.path).partition("://")
         if separator and scheme not in _BUCKETS:
@@ -76,23 +87,13 @@ class PackedDataset:
                 f"{os.fspath(self.path)}: rows are read from a folder or a gs:// bucket, not from "
                 f"{scheme}://. Copy it to a folder and give config.data.source=prepared:FOLDER"
             )
-        with self._damage_told():
+        with _damage_told(self.path, self.info["config"]):
             description = shards.read_description(folder)
-            rows = shards.Rows(folder, split, description, self._damage_told)
+            told = functools.partial(_damage_told, self.path, self.info["config"])
+            rows = shards.Rows(folder, split, description, told)
             if len(rows) != self.num_rows(split):
                 raise ValueError(f"{len(rows)} rows of {split}, not {self.num_rows(split)}")
         return rows
-
-    @contextlib.contextmanager
-    def _damage_told(self):
-        try:
-            yield
-        except (OSError, MemoryError, UserError):
-            raise
-        except Exception as error:  # of JSON, Riegeli, Google's client: each has its own
-            raise manifest.DamagedDataError(
-                self.path, first_line(error), self.info["config"]
-            ) from error
 
     @functools.cached_property
     def digest(self) -> str:
@@ -107,6 +108,16 @@ class PackedDataset:
             rows = _stack(self.rows(split).__getitems__(spread), self.sequence_length)
             digest.update(f"{split} {count} {rows.shape}".encode() + rows.astype("<i4").tobytes())
         return digest.hexdigest()[:20]
+
+
+@contextlib.contextmanager
+def _damage_told(path: epath.Path, config: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, MemoryError, UserError):
+        raise
+    except Exception as error:  # of JSON, Riegeli, Google's client: each has its own
+        raise manifest.DamagedDataError(path, first_line(error), config) from error
 
 
 def open_dataset(path: epath.PathLike) -> PackedDataset:

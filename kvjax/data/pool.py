@@ -104,6 +104,6 @@ def make_part(config, part: Part, tokenizer, under_way: UnderWay, *, skip_broken
         try:
             made = tokenized_part.write(config, part, count, tokenizer, folder, skip_broken=skip)
         except readers.SourceError as error:
-            under_way.fail(part.index, str(error))
+            under_way.fail(part.index, str(error), broken=True)
             raise
         under_way.publish(part.index, folder, made)

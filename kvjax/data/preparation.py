@@ -9,6 +9,7 @@ not at all (in a bucket its manifest does).
 """
 
 from collections.abc import Iterable
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -17,6 +18,7 @@ import os
 import pathlib
 import time
 from typing import Any
+from typing import NamedTuple
 
 from etils import epath
 
@@ -166,7 +168,8 @@ class Preparation:
         try:
             _check(config, total)
         except DataError:
-            self.under_way.remove()  # nobody would go on with it
+            with contextlib.suppress(DataError):  # somebody is at work there
+                self.under_way.remove()  # nobody would go on with it
             raise
         shards = {
             split: [
@@ -237,11 +240,14 @@ def begin(corpus: Corpus, *, shown: bool = True) -> Preparation:
     plan = _plan(corpus, tokenizer)
     with folders.writing(corpus.path.parent):
         preparation.under_way.open(plan)
-        for folder, theirs in earlier:
+        for folder, theirs, is_mended in earlier:
+            skip = corpus.skip_broken
             if all(theirs.get(key) == plan[key] for key in ("tokenizer", "code")):
-                count = preparation.under_way.adopt(folder, left_out=corpus.skip_broken)
+                count = preparation.under_way.adopt(folder, left_out=skip, shown=shown)
                 if count and shown:
                     warn(f"{count:,} parts stay that {os.fspath(folder)} had of the same text")
+            elif is_mended:
+                preparation.under_way.discard(folder)  # of a vocabulary learned from other text
     return preparation
 
 
@@ -271,8 +277,16 @@ def code() -> str:
     return digest_of(content, versions)
 
 
-def _earlier(corpus: Corpus) -> list[tuple[epath.Path, dict[str, Any]]]:
-    """Earlier attempts at the same config, with or without what is broken, and their plans.
+class _Earlier(NamedTuple):
+    """An earlier attempt at the same config, with or without what is broken."""
+
+    folder: epath.Path
+    plan: dict[str, Any]
+    is_mended: bool  # since then; it will not go on
+
+
+def _earlier(corpus: Corpus) -> list[_Earlier]:
+    """Earlier attempts at the same config.
 
     Raises:
       DataError: one of them found other sources, and not because what was broken was mended.
@@ -284,11 +298,10 @@ def _earlier(corpus: Corpus) -> list[tuple[epath.Path, dict[str, Any]]]:
         there = {k: [tuple(p) for p in pairs] for k, pairs in plan["sources"].items()}
         if not any(dict(there[k]).keys() & dict(p).keys() for k, p in corpus.sources.items()):
             continue  # of other files that the same pattern names
-        said = under_way_lib.said(folder)
         changed = [name for k in there for name in _other(there[k], corpus.sources[k])]
-        if not all(name in said for name in changed):
+        if not under_way_lib.were_broken(folder, changed):
             raise DataError(_changed(folder, there, corpus.config))
-        found.append((folder, plan))
+        found.append(_Earlier(folder, plan, is_mended=bool(changed)))
     return found
 
 

@@ -22,6 +22,7 @@ from etils import epath
 
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import first_line
 
 BLOCK_BYTES = 1 << 20
 PIECE_CHARACTERS = 1 << 16
@@ -60,9 +61,14 @@ def refuse(error: SourceError) -> None:
 Broken = Callable[[SourceError], None]
 
 
-def _is_passing(error: Exception) -> bool:
-    """Whether a disk or a network failed, and not what was read: such errors have a number."""
-    return isinstance(error, OSError) and error.errno is not None
+def _is_damage(error: Exception) -> bool:
+    """Whether it says that what was read is broken, not that a disk or a network failed.
+
+    Those of a disk have a number, those of a network a type of their own; Arrow's have neither.
+    """
+    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+        return type(error) is OSError and error.errno is None
+    return True
 
 
 def read_document(text: str) -> Iterator[Piece]:
@@ -212,7 +218,7 @@ def read_jsonl(
                 else:
                     yield text
         except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-            if _is_passing(error):
+            if not _is_damage(error):
                 raise
             found = SourceError(
                 f"{name} can't be decompressed: {error}. Is it truncated? Fetch it again."
@@ -244,7 +250,8 @@ def parquet_ranges(path: epath.Path, column: str, limit: int) -> Iterator[tuple[
     """
     with _parquet(path, column) as table:
         names = [table.metadata.schema.column(i).path for i in range(table.metadata.num_columns)]
-        place = next(i for i, name in enumerate(names) if name.partition(".")[0] == column)
+        roots = [name.partition(".")[0] for name in names]  # of a column with parts
+        place = names.index(column) if column in names else roots.index(column)
         first = size = 0
         for group in range(table.num_row_groups):
             own = table.metadata.row_group(group).column(place).total_uncompressed_size
@@ -278,7 +285,7 @@ def read_parquet(
                 for batch in table.iter_batches(256, row_groups=[group], columns=[column]):
                     yield from (text for text in batch.column(0).to_pylist() if text is not None)
             except (OSError, ValueError) as error:  # Arrow's own are ValueErrors
-                if _is_passing(error):
+                if not _is_damage(error):
                     raise
                 found = SourceError(
                     f"{os.fspath(path)}: row group {group} of {table.num_row_groups} cannot be "
@@ -299,7 +306,7 @@ def _parquet(path: epath.Path, column: str):
         try:
             table = pq.ParquetFile(file)
         except (pyarrow.ArrowInvalid, OSError) as error:
-            if _is_passing(error):
+            if not _is_damage(error):
                 raise
             raise SourceError(
                 f"{name} is no whole Parquet file: {error}. Fetch it again."
@@ -357,13 +364,10 @@ def read_tfds(
     for i in range(len(examples))[start:stop]:
         try:
             value = examples[i][key]
-        except Exception as error:  # of ArrayRecord or protocol buffers: each has its own
-            if _is_passing(error):
-                raise
-            found = SourceError(f"tfds:{name}#{split}, example {i} cannot be read: {error}.")
-            found.__cause__ = error
-            broken(found)
-            continue
+        except Exception as error:  # damage, or a network: its libraries' errors do not tell
+            raise DataError(
+                f"tfds:{name}#{split}, example {i} cannot be read: {first_line(error)}"
+            ) from error
         if not isinstance(value, (bytes, str)):
             raise SourceError(
                 f"tfds:{name}: feature {key!r} is {type(value).__name__}, not text. Set text_key."

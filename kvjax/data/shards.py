@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import resource
@@ -99,7 +100,9 @@ class Rows:
         self._row_bytes = description.row_length * self._dtype.itemsize
         self._head = packed_rows.record_head(self._row_bytes)
         self.in_bucket = in_bucket(self._folder)
-        self._readers = _Readers(self._open, most_readers())
+        # Of no method of this object: in a circle, readers would stay open until it is collected.
+        open_ = functools.partial(_open, self._folder, split, self._rows)
+        self._readers = _Readers(open_, most_readers())
         self._take_long = self.in_bucket  # until rows of it show how long they take
         self._threads = futures.ThreadPoolExecutor(THREADS, "rows")  # starts none that is not used
 
@@ -144,21 +147,23 @@ class Rows:
         row = np.frombuffer(record, self._dtype, offset=len(self._head))
         return row, time.perf_counter() - start
 
-    def _open(self, shard: int) -> ArrayRecordReader:
-        # What it looks for first, the end of a shard, comes in one piece.
-        end = 2 * _POSTSCRIPT_BYTES + _INDEX_BYTES_PER_ROW * int(self._rows[shard])
-        options = f"readahead_buffer_size:0,max_parallelism:0,footer_prefetch_bytes:{end}"
-        path = f"{self._folder.rstrip('/')}/{self._name(shard)}"
-        reader = ArrayRecordReader(path, options, file_reader_buffer_size=_READ_BYTES)
-        if not reader.ok():
-            reader.close()  # raises what is wrong
-        if reader.num_records() != self._rows[shard]:
-            rows = f"{reader.num_records()} rows, not {self._rows[shard]}"
-            raise ValueError(f"{self._name(shard)} has {rows}")
-        return reader
-
     def _name(self, shard: int) -> str:
         return packed_rows.shard_name(self._split, shard, len(self._rows))
+
+
+def _open(folder: str, split: str, rows: np.ndarray, shard: int) -> ArrayRecordReader:
+    """A reader of a shard, where each has so many rows."""
+    # What it looks for first, the end of a shard, comes in one piece.
+    end = 2 * _POSTSCRIPT_BYTES + _INDEX_BYTES_PER_ROW * int(rows[shard])
+    options = f"readahead_buffer_size:0,max_parallelism:0,footer_prefetch_bytes:{end}"
+    name = packed_rows.shard_name(split, shard, len(rows))
+    path = f"{folder.rstrip('/')}/{name}"
+    reader = ArrayRecordReader(path, options, file_reader_buffer_size=_READ_BYTES)
+    if not reader.ok():
+        reader.close()  # raises what is wrong
+    if reader.num_records() != rows[shard]:
+        raise ValueError(f"{name} has {reader.num_records()} rows, not {rows[shard]}")
+    return reader
 
 
 def most_readers() -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -151,7 +152,8 @@ def check(config: config_lib.DataConfig, broken: readers.Broken = readers.refuse
     for key in ("source", "validation_source"):
         for source in _sources(config, key):
             try:
-                next(iter(source.pieces("all", 0.0)), None)
+                with _failures_told(source.name):
+                    next(iter(source.pieces("all", 0.0)), None)
             except readers.SourceError as error:
                 broken(error)
 
@@ -168,8 +170,9 @@ def slices(
     for key in ("source", "validation_source"):
         for source in _sources(config, key):
             try:
-                stamp = source.stamp()
-                for range in source.ranges(limit):
+                with _failures_told(source.name):
+                    stamp, ranges = source.stamp(), list(source.ranges(limit))
+                for range in ranges:
                     yield Slice(key, source.name, range, stamp)
             except readers.SourceError as error:
                 broken(error)
@@ -190,17 +193,26 @@ def labelled(
     source = _named(slice.name, config.text_key, f"config.data.{slice.key} = {slice.name!r}")
     held_out = 0.0 if config.validation_source else config.validation_fraction
     split = "train" if slice.key == "source" else "validation"
-    try:
+    with _failures_told(slice.name):
         _check_unchanged(source, slice)
         for found, piece in source.split(held_out, slice.range, broken):
             yield split if config.validation_source else found, piece
         _check_unchanged(source, slice)
-    except OSError as error:
-        if isinstance(error, UserError):
-            raise
+
+
+@contextlib.contextmanager
+def _failures_told(name: str) -> Iterator[None]:
+    """A disk or a network that fails, as a message."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not in_bucket(name):
+            raise  # buckets' clients have errors of their own
+        why = getattr(error, "strerror", None) or first_line(error)
         raise UserError(
-            f"{slice.name} could not be read: {error.strerror or error}. What is done stays: run "
-            "the same command again"
+            f"{name} could not be read: {why}. What is done stays: run the same command again"
         ) from error
 
 

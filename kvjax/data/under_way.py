@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 import socket
 import tempfile
@@ -37,6 +38,7 @@ from kvjax.data.tokenized_part import Left
 from kvjax.data.tokenized_part import Made
 from kvjax.foundation import files
 from kvjax.foundation import json_text
+from kvjax.foundation import progress
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import warn
 from kvjax.foundation.files import forget_listings
@@ -115,44 +117,65 @@ class UnderWay:
             "on with what it was begun with, or remove that folder to begin anew"
         )
 
-    def adopt(self, other: epath.Path, *, left_out: bool) -> int:
+    def adopt(self, other: epath.Path, *, left_out: bool, shown: bool = True) -> int:
         """Takes over what another preparation made of the same text; how many parts.
 
         Args:
-          other: its folder; what is not taken over is removed with it.
+          other: its folder, which is removed with what is not taken over. On a disk not where
+            somebody writes in it; who is between two parts, or in a bucket, is not seen, and fails.
           left_out: take over as well where something was left out.
         """
         plan = read_plan(other)
+        if plan is None or self._is_used(other):
+            return 0  # another process was first, or somebody is at work there
         missing = {self.digests[part]: part for part in reversed(self.missing())}
-        there = UnderWay(self.target, ["?"] * plan["parts"])
-        there.folder, there.rows = other, other / ROWS / ROWS_VERSION
-        if not all(map(_is_abandoned, there._works(other))) and not self.remote:
-            return 0  # somebody is at work there
-        taken = 0
-        for mark in sorted((other / DONE).glob("*.json"), key=lambda mark: mark.name):
+        marks = sorted((other / DONE).glob("*.json"), key=lambda mark: mark.name)
+
+        def take(mark: epath.Path) -> bool:
             content = _read_json(mark) or {}
             part = missing.get(content.get("digest"))
-            if part is None or (content["left_out"][0] and not left_out):
-                continue
-            there.digests = [content["digest"]] * plan["parts"]
-            index = int(mark.name.removesuffix(".json"))
-            if (made := there._made(index)) is None:
-                continue
+            if part is None or (made := _made_of(content)) is None:
+                return False
+            if made.left_out.count and not left_out:
+                return False
+            index, moves = int(mark.name.removesuffix(".json")), []
             for split, found in made.counts.items():
-                if found.file_bytes:
-                    name = packed_rows.shard_name(split, part, self.num_parts)
-                    files.move(there._shard(split, index), self.rows / name)
-            files.move(mark, self.folder / DONE / f"{part:05}.json")
-            del missing[content["digest"]]
-            taken += 1
+                theirs = packed_rows.shard_name(split, index, plan["parts"])
+                theirs, own = other / ROWS / ROWS_VERSION / theirs, self._shard(split, part)
+                if not found.file_bytes:
+                    own.unlink(missing_ok=True)
+                elif _size(theirs) == found.file_bytes:
+                    moves.append((theirs, own))
+                elif _size(own) != found.file_bytes:  # else an earlier attempt had moved it
+                    return False
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                for pair in [*moves, (mark, self.folder / DONE / f"{part:05}.json")]:
+                    files.move(*pair)
+                return True
+            return False
+
+        with (
+            progress.waiting(f"taking over parts of {other}", shown=shown),
+            concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool,
+        ):
+            taken = sum(pool.map(take, marks))
         other.rmtree(missing_ok=True)
         return taken
 
-    def fail(self, part: int, why: str) -> None:
-        """Says why a part cannot be made: for who made others make it, and the next attempt."""
+    def discard(self, other: epath.Path) -> None:
+        """Removes another preparation's folder, unless somebody writes in it."""
+        if not self._is_used(other):
+            other.rmtree(missing_ok=True)
+
+    def fail(self, part: int, why: str, *, broken: bool = False) -> None:
+        """Says why a part cannot be made: for who made others make it, and the next attempt.
+
+        Args:
+          broken: it names a source that cannot be read, and may be mended.
+        """
         folder = self.folder / _FAILED
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{part:05}.txt").write_text(why)
+        (folder / f"{part:05}.json").write_text(json.dumps(dict(why=why, broken=broken)))
 
     def forget(self, part: int) -> None:
         """Takes back that a part is done."""
@@ -160,8 +183,7 @@ class UnderWay:
 
     def failures(self) -> list[str]:
         """What `fail` was told of parts that were not done since, in order."""
-        notes = sorted((self.folder / _FAILED).glob("*.txt"), key=lambda file: file.name)
-        return [file.read_text() for file in notes]
+        return [note["why"] for note in _notes(self.folder)]
 
     def any_done(self) -> bool:
         """Whether a part is done."""
@@ -186,23 +208,20 @@ class UnderWay:
             )
 
     def _made(self, part: int) -> Made | None:
-        try:
-            content = json_text.parse((self.folder / DONE / f"{part:05}.json").read_bytes())
-            counts = {split: Counts(**content["counts"][split]) for split in SPLITS}
-            count, first = content["left_out"]
-            made = Made(counts, Left(int(count), tuple(first)))
-            if content["digest"] != self.digests[part]:
-                return None  # of other text
-        except FileNotFoundError:
+        mark = self.folder / DONE / f"{part:05}.json"
+        if not mark.exists():
             return None
-        except (ValueError, TypeError, KeyError) as error:
-            warn(f"{os.fspath(self.folder)}: part {part} is made again: {error}")
+        content = _read_json(mark) or {}
+        if (made := _made_of(content)) is None:
+            warn(f"{os.fspath(self.folder)}: part {part} is made again: {mark.name} is damaged")
             return None
+        if content["digest"] != self.digests[part]:
+            return None  # of other text
         if self.remote:  # a bucket shows no file before it is whole
             return made
-        for split, found in counts.items():
+        for split, found in made.counts.items():
             shard = self._shard(split, part)
-            size = shard.stat().length if shard.exists() else 0
+            size = _size(shard) or 0
             if size != found.file_bytes:
                 warn(f"{os.fspath(shard)} has {size:,} bytes, not {found.file_bytes:,}: made again")
                 return None
@@ -226,6 +245,8 @@ class UnderWay:
 
     def publish(self, part: int, work: pathlib.Path, made: Made) -> None:
         """Takes over the shards that were written for a part, and says that it is done."""
+        if self.remote and self._made(part) is not None:
+            return  # another process was first: what it wrote is not touched
         with folders.writing(self.folder):
             for split, found in made.counts.items():
                 shard = self._shard(split, part)
@@ -237,14 +258,20 @@ class UnderWay:
             done = dict(digest=self.digests[part], counts=counts, left_out=made.left_out)
             (work / DONE).write_text(json.dumps(done))
             self._put(work / DONE, self.folder / DONE / f"{part:05}.json")
-            (self.folder / _FAILED / f"{part:05}.txt").unlink(missing_ok=True)
+            (self.folder / _FAILED / f"{part:05}.json").unlink(missing_ok=True)
 
     def _put(self, file: pathlib.Path, target: epath.Path) -> None:
         if not self.remote:
             os.replace(file, target)
             return
-        with open(file, "rb") as source, target.open("wb") as sink:
-            shutil.copyfileobj(source, sink, 1 << 22)
+        with open(file, "rb") as source:
+            sink = target.open("wb")
+            try:
+                shutil.copyfileobj(source, sink, 1 << 22)
+            except BaseException:  # closed, half of it would be there
+                getattr(sink, "discard", lambda: None)()
+                raise
+            sink.close()
         file.unlink()
 
     def finish(self, work: pathlib.Path, last: str) -> None:
@@ -275,12 +302,16 @@ class UnderWay:
 
     def remove(self) -> None:
         """Removes all of it; a DataError where another process writes in it."""
-        if not self.remote and not all(map(_is_abandoned, self._works(self.folder))):
+        if self._is_used(self.folder):
             raise DataError(
                 f"{os.fspath(self.folder)}: another process is preparing there, with another plan "
                 "or other code. Let it end, or end it, and run the same command again"
             )
         self.folder.rmtree(missing_ok=True)
+
+    def _is_used(self, folder: epath.Path) -> bool:
+        """Whether somebody writes in a folder; of a bucket's nobody knows."""
+        return not self.remote and not all(map(_is_abandoned, self._works(folder)))
 
     @property
     def _prefix(self) -> str:
@@ -296,12 +327,36 @@ def read_plan(folder: epath.Path) -> dict[str, Any] | None:
     return _read_json(folder / PLAN)
 
 
-def said(folder: epath.Path) -> str:
-    """Messages of what could not be read, in a preparation under way: they name its files."""
-    failed = [file.read_text() for file in (folder / _FAILED).glob("*.txt")]
-    marks = [_read_json(mark) or {} for mark in (folder / DONE).glob("*.json")]
-    left_out = [text for mark in marks for text in mark.get("left_out", (0, ()))[1]]
-    return "\n".join([*failed, *left_out, *(read_plan(folder) or {}).get("left_out", ())])
+def were_broken(folder: epath.Path, names: Sequence[str]) -> bool:
+    """Whether a preparation under way could not read any of these sources, or not all of it."""
+    if not names:
+        return True
+    failed = [note["why"] for note in _notes(folder) if note["broken"]]
+    marks = [_made_of(_read_json(mark) or {}) for mark in (folder / DONE).glob("*.json")]
+    left_out = [text for made in marks if made for text in made.left_out.first]
+    said = "\n".join([*failed, *left_out, *(read_plan(folder) or {}).get("left_out", ())])
+    quoted = lambda name: re.search(rf"(?<![^\s'\"]){re.escape(name)}[,: ]", said)
+    return all(map(quoted, names))
+
+
+def _notes(folder: epath.Path) -> list[dict[str, Any]]:
+    """What `fail` wrote, by part."""
+    found = sorted((folder / _FAILED).glob("*.json"), key=lambda file: file.name)
+    return [note for file in found if (note := _read_json(file))]
+
+
+def _made_of(mark: dict[str, Any]) -> Made | None:
+    """What a mark says of its part; None if it is not as it was written."""
+    try:
+        counts = {split: Counts(**mark["counts"][split]) for split in SPLITS}
+        count, first = mark["left_out"]
+        return Made(counts, Left(int(count), tuple(first))) if mark["digest"] else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _size(file: epath.Path) -> int | None:
+    return file.stat().length if file.exists() else None
 
 
 def _read_json(path: epath.Path) -> dict[str, Any] | None:

@@ -43,5 +43,5 @@ def move(source: epath.Path, target: epath.Path) -> None:
             move(path, target / path.name)
     elif source.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(source.read_bytes())
+        source.copy(target, overwrite=True)
         source.unlink()

@@ -15,11 +15,13 @@ from kvjax.data import loader
 from kvjax.data import manifest
 from kvjax.data import parts
 from kvjax.data import pool
+from kvjax.data import preparation
 from kvjax.data import prepare
 from kvjax.data import readers
 from kvjax.data import sources
 from kvjax.data import tokenized_part
 from kvjax.data import under_way
+from kvjax.data import vocabulary
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
@@ -79,7 +81,14 @@ def test_skip_broken_leaves_it_out_and_lists_it(broken, small_texts):
         prepare.prepare(broken, workers=1)
 
 
-def test_what_a_disk_fails_to_read_is_not_left_out(config, monkeypatch):
+@pytest.mark.parametrize(
+    "failure, said",
+    [
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        (TimeoutError("no answer"), "no answer"),
+    ],
+)
+def test_what_a_disk_or_a_network_fails_to_read_is_not_left_out(config, monkeypatch, failure, said):
     """It may be read the next time: a line, or the header of a Parquet file."""
     table = pathlib.Path(config.source) / "3.parquet"
     pq.write_table(pa.table({"text": ["one", "two"]}), table)
@@ -90,12 +99,12 @@ def test_what_a_disk_fails_to_read_is_not_left_out(config, monkeypatch):
         def fails(*args, real=real, calls=calls, failing=failing, **kwargs):
             calls.append(1)
             if len(calls) > failing:
-                raise OSError(errno.EIO, "Input/output error")
+                raise failure
             return real(*args, **kwargs)
 
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fails)
-            with pytest.raises(UserError, match="could not be read: Input/output error.*again"):
+            with pytest.raises(UserError, match=f"could not be read: {said}.*again"):
                 prepare.prepare(config, workers=1, skip_broken=True)
     info = loader.open_dataset(prepare.prepare(config, workers=1, skip_broken=True)).info
     assert info["left_out"] == dict(count=0, first=[])
@@ -109,13 +118,16 @@ def test_a_text_of_another_encoding_is_left_out_as_a_whole(config):
     assert info["left_out"]["count"] == 1 and "3.txt is UTF-16" in info["left_out"]["first"][0]
 
 
-def test_of_much_that_is_left_out_a_hundred_messages_are_kept(config, monkeypatch):
+@pytest.mark.parametrize("of_part, of_all", [(3, 100), (100, 5)])
+def test_of_much_that_is_left_out_some_messages_are_kept(config, monkeypatch, of_part, of_all):
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    monkeypatch.setattr(tokenized_part, "QUOTED", 3)
+    monkeypatch.setattr(tokenized_part, "QUOTED", of_part)
+    monkeypatch.setattr(preparation, "QUOTED", of_all)
     path = pathlib.Path(config.source) / "1.jsonl"
-    path.write_bytes(b"{\n" * 500 + path.read_bytes())
+    path.write_bytes(b"{\n" * 500 + path.read_bytes())  # the lines of one part
     info = loader.open_dataset(prepare.prepare(config, workers=1, skip_broken=True)).info
-    assert info["left_out"]["count"] == 500 and 3 <= len(info["left_out"]["first"]) <= 100
+    assert info["left_out"]["count"] == 500
+    assert len(info["left_out"]["first"]) == min(of_part, of_all)
 
 
 # -- mending ---------------------------------------------------------------------------------------
@@ -212,6 +224,59 @@ def test_where_something_was_left_out_is_made_again_without_skip_broken(
         prepare.prepare(config, workers=1)
     path.write_bytes(whole)
     assert files(prepare.prepare(config, workers=1)) == _afresh(config, tmp_path, monkeypatch)
+
+
+def test_a_mended_file_that_the_vocabulary_learned_from_begins_anew(config, tmp_path, monkeypatch):
+    """And leaves nothing behind that a later change would be refused for."""
+    path = pathlib.Path(config.source) / "2.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) - 9])
+    monkeypatch.setattr(vocabulary, "TOKENIZER_CHARACTERS", 48 * 500)  # not of a part's end
+    with pytest.raises(DataError, match=r"2\.jsonl, the line at byte"):
+        prepare.prepare(config, workers=1)
+    path.write_bytes(whole.replace(b'"text": "', b'"text": "and '))
+    assert files(prepare.prepare(config, workers=1)) == _afresh(config, tmp_path, monkeypatch)
+    assert not list(config.root.glob("datasets/.under-way-*"))
+    path.write_bytes(whole)
+    prepare.prepare(config, workers=1)
+
+
+def test_a_lost_shard_is_not_taken_over(interrupted, bucket, tmp_path, monkeypatch):
+    config, path, whole = interrupted
+    remote = dataclasses.replace(config, directory="gs://out/data")
+    with pytest.raises(DataError, match=r"2\.jsonl"):
+        prepare.prepare(remote, workers=1)
+    shards = sorted((bucket / "out/data").rglob("*train*"))
+    shards[3].unlink()
+    path.write_bytes(whole)
+    made = []
+    monkeypatch.setattr(pool, "make_part", noting(made))
+    prepared = prepare.prepare(remote, workers=1)
+    cut = parts.parts(config, sources.fingerprints(config))
+    of_mended = [part.index for part in cut for piece in part.slices if piece.name == str(path)]
+    assert made == [3, *of_mended]
+    found = files(str(prepared).replace("gs://", f"{bucket}/"))
+    assert found.keys() == _afresh(config, tmp_path, monkeypatch).keys()
+
+
+def test_the_second_to_take_over_finds_nothing(interrupted, monkeypatch):
+    config, path, whole = interrupted
+    path.write_bytes(whole)
+    corpus = preparation.look(config, shown=False)
+    (folder,) = config.root.glob("datasets/.under-way-*")
+    making = preparation.begin(corpus, shown=False)
+    assert not folder.exists()
+    assert making.under_way.adopt(folder, left_out=False, shown=False) == 0
+    making.make(workers=1, shown=False)
+    making.finish()
+
+
+def test_a_file_whose_name_begins_as_a_broken_one_s_is_not_mended(interrupted):
+    config, path, _ = interrupted
+    (folder,) = config.root.glob("datasets/.under-way-*")
+    assert under_way.were_broken(folder, [str(path)])
+    for other in (f"{path}.gz", str(path)[:-1], f"x{path}", str(path.parent)):
+        assert not under_way.were_broken(folder, [other])
 
 
 def test_another_file_that_changed_is_no_mending(interrupted):

@@ -19,6 +19,7 @@ import pytest
 from kvjax.data import estimate
 from kvjax.data import loader
 from kvjax.data import manifest
+from kvjax.data import parts
 from kvjax.data import pool
 from kvjax.data import preparation
 from kvjax.data import prepare
@@ -91,10 +92,15 @@ def test_no_document_is_lost_or_twice_and_none_of_validation_in_training(config,
     assert found["validation"] == collections.Counter(map(digest, held_out))
     trained = collections.Counter(digest(t) for t in texts if t not in held_out)
     assert max(found["train"].values()) == 1
-    # What does not fill a part's last row is left out: a document or so of each, perhaps cut.
-    count = num_parts(config)
-    lost, cut = trained - found["train"], found["train"] - trained
-    assert sum(lost.values()) <= 2 * count and sum(cut.values()) <= count
+    # What does not fill a part's last row is left out: less than a row.
+    T, cut = config.sequence_length, parts.parts(config, sources.fingerprints(config))
+    read, streams = collections.Counter(), _shards(dataset, "train")
+    for part, stream in zip(cut, streams, strict=True):
+        texts = [p.text for split, p in parts.labelled(config, part) if split == "train"]
+        read.update(map(digest, texts))
+        whole = [token for text in texts for token in (bos, *dataset.tokenizer.encode(text))]
+        assert stream == whole[: len(stream)] and len(whole) - len(stream) <= T
+    assert read == trained and sum((found["train"] - trained).values()) <= len(cut)
 
 
 def _shards(dataset, split):

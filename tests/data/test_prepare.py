@@ -402,7 +402,7 @@ def test_a_log_hears_how_far_it_is(larger_config, monkeypatch, capsys):
         "kvjax: opening the sources",
         "kvjax: reading for the tokenizer",
         "kvjax: learning 400 tokens from",
-        f"kvjax: tokenizing, {size} of {size}, ",
+        f"kvjax: tokenizing {progress.bar(1)}, {size} of {size}, ",
     ):
         assert what in said
     told.clear()

@@ -192,3 +192,10 @@ def test_deep_nesting_is_no_json(tmp_path):
         path.write_text('{"text": "a"}\n' + line + "\n")
         with pytest.raises(readers.SourceError, match="line 2 is no JSON"):
             list(readers.read_jsonl(path, "text"))
+
+
+def test_a_parquet_column_may_have_a_dot_in_its_name(tmp_path):
+    path = epath.Path(tmp_path) / "a.parquet"
+    pq.write_table(pa.table({"a": ["x"], "a.b": ["yes"]}), str(path))
+    assert [range[:2] for range in readers.parquet_ranges(path, "a.b", 1000)] == [(0, 1)]
+    assert list(readers.read_parquet(path, "a.b")) == ["yes"]
