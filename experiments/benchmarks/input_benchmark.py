@@ -16,7 +16,7 @@ from experiments import record
 from kvjax.data import config as config_lib
 from kvjax.data import loader
 from kvjax.data import prepare
-from kvjax.data import sources
+from kvjax.data import source_kinds
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation.configuration import at_least
@@ -61,7 +61,7 @@ def measure(config: config_lib.DataConfig, batch_size: int, seconds: float) -> d
 
 def _check_batch(rows: int, length: int) -> None:
     """Raises a UserError for a batch with more tokens than the corpus has bytes."""
-    text = sum(len(lzma.decompress(file.read_bytes())) for file in sources.CORPUS.glob("*.xz"))
+    text = sum(len(lzma.decompress(file.read_bytes())) for file in source_kinds.CORPUS.glob("*.xz"))
     if rows * length > text:
         raise UserError(
             f"--batch_size={rows} --sequence_length={length}: the embedded corpus has {text:,} "

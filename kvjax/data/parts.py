@@ -13,6 +13,7 @@ import dataclasses
 
 from kvjax.data import config as config_lib
 from kvjax.data import readers
+from kvjax.data import source_kinds
 from kvjax.data import sources
 from kvjax.data.manifest import digest_of
 from kvjax.data.sources import Slice
@@ -70,7 +71,7 @@ def parts(
 
 def labelled(
     config: config_lib.DataConfig, part: Part, broken: readers.Broken = readers.refuse
-) -> Iterator[sources.Labelled]:
+) -> Iterator[source_kinds.Labelled]:
     """The documents of a part in order, each as pieces with their split."""
     for piece in part.slices:
         yield from sources.labelled(config, piece, broken)

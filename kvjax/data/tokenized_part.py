@@ -17,7 +17,7 @@ from kvjax.data import parts
 from kvjax.data import readers
 from kvjax.data.manifest import SPLITS
 from kvjax.data.parts import Part
-from kvjax.data.sources import Labelled
+from kvjax.data.source_kinds import Labelled
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import first_line

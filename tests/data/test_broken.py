@@ -17,12 +17,12 @@ from kvjax.data import parts
 from kvjax.data import pool
 from kvjax.data import preparation
 from kvjax.data import prepare
-from kvjax.data import readers
 from kvjax.data import sources
 from kvjax.data import tokenized_part
 from kvjax.data import under_way
 from kvjax.data import vocabulary
 from kvjax.foundation import command_line
+from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
 from tests.data.corpora import files
@@ -93,7 +93,7 @@ def test_what_a_disk_or_a_network_fails_to_read_is_not_left_out(config, monkeypa
     table = pathlib.Path(config.source) / "3.parquet"
     pq.write_table(pa.table({"text": ["one", "two"]}), table)
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
-    for module, name, failing in ((readers.json_text, "parse", 40), (pq, "ParquetFile", 2)):
+    for module, name, failing in ((json_text, "parse", 40), (pq, "ParquetFile", 2)):
         real, calls = getattr(module, name), []
 
         def fails(*args, real=real, calls=calls, failing=failing, **kwargs):

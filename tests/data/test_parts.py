@@ -13,6 +13,7 @@ import pytest
 from kvjax.data import config as config_lib
 from kvjax.data import parts
 from kvjax.data import readers
+from kvjax.data import source_kinds
 from kvjax.data import sources
 from kvjax.data import tokenizer as tokenizer_lib
 
@@ -92,7 +93,7 @@ def _tokenizer():
 def test_a_cut_changes_no_token_of_a_text(tmp_path_factory, lines, size):
     path = epath.Path(tmp_path_factory.getbasetemp()) / "cut.txt"
     path.write_bytes("\n".join(lines).encode())
-    source = sources._TextFile(path)
+    source = source_kinds.TextFile(path)
     cut = [
         piece
         for range in source.ranges(size)

@@ -23,6 +23,7 @@ from kvjax.data import parts
 from kvjax.data import pool
 from kvjax.data import preparation
 from kvjax.data import prepare
+from kvjax.data import source_kinds
 from kvjax.data import sources
 from kvjax.data import tokenizer
 from kvjax.data import under_way
@@ -88,7 +89,7 @@ def test_no_document_is_lost_or_twice_and_none_of_validation_in_training(config,
         found[split] = documents
     digest = lambda text: hashlib.blake2b(text.encode()).digest()
     texts = [f"{i} {text}" for i in range(3) for text in small_texts[i::3]]
-    held_out = {t for t in texts if sources.is_held_out(t, config.validation_fraction)}
+    held_out = {t for t in texts if source_kinds.is_held_out(t, config.validation_fraction)}
     assert found["validation"] == collections.Counter(map(digest, held_out))
     trained = collections.Counter(digest(t) for t in texts if t not in held_out)
     assert max(found["train"].values()) == 1
@@ -420,7 +421,7 @@ def test_a_tokenizer_learns_from_a_sample_of_all_parts(config, monkeypatch):
         preparation.begin(corpus, shown=False)
     assert {text.split()[0] for text in seen} == {"0", "1", "2"}  # the files
     assert len(corpus.parts) <= len(seen) <= 2 * len(corpus.parts)
-    assert not {t for t in seen if sources.is_held_out(t, config.validation_fraction)}
+    assert not {t for t in seen if source_kinds.is_held_out(t, config.validation_fraction)}
 
 
 def test_time_by_the_plan(config):

@@ -24,6 +24,7 @@ from kvjax.data import manifest
 from kvjax.data import preparation
 from kvjax.data import prepare
 from kvjax.data import readers
+from kvjax.data import source_kinds
 from kvjax.data import sources
 from kvjax.data import tokenized_part
 from kvjax.data import tokenizer as tokenizer_lib
@@ -48,7 +49,7 @@ def rows(dataset, split):
 
 def split(texts, config):
     """The texts of train and of validation, by definition."""
-    held_out = [sources.is_held_out(text, config.validation_fraction) for text in texts]
+    held_out = [source_kinds.is_held_out(text, config.validation_fraction) for text in texts]
     return [
         [t for t, h in zip(texts, held_out, strict=True) if h == side] for side in (False, True)
     ]

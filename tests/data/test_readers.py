@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvjax.data import readers
+from kvjax.data import record_readers
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.errors import DataError
 
@@ -89,7 +90,7 @@ def test_jsonl_gives_its_texts(tmp_path, suffix):
     path = epath.Path(tmp_path / f"texts.jsonl{suffix}")
     lines = [json.dumps({"id": 1, "content": text}) for text in TEXTS]
     path.write_bytes(compressed(suffix, ("\n\n".join(lines) + "\n").encode()))
-    assert list(readers.read_jsonl(path, "content")) == TEXTS
+    assert list(record_readers.read_jsonl(path, "content")) == TEXTS
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
@@ -99,7 +100,7 @@ def test_truncated_compressed_file_is_named(tmp_path, suffix):
     content = compressed(suffix, lines.encode())
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(readers.SourceError, match=r"cut\.jsonl.* can't be decompressed"):
-        list(readers.read_jsonl(path, "text"))
+        list(record_readers.read_jsonl(path, "text"))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_bad_json_line_is_named(tmp_path, line, message):
     path = epath.Path(tmp_path / "bad.jsonl")
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(readers.SourceError, match=r"bad\.jsonl, " + message):
-        list(readers.read_jsonl(path, "text"))
+        list(record_readers.read_jsonl(path, "text"))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_parquet_gives_its_texts(tmp_path, kind):
     path = epath.Path(tmp_path / "shard.parquet")
     texts = [None, *TEXTS] * 300
     pq.write_table(pa.table({"id": range(1200), "text": pa.array(texts).cast(kind)}), path)
-    assert list(readers.read_parquet(path, "text")) == TEXTS * 300
+    assert list(record_readers.read_parquet(path, "text")) == TEXTS * 300
 
 
 def test_bad_parquet_is_named(tmp_path):
@@ -135,12 +136,12 @@ def test_bad_parquet_is_named(tmp_path):
     with pytest.raises(
         readers.SourceError, match=r"has no column 'text'; it has \['id', 'body', 'raw'\]"
     ):
-        list(readers.read_parquet(path, "text"))
+        list(record_readers.read_parquet(path, "text"))
     with pytest.raises(readers.SourceError, match=r"column 'id' is int64, not text"):
-        list(readers.read_parquet(path, "id"))
+        list(record_readers.read_parquet(path, "id"))
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(readers.SourceError, match=r"shard\.parquet is no whole Parquet file"):
-        list(readers.read_parquet(path, "body"))
+        list(record_readers.read_parquet(path, "body"))
 
 
 def test_forbidden_file_is_named(tmp_path, monkeypatch):
@@ -169,9 +170,9 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     for name, pack in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)):
         path = epath.Path(tmp_path / name)
         path.write_bytes(pack(mark + records))
-        assert list(readers.read_jsonl(path, "text")) == ["a", "b"]
+        assert list(record_readers.read_jsonl(path, "text")) == ["a", "b"]
         path.write_bytes(pack(mark + b"\n" + records))  # alone on a line
-        assert list(readers.read_jsonl(path, "text")) == ["a", "b"]
+        assert list(record_readers.read_jsonl(path, "text")) == ["a", "b"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
@@ -179,7 +180,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 def test_a_mark_of_another_encoding_is_told(tmp_path, name, encoding):
     path = epath.Path(tmp_path / name)
     path.write_bytes('{"text": "a"}\n'.encode(encoding))
-    read = readers.read_text(path) if name == "a.txt" else readers.read_jsonl(path, "text")
+    read = readers.read_text(path) if name == "a.txt" else record_readers.read_jsonl(path, "text")
     with pytest.raises(
         readers.SourceError, match=f"{name} is {encoding.upper()} .*iconv -f {encoding}"
     ):
@@ -191,11 +192,11 @@ def test_deep_nesting_is_no_json(tmp_path):
     for line in ("[" * 200_000, '{"text": ' * 200_000, '{"text": ' + "[" * 200_000):
         path.write_text('{"text": "a"}\n' + line + "\n")
         with pytest.raises(readers.SourceError, match="line 2 is no JSON"):
-            list(readers.read_jsonl(path, "text"))
+            list(record_readers.read_jsonl(path, "text"))
 
 
 def test_a_parquet_column_may_have_a_dot_in_its_name(tmp_path):
     path = epath.Path(tmp_path) / "a.parquet"
     pq.write_table(pa.table({"a": ["x"], "a.b": ["yes"]}), str(path))
-    assert [range[:2] for range in readers.parquet_ranges(path, "a.b", 1000)] == [(0, 1)]
-    assert list(readers.read_parquet(path, "a.b")) == ["yes"]
+    assert [range[:2] for range in record_readers.parquet_ranges(path, "a.b", 1000)] == [(0, 1)]
+    assert list(record_readers.read_parquet(path, "a.b")) == ["yes"]

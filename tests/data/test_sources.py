@@ -14,6 +14,7 @@ import pytest
 
 from kvjax.data import config as config_lib
 from kvjax.data import readers
+from kvjax.data import source_kinds
 from kvjax.data import sources
 from kvjax.foundation.errors import UserError
 
@@ -80,14 +81,16 @@ def test_text_file_is_cut_once_at_a_line(split_texts, tmp_path_factory, lines, f
 def test_embedded_validation_is_the_last_200000_bytes_of_each_book(split_texts):
     train, validation = split_texts(source="embedded")
     assert not set(train) & set(validation)
-    for book in sources.BOOKS:
-        text = lzma.decompress((sources.CORPUS / book).read_bytes()).decode()
-        tail = text.encode()[-sources.EMBEDDED_VALIDATION_BYTES :].decode(errors="ignore")
+    for book in source_kinds.BOOKS:
+        text = lzma.decompress((source_kinds.CORPUS / book).read_bytes()).decode()
+        tail = text.encode()[-source_kinds.EMBEDDED_VALIDATION_BYTES :].decode(errors="ignore")
         held_out = tail.split("\n", 1)[1].split("\f")
         assert 199_000 < sum(len(document.encode()) for document in held_out)
         start = validation.index(held_out[0])
         assert validation[start : start + len(held_out)] == held_out
-        assert text.startswith(train[0] if book == sources.BOOKS[0] else "The First Book of Moses")
+        assert text.startswith(
+            train[0] if book == source_kinds.BOOKS[0] else "The First Book of Moses"
+        )
     # 42 works and 66 books; the cut goes through one of each.
     assert len(train) + len(validation) == 42 + 66 + 2
 
@@ -178,7 +181,7 @@ def test_a_byte_order_mark_makes_other_data(split_texts, tmp_path):
 
 
 def test_large_file_is_told_apart_by_size_time_and_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "HASHED_BYTES", 8)
+    monkeypatch.setattr(source_kinds, "HASHED_BYTES", 8)
     monkeypatch.setattr(readers, "BLOCK_BYTES", 4)
     path = tmp_path / "large.txt"
     prints = []

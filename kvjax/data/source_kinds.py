@@ -1,0 +1,315 @@
+"""What documents come from: the embedded books, text files, files of records, TFDS.
+
+What is held out is decided before anything is packed:
+
+| source | validation is |
+|---|---|
+| `embedded` | the last 200,000 bytes of each of the two books, from the next line on |
+| .txt | the last `validation_fraction` of each file's bytes, from the next line on |
+| .jsonl, .parquet, TFDS | the documents whose hash falls in `validation_fraction` |
+
+So equal records are on the same side. With a `validation_source`, that is validation, and all of
+`source` is for training.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import functools
+import hashlib
+import lzma
+import os
+from typing import NamedTuple
+from typing import Protocol
+
+from etils import epath
+
+from kvjax.data import readers
+from kvjax.data import record_readers
+from kvjax.data.manifest import SPLITS
+from kvjax.foundation.errors import first_line
+from kvjax.foundation.files import in_bucket
+
+EMBEDDED_VALIDATION_BYTES = 200_000
+CORPUS = epath.Path(__file__).parent / "corpus"
+EMBEDDED = "embedded:"
+BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
+JSONL = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
+SUFFIXES = (".txt", *JSONL, ".parquet")
+# Files up to here are told apart by all their bytes, larger ones by size, time and both ends.
+HASHED_BYTES = 64 << 20
+
+
+class Range(NamedTuple):
+    """A run of a source, [start, stop) in its own unit, and about how many bytes that is."""
+
+    start: int
+    stop: int
+    bytes: int
+
+
+Labelled = tuple[str, readers.Piece]  # a split and a piece of a document of it
+
+
+class Source(Protocol):
+    """Something with documents.
+
+    Attributes:
+      name: by which `named` finds it.
+    """
+
+    name: str
+
+    def fingerprint(self) -> str:
+        """Changes when the documents do; cheap."""
+
+    def stamp(self) -> str:
+        """Changes when its files are written, or nearly always does; costs a look at each."""
+
+    def ranges(self, limit: int) -> Iterator[Range]:
+        """All of it in order, in ranges of at most about so many bytes where it can be cut."""
+
+    def density(self) -> float:
+        """Bytes of text per byte of its ranges, about."""
+
+    def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
+        """The documents of `train`, `validation` (the held-out `fraction`) or `all`."""
+
+    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
+        """The documents of one of `ranges`, each piece with its split; 0.0 holds none out."""
+
+
+class TextFile:
+    """A .txt file; validation is its end."""
+
+    def __init__(self, path: epath.Path):
+        self.path, self.name = path, os.fspath(path)
+
+    def fingerprint(self) -> str:
+        # The mark was once a part of the text: what was prepared with it is other data.
+        marked = " without its mark" if readers.byte_order_mark(self.path) else ""
+        return f"txt {_file_hash(self.path)}{marked}"
+
+    def stamp(self) -> str:
+        return _file_stamp(self.path)
+
+    def ranges(self, limit: int) -> Iterator[Range]:
+        readers.check_encoding(self.path)
+        size, start = self.path.stat().length, 0
+        while start < size:
+            stop = size
+            if size - start > limit:
+                stop = readers.cut(self.path, start + limit)
+            yield Range(start, stop, stop - start)
+            start = stop
+
+    def density(self) -> float:
+        return 1.0
+
+    def _bounds(self, fraction: float) -> tuple[int, int]:
+        """Where the training documents end, and the file."""
+        size = self.path.stat().length
+        return readers.line_start(self.path, size - int(size * fraction)), size
+
+    def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
+        cut, size = self._bounds(0.0 if split == "all" else fraction)
+        start, stop = (cut, size) if split == "validation" else (0, cut)
+        return readers.read_text(self.path, start, stop)
+
+    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
+        cut, size = self._bounds(fraction)
+        for split, start, stop in (("train", 0, cut), ("validation", cut, size)):
+            first, last = max(start, range.start), min(stop, range.stop)
+            if first < last:
+                opens = first == start or readers.document_starts(self.path, first)
+                for piece in readers.read_text(self.path, first, last, broken, opens=opens):
+                    yield split, piece
+
+
+class Records:
+    """Documents one by one; validation are those whose hash falls in the fraction."""
+
+    def __init__(
+        self, name: str, fingerprint: Callable[[], str], stamp, ranges, read, density=None
+    ):
+        """Made of functions.
+
+        Args:
+          name: see `Source`.
+          fingerprint: called once a preparation: it can read the whole file.
+          stamp: see `Source`.
+          ranges: of a limit, see `Source`.
+          read: of the first and the last place and of what to do with what cannot be read, the
+            documents between; of nothing, all.
+          density: see `Source`; None: as much text as bytes.
+        """
+        self.name, self.fingerprint = name, fingerprint
+        self.stamp, self.ranges = stamp, ranges
+        self.density = density or (lambda: 1.0)
+        self._read = read
+
+    def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
+        for text in self._read():
+            if split == "all" or (split == "validation") == is_held_out(text, fraction):
+                yield from readers.read_document(text)
+
+    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
+        for text in self._read(range.start, range.stop, broken):
+            split = "validation" if is_held_out(text, fraction) else "train"
+            for piece in readers.read_document(text):
+                yield split, piece
+
+
+class EmbeddedBook:
+    """A compressed book of the corpus."""
+
+    def __init__(self, path: epath.Path):
+        self.path, self.name = path, f"{EMBEDDED}{path.name}"
+
+    def fingerprint(self) -> str:
+        return f"embedded {EMBEDDED_VALIDATION_BYTES} {_file_hash(self.path)}"
+
+    def stamp(self) -> str:
+        return _file_stamp(self.path)
+
+    def ranges(self, limit: int) -> Iterator[Range]:
+        del limit
+        yield Range(0, 1, self.path.stat().length)
+
+    def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
+        del fraction  # A fixed validation text makes figures comparable.
+        text = lzma.decompress(self.path.read_bytes())
+        cut = len(text)
+        if split != "all":
+            cut = text.index(b"\n", len(text) - EMBEDDED_VALIDATION_BYTES - 1) + 1
+        part = text[cut:] if split == "validation" else text[:cut]
+        for document in part.decode().split(readers.DOCUMENT_SEPARATOR):
+            yield from readers.read_document(document)
+
+    def density(self) -> float:
+        return len(lzma.decompress(self.path.read_bytes())) / self.path.stat().length
+
+    def split(self, fraction: float, range: Range, broken: readers.Broken) -> Iterator[Labelled]:
+        del range, broken
+        for split in SPLITS if fraction else ("all",):
+            for piece in self.pieces(split, fraction):
+                yield split, piece
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document's own hash puts it into a validation split of this fraction."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2.0**64
+
+
+def named(name: str, text_key: str, where: str) -> Source:
+    """The source of a name: `embedded:BOOK`, `tfds:NAME`, or a file's path.
+
+    Args:
+      where: for messages: the key and its value.
+    """
+    if name.startswith(EMBEDDED):
+        return EmbeddedBook(CORPUS / name.removeprefix(EMBEDDED))
+    if name.startswith("tfds:"):
+        return _tfds_source(name, text_key, where)
+    return _file_source(epath.Path(name), text_key)
+
+
+def _file_source(path: epath.Path, text_key: str) -> Source:
+    if path.name.endswith(".txt"):
+        return TextFile(path)
+    kind = next(suffix for suffix in SUFFIXES if path.name.endswith(suffix))
+    if kind == ".parquet":
+        ranges, read = record_readers.parquet_ranges, record_readers.read_parquet
+    elif kind == ".jsonl":
+        ranges, read = record_readers.line_ranges, record_readers.read_jsonl
+    else:  # compressed: from the start on or not at all
+        ranges, read = _whole, record_readers.read_jsonl
+    return Records(
+        os.fspath(path),
+        lambda: f"{kind} {_file_hash(path)}",
+        lambda: _file_stamp(path),
+        lambda limit: (Range(*range) for range in ranges(path, text_key, limit)),
+        functools.partial(read, path, text_key),
+        None if kind == ".parquet" else lambda: record_readers.jsonl_density(path, text_key),
+    )
+
+
+def _whole(path: epath.Path, key: str, limit: int) -> Iterator[tuple[int, int, int]]:
+    del key, limit
+    size = path.stat().length
+    yield 0, size, size
+
+
+def _tfds_source(item: str, text_key: str, where: str) -> Source:
+    name, _, split = item.removeprefix("tfds:").partition("#")
+    split = split or "train"
+    try:
+        builder = _tfds_builder(name)
+    except readers.SourceError as error:
+        raise readers.SourceError(f"{where}: {error}") from error
+    info = builder.info
+    known = info.splits.get(split)
+    sizes = known.shard_lengths if known else None
+
+    def ranges(limit: int) -> Iterator[Range]:
+        count, size = (known.num_examples, int(known.num_bytes)) if known else (0, 0)
+        step = max(1, count * limit // max(size, 1))
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            yield Range(start, stop, size * (stop - start) // count)
+
+    fingerprint = lambda: f"tfds {info.full_name} {split} {sizes} {info.dataset_size}"
+    return Records(
+        item,
+        fingerprint,
+        fingerprint,
+        ranges,
+        functools.partial(record_readers.read_tfds, builder, split, text_key),
+    )
+
+
+@functools.cache
+def _tfds_builder(name: str):
+    import tensorflow_datasets as tfds  # Takes 0.5 s, and most runs read no TFDS source.
+
+    folder = os.environ.get("TFDS_DATA_DIR")
+    try:
+        builder = tfds.builder(name, data_dir=folder, file_format="array_record")
+    except Exception as error:  # Whatever the data set's own code raises.
+        raise readers.SourceError(
+            f"tfds:{name} can't be opened: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    if not builder.is_prepared():
+        # Not prepared from here: most data sets' code needs TensorFlow, and hours.
+        raise readers.SourceError(
+            f"tfds:{name} is not prepared as ArrayRecord in {builder.data_dir}. Where there is a"
+            f" network, run: tfds build {name} --file_format=array_record --data_dir=FOLDER; then"
+            " set TFDS_DATA_DIR=FOLDER."
+        )
+    return builder
+
+
+def _file_stamp(path: epath.Path) -> str:
+    if in_bucket(path):
+        found = path.stat()
+        return f"{found.length} {found.mtime}"
+    found = os.stat(path)
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def _file_hash(path: epath.Path) -> str:
+    stat = path.stat()
+    with readers.open_file(path) as file:
+        if stat.length <= HASHED_BYTES:
+            digest = hashlib.blake2b(digest_size=16)
+            while block := file.read(readers.BLOCK_BYTES):
+                digest.update(block)
+            return digest.hexdigest()
+        head = file.read(readers.BLOCK_BYTES)
+        file.seek(stat.length - readers.BLOCK_BYTES)
+        return digest(repr((path.name, stat.length, stat.mtime)).encode() + head + file.read())
+
+
+def digest(content: bytes) -> str:
+    """A hash of bytes, hexadecimal."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
