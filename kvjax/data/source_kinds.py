@@ -301,10 +301,10 @@ def _file_hash(path: epath.Path) -> str:
     stat = path.stat()
     with readers.open_file(path) as file:
         if stat.length <= HASHED_BYTES:
-            digest = hashlib.blake2b(digest_size=16)
+            hashed = hashlib.blake2b(digest_size=16)
             while block := file.read(readers.BLOCK_BYTES):
-                digest.update(block)
-            return digest.hexdigest()
+                hashed.update(block)
+            return hashed.hexdigest()
         head = file.read(readers.BLOCK_BYTES)
         file.seek(stat.length - readers.BLOCK_BYTES)
         return digest(repr((path.name, stat.length, stat.mtime)).encode() + head + file.read())
