@@ -73,7 +73,7 @@ def make(making: Preparation, options: str) -> None:
     made | beam.Create(missing) | beam.Reshuffle() | beam.ParDo(_MakePart(making))
     try:
         made.run().wait_until_finish()
-    except (ImportError, OSError, RuntimeError, NotImplementedError) as error:
+    except (UserError, ImportError, OSError, RuntimeError, NotImplementedError) as error:
         if _NOT_SEEN in str(error):
             raise UserError(f"{making.under_way.folder} {_NOT_SEEN}") from error
         if failed := making.under_way.failures():

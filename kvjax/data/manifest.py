@@ -13,6 +13,7 @@ from typing import Any
 from etils import epath
 
 from kvjax.data import config as config_lib
+from kvjax.foundation import files as files_lib
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
@@ -108,7 +109,7 @@ def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | Non
     for name, known in files.items():
         if "blake2b" not in known and in_bucket(root):
             continue  # thousands of files of rows: asking a bucket for each takes minutes
-        size = _size(root, name)
+        size = files_lib.size(os.path.join(root, name))
         if size is None:
             raise DamagedDataError(folder, f"{name} is missing", config)
         if size != known["bytes"]:
@@ -121,16 +122,6 @@ def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | Non
 def digest_of(*values: Any) -> str:
     """A hash of what decides something, by which its folder is named."""
     return hashlib.blake2b(repr(values).encode(), digest_size=10).hexdigest()
-
-
-def _size(root: str, name: str) -> int | None:
-    """Bytes of a file; None if it is not there. Of a local one the system is asked directly."""
-    try:
-        if in_bucket(root):
-            return (epath.Path(root) / name).stat().length
-        return os.stat(os.path.join(root, name)).st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def _check_keys(info: dict[str, Any], version: int) -> None:

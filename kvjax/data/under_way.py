@@ -144,9 +144,9 @@ class UnderWay:
                 theirs, own = other / ROWS / ROWS_VERSION / theirs, self._shard(split, part)
                 if not found.file_bytes:
                     own.unlink(missing_ok=True)
-                elif _size(theirs) == found.file_bytes:
+                elif files.size(theirs) == found.file_bytes:
                     moves.append((theirs, own))
-                elif _size(own) != found.file_bytes:  # else an earlier attempt had moved it
+                elif files.size(own) != found.file_bytes:  # else an earlier attempt had moved it
                     return False
             with contextlib.suppress(FileNotFoundError):  # another process was first
                 for pair in [*moves, (mark, self.folder / DONE / f"{part:05}.json")]:
@@ -209,9 +209,11 @@ class UnderWay:
 
     def _made(self, part: int) -> Made | None:
         mark = self.folder / DONE / f"{part:05}.json"
-        if not mark.exists():
+        try:
+            content = mark.read_bytes()
+        except FileNotFoundError:
             return None
-        content = _read_json(mark) or {}
+        content = _parsed(content) or {}
         if (made := _made_of(content)) is None:
             warn(f"{os.fspath(self.folder)}: part {part} is made again: {mark.name} is damaged")
             return None
@@ -221,7 +223,7 @@ class UnderWay:
             return made
         for split, found in made.counts.items():
             shard = self._shard(split, part)
-            size = _size(shard) or 0
+            size = files.size(shard) or 0
             if size != found.file_bytes:
                 warn(f"{os.fspath(shard)} has {size:,} bytes, not {found.file_bytes:,}: made again")
                 return None
@@ -281,8 +283,8 @@ class UnderWay:
           work: from `work`.
           last: the file by which others know that all are there.
         """
-        files = [file for file in work.rglob("*") if file.is_file()]
-        for file in sorted(files, key=lambda file: (file == work / last, file)):
+        made = [file for file in work.rglob("*") if file.is_file()]
+        for file in sorted(made, key=lambda file: (file == work / last, file)):
             target = self.folder / file.relative_to(work).as_posix()
             target.parent.mkdir(parents=True, exist_ok=True)
             self._put(file, target)
@@ -355,14 +357,18 @@ def _made_of(mark: dict[str, Any]) -> Made | None:
         return None
 
 
-def _size(file: epath.Path) -> int | None:
-    return file.stat().length if file.exists() else None
-
-
 def _read_json(path: epath.Path) -> dict[str, Any] | None:
     try:
-        found = json_text.parse(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+        return _parsed(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _parsed(content: bytes) -> dict[str, Any] | None:
+    """A JSON object; None if the bytes are none."""
+    try:
+        found = json_text.parse(content)
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None
 

@@ -10,6 +10,14 @@ def in_bucket(path: epath.PathLike) -> bool:
     return "://" in os.fspath(path)
 
 
+def size(path: epath.PathLike) -> int | None:
+    """Bytes of a file; None if it is not there. Of a local one the system is asked directly."""
+    try:
+        return epath.Path(path).stat().length if in_bucket(path) else os.stat(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def write_atomically(path: epath.Path, text: str) -> None:
     """Writes a file whole or not at all."""
     temporary = path.parent / f".{path.name}.tmp"

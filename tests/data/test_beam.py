@@ -93,6 +93,27 @@ def test_what_a_worker_cannot_read_is_one_message_and_mending_it_costs_its_parts
     assert files(made) == files(prepare.prepare(config, workers=1))
 
 
+def test_a_target_that_workers_do_not_see_is_one_message(config):
+    from kvjax.data import beam
+
+    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    (making.under_way.folder / "plan.json").unlink()
+    with pytest.raises(UserError, match=r"^\S+ is not seen by a Beam worker: --output must"):
+        beam.make(making, "runner=FnApiRunner")
+
+
+def test_what_a_disk_fails_to_read_is_one_message(config, monkeypatch):
+    from kvjax.data import beam
+
+    def fails(*args, **kwargs):
+        raise UserError("x could not be read: Input/output error")
+
+    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    monkeypatch.setattr(pool, "make_part", fails)
+    with pytest.raises(UserError, match="^x could not be read: Input/output error$"):
+        beam.make(making, "runner=FnApiRunner")
+
+
 def test_a_worker_with_other_code_makes_nothing(config, monkeypatch):
     making = preparation.begin(preparation.look(config, shown=False), shown=False)
     from kvjax.data import beam

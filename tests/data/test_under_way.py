@@ -77,6 +77,26 @@ def test_failures_are_those_of_parts_that_are_not_done(making):
     assert making.failures() == ["the third"]
 
 
+def test_half_an_upload_is_thrown_away(making, bucket, tmp_path, monkeypatch):
+    """Closed, it would take the place of what another process may have uploaded whole."""
+    done = []
+
+    class Sink:
+        write = close = lambda self, *_: done.append("kept")
+        discard = lambda self: done.append("discarded")
+
+    def fails(*args):
+        raise KeyboardInterrupt
+
+    remote = under_way.UnderWay(epath.Path("gs://out/key"), "abc")
+    (tmp_path / "file").write_text("x")
+    target = type("Target", (), dict(open=lambda self, mode: Sink()))()
+    monkeypatch.setattr(under_way.shutil, "copyfileobj", fails)
+    with pytest.raises(KeyboardInterrupt):
+        remote._put(tmp_path / "file", target)
+    assert done == ["discarded"] and (tmp_path / "file").exists()
+
+
 def test_a_part_of_other_text_is_not_done(making):
     _publish(making, 1)
     assert under_way.UnderWay(making.target, "abc").missing() == [0, 2]
