@@ -231,9 +231,10 @@ def test_a_mended_file_that_the_vocabulary_learned_from_begins_anew(config, tmp_
     path = pathlib.Path(config.source) / "2.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) - 9])
-    monkeypatch.setattr(vocabulary, "TOKENIZER_CHARACTERS", 48 * 500)  # not of a part's end
+    monkeypatch.setattr(vocabulary, "TOKENIZER_CHARACTERS", 48 * 20)  # of a part its start
     with pytest.raises(DataError, match=r"2\.jsonl, the line at byte"):
         prepare.prepare(config, workers=1)
+    assert list(config.root.glob("datasets/.under-way-*/done/*"))
     path.write_bytes(whole.replace(b'"text": "', b'"text": "and '))
     assert files(prepare.prepare(config, workers=1)) == _afresh(config, tmp_path, monkeypatch)
     assert not list(config.root.glob("datasets/.under-way-*"))
