@@ -1,12 +1,13 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each makes .venv first if it is missing.
 
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
+LIVE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 DEMO_ARGS ?=
 
 export TF_CPP_MIN_LOG_LEVEL := 2
 
-.PHONY: demo test test-all test-aot test-beam lint notebooks clean
+.PHONY: demo test test-all test-aot test-beam test-live lint notebooks clean
 
 demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and prints its figures
 	$(BIN)/python -m kvjax.main $(DEMO_ARGS)
@@ -22,6 +23,9 @@ test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there
 
 test-beam: .venv-beam/installed  ## prepares data with Apache Beam
 	.venv-beam/bin/pytest -q -m beam
+
+test-live: .venv/installed .venv-live/installed  ## compares with transformers, on models made anew
+	$(BIN)/pytest -q tests/convert/live.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -46,8 +50,14 @@ lint: .venv/installed
 	.venv-beam/bin/pip install -q --disable-pip-version-check -c constraints-beam.txt -e '.[dev,beam]'
 	touch $@
 
+# Of its own: PyTorch. It makes models and their logits, and kvjax, in .venv, reads the files.
+.venv-live/installed: constraints-live.txt
+	$(LIVE_PYTHON) -m venv .venv-live
+	.venv-live/bin/pip install -q --disable-pip-version-check -c constraints-live.txt torch transformers
+	touch $@
+
 notebooks: .venv/installed  ## executes the notebooks and stores their outputs
 	$(BIN)/python -m tests.notebooks
 
 clean:
-	rm -rf .venv .venv-aot .venv-beam runs
+	rm -rf .venv .venv-aot .venv-beam .venv-live runs

@@ -11,6 +11,8 @@ from setuptools import setup
 
 ROOT = pathlib.Path(__file__).parent
 JAX = ">=0.11.2,<0.12"
+# Reads published models: Hugging Face's folders and GGUF files.
+CONVERT = ["safetensors>=0.8,<0.9", "gguf>=0.19,<0.20", "threadpoolctl>=3.6,<4"]
 
 setup(
     name="kvjax",
@@ -46,7 +48,9 @@ setup(
         "tensorboardX>=2.6.5,<3",
     ],
     extras_require={
+        "convert": CONVERT,
         "dev": [
+            *CONVERT,
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",
             "hypothesis>=6.170,<7",

@@ -1,6 +1,7 @@
 """A config, resolved once into frozen dataclasses; bad values raise here."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import ml_collections
 from kvjax.attention import MECHANISMS
 from kvjax.data.config import DataConfig
 from kvjax.distributed.sharding import MeshConfig
+from kvjax.foundation import runtime
 from kvjax.foundation.configuration import between
 from kvjax.foundation.configuration import check_text
 from kvjax.foundation.configuration import checked
@@ -56,6 +58,9 @@ class TrainConfig:
     max_bad_steps: int = 10  # bad steps in a row before the run stops, with "skip"
     sample_prompt: str = "The king "  # what the sample at the end goes on from
     sample_tokens: int = 100  # tokens of text sampled at the end; 0: none
+    parent: str = ""  # the workdir of a trained model that this run starts from; "": from nothing
+    teacher: str = ""  # the workdir of a model whose predictions are learned; "": none
+    teacher_share: float = 0.5  # of the loss that is KL(teacher || model), with a teacher
 
     def __post_init__(self):
         at = lambda key: (f"config.train.{key}", getattr(self, key))
@@ -70,6 +75,10 @@ class TrainConfig:
         between(*at("seed"), 0, (1 << 32) - 1)
         between(*at("sample_tokens"), 0, MAX_SAMPLE_TOKENS)
         one_of("config.train.bad_steps", self.bad_steps, ("stop", "skip"))
+        between(*at("teacher_share"), 0.0, 1.0)
+        for key in ("parent", "teacher"):
+            if getattr(self, key):
+                runtime.path(*at(key))
         if self.spike_factor and not 1 < self.spike_factor <= 1e6:
             raise UserError(
                 f"config.train.spike_factor = {self.spike_factor}: must be 0 (no loss is a spike) "
@@ -186,6 +195,24 @@ def resolve(config: ml_collections.ConfigDict) -> Experiment:
     return Experiment(name=name, model=model, **resolved)
 
 
+def defaults(kind: str) -> dict[str, Any]:
+    """By dotted key, what a config means that lacks it, with attention of that kind."""
+    sections = {
+        "model": BlockConfig,
+        "attention": MECHANISMS[kind],
+        "optimizer": OptimizerConfig,
+        "data": DataConfig,
+        "train": TrainConfig,
+        "compute": ComputeConfig,
+    }
+    return {
+        f"{section}.{field.name}": field.default
+        for section, cls in sections.items()
+        for field in dataclasses.fields(cls)
+        if field.default is not dataclasses.MISSING
+    }
+
+
 def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
     """One mechanism per layer: `attention.kind` with its own keys, rank from `layer_ranks`."""
     keys = dict(attention)
@@ -196,13 +223,19 @@ def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
     ranks = checked(layer_ranks, tuple[int, ...], "config.attention.layer_ranks")
     if not ranks:
         return (mechanism,) * num_layers
-    if not hasattr(mechanism, "rank"):
+    key = rank_key(mechanism)
+    if key is None:
         raise UserError(f"config.attention.layer_ranks: {kind!r} has no rank; leave it empty")
-    return tuple(_of_rank(mechanism, rank, i) for i, rank in enumerate(ranks))
+    return tuple(_of_rank(mechanism, key, rank, i) for i, rank in enumerate(ranks))
 
 
-def _of_rank(mechanism, rank: int, layer: int):
+def rank_key(mechanism) -> str | None:
+    """The key of a mechanism's config that `layer_ranks` sets, if it has one."""
+    return next((key for key in ("rank", "key_rank") if hasattr(mechanism, key)), None)
+
+
+def _of_rank(mechanism, key: str, rank: int, layer: int):
     try:
-        return dataclasses.replace(mechanism, rank=rank)
+        return dataclasses.replace(mechanism, **{key: rank})
     except UserError as error:
         raise UserError(f"config.attention.layer_ranks[{layer}] = {rank}: {error}") from error

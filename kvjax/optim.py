@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks, AdamW for embedding, head and vectors.
+"""Muon for the matrices of the blocks, AdamW for embedding, head and vectors; or AdamW for all.
 
 Which matrix a weight is follows from its axes (`kvjax.layers.weight`), so every block matrix of
 every mechanism is orthogonalised and nothing falls silently to Adam. Defaults are nanochat's
@@ -10,6 +10,7 @@ import math
 from typing import Any
 from typing import NamedTuple
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -23,6 +24,7 @@ from kvjax.layers.weight import Axes
 
 ORTHOGONALIZE = ("joint", "per_head")
 SCHEDULES = ("constant", "cosine")
+MATRICES = ("muon", "adamw")
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -30,7 +32,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 class OptimizerConfig:
     """Learning rates are absolute; embedding and head are scaled by (D/768)^-1/2 on top."""
 
-    matrix_learning_rate: float = 0.02  # learning rate of Muon, for the blocks' matrices
+    matrices: str = "muon"  # what the blocks' matrices learn by: "muon" or "adamw"
+    matrix_learning_rate: float = 0.02  # learning rate of the blocks' matrices
     embedding_learning_rate: float = 0.2  # learning rate of AdamW, as the next two
     head_learning_rate: float = 0.004  # for the output head
     vector_learning_rate: float = 0.004  # for gains and biases, which the recipe does not have
@@ -44,17 +47,21 @@ class OptimizerConfig:
     adam_b1: float = 0.8  # decay of the mean gradient
     adam_b2: float = 0.95  # decay of the mean square
     adam_epsilon: float = 1e-10  # added to the root of the mean square
-    matrix_weight_decay: float = 0.0  # weight decay of Muon
+    matrix_weight_decay: float = 0.0  # weight decay of the blocks' matrices
     adam_weight_decay: float = 0.0  # weight decay of AdamW
     clip_norm: float = 1.0  # limit of the whole gradient's norm; 0: none
     schedule: str = "constant"  # "constant", then linear over the last part; or "cosine"
     warmup_steps: int = 0  # steps from 0 to the full learning rate
     cooldown_fraction: float = 0.2  # share of all steps, with the constant schedule
     final_fraction: float = 0.0  # share of the learning rate that is left at the end
+    # Parameters that learn, by what their dotted names hold: ("attention",) or, of some layers,
+    # ("segments.0.attention.mechanism.query",); the others stay as they are. (): all learn.
+    tuned: tuple[str, ...] = ()
 
     def __post_init__(self):
         one_of("config.optimizer.orthogonalize", self.orthogonalize, ORTHOGONALIZE)
         one_of("config.optimizer.schedule", self.schedule, SCHEDULES)
+        one_of("config.optimizer.matrices", self.matrices, MATRICES)
         at = lambda key: (f"config.optimizer.{key}", getattr(self, key))
         for group in ("matrix", "embedding", "head", "vector"):
             between(*at(f"{group}_learning_rate"), 0.0, 100.0)
@@ -141,14 +148,44 @@ def make_optimizer(
         else optax.identity(),
         optax.scale_by_learning_rate(lambda step: c.matrix_learning_rate * schedule(step)),
     )
+    adam_matrices = optax.adamw(
+        lambda step: c.matrix_learning_rate * schedule(step),
+        **adam | dict(weight_decay=c.matrix_weight_decay),
+    )
     groups = {
-        "matrix": muon,
+        "matrix": muon if c.matrices == "muon" else adam_matrices,
         "embedding": adamw(c.embedding_learning_rate * width),
         "head": adamw(c.head_learning_rate * width),
         "vector": adamw(c.vector_learning_rate),
     }
     clip = optax.clip_by_global_norm(c.clip_norm) if c.clip_norm else optax.identity()
     return optax.chain(clip, optax.partition(groups, labels))
+
+
+def tuned(config: OptimizerConfig, tree: dict) -> dict:
+    """The part of a pure dict of parameters, or of what stands for them, that learns.
+
+    Raises:
+      UserError: a name in config.optimizer.tuned that none of them has.
+    """
+    flat = traverse_util.flatten_dict(tree)
+    if not config.tuned:
+        return tree
+    names = {path: ".".join(map(str, path)) for path in flat}
+    for wanted in config.tuned:
+        if not any(wanted in name for name in names.values()):
+            raise UserError(
+                f"config.optimizer.tuned: no parameter has {wanted!r} in its name; there are "
+                + ", ".join(names.values())
+            )
+    learns = lambda path: any(wanted in names[path] for wanted in config.tuned)
+    return traverse_util.unflatten_dict({path: flat[path] for path in flat if learns(path)})
+
+
+def with_tuned(tree: dict, learned: dict) -> dict:
+    """The pure dict with the leaves that `tuned` took out of it in new versions."""
+    flat = traverse_util.flatten_dict(tree) | traverse_util.flatten_dict(learned)
+    return traverse_util.unflatten_dict(flat)
 
 
 def parameter_labels(axes: Any) -> Any:

@@ -4,9 +4,12 @@ config = recipes.pretrain("lrkv_128m", scale="128m", attention=recipes.lrkv(6, r
 """
 
 import dataclasses
+import json
+import os
 
 import ml_collections
 
+from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
@@ -14,7 +17,12 @@ from kvjax.data.config import DataConfig
 from kvjax.distributed.sharding import MeshConfig
 from kvjax.experiment import ComputeConfig
 from kvjax.experiment import TrainConfig
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
 from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
 from kvjax.optim import OptimizerConfig
 
 HEAD_DIM = 128
@@ -160,6 +168,22 @@ def mla_paper(num_heads: int, *, latent: int, dim: int = HEAD_DIM) -> dict:
     return dict(kind="mla_paper") | _keys(RebuiltLatentConfig(**shape))
 
 
+def factored(
+    num_heads: int,
+    *,
+    kv_heads: int,
+    latents: int,
+    key_rank: int,
+    value_rank: int = 0,
+    dim: int = HEAD_DIM,
+) -> dict:
+    """Keys of low rank from J latents, of values too if they have a rank; no base."""
+    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, num_latents=latents)
+    shape |= dict(key_rank=key_rank, value_rank=value_rank)
+    config = FactoredConfig(**shape, key_dim=dim, value_dim=dim)
+    return dict(kind="factored", layer_ranks=()) | _keys(config)
+
+
 # -- optimizer presets -----------------------------------------------------------------------------
 
 
@@ -194,4 +218,99 @@ def paper_text() -> dict:
     )
 
 
-PRESETS = {"nanochat": nanochat, "paper_text": paper_text}
+def tuning() -> dict:
+    """Thin keys, section 3.7: a learning rate of 5e-5; the rest is AdamW as PyTorch has it.
+
+    The paper does not name its optimizer, schedule or weight decay.
+    """
+    rates = dict.fromkeys(("matrix", "embedding", "head", "vector"), 5e-5)
+    return nanochat() | dict(
+        matrices="adamw",
+        **{f"{group}_learning_rate": rate for group, rate in rates.items()},
+        adam_b1=0.9,
+        adam_b2=0.999,
+        adam_epsilon=1e-8,
+        matrix_weight_decay=0.01,
+        adam_weight_decay=0.01,
+        cooldown_fraction=0.0,
+    )
+
+
+PRESETS = {"nanochat": nanochat, "paper_text": paper_text, "tuning": tuning}
+
+
+# -- models that are there already -----------------------------------------------------------------
+
+# What of attention is tuned after a conversion, by the names of parameters. Thin keys' Table 7 says
+# "QK" of as many parameters as GPT-2's queries, keys and values have together: both are here.
+TUNED = {
+    "qk": ("mechanism.query", "key"),
+    "qkv": ("mechanism.",),
+    "attention": ("attention.",),
+}
+
+
+def imported(name: str, model: TransformerConfig, attention: dict, *, context: int):
+    """The config of a workdir whose model was not trained here.
+
+    Args:
+      attention: the section that describes the model's mechanisms.
+      context: tokens that it was trained on.
+    """
+    config = dict(
+        name=name,
+        model=_keys(model.block),
+        attention=attention,
+        optimizer=tuning(),
+        data=_keys(
+            DataConfig(
+                tokenizer="tokenizer.json", vocab_size=model.vocab_size, sequence_length=context
+            )
+        ),
+        train=_keys(TrainConfig(num_steps=1, batch_size=1)),
+        compute=_keys(ComputeConfig()),
+        mesh=_keys(MeshConfig()),
+    )
+    return ml_collections.ConfigDict(config).lock()
+
+
+def recover(parent: str | os.PathLike, *, tune: str = "qk", teacher: str = "", **sections: dict):
+    """The config of a run that tunes what a conversion made, as in thin keys, section 3.7.
+
+    3 epochs over 10M tokens there; here as many steps as `train` says.
+
+    Args:
+      parent: the workdir of the converted model.
+      tune: a key of TUNED.
+      teacher: the workdir of the model before conversion, to learn from; "": the text alone.
+      sections: keys in which the run differs: train=dict(num_steps=100).
+
+    Raises:
+      UserError: no workdir, or another key.
+    """
+    one_of("tune", tune, tuple(TUNED))
+    parent = runtime.path("parent", parent)
+    try:
+        there = json.loads((parent / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"parent = {str(parent)!r}: is no workdir of a model ({first_line(error)}): "
+            "`python -m kvjax.convert` makes one"
+        ) from error
+    vocabulary = dict(
+        tokenizer=str(parent / "tokenizer.json"), vocab_size=there["data"]["vocab_size"]
+    )
+    train = TrainConfig(num_steps=3_662, batch_size=8, grad_accumulation=8)  # 3 · 10M tokens
+    config = dict(
+        name=f"{parent.name}_tuned",
+        model=there["model"],
+        attention=there["attention"],
+        optimizer=tuning() | dict(tuned=TUNED[tune]),
+        data=_keys(DataConfig()) | vocabulary | dict(sequence_length=2048),
+        train=_keys(train) | dict(parent=str(parent), teacher=str(teacher)),
+        compute=_keys(ComputeConfig()),
+        mesh=_keys(MeshConfig()),
+    )
+    for section, values in sections.items():
+        config[section].update(values)
+    return ml_collections.ConfigDict(config).lock()

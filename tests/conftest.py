@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
@@ -56,6 +57,10 @@ MECHANISMS = {
     "mqa": (GroupedConfig, dict(num_kv_heads=1, num_bases=1, rank=0)),
     "lrkv": (GroupedConfig, dict(num_kv_heads=4, num_bases=1, rank=3)),
     "lrkv_gqa": (GroupedConfig, dict(num_heads=8, num_kv_heads=4, num_bases=2, rank=3)),
+    "lrkv_latent_bias": (
+        GroupedConfig,
+        dict(num_kv_heads=4, num_bases=1, rank=3, bias=True, latent_bias=True, out_bias=False),
+    ),
     "thin_keys": (GroupedConfig, dict(num_kv_heads=2, num_bases=2, rank=0, key_dim=4)),
     "lrkv_wide_keys": (GroupedConfig, dict(num_kv_heads=4, num_bases=1, rank=3, value_dim=6)),
     "lrkv_shared_rope": (
@@ -74,6 +79,15 @@ MECHANISMS = {
     "qkv_tied_plus": (
         GroupedConfig,
         dict(num_kv_heads=4, num_bases=4, rank=0, tie="qkv", position_channels=6),
+    ),
+    "factored": (FactoredConfig, dict(num_kv_heads=4, num_latents=4, key_rank=3, value_rank=0)),
+    "factored_joint": (
+        FactoredConfig,
+        dict(num_heads=8, num_kv_heads=4, num_latents=1, key_rank=5, value_rank=3, value_dim=6),
+    ),
+    "factored_values": (
+        FactoredConfig,
+        dict(num_kv_heads=2, num_latents=2, key_rank=0, value_rank=3),
     ),
     "mla": (LatentConfig, dict(latent_dim=10, rope_key_dim=4, value_dim=6)),
     "mla_paper": (RebuiltLatentConfig, dict(latent_dim=10)),

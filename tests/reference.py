@@ -7,10 +7,13 @@ import math
 
 import jax
 import numpy as np
+import scipy.special
 
+from kvjax.attention.factored import FactoredConfig
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mla import LatentConfig
 from kvjax.attention.mla import RebuiltLatentConfig
+from kvjax.layers.rope import Llama3
 
 
 def rotate(x_BTH, positions_T, base):
@@ -18,11 +21,25 @@ def rotate(x_BTH, positions_T, base):
     H = x_BTH.shape[-1]
     out = np.empty_like(x_BTH)
     for i in range(H // 2):
-        angle = positions_T.astype(np.float64) * base ** (-2 * i / H)
+        angle = positions_T.astype(np.float64) * frequency(i, H, base)
         c, s = np.cos(angle)[None], np.sin(angle)[None]
         a, b = x_BTH[..., i], x_BTH[..., i + H // 2]
         out[..., i], out[..., i + H // 2] = a * c - b * s, b * c + a * s
     return out
+
+
+def frequency(i, H, base):
+    """Radians per token of pair i; of Llama 3's scaling as its authors' code has it, by lengths."""
+    if not isinstance(base, Llama3):
+        return base ** (-2 * i / H)
+    plain = base.base ** (-2 * i / H)
+    length = 2 * math.pi / plain
+    if length < base.original / base.high:
+        return plain
+    if length > base.original / base.low:
+        return plain / base.factor
+    smooth = (base.original / length - base.low) / (base.high - base.low)
+    return (1 - smooth) * plain / base.factor + smooth * plain
 
 
 def rms(x, epsilon, gain=None):
@@ -43,7 +60,7 @@ def _grouped(c, w, x_BTD, norm, rotate):
         for kind in ("key", "value") if c.tie in ("none", "qk") else ("key",):
             parts[kind] = [_projection(w, x_BTD, f"base_{kind}", base)]
             if c.rank:
-                latent = x_BTD @ w[f"latent_{kind}"][:, k_head]
+                latent = _projection(w, x_BTD, f"latent_{kind}", k_head)
                 parts[kind].append(latent @ w[f"expand_{kind}"][k_head])
         k = parts["key"]
         q = sum(k) if c.tie in ("qk", "qkv") else _projection(w, x_BTD, "query", n)
@@ -59,6 +76,20 @@ def _grouped(c, w, x_BTD, norm, rotate):
             yield np.concatenate([rotate(q), q], -1), np.concatenate([rotate(own), residual], -1), v
         else:
             yield rotate(q), rotate(norm(sum(k), "key_norm")), v
+
+
+def _factored(c, w, x_BTD, norm, rotate):
+    for n in range(c.num_heads):
+        k_head = n * c.num_kv_heads // c.num_heads
+        parts = {}
+        for kind, rank in (("key", c.key_rank), ("value", c.value_rank)):
+            if rank:
+                latent = _projection(w, x_BTD, kind, k_head * c.num_latents // c.num_kv_heads)
+                parts[kind] = latent @ w[f"expand_{kind}"][k_head]
+            else:
+                parts[kind] = _projection(w, x_BTD, kind, k_head)
+        q = norm(_projection(w, x_BTD, "query", n), "query_norm")
+        yield rotate(q), rotate(norm(parts["key"], "key_norm")), parts["value"]
 
 
 def _latent(c, w, x_BTD, norm, rotate):
@@ -82,7 +113,12 @@ def _rebuilt_latent(c, w, x_BTD, norm, rotate):
 
 
 # By config: a generator of each query head's query, key and value [B, T, H].
-HEADS = {GroupedConfig: _grouped, LatentConfig: _latent, RebuiltLatentConfig: _rebuilt_latent}
+HEADS = {
+    GroupedConfig: _grouped,
+    FactoredConfig: _factored,
+    LatentConfig: _latent,
+    RebuiltLatentConfig: _rebuilt_latent,
+}
 
 
 def queries_keys_values(config, w, x_BTD, positions_T, base):
@@ -139,7 +175,7 @@ def softmax(z, axis=-1):
     return e / e.sum(axis=axis, keepdims=True)
 
 
-def attention(config, weights, x_BTD, *, base, causal, positions_T=None):
+def attention(config, weights, x_BTD, *, base, causal, window=0, positions_T=None):
     """Softmax attention [B, T, D] from an attention module's weights, head by head."""
     T = x_BTD.shape[1]
     positions_T = np.arange(T) if positions_T is None else positions_T
@@ -148,7 +184,8 @@ def attention(config, weights, x_BTD, *, base, causal, positions_T=None):
     values = queries_keys_values(*given)[2]
     for n, (z, v) in enumerate(zip(attention_maps(*given), values, strict=True)):
         if causal:
-            z = np.where(np.tril(np.ones((T, T), bool))[None], z, -np.inf)
+            far = np.arange(T)[:, None] - np.arange(T)
+            z = np.where((far >= 0) & (far < (window or T)), z, -np.inf)
         y += softmax(z) @ v @ weights["out"][n]
     return y + weights.get("out_bias", 0.0)
 
@@ -169,7 +206,7 @@ def activations(config, weights, tokens_BT):
         x = x + weights["positions"][: tokens_BT.shape[1]]
     if c.embedding_norm:
         x = _norm(c, weights.get("embedding_norm", {}), x)
-    base = c.rope_base if c.positions == "rope" else None
+    base = c.angles_base  # or None
     layers = []
     for (mechanism, length), stack in zip(
         config.segments, weights["segments"].values(), strict=True
@@ -178,13 +215,16 @@ def activations(config, weights, tokens_BT):
     assert len(layers) == c.num_layers
     for mechanism, w in layers:
         h = _norm(c, w.get("attention_norm", {}), x)
-        x = x + attention(mechanism, w["attention"], h, base=base, causal=c.causal)
+        mask = dict(causal=c.causal, window=c.window)
+        x = x + attention(mechanism, w["attention"], h, base=base, **mask)
         h, m = _norm(c, w.get("mlp_norm", {}), x), w["mlp"]
         up = h @ m["up"] + m.get("up_bias", 0.0)
         if c.activation == "relu2":
             up = np.maximum(up, 0) ** 2
         elif c.activation == "gelu":  # GPT-2's, with tanh
             up = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        elif c.activation == "gelu_exact":
+            up = up * (1 + scipy.special.erf(up / math.sqrt(2))) / 2
         else:
             gate = h @ m["gate"]
             up = gate / (1 + np.exp(-gate)) * up

@@ -13,6 +13,7 @@ is there. A config without a result says so.
 """
 
 import argparse
+import ast
 from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
@@ -31,6 +32,7 @@ from experiments.tables.lab_notes import LabNote
 from experiments.tables.lab_notes import Target
 from kvjax.aot.__main__ import result_file
 from kvjax.costs import formulas
+from kvjax.experiment import defaults as defaults_of
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation.checkout import ROOT
@@ -78,8 +80,15 @@ def outcome(note: LabNote, target: Target) -> Outcome:
     return Outcome(result=result)
 
 
-def _seen(lines: Iterable[str]) -> list[str]:
-    return [line for line in lines if line.partition(" = ")[0] not in _UNSEEN]
+def _seen(lines: Iterable[str]) -> dict[str, str]:
+    """What a training step depends on, by key; a key with its default is left out.
+
+    So a result outlives new keys.
+    """
+    values = dict(line.split(" = ", 1) for line in lines)
+    kind = ast.literal_eval(values.get("attention.kind", "'grouped'"))
+    defaults = {key: repr(value) for key, value in defaults_of(kind).items()}
+    return {k: v for k, v in values.items() if k not in _UNSEEN and defaults.get(k) != v}
 
 
 def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:

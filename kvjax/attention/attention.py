@@ -16,6 +16,7 @@ from kvjax.distributed.sharding import constrain
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.kernels.softmax_attention.api import sort_tokens
+from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
@@ -27,7 +28,7 @@ class Attention(nnx.Module):
     def __init__(self, config: MechanismConfig, d_model: int, *, rngs: nnx.Rngs):
         sizes = dict(N=config.num_heads, H=config.value_dim, D=d_model)
         self.out = weight("N H -> D", rngs, init="zeros", **sizes)
-        self.out_bias = weight("D", rngs, init="zeros", D=d_model) if config.bias else None
+        self.out_bias = weight("D", rngs, init="zeros", D=d_model) if config.output_bias else None
         self.mechanism = config.build(d_model, rngs=rngs)
 
     def __call__(
@@ -36,6 +37,7 @@ class Attention(nnx.Module):
         positions: Positions,
         *,
         causal: bool,
+        window: int = 0,
         mesh: jax.sharding.Mesh | None = None,
         **options,
     ) -> jax.Array:
@@ -47,7 +49,7 @@ class Attention(nnx.Module):
           mesh: of several devices. Where rows are split over `sequence`, what each token computes
             once (bases and latents) travels, and every device expands it: at d36 0.56 of the
             bytes of keys and values.
-          options: see `softmax_attention`.
+          window, options: see `softmax_attention`.
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
         if mesh is not None and mesh.shape["sequence"] > 1:
@@ -67,6 +69,7 @@ class Attention(nnx.Module):
             v_BTKH,
             scale=self.mechanism.config.scale,
             causal=causal,
+            window=window,
             mesh=mesh,
             **options,
         )
@@ -79,7 +82,8 @@ class Attention(nnx.Module):
         layer: dict[str, jax.Array],
         counts_B: jax.Array,
         *,
-        rope_base: float | None,
+        rope_base: Base | None,
+        window: int = 0,
         implementation: str | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Attention of T new tokens over a cache that they join: ([B, T, D], the layer's cache).
@@ -88,13 +92,14 @@ class Attention(nnx.Module):
           positions: of the new tokens; those of a sequence follow its cached ones.
           layer: one layer of a `kvjax.cache.Cache`; the result takes its place.
           counts_B: how many of the T tokens are real; the rest is padding at the end.
-          implementation: see `decode_attention`.
+          window, implementation: see `decode_attention`.
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
         first_B = positions.index[:, 0]
         layer = append(layer, self.mechanism.encode(raw, positions), first_B, counts_B)
         inputs = self.mechanism.decode_inputs(q_BTNH, rope_base)
-        o_BTNH = decode_attention(inputs, layer, first_B, implementation=implementation)
+        how = dict(window=window, implementation=implementation)
+        o_BTNH = decode_attention(inputs, layer, first_B, **how)
         return self._project_out(o_BTNH.astype(x_BTD.dtype)), layer
 
     def _project_out(self, o_BTNH: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.decode_attention.readings.tied import TiedSizes
 from kvjax.layers import sinusoid
 from kvjax.layers.norm import inverse_rms
+from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.rope import rotate
 from kvjax.layers.weight import linear
@@ -54,6 +55,8 @@ class GroupedConfig:
     value_dim: int  # channels of a value, Hv
     qk_norm: str = "rms"  # norm of queries and whole keys: "rms", "rms_gain" or "none"
     bias: bool = False  # on queries, bases and the output
+    out_bias: bool = True  # with bias: on the output too
+    latent_bias: bool = False  # with bias: on the latents of residuals too
     residual_init: str = "linear"  # how B starts: "linear" like every matrix, or "zeros" (as MQA)
     # Where the model has RoPE: "full" rotates whole keys; "shared" the base only, and an unrotated
     # query meets the residual: another model, cheaper to decode.
@@ -150,14 +153,14 @@ class GroupedConfig:
     def absorbed(self) -> tuple[str, ...]:
         return ("expand_key", "expand_value") if self.rank else ()
 
-    def decode_flops(self, rope_base: float | None) -> DecodeFlops:
+    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         flops = self._sizes(rope_base).flops()
         once = 0
         if self.rank and self.qk_norm != "none" and not self.ties_values:  # 1/rms of the new key
             once = self.num_kv_heads * self.key_dim * (2 * self.rank + 3)
         return DecodeFlops(flops.per_query + once, flops.per_key + self.position_channels)
 
-    def _sizes(self, rope_base: float | None) -> Sizes:
+    def _sizes(self, rope_base: Base | None) -> Sizes:
         """The sizes of the way its cache is read."""
         shape = dict(N=self.num_heads, K=self.num_kv_heads, H=self.key_dim)
         normed = self.qk_norm != "none"
@@ -171,6 +174,10 @@ class GroupedConfig:
         rope_base = None if self.splits_rope else rope_base
         residual = dict(J=self.num_bases, R=self.rank, rope_base=rope_base)
         return ResidualSizes(**shape, **residual, scaled=normed)
+
+    @property
+    def output_bias(self) -> bool:
+        return self.bias and self.out_bias
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Grouped":
         return Grouped(self, d_model, rngs=rngs)
@@ -203,9 +210,12 @@ class Grouped(nnx.Module):
         # Drawn last, so that models of equal seed share every weight they have in common.
         if c.rank:
             expand = dict(init=c.residual_init)
+            latent_bias = lambda: bias("K R", sizes) if c.latent_bias else None
             self.latent_key = weight("D -> K R", rngs, **sizes)  # LRKV eq. 1: U
+            self.latent_key_bias = latent_bias()
             if not c.ties_values:
                 self.latent_value = weight("D -> K R", rngs, **sizes)
+                self.latent_value_bias = latent_bias()
             self.expand_key = weight("K: R -> H", rngs, **expand, **sizes)  # B, transposed
             if not c.ties_values:
                 self.expand_value = weight("K: R -> H", rngs, **expand, **value_sizes)
@@ -216,9 +226,9 @@ class Grouped(nnx.Module):
         if not c.ties_values:
             raw["base_value"] = _affine(x_BTD, self.base_value, self.base_value_bias)
         if c.rank:
-            raw["residual_key"] = linear(x_BTD, self.latent_key[...])
+            raw["residual_key"] = _affine(x_BTD, self.latent_key, self.latent_key_bias)
             if not c.ties_values:
-                raw["residual_value"] = linear(x_BTD, self.latent_value[...])
+                raw["residual_value"] = _affine(x_BTD, self.latent_value, self.latent_value_bias)
         shared = c.ties_queries
         q_BTNH = raw["base_key"] if shared else _affine(x_BTD, self.query, self.query_bias)
         if not c.splits_rope:
@@ -271,7 +281,7 @@ class Grouped(nnx.Module):
             entry["base_key"] = rotate(entry["base_key"], positions.rotary)
         return entry
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> readings.Reading:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
         c = self.config
         bias = None
         if c.position_channels:

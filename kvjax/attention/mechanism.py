@@ -15,6 +15,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention.readings import DecodeFlops
 from kvjax.kernels.decode_attention.readings import Reading
 from kvjax.layers.norm import Norm
+from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.rope import Rotary
 from kvjax.layers.rope import rotate
@@ -28,8 +29,11 @@ class MechanismConfig(Protocol):
 
     num_heads: int  # N
     qk_norm: str  # "none", "rms", or "rms_gain" (a learned gain per channel)
-    bias: bool
     norm_epsilon: float
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the output projection has a bias."""
 
     @property
     def rope_dim(self) -> int:
@@ -62,7 +66,7 @@ class MechanismConfig(Protocol):
     def absorbed(self) -> tuple[str, ...]:
         """Weights, by attribute of the module, that decoding folds into query and output."""
 
-    def decode_flops(self, rope_base: float | None) -> DecodeFlops:
+    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         """What decoding from the entry costs, in a model with RoPE of that base or without."""
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Mechanism":
@@ -85,7 +89,7 @@ class Mechanism(Protocol):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         """The cache entry: arrays [B, T, *field.shape], named as in `config.entry()`."""
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> Reading:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> Reading:
         """What decode attention needs besides the cache, from `project`'s queries.
 
         What is folded into weights is float32 or wider: it is not rounded twice.

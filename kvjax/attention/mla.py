@@ -24,6 +24,7 @@ from kvjax.kernels.decode_attention.readings import DecodeFlops
 from kvjax.kernels.decode_attention.readings.latent import LatentSizes
 from kvjax.kernels.decode_attention.readings.rebuilt import RebuiltSizes
 from kvjax.layers.norm import Norm
+from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
@@ -69,10 +70,14 @@ class RebuiltLatentConfig:
     def absorbed(self) -> tuple[str, ...]:
         return ("up_key", "up_value")
 
-    def decode_flops(self, rope_base: float | None) -> DecodeFlops:
+    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         """Every head's key is rebuilt from the latent, for every cached token."""
         shape = dict(N=self.num_heads, C=self.latent_dim, H=self.key_dim, Hv=self.value_dim)
         return RebuiltSizes(**shape, rope_base=rope_base, normed=self.qk_norm != "none").flops()
+
+    @property
+    def output_bias(self) -> bool:
+        return self.bias
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "RebuiltLatent":
         return RebuiltLatent(self, d_model, rngs=rngs)
@@ -104,7 +109,7 @@ class RebuiltLatent(nnx.Module):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return {"latent": raw["latent"]}
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> readings.Reading:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
         c = self.config
         return readings.RebuiltReading(
             query=q_BTNH,
@@ -161,12 +166,16 @@ class LatentConfig:
     def absorbed(self) -> tuple[str, ...]:
         return ("up_key", "up_value")
 
-    def decode_flops(self, rope_base: float | None) -> DecodeFlops:
+    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         del rope_base  # the rotated key is cached
         N, C = self.num_heads, self.latent_dim
         flops = LatentSizes(N=N, C=C, P=self.rope_key_dim, Hv=self.value_dim).flops()
         fold = 2 * N * C * self.key_dim  # the content query times up_key
         return DecodeFlops(flops.per_query + fold, flops.per_key)
+
+    @property
+    def output_bias(self) -> bool:
+        return self.bias
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Latent":
         return Latent(self, d_model, rngs=rngs)
@@ -213,7 +222,7 @@ class Latent(nnx.Module):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return dict(raw)
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: float | None) -> readings.Reading:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
         """The content query times up_key meets the latent itself (DeepSeek-V2, section 2.1)."""
         del rope_base  # the rotated key is cached
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)

@@ -11,6 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.field import Field
 from kvjax.hardware.datasheets import Device
 from kvjax.layers.weight import Axes
 from kvjax.model import parameters as parameter_lib
@@ -43,11 +44,13 @@ def cache_bytes_per_token(config: TransformerConfig, dtype: jnp.dtype) -> int:
 
     LRKV: eq. 5, plus 4 bytes per KV head for 1/rms where keys are normed.
     """
-    return sum(
-        math.prod(field.shape) * field.dtype_in(dtype).itemsize
-        for mechanism in config.mechanisms
-        for field in mechanism.entry().values()
-    )
+    return sum(entry_bytes(mechanism.entry(), dtype) for mechanism in config.mechanisms)
+
+
+def entry_bytes(entry: dict[str, Field], dtype: jnp.dtype) -> int:
+    """Bytes of one token's entry in the cache of a layer."""
+    sizes = (math.prod(f.shape) * f.dtype_in(dtype).itemsize for f in entry.values())
+    return sum(sizes)
 
 
 def chip_cache_bytes_per_token(
@@ -173,8 +176,12 @@ class DecodeCost:
 def decode_cost(
     config: TransformerConfig, *, length: int, batch: int, dtype: jnp.dtype
 ) -> DecodeCost:
-    """What a decode step costs with weights and cache in `dtype`; each query sees `length` keys."""
+    """What a decode step costs with weights and cache in `dtype`.
+
+    Each query sees `length` keys, or those in the model's window.
+    """
     base = config.block.angles_base
+    seen = min(length, config.block.window or length)
     flops = [mechanism.decode_flops(base) for mechanism in config.mechanisms]
     tables = parameters(config)["embedding"]
     looked_up = batch * config.block.d_model * (2 if config.block.positions == "learned" else 1)
@@ -185,9 +192,9 @@ def decode_cost(
         batch=batch,
         length=length,
         weight_flops_per_token=2 * sum(matrix_weights(config, decoding=True).values()),
-        attention_flops_per_token=round(sum(f.per_query + length * f.per_key for f in flops)),
+        attention_flops_per_token=round(sum(f.per_query + seen * f.per_key for f in flops)),
         weight_bytes=weight_bytes(config, dtype) - (tables - looked_up) * dtype.itemsize,
-        cache_bytes=batch * length * cache_bytes_per_token(config, dtype),
+        cache_bytes=batch * seen * cache_bytes_per_token(config, dtype),
     )
 
 

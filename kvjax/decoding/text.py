@@ -80,7 +80,9 @@ def generate(
             raise UserError(f"{name} = {value!r} is one string: give a list of strings")
     check_stop(stop)
     if end_at_special:
-        stop_tokens = [*stop_tokens, *np.flatnonzero(tokenizer.token_bytes() == 0).tolist()]
+        without_text = np.flatnonzero(tokenizer.token_bytes() == 0).tolist()
+        unused = range(tokenizer.vocab_size, generator.config.vocab_size)  # of published models
+        stop_tokens = [*stop_tokens, *without_text, *unused]
     generation = generator.start(
         [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts],
         num_tokens=num_tokens,

@@ -15,6 +15,22 @@ MAX_POSITION = 1 << 20
 _STRIDE = 1 << 10  # positions split into t = 1024·a + b, each half from a float64 table
 
 
+class Llama3(NamedTuple):
+    """RoPE for longer contexts, as in Llama 3.1: slow pairs turn slower, fast ones as before.
+
+    It stands wherever a base does.
+    """
+
+    base: float
+    factor: float  # by which pairs slow down that turn less than `low` times in `original` tokens
+    low: float
+    high: float  # pairs that turn more often than this are as before; between both, a mixture
+    original: int  # tokens of the context that the model was first trained on
+
+
+Base = float | Llama3  # what gives pairs their frequencies
+
+
 class Rotary(NamedTuple):
     """cos and sin of t·theta: [B or 1, T, H/2] each."""
 
@@ -29,20 +45,35 @@ class Positions(NamedTuple):
     rotary: Rotary | None
 
 
-def positions(index_BT: jax.Array | np.ndarray, dim: int, base: float | None) -> Positions:
+def positions(index_BT: jax.Array | np.ndarray, dim: int, base: Base | None) -> Positions:
     """Positions with angles for `dim` rotated channels; base None means no RoPE."""
     return Positions(index_BT, None if base is None else rotary(index_BT, dim, base))
 
 
+def frequencies(dim: int, base: Base) -> np.ndarray:
+    """[H/2] float64: the radians that each pair turns per token.
+
+    Args:
+      base: pair i turns by base^(-2i/H), or what `Llama3` makes of that.
+    """
+    exponents = -np.arange(0, dim, 2, dtype=np.float64) / dim
+    if not isinstance(base, Llama3):
+        return base**exponents
+    theta = base.base**exponents
+    turns = base.original * theta / (2 * np.pi)
+    as_before = np.clip((turns - base.low) / (base.high - base.low), 0, 1)
+    return theta * (as_before + (1 - as_before) / base.factor)
+
+
 @functools.cache
-def _tables(dim: int, base: float) -> tuple[np.ndarray, np.ndarray]:
+def _tables(dim: int, base: Base) -> tuple[np.ndarray, np.ndarray]:
     """e^{i·t·theta} for t = b and t = 1024·a: complex128 [1024, H/2] each."""
-    theta = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    theta = frequencies(dim, base)
     steps = np.arange(_STRIDE, dtype=np.float64)
     return np.exp(1j * np.outer(steps, theta)), np.exp(1j * np.outer(steps * _STRIDE, theta))
 
 
-def rotary(positions_BT: jax.Array | np.ndarray, dim: int, base: float) -> Rotary:
+def rotary(positions_BT: jax.Array | np.ndarray, dim: int, base: Base) -> Rotary:
     """Angles for the given positions, from tables made in float64.
 
     A float32 product t·theta is off by 0.06 radians at a million tokens; adding the angles of two
@@ -51,7 +82,7 @@ def rotary(positions_BT: jax.Array | np.ndarray, dim: int, base: float) -> Rotar
     Args:
       positions_BT: int32 positions in [0, 2**20), concrete or traced.
       dim: the number of rotated channels H, even.
-      base: pair i turns by t / base^(2i/H).
+      base: see `frequencies`.
     """
     fine, coarse = _tables(dim, base)
     if isinstance(positions_BT, np.ndarray):  # known when compiling: constants
@@ -64,7 +95,7 @@ def rotary(positions_BT: jax.Array | np.ndarray, dim: int, base: float) -> Rotar
 
 
 @functools.cache
-def basis(dim: int, base: float, length: int, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
+def basis(dim: int, base: Base, length: int, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
     """Factors [H, P] and [P, length] of the table of cos t·theta over sin t·theta, t < length.
 
     Low frequencies hardly turn within `length` tokens, so the table's rank P is far below H to any
@@ -73,8 +104,7 @@ def basis(dim: int, base: float, length: int, tolerance: float) -> tuple[np.ndar
     Args:
       tolerance: singular values below this times the largest are dropped.
     """
-    theta = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-    angle = np.outer(theta, np.arange(length, dtype=np.float64))
+    angle = np.outer(frequencies(dim, base), np.arange(length, dtype=np.float64))
     table = np.concatenate([np.cos(angle), np.sin(angle)])
     left, values, right = np.linalg.svd(table, full_matrices=False)
     rank = int(np.sum(values > tolerance * values[0]))

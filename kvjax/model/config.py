@@ -12,8 +12,11 @@ from kvjax.layers import rope
 
 POSITIONS = ("rope", "learned", "none")
 # Far above any model: a slip is told of its key, not of the memory it would need.
-_LARGEST = dict(num_layers=10_000, d_model=1 << 20, mlp_dim=1 << 22, max_positions=1 << 24)
-ACTIVATIONS = ("relu2", "gelu", "swiglu")
+_LARGEST = dict(
+    **dict(num_layers=10_000, d_model=1 << 20, mlp_dim=1 << 22),
+    **dict(max_positions=1 << 24, rope_original=1 << 24),
+)
+ACTIVATIONS = ("relu2", "gelu", "gelu_exact", "swiglu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,15 @@ class BlockConfig:
     embedding_norm: bool = True  # a norm right after the embedding
     positions: str = "rope"  # "rope", "learned" or "none"
     rope_base: float = 10_000.0  # base of RoPE's angles
+    # Llama 3's scaling: pairs that turn less than rope_low times in rope_original tokens turn
+    # rope_factor times slower, more than rope_high times as before, others a mixture.
+    rope_factor: float = 1.0  # 1: no scaling
+    rope_low: float = 1.0  # turns
+    rope_high: float = 4.0  # turns, more than rope_low
+    rope_original: int = 8192  # tokens
+    window: int = 0  # a token sees so many, itself the last of them; 0: all before it
     max_positions: int = 2048  # rows of the table when positions are learned
-    activation: str = "relu2"  # "relu2", "gelu" or "swiglu"
+    activation: str = "relu2"  # "relu2", "gelu" (by tanh), "gelu_exact" or "swiglu"
     bias: bool = False  # in the MLP (attention has its own key)
     tied_head: bool = False  # the head is the embedding
     logit_softcap: float = 15.0  # c·tanh(z/c); 0: none
@@ -43,14 +53,32 @@ class BlockConfig:
         between("config.model.logit_softcap", self.logit_softcap, 0.01, 1e6, zero="none")
         between("config.model.norm_epsilon", self.norm_epsilon, 0.0, 1.0)
         between("config.model.rope_base", self.rope_base, 1.0, 1e12)
+        between("config.model.rope_factor", self.rope_factor, 1.0, 1e6)
+        between("config.model.rope_low", self.rope_low, 0.0, 1e6)
+        between("config.model.rope_high", self.rope_high, 0.0, 1e6)
+        if not self.rope_low < self.rope_high:
+            raise UserError(
+                f"config.model.rope_high = {self.rope_high}: must be more than "
+                f"config.model.rope_low = {self.rope_low}"
+            )
+        between("config.model.window", self.window, 0, rope.MAX_POSITION)
+        if self.window and not self.causal:
+            raise UserError(
+                f"config.model.window = {self.window}: is of causal models; set it to 0 (no window)"
+            )
         one_of("config.model.norm", self.norm, norm.KINDS)
         one_of("config.model.positions", self.positions, POSITIONS)
         one_of("config.model.activation", self.activation, ACTIVATIONS)
 
     @property
-    def angles_base(self) -> float | None:
-        """rope_base in a model with RoPE, or None."""
-        return self.rope_base if self.positions == "rope" else None
+    def angles_base(self) -> rope.Base | None:
+        """What gives RoPE its frequencies, or None in a model without."""
+        if self.positions != "rope":
+            return None
+        if self.rope_factor == 1:
+            return self.rope_base
+        turns = (self.rope_low, self.rope_high)
+        return rope.Llama3(self.rope_base, self.rope_factor, *turns, self.rope_original)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ class Decoder(Transformer):
         T = tokens_BT.shape[1]
         index_BT = cache.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
         x_BTD = self.embed(tokens_BT, index_BT, self.compute)
-        options = dict(rope_base=c.angles_base, implementation=implementation)
+        options = dict(rope_base=c.angles_base, window=c.window, implementation=implementation)
         layers = []
         for block, mechanism, layer in zip(
             self.layers, self.config.mechanisms, cache.layers, strict=True

@@ -63,6 +63,48 @@ def mean_loss(
         return _sum_of_nats(*options, head_DV, x_BTD, targets_BT) / targets_BT.size
 
 
+def mean_taught_loss(
+    model: Transformer,
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    teacher: Transformer,
+    share: float,
+    compute: Compute = Compute(),
+    positions_BT: np.ndarray | None = None,
+) -> jax.Array:
+    """The mean of (1 - share)·cross-entropy + share·KL(teacher || model), to be differentiated.
+
+    Logits of both are made in slices of T, and again in the backward pass.
+
+    Args:
+      teacher: of the same vocabulary; it learns nothing.
+    """
+    options = dict(compute=compute, positions_BT=positions_BT)
+    x_BTD, y_BTD = model(tokens_BT, **options), teacher(tokens_BT, **options)
+    heads = model.head_weight(compute), teacher.head_weight(compute)
+    softcaps = [m.config.block.logit_softcap for m in (model, teacher)]
+
+    @jax.checkpoint
+    def slice_loss(heads, x_BtD, y_BtD, targets_Bt):
+        log_p, log_q = (
+            jax.nn.log_softmax(logits(x, head, cap), axis=-1)
+            for x, head, cap in zip((x_BtD, y_BtD), heads, softcaps, strict=True)
+        )
+        nats_Bt = -jnp.take_along_axis(log_p, targets_Bt[..., None], axis=-1)[..., 0]
+        divergence_Bt = jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
+        return (1 - share) * nats_Bt + share * divergence_Bt
+
+    def losses(heads, *arrays_BT):
+        slices = tuple(_split(x, compute.loss_chunks) for x in arrays_BT)
+        return _join(jax.lax.map(lambda xs: slice_loss(heads, *xs), slices))
+
+    specs = dict(in_specs=((P(), P()), _TOKENS, _TOKENS, _TOKENS), out_specs=_TOKENS)
+    with jax.named_scope("loss"):
+        of_device = _by_device(losses, compute.mesh, **specs)
+        return jnp.mean(of_device(heads, x_BTD, jax.lax.stop_gradient(y_BTD), targets_BT))
+
+
 def _nats(head_DV, x_BtD, targets_Bt, softcap: float) -> jax.Array:
     z_BtV = logits(x_BtD, head_DV, softcap)
     target_Bt = jnp.take_along_axis(z_BtV, targets_Bt[..., None], axis=-1)[..., 0]

@@ -9,7 +9,10 @@ from kvjax.layers.weight import weight
 
 
 class MLP(nnx.Module):
-    """relu(x W)^2, gelu(x W) or swish(x G)·(x W), then back to D (zero at the start)."""
+    """relu(x W)^2, gelu(x W) or swish(x G)·(x W), then back to D (zero at the start).
+
+    "gelu" is its approximation by tanh, "gelu_exact" the one with erf.
+    """
 
     def __init__(self, d_model: int, mlp_dim: int, *, activation: str, bias: bool, rngs: nnx.Rngs):
         sizes = dict(D=d_model, M=mlp_dim)
@@ -26,8 +29,8 @@ class MLP(nnx.Module):
             h_BTM = h_BTM + self.up_bias[...][None, None]
         if self.activation == "relu2":
             h_BTM = jnp.square(jax.nn.relu(h_BTM))
-        elif self.activation == "gelu":
-            h_BTM = jax.nn.gelu(h_BTM)
+        elif self.activation in ("gelu", "gelu_exact"):
+            h_BTM = jax.nn.gelu(h_BTM, approximate=self.activation == "gelu")
         else:
             h_BTM = jax.nn.silu(linear(x_BTD, self.gate[...])) * h_BTM
         y_BTD = linear(h_BTM, self.down[...])

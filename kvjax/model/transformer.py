@@ -82,10 +82,11 @@ class Block(nnx.Module):
         self.attention = Attention(mechanism, c.d_model, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, positions: rope.Positions, *, causal: bool, compute: Compute
+        self, x_BTD: jax.Array, positions: rope.Positions, *, compute: Compute, **mask
     ) -> jax.Array:
+        """[B, T, D] -> [B, T, D]; `mask` is which tokens see which, see `softmax_attention`."""
         attend = dict(
-            causal=causal,
+            **mask,
             query_chunk=compute.query_chunk,
             implementation=compute.attention,
             mesh=compute.mesh,
@@ -142,6 +143,7 @@ class Transformer(nnx.Module):
         if positions_BT is None:
             positions_BT = np.arange(tokens_BT.shape[1])[None]
         x_BTD = self.embed(tokens_BT, positions_BT, compute)
+        mask = dict(causal=c.causal, window=c.window)
         for (mechanism, length), segment in zip(self.config.segments, self.segments, strict=True):
             positions = rope.positions(positions_BT, mechanism.rope_dim, c.angles_base)
             graph, state = nnx.split(segment)
@@ -149,7 +151,7 @@ class Transformer(nnx.Module):
 
             def layer(x_BTD, weights, graph=graph, axes=axes, positions=positions):
                 block = nnx.merge(graph, jax.tree.map(compute.use, weights, axes))
-                x_BTD = block(compute.place(x_BTD), positions, causal=c.causal, compute=compute)
+                x_BTD = block(compute.place(x_BTD), positions, **mask, compute=compute)
                 return x_BTD, None
 
             if compute.remat != "none":

@@ -69,9 +69,11 @@ class Run:
     """One process's part of a run: its state, its loop, and for the first process its files."""
 
     def __init__(self, given: preflight.Prepared):
-        self.experiment, self.compute, self.mesh, self.workdir, self.dataset = given
+        self.experiment, self.compute, self.mesh, self.workdir, self.dataset, *models = given
         experiment, mesh, workdir = self.experiment, self.mesh, self.workdir
-        self.program = Program(experiment, self.compute, mesh)
+        self.parent, self.teacher = models
+        taught_by = self.teacher and self.teacher.experiment.model
+        self.program = Program(experiment, self.compute, mesh, taught_by)
         self.schedule = learning_rate_schedule(experiment.optimizer, experiment.train.num_steps)
         keep = experiment.train.keep_checkpoints
         self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=keep)
@@ -97,8 +99,7 @@ class Run:
         with self._waiting("reading the checkpoint"):
             restored = self.checkpoints.restore(self.program.abstract_state)
         if restored is None:
-            with self._waiting("drawing the initial weights"):
-                state, position, start = self.program.init(jax.random.key(c.seed)), 0, 0
+            state, position, start = self._initial(), 0, 0
         else:
             state, position, start = restored
         self.writer = metrics_lib.NoWriter()
@@ -126,6 +127,18 @@ class Run:
         finally:
             with contextlib.suppress(OSError):  # records are written already, or have raised
                 self.writer.close()
+
+    def _initial(self) -> dict:
+        """The state before the first step: weights drawn, or the parent's."""
+        with self._waiting("drawing the initial weights"):
+            state = self.program.init(jax.random.key(self.experiment.train.seed))
+        if self.parent is None:
+            return state
+        with self._waiting(f"reading {self.parent.workdir}"):
+            asked = self.program.abstract_state["params"]
+            del state["params"]  # before those that take their place
+            params = read_parameters(self.parent.checkpoints, self.parent.step, asked)
+        return state | dict(params=params)
 
     def _waiting(self, what: str) -> progress.waiting:
         return progress.waiting(what, shown=self.first)
@@ -175,7 +188,7 @@ class Run:
         c, e = self.experiment.train, self.experiment
         options = self._share(c.batch_size) | dict(seed=c.seed, position=position)
         batches = self._rows(loader.train_batches(self.dataset, **options), c.batch_size)
-        train_step = self._train_step()
+        train_step, teacher = self._train_step(), self._teacher()
         pending, done = None, start
         clock = metrics_lib.Clock(
             tokens_per_step=e.tokens_per_step,
@@ -185,7 +198,7 @@ class Run:
         )
         with progress.Steps(c.num_steps, start, shown=self.first) as bar:
             while done < stop and not self.interruption.due(done):
-                state, metrics = train_step(state, next(batches))
+                state, metrics = train_step(state, next(batches), *teacher)
                 if pending is not None:
                     self._report(*pending, bar, clock)
                 done += 1
@@ -204,6 +217,14 @@ class Run:
                 self._report(*pending, bar, clock)
         return state, done
 
+    def _teacher(self) -> list[dict]:
+        """The teacher's parameters, if there is one."""
+        if self.teacher is None:
+            return []
+        with self._waiting(f"reading {self.teacher.workdir}"):
+            found, asked = self.teacher, self.program.abstract_teacher
+            return [read_parameters(found.checkpoints, found.step, asked)]
+
     def _train_step(self) -> Callable:
         """The program's; of several processes all have compiled it before any of them begins.
 
@@ -213,9 +234,7 @@ class Run:
         program = self.program
         with self._waiting("compiling the training step"):
             if distributed.count() == 1:
-                return program.train_step.lower(
-                    program.abstract_state, program.abstract_rows
-                ).compile()
+                return program.lowered_step().compile()
             lowered = program.lowered_steps()
             distributed.check_same_programs({name: x.as_text() for name, x in lowered.items()})
             compiled = lowered["training step"].compile()
@@ -273,10 +292,12 @@ class Run:
         size = e.train.batch_size // e.train.grad_accumulation
         options = self._share(size) | dict(limit=e.train.eval_rows)
         batches = self._rows(loader.validation_batches(self.dataset, **options), size)
+        token_bytes_V = self.dataset.token_bytes
+        token_bytes_V = np.pad(token_bytes_V, (0, e.model.vocab_size - len(token_bytes_V)))
         sums = np.zeros(3)
         with self._waiting("validating"):
             for rows in batches:
-                part = self.program.eval_step(params, rows, self.dataset.token_bytes)
+                part = self.program.eval_step(params, rows, token_bytes_V)
                 sums += jax.device_get(part)
         nats, num_bytes, targets = sums
         record = dict(

@@ -16,7 +16,9 @@ from kvjax.layers.weight import Axes
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
+from kvjax.optim import OptimizerConfig
 from kvjax.optim import parameter_labels
+from kvjax.optim import tuned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,19 +41,23 @@ class TrainingMemory:
 
 
 @functools.cache
-def state(config: TransformerConfig, shards: int) -> TrainingMemory:
+def state(
+    config: TransformerConfig, shards: int, optimizer: OptimizerConfig = OptimizerConfig()
+) -> TrainingMemory:
     """Parameters, optimizer state and gradients in float32, split over `shards` devices."""
     shapes, axes = parameters.abstract(config)
-    labels = parameter_labels(axes)
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    moments = sum(  # Muon keeps one, Adam two
-        math.prod(x.shape) * (1 if label == "matrix" else 2)
-        for x, label in zip(jax.tree.leaves(shapes), jax.tree.leaves(labels), strict=True)
+    size = lambda tree: sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+    learned = tuned(optimizer, shapes)
+    labels = jax.tree.leaves(parameter_labels(tuned(optimizer, axes)))
+    one = "matrix" if optimizer.matrices == "muon" else None  # Muon keeps one, Adam two
+    moments = sum(
+        math.prod(x.shape) * (1 if label == one else 2)
+        for x, label in zip(jax.tree.leaves(learned), labels, strict=True)
     )
     return TrainingMemory(
-        parameters=4 * count // shards,
+        parameters=4 * size(shapes) // shards,
         optimizer=4 * moments // shards,
-        gradients=4 * count // shards,
+        gradients=4 * size(learned) // shards,
     )
 
 
@@ -66,6 +72,8 @@ def estimate(
     sequence: int = 1,
     parts: int = 1,
     attention_kernel: bool = False,
+    optimizer: OptimizerConfig = OptimizerConfig(),
+    teacher: TransformerConfig | None = None,
 ) -> TrainingMemory:
     """The memory of a whole step.
 
@@ -74,9 +82,14 @@ def estimate(
       fsdp, tensor, sequence: devices along these axes of the mesh.
       parts: of gradient accumulation; from 2 on there is a second tree of gradients.
       attention_kernel: softmax attention keeps no logits.
+      optimizer: which parameters learn, and by what.
+      teacher: a second model, whose weights lie beside.
     """
     c, itemsize = config.block, compute.dtype.itemsize
-    resting = state(config, fsdp * tensor)
+    resting = state(config, fsdp * tensor, optimizer)
+    if teacher is not None:
+        beside = formulas.weight_bytes(teacher, compute.dtype) // (fsdp * tensor)
+        resting = dataclasses.replace(resting, parameters=resting.parameters + beside)
     matrices = formulas.matrix_weights(config)
     layer = (matrices["attention"] + matrices["mlp"]) / c.num_layers
     # Two layers on their way; the head, its gradient, and that in float32.

@@ -15,6 +15,7 @@ from kvjax import distributed
 from kvjax import experiment as experiment_lib
 from kvjax.data import estimate
 from kvjax.data import loader
+from kvjax.data import manifest
 from kvjax.data import preparation
 from kvjax.data import prepare
 from kvjax.data import tokenizer
@@ -30,8 +31,12 @@ from kvjax.foundation.errors import UserError
 from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute
+from kvjax.optim import tuned
 from kvjax.training import memory_estimate
+from kvjax.workdir import checkpoint
 from kvjax.workdir import identity
+from kvjax.workdir import storage
+from kvjax.workdir import trained
 
 _GPU_ROOM = 72 * 10**9  # of 80 GB
 _UNSURE = 1.25  # of an accelerator's memory: more is refused before its compiler is asked
@@ -45,6 +50,8 @@ class Prepared(NamedTuple):
     mesh: jax.sharding.Mesh
     workdir: epath.Path
     dataset: loader.PackedDataset
+    parent: trained.Found | None  # what it starts from
+    teacher: trained.Found | None
 
 
 @contextlib.contextmanager
@@ -67,19 +74,23 @@ def prepared(
     platform = mesh.devices.flat[0].platform
     compute = experiment.compute.resolve(platform, experiment.model.block.num_layers)
     check_mesh(experiment, mesh)
-    check_memory(experiment, compute, mesh)
+    begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
+    parent, teacher = check_models(experiment, begun=begun)
+    check_memory(experiment, compute, mesh, teacher)
     with identity.exclusive(workdir):
         distributed.check_shared(workdir)
         first = distributed.index() == 0
         if first:
             identity.set_aside_earlier_run(workdir)
             identity.check_config(workdir, config, compute.dtype)
-        dataset = data_set(experiment.data, hours)
+        dataset = data_set(experiment.data, hours, spare=bool(experiment.train.parent))
         if first:
             identity.check_data(workdir, dataset)
+        check_tokenizer(experiment, dataset, parent=parent, teacher=teacher)
+        if first:
             identity.record(workdir, config, compute.dtype, dataset)
         distributed.gather("claimed", "")  # the first one may have found another run there
-        yield Prepared(experiment, compute, mesh, workdir, dataset)
+        yield Prepared(experiment, compute, mesh, workdir, dataset, parent, teacher)
 
 
 def check_processes(config: ml_collections.ConfigDict) -> None:
@@ -97,11 +108,14 @@ def _digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def data_set(data: DataConfig, hours: float = PREPARE_HOURS) -> loader.PackedDataset:
+def data_set(
+    data: DataConfig, hours: float = PREPARE_HOURS, *, spare: bool = False
+) -> loader.PackedDataset:
     """The data set of a run, prepared if need be by all processes that share its folder.
 
     Args:
       hours: that preparing it may take.
+      spare: the model may have rows that no token uses, as published ones do.
 
     Raises:
       UserError: what `prepare` raises; a tokenizer with another vocabulary than the config's; on
@@ -112,7 +126,7 @@ def data_set(data: DataConfig, hours: float = PREPARE_HOURS) -> loader.PackedDat
     else:
         path = _prepare_together(data, hours)
     dataset = loader.open_dataset(path)
-    if dataset.vocab_size != data.vocab_size:
+    if not _fits(dataset.vocab_size, data, spare):
         raise UserError(
             f"config.data.vocab_size = {data.vocab_size}: the tokenizer of {dataset.path} has "
             f"{dataset.vocab_size}; set the key to that"
@@ -124,6 +138,11 @@ def data_set(data: DataConfig, hours: float = PREPARE_HOURS) -> loader.PackedDat
             "than process 0; give all hosts the same config.data.source, or one they share"
         )
     return dataset
+
+
+def _fits(vocab_size: int, data: DataConfig, spare: bool) -> bool:
+    """Whether a tokenizer has the vocabulary of a config, or where rows may be spare, fewer."""
+    return vocab_size == data.vocab_size or (spare and vocab_size < data.vocab_size)
 
 
 def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
@@ -152,6 +171,52 @@ def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
     return prepare.prepare(data, hours=hours, shown=leads)  # it is there, if all see one source
 
 
+def check_models(
+    experiment: Experiment, *, begun: bool
+) -> tuple[trained.Found | None, trained.Found | None]:
+    """The parent and the teacher of a run, if its config names them.
+
+    Args:
+      begun: the run has a checkpoint of its own, and needs its parent no more.
+
+    Raises:
+      UserError: no workdir with a checkpoint; a parent of another model than the config's; a
+        teacher of another vocabulary; parameters to tune that the model does not have.
+    """
+    c, model = experiment.train, experiment.model
+    shapes, axes = parameters.abstract(model)
+    tuned(experiment.optimizer, axes)
+    parent = c.parent and not begun and trained.named("config.train.parent", c.parent)
+    if parent:
+        checkpoint.check_parameters(parent.checkpoints, parent.step, shapes)
+        if parent.experiment.model != model:
+            raise UserError(
+                f"config.train.parent = {c.parent!r}: its weights have the shapes of this model, "
+                "and it computes with them otherwise: set config.model and config.attention to "
+                f"what {parent.workdir / 'config.txt'} says"
+            )
+    teacher = c.teacher and trained.named("config.train.teacher", c.teacher)
+    if teacher and teacher.experiment.model.vocab_size != model.vocab_size:
+        raise UserError(
+            f"config.train.teacher = {c.teacher!r}: has a vocabulary of "
+            f"{teacher.experiment.model.vocab_size}, this model {model.vocab_size}"
+        )
+    return parent or None, teacher or None
+
+
+def check_tokenizer(
+    experiment: Experiment, dataset: loader.PackedDataset, **models: trained.Found | None
+) -> None:
+    """Raises a UserError unless models that a run starts from read the tokens of its data set."""
+    for key, found in models.items():
+        if found and found.tokenizer.vocabulary() != dataset.tokenizer.vocabulary():
+            file = found.workdir / manifest.TOKENIZER
+            raise UserError(
+                f"config.train.{key} = {getattr(experiment.train, key)!r}: reads other tokens than "
+                f"{dataset.path} holds: set config.data.tokenizer = {str(file)!r}"
+            )
+
+
 def check_vocabulary(experiment: Experiment) -> None:
     """Raises a UserError if a tokenizer that exists already has another vocabulary."""
     data = experiment.data
@@ -162,7 +227,7 @@ def check_vocabulary(experiment: Experiment) -> None:
         if data.tokenizer == "byte"
         else tokenizer.load(data.tokenizer, "config.data.tokenizer")
     )
-    if there.vocab_size != data.vocab_size:
+    if not _fits(there.vocab_size, data, spare=bool(experiment.train.parent)):
         raise UserError(
             f"config.data.vocab_size = {data.vocab_size}: the tokenizer {data.tokenizer!r} has "
             f"{there.vocab_size}; set the key to that"
@@ -206,7 +271,12 @@ def _mesh_that_divides(mesh: jax.sharding.Mesh, weights: parameters.Parameters) 
     return f"No mesh over {mesh.size} devices divides"
 
 
-def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Mesh) -> None:
+def check_memory(
+    experiment: Experiment,
+    compute: Compute,
+    mesh: jax.sharding.Mesh,
+    teacher: trained.Found | None = None,
+) -> None:
     """Raises a UserError, with the bytes by part, if the devices present cannot hold the run.
 
     An accelerator's compiler decides itself where it is close; the system would kill a CPU's run.
@@ -215,6 +285,8 @@ def check_memory(experiment: Experiment, compute: Compute, mesh: jax.sharding.Me
     need = memory_estimate.estimate(
         experiment.model,
         compute,
+        optimizer=experiment.optimizer,
+        teacher=teacher and teacher.experiment.model,
         rows_per_device=c.batch_size // c.grad_accumulation // sharding.rows_ways(mesh),
         sequence_length=experiment.data.sequence_length,
         **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence")},

@@ -1,5 +1,6 @@
 """The jitted programs of an experiment: initial state, training step and evaluation step."""
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -15,11 +16,16 @@ from kvjax.experiment import Experiment
 from kvjax.experiment import TrainConfig
 from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
+from kvjax.model.config import TransformerConfig
 from kvjax.model.loss import mean_loss
+from kvjax.model.loss import mean_taught_loss
 from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import used_as
 from kvjax.optim import make_optimizer
+from kvjax.optim import tuned
+from kvjax.optim import with_tuned
 
 MEAN_WEIGHT = 0.02  # of a step in the mean of recent losses: about 50 of them count
 
@@ -35,29 +41,43 @@ class Program:
       abstract_state: ShapeDtypeStructs with shardings.
       abstract_rows: one, of a step's batch.
       init: key -> state.
+      abstract_teacher: the teacher's parameters in the dtype it computes in, or None.
       train_step: (state, rows [B, T + 1]) -> (state, metrics); the state passed in is consumed.
+        With a teacher its parameters are a third argument.
       eval_step: (params, rows, token_bytes [V]) -> sums, see `eval_step`.
     """
 
-    def __init__(self, experiment: Experiment, compute: Compute, mesh: jax.sharding.Mesh):
+    def __init__(
+        self,
+        experiment: Experiment,
+        compute: Compute,
+        mesh: jax.sharding.Mesh,
+        teacher: TransformerConfig | None = None,
+    ):
+        """
+        Args:
+          teacher: of a model whose predictions are learned, of the same vocabulary.
+        """
         model = experiment.model
         if mesh.size > 1:
             compute = dataclasses.replace(compute, mesh=mesh)
         shapes, axes = parameters.abstract(model)
+        learning = functools.partial(tuned, experiment.optimizer)
+        split = mesh.size > 1
         optimizer = make_optimizer(
             experiment.optimizer,
-            axes,
+            learning(axes),
             d_model=model.block.d_model,
             num_steps=experiment.train.num_steps,
             muon_dtype=compute.dtype,
-            shardings=sharding.parameter_shardings(mesh, shapes, axes) if mesh.size > 1 else None,
+            shardings=learning(sharding.parameter_shardings(mesh, shapes, axes)) if split else None,
         )
 
         def init(key: jax.Array) -> dict[str, Any]:
             params = nnx.to_pure_dict(nnx.state(Transformer(model, key)))
             return dict(
                 params=params,
-                optimizer=optimizer.init(params),
+                optimizer=optimizer.init(learning(params)),
                 step=jnp.zeros((), jnp.int32),
                 key=jax.random.key_data(key),
                 bad=dict(
@@ -75,12 +95,21 @@ class Program:
         rows = (experiment.train.batch_size, experiment.data.sequence_length + 1)
         split = sharding.batch_sharding(mesh)
         self.abstract_rows = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=split)
-        self.graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(model, jax.random.key(0))))
+        self.graph = _graph(model)
+        self.abstract_teacher, of_teacher = None, {}
+        if teacher is not None:
+            whole = parameters.abstract(teacher)
+            places = sharding.parameter_shardings(mesh, *whole)
+            dtypes = used_as(whole.shapes, compute.dtype)
+            place = lambda x, dtype, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)
+            self.abstract_teacher = jax.tree.map(place, whole.shapes, dtypes, places)
+            of_teacher = dict(teacher_graph=_graph(teacher))
         self.init = jax.jit(init, out_shardings=shardings)
         static = dict(graph=self.graph, compute=compute)
         steps = dict(parts=experiment.train.grad_accumulation, policy=experiment.train)
+        steps |= dict(optimizer=optimizer, learning=learning, **of_teacher)
         self.train_step = jax.jit(
-            functools.partial(train_step, optimizer=optimizer, **steps, **static),
+            functools.partial(train_step, **steps, **static),
             donate_argnums=0,
             out_shardings=(shardings, None),
         )
@@ -90,29 +119,44 @@ class Program:
         self._abstract_part = jax.ShapeDtypeStruct(part, jnp.int32, sharding=split)
         self._token_bytes = jax.ShapeDtypeStruct((model.vocab_size,), jnp.int32)
 
+    def lowered_step(self) -> jax.stages.Lowered:
+        """The training step, lowered."""
+        teacher = [] if self.abstract_teacher is None else [self.abstract_teacher]
+        return self.train_step.lower(self.abstract_state, self.abstract_rows, *teacher)
+
     def lowered_steps(self) -> dict[str, jax.stages.Lowered]:
         """What several processes run together, lowered: "training step" and "evaluation step"."""
         params = self.abstract_state["params"]
-        train = self.train_step.lower(self.abstract_state, self.abstract_rows)
+        train = self.lowered_step()
         evaluate = self.eval_step.lower(params, self._abstract_part, self._token_bytes)
         return {"training step": train, "evaluation step": evaluate}
+
+
+def _graph(config: TransformerConfig):
+    """What `nnx.merge` needs beside a model's params."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))[0]
 
 
 def train_step(
     state: dict,
     rows: jax.Array,
+    teacher: dict | None = None,
     *,
     graph,
     optimizer,
     compute: Compute,
     parts: int,
     policy: TrainConfig | None = None,
+    learning: Callable[[dict], dict] = lambda params: params,
+    teacher_graph=None,
 ):
     """One optimizer step.
 
     Args:
       state: params, optimizer, step, key, and with a policy bad.
       rows: [B, T + 1] tokens; the gradient is the mean over all B·T targets, taken in `parts`.
+      teacher: params of a model whose predictions are learned, as `policy.teacher_share` says.
+      learning: the part of params that learns, for which gradients are computed.
       policy: what to do on a bad step; None: nothing.
 
     Returns:
@@ -120,26 +164,32 @@ def train_step(
       the step}: a state is finite where these are; with a policy also those of `judge`.
     """
 
-    def loss(params, rows):
+    learned = learning(state["params"])
+
+    def loss(learned, rows):
         tokens, targets, positions = next_tokens(rows, compute)
+        model = nnx.merge(graph, with_tuned(state["params"], learned))
         options = dict(compute=compute, positions_BT=positions)
-        return mean_loss(nnx.merge(graph, params), tokens, targets, **options)
+        if teacher is None:
+            return mean_loss(model, tokens, targets, **options)
+        taught = dict(teacher=nnx.merge(teacher_graph, teacher), share=policy.teacher_share)
+        return mean_taught_loss(model, tokens, targets, **taught, **options)
 
     value_and_grad = jax.value_and_grad(loss)
     if parts == 1:
-        value, grads = value_and_grad(state["params"], rows)
+        value, grads = value_and_grad(learned, rows)
     else:
 
         def accumulate(total, part):
-            return jax.tree.map(jnp.add, total, value_and_grad(state["params"], part)), None
+            return jax.tree.map(jnp.add, total, value_and_grad(learned, part)), None
 
         # Part i takes rows i, i + parts, ...: each device keeps the rows it has.
         by_part = rows.reshape(-1, parts, rows.shape[1]).swapaxes(0, 1)
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state["params"]))
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, learned))
         total, _ = jax.lax.scan(accumulate, zero, by_part)
         value, grads = jax.tree.map(lambda x: x / parts, total)
-    updates, opt_state = optimizer.update(grads, state["optimizer"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
+    updates, opt_state = optimizer.update(grads, state["optimizer"], learned)
+    params = with_tuned(state["params"], optax.apply_updates(learned, updates))
     new = dict(
         params=params,
         optimizer=opt_state,

@@ -213,33 +213,58 @@ def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> A
         step, or cannot be read.
     """
     path = directory / str(step)
-    of_params = lambda tree: {k: v for k, v in tree.items() if k.startswith("params.")}
+    with _reading(path):
+        stored = _check_parameters(path, abstract_params)
+        tree = dict(params=abstract_params)
+        if "step" in stored:
+            sharding = _whole(jax.tree.leaves(abstract_params)[0].sharding)
+            tree["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+        context = storage.alone()
+        context.pytree.loading.partial_load = True
+        with context:
+            state = ocp.load(path, tree, checkpointable_name="state")
+        check_step(path, state)
+        return state["params"]
+
+
+def _whole(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The sharding of a scalar on the devices of another array."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+
+
+def check_parameters(directory: epath.Path, step: int, abstract_params: Any) -> None:
+    """Raises the UserErrors of `read_parameters` that are known without reading any array."""
+    path = directory / str(step)
+    with _reading(path):
+        _check_parameters(path, abstract_params)
+
+
+def _check_parameters(path: epath.Path, abstract_params: Any) -> dict:
+    """The shapes that a checkpoint holds, by dotted name; a UserError for another model's."""
+    stored = storage.shapes(path / "state")
+    start = "params."
+    there = {k.removeprefix(start): shape for k, shape in stored.items() if k.startswith(start)}
+    asked = storage.shapes_of(abstract_params)
+    if there != asked:
+        raise UserError(_other_model(path, there, asked))
+    return stored
+
+
+@contextlib.contextmanager
+def _reading(path: epath.Path):
+    """What goes wrong when a checkpoint is read as a UserError that names the others there."""
     try:
-        stored = storage.shapes(path / "state")
-        there, asked = of_params(stored), storage.shapes_of(dict(params=abstract_params))
-        if there == asked:
-            tree = dict(params=abstract_params)
-            if "step" in stored:
-                sharding = jax.tree.leaves(abstract_params)[0].sharding
-                tree["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-            context = storage.alone()
-            context.pytree.loading.partial_load = True
-            with context:
-                state = ocp.load(path, tree, checkpointable_name="state")
-            check_step(path, state)
-            return state["params"]
+        yield
     except UserError:
         raise
     except Exception as error:  # corrupted files raise many types
-        others = [s for s in storage.steps(directory) if s != step]
+        others = [s for s in storage.steps(path.parent) if str(s) != path.name]
         raise UserError(
             f"{path} cannot be read ({storage.reason(error)}); "
             + (f"other checkpoints there: steps {others}" if others else "there is no other")
         ) from error
-    without = len("params.")
-    raise UserError(
-        _other_model(path, *({k[without:]: v for k, v in t.items()} for t in (there, asked)))
-    )
 
 
 def _other_model(path: epath.Path, there: dict, asked: dict) -> str:

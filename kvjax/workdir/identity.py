@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from kvjax import distributed
+from kvjax import experiment
 from kvjax.data import loader
 from kvjax.data import manifest
 from kvjax.data import tokenizer
@@ -111,8 +112,11 @@ def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
 def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: jnp.dtype) -> None:
     """Raises a UserError if a workdir has checkpoints of another config, or another dtype.
 
-    Folders of prepared data may have moved: `check_data` compares what is in them.
+    Folders of prepared data may have moved: `check_data` compares what is in them. A key that is
+    newer than the workdir is there with its default.
     """
+    defaults = experiment.defaults(config.attention.kind)
+    as_stored = lambda value: list(value) if isinstance(value, tuple) else value
 
     def same(key: str, there, now) -> bool:
         if key == "compute.dtype" and there == "auto":  # as it was written once, unresolved
@@ -123,6 +127,8 @@ def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
             return True
         if key == "data.source" and is_prepared(there) and is_prepared(now):
             return True
+        if there is None and key in defaults:
+            return now == as_stored(defaults[key])
         return there == now
 
     check_identity(
@@ -166,6 +172,11 @@ def record(
     path = workdir / manifest.TOKENIZER
     if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
         write_atomically(path, dataset.tokenizer.to_json())
+
+
+def write_model(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
+    """Writes down a model that no run trained; in which dtype it computes goes by the platform."""
+    write_identity(workdir / "config.json", identity(config, config.compute.dtype))
 
 
 def _contents(dataset: loader.PackedDataset) -> dict:

@@ -97,14 +97,28 @@ def shapes(item: epath.Path) -> dict[str, tuple[int, ...]]:
     Args:
       item: a folder in a checkpoint: its training state, say.
     """
-    folder = f"{item}/"
-    base = folder if in_bucket(folder) else dict(driver="file", path=folder)
-    store = tensorstore.KvStore.open(dict(driver="ocdbt", base=base)).result()
+    store = tensorstore.KvStore.open(dict(driver="ocdbt", base=_base(item))).result()
     end = "/zarr.json"
     keys = [key.decode() for key in store.list().result()]
     reads = {key: store.read(key) for key in keys if key.endswith(end)}
     shape = lambda read: tuple(json.loads(read.result().value)["shape"])
     return {key.removesuffix(end): shape(read) for key, read in reads.items()}
+
+
+def _base(item: epath.Path) -> str | dict:
+    """Where an item's files are, for TensorStore."""
+    folder = f"{item}/"
+    return folder if in_bucket(folder) else dict(driver="file", path=folder)
+
+
+def array(item: epath.Path, name: str) -> tensorstore.TensorStore:
+    """One stored array, of which nothing is read yet; what is read of it is checked.
+
+    Args:
+      name: dotted, as in `shapes`.
+    """
+    kvstore = dict(driver="ocdbt", base=_base(item), path=f"{name}/")
+    return tensorstore.open(dict(driver="zarr3", kvstore=kvstore), open=True).result()
 
 
 def shapes_of(tree) -> dict[str, tuple[int, ...]]:

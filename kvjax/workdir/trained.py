@@ -23,6 +23,20 @@ from kvjax.workdir import storage
 
 
 @dataclasses.dataclass(frozen=True)
+class Found:
+    """A checkpoint of a workdir, and what is known of it before any array is read."""
+
+    workdir: epath.Path
+    step: int
+    experiment: experiment_lib.Experiment
+    tokenizer: Tokenizer
+
+    @property
+    def checkpoints(self) -> epath.Path:
+        return self.workdir / checkpoint.CHECKPOINTS
+
+
+@dataclasses.dataclass(frozen=True)
 class Loaded:
     """A trained model from a workdir."""
 
@@ -43,33 +57,59 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
     Raises:
       UserError: not a workdir, no (such) checkpoint, one that cannot be read or of another model.
     """
-    workdir = runtime.workdir(workdir)
-    experiment = experiment_of(workdir)
+    found = find(workdir, step=step)
+    experiment, config = found.experiment, found.experiment.model
     if dtype:
         one_of("dtype", dtype, experiment_lib.DTYPES)
         compute = dataclasses.replace(experiment.compute, dtype=dtype)
         experiment = dataclasses.replace(experiment, compute=compute)
-    steps = storage.steps(workdir / checkpoint.CHECKPOINTS)
-    if not steps:
-        raise UserError(f"{workdir} has no checkpoint yet: train on, or give another --workdir")
-    if step is not None and step not in steps:
-        raise UserError(f"step = {step}: {workdir} has no such checkpoint; it has {steps}")
-    step = steps[-1] if step is None else step
-    config = experiment.model
     platform = jax.devices()[0].platform
     compute = experiment.compute.resolve(platform, config.block.num_layers)
-    tokenizer = _tokenizer(workdir, config.vocab_size)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = nnx.to_pure_dict(abstract)
     place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
     params = checkpoint.read_parameters(
-        workdir / checkpoint.CHECKPOINTS,
-        step,
+        found.checkpoints,
+        found.step,
         jax.tree.map(place, abstract, used_as(abstract, compute.dtype)),
     )
     model = nnx.merge(graph, params)
-    return Loaded(model, compute, tokenizer, experiment.data.sequence_length, step)
+    context = experiment.data.sequence_length
+    return Loaded(model, compute, found.tokenizer, context, found.step)
+
+
+def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:
+    """A workdir's checkpoint of that step, or the latest.
+
+    Raises:
+      UserError: not a workdir, or no (such) checkpoint, or a tokenizer of another model.
+    """
+    workdir = runtime.workdir(workdir)
+    experiment = experiment_of(workdir)
+    steps = storage.steps(workdir / checkpoint.CHECKPOINTS)
+    if not steps:
+        raise UserError(f"{workdir} has no checkpoint yet: train on, or give another --workdir")
+    if step is not None and step not in steps:
+        raise UserError(f"step = {step}: {workdir} has no such checkpoint; it has {steps}")
+    tokenizer = _tokenizer(workdir, experiment.model.vocab_size)
+    return Found(workdir, steps[-1] if step is None else step, experiment, tokenizer)
+
+
+def named(key: str, text: str) -> Found:
+    """What a config's key names: a workdir, or WORKDIR@STEP.
+
+    Raises:
+      UserError: as `find`; the message begins with the key.
+    """
+    path, at, number = text.rpartition("@")
+    by_step = at and number.isdecimal()
+    try:
+        if by_step:
+            return find(runtime.path(key, path), step=int(number))
+        return find(runtime.path(key, text))
+    except UserError as error:
+        raise UserError(f"{key} = {text!r}: {error}") from error
 
 
 def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
@@ -104,7 +144,7 @@ def _tokenizer(workdir: epath.Path, vocab_size: int) -> Tokenizer:
             "file (and of a complete run changes nothing else)"
         )
     tokenizer = tokenizer_lib.load(path)
-    if tokenizer.vocab_size != vocab_size:
+    if tokenizer.vocab_size > vocab_size:  # published models have more: rows that no token uses
         raise UserError(
             f"{path} has {tokenizer.vocab_size} tokens, the model {vocab_size}: restore the file "
             "that belongs to the run"

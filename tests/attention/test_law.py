@@ -82,6 +82,16 @@ def test_the_law_for_pairs_of_options(x64, randomise, row):
     law.check(randomise, *_grouped(row))
 
 
+FACTORED = ("factored", "factored_joint", "factored_values")
+
+
+@pytest.mark.parametrize("name", FACTORED)
+@pytest.mark.parametrize("qk_norm, base, bias", quick.only([("rms", None, True)], LATENT_OPTIONS))
+def test_the_law_for_factors(x64, make_mechanism, randomise, name, qk_norm, base, bias):
+    config = make_mechanism(name, qk_norm=qk_norm, bias=bias, norm_epsilon=1e-2)
+    law.check(randomise, config, base)
+
+
 @pytest.mark.parametrize("name", ["mla", "mla_paper"])
 @pytest.mark.parametrize("qk_norm, base, bias", quick.only([("none", None, False)], LATENT_OPTIONS))
 def test_the_law_for_latents(x64, make_mechanism, randomise, name, qk_norm, base, bias):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from kvjax.attention import MECHANISMS
-from kvjax.attention import GroupedConfig
+from kvjax.attention import FactoredConfig
 from kvjax.attention import LatentConfig
+from kvjax.attention import RebuiltLatentConfig
 from kvjax.cache.field import Field
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
@@ -44,7 +45,7 @@ def _rebuild(config, w, entry, on):
         k = np.einsum("btc,cnh->btnh", latent, w["up_key"])
         shared = np.broadcast_to(entry["rope_key"][:, :, None], (B, T, N, config.rope_key_dim))
         return np.concatenate([k, shared], -1), np.einsum("btc,cnh->btnh", latent, w["up_value"])
-    if not isinstance(config, GroupedConfig):
+    if isinstance(config, RebuiltLatentConfig):
         k = np.einsum("btc,cnh->btnh", entry["latent"], w["up_key"])
         if config.qk_norm != "none":
             k = k / np.sqrt((k**2).mean(-1, keepdims=True) + config.norm_epsilon)
@@ -53,6 +54,16 @@ def _rebuild(config, w, entry, on):
         v = np.einsum("btc,cnh->btnh", entry["latent"], w["up_value"])
         return _rotated(k, on), v
     gain = w["key_norm"]["gain"] if config.qk_norm == "rms_gain" else 1.0
+    if isinstance(config, FactoredConfig):
+        whole = dict(entry)
+        for kind, rank in (("key", config.key_rank), ("value", config.value_rank)):
+            if rank:
+                each = np.repeat(entry[kind], config.num_kv_heads // config.num_latents, axis=2)
+                whole[kind] = np.einsum("btkr,krh->btkh", each, w[f"expand_{kind}"])
+        if config.key_rank:
+            scale = entry["key_scale"] * gain if config.qk_norm != "none" else 1.0
+            whole["key"] = _rotated(whole["key"] * scale, on)
+        return whole["key"], whole["value"]
     share = config.num_kv_heads // config.num_bases
     k = entry["base_key"]
     residual = None
@@ -157,6 +168,9 @@ def test_heads_of_expanded_keys(make_mechanism, mechanism_name):
         ("qk_tied_plus", {}, 2 * 4 * 8),
         ("qkv_tied", {}, 4 * 8),
         ("qkv_tied_plus", {}, 4 * 8),
+        ("factored", {}, 4 * (3 + 8)),
+        ("factored_joint", {}, 5 + 3),
+        ("factored_values", {}, 2 * (8 + 3)),
         ("mla", {}, 10 + 4),
         ("mla_paper", {}, 10),
     ],
@@ -180,14 +194,14 @@ def test_fields_say_which_axis_counts_heads():
 
 
 def test_key_scale_costs_one_float32_per_kv_head(make_mechanism):
-    for name in ("lrkv", "lrkv_gqa"):
+    for name in ("lrkv", "lrkv_gqa", "factored", "factored_joint"):
         plain = make_mechanism(name, qk_norm="none").entry()
         normed = make_mechanism(name, qk_norm="rms").entry()
         assert set(normed) - set(plain) == {"key_scale"}
         assert normed["key_scale"].shape == (4, 1)
         assert normed["key_scale"].dtype_in(jnp.bfloat16) == jnp.float32
         assert normed["key_scale"].dtype_in(jnp.float64) == jnp.float64
-    for name in ("kv_tied", "lrkv_kv_tied"):  # normed when keys are read
+    for name in ("kv_tied", "lrkv_kv_tied", "factored_values"):  # no factor of the key
         assert make_mechanism(name, qk_norm="none").entry() == make_mechanism(name).entry()
 
 
@@ -214,6 +228,12 @@ BAD = [
     ("qk_tied_plus", dict(position_channels=-2), "position_channels = -2.*even"),
     ("lrkv", dict(key_dim=0), "key_dim = 0.*at least 1"),
     ("lrkv", dict(value_dim=-2), "value_dim = -2.*at least 1"),
+    ("factored", dict(num_kv_heads=3), "num_kv_heads = 3.*divide num_heads = 4"),
+    ("factored", dict(num_latents=3), "num_latents = 3.*divide num_kv_heads = 4"),
+    ("factored", dict(num_latents=0), "num_latents = 0.*at least 1"),
+    ("factored", dict(key_rank=9), r"key_rank = 9.*\[0, 8\]"),
+    ("factored", dict(value_rank=-1), r"value_rank = -1.*\[0, 8\]"),
+    ("factored_joint", dict(value_rank=25), r"value_rank = 25.*\[0, 24\]"),
     ("mla", dict(latent_dim=0), "latent_dim = 0.*at least 1"),
     ("mla", dict(rope_key_dim=0), "rope_key_dim = 0.*at least 1"),
     ("mla", dict(num_heads=-1), "num_heads = -1.*at least 1"),
@@ -234,5 +254,5 @@ def test_unknown_norm(make_mechanism, mechanism_name):
 
 
 def test_every_mechanism_is_tested(make_mechanism):
-    tested = {type(make_mechanism(name)) for name in ("mha", "mla", "mla_paper")}
+    tested = {type(make_mechanism(name)) for name in ("mha", "factored", "mla", "mla_paper")}
     assert set(MECHANISMS.values()) == tested

@@ -80,7 +80,7 @@ class FactoredConfig:
     key_dim: int  # channels of a key, H
     value_dim: int  # channels of a value, Hv
     qk_norm: str = "none"  # none here
-    bias: bool = False  # on the output only
+    output_bias: bool = False  # on the output
     norm_epsilon: float = 1e-6  # of a norm, were there one
     absorbed = ()  # no weight is folded into the query
     needs_angles = False  # without RoPE

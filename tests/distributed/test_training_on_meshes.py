@@ -26,6 +26,8 @@ DIMS = {
     "lrkv_shared_rope": dict(key_dim=16, value_dim=8),
     "mla": dict(value_dim=8),
     "lrkv_kv_tied": {},
+    "lrkv_latent_bias": dict(rank=2),  # with rank 3 a unit of the MLP is never above 0
+    "factored_joint": dict(value_dim=8),
 }
 
 

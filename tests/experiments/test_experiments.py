@@ -9,6 +9,7 @@ import pytest
 from experiments import record
 from experiments.benchmarks import checkpoint_memory
 from experiments.benchmarks import checkpoint_speed
+from experiments.benchmarks import conversion_memory
 from experiments.benchmarks import data_preparation
 from experiments.benchmarks import data_reading
 from experiments.benchmarks import decode_benchmark
@@ -17,6 +18,7 @@ from experiments.benchmarks import exactness
 from experiments.benchmarks import generate_benchmark
 from experiments.benchmarks import input_benchmark
 from experiments.benchmarks import train_benchmark
+from experiments.conversion import kept
 from experiments.studies import tiny_comparison
 from experiments.tables import paper_tables
 from experiments.tables import parameter_table
@@ -28,14 +30,17 @@ from kvjax.training import loop
 from tests import runs
 
 _BENCHMARKS = (
-    *("checkpoint_memory", "checkpoint_speed", "data_preparation", "data_reading"),
+    *("checkpoint_memory", "checkpoint_speed", "conversion_memory"),
+    *("data_preparation", "data_reading"),
     *("decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
     *("input_benchmark", "train_benchmark"),
 )
-ROOMS = dict(tiny_comparison="studies") | dict.fromkeys(_BENCHMARKS, "benchmarks")
+ROOMS = dict.fromkeys(("conversion", "tiny_comparison"), "studies")
+ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-WITH_TABLES = tuple(name for name in ROOMS if name not in ("figures", "scaling_table"))
+_OTHERS = ("conversion", "figures", "scaling_table")
+WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
 SAVING = tuple(n for n in WITH_TABLES if n not in ("input_benchmark", "parameter_table"))
 BAD = (  # command, options, what the line says
     ("checkpoint_memory", "--d_model=0", "--d_model = 0: must be at least 1"),
@@ -47,6 +52,23 @@ BAD = (  # command, options, what the line says
     ("checkpoint_speed", "--megabytes=0", "--megabytes = 0: must be at least 12"),
     ("checkpoint_speed", "--megabytes=1000000000", "a state of 1,000,000.0 GB needs 3 x as much"),
     ("checkpoint_speed", "--repeats=0", "--repeats = 0: must be at least 3"),
+    ("conversion_memory", "--layers=0", "--layers = 0: must be at least 1"),
+    ("conversion_memory", "--layers=1000", "GB needs 3 x as much disk; "),
+    ("conversion", "--stage=all", "--stage = 'all': must be one of 'report', 'whisper_ranks'"),
+    ("conversion", "--stage=", "--stage = '': must be one of"),
+    ("conversion", "--seeds=2", "--seeds: is of --stage=whisper_tuning, not of report"),
+    ("conversion", "--stage=smollm2_ranks --rate=1", "--rate: is of --stage=smollm2_tuning, not"),
+    ("conversion", "--stage=whisper_ranks --json", "--json: is of --stage=report, not of whisper"),
+    ("conversion", "--stage=whisper_ranks", "--whisper is missing: --stage=whisper_ranks needs"),
+    (
+        "conversion",
+        "--stage=smollm2_ranks --smollm2=no",
+        "--smollm2 = 'no': there is no such folder",
+    ),
+    ("conversion", "--stage=whisper_tuning --tokens=0", "--tokens = 0: must be at least 1"),
+    ("conversion", "--stage=whisper_tuning --seeds=x", "--seeds=x: must be a whole number"),
+    ("conversion", "--stage=smollm2_tuning --rate=nan", "--rate = nan: must lie between 0 and 1"),
+    ("conversion", "--stage=smollm2_tuning --runs=", "--runs= is empty: give a folder"),
     ("data_reading", "--rows=5", "--rows = 5: must be a multiple of --shards = 10000, from 128 to"),
     ("data_reading", "--rows=1000 --shards=3", "--rows = 1000: must be a multiple of --shards"),
     ("data_reading", "--rows=99999990000", "--rows = 99999990000: must be a multiple of"),
@@ -96,7 +118,7 @@ BAD = (  # command, options, what the line says
     ("scaling_table", "--check --compile", "--check --compile: give one of them"),
     ("tiny_comparison", "--seeds=0", "--seeds = 0: must be at least 1"),
     ("tiny_comparison", "--steps=-1", "--steps = -1: must be at least 1"),
-    ("tiny_comparison", "--mechanisms=", "--mechanisms=: '' is none of gqa, "),
+    ("tiny_comparison", "--mechanisms=", "--mechanisms=: '' is none of factored, "),
     ("tiny_comparison", "--mechanisms=mha,lkrv", "did you mean 'lrkv'?"),
     ("tiny_comparison", "--orthogonalize=no", "--orthogonalize = 'no': must be one of 'joint'"),
     ("tiny_comparison", "--runs=", "--runs= is empty"),
@@ -122,6 +144,7 @@ def nothing_is_done(monkeypatch):
         raise AssertionError("this was to be refused")
 
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(conversion_memory.into_folder, "write", fail)
     for module in (checkpoint_memory, checkpoint_speed, decode_benchmark, exactness):
         monkeypatch.setattr(module, "measure", fail)
     monkeypatch.setattr(input_benchmark, "measure", fail)
@@ -133,6 +156,7 @@ def nothing_is_done(monkeypatch):
     monkeypatch.setattr(paper_tables, "tables", fail)
     monkeypatch.setattr(parameter_table, "row", fail)
     monkeypatch.setattr(loop, "train", fail)
+    monkeypatch.setattr(kept, "make", fail)
 
 
 @pytest.fixture
@@ -223,6 +247,12 @@ def printed(run, monkeypatch, tmp_path):
         ),
         checkpoint_speed: dict(
             measure=lambda **_: [dict(kind="with checksums", save_s=1.5, load_s=2.5, **ratios)]
+        ),
+        conversion_memory: dict(
+            into_folder=types.SimpleNamespace(size=lambda *_: 14e9, write=lambda *_: None),
+            machine=types.SimpleNamespace(check_room=lambda *_, **__: None),
+            shutil=types.SimpleNamespace(rmtree=lambda _: None),
+            measure=lambda *_: dict(seconds=99.0, anonymous=9e8, resident=2e9, written=11e9),
         ),
         data_preparation: dict(
             _tokenizer=lambda *_: "tokenizer.json",

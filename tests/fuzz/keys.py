@@ -89,6 +89,10 @@ def _values(key: str, value) -> tuple[tuple, tuple]:
     if isinstance(value, float):
         vast = ("1e300",) if _NEVER_VAST.search(key) else ()
         return ("", "x", "nan", "inf", "-inf", "-1", NO_UTF8, *vast), ("0", "1e-300", "1e300", "1")
+    if key == "optimizer.tuned":  # "x" is in "expand"
+        return ("(-1,)", "(1.5,)", "('nothing',)", "(nan,)", "3"), ("()", "x", EMPTY)
+    if key in ("train.parent", "train.teacher"):
+        return (*_TEXTS, "1", "nan"), (EMPTY,)
     if isinstance(value, tuple):
         return ("x", "", "(-1,)", "(1.5,)", "('x',)", "(nan,)", "3"), ("()", "(0,)", "(1,2,3,4)")
     if key in _FREE_KEYS:

@@ -57,6 +57,8 @@ _FREE = {
     "kvjax.main": ("workdir", "coordinator"),
     "kvjax.generate": ("prompt", "stop", "prompt_file", "dtype", "implementation", "workdir"),
     "kvjax.aot": ("output",),
+    "kvjax.convert": ("out",),
+    "kvjax.convert.export": ("out", "dtype"),
     "kvjax.data.prepare": ("validation_source", "text_key", "output"),
     "kvjax.kernels.profile": ("plot",),
 }

@@ -40,6 +40,8 @@ MODULES = (
     "kvjax.training.loop",
     "kvjax.config_help",
     "kvjax.generate",
+    "kvjax.convert.__main__",
+    "kvjax.convert.export",
     "kvjax.costs.__main__",
     "kvjax.aot",
     "kvjax.data.prepare",
@@ -265,6 +267,8 @@ def _left_out() -> list:
     """What would compile or measure says so instead, and ends."""
     from jax.experimental import topologies
 
+    from kvjax.convert import into_folder
+    from kvjax.convert import into_workdir
     from kvjax.decoding import generator
     from kvjax.kernels.profile import measured
     from kvjax.kernels.profile import static
@@ -293,6 +297,8 @@ def _left_out() -> list:
         patch(loop, "Program", Program),
         patch(loop.Run, "_loop", enough),
         patch(generator, "Generation", instead("generate")),
+        patch(into_workdir, "write", instead("convert")),
+        patch(into_folder, "write", instead("export")),
         patch(topologies, "get_topology_desc", instead("compile")),
         mock.patch.dict(sys.modules, {name: _installed(name) for name in COMPILERS}),
         *(patch(measured, name, instead("measure")) for name in ("measure", "tune")),

@@ -43,6 +43,21 @@ def test_float64_angles(x64, rotary):
     np.testing.assert_allclose(sin, np.sin(angles), atol=2e-10)
 
 
+def test_llama3_slows_down_slow_pairs(x64):
+    """Llama 3.1 8B's, against the lengths of its authors' code: fast, mixed and slow pairs."""
+    base = rope.Llama3(500_000.0, 8.0, 1.0, 4.0, 8192)
+    slowed = rope.frequencies(128, base) / rope.frequencies(128, 500_000.0)
+    np.testing.assert_allclose(slowed[:29], 1, rtol=1e-12)
+    assert np.all(np.diff(slowed[28:36]) < 0)
+    np.testing.assert_allclose(slowed[36:], 1 / 8, rtol=1e-12)
+    expected = [reference.frequency(i, 128, base) for i in range(64)]
+    np.testing.assert_allclose(rope.frequencies(128, base), expected, rtol=1e-12)
+    cos, sin = _traced(POSITIONS, 128, base)
+    angles = POSITIONS[..., None] * np.array(expected)
+    np.testing.assert_allclose(cos, np.cos(angles), atol=2e-9)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=2e-9)
+
+
 def test_positions_may_differ_by_row():
     positions = np.array([[0, 5, 9], [7, 1024, 3]], np.int32)
     concrete, traced = rope.rotary(positions, 8, BASE), _traced(positions, 8, BASE)

@@ -27,7 +27,11 @@ def _config(mechanism, **block):
         ("logit_softcap", -1.0, "must be 0 (none), or at least 0.01"),
         ("norm", "batch", "'rms', 'layer'"),
         ("positions", "alibi", "'rope', 'learned', 'none'"),
-        ("activation", "relu", "'relu2', 'gelu', 'swiglu'"),
+        ("activation", "relu", "'relu2', 'gelu', 'gelu_exact', 'swiglu'"),
+        ("rope_factor", 0.5, "at least 1"),
+        ("rope_original", 0, "at least 1"),
+        ("rope_high", 0.5, "must be more than config.model.rope_low = 1.0"),
+        ("window", -1, "at least 0"),
     ],
 )
 def test_bad_values(key, value, allowed):
@@ -35,6 +39,11 @@ def test_bad_values(key, value, allowed):
         BlockConfig(**SHAPE | {key: value})
     assert f"config.model.{key} = {value!r}" in str(error.value)
     assert allowed in str(error.value)
+
+
+def test_a_window_is_of_causal_models():
+    with pytest.raises(UserError, match="window = 4: is of causal models; set it to 0"):
+        BlockConfig(**SHAPE, window=4, causal=False)
 
 
 def test_odd_rope_dim(make_mechanism):

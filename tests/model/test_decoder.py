@@ -36,6 +36,10 @@ MODELS = {
         [("gqa", dict(qk_norm="rms_gain"))] * 2,
         dict(norm_gain=True, embedding_norm=False, activation="swiglu", rope_base=1e6),
     ),
+    "llama3": (
+        [("gqa", dict(qk_norm="none", bias=True, out_bias=False)), ("lrkv", {}), ("factored", {})],
+        dict(rope_base=50.0, rope_factor=8.0, rope_original=24, window=7, activation="gelu_exact"),
+    ),
     "every_way_of_caching": (
         [
             ("mla", {}),

@@ -52,6 +52,19 @@ OPTIONS = {
             rope_base=1e6,
         ),
     ),
+    "llama3": (
+        "gqa",
+        dict(qk_norm="none", bias=True, out_bias=False),
+        dict(
+            norm_gain=True,
+            activation="gelu_exact",
+            rope_base=50.0,
+            rope_factor=8.0,
+            rope_original=24,  # of the four pairs one is as before, two mixed, one 8 times slower
+            window=5,
+        ),
+    ),
+    "factored": ("factored", dict(bias=True), dict(window=3)),
     "bidirectional": (
         "mla",
         {},

@@ -416,7 +416,7 @@ def test_removing_checkpoints_loses_no_record(tmp_path, monkeypatch):
     files = leave_a_run(workdir)
     (workdir / CHECKPOINTS / "10.orbax-checkpoint-tmp").mkdir(parents=True)
 
-    def prepared(data, hours):
+    def prepared(data, hours, **keys):
         raise UserError("far enough")
 
     monkeypatch.setattr(loop.preflight, "data_set", prepared)

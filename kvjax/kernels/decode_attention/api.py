@@ -29,6 +29,7 @@ def decode_attention(
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     *,
+    window: int = 0,
     implementation: str | None = None,
 ) -> jax.Array:
     """Attention of T new queries per sequence over its cache: [B, T, N, Hv], float32 or wider.
@@ -40,6 +41,7 @@ def decode_attention(
       operands: queries, and the weights that the mechanism folds into reading its cache.
       cache: the arrays of one layer, [B, *shape, S]; the new tokens are in it already.
       first_B: [B] slot of each sequence's first new token; token t sees slots 0 .. first_B + t.
+      window: if positive, it sees the last so many of those; kernels have none.
       implementation: "xla", which takes everything; "tpu" and "gpu", Pallas kernels;
         "reference", which expands the whole cache; None: the kernels of the device that is
         compiled for where they take these operands, "xla" where not; the log says why, once.
@@ -51,12 +53,15 @@ def decode_attention(
     S = next(iter(cache.values())).shape[-1]
     if S > rope.MAX_POSITION and _needs_angles(operands):
         raise ValueError(f"a capacity of {S}: keys have angles up to {rope.MAX_POSITION} tokens")
-    name = implementation or default(operands, cache)
+    name = implementation or ("xla" if window else default(operands, cache))
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
+    if window and is_kernel(name):
+        raise NotImplementedError(f"the {name.upper()} kernels have no window: use 'xla'")
+    how = dict(window=window) if window else {}
     if stripes.chips() > 1:
-        return sharded.decode_attention(operands, cache, first_B, implementation=name)
-    return IMPLEMENTATIONS[name](operands, cache, first_B)
+        return sharded.decode_attention(operands, cache, first_B, implementation=name, **how)
+    return IMPLEMENTATIONS[name](operands, cache, first_B, **how)
 
 
 def _needs_angles(operands: Reading) -> bool:

@@ -14,18 +14,21 @@ from kvjax.kernels.decode_attention.readings.reading import repeat_heads
 from kvjax.layers import sinusoid
 
 
-def decode_attention(operands: Reading, cache: Cache, first_B: jax.Array) -> jax.Array:
+def decode_attention(
+    operands: Reading, cache: Cache, first_B: jax.Array, *, window: int = 0
+) -> jax.Array:
     """softmax(scale·q k^T + bias) v, [B, T, N, Hv], in float32 or wider.
 
     Args:
       cache: arrays [B, *shape, S], see `readings`.
       first_B: [B] position of the first query; query t sees slots 0 .. first_B + t.
+      window: if positive, the last so many of those.
     """
     with jax.default_matmul_precision("highest"):
-        return _attend(operands, cache, first_B)
+        return _attend(operands, cache, first_B, window)
 
 
-def _attend(operands: Reading, cache: Cache, first_B: jax.Array) -> jax.Array:
+def _attend(operands: Reading, cache: Cache, first_B: jax.Array, window: int) -> jax.Array:
     q_BTNH, k_BSNH, v_BSNV = expand(operands, cache)
     T, S = q_BTNH.shape[1], k_BSNH.shape[1]
     z_BNTS = operands.scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
@@ -35,6 +38,8 @@ def _attend(operands: Reading, cache: Cache, first_B: jax.Array) -> jax.Array:
         z_BNTS = z_BNTS + (bias_S @ weights_C)[None, None, None]
     last_BT = first_B[:, None] + jnp.arange(T)[None]
     seen_BTS = jnp.arange(S)[None, None] <= last_BT[..., None]
+    if window:
+        seen_BTS &= jnp.arange(S)[None, None] > last_BT[..., None] - window
     p_BNTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], z_BNTS, -jnp.inf), axis=-1)
     return jnp.einsum("BNTS,BSNV->BTNV", p_BNTS, v_BSNV)
 

@@ -22,7 +22,12 @@ IMPLEMENTATIONS = {"xla": xla.partial, "tpu": tpu.partial}
 
 
 def decode_attention(
-    operands: Reading, cache: Mapping[str, jax.Array], first_B: jax.Array, *, implementation: str
+    operands: Reading,
+    cache: Mapping[str, jax.Array],
+    first_B: jax.Array,
+    *,
+    implementation: str,
+    **window: int,
 ) -> jax.Array:
     """See `api.decode_attention`; the mesh around this call has the axis `stripes.AXIS`.
 
@@ -40,7 +45,7 @@ def decode_attention(
 
     def of_chip(operands, cache, first_B):
         held = stripes.of_this_chip(next(iter(cache.values())).shape[-1])
-        return merge(*IMPLEMENTATIONS[implementation](operands, cache, first_B, held))
+        return merge(*IMPLEMENTATIONS[implementation](operands, cache, first_B, held, **window))
 
     specs = (P(), {name: stripes.spec(array) for name, array in cache.items()}, P())
     # A loop's sums start equal on all chips and do not stay so, which check_vma cannot know.

@@ -29,6 +29,7 @@ def decode_attention(
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     *,
+    window: int = 0,
     block: int = BLOCK,
 ) -> jax.Array:
     """See `api.decode_attention`: [B, T, N, Hv], in float32 or wider.
@@ -36,7 +37,7 @@ def decode_attention(
     Args:
       block: tokens per tile.
     """
-    return partial(operands, cache, first_B, Stripes(), block=block)[0]
+    return partial(operands, cache, first_B, Stripes(), window=window, block=block)[0]
 
 
 def partial(
@@ -45,6 +46,7 @@ def partial(
     first_B: jax.Array,
     held: Stripes,
     *,
+    window: int = 0,
     block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the tokens that are held here: [B, T, N, Hv], and log-sum-exps [B, T, N].
@@ -60,7 +62,7 @@ def partial(
     is_wide = all(array.dtype == wide for array in cache.values())
     if held.chips > 1:  # no tile across stripes
         block = math.gcd(block, held.size)
-    in_tiles = lambda *args: tiled(*args, block, held)
+    in_tiles = lambda *args: tiled(*args, block, held, window)
     at_once = lambda *args: whole(*args, block, held)
 
     def on_cpu(operands, cache, first_B):
@@ -71,14 +73,17 @@ def partial(
 
     with jax.default_matmul_precision("highest" if is_wide else None):
         arguments = (operands, dict(cache), first_B)
-        if T > 1 or not is_wide:  # a conversion would copy the whole cache
+        # A conversion would copy the whole cache; a window sees some tiles of it only.
+        if T > 1 or not is_wide or window:
             return in_tiles(*arguments)
         return jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=in_tiles)
 
 
-def tiled(operands, cache, first_B: jax.Array, block: int, held: Stripes = Stripes()):
+def tiled(
+    operands, cache, first_B: jax.Array, block: int, held: Stripes = Stripes(), window: int = 0
+):
     """Everything tile by tile, with an online softmax; see `partial`."""
-    problem = _Problem(operands, cache, first_B, block, held)
+    problem = _Problem(operands, cache, first_B, block, held, window)
     B, T, N = operands.query.shape[:3]
     tiles = problem.tiles
 
@@ -125,8 +130,9 @@ def whole(operands, cache, first_B: jax.Array, block: int, held: Stripes = Strip
 class _Problem:
     """One call's arrays, with what both ways of going through a cache share."""
 
-    def __init__(self, operands, cache, first_B, block, held):
+    def __init__(self, operands, cache, first_B, block, held, window=0):
         self.operands, self.cache, self.first_B, self.held = operands, cache, first_B, held
+        self.window = window
         self.wide = jnp.promote_types(operands.query.dtype, jnp.float32)
         self.S = next(iter(cache.values())).shape[-1]
         self.block = min(block, self.S)
@@ -141,11 +147,14 @@ class _Problem:
         return start, {name: read(array).astype(self.wide) for name, array in self.cache.items()}
 
     def for_tiles(self, step, carry):
-        """`step(i, carry)` over the tiles that any sequence has reached."""
+        """`step(i, carry)` over the tiles that any sequence has reached and still sees."""
         if self.S == self.block:
             return step(0, carry)
-        reached = -(-self.held.held(jnp.max(self.first_B) + self.T) // self.block)
-        return jax.lax.fori_loop(0, jnp.minimum(reached, -(-self.S // self.block)), step, carry)
+        first, reached = 0, -(-self.held.held(jnp.max(self.first_B) + self.T) // self.block)
+        if self.window:
+            before = jnp.maximum(jnp.min(self.first_B) + 1 - self.window, 0)
+            first = self.held.held(before) // self.block
+        return jax.lax.fori_loop(first, jnp.minimum(reached, -(-self.S // self.block)), step, carry)
 
     def masked(self, z_BNTs, start, new) -> tuple[jax.Array, jax.Array]:
         """Scaled and biased logits of slots from `start`, and which count.
@@ -161,6 +170,8 @@ class _Problem:
             z_BNTs = z_BNTs + (encoding_sC @ bias.weights.astype(self.wide))[None, None, None]
         last_BT = self.first_B[:, None] + jnp.arange(self.T, dtype=self.first_B.dtype)[None]
         seen_BTs = (slot_s[None, None] >= new) & (position_s[None, None] <= last_BT[..., None])
+        if self.window:
+            seen_BTs &= position_s[None, None] > last_BT[..., None] - self.window
         seen_BNTs = jnp.broadcast_to(seen_BTs[:, None], z_BNTs.shape)
         return jnp.where(seen_BNTs, z_BNTs, _MASKED), seen_BNTs
 

@@ -31,6 +31,7 @@ def softmax_attention(
     v_BSKV: jax.Array,
     *,
     causal: bool,
+    window: int = 0,
     scale: float | None = None,
     implementation: str | None = None,
     query_chunk: int = 0,
@@ -48,6 +49,7 @@ def softmax_attention(
       q_BTNH: queries, N heads.
       k_BSKH, v_BSKV: keys and values, K heads, K dividing N; key and value dims may differ.
       causal: whether a query sees the keys up to its own position only.
+      window: if positive and causal, of those it sees the last `window`, its own being the last.
       scale: 1/sqrt(H) if not given. Splash has none: it is multiplied into the queries in float32,
         which are then rounded to their dtype once more.
       implementation: "xla", which takes everything; "splash", on TPUs (elsewhere it is
@@ -81,8 +83,11 @@ def softmax_attention(
         raise ValueError("query_segments_BT: the keys' segments_BS are needed too")
     if segments_BS is not None and query_segments_BT is None:
         query_segments_BT = segments_BS
+    if window and not causal:
+        raise ValueError(f"window = {window}: is of causal attention")
     options = Options(
         causal=causal,
+        window=window,
         scale=H**-0.5 if scale is None else scale,
         query_chunk=query_chunk,
         query_positions_T=_positions(query_positions_T, T),

@@ -31,6 +31,8 @@ def check(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:
     check_division("cudnn", q_BTNH, k_BSKH, options.mesh)
     if options.segments_BS is not None:
         refuse("segments are not taken")
+    if options.window:
+        refuse(f"a window of {options.window} tokens is not taken")
     if options.causal and T != S:
         refuse(f"causal attention of {T} queries over {S} keys must be of as many as there are")
     if (device := _gpu()) is None:

@@ -24,6 +24,7 @@ class Options:
     """What an implementation is given beside queries, keys and values."""
 
     causal: bool
+    window: int  # 0: none
     scale: float
     query_chunk: int
     query_positions_T: np.ndarray | None  # None: 0..T-1

@@ -64,7 +64,8 @@ def splash_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
     mesh, interpret = options.mesh, platform(options.mesh) != "tpu"
     sequence, tensor = ways(mesh, "sequence"), ways(mesh, "tensor")
     if options.causal:
-        head_mask, parts = _Causal(both_positions(options, T, S)[0], S), sequence
+        positions_T = both_positions(options, T, S)[0]
+        head_mask, parts = _Causal(positions_T, S, options.window), sequence
     else:  # the same for every device
         head_mask, parts = _Full((T // sequence, S)), 1
     kernel = splash.make_splash_mha(
@@ -106,10 +107,10 @@ class _Causal(splash_mask.Mask):
     gets two elements that answer that rather than a million: a second in all at [128K, 128K].
     """
 
-    def __init__(self, positions_T: np.ndarray, S: int):
+    def __init__(self, positions_T: np.ndarray, S: int, window: int = 0):
         self.q_sequence = positions_T
-        self.mask_function = _sees  # one object: the library's caches and jit's find it again
-        self._key = (S, positions_T.tobytes())
+        self.mask_function = _sees(window)  # one object: the library's caches and jit's find it
+        self._key = (S, positions_T.tobytes(), window)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -117,7 +118,10 @@ class _Causal(splash_mask.Mask):
 
     def __getitem__(self, block) -> np.ndarray:
         positions, first, last = self.q_sequence[block[0]], block[1].start, block[1].stop - 1
-        return np.array([[positions.max() >= first, positions.min() >= last]])
+        before = positions - (self._key[2] or np.inf)  # the last key that a query no longer sees
+        some = (positions >= first) & (last > before)
+        every = (positions >= last) & (first > before)
+        return np.array([[some.any(), every.all()]])
 
     def __eq__(self, other) -> bool:
         return isinstance(other, _Causal) and self._key == other._key
@@ -133,8 +137,12 @@ class _Full(splash_mask.FullMask):
         return np.ones((1, 1), bool)
 
 
-def _sees(query_positions, key_positions):
-    return query_positions >= key_positions
+@functools.cache
+def _sees(window: int):
+    """Whether a query sees a key, of positions."""
+    if not window:
+        return lambda query, key: query >= key
+    return lambda query, key: (query >= key) & (key > query - window)
 
 
 # -- blocks ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
     arrays = equal_dims(q_BTNH, k_BSKH, v_BSKV)
     in_order = options.query_positions_T is None and options.key_positions_S is None
     in_chunks = options.causal and 0 < options.query_chunk < T
-    if copies == 1 and in_order and not in_chunks:
+    if copies == 1 and in_order and not (in_chunks or options.window):
         mask = _mask(options, slice(T), slice(S), None)
         o_BTNV = _attend(*arrays, scale=options.scale, mask=mask, is_causal=options.causal)
     elif copies == 1:
@@ -60,8 +60,7 @@ def _by_positions(q, k, v, options: Options, t_BT: np.ndarray, s_S: np.ndarray) 
     for start in range(0, T, chunk):
         queries, keys = slice(start, min(start + chunk, T)), slice(len(s_S))
         if in_chunks:
-            seen = np.flatnonzero(s_S <= t_BT[:, queries].max())
-            keys = slice(int(seen[-1]) + 1 if seen.size else 1)
+            keys = _seen(s_S, t_BT[:, queries], options.window)
         visible = (t_BT[:, queries], s_S[keys]) if options.causal else None
         mask = _mask(options, queries, keys, visible)
         arrays = q[:, queries], k[:, keys], v[:, keys]
@@ -69,12 +68,24 @@ def _by_positions(q, k, v, options: Options, t_BT: np.ndarray, s_S: np.ndarray) 
     return jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
 
 
+def _seen(s_S: np.ndarray, t_BT: np.ndarray, window: int) -> slice:
+    """A run of keys that holds all that any of these queries sees; never empty."""
+    sees = s_S <= t_BT.max()
+    if window:
+        sees &= s_S > t_BT.min() - window
+    places = np.flatnonzero(sees)
+    return slice(int(places[0]), int(places[-1]) + 1) if places.size else slice(1)
+
+
 def _mask(options: Options, queries: slice, keys: slice, visible) -> jax.Array | None:
     """[B or 1, 1, T, S] which keys some queries see, by segment and positions (if there are)."""
     mask = None
     if visible is not None:
         t_BT, s_S = map(jnp.asarray, visible)
-        mask = (s_S[None, None, :] <= t_BT[:, :, None])[:, None]
+        t_BT1, s_11S = t_BT[:, :, None], s_S[None, None, :]
+        mask = (s_11S <= t_BT1)[:, None]
+        if options.window:
+            mask = mask & (s_11S > t_BT1 - options.window)[:, None]
     if options.segments_BS is not None:
         t_BT, s_BS = options.query_segments_BT[:, queries], options.segments_BS[:, keys]
         same = (t_BT[:, :, None] == s_BS[:, None, :])[:, None]

@@ -27,6 +27,10 @@ VARIANTS = {
     "lrkv_gqa": ("residual", dict(N=8, K=4, J=2, scaled=True, bias=True)),
     "lrkv_one_base_each": ("residual", dict(N=4, K=4, J=4)),
     "lrkv_no_rope": ("residual", dict(N=8, K=4, J=2, rope_base=None, scaled=True)),
+    "factored": ("factored", dict(N=4, K=4, J=4, scaled=True)),
+    "factored_joint": ("factored", dict(N=8, K=4, J=1, Rv=2, bias=True)),
+    "factored_no_rope": ("factored", dict(N=8, K=4, J=2, Rv=2, rope_base=None, scaled=True)),
+    "factored_values": ("factored", dict(N=4, K=2, J=2, R=0, Rv=2, rope_base=None)),
     "kv_tied": ("tied", dict(N=4, K=2, norm=True, gain=True)),
     "kv_tied_one_each": ("tied", dict(N=4, K=4, norm=True)),
     "lrkv_kv_tied": ("tied", dict(N=8, K=4, J=2, rank=R, norm=True, gain=True)),
@@ -78,6 +82,18 @@ class _Draw:
         own["expand_key"] = self.normal(K, self.R, self.H)
         own["expand_value"] = self.normal(K, self.R, self.Hv)
         return readings.ResidualReading(**own, **self.common(bias)), cache
+
+    def factored(self, N, K, J, R=R, Rv=0, rope_base=BASE, scaled=False, bias=False):
+        cache = dict(
+            key=self.cached(J, R) if R else self.cached(K, self.H),
+            value=self.cached(J, Rv) if Rv else self.cached(K, self.Hv),
+        )
+        if scaled:
+            cache["key_scale"] = self.positive(self.B, K, 1, self.S)
+        own = dict(query=self.query(N), rope_base=rope_base)
+        own["expand_key"] = self.normal(K, R, self.H) if R else None
+        own["expand_value"] = self.normal(K, Rv, self.Hv) if Rv else None
+        return readings.FactoredReading(**own, **self.common(bias)), cache
 
     def tied(self, N, K, J=None, rank=0, norm=False, gain=False, rope_base=BASE, bias=False):
         cache = dict(base_key=self.cached(J or K, self.H))
@@ -148,6 +164,7 @@ def test_every_class_of_operands_is_tested(x64):
     quick.only(
         [
             *((name, "tiled", 1) for name in (*quick.READERS, "lrkv_no_rope", "kv_tied_plain")),
+            *((name, "tiled", 1) for name in ("factored", "factored_no_rope", "factored_values")),
             *(("lrkv_gqa", "tiled", 3), ("mla_paper", "tiled", 3)),
             *(("lrkv_gqa", "whole", 1), ("lrkv_kv_tied", "whole", 1)),
         ],
@@ -167,6 +184,39 @@ def test_equals_the_definition(x64, name, way, T):
             expected = _definition(given, cache, first_B)
             np.testing.assert_allclose(o, expected, rtol=1e-11, atol=1e-11)
             assert np.abs(expected).max() > 0.1
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("window", [1, 5, 20, 40])
+@pytest.mark.parametrize("name", quick.only(["lrkv"], ["mha", "lrkv", "factored", "mla"]))
+def test_a_window_of_the_last_tokens(x64, name, window, T):
+    """Tiles before it are not read: what stands there may be anything."""
+    given, cache = _build(name, T)
+    first_B = jnp.asarray([37, 16, 15], jnp.int32)
+    expected = reference.decode_attention(given, cache, first_B, window=window)
+    attend = jax.jit(functools.partial(xla.decode_attention, window=window, block=8))
+    np.testing.assert_allclose(attend(given, cache, first_B), expected, rtol=1e-11, atol=1e-11)
+    q, k, v = reference.expand(given, cache)
+    for b, first in enumerate(first_B.tolist()):
+        for t in range(T):
+            seen = slice(max(0, first + t + 1 - window), first + t + 1)
+            z_NS = given.scale * jnp.einsum("NH,SNH->NS", q[b, t], k[b, seen])
+            o_NV = jnp.einsum("NS,SNV->NV", jax.nn.softmax(z_NS, axis=-1), v[b, seen])
+            np.testing.assert_allclose(expected[b, t], o_NV, rtol=1e-11, atol=1e-11)
+    before = max(0, 15 + 1 - window) // 8 * 8
+    unread = {name: array.at[..., :before].set(jnp.nan) for name, array in cache.items()}
+    np.testing.assert_array_equal(attend(given, unread, first_B), attend(given, cache, first_B))
+
+
+def test_kernels_have_no_window(x64):
+    given, cache = _build("mha", 1)
+    first_B = jnp.asarray([17, 0, 36], jnp.int32)
+    for name in ("tpu", "gpu"):
+        with pytest.raises(NotImplementedError, match=f"the {name.upper()} kernels have no window"):
+            decode_attention(given, cache, first_B, window=4, implementation=name)
+    windowed = decode_attention(given, cache, first_B, window=4)
+    expected = reference.decode_attention(given, cache, first_B, window=4)
+    np.testing.assert_allclose(windowed, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("first", [[3, 0, 20], [250, 3, 17]], ids=["short", "long"])

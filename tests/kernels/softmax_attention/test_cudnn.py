@@ -67,6 +67,7 @@ CUDNN_REFUSES = [
     ({}, dict(query_positions_T=zigzag(256, 2)), "zig-zag"),
     ({}, dict(key_positions_S=zigzag(256, 2)), "zig-zag"),
     ({}, dict(segments_BS=jnp.zeros((2, 256), jnp.int32)), "segments are not taken"),
+    ({}, dict(window=100), "a window of 100 tokens is not taken"),
     ({}, dict(mesh=dict(sequence=2)), "sequence = 2 devices"),
     (dict(B=6), dict(mesh=dict(data=2, fsdp=2)), "batch of 6 is not .* data x fsdp = 4"),
     (dict(N=6, K=6), dict(mesh=dict(tensor=4)), "6 query heads on 6 KV .* tensor = 4"),

@@ -67,6 +67,14 @@ def test_splash_scale(small_blocks):
     assert np.abs(got[0] - other[0]).max() > 0.1
 
 
+@pytest.mark.parametrize("window", [2, 100, 128, 200])
+def test_splash_window(small_blocks, window):
+    """Blocks of 128: some keys of a block, a whole one, and blocks that no query sees."""
+    arrays, options = cases.arrays(1, 2, 2, 16, 16), dict(causal=True, window=window)
+    got = cases.run(arrays, implementation="splash", **options)
+    cases.assert_near(got, cases.exact(arrays, **options), 64 * np.finfo(np.float32).eps)
+
+
 def test_inside_a_shard_map(small_blocks):
     """Without a mesh, arrays are those of one device."""
     arrays, mesh = cases.arrays(2, 2, 2, 16, 16), cases.mesh(data=2)
@@ -89,12 +97,14 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("process", [mask_info.process_mask, mask_info.process_mask_dkv])
-def test_blocks_of_the_mask_are_those_of_its_elements(order, process):
+@pytest.mark.parametrize("window", [0, 700])
+def test_blocks_of_the_mask_are_those_of_its_elements(order, process, window):
     """What a block's two elements say is what its [128, 256] elements say."""
     (positions, shards), length = ORDERS[order], 2048
-    dense = positions[:, None] >= np.arange(length)[None]
+    far = positions[:, None] - np.arange(length)[None]
+    dense = (far >= 0) & (far < (window or length))
     infos = []
-    for mask in (splash._Causal(positions, length), splash_mask.NumpyMask(dense)):
+    for mask in (splash._Causal(positions, length, window), splash_mask.NumpyMask(dense)):
         heads = splash_mask.MultiHeadMask([mask] * 2)
         infos.append(process(heads, (128, 256), q_seq_shards=shards)[0])
     assert infos[0].partial_mask_blocks is None
@@ -111,6 +121,7 @@ def test_masks_of_equal_positions_are_equal():
     assert hash(mask) == hash(splash._Causal(zigzag(512, 2), 512))
     assert mask != splash._Causal(zigzag(512, 4), 512)
     assert mask != splash._Causal(zigzag(512, 2), 1024)
+    assert mask != splash._Causal(zigzag(512, 2), 512, window=3)
 
 
 # -- what it does not take -------------------------------------------------------------------------

@@ -16,19 +16,26 @@ from tests.kernels.softmax_attention import cases
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("order", ["in order", "queries", "both"])
 @pytest.mark.parametrize("segmented", [False, True])
-def test_xla_positions_and_segments(x64, query_chunk, causal, order, segmented):
+@pytest.mark.parametrize("window", [0, 1, 5])
+def test_xla_positions_and_segments(x64, query_chunk, causal, order, segmented, window):
     length = 16
     q, k, v, _ = (np.asarray(x, np.float64) for x in cases.arrays(2, 4, 2, 6, 8, length=length))
     t = s = np.arange(length)
     segments = np.random.default_rng(1).integers(0, 3, (2, length))
-    options = dict(causal=causal, query_chunk=query_chunk)
+    if window and not causal:
+        with pytest.raises(ValueError, match=f"window = {window}: is of causal attention"):
+            softmax_attention(*map(jnp.asarray, (q, k, v)), causal=False, window=window)
+        return
+    options = dict(causal=causal, query_chunk=query_chunk, window=window)
     if order != "in order":
         t = options["query_positions_T"] = zigzag(length, 2)
         q = q[:, t]
     if order == "both":
         s = options["key_positions_S"] = np.random.default_rng(2).permutation(length)
         k, v = k[:, s], v[:, s]
-    sees = np.broadcast_to((s[None] <= t[:, None]) | (not causal), (2, length, length))
+    far = t[:, None] - s[None]
+    sees = ((far >= 0) & (far < (window or length))) | (not causal)
+    sees = np.broadcast_to(sees, (2, length, length))
     if segmented:
         sees = sees & (segments[:, t, None] == segments[:, None, s])
         options |= dict(query_segments_BT=segments[:, t], segments_BS=segments[:, s])

@@ -3,6 +3,7 @@
 A new way is a new file; `reading.py` says what is in it. Kernels for TPU and GPU know some of them.
 """
 
+from kvjax.kernels.decode_attention.readings.factored import FactoredReading
 from kvjax.kernels.decode_attention.readings.grouped import GroupedReading
 from kvjax.kernels.decode_attention.readings.latent import LatentReading
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
@@ -14,6 +15,7 @@ from kvjax.kernels.decode_attention.readings.tied import TiedReading
 
 __all__ = [
     "DecodeFlops",
+    "FactoredReading",
     "GroupedReading",
     "LatentReading",
     "PositionBias",

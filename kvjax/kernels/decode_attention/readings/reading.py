@@ -87,7 +87,7 @@ class Reading:
     query: jax.Array  # [B, T, N, H]
     scale: float  # what a logit is multiplied by
     bias: PositionBias | None = None
-    rope_base: float | None = None  # of keys that are rotated when they are read
+    rope_base: rope.Base | None = None  # of keys that are rotated when they are read
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The definition: queries [B, T, N, H], keys [B, S, K, H], values [B, S, K', Hv].
@@ -134,7 +134,7 @@ def repeat_heads(x_BSKH: jax.Array, N: int) -> jax.Array:
     return jnp.repeat(x_BSKH, N // x_BSKH.shape[2], axis=2)
 
 
-def rotated(x_BSNH: jax.Array, base: float) -> jax.Array:
+def rotated(x_BSNH: jax.Array, base: rope.Base) -> jax.Array:
     """Keys at positions 0 .. S - 1."""
     S, H = x_BSNH.shape[1], x_BSNH.shape[-1]
     return rope.rotate(x_BSNH, rope.rotary(jnp.arange(S)[None], H, base))

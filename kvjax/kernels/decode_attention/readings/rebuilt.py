@@ -13,6 +13,7 @@ from kvjax.kernels.decode_attention.readings.reading import Reading
 from kvjax.kernels.decode_attention.readings.reading import normed_and_rotated
 from kvjax.kernels.decode_attention.readings.reading import reading
 from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.layers.rope import Base
 
 
 @reading
@@ -24,7 +25,7 @@ class RebuiltReading(Reading):
     up_value: jax.Array  # [C, N, Hv]
     gain: jax.Array | None = None  # [H]
     scale: float = static()
-    rope_base: float | None = static()
+    rope_base: Base | None = static()
     norm_epsilon: float | None = static()
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -55,7 +56,7 @@ class RebuiltSizes:
     C: int
     H: int
     Hv: int
-    rope_base: float | None
+    rope_base: Base | None
     normed: bool
 
     def flops(self) -> DecodeFlops:

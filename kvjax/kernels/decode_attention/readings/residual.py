@@ -2,9 +2,8 @@
 
 Without rotation of the residual a query meets the latents in rank space, u = B q (LRKV eq. 3).
 Under RoPE position stands between the query and B: the query is folded into B once per step
-(`_fold`), and from that a query in rank space follows for every position (`_rotating_query`),
-through a basis of the tile's cosines and sines whose rank is less than half of H (`rope.basis`).
-Where several query heads share a key it is rebuilt instead.
+and turns with every position (`rotating.py`). Where several query heads share a key it is rebuilt
+instead.
 """
 
 from collections.abc import Callable
@@ -12,8 +11,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from kvjax.kernels.decode_attention.readings import rotating
 from kvjax.kernels.decode_attention.readings import tiles
 from kvjax.kernels.decode_attention.readings.reading import Cache
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
@@ -40,7 +39,7 @@ class ResidualReading(Reading):
     expand_value: jax.Array  # [K, R, Hv]
     bias: PositionBias | None = None
     scale: float = static()
-    rope_base: float | None = static()  # None: the residual is not rotated
+    rope_base: rope.Base | None = static()  # None: the residual is not rotated
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
         c, K = cache, self.expand_key.shape[0]
@@ -75,9 +74,9 @@ class _Tiles:
         if o.rope_base is None:
             self.folded = "rank"  # LRKV eq. 3
             self.u_BNTR = tiles.by_kv_head(residual_q_BNTH, o.expand_key, "BKrH,KRH->BKrR")
-        elif _turns_query(N * T, K):
+        elif rotating.turns_query(N * T, K):
             self.folded = "rotating"
-            self.fold = _fold(residual_q_BNTH[:, :, 0], o.expand_key)
+            self.fold = rotating.fold(residual_q_BNTH[:, :, 0], o.expand_key)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
         return cache["base_value"].shape[2], cache["residual_value"].shape[2]
@@ -94,7 +93,7 @@ class _Tiles:
             if self.folded == "rank":
                 z_BNTs = z_BNTs + tiles.dot(self.u_BNTR, latent_BKRs)
             else:
-                w_BKRs = _rotating_query(self.fold, start, latent_BKRs.shape[-1], self.o.rope_base)
+                w_BKRs = rotating.query(self.fold, start, latent_BKRs.shape[-1], self.o.rope_base)
                 z_BNTs = z_BNTs + jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
         if "key_scale" not in tile:
             return z_BNTs
@@ -112,48 +111,6 @@ class _Tiles:
         return base_BNTV + tiles.by_kv_head(latent_BNTR, self.o.expand_value, "BKrR,KRV->BKrV")
 
 
-def _turns_query(queries: int, K: int) -> bool:
-    """Whether the one query of each KV head turns, tile by tile, instead of the latents' keys."""
-    return queries == K
-
-
-def _fold(q_BKH: jax.Array, expand_KRH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """conj(q)·B with channel pairs as complex numbers, as real and imaginary [B, K, R, H/2].
-
-    q is rotated already, so that a key's logit is Re(sum_j conj(q_j) B_j e^{i t theta_j}) times its
-    latent.
-    """
-    q1_BK1F, q2_BK1F = jnp.split(q_BKH[:, :, None], 2, axis=-1)
-    b1_1KRF, b2_1KRF = jnp.split(expand_KRH[None], 2, axis=-1)
-    shape = (*q_BKH.shape[:2], expand_KRH.shape[1], q1_BK1F.shape[-1])
-    q1, q2, b1, b2 = (jnp.broadcast_to(x, shape) for x in (q1_BK1F, q2_BK1F, b1_1KRF, b2_1KRF))
-    return q1 * b1 + q2 * b2, q1 * b2 - q2 * b1
-
-
-def _rotating_query(
-    fold: tuple[jax.Array, jax.Array], start: jax.Array, length: int, base: float
-) -> jax.Array:
-    """[B, K, R, s]: the query in rank space, as every position of a tile sees it.
-
-    w(t) = sum_j Re G_j cos t·theta_j - Im G_j sin t·theta_j. The table of cosines and sines of a
-    tile has a low rank (57 of 128 for 512 tokens): `rope.basis`.
-    """
-    real, imaginary = fold
-    F = real.shape[-1]
-    angles = rope.rotary(start[None, None], 2 * F, base)  # turns G to the tile's start
-    cos, sin = (jnp.broadcast_to(a[0][None, None].astype(real.dtype), real.shape) for a in angles)
-    turned = (real * cos - imaginary * sin, -(imaginary * cos + real * sin))
-    left_HP, right_Ps = rope.basis(2 * F, base, length, _tolerance(real.dtype))
-    g_BKRP = jnp.einsum(
-        "BKRH,HP->BKRP", jnp.concatenate(turned, axis=-1), jnp.asarray(left_HP, real.dtype)
-    )
-    return jnp.einsum("BKRP,Ps->BKRs", g_BKRP, jnp.asarray(right_Ps, real.dtype))
-
-
-def _tolerance(dtype) -> float:
-    return float(jnp.finfo(dtype).eps) / 8
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidualSizes:
     """N query heads on K residuals of rank R on J bases."""
@@ -164,7 +121,7 @@ class ResidualSizes:
     R: int = 64
     H: int = 128
     Hv: int = 128
-    rope_base: float | None = 10_000.0  # None: the residual is not rotated
+    rope_base: rope.Base | None = 10_000.0  # None: the residual is not rotated
     scaled: bool = True  # whether keys are normed: the cache has their 1/rms
 
     def reading(self, draw: Callable[..., jax.Array], B: int) -> ResidualReading:
@@ -194,12 +151,7 @@ class ResidualSizes:
         per_key = 2 * N * (H + Hv) + 2 * N * R + (N if self.scaled else 0)
         if self.rope_base is None:  # LRKV eq. 3
             return DecodeFlops(per_query + 2 * N * R * H, per_key + 2 * N * R)
-        if _turns_query(N, K):
-            return DecodeFlops(per_query + 3 * N * R * H, per_key + N * self._rotating_flops())
+        if rotating.turns_query(N, K):
+            turning = rotating.flops(R, H, self.rope_base)
+            return DecodeFlops(per_query + 3 * N * R * H, per_key + N * turning)
         return DecodeFlops(per_query, per_key + K * H * (2 * R + 4))  # rebuilt, rotated, added
-
-    def _rotating_flops(self) -> float:
-        """FLOPs of `_rotating_query` and its product with the latents, per head and key."""
-        P = rope.basis(self.H, self.rope_base, tiles.BLOCK, _tolerance(np.float32))[0].shape[1]
-        per_tile = self.R * self.H * (3 + 2 * P)  # turning G, and its product with the basis
-        return per_tile / tiles.BLOCK + 2 * self.R * P + 2 * self.R

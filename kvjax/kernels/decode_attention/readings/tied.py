@@ -14,6 +14,7 @@ from kvjax.kernels.decode_attention.readings.reading import normed_and_rotated
 from kvjax.kernels.decode_attention.readings.reading import reading
 from kvjax.kernels.decode_attention.readings.reading import repeat_heads
 from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.layers.rope import Base
 
 
 @reading
@@ -28,7 +29,7 @@ class TiedReading(Reading):
     gain: jax.Array | None = None  # [H]
     bias: PositionBias | None = None
     scale: float = static()
-    rope_base: float | None = static()
+    rope_base: Base | None = static()
     norm_epsilon: float | None = static()  # of RMSNorm; None: keys are not normed
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -94,7 +95,7 @@ class TiedSizes:
     J: int
     R: int
     H: int
-    rope_base: float | None
+    rope_base: Base | None
     normed: bool
     gain: bool
 

@@ -43,7 +43,7 @@ def spread(base_BJHs: jax.Array, K: int) -> jax.Array:
     return jnp.broadcast_to(base_BJHs[:, :, None], (B, J, K // J, H, s)).reshape(B, K, H, s)
 
 
-def rotate(x_BKHs: jax.Array, start: jax.Array, base: float) -> jax.Array:
+def rotate(x_BKHs: jax.Array, start: jax.Array, base: rope.Base) -> jax.Array:
     """Keys of the tile that starts at position `start`, rotated to their positions."""
     H, s = x_BKHs.shape[2:]
     angles = rope.rotary(start + jnp.arange(s, dtype=jnp.int32)[None], H, base)
@@ -52,7 +52,9 @@ def rotate(x_BKHs: jax.Array, start: jax.Array, base: float) -> jax.Array:
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=2)
 
 
-def rotated_dot(q_BKH: jax.Array, k_BKHs: jax.Array, start: jax.Array, base: float) -> jax.Array:
+def rotated_dot(
+    q_BKH: jax.Array, k_BKHs: jax.Array, start: jax.Array, base: rope.Base
+) -> jax.Array:
     """Logits [B, K, s] of one query per key head with the rotated keys, which are never made.
 
     In pairs q·Rot(k) = (q1·k1 + q2·k2) cos + (q2·k1 - q1·k2) sin: one pass over the tile.

@@ -1,0 +1,1 @@
+"""Trained MHA models to convert to smaller caches, and the texts for that."""

@@ -1,0 +1,120 @@
+"""What thin keys and LRKV say of conversion, and what came out: sentences made from results."""
+
+from collections.abc import Iterator
+import math
+import statistics
+
+from experiments.conversion.outcomes import Outcomes
+from experiments.conversion.outcomes import Tuned
+from experiments.conversion.outcomes import TuningSetting
+from experiments.conversion.outcomes import percent
+from experiments.conversion.outcomes import relative
+from experiments.conversion.outcomes import said_of
+
+
+def findings(outcomes: Outcomes) -> list[str]:
+    """One sentence or two for each claim that there are results for."""
+    found = [*_keys_and_queries(outcomes), *_half_rank(outcomes), *_objectives(outcomes)]
+    for setting in outcomes.settings()[:1]:
+        found += [*_recovery(outcomes, setting), *_by_bytes(outcomes, setting)]
+    return [f"{outcomes.title}: {text}" for text in found]
+
+
+def losses(outcomes: Outcomes, curve: str) -> dict[int, float]:
+    """Relative change of perplexity by rank; {} where there is no such curve."""
+    found, base = outcomes.curve(curve), outcomes.original["perplexity"]
+    points = found["points"] if found else ()
+    return {point["rank"]: relative(point["perplexity"], base) for point in points}
+
+
+def _keys_and_queries(outcomes: Outcomes) -> Iterator[str]:
+    """Section 3.5: K is more compressible than Q at every rank."""
+    for mode in ("joint", "per_head"):
+        key, query = (losses(outcomes, f"{part}_{mode}_weights") for part in ("key", "query"))
+        ranks = [rank for rank in key if rank in query]
+        if not ranks:
+            continue
+        less = [rank for rank in ranks if key[rank] < query[rank]]
+        said = {len(ranks): "yes", 0: "no"}.get(len(less), "partly")
+        quarter = min(ranks, key=lambda rank: abs(rank - outcomes.whole_rank / 4))
+        yield (
+            f"are keys more compressible than queries, as thin keys says (GPT-2, rank d/4: +26 % "
+            f"against +181 %)? {said}: {mode.replace('_', ' ')}, by SVD of the weights, keys lose "
+            f"less at {len(less)} of {len(ranks)} ranks; at {quarter} of {outcomes.whole_rank} "
+            f"{percent(key[quarter])} against {percent(query[quarter])}"
+        )
+
+
+def _half_rank(outcomes: Outcomes) -> Iterator[str]:
+    """Section 3.5: d/2 costs 2 %."""
+    half = outcomes.whole_rank // 2
+    said = []
+    for mode in ("joint", "per_head"):
+        for objective in ("weights", "outputs"):
+            loss = losses(outcomes, f"key_{mode}_{objective}").get(half)
+            if loss is not None:
+                said.append(f"{mode.replace('_', ' ')}, {objective}: {percent(loss)}")
+    if said:
+        yield f"is half the rank about free (GPT-2 +2.0 %, Mistral +1.7 %)? {'; '.join(said)}"
+
+
+def _objectives(outcomes: Outcomes) -> Iterator[str]:
+    """How much of the loss calibration saves, which no paper tried."""
+    for name, curve in (("thin keys", "key_per_head"), ("LRKV", "lrkv")):
+        plain, calibrated = (losses(outcomes, f"{curve}_{o}") for o in ("weights", "outputs"))
+        base = lambda loss: math.log(1 + loss)
+        ranks = [rank for rank in plain if rank in calibrated and base(plain[rank]) > 0.001]
+        if not ranks:
+            continue
+        ratio = statistics.median(base(calibrated[rank]) / base(plain[rank]) for rank in ranks)
+        yield (
+            f"holding outputs instead of weights leaves {ratio:.0%} of the loss in log-perplexity "
+            f"by {name} (median of {len(ranks)} ranks)"
+        )
+
+
+def _recovery(outcomes: Outcomes, setting: TuningSetting) -> Iterator[str]:
+    """Sections 3.5 and 3.7: tuning recovers most of the loss."""
+    said = []
+    for variant in setting.variants:
+        recovered = recovered_share(outcomes, variant)
+        if recovered is not None:
+            said.append(f"{said_of(variant.name)} {recovered:.0%}")
+    if said:
+        yield (
+            "does tuning give back most of the loss (GPT-2, rank d/4: +27.6 % to +1.8 % against "
+            f"the control)? Of the loss in log-perplexity ({setting.said}): {', '.join(said)}"
+        )
+
+
+def recovered_share(outcomes: Outcomes, variant: Tuned) -> float | None:
+    """1 - loss against the tuned control / loss against the original, in log-perplexity."""
+    against = variant.against_control()
+    before = math.log(variant.before / outcomes.original["perplexity"])
+    if against is None or before < 0.001:
+        return None
+    return 1 - math.log(1 + against[0]) / before
+
+
+def _by_bytes(outcomes: Outcomes, setting: TuningSetting) -> Iterator[str]:
+    """LRKV and thin keys in the same bytes, after tuning."""
+    for variant in setting.variants:
+        if not variant.name.startswith("lrkv_"):
+            continue
+        for other in setting.variants:
+            ours, theirs = variant.against_control(), other.against_control()
+            thin = other.name.startswith("thin") and _as_many(other, variant)
+            if not thin or ours is None or theirs is None:
+                continue
+            seeds = [seed for seed in variant.after if seed in other.after]
+            ahead = sum(variant.after[seed] < other.after[seed] for seed in seeds)
+            one = f"{said_of(variant.name)} is {percent(ours[0])}"
+            two = f"{said_of(other.name)} {percent(theirs[0])}"
+            yield (
+                f"in {variant.share:.0%} of the cache {one} and {two} against the control after "
+                f"tuning; LRKV is ahead in {ahead} of {len(seeds)} seeds"
+            )
+
+
+def _as_many(one: Tuned, other: Tuned) -> bool:
+    return abs(one.cached / other.cached - 1) < 0.04

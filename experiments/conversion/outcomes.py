@@ -1,0 +1,159 @@
+"""What the result files of one model hold, as tables, findings and plots read it."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import re
+import statistics
+
+from experiments.conversion import kept
+from experiments.studies.tiny_comparison import half_interval
+
+SUBJECTS = dict(whisper="Whisper tiny.en's decoder", smollm2="SmolLM2-135M")
+_LEARN = dict(qk="queries and keys", qkv="queries, keys and values")
+CONTROL = "control"
+
+
+def relative(perplexity: float, base: float) -> float:
+    """How much more, as a share."""
+    return perplexity / base - 1
+
+
+def percent(share: float) -> str:
+    """A relative change, with as many digits as say something."""
+    return f"{100 * share:+,.{1 if abs(share) < 1 else 0}f} %"
+
+
+def said_of(variant: str) -> str:
+    """A variant's name in words."""
+    if variant == "control":
+        return "none (the control)"
+    kind, rank = re.fullmatch(r"(.*)_r(\d+)", variant).groups()
+    kinds = dict(thin="thin keys, rank {}", lrkv="LRKV, rank {}")
+    kinds |= dict(thin_joint="thin keys, one latent of rank {}")
+    kinds |= dict(thin_as_lrkv="thin keys in LRKV {}'s bytes")
+    kinds |= dict(thin_kv_as_lrkv="thin keys and values in LRKV {}'s bytes")
+    return kinds[kind].format(rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """One conversion's runs of one setting.
+
+    Attributes:
+      before, after: perplexity before and after tuning; after by seed.
+      control: after, by seed, of the runs without conversion.
+    """
+
+    name: str
+    cached: int
+    share: float
+    before: float
+    after: Mapping[int, float]
+    control: Mapping[int, float]
+
+    def half_interval(self) -> float | None:
+        return half_interval(list(self.after.values()))
+
+    def against_control(self) -> tuple[float, float | None] | None:
+        """The mean relative change seed by seed, and half its interval; None of the control."""
+        seeds = [seed for seed in self.after if seed in self.control]
+        if self.name == CONTROL or not seeds:
+            return None
+        changes = [relative(self.after[seed], self.control[seed]) for seed in seeds]
+        return statistics.mean(changes), half_interval(changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningSetting:
+    """Runs that learned in the same way, the control first."""
+
+    said: str
+    variants: Sequence[Tuned]
+
+    def variant(self, name: str) -> Tuned | None:
+        return next((v for v in self.variants if v.name == name), None)
+
+
+class Outcomes:
+    """The results of one model.
+
+    Args:
+      name: a key of SUBJECTS.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.title = name, SUBJECTS[name]
+
+    @functools.cached_property
+    def before(self) -> dict[str, dict]:
+        """Curves by name, and "original"."""
+        found = kept.named(f"{self.name}/before")
+        return {name.rpartition("/")[2]: result for name, result in found.items()}
+
+    @property
+    def original(self) -> dict | None:
+        return self.before.get("original")
+
+    @property
+    def whole_rank(self) -> int:
+        """The rank at which nothing is lost, as tables count ranks."""
+        head, heads = self.original["head_dim"], self.original["num_heads"]
+        return head * heads if self.name == "whisper" else head
+
+    @property
+    def rank(self) -> str:
+        """The header of a column of ranks."""
+        return f"rank of {self.whole_rank}" + (" per head" if self.name != "whisper" else "")
+
+    @property
+    def said(self) -> str:
+        """The figure without conversion, and what of."""
+        settings = self.original["settings"]
+        rows = settings.get("validation_rows", 0)
+        tokens = settings.get("validation_tokens") or rows * settings["row_length"]
+        perplexity = self.original["perplexity"]
+        return f"Perplexity of {tokens:,} held-out tokens; before conversion {perplexity:.4g}."
+
+    def curve(self, name: str) -> dict | None:
+        return self.before.get(name)
+
+    def settings(self) -> list[TuningSetting]:
+        """What was tuned, the setting with most runs first."""
+        groups: dict[str, dict[str, dict]] = {}
+        for name, result in kept.named(f"{self.name}/after").items():
+            *_, folder, run = name.split("/")
+            groups.setdefault(folder, {})[run] = result
+        ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+        return [_setting(list(runs.values())) for _, runs in ordered]
+
+
+def _setting(runs: Sequence[dict]) -> TuningSetting:
+    by_variant: dict[str, list[dict]] = {}
+    for run in runs:
+        by_variant.setdefault(run["settings"]["variant"], []).append(run)
+    control = _by_seed(by_variant.get(CONTROL, ()))
+    made = [
+        Tuned(
+            name=name,
+            cached=found[0]["cached"],
+            share=found[0]["share"],
+            before=found[0]["before"],
+            after=_by_seed(found),
+            control=control,
+        )
+        for name, found in by_variant.items()
+    ]
+    kind = lambda variant: re.sub(r"_r\d+$", "", variant.name)
+    made.sort(key=lambda v: (v.name != CONTROL, kind(v), -v.share))
+    s = runs[0]["settings"]
+    share = s.get("teacher_share", 0.0)
+    learns = f"text and the original's predictions ({share:g} of the loss)" if share else "text"
+    tokens = s["steps"] * s["batch"] * s["row_length"]
+    said = f"{_LEARN[s['tune']]} learn from {learns}, {tokens:,} tokens, rate {s['rate']:g}"
+    return TuningSetting(said, made)
+
+
+def _by_seed(runs: Sequence[dict]) -> dict[int, float]:
+    return dict(sorted((run["settings"]["seed"], run["after"]) for run in runs))

@@ -1,0 +1,174 @@
+"""Perplexity against what is cached, before and after tuning, as pictures from result files."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import os
+import pathlib
+import statistics
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import LogLocator
+from matplotlib.ticker import NullFormatter
+
+from experiments import record
+from experiments.conversion import kept
+from experiments.conversion.findings import losses
+from experiments.conversion.outcomes import SUBJECTS
+from experiments.conversion.outcomes import Outcomes
+from experiments.conversion.outcomes import TuningSetting
+from kvjax.foundation import command_line
+
+INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"
+_KEYS, _BOTH, _LRKV, _PAPER = "#4c78a8", "#54a24b", "#f58518", "#9aa4ae"
+_STYLE = {"font.size": 10, "text.color": INK, "axes.labelcolor": GRAY, "axes.edgecolor": LINE}
+_STYLE |= {"xtick.color": GRAY, "ytick.color": GRAY, "axes.unicode_minus": False}
+_BEFORE = (  # curve, what it is called, colour, style
+    ("key_joint_weights", "thin keys, one SVD of the weights", _PAPER, "o--"),
+    ("key_per_head_weights", "thin keys, an SVD for each head", _PAPER, "o--"),
+    ("key_joint_outputs", "thin keys, one calibrated latent", _KEYS, "^--"),
+    ("key_per_head_outputs", "thin keys, calibrated for each head", _KEYS, "o-"),
+    ("key_value_per_head_outputs", "thin keys and values, calibrated", _BOTH, "s-"),
+    ("lrkv_outputs", "LRKV, calibrated", _LRKV, "D-"),
+)
+_AFTER = (  # names that begin so, colour, style
+    ("thin_kv_as_lrkv", "thin keys and values", _BOTH, "s-"),
+    ("thin_joint", "thin keys, one latent", _KEYS, "^--"),
+    ("thin_", "thin keys, a latent for each head", _KEYS, "o-"),
+    ("lrkv_", "LRKV", _LRKV, "D-"),
+)
+_PARTS = (("key", _KEYS), ("query", "#e45756"), ("value", _BOTH), ("both", INK))
+_OF_PART = dict(key="keys", query="queries", value="values", both="queries and keys")
+
+
+def write() -> list[pathlib.Path]:
+    """Draws what there are results for into results/conversion; the files."""
+    files = []
+    record.check_folder("--stage=report", record.RESULTS / kept.FOLDER)
+    with matplotlib.rc_context(_STYLE):
+        for name, draw in figures():
+            path = record.RESULTS / kept.FOLDER / f"{name}.png"
+            draw().savefig(path, dpi=160, metadata=dict(Software=None), facecolor="white")
+            command_line.say(f"written: {os.path.relpath(path)}")
+            files.append(path)
+    return files
+
+
+def figures() -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """A name and a function for each picture."""
+    for name in SUBJECTS:
+        outcomes = Outcomes(name)
+        if outcomes.original is None:
+            continue
+        yield f"{name}_cache", lambda o=outcomes: cache(o)
+        if any(losses(outcomes, f"{part}_{mode}_weights") for part, mode in _parts_there()):
+            yield f"{name}_parts", lambda o=outcomes: parts(o)
+
+
+def _parts_there() -> Iterator[tuple[str, str]]:
+    yield from ((part, mode) for part, _ in _PARTS for mode in ("joint", "per_head"))
+
+
+def cache(outcomes: Outcomes) -> Figure:
+    """Perplexity over the share of the cache that is left: not tuned, and tuned."""
+    settings = outcomes.settings()[:1]
+    figure = Figure(figsize=(6.2 + 4.6 * len(settings), 5.8), layout="constrained")
+    axes = figure.subplots(1, 1 + len(settings), sharey=True, squeeze=False)[0]
+    figure.suptitle(f"{outcomes.title}: what a smaller cache costs", weight="bold", fontsize=13)
+    _not_tuned(axes[0], outcomes)
+    for place, setting in zip(axes[1:], settings, strict=True):
+        _tuned(place, setting)
+    axes[0].set_ylabel("perplexity of held-out text (lower is better, log scale)")
+    for place in axes:
+        _finish(place)
+    return figure
+
+
+def _not_tuned(axes: Axes, outcomes: Outcomes) -> None:
+    axes.set_title("converted, not tuned", color=GRAY, fontsize=10)
+    base = outcomes.original["perplexity"]
+    axes.axhline(base, color=INK, linewidth=1)
+    axes.annotate(
+        f"original {base:.4g}",
+        (0.02, base),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -4),
+        textcoords="offset points",
+        va="top",
+        fontsize=9,
+    )
+    shown = outcomes.curve("key_joint_weights") is not None
+    for curve, label, color, style in _BEFORE:
+        found = outcomes.curve(curve)
+        if found is None or (shown and curve == "key_per_head_weights"):
+            continue
+        xs = [point["share"] for point in found["points"]]
+        ys = [point["perplexity"] for point in found["points"]]
+        axes.plot(xs, ys, style, color=color, label=label, markersize=5)
+
+
+def _tuned(axes: Axes, setting: TuningSetting) -> None:
+    head, _, tail = setting.said.partition(", ")
+    axes.set_title(f"and tuned: {head},\n{tail}", color=GRAY, fontsize=10)
+    control = next(iter(setting.variants))
+    mean = statistics.mean(control.after.values())
+    axes.axhline(mean, color=INK, linewidth=1)
+    said = f"not converted, tuned alike {mean:.4g}"
+    place = dict(xycoords=("axes fraction", "data"), textcoords="offset points")
+    axes.annotate(said, (0.02, mean), xytext=(0, -4), va="top", fontsize=9, **place)
+    left = [variant for variant in setting.variants if variant is not control]
+    for start, label, color, style in _AFTER:
+        found = sorted((v for v in left if v.name.startswith(start)), key=lambda v: v.share)
+        left = [variant for variant in left if variant not in found]
+        if not found:
+            continue
+        xs = [variant.share for variant in found]
+        ys = [statistics.mean(variant.after.values()) for variant in found]
+        halves = [variant.half_interval() or 0.0 for variant in found]
+        axes.errorbar(xs, ys, halves, fmt=style, color=color, label=label, capsize=4, markersize=5)
+
+
+def _finish(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(0, 1.02)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    axes.set_xlabel("cached per token, of what the original caches")
+    axes.grid(color=LINE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.02, -0.14))
+
+
+def parts(outcomes: Outcomes) -> Figure:
+    """Thin keys' Table 5: the loss by rank of keys, queries, both and values, by SVD."""
+    modes = [m for m in ("joint", "per_head") if losses(outcomes, f"key_{m}_weights")]
+    figure = Figure(figsize=(1.6 + 4.4 * len(modes), 4.4), layout="constrained")
+    title = f"{outcomes.title}: what can be of low rank"
+    figure.suptitle(title, weight="bold", fontsize=13)
+    places = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
+    for axes, mode in zip(places, modes, strict=True):
+        of = dict(joint="one SVD of all heads", per_head="an SVD for each head")
+        axes.set_title(of[mode], color=GRAY, fontsize=10)
+        for part, color in _PARTS:
+            found = losses(outcomes, f"{part}_{mode}_weights")
+            above = {rank: loss for rank, loss in found.items() if loss > 0}
+            if not above:
+                continue
+            style = dict(color=color, label=_OF_PART[part], markersize=5)
+            axes.plot(list(above), [100 * loss for loss in above.values()], "o-", **style)
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.1)  # less is nothing
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"+{value:,g} %"))
+        axes.set_xlabel(outcomes.rank)
+        axes.grid(color=LINE, linewidth=0.6)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.axes[0].set_ylabel("perplexity, not tuned (log scale)")
+    figure.axes[-1].legend(frameon=False, fontsize=9)
+    return figure

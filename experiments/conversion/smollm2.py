@@ -1,0 +1,204 @@
+"""SmolLM2-135M (GQA, RoPE) converted: perplexity by rank, and tuned with the product's commands."""
+
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import functools
+import shlex
+import subprocess
+import sys
+
+from etils import epath
+import numpy as np
+
+from experiments.conversion import curves
+from experiments.conversion import kept
+from experiments.conversion.curves import Curve
+from experiments.conversion.curves import Measured
+from experiments.conversion.curves import Methods
+from kvjax.convert import calibration
+from kvjax.convert import model as model_lib
+from kvjax.convert import perplexity
+from kvjax.convert.converted import ConvertedModel
+from kvjax.convert.methods import LowRankKV
+from kvjax.convert.methods import ThinKeys
+from kvjax.data import manifest
+from kvjax.foundation.errors import UserError
+from kvjax.model.transformer import Compute
+
+TEXT = "embedded"  # as config.data.source
+ROW_LENGTH = 512  # tokens
+CALIBRATION_TOKENS = 32_768
+RANKS = (8, 16, 24, 32, 48)  # of 64 channels of a head
+RESIDUAL_RANKS = (4, 8, 16, 24, 32)
+BATCH = 4  # rows of a step of tuning
+CONTROL = "control"
+# What is tuned: one seed each.
+TUNED: dict[str, Methods] = {
+    CONTROL: (),
+    "thin_r32": (ThinKeys(rank=32),),
+    "thin_r16": (ThinKeys(rank=16),),
+    "lrkv_r16": (LowRankKV(rank=16),),
+}
+_SECONDS = 70.0  # of a point with 16,384 tokens, on two CPU cores
+_TUNING_SECONDS = 1_500.0  # of a run of 100,352 tokens
+
+
+class Subject:
+    """A workdir's model and its texts; nothing is read before it is asked for."""
+
+    def __init__(self, folder: epath.Path, *, validation_tokens: int):
+        self.folder, self.validation_tokens = folder, validation_tokens
+
+    @property
+    def settings(self) -> dict:
+        sizes = dict(row_length=ROW_LENGTH, calibration_tokens=CALIBRATION_TOKENS)
+        return sizes | dict(validation_tokens=self.validation_tokens)
+
+    @functools.cached_property
+    def model(self) -> model_lib.Model:
+        return model_lib.open(str(self.folder))
+
+    @functools.cached_property
+    def validation_BT(self) -> np.ndarray:
+        return self._rows("validation", self.validation_tokens)
+
+    @functools.cached_property
+    def moments(self) -> list[np.ndarray]:
+        rows_BT = self._rows("train", CALIBRATION_TOKENS)
+        return calibration.moments(self.model, rows_BT[:, :-1])
+
+    def measure(self, methods: Methods) -> Measured:
+        """Perplexity of held-out text after a method, or of the original."""
+        if not methods:
+            found = self.perplexity(self.model)
+            return Measured(self.model.transformer.mechanisms, (), found)
+        (method,) = methods
+        moments = None if method.objective == "weights" else self.moments
+        by_layer = [method] * self.model.transformer.block.num_layers
+        converted = ConvertedModel(self.model, by_layer, moments)
+        found = self.perplexity(converted)
+        errors = [converted.errors[layer] for layer in sorted(converted.errors)]
+        return Measured(converted.transformer.mechanisms, errors, found)
+
+    def perplexity(self, model: model_lib.Model) -> float:
+        whole, compute = model_lib.transformer(model), Compute(query_chunk=64)
+        return perplexity.perplexity(whole, compute, self.validation_BT)
+
+    def _rows(self, split: str, tokens: int) -> np.ndarray:
+        text = dict(split=split, length=ROW_LENGTH, tokens=tokens, key="smollm2")
+        return perplexity.rows(TEXT, self.folder / manifest.TOKENIZER, **text)
+
+
+# -- before tuning ---------------------------------------------------------------------------------
+
+
+def all_curves(head_dim: int) -> list[Curve]:
+    """What is measured of a model whose heads have so many channels."""
+    ranks = [rank for rank in RANKS if rank < head_dim]
+    residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
+    found = []
+    for part, objectives in curves.OF_PART.items():
+        # Of the controls only the paper's objective, and the last.
+        chosen = objectives if part == "key" else (objectives[0], objectives[-1])
+        found += [curves.thin_keys(ranks, part, "per_head", objective) for objective in chosen]
+    return found + [curves.lrkv(residual, objective) for objective in curves.LRKV_OBJECTIVES]
+
+
+def rank_tasks(subject: Subject) -> list[kept.Task]:
+    """The files of perplexity by rank: the original's, and one for each curve."""
+    mechanisms = subject.model.transformer.mechanisms
+    heads = dict(num_heads=mechanisms[0].num_kv_heads, head_dim=mechanisms[0].key_dim)
+    seconds = _SECONDS * subject.validation_tokens / 16_384
+
+    def task(name: str, make, points: int) -> kept.Task:
+        return kept.Task(f"smollm2/before/{name}", subject.settings, make, seconds * points)
+
+    original = lambda: curves.point(subject.measure(()), mechanisms) | heads
+    found = [task("original", original, 1)]
+    for curve in all_curves(mechanisms[0].key_dim):
+        make = functools.partial(curves.figures, curve, mechanisms, subject.measure)
+        found.append(task(curve.name, make, len(curve.methods)))
+    return found
+
+
+# -- after tuning ----------------------------------------------------------------------------------
+
+
+def tuning_tasks(
+    subject: Subject, *, tokens: int, rate: float, runs: epath.Path
+) -> list[kept.Task]:
+    """A file for each run, whose workdirs go to `runs`."""
+    steps = max(1, tokens // (BATCH * ROW_LENGTH))
+    settings = subject.settings | dict(steps=steps, batch=BATCH, rate=rate, tune="qk", seed=0)
+    seconds = _TUNING_SECONDS * steps * BATCH * ROW_LENGTH / 100_352
+    found = []
+    for variant in TUNED:
+        make = functools.partial(_tune, subject, variant, steps=steps, rate=rate, runs=runs)
+        name = f"smollm2/after/qk_text_rate{rate:g}/{variant}_seed0"
+        found.append(kept.Task(name, settings | dict(variant=variant), make, seconds))
+    return found
+
+
+def _tune(subject: Subject, variant: str, *, steps: int, rate: float, runs: epath.Path) -> dict:
+    """Converts and tunes by the commands that users have, and measures both workdirs."""
+    commands, start = [], subject.folder
+    if TUNED[variant]:
+        start = runs / variant
+        commands.append(_conversion(subject.folder, start, variant))
+    tuned = runs / f"{variant}_tuned"
+    commands.append(_tuning(start, tuned, steps, rate))
+    runs.mkdir(parents=True, exist_ok=True)
+    for i, command in enumerate(commands):
+        made = start / "config.txt"
+        if i < len(commands) - 1 and made.exists():
+            continue  # a run that was stopped goes on from there
+        _run(command, runs / f"{variant}.log")
+    before, after = model_lib.open(str(start)), model_lib.open(str(tuned))
+    mechanisms = after.transformer.mechanisms
+    elements = curves.cached(mechanisms)
+    share = elements / curves.cached(subject.model.transformer.mechanisms)
+    result = dict(cached=elements, share=share, commands=[_shown(c, runs) for c in commands])
+    return result | dict(before=subject.perplexity(before), after=subject.perplexity(after))
+
+
+def _conversion(source: epath.Path, out: epath.Path, variant: str) -> list[str]:
+    (method,) = TUNED[variant]
+    name = "lrkv" if isinstance(method, LowRankKV) else "thin_keys"
+    given = dataclasses.asdict(method)
+    for key in ("absorb", "value_rank"):  # the command has them otherwise
+        given.pop(key, None)
+    aligned = given.pop("align", True)
+    options = dict(source=source, out=out, method=name) | given
+    options |= dict(calibrate=TEXT, calibrate_tokens=CALIBRATION_TOKENS, row_length=ROW_LENGTH)
+    options["evaluate_tokens"] = 0
+    command = ["-m", "kvjax.convert", *(f"--{key}={value}" for key, value in options.items())]
+    return command if aligned else [*command, "--no-align"]
+
+
+def _tuning(start: epath.Path, workdir: epath.Path, steps: int, rate: float) -> list[str]:
+    groups = ("matrix", "embedding", "head", "vector")
+    keys = {f"optimizer.{group}_learning_rate": rate for group in groups}
+    keys |= {"data.source": TEXT, "data.sequence_length": ROW_LENGTH}
+    train = dict(num_steps=steps, batch_size=BATCH, grad_accumulation=1, seed=0, sample_tokens=0)
+    train |= dict(eval_every=steps, eval_rows=BATCH, checkpoint_every=steps, keep_checkpoints=1)
+    keys |= {f"train.{key}": value for key, value in train.items()}
+    overrides = [f"--config.{key}={value}" for key, value in keys.items()]
+    config = start / "recover.py"
+    return ["-m", "kvjax.main", f"--config={config}", f"--workdir={workdir}", *overrides]
+
+
+def _run(command: Sequence[str], log: epath.Path) -> None:
+    """Runs a command of ours; a UserError with the last thing it said if it fails."""
+    with contextlib.closing(open(log, "w")) as out:
+        status = subprocess.run(
+            [sys.executable, *command], stdout=out, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    if status:
+        *_, last = ["", *log.read_text().splitlines()]
+        raise UserError(f"python {' '.join(command[:2])}: exit status {status}: {last}")
+
+
+def _shown(command: Sequence[str], runs: epath.Path) -> str:
+    """A command as somebody would type it, folders by name."""
+    return f"python {shlex.join(command)}".replace(f"{runs}/", f"{runs.name}/")

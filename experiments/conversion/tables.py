@@ -1,0 +1,197 @@
+"""The conversion studies' tables, as thin keys' Tables 5, 6, 7 and 9, from result files alone."""
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+import math
+import statistics
+from typing import NamedTuple
+
+from experiments.conversion import findings as findings_lib
+from experiments.conversion import kept
+from experiments.conversion.outcomes import SUBJECTS
+from experiments.conversion.outcomes import Outcomes
+from experiments.conversion.outcomes import Tuned
+from experiments.conversion.outcomes import percent
+from experiments.conversion.outcomes import relative
+from experiments.conversion.outcomes import said_of
+from kvjax.foundation.output import Table
+
+_PARTS = dict(both="both", key="keys", query="queries", value="values")
+_OF_MODE = dict(joint="one latent for all heads", per_head="a latent for each head")
+
+
+class Report(NamedTuple):
+    """All that the result files say."""
+
+    tables: list[Table]
+    findings: list[str]
+
+    def as_json(self) -> dict:
+        of = lambda table: dict(title=table.title, header=list(table.header), rows=table.rows)
+        return dict(tables=list(map(of, self.tables)), findings=self.findings)
+
+
+def report() -> Report:
+    """The tables that there are results for, and what came of the papers' claims."""
+    tables, findings = [], []
+    for name in SUBJECTS:
+        outcomes = Outcomes(name)
+        if outcomes.original is None:
+            continue
+        tables += [*_before(outcomes), *_after(outcomes)]
+        findings += findings_lib.findings(outcomes)
+    failed = kept.failed("")
+    if failed:
+        rows = sorted(failed.items())
+        tables.append(Table("What failed", ("file", "what it said"), rows))
+    return Report(tables, findings)
+
+
+# -- before tuning ---------------------------------------------------------------------------------
+
+
+def _before(outcomes: Outcomes) -> Iterator[Table]:
+    yield from _parts(outcomes)
+    yield from _objectives(outcomes)
+    yield from _savings(outcomes)
+    yield from _of_lrkv(outcomes)
+
+
+def _parts(outcomes: Outcomes) -> Iterator[Table]:
+    """Thin keys' Table 5, for each mode and objective that all parts have."""
+    for mode, of_mode in _OF_MODE.items():
+        for objective in ("weights", "inputs"):
+            curves = {
+                part: curve
+                for part in _PARTS
+                if (curve := outcomes.curve(f"{part}_{mode}_{objective}"))
+            }
+            if len(curves) < 2:
+                continue
+            rows = _by_rank(outcomes, curves.values())
+            title = f"{outcomes.title}, not tuned: low rank by least error of the {objective}"
+            note = f"{of_mode.capitalize()}. {outcomes.said}"
+            header = (outcomes.rank, *(_PARTS[part] for part in curves))
+            yield Table(title, header, rows, (note,))
+
+
+def _objectives(outcomes: Outcomes) -> Iterator[Table]:
+    """Thin keys by what is held least: errors of weights, inputs or outputs."""
+    for part in ("key", "key_value"):
+        curves = {}
+        for mode in _OF_MODE:
+            for objective in ("weights", "inputs", "outputs"):
+                if curve := outcomes.curve(f"{part}_{mode}_{objective}"):
+                    curves[f"{mode.replace('_', ' ')}, {objective}"] = curve
+        if not curves:
+            continue
+        what = "keys alone" if part == "key" else "keys and values"
+        title = f"{outcomes.title}, not tuned: {what}, by mode and objective"
+        shares = _shares(next(iter(reversed(curves.values()))))
+        rows = _by_rank(outcomes, curves.values(), shares)
+        yield Table(title, (outcomes.rank, "cache", *curves), rows, (outcomes.said,))
+
+
+def _savings(outcomes: Outcomes) -> Iterator[Table]:
+    """Thin keys' Table 6: what keys alone save."""
+    curve = outcomes.curve("key_per_head_outputs")
+    if curve is None:
+        return
+    whole = outcomes.original["cached"]
+    rows = []
+    for point in curve["points"]:
+        saved = 1 - point["share"]
+        keys = 2 * saved  # of the keys' half
+        loss = relative(point["perplexity"], outcomes.original["perplexity"])
+        shares = (f"{share:.0%}" for share in (keys, saved))
+        rows.append((point["rank"], f"{point['cached']:,}", *shares, percent(loss)))
+    title = f"{outcomes.title}, not tuned: what thin keys save"
+    header = (outcomes.rank, "elements per token", "of keys", "of the cache", "perplexity")
+    note = f"A latent for each head, least error of the outputs; {whole:,} elements before."
+    yield Table(title, header, rows, (note,))
+
+
+def _of_lrkv(outcomes: Outcomes) -> Iterator[Table]:
+    curves = {}
+    for objective in ("weights", "outputs"):
+        if curve := outcomes.curve(f"lrkv_{objective}"):
+            curves[objective] = curve
+    if not curves:
+        return
+    if curve := outcomes.curve("lrkv_outputs_not_aligned"):
+        curves["outputs, heads not aligned"] = curve
+    rows = _by_rank(outcomes, curves.values(), _shares(next(iter(curves.values()))))
+    title = f"{outcomes.title}, not tuned: LRKV of one base"
+    yield Table(title, ("rank of a residual", "cache", *curves), rows, (outcomes.said,))
+
+
+def _by_rank(outcomes: Outcomes, curves: Iterable[dict], first: dict | None = None) -> list[tuple]:
+    """A row for each rank: perplexity of every curve, and how much more that is."""
+    points = [{point["rank"]: point["perplexity"] for point in curve["points"]} for curve in curves]
+    rows = []
+    for rank in dict.fromkeys(rank for of_curve in points for rank in of_curve):
+        cells = [_loss(of_curve.get(rank), outcomes) for of_curve in points]
+        rows.append((rank, *([] if first is None else [first[rank]]), *cells))
+    return rows
+
+
+def _shares(curve: dict) -> dict[int, str]:
+    return {point["rank"]: f"{point['share']:.1%}" for point in curve["points"]}
+
+
+def _loss(perplexity: float | None, outcomes: Outcomes) -> str:
+    if perplexity is None:
+        return "-"
+    more = relative(perplexity, outcomes.original["perplexity"])
+    return f"{_short(perplexity)} ({percent(more)})"
+
+
+# -- after tuning ----------------------------------------------------------------------------------
+
+
+def _after(outcomes: Outcomes) -> Iterator[Table]:
+    """Thin keys' Tables 7 and 9: a table for each way to tune, the control first."""
+    for setting in outcomes.settings():
+        rows = [_tuned_row(variant, outcomes) for variant in setting.variants]
+        seeds = sorted({len(variant.after) for variant in setting.variants})
+        title = f"{outcomes.title}, tuned: {setting.said}"
+        header = ("conversion", "cache", "not tuned", "tuned", "against the control")
+        yield Table(title, header, rows, (_seeds_said(seeds), outcomes.said))
+
+
+def _seeds_said(seeds: list[int]) -> str:
+    if seeds == [1]:
+        return "One seed: no interval."
+    text = " to ".join(map(str, sorted({seeds[0], seeds[-1]})))
+    return (
+        f"Mean of {text} seeds (orders of rows) and 95 % interval; differences from the control "
+        "are taken seed by seed."
+    )
+
+
+def _tuned_row(variant: Tuned, outcomes: Outcomes) -> tuple:
+    after = statistics.mean(variant.after.values())
+    against = variant.against_control()
+    return (
+        said_of(variant.name),
+        f"{variant.share:.1%}",
+        _loss(variant.before, outcomes),
+        f"{_short(after)}{_interval(variant.half_interval(), after)}",
+        "" if against is None else f"{percent(against[0])}{_more_or_less(against[1])}",
+    )
+
+
+def _interval(half: float | None, mean: float) -> str:
+    return "" if half is None else f" ± {half:.{_digits(mean)}f}"
+
+
+def _more_or_less(half: float | None) -> str:
+    return "" if half is None else f" ± {100 * half:.1f}"
+
+
+def _digits(perplexity: float) -> int:
+    return max(0, 2 - math.floor(math.log10(perplexity))) if perplexity < 1000 else 0
+
+
+def _short(perplexity: float) -> str:
+    return f"{perplexity:,.{_digits(perplexity)}f}"

@@ -1,0 +1,55 @@
+"""The texts of the conversion studies: the embedded corpus, with its own held-out ends."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.data import config as config_lib
+from kvjax.data import sources
+from kvjax.foundation.errors import UserError
+
+
+def training_text() -> list[str]:
+    """The documents to calibrate and train on: plays, poems and books of the Bible."""
+    return list(_documents("train"))
+
+
+def validation_text() -> list[str]:
+    """The documents held out: about 200,000 bytes of Shakespeare, and as many of the Bible."""
+    return list(_documents("validation"))
+
+
+def rows(
+    encode: Callable[[str], Sequence[int]],
+    documents: Iterable[str],
+    *,
+    length: int,
+    prefix: Sequence[int] = (),
+) -> np.ndarray:
+    """[R, len(prefix) + length] int32: the documents' tokens end to end, cut to rows.
+
+    What is left over at the end is dropped.
+
+    Args:
+      encode: a tokenizer's, from text to ids.
+      prefix: ids that every row opens with.
+    """
+    ids = np.concatenate([np.asarray(encode(text), np.int32) for text in documents])
+    R = len(ids) // length
+    if not R:
+        raise UserError(f"a text of {len(ids)} tokens fills no row of {length}: give shorter rows")
+    prefix_RP = np.tile(np.asarray(prefix, np.int32), (R, 1))
+    return np.concatenate([prefix_RP, ids[: R * length].reshape(R, length)], axis=1)
+
+
+def _documents(split: str) -> Iterator[str]:
+    pieces: list[str] = []
+    for piece in sources.pieces(config_lib.DataConfig(source="embedded"), split):
+        if piece.starts_document and pieces:
+            yield "".join(pieces)
+            pieces = []
+        pieces.append(piece.text)
+    yield "".join(pieces)

@@ -1,0 +1,171 @@
+"""Whisper's decoder with its self-attention converted, and its perplexity by rank."""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.conversion import curves
+from experiments.conversion import kept
+from experiments.conversion import texts
+from experiments.conversion import whisper as whisper_lib
+from experiments.conversion.curves import Curve
+from experiments.conversion.curves import Measured
+from experiments.conversion.curves import Methods
+from experiments.conversion.whisper import Mechanisms
+from experiments.conversion.whisper import Whisper
+from kvjax.convert import layer as layer_lib
+from kvjax.foundation import progress
+
+RANKS = (64, 96, 128, 192, 256, 320)  # of 384 channels of all heads
+RESIDUAL_RANKS = (0, 4, 8, 12, 16, 24, 32, 48)  # of 64 channels of a head
+_BATCH = 8
+_SECONDS = 6.0  # of a point with 64 rows of 128 tokens, on two CPU cores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much text; rows open with Whisper's prefix, which counts as no token."""
+
+    row_length: int = 128  # tokens
+    validation_rows: int = 64  # spread over the held-out text
+    calibration_rows: int = 256  # spread over the training text
+
+
+class Subject:
+    """The model and its texts; nothing is read before it is asked for."""
+
+    def __init__(self, folder: epath.PathLike, sizes: Sizes):
+        self.folder, self.sizes = folder, sizes
+
+    @functools.cached_property
+    def whisper(self) -> Whisper:
+        return whisper_lib.load(self.folder)
+
+    @property
+    def mechanisms(self) -> Mechanisms:
+        return self.whisper.config.mechanisms
+
+    @functools.cached_property
+    def validation_RT(self) -> np.ndarray:
+        return spread(self._rows(texts.validation_text()), self.sizes.validation_rows)
+
+    @functools.cached_property
+    def training_RT(self) -> np.ndarray:
+        return self._rows(texts.training_text())
+
+    @functools.cached_property
+    def moments(self) -> list[np.ndarray]:
+        """[E, E] by layer, of what self-attention reads on training text, and a 1."""
+        rows_RT = spread(self.training_RT, self.sizes.calibration_rows)
+        with progress.waiting("calibrating"):
+            return moments(self.whisper.params, self.mechanisms, rows_RT[:, :-1])
+
+    def converted(self, methods: Methods) -> tuple[dict, Mechanisms, list[dict[str, float]]]:
+        """Params, mechanisms, and by layer what was lost."""
+        needed = any(method.objective != "weights" for method in methods)
+        found = self.moments if needed else [None] * len(self.mechanisms)
+        return convert(self.whisper.params, self.mechanisms, methods, found)
+
+    def perplexity(self, params: dict, mechanisms: Mechanisms) -> float:
+        return whisper_lib.perplexity(params, mechanisms, self.validation_RT, batch=_BATCH)
+
+    def measure(self, methods: Methods) -> Measured:
+        """Perplexity of held-out text after methods that are applied in turn."""
+        params, mechanisms, errors = self.converted(methods)
+        return Measured(mechanisms, errors, self.perplexity(params, mechanisms))
+
+    def _rows(self, documents: list[str]) -> np.ndarray:
+        shape = dict(length=self.sizes.row_length, prefix=self.whisper.prefix)
+        return texts.rows(self.whisper.encode, documents, **shape)
+
+
+def spread(rows_RT: np.ndarray, count: int) -> np.ndarray:
+    """So many of the rows, or all, at even distances."""
+    count = min(count, len(rows_RT))
+    return rows_RT[np.arange(count) * len(rows_RT) // count]
+
+
+def moments(params: dict, mechanisms: Mechanisms, rows_RT: np.ndarray) -> list[np.ndarray]:
+    """[E, E] of every layer: the mean of x x^T over tokens, a 1 after x for biases.
+
+    In float64: what LayerNorm gives lies in a plane, so these are singular, and roundings of
+    float32 would make them indefinite.
+    """
+    inputs = jax.jit(lambda params, rows: whisper_lib.attention_inputs(params, mechanisms, rows))
+    total = [0.0] * len(mechanisms)
+    for start in range(0, len(rows_RT), _BATCH):
+        for i, x_BTD in enumerate(inputs(params, rows_RT[start : start + _BATCH])):
+            x_SD = np.asarray(x_BTD, np.float64).reshape(-1, x_BTD.shape[-1])
+            x_SE = np.concatenate([x_SD, np.ones_like(x_SD[:, :1])], axis=1)
+            total[i] = total[i] + x_SE.T @ x_SE
+    return [sum_EE / rows_RT.size for sum_EE in total]
+
+
+def convert(
+    params: dict,
+    mechanisms: Mechanisms,
+    methods: Methods,
+    moments: Sequence[np.ndarray | None],
+) -> tuple[dict, Mechanisms, list[dict[str, float]]]:
+    """Params with self-attention converted by each method in turn, mechanisms, and errors.
+
+    Args:
+      moments: of each layer's inputs; None: of methods with the objective "weights".
+    """
+    new_layers, new_mechanisms, errors = [], [], []
+    for block, mechanism, moment_EE in zip(params["layers"], mechanisms, moments, strict=True):
+        weights, lost = block["attention"], {}
+        for method in methods:
+            layer = layer_lib.read(weights, mechanism, rope=False)
+            known = method.objective != "weights"
+            converted = method.convert(layer, moment_EE if known else layer.inner())
+            mechanism = method.mechanism(mechanism, rope=False)
+            weights, lost = converted.weights, lost | converted.errors
+        attention = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights)
+        new_layers.append(block | dict(attention=attention))
+        new_mechanisms.append(mechanism)
+        errors.append(lost)
+    return params | dict(layers=new_layers), tuple(new_mechanisms), errors
+
+
+# -- before tuning ---------------------------------------------------------------------------------
+
+
+def all_curves(num_heads: int, head_dim: int) -> list[Curve]:
+    """What is measured of a model of that shape."""
+    ranks = [rank for rank in RANKS if rank < num_heads * head_dim]
+    residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
+    found = [
+        curves.thin_keys(ranks, part, mode, objective, heads=num_heads)
+        for part, objectives in curves.OF_PART.items()
+        for mode in ("joint", "per_head")
+        for objective in objectives
+    ]
+    for objective in curves.LRKV_OBJECTIVES:
+        found.append(curves.thin_keys_and_values(ranks, objective, heads=num_heads))
+        found.append(curves.lrkv(residual, objective))
+    one = residual[len(residual) // 2]
+    return [*found, curves.lrkv([one], "outputs", align=False)]
+
+
+def tasks(subject: Subject) -> list[kept.Task]:
+    """The files of perplexity by rank: the original's, and one for each curve."""
+    settings = dataclasses.asdict(subject.sizes)
+    seconds = _SECONDS * subject.sizes.validation_rows / 64
+    c = subject.whisper.config
+    shape = dict(num_heads=c.num_heads, head_dim=c.d_model // c.num_heads)
+
+    def task(name: str, make, points: int) -> kept.Task:
+        return kept.Task(f"whisper/before/{name}", settings, make, seconds * points)
+
+    original = lambda: curves.point(subject.measure(()), subject.mechanisms) | shape
+    found = [task("original", original, 1)]
+    for curve in all_curves(**shape):
+        make = functools.partial(curves.figures, curve, subject.mechanisms, subject.measure)
+        found.append(task(curve.name, make, len(curve.methods)))
+    return found

@@ -1,0 +1,192 @@
+"""Keys, values or both of low rank, with no base: what compressing a trained model's cache gives.
+
+    K_k = C^K[j(k)] B^K_k        V_k = C^V[j(k)] B^V_k        C^K = X A^K, C^V = X A^V
+
+with K KV heads reading J latents of R channels, which are what is cached (thin keys, section 2.3).
+J = K is a rank for each head; J = 1 is one latent for all heads. Without RoPE decoding folds B^K
+into the query; with it, keys are rotated when they are read. LRKV has a base beside the latents.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from kvjax.attention.mechanism import MAX_DIM
+from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import gain_of
+from kvjax.attention.mechanism import head_norm
+from kvjax.attention.mechanism import normalise_and_rotate
+from kvjax.attention.mechanism import require
+from kvjax.cache.field import Field
+from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention.readings import DecodeFlops
+from kvjax.kernels.decode_attention.readings.factored import FactoredSizes
+from kvjax.layers.norm import inverse_rms
+from kvjax.layers.rope import Base
+from kvjax.layers.rope import Positions
+from kvjax.layers.weight import linear
+from kvjax.layers.weight import weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FactoredConfig:
+    """N, K, J, both ranks, H and Hv."""
+
+    num_heads: int  # query heads, N
+    num_kv_heads: int  # KV heads, K; divides num_heads
+    num_latents: int  # latents, J; divides num_kv_heads
+    key_rank: int  # channels of a key latent; 0: keys are whole
+    value_rank: int  # channels of a value latent; 0: values are whole
+    key_dim: int  # channels of a key, H
+    value_dim: int  # channels of a value, Hv
+    qk_norm: str = "rms"  # norm of queries and whole keys: "rms", "rms_gain" or "none"
+    bias: bool = False  # on queries, keys, values (or their latents) and the output
+    out_bias: bool = True  # with bias: on the output too
+    norm_epsilon: float = 1e-6  # epsilon of qk_norm
+
+    def __post_init__(self):
+        check_common(self, "num_kv_heads", "num_latents", "key_dim", "value_dim")
+        heads, kv_heads, latents = self.num_heads, self.num_kv_heads, self.num_latents
+        divides = f"must divide num_heads = {heads}"
+        require(heads % kv_heads == 0, "num_kv_heads", kv_heads, divides)
+        divides = f"must divide num_kv_heads = {kv_heads}"
+        require(kv_heads % latents == 0, "num_latents", latents, divides)
+        for key, dim in (("key_rank", self.key_dim), ("value_rank", self.value_dim)):
+            most = min(MAX_DIM, dim * kv_heads // latents)
+            allowed = (
+                f"must lie in [0, {most}], at most the {dim} channels of each head that reads a "
+                "latent (0: not factored)"
+            )
+            require(0 <= getattr(self, key) <= most, key, getattr(self, key), allowed)
+
+    @property
+    def output_bias(self) -> bool:
+        return self.bias and self.out_bias
+
+    @property
+    def rope_dim(self) -> int:
+        return self.key_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.key_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        return self.key_dim**-0.5
+
+    @property
+    def scales_keys(self) -> bool:
+        """Whether the norm of a key is cached beside its latent."""
+        return bool(self.key_rank) and self.qk_norm != "none"
+
+    def entry(self) -> dict[str, Field]:
+        K, J = self.num_kv_heads, self.num_latents
+        of = lambda rank, dim: Field("J R", (J, rank)) if rank else Field("K H", (K, dim))
+        fields = {
+            "key": of(self.key_rank, self.key_dim),
+            "value": of(self.value_rank, self.value_dim),
+        }
+        if self.scales_keys:
+            fields["key_scale"] = Field("K 1", (K, 1), wide=True)
+        return fields
+
+    needs_angles = False
+
+    @property
+    def absorbed(self) -> tuple[str, ...]:
+        names = dict(expand_key=self.key_rank, expand_value=self.value_rank)
+        return tuple(name for name, rank in names.items() if rank)
+
+    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
+        shape = dict(N=self.num_heads, K=self.num_kv_heads, J=self.num_latents)
+        ranks = dict(R=self.key_rank, Rv=self.value_rank, H=self.key_dim, Hv=self.value_dim)
+        sizes = FactoredSizes(**shape, **ranks, rope_base=rope_base, scaled=self.scales_keys)
+        flops = sizes.flops()
+        once = self.num_kv_heads * self.key_dim * (2 * self.key_rank + 3) if self.scales_keys else 0
+        return DecodeFlops(flops.per_query + once, flops.per_key)
+
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Factored":
+        return Factored(self, d_model, rngs=rngs)
+
+
+class Factored(nnx.Module):
+    """The weights of both factors and their projections."""
+
+    def __init__(self, config: FactoredConfig, d_model: int, *, rngs: nnx.Rngs):
+        self.config = c = config
+        sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, J=c.num_latents)
+        bias = lambda axes, **sizes: weight(axes, rngs, init="zeros", **sizes) if c.bias else None
+        self.query = weight("D -> N H", rngs, H=c.key_dim, **sizes)
+        self.query_bias = bias("N H", H=c.key_dim, **sizes)
+        both = dict(key=(c.key_rank, c.key_dim), value=(c.value_rank, c.value_dim))
+        for name, (rank, dim) in both.items():
+            axes, out = ("J R", dict(R=rank)) if rank else ("K H", dict(H=dim))
+            setattr(self, name, weight(f"D -> {axes}", rngs, **out, **sizes))
+            setattr(self, f"{name}_bias", bias(axes, **out, **sizes))
+            if rank:
+                setattr(self, f"expand_{name}", weight("K: R -> H", rngs, R=rank, H=dim, **sizes))
+        self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+
+    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
+        q_BTNH = _affine(x_BTD, self.query, self.query_bias)
+        raw = {
+            "key": _affine(x_BTD, self.key, self.key_bias),
+            "value": _affine(x_BTD, self.value, self.value_bias),
+        }
+        return normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary), raw
+
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        k_BTKH = normalise_and_rotate(self._whole_keys(raw), self.key_norm, positions.rotary)
+        v_BTKH = raw["value"]
+        return k_BTKH, _expand(v_BTKH, self.expand_value) if self.config.value_rank else v_BTKH
+
+    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
+        """Latents as they are, whole keys normed and rotated.
+
+        With latents and a norm also 1/rms of the whole key, a positive number per token and head.
+        """
+        entry = dict(raw)
+        if not self.config.key_rank:
+            entry["key"] = normalise_and_rotate(raw["key"], self.key_norm, positions.rotary)
+        elif self.config.scales_keys:
+            entry["key_scale"] = inverse_rms(self._whole_keys(raw), self.config.norm_epsilon)
+        return entry
+
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+        c = self.config
+        expand_key = self.expand_key[...] if c.key_rank else None
+        gain_H = gain_of(self.key_norm)
+        if c.key_rank and gain_H is not None:
+            expand_key = expand_key * gain_H[None, None]
+        return readings.FactoredReading(
+            query=q_BTNH,
+            expand_key=expand_key,
+            expand_value=self.expand_value[...] if c.value_rank else None,
+            scale=c.scale,
+            rope_base=rope_base if c.key_rank else None,
+        )
+
+    def _whole_keys(self, raw: dict) -> jax.Array:
+        """[B, T, K, H] before norm and rotation."""
+        return _expand(raw["key"], self.expand_key) if self.config.key_rank else raw["key"]
+
+
+def _affine(x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+    y = linear(x_BTD, w[...])
+    return y if bias is None else y + bias[...][None, None]
+
+
+def _expand(latent_BTJR: jax.Array, expand_KRH: nnx.Param) -> jax.Array:
+    """[B, T, K, H]: each head's part of the latent that it reads."""
+    B, T, J, R = latent_BTJR.shape
+    expand_JKRH = expand_KRH[...].reshape(J, -1, R, expand_KRH.shape[-1])
+    whole_BTJKH = jnp.einsum("BTJR,JKRH->BTJKH", latent_BTJR, expand_JKRH)
+    return whole_BTJKH.reshape(B, T, -1, expand_KRH.shape[-1])

@@ -1,0 +1,307 @@
+"""Families of published models: what their configs mean here, and which tensor is which weight.
+
+A family is a function from its config to kvjax's, and one table of rules (`rules`).
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import re
+
+from kvjax.attention import GroupedConfig
+from kvjax.convert import rules as rules_lib
+from kvjax.convert.rules import Rule
+from kvjax.foundation.configuration import checked
+from kvjax.foundation.errors import UserError
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+
+# -- configs ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sections:
+    """A published config as sections of kvjax's."""
+
+    model: dict  # every key of BlockConfig
+    attention: dict  # every key of GroupedConfig, kind and layer_ranks
+    vocab_size: int  # rows of the embedding, which may be more than the tokenizer has tokens
+    context: int  # tokens that the model was trained on
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        keys = {k: v for k, v in self.attention.items() if k not in ("kind", "layer_ranks")}
+        block = BlockConfig(**self.model)
+        mechanisms = (GroupedConfig(**keys),) * block.num_layers
+        return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=self.vocab_size)
+
+
+def _sections(block: dict, attention: dict, *, vocab_size: int, context: int) -> Sections:
+    block = dict(embedding_norm=False, logit_softcap=0.0) | block
+    model = dataclasses.asdict(BlockConfig(**block))
+    kv_heads = attention["num_kv_heads"]
+    mechanism = dataclasses.asdict(GroupedConfig(num_bases=kv_heads, rank=0, **attention))
+    kind = dict(kind="grouped", layer_ranks=())
+    return Sections(model, kind | mechanism, vocab_size=vocab_size, context=context)
+
+
+# -- options: what a published config says ---------------------------------------------------------
+
+
+class Options:
+    """The keys of a published config; errors name the file, the key and the value.
+
+    Args:
+      values: by the keys of transformers; null is no value, and not always the default.
+      source: for messages: the config's file.
+      names: for messages: keys that the file calls otherwise.
+    """
+
+    def __init__(self, values: Mapping, source: str, names: Mapping[str, str] | None = None):
+        self.values = {key: value for key, value in values.items() if value is not None}
+        self.nulls = frozenset(values) - frozenset(self.values)
+        self.source = source
+        self._names = names or {}
+
+    def error(self, key: str, allowed: str) -> UserError:
+        """To raise: the value of a key, and what is allowed."""
+        return UserError(f"{self._name(key)} = {self.values.get(key)!r}: {allowed}")
+
+    def _name(self, key: str) -> str:
+        return f"{self.source}: {self._names.get(key, key)}"
+
+    def get(self, key: str, hint: type, default=None):
+        value = self.values.get(key, default)
+        if value is None:
+            raise UserError(f"{self._name(key)} is missing: a config of this model has it")
+        return checked(value, hint, self._name(key))
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, int, default)
+        if not 1 <= value < 1 << 31:
+            raise self.error(key, "must be at least 1, and less than 2**31")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return self.get(key, float, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self.get(key, bool, default)
+
+    def section(self, key: str) -> dict:
+        return self.get(key, dict, {})
+
+    def one_of(self, key: str, meanings: Mapping, default):
+        """What a value means here; a UserError for one that is not listed."""
+        value = self.values.get(key, default)
+        if not isinstance(value, str) or value not in meanings:
+            known = ", ".join(map(repr, meanings))
+            raise self.error(key, f"kvjax computes one of {known} in a model of this family")
+        return meanings[value]
+
+    def require(self, key: str, allowed, why: str) -> None:
+        """Raises a UserError if a key is there with another value than the one that kvjax has."""
+        if self.values.get(key, allowed) != allowed:
+            raise self.error(key, f"{why}; kvjax has no such model (it has {key} = {allowed!r})")
+
+
+_TANH, _ERF = "gelu", "gelu_exact"
+_GELUS = dict(
+    **dict(gelu_new=_TANH, gelu_pytorch_tanh=_TANH, gelu_fast=_TANH),
+    **dict(gelu=_ERF, gelu_python=_ERF),
+)
+
+
+def _gpt2(o: Options) -> Sections:
+    o.require("scale_attn_weights", True, "logits of attention are not scaled")
+    o.require("scale_attn_by_inverse_layer_idx", False, "every layer scales its logits otherwise")
+    o.require("add_cross_attention", False, "layers attend to an encoder too")
+    width, heads, context = o.integer("n_embd"), o.integer("n_head"), o.integer("n_positions")
+    head_dim = _head_dim(o, width, heads, "n_embd", "n_head")
+    block = dict(
+        num_layers=o.integer("n_layer"),
+        d_model=width,
+        mlp_dim=o.integer("n_inner", 4 * width),
+        norm="layer",
+        norm_gain=True,
+        norm_bias=True,
+        norm_epsilon=o.number("layer_norm_epsilon", 1e-5),
+        positions="learned",
+        max_positions=context,
+        activation=o.one_of("activation_function", _GELUS, "gelu_new"),
+        bias=True,
+        tied_head=o.flag("tie_word_embeddings", True),
+    )
+    attention = dict(num_heads=heads, num_kv_heads=heads, key_dim=head_dim, value_dim=head_dim)
+    attention |= dict(qk_norm="none", bias=True)
+    return _sections(block, attention, vocab_size=o.integer("vocab_size"), context=context)
+
+
+def _llama(o: Options) -> Sections:
+    bias = o.flag("attention_bias", False)
+    return _gated(o, attention=dict(qk_norm="none", bias=bias), window=0)
+
+
+def _mistral(o: Options) -> Sections:
+    return _gated(o, attention=dict(qk_norm="none"), window=_window(o))
+
+
+def _qwen2(o: Options) -> Sections:
+    attention = dict(qk_norm="none", bias=True, out_bias=False)
+    return _gated(o, attention=attention, window=_window_of_layers(o))
+
+
+def _qwen3(o: Options) -> Sections:
+    bias = o.flag("attention_bias", False)
+    norm = dict(qk_norm="rms_gain", norm_epsilon=o.number("rms_norm_eps", 1e-6))
+    window = _window_of_layers(o)
+    return _gated(o, attention=dict(bias=bias, **norm), window=window, head_dim=128)
+
+
+def _nanochat(o: Options) -> Sections:
+    key = "final_logit_softcapping"
+    block = dict(
+        embedding_norm=True,
+        activation=o.one_of("hidden_act", dict(relu2="relu2") | _GELUS, "relu2"),
+        logit_softcap=0.0 if key in o.nulls else o.number(key, 15.0),
+    )
+    norm = dict(qk_norm="rms", norm_epsilon=o.number("rms_norm_eps", 1e-6))
+    return _rotated(o, block, norm | dict(bias=o.flag("attention_bias", False)))
+
+
+def _gated(o: Options, *, attention: dict, window: int, head_dim: int | None = None) -> Sections:
+    """Llama and its kin: gains in the norms, SwiGLU; arguments as of `_rotated`."""
+    o.require("mlp_bias", False, "the MLP has biases, the gate's among them")
+    o.require("partial_rotary_factor", 1.0, "RoPE rotates some channels only")
+    o.one_of("hidden_act", dict.fromkeys(("silu", "swish")), "silu")
+    block = dict(norm_gain=True, activation="swiglu", window=window)
+    return _rotated(o, block, attention, head_dim=head_dim)
+
+
+def _rotated(o: Options, block: dict, attention: dict, *, head_dim: int | None = None) -> Sections:
+    """What models with RMSNorm and RoPE have in common.
+
+    Args:
+      head_dim: where the config gives none; None: the width over the heads.
+    """
+    width, heads = o.integer("hidden_size"), o.integer("num_attention_heads")
+    if "head_dim" in o.values:
+        head_dim = o.integer("head_dim")
+    head_dim = head_dim or _head_dim(o, width, heads, "hidden_size", "num_attention_heads")
+    block |= dict(
+        num_layers=o.integer("num_hidden_layers"),
+        d_model=width,
+        mlp_dim=o.integer("intermediate_size"),
+        norm_epsilon=o.number("rms_norm_eps", 1e-6),
+        tied_head=o.flag("tie_word_embeddings", False),
+        **_rope(o),
+    )
+    kv_heads = o.integer("num_key_value_heads", heads)
+    shape = dict(num_heads=heads, num_kv_heads=kv_heads, key_dim=head_dim, value_dim=head_dim)
+    context = o.integer("max_position_embeddings")
+    return _sections(block, shape | attention, vocab_size=o.integer("vocab_size"), context=context)
+
+
+def _head_dim(o: Options, width: int, heads: int, width_key: str, heads_key: str) -> int:
+    if width % heads:
+        raise o.error(heads_key, f"must divide {width_key} = {width} where no head_dim is given")
+    return width // heads
+
+
+def _rope(o: Options) -> dict:
+    """The keys of RoPE, from `rope_parameters` (transformers 5) or what stood there before."""
+    key = "rope_scaling" if o.section("rope_scaling") else "rope_parameters"
+    scaling = Options(
+        {f"{key}.{k}": v for k, v in (o.section("rope_parameters") | o.section(key)).items()},
+        o.source,
+    )
+    given = lambda name: f"{key}.{name}"
+    if any(isinstance(value, dict) for value in scaling.values.values()):
+        raise o.error(key, "layers have angles of their own; kvjax has models of equal layers")
+    kinds = dict(default=False, llama3=True)
+    name = next((n for n in ("rope_type", "type") if given(n) in scaling.values), "rope_type")
+    scaled = scaling.one_of(given(name), kinds, "default")
+    partial = "RoPE rotates some channels only"
+    scaling.require(given("partial_rotary_factor"), 1.0, partial)
+    keys = dict(rope_base=scaling.number(given("rope_theta"), o.number("rope_theta", 10_000.0)))
+    if scaled:
+        keys |= dict(
+            rope_factor=scaling.number(given("factor")),
+            rope_low=scaling.number(given("low_freq_factor")),
+            rope_high=scaling.number(given("high_freq_factor")),
+            rope_original=scaling.integer(given("original_max_position_embeddings")),
+        )
+    return keys
+
+
+def _window(o: Options) -> int:
+    """The sliding window; without the key it is transformers' default."""
+    return 0 if "sliding_window" in o.nulls else o.integer("sliding_window", 4096)
+
+
+def _window_of_layers(o: Options) -> int:
+    """Qwen's sliding window, which kvjax has in all layers or in none."""
+    layers = o.integer("num_hidden_layers")
+    window = _window(o) if o.flag("use_sliding_window", False) else 0
+    if "layer_types" in o.values:
+        key, kinds = "layer_types", o.get("layer_types", list)
+        sliding = kinds.count("sliding_attention")
+        if kinds.count("full_attention") + sliding != layers:
+            raise o.error(key, f"must be full_attention or sliding_attention for {layers} layers")
+    else:
+        key, first = "max_window_layers", o.get("max_window_layers", int, 28)
+        sliding = max(layers - first, 0) if window else 0
+    if sliding and not window:
+        raise o.error(key, "layers have a sliding window, and use_sliding_window is not set")
+    if 0 < sliding < layers:
+        raise o.error(
+            key,
+            f"{sliding} of {layers} layers have a sliding window; kvjax has it in all or in none",
+        )
+    return window if sliding else 0
+
+
+# -- families --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Models of one `model_type`."""
+
+    sections: Callable[[Options], Sections]
+    rules: tuple[Rule, ...]
+    prefix: str  # of all tensors but the head's; a model that was saved without a head has it not
+    buffers: str  # tensors that are no weights: a regular expression
+
+
+_ROTARY = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+_MASKS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+_kin = lambda sections: Family(sections, rules_lib.llama_rules(), prefix="model.", buffers=_ROTARY)
+
+FAMILIES = {
+    "gpt2": Family(_gpt2, rules_lib.gpt2_rules(), prefix="transformer.", buffers=_MASKS),
+    "llama": _kin(_llama),
+    "mistral": _kin(_mistral),
+    "qwen2": _kin(_qwen2),
+    "qwen3": _kin(_qwen3),
+    "nanochat": Family(_nanochat, rules_lib.nanochat_rules(), prefix="model.", buffers=_ROTARY),
+}
+
+
+def family_of(o: Options) -> Family:
+    """The family of a config; a UserError for one that is not known, or computed otherwise."""
+    kind = o.values.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise o.error("model_type", f"must be one of {', '.join(FAMILIES)}")
+    quantised = "weights are quantised: load the model with transformers, dequantise it and save it"
+    if "quantization_config" in o.values:
+        raise o.error("quantization_config", f"{quantised} in bfloat16 first")
+    if "AutoModelForCausalLM" in o.section("auto_map"):
+        raise o.error("auto_map", f"the model brings code of its own: it is no {kind}")
+    o.require("is_causal", True, "tokens see those after them")
+    return FAMILIES[kind]
+
+
+def is_buffer(family: Family, name: str) -> bool:
+    """Whether a published tensor is no weight, and of no use here."""
+    return re.fullmatch(family.buffers, name) is not None

@@ -1,0 +1,90 @@
+"""A model with its attention converted by a method, layer by layer as it is read."""
+
+from collections.abc import Sequence
+
+from flax import traverse_util
+import numpy as np
+
+from kvjax.convert import layer as layer_lib
+from kvjax.convert import model as model_lib
+from kvjax.convert.methods import Method
+from kvjax.convert.model import Model
+from kvjax.convert.model import Parameters
+from kvjax.convert.model import Path
+from kvjax.model.config import TransformerConfig
+
+_DTYPE = np.dtype(np.float32)  # of weights that a method made
+
+
+class ConvertedModel:
+    """See `model.Model`; what is not of attention is the source's.
+
+    Attributes:
+      errors: by layer, what the method lost there, of the layers that were read.
+    """
+
+    def __init__(self, source: Model, by_layer: Sequence[Method], moments: Sequence | None):
+        """
+        Args:
+          by_layer: the method of each layer; they may differ in their rank.
+          moments: of each layer's inputs, see `calibration.moments`; None: of the method "weights".
+
+        Raises:
+          UserError: what a method does not convert, or lacks; before anything is read.
+        """
+        config = source.transformer
+        self._rope = config.block.positions == "rope"
+        self._source, self._methods, self._moments = source, by_layer, moments
+        self.name, self.context = source.name, source.context
+        self.tokenizer_json, self.chat_template = source.tokenizer_json, source.chat_template
+        self.errors: dict[int, dict[str, float]] = {}
+        layer_lib.check(config.mechanisms)
+        mechanisms = tuple(
+            method.mechanism(mechanism, rope=self._rope)
+            for method, mechanism in zip(by_layer, config.mechanisms, strict=True)
+        )
+        self.transformer = TransformerConfig(
+            block=config.block, mechanisms=mechanisms, vocab_size=config.vocab_size
+        )
+        self._now: tuple[int, dict] | None = None  # the layer that was read last, and its attention
+
+    def parameters(self) -> Parameters:
+        """Attention is float32, the rest as in the source."""
+        before = self._source.parameters()
+        dtype = lambda path: _DTYPE if "attention" in path else before[self._there(path, 0)[0]][1]
+        shapes = model_lib.shapes_of(self.transformer)
+        return {path: (shape, dtype(path)) for path, shape in shapes.items()}
+
+    def read(self, path: Path, layer: int | None = None) -> np.ndarray:
+        if layer is None:
+            return self._source.read(path)
+        if "attention" not in path:
+            return self._source.read(*self._there(path, layer))
+        index = self._index(path, layer)
+        if self._now is None or self._now[0] != index:
+            self._now = index, self._attention(index)
+        return self._now[1][path[3:]]
+
+    def _there(self, path: Path, layer: int) -> tuple[Path, int]:
+        """Where the source has a parameter: its layers may be in other segments."""
+        if path[0] != "segments":
+            return path, layer
+        segment, layer = model_lib.layer_of(self._source, self._index(path, layer))
+        return (path[0], segment, *path[2:]), layer
+
+    def _index(self, path: Path, layer: int) -> int:
+        """Which of all layers a layer of a segment is."""
+        return sum(length for _, length in self.transformer.segments[: path[1]]) + layer
+
+    def _attention(self, index: int) -> dict[Path, np.ndarray]:
+        """The converted weights of a layer, by path."""
+        weights = model_lib.read_layer(self._source, index)["attention"]
+        mechanism = self._source.transformer.mechanisms[index]
+        layer = layer_lib.read(weights, mechanism, rope=self._rope)
+        moment_EE = layer.inner()
+        if self._moments is not None:
+            moment_EE = np.asarray(self._moments[index], np.float64)
+        converted = self._methods[index].convert(layer, moment_EE)
+        self.errors[index] = converted.errors
+        flat = traverse_util.flatten_dict(converted.weights)
+        return {path: w.astype(_DTYPE) for path, w in flat.items()}

@@ -1,0 +1,138 @@
+"""A model with its factors multiplied out: keys and values of MHA, GQA or MQA, and their cache.
+
+K_k = Base^K[j(k)] + R^K_k B^K_k    # LRKV eq. 2, as one matrix for each KV head
+K_k = C^K[j(k)] B^K_k               # thin keys, section 2.3
+"""
+
+import dataclasses
+
+import numpy as np
+
+from kvjax.attention import MECHANISMS
+from kvjax.attention import FactoredConfig
+from kvjax.attention import GroupedConfig
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.mechanism import require
+from kvjax.convert import model as model_lib
+from kvjax.convert.model import Model
+from kvjax.convert.model import Parameters
+from kvjax.convert.model import Path
+
+_MECHANISM = ("attention", "mechanism")
+_WHOLE = dict(base_key="key", base_value="value")  # of what they are the weights
+
+
+class Dense:
+    """See `model.Model`; what was not factored is the source's, weights that were are float32.
+
+    All layers are alike: they are in one segment.
+    """
+
+    def __init__(self, source: Model):
+        """
+        Raises:
+          UserError: keys or values that no head's projection gives, or layers that stay different.
+        """
+        self._source = source
+        self.name, self.context = source.name, source.context
+        self.tokenizer_json, self.chat_template = source.tokenizer_json, source.chat_template
+        config = source.transformer
+        for mechanism, _ in config.segments:
+            _check(mechanism, rope=config.block.positions == "rope")
+        heads = max(mechanism.key_heads for mechanism in config.mechanisms)
+        mechanisms = tuple(_dense(mechanism, heads) for mechanism in config.mechanisms)
+        _check_alike(mechanisms)
+        self.transformer = dataclasses.replace(config, mechanisms=mechanisms)
+        self._dtypes = {path: dtype for path, (_, dtype) in source.parameters().items()}
+
+    @property
+    def is_source(self) -> bool:
+        """Whether nothing was factored: parameters are the source's."""
+        parts = _WHOLE.values()
+        mechanisms = self._source.transformer.mechanisms
+        return not any(_names(mechanism, part)[1] for mechanism in mechanisms for part in parts)
+
+    def parameters(self) -> Parameters:
+        shapes = model_lib.shapes_of(self.transformer)
+        return {path: (shape, self._dtype(path)) for path, shape in shapes.items()}
+
+    def read(self, path: Path, layer: int | None = None) -> np.ndarray:
+        if layer is None:
+            return self._source.read(path)
+        found = self._whole(path, layer) if self._is_whole(path) else self._read(path, layer)
+        return np.asarray(found, self._dtype(path))
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a parameter is the bases', which become whole keys or values."""
+        return path[2:4] == _MECHANISM and path[4].removesuffix("_bias") in _WHOLE
+
+    def _dtype(self, path: Path) -> np.dtype:
+        if self._is_whole(path) and not self.is_source:
+            return np.dtype(np.float32)
+        return self._dtypes[path]
+
+    def _read(self, path: Path, index: int) -> np.ndarray:
+        """A parameter of a layer of the source, where layers may be in several segments."""
+        segment, layer = model_lib.layer_of(self._source, index)
+        return self._source.read((path[0], segment, *path[2:]), layer)
+
+    def _whole(self, path: Path, index: int) -> np.ndarray:
+        """[..., K, H] weights or bias of keys or values, float64 where factors are multiplied."""
+        mechanism = self._source.transformer.mechanisms[index]
+        whole, bias, _ = path[4].partition("_bias")
+        base, latent = _names(mechanism, _WHOLE[whole])
+        K = self.transformer.mechanisms[index].num_kv_heads
+        read = lambda name: self._read((*path[:4], name), index)
+        parts = [_every(read(base + bias), K)] if base else []
+        if latent and (not bias or getattr(mechanism, "latent_bias", True)):
+            expand_KRH = read(f"expand_{_WHOLE[whole]}").astype(np.float64)
+            latent_KDR = np.moveaxis(_every(read(latent + bias), K), -2, 0)
+            if bias:
+                latent_KDR = latent_KDR[:, None]
+            expanded = np.matmul(latent_KDR.astype(np.float64), expand_KRH).swapaxes(0, 1)
+            parts.append(expanded[0] if bias else expanded)
+        return sum(parts[1:], start=parts[0])
+
+
+def _every(w: np.ndarray, K: int) -> np.ndarray:
+    """[..., K, H] of [..., J, H]: head k reads base or latent k // (K / J)."""
+    return w if w.shape[-2] == K else np.repeat(w, K // w.shape[-2], axis=-2)
+
+
+def _names(mechanism: GroupedConfig | FactoredConfig, part: str) -> tuple[str, str]:
+    """The parameters that give whole keys or values: a base or "", and a latent or ""."""
+    if isinstance(mechanism, GroupedConfig):
+        return f"base_{part}", f"latent_{part}" if mechanism.rank else ""
+    rank = mechanism.key_rank if part == "key" else mechanism.value_rank
+    return ("", part) if rank else (part, "")
+
+
+def _check(mechanism: MechanismConfig, *, rope: bool) -> None:
+    """Raises a UserError for keys and values that are no projections of a head's own."""
+    kind = next(name for name, cls in MECHANISMS.items() if cls is type(mechanism))
+    grouped = isinstance(mechanism, GroupedConfig)
+    known = "must be 'grouped' or 'factored', whose keys and values are a projection for each head"
+    require(grouped or isinstance(mechanism, FactoredConfig), "kind", repr(kind), known)
+    if not grouped:
+        return
+    own = "must be 'none': queries, keys and values have projections of their own"
+    require(mechanism.tie == "none", "tie", repr(mechanism.tie), own)
+    channels = mechanism.position_channels
+    require(not channels, "position_channels", channels, "must be 0: positions are RoPE's alone")
+    whole = "must be 'full': keys are rotated whole"
+    require(not (rope and mechanism.splits_rope), "rope", repr(mechanism.rope), whole)
+
+
+def _dense(mechanism: GroupedConfig | FactoredConfig, heads: int) -> GroupedConfig:
+    same = ("num_heads", "key_dim", "value_dim", "qk_norm", "bias", "out_bias", "norm_epsilon")
+    keys = {key: getattr(mechanism, key) for key in same}
+    return GroupedConfig(**keys, num_kv_heads=heads, num_bases=heads, rank=0)
+
+
+def _check_alike(mechanisms: tuple[GroupedConfig, ...]) -> None:
+    """Raises a UserError for layers of different shapes."""
+    first = dataclasses.asdict(mechanisms[0])
+    for index, mechanism in enumerate(mechanisms):
+        for key, value in dataclasses.asdict(mechanism).items():
+            alike = f"must be that of layer 0, {first[key]!r}: all layers have one shape"
+            require(value == first[key], key, f"{value!r} in layer {index}", alike)

@@ -1,0 +1,170 @@
+"""A workdir in, a folder of safetensors out: for transformers, or with the small cache kept.
+
+    python -m kvjax.convert.export --workdir=runs/lrkv --out=~/models/lrkv --format=huggingface
+    python -m kvjax.convert.export --workdir=runs/lrkv --out=~/models/small --format=factored
+
+huggingface is a model that transformers loads: of GPT-2, Llama, Mistral, Qwen 2 and 3, or NanoChat
+for what the recipe trains. Factors are multiplied out there, and the cache is that of MHA, GQA or
+MQA. factored keeps them: `python -m kvjax.convert --source=OUT` reads it, and its README.md says
+how others can. auto is huggingface where that makes no cache larger, else factored.
+"""
+
+import argparse
+import json
+
+from etils import epath
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.convert import factored_format
+from kvjax.convert import factored_readme
+from kvjax.convert import huggingface
+from kvjax.convert import into_folder
+from kvjax.convert import into_workdir
+from kvjax.convert import model as model_lib
+from kvjax.convert.into_folder import Plan
+from kvjax.convert.into_folder import Tensor
+from kvjax.convert.model import Model
+from kvjax.costs import formulas
+from kvjax.data import manifest
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.model.config import TransformerConfig
+
+FORMATS = ("auto", "huggingface", "factored")
+DTYPES = dict(float32="F32", bfloat16="BF16")  # safetensors' names
+_CACHE_DTYPE = jnp.dtype(jnp.bfloat16)  # for figures
+
+
+def _parser() -> command_line.Parser:
+    parser = command_line.Parser(__doc__)
+    parser.add_output()
+    add = parser.add_argument
+    add("--workdir", default="", help="of the model: of a run, or of python -m kvjax.convert")
+    add("--out", default="", help="the folder to write; nothing may be there")
+    add("--format", default="auto", help=f"{', '.join(FORMATS)} (auto)")
+    text = "of the weights: as they are in the workdir, or rounded (as they are)"
+    add("--dtype", default="", help=f"{', '.join(DTYPES)}: {text}")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Exports; see the module's docstring."""
+    options = _parser().parse(arguments)
+    with command_line.naming_options(options):
+        _run(options, Output(options))
+
+
+def _run(options: argparse.Namespace, out: Output) -> None:
+    for name, meant in (("workdir", "the workdir of a model"), ("out", "a new folder")):
+        if not getattr(options, name):
+            raise UserError(f"--{name} is missing: give {meant}")
+    one_of("format", options.format, FORMATS)
+    if options.dtype:
+        one_of("dtype", options.dtype, DTYPES)
+    target = into_workdir.check(options.out)
+    runtime.start()
+    model = model_lib.Trained(runtime.workdir(options.workdir))
+    dtype = DTYPES.get(options.dtype) or into_folder.dtype_name(model.parameters())
+    kind, plan, why = _plan(options.format, model, dtype)
+    into_folder.write(plan, target, dtype)
+    _report(out, target, model, plan, kind=kind, dtype=dtype, why=why)
+
+
+def _plan(kind: str, model: Model, dtype: str) -> tuple[str, Plan, str]:
+    """The format, what will be written, and why it is that one, where it was not asked for."""
+    if kind == "factored":
+        return kind, factored(model), ""
+    try:
+        plan = huggingface.plan(model, dtype)
+    except UserError as error:
+        if kind == "huggingface":
+            raise UserError(f"{error}. --format=factored writes every model") from error
+        return "factored", factored(model), f"transformers has no such model: {error}"
+    if kind == "auto" and _cache_bytes(plan.transformer) > _cache_bytes(model.transformer):
+        why = "transformers has no cache as small: --format=huggingface multiplies its factors out"
+        return "factored", factored(model), why
+    return "huggingface", plan, ""
+
+
+def factored(model: Model) -> Plan:
+    """The folder that keeps the factors of any model."""
+    config = model.transformer
+
+    def tensor(path, layer, shape):
+        return Tensor(tuple(shape), lambda: np.asarray(model.read(path, layer)))
+
+    shapes = {path: shape for path, (shape, _) in model.parameters().items()}
+    every = [(path, None) for path in shapes if path[0] != "segments"]
+    for segment, (_, length) in enumerate(config.segments):
+        own = [path for path in shapes if path[:2] == ("segments", segment)]
+        every += [(path, layer) for layer in range(length) for path in own]
+    tensors = {
+        factored_format.name_of(config, path, layer): tensor(
+            path, layer, shapes[path] if layer is None else shapes[path][1:]
+        )
+        for path, layer in every
+    }
+    attention = model_lib.attention_section(config)
+    files = {
+        "config.json": factored_format.config_json(config, attention, context=model.context),
+        manifest.TOKENIZER: model.tokenizer_json,
+        "README.md": factored_readme.text(model.name, config, context=model.context),
+    }
+    if model.chat_template is not None:
+        files[factored_format.CHAT_TEMPLATE] = model.chat_template
+    return Plan("kvjax's factors", config, tensors, files)
+
+
+def _cache_bytes(config: TransformerConfig) -> int:
+    """Per token, all layers."""
+    return formulas.cache_bytes_per_token(config, _CACHE_DTYPE)
+
+
+def _report(
+    out: Output,
+    target: epath.Path,
+    model: Model,
+    plan: Plan,
+    *,
+    kind: str,
+    dtype: str,
+    why: str,
+) -> None:
+    """Prints what was written, and what it does to the cache."""
+    before, after = _cache_bytes(model.transformer), _cache_bytes(plan.transformer)
+    total, precision = into_folder.size(plan, dtype), huggingface.DTYPES[dtype]
+    if why:
+        out.say(f"--format=factored: {why}\n")
+    written = f"{len(plan.tensors)} tensors, {progress.size(total)} in {precision}"
+    out.say(f"{model.name} is {target}: {plan.title}, {written}")
+    out.say(f"\ncache: {before:,} bytes per token in bfloat16 in kvjax")
+    if after > before:
+        out.say(
+            f"and {after:,} in transformers, {after / before:.1f} times as many: the factors are "
+            "multiplied out there. --format=factored keeps them, and the small cache"
+        )
+    folder = json.dumps(str(target))
+    if kind == "huggingface":
+        out.say(f"\ntransformers.AutoModelForCausalLM.from_pretrained({folder})", wrap=False)
+    else:
+        out.say(f"\npython -m kvjax.convert --source={target} --out=runs/NAME", wrap=False)
+    out.result(
+        dict(
+            out=str(target),
+            format=kind,
+            model=plan.title,
+            dtype=precision,
+            tensors=len(plan.tensors),
+            bytes=total,
+            cache_bytes_per_token=dict(workdir=before, out=after),
+        )
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,155 @@
+"""A folder of safetensors that keeps a model's factors, and with them its small cache.
+
+Tensors have the dotted names of kvjax's parameters, with layers numbered through:
+"layers.3.attention.mechanism.latent_key". config.json has the sections model and attention of a
+workdir's, README.md says what they mean.
+
+    model = factored_format.Factored(folder)    # reads it, one parameter of one layer at a time
+"""
+
+import dataclasses
+import json
+
+from etils import epath
+from flax import traverse_util
+import ml_collections
+import numpy as np
+
+from kvjax import experiment
+from kvjax import recipes
+from kvjax.convert.published import check_vocabulary
+from kvjax.convert.published import text_of
+from kvjax.convert.rules import Path
+from kvjax.convert.tensors import DTYPES
+from kvjax.convert.tensors import json_object
+from kvjax.convert.tensors import listed
+from kvjax.convert.tensors import open_folder
+from kvjax.data import manifest
+from kvjax.foundation.configuration import checked
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import in_bucket
+from kvjax.model import parameters
+from kvjax.model.config import TransformerConfig
+
+MODEL_TYPE = "kvjax"  # in config.json
+VERSION = 1
+CHAT_TEMPLATE = "chat_template.jinja"
+
+
+def is_there(path: epath.Path) -> bool:
+    """Whether a folder says that it has this format."""
+    config = path / "config.json"
+    if in_bucket(path) or not config.exists():
+        return False
+    return json_object(config).get("model_type") == MODEL_TYPE
+
+
+def name_of(config: TransformerConfig, path: Path, layer: int | None) -> str:
+    """The tensor of a parameter, or of a layer of a segment's."""
+    if layer is None:
+        return ".".join(map(str, path))
+    before = sum(length for _, length in config.segments[: path[1]])
+    return ".".join(map(str, ("layers", before + layer, *path[2:])))
+
+
+def config_json(model: TransformerConfig, attention: dict, *, context: int) -> str:
+    """The text of config.json.
+
+    Args:
+      attention: the section that describes the model's mechanisms.
+    """
+    config = dict(
+        model_type=MODEL_TYPE,
+        format_version=VERSION,
+        model=dataclasses.asdict(model.block),
+        attention=attention,
+        vocab_size=model.vocab_size,
+        context=context,
+    )
+    return json.dumps(config, indent=2) + "\n"
+
+
+class Factored:
+    """The model of such a folder: see `model.Model`."""
+
+    def __init__(self, folder: epath.Path):
+        """
+        Raises:
+          UserError: another version, keys or tensors that are not its own, files that are missing.
+        """
+        self.name = folder.name
+        self.transformer, self.context = _config(folder)
+        self.tokenizer_json = text_of(folder / manifest.TOKENIZER)
+        check_vocabulary(folder, self.tokenizer_json, self.transformer.vocab_size)
+        template = folder / CHAT_TEMPLATE
+        self.chat_template = text_of(template) if template.exists() else None
+        self._tensors = open_folder(folder)
+        flat = traverse_util.flatten_dict(parameters.abstract(self.transformer).shapes)
+        self._shapes = {path: tuple(x.shape) for path, x in flat.items()}
+        self._check(folder)
+
+    def parameters(self) -> dict[Path, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of every parameter, layers of a segment in front."""
+        return {path: (shape, self._dtype(path)) for path, shape in self._shapes.items()}
+
+    def read(self, path: Path, layer: int | None = None) -> np.ndarray:
+        """One parameter; of a segment that of one of its layers."""
+        name = name_of(self.transformer, path, layer)
+        return np.asarray(self._tensors[name].read(), self._dtype(path))
+
+    def _names(self, path: Path) -> list[str]:
+        """The tensors of a parameter, in the order of the layers."""
+        layers = range(self._shapes[path][0]) if path[0] == "segments" else (None,)
+        return [name_of(self.transformer, path, layer) for layer in layers]
+
+    def _dtype(self, path: Path) -> np.dtype:
+        """That of all layers, or one that holds theirs."""
+        kinds = {self._tensors[name].dtype for name in self._names(path)}
+        return np.dtype(DTYPES[kinds.pop()] if len(kinds) == 1 else np.float32)
+
+    def _check(self, folder: epath.Path) -> None:
+        """Raises a UserError unless the tensors are those of the config, in dtypes of weights."""
+        shapes = {}
+        for path, shape in self._shapes.items():
+            own = shape[1:] if path[0] == "segments" else shape
+            shapes |= dict.fromkeys(self._names(path), own)
+        wrong = (
+            ("lacks tensors", [name for name in shapes if name not in self._tensors]),
+            ("has tensors that its config does not describe", self._tensors.keys() - shapes),
+        )
+        for what, names in wrong:
+            if names:
+                raise UserError(
+                    f"{folder} {what}: {listed(sorted(names))}. Give the files of one export"
+                )
+        for name, shape in shapes.items():
+            there = self._tensors[name]
+            if (there.shape, there.dtype in DTYPES) != (shape, True):
+                raise UserError(
+                    f"{folder}: {name} is {there.dtype} {there.shape}, and by its config {shape}, "
+                    f"one of {', '.join(DTYPES)}: give the files of one export"
+                )
+
+
+def _config(folder: epath.Path) -> tuple[TransformerConfig, int]:
+    """What a folder's model computes, and the tokens that it was trained on."""
+    path = folder / "config.json"
+    tree = json_object(path)
+    version = tree.get("format_version")
+    if version != VERSION:
+        raise UserError(
+            f"{path}: format_version = {version!r}: must be {VERSION}, the one that this kvjax "
+            "reads: export the model again, or read it with the kvjax that wrote it"
+        )
+    try:
+        context = checked(tree.get("context"), int, "context")
+        vocab_size = checked(tree.get("vocab_size"), int, "vocab_size")
+        data = dict(tokenizer=manifest.TOKENIZER, vocab_size=vocab_size, sequence_length=context)
+        sections = {key: checked(tree.get(key), dict, key) for key in ("model", "attention")}
+        config = recipes.pretrain("exported", scale="tiny", attention=sections["attention"])
+        config.unlock()
+        config.model = ml_collections.ConfigDict(sections["model"])
+        config.data.update(data)
+        return experiment.resolve(config).model, context
+    except (UserError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: {error}") from error

@@ -1,0 +1,285 @@
+"""README.md of a folder with factors: its tensors, what they mean, and what is cached."""
+
+import math
+
+from kvjax.attention import FactoredConfig
+from kvjax.attention import GroupedConfig
+from kvjax.attention import LatentConfig
+from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.foundation import output
+from kvjax.layers.weight import LETTERS
+from kvjax.layers.weight import Axes
+from kvjax.model import parameters
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+
+
+def text(name: str, config: TransformerConfig, *, context: int) -> str:
+    """The text, of that model alone."""
+    parts = [
+        f"# {name}",
+        f"A language model of {config.block.num_layers} layers, trained on rows of {context:,} "
+        "tokens, with the factors of its keys and values as they were trained: a cache keeps what "
+        "is small. Written by kvjax, which reads it with `python -m kvjax.convert --source=FOLDER "
+        "--out=WORKDIR`.",
+        "## Tensors",
+        "`config.json` has the options, `model.safetensors` (or the files that "
+        "`model.safetensors.index.json` names) the tensors, `tokenizer.json` the tokenizer. "
+        "A weight `D -> N H` is a linear map, stored [D, N, H]: y[n, h] = Σ_d x[d] w[d, n, h]. "
+        "`K: R -> H` is K maps, stored [K, R, H]; `N H` a vector.",
+        *_tensors(config),
+        "Letters: " + ", ".join(_letters(config)) + ".",
+        "## Model",
+        _model(config.block),
+        "## Attention",
+        *_attention(config),
+        "## Cache",
+        *_cache(config),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _lines(*lines: str) -> str:
+    """Formulas, as they stand."""
+    return "\n".join(f"    {line}" for line in lines if line)
+
+
+def _layers(config: TransformerConfig) -> list[str]:
+    """By segment, which layers are in it: "0 to 3"."""
+    names, first = [], 0
+    for _, length in config.segments:
+        names.append(f"{first} to {first + length - 1}" if length > 1 else f"{first}")
+        first += length
+    return names
+
+
+def _tensors(config: TransformerConfig) -> list[str]:
+    """A table of the tensors outside the layers, and one for layers of each shape."""
+    shapes, axes = parameters.abstract(config)
+    outer = {key: value for key, value in shapes.items() if key != "segments"}
+    parts = ["\n".join(_table("", outer, axes, front=0))]
+    for i, layers in enumerate(_layers(config)):
+        rows = _table("layers.{i}.", shapes["segments"][i], axes["segments"][i], front=1)
+        parts += [f"With i from {layers}:" if "to" in layers else f"With i = {layers}:"]
+        parts += ["\n".join(rows)]
+    return parts
+
+
+def _table(prefix: str, shapes: dict, axes: dict, *, front: int) -> list[str]:
+    rows = [
+        (f"`{prefix}{name}`", f"`{text}`", str(list(leaf.shape[front:])))
+        for name, leaf, text in _leaves(shapes, axes)
+    ]
+    return output.markdown(("tensor", "axes", "shape"), rows)
+
+
+def _leaves(shapes: dict, axes: dict, name: str = ""):
+    for key, value in shapes.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, axes[key], f"{name}{key}.")
+        else:
+            yield f"{name}{key}", value, axes[key]
+
+
+def _letters(config: TransformerConfig) -> list[str]:
+    """What the letters of the tables mean."""
+    used = set()
+    shapes, axes = parameters.abstract(config)
+    for _, _, text in _leaves(shapes, axes):
+        used.update(Axes.parse(text).names)
+    return [f"{letter} {meaning}" for letter, meaning in LETTERS.items() if letter in used]
+
+
+def _model(block: BlockConfig) -> str:
+    """The formulas outside attention."""
+    activation = dict(
+        relu2="relu(x up)²",
+        gelu="gelu(x up), by tanh",
+        gelu_exact="gelu(x up), with erf",
+        swiglu="(silu(x gate) · (x up))",
+    )
+    z, centred = ("z", ", z = x - mean(x)") if block.norm == "layer" else ("x", "")
+    affine = " · gain" * block.norm_gain + " + bias" * block.norm_bias
+    learned = " + positions[t]" if block.positions == "learned" else ""
+    head = "embeddingᵀ" if block.tied_head else "head"
+    cap = block.logit_softcap
+    return _lines(
+        f"norm(x) = {z} / sqrt(mean({z}²) + {block.norm_epsilon:g}){affine}{centred}",
+        f"x = embedding[token]{learned}",
+        "x = embedding_norm(x)" if block.embedding_norm else "",
+        "x = x + attention(attention_norm(x)), then x = x + mlp(mlp_norm(x)), in every layer",
+        f"mlp(x) = {activation[block.activation]} · down" + ", with biases" * block.bias,
+        f"z = final_norm(x) {head}",
+        f"logits = {cap:g} tanh(z / {cap:g})" if cap else "logits = z",
+    )
+
+
+def _attention(config: TransformerConfig) -> list[str]:
+    """The formulas of the mechanism, which is of one kind in all layers."""
+    mechanism, block = _richest(config), config.block
+    formulas = {
+        GroupedConfig: _grouped,
+        FactoredConfig: _factored,
+        LatentConfig: _latent,
+        RebuiltLatentConfig: _rebuilt,
+    }[type(mechanism)]
+    rope = block.positions == "rope"
+    seen = f"itself and the {block.window - 1} before it" if block.window else "all before it too"
+    parts = [
+        _lines(
+            *formulas(mechanism, rope),
+            f"a_nts = {mechanism.scale:.9g} q_n k_k(n)ᵀ" + _bias_of_positions(mechanism),
+            "attention(x)_t = Σ_n Σ_s softmax_s(a_nts) v_k(n),s out[n]"
+            + " + out_bias" * mechanism.output_bias,
+        ),
+        f"q is of the query's position t, k and v of the key's, s; a token sees {seen}."
+        + " A product with a weight has its bias added, where there is one." * mechanism.bias
+        + " Layers without latents have no such term." * (len(set(config.mechanisms)) > 1)
+        + " Gains are their norm's, as `query_norm.gain`." * (mechanism.qk_norm == "rms_gain"),
+    ]
+    return [*parts, _rope(block, mechanism.rope_dim)] if rope else parts
+
+
+def _richest(config: TransformerConfig) -> MechanismConfig:
+    """The mechanism of a layer that has what any layer has: some may be of rank 0."""
+    return max(config.mechanisms, key=lambda mechanism: len(mechanism.absorbed))
+
+
+def _norm(mechanism: MechanismConfig, z: str = "z") -> str:
+    """The norm of queries and keys."""
+    gain = {"rms_gain": " · gain"}.get(mechanism.qk_norm, "")
+    return f"{z} / sqrt(mean({z}²) + {mechanism.norm_epsilon:g}){gain}"
+
+
+def _turned(mechanism: MechanismConfig, rope: bool) -> str:
+    """What `turned` means."""
+    normed = "z" if mechanism.qk_norm == "none" else _norm(mechanism)
+    return "turned(z) = " + (f"RoPE({normed})" if rope else normed)
+
+
+def _bias_of_positions(mechanism: MechanismConfig) -> str:
+    """The "+" of projection sharing."""
+    m = getattr(mechanism, "position_channels", 0)
+    if not m:
+        return ""
+    half = m // 2
+    return (
+        f" mean(position_map) + Σ_c position_map[{half} + c] e_c(s) / {m}, c < {half}, where\n"
+        f"        e_2i(s) = sin(s / 10000^(2i/{half})), e_2i+1(s) = cos of the same"
+    )
+
+
+def _grouped(c: GroupedConfig, rope: bool) -> list[str]:
+    residual = lambda part: f" + (x latent_{part}[k]) expand_{part}[k]" if c.rank else ""
+    heads = c.num_kv_heads if c.rank else c.num_bases
+    whole = f"K_k = x base_key[j(k)]{residual('key')}"
+    keys, queries = "k_k = turned(K_k)", f"turned(x {'base_key' if c.ties_queries else 'query'}[n])"
+    if c.splits_rope and rope:
+        keys = "k_k = turned(K_k), where RoPE leaves the part of the residual and its query as is"
+    return [
+        _turned(c, rope),
+        f"q_n = {queries}",
+        whole,
+        keys,
+        "v_k = K_k" if c.ties_values else f"v_k = x base_value[j(k)]{residual('value')}",
+        f"k(n) = n // {c.num_heads // heads}, j(k) = k // {heads // c.num_bases}",
+    ]
+
+
+def _factored(c: FactoredConfig, rope: bool) -> list[str]:
+    whole = lambda part, rank: f"(x {part}[j(k)]) expand_{part}[k]" if rank else f"x {part}[k]"
+    share = c.num_kv_heads // c.num_latents
+    return [
+        _turned(c, rope),
+        "q_n = turned(x query[n])",
+        f"k_k = turned({whole('key', c.key_rank)})",
+        f"v_k = {whole('value', c.value_rank)}",
+        f"k(n) = n // {c.num_heads // c.num_kv_heads}, j(k) = k // {share}",
+    ]
+
+
+def _latent(c: LatentConfig, rope: bool) -> list[str]:
+    normed = "z" if c.qk_norm == "none" else _norm(c)
+    return [
+        f"normed(z) = {normed}",
+        _turned(c, rope),
+        f"latent = {_norm(c, '(x down)')}",
+        "q_n = [normed(x query[n]), turned(x rope_query[n])]",
+        "k_n = [latent up_key[n], turned(x rope_key)]",
+        "v_n = latent up_value[n], k(n) = n",
+    ]
+
+
+def _rebuilt(c: RebuiltLatentConfig, rope: bool) -> list[str]:
+    return [
+        _turned(c, rope),
+        "latent = x down",
+        "q_n = turned(x query[n])",
+        "k_n = turned(latent up_key[n])",
+        "v_n = latent up_value[n], k(n) = n",
+    ]
+
+
+def _rope(block: BlockConfig, channels: int) -> str:
+    scaled = ""
+    if block.rope_factor != 1:
+        scaled = (
+            f", slowed down as in Llama 3.1 by {block.rope_factor:g} (low {block.rope_low:g}, high "
+            f"{block.rope_high:g}, of {block.rope_original:,} tokens)"
+        )
+    half = channels // 2
+    return (
+        f"RoPE at position t turns channels (i, i + {half}) from (a, b) to (a cos - b sin, b cos + "
+        f"a sin) of the angle t · {block.rope_base:g}^(-2i/{channels}){scaled}."
+    )
+
+
+def _holds(mechanism: MechanismConfig, rope: bool) -> dict[str, str]:
+    """What each field of the cache is, in the words of the formulas."""
+    if isinstance(mechanism, LatentConfig):
+        return dict(latent="latent", rope_key="turned(x rope_key)")
+    if isinstance(mechanism, RebuiltLatentConfig):
+        return dict(latent="latent")
+    scale = dict(key_scale="1 / sqrt(mean(z²) + epsilon) of the whole key of head k")
+    if isinstance(mechanism, FactoredConfig):
+        key = "x key[j], not turned" if mechanism.key_rank else "k_k"
+        return scale | dict(key=key, value="x value" + "[j]" * bool(mechanism.value_rank))
+    if mechanism.ties_values:
+        return dict(base_key="x base_key[j], not turned", residual_key="x latent_key[k]")
+    if not mechanism.rank:
+        return dict(base_key="k_k", base_value="v_k")
+    gain = " · gain" if mechanism.qk_norm == "rms_gain" else ""
+    base = f"x base_key[j]{gain}"
+    return scale | dict(
+        base_key=f"RoPE({base})" if rope else base,
+        base_value="x base_value[j]",
+        residual_key="x latent_key[k], not turned",
+        residual_value="x latent_value[k]",
+    )
+
+
+def _cache(config: TransformerConfig) -> list[str]:
+    """What the cache keeps per token: a table, and its sum over the layers."""
+    rows, total = [], 0
+    for layers, (mechanism, length) in zip(_layers(config), config.segments, strict=True):
+        holds = _holds(mechanism, config.block.positions == "rope")
+        for name, field in mechanism.entry().items():
+            elements = math.prod(field.shape)
+            kept = holds[name] + ", in float32" * field.wide
+            rows.append((layers, name, kept, f"`{field.axes}`", elements))
+            total += elements * length
+    header = ("layers", "field", "is", "axes", "elements per token and layer")
+    weights = [
+        name
+        for segment in parameters.abstract(config).axes["segments"].values()
+        for name in segment["attention"]["mechanism"]
+    ]
+    absorbed = [f"`{name}`" for name in _richest(config).absorbed if name in weights]
+    parts = ["\n".join(output.markdown(header, rows)), f"In all {total:,} elements per token."]
+    if absorbed:
+        parts.append(
+            f"Decoding multiplies {' and '.join(absorbed)} with queries and outputs, or with a "
+            "tile of the cache at a time: see `kvjax/kernels/decode_attention`."
+        )
+    return parts

@@ -1,0 +1,194 @@
+"""Low-rank factors of stacks of matrices, closed form, in float64: what conversions are made of.
+
+Errors are E|x (W - W')|^2 over inputs x of second moment C: with C the identity, Frobenius norms.
+All is done through Gram matrices of the outputs, W^T C W.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import scipy.linalg
+import threadpoolctl
+
+_RIDGE = 1e-9  # of the mean energy of an input channel
+
+einsum = functools.partial(np.einsum, optimize=True)  # by BLAS
+
+
+class Factors(NamedTuple):
+    """W_k = latent_j(k) expand_k."""
+
+    latent_EJR: np.ndarray
+    expand_KRH: np.ndarray
+    error: float  # share of the energy that is lost
+
+
+def gram(w_EKH: np.ndarray, moment_EE: np.ndarray) -> np.ndarray:
+    """[K, H, K, H] inner products of output channels over the inputs."""
+    E, K, H = w_EKH.shape
+    flat_EC = w_EKH.reshape(E, K * H)
+    return (flat_EC.T @ (moment_EE @ flat_EC)).reshape(K, H, K, H)
+
+
+def energies(w_EKH: np.ndarray, moment_EE: np.ndarray, *, latents: int) -> np.ndarray:
+    """[J, K/J·H] energy of each of the best directions of the heads that share a latent."""
+    return np.stack([values[::-1] for values, _ in _spectra(w_EKH, moment_EE, latents)])
+
+
+def low_rank(w_EKH: np.ndarray, rank: int, moment_EE: np.ndarray, *, latents: int) -> Factors:
+    """The best factors of rank R (Eckart-Young), one latent for every K/J heads.
+
+    Args:
+      rank: R, at most K/J·H.
+      latents: J.
+    """
+    E, _, H = w_EKH.shape
+    w_EJC = w_EKH.reshape(E, latents, -1)
+    latent, expand, kept, total = [], [], 0.0, 0.0
+    for j, (values_C, vectors_CC) in enumerate(_spectra(w_EKH, moment_EE, latents)):
+        best_CR = vectors_CC[:, ::-1][:, :rank]
+        latent.append(w_EJC[:, j] @ best_CR)
+        expand.append(best_CR.T.reshape(rank, -1, H).transpose(1, 0, 2))
+        kept, total = kept + values_C[::-1][:rank].sum(), total + values_C.sum()
+    error = max(0.0, 1 - kept / total) if total else 0.0
+    return Factors(np.stack(latent, axis=1), np.concatenate(expand), error)
+
+
+def _spectra(w_EKH: np.ndarray, moment_EE: np.ndarray, latents: int):
+    """For each latent, the eigenvalues, ascending, and eigenvectors of its heads' Gram matrix."""
+    E = w_EKH.shape[0]
+    w_EJC = w_EKH.reshape(E, latents, -1)
+    for j in range(latents):
+        weighted = moment_EE @ w_EJC[:, j]
+        values, vectors = np.linalg.eigh(w_EJC[:, j].T @ weighted)
+        yield np.maximum(values, 0), vectors
+
+
+class BaseAndResidual(NamedTuple):
+    """W_k turn_k = base_j(k) + latent_k expand_k (LRKV eq. 2), turn_k a rotation."""
+
+    base_EJH: np.ndarray
+    latent_EKR: np.ndarray
+    expand_KRH: np.ndarray
+    turn_KHH: np.ndarray
+    error: float  # share of the energy that is lost
+
+
+def base_and_residual(
+    w_EKH: np.ndarray,
+    rank: int,
+    moment_EE: np.ndarray,
+    *,
+    bases: int,
+    turns: str,
+    sweeps: int = 100,
+    tolerance: float = 1e-5,
+) -> BaseAndResidual:
+    """Shared bases and residuals of rank R, by alternating closed forms; no step raises the error.
+
+    In turn: of every head the rotation that brings it nearest to what stands for it (Procrustes),
+    the residual (Eckart-Young), the base (a mean). It starts with rank 0: heads that are turned
+    towards their mean.
+
+    Args:
+      bases: J; heads k·J // K share one.
+      turns: which rotations are free: "none", "pairs" (of channels i and i + H/2, which commute
+        with RoPE) or "all".
+      sweeps: through the three, at most.
+      tolerance: it ends when a sweep lowers the error by less than this share of the energy.
+    """
+    with threadpoolctl.threadpool_limits(1, "blas"):  # many small products
+        return _alternating(w_EKH, rank, moment_EE, bases, turns, sweeps, tolerance)
+
+
+def _alternating(w_EKH, rank, moment_EE, bases, turns, sweeps, tolerance) -> BaseAndResidual:
+    """See `base_and_residual`."""
+    _, K, H = w_EKH.shape
+    root_EE = _root(moment_EE)
+    w = einsum("EF,FKH->KEH", root_EE, w_EKH)  # inner products are the plain ones now
+    w, basis_EP = _narrow(w)
+    total = np.sum(w**2)
+    turn = np.broadcast_to(np.eye(H), (K, H, H)).copy()
+    of_base = np.arange(K) * bases // K
+    mean = lambda x: np.stack([x[of_base == j].mean(axis=0) for j in range(bases)])
+    base = w[np.searchsorted(of_base, np.arange(bases))]  # heads turn towards the first one
+    residual = np.zeros_like(w)
+    expand = np.zeros((K, rank, H))
+    for with_residual in (False, True) if rank else (False,):
+        error = np.inf
+        for _ in range(sweeps):
+            turn = _nearest_turns(w, base[of_base] + residual, turns)
+            turned = w @ turn
+            if with_residual:
+                gap = turned - base[of_base]
+                expand = _best_directions(gap, rank)
+                residual = gap @ expand.transpose(0, 2, 1) @ expand
+            base = mean(turned - residual)
+            before, error = error, np.sum((turned - residual - base[of_base]) ** 2)
+            if before - error < tolerance * total:
+                break
+    gap = w @ turn - base[of_base]
+    if rank:  # the last base's own residual
+        expand = _best_directions(gap, rank)
+    latent = gap @ expand.transpose(0, 2, 1)
+    lost = np.sum((gap - latent @ expand) ** 2)
+    out_of_root = lambda x: scipy.linalg.solve_triangular(root_EE, basis_EP @ x)
+    return BaseAndResidual(
+        np.stack([out_of_root(x) for x in base], axis=1),
+        np.stack([out_of_root(x) for x in latent], axis=1),
+        expand,
+        turn,
+        float(lost / total) if total else 0.0,
+    )
+
+
+def _root(moment_EE: np.ndarray) -> np.ndarray:
+    """A square root of full rank: L^T with L L^T the moment, raised where that is singular.
+
+    By as little as its rounding, to float32 as a rule, asks for.
+    """
+    E = len(moment_EE)
+    ridge = _RIDGE * np.trace(moment_EE) / E
+    while True:
+        try:
+            return np.linalg.cholesky(moment_EE + ridge * np.eye(E)).T
+        except np.linalg.LinAlgError:  # rounding made it indefinite
+            ridge *= 10
+
+
+def _narrow(w_KEH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same matrices in the basis of their columns' span, and that basis [E, P]."""
+    K, E, H = w_KEH.shape
+    if K * H >= E:
+        return w_KEH, np.eye(E)
+    basis_EP, columns_PC = np.linalg.qr(w_KEH.transpose(1, 0, 2).reshape(E, K * H))
+    return columns_PC.reshape(-1, K, H).transpose(1, 0, 2), basis_EP
+
+
+def _best_directions(x_KEH: np.ndarray, rank: int) -> np.ndarray:
+    """[K, R, H] orthonormal rows that keep most of each matrix."""
+    _, vectors_KHH = np.linalg.eigh(x_KEH.transpose(0, 2, 1) @ x_KEH)
+    return vectors_KHH[:, :, ::-1][:, :, :rank].transpose(0, 2, 1)
+
+
+def _nearest_turns(w_KEH: np.ndarray, target_KEH: np.ndarray, turns: str) -> np.ndarray:
+    """[K, H, H] rotations of each w that bring it nearest to its target."""
+    K, _, H = w_KEH.shape
+    if turns == "none":
+        return np.broadcast_to(np.eye(H), (K, H, H)).copy()
+    inner_KHH = w_KEH.transpose(0, 2, 1) @ target_KEH
+    if turns == "all":
+        left, _, right = np.linalg.svd(inner_KHH)
+        return left @ right
+    F = H // 2
+    first, second = np.arange(F), np.arange(F, H)
+    # k' = k1 c - k2 s beside k2 c + k1 s, nearest to t: the angle of (k1·t1 + k2·t2, k1·t2 - k2·t1)
+    along = inner_KHH[:, first, first] + inner_KHH[:, second, second]
+    across = inner_KHH[:, first, second] - inner_KHH[:, second, first]
+    angle_KF = np.arctan2(across, along)
+    turn = np.zeros((K, H, H))
+    turn[:, first, first] = turn[:, second, second] = np.cos(angle_KF)
+    turn[:, first, second] = np.sin(angle_KF)
+    turn[:, second, first] = -np.sin(angle_KF)
+    return turn

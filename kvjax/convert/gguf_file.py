@@ -1,0 +1,270 @@
+"""A GGUF file: config, tokenizer and tensors, by the names that Hugging Face has for them."""
+
+import dataclasses
+
+from etils import epath
+import numpy as np
+import tokenizers
+
+from kvjax.convert.architectures import FAMILIES
+from kvjax.convert.architectures import Family
+from kvjax.convert.architectures import Options
+from kvjax.convert.tensors import Stored
+from kvjax.data.fast_encoding import PUBLISHED_SPLITS
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
+from kvjax.layers import rope
+
+try:
+    import gguf
+except ImportError as error:
+    raise UserError(f"GGUF files need gguf ({error}): pip install -e '.[convert]'") from error
+
+_, _LLAMA3_SPLIT, _QWEN2_SPLIT = PUBLISHED_SPLITS
+_FREQUENCIES = "rope_freqs.weight"  # by what RoPE's frequencies are divided
+_SCALING = dict(low=1.0, high=4.0, original=8192)  # Llama 3's, which those do not tell apart
+
+# transformers' keys of a config, and what they are after "llama." or the like.
+_LLAMA_KEYS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+}
+_GPT2_KEYS = {
+    "n_layer": "block_count",
+    "n_embd": "embedding_length",
+    "n_inner": "feed_forward_length",
+    "n_head": "attention.head_count",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    "n_positions": "context_length",
+}
+_KEYS = dict(gpt2=_GPT2_KEYS, llama=_LLAMA_KEYS, qwen2=_LLAMA_KEYS, qwen3=_LLAMA_KEYS)
+
+
+class File:
+    """A GGUF file, memory-mapped; data are read and dequantised one tensor at a time.
+
+    Raises:
+      UserError: no such file, none of GGUF's, cut off, of several parts, of an architecture or with
+        a way of quantising that is not known.
+    """
+
+    def __init__(self, path: epath.Path):
+        self.path = path
+        try:
+            reader = gguf.GGUFReader(path)
+            fields = {name: field.contents() for name, field in reader.fields.items()}
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: there is no such file") from error
+        except Exception as error:  # what is cut off or damaged raises many types
+            raise UserError(
+                f"{path} is no GGUF file, or cut off or damaged ({first_line(error)}): download it "
+                "again"
+            ) from error
+        self.metadata = fields
+        if reader.byte_order != "I":
+            raise UserError(f"{path} is of the other byte order: convert the model again, here")
+        if fields.get("split.count", 1) not in (0, 1):
+            raise UserError(
+                f"{path}: split.count = {fields['split.count']}: merge the parts first "
+                "(llama-gguf-split --merge)"
+            )
+        self.architecture = fields.get("general.architecture")
+        if self.architecture not in list(_KEYS):
+            raise UserError(
+                f"{path}: general.architecture = {self.architecture!r}: must be one of "
+                f"{', '.join(_KEYS)}"
+            )
+        self.tensors = {tensor.name: self._stored(tensor) for tensor in reader.tensors}
+
+    def _stored(self, tensor: gguf.ReaderTensor) -> Stored:
+        _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+        try:
+            gguf.dequantize(np.zeros((1, size), np.uint8), tensor.tensor_type)
+        except NotImplementedError as error:
+            raise UserError(
+                f"{self.path}: {tensor.name} is stored as {tensor.tensor_type.name}, which the "
+                "package gguf does not read: give the file in F16, or another quantisation"
+            ) from error
+        read = lambda: np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        return Stored(shape, "F32", self.path.name, read)
+
+    # -- the config --------------------------------------------------------------------------------
+
+    def options(self) -> Options:
+        """The config, by transformers' keys."""
+        own = f"{self.architecture}."
+        there = {
+            key.removeprefix(own): _shortest(value)
+            for key, value in self.metadata.items()
+            if key.startswith(own)
+        }
+        keys = _KEYS[self.architecture]
+        self._check(there, keys)
+        values = {key: there[name] for key, name in keys.items() if name in there}
+        values |= dict(
+            model_type=self.architecture,
+            vocab_size=self._rows("token_embd.weight"),
+            tie_word_embeddings="output.weight" not in self.tensors,
+        )
+        if self.architecture != "qwen2":
+            values["attention_bias"] = "blk.0.attn_q.bias" in self.tensors
+        if _FREQUENCIES in self.tensors:
+            values["rope_scaling"] = self._scaling(values.get("rope_theta", 10_000.0))
+        names = {key: own + name for key, name in keys.items()}
+        return Options(values, str(self.path), names)
+
+    def _check(self, there: dict, keys: dict[str, str]) -> None:
+        """Raises a UserError for what changes a model in a way that is not known here."""
+        must = {"rope.scaling.type": "none", "attention.causal": True}
+        heads, width = there.get("attention.head_count"), there.get("embedding_length")
+        whole = type(heads) is type(width) is int and heads > 0
+        dim = there.get("attention.key_length", width // heads if whole else None)
+        must |= {"attention.value_length": dim, "rope.dimension_count": dim}
+        if self.architecture == "gpt2":
+            must["attention.head_count_kv"] = heads
+        known = [*keys.values(), *must, "vocab_size"]
+        for name, value in there.items():
+            if name in must and must[name] in (value, None):  # None: `Options` says what is wrong
+                continue
+            if name in must:
+                allowed = f"kvjax has models with {must[name]!r} only"
+            elif name not in known and not name.startswith("rope.scaling."):
+                allowed = f"not known here, and may change the model; known: {', '.join(known)}"
+            else:
+                continue
+            raise UserError(f"{self.path}: {self.architecture}.{name} = {value!r}: {allowed}")
+
+    def _rows(self, name: str) -> int | None:
+        return self.tensors[name].shape[0] if name in self.tensors else None
+
+    def _scaling(self, base: float) -> dict:
+        """Llama 3's scaling of RoPE, of which the file has only the result."""
+        divisors = self.tensors[_FREQUENCIES].read()
+        factor = _shortest(float(divisors.max()))
+        dim = 2 * len(divisors)
+        scaled = rope.frequencies(dim, rope.Llama3(base, factor, **_SCALING))
+        if not np.allclose(rope.frequencies(dim, base) / scaled, divisors, rtol=1e-4, atol=0):
+            raise UserError(
+                f"{self.path}: {_FREQUENCIES} is not Llama 3's scaling with factor {factor:g}, and "
+                f"{_SCALING}: kvjax has no other"
+            )
+        return dict(
+            rope_type="llama3",
+            factor=factor,
+            low_freq_factor=_SCALING["low"],
+            high_freq_factor=_SCALING["high"],
+            original_max_position_embeddings=_SCALING["original"],
+        )
+
+    def family(self) -> Family:
+        """The family, with the names and layouts that its tensors have in GGUF.
+
+        Matrices are [out, in]. Only llama's queries and keys have interleaved pairs.
+        """
+        family = FAMILIES[self.architecture]
+        by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+        names = gguf.get_tensor_name_map(by_name[self.architecture], 1)
+        rules = []
+        for rule in family.rules:
+            name = names.get_name(rule.tensor.format(i=0), try_suffixes=(".weight", ".bias"))
+            if name is None:  # llama has no norms of queries and keys
+                continue
+            rotated = rule.weights[0][-1] in ("query", "base_key", "query_bias", "base_key_bias")
+            layout = dict(transposed=True, interleaved=rotated and self.architecture == "llama")
+            tensor = name.replace("blk.0.", "blk.{i}.")
+            rules.append(dataclasses.replace(rule, tensor=tensor, **layout))
+        return dataclasses.replace(family, rules=tuple(rules), prefix="", buffers=r"rope_freqs\..*")
+
+    # -- the tokenizer -----------------------------------------------------------------------------
+
+    def tokenizer_json(self) -> str:
+        """The tokenizer in the format of `tokenizer.json`.
+
+        Raises:
+          UserError: it is no byte-level BPE, or splits words in a way that is not known.
+        """
+        get = lambda key: self.metadata.get(f"tokenizer.ggml.{key}")
+        if get("model") != "gpt2":
+            raise UserError(
+                f"{self.path}: tokenizer.ggml.model = {get('model')!r}: must be 'gpt2', a "
+                "byte-level BPE"
+            )
+        if get("pre") not in list(_PRE_TOKENIZERS):
+            raise UserError(
+                f"{self.path}: tokenizer.ggml.pre = {get('pre')!r}: how it splits a text into words"
+                f" is not known here; known: {', '.join(_PRE_TOKENIZERS)}"
+            )
+        tokens, merges = get("tokens") or [], get("merges") or []
+        kinds = get("token_type") or [gguf.TokenType.NORMAL] * len(tokens)
+        try:
+            numbered = [
+                (token, i, kind)
+                for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+                # A row of the embedding that no token has.
+                if not (kind == gguf.TokenType.UNUSED and token == f"[PAD{i}]")
+            ]
+            backend = tokenizers.Tokenizer(
+                tokenizers.models.BPE(
+                    vocab={token: i for token, i, _ in numbered},
+                    merges=[tuple(merge.split(" ", 1)) for merge in merges],
+                    ignore_merges=get("pre") == "llama-bpe",
+                )
+            )
+            for token, _, kind in numbered:
+                added = tokenizers.AddedToken(token, normalized=False)
+                if kind == gguf.TokenType.CONTROL:
+                    backend.add_special_tokens([added])
+                elif kind == gguf.TokenType.USER_DEFINED:
+                    backend.add_tokens([added])
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(
+                f"{self.path}: tokenizer.ggml.tokens, .token_type and .merges are no BPE "
+                f"({first_line(error)}): download the file again"
+            ) from error
+        backend.pre_tokenizer = _PRE_TOKENIZERS[get("pre")]
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        return backend.to_str()
+
+    @property
+    def chat_template(self) -> str | None:
+        found = self.metadata.get("tokenizer.chat_template")
+        return found if isinstance(found, str) else None
+
+    @property
+    def bos_token(self) -> str | None:
+        """The text of the token that opens a document, if the file names one."""
+        tokens = dict(enumerate(self.metadata.get("tokenizer.ggml.tokens") or []))
+        return tokens.get(self.metadata.get("tokenizer.ggml.bos_token_id"))
+
+
+def _shortest(value):
+    """A float32 as the number that it was written as: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _pre_tokenizer(first: tokenizers.pre_tokenizers.PreTokenizer | None):
+    """Bytes, after a first step; without one, or after digits, words as in GPT-2."""
+    steps = tokenizers.pre_tokenizers
+    split = isinstance(first, steps.Split)
+    last = steps.ByteLevel(add_prefix_space=False, use_regex=not split)
+    return last if first is None else steps.Sequence([first, last])
+
+
+def _split(pattern: str) -> tokenizers.pre_tokenizers.Split:
+    return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+
+
+_PRE_TOKENIZERS = {
+    "gpt-2": _pre_tokenizer(None),
+    "llama-bpe": _pre_tokenizer(_split(_LLAMA3_SPLIT)),
+    "qwen2": _pre_tokenizer(_split(_QWEN2_SPLIT)),
+    "smollm": _pre_tokenizer(tokenizers.pre_tokenizers.Digits(individual_digits=True)),
+}

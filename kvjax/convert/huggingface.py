@@ -1,0 +1,274 @@
+"""A model as one of transformers' families: which one has it, its config.json, its tensors.
+
+A family is asked for the config that comes nearest to the model, and that config is read as any
+published one is: where it then means another model, those keys are what the family does not have.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import tokenizers
+
+from kvjax.convert import rules as rules_lib
+from kvjax.convert.architectures import FAMILIES
+from kvjax.convert.architectures import Options
+from kvjax.convert.dense import Dense
+from kvjax.convert.into_folder import Plan
+from kvjax.convert.into_folder import Tensor
+from kvjax.convert.model import Model
+from kvjax.convert.rules import Rule
+from kvjax.data import manifest
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.foundation.errors import UserError
+from kvjax.model.config import TransformerConfig
+
+DTYPES = dict(F32="float32", F16="float16", BF16="bfloat16")  # as transformers has safetensors'
+# By the token that opens a document, in the order in which kvjax looks for one: what ends it.
+_ENDS = {
+    tokenizer_lib.BOS: tokenizer_lib.BOS,
+    "<|begin_of_text|>": "<|end_of_text|>",
+    "<bos>": "<eos>",
+    "<s>": "</s>",
+    "<|endoftext|>": "<|endoftext|>",
+}
+
+
+def plan(model: Model, dtype: str) -> Plan:
+    """The folder of a model of the family that computes it, its factors multiplied out.
+
+    Args:
+      dtype: of the tensors, by safetensors' name.
+
+    Raises:
+      UserError: no family computes it: the config's keys, and the values that the nearest one has.
+    """
+    dense = Dense(model)
+    kind, config = _family(dense.transformer, dense.context)
+    bos, eos = _document_tokens(dense.tokenizer_json)
+    ids = {name: token and token[1] for name, token in (("bos", bos), ("eos", eos))}
+    config = config | dict(
+        architectures=[_CLASSES[kind]],
+        dtype=DTYPES[dtype],
+        torch_dtype=DTYPES[dtype],  # transformers 4
+        bos_token_id=ids["bos"],
+        eos_token_id=ids["eos"],
+        pad_token_id=None,
+    )
+    about = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token=bos and bos[0],
+        eos_token=eos and eos[0],
+        model_max_length=dense.context,
+        clean_up_tokenization_spaces=False,
+    )
+    if dense.chat_template is not None:
+        about["chat_template"] = dense.chat_template
+    return Plan(
+        title=_CLASSES[kind],
+        transformer=dense.transformer,
+        tensors=_tensors(dense, kind),
+        files={
+            "config.json": json.dumps(config, indent=2) + "\n",
+            "tokenizer_config.json": json.dumps(about, indent=2) + "\n",
+            manifest.TOKENIZER: _tokenizer(dense.tokenizer_json, bos),
+        },
+    )
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def _tensors(model: Model, kind: str) -> dict[str, Tensor]:
+    """By published name, layer after layer."""
+    weights = rules_lib.weights_of(model.transformer)
+    rules = [rule for rule in FAMILIES[kind].rules if all(p in weights for p in rule.weights)]
+    assert {path for rule in rules for path in rule.weights} == weights.keys()
+
+    def read(rule: Rule, layer: int | None) -> np.ndarray:
+        arrays = [model.read(path, layer) for path in rule.weights]
+        return rules_lib.to_tensor(rule, arrays, [weights[path] for path in rule.weights])
+
+    tensors = {}
+    for layer in (None, *range(model.transformer.block.num_layers)):
+        for rule in rules:
+            if rule.in_block == (layer is not None):
+                shape = rules_lib.tensor_shape(rule, [weights[path] for path in rule.weights])
+                name = rule.tensor.format(i=layer)
+                tensors[name] = Tensor(shape, functools.partial(read, rule, layer))
+    return tensors
+
+
+# -- configs ---------------------------------------------------------------------------------------
+
+
+def _gpt2(c: TransformerConfig, context: int) -> dict:
+    del context  # it has a row for each position
+    names = dict(gelu="gelu_new", gelu_exact="gelu")
+    return dict(
+        n_layer=c.block.num_layers,
+        n_embd=c.block.d_model,
+        n_head=c.mechanisms[0].num_heads,
+        n_inner=c.block.mlp_dim,
+        n_positions=c.block.max_positions,
+        layer_norm_epsilon=c.block.norm_epsilon,
+        activation_function=names.get(c.block.activation, "gelu_new"),
+        tie_word_embeddings=c.block.tied_head,
+        vocab_size=c.vocab_size,
+    )
+
+
+def _rotated(c: TransformerConfig, context: int, **own) -> dict:
+    """What models with RMSNorm and RoPE have in common."""
+    block, mechanism = c.block, c.mechanisms[0]
+    scaling = None
+    if block.rope_factor != 1:
+        scaling = dict(
+            rope_type="llama3",
+            factor=block.rope_factor,
+            low_freq_factor=block.rope_low,
+            high_freq_factor=block.rope_high,
+            original_max_position_embeddings=block.rope_original,
+        )
+    angles = (scaling or dict(rope_type="default")) | dict(rope_theta=block.rope_base)
+    return dict(
+        hidden_size=block.d_model,
+        intermediate_size=block.mlp_dim,
+        num_hidden_layers=block.num_layers,
+        num_attention_heads=mechanism.num_heads,
+        num_key_value_heads=mechanism.num_kv_heads,
+        head_dim=mechanism.key_dim,
+        max_position_embeddings=context,
+        rms_norm_eps=block.norm_epsilon,
+        tie_word_embeddings=block.tied_head,
+        vocab_size=c.vocab_size,
+        rope_parameters=angles,
+        rope_theta=block.rope_base,  # transformers 4 has these two
+        rope_scaling=scaling,
+        **own,
+    )
+
+
+def _llama(c: TransformerConfig, context: int) -> dict:
+    return _rotated(c, context, hidden_act="silu", attention_bias=c.mechanisms[0].bias)
+
+
+def _mistral(c: TransformerConfig, context: int) -> dict:
+    return _rotated(c, context, hidden_act="silu", sliding_window=c.block.window or None)
+
+
+def _window(c: TransformerConfig) -> dict:
+    """Qwen's, in all layers or in none."""
+    on = bool(c.block.window)
+    first = 0 if on else c.block.num_layers
+    return dict(
+        use_sliding_window=on, sliding_window=c.block.window or None, max_window_layers=first
+    )
+
+
+def _qwen2(c: TransformerConfig, context: int) -> dict:
+    return _rotated(c, context, hidden_act="silu", **_window(c))
+
+
+def _qwen3(c: TransformerConfig, context: int) -> dict:
+    return _llama(c, context) | _window(c)
+
+
+def _nanochat(c: TransformerConfig, context: int) -> dict:
+    names = dict(gelu="gelu_new", gelu_exact="gelu")
+    return _rotated(
+        c,
+        context,
+        hidden_act=names.get(c.block.activation, "relu2"),
+        final_logit_softcapping=c.block.logit_softcap or None,
+        attention_bias=c.mechanisms[0].bias,
+    )
+
+
+_WRITERS: dict[str, Callable[[TransformerConfig, int], dict]] = dict(
+    gpt2=_gpt2, llama=_llama, mistral=_mistral, qwen2=_qwen2, qwen3=_qwen3, nanochat=_nanochat
+)
+_CLASSES = dict(
+    gpt2="GPT2LMHeadModel",
+    llama="LlamaForCausalLM",
+    mistral="MistralForCausalLM",
+    qwen2="Qwen2ForCausalLM",
+    qwen3="Qwen3ForCausalLM",
+    nanochat="NanoChatForCausalLM",
+)
+
+
+def _family(model: TransformerConfig, context: int) -> tuple[str, dict]:
+    """The first family that has a model, by its model_type, and the config that says so."""
+    found = []
+    for kind, writer in _WRITERS.items():
+        config = dict(model_type=kind) | writer(model, context)
+        try:
+            meant = FAMILIES[kind].sections(Options(config, "config.json")).transformer
+        except UserError:  # as heads that do not divide the width, in GPT-2
+            continue
+        found.append((_differences(model, meant), kind, config))
+    differences, kind, config = min(found, key=lambda one: len(one[0]))
+    if differences:
+        keys = "; ".join(differences)
+        raise UserError(f"{keys}, as {_CLASSES[kind]} has it, the nearest of transformers' models")
+    return kind, config
+
+
+def _differences(model: TransformerConfig, meant: TransformerConfig) -> list[str]:
+    """What must change for a model to be another one: keys, values, and what is allowed."""
+    ours, theirs = _keys(model), _keys(meant)
+    return [
+        f"{key} = {value!r}: must be {theirs[key]!r}"
+        for key, value in ours.items()
+        if key in theirs and theirs[key] != value
+    ]
+
+
+def _keys(config: TransformerConfig) -> dict:
+    """The keys of a dense model by which its layers compute; not those that do nothing there."""
+    block, mechanism = config.block, config.mechanisms[0]
+    idle = {"attention.num_bases", "attention.residual_init", "attention.rope"}
+    angles = {f"model.rope_{key}" for key in ("low", "high", "original")}
+    if block.positions != "rope":
+        idle |= angles | {"model.rope_base", "model.rope_factor"}
+    elif block.rope_factor == 1:
+        idle |= angles
+    if block.positions != "learned":
+        idle.add("model.max_positions")
+    if not mechanism.bias:
+        idle.add("attention.out_bias")
+    if mechanism.qk_norm == "none":
+        idle.add("attention.norm_epsilon")
+    sections = dict(model=dataclasses.asdict(block), attention=dataclasses.asdict(mechanism))
+    keys = {f"{name}.{key}": v for name, section in sections.items() for key, v in section.items()}
+    return {f"config.{key}": value for key, value in keys.items() if key not in idle}
+
+
+# -- tokenizers ------------------------------------------------------------------------------------
+
+Token = tuple[str, int] | None  # its text and id
+
+
+def _document_tokens(tokenizer_json: str) -> tuple[Token, Token]:
+    """The tokens that open and end a document."""
+    added = json.loads(tokenizer_json)["added_tokens"]
+    ids = {token["content"]: token["id"] for token in added if token["special"]}
+    bos = next((name for name in _ENDS if name in ids), None)
+    if bos is None:
+        return None, None
+    eos = _ENDS[bos] if _ENDS[bos] in ids else bos
+    return (bos, ids[bos]), (eos, ids[eos])
+
+
+def _tokenizer(tokenizer_json: str, bos: Token) -> str:
+    """tokenizer.json; of kvjax's own it puts BOS before a text, as every document had it."""
+    if bos is None or bos[0] != tokenizer_lib.BOS or json.loads(tokenizer_json)["post_processor"]:
+        return tokenizer_json
+    backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{bos[0]} $A", pair=f"{bos[0]} $A $B", special_tokens=[bos]
+    )
+    return backend.to_str(pretty=False)

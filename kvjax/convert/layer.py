@@ -1,0 +1,179 @@
+"""The attention weights of one layer as they are converted: in float64, each bias as a last row.
+
+What leaves softmax attention unchanged is free: rotations and scales between keys and queries, and
+between values and outputs. Conversions choose it (`balanced`), and drop biases that do nothing.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from kvjax.attention.grouped import GroupedConfig
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.convert.factors import einsum
+from kvjax.foundation.errors import UserError
+
+# Directions in which queries or outputs are weaker than this share of the strongest are held to it.
+_FLOOR = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer of MHA, GQA or MQA; E is D, and one more where there are biases.
+
+    Attributes:
+      key_norm: of queries and keys, see `GroupedConfig.qk_norm`; with a gain, both gains [H].
+      rope: whether keys are rotated.
+    """
+
+    query_ENH: np.ndarray
+    key_EKH: np.ndarray
+    value_EKH: np.ndarray
+    out_NHD: np.ndarray
+    out_bias_D: np.ndarray | None
+    gains: dict[str, np.ndarray]  # query_norm, key_norm
+    qk_norm: str
+    rope: bool
+
+    @property
+    def has_biases(self) -> bool:
+        return self.query_ENH.shape[0] > self.out_NHD.shape[-1]
+
+    def inner(self) -> np.ndarray:
+        """[E, E] second moment of inputs of which nothing is known: all channels count alike."""
+        return np.eye(self.query_ENH.shape[0])
+
+
+def check(mechanisms: Sequence[MechanismConfig]) -> None:
+    """Raises a UserError unless all are MHA, GQA or MQA with keys and values of their own."""
+    for config in mechanisms:
+        plain = isinstance(config, GroupedConfig) and config.rank == 0 and config.tie == "none"
+        if not plain or config.num_bases != config.num_kv_heads or config.position_channels:
+            raise UserError(
+                "only MHA, GQA and MQA are converted: config.attention must be of kind 'grouped', "
+                "with rank 0, a base for each KV head, tie 'none' and no position_channels"
+            )
+
+
+def read(weights: dict, config: GroupedConfig, *, rope: bool) -> Layer:
+    """The layer of an `Attention`'s weights, as a pure dict of one layer."""
+    inner = weights["mechanism"]
+
+    def rows(name):
+        w = np.asarray(inner[name], np.float64)
+        if not config.bias:
+            return w
+        return np.concatenate([w, np.asarray(inner[f"{name}_bias"], np.float64)[None]])
+
+    bias = weights.get("out_bias")
+    return Layer(
+        query_ENH=rows("query"),
+        key_EKH=rows("base_key"),
+        value_EKH=rows("base_value"),
+        out_NHD=np.asarray(weights["out"], np.float64),
+        out_bias_D=None if bias is None else np.asarray(bias, np.float64),
+        gains={
+            name: np.asarray(inner[name]["gain"], np.float64)
+            for name in ("query_norm", "key_norm")
+            if config.qk_norm == "rms_gain"
+        },
+        qk_norm=config.qk_norm,
+        rope=rope,
+    )
+
+
+def without_idle_biases(layer: Layer) -> Layer:
+    """The same attention with no bias on values, nor on keys where that changes no probability.
+
+    Probabilities sum to 1, so a value's bias goes through to the output's. A key's bias adds the
+    same to all logits of a query, unless RoPE turns it or a norm follows.
+    """
+    if not layer.has_biases:
+        return layer
+    values, keys = layer.value_EKH.copy(), layer.key_EKH.copy()
+    share = layer.out_NHD.shape[0] // values.shape[1]
+    constant_NH = np.repeat(values[-1], share, axis=0)
+    out_bias_D = einsum("NH,NHD->D", constant_NH, layer.out_NHD)
+    if layer.out_bias_D is not None:
+        out_bias_D = out_bias_D + layer.out_bias_D
+    values[-1] = 0
+    if not layer.rope and layer.qk_norm == "none":
+        keys[-1] = 0
+    return dataclasses.replace(layer, value_EKH=values, key_EKH=keys, out_bias_D=out_bias_D)
+
+
+def balanced(layer: Layer, moment_EE: np.ndarray) -> Layer:
+    """The same attention, scaled so that an error of a key or a value counts alike in all channels.
+
+    Queries of a KV head have a unit second moment, and its output projections a unit Gram matrix:
+    the squared error of a key is then that of its logits, and of a value that of the output, each
+    in the mean. Under RoPE channels are scaled in pairs. Keys that are normed are left as they are.
+
+    Args:
+      moment_EE: second moment of the layer's inputs.
+    """
+    K = layer.key_EKH.shape[1]
+    query_EKGH = _by_kv_head(layer.query_ENH, K, axis=1)
+    out_KGHD = _by_kv_head(layer.out_NHD, K, axis=0)
+    key_EKH, value_EKH = layer.key_EKH, layer.value_EKH
+    if layer.qk_norm == "none":
+        inputs = einsum("EF,FKGH->EKGH", moment_EE, query_EKGH)
+        moment_KHH = einsum("EKGH,EKGI->KHI", query_EKGH, inputs)
+        root, inverse = _roots(_commuting(moment_KHH) if layer.rope else moment_KHH)
+        key_EKH = einsum("EKH,KHI->EKI", key_EKH, root)
+        query_EKGH = einsum("EKGH,KHI->EKGI", query_EKGH, inverse)
+    root, inverse = _roots(einsum("KGHD,KGID->KHI", out_KGHD, out_KGHD))
+    value_EKH = einsum("EKH,KHI->EKI", value_EKH, root)
+    out_KGHD = einsum("KHI,KGID->KGHD", inverse, out_KGHD)
+    return dataclasses.replace(
+        layer,
+        query_ENH=query_EKGH.reshape(layer.query_ENH.shape),
+        key_EKH=key_EKH,
+        value_EKH=value_EKH,
+        out_NHD=out_KGHD.reshape(layer.out_NHD.shape),
+    )
+
+
+def turned(layer: Layer, key_KHH: np.ndarray | None, value_KHH: np.ndarray | None) -> Layer:
+    """The same attention with keys and queries, and values and outputs, turned by rotations.
+
+    Args:
+      key_KHH, value_KHH: an orthogonal matrix for each KV head, of keys one that commutes with RoPE
+        where there is RoPE; None: none.
+    """
+    K = layer.key_EKH.shape[1]
+    changes = {}
+    if key_KHH is not None:
+        query_EKGH = _by_kv_head(layer.query_ENH, K, axis=1)
+        query_EKGH = einsum("EKGH,KHI->EKGI", query_EKGH, key_KHH)
+        changes["query_ENH"] = query_EKGH.reshape(layer.query_ENH.shape)
+        changes["key_EKH"] = einsum("EKH,KHI->EKI", layer.key_EKH, key_KHH)
+    if value_KHH is not None:
+        out_KGHD = _by_kv_head(layer.out_NHD, K, axis=0)
+        out_KGHD = einsum("KHI,KGHD->KGID", value_KHH, out_KGHD)
+        changes["out_NHD"] = out_KGHD.reshape(layer.out_NHD.shape)
+        changes["value_EKH"] = einsum("EKH,KHI->EKI", layer.value_EKH, value_KHH)
+    return dataclasses.replace(layer, **changes)
+
+
+def _by_kv_head(x: np.ndarray, K: int, axis: int) -> np.ndarray:
+    """The axis of query heads as two: KV heads, and the query heads of each."""
+    shape = x.shape
+    return x.reshape(*shape[:axis], K, shape[axis] // K, *shape[axis + 1 :])
+
+
+def _commuting(moment_KHH: np.ndarray) -> np.ndarray:
+    """What of second moments is left in the mean over rotations by RoPE: a number for each pair."""
+    diagonal_K2F = einsum("KHH->KH", moment_KHH).reshape(len(moment_KHH), 2, -1)
+    pair_KF = diagonal_K2F.mean(axis=1)
+    return np.concatenate([pair_KF, pair_KF], axis=-1)[:, :, None] * np.eye(moment_KHH.shape[-1])
+
+
+def _roots(moment_KHH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[K, H, H] symmetric square roots and their inverses."""
+    values_KH, vectors_KHI = np.linalg.eigh(moment_KHH)
+    values_KH = np.maximum(values_KH, _FLOOR**2 * values_KH.max(axis=-1, keepdims=True))
+    values_KH = np.sqrt(np.maximum(values_KH, np.finfo(np.float64).tiny))
+    spread = lambda scale_KH: einsum("KHI,KI,KJI->KHJ", vectors_KHI, scale_KH, vectors_KHI)
+    return spread(values_KH), spread(1 / values_KH)

@@ -1,0 +1,293 @@
+"""The methods of conversion: what becomes of one layer's attention.
+
+Thin keys (sections 2.3 and 3.5): keys of low rank, their latents cached, per head or of all heads
+together. LRKV: a base that KV heads share and a low-rank residual for each. Both have three
+objectives: the error of the `weights`, as in the papers; of keys and values on `inputs` of
+calibration text; of logits and `outputs` on it.
+"""
+
+import dataclasses
+from typing import NamedTuple
+from typing import Protocol
+
+import numpy as np
+
+from kvjax.attention.factored import FactoredConfig
+from kvjax.attention.grouped import GroupedConfig
+from kvjax.convert import factors
+from kvjax.convert import layer as layer_lib
+from kvjax.convert.factors import einsum
+from kvjax.convert.layer import Layer
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+
+OBJECTIVES = ("weights", "inputs", "outputs")
+MODES = ("per_head", "joint")
+PARTS = ("key", "query", "both", "value", "key_value")
+
+
+class Converted(NamedTuple):
+    """The attention of one layer in its new form."""
+
+    weights: dict  # of `kvjax.attention.Attention`, float64
+    errors: dict[str, float]  # by "query", "key" and "value": share of the energy lost
+
+
+class Method(Protocol):
+    """A way to convert one layer."""
+
+    objective: str  # one of OBJECTIVES
+
+    def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig | FactoredConfig:
+        """The new mechanism of a layer; a UserError for ranks and such that cannot be."""
+
+    def spectrum(self, layer: Layer, moment_EE: np.ndarray) -> np.ndarray:
+        """The share of a layer's energy that each rank keeps beside those before: descending."""
+
+    def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
+        """The layer's weights in the new form.
+
+        Args:
+          moment_EE: second moment of its inputs, with a last row and column for the biases' 1 where
+            there are biases; for the objective "weights" the identity.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class ThinKeys:
+    """Keys of low rank, or keys and values; values or queries alone, or both queries and keys, as
+    controls.
+
+    Attributes:
+      rank: channels of a latent: of each KV head, or with mode "joint" of all.
+      part: what is of low rank. Queries are not cached: theirs are multiplied out again.
+      absorb: second factors are folded into other weights for good where nothing stands between:
+        those of a head's keys into the queries, of its values into the output. Not where ranks
+        differ by layer, and with them the channels of a key.
+      value_rank: of values where keys are of low rank too; 0: as `rank`.
+    """
+
+    rank: int
+    mode: str = "per_head"
+    part: str = "key"
+    objective: str = "outputs"
+    absorb: bool = True
+    value_rank: int = 0
+
+    def __post_init__(self):
+        one_of("mode", self.mode, MODES)
+        one_of("part", self.part, PARTS)
+        one_of("objective", self.objective, OBJECTIVES)
+
+    def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig | FactoredConfig:
+        ranks = dict(key=self._key_rank, value=self._value_rank)
+        dims = dict(key=config.key_dim, value=config.value_dim)
+        checked = dict(key=self.rank) if self.part == "query" else ranks
+        for part, rank in checked.items():
+            if rank is not None:
+                self._check(rank, dims[part], config.num_kv_heads, of_values=part == "value")
+        common = _common(config)
+        folds = self._folds(config.qk_norm, rope)
+        for part, rank in ranks.items():
+            if rank is not None and folds[part]:
+                common[f"{part}_dim"], ranks[part] = rank, None
+        if ranks["key"] is None and ranks["value"] is None:
+            return GroupedConfig(**common, num_bases=config.num_kv_heads, rank=0)
+        latents = self._latents(config.num_kv_heads)
+        given = {f"{part}_rank": rank or 0 for part, rank in ranks.items()}
+        return FactoredConfig(**common, num_latents=latents, **given)
+
+    def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
+        layer = layer_lib.without_idle_biases(layer)
+        if self.objective == "outputs" and self.part not in ("query", "both"):
+            layer = layer_lib.balanced(layer, moment_EE)
+        errors, expand = {}, {}
+
+        def low_rank(name: str, w_EKH: np.ndarray, rank: int) -> factors.Factors:
+            latents = self._latents(w_EKH.shape[1])
+            found = factors.low_rank(w_EKH, rank, moment_EE, latents=latents)
+            errors[name] = found.error
+            return found
+
+        folds = self._folds(layer.qk_norm, layer.rope)
+        if self.part in ("query", "both"):
+            multiplied = _multiplied(low_rank("query", layer.query_ENH, self.rank))
+            layer = dataclasses.replace(layer, query_ENH=multiplied)
+        if self._key_rank is not None:
+            found = low_rank("key", layer.key_EKH, self._key_rank)
+            layer = dataclasses.replace(layer, key_EKH=found.latent_EJR)
+            if folds["key"]:
+                layer = _folded_into_queries(layer, found.expand_KRH)
+            else:
+                expand["expand_key"] = found.expand_KRH
+        if self._value_rank is not None:
+            found = low_rank("value", layer.value_EKH, self._value_rank)
+            layer = dataclasses.replace(layer, value_EKH=found.latent_EJR)
+            if folds["value"]:
+                layer = _folded_into_outputs(layer, found.expand_KRH)
+            else:
+                expand["expand_value"] = found.expand_KRH
+        names = dict(query=layer.query_ENH, base_key=layer.key_EKH, base_value=layer.value_EKH)
+        if expand:
+            names = dict(query=layer.query_ENH, key=layer.key_EKH, value=layer.value_EKH)
+        return Converted(_weights(layer, names, **expand), errors)
+
+    @property
+    def _key_rank(self) -> int | None:
+        """Of keys, where they are of low rank."""
+        return self.rank if self.part in ("key", "both", "key_value") else None
+
+    @property
+    def _value_rank(self) -> int | None:
+        """Of values, where they are."""
+        if self.part == "key_value":
+            return self.value_rank or self.rank
+        return self.rank if self.part == "value" else None
+
+    def _check(self, rank: int, dim: int, kv_heads: int, *, of_values: bool) -> None:
+        most = dim * kv_heads // self._latents(kv_heads)
+        if not 1 <= rank <= most:
+            key = "value_rank" if of_values and self.value_rank else "rank"
+            of = f"a head of {dim} channels" if self.mode == "per_head" else f"{most} in all heads"
+            raise UserError(f"{key} = {rank}: must lie in [1, {most}], {of}")
+
+    def spectrum(self, layer: Layer, moment_EE: np.ndarray) -> np.ndarray:
+        layer = layer_lib.without_idle_biases(layer)
+        if self.objective == "outputs" and self.part not in ("query", "both"):
+            layer = layer_lib.balanced(layer, moment_EE)
+        parts = dict(query=[layer.query_ENH], value=[layer.value_EKH])
+        parts["key_value"] = [layer.key_EKH, layer.value_EKH]
+        shares = []
+        for w_EKH in parts.get(self.part, [layer.key_EKH]):
+            latents = self._latents(w_EKH.shape[1])
+            energy_JC = factors.energies(w_EKH, moment_EE, latents=latents)
+            shares.append(energy_JC.sum(axis=0) / energy_JC.sum())
+        most = min(map(len, shares))
+        return np.mean([share[:most] for share in shares], axis=0)
+
+    def _latents(self, heads: int) -> int:
+        return heads if self.mode == "per_head" else 1
+
+    def _folds(self, qk_norm: str, rope: bool) -> dict[str, bool]:
+        """Whether the second factors of keys and of values are folded into other weights."""
+        per_head = self.absorb and self.mode == "per_head"
+        return dict(key=per_head and not rope and qk_norm == "none", value=per_head)
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankKV:
+    """LRKV: bases that KV heads share, and a residual of low rank for each.
+
+    Attributes:
+      rank: R of the residuals.
+      bases: J, which divides the KV heads.
+      align: turn heads towards each other first, as far as attention stays the same.
+    """
+
+    rank: int
+    bases: int = 1
+    objective: str = "outputs"
+    align: bool = True
+
+    def __post_init__(self):
+        one_of("objective", self.objective, OBJECTIVES)
+
+    def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig:
+        most = min(config.key_dim, config.value_dim)
+        if not 0 <= self.rank <= most:
+            raise UserError(f"rank = {self.rank}: must lie in [0, {most}], the channels of a head")
+        kv_heads = config.num_kv_heads
+        if self.bases < 1 or kv_heads % self.bases:
+            raise UserError(f"bases = {self.bases}: must divide the {kv_heads} KV heads")
+        shape = dict(num_bases=self.bases, rank=self.rank, latent_bias=config.bias)
+        return GroupedConfig(**_common(config), **shape)
+
+    def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
+        layer = layer_lib.without_idle_biases(layer)
+        if self.objective == "outputs":
+            layer = layer_lib.balanced(layer, moment_EE)
+        find = lambda w_EKH, turns: factors.base_and_residual(
+            w_EKH, self.rank, moment_EE, bases=self.bases, turns=turns
+        )
+        key = find(layer.key_EKH, self._key_turns(layer))
+        value = find(layer.value_EKH, "all" if self.align else "none")
+        layer = layer_lib.turned(layer, key.turn_KHH, value.turn_KHH)
+        names = dict(query=layer.query_ENH, base_key=key.base_EJH, base_value=value.base_EJH)
+        expand = {}
+        if self.rank:
+            names |= dict(latent_key=key.latent_EKR, latent_value=value.latent_EKR)
+            expand = dict(expand_key=key.expand_KRH, expand_value=value.expand_KRH)
+        errors = dict(key=key.error, value=value.error)
+        return Converted(_weights(layer, names, **expand), errors)
+
+    def spectrum(self, layer: Layer, moment_EE: np.ndarray) -> np.ndarray:
+        """Of what bases without residuals leave, keys and values counting alike."""
+        layer = layer_lib.without_idle_biases(layer)
+        if self.objective == "outputs":
+            layer = layer_lib.balanced(layer, moment_EE)
+        shares = 0.0
+        sides = ((layer.key_EKH, self._key_turns(layer)), (layer.value_EKH, "all"))
+        for w_EKH, turns in sides:
+            options = dict(bases=self.bases, turns=turns if self.align else "none")
+            found = factors.base_and_residual(w_EKH, 0, moment_EE, **options)
+            base_EKH = np.repeat(found.base_EJH, w_EKH.shape[1] // self.bases, axis=1)
+            gap_EKH = einsum("EKH,KHI->EKI", w_EKH, found.turn_KHH) - base_EKH
+            left_KH = factors.energies(gap_EKH, moment_EE, latents=w_EKH.shape[1])
+            total = factors.energies(w_EKH, moment_EE, latents=w_EKH.shape[1]).sum()
+            shares = shares + left_KH.sum(axis=0) / total / 2
+        return shares
+
+    def _key_turns(self, layer: Layer) -> str:
+        """What turns of keys leave logits as they are."""
+        if not self.align or layer.qk_norm == "rms_gain":
+            return "none"
+        return "pairs" if layer.rope else "all"
+
+
+def _multiplied(found: factors.Factors) -> np.ndarray:
+    """[E, K, H] of factors."""
+    E, J, R = found.latent_EJR.shape
+    expand_JKRH = found.expand_KRH.reshape(J, -1, R, found.expand_KRH.shape[-1])
+    whole_EJKH = einsum("EJR,JKRH->EJKH", found.latent_EJR, expand_JKRH)
+    return whole_EJKH.reshape(E, -1, whole_EJKH.shape[-1])
+
+
+def _folded_into_queries(layer: Layer, expand_KRH: np.ndarray) -> Layer:
+    """Thin keys: queries in the space of the keys' latents (thin keys, eq. 12).
+
+    Logits stay divided by the root of the channels that there were.
+    """
+    E, N, H = layer.query_ENH.shape
+    K, R, _ = expand_KRH.shape
+    query_EKGH = layer.query_ENH.reshape(E, K, N // K, H)
+    query_EKGR = einsum("EKGH,KRH->EKGR", query_EKGH, expand_KRH) * (R / H) ** 0.5
+    return dataclasses.replace(layer, query_ENH=query_EKGR.reshape(E, N, R))
+
+
+def _folded_into_outputs(layer: Layer, expand_KRH: np.ndarray) -> Layer:
+    """Values are their latents, and the output's projection reads those."""
+    N, H, D = layer.out_NHD.shape
+    K, R, _ = expand_KRH.shape
+    out_KGHD = layer.out_NHD.reshape(K, N // K, H, D)
+    out_KGRD = einsum("KRH,KGHD->KGRD", expand_KRH, out_KGHD)
+    return dataclasses.replace(layer, out_NHD=out_KGRD.reshape(N, R, D))
+
+
+def _common(config: GroupedConfig) -> dict:
+    """What a new mechanism's config has of the old one's; biases of values go to the output."""
+    keys = ("num_heads", "num_kv_heads", "key_dim", "value_dim", "qk_norm", "bias", "norm_epsilon")
+    return {key: getattr(config, key) for key in keys}
+
+
+def _weights(layer: Layer, names: dict[str, np.ndarray], **expand: np.ndarray) -> dict:
+    """An `Attention`'s weights from projections with biases as last rows, and what has none."""
+    inner = dict(expand)
+    for name, w in names.items():
+        inner[name] = w[:-1] if layer.has_biases else w
+        if layer.has_biases:
+            inner[f"{name}_bias"] = w[-1]
+    inner |= {name: dict(gain=gain_H) for name, gain_H in layer.gains.items()}
+    weights = dict(out=layer.out_NHD, mechanism=inner)
+    if layer.out_bias_D is not None:
+        weights["out_bias"] = layer.out_bias_D
+    return weights

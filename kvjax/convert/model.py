@@ -1,0 +1,162 @@
+"""What conversions read and what writers take: a model, one parameter of one layer at a time.
+
+`published.Published` is one of them, `Trained` here is a workdir's, `converted.Converted` what a
+method makes of another one.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Protocol
+
+from etils import epath
+from flax import nnx
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import experiment as experiment_lib
+from kvjax.attention import MECHANISMS
+from kvjax.data import manifest
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from kvjax.model import parameters
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Transformer
+from kvjax.workdir import storage
+from kvjax.workdir import trained
+
+CHAT_TEMPLATE = "chat_template.jinja"
+
+Path = tuple[str | int, ...]  # of a parameter, as in nnx.to_pure_dict(nnx.state(model))
+Parameters = Mapping[Path, tuple[tuple[int, ...], np.dtype]]
+
+
+class Model(Protocol):
+    """Nothing of its weights is in memory but what is asked for.
+
+    Attributes:
+      name: that a user knows it by.
+      transformer: what it computes.
+      context: tokens that it was trained on.
+      tokenizer_json: as in `tokenizer.json`.
+      chat_template: in Jinja, or None.
+    """
+
+    name: str
+    transformer: TransformerConfig
+    context: int
+    tokenizer_json: str
+    chat_template: str | None
+
+    def parameters(self) -> Parameters:
+        """Shape and dtype of every parameter, layers of a segment in front."""
+
+    def read(self, path: Path, layer: int | None = None) -> np.ndarray:
+        """One parameter; of a segment that of one of its layers."""
+
+
+def open(source: str) -> Model:
+    """The model of a workdir, one that `export` wrote, or a published one.
+
+    Raises:
+      UserError: none is there; see `trained.find`, `factored_format` and `published.open`.
+    """
+    path = runtime.path("--source", source)
+    if (path / "config.txt").exists():
+        return Trained(path)
+    from kvjax.convert import factored_format  # whose readers are an extra
+    from kvjax.convert import published
+
+    if factored_format.is_there(path):
+        return factored_format.Factored(path)
+    return published.open(source)
+
+
+class Trained:
+    """The model of a workdir's latest checkpoint."""
+
+    def __init__(self, workdir: epath.Path):
+        found = trained.find(workdir)
+        self.name = found.workdir.name
+        self.transformer = found.experiment.model
+        self.context = found.experiment.data.sequence_length
+        self.tokenizer_json = (found.workdir / manifest.TOKENIZER).read_text()
+        template = found.workdir / CHAT_TEMPLATE
+        self.chat_template = template.read_text() if template.exists() else None
+        self._item = found.checkpoints / str(found.step) / "state"
+        self._shapes = shapes_of(self.transformer)
+        trained.checkpoint.check_parameters(
+            found.checkpoints, found.step, parameters.abstract(self.transformer).shapes
+        )
+
+    def parameters(self) -> Parameters:
+        dtype = lambda path: np.dtype(self._array(path).dtype.numpy_dtype)
+        return {path: (shape, dtype(path)) for path, shape in self._shapes.items()}
+
+    def read(self, path: Path, layer: int | None = None) -> np.ndarray:
+        array = self._array(path)
+        return np.asarray((array if layer is None else array[layer]).read().result())
+
+    def _array(self, path: Path):
+        return storage.array(self._item, ".".join(map(str, ("params", *path))))
+
+
+def shapes_of(config: TransformerConfig) -> dict[Path, tuple[int, ...]]:
+    """The shape of every parameter, layers of a segment in front."""
+    flat = traverse_util.flatten_dict(parameters.abstract(config).shapes)
+    return {path: tuple(x.shape) for path, x in flat.items()}
+
+
+def layer_of(model: Model, index: int) -> tuple[int, int]:
+    """Which segment a layer of a model is in, and which layer of it."""
+    for segment, (_, length) in enumerate(model.transformer.segments):
+        if index < length:
+            return segment, index
+        index -= length
+    raise IndexError(index)
+
+
+def read_layer(model: Model, index: int) -> dict:
+    """The weights of one layer, as a pure dict of a `Block`."""
+    segment, layer = layer_of(model, index)
+    first = ("segments", segment)
+    flat = {path[2:]: model.read(path, layer) for path in model.parameters() if path[:2] == first}
+    return traverse_util.unflatten_dict(flat)
+
+
+def transformer(model: Model) -> Transformer:
+    """The whole model in memory, in float32."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(model.transformer, jax.random.key(0))))
+    flat = {}
+    for path, (shape, _) in model.parameters().items():
+        if path[0] != "segments":
+            flat[path] = np.asarray(model.read(path), np.float32)
+            continue
+        flat[path] = np.empty(shape, np.float32)
+    for segment, (_, length) in enumerate(model.transformer.segments):
+        for layer in range(length):
+            for path, stacked in flat.items():
+                if path[:2] == ("segments", segment):
+                    stacked[layer] = model.read(path, layer)
+    return nnx.merge(graph, jax.tree.map(jnp.asarray, traverse_util.unflatten_dict(flat)))
+
+
+def attention_section(config: TransformerConfig) -> dict:
+    """config.attention of a model, with `layer_ranks` where layers differ in their rank.
+
+    Raises:
+      UserError: layers differ in more than that, which no config describes.
+    """
+    first = config.mechanisms[0]
+    kind = next(name for name, cls in MECHANISMS.items() if cls is type(first))
+    section = dict(kind=kind) | dataclasses.asdict(first)
+    key = experiment_lib.rank_key(first)
+    ranks = () if key is None else tuple(getattr(m, key, None) for m in config.mechanisms)
+    as_first = lambda mechanism: dataclasses.replace(mechanism, **{key: getattr(first, key)})
+    alike = config.mechanisms if key is None else map(as_first, config.mechanisms)
+    if any(mechanism != first for mechanism in alike):
+        raise UserError("layers differ in more than their rank: no config describes them")
+    if key is None:
+        return section
+    return section | dict(layer_ranks=ranks if len(set(ranks)) > 1 else ())

@@ -1,0 +1,210 @@
+"""Which tensor of a published model is which weight: rules that read both ways.
+
+A rule names a published tensor and the weights in it; `to_tensor` is the inverse of `from_tensor`.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+
+from flax import nnx
+from flax import traverse_util
+import jax
+import numpy as np
+
+from kvjax.layers.weight import Axes
+from kvjax.layers.weight import axes_of
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Transformer
+
+Path = tuple[str | int, ...]  # of a parameter, as in nnx.to_pure_dict(nnx.state(model))
+BLOCK: Path = ("segments", 0)  # where the layers are: all of them alike, stacked in front
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight of a kvjax model: of a block, that of one layer."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it has a row for every token or position."""
+        return not self.axes.is_matrix and len(self.axes.output) > 1 and self.axes.output[0] in "VT"
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """[in, out] of a matrix, [out] of a vector."""
+        if not self.axes.is_matrix:
+            return (math.prod(self.shape),)
+        split = len(self.axes.reduction)
+        return math.prod(self.shape[:split]), math.prod(self.shape[split:])
+
+
+def weights_of(config: TransformerConfig) -> dict[Path, Weight]:
+    """The weights of a model whose layers are all alike; nothing is computed."""
+    state = nnx.state(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    axes = traverse_util.flatten_dict(axes_of(state))
+    weights = {}
+    for path, variable in traverse_util.flatten_dict(nnx.to_pure_dict(state)).items():
+        shape = variable.shape[1:] if path[: len(BLOCK)] == BLOCK else variable.shape
+        weights[path] = Weight(tuple(shape), Axes.parse(axes[path]))
+    return weights
+
+
+# -- rules: published tensors and the weights in them ----------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A published tensor and the weights in it, one after the other along their outputs."""
+
+    tensor: str  # its name, with {i} for the layer
+    weights: tuple[Path, ...]
+    transposed: bool = True  # a matrix is [out, in], as in torch's Linear; False: [in, out]
+    # Pairs that RoPE rotates are (2i, 2i + 1) of a head, as in llama.cpp; False: (i, i + H/2).
+    interleaved: bool = False
+    # RoPE turns pairs by -t·theta, as in nanochat: the halves of a head are the other way round.
+    reversed: bool = False
+
+    @property
+    def in_block(self) -> bool:
+        return "{i}" in self.tensor
+
+
+def _rule(tensor: str, *weights: str, **layout) -> Rule:
+    """A rule from dotted names; those of a block where the tensor has {i}."""
+    first = BLOCK if "{i}" in tensor else ()
+    return Rule(tensor, tuple((*first, *name.split(".")) for name in weights), **layout)
+
+
+def tensor_shape(rule: Rule, weights: Sequence[Weight]) -> tuple[int, ...]:
+    """The shape that a rule's tensor must have."""
+    if weights[0].is_table:
+        return weights[0].shape
+    *inputs, _ = weights[0].matrix
+    outputs = sum(weight.matrix[-1] for weight in weights)
+    return (outputs, *inputs) if rule.transposed else (*inputs, outputs)
+
+
+def from_tensor(rule: Rule, tensor: np.ndarray, weights: Sequence[Weight]) -> list[np.ndarray]:
+    """The weights in a published tensor, in the rule's order."""
+    if weights[0].is_table:
+        return [tensor]
+    by_output = tensor if rule.transposed else tensor.T
+    ends = np.cumsum([weight.matrix[-1] for weight in weights])[:-1]
+    found = []
+    for weight, part in zip(weights, np.split(by_output, ends), strict=True):
+        if rule.interleaved:
+            part = _swap_pairs(part, weight.shape[-1] // 2, 2)
+        if rule.reversed:
+            part = _swap_halves(part, weight.shape[-1])
+        found.append(part.T.reshape(weight.shape))
+    return found
+
+
+def to_tensor(rule: Rule, arrays: Sequence[np.ndarray], weights: Sequence[Weight]) -> np.ndarray:
+    """The published tensor of some weights: the inverse of `from_tensor`."""
+    if weights[0].is_table:
+        return arrays[0]
+    parts = []
+    for weight, array in zip(weights, arrays, strict=True):
+        part = array.reshape(weight.matrix).T
+        if rule.interleaved:
+            part = _swap_pairs(part, 2, weight.shape[-1] // 2)
+        if rule.reversed:
+            part = _swap_halves(part, weight.shape[-1])
+        parts.append(part)
+    by_output = np.concatenate(parts)
+    return by_output if rule.transposed else by_output.T
+
+
+def _swap_pairs(outputs: np.ndarray, first: int, second: int) -> np.ndarray:
+    """Outputs [heads * first * second, ...] in the order of [heads, second, first]."""
+    split = outputs.reshape(-1, first, second, *outputs.shape[1:])
+    return split.swapaxes(1, 2).reshape(outputs.shape)
+
+
+def _swap_halves(outputs: np.ndarray, channels: int) -> np.ndarray:
+    """Outputs [heads * channels, ...] with the second half of every head first."""
+    split = outputs.reshape(-1, 2, channels // 2, *outputs.shape[1:])
+    return split[:, ::-1].reshape(outputs.shape)
+
+
+_QUERY, _KEY, _VALUE = (
+    f"attention.mechanism.{name}" for name in ("query", "base_key", "base_value")
+)
+
+
+def gpt2_rules() -> tuple[Rule, ...]:
+    """transformers' names for GPT-2, whose matrices are [in, out]."""
+    layer = "transformer.h.{i}."
+    rules = [
+        _rule("transformer.wte.weight", "embedding"),
+        _rule("transformer.wpe.weight", "positions"),
+        _rule("lm_head.weight", "head"),
+    ]
+    for tensor, norm in (
+        ("transformer.ln_f", "final_norm"),
+        (f"{layer}ln_1", "attention_norm"),
+        (f"{layer}ln_2", "mlp_norm"),
+    ):
+        rules.append(_rule(f"{tensor}.weight", f"{norm}.gain"))
+        rules.append(_rule(f"{tensor}.bias", f"{norm}.bias"))
+    for tensor, weights in (
+        ("attn.c_attn", (_QUERY, _KEY, _VALUE)),
+        ("attn.c_proj", ("attention.out",)),
+        ("mlp.c_fc", ("mlp.up",)),
+        ("mlp.c_proj", ("mlp.down",)),
+    ):
+        rules.append(_rule(f"{layer}{tensor}.weight", *weights, transposed=False))
+        rules.append(_rule(f"{layer}{tensor}.bias", *(f"{name}_bias" for name in weights)))
+    return tuple(rules)
+
+
+def llama_rules() -> tuple[Rule, ...]:
+    """transformers' names for Llama and its kin; a model has only some of the biases and norms."""
+    layer = "model.layers.{i}."
+    rules = [
+        _rule("model.embed_tokens.weight", "embedding"),
+        _rule("model.norm.weight", "final_norm.gain"),
+        _rule("lm_head.weight", "head"),
+        _rule(f"{layer}input_layernorm.weight", "attention_norm.gain"),
+        _rule(f"{layer}post_attention_layernorm.weight", "mlp_norm.gain"),
+        _rule(f"{layer}self_attn.q_norm.weight", "attention.mechanism.query_norm.gain"),
+        _rule(f"{layer}self_attn.k_norm.weight", "attention.mechanism.key_norm.gain"),
+        _rule(f"{layer}mlp.gate_proj.weight", "mlp.gate"),
+        _rule(f"{layer}mlp.up_proj.weight", "mlp.up"),
+        _rule(f"{layer}mlp.down_proj.weight", "mlp.down"),
+    ]
+    for tensor, weight in (
+        ("q_proj", _QUERY),
+        ("k_proj", _KEY),
+        ("v_proj", _VALUE),
+        ("o_proj", "attention.out"),
+    ):
+        rules.append(_rule(f"{layer}self_attn.{tensor}.weight", weight))
+        rules.append(_rule(f"{layer}self_attn.{tensor}.bias", f"{weight}_bias"))
+    return tuple(rules)
+
+
+def nanochat_rules() -> tuple[Rule, ...]:
+    """transformers' names for nanochat, whose norms have no weights."""
+    layer = "model.layers.{i}."
+    rules = [
+        _rule("model.embed_tokens.weight", "embedding"),
+        _rule("lm_head.weight", "head"),
+        _rule(f"{layer}mlp.fc1.weight", "mlp.up"),
+        _rule(f"{layer}mlp.fc2.weight", "mlp.down"),
+    ]
+    for tensor, weight in (
+        ("q_proj", _QUERY),
+        ("k_proj", _KEY),
+        ("v_proj", _VALUE),
+        ("o_proj", "attention.out"),
+    ):
+        rotated = dict(reversed=weight in (_QUERY, _KEY))
+        rules.append(_rule(f"{layer}self_attn.{tensor}.weight", weight, **rotated))
+        rules.append(_rule(f"{layer}self_attn.{tensor}.bias", f"{weight}_bias", **rotated))
+    return tuple(rules)

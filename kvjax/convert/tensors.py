@@ -1,0 +1,126 @@
+"""The tensors of a folder of safetensors: names, shapes and dtypes at once, data one at a time."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+import dataclasses
+
+from etils import epath
+import ml_dtypes
+import numpy as np
+
+from kvjax.foundation import json_text
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
+
+try:
+    import safetensors
+except ImportError as error:
+    raise UserError(
+        f"published models need safetensors ({error}): pip install -e '.[convert]'"
+    ) from error
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # that weights may have
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name of it; weights must have one of `DTYPES`
+    file: str  # for messages
+    read: Callable[[], np.ndarray]
+
+
+def open_folder(folder: epath.Path) -> dict[str, Stored]:
+    """The tensors of a folder by name; of their files only the headers are read.
+
+    Raises:
+      UserError: no safetensors, a broken index, files that are missing or cut off (all of them are
+        named), or that hold other tensors than the index says.
+    """
+    if (folder / SINGLE).exists():
+        return _open_files(folder, [SINGLE])
+    if not (folder / INDEX).exists():
+        there = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
+        raise UserError(
+            f"{folder} has neither {SINGLE} nor {INDEX} (weights there: {listed(there) or 'none'}):"
+            " download these, or load the model with transformers and save it with save_pretrained"
+        )
+    file_of = _index(folder / INDEX)
+    tensors = _open_files(folder, sorted(set(file_of.values())))
+    elsewhere = [n for n, f in file_of.items() if n not in tensors or tensors[n].file != f]
+    unlisted = [n for n in tensors if n not in file_of]
+    for wrong, what in ((elsewhere, "says where these are, and they are not"), (unlisted, "lacks")):
+        if wrong:
+            shown = listed(f"{n} ({file_of.get(n) or tensors[n].file})" for n in wrong)
+            raise UserError(
+                f"{folder / INDEX} {what}: {shown}. It belongs to other files: download both again"
+            )
+    return tensors
+
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
+
+
+def _index(path: epath.Path) -> Mapping[str, str]:
+    """By tensor, the file that an index says it is in."""
+    index = json_object(path)
+    files = index.get("weight_map")
+    if not (isinstance(files, dict) and files and all(isinstance(f, str) for f in files.values())):
+        raise UserError(
+            f"{path}: weight_map must give a file for every tensor: download the index again"
+        )
+    for file in files.values():
+        if "/" in file or file in ("", ".", ".."):
+            raise UserError(f"{path}: weight_map names {file!r}: must be a file beside the index")
+    return files
+
+
+def _open_files(folder: epath.Path, names: list[str]) -> dict[str, Stored]:
+    missing = [name for name in names if not (folder / name).exists()]
+    files, broken = {}, []
+    for name in names:
+        try:
+            if name not in missing:
+                files[name] = safetensors.safe_open(folder / name, framework="numpy")
+        except (OSError, safetensors.SafetensorError) as error:
+            broken.append(f"{name} ({first_line(error)})")
+    problems = [f"lacks {listed(missing)}"] if missing else []
+    problems += [f"has files that are cut off or damaged: {listed(broken)}"] if broken else []
+    if problems:
+        raise UserError(f"{folder} {' and '.join(problems)}: download these files again")
+    return {key: _stored(files[name], name, key) for name in names for key in files[name].keys()}
+
+
+def _stored(file: safetensors.safe_open, name: str, key: str) -> Stored:
+    part = file.get_slice(key)
+    read = lambda: file.get_tensor(key)
+    return Stored(tuple(part.get_shape()), part.get_dtype(), name, read)
+
+
+def json_object(path: epath.Path) -> dict:
+    """The object of a JSON file; a UserError where there is none."""
+    again = "download it again"
+    try:
+        tree = json_text.parse(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: {again}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): {again}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is no JSON object: {again}")
+    return tree
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

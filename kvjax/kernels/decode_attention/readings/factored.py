@@ -1,0 +1,150 @@
+"""Latents of low rank in place of keys, values or both, and no base beside them.
+
+Without RoPE a query meets the latents in rank space (thin keys, eq. 12). Under RoPE position stands
+between the query and B: keys are rebuilt and rotated, or the query turns (`rotating.py`).
+"""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.kernels.decode_attention.readings import rotating
+from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.reading import Cache
+from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
+from kvjax.kernels.decode_attention.readings.reading import PositionBias
+from kvjax.kernels.decode_attention.readings.reading import Reading
+from kvjax.kernels.decode_attention.readings.reading import reading
+from kvjax.kernels.decode_attention.readings.reading import repeat_heads
+from kvjax.kernels.decode_attention.readings.reading import rotated
+from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.layers.rope import Base
+
+
+@reading
+class FactoredReading(Reading):
+    """key = key_scale·Rot(key expand_key), value = value expand_value.
+
+    cache: key [B, J, R, S], or [B, K, H, S] rotated where there is no expand_key; value
+    [B, J, R, S] or [B, K, Hv, S]; key_scale [B, K, 1, S] float32 or wider, where latent keys are
+    normed.
+    """
+
+    query: jax.Array  # [B, T, N, H]
+    expand_key: jax.Array | None = None  # [K, R, H]
+    expand_value: jax.Array | None = None  # [K, R, Hv]
+    bias: PositionBias | None = None
+    scale: float = static()
+    rope_base: Base | None = static()  # None: keys are not rotated when they are read
+
+    def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
+        k, v = cache["key"], cache["value"]
+        if self.expand_key is not None:
+            each = repeat_heads(k, self.expand_key.shape[0])
+            k = jnp.einsum("BSKR,KRH->BSKH", each, self.expand_key)
+        if self.rope_base is not None:
+            k = rotated(k, self.rope_base)
+        if "key_scale" in cache:
+            k = k * cache["key_scale"]
+        if self.expand_value is not None:
+            each = repeat_heads(v, self.expand_value.shape[0])
+            v = jnp.einsum("BSKR,KRV->BSKV", each, self.expand_value)
+        return self.query, k, v
+
+    def tiles(self) -> "_Tiles":
+        return _Tiles(self)
+
+    def kind(self, cache: Cache) -> str:
+        rotates = "" if self.rope_base is None else "_rotated"
+        return "factored" + rotates + ("_normed" if "key_scale" in cache else "")
+
+
+class _Tiles:
+    def __init__(self, o: FactoredReading):
+        self.o = o
+        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
+        self.expands, self.fold = o.rope_base is not None, None
+        if o.expand_key is None:
+            return
+        N, T = self.q_BNTH.shape[1:3]
+        if o.rope_base is None:
+            self.q_BNTH = tiles.by_kv_head(self.q_BNTH, o.expand_key, "BKrH,KRH->BKrR")
+        elif rotating.turns_query(N * T, o.expand_key.shape[0]):
+            self.fold = rotating.fold(self.q_BNTH[:, :, 0], o.expand_key)
+
+    def widths(self, cache: Cache) -> tuple[int, ...]:
+        return (cache["value"].shape[2],)
+
+    def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
+        z_BNTs = self._products(tile["key"], start)
+        if "key_scale" not in tile:
+            return z_BNTs
+        scale_BK1s = tile["key_scale"]
+        z_BKrs = tiles.rows(z_BNTs, scale_BK1s.shape[1])
+        return (z_BKrs * scale_BK1s).reshape(z_BNTs.shape)
+
+    def _products(self, key_BJRs: jax.Array, start: jax.Array) -> jax.Array:
+        o = self.o
+        if o.rope_base is None:  # with latents, q is in their space
+            return tiles.dot(self.q_BNTH, key_BJRs)
+        latent_BKRs = tiles.spread(key_BJRs, o.expand_key.shape[0])
+        if self.fold is not None:
+            w_BKRs = rotating.query(self.fold, start, latent_BKRs.shape[-1], o.rope_base)
+            return jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
+        k_BKHs = jnp.einsum("BKRs,KRH->BKHs", latent_BKRs, o.expand_key)
+        return tiles.dot(self.q_BNTH, tiles.rotate(k_BKHs, start, o.rope_base))
+
+    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        return (tiles.weigh(p_BNTs, tile["value"]),)
+
+    def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
+        if self.o.expand_value is None:
+            return outputs[0]
+        return tiles.by_kv_head(outputs[0], self.o.expand_value, "BKrR,KRV->BKrV")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FactoredSizes:
+    """N query heads on K heads that read J latents of ranks R and Rv; 0: whole keys or values."""
+
+    N: int
+    K: int
+    J: int
+    R: int
+    Rv: int
+    H: int
+    Hv: int
+    rope_base: Base | None
+    scaled: bool  # whether latent keys are normed: the cache has their 1/rms
+
+    def reading(self, draw: Callable[..., jax.Array], B: int) -> FactoredReading:
+        expand = lambda rank, dim: draw(self.K, rank, dim) / rank**0.5 if rank else None
+        return FactoredReading(
+            query=draw(B, 1, self.N, self.H),
+            expand_key=expand(self.R, self.H),
+            expand_value=expand(self.Rv, self.Hv),
+            scale=self.H**-0.5,
+            rope_base=self.rope_base if self.R else None,
+        )
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        fields = dict(
+            key=(self.J, self.R) if self.R else (self.K, self.H),
+            value=(self.J, self.Rv) if self.Rv else (self.K, self.Hv),
+        )
+        return fields | (dict(key_scale=(self.K, 1)) if self.scaled else {})
+
+    def flops(self) -> DecodeFlops:
+        N, K, R, H = self.N, self.K, self.R, self.H
+        per_query = 2 * N * self.Rv * self.Hv  # the output's expansion
+        per_key = 2 * N * (self.Rv or self.Hv) + (N if self.scaled else 0)
+        if not R:
+            return DecodeFlops(per_query, per_key + 2 * N * H)
+        if self.rope_base is None:
+            return DecodeFlops(per_query + 2 * N * R * H, per_key + 2 * N * R)
+        if rotating.turns_query(N, K):
+            turning = rotating.flops(R, H, self.rope_base)
+            return DecodeFlops(per_query + 3 * N * R * H, per_key + N * turning)
+        return DecodeFlops(per_query, per_key + 2 * N * H + K * H * (2 * R + 3))  # rebuilt, rotated

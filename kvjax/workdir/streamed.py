@@ -1,0 +1,275 @@
+"""Parameters written as a checkpoint layer by layer: a model need not fit into memory.
+
+`checkpoint.read_parameters` reads it as it reads what training saved: Orbax's folders, metadata and
+arrays, with the checksums of `storage`. Orbax itself writes arrays whole, and an array holds all
+layers of a segment. Here TensorStore is given slices, by the specification that Orbax makes for the
+array; the rest is written by Orbax's own functions.
+"""
+
+import collections
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import itertools
+import json
+import math
+import time
+from typing import Any
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src import asyncio_utils
+from orbax.checkpoint._src.metadata import array_metadata_store
+from orbax.checkpoint._src.metadata import step_metadata_serialization
+from orbax.checkpoint._src.metadata import tree as tree_metadata
+from orbax.checkpoint._src.path import atomicity_defaults
+from orbax.checkpoint._src.serialization import jax_array_handlers
+from orbax.checkpoint._src.serialization import ocdbt_utils
+from orbax.checkpoint._src.serialization import tensorstore_utils
+from orbax.checkpoint._src.serialization import types
+import tensorstore
+
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import in_bucket
+from kvjax.workdir import storage
+from kvjax.workdir.checkpoint import CHUNK_BYTES
+
+IN_FLIGHT_BYTES = 1 << 26  # of slices that TensorStore has copied and not yet written
+LEAST_CHUNK_BYTES = 1 << 20  # Orbax calls smaller ones slow
+_ITEM = "state"  # as `Checkpoints.save` names it
+
+
+@contextlib.contextmanager
+def writing(directory: epath.Path, *, step: int = 0, shapes: dict) -> Iterator[Callable[..., None]]:
+    """A function that writes parameters; they are a checkpoint when the block has ended well.
+
+        with streamed.writing(workdir / CHECKPOINTS, shapes=abstract) as write:
+            write(("embedding",), embedding_VD)
+            for layer in range(32):
+                write(("segments", 0, "mlp", "up"), up_DM, index=layer)
+
+    It takes the keys of an array, and the array or its slice `index` along the first axis; both may
+    come in any order, and may be changed once it has returned. It keeps IN_FLIGHT_BYTES, and of
+    arrays up to CHUNK_BYTES the slices until the last one is there.
+
+    However else the block ends, there is no checkpoint. A process that is killed leaves a folder
+    that nothing takes for one and that the next call for this step removes.
+
+    One process writes: `identity.exclusive` keeps others out of a workdir.
+
+    Args:
+      directory: an absolute path, made if missing: the checkpoints of a workdir.
+      shapes: a tree of ShapeDtypeStructs, with the dtypes to store: `model.parameters.abstract`
+        has that of a model.
+
+    Raises:
+      UserError: something is there already.
+      ValueError: what was written is not what `shapes` says: other names, shapes or dtypes, a slice
+        twice or not at all.
+      OSError: a full disk, say; in the words of `Checkpoints`.
+    """
+    path = epath.Path(directory) / str(step)
+    # What is not complete in a bucket is what a killed process left.
+    if (step in storage.steps(path.parent)) if in_bucket(path) else path.exists():
+        raise UserError(f"{path} is there already: move it away, or write another step")
+    # On a disk it gets its name at last; in a bucket, the file that says that it is complete.
+    temporary = atomicity_defaults.get_default_temporary_path_class(path).from_final(path)
+    state = dict(params=shapes, step=jax.ShapeDtypeStruct((), jnp.int32))
+    arrays = _Arrays(temporary.get() / _ITEM, state)
+    started = time.time_ns()
+
+    def write(keys: tuple, array: np.ndarray | jax.Array, *, index: int | None = None) -> None:
+        name, array = ".".join(map(str, ("params", *keys))), np.asarray(array)
+        arrays.check(name, array, index)
+        with _reporting(step):
+            arrays.write(name, array, index)
+
+    try:
+        with _reporting(step):
+            asyncio_utils.run_sync(temporary.create())
+            arrays.write("step", np.array(step, np.int32), None)
+        yield write
+        arrays.check_complete()
+        with _reporting(step):
+            asyncio_utils.run_sync(arrays.finish())
+            _write_metadata(temporary.get(), started)
+            asyncio_utils.run_sync(temporary.finalize())
+    except BaseException:
+        arrays.abandon()
+        with contextlib.suppress(Exception):  # what ended the block is raised
+            temporary.get().rmtree()
+        raise
+
+
+@contextlib.contextmanager
+def _reporting(step: int):
+    """Any failure as `Checkpoints` raises it."""
+    try:
+        yield
+    except Exception as error:  # TensorStore raises several types for what a file system says
+        why = storage.reason(error)
+        raise OSError(f"checkpoint of step {step} was not written: {why}") from error
+
+
+class _Arrays:
+    """The arrays of an item of a checkpoint, on their way to a folder.
+
+    Args:
+      folder: of the item, which need not be there.
+      shapes: a tree of ShapeDtypeStructs.
+    """
+
+    def __init__(self, folder: epath.Path, shapes: Any):
+        self._folder = folder
+        self._context = tensorstore_utils.get_ts_context()
+        self._infos = jax.tree.map_with_path(self._info, shapes)
+        self._by_name = {info.name: info for info in jax.tree.leaves(self._infos)}
+        self._shapes = dict(zip(self._by_name, jax.tree.leaves(shapes), strict=True))
+        # Along the first axis; a scalar has one.
+        self._missing = {n: np.ones(x.shape[:1] or 1, bool) for n, x in self._shapes.items()}
+        self._gathered = {}  # by name: small arrays of which slices are missing
+        self._opened = {}  # by name: TensorStore's array, and ArrayMetadata
+        self._in_flight = collections.deque()  # bytes, and a future
+        self._in_flight_bytes = 0
+
+    def _info(self, path: tuple, _) -> types.ParamInfo:
+        return types.ParamInfo(
+            name=jax.tree_util.keystr(path, simple=True, separator="."),
+            keypath=path,
+            parent_dir=self._folder,
+            skip_deserialize=False,
+            is_ocdbt_checkpoint=True,
+            use_zarr3=True,
+            ts_context=self._context,
+            value_typestr="jax.Array",
+        )
+
+    def check(self, name: str, array: np.ndarray, index: int | None) -> None:
+        """Raises a ValueError unless it is an array, or the slice of one, that is missing."""
+        if name not in self._shapes:
+            raise ValueError(f"{name}: there is no such parameter")
+        whole, missing = self._shapes[name], self._missing[name]
+        where, shape = name, whole.shape
+        if index is not None:
+            where, shape = f"{name}[{index}]", whole.shape[1:]
+            if not (whole.shape and 0 <= index < whole.shape[0]):
+                raise ValueError(f"{where}: the parameter has shape {whole.shape}")
+        if not (missing.all() if index is None else missing[index]):
+            raise ValueError(f"{where} was written before")
+        if (array.shape, array.dtype) != (shape, whole.dtype):
+            given, wanted = f"{array.dtype} {array.shape}", f"{whole.dtype} {shape}"
+            raise ValueError(f"{where}: {given} was given and {wanted} is wanted")
+
+    def check_complete(self) -> None:
+        """Raises a ValueError that names what was not written."""
+        names = [
+            place
+            for name, missing in self._missing.items()
+            for place in (
+                [name] if missing.all() else [f"{name}[{i}]" for i in np.flatnonzero(missing)]
+            )
+        ]
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            raise ValueError(f"not written: {', '.join(names[:8])}{more}")
+
+    def write(self, name: str, array: np.ndarray, index: int | None) -> None:
+        """Writes what `check` has seen; returns when it has been copied."""
+        self._missing[name][... if index is None else index] = False
+        whole = self._shapes[name]
+        if index is None:
+            self._put(name, array, 0, whole.shape)
+        elif math.prod(whole.shape) * whole.dtype.itemsize > CHUNK_BYTES:
+            self._put(name, array[None], index, (1, *whole.shape[1:]))
+        else:  # a single chunk, which every slice would write anew
+            if name not in self._gathered:
+                self._gathered[name] = np.empty(whole.shape, whole.dtype)
+            self._gathered[name][index] = array
+            if not self._missing[name].any():
+                self._put(name, self._gathered.pop(name), 0, whole.shape)
+
+    def _put(self, name: str, array: np.ndarray, start: int, write_shape: tuple) -> None:
+        """Writes a part of an array, from `start` on along its first axis, chunk by chunk."""
+        if name not in self._opened:
+            self._opened[name] = self._open(name, write_shape)
+        store, metadata = self._opened[name]
+        if array.ndim:
+            store = store[start : start + len(array)].translate_to[0]
+        ranges = map(range, [0] * array.ndim, array.shape, metadata.chunk_shape)
+        for corner in itertools.product(*ranges):
+            part = tuple(map(slice, corner, np.add(corner, metadata.chunk_shape)))
+            self._wait(IN_FLIGHT_BYTES - array[part].nbytes)
+            future = store[part].write(array[part])
+            self._in_flight.append((array[part].nbytes, future))
+            self._in_flight_bytes += array[part].nbytes
+            future.copy.result()
+
+    def _open(self, name: str, write_shape: tuple) -> tuple:
+        """An array in TensorStore, made; and Orbax's metadata of it.
+
+        An array written whole has the chunks that `Checkpoints` gives it. Slices have as many,
+        each cut into layers: what a device of a mesh reads too much stays about the same.
+        """
+        whole = self._shapes[name]
+        layers = 1 if write_shape == whole.shape else whole.shape[0]
+        chunk_bytes = min(CHUNK_BYTES, max(CHUNK_BYTES // layers, LEAST_CHUNK_BYTES))
+        specification = tensorstore_utils.build_array_write_spec(
+            self._by_name[name],
+            types.SaveArgs(chunk_byte_size=chunk_bytes),
+            global_shape=whole.shape,
+            local_shape=write_shape,
+            dtype=whole.dtype,
+            use_ocdbt=True,
+            process_index=0,
+        )
+        opened = lambda **how: tensorstore.open(
+            tensorstore.Spec(specification.json), context=self._context, **how
+        )
+        self._in_flight.append((0, opened(create=True)))  # on disk when what comes first is
+        return opened(open=True, assume_metadata=True).result(), specification.metadata
+
+    def _wait(self, most: int) -> None:
+        """Waits until at most so many bytes are in flight; below 0: until nothing is."""
+        while self._in_flight and self._in_flight_bytes > most:
+            size, future = self._in_flight.popleft()
+            self._in_flight_bytes -= size
+            future.result()
+
+    def abandon(self) -> None:
+        """Waits until nothing is written any more."""
+        for _, future in self._in_flight:
+            with contextlib.suppress(Exception):
+                future.result()
+
+    async def finish(self) -> None:
+        """Waits for what is in flight, and writes what Orbax keeps beside arrays."""
+        self._wait(-1)
+        infos, metadatas = [], []
+        for name, info in self._by_name.items():
+            metadatas.append(self._opened[name][1])
+            info.write_shape = metadatas[-1].write_shape
+            infos.append(info)
+        await array_metadata_store.Store(primary_host=None).write(self._folder, metadatas, 0)
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        await jax_array_handlers._async_serialize_shardings(
+            [here] * len(infos), infos, primary_host=None
+        )
+        tree = tree_metadata.InternalTreeMetadata.build(self._infos, use_ocdbt=True, use_zarr3=True)
+        (self._folder / "_METADATA").write_text(json.dumps(tree.to_json()))
+        await ocdbt_utils.merge_ocdbt_per_process_files(
+            self._folder, tensorstore_utils.get_ts_context(), use_zarr3=True
+        )
+
+
+def _write_metadata(folder: epath.Path, started: int) -> None:
+    """Writes what Orbax keeps of a checkpoint as a whole; `started` in nanoseconds."""
+    handler = ocp.handlers.PyTreeHandler
+    metadata = step_metadata_serialization.InternalCheckpointMetadata.create(
+        handler_typestrs={_ITEM: f"{handler.__module__}.{handler.__qualname__}"},
+        init_timestamp_nsecs=started,
+        commit_timestamp_nsecs=time.time_ns(),
+    )
+    (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata.serialize()))

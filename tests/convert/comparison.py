@@ -1,0 +1,69 @@
+"""kvjax's logits of a published model beside those that transformers gave it."""
+
+import pathlib
+
+from flax import nnx
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.convert import published
+from kvjax.convert.model import Model
+from kvjax.convert.model import Path
+from kvjax.model.transformer import Transformer
+
+PUBLISHED = pathlib.Path(__file__).parent / "published"
+MODELS = sorted(path.parent.name for path in PUBLISHED.glob("*/logits.npz"))
+# Of the logits' standard deviation. Rounding of float32 leaves 1e-6 to 5e-6 of it; a GELU by tanh
+# instead of erf, the smallest of the differences that options make, 4e-4.
+TOLERANCE = 3e-5
+
+
+def model_of(source: Model) -> Transformer:
+    """The model with its parameters, in float32."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(source.transformer, jax.random.key(0))))
+    weights = {path: jnp.asarray(w, jnp.float32) for path, w in whole(source).items()}
+    return nnx.merge(graph, traverse_util.unflatten_dict(weights))
+
+
+def whole(source: Model) -> dict[Path, np.ndarray]:
+    """Every parameter with all of its layers, in its own dtype."""
+    found = {}
+    for path, (shape, dtype) in source.parameters().items():
+        if path[0] == "segments":
+            array = np.stack([source.read(path, layer) for layer in range(shape[0])])
+        else:
+            array = source.read(path)
+        assert array.shape == shape and array.dtype == dtype, path
+        found[path] = array
+    return found
+
+
+def difference(folder: pathlib.Path) -> float:
+    """The largest difference of logits, in standard deviations of theirs."""
+    stored = np.load(folder / "logits.npz")
+    return difference_of(published.open(folder), stored["tokens"], stored["logits"])
+
+
+def difference_of(source: Model, tokens_BT: np.ndarray, theirs_BTV: np.ndarray) -> float:
+    """The largest difference of kvjax's logits from others, in standard deviations of theirs."""
+    ours_BTV = logits(source, tokens_BT)
+    assert ours_BTV.shape == theirs_BTV.shape and ours_BTV.dtype == np.float32
+    return float(np.abs(ours_BTV - theirs_BTV).max() / theirs_BTV.std())
+
+
+def logits(source: Model, tokens_BT: np.ndarray) -> np.ndarray:
+    """[B, T, V] that kvjax computes, in float32."""
+    compute = nnx.jit(lambda model, tokens_BT: model.logits(model(tokens_BT)))
+    return np.asarray(compute(model_of(source), tokens_BT))
+
+
+def exactly(found: Model, expected: Model) -> None:
+    """Fails unless both have the same parameters, bit for bit."""
+    assert found.transformer == expected.transformer
+    ours, theirs = whole(found), whole(expected)
+    assert ours.keys() == theirs.keys()
+    for path, array in ours.items():
+        assert array.dtype == theirs[path].dtype, path
+        np.testing.assert_array_equal(array, theirs[path], err_msg=str(path))

@@ -1,0 +1,73 @@
+"""transformers and kvjax give one model the same logits; run by `make test-live`."""
+
+import subprocess
+
+import numpy as np
+import pytest
+
+from kvjax.convert import into_workdir
+from kvjax.convert import model as model_lib
+from kvjax.convert import published
+from kvjax.data import tokenizer
+from kvjax.foundation.checkout import ROOT
+from tests.convert import comparison
+from tests.convert import workdirs
+
+PYTHON = ROOT / ".venv-live/bin/python"  # with torch and transformers
+MAKE = ROOT / "tests/convert/make_logits.py"
+TAKE = ROOT / "tests/convert/take_logits.py"
+
+
+@pytest.mark.parametrize(
+    "seed, sizes",
+    [
+        (1, dict(width=48, layers=3, tokens=70)),
+        (2, dict(width=128, layers=2, tokens=200)),
+        (3, dict(width=32, layers=8, tokens=40)),
+    ],
+)
+def test_logits_are_those_of_transformers(tmp_path, seed, sizes):
+    options = [f"--{key}={value}" for key, value in sizes.items()]
+    subprocess.run([PYTHON, MAKE, f"--seed={seed}", f"--out={tmp_path}", *options], check=True)
+    folders = sorted(path.parent for path in tmp_path.glob("*/logits.npz"))
+    found = {folder.name: comparison.difference(folder) for folder in folders}
+    print(found)
+    assert found and max(found.values()) < comparison.TOLERANCE, found
+
+
+def test_transformers_loads_what_is_exported(tmp_path):
+    """Models that were published, and those of the recipe, whose factors are multiplied out."""
+    before = {}
+    for name in comparison.MODELS:
+        before[name] = into_workdir.check(str(tmp_path / "workdirs" / name))
+        into_workdir.write(published.open(comparison.PUBLISHED / name), before[name], {})
+    for seed, (name, (block, mechanisms, _)) in enumerate(workdirs.MODELS.items()):
+        config = workdirs.config(block, mechanisms)
+        before[f"made_{name}"] = workdirs.write(
+            tmp_path / "workdirs" / f"made_{name}", config, seed
+        )
+    models = {name: model_lib.open(workdir) for name, workdir in before.items()}
+    folders = {name: tmp_path / name for name in models}
+    for name, folder in folders.items():
+        workdirs.export(before[name], folder, "--format=huggingface", "--dtype=float32")
+        rows = models[name].transformer.vocab_size
+        np.save(
+            folder / "tokens.npy", np.random.default_rng(1).integers(0, rows, (2, 24), np.int32)
+        )
+    done = subprocess.run(
+        [PYTHON, TAKE, *folders.values()], check=False, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    # The tiny models were trained on no fewer tokens than they have positions.
+    warnings = [line for line in done.stderr.splitlines() if "original_max_pos" not in line]
+    assert not warnings, done.stderr
+    found = {}
+    for name, folder in folders.items():
+        theirs, model = np.load(folder / "logits.npz"), models[name]
+        tokens_BT, logits_BTV = np.load(folder / "tokens.npy"), theirs["logits"]
+        found[name] = comparison.difference_of(model, tokens_BT, logits_BTV)
+        own = tokenizer.from_json(model.tokenizer_json, name)
+        opened = [own.bos_id] * name.startswith("made_")  # of published ones as they have it
+        assert list(theirs["ids"]) == [*opened, *own.encode("a b 3")], name
+    print(found)
+    assert max(found.values()) < comparison.TOLERANCE, found

@@ -1,0 +1,43 @@
+"""The logits that transformers gives of folders that kvjax wrote, for live.py to compare with.
+
+    .venv-live/bin/python tests/convert/take_logits.py FOLDER ...
+
+Each folder has tokens.npy, int32 [B, T], and gets logits.npz: logits [B, T, V] in float32, and
+`ids`, the tokens of TEXT. Needs torch and transformers (constraints-live.txt), not kvjax.
+"""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+TEXT = "a b 3"
+
+
+def take(folder: pathlib.Path) -> None:
+    """Writes one folder's logits; an AssertionError where its tensors are not the model's own."""
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    wrong = {name: tensors for name, tensors in found.items() if tensors}
+    assert not wrong, (folder.name, wrong)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [type(model).__name__], folder.name
+    tokens_BT = torch.as_tensor(np.load(folder / "tokens.npy")).long()
+    with torch.no_grad():
+        logits_BTV = model.eval()(tokens_BT).logits.numpy()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.bos_token_id == model.config.bos_token_id, folder.name
+    if tokenizer.chat_template is not None:
+        hello = [dict(role="user", content=TEXT)]
+        assert tokenizer.apply_chat_template(hello, tokenize=False) == TEXT
+    np.savez(folder / "logits.npz", logits=logits_BTV, ids=tokenizer(TEXT)["input_ids"])
+
+
+if __name__ == "__main__":
+    transformers.logging.disable_progress_bar()
+    for argument in sys.argv[1:]:
+        take(pathlib.Path(argument))

@@ -1,0 +1,262 @@
+"""Configs of published models: what they mean here, and what kvjax does not compute."""
+
+import dataclasses
+
+from etils import epath
+import numpy as np
+import pytest
+
+from kvjax.convert import architectures
+from kvjax.convert import rules as rules_lib
+from kvjax.convert import tensors
+from kvjax.foundation.errors import UserError
+from tests.convert.comparison import MODELS
+from tests.convert.comparison import PUBLISHED
+
+GPT2 = dict(model_type="gpt2", vocab_size=9, n_positions=7, n_embd=8, n_layer=2, n_head=2)
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=9,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+)
+MISTRAL, QWEN2, QWEN3 = (LLAMA | dict(model_type=name) for name in ("mistral", "qwen2", "qwen3"))
+NANOCHAT = LLAMA | dict(model_type="nanochat")
+SCALED = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4,
+    original_max_position_embeddings=128,
+)
+
+
+def sections(config):
+    options = architectures.Options(config, "config.json")
+    found = architectures.family_of(options).sections(options)
+    assert found.transformer.block.num_layers == 2  # every key has its type, and can be
+    return found
+
+
+def test_gpt2_by_its_defaults():
+    found = sections(GPT2)
+    model = dict(mlp_dim=32, norm="layer", norm_epsilon=1e-5, positions="learned")
+    model |= dict(max_positions=7, activation="gelu", bias=True, tied_head=True, norm_bias=True)
+    assert model.items() <= found.model.items()
+    assert dict(num_heads=2, num_bases=2, key_dim=4, bias=True).items() <= found.attention.items()
+    assert found.vocab_size == 9 and found.context == 7
+    assert sections(GPT2 | dict(n_inner=5)).model["mlp_dim"] == 5
+    assert sections(GPT2 | dict(activation_function="gelu")).model["activation"] == "gelu_exact"
+
+
+def test_llama_by_its_defaults():
+    found = sections(LLAMA)
+    model = dict(mlp_dim=12, norm="rms", norm_gain=True, norm_epsilon=1e-5, rope_base=10_000.0)
+    model |= dict(activation="swiglu", bias=False, tied_head=False, rope_factor=1.0, window=0)
+    model |= dict(embedding_norm=False, logit_softcap=0.0, positions="rope")
+    assert model.items() <= found.model.items()
+    attention = dict(kind="grouped", layer_ranks=(), num_heads=4, num_kv_heads=2, num_bases=2)
+    attention |= dict(rank=0, key_dim=2, value_dim=2, qk_norm="none", bias=False)
+    assert attention.items() <= found.attention.items()
+    assert found.context == 64
+    assert sections({**LLAMA, "num_key_value_heads": None}).attention["num_kv_heads"] == 4
+
+
+@pytest.mark.parametrize(
+    "config, bias, out_bias",
+    [
+        (LLAMA | dict(attention_bias=True), True, True),
+        (QWEN2, True, False),
+        (QWEN3, False, True),
+        (QWEN3 | dict(attention_bias=True), True, True),
+    ],
+)
+def test_biases(config, bias, out_bias):
+    attention = sections(config).attention
+    assert (attention["bias"], attention["out_bias"]) == (bias, out_bias)
+
+
+def test_qwen3_norms_queries_and_keys_with_gains():
+    attention = sections(QWEN3).attention
+    assert attention["qk_norm"] == "rms_gain" and attention["norm_epsilon"] == 1e-5
+    assert attention["key_dim"] == 128  # its own default
+    assert sections(QWEN3 | dict(head_dim=6)).attention["key_dim"] == 6
+
+
+def test_nanochat_by_its_defaults():
+    found = sections(NANOCHAT)
+    model = dict(norm_gain=False, norm_epsilon=1e-5, embedding_norm=True, activation="relu2")
+    model |= dict(logit_softcap=15.0, tied_head=False, rope_base=10_000.0, window=0, bias=False)
+    assert model.items() <= found.model.items()
+    attention = dict(qk_norm="rms", norm_epsilon=1e-5, bias=False, key_dim=2, num_bases=2)
+    assert attention.items() <= found.attention.items()
+    changed = sections({**NANOCHAT, "final_logit_softcapping": None, "head_dim": 6})
+    assert changed.model["logit_softcap"] == 0.0 and changed.attention["value_dim"] == 6
+    changed = sections(NANOCHAT | dict(attention_bias=True, hidden_act="gelu"))
+    assert changed.attention["bias"] and changed.model["activation"] == "gelu_exact"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(rope_theta=500.0, rope_scaling=SCALED),
+        dict(rope_theta=500, rope_scaling={**SCALED, "rope_type": None, "type": "llama3"}),
+        dict(rope_parameters=SCALED | dict(rope_theta=500.0)),
+        dict(rope_scaling=SCALED | dict(rope_theta=500.0)),
+    ],
+)
+def test_scaled_rope_as_transformers_4_and_5_write_it(keys):
+    model = sections(LLAMA | keys).model
+    rope = dict(rope_base=500.0, rope_factor=8.0, rope_low=1.0, rope_high=4.0, rope_original=128)
+    assert rope.items() <= model.items()
+
+
+@pytest.mark.parametrize("keys", [dict(rope_theta=500.0), dict(rope_scaling=None)])
+def test_rope_that_is_not_scaled(keys):
+    model = sections(LLAMA | keys).model
+    assert (model["rope_base"], model["rope_factor"]) == (keys.get("rope_theta", 10_000.0), 1.0)
+    default = dict(rope_parameters=dict(rope_type="default", rope_theta=3.0))
+    assert sections(LLAMA | default).model["rope_base"] == 3.0
+
+
+@pytest.mark.parametrize(
+    "config, window",
+    [
+        (MISTRAL, 4096),
+        ({**MISTRAL, "sliding_window": None}, 0),
+        (MISTRAL | dict(sliding_window=5), 5),
+        (LLAMA | dict(sliding_window=5), 0),  # Llama's code has no window
+        (QWEN2 | dict(sliding_window=5), 0),
+        (QWEN2 | dict(sliding_window=5, use_sliding_window=True), 0),  # from layer 28 on
+        (QWEN3 | dict(sliding_window=5, use_sliding_window=True, max_window_layers=0), 5),
+        (
+            QWEN2
+            | dict(
+                sliding_window=5, use_sliding_window=True, layer_types=["sliding_attention"] * 2
+            ),
+            5,
+        ),
+        (
+            QWEN2
+            | dict(sliding_window=5, use_sliding_window=True, layer_types=["full_attention"] * 2),
+            0,
+        ),
+    ],
+)
+def test_windows(config, window):
+    assert sections(config).model["window"] == window
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        (LLAMA | dict(model_type="gemma"), "model_type = 'gemma': must be one of gpt2, llama"),
+        ({}, "model_type = None: must be one of gpt2, llama, mistral, qwen2, qwen3"),
+        (LLAMA | dict(model_type=[]), "model_type = []: must be one of"),
+        (LLAMA | dict(quantization_config=dict(bits=4)), "quantization_config = {'bits': 4}: weig"),
+        (
+            LLAMA | dict(auto_map=dict(AutoModelForCausalLM="x.Y")),
+            "auto_map = {'AutoModelForCausalLM': 'x.Y'}: the model brings code of its own",
+        ),
+        ({**LLAMA, "hidden_size": None}, "config.json: hidden_size is missing"),
+        (LLAMA | dict(hidden_size="8"), "hidden_size = '8' is a str; it must be <class 'int'>"),
+        (LLAMA | dict(hidden_size=0), "hidden_size = 0: must be at least 1"),
+        (LLAMA | dict(num_attention_heads=3), "num_attention_heads = 3: must divide hidden_size"),
+        (LLAMA | dict(hidden_act="gelu"), "hidden_act = 'gelu': kvjax computes one of 'silu'"),
+        (LLAMA | dict(mlp_bias=True), "mlp_bias = True: the MLP has biases"),
+        (LLAMA | dict(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5: RoPE rotates some"),
+        (LLAMA | dict(is_causal=False), "is_causal = False: tokens see those after them"),
+        (LLAMA | dict(rope_scaling=3), "rope_scaling = 3 is a int"),
+        (
+            LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)),
+            "rope_scaling.type = 'linear': kvjax computes one of 'default', 'llama3'",
+        ),
+        (
+            LLAMA | dict(rope_parameters=dict(rope_type="yarn", rope_theta=1.0)),
+            "rope_parameters.rope_type = 'yarn': kvjax computes one of 'default', 'llama3'",
+        ),
+        (
+            LLAMA | dict(rope_parameters=dict(rope_theta=1.0, partial_rotary_factor=0.25)),
+            "rope_parameters.partial_rotary_factor = 0.25: RoPE rotates some channels only",
+        ),
+        (
+            LLAMA | dict(rope_parameters=dict(full_attention=dict(rope_type="default"))),
+            "rope_parameters = {'full_attention': {'rope_type': 'default'}}: layers have angles",
+        ),
+        (
+            LLAMA | dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
+            "rope_scaling.low_freq_factor is missing",
+        ),
+        (
+            QWEN2 | dict(use_sliding_window=True, max_window_layers=1),
+            "max_window_layers = 1: 1 of 2 layers have a sliding window; kvjax has it in all",
+        ),
+        (
+            QWEN3
+            | dict(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"]),
+            "layer_types = ['full_attention', 'sliding_attention']: 1 of 2 layers have a sliding",
+        ),
+        (
+            QWEN3 | dict(layer_types=["sliding_attention"] * 2),
+            "layers have a sliding window, and use_sliding_window is not set",
+        ),
+        (
+            QWEN3 | dict(layer_types=["full_attention", "chunked_attention"]),
+            "must be full_attention or sliding_attention for 2 layers",
+        ),
+        (
+            GPT2 | dict(activation_function="relu"),
+            "activation_function = 'relu': kvjax computes on",
+        ),
+        (GPT2 | dict(scale_attn_weights=False), "scale_attn_weights = False: logits of attention"),
+        (
+            GPT2 | dict(scale_attn_by_inverse_layer_idx=True),
+            "scale_attn_by_inverse_layer_idx = True: every layer scales",
+        ),
+        (GPT2 | dict(add_cross_attention=True), "add_cross_attention = True: layers attend to an"),
+        (NANOCHAT | dict(hidden_act="silu"), "hidden_act = 'silu': kvjax computes one of 'relu2'"),
+        (GPT2 | dict(n_head=3), "n_head = 3: must divide n_embd = 8"),
+        (GPT2 | dict(tie_word_embeddings=1), "tie_word_embeddings = 1 is a int"),
+    ],
+)
+def test_what_kvjax_does_not_compute_is_named(config, said):
+    with pytest.raises(UserError) as error:
+        sections(config)
+    assert str(error.value).startswith("config.json: ") and said in str(error.value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_rule_reads_both_ways(name):
+    folder = epath.Path(PUBLISHED / name)
+    options = architectures.Options(tensors.json_object(folder / "config.json"), "config.json")
+    family, stored = architectures.family_of(options), tensors.open_folder(folder)
+    weights = rules_lib.weights_of(family.sections(options).transformer)
+    seen = set()
+    for rule in family.rules:
+        if not all(path in weights for path in rule.weights):
+            continue
+        own = [weights[path] for path in rule.weights]
+        tensor = stored[rule.tensor.format(i=1)].read()
+        assert tensor.shape == rules_lib.tensor_shape(rule, own)
+        arrays = rules_lib.from_tensor(rule, tensor, own)
+        assert [array.shape for array in arrays] == [weight.shape for weight in own]
+        np.testing.assert_array_equal(rules_lib.to_tensor(rule, arrays, own), tensor)
+        seen.update(rule.weights)
+        if rule.weights[0][-1] == "query":
+            if rule.reversed:  # nanochat: the second half of a head is stored first
+                stored_NHD = tensor.reshape(*own[0].shape[1:], -1)
+                second_ND = stored_NHD[:, own[0].shape[-1] // 2]
+                np.testing.assert_array_equal(arrays[0][..., 0].T, second_ND)
+                continue
+            other = dataclasses.replace(rule, interleaved=True)
+            swapped = rules_lib.from_tensor(other, tensor, own)
+            np.testing.assert_array_equal(rules_lib.to_tensor(other, swapped, own), tensor)
+            # Channels 0, 1, 2, ... of a head rotate with their neighbours.
+            np.testing.assert_array_equal(swapped[0][..., 0], arrays[0][..., 0])
+            np.testing.assert_array_equal(swapped[0][..., 1], arrays[0][..., 2])
+    assert seen == weights.keys()

@@ -1,0 +1,85 @@
+"""The command: which format it takes, and what is wrong with its options."""
+
+import json
+
+import pytest
+
+from kvjax.convert import export
+from kvjax.foundation import command_line
+from tests.convert import comparison
+from tests.convert import workdirs
+
+
+@pytest.fixture
+def told(tmp_path, capsys):
+    """A function of a workdir, a folder and options: what the command says when it fails."""
+
+    def tell(workdir, out, *options):
+        arguments = [f"--workdir={workdir}", f"--out={out}", *options]
+        assert command_line.status(export.main, arguments) == 2
+        return capsys.readouterr().err
+
+    return tell
+
+
+@pytest.mark.parametrize(
+    "name, kind, said",
+    [
+        ("gqa", "huggingface", ""),
+        ("thin_joint", "factored", "transformers has no cache as small: --format=huggingface mult"),
+        ("mla", "factored", "transformers has no such model: config.attention.kind = 'mla': must"),
+    ],
+)
+def test_auto(tmp_path, capsys, name, kind, said):
+    block, mechanism, _ = workdirs.MODELS.get(name, ("nanochat", workdirs.mla(), ""))
+    workdir = workdirs.write(tmp_path / "workdir", workdirs.config(block, mechanism))
+    workdirs.export(workdir, tmp_path / "out", "--json")
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["format"] == kind
+    assert said in printed.err.replace("\n", " ")
+
+
+def test_a_folder_that_is_there(small, tmp_path, told):
+    (tmp_path / "out").mkdir()
+    workdirs.export(small, tmp_path / "out")  # empty
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert "is there already: give another, or move it away" in told(small, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+    (tmp_path / "file").write_text("")
+    assert "is there already" in told(small, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--out=o"], "--workdir is missing: give the workdir of a model"),
+        (["--workdir=w"], "--out is missing: give a new folder"),
+        (["--format=gguf"], "--format = 'gguf': must be one of 'auto', 'huggingface', 'factored'"),
+        (["--dtype=float16"], "--dtype = 'float16': must be one of 'float32', 'bfloat16'"),
+        (["--out=gs://bucket/x"], "--out = 'gs://bucket/x': must be local; copy it to the buc"),
+        (["--out=o", "--formt=auto"], "unknown option --formt; did you mean '--format'?"),
+    ],
+)
+def test_options(bucket, capsys, options, said):
+    if len(options) == 1 and "missing" not in said:
+        options = ["--workdir=w", "--out=o", *options]
+    assert command_line.status(export.main, options) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_workdirs_that_have_no_model(small, tmp_path, told):
+    assert "is no workdir of a run" in told(tmp_path / "none", tmp_path / "out")
+    folder = comparison.PUBLISHED / "llama"
+    assert str(folder) in told(folder, tmp_path / "out")
+    for checkpoint in (small / "checkpoints").iterdir():
+        checkpoint.rename(tmp_path / checkpoint.name)
+    assert "has no checkpoint yet: train on, or give another" in told(small, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_format_is_named_where_a_family_has_not_the_model(tmp_path, told):
+    workdir = workdirs.write(tmp_path / "workdir", workdirs.config("nanochat", workdirs.mla()))
+    said = told(workdir, tmp_path / "out", "--format=huggingface")
+    assert "config.attention.kind = 'mla'" in said
+    assert "--format=factored writes every model" in said
+    assert not (tmp_path / "out").exists()

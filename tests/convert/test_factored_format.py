@@ -1,0 +1,103 @@
+"""Factors come back as they were, with what is told of them."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kvjax.convert import factored_format
+from kvjax.convert import into_workdir
+from kvjax.convert import model as model_lib
+from kvjax.convert import published
+from kvjax.foundation.errors import UserError
+from tests import quick
+from tests.conftest import MECHANISMS
+from tests.convert import comparison
+from tests.convert import workdirs
+
+
+@pytest.mark.parametrize("name", quick.only(["lrkv", "factored_joint", "mla"], MECHANISMS))
+def test_factors_come_back_bit_for_bit(tmp_path, make_mechanism, name):
+    config = workdirs.config("nanochat", make_mechanism(name))
+    workdir = workdirs.write(tmp_path / "workdir", config)
+    workdirs.export(workdir, tmp_path / "out", "--format=factored")
+    before, after = model_lib.open(str(workdir)), model_lib.open(str(tmp_path / "out"))
+    assert isinstance(after, factored_format.Factored)
+    comparison.exactly(after, before)
+    assert after.tokenizer_json == before.tokenizer_json and after.context == before.context
+    # README.md has every tensor, and what is cached in all.
+    readme = (tmp_path / "out/README.md").read_text()
+    for tensor in load_file(tmp_path / "out/model.safetensors"):
+        assert f"| `{re.sub(r'^layers.[0-9]+', 'layers.{i}', tensor)}` |" in readme, tensor
+    elements = sum(np.prod(field.shape) for m in config.mechanisms for field in m.entry().values())
+    assert f"In all {elements:,} elements per token" in readme
+    fields = {field for m in config.mechanisms for field in m.entry()}
+    assert all(f"| {field} | " in readme for field in fields)
+
+
+def test_layers_are_numbered_through(tmp_path):
+    """Of segments: layers of other ranks."""
+    block, mechanisms, _ = workdirs.MODELS["lrkv_by_layer"]
+    workdir = workdirs.write(tmp_path / "workdir", workdirs.config(block, mechanisms))
+    workdirs.export(workdir, tmp_path / "out", "--format=factored")
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    name = "layers.{}.attention.mechanism.latent_key"
+    assert tensors[name.format(0)].shape == (24, 4, 3)
+    assert name.format(1) not in tensors and tensors[name.format(2)].shape == (24, 4, 5)
+    made = workdirs.Made(workdirs.config(block, mechanisms))
+    path = ("segments", 2, "attention", "mechanism", "latent_key")
+    np.testing.assert_array_equal(tensors[name.format(2)], made.read(path, 0))
+    comparison.exactly(model_lib.open(str(tmp_path / "out")), model_lib.open(str(workdir)))
+
+
+def test_a_chat_template_comes_along(tmp_path):
+    workdir = into_workdir.check(str(tmp_path / "workdir"))
+    before = published.open(comparison.PUBLISHED / "qwen2")
+    into_workdir.write(before, workdir, {})
+    workdirs.export(workdir, tmp_path / "out", "--format=factored")
+    after = model_lib.open(str(tmp_path / "out"))
+    assert after.chat_template == before.chat_template
+    comparison.exactly(after, before)  # in bfloat16, as it was
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(format_version=2), "format_version = 2: must be 1, the one that this kvjax reads"),
+        (dict(format_version=None), "format_version = None: must be 1"),
+        (dict(model_type="kv"), "model_type = 'kv': must be one of gpt2, llama"),
+        (dict(context="long"), "config.json: context = 'long' is a str; it must be"),
+        (dict(model=None), "config.json: model = None is a NoneType; it must be"),
+        (dict(attention=dict(kind="x")), "config.json: config.attention.kind = 'x': must be one"),
+        (dict(vocab_size=9), "its tokenizer has 257 tokens and its embedding 9 rows"),
+        (dict(vocab_size=261), "embedding is F32 (260, 24), and by its config (261, 24), one of"),
+    ],
+)
+def test_configs_that_are_not_of_the_format(small, tmp_path, change, said):
+    workdirs.export(small, tmp_path / "out", "--format=factored")
+    path = tmp_path / "out/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError) as error:
+        model_lib.open(str(tmp_path / "out"))
+    assert str(tmp_path) in str(error.value) and said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("num_layers", 4, "lacks tensors: layers.3.attention.mechanism.base_key, "),
+        ("num_layers", 2, "has tensors that its config does not describe: layers.2.attention."),
+        ("colour", 1, "config.model.colour: no such key"),
+    ],
+)
+def test_sections_that_are_not_of_the_tensors(small, tmp_path, key, value, said):
+    workdirs.export(small, tmp_path / "out", "--format=factored")
+    path = tmp_path / "out/config.json"
+    config = json.loads(path.read_text())
+    config["model"][key] = value
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        model_lib.open(str(tmp_path / "out"))
+    assert str(tmp_path) in str(error.value) and said in str(error.value)

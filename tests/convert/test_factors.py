@@ -1,0 +1,145 @@
+"""Factors of low rank: they are the best there are, and no sweep makes a base worse."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvjax.convert import factors
+
+E, K, H = 12, 4, 6
+
+
+def _w(seed=0, K=K):
+    return np.random.default_rng(seed).standard_normal((E, K, H))
+
+
+def _moment(seed=1):
+    x = np.random.default_rng(seed).standard_normal((50, E)) * np.linspace(0.1, 3, E)
+    return x.T @ x / 50, x
+
+
+def _multiplied(found):
+    J = found.latent_EJR.shape[1]
+    latent = np.repeat(found.latent_EJR, K // J, axis=1)
+    return np.einsum("EKR,KRH->EKH", latent, found.expand_KRH)
+
+
+@pytest.mark.parametrize("latents", [1, 2, 4])
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_the_best_of_a_rank_on_given_inputs(latents, rank):
+    """Eckart and Young: of X W the best is its truncated SVD."""
+    moment, x = _moment()
+    w = _w()
+    found = factors.low_rank(w, rank, moment, latents=latents)
+    assert found.latent_EJR.shape == (E, latents, rank)
+    assert found.expand_KRH.shape == (K, rank, H)
+    lost = total = 0.0
+    products = []
+    for j in range(latents):
+        part = x @ w[:, j * K // latents : (j + 1) * K // latents].reshape(E, -1)
+        left, values, right = np.linalg.svd(part, full_matrices=False)
+        products.append((left[:, :rank] * values[:rank]) @ right[:rank])
+        lost, total = lost + np.sum(values[rank:] ** 2), total + np.sum(values**2)
+    best = np.concatenate(products, axis=1).reshape(50, K, H)
+    y = np.einsum("xE,EKH->xKH", x, _multiplied(found))
+    np.testing.assert_allclose(y, best, atol=1e-9)
+    assert found.error == pytest.approx(lost / total, abs=1e-12)
+
+
+def test_energies_are_what_ranks_keep():
+    moment, _ = _moment()
+    energy = factors.energies(_w(), moment, latents=2)
+    assert energy.shape == (2, K // 2 * H) and np.all(np.diff(energy) <= 1e-9)
+    for rank in (1, 5, 12):
+        error = factors.low_rank(_w(), rank, moment, latents=2).error
+        assert error == pytest.approx(energy[:, rank:].sum() / energy.sum(), abs=1e-12)
+
+
+def _error(w, found, moment, bases):
+    """Share of the energy that is lost, from what was returned alone."""
+    base = np.repeat(found.base_EJH, K // bases, axis=1)
+    new = base + np.einsum("EKR,KRH->EKH", found.latent_EKR, found.expand_KRH)
+    gap = np.einsum("EKH,KHI->EKI", w, found.turn_KHH) - new
+    energy = lambda x: np.einsum("EKH,EF,FKH->", x, moment, x)
+    return energy(gap) / energy(w)
+
+
+@pytest.mark.parametrize("turns", ["none", "pairs", "all"])
+@pytest.mark.parametrize("bases, rank", [(1, 0), (1, 2), (2, 3), (4, 0)])
+def test_base_and_residual(turns, bases, rank):
+    moment, _ = _moment()
+    w = _w()
+    errors = []
+    for sweeps in (1, 3, 10, 60):
+        options = dict(bases=bases, turns=turns, sweeps=sweeps, tolerance=0.0)
+        found = factors.base_and_residual(w, rank, moment, **options)
+        assert found.base_EJH.shape == (E, bases, H)
+        assert found.latent_EKR.shape == (E, K, rank) and found.expand_KRH.shape == (K, rank, H)
+        assert found.error == pytest.approx(_error(w, found, moment, bases), abs=1e-8)
+        np.testing.assert_allclose(
+            found.turn_KHH @ found.turn_KHH.transpose(0, 2, 1),
+            np.broadcast_to(np.eye(H), (K, H, H)),
+            atol=1e-12,
+        )
+        errors.append(found.error)
+    if bases == K:
+        assert max(errors) < 1e-12  # a base each: nothing is lost
+        return
+    assert all(after <= before + 1e-12 for before, after in itertools.pairwise(errors))
+    if turns != "none":
+        assert errors[-1] < errors[0]
+    nothing_shared = factors.low_rank(w, rank, moment, latents=K).error if rank else 1.0
+    assert errors[-1] < nothing_shared  # a base is worth something
+
+
+@pytest.mark.parametrize("turns", ["pairs", "all"])
+def test_heads_that_are_one_head_turned_need_no_residual(turns):
+    """All heads are one, each turned in its own way; without turns a base does not fit them."""
+    rng = np.random.default_rng(3)
+    one = rng.standard_normal((E, H))
+    if turns == "all":
+        turn = np.linalg.qr(rng.standard_normal((K, H, H)))[0]
+    else:
+        angle = rng.uniform(0, 2 * np.pi, (K, H // 2))
+        turn = np.zeros((K, H, H))
+        first, second = np.arange(H // 2), np.arange(H // 2, H)
+        turn[:, first, first] = turn[:, second, second] = np.cos(angle)
+        turn[:, first, second], turn[:, second, first] = np.sin(angle), -np.sin(angle)
+    w = np.einsum("EH,KHI->EKI", one, turn)
+    moment = np.eye(E)
+    assert factors.base_and_residual(w, 0, moment, bases=1, turns=turns).error < 1e-6
+    assert factors.base_and_residual(w, 0, moment, bases=1, turns="none").error > 0.2
+
+
+def test_turns_of_pairs_commute_with_rope():
+    w = _w()
+    found = factors.base_and_residual(w, 2, np.eye(E), bases=1, turns="pairs")
+    angle = np.random.default_rng(0).uniform(0, 2 * np.pi, H // 2)
+    first, second = np.arange(H // 2), np.arange(H // 2, H)
+    rotation = np.zeros((H, H))
+    rotation[first, first] = rotation[second, second] = np.cos(angle)
+    rotation[first, second], rotation[second, first] = np.sin(angle), -np.sin(angle)
+    for turn in found.turn_KHH:
+        np.testing.assert_allclose(turn @ rotation, rotation @ turn, atol=1e-12)
+    assert np.abs(found.turn_KHH - np.eye(H)).max() > 0.1
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_a_moment_that_rounding_made_indefinite(scale):
+    """Inputs after LayerNorm lie in a plane; their moment in float32 has an eigenvalue below 0."""
+    x = np.random.default_rng(0).standard_normal((999, E)) * scale
+    x -= x.mean(axis=1, keepdims=True)
+    moment = np.float64(np.float32(x.T @ x / 999)) - 1e-7 * scale**2 * np.eye(E)
+    assert np.linalg.eigvalsh(moment)[0] < 0
+    found = factors.base_and_residual(_w(), 3, moment, bases=1, turns="all")
+    assert found.error == pytest.approx(_error(_w(), found, moment, 1), abs=1e-5)
+
+
+def test_a_moment_without_full_rank():
+    """Inputs that span less than all channels: what lies outside does not count, and is finite."""
+    x = np.random.default_rng(0).standard_normal((5, E))
+    moment = x.T @ x / 5
+    found = factors.base_and_residual(_w(), 3, moment, bases=1, turns="all")
+    assert np.isfinite(found.base_EJH).all() and np.isfinite(found.latent_EKR).all()
+    assert found.error == pytest.approx(_error(_w(), found, moment, 1), abs=1e-6)

@@ -1,0 +1,299 @@
+"""GGUF files hold the models of the folders they were made of; what is wrong with them is told.
+
+The files are written here as llama.cpp's converter writes them.
+"""
+
+import math
+import os
+
+from etils import epath
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+
+from kvjax.convert import gguf_file
+from kvjax.convert import published
+from kvjax.convert import tensors
+from kvjax.data import tokenizer
+from kvjax.foundation.errors import UserError
+from tests.convert import comparison
+
+ARCHITECTURES = {
+    "gpt2": "gpt2",
+    "gpt2_exact_gelu": "gpt2",
+    "llama": "llama",
+    "llama_tied_bias": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+Kind = gguf.TokenType
+SPECIAL, ADDED = "<|endoftext|>", "<added token>"
+
+
+def tokens_of(rows):
+    """Token, kind: a special, the bytes as letters, a merge, an added one, and unused rows."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    found = [(SPECIAL, Kind.CONTROL), *((c, Kind.NORMAL) for c in alphabet)]
+    found += [("ab", Kind.NORMAL), ("12", Kind.NORMAL), (ADDED, Kind.USER_DEFINED)]
+    return found + [(f"[PAD{i}]", Kind.UNUSED) for i in range(len(found), rows)]
+
+
+def permuted(array, heads):
+    """Rows of queries or keys for RoPE of neighbours, as llama.cpp's converter orders them."""
+    split = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return split.swapaxes(1, 2).reshape(array.shape)
+
+
+def write(path, folder, architecture, *, rows=300, quantise=None, edit=lambda writer, t: None):
+    """A folder of Hugging Face's as a GGUF file, its vocabulary made longer; returns the tensors.
+
+    Args:
+      quantise: a type for one matrix of every layer.
+      edit: a function of the writer, and of the tensors by name, before they are written.
+    """
+    config = tensors.json_object(epath.Path(folder / "config.json"))
+    get = lambda *keys: next(config[key] for key in keys if config.get(key) is not None)
+    writer = gguf.GGUFWriter(path, architecture)
+    layers, heads = get("num_hidden_layers", "n_layer"), get("num_attention_heads", "n_head")
+    width = get("hidden_size", "n_embd")
+    writer.add_block_count(layers)
+    writer.add_context_length(get("max_position_embeddings", "n_positions"))
+    writer.add_embedding_length(width)
+    writer.add_head_count(heads)
+    if architecture == "gpt2":
+        writer.add_feed_forward_length(config.get("n_inner") or 4 * width)
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    else:
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+        head_dim = config.get("head_dim") or width // heads
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    writer.add_vocab_size(rows)
+    tokens = tokens_of(rows)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([token for token, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
+    writer.add_token_merges(["a b", "1 2"])
+    writer.add_bos_token_id(0)
+    writer.add_chat_template("{{ messages }}")
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, layers)
+    written = {}
+    for name, stored in tensors.open_folder(epath.Path(folder)).items():
+        array = stored.read().astype(np.float32)
+        if name.endswith(("embed_tokens.weight", "wte.weight", "lm_head.weight")):
+            array = np.resize(array, (rows, width))
+        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            array = array.T
+        if architecture == "llama" and "q_proj" in name:
+            array = permuted(array, heads)
+        if architecture == "llama" and "k_proj" in name:
+            array = permuted(array, config["num_key_value_heads"])
+        written[names.get_name(name, try_suffixes=(".weight", ".bias"))] = array
+    edit(writer, written)
+    for name, array in written.items():
+        array, raw = np.ascontiguousarray(array), None
+        if quantise is not None and name.endswith("ffn_down.weight"):
+            array, raw = gguf.quantize(array, quantise), quantise
+        writer.add_tensor(name, array, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_file_holds_the_model_of_its_folder(tmp_path, name):
+    folder, path = comparison.PUBLISHED / name, tmp_path / "tiny.gguf"
+    write(path, folder, ARCHITECTURES[name])
+    model, original = published.open(path), published.open(folder)
+    assert model.name == "tiny" and model.config.vocab_size == 300
+    assert model.config.context == original.config.context
+    assert model.config.attention == original.config.attention
+    expected = original.config.model
+    if name == "gpt2_exact_gelu":
+        expected = expected | dict(activation="gelu")  # GGUF does not say, and llama.cpp has one
+    assert model.config.model == expected
+    found, there = comparison.whole(model), comparison.whole(original)
+    assert found.keys() == there.keys()
+    for key, array in there.items():
+        assert found[key].dtype == np.float32
+        if key == ("embedding",):
+            array = np.resize(array, found[key].shape)
+        if key == ("head",):
+            array = np.resize(array.T, found[key].shape[::-1]).T
+        np.testing.assert_array_equal(found[key], array.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "kind, most",  # half a step of numbers in [-1, 1]
+    [("F16", 2.0**-12), ("BF16", 2.0**-9), ("Q8_0", 1 / 254), ("Q4_1", 1 / 15)],
+)
+def test_tensors_are_dequantised(tmp_path, kind, most):
+    def widen(writer, written):
+        """To whole blocks of 32."""
+        for i in range(2):
+            for name in ("up", "gate", "down"):
+                shape = (16, 32) if name == "down" else (32, 16)
+                drawn = np.random.default_rng(i).uniform(-1, 1, shape)
+                written[f"blk.{i}.ffn_{name}.weight"] = drawn.astype(np.float32)
+        writer.kv_data[0]["llama.feed_forward_length"].value = 32
+
+    folder, path = comparison.PUBLISHED / "llama_tied_bias", tmp_path / "tiny.gguf"
+    written = write(path, folder, "llama", quantise=gguf.GGMLQuantizationType[kind], edit=widen)
+    model = published.open(path)
+    down_MD = model.read(("segments", 0, "mlp", "down"), 1)
+    error = np.abs(down_MD - written["blk.1.ffn_down.weight"].T).max()
+    assert down_MD.dtype == np.float32
+    assert most / 2 < error < 1.05 * most  # scales are rounded too
+
+
+def test_llama3_rope_is_found_from_its_divisors(tmp_path):
+    """As the converter computes them, pair by pair."""
+    base, factor, low, high, original = 500_000.0, 8.0, 1.0, 4.0, 8192
+
+    def scale(writer, written):
+        divisors = []
+        for i in range(4):
+            wavelength = 2 * math.pi * base ** (i / 4)
+            if wavelength < original / high:
+                divisors.append(1.0)
+            elif wavelength > original / low:
+                divisors.append(factor)
+            else:
+                smooth = (original / wavelength - low) / (high - low)
+                divisors.append(1 / ((1 - smooth) / factor + smooth))
+        written["rope_freqs.weight"] = np.array(divisors, np.float32)
+        writer.kv_data[0]["llama.rope.freq_base"].value = base
+
+    folder, path = comparison.PUBLISHED / "llama3_rope", tmp_path / "tiny.gguf"
+    write(path, folder, "llama", edit=scale)
+    keys = dict(rope_base=base, rope_factor=8.0, rope_low=low, rope_high=high, rope_original=8192)
+    assert keys.items() <= published.open(path).config.model.items()
+
+    def other(writer, written):
+        scale(writer, written)
+        written["rope_freqs.weight"][1] *= 1.01
+
+    write(path, folder, "llama", edit=other)
+    with pytest.raises(UserError, match="rope_freqs.weight is not Llama 3's scaling with factor 8"):
+        published.open(path)
+
+
+@pytest.mark.parametrize(
+    "pre, words",
+    [
+        ("gpt-2", ["ab", "Ġ1212", "ĠABc", "'s"]),
+        ("smollm", ["ab", "Ġ", "1", "2", "1", "2", "ĠABc", "'s"]),
+        ("llama-bpe", ["ab", "Ġ", "121", "2", "ĠABc", "'s"]),
+        ("qwen2", ["ab", "Ġ", "1", "2", "1", "2", "ĠABc", "'s"]),
+    ],
+)
+def test_tokenizers(tmp_path, pre, words):
+    path = tmp_path / "tiny.gguf"
+
+    def edit(writer, written):
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = pre
+
+    write(path, comparison.PUBLISHED / "llama_tied_bias", "llama", edit=edit)
+    model = published.open(path)
+    assert model.bos_token == SPECIAL and model.chat_template == "{{ messages }}"
+    backend = tokenizers.Tokenizer.from_str(model.tokenizer_json)
+    split = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("ab 1212 ABc's")]
+    assert split == words
+    ours = tokenizer.from_json(model.tokenizer_json, "tiny")
+    ids = {token: i for i, (token, _) in enumerate(tokens_of(300))}
+    assert ours.encode("ab") == [ids["ab"]] and ours.bos_id == 0
+    assert ours.encode(f"a{ADDED}b") == [ids["a"], ids[ADDED], ids["b"]]
+    assert ours.vocab_size == 1 + ids[ADDED]  # the rows behind it are padding
+    text = "naïve 12 12\n\tab's 🙂"
+    assert ours.decode(ours.encode(text)) == text
+
+
+def key(name, value):
+    return lambda writer, written: writer.add_key_value(name, value, gguf.GGUFValueType.UINT32)
+
+
+def text(name, value):
+    def edit(writer, written):
+        writer.kv_data[0].pop(name, None)
+        writer.add_string(name, value)
+
+    return edit
+
+
+def without(name):
+    return lambda writer, written: written.pop(name)
+
+
+@pytest.mark.parametrize(
+    "edit, said",
+    [
+        (text("general.architecture", "gemma3"), "general.architecture = 'gemma3': must be one of"),
+        (text("tokenizer.ggml.model", "llama"), "tokenizer.ggml.model = 'llama': must be 'gpt2'"),
+        (text("tokenizer.ggml.pre", "tekken"), "tokenizer.ggml.pre = 'tekken': how it splits a"),
+        (text("tokenizer.ggml.pre", "tekken"), "known: gpt-2, llama-bpe, qwen2, smollm"),
+        (text("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = 'yarn': kvjax has"),
+        (key("llama.expert_count", 8), "llama.expert_count = 8: not known here, and may change"),
+        (key("split.count", 3), "split.count = 3: merge the parts first"),
+        (without("blk.1.attn_q.weight"), "lacks tensors that its config describes: blk.1.attn_q.w"),
+        (without("blk.0.attn_q.bias"), "does not describe: blk.0.attn_k.bias, blk.0."),
+        (
+            lambda writer, written: written.update({"blk.0.attn_v.weight": np.ones((4, 16), "f4")}),
+            "blk.0.attn_v.weight has shape (4, 16), and by its config (8, 16)",
+        ),
+        (
+            lambda writer, written: writer.kv_data[0].pop("llama.block_count"),
+            "llama.block_count is missing",
+        ),
+        (
+            lambda writer, written: writer.kv_data[0]["tokenizer.ggml.merges"].value.append("x yz"),
+            ".token_type and .merges are no BPE",
+        ),
+        (
+            lambda writer, written: writer.kv_data[0]["tokenizer.ggml.token_type"].value.pop(),
+            ".token_type and .merges are no BPE",
+        ),
+    ],
+)
+def test_what_is_not_known_is_named(tmp_path, edit, said):
+    path = tmp_path / "tiny.gguf"
+    write(path, comparison.PUBLISHED / "llama_tied_bias", "llama", edit=edit)
+    with pytest.raises(UserError) as error:
+        published.open(path)
+    assert str(path) in str(error.value) and said in str(error.value)
+
+
+def test_a_type_that_gguf_does_not_read(tmp_path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    write(path, comparison.PUBLISHED / "llama_tied_bias", "llama")
+
+    def dequantize(data, kind):
+        raise NotImplementedError
+
+    monkeypatch.setattr(gguf_file.gguf, "dequantize", dequantize)
+    with pytest.raises(UserError, match="is stored as F32, which the package gguf does not read"):
+        published.open(path)
+
+
+@pytest.mark.parametrize("part", [0, 1e-4, 0.01, 0.3, 0.6, 0.9, 0.99])
+def test_a_file_that_is_cut_off_anywhere(tmp_path, part):
+    path = tmp_path / "tiny.gguf"
+    write(path, comparison.PUBLISHED / "llama_tied_bias", "llama")
+    os.truncate(path, int(part * path.stat().st_size))
+    with pytest.raises(UserError, match="is no GGUF file, or cut off or damaged"):
+        published.open(path)
+
+
+def test_a_file_that_is_no_gguf(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"not at all" * 100)
+    with pytest.raises(UserError, match="is no GGUF file, or cut off or damaged"):
+        published.open(path)

@@ -1,0 +1,246 @@
+"""Models that families of transformers have, and what no family has, by key and value."""
+
+import dataclasses
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+import tokenizers
+
+from kvjax.attention import RebuiltLatentConfig
+from kvjax.convert import huggingface
+from kvjax.convert import into_workdir
+from kvjax.convert import model as model_lib
+from kvjax.convert import published
+from kvjax.convert.dense import Dense
+from kvjax.data import tokenizer
+from kvjax.foundation.errors import UserError
+from tests import quick
+from tests.convert import comparison
+from tests.convert import workdirs
+
+TOKENS = np.random.default_rng(0).integers(0, workdirs.VOCABULARY, (2, 24), np.int32)
+
+
+@pytest.mark.parametrize("name", comparison.MODELS)
+def test_a_published_model_is_published_again(tmp_path, name):
+    """Its tensors byte for byte, under the names that transformers gave them."""
+    before = published.open(comparison.PUBLISHED / name)
+    workdir = into_workdir.check(str(tmp_path / "workdir"))
+    into_workdir.write(before, workdir, {})
+    workdirs.export(workdir, tmp_path / "out")
+    theirs = json.loads((comparison.PUBLISHED / name / "config.json").read_text())
+    ours = json.loads((tmp_path / "out/config.json").read_text())
+    for key in ("model_type", "architectures", "dtype", "bos_token_id", "eos_token_id"):
+        assert ours[key] == theirs[key], key
+    if name != "gpt2":  # which has no RoPE
+        assert ours.get("rope_parameters") == theirs.get("rope_parameters")
+    stored = {}
+    for file in (comparison.PUBLISHED / name).glob("*.safetensors"):
+        stored |= load_file(file)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == stored.keys()
+    for tensor, array in written.items():
+        assert array.dtype == stored[tensor].dtype
+        np.testing.assert_array_equal(array, stored[tensor], err_msg=tensor)
+    after = published.open(tmp_path / "out")
+    comparison.exactly(after, before)
+    assert after.tokenizer_json == before.tokenizer_json
+    assert (after.bos_token, after.context) == (before.bos_token, before.context)
+    assert after.chat_template == before.chat_template
+
+
+@pytest.mark.parametrize("name", quick.only(["lrkv_by_layer", "qwen3_thin"], workdirs.MODELS))
+def test_factors_are_multiplied_out(tmp_path, capsys, name):
+    """The logits of the workdir's model, from dense keys and values, and what they cost."""
+    block, mechanisms, title = workdirs.MODELS[name]
+    config = workdirs.config(block, mechanisms)
+    workdir = workdirs.write(tmp_path / "workdir", config)
+    workdirs.export(workdir, tmp_path / "out", "--format=huggingface", "--json")
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert (result["format"], result["model"]) == ("huggingface", title)
+    after = published.open(tmp_path / "out")
+    logits_BTV = comparison.logits(model_lib.open(str(workdir)), TOKENS)
+    assert comparison.difference_of(after, TOKENS, logits_BTV) < comparison.TOLERANCE
+    costs = result["cache_bytes_per_token"]
+    heads = after.transformer.mechanisms[0].num_kv_heads
+    assert costs["out"] == workdirs.LAYERS * 2 * heads * 8 * 2  # bytes of bfloat16
+    larger = costs["out"] > costs["workdir"]
+    assert larger == ("the factors are multiplied out there" in printed.err.replace("\n", " "))
+    assert larger == (name not in ("mha", "gqa", "mqa", "lrkv_gqa"))
+
+
+def test_nanochat_turns_pairs_the_other_way(tmp_path):
+    """Halves of queries and keys change places, and nothing else does."""
+    block, mechanism, _ = workdirs.MODELS["gqa"]
+    made = workdirs.Made(workdirs.config(block, mechanism))
+    plan = huggingface.plan(made, "F32")
+    first = ("segments", 0, "attention", "mechanism")
+    layer = "model.layers.2.self_attn."
+    for name, tensor, turned in (
+        ("query", "q_proj", True),
+        ("base_key", "k_proj", True),
+        ("base_value", "v_proj", False),
+    ):
+        w_DKH = made.read((*first, name), 2)
+        if turned:
+            w_DKH = np.concatenate([w_DKH[..., 4:], w_DKH[..., :4]], axis=-1)
+        written = plan.tensors[f"{layer}{tensor}.weight"].read()
+        np.testing.assert_array_equal(written, w_DKH.reshape(24, -1).T)
+
+
+def test_a_model_without_factors_is_not_copied():
+    made = workdirs.Made(workdirs.config("nanochat", workdirs.grouped(2, 2)))
+    path = ("segments", 0, "attention", "mechanism", "base_key")
+    assert np.shares_memory(Dense(made).read(path, 1), made.weights[path])
+
+
+def test_bfloat16(small, tmp_path):
+    workdirs.export(small, tmp_path / "out", "--format=huggingface", "--dtype=bfloat16")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    plan = huggingface.plan(model_lib.open(str(small)), "F32")
+    for name, array in load_file(tmp_path / "out/model.safetensors").items():
+        rounded = plan.tensors[name].read().astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(array, rounded, err_msg=name)
+
+
+def test_angles_for_transformers_4_and_5():
+    plan = huggingface.plan(published.open(comparison.PUBLISHED / "llama3_rope"), "F32")
+    config = json.loads(plan.files["config.json"])
+    assert config["rope_scaling"] == {
+        key: value for key, value in config["rope_parameters"].items() if key != "rope_theta"
+    }
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 50.0
+
+
+def test_texts_begin_as_documents_did(small, tmp_path):
+    """BOS stands before a text in kvjax's own tokenizers; published ones stay as they are."""
+    workdirs.export(small, tmp_path / "out", "--format=huggingface")
+    ids = tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).encode("a").ids
+    assert ids == [256, ord("a")]
+    about = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert about["bos_token"] == about["eos_token"] == tokenizer.BOS
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["bos_token_id"] == config["eos_token_id"] == 256
+
+
+def test_the_token_that_ends_a_document():
+    of = lambda *names: json.dumps(
+        dict(added_tokens=[dict(content=n, id=i, special=True) for i, n in enumerate(names)])
+    )
+    assert huggingface._document_tokens(of("</s>", "<s>")) == (("<s>", 1), ("</s>", 0))
+    assert huggingface._document_tokens(of("<s>")) == (("<s>", 0), ("<s>", 0))
+    assert huggingface._document_tokens(of("<x>")) == (None, None)
+    assert tuple(huggingface._ENDS) == tokenizer._BOS_NAMES
+
+
+MLA = workdirs.mla()
+
+
+PLAIN = workdirs.grouped(4, 4)
+
+
+def _block(name, **keys):
+    return dataclasses.replace(workdirs.BLOCKS[name], **keys)
+
+
+@pytest.mark.parametrize(
+    "block, mechanisms, said",
+    [
+        ("nanochat", MLA, "attention.kind = 'mla': must be 'grouped' or 'factored'"),
+        (
+            "nanochat",
+            RebuiltLatentConfig(num_heads=4, latent_dim=10, key_dim=8, value_dim=8),
+            "attention.kind = 'mla_paper': must be 'grouped'",
+        ),
+        ("nanochat", workdirs.grouped(4, 4, tie="kv"), "attention.tie = 'kv': must be 'none'"),
+        ("nanochat", workdirs.grouped(4, 4, tie="qk"), "attention.tie = 'qk': must be 'none'"),
+        (
+            "nanochat",
+            workdirs.grouped(4, 4, position_channels=6),
+            "attention.position_channels = 6: must be 0",
+        ),
+        (
+            "nanochat",
+            workdirs.grouped(4, 1, 3, rope="shared"),
+            "attention.rope = 'shared': must be 'full'",
+        ),
+        (
+            "nanochat",
+            [PLAIN, workdirs.grouped(4, 4, key_dim=4), PLAIN],
+            "attention.key_dim = 4 in layer 1: must be that of layer 0, 8",
+        ),
+        (
+            "gpt2",
+            workdirs.grouped(4, 4, qk_norm="none", bias=True, key_dim=4),
+            "attention.key_dim = 4: must be 8, as GPT2LMHeadModel has it",
+        ),
+        (
+            "nanochat",
+            workdirs.grouped(4, 4, value_dim=4),
+            "attention.value_dim = 4: must be 8, as NanoChatForCausalLM has it",
+        ),
+        (
+            "nanochat",
+            workdirs.grouped(4, 4, qk_norm="none"),
+            "attention.qk_norm = 'none': must be 'rms', as NanoChatForCausalLM",
+        ),
+        (
+            "nanochat",
+            workdirs.grouped(4, 4, norm_epsilon=1e-3),
+            "attention.norm_epsilon = 0.001: must be 0.01, as NanoChatForCausalLM",
+        ),
+        (
+            "nanochat",
+            workdirs.grouped(4, 4, bias=True, out_bias=False),
+            "attention.out_bias = False: must be True, as NanoChatForCausalLM",
+        ),
+        (
+            "llama",
+            workdirs.grouped(4, 4, qk_norm="none", bias=True),
+            "model.window = 6: must be 0, as LlamaForCausalLM",
+        ),
+        (_block("nanochat", window=7), PLAIN, "model.window = 7: must be 0, as NanoChat"),
+        (_block("nanochat", bias=True), PLAIN, "model.bias = True: must be False, as NanoChat"),
+        (_block("nanochat", norm_gain=True), PLAIN, "model.norm_gain = True: must be False"),
+        (_block("nanochat", positions="none"), PLAIN, "model.positions = 'none': must be 'rope'"),
+        (_block("nanochat", embedding_norm=False), PLAIN, "embedding_norm = False: must be True"),
+        (
+            _block("llama", logit_softcap=4.0, window=0),
+            workdirs.grouped(4, 4, qk_norm="none"),
+            "model.logit_softcap = 4.0: must be 0.0, as LlamaForCausalLM",
+        ),
+        (
+            _block("gpt2", activation="relu2"),
+            workdirs.grouped(4, 4, qk_norm="none", bias=True),
+            "model.activation = 'relu2': must be 'gelu', as GPT2LMHeadModel",
+        ),
+        (
+            _block("gpt2", d_model=24),
+            workdirs.grouped(4, 4, qk_norm="none", bias=True),
+            "attention.key_dim = 8: must be 6; config.attention.value_dim = 8: must be 6, as GPT2",
+        ),
+    ],
+)
+def test_what_no_family_has(block, mechanisms, said):
+    model = workdirs.Made(workdirs.config(block, mechanisms))
+    with pytest.raises(UserError) as error:
+        huggingface.plan(model, "F32")
+    assert str(error.value).startswith("config.") and said in str(error.value)
+
+
+def test_what_nanochat_has_beside_the_recipe():
+    """Options that its config can say: they are no reason to refuse."""
+    block = _block(
+        "nanochat", tied_head=True, logit_softcap=0.0, activation="gelu_exact", rope_factor=4.0
+    )
+    plan = huggingface.plan(workdirs.Made(workdirs.config(block, PLAIN)), "F32")
+    config = json.loads(plan.files["config.json"])
+    assert plan.title == "NanoChatForCausalLM" and "lm_head.weight" not in plan.tensors
+    assert config["final_logit_softcapping"] is None and config["tie_word_embeddings"]
+    assert config["hidden_act"] == "gelu"
+    assert config["rope_parameters"]["rope_type"] == "llama3"

@@ -1,0 +1,203 @@
+"""Each method on a layer of random weights: exact where nothing is dropped, near it elsewhere."""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.attention import Attention
+from kvjax.attention import FactoredConfig
+from kvjax.attention import GroupedConfig
+from kvjax.convert import layer as layer_lib
+from kvjax.convert.methods import LowRankKV
+from kvjax.convert.methods import ThinKeys
+from kvjax.foundation.errors import UserError
+from kvjax.layers import rope
+
+D, T, BASE = 24, 20, 100.0
+SHAPE = dict(num_heads=4, key_dim=8, value_dim=8, norm_epsilon=1e-6)
+SOURCES = {
+    "llama": (dict(num_kv_heads=2, num_bases=2, qk_norm="none"), True),
+    "gpt2": (dict(num_kv_heads=4, num_bases=4, qk_norm="none", bias=True), False),
+    "qwen2": (
+        dict(num_kv_heads=2, num_bases=2, qk_norm="none", bias=True, out_bias=False),
+        True,
+    ),
+    "qwen3": (dict(num_kv_heads=2, num_bases=2, qk_norm="rms_gain"), True),
+    "nanochat": (dict(num_kv_heads=4, num_bases=4, qk_norm="rms"), True),
+}
+INPUTS = np.random.default_rng(5).standard_normal((3, T, D)) * np.linspace(0.2, 2, D)
+
+
+def _source(randomise, name):
+    keys, on = SOURCES[name]
+    config = GroupedConfig(**SHAPE, rank=0, **keys)
+    _, weights = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)))
+    return config, weights, on
+
+
+def _attend(config, weights, on, x_BTD=INPUTS):
+    module = nnx.eval_shape(lambda: Attention(config, D, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(module)
+    shapes = jax.tree.map(lambda x: x.shape, nnx.to_pure_dict(state))
+    assert shapes == jax.tree.map(np.shape, weights)  # the weights of that config and no others
+    positions = rope.positions(np.arange(T, dtype=np.int32)[None], 8, BASE if on else None)
+    positions = positions if config.key_dim == 8 else rope.Positions(positions.index, None)
+    weights = jax.tree.map(jnp.asarray, weights)
+    return np.asarray(nnx.merge(graph, weights)(jnp.asarray(x_BTD), positions, causal=True))
+
+
+def _moment(config):
+    x = INPUTS.reshape(-1, D)
+    if config.bias:
+        x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
+    return x.T @ x / len(x)
+
+
+def _converted(method, source, moment=None):
+    """The new config, its weights, and the output's relative error."""
+    config, weights, on = source
+    layer = layer_lib.read(weights, config, rope=on)
+    moment = layer.inner() if moment is None else moment
+    new, converted = method.mechanism(config, rope=on), method.convert(layer, moment)
+    before, after = _attend(config, weights, on), _attend(new, converted.weights, on)
+    return new, converted, np.linalg.norm(after - before) / np.linalg.norm(before)
+
+
+FULL = [
+    ThinKeys(rank=8),
+    ThinKeys(rank=8, objective="weights"),
+    ThinKeys(rank=8, part="value"),
+    ThinKeys(rank=8, part="query", objective="weights"),
+    ThinKeys(rank=8, part="both"),
+    ThinKeys(rank=8, part="key_value"),
+    ThinKeys(rank=8, part="key_value", absorb=False),
+    LowRankKV(rank=8),
+    LowRankKV(rank=8, objective="weights", align=False),
+    LowRankKV(rank=0, bases=2),
+]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("method", FULL, ids=str)
+def test_full_rank_loses_nothing(x64, randomise, source, method):
+    """Whatever is scaled, turned or dropped on the way changes no output."""
+    source = _source(randomise, source)
+    if method.__class__ is LowRankKV and method.rank == 0:
+        method = dataclasses.replace(method, bases=source[0].num_kv_heads)
+    _, converted, error = _converted(method, source, _moment(source[0]))
+    assert error < 1e-9
+    assert all(lost < 1e-9 for lost in converted.errors.values())
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_joint_latents_of_all_heads(x64, randomise, source):
+    source = _source(randomise, source)
+    rank = 8 * source[0].num_kv_heads
+    new, _, error = _converted(ThinKeys(rank=rank, mode="joint"), source, _moment(source[0]))
+    assert error < 1e-9
+    assert isinstance(new, FactoredConfig) and new.num_latents == 1 and new.key_rank == rank
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_is_cached(x64, randomise, source):
+    config, _, on = _source(randomise, source)
+    elements = lambda new: sum(
+        int(np.prod(field.shape)) for field in new.entry().values() if not field.wide
+    )
+    K = config.num_kv_heads
+    assert elements(ThinKeys(rank=3).mechanism(config, rope=on)) == K * (3 + 8)
+    assert elements(ThinKeys(rank=3, mode="joint").mechanism(config, rope=on)) == 3 + K * 8
+    assert elements(ThinKeys(rank=3, part="value").mechanism(config, rope=on)) == K * (3 + 8)
+    assert elements(ThinKeys(rank=3, part="query").mechanism(config, rope=on)) == K * 16
+    both = ThinKeys(rank=3, part="key_value", value_rank=2)
+    assert elements(both.mechanism(config, rope=on)) == K * (3 + 2)
+    both = dataclasses.replace(both, mode="joint", rank=9)
+    assert elements(both.mechanism(config, rope=on)) == 9 + 2
+    assert elements(LowRankKV(rank=3).mechanism(config, rope=on)) == 2 * (8 + K * 3)
+
+
+def test_queries_take_the_second_factor_where_nothing_stands_between(x64, randomise):
+    """Then it is a model with thin keys, as if trained so; logits keep the root of 8 channels."""
+    for name, absorbed in (("gpt2", True), ("llama", False), ("qwen3", False)):
+        config, _, on = _source(randomise, name)
+        new = ThinKeys(rank=3).mechanism(config, rope=on)
+        assert isinstance(new, GroupedConfig) == absorbed
+        assert new.key_dim == (3 if absorbed else 8)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("method", [ThinKeys(rank=5), LowRankKV(rank=3)], ids=str)
+def test_objectives_that_know_more_lose_less(x64, randomise, source, method):
+    """In the order of OBJECTIVES, on the text they are calibrated on."""
+    source = _source(randomise, source)
+    error = {}
+    for objective in ("weights", "inputs", "outputs"):
+        moment = None if objective == "weights" else _moment(source[0])
+        error[objective] = _converted(
+            dataclasses.replace(method, objective=objective), source, moment
+        )[2]
+    assert error["outputs"] < error["weights"]
+    assert error["inputs"] < error["weights"]
+    assert 0.001 < error["outputs"] < 1
+
+
+def test_aligned_heads_lose_less(x64, randomise):
+    source = _source(randomise, "llama")
+    aligned, plain = (
+        _converted(LowRankKV(rank=3, align=align), source, _moment(source[0]))[1].errors
+        for align in (True, False)
+    )
+    assert aligned["key"] < plain["key"] and aligned["value"] < plain["value"]
+
+
+BAD = [
+    (ThinKeys(rank=9), "llama", r"rank = 9: must lie in \[1, 8\], a head of 8 channels"),
+    (
+        ThinKeys(rank=3, part="key_value", value_rank=9),
+        "llama",
+        r"value_rank = 9: must lie in \[1, 8\]",
+    ),
+    (ThinKeys(rank=0), "llama", r"rank = 0: must lie in \[1, 8\]"),
+    (
+        ThinKeys(rank=17, mode="joint"),
+        "llama",
+        r"rank = 17: must lie in \[1, 16\], 16",
+    ),
+    (LowRankKV(rank=9), "gpt2", r"rank = 9: must lie in \[0, 8\]"),
+    (LowRankKV(rank=3, bases=3), "gpt2", "bases = 3: must divide the 4 KV heads"),
+    (LowRankKV(rank=3, bases=0), "gpt2", "bases = 0: must divide the 4 KV heads"),
+]
+
+
+@pytest.mark.parametrize("method, source, message", BAD, ids=str)
+def test_what_cannot_be(randomise, method, source, message):
+    config, _, on = _source(randomise, source)
+    with pytest.raises(UserError, match=message):
+        method.mechanism(config, rope=on)
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (dict(mode="each"), "mode = 'each': must be one of 'per_head', 'joint'"),
+        (dict(part="k"), "part = 'k': must be one of 'key', 'query', 'both', 'value', 'key_value'"),
+        (
+            dict(objective="loss"),
+            "objective = 'loss': must be one of 'weights', 'inputs'",
+        ),
+    ],
+)
+def test_options_that_there_are_not(keys, message):
+    with pytest.raises(UserError, match=message):
+        ThinKeys(rank=3, **keys)
+
+
+def test_only_plain_attention_is_converted(make_mechanism):
+    layer_lib.check([make_mechanism("gqa"), make_mechanism("mha")])
+    for name in ("lrkv", "mla", "kv_tied", "qk_tied_plus", "factored"):
+        with pytest.raises(UserError, match="only MHA, GQA and MQA are converted"):
+            layer_lib.check([make_mechanism("gqa"), make_mechanism(name)])

@@ -1,0 +1,228 @@
+"""Published models give the logits that transformers gave them; what does not fit is told first.
+
+The models are of make_logits.py, beside this file; published/versions.json says of which versions.
+"""
+
+import json
+import shutil
+
+from etils import epath
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from safetensors.numpy import save_file
+
+from kvjax.convert import published
+from kvjax.data import tokenizer
+from kvjax.foundation.errors import UserError
+from tests.convert import comparison
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A function of a stored model's name: a copy of its folder."""
+
+    def copy(name):
+        return epath.Path(shutil.copytree(comparison.PUBLISHED / name, tmp_path / name))
+
+    return copy
+
+
+def edit(folder, change):
+    """Applies a function to the tensors of a folder, by name."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def configure(folder, **keys):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+@pytest.mark.parametrize("name", comparison.MODELS)
+def test_logits_are_those_of_transformers(name):
+    assert comparison.difference(comparison.PUBLISHED / name) < comparison.TOLERANCE
+
+
+def test_all_models_are_there():
+    models = ("gpt2", "gpt2_exact_gelu", "llama", "llama3_rope", "llama_tied_bias")
+    models += ("mistral_window", "qwen2", "qwen2_window", "qwen3", "nanochat", "nanochat_bias")
+    assert set(comparison.MODELS) == set(models)
+    assert (comparison.PUBLISHED / "llama/model.safetensors.index.json").exists()
+
+
+def test_a_model_as_it_is_published():
+    model = published.open(comparison.PUBLISHED / "qwen2")
+    assert model.name == "qwen2" and model.bos_token == "<|endoftext|>"
+    assert model.chat_template.startswith("{% for message in messages %}")
+    backend = tokenizer.from_json(model.tokenizer_json, "qwen2")
+    assert backend.vocab_size == 38 and model.config.vocab_size == 40  # rows are padded
+    assert backend.decode(backend.encode("a b 3")) == "a b 3"
+    shapes = model.parameters()
+    assert {str(dtype) for _, dtype in shapes.values()} == {"bfloat16"}
+    path = ("segments", 0, "attention", "mechanism", "base_key_bias")
+    assert shapes[path][0] == (2, 2, 4)
+    stored = load_file(comparison.PUBLISHED / "qwen2" / "model.safetensors")
+    for layer in range(2):
+        bias = stored[f"model.layers.{layer}.self_attn.k_proj.bias"]
+        np.testing.assert_array_equal(model.read(path, layer), bias.reshape(2, 4))
+    np.testing.assert_array_equal(model.read(("embedding",)), stored["model.embed_tokens.weight"])
+
+
+def test_a_mixture_of_dtypes_is_read_in_one_that_holds_all(copied):
+    folder = copied("qwen2")
+
+    def change(tensors):
+        name = "model.layers.1.input_layernorm.weight"
+        tensors[name] = tensors[name].astype(np.float16)
+
+    edit(folder, change)
+    model = published.open(folder)
+    path = ("segments", 0, "attention_norm", "gain")
+    assert model.parameters()[path][1] == np.float32
+    assert {model.read(path, layer).dtype for layer in range(2)} == {np.dtype(np.float32)}
+
+
+def test_gpt2_as_it_was_first_published(copied):
+    """Without the prefix, and with the masks of attention among its tensors."""
+    folder = copied("gpt2")
+    before = comparison.whole(published.open(folder))
+
+    def change(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = np.ones((1, 1, 24, 24), np.uint8)
+        tensors["h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
+
+    edit(folder, change)
+    after = comparison.whole(published.open(folder))
+    assert before.keys() == after.keys()
+    for path in before:
+        np.testing.assert_array_equal(after[path], before[path])
+
+
+def test_a_head_that_is_stored_although_it_is_tied(copied):
+    folder = copied("gpt2")
+    edit(folder, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"]}))
+    assert ("head",) not in published.open(folder).parameters()
+    edit(folder, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}))
+    with pytest.raises(UserError, match="lm_head.weight is not transformer.wte.weight: set it to"):
+        published.open(folder)
+
+
+@pytest.mark.parametrize(
+    "value, template",
+    [("one", "one"), ([dict(name="x", template="b"), dict(name="default", template="a")], "a")],
+)
+def test_what_tokenizer_config_json_says(copied, value, template):
+    folder = copied("gpt2")
+    assert published.open(folder).chat_template is None
+    about = dict(chat_template=value, bos_token=dict(content="<s>", lstrip=False))
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    model = published.open(folder)
+    assert model.chat_template == template and model.bos_token == "<s>"
+    (folder / "tokenizer_config.json").unlink()
+    assert published.open(folder).bos_token is None
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda t: t.pop(Q), f"lacks tensors that its config describes: {Q}. Give the files"),
+        (
+            lambda t: t.update({"model.layers.2.x": t[Q]}),
+            "has tensors that its config does not describe: model.layers.2.x. Give",
+        ),
+        (
+            lambda t: t.update({Q: t[Q][:, 1:].copy()}),
+            f"{Q} has shape (16, 15), and by its config (16, 16): give the config that",
+        ),
+        (
+            lambda t: t.update({Q: t[Q].astype(np.int8)}),
+            f"{Q} is stored as I8; weights must be F32, F16, BF16: load the model",
+        ),
+        (
+            lambda t: t.update({Q: t[Q].astype(ml_dtypes.float8_e4m3fn)}),
+            f"{Q} is stored as F8_E4M3; weights must be F32, F16, BF16: load the model",
+        ),
+    ],
+)
+def test_tensors_that_are_not_those_of_the_config(copied, change, said):
+    folder = copied("llama_tied_bias")
+    edit(folder, change)
+    with pytest.raises(UserError) as error:
+        published.open(folder)
+    assert str(folder) in str(error.value) and said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        (dict(model_type="llama4"), "model_type = 'llama4': must be one of gpt2, llama, mistral"),
+        (dict(num_hidden_layers=3), "lacks tensors that its config describes: model.layers.2."),
+        (dict(num_hidden_layers=1), "does not describe: model.layers.1.input_layernorm.weight, "),
+        (dict(tie_word_embeddings=False), "lacks tensors that its config describes: lm_head.weig"),
+        (dict(attention_bias=False), "does not describe: model.layers.0.self_attn.k_proj.bias, "),
+        (
+            dict(num_key_value_heads=4),
+            "k_proj.weight has shape (8, 16), and by its config (16, 16)",
+        ),
+        (dict(num_key_value_heads=3), "num_kv_heads = 3: must divide num_heads = 4"),
+        (dict(head_dim=5), "are rotated by RoPE in pairs"),
+        (dict(num_hidden_layers=10**6), "config.model.num_layers = 1000000: must be at"),
+        (dict(vocab_size=41), "has shape (40, 16), and by its config (41, 16)"),
+    ],
+)
+def test_configs_that_are_not_those_of_the_tensors(copied, keys, said):
+    folder = copied("llama_tied_bias")
+    configure(folder, **keys)
+    with pytest.raises(UserError) as error:
+        published.open(folder)
+    assert str(folder) in str(error.value) and said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "file, text, said",
+    [
+        ("config.json", "{", "config.json is not JSON"),
+        ("config.json", "[]", "config.json is no JSON object"),
+        ("config.json", None, "config.json is missing: download it again"),
+        ("tokenizer.json", None, "tokenizer.json is missing: load the tokenizer"),
+        ("tokenizer.json", "{}", "its tokenizer.json cannot be read"),
+        ("tokenizer_config.json", "no", "tokenizer_config.json is not JSON"),
+        ("model.safetensors", None, "has neither model.safetensors nor"),
+    ],
+)
+def test_files_that_are_missing_or_broken(copied, file, text, said):
+    folder = copied("llama_tied_bias")
+    (folder / file).unlink()
+    if text is not None:
+        (folder / file).write_text(text)
+    with pytest.raises(UserError) as error:
+        published.open(folder)
+    assert str(folder) in str(error.value) and said in str(error.value)
+
+
+def test_a_tokenizer_of_another_model(copied):
+    folder = copied("llama_tied_bias")
+    tokenizer.byte_tokenizer().save(folder / "tokenizer.json")
+    with pytest.raises(UserError, match="its tokenizer has 257 tokens and its embedding 40 rows"):
+        published.open(folder)
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("HuggingFaceTB/SmolLM2-135M", "there is no such folder or file; download"),
+        ("gs://bucket/model", "must be local: copy it to a disk first"),
+    ],
+)
+def test_a_source_that_is_not_there(bucket, source, said):
+    with pytest.raises(UserError, match=said):
+        published.open(source)

@@ -1,0 +1,230 @@
+"""Runs that start from a trained model, tune some of its parameters, and learn from a teacher."""
+
+import dataclasses
+import shutil
+
+from etils import epath
+from flax import nnx
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+import pytest
+
+from kvjax import experiment as experiment_lib
+from kvjax import optim
+from kvjax.foundation.errors import UserError
+from kvjax.model.loss import mean_taught_loss
+from kvjax.model.loss import token_losses
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+from kvjax.training import loop
+from kvjax.training import memory_estimate
+from kvjax.training import program
+from kvjax.workdir import identity
+from tests import runs
+from tests.runs import records
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def _parameters(workdir, step):
+    state = ocp.load(epath.Path(workdir) / "checkpoints" / str(step), checkpointable_name="state")
+    flat = traverse_util.flatten_dict(state["params"])
+    return {".".join(map(str, path)): np.asarray(w) for path, w in flat.items()}, state
+
+
+def _tuning(source, parent, **train):
+    """Three steps of AdamW on queries and keys alone."""
+    config = runs.small_config(*source, num_steps=3, eval_every=3, checkpoint_every=3, **train)
+    config.train.parent = str(parent)
+    config.optimizer.update(tuned=("mechanism.query", "key"), matrices="adamw")
+    config.optimizer.matrix_learning_rate = 1e-3
+    return config
+
+
+def test_named_parameters_learn_and_others_stay(source, whole, tmp_path):
+    """The run begins where its parent ended, and leaves the parent as it was."""
+    before, _ = _parameters(whole.workdir, 40)
+    loop.train(_tuning(source, whole.workdir), epath.Path(tmp_path))
+    after, state = _parameters(tmp_path, 3)
+    changed = {name for name in after if np.any(after[name] != before[name])}
+    inner = "segments.0.attention.mechanism"
+    assert changed == {f"{inner}.{n}" for n in ("query", "base_key", "latent_key", "expand_key")}
+    moments = {
+        ".".join(str(getattr(k, "key", k)) for k in path[-5:])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state["optimizer"])
+        if np.ndim(leaf) > 1
+    }
+    assert moments == changed  # nothing is kept for what does not learn
+    loss = lambda workdir: [r["loss"] for r in records(workdir) if "loss" in r]
+    first, untrained, trained = loss(tmp_path)[0], loss(whole.workdir)[0], loss(whole.workdir)[-1]
+    assert abs(first - trained) < 0.5 < untrained - first
+    again, _ = _parameters(whole.workdir, 40)
+    assert all(np.array_equal(again[name], before[name]) for name in before)
+
+
+def test_a_run_goes_on_without_its_parent(source, whole, tmp_path):
+    parent = tmp_path / "parent"
+    shutil.copytree(whole.workdir, parent)
+    config = _tuning(source, f"{parent}@30", stop_after=2)
+    loop.train(config, epath.Path(tmp_path / "run"))
+    shutil.rmtree(parent)
+    config.train.stop_after = 0
+    loop.train(config, epath.Path(tmp_path / "run"))
+    whole_run = _tuning(source, f"{whole.workdir}@30")
+    loop.train(whole_run, epath.Path(tmp_path / "whole"))
+    (resumed, _), (straight, _) = (_parameters(tmp_path / n, 3) for n in ("run", "whole"))
+    assert all(np.array_equal(resumed[name], straight[name]) for name in straight)
+    other, _ = _parameters(whole.workdir, 40)
+    assert not np.array_equal(other["head"], resumed["head"])  # it was step 30's
+
+
+def test_a_teacher_with_all_of_the_loss_is_learned(source, whole, tmp_path):
+    """The model it taught is itself: nothing to learn, whatever the text says."""
+    config = _tuning(source, whole.workdir, teacher=str(whole.workdir), teacher_share=1.0)
+    loop.train(config, epath.Path(tmp_path))
+    first = records(tmp_path)[0]  # AdamW makes steps of rounding errors
+    assert abs(first["loss"]) < 1e-5 and first["grad_norm"] < 1e-4
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_taught_loss_is_its_formula(x64, make_mechanism, share):
+    rng = np.random.default_rng(0)
+    config = experiment_lib.TransformerConfig(
+        block=experiment_lib.BlockConfig(num_layers=1, d_model=8, mlp_dim=8, logit_softcap=5.0),
+        mechanisms=(make_mechanism("lrkv"),),
+        vocab_size=11,
+    )
+    graph, state = nnx.split(Transformer(config, jax.random.key(0)))
+    draw = lambda w: jnp.asarray(0.5 * rng.standard_normal(w.shape))
+    student, teacher = (jax.tree.map(draw, nnx.to_pure_dict(state)) for _ in range(2))
+    tokens, targets = rng.integers(0, 11, (2, 2, 6))
+    compute = Compute(dtype=jnp.dtype(jnp.float64), loss_chunks=3)
+
+    def loss(student):
+        model, other = nnx.merge(graph, student), nnx.merge(graph, teacher)
+        options = dict(teacher=other, share=share, compute=compute)
+        return mean_taught_loss(model, tokens, targets, **options)
+
+    def formula(student):
+        models = [nnx.merge(graph, params) for params in (student, teacher)]
+        z, y = (m.logits(m(tokens, compute=compute), compute=compute) for m in models)
+        p, q = jax.nn.log_softmax(z), jax.nn.log_softmax(y)
+        divergence = jnp.sum(jnp.exp(q) * (q - p), axis=-1)
+        nats = token_losses(models[0], tokens, targets, compute=compute)
+        return jnp.mean((1 - share) * nats + share * divergence)
+
+    (value, grads), (wanted, expected) = (jax.value_and_grad(f)(student) for f in (loss, formula))
+    assert float(value) == pytest.approx(float(wanted), rel=1e-12) and wanted > 0.1
+    for got, right in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, right, atol=1e-12)
+    assert jax.tree.all(jax.tree.map(lambda g: np.abs(g).max() > 1e-4, expected))
+
+
+def test_adamw_for_matrices_is_optax_adamw():
+    import optax
+
+    config = optim.OptimizerConfig(
+        **dict(matrices="adamw", matrix_learning_rate=0.1, matrix_weight_decay=0.3, clip_norm=0.0),
+        cooldown_fraction=0.0,
+    )
+    params = dict(up=jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), jnp.float32))
+    ours = optim.make_optimizer(config, dict(up="D -> M"), d_model=768, num_steps=5)
+    theirs = optax.adamw(0.1, b1=config.adam_b1, b2=config.adam_b2, eps=1e-10, weight_decay=0.3)
+    state, other = ours.init(params), theirs.init(params)
+    for step in range(3):
+        grads = jax.tree.map(lambda w, s=step: w * (s + 1), params)
+        update, state = ours.update(grads, state, params)
+        expected, other = theirs.update(grads, other, params)
+        np.testing.assert_allclose(update["up"], expected["up"], rtol=1e-6)
+
+
+def test_memory_is_that_of_what_learns(source):
+    experiment = experiment_lib.resolve(runs.small_config(*source))
+    everything = memory_estimate.state(experiment.model, 1)
+    some = dataclasses.replace(experiment.optimizer, tuned=("query",))
+    tuned = memory_estimate.state(experiment.model, 1, some)
+    queries = 2 * 32 * 2 * 16
+    assert tuned.parameters == everything.parameters
+    assert tuned.gradients == tuned.optimizer == 4 * queries
+    adam = dataclasses.replace(some, matrices="adamw")
+    assert memory_estimate.state(experiment.model, 1, adam).optimizer == 8 * queries
+
+
+def _bad(config, tmp_path, message):
+    with pytest.raises(UserError, match=message):
+        loop.train(config, epath.Path(tmp_path / "run"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_what_cannot_be_started_from(source, whole, tmp_path):
+    config = lambda **train: runs.small_config(*source, num_steps=3, **train)
+    here = str(whole.workdir)
+    _bad(config(parent=str(tmp_path)), tmp_path, "config.train.parent = .*is no workdir of a run")
+    _bad(config(parent=f"{here}@7"), tmp_path, r"config.train.parent = .*step = 7: .*it has \[")
+    _bad(config(teacher=f"{here}@7"), tmp_path, "config.train.teacher = .*step = 7")
+    other = config(parent=here)
+    other.attention.rank = 3
+    _bad(other, tmp_path, r"(?s)holds another model than.*latent_key: checkpoint \(2, 32, 2, 4\)")
+    other = config(parent=here)
+    other.model.logit_softcap = 3.0
+    _bad(other, tmp_path, "config.train.parent = .*computes with them otherwise")
+    other = config()
+    other.optimizer.tuned = ("attention", "keys")
+    _bad(other, tmp_path, "config.optimizer.tuned: no parameter has 'keys' in its name; there are ")
+
+
+def test_other_tokens_than_the_parents(source, whole, tmp_path):
+    parent = tmp_path / "parent"
+    shutil.copytree(whole.workdir, parent)
+    file = parent / "tokenizer.json"
+    file.write_text(file.read_text().replace('"a":', '"\u0100":'))
+    config = runs.small_config(*source, num_steps=3, parent=str(parent))
+    _bad(config, tmp_path, r"config.train.parent = .*reads other tokens than .*data.tokenizer = ")
+
+
+def test_newer_keys_are_there_with_their_defaults(source, whole, tmp_path):
+    """A workdir that was trained before a key was there goes on; with another value it does not."""
+    shutil.copytree(whole.workdir, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    text = path.read_text()
+    for key in ("window", "tuned", "parent", "teacher", "out_bias"):
+        lines = text.splitlines()
+        text = "\n".join(line for line in lines if not line.strip().startswith(f'"{key}"'))
+    path.write_text(text.replace(",\n }", "\n }").replace(",\n  }", "\n  }"))
+    identity.check_config(epath.Path(tmp_path / "run"), whole.config, jnp.dtype("float32"))
+    other = whole.config.copy_and_resolve_references()
+    other.model.window = 8
+    with pytest.raises(UserError, match="model.window: there None, now 8"):
+        identity.check_config(epath.Path(tmp_path / "run"), other, jnp.dtype("float32"))
+
+
+def test_gradients_of_what_learns_are_those_of_everything(source):
+    """A step of plain descent on queries alone moves them as a step on all parameters does."""
+    import optax
+
+    experiment = experiment_lib.resolve(runs.small_config(*source))
+    graph, state = nnx.split(Transformer(experiment.model, jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda w: jnp.asarray(0.3 * rng.standard_normal(w.shape), jnp.float32),
+        nnx.to_pure_dict(state),
+    )
+    rows = jnp.asarray(rng.integers(0, 257, (4, 33)), jnp.int32)
+    optimizer, stepped = optax.sgd(1.0), []
+    for names in ((), ("query",)):
+        config = dataclasses.replace(experiment.optimizer, tuned=names)
+        learning = lambda tree, c=config: optim.tuned(c, tree)
+        state = dict(params=params, optimizer=optimizer.init(learning(params)))
+        state |= dict(step=jnp.zeros((), jnp.int32), key=None)
+        options = dict(graph=graph, optimizer=optimizer, compute=Compute(), parts=2)
+        new, _ = program.train_step(state, rows, **options, learning=learning)
+        stepped.append(traverse_util.flatten_dict(new["params"]))
+    for path, w in traverse_util.flatten_dict(params).items():
+        if "query" in path:
+            np.testing.assert_allclose(stepped[1][path], stepped[0][path], atol=1e-6)
+            assert np.abs(stepped[1][path] - w).max() > 1e-4
+        else:
+            np.testing.assert_array_equal(stepped[1][path], w)

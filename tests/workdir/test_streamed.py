@@ -1,0 +1,385 @@
+"""Parameters written slice by slice load as what training saved, or are no checkpoint."""
+
+import errno
+import json
+import math
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
+from kvjax.model import parameters
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+from kvjax.workdir import checkpoint
+from kvjax.workdir import storage
+from kvjax.workdir import streamed
+from kvjax.workdir.checkpoint import Checkpoints
+from kvjax.workdir.checkpoint import read_parameters
+
+QUERY = ("segments", 0, "attention", "mechanism", "query")
+SMALL_CHUNKS = 512  # bytes: less than most arrays below
+
+
+@pytest.fixture
+def shapes(make_mechanism):
+    """Those of a Transformer of two segments; matrices in bfloat16, gains in float32."""
+    block = BlockConfig(num_layers=5, d_model=16, mlp_dim=24, norm_gain=True)
+    mechanisms = (make_mechanism("lrkv"),) * 3 + (make_mechanism("mla"),) * 2
+    config = TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=32)
+    is_gain = lambda x: math.prod(x.shape) <= 3 * 16
+    dtype = lambda x: jnp.float32 if is_gain(x) else jnp.bfloat16
+    abstract = parameters.abstract(config).shapes
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x)), abstract)
+
+
+@pytest.fixture
+def params(shapes):
+    rng = np.random.default_rng(0)
+    draw = lambda x: np.asarray(rng.standard_normal(x.shape), x.dtype)
+    return jax.tree.map(draw, shapes)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Arrays of several chunks."""
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", SMALL_CHUNKS)
+    monkeypatch.setattr(streamed, "CHUNK_BYTES", SMALL_CHUNKS)
+    monkeypatch.setattr(streamed, "LEAST_CHUNK_BYTES", 16)
+
+
+def slices(params) -> list[tuple]:
+    """Arguments of `write`: layers from last to first, each in a buffer that is used again."""
+    order = []
+    for path, array in jax.tree.leaves_with_path(params):
+        keys = tuple(getattr(key, "key", None) for key in path)
+        indices = range(len(array)) if keys[0] == "segments" else [None]
+        order += [(-1 if i is None else i, keys, array, i) for i in indices]
+    return [what[1:] for what in sorted(order, key=lambda what: -what[0])]
+
+
+def write_all(write, params, without=()):
+    buffer = {}
+    for keys, array, index in slices(params):
+        if (keys, index) in without:
+            continue
+        part = array if index is None else array[index]
+        held = buffer.setdefault((part.shape, part.dtype), np.empty_like(part))
+        held[...] = part
+        write(keys, held, index=index)
+        held[...] = 0
+
+
+def save_streamed(folder, params, step=0):
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    with streamed.writing(folder, step=step, shapes=abstract) as write:
+        write_all(write, params)
+
+
+def placed(params, dtype=None):
+    """What `read_parameters` asks for."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+    return jax.tree.map(place, params)
+
+
+def assert_loads(folder, params, step=0):
+    got = read_parameters(folder, step, placed(params))
+    jax.tree.map(np.testing.assert_array_equal, got, params)
+    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(params)]
+
+
+def files(folder: pathlib.Path) -> list[str]:
+    """Names of files; data files are named at random."""
+    names = [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()]
+    return sorted({"d/*".join((n.partition("d/")[0], "")) if "d/" in n else n for n in names})
+
+
+def stored_arrays(step_folder) -> dict[str, dict]:
+    """Per array, how it is stored."""
+    base = dict(driver="file", path=f"{step_folder}/state/")
+    store = tensorstore.KvStore.open(dict(driver="ocdbt", base=base)).result()
+    keys = [key.decode() for key in store.list().result()]
+    read = lambda key: json.loads(store.read(key).result().value)
+    return {k.removesuffix("/zarr.json"): read(k) for k in keys if k.endswith("/zarr.json")}
+
+
+@pytest.mark.parametrize("step", [0, 70])
+def test_what_was_written_loads(tmp_path, params, step):
+    folder = epath.Path(tmp_path) / "not there" / "checkpoints"
+    save_streamed(folder, params, step)
+    assert storage.steps(folder) == [step]
+    assert_loads(folder, params, step)
+    wide = read_parameters(folder, step, placed(params, jnp.float32))
+    equal = lambda got, want: np.testing.assert_array_equal(got, np.asarray(want, np.float32))
+    jax.tree.map(equal, wide, params)
+    (folder / str(step)).rename(folder / "71")
+    with pytest.raises(UserError, match=f"71 holds step {step}"):
+        read_parameters(folder, 71, placed(params))
+
+
+def test_arrays_of_several_chunks_load(tmp_path, params, small_chunks, monkeypatch):
+    """And no more bytes are in flight than may be."""
+    monkeypatch.setattr(streamed, "IN_FLIGHT_BYTES", 2 * SMALL_CHUNKS)
+    most, put = [], streamed._Arrays._put
+
+    def watched(arrays, *args):
+        put(arrays, *args)
+        assert arrays._in_flight_bytes == sum(size for size, _ in arrays._in_flight)
+        most.append(arrays._in_flight_bytes)
+
+    monkeypatch.setattr(streamed._Arrays, "_put", watched)
+    save_streamed(epath.Path(tmp_path), params)
+    assert SMALL_CHUNKS < max(most) <= 2 * SMALL_CHUNKS
+    assert_loads(epath.Path(tmp_path), params)
+
+
+def test_arrays_on_a_device_are_taken(tmp_path):
+    params = dict(w=jnp.arange(6.0).reshape(2, 3), b=jnp.ones(2, jnp.bfloat16))
+    folder = epath.Path(tmp_path)
+    with streamed.writing(folder, shapes=params) as write:  # only shapes and dtypes are read
+        write(("w",), params["w"][1], index=1)
+        write(("b",), params["b"])
+        write(("w",), params["w"].T[:, :1].ravel(), index=0)
+    assert_loads(folder, params)
+
+
+def test_float64_is_stored_as_such(tmp_path):
+    w = np.random.default_rng(0).standard_normal((3, 4))
+    save_streamed(epath.Path(tmp_path), dict(w=w))
+    assert stored_arrays(tmp_path / "0")["params.w"]["data_type"] == "float64"
+    got = read_parameters(epath.Path(tmp_path), 0, placed(dict(w=w), jnp.float32))
+    np.testing.assert_array_equal(got["w"], w.astype(np.float32))
+
+
+@pytest.mark.parametrize("chunks", ["one", "several"])
+def test_the_layout_is_that_of_training(tmp_path, params, chunks, request):
+    """Same files, same metadata; of arrays too large for a chunk, chunks are cut into layers."""
+    if chunks == "several":
+        request.getfixturevalue("small_chunks")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    save_streamed(epath.Path(ours), params, step=3)
+    checkpoints = Checkpoints(epath.Path(theirs), keep=1)
+    state = dict(params=jax.tree.map(jnp.asarray, params), step=jnp.int32(3))
+    checkpoints.save(3, state, position=0)
+    checkpoints.close()
+    got, want = stored_arrays(ours / "3"), stored_arrays(theirs / "3")
+    cut = []
+    for name, metadata in want.items():
+        chunk = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        bytes_of = math.prod(metadata["shape"]) * jnp.dtype(metadata["data_type"]).itemsize
+        if name.startswith("params.segments") and bytes_of > checkpoint.CHUNK_BYTES:
+            cut.append(name)
+            chunk[0] = 1
+            metadata["codecs"][0]["configuration"]["chunk_shape"][0] = 1
+    assert got == want and bool(cut) == (chunks == "several")
+    in_item = [f for f in files(theirs / "3" / "state") if f != "commit_success.txt"]
+    assert files(ours / "3" / "state") == in_item
+    read = lambda folder, name: json.loads((folder / "3" / name).read_text())
+    assert read(ours, "state/_sharding") == read(theirs, "state/_sharding")
+    if chunks == "one":
+        for name in ("state/_METADATA", "state/array_metadatas/process_0"):
+            assert read(ours, name) == read(theirs, name)
+    got, want = (read(folder, "_CHECKPOINT_METADATA") for folder in (ours, theirs))
+    assert got.keys() == want.keys()
+    assert got["item_handlers"] == dict(state=want["item_handlers"]["state"])
+    assert 0 < got["init_timestamp_nsecs"] < got["commit_timestamp_nsecs"]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_flipped_bits_are_noticed_or_harmless(tmp_path):
+    """In any file; in weights nearly all are noticed, of which some bytes are of a former index."""
+    folder, rng = epath.Path(tmp_path), np.random.default_rng(0)
+    layers = dict(w=rng.standard_normal((2, 192, 128), np.float32), b=np.ones((2, 3), jnp.bfloat16))
+    params = dict(segments={0: layers}, head=rng.standard_normal((128, 192), np.float32))
+    save_streamed(folder, params)
+    paths = sorted(path for path in (tmp_path / "0").rglob("*") if path.is_file())
+    weights = max(paths, key=lambda path: path.stat().st_size)
+    noticed = []
+    for path in [*paths, *[weights] * 20]:
+        whole = path.read_bytes()
+        broken = bytearray(whole)
+        broken[rng.integers(len(whole))] ^= 1 << rng.integers(8)
+        path.write_bytes(broken)
+        try:
+            assert_loads(folder, params)
+        except UserError as error:
+            assert f"{folder}/0 cannot be read" in str(error)
+            noticed.append(path)
+        path.write_bytes(whole)
+    assert noticed.count(weights) > 18 and len(set(noticed)) >= 3
+    assert_loads(folder, params)
+
+
+@pytest.mark.parametrize(
+    "without, message",
+    [
+        ([(QUERY, 1)], rf"params\.{'.'.join(map(str, QUERY))}\[1\]$"),
+        ([(QUERY, i) for i in range(3)], rf"params\.{'.'.join(map(str, QUERY))}$"),
+        ([(("embedding",), None), (QUERY, 0)], r"params\.embedding, params\.segments.*query\[0\]$"),
+    ],
+    ids=["slice", "array", "both"],
+)
+def test_what_is_missing_is_named(tmp_path, params, shapes, without, message):
+    with pytest.raises(ValueError, match="^not written: " + message):
+        with streamed.writing(epath.Path(tmp_path), shapes=shapes) as write:
+            write_all(write, params, without)
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_much_that_is_missing_some_is_named(tmp_path, shapes):
+    with pytest.raises(ValueError, match=r"^not written: params.* and \d+ more$") as error:
+        with streamed.writing(epath.Path(tmp_path), shapes=shapes):
+            pass
+    assert str(error.value).count("params.") == 8
+
+
+QUERY_SHAPE = (16, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "keys, shape, dtype, index, message",
+    [
+        (QUERY, QUERY_SHAPE, jnp.bfloat16, 2, r"query\[2\] was written before"),
+        (QUERY, (3, *QUERY_SHAPE), jnp.bfloat16, None, "query was written before"),
+        (QUERY, QUERY_SHAPE, jnp.float32, 1, r"query\[1\]: float32 \(16, 4, 8\) was given"),
+        (QUERY, QUERY_SHAPE, np.float64, 1, r"query\[1\]: float64 .* bfloat16 .* is wanted"),
+        (QUERY, (16, 8, 4), jnp.bfloat16, 1, r"query\[1\]: .* \(16, 8, 4\) was given"),
+        (QUERY, QUERY_SHAPE, jnp.bfloat16, 3, r"query\[3\]: the parameter has shape \(3, 16, 4"),
+        (QUERY, QUERY_SHAPE, jnp.bfloat16, -1, r"query\[-1\]: the parameter has shape"),
+        (("embedding",), (32, 15), jnp.bfloat16, None, r"embedding: bfloat16 \(32, 15\)"),
+        (("head", "w"), (1,), jnp.float32, None, r"params\.head\.w: there is no such parameter"),
+        (("step",), (), jnp.int32, None, r"params\.step: there is no such parameter"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_belong_is_refused(tmp_path, shapes, keys, shape, dtype, index, message):
+    with pytest.raises(ValueError, match=message):
+        with streamed.writing(epath.Path(tmp_path), shapes=shapes) as write:
+            write(QUERY, np.zeros(QUERY_SHAPE, jnp.bfloat16), index=2)
+            write(keys, np.zeros(shape, dtype), index=index)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_slice_can_be_written_rightly(tmp_path, params, shapes):
+    with streamed.writing(epath.Path(tmp_path), shapes=shapes) as write:
+        with pytest.raises(ValueError, match="was given"):
+            write(QUERY, np.zeros((1, 2), jnp.bfloat16), index=0)
+        write_all(write, params)
+    assert_loads(epath.Path(tmp_path), params)
+
+
+@pytest.mark.parametrize("error", [KeyError("of the source"), KeyboardInterrupt()], ids=repr)
+def test_an_exception_leaves_nothing(tmp_path, params, shapes, error, small_chunks):
+    """Not even what was on its way to the disk."""
+    with pytest.raises(type(error)) as caught:
+        with streamed.writing(epath.Path(tmp_path), shapes=shapes) as write:
+            write_all(write, params)
+            raise error
+    assert caught.value is error and not list(tmp_path.iterdir())
+    save_streamed(epath.Path(tmp_path), params)
+
+
+def test_nothing_is_overwritten(tmp_path, params):
+    folder = epath.Path(tmp_path)
+    save_streamed(folder, params)
+    with pytest.raises(UserError, match=f"^{folder}/0 is there already"):
+        save_streamed(folder, jax.tree.map(np.zeros_like, params))
+    assert_loads(folder, params)
+    save_streamed(folder, params, step=1)
+    assert storage.steps(folder) == [0, 1]
+
+
+KILLED = """
+import os, signal, sys
+from unittest import mock
+from etils import epath
+import numpy as np
+from kvjax.workdir import streamed
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+w = np.ones((2, 3), np.float32)
+with mock.patch.object(streamed, "_write_metadata", die):
+    with streamed.writing(epath.Path(sys.argv[1]), shapes=dict(w=w)) as write:
+        write(("w",), w)
+"""
+
+
+def test_a_kill_leaves_no_checkpoint(tmp_path, params):
+    folder = epath.Path(tmp_path)
+    child = subprocess.run([sys.executable, "-c", KILLED, str(folder)], cwd=ROOT)
+    assert child.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert (left / "state" / "_METADATA").exists()  # it was nearly ready
+    assert storage.steps(folder) == []
+    save_streamed(folder, params)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert_loads(folder, params)
+
+
+@pytest.mark.parametrize("limit", [1 << 10, 1 << 18], ids=["at once", "later"])
+@pytest.mark.parametrize("in_flight", [0, 1 << 26], ids=["in the block", "at its end"])
+def test_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch, limit, in_flight):
+    """Here a file that may not grow."""
+    monkeypatch.setattr(streamed, "IN_FLIGHT_BYTES", in_flight)
+    rng = np.random.default_rng(0)
+    params = dict(v=np.ones(3, np.float32), w=rng.standard_normal((1 << 10, 1 << 8), np.float32))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        with pytest.raises(OSError, match=r"^checkpoint of step 7 was not written: ") as caught:
+            with streamed.writing(epath.Path(tmp_path), step=7, shapes=params) as write:
+                write(("w",), params["w"])
+                write(("v",), params["v"])
+                assert in_flight, "the block went on"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.strerror(errno.EFBIG) in str(caught.value) and "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    save_streamed(epath.Path(tmp_path), params, step=7)
+    assert_loads(epath.Path(tmp_path), params, step=7)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, params):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="step 0 was not written: NotADirectoryError"):
+        save_streamed(epath.Path(tmp_path) / "file", params)
+
+
+def test_in_a_bucket_a_file_says_that_it_is_complete(bucket, monkeypatch, params, shapes):
+    """As of Orbax's own; TensorStore writes to the disk that stands for the bucket."""
+    path = lambda url: str(bucket / url.removeprefix("gs://"))
+    gcs = streamed.tensorstore_utils.gcs_utils
+    on_disk = lambda url: dict(driver="file", path=path(url))
+    monkeypatch.setattr(gcs, "get_kvstore_for_gcs", on_disk)
+    monkeypatch.setattr(gcs, "is_hierarchical_namespace_enabled", lambda path: False)
+    (bucket / "runs").mkdir()
+    folder = epath.Path("gs://runs/one")
+    with pytest.raises(KeyError):
+        with streamed.writing(folder, shapes=shapes) as write:
+            write_all(write, params)
+            raise KeyError
+    assert not (bucket / "runs" / "one" / "0").exists()
+    (bucket / "runs" / "one" / "0" / "state").mkdir(parents=True)  # of a process that was killed
+    (bucket / "runs" / "one" / "0" / "state" / "left").write_text("")
+    with streamed.writing(folder, shapes=shapes) as write:
+        write_all(write, params)
+        assert storage.steps(folder) == []
+    assert storage.steps(folder) == [0]
+    names = files(bucket / "runs" / "one" / "0")
+    assert "commit_success.txt" in names and "state/left" not in names
+    assert_loads(epath.Path(bucket) / "runs" / "one", params)
+    with pytest.raises(UserError, match="gs://runs/one/0 is there already"):
+        save_streamed(folder, params)
+    assert_loads(epath.Path(bucket) / "runs" / "one", params)
