@@ -32,7 +32,8 @@ def text() -> str:
     for kind, cls in MECHANISMS.items():
         lines += [f"keys of config.attention with kind={kind!r}:", *_table(keys(cls)), ""]
     lines += [
-        "config.attention.layer_ranks: rank by layer instead of `rank`; (): all the same",
+        "config.attention.layer_ranks: rank by layer instead of `rank`, or of",
+        "those of `key_rank` and `value_rank` that are not 0; (): all the same",
         "",
         "configs:",
     ]

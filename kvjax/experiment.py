@@ -215,27 +215,31 @@ def defaults(kind: str) -> dict[str, Any]:
 
 def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
     """One mechanism per layer: `attention.kind` with its own keys, rank from `layer_ranks`."""
-    keys = dict(attention)
-    kind = keys.pop("kind", None)
-    layer_ranks = keys.pop("layer_ranks", ())
+    given = dict(attention)
+    kind = given.pop("kind", None)
+    layer_ranks = given.pop("layer_ranks", ())
     one_of("config.attention.kind", kind, tuple(MECHANISMS))
-    mechanism = to_dataclass(MECHANISMS[kind], ml_collections.ConfigDict(keys), "config.attention")
+    mechanism = to_dataclass(MECHANISMS[kind], ml_collections.ConfigDict(given), "config.attention")
     ranks = checked(layer_ranks, tuple[int, ...], "config.attention.layer_ranks")
     if not ranks:
         return (mechanism,) * num_layers
-    key = rank_key(mechanism)
-    if key is None:
+    keys = rank_keys(mechanism)
+    if not keys:
         raise UserError(f"config.attention.layer_ranks: {kind!r} has no rank; leave it empty")
-    return tuple(_of_rank(mechanism, key, rank, i) for i, rank in enumerate(ranks))
+    return tuple(_of_rank(mechanism, keys, rank, i) for i, rank in enumerate(ranks))
 
 
-def rank_key(mechanism) -> str | None:
-    """The key of a mechanism's config that `layer_ranks` sets, if it has one."""
-    return next((key for key in ("rank", "key_rank") if hasattr(mechanism, key)), None)
+def rank_keys(mechanism) -> tuple[str, ...]:
+    """The keys of a mechanism's config that `layer_ranks` sets; of keys and of values those alone
+    that have a rank.
+    """
+    if hasattr(mechanism, "rank"):
+        return ("rank",)
+    return tuple(key for key in ("key_rank", "value_rank") if getattr(mechanism, key, 0))
 
 
-def _of_rank(mechanism, key: str, rank: int, layer: int):
+def _of_rank(mechanism, keys: tuple[str, ...], rank: int, layer: int):
     try:
-        return dataclasses.replace(mechanism, **{key: rank})
+        return dataclasses.replace(mechanism, **dict.fromkeys(keys, rank))
     except UserError as error:
         raise UserError(f"config.attention.layer_ranks[{layer}] = {rank}: {error}") from error

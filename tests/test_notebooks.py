@@ -9,7 +9,7 @@ import pytest
 from tests import notebooks
 
 REPOSITORY = "https://github.com/kvjax/kvjax"
-PICTURES = dict(quickstart=2, kernels=5, launch=5)
+PICTURES = dict(quickstart=2, kernels=5, launch=5, convert=1)
 MACHINE = re.compile(r"/(root|home|work|tmp|var|usr|opt|Users|site-packages)\b|https?://(?!github)")
 # On two CPU cores; a stored figure is no larger than it must be.
 MAX_BYTES = 400_000
@@ -76,7 +76,17 @@ def _launch(said):
     assert "srun python -m kvjax.main --config=configs/lrkv_2p5b.py --workdir=" in said
 
 
-CHECKS = dict(quickstart=_quickstart, kernels=_kernels, launch=_launch)
+def _convert(said):
+    shares = re.findall(r"cache +([\d.]+) %: perplexity ([\d.]+)", said)
+    perplexities = [float(perplexity) for _, perplexity in shares]
+    assert [share for share, _ in shares] == ["100.0", "75.0", "50.0", "37.5"]
+    assert sorted(perplexities) == perplexities and perplexities[2] < 1.2 * perplexities[0]
+    whole, half = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes of live", said))
+    assert whole == 2 * half
+    assert said.count("The capital of France is Paris") == 2
+
+
+CHECKS = dict(quickstart=_quickstart, kernels=_kernels, launch=_launch, convert=_convert)
 
 
 @pytest.mark.slow

@@ -166,6 +166,10 @@ def _method(options: argparse.Namespace) -> Method | None:
     if options.value_rank is not None:
         if options.part != "key_value":
             raise UserError(f"--value_rank={options.value_rank}: is of --part=key_value alone")
+        if options.rank is None:
+            raise UserError(
+                f"--value_rank={options.value_rank}: is of --rank alone, not of --{given[0]}"
+            )
         at_least("value_rank", options.value_rank, 1)
         shared["value_rank"] = options.value_rank
     absorb = options.rank is not None

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvjax.convert import factors
 from kvjax.convert import layer as layer_lib
 from kvjax.convert import model as model_lib
 from kvjax.convert.methods import Method
@@ -24,7 +25,8 @@ def spectra(model: Model, method: Method, moments: Sequence[np.ndarray] | None) 
             weights = model_lib.read_layer(model, i)["attention"]
             layer = layer_lib.read(weights, mechanism, rope=rope)
             moment_EE = layer.inner() if moments is None else np.asarray(moments[i], np.float64)
-            found.append(method.spectrum(layer, moment_EE))
+            with factors.few_threads(len(moment_EE)):
+                found.append(method.spectrum(layer, moment_EE))
     return found
 
 

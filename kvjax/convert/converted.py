@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from flax import traverse_util
 import numpy as np
 
+from kvjax.convert import factors
 from kvjax.convert import layer as layer_lib
 from kvjax.convert import model as model_lib
 from kvjax.convert.methods import Method
@@ -84,7 +85,8 @@ class ConvertedModel:
         moment_EE = layer.inner()
         if self._moments is not None:
             moment_EE = np.asarray(self._moments[index], np.float64)
-        converted = self._methods[index].convert(layer, moment_EE)
+        with factors.few_threads(len(moment_EE)):
+            converted = self._methods[index].convert(layer, moment_EE)
         self.errors[index] = converted.errors
         flat = traverse_util.flatten_dict(converted.weights)
         return {path: w.astype(_DTYPE) for path, w in flat.items()}

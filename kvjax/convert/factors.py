@@ -12,8 +12,18 @@ import scipy.linalg
 import threadpoolctl
 
 _RIDGE = 1e-9  # of the mean energy of an input channel
+_SMALL = 2048  # rows of a matrix on which BLAS's threads wait for each other more than they work
 
 einsum = functools.partial(np.einsum, optimize=True)  # by BLAS
+
+
+def few_threads(rows: int):
+    """A context in which BLAS uses one thread if matrices have few rows.
+
+    30 layers of 576 channels took 42.6 s with two threads on two cores that another process used
+    too, and 1.0 s with one thread.
+    """
+    return threadpoolctl.threadpool_limits(1 if rows < _SMALL else None, "blas")
 
 
 class Factors(NamedTuple):

@@ -151,12 +151,14 @@ def attention_section(config: TransformerConfig) -> dict:
     first = config.mechanisms[0]
     kind = next(name for name, cls in MECHANISMS.items() if cls is type(first))
     section = dict(kind=kind) | dataclasses.asdict(first)
-    key = experiment_lib.rank_key(first)
-    ranks = () if key is None else tuple(getattr(m, key, None) for m in config.mechanisms)
-    as_first = lambda mechanism: dataclasses.replace(mechanism, **{key: getattr(first, key)})
-    alike = config.mechanisms if key is None else map(as_first, config.mechanisms)
-    if any(mechanism != first for mechanism in alike):
+    keys = experiment_lib.rank_keys(first)
+    if not keys:
+        ranks = ()
+    else:
+        ranks = tuple(getattr(mechanism, keys[0], 0) for mechanism in config.mechanisms)
+    ranks = ranks if len(set(ranks)) > 1 else ()
+    of_rank = lambda rank: dataclasses.replace(first, **dict.fromkeys(keys, rank))
+    described = tuple(map(of_rank, ranks)) or (first,) * len(config.mechanisms)
+    if described != tuple(config.mechanisms):
         raise UserError("layers differ in more than their rank: no config describes them")
-    if key is None:
-        return section
-    return section | dict(layer_ranks=ranks if len(set(ranks)) > 1 else ())
+    return section | (dict(layer_ranks=ranks) if keys else {})

@@ -1,5 +1,6 @@
 """The command: a published model in, a smaller cache out, generated from and tuned."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -155,17 +156,27 @@ def test_full_rank_changes_no_logits(imported):
             assert np.abs(after - before).max() < 1e-4 * before.std(), (name, method)
 
 
-def test_ranks_that_differ_by_layer(imported, tmp_path):
+@pytest.mark.parametrize(
+    "method, keys",
+    [
+        (LowRankKV(rank=1), ["rank"]),
+        (ThinKeys(rank=1, mode="joint"), ["key_rank"]),
+        (ThinKeys(rank=1, part="value", absorb=False), ["value_rank"]),
+        (ThinKeys(rank=1, part="key_value", mode="joint"), ["key_rank", "value_rank"]),
+        (ThinKeys(rank=1, part="key_value", absorb=False), ["key_rank", "value_rank"]),
+    ],
+)
+def test_ranks_that_differ_by_layer(imported, tmp_path, method, keys):
     """Layers of other ranks are segments of their own; the config says `layer_ranks`."""
     source = model_lib.open(str(imported("llama_tied_bias")))
     layers = source.transformer.block.num_layers
     ranks = [1 + i % 3 for i in range(layers)]
-    converted = ConvertedModel(
-        source, [LowRankKV(rank=rank, objective="weights") for rank in ranks], None
-    )
+    at = lambda rank: dataclasses.replace(method, rank=rank, objective="weights")
+    converted = ConvertedModel(source, list(map(at, ranks)), None)
     into_workdir.write(converted, into_workdir.check(str(tmp_path / "out")), {})
     loaded = trained.load(tmp_path / "out")
-    assert [m.rank for m in loaded.model.config.mechanisms] == ranks
+    for key in keys:
+        assert [getattr(m, key) for m in loaded.model.config.mechanisms] == ranks
     tokens = np.random.default_rng(0).integers(0, 38, (1, 9))
     again = model_lib.transformer(converted)
     np.testing.assert_array_equal(_logits(loaded.model, tokens), _logits(again, tokens))
@@ -228,6 +239,13 @@ BAD = [
     (
         ["--source=X", "--out=OUT", "--method=lrkv", "--rank=3", "--cache=0.5"],
         "--rank and --cache: give one of them",
+    ),
+    (
+        [
+            *("--source=X", "--out=OUT", "--method=thin_keys", "--part=key_value"),
+            *("--value_rank=3", "--cache=0.5"),
+        ],
+        "--value_rank=3: is of --rank alone, not of --cache",
     ),
     (
         ["--source=X", "--out=OUT", "--method=lrkv", "--energy=2"],
