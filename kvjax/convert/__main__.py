@@ -232,7 +232,7 @@ def _record(
 def _report(out: Output, options: argparse.Namespace, source: Model, result: dict) -> None:
     """Prints what the conversion made, and what it cost."""
     before, after = result["cache_bytes_per_token"].values()
-    out.say(f"{source.name} is {options.out}, from step 0 of which runs go on")
+    out.say(f"written: {options.out}, from {source.name}")
     if options.method != "none":
         names = list(result["errors"][0])
         rows = [
@@ -242,9 +242,10 @@ def _report(out: Output, options: argparse.Namespace, source: Model, result: dic
         title = "Share of the energy that is lost"
         out.show(Table(title, ["layer", *names], rows))
     if "perplexity" in result:
-        both = result["perplexity"].values()
-        shown = " before, ".join(f"{value:.3f}" for value in both)
-        out.say(f"\nperplexity of held-out text ({options.evaluate}): {shown}" + " after")
+        found = result["perplexity"]
+        shown = f"{found['before']:.3f} before, " if "before" in found else ""
+        shown += f"{found['after']:.3f}" + (" after" if "before" in found else "")
+        out.say(f"\nperplexity of held-out text ({options.evaluate}): {shown}")
     share = f", {after / before:.3f} of {before:,}" if after != before else ""
     out.say(f"\ncache: {after:,} bytes per token in bfloat16{share}")
     out.say(f"\npython -m kvjax.generate --workdir={options.out} --prompt='Once'", wrap=False)
