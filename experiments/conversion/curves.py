@@ -64,6 +64,18 @@ def thin_keys_and_values(ranks: Sequence[int], objective: str, *, heads: int) ->
     return Curve(f"key_value_per_head_{objective}", about, methods)
 
 
+def joint_keys_and_values(ranks: Sequence[int], objective: str, *, heads: int = 1) -> Curve:
+    """A latent of all heads' keys and one of their values, of one rank. It shares over heads as
+    LRKV does, and is its rival.
+
+    Args:
+      heads: that a rank is multiplied by: a table that counts channels of a head has as many.
+    """
+    keys = dict(mode="joint", part="key_value", objective=objective)
+    methods = {rank: (ThinKeys(rank=rank * heads, **keys),) for rank in ranks}
+    return Curve(f"key_value_joint_{objective}", dict(method="thin_keys") | keys, methods)
+
+
 def keys_and_values(rank: int, objective: str) -> Methods:
     """Both thin, of a rank per head; of models without RoPE and norm of keys."""
     key = ThinKeys(rank=rank, objective=objective)

@@ -31,6 +31,7 @@ _BEFORE = (  # curve, what it is called, colour, style
     ("key_joint_outputs", "thin keys, one calibrated latent", _KEYS, "^--"),
     ("key_per_head_outputs", "thin keys, calibrated for each head", _KEYS, "o-"),
     ("key_value_per_head_outputs", "thin keys and values, calibrated", _BOTH, "s-"),
+    ("key_value_joint_outputs", "thin keys and values, one latent each", _BOTH, "v--"),
     ("lrkv_outputs", "LRKV, calibrated", _LRKV, "D-"),
 )
 _AFTER = (  # names that begin so, colour, style

@@ -93,8 +93,8 @@ class Subject:
 # -- before tuning ---------------------------------------------------------------------------------
 
 
-def all_curves(head_dim: int) -> list[Curve]:
-    """What is measured of a model whose heads have so many channels."""
+def all_curves(num_kv_heads: int, head_dim: int) -> list[Curve]:
+    """What is measured of a model whose KV heads have so many channels."""
     ranks = [rank for rank in RANKS if rank < head_dim]
     residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
     found = []
@@ -102,7 +102,10 @@ def all_curves(head_dim: int) -> list[Curve]:
         # Of the controls only the paper's objective, and the last.
         chosen = objectives if part == "key" else (objectives[0], objectives[-1])
         found += [curves.thin_keys(ranks, part, "per_head", objective) for objective in chosen]
-    return found + [curves.lrkv(residual, objective) for objective in curves.LRKV_OBJECTIVES]
+    for objective in curves.LRKV_OBJECTIVES:
+        found.append(curves.joint_keys_and_values(ranks, objective, heads=num_kv_heads))
+        found.append(curves.lrkv(residual, objective))
+    return found
 
 
 def rank_tasks(subject: Subject) -> list[kept.Task]:
@@ -116,7 +119,7 @@ def rank_tasks(subject: Subject) -> list[kept.Task]:
 
     original = lambda: curves.point(subject.measure(()), mechanisms) | heads
     found = [task("original", original, 1)]
-    for curve in all_curves(mechanisms[0].key_dim):
+    for curve in all_curves(mechanisms[0].num_kv_heads, mechanisms[0].key_dim):
         make = functools.partial(curves.figures, curve, mechanisms, subject.measure)
         found.append(task(curve.name, make, len(curve.methods)))
     return found

@@ -148,6 +148,7 @@ def all_curves(num_heads: int, head_dim: int) -> list[Curve]:
     ]
     for objective in curves.LRKV_OBJECTIVES:
         found.append(curves.thin_keys_and_values(ranks, objective, heads=num_heads))
+        found.append(curves.joint_keys_and_values(ranks, objective))
         found.append(curves.lrkv(residual, objective))
     one = residual[len(residual) // 2]
     return [*found, curves.lrkv([one], "outputs", align=False)]

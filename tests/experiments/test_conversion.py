@@ -233,7 +233,7 @@ def test_variants_have_the_bytes_they_are_named_for():
 def test_ranks_of_whisper_are_measured_once(run, subject, monkeypatch):
     options = ("--stage=whisper_ranks", "--whisper=folder")
     status, out, err = run(*options, "--plan")
-    assert status == 0 and not out and "whisper_ranks: 26 of 26 files to make, about" in err
+    assert status == 0 and not out and "whisper_ranks: 28 of 28 files to make, about" in err
     assert not list(record.RESULTS.rglob("*.json"))
     status, _, err = run(*options, "--only=whisper/before/[lo]*")
     assert status == 0 and "4 of 4 files to make" in err
@@ -360,14 +360,15 @@ def test_ranks_of_smollm2(run, small_smollm2):
     status, _, err = run("--stage=smollm2_ranks", *small_smollm2)
     assert status == 0, err
     found = kept.named("smollm2/before")
-    assert len(found) == 12
+    assert len(found) == 14
     before = lambda name: found[f"smollm2/before/{name}"]
     assert before("key_per_head_outputs")["points"][0]["share"] < 1
+    assert before("key_value_joint_weights")["points"][0]["share"] == 0.5
     assert before("query_per_head_weights")["points"][0]["share"] == 1
     assert before("lrkv_weights")["points"][0]["lost"].keys() == {"key", "value"}
     assert before("original")["lost"] == {}
     made = tables.report()
-    assert len(made.tables) == 5 and any("SmolLM2" in line for line in made.findings)
+    assert len(made.tables) == 6 and any("SmolLM2" in line for line in made.findings)
 
 
 def _option(command, name):
