@@ -4,6 +4,7 @@ One layer's weights are in memory at a time, and the activations of all rows.
 """
 
 from collections.abc import Iterator
+import functools
 
 from flax import nnx
 from flax import traverse_util
@@ -44,7 +45,8 @@ def _layers(model: Model, rows_BT: np.ndarray) -> Iterator[tuple]:
     batches = _embed(model, _in_batches(rows_BT), compute)
     index = np.arange(T, dtype=np.int32)[None]
 
-    def make(mechanism):
+    @functools.cache  # layers alike share a program
+    def program(mechanism):
         block = nnx.eval_shape(lambda: Block(c, mechanism, rngs=nnx.Rngs(0)))
         graph, _ = nnx.split(block)
 
@@ -60,9 +62,8 @@ def _layers(model: Model, rows_BT: np.ndarray) -> Iterator[tuple]:
 
         return run
 
-    programs = {}
     for i, mechanism in enumerate(config.mechanisms):
-        run = programs.setdefault(mechanism, make(mechanism))
+        run = program(mechanism)
         weights = jax.tree.map(
             lambda w: jnp.asarray(w, jnp.float32), model_lib.read_layer(model, i)
         )
