@@ -89,19 +89,32 @@ def ending_together():
         agreement.gather("end", "")
     except SystemExit:  # agreed upon, or before anything was shared
         raise
-    except (UserError, OSError) as error:
-        _end(str(error), 2)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or interrupted.received():
+        expected = isinstance(error, (UserError, OSError))
+        if isinstance(error, KeyboardInterrupt) or (interrupted.received() and not expected):
             _end("interrupted", interrupted.STATUS)
-        if type(error).__name__ == "JaxRuntimeError" and _is_loss(str(error)):
+        if (loss := _loss_behind(error)) is not None:
             time.sleep(_PATIENCE_SECONDS / 2)  # the one that stopped may say why: see `_watch`
-            _end(f"{lost(_silent())}. ({first_line(error)})", TRY_AGAIN)
+            _end(f"{lost(_silent())}. ({first_line(loss)})", TRY_AGAIN)
+        if expected:
+            _end(str(error), 2)
         traceback.print_exc()
         _end(f"{type(error).__name__}: {first_line(error)}", 1)
     finally:
         finished.set()
         watcher.join()
+
+
+def _loss_behind(error: BaseException | None) -> BaseException | None:
+    """The runtime's error, this one or a cause of it, that says that another process is gone.
+
+    A checkpoint that could not be written says so in an OSError, whose cause may be that.
+    """
+    while error is not None:
+        if type(error).__name__ == "JaxRuntimeError" and _is_loss(str(error)):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _is_loss(text: str) -> bool:

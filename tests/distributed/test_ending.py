@@ -96,3 +96,20 @@ def test_process_0_stays_while_others_show_signs_of_life(monkeypatch):
     monkeypatch.setattr(ending.time, "sleep", lambda seconds: None)
     ending._stay(Client())
     assert 3.0 <= clock() < 3.5  # of beats 2 s, of silence 1 s
+
+
+def test_a_loss_is_seen_behind_what_it_caused():
+    """A checkpoint that a lost process left unwritten is no fault of the disk."""
+    wrong = lambda text: type("JaxRuntimeError", (RuntimeError,), {})(text)
+    gone, full = wrong("UNAVAILABLE: connection closed by peer"), wrong("RESOURCE_EXHAUSTED: gloo")
+
+    def caused_by(cause):
+        try:
+            raise OSError("checkpoint of step 3 was not written") from cause
+        except OSError as error:
+            return error
+
+    assert ending._loss_behind(gone) is gone
+    assert ending._loss_behind(caused_by(ValueError("several"))) is None
+    assert ending._loss_behind(caused_by(full)) is None
+    assert ending._loss_behind(caused_by(gone)) is gone
