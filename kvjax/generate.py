@@ -44,7 +44,7 @@ def _parser() -> command_line.Parser:
     add("--stop", action="append", default=[], help="text to end before; may be repeated")
     add("--stop_token", type=int, action="append", default=[], help="id to end at; repeated too")
     end = dict(action=argparse.BooleanOptionalAction, default=True)
-    add("--end_at_special", **end, help="end at the tokenizer's special tokens (yes)")
+    add("--end_at_special", **end, help="end at special tokens, and the model's own end (yes)")
     add("--capacity", type=int, default=0, help="tokens per sequence in the cache; 0: as needed")
     add("--step", type=int, help="of the checkpoint (the latest)")
     add("--dtype", default="", help="to compute in (the run's)")

@@ -121,6 +121,16 @@ def test_a_stop_token(warm):
     assert out == free[: free.index(chr(token), len("The king "))] + "\n"
 
 
+def test_a_text_ends_where_the_source_of_its_model_says(warm, loaded, monkeypatch):
+    free = warm("--prompt=The king ", "--temperature=0")[1]
+    token = free.removeprefix("The king ").encode()[2]
+    monkeypatch.setattr(loaded.tokenizer, "ends", (token,))
+    monkeypatch.setattr(generate_lib, "load", lambda *args, **options: loaded)
+    out = warm("--prompt=The king ", "--temperature=0")[1]
+    assert out == free[: free.index(chr(token), len("The king "))] + "\n"
+    assert warm("--prompt=The king ", "--temperature=0", "--no-end_at_special")[1] == free
+
+
 def test_beyond_the_context_of_training_there_is_a_warning(run):
     prompt = "--prompt=" + "x" * 22  # and BOS
     assert len(run(prompt, "--num_tokens=10")[2].splitlines()) == 1

@@ -20,6 +20,7 @@ import zlib
 from etils import epath
 import ml_dtypes
 import numpy as np
+import tokenizers
 
 from experiments import record
 from experiments.benchmarks import machine
@@ -43,13 +44,14 @@ RUNS = {
 }
 # No text goes through random weights.
 _BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
+_ROWS = 32_000  # of the embedding
 _EVERY = 0.2  # seconds between two looks at a process's memory
 
 
 class Mistral:
     """A model of random weights in the shape of Mistral 7B (arXiv 2310.06825); see `Model`."""
 
-    name, context, chat_template = "random_mistral", 8192, None
+    name, context, chat_template, token_files = "random_mistral", 8192, None, {}
 
     def __init__(self, layers: int):
         block = BlockConfig(
@@ -60,9 +62,9 @@ class Mistral:
         heads = dict(num_heads=32, num_kv_heads=8, num_bases=8, key_dim=128, value_dim=128)
         attention = GroupedConfig(**heads, rank=0, qk_norm="none")
         self.transformer = TransformerConfig(
-            block=block, mechanisms=(attention,) * layers, vocab_size=32_000
+            block=block, mechanisms=(attention,) * layers, vocab_size=_ROWS
         )
-        self.tokenizer_json = tokenizer.byte_tokenizer().to_json()
+        self.tokenizer_json = tokenizer_json(_ROWS)
         self._shapes = model_lib.shapes_of(self.transformer)
         normal = np.random.default_rng(0).standard_normal(1 << 26, np.float32)
         self._numbers = (0.02 * normal).astype(ml_dtypes.bfloat16)
@@ -74,6 +76,13 @@ class Mistral:
         shape = self._shapes[path] if layer is None else self._shapes[path][1:]
         first = zlib.crc32(f"{path} {layer}".encode()) % 1000
         return np.resize(self._numbers[first:], shape)
+
+
+def tokenizer_json(tokens: int) -> str:
+    """Of bytes, with tokens beside them that no text has."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.byte_tokenizer().to_json())
+    backend.add_tokens([f"<{i}>" for i in range(backend.get_vocab_size(), tokens)])
+    return backend.to_str()
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:

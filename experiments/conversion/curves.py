@@ -71,9 +71,14 @@ def joint_keys_and_values(ranks: Sequence[int], objective: str, *, heads: int = 
     Args:
       heads: that a rank is multiplied by: a table that counts channels of a head has as many.
     """
-    keys = dict(mode="joint", part="key_value", objective=objective)
-    methods = {rank: (ThinKeys(rank=rank * heads, **keys),) for rank in ranks}
-    return Curve(f"key_value_joint_{objective}", dict(method="thin_keys") | keys, methods)
+    methods = {rank: (joint_key_and_value(rank * heads, objective),) for rank in ranks}
+    about = dict(method="thin_keys", mode="joint", part="key_value", objective=objective)
+    return Curve(f"key_value_joint_{objective}", about, methods)
+
+
+def joint_key_and_value(rank: int, objective: str) -> ThinKeys:
+    """A latent of all heads' keys and one of their values."""
+    return ThinKeys(rank=rank, mode="joint", part="key_value", objective=objective)
 
 
 def keys_and_values(rank: int, objective: str) -> Methods:

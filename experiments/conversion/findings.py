@@ -88,10 +88,13 @@ def _recovery(outcomes: Outcomes, setting: TuningSetting) -> Iterator[str]:
 
 
 def recovered_share(outcomes: Outcomes, variant: Tuned) -> float | None:
-    """1 - loss against the tuned control / loss against the original, in log-perplexity."""
+    """1 - loss against the tuned control / loss against the original, in log-perplexity.
+
+    None where less than 2 % was lost.
+    """
     against = variant.against_control()
     before = math.log(variant.before / outcomes.original["perplexity"])
-    if against is None or before < 0.001:
+    if against is None or before < 0.02:
         return None
     return 1 - math.log(1 + against[0]) / before
 

@@ -34,6 +34,7 @@ def said_of(variant: str) -> str:
     kinds |= dict(thin_joint="thin keys, one latent of rank {}")
     kinds |= dict(thin_as_lrkv="thin keys in LRKV {}'s bytes")
     kinds |= dict(thin_kv_as_lrkv="thin keys and values in LRKV {}'s bytes")
+    kinds |= dict(thin_kv_joint_as_lrkv="one latent of keys, one of values in LRKV {}'s bytes")
     return kinds[kind].format(rank)
 
 

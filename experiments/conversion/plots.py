@@ -35,7 +35,8 @@ _BEFORE = (  # curve, what it is called, colour, style
     ("lrkv_outputs", "LRKV, calibrated", _LRKV, "D-"),
 )
 _AFTER = (  # names that begin so, colour, style
-    ("thin_kv_as_lrkv", "thin keys and values", _BOTH, "s-"),
+    ("thin_kv_joint", "thin keys and values, one latent each", _BOTH, "v--"),
+    ("thin_kv", "thin keys and values, a latent for each head", _BOTH, "s-"),
     ("thin_joint", "thin keys, one latent", _KEYS, "^--"),
     ("thin_", "thin keys, a latent for each head", _KEYS, "o-"),
     ("lrkv_", "LRKV", _LRKV, "D-"),
@@ -111,8 +112,9 @@ def _not_tuned(axes: Axes, outcomes: Outcomes) -> None:
 
 
 def _tuned(axes: Axes, setting: TuningSetting) -> None:
-    head, _, tail = setting.said.partition(", ")
-    axes.set_title(f"and tuned: {head},\n{tail}", color=GRAY, fontsize=10)
+    *head, tokens, rate = setting.said.split(", ")
+    title = f"and tuned: {', '.join(head)},\n{tokens}, {rate}"
+    axes.set_title(title, color=GRAY, fontsize=10)
     control = next(iter(setting.variants))
     mean = statistics.mean(control.after.values())
     axes.axhline(mean, color=INK, linewidth=1)

@@ -40,7 +40,8 @@ CONTROL = "control"
 THIN = (192, 128, 96, 64)  # of 384 channels of all heads, keys alone
 RESIDUAL_RANKS = (8, 16, 24, 32)  # of LRKV, of 64 channels of a head
 # Thin keys in as many bytes as LRKV of those ranks. Keys alone halve the cache at most: they reach
-# ranks 24 and 32, by 5 and 21 channels of a head. Keys and values reach all.
+# ranks 24 and 32, by 5 and 21 channels of a head. Keys and values reach all, with a latent for each
+# head or one of all heads, which shares over heads as LRKV does.
 MATCHED_KEYS = {24: 5}
 JOINT = (96, 64)  # keys alone, one latent of all heads
 
@@ -70,7 +71,8 @@ _THIN = tuple(f"thin_r{rank}" for rank in THIN)
 _JOINT = tuple(f"thin_joint_r{rank}" for rank in JOINT)
 _LRKV = tuple(f"lrkv_r{rank}" for rank in RESIDUAL_RANKS)
 _MATCHED = tuple(f"thin_as_lrkv_r{rank}" for rank in MATCHED_KEYS)
-_MATCHED += tuple(f"thin_kv_as_lrkv_r{rank}" for rank in RESIDUAL_RANKS)
+for _kind in ("thin_kv", "thin_kv_joint"):
+    _MATCHED += tuple(f"{_kind}_as_lrkv_r{rank}" for rank in RESIDUAL_RANKS)
 _SOME = (CONTROL, "thin_r192", "thin_r96", "lrkv_r8", "lrkv_r24")
 # At the paper's 5e-5 so few steps change little: 5e-4 is what tables and figures show first.
 SETTINGS = (
@@ -97,6 +99,8 @@ def variants(num_heads: int, head_dim: int) -> dict[str, Methods]:
     for rank in RESIDUAL_RANKS:
         both = curves.keys_and_values(same_bytes(rank), "outputs")
         found[f"thin_kv_as_lrkv_r{rank}"] = both
+        joint = head_dim + num_heads * residual(rank)
+        found[f"thin_kv_joint_as_lrkv_r{rank}"] = (curves.joint_key_and_value(joint, "outputs"),)
     return found
 
 

@@ -26,7 +26,7 @@ from kvjax.kernels.decode_attention.readings.factored import FactoredSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
-from kvjax.layers.weight import linear
+from kvjax.layers.weight import affine
 from kvjax.layers.weight import weight
 
 
@@ -136,10 +136,10 @@ class Factored(nnx.Module):
         self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
-        q_BTNH = _affine(x_BTD, self.query, self.query_bias)
+        q_BTNH = affine(x_BTD, self.query, self.query_bias)
         raw = {
-            "key": _affine(x_BTD, self.key, self.key_bias),
-            "value": _affine(x_BTD, self.value, self.value_bias),
+            "key": affine(x_BTD, self.key, self.key_bias),
+            "value": affine(x_BTD, self.value, self.value_bias),
         }
         return normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary), raw
 
@@ -177,11 +177,6 @@ class Factored(nnx.Module):
     def _whole_keys(self, raw: dict) -> jax.Array:
         """[B, T, K, H] before norm and rotation."""
         return _expand(raw["key"], self.expand_key) if self.config.key_rank else raw["key"]
-
-
-def _affine(x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-    y = linear(x_BTD, w[...])
-    return y if bias is None else y + bias[...][None, None]
 
 
 def _expand(latent_BTJR: jax.Array, expand_KRH: nnx.Param) -> jax.Array:

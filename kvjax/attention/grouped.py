@@ -35,7 +35,7 @@ from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.rope import rotate
-from kvjax.layers.weight import linear
+from kvjax.layers.weight import affine
 from kvjax.layers.weight import weight
 
 RESIDUAL_INITS = ("linear", "zeros")
@@ -222,15 +222,15 @@ class Grouped(nnx.Module):
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         c = self.config
-        raw = {"base_key": _affine(x_BTD, self.base_key, self.base_key_bias)}
+        raw = {"base_key": affine(x_BTD, self.base_key, self.base_key_bias)}
         if not c.ties_values:
-            raw["base_value"] = _affine(x_BTD, self.base_value, self.base_value_bias)
+            raw["base_value"] = affine(x_BTD, self.base_value, self.base_value_bias)
         if c.rank:
-            raw["residual_key"] = _affine(x_BTD, self.latent_key, self.latent_key_bias)
+            raw["residual_key"] = affine(x_BTD, self.latent_key, self.latent_key_bias)
             if not c.ties_values:
-                raw["residual_value"] = _affine(x_BTD, self.latent_value, self.latent_value_bias)
+                raw["residual_value"] = affine(x_BTD, self.latent_value, self.latent_value_bias)
         shared = c.ties_queries
-        q_BTNH = raw["base_key"] if shared else _affine(x_BTD, self.query, self.query_bias)
+        q_BTNH = raw["base_key"] if shared else affine(x_BTD, self.query, self.query_bias)
         if not c.splits_rope:
             q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary)
         else:
@@ -353,11 +353,6 @@ class Grouped(nnx.Module):
             bias_C.astype(q_BTNH.dtype)[None, None, None], (*q_BTNH.shape[:3], bias_C.shape[0])
         )
         return jnp.concatenate([q_BTNH * temperature, bias_BTNC], axis=-1)
-
-
-def _affine(x_BTD: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-    y = linear(x_BTD, w[...])
-    return y if bias is None else y + bias[...][None, None]
 
 
 def _times_gain(x: jax.Array, gain_H: jax.Array | None) -> jax.Array:

@@ -11,6 +11,7 @@ workdir. Then `python -m kvjax.generate --workdir=OUT` generates, from the small
 
 import argparse
 from collections.abc import Iterator
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import tempfile
@@ -19,38 +20,25 @@ from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.convert import asked
 from kvjax.convert import budget
 from kvjax.convert import calibration
 from kvjax.convert import into_workdir
 from kvjax.convert import model as model_lib
 from kvjax.convert import perplexity
+from kvjax.convert.budget import Choices
 from kvjax.convert.converted import ConvertedModel
-from kvjax.convert.methods import LowRankKV
 from kvjax.convert.methods import Method
-from kvjax.convert.methods import ThinKeys
 from kvjax.convert.model import Model
 from kvjax.costs import formulas
 from kvjax.data import manifest
 from kvjax.foundation import command_line
 from kvjax.foundation import provenance
 from kvjax.foundation import runtime
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import between
-from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.foundation.output import Table
-from kvjax.model.transformer import Compute
 
-METHODS = ("none", "thin_keys", "lrkv")
-# Options by the methods that have them.
-_OPTIONS = dict(
-    **dict.fromkeys(("rank", "energy", "cache", "multiple", "objective"), METHODS[1:]),
-    **dict.fromkeys(("calibrate", "calibrate_tokens"), METHODS[1:]),
-    **dict.fromkeys(("mode", "part", "value_rank"), ("thin_keys",)),
-    **dict.fromkeys(("bases", "align"), ("lrkv",)),
-)
-_RANKS = ("rank", "energy", "cache")
 _DTYPE = jnp.dtype(jnp.bfloat16)  # of the cache, for figures
 
 
@@ -60,7 +48,7 @@ def _parser() -> command_line.Parser:
     add = parser.add_argument
     add("--source", default="", help="a folder, a .gguf file, or a workdir")
     add("--out", default="", help="the workdir to write; nothing may be there")
-    add("--method", default="none", help=f"{', '.join(METHODS)} (none: as it is)")
+    add("--method", default="none", help=f"{', '.join(asked.METHODS)} (none: as it is)")
     group = parser.add_argument_group("thin_keys and lrkv")
     add = group.add_argument
     add("--rank", type=int, help="channels of a latent, or of a head's residual")
@@ -95,19 +83,19 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(options: argparse.Namespace, out: Output) -> None:
-    for name, meant in (("source", "a folder, a .gguf file or a workdir"), ("out", "a new folder")):
-        if not getattr(options, name):
-            raise UserError(f"--{name} is missing: give {meant}")
-    method = _method(options)
+    source = "a folder, a .gguf file or a workdir"
+    command_line.require(options, source=source, out="a new folder")
+    asked.check(options, _parser().get_default)
+    method = asked.method(options)
     if options.evaluate_tokens is None:
-        asked = method or options.evaluate != _parser().get_default("evaluate")
-        options.evaluate_tokens = 16_384 if asked else 0
+        wanted = method or options.evaluate != _parser().get_default("evaluate")
+        options.evaluate_tokens = 16_384 if wanted else 0
     target = into_workdir.check(options.out)
     runtime.start()
     source = model = _opened(options.source)
-    by_layer = [method] * source.transformer.block.num_layers
     if method is not None:
-        ConvertedModel(source, by_layer, None)  # raises what is wrong before text is read
+        _converted(source, method, None)  # raises what is wrong before text is read
+        layers = _choices(options, method, source)
     calibrating_BT = evaluated_BT = moments = None
     if method is not None and method.objective != "weights":
         calibrating_BT = _rows(options, source, key="calibrate", split="train")
@@ -116,15 +104,30 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     if calibrating_BT is not None:
         moments = calibration.moments(source, calibrating_BT[:, :-1])
     if method is not None:
-        if options.rank is None:
-            by_layer = _by_layer(options, method, source, moments)
-        model = ConvertedModel(source, by_layer, moments)
+        model = _converted(
+            source, method, moments, _ranks(options, method, source, moments, layers)
+        )
     record = _record(options, method, source, model)
-    into_workdir.write(model, target, record)
-    result = dict(record)
+    tunes_values = method is not None and method.changes_values
+    into_workdir.write(model, target, record, tune="qkv" if tunes_values else "qk")
     if evaluated_BT is not None:
-        result["perplexity"] = _perplexities(options, source, evaluated_BT)
-    _report(out, options, source, result)
+        record["perplexity"] = _perplexities(options, source, evaluated_BT)
+        into_workdir.write_record(target, record)
+    _report(out, options, source, record)
+
+
+def _converted(
+    source: Model, method: Method, moments: list | None, ranks: Sequence[int] | None = None
+) -> ConvertedModel:
+    """The model with a method in every layer, of its own rank or of one for each layer."""
+    ranks = ranks or [method.rank] * source.transformer.block.num_layers
+    by_layer = [dataclasses.replace(method, rank=rank) for rank in ranks]
+    return ConvertedModel(source, by_layer, moments)
+
+
+def _cache_bytes(model: Model) -> int:
+    """Per token, all layers."""
+    return formulas.cache_bytes_per_token(model.transformer, _DTYPE)
 
 
 def _opened(source: str) -> Model:
@@ -136,59 +139,42 @@ def _opened(source: str) -> Model:
         raise UserError(told) from error
 
 
-def _method(options: argparse.Namespace) -> Method | None:
-    """The method asked for; a UserError for options that it does not have."""
-    one_of("method", options.method, METHODS)
-    for name in ("calibrate_tokens", "row_length"):
-        at_least(name, getattr(options, name), 1)
-    if options.evaluate_tokens is not None:
-        at_least("evaluate_tokens", options.evaluate_tokens, 0)
-    for name, of in _OPTIONS.items():
-        given = getattr(options, name)
-        if options.method not in of and given != _parser().get_default(name):
-            raise UserError(f"--{name}={given}: is of --method={' and '.join(of)} alone")
-    if options.method == "none":
+def _choices(options: argparse.Namespace, method: Method, source: Model) -> list[Choices] | None:
+    """Each layer's ranks to choose from, None with --rank.
+
+    Raises:
+      UserError: the cache would be larger than the source's, or than --cache.
+    """
+    config = source.transformer
+    if options.rank is not None:
+        for mechanism in config.mechanisms:
+            budget.check_smaller(config, mechanism, method, _DTYPE, "rank")
         return None
-    given = [name for name in _RANKS if getattr(options, name) is not None]
-    if not given:
-        needs = f"--method={options.method} needs one, as --rank=32"
-        raise UserError(f"--rank is missing: {needs}, or --energy=0.95, or --cache=0.5")
-    if len(given) > 1:
-        raise UserError(f"--{given[0]} and --{given[1]}: give one of them")
-    for name in ("energy", "cache"):
-        if getattr(options, name) is not None:
-            between(name, getattr(options, name), 0.0, 1.0)
-    at_least("multiple", options.multiple, 1)
-    rank = 1 if options.rank is None else options.rank
-    shared = dict(rank=rank, objective=options.objective)
-    if options.method == "lrkv":
-        return LowRankKV(**shared, bases=options.bases, align=options.align)
-    if options.value_rank is not None:
-        if options.part != "key_value":
-            raise UserError(f"--value_rank={options.value_rank}: is of --part=key_value alone")
-        if options.rank is None:
-            raise UserError(
-                f"--value_rank={options.value_rank}: is of --rank alone, not of --{given[0]}"
-            )
-        at_least("value_rank", options.value_rank, 1)
-        shared["value_rank"] = options.value_rank
-    absorb = options.rank is not None
-    return ThinKeys(**shared, mode=options.mode, part=options.part, absorb=absorb)
+    layers = budget.choices(config, method, options.multiple, _DTYPE)
+    if options.cache is not None:
+        budget.check_least(layers, _allowed(options, source))
+    return layers
 
 
-def _by_layer(
-    options: argparse.Namespace, method: Method, source: Model, moments: list | None
-) -> list[Method]:
-    """The method with each layer's own rank."""
-    shares = budget.spectra(source, method, moments)
-    at = lambda rank: dataclasses.replace(method, rank=rank)
+def _allowed(options: argparse.Namespace, source: Model) -> int:
+    """Bytes per token."""
+    return int(options.cache * _cache_bytes(source))
+
+
+def _ranks(
+    options: argparse.Namespace,
+    method: Method,
+    source: Model,
+    moments: list | None,
+    layers: list[Choices] | None,
+) -> list[int] | None:
+    """Each layer's own rank; None: that of the method."""
+    if layers is None:
+        return None
+    lost = budget.losses(source, method, moments, layers)
     if options.energy is not None:
-        return [at(rank) for rank in budget.by_energy(shares, options.energy, options.multiple)]
-    config, most = source.transformer, max(map(len, shares))
-    by_rank = [at(max(rank, 1)) for rank in range(most + 1)]
-    bytes_of = budget.bytes_by_rank(config, by_rank, _DTYPE)
-    allowed = int(options.cache * formulas.cache_bytes_per_token(config, _DTYPE))
-    return [at(rank) for rank in budget.within(shares, bytes_of, allowed, options.multiple)]
+        return budget.by_energy(layers, lost, options.energy)
+    return budget.within(layers, lost, _allowed(options, source))
 
 
 @contextlib.contextmanager
@@ -203,7 +189,10 @@ def _tokenizer_file(model: Model) -> Iterator[epath.Path]:
 def _rows(options: argparse.Namespace, model: Model, *, key: str, split: str) -> np.ndarray:
     """[B, T + 1] of the text that an option names."""
     tokens = getattr(options, f"{key}_tokens")
-    model.transformer.check_length(options.row_length)
+    try:
+        model.transformer.check_length(options.row_length)
+    except UserError as error:
+        raise UserError(perplexity.as_options(str(error), key)) from error
     source = getattr(options, key)
     if not source:
         raise UserError(f"--{key}='': give text, as 'embedded' or a file")
@@ -216,17 +205,16 @@ def _record(
     options: argparse.Namespace, method: Method | None, source: Model, model: Model
 ) -> dict:
     """What conversion.json keeps; errors come in when the weights are read."""
-    of = lambda m: formulas.cache_bytes_per_token(m.transformer, _DTYPE)
     record = dict(
         source=source.name,
         method=options.method,
-        cache_bytes_per_token=dict(before=of(source), after=of(model)),
+        cache_bytes_per_token=dict(before=_cache_bytes(source), after=_cache_bytes(model)),
         made_by=provenance.provenance(),
     )
     if method is None:
         return record
-    text = {} if method.objective == "weights" else dict(text=options.calibrate)
-    return record | dict(options=dataclasses.asdict(method) | text, errors=model.errors)
+    given = asked.given(options)
+    return record | dict(options=given, ranks=model.ranks, errors=model.errors)
 
 
 def _report(out: Output, options: argparse.Namespace, source: Model, result: dict) -> None:
@@ -255,12 +243,11 @@ def _report(out: Output, options: argparse.Namespace, source: Model, result: dic
 def _perplexities(
     options: argparse.Namespace, source: Model, rows_BT: np.ndarray
 ) -> dict[str, float]:
-    """By "before" and "after", where something was converted, in float32."""
-    compute, found = Compute(query_chunk=64), {}
+    """By "before" and "after", where something was converted."""
+    found = {}
     if options.method != "none":
-        found["before"] = perplexity.perplexity(model_lib.transformer(source), compute, rows_BT)
-    converted = model_lib.transformer(model_lib.open(options.out))
-    return found | dict(after=perplexity.perplexity(converted, compute, rows_BT))
+        found["before"] = perplexity.perplexity(source, rows_BT)
+    return found | dict(after=perplexity.perplexity(model_lib.open(options.out), rows_BT))
 
 
 if __name__ == "__main__":

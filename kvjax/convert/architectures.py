@@ -208,6 +208,9 @@ def _head_dim(o: Options, width: int, heads: int, width_key: str, heads_key: str
     return width // heads
 
 
+_ROPE_TYPE = ("rope_type", "type")  # the key by its name, and by the one that it had before
+
+
 def _rope(o: Options) -> dict:
     """The keys of RoPE, from `rope_parameters` (transformers 5) or what stood there before."""
     key = "rope_scaling" if o.section("rope_scaling") else "rope_parameters"
@@ -218,8 +221,10 @@ def _rope(o: Options) -> dict:
     given = lambda name: f"{key}.{name}"
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise o.error(key, "layers have angles of their own; kvjax has models of equal layers")
+    _check_type(o, "rope_scaling")
+    _check_type(o, "rope_parameters")
     kinds = dict(default=False, llama3=True)
-    name = next((n for n in ("rope_type", "type") if given(n) in scaling.values), "rope_type")
+    name = next((n for n in _ROPE_TYPE if given(n) in scaling.values), _ROPE_TYPE[0])
     scaled = scaling.one_of(given(name), kinds, "default")
     partial = "RoPE rotates some channels only"
     scaling.require(given("partial_rotary_factor"), 1.0, partial)
@@ -232,6 +237,18 @@ def _rope(o: Options) -> dict:
             rope_original=scaling.integer(given("original_max_position_embeddings")),
         )
     return keys
+
+
+def _check_type(o: Options, key: str) -> None:
+    """Raises a UserError if a section scales RoPE, and does not say how."""
+    section = {name for name, value in o.section(key).items() if value is not None}
+    unclear = section - {"rope_theta", "partial_rotary_factor"}
+    if unclear and not section & set(_ROPE_TYPE):
+        raise o.error(
+            key,
+            f"{key}.rope_type is missing, which says what {min(unclear)} means: give 'default' "
+            "(no scaling) or 'llama3', as the model was trained",
+        )
 
 
 def _window(o: Options) -> int:

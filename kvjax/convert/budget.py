@@ -1,12 +1,14 @@
 """Ranks that differ by layer: by the share of energy they keep, or under a budget of the cache."""
 
 from collections.abc import Sequence
+import dataclasses
+from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from kvjax.convert import converted
 from kvjax.convert import factors
-from kvjax.convert import layer as layer_lib
-from kvjax.convert import model as model_lib
 from kvjax.convert.methods import Method
 from kvjax.convert.model import Model
 from kvjax.costs import formulas
@@ -15,78 +17,128 @@ from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 
 
-def spectra(model: Model, method: Method, moments: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-    """For each layer, the share of its energy that each rank adds: [most ranks], descending."""
+class Choices(NamedTuple):
+    """The ranks that a layer may have, ascending, and its cache's bytes per token at each."""
+
+    ranks: list[int]
+    bytes: list[int]
+
+
+def choices(
+    config: TransformerConfig, method: Method, multiple: int, dtype: jnp.dtype
+) -> list[Choices]:
+    """Of each layer, from its shapes: multiples of a number and the largest rank.
+
+    Those that make no cache larger; see `check_smaller` of the least one.
+    """
     found = []
-    rope = model.transformer.block.positions == "rope"
-    with progress.waiting("looking for ranks") as doing:
-        for i, mechanism in enumerate(model.transformer.mechanisms):
-            doing.at(f"{i} of {len(model.transformer.mechanisms)} layers")
-            weights = model_lib.read_layer(model, i)["attention"]
-            layer = layer_lib.read(weights, mechanism, rope=rope)
-            moment_EE = layer.inner() if moments is None else np.asarray(moments[i], np.float64)
-            with factors.few_threads(len(moment_EE)):
-                found.append(method.spectrum(layer, moment_EE))
+    for mechanism in config.mechanisms:
+        most = method.most_rank(mechanism)
+        least = dataclasses.replace(method, rank=min(multiple, most))
+        before = check_smaller(config, mechanism, least, dtype, "multiple")
+        ranks = [*range(multiple, most, multiple), most]
+        sizes = [_bytes(config, mechanism, method, rank, dtype) for rank in ranks]
+        there = [(rank, size) for rank, size in zip(ranks, sizes, strict=True) if size <= before]
+        found.append(Choices(*map(list, zip(*there, strict=True))))
     return found
 
 
-def by_energy(shares: Sequence[np.ndarray], energy: float, multiple: int) -> list[int]:
-    """The least rank of every layer that keeps a share of its energy, in multiples.
+def check_smaller(
+    config: TransformerConfig, mechanism, method: Method, dtype: jnp.dtype, key: str
+) -> int:
+    """The bytes per token of a layer as it is; a UserError if a method makes its cache larger.
 
     Args:
-      shares: see `spectra`; what no rank adds is kept by all of them.
+      key: that gave the method's rank.
     """
-    ranks = []
-    for share in shares:
-        kept = 1 - share.sum() + np.cumsum(share)
-        needed = int(np.searchsorted(kept, energy - 1e-12)) + 1
-        ranks.append(min(-(-needed // multiple) * multiple, len(share)))
-    return ranks
+    of = lambda rank: _bytes(config, mechanism, method, rank, dtype)
+    before, after = formulas.entry_bytes(mechanism.entry(), dtype), of(method.rank)
+    if after <= before:
+        return before
+    fitting = [rank for rank in range(1, method.rank) if of(rank) <= before]
+    larger = f"takes {after:,} bytes per token in a layer, and the source {before:,}"
+    if fitting:
+        raise UserError(f"{key} = {method.rank}: {larger}: give at most {fitting[-1]}")
+    raise UserError(
+        f"{key} = {method.rank}: {larger}: no rank makes this cache smaller, which has "
+        f"{mechanism.num_kv_heads} KV heads"
+    )
 
 
-def within(
-    shares: Sequence[np.ndarray], bytes_of: Sequence[Sequence[int]], budget: int, multiple: int
-) -> list[int]:
-    """Ranks, in multiples, that lose the least energy in all with caches of at most so many bytes.
+def check_least(layers: Sequence[Choices], budget: int) -> None:
+    """Raises a UserError if the least that can be is more than the budget."""
+    used = sum(layer.bytes[0] for layer in layers)
+    if used > budget:
+        least = ", ".join(map(str, sorted({layer.ranks[0] for layer in layers})))
+        raise UserError(
+            f"--cache: a rank of {least} in every layer takes {used:,} bytes per token, more than "
+            f"the {budget:,} allowed: give more, or a smaller --multiple"
+        )
 
-    Greedily, by the energy that a layer's next step keeps for a byte: spectra descend, so that no
-    other choice of steps keeps more.
+
+def losses(
+    model: Model,
+    method: Method,
+    moments: Sequence[np.ndarray] | None,
+    layers: Sequence[Choices],
+) -> list[list[float]]:
+    """Of each layer, the share of its energy that is lost at each of its choices.
 
     Args:
-      bytes_of: of each layer, the bytes per token at ranks 0, 1, 2, ...
+      moments: see `converted.ConvertedModel`.
+    """
+    found = []
+    with progress.waiting("looking for ranks") as doing:
+        for i, choice in enumerate(layers):
+            doing.at(f"{i} of {len(layers)} layers")
+            layer, moment_EE = converted.read_layer(model, i, moments)
+            with factors.few_threads(len(moment_EE)):
+                found.append(method.losses(layer, moment_EE, choice.ranks))
+    return found
+
+
+def by_energy(
+    layers: Sequence[Choices], lost: Sequence[Sequence[float]], energy: float
+) -> list[int]:
+    """The least rank of every layer that keeps a share of its energy; else its largest."""
+    enough = lambda lost: 1 - lost >= energy - 1e-12
+    return [
+        next((rank for rank, lost in zip(layer.ranks, of, strict=True) if enough(lost)), None)
+        or layer.ranks[-1]
+        for layer, of in zip(layers, lost, strict=True)
+    ]
+
+
+def within(layers: Sequence[Choices], lost: Sequence[Sequence[float]], budget: int) -> list[int]:
+    """The ranks that lose the least energy in all with caches of at most so many bytes.
+
+    Greedily, by the energy that a layer's next step keeps for a byte: where steps keep less and
+    less, as those of thin keys do, no other choice keeps more.
 
     Raises:
-      UserError: the least that can be is more than the budget.
+      UserError: see `check_least`.
     """
-    ranks = [min(multiple, len(share)) for share in shares]
-    used = sum(each[rank] for each, rank in zip(bytes_of, ranks, strict=True))
-    if used > budget:
-        raise UserError(
-            f"a rank of {multiple} in every layer takes {used:,} bytes per token, more than the "
-            f"{budget:,} allowed: allow more of the cache, or smaller ranks"
-        )
+    check_least(layers, budget)
+    at, used = [0] * len(layers), sum(layer.bytes[0] for layer in layers)
     while True:
         best, gain = None, 0.0
-        for i, (share, rank) in enumerate(zip(shares, ranks, strict=True)):
-            after = min(rank + multiple, len(share))
-            cost = bytes_of[i][after] - bytes_of[i][rank]
-            if after == rank or used + cost > budget:
+        for i, (layer, of, now) in enumerate(zip(layers, lost, at, strict=True)):
+            if now + 1 == len(layer.ranks):
                 continue
-            if share[rank:after].sum() / cost > gain:
-                best, gain = (i, after, cost), share[rank:after].sum() / cost
+            cost = layer.bytes[now + 1] - layer.bytes[now]
+            kept = of[now] - of[now + 1]
+            if used + cost <= budget and kept > gain * cost:
+                best, gain = (i, cost), kept / cost
         if best is None:
-            return ranks
-        i, after, cost = best
-        ranks[i], used = after, used + cost
+            return [layer.ranks[now] for layer, now in zip(layers, at, strict=True)]
+        i, cost = best
+        at[i], used = at[i] + 1, used + cost
 
 
-def bytes_by_rank(config: TransformerConfig, by_rank: Sequence[Method], dtype) -> list[list[int]]:
-    """Of each layer, the bytes per token that its cache takes with each of these methods."""
+def _bytes(
+    config: TransformerConfig, mechanism, method: Method, rank: int, dtype: jnp.dtype
+) -> int:
+    """Per token, of a layer's cache at a rank."""
     rope = config.block.positions == "rope"
-    return [
-        [
-            formulas.entry_bytes(method.mechanism(mechanism, rope=rope).entry(), dtype)
-            for method in by_rank
-        ]
-        for mechanism in config.mechanisms
-    ]
+    new = dataclasses.replace(method, rank=rank).mechanism(mechanism, rope=rope)
+    return formulas.entry_bytes(new.entry(), dtype)

@@ -8,6 +8,7 @@ import numpy as np
 from kvjax.convert import factors
 from kvjax.convert import layer as layer_lib
 from kvjax.convert import model as model_lib
+from kvjax.convert.layer import Layer
 from kvjax.convert.methods import Method
 from kvjax.convert.model import Model
 from kvjax.convert.model import Parameters
@@ -17,10 +18,23 @@ from kvjax.model.config import TransformerConfig
 _DTYPE = np.dtype(np.float32)  # of weights that a method made
 
 
+def read_layer(model: Model, index: int, moments: Sequence | None) -> tuple[Layer, np.ndarray]:
+    """A layer's attention, and [E, E] of what it reads: `layer.inner()` where that is not known.
+
+    Args:
+      moments: see `ConvertedModel`.
+    """
+    weights = model_lib.read_layer(model, index)["attention"]
+    rope = model.transformer.block.positions == "rope"
+    layer = layer_lib.read(weights, model.transformer.mechanisms[index], rope=rope)
+    return layer, layer.inner() if moments is None else np.asarray(moments[index], np.float64)
+
+
 class ConvertedModel:
     """See `model.Model`; what is not of attention is the source's.
 
     Attributes:
+      ranks: of the method, by layer.
       errors: by layer, what the method lost there, of the layers that were read.
     """
 
@@ -38,6 +52,8 @@ class ConvertedModel:
         self._source, self._methods, self._moments = source, by_layer, moments
         self.name, self.context = source.name, source.context
         self.tokenizer_json, self.chat_template = source.tokenizer_json, source.chat_template
+        self.token_files = source.token_files
+        self.ranks = [method.rank for method in by_layer]
         self.errors: dict[int, dict[str, float]] = {}
         layer_lib.check(config.mechanisms)
         mechanisms = tuple(
@@ -79,12 +95,7 @@ class ConvertedModel:
 
     def _attention(self, index: int) -> dict[Path, np.ndarray]:
         """The converted weights of a layer, by path."""
-        weights = model_lib.read_layer(self._source, index)["attention"]
-        mechanism = self._source.transformer.mechanisms[index]
-        layer = layer_lib.read(weights, mechanism, rope=self._rope)
-        moment_EE = layer.inner()
-        if self._moments is not None:
-            moment_EE = np.asarray(self._moments[index], np.float64)
+        layer, moment_EE = read_layer(self._source, index, self._moments)
         with factors.few_threads(len(moment_EE)):
             converted = self._methods[index].convert(layer, moment_EE)
         self.errors[index] = converted.errors

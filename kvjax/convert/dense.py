@@ -36,6 +36,7 @@ class Dense:
         self._source = source
         self.name, self.context = source.name, source.context
         self.tokenizer_json, self.chat_template = source.tokenizer_json, source.chat_template
+        self.token_files = source.token_files
         config = source.transformer
         for mechanism, _ in config.segments:
             _check(mechanism, rope=config.block.positions == "rope")

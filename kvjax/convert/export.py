@@ -34,9 +34,10 @@ from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
+from kvjax.workdir import origin
 
 FORMATS = ("auto", "huggingface", "factored")
-DTYPES = dict(float32="F32", bfloat16="BF16")  # safetensors' names
+DTYPES = {huggingface.DTYPES[name]: name for name in ("F32", "BF16")}  # to safetensors' names
 _CACHE_DTYPE = jnp.dtype(jnp.bfloat16)  # for figures
 
 
@@ -60,9 +61,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(options: argparse.Namespace, out: Output) -> None:
-    for name, meant in (("workdir", "the workdir of a model"), ("out", "a new folder")):
-        if not getattr(options, name):
-            raise UserError(f"--{name} is missing: give {meant}")
+    command_line.require(options, workdir="the workdir of a model", out="a new folder")
     one_of("format", options.format, FORMATS)
     if options.dtype:
         one_of("dtype", options.dtype, DTYPES)
@@ -116,7 +115,9 @@ def factored(model: Model) -> Plan:
         "README.md": factored_readme.text(model.name, config, context=model.context),
     }
     if model.chat_template is not None:
-        files[factored_format.CHAT_TEMPLATE] = model.chat_template
+        files[origin.CHAT_TEMPLATE] = model.chat_template
+    for file, said in model.token_files.items():
+        files[file] = json.dumps(said, indent=2) + "\n"
     return Plan("kvjax's factors", config, tensors, files)
 
 

@@ -17,12 +17,13 @@ import numpy as np
 
 from kvjax import experiment
 from kvjax import recipes
+from kvjax.convert.published import check_tokenizer
 from kvjax.convert.published import check_vocabulary
 from kvjax.convert.published import text_of
 from kvjax.convert.rules import Path
-from kvjax.convert.tensors import DTYPES
+from kvjax.convert.tensors import check
+from kvjax.convert.tensors import dtype_of
 from kvjax.convert.tensors import json_object
-from kvjax.convert.tensors import listed
 from kvjax.convert.tensors import open_folder
 from kvjax.data import manifest
 from kvjax.foundation.configuration import checked
@@ -30,10 +31,10 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
+from kvjax.workdir import origin
 
 MODEL_TYPE = "kvjax"  # in config.json
 VERSION = 1
-CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def is_there(path: epath.Path) -> bool:
@@ -81,8 +82,10 @@ class Factored:
         self.transformer, self.context = _config(folder)
         self.tokenizer_json = text_of(folder / manifest.TOKENIZER)
         check_vocabulary(folder, self.tokenizer_json, self.transformer.vocab_size)
-        template = folder / CHAT_TEMPLATE
+        template = folder / origin.CHAT_TEMPLATE
         self.chat_template = text_of(template) if template.exists() else None
+        self.token_files = origin.token_files(folder)
+        check_tokenizer(folder, self.tokenizer_json)
         self._tensors = open_folder(folder)
         flat = traverse_util.flatten_dict(parameters.abstract(self.transformer).shapes)
         self._shapes = {path: tuple(x.shape) for path, x in flat.items()}
@@ -103,9 +106,7 @@ class Factored:
         return [name_of(self.transformer, path, layer) for layer in layers]
 
     def _dtype(self, path: Path) -> np.dtype:
-        """That of all layers, or one that holds theirs."""
-        kinds = {self._tensors[name].dtype for name in self._names(path)}
-        return np.dtype(DTYPES[kinds.pop()] if len(kinds) == 1 else np.float32)
+        return dtype_of(self._tensors[name] for name in self._names(path))
 
     def _check(self, folder: epath.Path) -> None:
         """Raises a UserError unless the tensors are those of the config, in dtypes of weights."""
@@ -113,22 +114,7 @@ class Factored:
         for path, shape in self._shapes.items():
             own = shape[1:] if path[0] == "segments" else shape
             shapes |= dict.fromkeys(self._names(path), own)
-        wrong = (
-            ("lacks tensors", [name for name in shapes if name not in self._tensors]),
-            ("has tensors that its config does not describe", self._tensors.keys() - shapes),
-        )
-        for what, names in wrong:
-            if names:
-                raise UserError(
-                    f"{folder} {what}: {listed(sorted(names))}. Give the files of one export"
-                )
-        for name, shape in shapes.items():
-            there = self._tensors[name]
-            if (there.shape, there.dtype in DTYPES) != (shape, True):
-                raise UserError(
-                    f"{folder}: {name} is {there.dtype} {there.shape}, and by its config {shape}, "
-                    f"one of {', '.join(DTYPES)}: give the files of one export"
-                )
+        check(folder, self._tensors, shapes)
 
 
 def _config(folder: epath.Path) -> tuple[TransformerConfig, int]:

@@ -4,6 +4,7 @@ Errors are E|x (W - W')|^2 over inputs x of second moment C: with C the identity
 All is done through Gram matrices of the outputs, W^T C W.
 """
 
+from collections.abc import Sequence
 import functools
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ import numpy as np
 import scipy.linalg
 import threadpoolctl
 
+SWEEPS = 100  # of an alternation, at most
+TOLERANCE = 1e-5  # share of the energy: one that lowers the error by less is the last
 _RIDGE = 1e-9  # of the mean energy of an input channel
 _SMALL = 2048  # rows of a matrix on which BLAS's threads wait for each other more than they work
 
@@ -75,6 +78,21 @@ def _spectra(w_EKH: np.ndarray, moment_EE: np.ndarray, latents: int):
         yield np.maximum(values, 0), vectors
 
 
+def evened(left: np.ndarray, right: np.ndarray, axes: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """What to multiply channels of one factor by, and divide those of the other by, so that the
+    numbers of both are of one size.
+
+    An optimizer's step is of one size for all numbers: a factor of large ones would hardly learn.
+
+    Args:
+      axes: of each factor, those that are no channels.
+    """
+    size = lambda x, over: np.sqrt(np.mean(x**2, axis=over))
+    one, other = size(left, axes[0]), size(right, axes[1])
+    there = (one > 0) & (other > 0)
+    return np.sqrt(np.divide(other, one, out=np.ones_like(one), where=there))
+
+
 class BaseAndResidual(NamedTuple):
     """W_k turn_k = base_j(k) + latent_k expand_k (LRKV eq. 2), turn_k a rotation."""
 
@@ -92,8 +110,9 @@ def base_and_residual(
     *,
     bases: int,
     turns: str,
-    sweeps: int = 100,
-    tolerance: float = 1e-5,
+    step: int = 0,
+    sweeps: int = SWEEPS,
+    tolerance: float = TOLERANCE,
 ) -> BaseAndResidual:
     """Shared bases and residuals of rank R, by alternating closed forms; no step raises the error.
 
@@ -105,52 +124,88 @@ def base_and_residual(
       bases: J; heads k·J // K share one.
       turns: which rotations are free: "none", "pairs" (of channels i and i + H/2, which commute
         with RoPE) or "all".
-      sweeps: through the three, at most.
+      step: it goes through the multiples of it on its way to R; 0: through none.
+      sweeps: through the three at each rank, at most.
       tolerance: it ends when a sweep lowers the error by less than this share of the energy.
     """
     with threadpoolctl.threadpool_limits(1, "blas"):  # many small products
-        return _alternating(w_EKH, rank, moment_EE, bases, turns, sweeps, tolerance)
+        found = _Alternation(w_EKH, moment_EE, bases, turns)
+        through = range(step, rank, step) if step else ()
+        for each in (0, *through, rank) if rank else (0,):
+            found.improve(each, sweeps, tolerance)
+        return found.result(rank)
 
 
-def _alternating(w_EKH, rank, moment_EE, bases, turns, sweeps, tolerance) -> BaseAndResidual:
-    """See `base_and_residual`."""
-    _, K, H = w_EKH.shape
-    root_EE = _root(moment_EE)
-    w = einsum("EF,FKH->KEH", root_EE, w_EKH)  # inner products are the plain ones now
-    w, basis_EP = _narrow(w)
-    total = np.sum(w**2)
-    turn = np.broadcast_to(np.eye(H), (K, H, H)).copy()
-    of_base = np.arange(K) * bases // K
-    mean = lambda x: np.stack([x[of_base == j].mean(axis=0) for j in range(bases)])
-    base = w[np.searchsorted(of_base, np.arange(bases))]  # heads turn towards the first one
-    residual = np.zeros_like(w)
-    expand = np.zeros((K, rank, H))
-    for with_residual in (False, True) if rank else (False,):
+def losses_by_rank(
+    w_EKH: np.ndarray, ranks: Sequence[int], moment_EE: np.ndarray, *, bases: int, turns: str
+) -> list[float]:
+    """The share of the energy that `base_and_residual` loses at each of these ranks.
+
+    Args:
+      ranks: ascending multiples of its `step`; the last may be none.
+    """
+    with threadpoolctl.threadpool_limits(1, "blas"):
+        found, lost = _Alternation(w_EKH, moment_EE, bases, turns), []
+        found.improve(0, SWEEPS, TOLERANCE)
+        for rank in ranks:
+            found.improve(rank, SWEEPS, TOLERANCE)
+            lost.append(found.lost(rank))
+        return lost
+
+
+class _Alternation:
+    """The state of `base_and_residual`, where inner products over inputs are the plain ones."""
+
+    def __init__(self, w_EKH: np.ndarray, moment_EE: np.ndarray, bases: int, turns: str):
+        _, K, H = w_EKH.shape
+        self.turns, self.of_base = turns, np.arange(K) * bases // K
+        self.root_EE = _root(moment_EE)
+        self.w, self.basis_EP = _narrow(einsum("EF,FKH->KEH", self.root_EE, w_EKH))
+        self.total = np.sum(self.w**2)
+        # Heads turn towards the first one of their base.
+        self.base = self.w[np.searchsorted(self.of_base, np.arange(bases))]
+        self.residual = np.zeros_like(self.w)
+        self.turn = np.broadcast_to(np.eye(H), (K, H, H)).copy()
+
+    def improve(self, rank: int, sweeps: int, tolerance: float) -> None:
+        """Sweeps with residuals of that rank."""
         error = np.inf
         for _ in range(sweeps):
-            turn = _nearest_turns(w, base[of_base] + residual, turns)
-            turned = w @ turn
-            if with_residual:
-                gap = turned - base[of_base]
+            self.turn = _nearest_turns(self.w, self._whole() + self.residual, self.turns)
+            turned = self.w @ self.turn
+            if rank:
+                gap = turned - self._whole()
                 expand = _best_directions(gap, rank)
-                residual = gap @ expand.transpose(0, 2, 1) @ expand
-            base = mean(turned - residual)
-            before, error = error, np.sum((turned - residual - base[of_base]) ** 2)
-            if before - error < tolerance * total:
+                self.residual = gap @ expand.transpose(0, 2, 1) @ expand
+            left = turned - self.residual
+            bases = range(len(self.base))
+            self.base = np.stack([left[self.of_base == j].mean(axis=0) for j in bases])
+            before, error = error, np.sum((left - self._whole()) ** 2)
+            if before - error < tolerance * self.total:
                 break
-    gap = w @ turn - base[of_base]
-    if rank:  # the last base's own residual
+
+    def lost(self, rank: int) -> float:
+        """Share of the energy, with the last base's own residual of that rank."""
+        return self._factors(rank)[-1]
+
+    def result(self, rank: int) -> BaseAndResidual:
+        """What was found, for the weights as they were given."""
+        latent, expand, lost = self._factors(rank)
+        out = lambda x: scipy.linalg.solve_triangular(self.root_EE, self.basis_EP @ x)
+        base_EJH = np.stack([out(x) for x in self.base], axis=1)
+        latent_EKR = np.stack([out(x) for x in latent], axis=1)
+        return BaseAndResidual(base_EJH, latent_EKR, expand, self.turn, lost)
+
+    def _whole(self) -> np.ndarray:
+        """[K, E, H] base of every head."""
+        return self.base[self.of_base]
+
+    def _factors(self, rank: int) -> tuple[np.ndarray, np.ndarray, float]:
+        gap = self.w @ self.turn - self._whole()
         expand = _best_directions(gap, rank)
-    latent = gap @ expand.transpose(0, 2, 1)
-    lost = np.sum((gap - latent @ expand) ** 2)
-    out_of_root = lambda x: scipy.linalg.solve_triangular(root_EE, basis_EP @ x)
-    return BaseAndResidual(
-        np.stack([out_of_root(x) for x in base], axis=1),
-        np.stack([out_of_root(x) for x in latent], axis=1),
-        expand,
-        turn,
-        float(lost / total) if total else 0.0,
-    )
+        latent = gap @ expand.transpose(0, 2, 1)
+        lost = np.sum((gap - latent @ expand) ** 2)
+        return latent, expand, float(lost / self.total) if self.total else 0.0
 
 
 def _root(moment_EE: np.ndarray) -> np.ndarray:
@@ -159,12 +214,13 @@ def _root(moment_EE: np.ndarray) -> np.ndarray:
     By as little as its rounding, to float32 as a rule, asks for.
     """
     E = len(moment_EE)
-    ridge = _RIDGE * np.trace(moment_EE) / E
-    while True:
+    ridge = max(_RIDGE * np.trace(moment_EE) / E, np.finfo(np.float64).tiny)
+    while np.isfinite(ridge):
         try:
             return np.linalg.cholesky(moment_EE + ridge * np.eye(E)).T
         except np.linalg.LinAlgError:  # rounding made it indefinite
             ridge *= 10
+    raise ValueError("the second moment is not finite")
 
 
 def _narrow(w_KEH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """A GGUF file: config, tokenizer and tensors, by the names that Hugging Face has for them."""
 
 import dataclasses
+import re
 
 from etils import epath
 import numpy as np
@@ -23,6 +24,16 @@ except ImportError as error:
 _, _LLAMA3_SPLIT, _QWEN2_SPLIT = PUBLISHED_SPLITS
 _FREQUENCIES = "rope_freqs.weight"  # by what RoPE's frequencies are divided
 _SCALING = dict(low=1.0, high=4.0, original=8192)  # Llama 3's, which those do not tell apart
+_NO_TENSOR = "(?!)"  # a pattern without a match
+# What keys of RoPE's scaling must be. Without a type it is linear, and a factor of 0 is one of 1.
+_UNSCALED = {
+    "rope.scaling.type": ("none", "linear"),
+    "rope.scaling.factor": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+}
+_OF_NO_SCALING = tuple(  # what llama.cpp writes too, and reads for YaRN alone
+    f"rope.scaling.{key}" for key in ("original_context_length", "finetuned", "yarn_log_multiplier")
+)
 
 # transformers' keys of a config, and what they are after "llama." or the like.
 _LLAMA_KEYS = {
@@ -92,9 +103,9 @@ class File:
                 f"{self.path}: {tensor.name} is stored as {tensor.tensor_type.name}, which the "
                 "package gguf does not read: give the file in F16, or another quantisation"
             ) from error
-        read = lambda: np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        load = lambda: np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        return Stored(shape, "F32", self.path.name, read)
+        return Stored(self.path, tensor.name, shape, "F32", load)
 
     # -- the config --------------------------------------------------------------------------------
 
@@ -106,8 +117,8 @@ class File:
             for key, value in self.metadata.items()
             if key.startswith(own)
         }
-        keys = _KEYS[self.architecture]
-        self._check(there, keys)
+        keys, head_dim = _KEYS[self.architecture], _head_dim(there)
+        self._check(there, keys, head_dim)
         values = {key: there[name] for key, name in keys.items() if name in there}
         values |= dict(
             model_type=self.architecture,
@@ -116,27 +127,33 @@ class File:
         )
         if self.architecture != "qwen2":
             values["attention_bias"] = "blk.0.attn_q.bias" in self.tensors
-        if _FREQUENCIES in self.tensors:
-            values["rope_scaling"] = self._scaling(values.get("rope_theta", 10_000.0))
+        if _FREQUENCIES in self.tensors and self._has_frequencies and head_dim is not None:
+            base = values.get("rope_theta", 10_000.0)
+            values["rope_scaling"] = self._scaling(base, head_dim)
         names = {key: own + name for key, name in keys.items()}
         return Options(values, str(self.path), names)
 
-    def _check(self, there: dict, keys: dict[str, str]) -> None:
+    @property
+    def _has_frequencies(self) -> bool:
+        """Whether llama.cpp reads RoPE's divisors in models of this architecture."""
+        return self.architecture == "llama"
+
+    def _check(self, there: dict, keys: dict[str, str], head_dim: int | None) -> None:
         """Raises a UserError for what changes a model in a way that is not known here."""
-        must = {"rope.scaling.type": "none", "attention.causal": True}
-        heads, width = there.get("attention.head_count"), there.get("embedding_length")
-        whole = type(heads) is type(width) is int and heads > 0
-        dim = there.get("attention.key_length", width // heads if whole else None)
-        must |= {"attention.value_length": dim, "rope.dimension_count": dim}
+        must = _UNSCALED | {"attention.causal": (True,)}
+        must |= dict.fromkeys(("attention.value_length", "rope.dimension_count"), (head_dim,))
         if self.architecture == "gpt2":
-            must["attention.head_count_kv"] = heads
-        known = [*keys.values(), *must, "vocab_size"]
+            must["attention.head_count_kv"] = (there.get("attention.head_count"),)
+        known = [*keys.values(), *must, *_OF_NO_SCALING, "vocab_size"]
         for name, value in there.items():
-            if name in must and must[name] in (value, None):  # None: `Options` says what is wrong
+            if must.get(name) == (None,):  # `Options` says what is wrong
                 continue
-            if name in must:
-                allowed = f"kvjax has models with {must[name]!r} only"
-            elif name not in known and not name.startswith("rope.scaling."):
+            if name in must and value not in must[name]:
+                values = " or ".join(map(repr, must[name]))
+                allowed = f"kvjax has models with {values} only"
+                if name in _UNSCALED:
+                    allowed += f": RoPE is not scaled (linear by 1), or by {_FREQUENCIES}"
+            elif name not in known:
                 allowed = f"not known here, and may change the model; known: {', '.join(known)}"
             else:
                 continue
@@ -145,13 +162,20 @@ class File:
     def _rows(self, name: str) -> int | None:
         return self.tensors[name].shape[0] if name in self.tensors else None
 
-    def _scaling(self, base: float) -> dict:
+    def _scaling(self, base: float, head_dim: int) -> dict:
         """Llama 3's scaling of RoPE, of which the file has only the result."""
-        divisors = self.tensors[_FREQUENCIES].read()
+        stored = self.tensors[_FREQUENCIES]
+        if stored.shape != (head_dim // 2,):
+            raise UserError(
+                f"{self.path}: {_FREQUENCIES} has shape {stored.shape}, and must have one entry "
+                f"for each pair of a head's {head_dim} channels, {(head_dim // 2,)}: it is of "
+                "another model, or rotates some channels only"
+            )
+        divisors = stored.read()
         factor = _shortest(float(divisors.max()))
-        dim = 2 * len(divisors)
-        scaled = rope.frequencies(dim, rope.Llama3(base, factor, **_SCALING))
-        if not np.allclose(rope.frequencies(dim, base) / scaled, divisors, rtol=1e-4, atol=0):
+        scaled = rope.frequencies(head_dim, rope.Llama3(base, factor, **_SCALING))
+        expected = rope.frequencies(head_dim, base) / scaled
+        if not np.allclose(expected, divisors, rtol=1e-4, atol=0):
             raise UserError(
                 f"{self.path}: {_FREQUENCIES} is not Llama 3's scaling with factor {factor:g}, and "
                 f"{_SCALING}: kvjax has no other"
@@ -181,7 +205,8 @@ class File:
             layout = dict(transposed=True, interleaved=rotated and self.architecture == "llama")
             tensor = name.replace("blk.0.", "blk.{i}.")
             rules.append(dataclasses.replace(rule, tensor=tensor, **layout))
-        return dataclasses.replace(family, rules=tuple(rules), prefix="", buffers=r"rope_freqs\..*")
+        buffers = re.escape(_FREQUENCIES) if self._has_frequencies else _NO_TENSOR
+        return dataclasses.replace(family, rules=tuple(rules), prefix="", buffers=buffers)
 
     # -- the tokenizer -----------------------------------------------------------------------------
 
@@ -238,11 +263,13 @@ class File:
         found = self.metadata.get("tokenizer.chat_template")
         return found if isinstance(found, str) else None
 
-    @property
-    def bos_token(self) -> str | None:
-        """The text of the token that opens a document, if the file names one."""
-        tokens = dict(enumerate(self.metadata.get("tokenizer.ggml.tokens") or []))
-        return tokens.get(self.metadata.get("tokenizer.ggml.bos_token_id"))
+
+def _head_dim(there: dict) -> int | None:
+    """Channels of a key's head, by the keys of a file; None if they do not say."""
+    heads, width = there.get("attention.head_count"), there.get("embedding_length")
+    whole = type(heads) is type(width) is int and heads > 0
+    found = there.get("attention.key_length", width // heads if whole else None)
+    return found if type(found) is int else None
 
 
 def _shortest(value):

@@ -13,6 +13,7 @@ import numpy as np
 import tokenizers
 
 from kvjax.convert import rules as rules_lib
+from kvjax.convert import tokens as tokens_lib
 from kvjax.convert.architectures import FAMILIES
 from kvjax.convert.architectures import Options
 from kvjax.convert.dense import Dense
@@ -24,6 +25,7 @@ from kvjax.data import manifest
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
+from kvjax.workdir import origin
 
 DTYPES = dict(F32="float32", F16="float16", BF16="bfloat16")  # as transformers has safetensors'
 # By the token that opens a document, in the order in which kvjax looks for one: what ends it.
@@ -47,34 +49,33 @@ def plan(model: Model, dtype: str) -> Plan:
     """
     dense = Dense(model)
     kind, config = _family(dense.transformer, dense.context)
-    bos, eos = _document_tokens(dense.tokenizer_json)
-    ids = {name: token and token[1] for name, token in (("bos", bos), ("eos", eos))}
+    texts, ids = _tokens(dense)
     config = config | dict(
         architectures=[_CLASSES[kind]],
         dtype=DTYPES[dtype],
         torch_dtype=DTYPES[dtype],  # transformers 4
-        bos_token_id=ids["bos"],
-        eos_token_id=ids["eos"],
-        pad_token_id=None,
+        bos_token_id=ids.get("bos"),
+        eos_token_id=ids.get("eos"),
+        pad_token_id=ids.get("pad"),
     )
     about = dict(
         tokenizer_class="PreTrainedTokenizerFast",
-        bos_token=bos and bos[0],
-        eos_token=eos and eos[0],
+        **{f"{name}_token": text for name, text in texts.items()},
         model_max_length=dense.context,
         clean_up_tokenization_spaces=False,
     )
     if dense.chat_template is not None:
         about["chat_template"] = dense.chat_template
+    files = {"config.json": config, origin.TOKENIZER_CONFIG: about}
+    if origin.GENERATION_CONFIG in dense.token_files:
+        files[origin.GENERATION_CONFIG] = dense.token_files[origin.GENERATION_CONFIG]
+    files = {name: json.dumps(tree, indent=2) + "\n" for name, tree in files.items()}
+    tokenizer = _tokenizer(dense.tokenizer_json, texts["bos"])
     return Plan(
         title=_CLASSES[kind],
         transformer=dense.transformer,
         tensors=_tensors(dense, kind),
-        files={
-            "config.json": json.dumps(config, indent=2) + "\n",
-            "tokenizer_config.json": json.dumps(about, indent=2) + "\n",
-            manifest.TOKENIZER: _tokenizer(dense.tokenizer_json, bos),
-        },
+        files=files | {manifest.TOKENIZER: tokenizer},
     )
 
 
@@ -252,8 +253,22 @@ def _keys(config: TransformerConfig) -> dict:
 Token = tuple[str, int] | None  # its text and id
 
 
+def _tokens(model: Model) -> tuple[dict[str, str | None], dict[str, int | list[int] | None]]:
+    """By kind, the texts and ids of tokens: as the model's files say, or as kvjax uses them."""
+    used = zip(("bos", "eos"), _document_tokens(model.tokenizer_json), strict=True)
+    texts = {kind: token and token[0] for kind, token in used}
+    size = model.transformer.vocab_size
+    texts |= tokens_lib.texts(model.token_files, model.tokenizer_json, size)
+    backend = tokenizers.Tokenizer.from_str(model.tokenizer_json)
+    ids = {kind: backend.token_to_id(text or "") for kind, text in texts.items()}
+    for kind in ids:
+        if said := origin.token_ids(model.token_files, kind, size):
+            ids[kind] = said if len(said) > 1 else said[0]
+    return texts, ids
+
+
 def _document_tokens(tokenizer_json: str) -> tuple[Token, Token]:
-    """The tokens that open and end a document."""
+    """The tokens that open and end a document, by the names that are known."""
     added = json.loads(tokenizer_json)["added_tokens"]
     ids = {token["content"]: token["id"] for token in added if token["special"]}
     bos = next((name for name in _ENDS if name in ids), None)
@@ -263,12 +278,14 @@ def _document_tokens(tokenizer_json: str) -> tuple[Token, Token]:
     return (bos, ids[bos]), (eos, ids[eos])
 
 
-def _tokenizer(tokenizer_json: str, bos: Token) -> str:
+def _tokenizer(tokenizer_json: str, bos: str | None) -> str:
     """tokenizer.json; of kvjax's own it puts BOS before a text, as every document had it."""
-    if bos is None or bos[0] != tokenizer_lib.BOS or json.loads(tokenizer_json)["post_processor"]:
+    if bos != tokenizer_lib.BOS or json.loads(tokenizer_json)["post_processor"]:
         return tokenizer_json
     backend = tokenizers.Tokenizer.from_str(tokenizer_json)
     backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{bos[0]} $A", pair=f"{bos[0]} $A $B", special_tokens=[bos]
+        single=f"{bos} $A",
+        pair=f"{bos} $A $B",
+        special_tokens=[(bos, backend.token_to_id(bos))],
     )
     return backend.to_str(pretty=False)

@@ -6,11 +6,14 @@ Nothing stands under the workdir's name before all of it is written.
 
 from collections.abc import Iterator
 import contextlib
+import errno
 import fcntl
+import itertools
 import json
 import os
 import pathlib
 import shutil
+from typing import IO
 import uuid
 
 from etils import epath
@@ -27,13 +30,17 @@ from kvjax.foundation import runtime
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
+from kvjax.foundation.files import write_atomically
 from kvjax.workdir import identity
+from kvjax.workdir import origin
 from kvjax.workdir import streamed
 from kvjax.workdir.checkpoint import CHECKPOINTS
 
 RECORD = "conversion.json"
 RECOVERY = "recover.py"
 _STAGING = ".staging-kvjax-convert-"
+_LOCK = ".lock"
+_NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
 
 
 def check(out: str) -> epath.Path:
@@ -41,15 +48,22 @@ def check(out: str) -> epath.Path:
     path = runtime.path("--out", out)
     if in_bucket(path):
         raise UserError(f"--out = {out!r}: must be local; copy it to the bucket afterwards")
+    path = epath.Path(os.path.realpath(path))  # what a link names
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"--out = {out!r}: is there already: give another, or move it away")
+    if os.path.ismount(path):
+        raise UserError(f"--out = {out!r}: is a mount point: give a folder in it")
+    there = next(folder for folder in path.parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--out = {out!r}: cannot be written: nothing can be made in {there}")
     return path
 
 
-def write(model: Model, out: epath.Path, record: dict) -> None:
+def write(model: Model, out: epath.Path, record: dict, *, tune: str = "qk") -> None:
     """Writes a workdir with a checkpoint of step 0.
 
     Args:
+      tune: what recover.py tunes, a key of `recipes.TUNED`.
       record: JSON-able: where the model comes from; kept as conversion.json. Read when all weights
         are written.
 
@@ -58,6 +72,9 @@ def write(model: Model, out: epath.Path, record: dict) -> None:
     """
     with staged(out) as staging:
         _write(model, staging, out.name, record)
+        context = min(_RECOVERY_LENGTH, model.context)
+        recovery = _RECOVERY.replace("TUNE", tune).replace("LENGTH", str(context))
+        (staging / RECOVERY).write_text(recovery)
 
 
 @contextlib.contextmanager
@@ -70,41 +87,72 @@ def staged(out: epath.Path) -> Iterator[epath.Path]:
     staging = out.parent / f"{_STAGING}{out.name}-{uuid.uuid4().hex}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            with _locked(out.parent):  # nobody sees a folder of ours that is not locked yet
-                _remove_abandoned(out.parent)
+        _remove_abandoned(out.parent)
+        with _locked(_lock_of(staging)):
+            try:
                 staging.mkdir()
-                stack.enter_context(_locked(staging))
-            yield staging
-            if out.exists():
-                out.rmdir()  # it is empty
-            staging.rename(out)
+                yield staging
+                _name(staging, out)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+                _lock_of(staging).unlink(missing_ok=True)
     except OSError as error:
         if isinstance(error, UserError):
             raise
         raise UserError(
             f"{out} cannot be written: {error.strerror or error}; nothing was left there"
         ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _name(staging: epath.Path, out: epath.Path) -> None:
+    """Gives the folder its name; a UserError with another name if that was taken meanwhile."""
+    for number in itertools.count(1):
+        free = out if number == 1 else out.parent / f"{out.name}-{number}"
+        try:
+            os.rename(staging, free)  # onto nothing, or an empty folder
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY):
+                raise
+    if free != out:
+        raise UserError(
+            f"--out = {str(out)!r}: something was put there meanwhile; what was made is {free}"
+        )
+
+
+def _lock_of(staging: epath.Path) -> epath.Path:
+    return staging.parent / f"{staging.name}{_LOCK}"
 
 
 @contextlib.contextmanager
-def _locked(folder: epath.Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+def _locked(file: epath.Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Holds a lock of the operating system's, which ends with its process, however that ends."""
-    handle = os.open(folder, os.O_RDONLY)
+    while True:
+        with open(file, "a") as opened:  # NFS locks only what is open for writing
+            fcntl.flock(opened, how)
+            if not _is_there(file, opened):
+                continue  # who had the lock has removed it
+            yield
+            return
+
+
+def _is_there(file: epath.Path, opened: IO) -> bool:
     try:
-        fcntl.flock(handle, how)
-        yield
-    finally:
-        os.close(handle)
+        return os.path.samestat(os.stat(file), os.fstat(opened.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _remove_abandoned(parent: epath.Path) -> None:
-    """Removes what conversions that were killed left there."""
+    """Removes what conversions that were killed left there.
+
+    A folder has its lock before it is there: who gets the lock knows that nobody writes it.
+    """
     for other in pathlib.Path(parent).glob(f"{_STAGING}*"):
-        with contextlib.suppress(OSError), _locked(other, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            shutil.rmtree(other, ignore_errors=True)
+        folder = other.parent / other.name.removesuffix(_LOCK)
+        with contextlib.suppress(OSError), _locked(_lock_of(folder), _NOW):
+            shutil.rmtree(folder, ignore_errors=True)
+            _lock_of(folder).unlink(missing_ok=True)
 
 
 def _write(model: Model, workdir: epath.Path, name: str, record: dict) -> None:
@@ -131,12 +179,19 @@ def _write(model: Model, workdir: epath.Path, name: str, record: dict) -> None:
     identity.write_model(workdir, config)
     (workdir / manifest.TOKENIZER).write_text(model.tokenizer_json)
     if model.chat_template is not None:
-        (workdir / model_lib.CHAT_TEMPLATE).write_text(model.chat_template)
-    (workdir / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-    (workdir / RECOVERY).write_text(_RECOVERY)
+        (workdir / origin.CHAT_TEMPLATE).write_text(model.chat_template)
+    for file, said in model.token_files.items():
+        (workdir / file).write_text(json.dumps(said, indent=2) + "\n")
+    write_record(workdir, record)
     (workdir / "config.txt").write_text(to_text(config))
 
 
+def write_record(workdir: epath.Path, record: dict) -> None:
+    """Writes conversion.json, as a whole."""
+    write_atomically(workdir / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+_RECOVERY_LENGTH = 2048  # tokens of a row, as in thin keys, section 3.7
 _RECOVERY = '''"""Tunes what the conversion made: python -m kvjax.main --config=THIS_FILE
 
 Change what you like; every key is told by `python -m kvjax.main --help`.
@@ -150,9 +205,9 @@ from kvjax import recipes
 def get_config():
     return recipes.recover(
         pathlib.Path(__file__).parent,
-        tune="qk",  # or "qkv", "attention"
+        tune="TUNE",  # "qk", "qkv" or "attention"
         teacher="",  # the workdir of the model before conversion, to learn from it too
-        data=dict(source="embedded", sequence_length=2048),
+        data=dict(source="embedded", sequence_length=LENGTH),
         train=dict(num_steps=3_662, batch_size=8, grad_accumulation=8),
     )
 '''

@@ -1,11 +1,12 @@
 """The attention weights of one layer as they are converted: in float64, each bias as a last row.
 
 What leaves softmax attention unchanged is free: rotations and scales between keys and queries, and
-between values and outputs. Conversions choose it (`balanced`), and drop biases that do nothing.
+between values and outputs. Conversions choose it (`Gauge`), and drop biases that do nothing.
 """
 
 from collections.abc import Sequence
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from kvjax.foundation.errors import UserError
 
 # Directions in which queries or outputs are weaker than this share of the strongest are held to it.
 _FLOOR = 1e-4
+_NOTHING = 1e-24  # second moments that are no larger are of a head that does nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,10 @@ class Layer:
     @property
     def has_biases(self) -> bool:
         return self.query_ENH.shape[0] > self.out_NHD.shape[-1]
+
+    def weights_of(self, w: np.ndarray) -> np.ndarray:
+        """A projection [E, ...] without its bias."""
+        return w[:-1] if self.has_biases else w
 
     def inner(self) -> np.ndarray:
         """[E, E] second moment of inputs of which nothing is known: all channels count alike."""
@@ -103,58 +109,67 @@ def without_idle_biases(layer: Layer) -> Layer:
     return dataclasses.replace(layer, value_EKH=values, key_EKH=keys, out_bias_D=out_bias_D)
 
 
-def balanced(layer: Layer, moment_EE: np.ndarray) -> Layer:
-    """The same attention, scaled so that an error of a key or a value counts alike in all channels.
+class Gauge(NamedTuple):
+    """A change of the coordinates of keys and queries, or of values and outputs: attention stays.
 
-    Queries of a KV head have a unit second moment, and its output projections a unit Gram matrix:
-    the squared error of a key is then that of its logits, and of a value that of the output, each
-    in the mean. Under RoPE channels are scaled in pairs. Keys that are normed are left as they are.
+    Keys times the matrix meet queries times the inverse, transposed; values times the matrix meet
+    the inverse times outputs. Under RoPE a matrix of keys commutes with rotations of pairs.
+    """
+
+    matrix_KHH: np.ndarray
+    inverse_KHH: np.ndarray
+
+    def of(self, w_EKH: np.ndarray) -> np.ndarray:
+        """Keys or values in the new coordinates."""
+        return einsum("EKH,KHI->EKI", w_EKH, self.matrix_KHH)
+
+    def then(self, matrix_KHH: np.ndarray, inverse_KHH: np.ndarray) -> "Gauge":
+        """This change, and another one after it."""
+        return Gauge(self.matrix_KHH @ matrix_KHH, inverse_KHH @ self.inverse_KHH)
+
+
+def no_gauge(heads: int, channels: int) -> Gauge:
+    """No change."""
+    eye_KHH = np.broadcast_to(np.eye(channels), (heads, channels, channels))
+    return Gauge(eye_KHH, eye_KHH)
+
+
+def alike(layer: Layer, moment_EE: np.ndarray) -> tuple[Gauge, Gauge]:
+    """Coordinates of keys and of values in which an error counts alike in all channels.
+
+    Queries of a KV head have a unit second moment there, and its output projections a unit Gram
+    matrix: the squared error of a key is that of its logits, and of a value that of the output,
+    each in the mean. Under RoPE channels count alike in pairs. Keys that are normed are left as
+    they are.
 
     Args:
       moment_EE: second moment of the layer's inputs.
     """
-    K = layer.key_EKH.shape[1]
-    query_EKGH = _by_kv_head(layer.query_ENH, K, axis=1)
-    out_KGHD = _by_kv_head(layer.out_NHD, K, axis=0)
-    key_EKH, value_EKH = layer.key_EKH, layer.value_EKH
+    _, K, H = layer.key_EKH.shape
+    key = no_gauge(K, H)
     if layer.qk_norm == "none":
+        query_EKGH = _by_kv_head(layer.query_ENH, K, axis=1)
         inputs = einsum("EF,FKGH->EKGH", moment_EE, query_EKGH)
         moment_KHH = einsum("EKGH,EKGI->KHI", query_EKGH, inputs)
-        root, inverse = _roots(_commuting(moment_KHH) if layer.rope else moment_KHH)
-        key_EKH = einsum("EKH,KHI->EKI", key_EKH, root)
-        query_EKGH = einsum("EKGH,KHI->EKGI", query_EKGH, inverse)
-    root, inverse = _roots(einsum("KGHD,KGID->KHI", out_KGHD, out_KGHD))
-    value_EKH = einsum("EKH,KHI->EKI", value_EKH, root)
-    out_KGHD = einsum("KHI,KGID->KGHD", inverse, out_KGHD)
+        key = Gauge(*roots(_commuting(moment_KHH) if layer.rope else moment_KHH))
+    out_KGHD = _by_kv_head(layer.out_NHD, K, axis=0)
+    return key, Gauge(*roots(einsum("KGHD,KGID->KHI", out_KGHD, out_KGHD)))
+
+
+def changed(layer: Layer, key: Gauge, value: Gauge) -> Layer:
+    """The same attention in other coordinates."""
+    K = layer.key_EKH.shape[1]
+    query_EKGH = _by_kv_head(layer.query_ENH, K, axis=1)
+    query_EKGH = einsum("EKGH,KIH->EKGI", query_EKGH, key.inverse_KHH)
+    out_KGHD = _by_kv_head(layer.out_NHD, K, axis=0)
+    out_KGHD = einsum("KIH,KGHD->KGID", value.inverse_KHH, out_KGHD)
     return dataclasses.replace(
         layer,
         query_ENH=query_EKGH.reshape(layer.query_ENH.shape),
-        key_EKH=key_EKH,
-        value_EKH=value_EKH,
+        key_EKH=key.of(layer.key_EKH),
+        value_EKH=value.of(layer.value_EKH),
         out_NHD=out_KGHD.reshape(layer.out_NHD.shape),
     )
-
-
-def turned(layer: Layer, key_KHH: np.ndarray | None, value_KHH: np.ndarray | None) -> Layer:
-    """The same attention with keys and queries, and values and outputs, turned by rotations.
-
-    Args:
-      key_KHH, value_KHH: an orthogonal matrix for each KV head, of keys one that commutes with RoPE
-        where there is RoPE; None: none.
-    """
-    K = layer.key_EKH.shape[1]
-    changes = {}
-    if key_KHH is not None:
-        query_EKGH = _by_kv_head(layer.query_ENH, K, axis=1)
-        query_EKGH = einsum("EKGH,KHI->EKGI", query_EKGH, key_KHH)
-        changes["query_ENH"] = query_EKGH.reshape(layer.query_ENH.shape)
-        changes["key_EKH"] = einsum("EKH,KHI->EKI", layer.key_EKH, key_KHH)
-    if value_KHH is not None:
-        out_KGHD = _by_kv_head(layer.out_NHD, K, axis=0)
-        out_KGHD = einsum("KHI,KGHD->KGID", value_KHH, out_KGHD)
-        changes["out_NHD"] = out_KGHD.reshape(layer.out_NHD.shape)
-        changes["value_EKH"] = einsum("EKH,KHI->EKI", layer.value_EKH, value_KHH)
-    return dataclasses.replace(layer, **changes)
 
 
 def _by_kv_head(x: np.ndarray, K: int, axis: int) -> np.ndarray:
@@ -170,10 +185,12 @@ def _commuting(moment_KHH: np.ndarray) -> np.ndarray:
     return np.concatenate([pair_KF, pair_KF], axis=-1)[:, :, None] * np.eye(moment_KHH.shape[-1])
 
 
-def _roots(moment_KHH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[K, H, H] symmetric square roots and their inverses."""
+def roots(moment_KHH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[K, H, H] symmetric square roots and their inverses; of nothing, as of a head whose output is
+    zero, the identity."""
     values_KH, vectors_KHI = np.linalg.eigh(moment_KHH)
-    values_KH = np.maximum(values_KH, _FLOOR**2 * values_KH.max(axis=-1, keepdims=True))
-    values_KH = np.sqrt(np.maximum(values_KH, np.finfo(np.float64).tiny))
+    most_K1 = values_KH.max(axis=-1, keepdims=True)
+    values_KH = np.maximum(values_KH, _FLOOR**2 * most_K1)
+    values_KH = np.sqrt(np.where(most_K1 > _NOTHING, values_KH, 1.0))
     spread = lambda scale_KH: einsum("KHI,KI,KJI->KHJ", vectors_KHI, scale_KH, vectors_KHI)
     return spread(values_KH), spread(1 / values_KH)

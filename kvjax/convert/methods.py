@@ -6,6 +6,7 @@ objectives: the error of the `weights`, as in the papers; of keys and values on 
 calibration text; of logits and `outputs` on it.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import NamedTuple
 from typing import Protocol
@@ -17,6 +18,7 @@ from kvjax.attention.grouped import GroupedConfig
 from kvjax.convert import factors
 from kvjax.convert import layer as layer_lib
 from kvjax.convert.factors import einsum
+from kvjax.convert.layer import Gauge
 from kvjax.convert.layer import Layer
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
@@ -36,13 +38,18 @@ class Converted(NamedTuple):
 class Method(Protocol):
     """A way to convert one layer."""
 
+    rank: int
     objective: str  # one of OBJECTIVES
+    changes_values: bool  # and with them what must learn to recover
 
     def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig | FactoredConfig:
         """The new mechanism of a layer; a UserError for ranks and such that cannot be."""
 
-    def spectrum(self, layer: Layer, moment_EE: np.ndarray) -> np.ndarray:
-        """The share of a layer's energy that each rank keeps beside those before: descending."""
+    def most_rank(self, config: GroupedConfig) -> int:
+        """The largest rank of a layer."""
+
+    def losses(self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]) -> list[float]:
+        """The share of a layer's energy that is lost at each of these ranks, ascending."""
 
     def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
         """The layer's weights in the new form.
@@ -99,34 +106,36 @@ class ThinKeys:
 
     def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
         layer = layer_lib.without_idle_biases(layer)
-        if self.objective == "outputs" and self.part not in ("query", "both"):
-            layer = layer_lib.balanced(layer, moment_EE)
         errors, expand = {}, {}
 
-        def low_rank(name: str, w_EKH: np.ndarray, rank: int) -> factors.Factors:
+        def low_rank(name: str, w_EKH: np.ndarray, gauge: Gauge, rank: int) -> factors.Factors:
             latents = self._latents(w_EKH.shape[1])
-            found = factors.low_rank(w_EKH, rank, moment_EE, latents=latents)
+            found = factors.low_rank(gauge.of(w_EKH), rank, moment_EE, latents=latents)
             errors[name] = found.error
-            return found
+            return found._replace(expand_KRH=found.expand_KRH @ gauge.inverse_KHH)
 
         folds = self._folds(layer.qk_norm, layer.rope)
+        key_gauge, value_gauge = self._gauges(layer, moment_EE)
         if self.part in ("query", "both"):
-            multiplied = _multiplied(low_rank("query", layer.query_ENH, self.rank))
+            plain = layer_lib.no_gauge(*layer.query_ENH.shape[1:])
+            multiplied = _multiplied(low_rank("query", layer.query_ENH, plain, self.rank))
             layer = dataclasses.replace(layer, query_ENH=multiplied)
         if self._key_rank is not None:
-            found = low_rank("key", layer.key_EKH, self._key_rank)
-            layer = dataclasses.replace(layer, key_EKH=found.latent_EJR)
+            found = low_rank("key", layer.key_EKH, key_gauge, self._key_rank)
             if folds["key"]:
+                layer = dataclasses.replace(layer, key_EKH=found.latent_EJR)
                 layer = _folded_into_queries(layer, found.expand_KRH)
             else:
-                expand["expand_key"] = found.expand_KRH
+                latent_EJR, expand["expand_key"] = _evened(found, layer)
+                layer = dataclasses.replace(layer, key_EKH=latent_EJR)
         if self._value_rank is not None:
-            found = low_rank("value", layer.value_EKH, self._value_rank)
-            layer = dataclasses.replace(layer, value_EKH=found.latent_EJR)
+            found = low_rank("value", layer.value_EKH, value_gauge, self._value_rank)
             if folds["value"]:
+                layer = dataclasses.replace(layer, value_EKH=found.latent_EJR)
                 layer = _folded_into_outputs(layer, found.expand_KRH)
             else:
-                expand["expand_value"] = found.expand_KRH
+                latent_EJR, expand["expand_value"] = _evened(found, layer)
+                layer = dataclasses.replace(layer, value_EKH=latent_EJR)
         names = dict(query=layer.query_ENH, base_key=layer.key_EKH, base_value=layer.value_EKH)
         if expand:
             names = dict(query=layer.query_ENH, key=layer.key_EKH, value=layer.value_EKH)
@@ -151,19 +160,39 @@ class ThinKeys:
             of = f"a head of {dim} channels" if self.mode == "per_head" else f"{most} in all heads"
             raise UserError(f"{key} = {rank}: must lie in [1, {most}], {of}")
 
-    def spectrum(self, layer: Layer, moment_EE: np.ndarray) -> np.ndarray:
+    def most_rank(self, config: GroupedConfig) -> int:
+        dims = dict(query=config.key_dim, key=config.key_dim, value=config.value_dim)
+        heads = config.num_kv_heads
+        return min(dims[part] for part in self._parts) * heads // self._latents(heads)
+
+    def losses(self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]) -> list[float]:
+        """The mean over what is of low rank."""
         layer = layer_lib.without_idle_biases(layer)
-        if self.objective == "outputs" and self.part not in ("query", "both"):
-            layer = layer_lib.balanced(layer, moment_EE)
-        parts = dict(query=[layer.query_ENH], value=[layer.value_EKH])
-        parts["key_value"] = [layer.key_EKH, layer.value_EKH]
-        shares = []
-        for w_EKH in parts.get(self.part, [layer.key_EKH]):
-            latents = self._latents(w_EKH.shape[1])
-            energy_JC = factors.energies(w_EKH, moment_EE, latents=latents)
-            shares.append(energy_JC.sum(axis=0) / energy_JC.sum())
-        most = min(map(len, shares))
-        return np.mean([share[:most] for share in shares], axis=0)
+        key_gauge, value_gauge = self._gauges(layer, moment_EE)
+        of = dict(query=layer.query_ENH)
+        of |= dict(key=key_gauge.of(layer.key_EKH), value=value_gauge.of(layer.value_EKH))
+        lost = []
+        for part in self._parts:
+            latents = self._latents(of[part].shape[1])
+            energy_C = factors.energies(of[part], moment_EE, latents=latents).sum(axis=0)
+            total = energy_C.sum() or 1.0
+            lost.append([energy_C[rank:].sum() / total for rank in ranks])
+        return np.mean(lost, axis=0).tolist()
+
+    def _gauges(self, layer: Layer, moment_EE: np.ndarray) -> tuple[Gauge, Gauge]:
+        """The coordinates of keys and of values in which errors are made small."""
+        of_queries = self.part in ("query", "both")  # which have no output of their own
+        return _gauges(layer, moment_EE, "inputs" if of_queries else self.objective)
+
+    @property
+    def changes_values(self) -> bool:
+        return "value" in self._parts
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        """What is of low rank."""
+        several = dict(both=("query", "key"), key_value=("key", "value"))
+        return several.get(self.part, (self.part,))
 
     def _latents(self, heads: int) -> int:
         return heads if self.mode == "per_head" else 1
@@ -182,18 +211,22 @@ class LowRankKV:
       rank: R of the residuals.
       bases: J, which divides the KV heads.
       align: turn heads towards each other first, as far as attention stays the same.
+      step: of ranks that were looked at on the way to this one, see `factors.base_and_residual`.
     """
 
     rank: int
     bases: int = 1
     objective: str = "outputs"
     align: bool = True
+    step: int = 0
+
+    changes_values = True
 
     def __post_init__(self):
         one_of("objective", self.objective, OBJECTIVES)
 
     def mechanism(self, config: GroupedConfig, *, rope: bool) -> GroupedConfig:
-        most = min(config.key_dim, config.value_dim)
+        most = self.most_rank(config)
         if not 0 <= self.rank <= most:
             raise UserError(f"rank = {self.rank}: must lie in [0, {most}], the channels of a head")
         kv_heads = config.num_kv_heads
@@ -204,14 +237,14 @@ class LowRankKV:
 
     def convert(self, layer: Layer, moment_EE: np.ndarray) -> Converted:
         layer = layer_lib.without_idle_biases(layer)
-        if self.objective == "outputs":
-            layer = layer_lib.balanced(layer, moment_EE)
-        find = lambda w_EKH, turns: factors.base_and_residual(
-            w_EKH, self.rank, moment_EE, bases=self.bases, turns=turns
+        key_gauge, value_gauge = _gauges(layer, moment_EE, self.objective)
+        key_gauge, key = self._factors(
+            layer, layer.key_EKH, key_gauge, moment_EE, self._key_turns(layer)
         )
-        key = find(layer.key_EKH, self._key_turns(layer))
-        value = find(layer.value_EKH, "all" if self.align else "none")
-        layer = layer_lib.turned(layer, key.turn_KHH, value.turn_KHH)
+        value_gauge, value = self._factors(
+            layer, layer.value_EKH, value_gauge, moment_EE, self._value_turns
+        )
+        layer = layer_lib.changed(layer, key_gauge, value_gauge)
         names = dict(query=layer.query_ENH, base_key=key.base_EJH, base_value=value.base_EJH)
         expand = {}
         if self.rank:
@@ -220,28 +253,74 @@ class LowRankKV:
         errors = dict(key=key.error, value=value.error)
         return Converted(_weights(layer, names, **expand), errors)
 
-    def spectrum(self, layer: Layer, moment_EE: np.ndarray) -> np.ndarray:
-        """Of what bases without residuals leave, keys and values counting alike."""
+    def _factors(
+        self, layer: Layer, w_EKH: np.ndarray, gauge: Gauge, moment_EE: np.ndarray, turns: str
+    ) -> tuple[Gauge, factors.BaseAndResidual]:
+        """Bases and residuals of keys or values, and the coordinates that they are in.
+
+        They are found where errors count alike and heads are turned. Back from there, a base goes
+        one way with all heads that share it: that which makes up for the mean of their scales.
+        """
+        found = factors.base_and_residual(
+            gauge.of(w_EKH), self.rank, moment_EE, bases=self.bases, turns=turns, step=self.step
+        )
+        gauge = gauge.then(found.turn_KHH, found.turn_KHH.transpose(0, 2, 1))
+        K, H, _ = gauge.matrix_KHH.shape
+        square_KHH = gauge.matrix_KHH.transpose(0, 2, 1) @ gauge.matrix_KHH
+        mean_JHH = square_KHH.reshape(self.bases, -1, H, H).mean(axis=1)
+        root_JHH, inverse_JHH = layer_lib.roots(mean_JHH)
+        of_heads = lambda x_JHH: np.repeat(x_JHH, K // self.bases, axis=0)
+        back_KHH = of_heads(inverse_JHH)
+        found = found._replace(
+            base_EJH=einsum("EJH,JHI->EJI", found.base_EJH, inverse_JHH),
+            expand_KRH=found.expand_KRH @ back_KHH,
+        )
+        if self.rank:
+            factors_of = factors.Factors(found.latent_EKR, found.expand_KRH, found.error)
+            latent_EKR, expand_KRH = _evened(factors_of, layer)
+            found = found._replace(latent_EKR=latent_EKR, expand_KRH=expand_KRH)
+        return gauge.then(back_KHH, of_heads(root_JHH)), found
+
+    def most_rank(self, config: GroupedConfig) -> int:
+        return min(config.key_dim, config.value_dim)
+
+    def losses(self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]) -> list[float]:
+        """The mean of keys and values."""
         layer = layer_lib.without_idle_biases(layer)
-        if self.objective == "outputs":
-            layer = layer_lib.balanced(layer, moment_EE)
-        shares = 0.0
-        sides = ((layer.key_EKH, self._key_turns(layer)), (layer.value_EKH, "all"))
-        for w_EKH, turns in sides:
-            options = dict(bases=self.bases, turns=turns if self.align else "none")
-            found = factors.base_and_residual(w_EKH, 0, moment_EE, **options)
-            base_EKH = np.repeat(found.base_EJH, w_EKH.shape[1] // self.bases, axis=1)
-            gap_EKH = einsum("EKH,KHI->EKI", w_EKH, found.turn_KHH) - base_EKH
-            left_KH = factors.energies(gap_EKH, moment_EE, latents=w_EKH.shape[1])
-            total = factors.energies(w_EKH, moment_EE, latents=w_EKH.shape[1]).sum()
-            shares = shares + left_KH.sum(axis=0) / total / 2
-        return shares
+        key_gauge, value_gauge = _gauges(layer, moment_EE, self.objective)
+        find = lambda w_EKH, turns: factors.losses_by_rank(
+            w_EKH, ranks, moment_EE, bases=self.bases, turns=turns
+        )
+        key = find(key_gauge.of(layer.key_EKH), self._key_turns(layer))
+        value = find(value_gauge.of(layer.value_EKH), self._value_turns)
+        return np.mean([key, value], axis=0).tolist()
 
     def _key_turns(self, layer: Layer) -> str:
         """What turns of keys leave logits as they are."""
         if not self.align or layer.qk_norm == "rms_gain":
             return "none"
         return "pairs" if layer.rope else "all"
+
+    @property
+    def _value_turns(self) -> str:
+        return "all" if self.align else "none"
+
+
+def _gauges(layer: Layer, moment_EE: np.ndarray, objective: str) -> tuple[Gauge, Gauge]:
+    """Coordinates of keys and of values: as they are, but for the objective "outputs"."""
+    if objective == "outputs":
+        return layer_lib.alike(layer, moment_EE)
+    of = lambda w_EKH: layer_lib.no_gauge(*w_EKH.shape[1:])
+    return of(layer.key_EKH), of(layer.value_EKH)
+
+
+def _evened(found: factors.Factors, layer: Layer) -> tuple[np.ndarray, np.ndarray]:
+    """Latents and second factors with weights of one size; see `factors.evened`."""
+    latent_EJR, expand_KRH = found.latent_EJR, found.expand_KRH
+    J, (K, R, H) = latent_EJR.shape[1], expand_KRH.shape
+    expand_JKRH = expand_KRH.reshape(J, -1, R, H)
+    scale_JR = factors.evened(layer.weights_of(latent_EJR), expand_JKRH, ((0,), (1, 3)))
+    return latent_EJR * scale_JR, (expand_JKRH / scale_JR[:, None, :, None]).reshape(K, R, H)
 
 
 def _multiplied(found: factors.Factors) -> np.ndarray:
@@ -261,7 +340,11 @@ def _folded_into_queries(layer: Layer, expand_KRH: np.ndarray) -> Layer:
     K, R, _ = expand_KRH.shape
     query_EKGH = layer.query_ENH.reshape(E, K, N // K, H)
     query_EKGR = einsum("EKGH,KRH->EKGR", query_EKGH, expand_KRH) * (R / H) ** 0.5
-    return dataclasses.replace(layer, query_ENH=query_EKGR.reshape(E, N, R))
+    sides = layer.weights_of(layer.key_EKH), layer.weights_of(query_EKGR)
+    scale_KR = factors.evened(*sides, ((0,), (0, 2)))
+    query_EKGR = query_EKGR / scale_KR[:, None]
+    key_EKR = layer.key_EKH * scale_KR
+    return dataclasses.replace(layer, query_ENH=query_EKGR.reshape(E, N, R), key_EKH=key_EKR)
 
 
 def _folded_into_outputs(layer: Layer, expand_KRH: np.ndarray) -> Layer:
@@ -270,7 +353,10 @@ def _folded_into_outputs(layer: Layer, expand_KRH: np.ndarray) -> Layer:
     K, R, _ = expand_KRH.shape
     out_KGHD = layer.out_NHD.reshape(K, N // K, H, D)
     out_KGRD = einsum("KRH,KGHD->KGRD", expand_KRH, out_KGHD)
-    return dataclasses.replace(layer, out_NHD=out_KGRD.reshape(N, R, D))
+    scale_KR = factors.evened(layer.weights_of(layer.value_EKH), out_KGRD, ((0,), (1, 3)))
+    out_KGRD = out_KGRD / scale_KR[:, None, :, None]
+    value_EKR = layer.value_EKH * scale_KR
+    return dataclasses.replace(layer, out_NHD=out_KGRD.reshape(N, R, D), value_EKH=value_EKR)
 
 
 def _common(config: GroupedConfig) -> dict:

@@ -1,7 +1,7 @@
 """What conversions read and what writers take: a model, one parameter of one layer at a time.
 
-`published.Published` is one of them, `Trained` here is a workdir's, `converted.Converted` what a
-method makes of another one.
+`published.Published` is one of them, `Trained` here is a workdir's, `converted.ConvertedModel` what
+a method makes of another one.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,9 @@ from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Transformer
+from kvjax.workdir import origin
 from kvjax.workdir import storage
 from kvjax.workdir import trained
-
-CHAT_TEMPLATE = "chat_template.jinja"
 
 Path = tuple[str | int, ...]  # of a parameter, as in nnx.to_pure_dict(nnx.state(model))
 Parameters = Mapping[Path, tuple[tuple[int, ...], np.dtype]]
@@ -41,6 +40,7 @@ class Model(Protocol):
       context: tokens that it was trained on.
       tokenizer_json: as in `tokenizer.json`.
       chat_template: in Jinja, or None.
+      token_files: what the files that it was published with say of its tokens, see `tokens`.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Model(Protocol):
     context: int
     tokenizer_json: str
     chat_template: str | None
+    token_files: origin.TokenFiles
 
     def parameters(self) -> Parameters:
         """Shape and dtype of every parameter, layers of a segment in front."""
@@ -80,9 +81,9 @@ class Trained:
         found = trained.find(workdir)
         self.name = found.workdir.name
         self.transformer = found.experiment.model
-        self.context = found.experiment.data.sequence_length
+        self.context, self.token_files = found.context, found.token_files
         self.tokenizer_json = (found.workdir / manifest.TOKENIZER).read_text()
-        template = found.workdir / CHAT_TEMPLATE
+        template = found.workdir / origin.CHAT_TEMPLATE
         self.chat_template = template.read_text() if template.exists() else None
         self._item = found.checkpoints / str(found.step) / "state"
         self._shapes = shapes_of(self.transformer)

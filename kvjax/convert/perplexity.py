@@ -1,23 +1,18 @@
 """Perplexity of a model on rows of tokens, and the rows of a text."""
 
 import math
+import re
 
 from etils import epath
-from flax import nnx
-import jax
 import numpy as np
 
+from kvjax.convert.layerwise import Pass
+from kvjax.convert.model import Model
 from kvjax.data import loader
 from kvjax.data import prepare
 from kvjax.data.config import DataConfig
-from kvjax.data.config import as_options
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
-from kvjax.model.loss import token_losses
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-
-ROWS_AT_ONCE = 4
 
 
 def rows(
@@ -38,7 +33,7 @@ def rows(
         config = DataConfig(source=source, tokenizer=str(tokenizer), sequence_length=length)
         dataset = loader.open_dataset(prepare.prepare(config))
     except UserError as error:
-        raise UserError(f"--{key}={source}: {as_options(str(error))}") from error
+        raise UserError(f"--{key}={source}: {as_options(str(error), key)}") from error
     count = dataset.num_rows(split)
     if not count:
         raise UserError(f"--{key} = {source!r}: has no row of {length} tokens for {split}")
@@ -48,19 +43,25 @@ def rows(
     return np.stack([row["tokens"] for row in found]).astype(np.int32)
 
 
-def perplexity(model: Transformer, compute: Compute, rows_BT: np.ndarray) -> float:
-    """exp of the mean nats of every token after the first of a row."""
-    graph, params = nnx.split(model)
+def as_options(message: str, key: str) -> str:
+    """A message with the names that keys have on convert's command line.
 
-    @jax.jit
-    def nats(params, rows_BT):
-        model = nnx.merge(graph, params)
-        return token_losses(model, rows_BT[:, :-1], rows_BT[:, 1:], compute=compute)
+    Args:
+      key: the option that names the text.
+    """
+    names = dict(source=f"--{key}", sequence_length="--row_length")
+    names["tokenizer"] = "the source's tokenizer"
+    return re.sub(r"config\.data\.(\w+)", lambda found: names.get(found[1], found[1]), message)
 
-    total, count = 0.0, 0
+
+def perplexity(model: Model, rows_BT: np.ndarray) -> float:
+    """exp of the mean nats of every token after the first of a row, in float32.
+
+    One layer's weights are in memory at a time.
+    """
+    run, num_layers = Pass(model, rows_BT[:, :-1]), model.transformer.block.num_layers
     with progress.waiting("measuring perplexity") as doing:
-        for start in range(0, len(rows_BT), ROWS_AT_ONCE):
-            doing.at(f"{start} of {len(rows_BT)} rows")
-            part = np.asarray(nats(params, rows_BT[start : start + ROWS_AT_ONCE]), np.float64)
-            total, count = total + part.sum(), count + part.size
-    return math.exp(total / count)
+        for i, _ in enumerate(run.layers()):
+            doing.at(f"{i + 1} of {num_layers} layers")
+        total = sum(nats.sum(dtype=np.float64) for nats in run.losses(rows_BT[:, 1:]))
+    return math.exp(total / rows_BT[:, 1:].size)

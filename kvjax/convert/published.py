@@ -5,7 +5,8 @@
     model.config.transformer                                 # what it is
     model.read(("segments", 0, "attention", "out"), 3)       # [N, H, D] of layer 3
 
-What can be wrong with it is told when it is opened, before its data are read.
+What can be wrong with it is told when it is opened, before its data are read; but values that are
+not finite, when these are read.
 """
 
 from collections.abc import Mapping
@@ -18,21 +19,29 @@ import tokenizers
 from kvjax.convert import architectures
 from kvjax.convert import gguf_file
 from kvjax.convert import rules as rules_lib
+from kvjax.convert import tokens
 from kvjax.convert.architectures import Family
 from kvjax.convert.architectures import Options
 from kvjax.convert.architectures import Sections
 from kvjax.convert.rules import BLOCK
 from kvjax.convert.rules import Path
 from kvjax.convert.rules import Rule
-from kvjax.convert.tensors import DTYPES
+from kvjax.convert.tensors import check
+from kvjax.convert.tensors import dtype_of
 from kvjax.convert.tensors import json_object
-from kvjax.convert.tensors import listed
 from kvjax.convert.tensors import open_folder
+from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation import runtime
+from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket
 from kvjax.model.config import TransformerConfig
+from kvjax.workdir.origin import CHAT_TEMPLATE
+from kvjax.workdir.origin import TOKENIZER_CONFIG
+from kvjax.workdir.origin import TokenFiles
+
+_SPARE_ROWS, _SPARE_SHARE = 1024, 0.05  # of an embedding: what no token of its tokenizer has
 
 
 class Published:
@@ -43,7 +52,7 @@ class Published:
       config: sections of a config.
       tokenizer_json: as in `tokenizer.json`.
       chat_template: in Jinja, or None.
-      bos_token: the text of the token that opens a document, or None.
+      token_files: what the source says of its tokens, see `tokens`.
     """
 
     def __init__(
@@ -55,12 +64,11 @@ class Published:
         *,
         tokenizer_json: str,
         chat_template: str | None,
-        bos_token: str | None,
+        token_files: TokenFiles,
     ):
         self.name = source.name.removesuffix(".gguf")
-        self.tokenizer_json = tokenizer_json
         self.chat_template = chat_template
-        self.bos_token = bos_token
+        self.token_files = token_files
         self.config = _config(options, family)
         self._tensors = tensors
         self._weights = rules_lib.weights_of(self.config.transformer)
@@ -72,12 +80,19 @@ class Published:
         }
         assert self._rules.keys() == self._weights.keys()
         check_vocabulary(source, tokenizer_json, self.config.vocab_size)
+        self.tokenizer_json = tokenizer_lib.opened_by(tokenizer_json, self.bos_token)
+        check_tokenizer(source, self.tokenizer_json)
         self._check(source, family)
 
     @property
     def transformer(self) -> TransformerConfig:
         """What it computes."""
         return self.config.transformer
+
+    @property
+    def bos_token(self) -> str | None:
+        """The text of the token that opens a document, if the source names one."""
+        return self.token_files.get(TOKENIZER_CONFIG, {}).get("bos_token")
 
     @property
     def context(self) -> int:
@@ -94,7 +109,11 @@ class Published:
         return found
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
-        """One parameter, in its published dtype; of one layer if it is a block's."""
+        """One parameter, in its published dtype; of one layer if it is a block's.
+
+        Raises:
+          UserError: values of it are not finite.
+        """
         rule = self._rules[path]
         assert rule.in_block == (layer is not None)
         tensor = self._tensors[rule.tensor.format(i=layer)].read()
@@ -111,45 +130,19 @@ class Published:
         return [rule.tensor.format(i=i) for i in range(self._layers if rule.in_block else 1)]
 
     def _dtype(self, path: Path) -> np.dtype:
-        """That of all layers, or the narrowest that holds theirs."""
-        kinds = {self._tensors[name].dtype for name in self._names(self._rules[path])}
-        return np.dtype(DTYPES[kinds.pop()] if len(kinds) == 1 else np.float32)
+        return dtype_of(self._tensors[name] for name in self._names(self._rules[path]))
 
     def _check(self, source: epath.Path, family: Family) -> None:
         """Raises a UserError unless the tensors are those of the config, in dtypes of weights."""
-        rules = {}  # by tensor
+        shapes = {}
         for rule in dict.fromkeys(self._rules.values()):
-            rules |= dict.fromkeys(self._names(rule), rule)
-        copy = self._copy_of_embedding(family)
-        for name in (*rules, copy):
-            if name in self._tensors and self._tensors[name].dtype not in DTYPES:
-                raise UserError(
-                    f"{source}: {name} is stored as {self._tensors[name].dtype}; weights must be "
-                    f"{', '.join(DTYPES)}: load the model with transformers, dequantise it and save"
-                    " it in bfloat16 first"
-                )
-        missing = [name for name in rules if name not in self._tensors]
-        unknown = [
-            name
-            for name in self._tensors
-            if name not in rules and name != copy and not architectures.is_buffer(family, name)
-        ]
-        for names, what in (
-            (missing, "lacks tensors that its config describes"),
-            (unknown, "has tensors that its config does not describe"),
-        ):
-            if names:
-                raise UserError(
-                    f"{source} {what}: {listed(names)}. Give the files of one model, as published"
-                )
-        for name, rule in rules.items():
             weights = [self._weights[path] for path in rule.weights]
-            asked, there = rules_lib.tensor_shape(rule, weights), self._tensors[name].shape
-            if asked != there:
-                raise UserError(
-                    f"{source}: {name} has shape {there}, and by its config {asked}: give the "
-                    "config that belongs to the weights"
-                )
+            shapes |= dict.fromkeys(self._names(rule), rules_lib.tensor_shape(rule, weights))
+        copy = self._copy_of_embedding(family)
+        if copy is not None:
+            shapes[copy] = shapes[self._rules[("embedding",)].tensor]
+        used = lambda name: not architectures.is_buffer(family, name)
+        check(source, {name: self._tensors[name] for name in filter(used, self._tensors)}, shapes)
         if copy is not None:
             self._check_copy(source, copy)
 
@@ -195,7 +188,7 @@ def _open_gguf(path: epath.Path) -> Published:
         file.tensors,
         tokenizer_json=file.tokenizer_json(),
         chat_template=file.chat_template,
-        bos_token=file.bos_token,
+        token_files=tokens.of_gguf(file.metadata),
     )
 
 
@@ -208,7 +201,7 @@ def _open_folder(folder: epath.Path) -> Published:
             f"{tokenizer} is missing: load the tokenizer with transformers (AutoTokenizer) and "
             "save it beside the weights with save_pretrained"
         )
-    about = folder / "tokenizer_config.json"
+    about = folder / TOKENIZER_CONFIG
     about = json_object(about) if about.exists() else {}
     return Published(
         folder,
@@ -216,8 +209,8 @@ def _open_folder(folder: epath.Path) -> Published:
         family,
         open_folder(folder),
         tokenizer_json=text_of(tokenizer),
-        chat_template=_chat_template(folder / "chat_template.jinja", about.get("chat_template")),
-        bos_token=_token(about.get("bos_token")),
+        chat_template=_chat_template(folder / CHAT_TEMPLATE, about.get("chat_template")),
+        token_files=tokens.of_folder(folder, options.values),
     )
 
 
@@ -229,12 +222,6 @@ def _chat_template(path: epath.Path, other) -> str | None:
         named = {each.get("name"): each.get("template") for each in other if isinstance(each, dict)}
         other = named.get("default")
     return other if isinstance(other, str) else None
-
-
-def _token(value) -> str | None:
-    """A token of tokenizer_config.json: its text, or an object with that."""
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
 
 
 def text_of(path: epath.Path) -> str:
@@ -264,8 +251,24 @@ def _config(options: Options, family: Family) -> Sections:
     return config
 
 
+def check_tokenizer(source: epath.Path, tokenizer_json: str) -> None:
+    """Raises a UserError for a tokenizer that `data.tokenizer` cannot use."""
+    try:
+        tokenizer_lib.from_json(tokenizer_json, str(source))
+    except DataError as error:
+        raise UserError(
+            f"{error} Give a model whose tokenizer.json is a byte-level BPE, not SentencePiece's "
+            f"(as Llama 2's, Mistral 7B's), and whose {TOKENIZER_CONFIG} has one of its special "
+            "tokens as bos_token"
+        ) from error
+
+
 def check_vocabulary(source: epath.Path, tokenizer_json: str, rows: int) -> None:
-    """Raises a UserError for a tokenizer that cannot be read, or has ids beyond the embedding."""
+    """Raises a UserError for a tokenizer that cannot be read, or is of another embedding.
+
+    Published embeddings have rows that no token has: to a multiple of some power of 2, or in
+    reserve. What is more than `_SPARE_ROWS` and `_SPARE_SHARE` is another model's.
+    """
     try:
         backend = tokenizers.Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # the library raises bare Exception
@@ -273,7 +276,7 @@ def check_vocabulary(source: epath.Path, tokenizer_json: str, rows: int) -> None
             f"{source}: its tokenizer.json cannot be read ({first_line(error)}): download it again"
         ) from error
     tokens = 1 + max(backend.get_vocab().values(), default=-1)
-    if tokens > rows:
+    if tokens > rows or rows - tokens > max(_SPARE_ROWS, _SPARE_SHARE * rows):
         raise UserError(
             f"{source}: its tokenizer has {tokens} tokens and its embedding {rows} rows: give the "
             "tokenizer that belongs to the weights"

@@ -24,16 +24,38 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # that weights may have
 _SHOWN = 8
+_PART = 1 << 18  # values of which a copy stays in a core's cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
     """A tensor in a file, not read yet."""
 
+    path: epath.Path  # of the file
+    name: str
     shape: tuple[int, ...]
     dtype: str  # safetensors' name of it; weights must have one of `DTYPES`
-    file: str  # for messages
-    read: Callable[[], np.ndarray]
+    load: Callable[[], np.ndarray]
+
+    def read(self) -> np.ndarray:
+        """Its data, of one of `DTYPES`; a UserError if some are NaN or infinite."""
+        array = self.load()
+        wrong = _not_finite(array)
+        if wrong:
+            raise UserError(
+                f"{self.path}: {self.name} has {wrong:,} of {array.size:,} values that are not "
+                "finite: download the file again, or take a checkpoint from before they were"
+            )
+        return array
+
+
+def _not_finite(array: np.ndarray) -> int:
+    """How many values are NaN or infinite: those that have all bits of the exponent."""
+    unsigned = np.dtype(f"u{array.itemsize}")
+    exponent = np.array(np.inf, array.dtype).view(unsigned)
+    bits = array.reshape(-1).view(unsigned)
+    parts = (bits[i : i + _PART] & exponent for i in range(0, bits.size, _PART))
+    return sum(int(np.count_nonzero(part == exponent)) for part in parts)
 
 
 def open_folder(folder: epath.Path) -> dict[str, Stored]:
@@ -53,11 +75,11 @@ def open_folder(folder: epath.Path) -> dict[str, Stored]:
         )
     file_of = _index(folder / INDEX)
     tensors = _open_files(folder, sorted(set(file_of.values())))
-    elsewhere = [n for n, f in file_of.items() if n not in tensors or tensors[n].file != f]
+    elsewhere = [n for n, f in file_of.items() if n not in tensors or tensors[n].path.name != f]
     unlisted = [n for n in tensors if n not in file_of]
     for wrong, what in ((elsewhere, "says where these are, and they are not"), (unlisted, "lacks")):
         if wrong:
-            shown = listed(f"{n} ({file_of.get(n) or tensors[n].file})" for n in wrong)
+            shown = listed(f"{n} ({file_of.get(n) or tensors[n].path.name})" for n in wrong)
             raise UserError(
                 f"{folder / INDEX} {what}: {shown}. It belongs to other files: download both again"
             )
@@ -94,13 +116,51 @@ def _open_files(folder: epath.Path, names: list[str]) -> dict[str, Stored]:
     problems += [f"has files that are cut off or damaged: {listed(broken)}"] if broken else []
     if problems:
         raise UserError(f"{folder} {' and '.join(problems)}: download these files again")
-    return {key: _stored(files[name], name, key) for name in names for key in files[name].keys()}
+    return {
+        key: _stored(files[name], folder / name, key)
+        for name in names
+        for key in files[name].keys()
+    }
 
 
-def _stored(file: safetensors.safe_open, name: str, key: str) -> Stored:
+def _stored(file: safetensors.safe_open, path: epath.Path, key: str) -> Stored:
     part = file.get_slice(key)
-    read = lambda: file.get_tensor(key)
-    return Stored(tuple(part.get_shape()), part.get_dtype(), name, read)
+    load = lambda: file.get_tensor(key)
+    return Stored(path, key, tuple(part.get_shape()), part.get_dtype(), load)
+
+
+def dtype_of(stored: Iterable[Stored]) -> np.dtype:
+    """The dtype that all tensors have, or float32, which holds any."""
+    kinds = {tensor.dtype for tensor in stored}
+    return np.dtype(DTYPES[kinds.pop()] if len(kinds) == 1 else np.float32)
+
+
+def check(
+    source: epath.Path, tensors: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises a UserError unless a source has these tensors and no others, in dtypes of weights."""
+    for name in shapes:
+        if name in tensors and tensors[name].dtype not in DTYPES:
+            raise UserError(
+                f"{source}: {name} is stored as {tensors[name].dtype}; weights must be "
+                f"{', '.join(DTYPES)}: load the model with what wrote it, dequantise it and save it"
+                " in bfloat16 first"
+            )
+    for names, what in (
+        (shapes.keys() - tensors.keys(), "lacks tensors that its config describes"),
+        (tensors.keys() - shapes.keys(), "has tensors that its config does not describe"),
+    ):
+        if names:
+            raise UserError(
+                f"{source} {what}: {listed(sorted(names))}. Give the files of one model"
+            )
+    for name, shape in shapes.items():
+        there = tensors[name].shape
+        if there != shape:
+            raise UserError(
+                f"{source}: {name} has shape {there}, and by its config {shape}: give the config "
+                "that belongs to the weights"
+            )
 
 
 def json_object(path: epath.Path) -> dict:

@@ -21,7 +21,7 @@ from kvjax.foundation.errors import warn
 
 BOS = "<|bos|>"
 # Published tokenizers call the token that opens a document by other names; the first one present is
-# taken.
+# taken, or else the special that the post-processor names, see `_named`.
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<bos>", "<s>", "<|endoftext|>")
 
 # GPT-4's (tiktoken, cl100k_base), with digits in groups of one or two instead of three: better for
@@ -45,10 +45,62 @@ def _byte_characters() -> list[str]:
     return [characters[byte] for byte in range(256)]
 
 
+def _specials(definition: dict) -> set[str]:
+    return {token["content"] for token in definition["added_tokens"] if token["special"]}
+
+
+def _opening(definition: dict) -> str | None:
+    """The special that opens a document, of a tokenizer.json."""
+    specials = _specials(definition)
+    templates = [step for step in _steps(definition) if step.get("type") == "TemplateProcessing"]
+    names = (*_BOS_NAMES, *map(_named, templates))
+    return next((bos for bos in names if bos in specials), None)
+
+
+def _steps(definition: dict) -> list[dict]:
+    """Those of the post-processor, of a tokenizer.json."""
+    step = definition.get("post_processor")
+    return step.get("processors", [step]) if step else []
+
+
+def _named(template: dict) -> str | None:
+    """The special that a template puts before a text, or that `opened_by` left in one."""
+    single = template["single"]
+    if single and "SpecialToken" in single[0]:
+        return single[0]["SpecialToken"]["id"]
+    puts = any("SpecialToken" in piece for piece in (*single, *template["pair"]))
+    names = list(template["special_tokens"])
+    return names[0] if len(names) == 1 and not puts else None
+
+
+def opened_by(text: str, bos: str | None) -> str:
+    """A tokenizer.json whose documents that added token opens, unless it says itself which does.
+
+    Others read the same tokens with it as before: the step that names it puts it nowhere.
+    """
+    definition = json.loads(text)
+    added = definition.get("added_tokens") or []
+    token = next((one for one in added if one["content"] == bos), None)
+    if token is None or _opening(definition) is not None:
+        return text
+    token["special"] = True
+    if _opening(definition) is None:
+        first, second = ({"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB"))
+        step = dict(type="TemplateProcessing", single=[first], pair=[first, second])
+        step["special_tokens"] = {bos: dict(id=bos, ids=[token["id"]], tokens=[bos])}
+        steps = [step, *_steps(definition)]
+        definition["post_processor"] = dict(type="Sequence", processors=steps)
+    return json.dumps(definition, ensure_ascii=False)
+
+
 class Tokenizer:
     """Text to token ids and back; the raw bytes of a text's tokens are its UTF-8 bytes.
 
     A special token written out in a text is encoded as the ordinary characters it is made of.
+
+    Attributes:
+      bos_id: of the token that opens a document.
+      ends: ids of tokens that end a text beside the specials, as where a model was published.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, name: str, threads: int = 0):
@@ -81,17 +133,19 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
-        specials = {token["content"] for token in definition["added_tokens"] if token["special"]}
-        bos = next((bos for bos in _BOS_NAMES if bos in specials), None)
+        specials = _specials(definition)
+        bos = _opening(definition)
         if bos is None:
             raise DataError(
-                f"{name}: no special token opens a document: one of {', '.join(_BOS_NAMES)} must be"
-                f" there; there are {sorted(specials) or 'none'}."
+                f"{name}: no special token opens a document: one of {', '.join(_BOS_NAMES)}, or one"
+                " that the post_processor puts before a text, must be there; there are"
+                f" {sorted(specials) or 'none'}."
             )
         self._backend, self._threads = backend, threads
         self._specials = specials
         self.bos_id: int = backend.token_to_id(bos)
         self.vocab_size: int = 1 + max(backend.get_vocab().values())
+        self.ends: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without BOS."""

@@ -67,7 +67,7 @@ def generate(
 
     Args:
       stop: strings before which a text ends; one that never comes changes nothing.
-      end_at_special: whether BOS and the tokenizer's other specials end a sequence.
+      end_at_special: whether BOS, the tokenizer's other specials and its `ends` end a sequence.
       on_text: called with the sequence and each piece of its text as soon as it is certain.
       on_end: called with a sequence that has all its text.
       on_compile, on_prefill: see `Generator.start`.
@@ -82,7 +82,7 @@ def generate(
     if end_at_special:
         without_text = np.flatnonzero(tokenizer.token_bytes() == 0).tolist()
         unused = range(tokenizer.vocab_size, generator.config.vocab_size)  # of published models
-        stop_tokens = [*stop_tokens, *without_text, *unused]
+        stop_tokens = [*stop_tokens, *without_text, *unused, *tokenizer.ends]
     generation = generator.start(
         [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts],
         num_tokens=num_tokens,

@@ -108,6 +108,13 @@ def naming_options(options: argparse.Namespace) -> Iterator[None]:
         raise UserError(f"--{name} = {rest}") from error
 
 
+def require(options: argparse.Namespace, **meant: str) -> None:
+    """Raises a UserError for the first of these options that is empty, telling what is meant."""
+    for name, what in meant.items():
+        if not getattr(options, name):
+            raise UserError(f"--{name} is missing: give {what}")
+
+
 def say(message: str) -> None:
     """A line for the user on standard error, where no result is."""
     with contextlib.suppress(OSError, ValueError):  # it may be closed, or full

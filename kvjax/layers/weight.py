@@ -137,3 +137,11 @@ def _linear_backward(dtype: jnp.dtype | None, saved, dy: jax.Array):
 
 
 linear.defvjp(_linear_forward, _linear_backward)
+
+
+def affine(x: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+    """`linear`, and [*out] added to it where there is a bias."""
+    y = linear(x, w[...])
+    if bias is None:
+        return y
+    return y + jnp.expand_dims(bias[...], tuple(range(x.ndim - 1)))

@@ -33,7 +33,14 @@ def token_losses(
       positions_BT: where the tokens stand in their row, if not in order.
     """
     x_BTD = model(tokens_BT, compute=compute, positions_BT=positions_BT)
-    head_DV, softcap = model.head_weight(compute), model.config.block.logit_softcap
+    softcap = model.config.block.logit_softcap
+    return losses_behind(model.head_weight(compute), x_BTD, targets_BT, softcap, compute)
+
+
+def losses_behind(
+    head_DV: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array, softcap: float, compute: Compute
+) -> jax.Array:
+    """`token_losses` of final activations and a head."""
 
     def nats(head_DV, x_BTD, targets_BT):
         slices = (_split(x_BTD, compute.loss_chunks), _split(targets_BT, compute.loss_chunks))

@@ -179,7 +179,16 @@ class Transformer(nnx.Module):
     def logits(self, x_BTD: jax.Array, *, compute: Compute | None = None) -> jax.Array:
         """[B, T, V] logits of final activations, in float32 or wider."""
         compute = compute or Compute(dtype=x_BTD.dtype)
-        return logits(x_BTD, self.head_weight(compute), self.config.block.logit_softcap)
+        softcap = self.config.block.logit_softcap
+        if self.head is not None:
+            return logits(x_BTD, self.head_weight(compute), softcap)
+        # As it lies: XLA on CPU would transpose the embedding, 113 MB of SmolLM2, for each token.
+        w_VD = compute.use(self.embedding[...], self.embedding.axes)
+        over_D = (((2,), (1,)), ((), ()))
+        dtype = _logits_dtype(x_BTD, w_VD)
+        return _capped(
+            jax.lax.dot_general(x_BTD, w_VD, over_D, preferred_element_type=dtype), softcap
+        )
 
 
 def used_as(params: dict, dtype: jnp.dtype) -> dict:
@@ -197,8 +206,14 @@ def logits(x_BTD: jax.Array, head_DV: jax.Array, softcap: float) -> jax.Array:
 
     Never rounded to bfloat16 in between, where the largest two of many logits are often equal.
     """
-    wide = jnp.promote_types(jnp.result_type(x_BTD, head_DV), jnp.float32)
-    z_BTV = linear(x_BTD, head_DV, wide)
+    return _capped(linear(x_BTD, head_DV, _logits_dtype(x_BTD, head_DV)), softcap)
+
+
+def _logits_dtype(*operands: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(jnp.result_type(*operands), jnp.float32)
+
+
+def _capped(z_BTV: jax.Array, softcap: float) -> jax.Array:
     return softcap * jnp.tanh(z_BTV / softcap) if softcap else z_BTV
 
 

@@ -35,6 +35,7 @@ from kvjax.optim import tuned
 from kvjax.training import memory_estimate
 from kvjax.workdir import checkpoint
 from kvjax.workdir import identity
+from kvjax.workdir import origin
 from kvjax.workdir import storage
 from kvjax.workdir import trained
 
@@ -89,8 +90,29 @@ def prepared(
         check_tokenizer(experiment, dataset, parent=parent, teacher=teacher)
         if first:
             identity.record(workdir, config, compute.dtype, dataset)
+            if begun and not origin.is_known(workdir):  # by a kvjax that kept nothing of it
+                _inherit(workdir, _parent_that_is_there(experiment, dataset))
+            elif not begun:
+                _inherit(workdir, parent)
         distributed.gather("claimed", "")  # the first one may have found another run there
         yield Prepared(experiment, compute, mesh, workdir, dataset, parent, teacher)
+
+
+def _inherit(workdir: epath.Path, parent: trained.Found | None) -> None:
+    origin.inherit(workdir, parent and parent.workdir, parent.context if parent else 0)
+
+
+def _parent_that_is_there(
+    experiment: Experiment, dataset: loader.PackedDataset
+) -> trained.Found | None:
+    """What a run that has begun started from, if it is still there, and still such a model."""
+    name = experiment.train.parent
+    with contextlib.suppress(UserError, OSError):
+        parent = trained.named("config.train.parent", name) if name else None
+        check_tokenizer(experiment, dataset, parent=parent)
+        if parent and parent.experiment.model == experiment.model:
+            return parent
+    return None
 
 
 def check_processes(config: ml_collections.ConfigDict) -> None:

@@ -19,6 +19,7 @@ from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.model.transformer import used_as
 from kvjax.workdir import checkpoint
+from kvjax.workdir import origin
 from kvjax.workdir import storage
 
 
@@ -29,7 +30,9 @@ class Found:
     workdir: epath.Path
     step: int
     experiment: experiment_lib.Experiment
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer  # with the ends that its model was published with
+    context: int  # tokens that the model was trained on, in this run or before
+    token_files: origin.TokenFiles
 
     @property
     def checkpoints(self) -> epath.Path:
@@ -43,7 +46,7 @@ class Loaded:
     model: Transformer
     compute: Compute
     tokenizer: Tokenizer
-    context: int  # tokens of a training row
+    context: int  # tokens that it was trained on, in this run or before
     step: int
 
 
@@ -75,15 +78,15 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
         jax.tree.map(place, abstract, used_as(abstract, compute.dtype)),
     )
     model = nnx.merge(graph, params)
-    context = experiment.data.sequence_length
-    return Loaded(model, compute, found.tokenizer, context, found.step)
+    return Loaded(model, compute, found.tokenizer, found.context, found.step)
 
 
 def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:
     """A workdir's checkpoint of that step, or the latest.
 
     Raises:
-      UserError: not a workdir, or no (such) checkpoint, or a tokenizer of another model.
+      UserError: not a workdir, or no (such) checkpoint, or a tokenizer of another model, or a file
+        of `origin` that cannot be read.
     """
     workdir = runtime.workdir(workdir)
     experiment = experiment_of(workdir)
@@ -93,7 +96,16 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:
     if step is not None and step not in steps:
         raise UserError(f"step = {step}: {workdir} has no such checkpoint; it has {steps}")
     tokenizer = _tokenizer(workdir, experiment.model.vocab_size)
-    return Found(workdir, steps[-1] if step is None else step, experiment, tokenizer)
+    token_files = origin.token_files(workdir)
+    tokenizer.ends = origin.ends(token_files, tokenizer, experiment.model.vocab_size)
+    return Found(
+        workdir,
+        steps[-1] if step is None else step,
+        experiment,
+        tokenizer,
+        context=origin.context(workdir, experiment.data.sequence_length),
+        token_files=token_files,
+    )
 
 
 def named(key: str, text: str) -> Found:

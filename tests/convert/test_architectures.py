@@ -116,7 +116,15 @@ def test_scaled_rope_as_transformers_4_and_5_write_it(keys):
     assert rope.items() <= model.items()
 
 
-@pytest.mark.parametrize("keys", [dict(rope_theta=500.0), dict(rope_scaling=None)])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(rope_theta=500.0),
+        dict(rope_scaling=None),
+        dict(rope_theta=500.0, rope_scaling=dict(factor=None)),
+        dict(rope_theta=500.0, rope_scaling=dict(type="default", factor=8.0)),
+    ],
+)
 def test_rope_that_is_not_scaled(keys):
     model = sections(LLAMA | keys).model
     assert (model["rope_base"], model["rope_factor"]) == (keys.get("rope_theta", 10_000.0), 1.0)
@@ -175,6 +183,22 @@ def test_windows(config, window):
         (
             LLAMA | dict(rope_scaling=dict(type="linear", factor=2.0)),
             "rope_scaling.type = 'linear': kvjax computes one of 'default', 'llama3'",
+        ),
+        (
+            LLAMA | dict(rope_scaling=dict(factor=8.0)),
+            "rope_scaling = {'factor': 8.0}: rope_scaling.rope_type is missing, which says what f",
+        ),
+        (
+            LLAMA | dict(rope_scaling=dict(SCALED, rope_type=None, rope_theta=5.0)),
+            "rope_scaling.rope_type is missing, which says what factor means: give 'default'",
+        ),
+        (
+            LLAMA | dict(rope_parameters=dict(rope_type="default"), rope_scaling=dict(factor=8.0)),
+            "rope_scaling.rope_type is missing, which says what factor means: give 'default'",
+        ),
+        (
+            LLAMA | dict(rope_parameters=dict(rope_theta=1.0, factor=8.0)),
+            "rope_parameters.rope_type is missing, which says what factor means: give 'default'",
         ),
         (
             LLAMA | dict(rope_parameters=dict(rope_type="yarn", rope_theta=1.0)),

@@ -1,5 +1,6 @@
 """Ranks by layer: as little as keeps the energy, as much as the budget holds, and none better."""
 
+import dataclasses
 import itertools
 
 from flax import nnx
@@ -11,71 +12,118 @@ from kvjax.attention import Attention
 from kvjax.attention import GroupedConfig
 from kvjax.convert import budget
 from kvjax.convert import layer as layer_lib
+from kvjax.convert.budget import Choices
 from kvjax.convert.methods import LowRankKV
 from kvjax.convert.methods import ThinKeys
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 
-SHARES = [np.array([0.5, 0.3, 0.1, 0.1]), np.array([0.4, 0.1, 0.05, 0.01])]
+HALF = jnp.dtype("bfloat16")
+
+
+def _layer(ranks, sizes=None):
+    return Choices(list(ranks), sizes or [4 + 2 * rank for rank in ranks])
 
 
 def test_by_energy():
-    """The second layer keeps 0.44 whatever its rank."""
-    assert budget.by_energy(SHARES, 0.5, 1) == [1, 1]
-    assert budget.by_energy(SHARES, 0.8, 1) == [2, 1]
-    assert budget.by_energy(SHARES, 0.95, 1) == [4, 3]
-    assert budget.by_energy(SHARES, 0.85, 2) == [4, 2]
-    assert budget.by_energy(SHARES, 1.0, 3) == [4, 4]
+    layers, lost = [_layer((1, 2, 3, 4))] * 2, [[0.5, 0.2, 0.1, 0.0], [0.16, 0.06, 0.01, 0.0]]
+    assert budget.by_energy(layers, lost, 0.5) == [1, 1]
+    assert budget.by_energy(layers, lost, 0.8) == [2, 1]
+    assert budget.by_energy(layers, lost, 0.95) == [4, 3]
+    assert budget.by_energy(layers, lost, 1.0) == [4, 4]
+    assert budget.by_energy([_layer((2, 3))], [[0.4, 0.3]], 0.9) == [3]
 
 
-@pytest.mark.parametrize("multiple", [1, 2])
-def test_within_a_budget_nothing_keeps_more(multiple):
+@pytest.mark.parametrize("step", [1, 2])
+def test_within_a_budget_nothing_keeps_more(step):
     rng = np.random.default_rng(0)
     shares = [np.sort(rng.dirichlet(np.ones(6)))[::-1] for _ in range(3)]
-    bytes_of = [[4 + 2 * rank for rank in range(7)]] * 3
+    ranks = list(range(step, 7, step))
+    lost = [[share[rank:].sum() for rank in ranks] for share in shares]
     for allowed in range(24, 50):
-        ranks = budget.within(shares, bytes_of, allowed, multiple)
+        found = budget.within([_layer(ranks)] * 3, lost, allowed)
         kept = lambda ranks: sum(s[:r].sum() for s, r in zip(shares, ranks, strict=True))
-        used = lambda ranks: sum(b[r] for b, r in zip(bytes_of, ranks, strict=True))
-        choices = range(multiple, 7, multiple)
-        best = max(kept(c) for c in itertools.product(choices, repeat=3) if used(c) <= allowed)
-        assert used(ranks) <= allowed and kept(ranks) == pytest.approx(best)
+        used = lambda ranks: sum(4 + 2 * rank for rank in ranks)
+        best = max(kept(c) for c in itertools.product(ranks, repeat=3) if used(c) <= allowed)
+        assert used(found) <= allowed and kept(found) == pytest.approx(best)
+
+
+def test_steps_are_taken_by_what_they_keep_for_a_byte():
+    """The first layer's step keeps more, and takes four times as much."""
+    layers, lost = [_layer((1, 2), [2, 10]), _layer((1, 2), [2, 4])], [[0.5, 0.1], [0.3, 0.1]]
+    assert budget.within(layers, lost, 6) == [1, 2]
+    assert budget.within(layers, lost, 12) == [1, 2]
+    assert budget.within(layers, lost, 14) == [2, 2]
 
 
 def test_a_budget_that_holds_nothing():
+    layers = [_layer((2, 4))] * 2
+    budget.check_least(layers, 16)
     with pytest.raises(
         UserError, match="a rank of 2 in every layer takes 16 bytes per token, more"
     ):
-        budget.within([np.ones(4)] * 2, [[4, 6, 8, 10, 12]] * 2, 15, 2)
+        budget.check_least(layers, 15)
 
 
-@pytest.mark.parametrize("method", [ThinKeys(rank=1), LowRankKV(rank=1)], ids=str)
-def test_spectra_are_what_ranks_keep(x64, randomise, method):
-    """Of thin keys exactly what `convert` loses; of LRKV, whose base moves, no less than that."""
+def _model(make_mechanism, name):
+    mechanism = make_mechanism(name, qk_norm="none")
+    block = BlockConfig(num_layers=2, d_model=16, mlp_dim=16)
+    return TransformerConfig(block=block, mechanisms=(mechanism,) * 2, vocab_size=9)
+
+
+def test_choices_are_the_ranks_that_make_no_cache_larger(make_mechanism):
+    """Of two KV heads of 8 channels: 32 elements, LRKV's are 2 · (8 + 2 · R)."""
+    gqa = _model(make_mechanism, "gqa")
+    assert (
+        budget.choices(gqa, ThinKeys(rank=1), 3, HALF)
+        == [Choices([3, 6, 8], [2 * 2 * (rank + 8) for rank in (3, 6, 8)])] * 2
+    )
+    assert (
+        budget.choices(gqa, LowRankKV(rank=1), 1, HALF)
+        == [Choices([1, 2, 3, 4], [2 * 2 * (8 + 2 * rank) for rank in (1, 2, 3, 4)])] * 2
+    )
+    with pytest.raises(UserError, match="multiple = 5: takes 72 bytes.* source 64: give at most 4"):
+        budget.choices(gqa, LowRankKV(rank=1), 5, HALF)
+    mqa = _model(make_mechanism, "mqa")
+    with pytest.raises(UserError, match="no rank makes this cache smaller, which has 1 KV heads"):
+        budget.choices(mqa, LowRankKV(rank=1), 1, HALF)
+    with pytest.raises(UserError, match="rank = 7: takes .*: give at most 4"):
+        budget.check_smaller(gqa, gqa.mechanisms[0], LowRankKV(rank=7), HALF, "rank")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ThinKeys(rank=1),
+        ThinKeys(rank=1, part="key_value"),
+        ThinKeys(rank=1, part="both"),
+        ThinKeys(rank=1, part="value", mode="joint"),
+        LowRankKV(rank=1, step=2),
+        LowRankKV(rank=1, step=2, align=False, objective="inputs"),
+    ],
+    ids=str,
+)
+def test_losses_are_what_a_conversion_loses(x64, randomise, method):
+    """LRKV's too, whose alternation comes from the rank before."""
     config = GroupedConfig(
-        num_heads=4, num_kv_heads=2, num_bases=2, rank=0, key_dim=8, value_dim=8, qk_norm="none"
+        num_heads=4, num_kv_heads=2, num_bases=2, rank=0, key_dim=8, value_dim=6, qk_norm="none"
     )
     _, weights = randomise(lambda: Attention(config, 16, rngs=nnx.Rngs(0)))
     layer = layer_lib.read(weights, config, rope=True)
     x = np.random.default_rng(0).standard_normal((99, 16))
     moment = x.T @ x / 99
-    share = method.spectrum(layer, moment)
-    assert len(share) == 8 and np.all(np.diff(share) <= 1e-9)
-    for rank in (1, 4, 7):
-        lost = np.mean(list(type(method)(rank=rank).convert(layer, moment).errors.values()))
-        left = share[rank:].sum()
-        if isinstance(method, ThinKeys):
-            assert left == pytest.approx(lost, abs=1e-9)
-        else:
-            assert lost <= left + 1e-9
-
-
-def test_bytes_by_rank(make_mechanism):
-    gqa = make_mechanism("gqa", qk_norm="none")
-    config = TransformerConfig(
-        block=BlockConfig(num_layers=2, d_model=16, mlp_dim=16), mechanisms=(gqa,) * 2, vocab_size=9
+    most = method.most_rank(config)
+    assert most == (
+        12
+        if method == ThinKeys(rank=1, part="value", mode="joint")
+        else 8 - 2 * (isinstance(method, LowRankKV) or method.part == "key_value")
     )
-    by_rank = [ThinKeys(rank=max(rank, 1)) for rank in range(5)]
-    found = budget.bytes_by_rank(config, by_rank, jnp.dtype("bfloat16"))
-    assert found == [[2 * 2 * (max(rank, 1) + 8) for rank in range(5)]] * 2
+    at = lambda rank: dataclasses.replace(method, rank=rank)
+    with pytest.raises(UserError, match=f"rank = {most + 1}: must lie in"):
+        at(most + 1).mechanism(config, rope=True)
+    ranks = [2, 4, most] if most == 6 else [2, 4, 6, most]
+    found = method.losses(layer, moment, ranks)
+    lost = [np.mean(list(at(rank).convert(layer, moment).errors.values())) for rank in ranks]
+    assert found == pytest.approx(lost, abs=1e-9)
+    assert found[0] > 0.02 and found == sorted(found, reverse=True)

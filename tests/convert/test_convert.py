@@ -3,12 +3,15 @@
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+from safetensors.numpy import save_file
 
 from kvjax import cache as cache_lib
 from kvjax import recipes
@@ -16,6 +19,7 @@ from kvjax.convert import __main__ as command
 from kvjax.convert import calibration
 from kvjax.convert import into_workdir
 from kvjax.convert import model as model_lib
+from kvjax.convert import perplexity
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import LowRankKV
 from kvjax.convert.methods import ThinKeys
@@ -28,6 +32,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.model import decoder
+from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute
 from kvjax.workdir import trained
 
@@ -97,6 +102,17 @@ def test_a_workdir_is_a_source_too(imported):
         np.testing.assert_array_equal(again.read(path, layer), source.read(path, layer))
 
 
+def test_perplexity_layer_by_layer_is_the_models(imported):
+    """Of the model as a whole; the last few rows are fewer."""
+    rows_BT = np.random.default_rng(3).integers(0, 38, (5, 12)).astype(np.int32)
+    for name in ("gpt2", "llama_tied_bias", "mistral_window"):
+        source = model_lib.open(str(imported(name)))
+        whole = model_lib.transformer(source)
+        nats_BT = token_losses(whole, rows_BT[:, :-1], rows_BT[:, 1:], compute=F32)
+        expected = float(np.exp(np.asarray(nats_BT, np.float64).mean()))
+        assert perplexity.perplexity(source, rows_BT) == pytest.approx(expected, rel=1e-5)
+
+
 METHODS = {
     "thin": ["--method=thin_keys", "--rank=2"],
     "joint": ["--method=thin_keys", "--rank=3", "--mode=joint", "--objective=inputs"],
@@ -119,7 +135,13 @@ def test_smaller_caches(run, imported, text, tmp_path, source, method):
     assert claimed["after"] < claimed["before"]
     assert 0 < max(max(layer.values()) for layer in result["errors"].values()) < 1
     assert result["perplexity"]["before"] != result["perplexity"]["after"]
-    assert json.loads((out / "conversion.json").read_text())["errors"] == result["errors"]
+    record = json.loads((out / "conversion.json").read_text())
+    assert record == {key: result[key] for key in result if key != "name"}
+    given = dict(option.removeprefix("--").split("=") for option in METHODS[method][1:])
+    assert given.items() <= {key: str(value) for key, value in record["options"].items()}.items()
+    assert record["options"]["calibrate_tokens"] == 256 and record["options"]["row_length"] == 16
+    layers = len(record["errors"])
+    assert record["ranks"] == [int(given["rank"])] * layers
 
     loaded = trained.load(out)
     config = loaded.model.config
@@ -137,6 +159,20 @@ def test_smaller_caches(run, imported, text, tmp_path, source, method):
         x, cache = step(tokens[:, t : t + 1], cache)
         z = np.asarray(decoding.logits(x))[:, 0]
         assert np.abs(z - expected[:, t]).max() < 1e-4 * expected.std()
+
+
+@pytest.mark.parametrize("method", [[], ["--method=lrkv", "--rank=1", "--objective=weights"]])
+def test_weights_that_are_not_finite(run, tmp_path, method):
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(PUBLISHED / "llama_tied_bias", source)
+    name, file = "model.layers.1.self_attn.v_proj.weight", source / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name][0, 0] = np.nan
+    save_file(tensors, file)
+    options = [f"--source={source}", f"--out={out}", "--evaluate_tokens=0", *method]
+    status, _, errors = run(*options)
+    assert status == 2 and f"{name} has 1 of 128 values that are not finite" in errors
+    assert not out.exists()
 
 
 def test_full_rank_changes_no_logits(imported):
@@ -222,6 +258,33 @@ def test_a_conversion_is_tuned_by_the_file_it_leaves(imported, text, tmp_path):
     assert (experiment.train.batch_size, experiment.train.grad_accumulation) == (8, 8)
 
 
+@pytest.mark.parametrize(
+    "source, options, tune",
+    [
+        ("gpt2", ["--method=thin_keys", "--rank=2"], "qk"),
+        ("gpt2", ["--method=thin_keys", "--rank=2", "--part=value"], "qkv"),
+        ("llama_tied_bias", ["--method=lrkv", "--rank=1"], "qkv"),
+    ],
+)
+def test_what_was_converted_is_tuned(run, imported, tmp_path, source, options, tune):
+    """Values too where they were, on rows that positions reach."""
+    out = tmp_path / "out"
+    status, _, errors = run(f"--source={imported(source)}", f"--out={out}", *options, *BY_WEIGHTS)
+    assert status == 0, errors
+    experiment = resolve(command_line.load_config(out / "recover.py", []))
+    assert experiment.optimizer.tuned == recipes.TUNED[tune]
+    context = model_lib.open(str(imported(source))).context
+    assert experiment.data.sequence_length == min(2048, context)
+
+
+def test_a_config_of_recovery_names_what_is_wrong(imported, tmp_path):
+    with pytest.raises(UserError, match="section = 'trian': must be one of"):
+        recipes.recover(imported("gpt2"), trian=dict(num_steps=1))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="is no workdir of a model .config.json has no 'model'"):
+        recipes.recover(tmp_path)
+
+
 BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
 BAD = [
     ([], "--source is missing: give a folder"),
@@ -252,8 +315,24 @@ BAD = [
         "--energy = 2.0: must be at least 0 and at most 1",
     ),
     (
-        ["--source=SRC", "--out=OUT", "--method=lrkv", "--cache=0.1", *BY_WEIGHTS],
+        ["--source=SRC", "--out=OUT", "--method=lrkv", "--cache=0.1", "--multiple=1", *BY_WEIGHTS],
         "more than the",
+    ),
+    (
+        ["--source=SRC", "--out=OUT", "--method=lrkv", "--rank=4", *BY_WEIGHTS],
+        "--rank = 4: takes 48 bytes per token in a layer, and the source 32: give at most 2",
+    ),
+    (
+        ["--source=SRC", "--out=OUT", "--method=lrkv", "--energy=0", *BY_WEIGHTS],
+        "--multiple = 4: takes",
+    ),
+    (
+        ["--source=X", "--out=OUT", "--method=thin_keys", "--part=query", "--cache=0.5"],
+        "--cache=0.5: queries are not cached",
+    ),
+    (
+        ["--source=X", "--out=OUT", "--method=lrkv", "--rank=1", "--calibrate=x", *BY_WEIGHTS],
+        "--calibrate=x: is of --objective=inputs and outputs alone",
     ),
     (["--source=/nowhere", "--out=OUT"], "there is no such folder or file"),
     (["--source=SRC", "--out=SRC"], "is there already: give another"),
@@ -304,6 +383,65 @@ def test_a_damaged_source_leaves_nothing(run, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_row_longer_than_positions_names_the_option(run, imported, tmp_path):
+    options = [f"--source={imported('gpt2')}", f"--out={tmp_path / 'out'}", "--method=lrkv"]
+    status, _, errors = run(*options, "--rank=1", "--row_length=1000")
+    assert status == 2 and "--row_length = 1000: learned positions reach" in errors
+
+
+def test_shapes_are_checked_before_text_is_read(run, imported, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("this was to be refused")
+
+    monkeypatch.setattr(command, "_rows", fail)
+    options = [f"--source={imported('llama_tied_bias')}", f"--out={tmp_path / 'out'}"]
+    for wrong, message in (
+        (["--rank=4"], "--rank = 4: takes"),
+        (["--cache=0.1", "--multiple=1"], "--cache: a rank of 1 in every layer takes"),
+        (["--energy=0.9"], "--multiple = 4: takes"),
+    ):
+        status, _, errors = run(*options, "--method=lrkv", *wrong)
+        assert status == 2 and message in errors
+    monkeypatch.setattr(into_workdir.os.path, "ismount", lambda path: path.name == "out")
+    status, _, errors = run(*options)
+    assert status == 2 and "is a mount point" in errors
+
+
+def test_text_that_is_too_short_names_the_options(run, imported, tmp_path):
+    (tmp_path / "short.txt").write_text("a few words")
+    options = [f"--source={imported('llama_tied_bias')}", f"--out={tmp_path / 'out'}"]
+    options += ["--method=lrkv", "--rank=1", f"--calibrate={tmp_path / 'short.txt'}"]
+    status, _, errors = run(*options)
+    assert status == 2 and "--calibrate" in errors, errors
+    assert not re.search(r"--(source|tokenizer|sequence_length|validation)", errors), errors
+
+
+def test_a_link_is_followed(imported, tmp_path):
+    source = model_lib.open(str(imported("llama_tied_bias")))
+    for target in ("empty", "missing"):
+        (tmp_path / f"{target}_link").symlink_to(tmp_path / target)
+    (tmp_path / "empty").mkdir()
+    for target in ("empty", "missing"):
+        into_workdir.write(source, into_workdir.check(str(tmp_path / f"{target}_link")), {})
+        assert (tmp_path / target / "config.txt").exists()
+        assert (tmp_path / f"{target}_link").is_symlink()
+
+
+def test_what_was_made_is_kept_where_its_name_was_taken_meanwhile(imported, tmp_path):
+    source = model_lib.open(str(imported("llama_tied_bias")))
+    out = into_workdir.check(str(tmp_path / "model.v1"))
+    with pytest.raises(UserError, match=r"put there meanwhile; what was made is .*model.v1-3$"):
+        with into_workdir.staged(out) as staging:
+            (staging / "weights").write_text("all")
+            (tmp_path / "model.v1-2").write_text("")
+            (tmp_path / "model.v1").mkdir()
+            (tmp_path / "model.v1/theirs").write_text("")
+    assert (tmp_path / "model.v1-3/weights").read_text() == "all"
+    names = ["model.v1", "model.v1-2", "model.v1-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    into_workdir.write(source, into_workdir.check(str(tmp_path / "other")), {})
+
+
 def test_nothing_half_written_has_the_name(imported, tmp_path, monkeypatch):
     source = model_lib.open(str(imported("llama_tied_bias")))
     real = source.read
@@ -325,6 +463,5 @@ def test_nothing_half_written_has_the_name(imported, tmp_path, monkeypatch):
 def test_generation_from_a_conversion(imported):
     loaded = trained.load(imported("llama_tied_bias"))
     generation = Generator(loaded.model, loaded.compute).start([[1, 2, 3]], num_tokens=4)
-    for _ in generation:
-        pass
+    assert len(list(generation)) == 4
     assert len(generation.tokens[0]) == 4

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from safetensors.numpy import save_file
 
 from kvjax.convert import factored_format
 from kvjax.convert import into_workdir
@@ -72,7 +73,7 @@ def test_a_chat_template_comes_along(tmp_path):
         (dict(model=None), "config.json: model = None is a NoneType; it must be"),
         (dict(attention=dict(kind="x")), "config.json: config.attention.kind = 'x': must be one"),
         (dict(vocab_size=9), "its tokenizer has 257 tokens and its embedding 9 rows"),
-        (dict(vocab_size=261), "embedding is F32 (260, 24), and by its config (261, 24), one of"),
+        (dict(vocab_size=261), "embedding has shape (260, 24), and by its config (261, 24): give"),
     ],
 )
 def test_configs_that_are_not_of_the_format(small, tmp_path, change, said):
@@ -84,10 +85,22 @@ def test_configs_that_are_not_of_the_format(small, tmp_path, change, said):
     assert str(tmp_path) in str(error.value) and said in str(error.value)
 
 
+def test_values_that_are_not_finite(small, tmp_path):
+    workdirs.export(small, tmp_path / "out", "--format=factored")
+    path = tmp_path / "out/model.safetensors"
+    tensors = load_file(path)
+    tensors["layers.1.mlp.up"][0, 0] = np.nan
+    save_file(tensors, path)
+    model = model_lib.open(str(tmp_path / "out"))
+    model.read(("segments", 0, "mlp", "up"), 0)
+    with pytest.raises(UserError, match="layers.1.mlp.up has 1 of 480 values that are not finite"):
+        model.read(("segments", 0, "mlp", "up"), 1)
+
+
 @pytest.mark.parametrize(
     "key, value, said",
     [
-        ("num_layers", 4, "lacks tensors: layers.3.attention.mechanism.base_key, "),
+        ("num_layers", 4, "lacks tensors that its config describes: layers.3.attention."),
         ("num_layers", 2, "has tensors that its config does not describe: layers.2.attention."),
         ("colour", 1, "config.model.colour: no such key"),
     ],

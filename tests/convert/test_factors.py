@@ -65,6 +65,15 @@ def _error(w, found, moment, bases):
     return energy(gap) / energy(w)
 
 
+def test_inputs_that_are_always_zero():
+    """As of a layer that was switched off: the search ends."""
+    found = factors.base_and_residual(_w(), 1, np.zeros((E, E)), bases=1, turns="all")
+    assert np.isfinite(found.base_EJH).all() and np.isfinite(found.latent_EKR).all()
+    assert 0 <= found.error <= 1
+    with pytest.raises(ValueError, match="not finite"):
+        factors.base_and_residual(_w(), 1, np.full((E, E), np.nan), bases=1, turns="all")
+
+
 @pytest.mark.parametrize("turns", ["none", "pairs", "all"])
 @pytest.mark.parametrize("bases, rank", [(1, 0), (1, 2), (2, 3), (4, 0)])
 def test_base_and_residual(turns, bases, rank):

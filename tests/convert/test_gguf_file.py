@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
 }
 Kind = gguf.TokenType
+FREQUENCIES = "rope_freqs.weight"
 SPECIAL, ADDED = "<|endoftext|>", "<added token>"
 
 
@@ -187,6 +188,76 @@ def test_llama3_rope_is_found_from_its_divisors(tmp_path):
         published.open(path)
 
 
+@pytest.mark.parametrize("there", [1, 4])
+def test_divisors_of_rope_are_one_for_each_pair(tmp_path, there):
+    divide = lambda writer, written: written.update({FREQUENCIES: np.ones(there, np.float32)})
+    path = tmp_path / "tiny.gguf"
+    write(path, comparison.PUBLISHED / "llama_tied_bias", "llama", edit=divide)
+    said = rf"{FREQUENCIES} has shape \({there},\), and must have one entry for each pair of a head"
+    with pytest.raises(UserError, match=said):
+        published.open(path)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen2", "qwen3"])
+def test_divisors_of_rope_that_llama_cpp_would_not_read(tmp_path, architecture):
+    divide = lambda writer, written: written.update({FREQUENCIES: np.ones(2, np.float32)})
+    path = tmp_path / "tiny.gguf"
+    write(path, comparison.PUBLISHED / architecture, architecture, edit=divide)
+    with pytest.raises(UserError, match=f"that its config does not describe: {FREQUENCIES}"):
+        published.open(path)
+
+
+SCALING = "llama.rope.scaling"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"type": "none"},
+        {"factor": 1.0},
+        # As llama.cpp itself saves a model without scaling.
+        {
+            **{"type": "linear", "factor": 0.0, "attn_factor": 1.0, "yarn_log_multiplier": 0.0},
+            **{"original_context_length": 24, "finetuned": False},
+        },
+    ],
+)
+def test_rope_that_is_not_scaled(tmp_path, keys):
+    path = tmp_path / "tiny.gguf"
+    write(path, comparison.PUBLISHED / "llama_tied_bias", "llama", edit=scaling(keys))
+    model = published.open(path).config.model
+    assert (model["rope_factor"], model["rope_base"]) == (1.0, 10_000.0)
+
+
+def scaling(keys):
+    """Writes keys of RoPE's scaling, in the types that llama.cpp has for them."""
+    kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
+    kinds |= {float: gguf.GGUFValueType.FLOAT32, str: gguf.GGUFValueType.STRING}
+
+    def edit(writer, written):
+        for name, value in keys.items():
+            writer.add_key_value(f"{SCALING}.{name}", value, kinds[type(value)])
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "value, kind", [(np.nan, None), (np.inf, None), (np.inf, gguf.GGMLQuantizationType.F16)]
+)
+def test_values_that_are_not_finite(tmp_path, value, kind):
+    def spoil(writer, written):
+        written["blk.1.ffn_down.weight"][2, :3] = value
+
+    path = tmp_path / "tiny.gguf"
+    folder = comparison.PUBLISHED / "llama_tied_bias"
+    written = write(path, folder, "llama", quantise=kind, edit=spoil)
+    model, size = published.open(path), written["blk.1.ffn_down.weight"].size
+    model.read(("segments", 0, "mlp", "down"), 0)
+    said = f"{path}: blk.1.ffn_down.weight has 3 of {size} values that are not finite: download"
+    with pytest.raises(UserError, match=said):
+        model.read(("segments", 0, "mlp", "down"), 1)
+
+
 @pytest.mark.parametrize(
     "pre, words",
     [
@@ -241,6 +312,14 @@ def without(name):
         (text("tokenizer.ggml.pre", "tekken"), "tokenizer.ggml.pre = 'tekken': how it splits a"),
         (text("tokenizer.ggml.pre", "tekken"), "known: gpt-2, llama-bpe, qwen2, smollm"),
         (text("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = 'yarn': kvjax has"),
+        (text("llama.rope.scaling.type", "yarn"), "only: RoPE is not scaled (linear by 1), or by "),
+        (scaling({"factor": 2.0}), "llama.rope.scaling.factor = 2.0: kvjax has models with 0 or 1"),
+        (
+            scaling({"type": "linear", "factor": 2.0}),
+            "llama.rope.scaling.factor = 2.0: kvjax has models with 0 or 1 only: RoPE is not",
+        ),
+        (scaling({"attn_factor": 0.5}), "llama.rope.scaling.attn_factor = 0.5: kvjax has models"),
+        (scaling({"yarn_ext_factor": 1.0}), "yarn_ext_factor = 1.0: not known here, and may cha"),
         (key("llama.expert_count", 8), "llama.expert_count = 8: not known here, and may change"),
         (key("split.count", 3), "split.count = 3: merge the parts first"),
         (without("blk.1.attn_q.weight"), "lacks tensors that its config describes: blk.1.attn_q.w"),

@@ -244,3 +244,17 @@ def test_what_nanochat_has_beside_the_recipe():
     assert config["final_logit_softcapping"] is None and config["tie_word_embeddings"]
     assert config["hidden_act"] == "gelu"
     assert config["rope_parameters"]["rope_type"] == "llama3"
+
+
+def test_a_context_is_not_that_of_shorter_rows(tmp_path):
+    """Of a run that tuned a model of longer ones, which is not there any more."""
+    model = published.open(comparison.PUBLISHED / "llama")
+    workdir = into_workdir.check(str(tmp_path / "workdir"))
+    into_workdir.write(model, workdir, {})
+    (workdir / "context.json").write_text('{"context": 8192}')
+    for kind in ("huggingface", "factored"):
+        workdirs.export(workdir, tmp_path / kind, f"--format={kind}")
+        assert model_lib.open(str(tmp_path / kind)).context == 8192
+    config = json.loads((tmp_path / "huggingface/config.json").read_text())
+    about = json.loads((tmp_path / "huggingface/tokenizer_config.json").read_text())
+    assert config["max_position_embeddings"] == about["model_max_length"] == 8192

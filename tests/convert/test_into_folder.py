@@ -1,5 +1,6 @@
 """Files of safetensors, of which nothing stands under its name too early."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -100,6 +101,23 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
     assert list(tmp_path.iterdir())  # beside it, until the next try
     into_folder.write(_plan(a=(2,)), into_workdir.check(str(out)), "F32")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path, monkeypatch):
+    """By who held it: else two could hold locks of one name, one of them on no file."""
+    file, flock, calls = tmp_path / "lock", fcntl.flock, []
+
+    def removed_meanwhile(*args):
+        flock(*args)
+        calls.append(args)
+        if len(calls) == 1:
+            file.unlink()
+
+    monkeypatch.setattr(into_workdir.fcntl, "flock", removed_meanwhile)
+    with into_workdir._locked(file):
+        assert len(calls) == 2 and file.exists()
+        with pytest.raises(BlockingIOError), into_workdir._locked(file, into_workdir._NOW):
+            pass
 
 
 def test_conversions_at_once_leave_each_other_alone(tmp_path):

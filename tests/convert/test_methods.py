@@ -28,6 +28,7 @@ SOURCES = {
     ),
     "qwen3": (dict(num_kv_heads=2, num_bases=2, qk_norm="rms_gain"), True),
     "nanochat": (dict(num_kv_heads=4, num_bases=4, qk_norm="rms"), True),
+    "normed": (dict(num_kv_heads=2, num_bases=2, qk_norm="rms", bias=True), False),
 }
 INPUTS = np.random.default_rng(5).standard_normal((3, T, D)) * np.linspace(0.2, 2, D)
 
@@ -129,6 +130,31 @@ def test_queries_take_the_second_factor_where_nothing_stands_between(x64, random
         assert new.key_dim == (3 if absorbed else 8)
 
 
+def test_a_layer_that_adds_nothing_keeps_its_values(x64, randomise):
+    """Blocks that were grown start with an output of zero, and learn from their values."""
+    config, weights, on = _source(randomise, "llama")
+    weights = weights | dict(out=np.zeros_like(weights["out"]))
+    layer = layer_lib.read(weights, config, rope=on)
+    for method in (LowRankKV(rank=2), ThinKeys(rank=4, part="value", absorb=False)):
+        inner = method.convert(layer, _moment(config)).weights["mechanism"]
+        values = inner["base_value" if isinstance(method, LowRankKV) else "value"]
+        assert np.abs(values).max() > 0.01 and np.isfinite(values).all()
+
+
+@pytest.mark.parametrize("part", ["key", "value", "key_value"])
+def test_folding_a_second_factor_changes_no_output(x64, randomise, part):
+    config, weights, on = _source(randomise, "gpt2")
+    layer, moment_EE = layer_lib.read(weights, config, rope=on), _moment(config)
+
+    def outputs(absorb):
+        method = ThinKeys(rank=3, part=part, absorb=absorb)
+        new = method.mechanism(config, rope=on)
+        assert isinstance(new, GroupedConfig if absorb else FactoredConfig)
+        return _attend(new, method.convert(layer, moment_EE).weights, on)
+
+    np.testing.assert_allclose(outputs(True), outputs(False), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("method", [ThinKeys(rank=5), LowRankKV(rank=3)], ids=str)
 def test_objectives_that_know_more_lose_less(x64, randomise, source, method):
@@ -143,6 +169,74 @@ def test_objectives_that_know_more_lose_less(x64, randomise, source, method):
     assert error["outputs"] < error["weights"]
     assert error["inputs"] < error["weights"]
     assert 0.001 < error["outputs"] < 1
+
+
+@pytest.mark.parametrize("source", ["gpt2", "llama"])
+def test_channels_count_alike(x64, randomise, source):
+    """In the mean over rotations under RoPE, which is a number for each pair."""
+    config, weights, on = _source(randomise, source)
+    moment_EE = _moment(config)
+    layer = layer_lib.read(weights, config, rope=on)
+    layer = layer_lib.changed(layer, *layer_lib.alike(layer, moment_EE))
+    K = config.num_kv_heads
+    query_KXH = layer.query_ENH.reshape(-1, K, 4 // K, 8).transpose(1, 2, 0, 3)
+    found_KHH = np.einsum("KGEH,EF,KGFI->KHI", query_KXH, moment_EE, query_KXH)
+    if on:
+        of_pairs = np.einsum("KHH->KH", found_KHH).reshape(K, 2, 4).mean(axis=1)
+        np.testing.assert_allclose(of_pairs, 1, rtol=1e-9)
+    else:
+        np.testing.assert_allclose(found_KHH, np.broadcast_to(np.eye(8), (K, 8, 8)), atol=1e-9)
+    out_KXH = layer.out_NHD.reshape(K, 4 // K, 8, D)
+    found_KHH = np.einsum("KGHD,KGID->KHI", out_KXH, out_KXH)
+    np.testing.assert_allclose(found_KHH, np.broadcast_to(np.eye(8), (K, 8, 8)), atol=1e-9)
+
+
+@pytest.mark.parametrize("method", [ThinKeys(rank=5, part="value"), LowRankKV(rank=3)], ids=str)
+def test_outputs_that_differ_in_weight_are_held_by_it(x64, randomise, method):
+    """Half of the channels of a value hardly reach the output: they are what is lost."""
+    config, weights, on = _source(randomise, "llama")
+    scale_H1 = np.where(np.arange(8) < 4, 1.0, 0.01)[:, None]
+    source = config, weights | dict(out=np.asarray(weights["out"]) * scale_H1), on
+    of = lambda objective: dataclasses.replace(method, objective=objective)
+    error = {
+        name: _converted(of(name), source, _moment(config))[2] for name in ("inputs", "outputs")
+    }
+    assert error["outputs"] < 0.8 * error["inputs"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "method",
+    [
+        ThinKeys(rank=9, mode="joint", part="key_value"),
+        ThinKeys(rank=5, part="key_value"),
+        LowRankKV(rank=3),
+    ],
+    ids=str,
+)
+def test_an_optimizers_steps_reach_all_factors_alike(x64, randomise, source, method):
+    """Factors of a product have numbers of one size, and bases those that projections had."""
+    config, weights, on = _source(randomise, source)
+    layer = layer_lib.read(weights, config, rope=on)
+    inner = method.convert(layer, _moment(config)).weights["mechanism"]
+    size = lambda x, over=None: np.sqrt(np.mean(np.asarray(x) ** 2, axis=over))
+    lrkv = isinstance(method, LowRankKV)
+    for part in ("key", "value"):
+        if lrkv:
+            before = size(weights["mechanism"][f"base_{part}"])
+            assert 0.4 * before < size(inner[f"base_{part}"]) < 1.5 * before
+        if f"expand_{part}" in inner:
+            latent = inner[f"latent_{part}" if lrkv else part]
+            expand = inner[f"expand_{part}"]
+            J = latent.shape[1]
+            expand = expand.reshape(J, -1, *expand.shape[1:])
+            np.testing.assert_allclose(size(latent, 0), size(expand, (1, 3)), rtol=1e-9)
+    if not lrkv and "expand_key" in inner:
+        np.testing.assert_array_equal(inner["query"], weights["mechanism"]["query"])
+    elif not lrkv:  # folded
+        G = config.num_heads // config.num_kv_heads
+        query = inner["query"].reshape(D, -1, G, method.rank)
+        np.testing.assert_allclose(size(inner["base_key"], 0), size(query, (0, 2)), rtol=1e-9)
 
 
 def test_aligned_heads_lose_less(x64, randomise):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from safetensors.numpy import save_file
+import tokenizers
 
 from kvjax.convert import published
 from kvjax.data import tokenizer
@@ -95,7 +96,7 @@ def test_gpt2_as_it_was_first_published(copied):
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         tensors["h.0.attn.bias"] = np.ones((1, 1, 24, 24), np.uint8)
-        tensors["h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
+        tensors["h.0.attn.masked_bias"] = np.array(-np.inf, np.float32)
 
     edit(folder, change)
     after = comparison.whole(published.open(folder))
@@ -214,6 +215,50 @@ def test_a_tokenizer_of_another_model(copied):
     tokenizer.byte_tokenizer().save(folder / "tokenizer.json")
     with pytest.raises(UserError, match="its tokenizer has 257 tokens and its embedding 40 rows"):
         published.open(folder)
+
+
+@pytest.mark.parametrize(
+    "tokens, rows, fits",
+    [
+        (2, 40, True),
+        (257, 257 + 1024, True),
+        (257, 257 + 1025, False),
+        (9_500, 10_000, True),
+        (151_665, 152_064, True),  # Qwen 2.5 7B
+        (100_015, 102_400, True),  # DeepSeek 7B
+        (95_000, 100_000, True),
+        (94_999, 100_000, False),
+        (50_257, 128_256, False),  # GPT-2's tokens for Llama 3's embedding
+    ],
+)
+def test_rows_that_no_token_has(tokens, rows, fits):
+    """Embeddings are padded, and have rows in reserve; more are another tokenizer's."""
+    words = tokenizers.models.WordLevel({"a": 0, "b": tokens - 1}, unk_token="a")
+    text = tokenizers.Tokenizer(words).to_str()
+    check = lambda: published.check_vocabulary(epath.Path("model"), text, rows)
+    if fits:
+        return check()
+    said = f"model: its tokenizer has {tokens} tokens and its embedding {rows} rows: give the"
+    with pytest.raises(UserError, match=said):
+        check()
+
+
+def test_values_that_are_not_finite_are_told_when_they_are_read(copied):
+    """In bfloat16; what stands beside the weights is not read."""
+    folder, name = copied("qwen2"), "model.layers.1.self_attn.v_proj.weight"
+
+    def change(tensors):
+        tensors[name][3, :2] = np.nan, np.inf
+        frequencies = np.full(2, np.inf, np.float32)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = frequencies
+
+    edit(folder, change)
+    model, path = published.open(folder), ("segments", 0, "attention", "mechanism", "base_value")
+    assert np.isfinite(model.read(path, 0).astype(np.float32)).all()
+    with pytest.raises(UserError) as error:
+        model.read(path, 1)
+    assert str(folder) in str(error.value)
+    assert f"{name} has 2 of 128 values that are not finite: download the" in str(error.value)
 
 
 @pytest.mark.parametrize(

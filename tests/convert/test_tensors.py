@@ -54,7 +54,30 @@ def test_tensors_are_as_they_were_saved(tmp_path, arrays, sharded):
         read = stored.read()
         assert read.dtype == array.dtype
         np.testing.assert_array_equal(read, array)
-    assert (found["a"].file != found["b"].file) == sharded
+    assert (found["a"].path != found["b"].path) == sharded
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_values_that_are_not_finite_are_counted(tmp_path, dtype):
+    """In all parts that are looked at one after the other; the largest values are finite."""
+    array = np.full(tensors._PART + 9, ml_dtypes.finfo(dtype).max, dtype)
+    array[1::2] *= -1
+    path = tmp_path / "model.safetensors"
+    save_file(dict(weights=array, mask=np.full(3, -np.inf, dtype)), path)
+    np.testing.assert_array_equal(open_folder(tmp_path)["weights"].read(), array)
+    array[[0, 5, -1]] = np.nan, -np.inf, np.inf
+    save_file(dict(weights=array.reshape(-1, 1)), path)
+    with pytest.raises(UserError) as error:
+        open_folder(tmp_path)["weights"].read()
+    said = f"{path}: weights has 3 of {len(array):,} values that are not finite: download"
+    assert said in str(error.value)
+
+
+def test_a_dtype_that_holds_all(tmp_path, arrays):
+    save_file(arrays, tmp_path / "model.safetensors")
+    a, b, c = open_folder(tmp_path).values()
+    assert tensors.dtype_of([b, b]) == np.float16 and tensors.dtype_of([c]) == ml_dtypes.bfloat16
+    assert tensors.dtype_of([b, c]) == np.float32 and tensors.dtype_of([a, c]) == np.float32
 
 
 def test_data_are_read_when_asked_for(tmp_path):

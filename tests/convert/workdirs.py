@@ -103,7 +103,7 @@ class Made:
     chat_template = None
 
     def __init__(self, config: TransformerConfig, seed: int = 0):
-        self.transformer = config
+        self.transformer, self.token_files = config, {}
         self.tokenizer_json = tokenizer.byte_tokenizer().to_json()
         state = nnx.state(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
         self.weights = traverse_util.flatten_dict(random_values(state, seed, np.float32))

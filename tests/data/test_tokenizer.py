@@ -13,6 +13,7 @@ import tokenizers
 
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,73 @@ def test_normalizer_is_left_out(bpe, tmp_path):
     decomposed = "e\u0301"
     tokenizer = tokenizer_lib.load(tmp_path / "nfc.json")
     assert tokenizer.decode(tokenizer.encode(decomposed)) == decomposed
+
+
+OTHER = "<｜begin▁of▁sentence｜>"
+
+
+@pytest.mark.parametrize("before", [None, tokenizers.processors.ByteLevel(trim_offsets=False)])
+def test_a_special_of_another_name_opens_documents(bpe, before):
+    """It is written down beside what is there, and texts are encoded as before."""
+    backend = tokenizers.Tokenizer.from_str(bpe.to_json().replace(tokenizer_lib.BOS, OTHER))
+    backend.add_special_tokens(["<z>"])
+    backend.post_processor = before or backend.post_processor
+    text = tokenizer_lib.opened_by(backend.to_str(), OTHER)
+    tokenizer = tokenizer_lib.from_json(text, "a name")
+    assert (tokenizer.bos_id, tokenizer.decode([0])) == (0, OTHER)
+    assert tokenizer.encode("one") == bpe.encode("one")
+    assert tokenizer_lib.from_json(tokenizer.to_json(), "a name").bos_id == 0
+    assert tokenizers.Tokenizer.from_str(text).encode("one").ids == bpe.encode("one")
+    kinds = [step["type"] for step in json.loads(text)["post_processor"]["processors"]]
+    assert kinds == ["TemplateProcessing"] + (["ByteLevel"] if before else [])
+    assert tokenizer_lib.opened_by(text, "<z>") == text  # it says it already
+
+
+def test_a_special_put_before_every_text_opens_documents(bpe):
+    backend = tokenizers.Tokenizer.from_str(bpe.to_json().replace(tokenizer_lib.BOS, OTHER))
+    template = lambda *pieces: tokenizers.processors.TemplateProcessing(
+        single=" ".join(pieces), pair="$A $B", special_tokens=[(OTHER, 0)]
+    )
+    backend.post_processor = template(OTHER, "$A")
+    assert tokenizer_lib.opened_by(backend.to_str(), OTHER) == backend.to_str()
+    assert tokenizer_lib.from_json(backend.to_str(), "a name").bos_id == 0
+    backend.post_processor = template("$A", OTHER)  # it ends them
+    with pytest.raises(DataError, match="no special token opens a document"):
+        tokenizer_lib.from_json(backend.to_str(), "a name")
+
+
+def test_known_names_and_tokens_that_are_not_there_change_no_tokenizer(bpe):
+    several = tokenizer_lib.train(["aa bb aa bb"], 260, ("<|user|>", "<|bos|>")).to_json()
+    assert tokenizer_lib.opened_by(several, "<|user|>") == several
+    assert tokenizer_lib.opened_by(several, None) == several
+    other = bpe.to_json().replace(tokenizer_lib.BOS, OTHER)
+    assert tokenizer_lib.opened_by(other, "<none>") == other
+
+
+def test_an_added_token_that_opens_documents_becomes_special():
+    """As transformers makes it."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer_lib.byte_tokenizer().to_json())
+    definition = json.loads(backend.to_str())
+    definition["added_tokens"][0].update(content="a: $A", special=False)
+    text = tokenizer_lib.opened_by(json.dumps(definition), "a: $A")
+    tokenizer = tokenizer_lib.from_json(text, "a name")
+    assert tokenizer.bos_id == 256 and tokenizer.token_bytes()[256] == 0
+    assert 256 not in tokenizer.encode("a: $A")
+
+
+def test_a_token_that_is_put_before_texts_is_so_once():
+    """Marked as special, it is the one that the template names."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer_lib.byte_tokenizer().to_json())
+    definition = json.loads(backend.to_str().replace(tokenizer_lib.BOS, OTHER))
+    definition["added_tokens"][0].update(special=False)
+    first = [{"SpecialToken": {"id": OTHER, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    named = {OTHER: dict(id=OTHER, ids=[256], tokens=[OTHER])}
+    step = dict(type="TemplateProcessing", single=first, pair=first, special_tokens=named)
+    definition["post_processor"] = step
+    text = tokenizer_lib.opened_by(json.dumps(definition), OTHER)
+    assert json.loads(text)["post_processor"] == step
+    assert tokenizers.Tokenizer.from_str(text).encode("a").ids == [256, 97]
+    assert tokenizer_lib.from_json(text, "a name").bos_id == 256
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,16 @@ def test_special_tokens_end_a_text(loaded):
     assert generate(generator, loaded.tokenizer, ["a"], **options).texts == ["<|bos|>" * 3]
 
 
+def test_the_ends_of_a_tokenizer_end_a_text(loaded, generator, monkeypatch):
+    options = dict(num_tokens=20, sampling=Sampling(temperature=0.0))
+    make = lambda **keys: generate(generator, loaded.tokenizer, ["a"], **options, **keys).tokens[0]
+    free = make()
+    monkeypatch.setattr(loaded.tokenizer, "ends", (free[2],))
+    cut = make()
+    assert cut == free[: len(cut)] and free.index(free[2]) <= len(cut) < len(free)
+    assert make(end_at_special=False) == free
+
+
 def test_one_string_is_no_list_of_them(loaded, generator):
     make = lambda prompts, **stop: generate(
         generator, loaded.tokenizer, prompts, num_tokens=2, **stop

@@ -2,11 +2,14 @@
 
 import importlib
 import json
+import pathlib
+import sys
 import types
 
 import pytest
 
 from experiments import record
+from experiments.benchmarks import beside_transformers
 from experiments.benchmarks import checkpoint_memory
 from experiments.benchmarks import checkpoint_speed
 from experiments.benchmarks import conversion_memory
@@ -23,6 +26,8 @@ from experiments.studies import tiny_comparison
 from experiments.tables import paper_tables
 from experiments.tables import parameter_table
 from experiments.tables.paper_figure import Figure
+from kvjax.convert import published
+from kvjax.data import tokenizer
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation.checkout import ROOT
@@ -30,7 +35,7 @@ from kvjax.training import loop
 from tests import runs
 
 _BENCHMARKS = (
-    *("checkpoint_memory", "checkpoint_speed", "conversion_memory"),
+    *("beside_transformers", "checkpoint_memory", "checkpoint_speed", "conversion_memory"),
     *("data_preparation", "data_reading"),
     *("decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
     *("input_benchmark", "train_benchmark"),
@@ -43,6 +48,8 @@ _OTHERS = ("conversion", "figures", "scaling_table")
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
 SAVING = tuple(n for n in WITH_TABLES if n not in ("input_benchmark", "parameter_table"))
 BAD = (  # command, options, what the line says
+    ("beside_transformers", "--num_tokens=1", "--num_tokens = 1: must be at least 2"),
+    ("beside_transformers", "--repeats=0", "--repeats = 0: must be at least 1"),
     ("checkpoint_memory", "--d_model=0", "--d_model = 0: must be at least 1"),
     ("checkpoint_memory", "--d_model=6", "--d_model=6: must divide by 4"),
     ("checkpoint_memory", "--d_model=", "--d_model=: must be a whole number"),
@@ -147,6 +154,7 @@ def nothing_is_done(monkeypatch):
     monkeypatch.setattr(conversion_memory.into_folder, "write", fail)
     for module in (checkpoint_memory, checkpoint_speed, decode_benchmark, exactness):
         monkeypatch.setattr(module, "measure", fail)
+    monkeypatch.setattr(beside_transformers, "measure", fail)
     monkeypatch.setattr(input_benchmark, "measure", fail)
     monkeypatch.setattr(data_reading, "at_scale", fail)
     monkeypatch.setattr(data_reading, "from_a_store", fail)
@@ -217,6 +225,18 @@ def test_a_folder_that_cannot_be_written_is_told_first(run, name, tmp_path, monk
     assert f"--save: cannot write into {tmp_path}/file/results (Not a directory)" in said
 
 
+def _trained():
+    """Instead of `trained`: any folder is a workdir."""
+    return types.SimpleNamespace(find=lambda workdir: types.SimpleNamespace(workdir=pathlib.Path()))
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/dev/null", "x"])
+def test_a_python_that_is_no_program(run, python, monkeypatch):
+    monkeypatch.setattr(beside_transformers, "trained", _trained())
+    said = refused(run, "beside_transformers", f"--python={python}")
+    assert f"--python={python}: is no program: `make .venv-live/installed` makes one" in said
+
+
 def test_pytorch_that_is_not_there(run, monkeypatch):
     monkeypatch.setattr(train_benchmark.importlib.util, "find_spec", lambda name: None)
     said = refused(run, "train_benchmark", "--torch", "--config=configs/mha_tiny.py")
@@ -239,7 +259,15 @@ def printed(run, monkeypatch, tmp_path):
     ratios = dict(save_ratio=[1.0, 0.9, 1.1], load_ratio=[1.0, 0.9, 1.1])
     planned = dict(text_bytes=1e9, tokens=2e8, reading=1e-9, encoding=9e-8, writing=1e-9)
     planned |= dict(parts=9, source_bytes=10**9, row_bytes=4e8, vocab_size=32_768, training=0.0)
+    generated = [dict(tokens=[7] * 128, first=0.2, decode_tokens_per_second=33.0)] * 5
     stubs = {
+        beside_transformers: dict(
+            trained=_trained(),
+            measure=lambda *_: (
+                dict(kvjax=generated, transformers=generated),
+                dict(architecture="LlamaForCausalLM", versions=dict(torch="2.9"), threads=2),
+            ),
+        ),
         checkpoint_memory: dict(
             measure=lambda **_: [
                 dict(written="fsdp=4", state_bytes=3e8, peak_bytes=[2e8] * 4, local_bytes=[7e7] * 4)
@@ -319,6 +347,7 @@ def printed(run, monkeypatch, tmp_path):
 
 
 OPTIONS = {
+    "beside_transformers": [f"--python={sys.executable}"],
     "decode_benchmark": ["--lengths=1024,2048"],
     "tiny_comparison": ["--runs=runs/x", "--mechanisms=mha,lrkv"],
 }
@@ -428,3 +457,10 @@ def test_a_trained_run(run, trained_run, capsys):
     status, out, _ = run("generate_benchmark", trained_run, "--batch=2", *small, "--json")
     (row,) = json.loads(out)["rows"]
     assert status == 0 and row["batch"] == 2 and row["compilations_after_warm_up"] == 0
+
+
+def test_the_tokenizer_of_a_model_to_convert():
+    """A conversion refuses one that is too small for the embedding."""
+    text = conversion_memory.tokenizer_json(32_000)
+    published.check_vocabulary("source", text, 32_000)
+    assert tokenizer.from_json(text, "source").vocab_size == 32_000

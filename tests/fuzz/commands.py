@@ -37,6 +37,7 @@ WORKING = {
         "datasets",
     ),
     "kvjax.kernels.profile": ((), "would measure"),
+    "experiments.benchmarks.beside_transformers": (("--workdir=../shared/trained",), ""),
 }
 
 

@@ -23,6 +23,7 @@ from kvjax.training import loop
 from kvjax.training import memory_estimate
 from kvjax.training import program
 from kvjax.workdir import identity
+from kvjax.workdir import trained
 from tests import runs
 from tests.runs import records
 
@@ -79,6 +80,48 @@ def test_a_run_goes_on_without_its_parent(source, whole, tmp_path):
     assert all(np.array_equal(resumed[name], straight[name]) for name in straight)
     other, _ = _parameters(whole.workdir, 40)
     assert not np.array_equal(other["head"], resumed["head"])  # it was step 30's
+
+
+def test_a_context_outlives_the_parent_that_had_it(source, whole, tmp_path):
+    """So do the files of its tokens; what is tuned in shorter rows is no model of those alone."""
+    parent = tmp_path / "parent"
+    shutil.copytree(whole.workdir, parent)
+    (parent / "context.json").write_text('{"context": 4096}')
+    (parent / "generation_config.json").write_text('{"eos_token_id": [7, 256]}')
+    (parent / "chat_template.jinja").write_text("{{ messages }}")
+    run = epath.Path(tmp_path / "run")
+    config = _tuning(source, parent, stop_after=2)
+    loop.train(config, run)
+    shutil.rmtree(parent)
+    config.train.stop_after = 0
+    loop.train(config, run)
+    assert trained.find(run).context == trained.load(run).context == 4096
+    assert trained.load(run).tokenizer.ends == (7, 256)
+    assert (run / "chat_template.jinja").read_text() == "{{ messages }}"
+    config = _tuning(source, run)
+    config.train.num_steps = 1
+    loop.train(config, epath.Path(tmp_path / "again"))
+    assert trained.find(tmp_path / "again").context == 4096
+
+
+def test_a_run_that_was_begun_without_these_files_gets_them(source, whole, tmp_path):
+    """From its parent, as long as that is the model that it was."""
+    parent, run = epath.Path(tmp_path / "parent"), epath.Path(tmp_path / "run")
+    shutil.copytree(whole.workdir, parent)
+    loop.train(_tuning(source, parent), run)
+    (run / "context.json").unlink()
+    (parent / "chat_template.jinja").write_text("{{ messages }}")
+    path = parent / "config.json"
+    text = path.read_text()
+    path.write_text(text.replace('"norm_epsilon": 1e-06', '"norm_epsilon": 1e-05', 1))
+    assert path.read_text() != text
+    loop.train(_tuning(source, parent), run)
+    assert not (run / "context.json").exists()
+    path.write_text(text)
+    (parent / "context.json").write_text('{"context": 4096}')
+    loop.train(_tuning(source, parent), run)
+    assert trained.find(run).context == 4096
+    assert (run / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_a_teacher_with_all_of_the_loss_is_learned(source, whole, tmp_path):

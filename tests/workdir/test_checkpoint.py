@@ -379,6 +379,7 @@ def test_an_identity_binds_only_where_there_are_checkpoints(saved, tmp_path):
 def leave_a_run(workdir: epath.Path) -> dict[str, str]:
     """Files as of a run, with their names as content."""
     files = ["config.json", "dataset.json", "metrics.jsonl", "timing.jsonl", "events/events.1"]
+    files += ["chat_template.jinja", "context.json"]  # of what it started from
     (workdir / "events").mkdir(parents=True, exist_ok=True)
     for name in files:
         (workdir / name).write_text(name)

@@ -1,0 +1,195 @@
+"""Generation speed of a model in kvjax and in transformers, on one machine, turn by turn.
+
+    make .venv-live/installed
+    python -m experiments.benchmarks.beside_transformers --workdir=runs/smollm2 [--save]
+
+The workdir's model is exported for transformers, in float32. Both continue the same prompts
+greedily, one sequence at a time, in turns: first one that is not measured, then --repeats others.
+Time to first token is from the call; decode tokens/s count the tokens after the first. Both must
+generate the same tokens; a first difference is told. Prints a table: medians, least and most.
+
+transformers runs in a process of its own (transformers_generation.py), in the environment of
+--python, with PyTorch's own choice of threads and attention; it waits while kvjax runs.
+"""
+
+import argparse
+import collections
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import json
+import pathlib
+import shutil
+import statistics
+import subprocess
+import tempfile
+
+from etils import epath
+import numpy as np
+
+from experiments import record
+from kvjax.convert import export
+from kvjax.convert import huggingface
+from kvjax.convert import into_folder
+from kvjax.convert import model as model_lib
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.sampling import Sampling
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.workdir import trained
+
+_CHILD = "import sys, transformers_generation as t; t.main(sys.argv[1])"
+
+
+class Transformers:
+    """transformers in a process of its own, with a folder's model."""
+
+    def __init__(self, python: str, folder: pathlib.Path):
+        self._process = subprocess.Popen(
+            [python, "-c", _CHILD, folder],
+            **dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True),
+            cwd=pathlib.Path(__file__).parent,  # kvjax is not in that environment
+        )
+        self.about = self._answer()
+
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> dict:
+        """Tokens, seconds to the first one, and tokens per second after it."""
+        json.dump(dict(prompt=list(prompt), num_tokens=num_tokens), self._process.stdin)
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> dict:
+        line = self._process.stdout.readline()
+        if not line:
+            raise UserError(f"transformers ended with status {self._process.wait()}")
+        return json.loads(line)
+
+
+def _ours(generator: Generator, prompt: Sequence[int], num_tokens: int) -> dict:
+    """See `Transformers.generate`."""
+    generation = generator.start(
+        [list(prompt)], num_tokens=num_tokens, sampling=Sampling(temperature=0.0)
+    )
+    collections.deque(generation, maxlen=0)
+    timing = generation.timing
+    rate = timing.decode_tokens_per_second
+    return dict(tokens=generation.tokens[0], first=timing.first, decode_tokens_per_second=rate)
+
+
+def in_turns(
+    contenders: Mapping[str, Callable], *, vocab_size: int, prompt: int, new: int, repeats: int
+) -> dict[str, list[dict]]:
+    """What each contender made of each prompt; the first prompt is not measured.
+
+    Args:
+      contenders: by name, functions of a prompt and a number of new tokens.
+      prompt: tokens of each.
+    """
+    found: dict[str, list[dict]] = {name: [] for name in contenders}
+    rng = np.random.default_rng(0)
+    with progress.waiting("generating") as doing:
+        for i in range(repeats + 1):
+            tokens = rng.integers(0, vocab_size, prompt).tolist()
+            for name, generate in contenders.items():
+                doing.now(f"{name}: {i} of {repeats}")
+                found[name].append(generate(tokens, new))
+    return {name: runs[1:] for name, runs in found.items()}
+
+
+def agreement(runs: Mapping[str, list[dict]]) -> list[int]:
+    """For each prompt, how many tokens all generated alike before the first that differs."""
+    alike = []
+    for same in zip(*runs.values(), strict=True):
+        pairs = zip(*(run["tokens"] for run in same), strict=True)
+        differ = (i for i, tokens in enumerate(pairs) if len(set(tokens)) > 1)
+        alike.append(next(differ, len(same[0]["tokens"])))
+    return alike
+
+
+def figures(runs: Sequence[dict]) -> dict:
+    """Median, least and most of seconds and of tokens per second."""
+    found = {}
+    for key in ("first", "decode_tokens_per_second"):
+        values = [run[key] for run in runs]
+        found[key] = dict(median=statistics.median(values), least=min(values), most=max(values))
+    return found
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--workdir", default="runs/smollm2", help="of the model (runs/smollm2)")
+    text = "of an environment with torch and transformers (.venv-live/bin/python)"
+    add("--python", default=str(ROOT / ".venv-live/bin/python"), help=text)
+    add("--prompt_tokens", type=int, default=64, help="of each prompt (64)")
+    add("--num_tokens", type=int, default=128, help="generated after each, at least 2 (128)")
+    add("--repeats", type=int, default=5, help="prompts that are measured (5)")
+    add("--save", action="store_true", help="write experiments/results/beside_transformers.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    at_least("--prompt_tokens", options.prompt_tokens, 1)
+    at_least("--num_tokens", options.num_tokens, 2)
+    at_least("--repeats", options.repeats, 1)
+    record.check(options.save)
+    return options
+
+
+def measure(workdir: epath.Path, python: str, sizes: dict) -> tuple[dict, dict]:
+    """Runs of both, see `in_turns`, and what transformers is."""
+    loaded = trained.load(workdir, dtype="float32")
+    generator = Generator(loaded.model, loaded.compute)
+    ours = lambda *args: _ours(generator, *args)
+    dtype = export.DTYPES["float32"]
+    with tempfile.TemporaryDirectory() as parent:
+        folder = pathlib.Path(parent) / "model"
+        plan = huggingface.plan(model_lib.Trained(workdir), dtype)
+        into_folder.write(plan, epath.Path(folder), dtype)
+        with contextlib.closing(Transformers(python, folder)) as theirs:
+            contenders = dict(kvjax=ours, transformers=theirs.generate)
+            runs = in_turns(contenders, vocab_size=generator.config.vocab_size, **sizes)
+    return runs, dict(architecture=plan.title) | theirs.about
+
+
+def main(arguments: list[str]) -> None:
+    """Measures and prints; see the module's docstring."""
+    options = _options(arguments)
+    runtime.start()
+    workdir, out = trained.find(options.workdir).workdir, Output(options)
+    if not shutil.which(options.python):
+        raise UserError(
+            f"--python={options.python}: is no program: `make .venv-live/installed` makes one"
+        )
+    sizes = dict(prompt=options.prompt_tokens, new=options.num_tokens, repeats=options.repeats)
+    runs, about = measure(workdir, options.python, sizes)
+    found = {name: figures(of) for name, of in runs.items()}
+    alike = agreement(runs)
+    out.say(f"{about['architecture']}, float32: {sizes['prompt']} tokens read, {sizes['new']} made")
+    of_rate = lambda of, key: f"{of['decode_tokens_per_second'][key]:.1f} /s"
+    rows = [
+        (
+            name,
+            f"{1e3 * of['first']['median']:,.0f} ms",
+            *(of_rate(of, key) for key in ("median", "least", "most")),
+        )
+        for name, of in found.items()
+    ]
+    out.table(("", "first token", "decode", "least", "most"), rows)
+    same = sum(count == sizes["new"] for count in alike)
+    out.say(f"{same} of {len(alike)} texts are the same, token by token")
+    result = dict(workdir=workdir.name, **sizes, figures=found, tokens_alike=alike)
+    record.record("beside_transformers", result | about, out, save=options.save)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,105 @@
+"""A model's forward pass with one layer's weights in memory, and the activations of all rows."""
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterator
+import functools
+
+from flax import nnx
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.convert import model as model_lib
+from kvjax.convert.model import Model
+from kvjax.layers import rope
+from kvjax.model import loss
+from kvjax.model.transformer import Block
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+
+ROWS_AT_ONCE = 4
+_COMPUTE = Compute(query_chunk=64)
+
+
+class Pass:
+    """Rows of tokens on their way through a model, in float32.
+
+    Attributes:
+      x: [B, T, D] of each few rows, behind the layers that were gone through.
+    """
+
+    def __init__(self, model: Model, rows_BT: np.ndarray):
+        self._model = model
+        first = _outer(model, ("embedding", "positions", "embedding_norm"))
+        index = np.arange(rows_BT.shape[1], dtype=np.int32)[None]
+        self.x = [first.embed(few, index, _COMPUTE) for few in few_rows(rows_BT)]
+
+    def layers(self, see: Callable[[jax.Array], jax.Array] | None = None) -> Iterator[list]:
+        """Goes through the layers; yields what `see` makes of attention's inputs, by few rows.
+
+        Args:
+          see: a function of [B, T, D].
+        """
+        length = self.x[0].shape[1]
+        program = functools.cache(  # layers alike share one
+            lambda mechanism: _program(self._model.transformer.block, mechanism, length, see)
+        )
+        for i, mechanism in enumerate(self._model.transformer.mechanisms):
+            weights = jax.tree.map(
+                lambda w: jnp.asarray(w, jnp.float32), model_lib.read_layer(self._model, i)
+            )
+            seen = []
+            for b, x_BTD in enumerate(self.x):
+                found, self.x[b] = program(mechanism)(weights, x_BTD)
+                seen.append(found)
+            yield seen
+
+    def losses(self, targets_BT: np.ndarray) -> Iterator[np.ndarray]:
+        """Nats of every target, [B, T] for each few rows, behind the last layer."""
+        c = self._model.transformer.block
+        last = _outer(self._model, ("embedding" if c.tied_head else "head", "final_norm"))
+        graph, norm = nnx.split(last.final_norm)
+        head_DV, softcap = last.head_weight(_COMPUTE), c.logit_softcap
+
+        @jax.jit
+        def nats(norm, head_DV, x_BTD, targets_BT):
+            x_BTD = nnx.merge(graph, norm)(x_BTD)
+            return loss.losses_behind(head_DV, x_BTD, targets_BT, softcap, _COMPUTE)
+
+        for x_BTD, few in zip(self.x, few_rows(targets_BT), strict=True):
+            yield np.asarray(nats(norm, head_DV, x_BTD, few))
+
+
+def few_rows(rows_BT: np.ndarray) -> list[np.ndarray]:
+    """As many at once as go through a layer together."""
+    return [rows_BT[i : i + ROWS_AT_ONCE] for i in range(0, len(rows_BT), ROWS_AT_ONCE)]
+
+
+def _outer(model: Model, names: Collection[str]) -> Transformer:
+    """The model with the weights of some of its parts; the others are shapes."""
+    make = lambda: Transformer(model.transformer, jax.random.key(0))
+    graph, state = nnx.split(nnx.eval_shape(make))
+    flat = traverse_util.flatten_dict(nnx.to_pure_dict(state))
+    for path in flat:
+        if path[0] in names:
+            flat[path] = jnp.asarray(model.read(path), jnp.float32)
+    return nnx.merge(graph, traverse_util.unflatten_dict(flat))
+
+
+def _program(c, mechanism, length: int, see):
+    """A block's forward pass, compiled: of its weights and x, what is seen and the new x."""
+    block = nnx.eval_shape(lambda: Block(c, mechanism, rngs=nnx.Rngs(0)))
+    graph, _ = nnx.split(block)
+    index = np.arange(length, dtype=np.int32)[None]
+
+    @jax.jit
+    def run(weights, x_BTD):
+        block = nnx.merge(graph, weights)
+        seen = see(block.attention_norm(x_BTD)) if see else ()
+        positions = rope.positions(index, mechanism.rope_dim, c.angles_base)
+        mask = dict(causal=c.causal, window=c.window)
+        return seen, block(x_BTD, positions, **mask, compute=_COMPUTE)
+
+    return run

@@ -1,0 +1,254 @@
+"""Which tokens open and end a text is what the source says, from import to export."""
+
+import json
+import shutil
+
+from etils import epath
+import pytest
+import tokenizers
+
+from kvjax.convert import __main__ as convert
+from kvjax.convert import huggingface
+from kvjax.convert import into_workdir
+from kvjax.convert import model as model_lib
+from kvjax.convert import published
+from kvjax.convert import tokens
+from kvjax.convert.converted import ConvertedModel
+from kvjax.convert.methods import ThinKeys
+from kvjax.foundation import command_line
+from kvjax.foundation.errors import UserError
+from kvjax.workdir import trained
+from tests.convert import comparison
+from tests.convert import test_gguf_file
+from tests.convert import workdirs
+
+DEEPSEEK = "<｜begin▁of▁sentence｜>"  # its bars are none of ASCII's
+GENERATION = dict(bos_token_id=38, eos_token_id=[39, 0], pad_token_id=39, temperature=0.6)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A copy of a stored model's folder."""
+    folder = tmp_path / "source"
+    return epath.Path(shutil.copytree(comparison.PUBLISHED / "qwen2", folder))
+
+
+@pytest.fixture
+def chat(source):
+    """The same, whose turns have tokens of their own, as SmolLM2-Instruct's."""
+    text = (source / "tokenizer.json").read_text()
+    backend = tokenizers.Tokenizer.from_str(text)
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    (source / "tokenizer.json").write_text(backend.to_str())
+    about = dict(bos_token=dict(content="<|im_start|>", lstrip=False), eos_token="<|im_end|>")
+    about |= dict(pad_token="<|im_end|>", tokenizer_class="GPT2Tokenizer")
+    (source / "tokenizer_config.json").write_text(json.dumps(about))
+    (source / "generation_config.json").write_text(json.dumps(GENERATION))
+    return source
+
+
+def rename(folder, name):
+    """Gives the only special of a tokenizer another name."""
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|endoftext|>", name))
+
+
+def write(model, folder):
+    into_workdir.write(model, epath.Path(folder), {})
+    return folder
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def check(folder):
+    """Fails unless an export's tokens are those of `chat`."""
+    config, about = (read(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    assert ids == {key: GENERATION[key] for key in ids}
+    names = {kind: about.get(f"{kind}_token") for kind in tokens.KINDS}
+    turn = dict(bos="<|im_start|>", eos="<|im_end|>", pad="<|im_end|>", unk=None)
+    assert names == turn
+    assert read(folder / "generation_config.json") == GENERATION
+
+
+def test_turns_end_in_transformers_as_they_did(chat, tmp_path):
+    workdir = write(published.open(chat), tmp_path / "workdir")
+    workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
+    check(tmp_path / "out")
+    assert published.open(tmp_path / "out").token_files == published.open(chat).token_files
+
+
+def test_turns_end_as_they_did_after_a_conversion_and_in_either_format(chat, tmp_path):
+    model = published.open(chat)
+    method = ThinKeys(rank=2, objective="weights")
+    thin = write(ConvertedModel(model, [method] * 2, None), tmp_path / "thin")
+    workdirs.export(thin, tmp_path / "out", "--format=huggingface")
+    check(tmp_path / "out")
+    workdirs.export(thin, tmp_path / "factored", "--format=factored")
+    back = write(model_lib.open(str(tmp_path / "factored")), tmp_path / "back")
+    workdirs.export(back, tmp_path / "again", "--format=huggingface")
+    check(tmp_path / "again")
+
+
+def test_generation_ends_where_the_source_does(chat, tmp_path):
+    """At tokens that are no specials too."""
+    config = GENERATION | dict(eos_token_id=[39, 5, 4_000, -1, None])
+    (chat / "generation_config.json").write_text(json.dumps(config))
+    workdir = write(published.open(chat), tmp_path / "workdir")
+    assert trained.find(workdir).tokenizer.ends == (5, 39)
+    (workdir / "generation_config.json").unlink()
+    assert trained.find(workdir).tokenizer.ends == (39,)  # the tokenizer's
+    (workdir / "tokenizer_config.json").unlink()
+    assert trained.find(workdir).tokenizer.ends == ()  # as written before they were kept
+
+
+def test_without_a_generation_config_its_keys_in_the_config_are_taken(source, tmp_path):
+    path = source / "config.json"
+    ids = dict(bos_token_id=50_256, eos_token_id=[3, 0])  # of no row: a default of transformers
+    path.write_text(json.dumps(read(path) | ids))
+    model = published.open(source)
+    assert model.token_files["generation_config.json"] == dict(eos_token_id=[3, 0])
+    workdirs.export(write(model, tmp_path / "workdir"), tmp_path / "out", "--format=huggingface")
+    config = read(tmp_path / "out/config.json")
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, [3, 0])
+    assert read(tmp_path / "out/tokenizer_config.json")["eos_token"] == "b"
+
+
+def test_no_token_is_guessed_that_the_source_denies(source, tmp_path):
+    """Qwen's has no bos_token."""
+    about = dict(bos_token=None, eos_token="<|endoftext|>")
+    (source / "tokenizer_config.json").write_text(json.dumps(about))
+    path = source / "config.json"
+    path.write_text(json.dumps(read(path) | dict(bos_token_id=None, eos_token_id=None)))
+    plan = huggingface.plan(published.open(source), "F32")
+    about, config = (json.loads(plan.files[f]) for f in ("tokenizer_config.json", "config.json"))
+    assert (about["bos_token"], about["eos_token"]) == (None, "<|endoftext|>")
+    assert (config["bos_token_id"], config["eos_token_id"]) == (None, 0)
+
+
+def test_tokens_of_a_gguf_file(tmp_path):
+    def edit(writer, _):
+        writer.add_eos_token_id(3)
+        writer.add_eot_token_id(4)
+        writer.add_pad_token_id(999)  # of no token
+
+    path = tmp_path / "tiny.gguf"
+    test_gguf_file.write(path, comparison.PUBLISHED / "llama", "llama", edit=edit)
+    model = published.open(path)
+    names = [name for name, _ in test_gguf_file.tokens_of(300)]
+    assert model.token_files == {
+        "tokenizer_config.json": dict(bos_token=names[0], eos_token=names[3]),
+        "generation_config.json": dict(bos_token_id=0, eos_token_id=[3, 4]),
+    }
+    assert tokens.of_gguf({}) == {}
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_the_source_says_which_token_opens_a_document(source, tmp_path, monkeypatch, kind):
+    """By a name that is not known; so do the workdir, its export, and what is read from that."""
+    path = source
+    if kind == "folder":
+        rename(source, DEEPSEEK)
+        (source / "tokenizer_config.json").write_text(json.dumps(dict(bos_token=DEEPSEEK)))
+    else:
+        monkeypatch.setattr(test_gguf_file, "SPECIAL", DEEPSEEK)
+        path = tmp_path / "tiny.gguf"
+        test_gguf_file.write(path, source, "qwen2")
+    workdir = write(published.open(path), tmp_path / "workdir")
+    assert trained.find(workdir).tokenizer.bos_id == 0
+    workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
+    assert read(tmp_path / "out/tokenizer_config.json")["bos_token"] == DEEPSEEK
+    after = published.open(tmp_path / "out")
+    assert after.tokenizer_json == published.open(path).tokenizer_json
+
+
+def encodings(path, name):
+    """What a tokenizer.json makes of texts and pairs, with specials and without.
+
+    Args:
+      name: of a token that is written out in some of them.
+    """
+    backend = tokenizers.Tokenizer.from_str(path.read_text())
+    texts = [("a b",), ("",), (f"a{name} b",), ("a b", f"{name}c")]
+    keys = ("ids", "type_ids", "offsets", "sequence_ids", "word_ids", "special_tokens_mask")
+    return [
+        {key: getattr(backend.encode(*text, add_special_tokens=add), key) for key in keys}
+        for text in texts
+        for add in (True, False)
+    ]
+
+
+_TEMPLATE = tokenizers.processors.TemplateProcessing(
+    single=f"{DEEPSEEK} $A", pair=f"{DEEPSEEK} $A $B", special_tokens=[(DEEPSEEK, 0)]
+)
+_AFTER = tokenizers.processors.TemplateProcessing(
+    single=f"$A {DEEPSEEK}", pair=f"$A $B:1 {DEEPSEEK}:1", special_tokens=[(DEEPSEEK, 0)]
+)
+_STEPS = dict(
+    none=None,
+    after=_AFTER,
+    offsets=tokenizers.processors.ByteLevel(trim_offsets=True),
+    several=tokenizers.processors.Sequence([tokenizers.processors.ByteLevel(), _TEMPLATE]),
+    template=_TEMPLATE,
+)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("step", _STEPS)
+def test_texts_are_encoded_as_by_the_source(source, tmp_path, step, special):
+    """Whether or not it puts the token before texts that opens documents here."""
+    rename(source, DEEPSEEK)
+    (source / "tokenizer_config.json").write_text(json.dumps(dict(bos_token=DEEPSEEK)))
+    path = source / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_str(path.read_text())
+    if _STEPS[step]:
+        backend.post_processor = _STEPS[step]
+    definition = json.loads(backend.to_str())
+    (token,) = definition["added_tokens"]
+    path.write_text(json.dumps(definition | dict(added_tokens=[token | dict(special=special)])))
+    workdir = write(published.open(source), tmp_path / "workdir")
+    assert trained.find(workdir).tokenizer.bos_id == 0
+    for kind in ("huggingface", "factored"):
+        workdirs.export(workdir, tmp_path / kind, f"--format={kind}")
+        out = tmp_path / kind / "tokenizer.json"
+        assert encodings(out, DEEPSEEK) == encodings(path, DEEPSEEK)
+        assert trained.find(write(model_lib.open(str(out.parent)), tmp_path / f"{kind}-again"))
+
+
+def test_a_tokenizer_of_sentencepiece_is_refused_before_anything_is_written(
+    source, tmp_path, capsys
+):
+    """As Llama 2's: the workdir could be written, and nothing could open it."""
+    backend = tokenizers.Tokenizer.from_str((source / "tokenizer.json").read_text())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    (source / "tokenizer.json").write_text(backend.to_str())
+    arguments = [f"--source={source}", f"--out={tmp_path / 'out'}"]
+    assert command_line.status(convert.main, arguments) == 2
+    said = capsys.readouterr().err
+    assert f"{source}: the tokenizer must be byte-level without prefix space (as GPT-2" in said
+    assert "a byte-level BPE, not SentencePiece's (as Llama 2's, Mistral 7B's)" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_without_a_token_that_opens_a_document(source):
+    rename(source, DEEPSEEK)
+    (source / "tokenizer_config.json").write_text(json.dumps(dict(bos_token="<other>")))
+    with pytest.raises(UserError) as error:
+        published.open(source)
+    said = str(error.value)
+    assert said.startswith(f"{source}: no special token opens a document: one of <|bos|>")
+    assert DEEPSEEK in said and "whose tokenizer_config.json has one of its special tokens" in said
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "tokenizer_config.json"])
+def test_damaged_files_of_a_workdir(chat, tmp_path, file):
+    workdir = write(published.open(chat), tmp_path / "workdir")
+    for text, said in (("{", "is not JSON"), ("[]", "is no JSON object")):
+        (workdir / file).write_text(text)
+        with pytest.raises(UserError, match=f"{file} {said}.*: restore it, or remove it"):
+            trained.find(workdir)
+    (chat / file).write_text("{")
+    with pytest.raises(UserError, match=f"{file} is not JSON"):
+        published.open(chat)

@@ -1,0 +1,113 @@
+"""What is known of the model that a run starts from stays in its workdir."""
+
+import json
+
+from etils import epath
+import pytest
+
+from kvjax.data import tokenizer
+from kvjax.foundation.errors import UserError
+from kvjax.workdir import origin
+
+FILES = {
+    "chat_template.jinja": "{{ messages }}",
+    "tokenizer_config.json": json.dumps(dict(eos_token="a")),
+    "generation_config.json": json.dumps(dict(eos_token_id=7)),
+}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A parent with all files, and a run's workdir."""
+    parent, run = epath.Path(tmp_path / "parent"), epath.Path(tmp_path / "run")
+    for folder in (parent, run):
+        folder.mkdir()
+    for name, text in FILES.items():
+        (parent / name).write_text(text)
+    return parent, run
+
+
+def test_files_are_copied_as_they_are(folders):
+    parent, run = folders
+    origin.inherit(run, parent, context=64)
+    assert {name: (run / name).read_text() for name in FILES} == FILES
+    assert [origin.context(run, row) for row in (16, 64, 128)] == [64, 64, 128]
+
+
+def test_another_runs_are_forgotten(folders):
+    """One with fewer files, and one that starts from nothing."""
+    parent, run = folders
+    origin.inherit(run, parent, context=64)
+    (parent / "chat_template.jinja").unlink()
+    origin.inherit(run, parent, context=32)
+    assert not (run / "chat_template.jinja").exists() and origin.context(run, 8) == 32
+    origin.inherit(run, None)
+    assert not list(run.iterdir()) and origin.context(run, 8) == 8
+
+
+def test_what_no_run_wrote_stays(folders, capsys):
+    """Whatever a run starts from, and however often one is started that takes no step."""
+    parent, run = folders
+    mine = {"chat_template.jinja": "mine", "generation_config.json": '{"eos_token_id": 8}'}
+    for name, text in mine.items():
+        (run / name).write_text(text)
+    origin.inherit(run, None)
+    assert {path.name: path.read_text() for path in run.iterdir()} == mine
+    for _ in range(2):
+        origin.inherit(run, parent, context=64)
+        assert {name: (run / name).read_text() for name in FILES} == FILES | mine
+        said = capsys.readouterr().err
+        assert said.count("was left as it is") == 2 and f"{run / 'chat_template.jinja'}" in said
+    (parent / "generation_config.json").unlink()
+    origin.inherit(run, parent, context=64)
+    origin.inherit(run, None)
+    assert {path.name: path.read_text() for path in run.iterdir()} == mine
+
+
+def test_nothing_is_said_of_a_file_that_is_the_parents(folders, capsys):
+    parent, run = folders
+    (run / "chat_template.jinja").write_text(FILES["chat_template.jinja"])
+    origin.inherit(run, parent, context=64)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"context": 64}', '{"context": 64, "files": 3}'])
+def test_a_context_that_names_no_files_was_written_alone(folders, text):
+    _, run = folders
+    (run / "context.json").write_text(text)
+    (run / "chat_template.jinja").write_text("mine")
+    origin.inherit(run, None)
+    assert [path.name for path in run.iterdir()] == ["chat_template.jinja"]
+
+
+def test_ends_are_tokens_that_there_are():
+    byte = tokenizer.byte_tokenizer()
+    of = lambda ids, text: origin.ends(
+        {
+            "generation_config.json": dict(eos_token_id=ids),
+            "tokenizer_config.json": dict(eos_token=text),
+        },
+        byte,
+        300,
+    )
+    assert origin.ends({}, byte, 300) == ()
+    assert of(299, None) == (299,) and of(300, None) == ()
+    assert of([256, 7, -1, "8", True, None, 9.0], "<none>") == (7, 256)
+    assert of(None, "a") == (97,) and of("no", dict(content="a")) == ()
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "is not JSON"),
+        ("3", "is no JSON object: restore it, or remove it"),
+        ("{}", ": context = None is a NoneType; it must be"),
+        ('{"context": "8"}', ": context = '8' is a str"),
+        ('{"context": 0}', ": context = 0: must be at least 1"),
+    ],
+)
+def test_a_context_that_cannot_be_read(tmp_path, text, said):
+    (tmp_path / "context.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        origin.context(epath.Path(tmp_path), 8)
+    assert str(error.value).startswith(str(tmp_path / "context.json")) and said in str(error.value)
