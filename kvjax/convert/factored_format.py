@@ -4,7 +4,7 @@ Tensors have the dotted names of kvjax's parameters, with layers numbered throug
 "layers.3.attention.mechanism.latent_key". config.json has the sections model and attention of a
 workdir's, README.md says what they mean.
 
-    model = factored_format.Factored(folder)    # reads it, one parameter of one layer at a time
+    model = factored_format.FactoredModel(folder)    # reads it, one parameter of one layer at a time
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def config_json(model: TransformerConfig, attention: dict, *, context: int) -> s
     return json.dumps(config, indent=2) + "\n"
 
 
-class Factored:
+class FactoredModel:
     """The model of such a folder: see `model.Model`."""
 
     def __init__(self, folder: epath.Path):

@@ -154,7 +154,7 @@ class ThinKeys:
         return self.rank if self.part == "value" else None
 
     def _check(self, rank: int, dim: int, kv_heads: int, *, of_values: bool) -> None:
-        most = dim * kv_heads // self._latents(kv_heads)
+        most = self._most(dim, kv_heads)
         if not 1 <= rank <= most:
             key = "value_rank" if of_values and self.value_rank else "rank"
             of = f"a head of {dim} channels" if self.mode == "per_head" else f"{most} in all heads"
@@ -162,8 +162,11 @@ class ThinKeys:
 
     def most_rank(self, config: GroupedConfig) -> int:
         dims = dict(query=config.key_dim, key=config.key_dim, value=config.value_dim)
-        heads = config.num_kv_heads
-        return min(dims[part] for part in self._parts) * heads // self._latents(heads)
+        return self._most(min(dims[part] for part in self._parts), config.num_kv_heads)
+
+    def _most(self, dim: int, heads: int) -> int:
+        """The largest rank of heads of so many channels."""
+        return dim * heads // self._latents(heads)
 
     def losses(self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]) -> list[float]:
         """The mean over what is of low rank."""

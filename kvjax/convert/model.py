@@ -17,6 +17,7 @@ import numpy as np
 
 from kvjax import experiment as experiment_lib
 from kvjax.attention import MECHANISMS
+from kvjax.convert import finite
 from kvjax.data import manifest
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
@@ -70,7 +71,7 @@ def open(source: str) -> Model:
     from kvjax.convert import published
 
     if factored_format.is_there(path):
-        return factored_format.Factored(path)
+        return factored_format.FactoredModel(path)
     return published.open(source)
 
 
@@ -97,7 +98,9 @@ class Trained:
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
         array = self._array(path)
-        return np.asarray((array if layer is None else array[layer]).read().result())
+        found = np.asarray((array if layer is None else array[layer]).read().result())
+        advice = "train it again from a checkpoint from before they were"
+        return finite.checked(found, f"{self._item}: {'.'.join(map(str, path))}", advice)
 
     def _array(self, path: Path):
         return storage.array(self._item, ".".join(map(str, ("params", *path))))

@@ -9,6 +9,7 @@ from etils import epath
 import ml_dtypes
 import numpy as np
 
+from kvjax.convert import finite
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
@@ -24,7 +25,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # that weights may have
 _SHOWN = 8
-_PART = 1 << 18  # values of which a copy stays in a core's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,23 +39,8 @@ class Stored:
 
     def read(self) -> np.ndarray:
         """Its data, of one of `DTYPES`; a UserError if some are NaN or infinite."""
-        array = self.load()
-        wrong = _not_finite(array)
-        if wrong:
-            raise UserError(
-                f"{self.path}: {self.name} has {wrong:,} of {array.size:,} values that are not "
-                "finite: download the file again, or take a checkpoint from before they were"
-            )
-        return array
-
-
-def _not_finite(array: np.ndarray) -> int:
-    """How many values are NaN or infinite: those that have all bits of the exponent."""
-    unsigned = np.dtype(f"u{array.itemsize}")
-    exponent = np.array(np.inf, array.dtype).view(unsigned)
-    bits = array.reshape(-1).view(unsigned)
-    parts = (bits[i : i + _PART] & exponent for i in range(0, bits.size, _PART))
-    return sum(int(np.count_nonzero(part == exponent)) for part in parts)
+        advice = "download the file again, or take a checkpoint from before they were"
+        return finite.checked(self.load(), f"{self.path}: {self.name}", advice)
 
 
 def open_folder(folder: epath.Path) -> dict[str, Stored]:
@@ -165,18 +150,7 @@ def check(
 
 def json_object(path: epath.Path) -> dict:
     """The object of a JSON file; a UserError where there is none."""
-    again = "download it again"
-    try:
-        tree = json_text.parse(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing: {again}") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): {again}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} is no JSON object: {again}")
-    return tree
+    return json_text.read_object(path, "download it again")
 
 
 def listed(names: Iterable[str]) -> str:

@@ -2,6 +2,10 @@
 
 import json
 
+from etils import epath
+
+from kvjax.foundation.errors import UserError
+
 
 def parse(text: str | bytes):
     """What the text says.
@@ -13,3 +17,25 @@ def parse(text: str | bytes):
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def read_object(path: epath.Path, advice: str) -> dict:
+    """The object that a file holds.
+
+    Args:
+      advice: what to do about a file that is missing or damaged; the end of the error.
+
+    Raises:
+      UserError: it is missing, cannot be read, or holds no JSON object.
+    """
+    try:
+        tree = parse(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: {advice}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): {advice}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is no JSON object: {advice}")
+    return tree

@@ -206,12 +206,7 @@ def check_identity(
             f"{path.parent} has checkpoints and no {path.name} that says what they belong to: "
             "choose another --workdir"
         )
-    try:
-        before = json_text.parse(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): choose another --workdir") from error
-    if not isinstance(before, dict):
-        raise UserError(f"{path} describes no run: restore it, or choose another --workdir")
+    before = json_text.read_object(path, "restore it, or choose another --workdir")
     old, new = dict(_flat(before)), dict(_flat(json.loads(json.dumps(identity))))
     keys = sorted(old.keys() | new.keys())
     differing = [k for k in keys if not same(k, old.get(k), new.get(k))]

@@ -13,7 +13,6 @@ from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import json_text
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.configuration import checked
-from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
 from kvjax.foundation.files import write_atomically
 
@@ -102,10 +101,4 @@ def ends(files: TokenFiles, tokenizer: Tokenizer, vocab_size: int) -> tuple[int,
 
 
 def _object(path: epath.Path) -> dict:
-    try:
-        tree = json_text.parse(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): restore it, or remove it") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} is no JSON object: restore it, or remove it")
-    return tree
+    return json_text.read_object(path, "restore it, or remove it")

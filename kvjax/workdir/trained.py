@@ -136,12 +136,7 @@ def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
             f"{workdir} is no workdir of a run ({path.name} is missing): give one as --workdir; "
             "`make demo` trains runs/lrkv_tiny, `python -m kvjax.main --workdir=runs/NAME` others"
         )
-    try:
-        tree = json_text.parse(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): restore it, or train again") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} describes no run: restore it, or train again")
+    tree = json_text.read_object(path, "restore it, or train again")
     try:  # the mesh is no part of what was trained
         return experiment_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
     except (UserError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -1,8 +1,53 @@
-"""A workdir of a small model."""
+"""The command, workdirs of small models, and text that they can read."""
 
+import json
+
+import numpy as np
 import pytest
 
+from kvjax.convert import __main__ as command
+from kvjax.convert import into_workdir
+from kvjax.convert import model as model_lib
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from tests.convert import comparison
 from tests.convert import workdirs
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A function of options: (status, standard output, standard error) of the command."""
+    monkeypatch.setattr(runtime, "start", lambda **_: None)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
+    return lambda *options: (command_line.status(command.main, list(options)), *capsys.readouterr())
+
+
+@pytest.fixture(scope="session")
+def imported(tmp_path_factory):
+    """A function of a published model's name: its workdir, written once."""
+    made = {}
+
+    def workdir(name):
+        if name not in made:
+            out = tmp_path_factory.mktemp("imported") / name
+            model = model_lib.open(str(comparison.PUBLISHED / name))
+            into_workdir.write(model, into_workdir.check(str(out)), {})
+            made[name] = out
+        return made[name]
+
+    return workdir
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """Documents of words and blanks: other bytes the small tokenizers do not have."""
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("etaoinshr"), 4)) for _ in range(40)]
+    lines = [json.dumps(dict(text=" ".join(rng.choice(words, 9)))) for _ in range(400)]
+    file.write_text("\n".join(lines))
+    return str(file)
 
 
 @pytest.fixture

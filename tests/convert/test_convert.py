@@ -1,8 +1,6 @@
-"""The command: a published model in, a smaller cache out, generated from and tuned."""
+"""The command: a published model in, a smaller cache out, and what is wrong with options."""
 
-import dataclasses
 import json
-import pathlib
 import re
 import shutil
 
@@ -16,102 +14,15 @@ from safetensors.numpy import save_file
 from kvjax import cache as cache_lib
 from kvjax import recipes
 from kvjax.convert import __main__ as command
-from kvjax.convert import calibration
 from kvjax.convert import into_workdir
 from kvjax.convert import model as model_lib
-from kvjax.convert import perplexity
-from kvjax.convert.converted import ConvertedModel
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import ThinKeys
 from kvjax.costs import formulas
-from kvjax.decoding.generator import Generator
 from kvjax.experiment import resolve
 from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation.errors import UserError
-from kvjax.layers import rope
 from kvjax.model import decoder
-from kvjax.model.loss import token_losses
-from kvjax.model.transformer import Compute
 from kvjax.workdir import trained
-
-PUBLISHED = pathlib.Path(__file__).parent / "published"
-F32 = Compute()
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """A function of options: (status, standard output, standard error) of the command."""
-    monkeypatch.setattr(runtime, "start", lambda **_: None)
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
-    return lambda *options: (command_line.status(command.main, list(options)), *capsys.readouterr())
-
-
-@pytest.fixture(scope="session")
-def imported(tmp_path_factory):
-    """A function of a published model's name: its workdir, written once."""
-    made = {}
-
-    def workdir(name):
-        if name not in made:
-            out = tmp_path_factory.mktemp("imported") / name
-            model = model_lib.open(str(PUBLISHED / name))
-            into_workdir.write(model, into_workdir.check(str(out)), {})
-            made[name] = out
-        return made[name]
-
-    return workdir
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    """Documents of words and blanks: other bytes the small tokenizers do not have."""
-    file = tmp_path_factory.mktemp("text") / "text.jsonl"
-    rng = np.random.default_rng(0)
-    words = ["".join(rng.choice(list("etaoinshr"), 4)) for _ in range(40)]
-    lines = [json.dumps(dict(text=" ".join(rng.choice(words, 9)))) for _ in range(400)]
-    file.write_text("\n".join(lines))
-    return str(file)
-
-
-def _logits(model, tokens):
-    return np.asarray(model.logits(model(tokens, compute=F32), compute=F32))
-
-
-def test_a_workdir_is_what_was_published(imported):
-    """Read as any run's: the same logits, tokenizer and chat template."""
-    source = model_lib.open(str(PUBLISHED / "llama_tied_bias"))
-    loaded = trained.load(imported("llama_tied_bias"))
-    tokens = np.random.default_rng(0).integers(0, 38, (2, 20))
-    whole = model_lib.transformer(source)
-    np.testing.assert_array_equal(_logits(loaded.model, tokens), _logits(whole, tokens))
-    assert loaded.step == 0 and loaded.context == source.context
-    workdir = imported("llama_tied_bias")
-    assert (workdir / "tokenizer.json").read_text() == source.tokenizer_json
-    assert not list(workdir.parent.glob(".staging*"))
-
-
-def test_a_workdir_is_a_source_too(imported):
-    """Parameter by parameter, layer by layer."""
-    source, again = model_lib.open(str(PUBLISHED / "qwen3")), model_lib.open(str(imported("qwen3")))
-    assert again.transformer == source.transformer
-    assert dict(again.parameters()) == dict(source.parameters())
-    for path in source.parameters():
-        layer = 1 if path[0] == "segments" else None
-        np.testing.assert_array_equal(again.read(path, layer), source.read(path, layer))
-
-
-def test_perplexity_layer_by_layer_is_the_models(imported):
-    """Of the model as a whole; the last few rows are fewer."""
-    rows_BT = np.random.default_rng(3).integers(0, 38, (5, 12)).astype(np.int32)
-    for name in ("gpt2", "llama_tied_bias", "mistral_window"):
-        source = model_lib.open(str(imported(name)))
-        whole = model_lib.transformer(source)
-        nats_BT = token_losses(whole, rows_BT[:, :-1], rows_BT[:, 1:], compute=F32)
-        expected = float(np.exp(np.asarray(nats_BT, np.float64).mean()))
-        assert perplexity.perplexity(source, rows_BT) == pytest.approx(expected, rel=1e-5)
-
+from tests.convert import comparison
+from tests.convert import workdirs
 
 METHODS = {
     "thin": ["--method=thin_keys", "--rank=2"],
@@ -151,9 +62,9 @@ def test_smaller_caches(run, imported, text, tmp_path, source, method):
     assert formulas.cache_bytes_per_token(config, half) == claimed["after"]
 
     tokens = np.random.default_rng(1).integers(0, 38, (2, 12)).astype(np.int32)
-    expected = _logits(loaded.model, tokens)
+    expected = workdirs.logits(loaded.model, tokens)
     decoding = decoder.Decoder(loaded.model)
-    cache = decoder.allocate(config, F32, batch=2, capacity=128)
+    cache = decoder.allocate(config, workdirs.F32, batch=2, capacity=128)
     step = jax.jit(lambda tokens, cache: decoding(tokens, cache, jnp.ones(2, jnp.int32)))
     for t in range(12):
         x, cache = step(tokens[:, t : t + 1], cache)
@@ -164,7 +75,7 @@ def test_smaller_caches(run, imported, text, tmp_path, source, method):
 @pytest.mark.parametrize("method", [[], ["--method=lrkv", "--rank=1", "--objective=weights"]])
 def test_weights_that_are_not_finite(run, tmp_path, method):
     source, out = tmp_path / "source", tmp_path / "out"
-    shutil.copytree(PUBLISHED / "llama_tied_bias", source)
+    shutil.copytree(comparison.PUBLISHED / "llama_tied_bias", source)
     name, file = "model.layers.1.self_attn.v_proj.weight", source / "model.safetensors"
     tensors = load_file(file)
     tensors[name][0, 0] = np.nan
@@ -173,89 +84,6 @@ def test_weights_that_are_not_finite(run, tmp_path, method):
     status, _, errors = run(*options)
     assert status == 2 and f"{name} has 1 of 128 values that are not finite" in errors
     assert not out.exists()
-
-
-def test_full_rank_changes_no_logits(imported):
-    for name in ("llama_tied_bias", "gpt2", "qwen2", "qwen3"):
-        source = model_lib.open(str(imported(name)))
-        mechanism = source.transformer.mechanisms[0]
-        tokens = np.random.default_rng(0).integers(0, 38, (2, 16))
-        moments = calibration.moments(source, tokens)
-        before = _logits(model_lib.transformer(source), tokens)
-        for method in (
-            ThinKeys(rank=mechanism.key_dim),
-            LowRankKV(rank=0, bases=mechanism.num_kv_heads),
-        ):
-            layers = source.transformer.block.num_layers
-            converted = ConvertedModel(source, [method] * layers, moments)
-            after = _logits(model_lib.transformer(converted), tokens)
-            assert np.abs(after - before).max() < 1e-4 * before.std(), (name, method)
-
-
-@pytest.mark.parametrize(
-    "method, keys",
-    [
-        (LowRankKV(rank=1), ["rank"]),
-        (ThinKeys(rank=1, mode="joint"), ["key_rank"]),
-        (ThinKeys(rank=1, part="value", absorb=False), ["value_rank"]),
-        (ThinKeys(rank=1, part="key_value", mode="joint"), ["key_rank", "value_rank"]),
-        (ThinKeys(rank=1, part="key_value", absorb=False), ["key_rank", "value_rank"]),
-    ],
-)
-def test_ranks_that_differ_by_layer(imported, tmp_path, method, keys):
-    """Layers of other ranks are segments of their own; the config says `layer_ranks`."""
-    source = model_lib.open(str(imported("llama_tied_bias")))
-    layers = source.transformer.block.num_layers
-    ranks = [1 + i % 3 for i in range(layers)]
-    at = lambda rank: dataclasses.replace(method, rank=rank, objective="weights")
-    converted = ConvertedModel(source, list(map(at, ranks)), None)
-    into_workdir.write(converted, into_workdir.check(str(tmp_path / "out")), {})
-    loaded = trained.load(tmp_path / "out")
-    for key in keys:
-        assert [getattr(m, key) for m in loaded.model.config.mechanisms] == ranks
-    tokens = np.random.default_rng(0).integers(0, 38, (1, 9))
-    again = model_lib.transformer(converted)
-    np.testing.assert_array_equal(_logits(loaded.model, tokens), _logits(again, tokens))
-    again = model_lib.open(str(tmp_path / "out"))
-    assert again.transformer == converted.transformer
-
-
-def test_moments_are_those_of_the_models_inputs(imported):
-    """Against the activations of the model as a whole."""
-    source = model_lib.open(str(imported("qwen2")))
-    rows = np.random.default_rng(0).integers(0, 38, (5, 11))
-    model = model_lib.transformer(source)
-    seen = []
-    decoding = decoder.Decoder(model)
-    x = decoding.embed(jnp.asarray(rows), np.arange(11)[None], F32)
-    c = source.transformer.block
-    for layer, mechanism in zip(decoding.layers, source.transformer.mechanisms, strict=True):
-        h = np.asarray(layer.attention_norm(x), np.float64).reshape(-1, c.d_model)
-        h = np.concatenate([h, np.ones((len(h), 1))], axis=1)
-        seen.append(h.T @ h / len(h))
-        positions = rope.positions(np.arange(11)[None], mechanism.rope_dim, c.angles_base)
-        x = layer(x, positions, causal=True, window=c.window, compute=F32)
-    for got, wanted in zip(calibration.moments(source, rows), seen, strict=True):
-        np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max())
-
-
-def test_a_conversion_is_tuned_by_the_file_it_leaves(imported, text, tmp_path):
-    out = tmp_path / "thin"
-    source = model_lib.open(str(imported("llama_tied_bias")))
-    layers = source.transformer.block.num_layers
-    converted = ConvertedModel(source, [ThinKeys(rank=2, objective="weights")] * layers, None)
-    into_workdir.write(converted, into_workdir.check(str(out)), {})
-    config = command_line.load_config(
-        out / "recover.py",
-        [f"--config.data.source={text}", "--config.data.sequence_length=16"],
-    )
-    experiment = resolve(config)
-    assert experiment.model == converted.transformer
-    assert experiment.optimizer.tuned == recipes.TUNED["qk"]
-    assert experiment.optimizer.matrix_learning_rate == 5e-5
-    assert experiment.train.parent == str(out)
-    assert experiment.data.sequence_length == 16
-    assert (experiment.train.batch_size, experiment.train.grad_accumulation) == (8, 8)
 
 
 @pytest.mark.parametrize(
@@ -277,15 +105,9 @@ def test_what_was_converted_is_tuned(run, imported, tmp_path, source, options, t
     assert experiment.data.sequence_length == min(2048, context)
 
 
-def test_a_config_of_recovery_names_what_is_wrong(imported, tmp_path):
-    with pytest.raises(UserError, match="section = 'trian': must be one of"):
-        recipes.recover(imported("gpt2"), trian=dict(num_steps=1))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="is no workdir of a model .config.json has no 'model'"):
-        recipes.recover(tmp_path)
-
-
 BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
+
+
 BAD = [
     ([], "--source is missing: give a folder"),
     (["--source=X"], "--out is missing"),
@@ -375,7 +197,7 @@ def test_bad_options(run, imported, tmp_path, options, message):
 
 def test_a_damaged_source_leaves_nothing(run, tmp_path):
     folder = tmp_path / "source"
-    shutil.copytree(PUBLISHED / "gpt2", folder)
+    shutil.copytree(comparison.PUBLISHED / "gpt2", folder)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     status, _, errors = run(f"--source={folder}", f"--out={tmp_path / 'out'}")
@@ -414,54 +236,3 @@ def test_text_that_is_too_short_names_the_options(run, imported, tmp_path):
     status, _, errors = run(*options)
     assert status == 2 and "--calibrate" in errors, errors
     assert not re.search(r"--(source|tokenizer|sequence_length|validation)", errors), errors
-
-
-def test_a_link_is_followed(imported, tmp_path):
-    source = model_lib.open(str(imported("llama_tied_bias")))
-    for target in ("empty", "missing"):
-        (tmp_path / f"{target}_link").symlink_to(tmp_path / target)
-    (tmp_path / "empty").mkdir()
-    for target in ("empty", "missing"):
-        into_workdir.write(source, into_workdir.check(str(tmp_path / f"{target}_link")), {})
-        assert (tmp_path / target / "config.txt").exists()
-        assert (tmp_path / f"{target}_link").is_symlink()
-
-
-def test_what_was_made_is_kept_where_its_name_was_taken_meanwhile(imported, tmp_path):
-    source = model_lib.open(str(imported("llama_tied_bias")))
-    out = into_workdir.check(str(tmp_path / "model.v1"))
-    with pytest.raises(UserError, match=r"put there meanwhile; what was made is .*model.v1-3$"):
-        with into_workdir.staged(out) as staging:
-            (staging / "weights").write_text("all")
-            (tmp_path / "model.v1-2").write_text("")
-            (tmp_path / "model.v1").mkdir()
-            (tmp_path / "model.v1/theirs").write_text("")
-    assert (tmp_path / "model.v1-3/weights").read_text() == "all"
-    names = ["model.v1", "model.v1-2", "model.v1-3"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    into_workdir.write(source, into_workdir.check(str(tmp_path / "other")), {})
-
-
-def test_nothing_half_written_has_the_name(imported, tmp_path, monkeypatch):
-    source = model_lib.open(str(imported("llama_tied_bias")))
-    real = source.read
-    count = []
-
-    def failing(path, layer=None):
-        count.append(path)
-        if len(count) > 8:
-            raise OSError(28, "No space left on device")
-        return real(path, layer)
-
-    monkeypatch.setattr(source, "read", failing)
-    out = into_workdir.check(str(tmp_path / "out"))
-    with pytest.raises(UserError, match="cannot be written: No space left on device; nothing"):
-        into_workdir.write(source, out, {})
-    assert not list(tmp_path.iterdir())
-
-
-def test_generation_from_a_conversion(imported):
-    loaded = trained.load(imported("llama_tied_bias"))
-    generation = Generator(loaded.model, loaded.compute).start([[1, 2, 3]], num_tokens=4)
-    assert len(list(generation)) == 4
-    assert len(generation.tokens[0]) == 4

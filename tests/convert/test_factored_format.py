@@ -25,7 +25,7 @@ def test_factors_come_back_bit_for_bit(tmp_path, make_mechanism, name):
     workdir = workdirs.write(tmp_path / "workdir", config)
     workdirs.export(workdir, tmp_path / "out", "--format=factored")
     before, after = model_lib.open(str(workdir)), model_lib.open(str(tmp_path / "out"))
-    assert isinstance(after, factored_format.Factored)
+    assert isinstance(after, factored_format.FactoredModel)
     comparison.exactly(after, before)
     assert after.tokenizer_json == before.tokenizer_json and after.context == before.context
     # README.md has every tensor, and what is cached in all.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from kvjax.convert import finite
 from kvjax.convert import tensors
 from kvjax.foundation.errors import UserError
 
@@ -60,7 +61,7 @@ def test_tensors_are_as_they_were_saved(tmp_path, arrays, sharded):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_values_that_are_not_finite_are_counted(tmp_path, dtype):
     """In all parts that are looked at one after the other; the largest values are finite."""
-    array = np.full(tensors._PART + 9, ml_dtypes.finfo(dtype).max, dtype)
+    array = np.full(finite._PART + 9, ml_dtypes.finfo(dtype).max, dtype)
     array[1::2] *= -1
     path = tmp_path / "model.safetensors"
     save_file(dict(weights=array, mask=np.full(3, -np.inf, dtype)), path)

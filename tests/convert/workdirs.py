@@ -17,9 +17,11 @@ from kvjax.data import tokenizer
 from kvjax.foundation import command_line
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from tests.conftest import random_values
 
+F32 = Compute()
 LAYERS, VOCABULARY, CONTEXT = 3, 260, 40  # the tokenizer has 257 tokens
 EPSILON = 1e-2  # large: what is confused shows in the logits
 _DIMS = dict(num_heads=4, key_dim=8, value_dim=8, norm_epsilon=EPSILON)
@@ -133,3 +135,8 @@ def export(workdir: epath.PathLike, out: epath.PathLike, *options: str) -> None:
     """What the command does, which must succeed."""
     arguments = [f"--workdir={workdir}", f"--out={out}", *options]
     assert command_line.status(export_lib.main, arguments) == 0
+
+
+def logits(model: Transformer, tokens_BT: np.ndarray) -> np.ndarray:
+    """[B, T, V] in float32."""
+    return np.asarray(model.logits(model(tokens_BT, compute=F32), compute=F32))

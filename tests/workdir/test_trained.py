@@ -127,7 +127,7 @@ def test_a_config_that_cannot_be_read(run, copy):
     (copy / "config.json").write_text(json.dumps(config | {"attention": 3}))
     expect(run, copy, "config.json: 'int' object")
     (copy / "config.json").write_text("[1]")
-    expect(run, copy, "config.json describes no run")
+    expect(run, copy, "config.json is no JSON object")
     (copy / "config.json").write_text("{")
     expect(run, copy, "config.json is not JSON")
 

@@ -1,0 +1,43 @@
+"""Perplexity and moments with one layer in memory, against the model as a whole."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.convert import calibration
+from kvjax.convert import model as model_lib
+from kvjax.convert import perplexity
+from kvjax.layers import rope
+from kvjax.model import decoder
+from kvjax.model.loss import token_losses
+from tests.convert import workdirs
+
+
+def test_perplexity_layer_by_layer_is_the_models(imported):
+    """Of the model as a whole; the last few rows are fewer."""
+    rows_BT = np.random.default_rng(3).integers(0, 38, (5, 12)).astype(np.int32)
+    for name in ("gpt2", "llama_tied_bias", "mistral_window"):
+        source = model_lib.open(str(imported(name)))
+        whole = model_lib.transformer(source)
+        nats_BT = token_losses(whole, rows_BT[:, :-1], rows_BT[:, 1:], compute=workdirs.F32)
+        expected = float(np.exp(np.asarray(nats_BT, np.float64).mean()))
+        assert perplexity.perplexity(source, rows_BT) == pytest.approx(expected, rel=1e-5)
+
+
+def test_moments_are_those_of_the_models_inputs(imported):
+    """Against the activations of the model as a whole."""
+    source = model_lib.open(str(imported("qwen2")))
+    rows = np.random.default_rng(0).integers(0, 38, (5, 11))
+    model = model_lib.transformer(source)
+    seen = []
+    decoding = decoder.Decoder(model)
+    x = decoding.embed(jnp.asarray(rows), np.arange(11)[None], workdirs.F32)
+    c = source.transformer.block
+    for layer, mechanism in zip(decoding.layers, source.transformer.mechanisms, strict=True):
+        h = np.asarray(layer.attention_norm(x), np.float64).reshape(-1, c.d_model)
+        h = np.concatenate([h, np.ones((len(h), 1))], axis=1)
+        seen.append(h.T @ h / len(h))
+        positions = rope.positions(np.arange(11)[None], mechanism.rope_dim, c.angles_base)
+        x = layer(x, positions, causal=True, window=c.window, compute=workdirs.F32)
+    for got, wanted in zip(calibration.moments(source, rows), seen, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max())

@@ -1,0 +1,104 @@
+"""A model read from a workdir and from a conversion: the same weights, the same logits."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvjax.convert import calibration
+from kvjax.convert import into_workdir
+from kvjax.convert import model as model_lib
+from kvjax.convert.converted import ConvertedModel
+from kvjax.convert.methods import LowRankKV
+from kvjax.convert.methods import ThinKeys
+from kvjax.foundation.errors import UserError
+from kvjax.workdir import trained
+from tests.convert import comparison
+from tests.convert import workdirs
+
+
+def test_a_workdir_with_values_that_are_not_finite(tmp_path):
+    block, mechanism, _ = workdirs.MODELS["gqa"]
+    made = workdirs.Made(workdirs.config(block, mechanism))
+    path = ("segments", 0, "mlp", "up")
+    made.weights[path][1].flat[:2] = np.nan, -np.inf
+    into_workdir.write(made, into_workdir.check(str(tmp_path / "out")), {})
+    source = model_lib.open(str(tmp_path / "out"))
+    source.read(path, 0)
+    with pytest.raises(UserError, match="segments.0.mlp.up has 2 of 480 values that are not fin"):
+        source.read(path, 1)
+
+
+def test_a_workdir_is_what_was_published(imported):
+    """Read as any run's: the same logits, tokenizer and chat template."""
+    source = model_lib.open(str(comparison.PUBLISHED / "llama_tied_bias"))
+    loaded = trained.load(imported("llama_tied_bias"))
+    tokens = np.random.default_rng(0).integers(0, 38, (2, 20))
+    whole = model_lib.transformer(source)
+    np.testing.assert_array_equal(
+        workdirs.logits(loaded.model, tokens), workdirs.logits(whole, tokens)
+    )
+    assert loaded.step == 0 and loaded.context == source.context
+    workdir = imported("llama_tied_bias")
+    assert (workdir / "tokenizer.json").read_text() == source.tokenizer_json
+    assert not list(workdir.parent.glob(".staging*"))
+
+
+def test_a_workdir_is_a_source_too(imported):
+    """Parameter by parameter, layer by layer."""
+    source, again = (
+        model_lib.open(str(comparison.PUBLISHED / "qwen3")),
+        model_lib.open(str(imported("qwen3"))),
+    )
+    assert again.transformer == source.transformer
+    assert dict(again.parameters()) == dict(source.parameters())
+    for path in source.parameters():
+        layer = 1 if path[0] == "segments" else None
+        np.testing.assert_array_equal(again.read(path, layer), source.read(path, layer))
+
+
+def test_full_rank_changes_no_logits(imported):
+    for name in ("llama_tied_bias", "gpt2", "qwen2", "qwen3"):
+        source = model_lib.open(str(imported(name)))
+        mechanism = source.transformer.mechanisms[0]
+        tokens = np.random.default_rng(0).integers(0, 38, (2, 16))
+        moments = calibration.moments(source, tokens)
+        before = workdirs.logits(model_lib.transformer(source), tokens)
+        for method in (
+            ThinKeys(rank=mechanism.key_dim),
+            LowRankKV(rank=0, bases=mechanism.num_kv_heads),
+        ):
+            layers = source.transformer.block.num_layers
+            converted = ConvertedModel(source, [method] * layers, moments)
+            after = workdirs.logits(model_lib.transformer(converted), tokens)
+            assert np.abs(after - before).max() < 1e-4 * before.std(), (name, method)
+
+
+@pytest.mark.parametrize(
+    "method, keys",
+    [
+        (LowRankKV(rank=1), ["rank"]),
+        (ThinKeys(rank=1, mode="joint"), ["key_rank"]),
+        (ThinKeys(rank=1, part="value", absorb=False), ["value_rank"]),
+        (ThinKeys(rank=1, part="key_value", mode="joint"), ["key_rank", "value_rank"]),
+        (ThinKeys(rank=1, part="key_value", absorb=False), ["key_rank", "value_rank"]),
+    ],
+)
+def test_ranks_that_differ_by_layer(imported, tmp_path, method, keys):
+    """Layers of other ranks are segments of their own; the config says `layer_ranks`."""
+    source = model_lib.open(str(imported("llama_tied_bias")))
+    layers = source.transformer.block.num_layers
+    ranks = [1 + i % 3 for i in range(layers)]
+    at = lambda rank: dataclasses.replace(method, rank=rank, objective="weights")
+    converted = ConvertedModel(source, list(map(at, ranks)), None)
+    into_workdir.write(converted, into_workdir.check(str(tmp_path / "out")), {})
+    loaded = trained.load(tmp_path / "out")
+    for key in keys:
+        assert [getattr(m, key) for m in loaded.model.config.mechanisms] == ranks
+    tokens = np.random.default_rng(0).integers(0, 38, (1, 9))
+    again = model_lib.transformer(converted)
+    np.testing.assert_array_equal(
+        workdirs.logits(loaded.model, tokens), workdirs.logits(again, tokens)
+    )
+    again = model_lib.open(str(tmp_path / "out"))
+    assert again.transformer == converted.transformer
