@@ -4,7 +4,7 @@ Tensors have the dotted names of kvjax's parameters, with layers numbered throug
 "layers.3.attention.mechanism.latent_key". config.json has the sections model and attention of a
 workdir's, README.md says what they mean.
 
-    model = factored_format.FactoredModel(folder)    # reads it, one parameter of one layer at a time
+    model = factored_format.FactoredModel(folder)  # reads one parameter of one layer at a time
 """
 
 import dataclasses
