@@ -140,7 +140,7 @@ class Experiment:
     mesh: MeshConfig
 
     def __post_init__(self):
-        _check_name(self.name)
+        check_name("config.name", self.name)
         learning_rate_schedule(self.optimizer, self.train.num_steps)  # raises where they disagree
 
     @property
@@ -148,16 +148,16 @@ class Experiment:
         return self.train.batch_size * self.data.sequence_length
 
 
-def _check_name(name: str) -> None:
+def check_name(key: str, name: str) -> None:
     """Raises a UserError for a name that cannot be a folder's: the default workdir is runs/NAME."""
-    check_text("config.name", name)
+    check_text(key, name)
     if not name.strip() or name != name.strip() or ".." in name.split("/") or name[0] in "./":
         raise UserError(
-            f"config.name = {name!r}: must be a folder's name, as in sweeps/a (runs/NAME is the "
+            f"{key} = {name!r}: must be a folder's name, as in sweeps/a (runs/NAME is the "
             "default workdir), without '..', blanks at its ends, or a dot or '/' at its start"
         )
     if len(name.encode()) > 200 or not name.isprintable():
-        raise UserError(f"config.name = {name!r}: must be at most 200 bytes of printable text")
+        raise UserError(f"{key} = {name!r}: must be at most 200 bytes of printable text")
 
 
 def resolve(config: ml_collections.ConfigDict) -> Experiment:

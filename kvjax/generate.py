@@ -121,6 +121,9 @@ def _run(values: argparse.Namespace) -> None:
         generator = Generator(loaded.model, loaded.compute, **devices)
     tokenizer, context = loaded.tokenizer, loaded.context
     del loaded  # the generator has the weights: once is enough
+    if written := sorted({s for prompt in prompts for s in tokenizer.written_out(prompt)}):
+        names = ", ".join(written)
+        say(f"special tokens in a prompt are read as the characters they are made of: {names}")
     longest = 1 + max(len(tokenizer.encode(prompt)) for prompt in prompts)
     with progress.waiting("reading the prompts") as doing:
         shown = _Shown(prompts, doing)

@@ -139,6 +139,13 @@ def test_beyond_the_context_of_training_there_is_a_warning(run):
     assert "a prompt of 23 tokens and 11 to generate go past the 32 tokens" in err
 
 
+def test_specials_in_a_prompt_are_told(run):
+    status, _, err = run("--prompt=<|bos|>a", "--num_tokens=2")
+    assert status == 0
+    assert "special tokens in a prompt are read as the characters they are made of: <|bos|>" in err
+    assert "special tokens" not in run("--prompt=<|bo|>", "--num_tokens=2")[2]
+
+
 @pytest.mark.slow
 def test_a_process_with_prompts_on_standard_input(workdir):
     command = [sys.executable, "-m", "kvjax.generate", f"--workdir={workdir}", "--num_tokens=3"]

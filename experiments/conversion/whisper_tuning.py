@@ -73,11 +73,12 @@ _LRKV = tuple(f"lrkv_r{rank}" for rank in RESIDUAL_RANKS)
 _MATCHED = tuple(f"thin_as_lrkv_r{rank}" for rank in MATCHED_KEYS)
 for _kind in ("thin_kv", "thin_kv_joint"):
     _MATCHED += tuple(f"{_kind}_as_lrkv_r{rank}" for rank in RESIDUAL_RANKS)
+_CONTROLS = tuple(f"thin_{kind}_r{rank}" for kind in ("query", "both") for rank in (192, 96))
 _SOME = (CONTROL, "thin_r192", "thin_r96", "lrkv_r8", "lrkv_r24")
 # At the paper's 5e-5 so few steps change little: 5e-4 is what tables and figures show first.
 SETTINGS = (
     Setting(5e-4, "qkv", 0.0, (CONTROL, *_THIN, *_JOINT, *_LRKV, *_MATCHED)),
-    Setting(5e-4, "qk", 0.0, (CONTROL, *_THIN, *_LRKV)),
+    Setting(5e-4, "qk", 0.0, (CONTROL, *_THIN, *_LRKV, *_CONTROLS)),
     Setting(5e-5, "qk", 0.0, (CONTROL, *_THIN)),
     Setting(5e-4, "qkv", 0.5, _SOME),
 )
@@ -91,6 +92,9 @@ def variants(num_heads: int, head_dim: int) -> dict[str, Methods]:
     found: dict[str, Methods] = {CONTROL: ()}
     found |= {f"thin_r{rank}": (ThinKeys(rank=of_head(rank)),) for rank in THIN}
     found |= {f"lrkv_r{rank}": (LowRankKV(rank=residual(rank)),) for rank in RESIDUAL_RANKS}
+    for kind in ("query", "both"):  # queries are multiplied out, and tuned whole
+        for rank in (192, 96):
+            found[f"thin_{kind}_r{rank}"] = (ThinKeys(rank=of_head(rank), part=kind),)
     for rank in JOINT:
         of_all = max(1, rank * num_heads * head_dim // 384)
         found[f"thin_joint_r{rank}"] = (ThinKeys(rank=of_all, mode="joint"),)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import shlex
 import tempfile
 
 from etils import epath
@@ -36,6 +37,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import provenance
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import warn
 from kvjax.foundation.output import Output
 from kvjax.foundation.output import Table
 
@@ -108,10 +110,20 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             source, method, moments, _ranks(options, method, source, moments, layers)
         )
     record = _record(options, method, source, model)
+    for key, rows_BT in dict(calibrated=calibrating_BT, evaluated=evaluated_BT).items():
+        if rows_BT is not None:
+            record[key] = dict(text=getattr(options, key[:-1]), tokens=rows_BT[:, 1:].size)
+    before = {}
+    if method is not None and evaluated_BT is not None:
+        before = dict(before=perplexity.perplexity(source, evaluated_BT))
     tunes_values = method is not None and method.changes_values
     into_workdir.write(model, target, record, tune="qkv" if tunes_values else "qk")
     if evaluated_BT is not None:
-        record["perplexity"] = _perplexities(options, source, evaluated_BT)
+        try:
+            after = perplexity.perplexity(model_lib.open(str(target)), evaluated_BT)
+        except UserError as error:
+            raise UserError(f"{options.out} was written; {error}") from error
+        record["perplexity"] = before | dict(after=after)
         into_workdir.write_record(target, record)
     _report(out, options, source, record)
 
@@ -158,7 +170,7 @@ def _choices(options: argparse.Namespace, method: Method, source: Model) -> list
 
 def _allowed(options: argparse.Namespace, source: Model) -> int:
     """Bytes per token."""
-    return int(options.cache * _cache_bytes(source))
+    return int(options.cache * _cache_bytes(source) + 1e-6)  # 0.7 is not quite 0.7
 
 
 def _ranks(
@@ -173,8 +185,27 @@ def _ranks(
         return None
     lost = budget.losses(source, method, moments, layers)
     if options.energy is not None:
-        return budget.by_energy(layers, lost, options.energy)
+        ranks = budget.by_energy(layers, lost, options.energy)
+        _warn_of_less(layers, lost, ranks, options.energy)
+        return ranks
     return budget.within(layers, lost, _allowed(options, source))
+
+
+def _warn_of_less(
+    layers: list[Choices], lost: list[list[float]], ranks: list[int], energy: float
+) -> None:
+    """Tells of layers that keep less of their energy at any rank that makes the cache smaller."""
+    short = []
+    for i, (layer, of, rank) in enumerate(zip(layers, lost, ranks, strict=True)):
+        kept = 1 - of[layer.ranks.index(rank)]
+        if kept < energy - 1e-9:
+            short.append(f"layer {i} {kept:.4f} at rank {rank}")
+    if short:
+        more = f" and {len(short) - 4} more" if len(short) > 4 else ""
+        warn(
+            f"--energy={energy}: no rank that makes the cache smaller keeps so much: "
+            f"{', '.join(short[:4])}{more}"
+        )
 
 
 @contextlib.contextmanager
@@ -193,12 +224,20 @@ def _rows(options: argparse.Namespace, model: Model, *, key: str, split: str) ->
         model.transformer.check_length(options.row_length)
     except UserError as error:
         raise UserError(perplexity.as_options(str(error), key)) from error
+    if options.row_length > model.context:
+        warn(
+            f"--row_length = {options.row_length}: {model.name} was trained on rows of "
+            f"{model.context:,} tokens"
+        )
     source = getattr(options, key)
     if not source:
         raise UserError(f"--{key}='': give text, as 'embedded' or a file")
     with _tokenizer_file(model) as tokenizer:
-        found = dict(split=split, length=options.row_length, tokens=tokens, key=key)
-        return perplexity.rows(source, tokenizer, **found)
+        asked_for = dict(split=split, length=options.row_length, tokens=tokens, key=key)
+        rows_BT = perplexity.rows(source, tokenizer, **asked_for)
+    if rows_BT[:, 1:].size < tokens:
+        warn(f"--{key}={source}: has {rows_BT[:, 1:].size:,} tokens of the {tokens:,} asked for")
+    return rows_BT
 
 
 def _record(
@@ -221,6 +260,9 @@ def _report(out: Output, options: argparse.Namespace, source: Model, result: dic
     """Prints what the conversion made, and what it cost."""
     before, after = result["cache_bytes_per_token"].values()
     out.say(f"written: {options.out}, from {source.name}")
+    if "calibrated" in result:
+        found = result["calibrated"]
+        out.say(f"calibrated on {found['tokens']:,} tokens ({found['text']})")
     if options.method != "none":
         names = list(result["errors"][0])
         rows = [
@@ -233,21 +275,13 @@ def _report(out: Output, options: argparse.Namespace, source: Model, result: dic
         found = result["perplexity"]
         shown = f"{found['before']:.3f} before, " if "before" in found else ""
         shown += f"{found['after']:.3f}" + (" after" if "before" in found else "")
-        out.say(f"\nperplexity of held-out text ({options.evaluate}): {shown}")
+        of = f"{result['evaluated']['tokens']:,} held-out tokens ({options.evaluate})"
+        out.say(f"\nperplexity of {of}: {shown}")
     share = f", {after / before:.3f} of {before:,}" if after != before else ""
     out.say(f"\ncache: {after:,} bytes per token in bfloat16{share}")
-    out.say(f"\npython -m kvjax.generate --workdir={options.out} --prompt='Once'", wrap=False)
+    workdir = shlex.quote(options.out)
+    out.say(f"\npython -m kvjax.generate --workdir={workdir} --prompt='Once'", wrap=False)
     out.result(result)
-
-
-def _perplexities(
-    options: argparse.Namespace, source: Model, rows_BT: np.ndarray
-) -> dict[str, float]:
-    """By "before" and "after", where something was converted."""
-    found = {}
-    if options.method != "none":
-        found["before"] = perplexity.perplexity(source, rows_BT)
-    return found | dict(after=perplexity.perplexity(model_lib.open(options.out), rows_BT))
 
 
 if __name__ == "__main__":

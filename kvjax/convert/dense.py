@@ -2,6 +2,9 @@
 
 K_k = Base^K[j(k)] + R^K_k B^K_k    # LRKV eq. 2, as one matrix for each KV head
 K_k = C^K[j(k)] B^K_k               # thin keys, section 2.3
+
+Published models have heads of one width: values that are narrower than keys get channels of zeros,
+and so do keys where neither RoPE nor a norm would see them.
 """
 
 import dataclasses
@@ -17,6 +20,7 @@ from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.convert.model import Parameters
 from kvjax.convert.model import Path
+from kvjax.model.config import BlockConfig
 
 _MECHANISM = ("attention", "mechanism")
 _WHOLE = dict(base_key="key", base_value="value")  # of what they are the weights
@@ -43,6 +47,9 @@ class Dense:
         heads = max(mechanism.key_heads for mechanism in config.mechanisms)
         mechanisms = tuple(_dense(mechanism, heads) for mechanism in config.mechanisms)
         _check_alike(mechanisms)
+        narrow = mechanisms[0].key_dim
+        mechanisms = tuple(_of_one_width(mechanism, config.block) for mechanism in mechanisms)
+        self._scale = (mechanisms[0].key_dim / narrow) ** 0.5  # of queries
         self.transformer = dataclasses.replace(config, mechanisms=mechanisms)
         self._dtypes = {path: dtype for path, (_, dtype) in source.parameters().items()}
 
@@ -61,16 +68,33 @@ class Dense:
         if layer is None:
             return self._source.read(path)
         found = self._whole(path, layer) if self._is_whole(path) else self._read(path, layer)
-        return np.asarray(found, self._dtype(path))
+        return np.asarray(self._widened(path, found), self._dtype(path))
 
     def _is_whole(self, path: Path) -> bool:
         """Whether a parameter is the bases', which become whole keys or values."""
         return path[2:4] == _MECHANISM and path[4].removesuffix("_bias") in _WHOLE
 
     def _dtype(self, path: Path) -> np.dtype:
-        if self._is_whole(path) and not self.is_source:
+        scaled = path[2:] == (*_MECHANISM, "query") and self._scale != 1
+        if scaled or (self._is_whole(path) and not self.is_source):
             return np.dtype(np.float32)
         return self._dtypes[path]
+
+    def _widened(self, path: Path, w: np.ndarray) -> np.ndarray:
+        """A parameter of a layer with channels of zeros, see the module's docstring.
+
+        Logits are divided by the root of a key's channels: queries make up for more of them.
+        """
+        name = path[-1].removesuffix("_bias")
+        dims = self.transformer.mechanisms[0]
+        wide = dict(query=dims.key_dim, base_key=dims.key_dim, base_value=dims.value_dim)
+        if path[2:] == ("attention", "out"):
+            return _filled(w, dims.value_dim, axis=-2)
+        if path[2:4] != _MECHANISM or name not in wide:
+            return w
+        if name == "query" and self._scale != 1:
+            w = w.astype(np.float64) * self._scale
+        return _filled(w, wide[name], axis=-1)
 
     def _read(self, path: Path, index: int) -> np.ndarray:
         """A parameter of a layer of the source, where layers may be in several segments."""
@@ -93,6 +117,15 @@ class Dense:
             expanded = np.matmul(latent_KDR.astype(np.float64), expand_KRH).swapaxes(0, 1)
             parts.append(expanded[0] if bias else expanded)
         return sum(parts[1:], start=parts[0])
+
+
+def _filled(w: np.ndarray, dim: int, *, axis: int) -> np.ndarray:
+    """With zeros at the end of an axis, up to that length."""
+    if w.shape[axis] == dim:
+        return w
+    more = [(0, 0)] * w.ndim
+    more[axis] = (0, dim - w.shape[axis])
+    return np.pad(w, more)
 
 
 def _every(w: np.ndarray, K: int) -> np.ndarray:
@@ -128,6 +161,15 @@ def _dense(mechanism: GroupedConfig | FactoredConfig, heads: int) -> GroupedConf
     same = ("num_heads", "key_dim", "value_dim", "qk_norm", "bias", "out_bias", "norm_epsilon")
     keys = {key: getattr(mechanism, key) for key in same}
     return GroupedConfig(**keys, num_kv_heads=heads, num_bases=heads, rank=0)
+
+
+def _of_one_width(mechanism: GroupedConfig, block: BlockConfig) -> GroupedConfig:
+    """The mechanism with keys and values of as many channels as published models have."""
+    key, value = mechanism.key_dim, mechanism.value_dim
+    if block.positions == "rope" or mechanism.qk_norm != "none":
+        return dataclasses.replace(mechanism, value_dim=max(key, value))
+    dim = max(key, value, block.d_model // mechanism.num_heads)
+    return dataclasses.replace(mechanism, key_dim=dim, value_dim=dim)
 
 
 def _check_alike(mechanisms: tuple[GroupedConfig, ...]) -> None:

@@ -11,6 +11,7 @@ how others can. auto is huggingface where that makes no cache larger, else facto
 
 import argparse
 import json
+import shlex
 
 from etils import epath
 import jax.numpy as jnp
@@ -149,11 +150,11 @@ def _report(
             f"and {after:,} in transformers, {after / before:.1f} times as many: the factors are "
             "multiplied out there. --format=factored keeps them, and the small cache"
         )
-    folder = json.dumps(str(target))
+    folder, source = json.dumps(str(target)), shlex.quote(str(target))
     if kind == "huggingface":
         out.say(f"\ntransformers.AutoModelForCausalLM.from_pretrained({folder})", wrap=False)
     else:
-        out.say(f"\npython -m kvjax.convert --source={target} --out=runs/NAME", wrap=False)
+        out.say(f"\npython -m kvjax.convert --source={source} --out=runs/NAME", wrap=False)
     out.result(
         dict(
             out=str(target),

@@ -20,9 +20,8 @@ def text(name: str, config: TransformerConfig, *, context: int) -> str:
     parts = [
         f"# {name}",
         f"A language model of {config.block.num_layers} layers, trained on rows of {context:,} "
-        "tokens, with the factors of its keys and values as they were trained: a cache keeps what "
-        "is small. Written by kvjax, which reads it with `python -m kvjax.convert --source=FOLDER "
-        "--out=WORKDIR`.",
+        "tokens, with the factors of its keys and values: a cache keeps what is small. Written by "
+        "kvjax, which reads it with `python -m kvjax.convert --source=FOLDER --out=WORKDIR`.",
         "## Tensors",
         "`config.json` has the options, `model.safetensors` (or the files that "
         "`model.safetensors.index.json` names) the tensors, `tokenizer.json` the tokenizer. "
@@ -95,9 +94,13 @@ def _model(block: BlockConfig) -> str:
     """The formulas outside attention."""
     activation = dict(
         relu2="relu(x up)²",
-        gelu="gelu(x up), by tanh",
-        gelu_exact="gelu(x up), with erf",
+        gelu="gelu_tanh(x up)",
+        gelu_exact="gelu(x up)",
         swiglu="(silu(x gate) · (x up))",
+    )
+    meaning = dict(
+        gelu="gelu_tanh(z) = z/2 · (1 + tanh(sqrt(2/π) · (z + 0.044715 z³)))",
+        gelu_exact="gelu(z) = z/2 · (1 + erf(z / sqrt(2)))",
     )
     z, centred = ("z", ", z = x - mean(x)") if block.norm == "layer" else ("x", "")
     affine = " · gain" * block.norm_gain + " + bias" * block.norm_bias
@@ -110,6 +113,7 @@ def _model(block: BlockConfig) -> str:
         "x = embedding_norm(x)" if block.embedding_norm else "",
         "x = x + attention(attention_norm(x)), then x = x + mlp(mlp_norm(x)), in every layer",
         f"mlp(x) = {activation[block.activation]} · down" + ", with biases" * block.bias,
+        meaning.get(block.activation, ""),
         f"z = final_norm(x) {head}",
         f"logits = {cap:g} tanh(z / {cap:g})" if cap else "logits = z",
     )
@@ -224,9 +228,11 @@ def _rebuilt(c: RebuiltLatentConfig, rope: bool) -> list[str]:
 def _rope(block: BlockConfig, channels: int) -> str:
     scaled = ""
     if block.rope_factor != 1:
+        turns = f"{block.rope_original} · {block.rope_base:g}^(-2i/{channels}) / 2π"
+        span = f"{block.rope_high:g} - {block.rope_low:g}"
         scaled = (
-            f", slowed down as in Llama 3.1 by {block.rope_factor:g} (low {block.rope_low:g}, high "
-            f"{block.rope_high:g}, of {block.rope_original:,} tokens)"
+            f", times s_i + (1 - s_i) / {block.rope_factor:g}, where s_i = clip(({turns} - "
+            f"{block.rope_low:g}) / ({span}), 0, 1) (Llama 3.1)"
         )
     half = channels // 2
     return (

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import shutil
 from typing import IO
 import uuid
@@ -21,6 +22,7 @@ from flax import traverse_util
 import jax
 import numpy as np
 
+from kvjax import experiment
 from kvjax import recipes
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
@@ -44,13 +46,20 @@ _NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
 
 
 def check(out: str) -> epath.Path:
-    """The workdir to write; a UserError where something is already, or in a bucket."""
+    """The folder to write; a UserError where something is already, or none can be."""
     path = runtime.path("--out", out)
     if in_bucket(path):
         raise UserError(f"--out = {out!r}: must be local; copy it to the bucket afterwards")
     path = epath.Path(os.path.realpath(path))  # what a link names
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"--out = {out!r}: is there already: give another, or move it away")
+    experiment.check_name("--out", path.name)
+    if "\\" in path.name or re.search(r"@\d+$", path.name):
+        raise UserError(
+            f"--out = {out!r}: must have no backslash and no @NUMBER at its end, which means a step"
+        )
+    if pathlib.Path.cwd().is_relative_to(path):
+        raise UserError(f"--out = {out!r}: is the folder you are in: give a new one in it")
     if os.path.ismount(path):
         raise UserError(f"--out = {out!r}: is a mount point: give a folder in it")
     there = next(folder for folder in path.parents if folder.exists())

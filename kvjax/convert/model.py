@@ -85,7 +85,7 @@ class Trained:
         self.context, self.token_files = found.context, found.token_files
         self.tokenizer_json = (found.workdir / manifest.TOKENIZER).read_text()
         template = found.workdir / origin.CHAT_TEMPLATE
-        self.chat_template = template.read_text() if template.exists() else None
+        self.chat_template = origin.text_of(template) if template.exists() else None
         self._item = found.checkpoints / str(found.step) / "state"
         self._shapes = shapes_of(self.transformer)
         trained.checkpoint.check_parameters(

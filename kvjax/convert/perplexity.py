@@ -14,6 +14,8 @@ from kvjax.data.config import DataConfig
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 
+_MOST_NATS = 700  # exp of more is no float64
+
 
 def rows(
     source: str, tokenizer: epath.Path, *, split: str, length: int, tokens: int, key: str
@@ -58,10 +60,19 @@ def perplexity(model: Model, rows_BT: np.ndarray) -> float:
     """exp of the mean nats of every token after the first of a row, in float32.
 
     One layer's weights are in memory at a time.
+
+    Raises:
+      UserError: it is no number, or too large for one.
     """
     run, num_layers = Pass(model, rows_BT[:, :-1]), model.transformer.block.num_layers
     with progress.waiting("measuring perplexity") as doing:
         for i, _ in enumerate(run.layers()):
             doing.at(f"{i + 1} of {num_layers} layers")
         total = sum(nats.sum(dtype=np.float64) for nats in run.losses(rows_BT[:, 1:]))
-    return math.exp(total / rows_BT[:, 1:].size)
+    mean = total / rows_BT[:, 1:].size
+    if not mean < _MOST_NATS:
+        raise UserError(
+            f"perplexity of {model.name} on this text is no number: its mean loss is {mean} nats. "
+            "--evaluate_tokens=0 converts without"
+        )
+    return math.exp(mean)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
+import os
 
 from etils import epath
 import ml_dtypes
@@ -53,6 +54,12 @@ def open_folder(folder: epath.Path) -> dict[str, Stored]:
     if (folder / SINGLE).exists():
         return _open_files(folder, [SINGLE])
     if not (folder / INDEX).exists():
+        for name in (SINGLE, INDEX):
+            if os.path.islink(folder / name):
+                raise UserError(
+                    f"{folder / name} is a link to {os.readlink(folder / name)}, which is not "
+                    "there: download it again"
+                )
         there = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHTS)
         raise UserError(
             f"{folder} has neither {SINGLE} nor {INDEX} (weights there: {listed(there) or 'none'}):"

@@ -72,4 +72,6 @@ def _ids(config: Mapping) -> dict:
 def _text(value) -> str | None:
     """A token of tokenizer_config.json: its text, or an object with that."""
     value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
+    if not isinstance(value, str) or any("\ud800" <= c <= "\udfff" for c in value):
+        return None  # halves of a character are in no vocabulary
+    return value

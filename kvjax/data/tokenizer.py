@@ -147,6 +147,10 @@ class Tokenizer:
         self.vocab_size: int = 1 + max(backend.get_vocab().values())
         self.ends: tuple[int, ...] = ()
 
+    def written_out(self, text: str) -> list[str]:
+        """The special tokens whose names stand in a text, where they are ordinary characters."""
+        return sorted(special for special in self._specials if special in text)
+
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without BOS."""
         return self._backend.encode(text, add_special_tokens=False).ids

@@ -13,6 +13,8 @@ from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import json_text
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.configuration import checked
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
 from kvjax.foundation.errors import warn
 from kvjax.foundation.files import write_atomically
 
@@ -38,7 +40,7 @@ def inherit(workdir: epath.Path, parent: epath.Path | None, context: int = 0) ->
     _forget(workdir)
     if parent is None:
         return
-    texts = {name: (parent / name).read_text() for name in _COPIED if (parent / name).exists()}
+    texts = {name: text_of(parent / name) for name in _COPIED if (parent / name).exists()}
     new = [name for name in texts if not (workdir / name).exists()]
     # First what is ours: who is killed in between leaves no copy that looks like a user's file.
     write_atomically(workdir / _CONTEXT, json.dumps(dict(context=context, files=new)) + "\n")
@@ -98,6 +100,14 @@ def ends(files: TokenFiles, tokenizer: Tokenizer, vocab_size: int) -> tuple[int,
     named = tokenizer.vocabulary().get(text) if isinstance(text, str) else None
     found = [*token_ids(files, "eos", vocab_size), *([] if named is None else [named])]
     return tuple(sorted(set(found)))
+
+
+def text_of(path: epath.Path) -> str:
+    """What a file of a workdir says; a UserError if it is no text."""
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({first_line(error)}): restore it") from error
 
 
 def _object(path: epath.Path) -> dict:

@@ -137,6 +137,11 @@ def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
             "`make demo` trains runs/lrkv_tiny, `python -m kvjax.main --workdir=runs/NAME` others"
         )
     tree = json_text.read_object(path, "restore it, or train again")
+    if "model_type" in tree:
+        raise UserError(
+            f"{workdir} is a published model, and no workdir yet: `python -m kvjax.convert "
+            f"--source={workdir} --out=runs/NAME` makes one"
+        )
     try:  # the mesh is no part of what was trained
         return experiment_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
     except (UserError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -1,5 +1,6 @@
 """The command: a published model in, a smaller cache out, and what is wrong with options."""
 
+import argparse
 import json
 import re
 import shutil
@@ -48,6 +49,8 @@ def test_smaller_caches(run, imported, text, tmp_path, source, method):
     assert result["perplexity"]["before"] != result["perplexity"]["after"]
     record = json.loads((out / "conversion.json").read_text())
     assert record == {key: result[key] for key in result if key != "name"}
+    assert record["calibrated"] == dict(text=text, tokens=256)
+    assert record["evaluated"] == dict(text=text, tokens=64)
     given = dict(option.removeprefix("--").split("=") for option in METHODS[method][1:])
     assert given.items() <= {key: str(value) for key, value in record["options"].items()}.items()
     assert record["options"]["calibrate_tokens"] == 256 and record["options"]["row_length"] == 16
@@ -159,6 +162,12 @@ BAD = [
     (["--source=/nowhere", "--out=OUT"], "there is no such folder or file"),
     (["--source=SRC", "--out=SRC"], "is there already: give another"),
     (["--source=SRC", "--out=gs://bucket/x"], "local"),
+    (["--source=SRC", "--out=OUT/.hidden"], "--out = '.hidden': must be a folder's name"),
+    (["--source=SRC", "--out=OUT/ "], "--out = ' ': must be a folder's name"),
+    (["--source=SRC", "--out=OUT/a\tb"], "printable text"),
+    (["--source=SRC", "--out=OUT@3"], "must have no backslash and no @NUMBER at its end"),
+    (["--source=SRC", "--out=OUT/a\\b"], "must have no backslash and no @NUMBER at its end"),
+    (["--source=SRC", "--out=."], "--out = '.': is the folder you are in: give a new one in it"),
     (
         ["--source=SRC", "--out=OUT", "--method=thin_keys", "--rank=9"],
         r"--rank = 9: must lie in [1, 4]",
@@ -187,9 +196,10 @@ BAD = [
 
 
 @pytest.mark.parametrize("options, message", BAD, ids=lambda x: str(x)[-40:])
-def test_bad_options(run, imported, tmp_path, options, message):
+def test_bad_options(run, imported, tmp_path, monkeypatch, options, message):
     source, out = str(imported("llama_tied_bias")), str(tmp_path / "out")
     options = [o.replace("SRC", source).replace("OUT", out) for o in options]
+    monkeypatch.chdir(tmp_path)
     status, _, errors = run(*options)
     assert status == 2 and message in errors and "Traceback" not in errors
     assert not list(tmp_path.iterdir())
@@ -203,6 +213,52 @@ def test_a_damaged_source_leaves_nothing(run, tmp_path):
     status, _, errors = run(f"--source={folder}", f"--out={tmp_path / 'out'}")
     assert status == 2 and "model.safetensors" in errors
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_fewer_tokens_than_asked_are_told(run, imported, text, tmp_path):
+    """And rows longer than the model was trained on; both are what is written down."""
+    options = [f"--source={imported('llama')}", f"--out={tmp_path / 'out'}", "--json"]
+    status, printed, errors = run(*options, f"--evaluate={text}", "--row_length=32")
+    errors = " ".join(errors.split())
+    assert status == 0, errors
+    count = json.loads(printed)["evaluated"]["tokens"]
+    assert 0 < count < 16_384 and count % 32 == 0
+    assert f"has {count:,} tokens of the 16,384 asked for" in errors
+    assert f"perplexity of {count:,} held-out tokens" in errors
+    assert "--row_length = 32: llama was trained on rows of 24 tokens" in errors
+
+
+def test_an_energy_that_no_rank_keeps(run, imported, tmp_path):
+    options = [f"--source={imported('qwen3')}", f"--out={tmp_path / 'out'}", *BY_WEIGHTS]
+    status, _, errors = run(*options, "--method=thin_keys", "--energy=1", "--multiple=1")
+    errors = " ".join(errors.split())
+    assert (
+        status == 0 and "no rank that makes the cache smaller keeps so much: layer 0 0." in errors
+    )
+    assert "at rank 6" in errors
+
+
+def test_a_perplexity_that_is_no_number(run, text, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(comparison.PUBLISHED / "qwen3", source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] *= 3e4
+    save_file(tensors, source / "model.safetensors")
+    options = [f"--source={source}", f"--out={out}", "--method=thin_keys", "--rank=2"]
+    options += ["--objective=weights", f"--evaluate={text}", "--row_length=16"]
+    status, _, errors = run(*options)
+    assert status == 2 and "perplexity of source on this text is no number" in errors
+    assert "--evaluate_tokens=0 converts without" in errors and not out.exists()
+    status, _, errors = run(*options[:-3], "--objective=weights", "--evaluate_tokens=0")
+    assert status == 0, errors
+
+
+def test_all_of_an_allowed_cache_is_used(imported):
+    """0.7 of 23,040 bytes are 16,128, of which floats lose one."""
+    source = model_lib.open(str(imported("llama_tied_bias")))
+    whole = command._cache_bytes(source)
+    for i in range(1, whole):
+        assert command._allowed(argparse.Namespace(cache=i / whole), source) == i
 
 
 def test_a_row_longer_than_positions_names_the_option(run, imported, tmp_path):

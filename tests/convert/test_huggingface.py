@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+from etils import epath
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import tokenizers
 
 from kvjax.attention import RebuiltLatentConfig
 from kvjax.convert import huggingface
+from kvjax.convert import into_folder
 from kvjax.convert import into_workdir
 from kvjax.convert import model as model_lib
 from kvjax.convert import published
@@ -175,14 +177,9 @@ def _block(name, **keys):
             "attention.key_dim = 4 in layer 1: must be that of layer 0, 8",
         ),
         (
-            "gpt2",
-            workdirs.grouped(4, 4, qk_norm="none", bias=True, key_dim=4),
-            "attention.key_dim = 4: must be 8, as GPT2LMHeadModel has it",
-        ),
-        (
             "nanochat",
-            workdirs.grouped(4, 4, value_dim=4),
-            "attention.value_dim = 4: must be 8, as NanoChatForCausalLM has it",
+            workdirs.grouped(4, 4, key_dim=4),
+            "attention.value_dim = 8: must be 4, as NanoChatForCausalLM has it",
         ),
         (
             "nanochat",
@@ -231,6 +228,30 @@ def test_what_no_family_has(block, mechanisms, said):
     with pytest.raises(UserError) as error:
         huggingface.plan(model, "F32")
     assert str(error.value).startswith("config.") and said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "block, mechanism",
+    [
+        ("gpt2", workdirs.grouped(4, 4, qk_norm="none", bias=True, key_dim=3)),
+        ("gpt2", workdirs.grouped(4, 4, qk_norm="none", bias=True, key_dim=5, value_dim=3)),
+        ("gpt2", workdirs.grouped(4, 1, 2, qk_norm="none", bias=True, value_dim=6)),
+        ("llama", workdirs.grouped(4, 2, qk_norm="none", value_dim=5)),
+        ("nanochat", workdirs.grouped(2, 2, value_dim=3)),
+    ],
+)
+def test_narrow_heads_are_filled_with_nothing(tmp_path, block, mechanism):
+    """As thin keys leave them where their second factor is folded away."""
+    made = workdirs.Made(workdirs.config(block, mechanism))
+    plan = huggingface.plan(made, "F32")
+    into_folder.write(plan, into_workdir.check(str(tmp_path / "out")), "F32")
+    again = published.open(epath.Path(tmp_path / "out"))
+    tokens = np.random.default_rng(0).integers(0, 250, (2, 11))
+    before, after = (
+        workdirs.logits(model_lib.transformer(model), tokens) for model in (made, again)
+    )
+    assert np.abs(after - before).max() < 1e-5 * before.std()
+    assert len(set(before.round(3).flat)) > 1000
 
 
 def test_what_nanochat_has_beside_the_recipe():

@@ -157,3 +157,11 @@ def test_a_folder_without_safetensors(tmp_path, there):
         open_folder(tmp_path)
     assert f"(weights there: {there or 'none'}): download these" in str(error.value)
     assert "save_pretrained" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_link_that_leads_nowhere(tmp_path, name):
+    """As in the hub's cache where a blob was removed."""
+    (tmp_path / name).symlink_to("../blobs/abc")
+    with pytest.raises(UserError, match=f"{name} is a link to ../blobs/abc, which is not there"):
+        open_folder(tmp_path)

@@ -17,6 +17,7 @@ from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import ThinKeys
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
+from kvjax.workdir import origin
 from kvjax.workdir import trained
 from tests.convert import comparison
 from tests.convert import test_gguf_file
@@ -252,3 +253,19 @@ def test_damaged_files_of_a_workdir(chat, tmp_path, file):
     (chat / file).write_text("{")
     with pytest.raises(UserError, match=f"{file} is not JSON"):
         published.open(chat)
+
+
+def test_a_damaged_chat_template_of_a_workdir(chat, tmp_path):
+    workdir = write(published.open(chat), tmp_path / "workdir")
+    (workdir / "chat_template.jinja").write_bytes(b"\xff")
+    said = "chat_template.jinja cannot be read .*: restore it"
+    with pytest.raises(UserError, match=said):
+        model_lib.open(str(workdir))
+    with pytest.raises(UserError, match=said):
+        origin.inherit(epath.Path(tmp_path), workdir, 8)
+
+
+def test_half_a_character_is_no_token(source):
+    (source / "tokenizer_config.json").write_text('{"bos_token": "\\ud800", "eos_token": "<e>"}')
+    files = published.open(source).token_files
+    assert files["tokenizer_config.json"] == dict(bos_token=None, eos_token="<e>")

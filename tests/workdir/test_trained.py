@@ -128,6 +128,8 @@ def test_a_config_that_cannot_be_read(run, copy):
     expect(run, copy, "config.json: 'int' object")
     (copy / "config.json").write_text("[1]")
     expect(run, copy, "config.json is no JSON object")
+    (copy / "config.json").write_text('{"model_type": "llama"}')
+    expect(run, copy, "is a published model, and no workdir yet: `python -m kvjax.convert --source")
     (copy / "config.json").write_text("{")
     expect(run, copy, "config.json is not JSON")
 
