@@ -7,7 +7,7 @@ DEMO_ARGS ?=
 
 export TF_CPP_MIN_LOG_LEVEL := 2
 
-.PHONY: demo test test-all test-aot test-beam test-live lint notebooks clean
+.PHONY: demo test test-all test-aot test-beam test-browser test-live lint notebooks clean
 
 demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and prints its figures
 	$(BIN)/python -m kvjax.main $(DEMO_ARGS)
@@ -26,6 +26,9 @@ test-beam: .venv-beam/installed  ## prepares data with Apache Beam
 
 test-live: .venv/installed .venv-live/installed  ## compares with transformers, on models made anew
 	$(BIN)/pytest -q tests/convert/live.py
+
+test-browser: .venv/installed  ## opens a report in chromium, and REPORT=FILE if given
+	REPORT='$(REPORT)' $(BIN)/pytest -q -s tests/analysis/browser.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

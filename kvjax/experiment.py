@@ -52,6 +52,7 @@ class TrainConfig:
     eval_rows: int = 0  # rows to validate on, from the start of the split; 0: all
     checkpoint_every: int = 250  # steps between checkpoints; the last step has one too
     keep_checkpoints: int = 2  # how many of the latest are kept
+    snapshot_every: int = 0  # steps between parameters that are kept for analysis; 0: none
     stop_after: int = 0  # stop cleanly after this step, schedule unchanged; 0: run to the end
     bad_steps: str = "stop"  # what a bad step does: "stop" the run, or "skip" the step
     spike_factor: float = 0.0  # a loss over this many times the recent mean is bad; 0: none is
@@ -68,7 +69,7 @@ class TrainConfig:
             between(*at(key), 1, MAX_COUNT)
         for key in ("keep_checkpoints", "max_bad_steps"):
             between(*at(key), 1, MAX_COUNT)
-        for key in ("eval_rows", "stop_after"):
+        for key in ("eval_rows", "stop_after", "snapshot_every"):
             between(*at(key), 0, MAX_COUNT)
         between(*at("batch_size"), 1, MAX_BATCH_SIZE)
         between(*at("grad_accumulation"), 1, MAX_BATCH_SIZE)

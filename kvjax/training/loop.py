@@ -37,6 +37,7 @@ from kvjax.training import preflight
 from kvjax.training.program import Program
 from kvjax.workdir import metrics as metrics_lib
 from kvjax.workdir.checkpoint import CHECKPOINTS
+from kvjax.workdir.checkpoint import SNAPSHOTS
 from kvjax.workdir.checkpoint import Checkpoints
 from kvjax.workdir.checkpoint import read_parameters
 
@@ -77,6 +78,9 @@ class Run:
         self.schedule = learning_rate_schedule(experiment.optimizer, experiment.train.num_steps)
         keep = experiment.train.keep_checkpoints
         self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=keep)
+        self.snapshots = None
+        if experiment.train.snapshot_every:
+            self.snapshots = Checkpoints(workdir / SNAPSHOTS, keep=None)
         self.first = distributed.index() == 0
         self.flops_per_token = formulas.training_flops_per_token(
             experiment.model, experiment.data.sequence_length
@@ -116,6 +120,7 @@ class Run:
                 return state, step
             with self._waiting("saving the last checkpoint"):
                 self._save(step, state, last=True)
+                self._keeping_snapshots(lambda snapshots: snapshots.close())
             return state, step
         except BrokenPipeError:  # whoever read the output has left
             raise
@@ -196,6 +201,8 @@ class Run:
             num_devices=self.mesh.size,
             local_devices=self.mesh.local_devices,
         )
+        if start == 0:
+            self._keep_snapshot(0, state)
         with progress.Steps(c.num_steps, start, shown=self.first) as bar:
             while done < stop and not self.interruption.due(done):
                 state, metrics = train_step(state, next(batches), *teacher)
@@ -205,12 +212,15 @@ class Run:
                 pending = (done, metrics)
                 evaluate = done % c.eval_every == 0 or done == c.num_steps
                 save = done % c.checkpoint_every == 0
-                if evaluate or save:  # only a state known to be finite is saved
+                snapshot = c.snapshot_every and done % c.snapshot_every == 0
+                if evaluate or save or snapshot:  # only a state known to be finite is saved
                     self._report(*pending, bar, clock)
                     pending = None
                     with clock.paused():
                         if evaluate:
                             self._evaluate(done, state["params"], bar)
+                        if snapshot:
+                            self._keep_snapshot(done, state)
                         if save:
                             self._save(done, state)
             if pending is not None:
@@ -324,6 +334,22 @@ class Run:
             if last or distributed.count() > 1:
                 raise
             warn(f"{error}; the run goes on, its checkpoints are {self._saved_steps()}")
+
+    def _keep_snapshot(self, step: int, state: dict) -> None:
+        """Keeps the parameters alone; a failure is a warning, as of `_save`."""
+        kept = dict(params=state["params"], step=state["step"])
+        position = step * self.experiment.train.batch_size
+        self._keeping_snapshots(lambda snapshots: snapshots.save(step, kept, position))
+
+    def _keeping_snapshots(self, do: Callable[[Checkpoints], None]) -> None:
+        if self.snapshots is None:
+            return
+        try:
+            do(self.snapshots)
+        except OSError as error:
+            if distributed.count() > 1:
+                raise
+            warn(f"{self.snapshots.directory}: {error}; the run goes on")
 
     def _saved_steps(self) -> list[int]:
         with contextlib.suppress(OSError):

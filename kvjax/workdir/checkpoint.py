@@ -23,6 +23,7 @@ from kvjax.foundation.files import unused
 from kvjax.workdir import storage
 
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
+SNAPSHOTS = "snapshots"  # another one, of parameters alone, all of which are kept
 # Who reads a part of an array reads all chunks that it touches: this bounds what that is too much.
 CHUNK_BYTES = 1 << 24
 
@@ -32,10 +33,10 @@ class Checkpoints:
 
     Args:
       directory: an epath; made if missing.
-      keep: how many of the latest to keep.
+      keep: how many of the latest to keep; None: all.
     """
 
-    def __init__(self, directory: epath.Path, *, keep: int):
+    def __init__(self, directory: epath.Path, *, keep: int | None):
         self.directory = directory
         self._keep = keep
         self._pending = None  # (step, response) of a save under way
@@ -61,7 +62,7 @@ class Checkpoints:
 
     def say_what_is_there(self) -> str:
         """A sentence for a message when nothing can be asked of Orbax or of a disk any more."""
-        latest = sorted(self._complete)[-self._keep :]
+        latest = sorted(self._complete)[-(self._keep or 0) :]
         return f"Checkpoints of steps {latest} are in {self.directory}. "
 
     def save(self, step: int, state: Any, position: int) -> None:

@@ -31,16 +31,17 @@ from kvjax.foundation.files import write_atomically
 from kvjax.workdir import origin
 from kvjax.workdir import storage
 from kvjax.workdir.checkpoint import CHECKPOINTS
+from kvjax.workdir.checkpoint import SNAPSHOTS
 
 _EARLIER = "earlier-run"
 # What a run writes beside its checkpoints. The last three say that it took a step, and are moved
 # last: who is killed in between moves the rest the next time.
 _RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
 _CLAIMS = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
-_FILES = (*_CLAIMS, *origin.FILES, "curves.png", "events", *_RECORDS)
+_FILES = (*_CLAIMS, *origin.FILES, SNAPSHOTS, "curves.png", "events", *_RECORDS)
 # Keys of `train`: when to look and when to stop.
 WHEN = (
-    *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints"),
+    *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "snapshot_every"),
     *("stop_after", "max_bad_steps", "sample_prompt", "sample_tokens"),
 )
 # What may differ between a run and its continuation: not what is computed.
@@ -80,12 +81,14 @@ def set_aside_earlier_run(workdir: epath.Path) -> None:
     """Moves what a run left into a folder of its own if its checkpoints are gone, and says so.
 
     A run that starts from its first step would write over it. Where no step was taken, nothing
-    is there that the next run would not write again.
+    is there that the next run would not write again, of another config perhaps.
     """
+    if storage.steps(workdir / CHECKPOINTS):
+        return
     has_bytes = lambda path: path.exists() and path.stat().length > 0
     if not any(has_bytes(workdir / name) for name in _RECORDS):
-        return
-    if storage.steps(workdir / CHECKPOINTS):
+        if (workdir / SNAPSHOTS).exists():
+            (workdir / SNAPSHOTS).rmtree()
         return
     target = unused(workdir / _EARLIER)
     target.mkdir()

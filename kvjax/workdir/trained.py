@@ -33,10 +33,11 @@ class Found:
     tokenizer: Tokenizer  # with the ends that its model was published with
     context: int  # tokens that the model was trained on, in this run or before
     token_files: origin.TokenFiles
+    folder: str = checkpoint.CHECKPOINTS  # in the workdir; or that of snapshots
 
     @property
     def checkpoints(self) -> epath.Path:
-        return self.workdir / checkpoint.CHECKPOINTS
+        return self.workdir / self.folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,18 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:
         context=origin.context(workdir, experiment.data.sequence_length),
         token_files=token_files,
     )
+
+
+def snapshots(workdir: epath.PathLike) -> list[Found]:
+    """The parameters that a run kept of some of its steps, ascending; see `snapshot_every`.
+
+    Raises:
+      UserError: see `find`.
+    """
+    found = find(workdir)
+    steps = storage.steps(found.workdir / checkpoint.SNAPSHOTS)
+    of_step = dict(folder=checkpoint.SNAPSHOTS)
+    return [dataclasses.replace(found, step=step, **of_step) for step in steps]
 
 
 def named(key: str, text: str) -> Found:

@@ -1,0 +1,75 @@
+"""Parameters that a run keeps of some of its steps."""
+
+from etils import epath
+import numpy as np
+import pytest
+
+from kvjax.convert import model as model_lib
+from kvjax.training import loop
+from kvjax.workdir import checkpoint
+from kvjax.workdir import identity
+from kvjax.workdir import metrics
+from kvjax.workdir import storage
+from kvjax.workdir import trained
+from tests import runs
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+@pytest.fixture
+def config(source):
+    sizes = dict(num_steps=6, eval_every=6, checkpoint_every=4, keep_checkpoints=1)
+    return lambda **keys: runs.small_config(*source, **sizes | keys)
+
+
+def test_they_are_the_parameters_of_their_steps(config, tmp_path):
+    """Those of the first and the last step too, of runs that are stopped as of others."""
+    plain, kept = epath.Path(tmp_path / "plain"), epath.Path(tmp_path / "kept")
+    for stop_after in (3, 0):
+        loop.train(config(stop_after=stop_after, snapshot_every=2), kept)
+    loop.train(config(), plain)
+    assert (kept / metrics.METRICS).read_bytes() == (plain / metrics.METRICS).read_bytes()
+    found = trained.snapshots(kept)
+    assert [snapshot.step for snapshot in found] == [0, 2, 4, 6]
+    assert storage.steps(kept / checkpoint.CHECKPOINTS) == [6]
+    models = [model_lib.Trained(snapshot) for snapshot in found]
+    last = model_lib.open(str(plain))
+    for path in last.parameters():
+        weights = [model.read(path) for model in models]
+        np.testing.assert_array_equal(weights[-1], last.read(path))
+        # The first step's rate is 0, and outputs that are zero have queries learn nothing.
+        assert len({w.tobytes() for w in weights[1:]}) == 3, path
+    assert set(storage.shapes(found[0].checkpoints / "0" / "state")) == {
+        "step",
+        *(".".join(map(str, ("params", *path))) for path in last.parameters()),
+    }
+    assert trained.snapshots(plain) == [] and not (plain / checkpoint.SNAPSHOTS).exists()
+
+
+def test_a_disk_that_refuses_one_is_a_warning(config, tmp_path, monkeypatch, capsys):
+    save = checkpoint.Checkpoints.save
+
+    def refuse(self, step, state, position):
+        if self.directory.name == checkpoint.SNAPSHOTS and step == 2:
+            raise OSError("checkpoint of step 2 was not written: No space left on device")
+        save(self, step, state, position)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", refuse)
+    workdir = epath.Path(tmp_path / "workdir")
+    loop.train(config(snapshot_every=2), workdir)
+    said = f"{workdir / checkpoint.SNAPSHOTS}: checkpoint of step 2 was not written: No space"
+    assert said in capsys.readouterr().err
+    assert [snapshot.step for snapshot in trained.snapshots(workdir)] == [0, 4, 6]
+
+
+def test_those_of_a_run_that_took_no_step_are_not_taken_for_the_next_ones(tmp_path):
+    """And those of a run whose checkpoints are gone are set aside with its records."""
+    workdir = epath.Path(tmp_path)
+    (workdir / checkpoint.SNAPSHOTS / "0").mkdir(parents=True)
+    identity.set_aside_earlier_run(workdir)
+    assert not (workdir / checkpoint.SNAPSHOTS).exists()
+    (workdir / checkpoint.SNAPSHOTS / "0").mkdir(parents=True)
+    (workdir / metrics.METRICS).write_text("{}\n")
+    identity.set_aside_earlier_run(workdir)
+    assert (workdir / "earlier-run" / checkpoint.SNAPSHOTS / "0").exists()
+    assert not (workdir / checkpoint.SNAPSHOTS).exists()
