@@ -15,10 +15,16 @@ from jax.sharding import PartitionSpec as P
 from kvjax.cache import stripes
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.readings import Reading
-from kvjax.kernels.decode_attention.tpu import attention as tpu
+
+
+def _tpu(*args):
+    from kvjax.kernels.decode_attention.tpu import attention  # where it runs, see `api`
+
+    return attention.partial(*args)
+
 
 # (operands, a chip's cache, first_B, its Stripes) -> outputs [B, T, N, Hv], log-sum-exps [B, T, N].
-IMPLEMENTATIONS = {"xla": xla.partial, "tpu": tpu.partial}
+IMPLEMENTATIONS = {"xla": xla.partial, "tpu": _tpu}
 
 
 def decode_attention(

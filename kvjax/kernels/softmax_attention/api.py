@@ -13,14 +13,12 @@ import numpy as np
 from kvjax.foundation.logs import log_once
 from kvjax.kernels.softmax_attention import cudnn
 from kvjax.kernels.softmax_attention import xla
+from kvjax.kernels.softmax_attention.placement import RESIDUALS
 from kvjax.kernels.softmax_attention.placement import Options
 from kvjax.kernels.softmax_attention.placement import platform
 from kvjax.kernels.softmax_attention.placement import sort_tokens
 from kvjax.kernels.softmax_attention.placement import ways
 from kvjax.kernels.softmax_attention.placement import zigzag
-from kvjax.kernels.softmax_attention.splash import RESIDUALS
-from kvjax.kernels.softmax_attention.splash import check_splash
-from kvjax.kernels.softmax_attention.splash import splash_attention
 
 __all__ = ["RESIDUALS", "softmax_attention", "sort_tokens", "zigzag"]
 
@@ -133,9 +131,21 @@ def _default(q_BTNH, k_BSKH, v_BSKV, options: Options) -> str:
     return name
 
 
+def _splash(*arguments) -> jax.Array:
+    from kvjax.kernels.softmax_attention import splash  # Pallas takes its time to import
+
+    return splash.splash_attention(*arguments)
+
+
+def _check_splash(*arguments) -> None:
+    from kvjax.kernels.softmax_attention import splash
+
+    splash.check_splash(*arguments)
+
+
 _IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": xla.softmax_attention,
-    "splash": splash_attention,
+    "splash": _splash,
     "cudnn": cudnn.softmax_attention,
 }
-_CHECKS = {"splash": check_splash, "cudnn": cudnn.check}
+_CHECKS = {"splash": _check_splash, "cudnn": cudnn.check}

@@ -18,6 +18,10 @@ import numpy as np
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.rounding import round_up
 
+# What a kernel keeps for its backward pass is saved under this name: `jax.checkpoint` with a policy
+# `save_only_these_names(RESIDUALS)` does not run its forward pass again.
+RESIDUALS = "softmax_attention"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+from kvjax.kernels.softmax_attention.placement import RESIDUALS
 from kvjax.kernels.softmax_attention.placement import Options
 from kvjax.kernels.softmax_attention.placement import both_positions
 from kvjax.kernels.softmax_attention.placement import check_division
@@ -21,10 +22,6 @@ from kvjax.kernels.softmax_attention.placement import on_every_device
 from kvjax.kernels.softmax_attention.placement import platform
 from kvjax.kernels.softmax_attention.placement import sort_tokens
 from kvjax.kernels.softmax_attention.placement import ways
-
-# What splash keeps for its backward pass is saved under this name: `jax.checkpoint` with a policy
-# `save_only_these_names(RESIDUALS)` does not run its forward pass again.
-RESIDUALS = "softmax_attention"
 
 _LANES = 128  # of a TPU's vector unit: splash's blocks are multiples of it
 _BLOCK = 1024  # queries and keys of a block of splash
