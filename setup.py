@@ -23,7 +23,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["kvjax", "kvjax.*"]),
-    package_data={"kvjax.data": ["corpus/*"], "kvjax.kernels.decode_attention": ["*.json"]},
+    package_data={
+        "kvjax.analysis": ["*.css", "*.js"],
+        "kvjax.data": ["corpus/*"],
+        "kvjax.kernels.decode_attention": ["*.json"],
+    },
     install_requires=[
         f"jax{JAX}",
         f"jaxlib{JAX}",
@@ -44,6 +48,7 @@ setup(
         "psutil>=7.2,<8",
         "tqdm>=4.70,<5",
         "matplotlib>=3.11,<4",
+        "pillow>=12,<14",
         "scipy>=1.18,<2",
         "tensorboardX>=2.6.5,<3",
     ],

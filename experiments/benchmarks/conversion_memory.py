@@ -4,8 +4,9 @@
 
 A published model of that shape is made first: random weights in bfloat16, in files of 4 GB, 14 GB
 in all. Then `python -m kvjax.convert` imports it as it is, and with its cache made smaller, by its
-weights and by text (calibrated, and perplexity before and after: 512 tokens of each). What counts is the highest anonymous memory of that process: files that are read and written lie in the
-system's cache besides, which gives way. Prints a table. Needs Linux, and 45 GB of disk.
+weights and by text (calibrated, and perplexity before and after: 512 tokens of each). What counts
+is the highest anonymous memory of that process: files that are read and written lie in the system's
+cache besides, which gives way. Prints a table. Needs Linux, and 45 GB of disk.
 """
 
 import argparse

@@ -32,6 +32,8 @@ def said_of(variant: str) -> str:
     kind, rank = re.fullmatch(r"(.*)_r(\d+)", variant).groups()
     kinds = dict(thin="thin keys, rank {}", lrkv="LRKV, rank {}")
     kinds |= dict(thin_joint="thin keys, one latent of rank {}")
+    kinds |= dict(thin_query="queries alone, rank {}, tuned whole")
+    kinds |= dict(thin_both="thin keys, rank {}, and queries, tuned whole")
     kinds |= dict(thin_as_lrkv="thin keys in LRKV {}'s bytes")
     kinds |= dict(thin_kv_as_lrkv="thin keys and values in LRKV {}'s bytes")
     kinds |= dict(thin_kv_joint_as_lrkv="one latent of keys, one of values in LRKV {}'s bytes")

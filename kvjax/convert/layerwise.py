@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.attention import Attention
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.layers import rope
@@ -28,10 +29,15 @@ class Pass:
 
     Attributes:
       x: [B, T, D] of each few rows, behind the layers that were gone through.
+
+    Args:
+      attention: the class of the blocks' attention, one with the same weights.
     """
 
-    def __init__(self, model: Model, rows_BT: np.ndarray):
-        self._model = model
+    def __init__(
+        self, model: Model, rows_BT: np.ndarray, *, attention: type[Attention] = Attention
+    ):
+        self._model, self._attention = model, attention
         first = _outer(model, ("embedding", "positions", "embedding_norm"))
         index = np.arange(rows_BT.shape[1], dtype=np.int32)[None]
         self.x = [first.embed(few, index, _COMPUTE) for few in few_rows(rows_BT)]
@@ -44,7 +50,9 @@ class Pass:
         """
         length = self.x[0].shape[1]
         program = functools.cache(  # layers alike share one
-            lambda mechanism: _program(self._model.transformer.block, mechanism, length, see)
+            lambda mechanism: _program(
+                self._model.transformer.block, mechanism, self._attention, length, see
+            )
         )
         for i, mechanism in enumerate(self._model.transformer.mechanisms):
             weights = jax.tree.map(
@@ -88,10 +96,15 @@ def _outer(model: Model, names: Collection[str]) -> Transformer:
     return nnx.merge(graph, traverse_util.unflatten_dict(flat))
 
 
-def _program(c, mechanism, length: int, see):
+def _program(c, mechanism, attention: type[Attention], length: int, see):
     """A block's forward pass, compiled: of its weights and x, what is seen and the new x."""
-    block = nnx.eval_shape(lambda: Block(c, mechanism, rngs=nnx.Rngs(0)))
-    graph, _ = nnx.split(block)
+
+    def make():
+        block = Block(c, mechanism, rngs=nnx.Rngs(0))
+        block.attention = attention(mechanism, c.d_model, rngs=nnx.Rngs(0))
+        return block
+
+    graph, _ = nnx.split(nnx.eval_shape(make))
     index = np.arange(length, dtype=np.int32)[None]
 
     @jax.jit

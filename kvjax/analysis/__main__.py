@@ -1,0 +1,330 @@
+"""What attention looks like inside a trained model, as one page with figures and tables.
+
+    python -m kvjax.analysis --workdir=runs/lrkv_tiny
+    python -m kvjax.analysis --workdir=runs/lrkv --beside=runs/mha
+    python -m kvjax.analysis --model=~/models/SmolLM2-135M --reports=logits --lengths=64,256
+
+A model is a workdir, a folder of Hugging Face's or a GGUF file. OUT/report.html is read in any
+browser and asks for nothing outside itself; OUT/report.json has every number. They are written when
+all reports are done, and replace those of an earlier call.
+"""
+
+import argparse
+from collections.abc import Iterator
+from collections.abc import Mapping
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import time
+import types
+
+from etils import epath
+import numpy as np
+
+from kvjax.analysis import page
+from kvjax.analysis import reports
+from kvjax.analysis import texts
+from kvjax.analysis.request import Request
+from kvjax.analysis.section import Section
+from kvjax.convert import model as model_lib
+from kvjax.convert.model import Model
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation import provenance
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import in_bucket
+from kvjax.foundation.output import Output
+from kvjax.workdir import trained
+
+LENGTHS = (64, 256, 1024)
+HTML, JSON = "report.html", "report.json"
+_SHORTEST = 2
+_LEAD = (
+    "What four papers on small KV caches measure, measured on this model: LRKV (arXiv 2601.11471), "
+    "projection sharing (2606.04032), thin keys (2603.04427) and logit spectra (2604.04384). Where "
+    "their own numbers compare, they stand beside."
+)
+
+
+def _parser() -> command_line.Parser:
+    parser = command_line.Parser(__doc__)
+    parser.add_output()
+    add = parser.add_argument
+    add("--workdir", default="", help="a run's folder; its latest checkpoint is read")
+    add("--model", default="", help="instead: a folder of a published model, or a .gguf file")
+    add("--beside", default="", help="another workdir or model to compare with")
+    names = ", ".join(reports.there())
+    add("--reports", default="", help=f"some of {names} (all that the model has something for)")
+    text = "NAME=FILE,...; embedded: parts of two books that no run trains on (embedded)"
+    add("--texts", default=texts.EMBEDDED, help=text)
+    text = (
+        f"tokens that texts are read in ({','.join(map(str, LENGTHS))}, as far as the model goes)"
+    )
+    add("--lengths", default="", help=text)
+    add("--out", default="", help="the folder to write (runs/analysis/NAME)")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Analyses; see the module's docstring."""
+    options = _parser().parse(arguments)
+    with command_line.naming_options(options):
+        _run(options, Output(options))
+
+
+def _run(options: argparse.Namespace, out: Output) -> None:
+    names = _names(options.reports)
+    if bool(options.workdir) == bool(options.model):
+        given = "both are given" if options.model else "neither is given"
+        raise UserError(f"--workdir and --model: {given}; give one of them, as runs/lrkv_tiny")
+    lengths = _lengths(options.lengths)
+    sources = texts.sources(options.texts)
+    if options.out:
+        _check_target(options.out)
+    runtime.start()
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its caches
+    model = _opened(
+        *(("--model", options.model) if options.model else ("--workdir", options.workdir))
+    )
+    beside = _opened("--beside", options.beside) if options.beside else None
+    lengths = lengths or _default_lengths(model)
+    target = _check_target(options.out or f"runs/analysis/{_file_name(model.name)}")
+    for one in (model, beside):
+        if one is not None:
+            _check_length(one, lengths[-1])
+    with progress.waiting("reading texts"):
+        tokens = texts.tokens(sources, model, lengths[-1])
+        request = Request(tokens, lengths, beside, _snapshots(options, model))
+    modules = _modules(names, model, request, asked=bool(options.reports))
+    for one in (model, beside):
+        if one is not None:
+            _check_weights(one)
+    with _folder(target):
+        sections, seconds = {}, {}
+        for name, module in modules.items():
+            begun = time.monotonic()
+            with progress.waiting(f"{name} of {model.name}"):
+                sections[name] = module.section(model, request)
+            seconds[name] = time.monotonic() - begun
+            out.say(f"{name}: {seconds[name]:.1f} s")
+        about = _about(options, model, request, seconds)
+        sizes = _write(target, model, sections, about)
+    shown = target if in_bucket(target) else os.path.relpath(target)
+    out.say(f"\nwritten: {shown}/{HTML}, {sizes[HTML] / 1e6:.2f} MB, and {JSON}", wrap=False)
+    found = {name.rpartition(".")[2]: str(target / name) for name in (HTML, JSON)}
+    out.result(found | dict(bytes=sizes, seconds=seconds))
+
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+
+def _names(option: str) -> tuple[str, ...]:
+    """The reports of the option, in the order of the page."""
+    known = reports.there()
+    asked = lists.names("--reports", option, known) if option else known
+    return tuple(name for name in known if name in asked)
+
+
+def _lengths(option: str) -> tuple[int, ...]:
+    """Ascending, each once; none where the option is not given."""
+    if not option:
+        return ()
+    return tuple(sorted(set(lists.integers("--lengths", option, _SHORTEST))))
+
+
+def _default_lengths(model: Model) -> tuple[int, ...]:
+    return tuple(n for n in LENGTHS if n <= model.context) or (model.context,)
+
+
+def _check_length(model: Model, longest: int) -> None:
+    try:
+        model.transformer.check_length(longest)
+    except UserError as error:
+        said = str(error).replace("config.data.sequence_length", "--lengths")
+        raise UserError(f"{said} in {model.name}") from error
+
+
+def _check_target(out: str) -> epath.Path:
+    """The folder to write in; a UserError where it cannot be."""
+    path = runtime.folder("--out", out)
+    if in_bucket(path):
+        return path
+    for name in (HTML, JSON):
+        if (path / name).is_dir():
+            raise UserError(f"--out = {out!r}: {name} is a folder there: give another, or move it")
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--out = {out!r}: cannot be written: nothing can be made in {there}")
+    return path
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", name).strip(".") or "model"
+
+
+def _opened(option: str, source: str) -> Model:
+    """The model of an option; what is wrong with it names the option."""
+    try:
+        if option == "--workdir":
+            return model_lib.Trained(runtime.workdir(source))
+        return model_lib.open(source)
+    except UserError as error:
+        said = str(error).replace("--source", option)
+        raise UserError(said if option in said else f"{option}={source}: {said}") from error
+
+
+def _modules(
+    names: tuple[str, ...], model: Model, request: Request, *, asked: bool
+) -> dict[str, types.ModuleType]:
+    """The reports that the model has something for.
+
+    Args:
+      asked: whether they were asked for by name: then all must be possible.
+    """
+    found = {}
+    for name in names:
+        module = reports.module(name)
+        try:
+            getattr(module, "check", lambda *_: None)(model, request)
+        except UserError as error:
+            if asked:
+                raise UserError(f"--reports={name}: {error}") from error
+            command_line.say(f"without {name}: {error}")
+            continue
+        found[name] = module
+    if not found:
+        raise UserError(f"{model.name} has nothing for any of the reports {', '.join(names)}")
+    return found
+
+
+def _snapshots(options: argparse.Namespace, model: Model) -> list[tuple[int, Model]]:
+    """What a run kept of its steps, of a workdir that has such."""
+    if not isinstance(model, model_lib.Trained):
+        return []
+    found = trained.snapshots(runtime.path("--model", options.workdir or options.model))
+    return [(snapshot.step, model_lib.Trained(snapshot)) for snapshot in found]
+
+
+def _check_weights(model: Model) -> None:
+    """Raises a UserError that names the layer whose attention is not finite or cannot be read."""
+    with progress.waiting(f"checking the weights of {model.name}"):
+        for index in range(len(model.transformer.mechanisms)):
+            segment, layer = model_lib.layer_of(model, index)
+            for path in model.parameters():
+                if path[:3] == ("segments", segment, "attention"):
+                    try:
+                        model.read(path, layer)
+                    except UserError as error:
+                        raise UserError(f"layer {index} of {model.name}: {error}") from error
+
+
+# -- what is written -------------------------------------------------------------------------------
+
+
+def _about(
+    options: argparse.Namespace, model: Model, request: Request, seconds: Mapping[str, float]
+) -> dict[str, str | Mapping]:
+    """How the report was made."""
+    made = provenance.provenance("matplotlib", "scipy")
+    name = model.name
+    if isinstance(model, model_lib.Trained):
+        found = trained.find(runtime.path("--model", options.workdir or options.model))
+        name += f", checkpoint of step {found.step:,}"
+    block = model.transformer.block
+    parameters = formulas.parameters(model.transformer)["total"]
+    return {
+        "Model": name,
+        "Beside": request.beside.name if request.beside else "",
+        "Size": f"{block.num_layers} layers of width {block.d_model}, {parameters:,} parameters, "
+        f"trained on {model.context:,} tokens at a time",
+        "Attention": _attention(model),
+        "Texts": {name: f"{len(found):,} tokens" for name, found in request.texts.items()},
+        "Lengths": ", ".join(f"{length:,}" for length in request.lengths) + " tokens",
+        "Seconds": {name: f"{value:.1f}" for name, value in seconds.items()},
+        "Command": made["command"],
+        "Date": made["date"],
+        "Commit": made["commit"],
+        "Machine": f"{made['machine']}; {made['devices']}",
+        "Versions": {"python": made["python"]} | made["packages"],
+    }
+
+
+def _attention(model: Model) -> Mapping | str:
+    """Its mechanism, as config.attention says it."""
+    try:
+        found = model_lib.attention_section(model.transformer)
+        return {key: value for key, value in found.items() if value not in (False, "none", ())}
+    except UserError:  # no config describes such layers
+        kinds = (type(config).__name__ for config in model.transformer.mechanisms)
+        return ", ".join(dict.fromkeys(kinds)) + ", layers of several kinds"
+
+
+@contextlib.contextmanager
+def _folder(path: epath.Path) -> Iterator[None]:
+    """Makes a folder before it is needed; it is gone again where the block fails.
+
+    Raises:
+      UserError: it cannot be made.
+    """
+    new = [] if in_bucket(path) else [one for one in (path, *path.parents) if not one.exists()]
+    try:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out: {path} cannot be made: {error.strerror or error}") from error
+        yield
+    except BaseException:
+        for one in new:
+            with contextlib.suppress(OSError):  # it was not made, or somebody else wrote there
+                os.rmdir(one)
+        raise
+
+
+def _write(
+    target: epath.Path, model: Model, sections: Mapping[str, Section], about: Mapping
+) -> dict[str, int]:
+    """Writes both files; bytes of each.
+
+    Raises:
+      UserError: they cannot be written.
+    """
+    html = page.page(f"Attention in {model.name}", _LEAD, list(sections.values()), about)
+    said = {
+        name: dict(title=one.title, lead=one.lead, data=one.data) for name, one in sections.items()
+    }
+    found = {HTML: html, JSON: json.dumps(_plain(dict(about=about, reports=said))) + "\n"}
+    temporary = {target / name: target / f".{name}.tmp" for name in found}
+    try:
+        for path, text in zip(temporary.values(), found.values(), strict=True):
+            path.write_text(text)
+        for path, written in temporary.items():
+            written.replace(path)
+    except OSError as error:
+        raise UserError(f"--out: {target} cannot be written: {error}") from error
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+    return {name: len(text.encode()) for name, text in found.items()}
+
+
+def _plain(data):
+    """As JSON has it: numpy's numbers and arrays as Python's; null for what is no number."""
+    if isinstance(data, Mapping):
+        return {str(key): _plain(value) for key, value in data.items()}
+    if isinstance(data, np.ndarray | np.generic):
+        data = data.tolist()
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    return data
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,202 @@
+"""What attention does on a text: queries, keys and values of each layer, and attention changed.
+
+All is in float32, as the model computes it, with one layer's weights in memory.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import functools
+import math
+from typing import NamedTuple
+
+from flax import nnx
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.attention import Attention
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.convert import layerwise
+from kvjax.convert import model as model_lib
+from kvjax.convert.model import Model
+from kvjax.foundation.errors import UserError
+from kvjax.kernels.softmax_attention.api import softmax_attention
+from kvjax.layers import rope
+
+_QUERY_CHUNK = 64
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees."""
+
+    causal: bool = True  # those up to its own position only
+    window: int = 0  # and of those the last so many, its own the last; 0: all
+
+    def visible(self, length: int) -> np.ndarray:
+        """[L, L] bool: whether a query (row) sees a key (column)."""
+        if not self.causal:
+            return np.ones((length, length), bool)
+        seen = np.tri(length, dtype=bool)
+        return seen & ~np.tri(length, k=-self.window, dtype=bool) if self.window else seen
+
+
+# What stands in softmax attention's place: of queries [B, T, N, H], keys [B, T, K, H], values
+# [B, T, K, Hv], the logits' scale and the mask, the [B, T, N, Hv] outputs of the heads.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, float, Mask], jax.Array]
+
+
+class Layer(NamedTuple):
+    """A layer's attention on B sequences of T tokens; query head n reads KV head n // (N / K).
+
+    Attributes:
+      query_BTNH, key_BTKH, value_BTKH: as attention uses them, normed and rotated.
+      plain_query_BTNH, plain_key_BTKH: the same without RoPE.
+      input_BTD: what enters attention, behind the norm.
+      scale: of logits.
+      mask: the model's.
+    """
+
+    query_BTNH: np.ndarray
+    key_BTKH: np.ndarray
+    value_BTKH: np.ndarray
+    plain_query_BTNH: np.ndarray
+    plain_key_BTKH: np.ndarray
+    input_BTD: np.ndarray
+    scale: float
+    mask: Mask
+
+
+def layers(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> Iterator[Layer]:
+    """Every layer's attention on rows of tokens, in order.
+
+    Args:
+      attend: in softmax attention's place, of all layers: later ones see what it makes.
+
+    Raises:
+      UserError: queries, keys or values are not finite; it names the layer and the heads.
+    """
+    c, length = model.transformer.block, rows_BT.shape[1]
+    run = layerwise.Pass(model, rows_BT, attention=_attention(attend))
+    project = functools.cache(lambda mechanism: _projections(c, mechanism, length))
+    inputs = run.layers(lambda h_BTD: h_BTD)
+    for i, (mechanism, seen) in enumerate(zip(model.transformer.mechanisms, inputs, strict=True)):
+        weights = _attention_weights(model, i)
+        found = [project(mechanism)(weights, h_BTD) for h_BTD in seen]
+        arrays = map(np.concatenate, zip(*jax.tree.map(np.asarray, found), strict=True))
+        layer = Layer(*arrays, mechanism.scale, Mask(c.causal, c.window))
+        _check_finite(layer, f"layer {i} of {model.name}")
+        yield layer
+
+
+def attention(
+    layer: Layer, sequence: int, heads: Sequence[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """[N, T, T] probabilities and [T, N, Hv] outputs of heads on one sequence, in float64.
+
+    Args:
+      heads: some of the query heads; None: all, N·T² numbers.
+    """
+    N, K = layer.query_BTNH.shape[2], layer.key_BTKH.shape[2]
+    chosen = np.arange(N) if heads is None else np.asarray(heads)
+    of = lambda x_BTNH, at: x_BTNH[sequence][:, at].astype(np.float64).swapaxes(0, 1)
+    query_NTH = of(layer.query_BTNH, chosen) * layer.scale
+    key_NTH, value_NTH = (of(x, chosen * K // N) for x in (layer.key_BTKH, layer.value_BTKH))
+    visible_TT = layer.mask.visible(query_NTH.shape[1])
+    p_NTT = softmax(query_NTH @ key_NTH.swapaxes(1, 2), visible_TT)
+    return p_NTT, (p_NTT @ value_NTH).swapaxes(0, 1)
+
+
+def softmax(z_TT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
+    """[..., T, T] probabilities of logits over the keys that each query sees; it takes the logits'
+    memory."""
+    np.copyto(z_TT, -np.inf, where=~visible_TT)
+    z_TT -= z_TT.max(axis=-1, keepdims=True)
+    np.exp(z_TT, out=z_TT)
+    z_TT /= z_TT.sum(axis=-1, keepdims=True)
+    return z_TT
+
+
+def losses(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> np.ndarray:
+    """[B, T - 1] nats of every token after the first of a row, with changed attention.
+
+    Args:
+      attend: in softmax attention's place, of all layers.
+
+    Raises:
+      UserError: they are not finite.
+    """
+    run = layerwise.Pass(model, rows_BT[:, :-1], attention=_attention(attend))
+    for _ in run.layers():
+        pass
+    nats_BT = np.concatenate(list(run.losses(rows_BT[:, 1:])))
+    if not np.isfinite(nats_BT).all():
+        raise UserError(f"losses of {model.name} on the text are not finite: check its weights")
+    return nats_BT
+
+
+def perplexity(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> float:
+    """exp of the mean of `losses`."""
+    return math.exp(losses(model, rows_BT, attend).mean(dtype=np.float64))
+
+
+def plain(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, scale: float, mask: Mask
+) -> jax.Array:
+    """An `Attend`: softmax attention itself."""
+    how = dict(implementation="xla", query_chunk=_QUERY_CHUNK)
+    return softmax_attention(q_BTNH, k_BTKH, v_BTKH, scale=scale, **mask._asdict(), **how)
+
+
+def _attention(attend: Attend | None) -> type[Attention]:
+    """`Attention` with something else in softmax attention's place."""
+    if attend is None:
+        return Attention
+
+    class Changed(Attention):
+        def __call__(self, x_BTD, positions, *, causal, window=0, **_):
+            q_BTNH, raw = self.mechanism.project(x_BTD, positions)
+            k_BTKH, v_BTKH = self.mechanism.keys_values(raw, positions)
+            scale = self.mechanism.config.scale
+            return self._project_out(attend(q_BTNH, k_BTKH, v_BTKH, scale, Mask(causal, window)))
+
+    return Changed
+
+
+def _attention_weights(model: Model, index: int) -> dict:
+    """The weights of one layer's attention, in float32."""
+    segment, layer = model_lib.layer_of(model, index)
+    first = ("segments", segment, "attention")
+    paths = [path for path in model.parameters() if path[:3] == first]
+    flat = {path[3:]: jnp.asarray(model.read(path, layer), jnp.float32) for path in paths}
+    return traverse_util.unflatten_dict(flat)
+
+
+def _projections(c, mechanism: MechanismConfig, length: int):
+    """A compiled function of attention's weights and input: the arrays of a `Layer`."""
+    module = nnx.eval_shape(lambda: Attention(mechanism, c.d_model, rngs=nnx.Rngs(0)))
+    graph, _ = nnx.split(module)
+    index = np.arange(length, dtype=np.int32)[None]
+
+    @jax.jit
+    def run(weights, h_BTD):
+        of = nnx.merge(graph, weights).mechanism
+        positions, still = (
+            rope.positions(index, mechanism.rope_dim, base) for base in (c.angles_base, None)
+        )
+        q_BTNH, raw = of.project(h_BTD, positions)
+        k_BTKH, v_BTKH = of.keys_values(raw, positions)
+        plain_q_BTNH, raw = of.project(h_BTD, still)
+        plain_k_BTKH, _ = of.keys_values(raw, still)
+        return q_BTNH, k_BTKH, v_BTKH, plain_q_BTNH, plain_k_BTKH, h_BTD
+
+    return run
+
+
+def _check_finite(layer: Layer, named: str) -> None:
+    parts = dict(queries=layer.query_BTNH, keys=layer.key_BTKH, values=layer.value_BTKH)
+    for what, x_BTNH in parts.items():
+        heads = np.flatnonzero(~np.isfinite(x_BTNH).all(axis=(0, 1, 3))).tolist()
+        if heads:
+            raise UserError(f"{named}: {what} on the text are not finite, of heads {heads}")

@@ -1,0 +1,22 @@
+"""The reports: a module each, imported when it is asked for.
+
+A report has `section(model, request) -> section.Section`. It may have `check(model, request)`,
+which raises a `UserError` where the model has nothing for it, before any work starts: such a report
+is left out unless it was asked for by name.
+"""
+
+import importlib
+import importlib.util
+import types
+
+NAMES = ("diversity", "geometry", "projections", "logits", "compression", "behaviour")
+
+
+def there() -> tuple[str, ...]:
+    """The names of the reports, in the order of the page."""
+    return tuple(name for name in NAMES if importlib.util.find_spec(f"{__name__}.{name}"))
+
+
+def module(name: str) -> types.ModuleType:
+    """A report, by its name."""
+    return importlib.import_module(f"{__name__}.{name}")

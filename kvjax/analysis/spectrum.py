@@ -1,0 +1,43 @@
+"""What is said of a spectrum: how many directions it fills, and how many hold a share of it."""
+
+import numpy as np
+
+SHARES = (0.8, 0.9, 0.95, 0.99)
+
+
+def effective_rank(energy: np.ndarray) -> np.ndarray:
+    """exp of the entropy of each [..., R] spectrum: 1 of one direction, R of R alike.
+
+    Roy and Vetterli 2007, as in LRKV (arXiv 2601.11471, appendix C.1). A spectrum of nothing has
+    rank 0.
+
+    Args:
+      energy: eigenvalues of a Gram matrix, or squares of singular values; not negative but for
+        rounding.
+    """
+    share = fractions(energy)
+    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
+    return np.where(share.sum(axis=-1) > 0, np.exp(-(share * logs).sum(axis=-1)), 0.0)
+
+
+def fractions(energy: np.ndarray) -> np.ndarray:
+    """[..., R] shares of the whole, zero where there is nothing."""
+    energy = np.maximum(np.asarray(energy, np.float64), 0.0)
+    total = energy.sum(axis=-1, keepdims=True)
+    return np.divide(energy, total, out=np.zeros_like(energy), where=total > 0)
+
+
+def cumulative(energy: np.ndarray) -> np.ndarray:
+    """[..., R]: the share that the first 1, 2, ... of the largest hold."""
+    descending = -np.sort(-fractions(energy), axis=-1)
+    return np.cumsum(descending, axis=-1)
+
+
+def energy_rank(energy: np.ndarray, share: float) -> np.ndarray:
+    """[...] how many of the largest hold that share of each [..., R] spectrum.
+
+    Logit spectra (arXiv 2604.04384), table 2, which calls it the effective rank.
+    """
+    held = cumulative(energy)
+    enough = held >= share * (1 - 1e-12)  # a share of 1 is reached but for rounding
+    return np.where(held[..., -1] > 0, enough.argmax(axis=-1) + 1, 0)

@@ -1,0 +1,103 @@
+"""A matplotlib figure as the text of an SVG that is part of a page.
+
+Nothing in it refers outside, its fonts are those of the page, its ids are its own, and the same
+figure gives the same bytes, whatever style the process has chosen.
+"""
+
+import base64
+from collections.abc import Callable
+import hashlib
+import io
+import re
+import threading
+import warnings
+
+from matplotlib import style as style_lib
+from matplotlib.figure import Figure
+import numpy as np
+from PIL import Image
+
+INK, GRAY = "#1f2328", "#59636e"
+_STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "kvjax",
+    "text.parse_math": False,
+    "font.size": 11.5,
+    "axes.titlesize": 12,
+    "axes.labelsize": 12,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRAY,
+    "axes.unicode_minus": True,
+    "xtick.color": GRAY,
+    "ytick.color": GRAY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "hatch.linewidth": 0.7,
+}
+_STYLING = threading.Lock()  # matplotlib's parameters are the process's
+
+
+def text(width: float, draw: Callable[[Figure], None], height: float) -> str:
+    """What a function draws on an empty figure.
+
+    Args:
+      width, height: inches; an inch is 72 of the units that sizes of fonts are in.
+    """
+    with _STYLING, style_lib.context(["default", _STYLE]), warnings.catch_warnings():
+        # Letters that the font for measuring lacks: the page's has them.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure = Figure(figsize=(width, height), layout="constrained")
+        draw(figure)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata=dict(Date=None))
+    return _clean(buffer.getvalue())
+
+
+def _clean(svg: str) -> str:
+    """What matplotlib wrote as an element of a page: no references, ids of its own."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)  # that of the page
+    svg = re.sub(r' transform="rotate\(-?0 [^"]*"', "", svg)
+    svg = re.sub(r'(?<=xlink:href="data:image/png;base64,)[^"]*', _smaller, svg)
+    svg = re.sub(r'(?<=[ "][dxy]=")[^"]*', _rounded, svg)
+    svg = _own_ids(svg.replace("xlink:href", "href"))
+    head, _, rest = svg.partition(">")
+    box = re.search(r'viewBox="[^"]*"', head)[0]
+    look = 'font-family="system-ui, sans-serif" style="stroke-linejoin: round"'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {look}>{rest}'
+    return re.sub(r"\s*\n\s*", "\n", svg).strip()
+
+
+def _smaller(png: re.Match) -> str:
+    """A picture of at most 256 colours with one byte a pixel, not four."""
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(png[0]))).convert("RGBA"))
+    colors, index = np.unique(pixels.reshape(-1, 4), axis=0, return_inverse=True)
+    if len(colors) > 256 or (colors[:, 3] < 255).any():
+        return png[0]
+    picture = Image.fromarray(index.reshape(pixels.shape[:2]).astype(np.uint8), "P")
+    picture.putpalette(colors[:, :3].tobytes())
+    buffer = io.BytesIO()
+    picture.save(buffer, format="png", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _rounded(text: re.Match) -> str:
+    """Coordinates to hundredths, in one line."""
+    shorter = lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
+    return re.sub(r"-?\d+\.\d+", shorter, " ".join(text[0].split()))
+
+
+def _own_ids(svg: str) -> str:
+    """Ids that nothing refers to are dropped; others get numbers behind the figure's digest."""
+    used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    number = {name: i for i, name in enumerate(used)}
+    svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
+    parts = r'( id="|href="#|url\(#)([^")]+)'
+    svg = re.sub(parts, lambda m: f"{m[1]}@-{number[m[2]]}", svg)
+    own = f"f{hashlib.sha256(svg.encode()).hexdigest()[:8]}-"
+    return re.sub(r'( id="|href="#|url\(#)@-', lambda m: m[1] + own, svg)

@@ -1,0 +1,106 @@
+"""Named texts as tokens of a model: the embedded books, or files."""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import os
+
+import numpy as np
+
+from kvjax.convert.model import Model
+from kvjax.data import readers
+from kvjax.data import source_kinds
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data.source_kinds import Source
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+
+EMBEDDED = "embedded"
+MOST_TOKENS = 1 << 18  # of a text: what comes behind them is not read
+_BOOKS = dict(zip(("Shakespeare", "King James Bible"), source_kinds.BOOKS, strict=True))
+_RECORDS = (*source_kinds.JSONL, ".parquet")
+_GIVE = "give NAME=FILE, several with commas between, or 'embedded'"
+
+
+def sources(option: str) -> dict[str, Source]:
+    """The texts of an option, by name; their files are there.
+
+    Args:
+      option: `NAME=FILE,...`, of text, JSON Lines or Parquet; `embedded` stands for the held-out
+        parts of both books, which no run has trained on.
+
+    Raises:
+      UserError: an item that is neither, a name given twice, or a file that is not there.
+    """
+    found: dict[str, Source] = {}
+    for item in option.split(","):
+        name, equals, file = item.partition("=")
+        if item == EMBEDDED:
+            named = {
+                name: source_kinds.named(source_kinds.EMBEDDED + book, "text", "--texts")
+                for name, book in _BOOKS.items()
+            }
+        elif not (equals and name.strip() and file):
+            raise UserError(f"--texts={option}: {item!r} is no text: {_GIVE}")
+        elif not name.isprintable():
+            raise UserError(f"--texts={option}: {name!r} cannot be printed: {_GIVE}")
+        else:
+            named = {name: _file(name, file)}
+        for name in named:
+            if name in found:
+                raise UserError(f"--texts={option}: {name!r} is there twice: give another name")
+        found |= named
+    return found
+
+
+def _file(name: str, file: str) -> Source:
+    path = runtime.path("--texts", file)
+    if path.is_dir() or not path.exists():
+        what = "a folder" if path.is_dir() else "not there"
+        raise UserError(f"--texts={name}={file}: is {what}: give a file of text")
+    if path.name.endswith(_RECORDS):
+        return source_kinds.named(os.fspath(path), "text", "--texts")
+    return source_kinds.TextFile(path)
+
+
+def tokens(sources: Mapping[str, Source], model: Model, longest: int) -> dict[str, np.ndarray]:
+    """The [T] int32 tokens of each text, without what opens one; no weights are read.
+
+    Args:
+      longest: tokens that each must have.
+
+    Raises:
+      UserError: a text that is no UTF-8 or cannot be read, or has fewer tokens.
+    """
+    tokenizer = tokenizer_lib.from_json(model.tokenizer_json, f"the tokenizer of {model.name}")
+    found = {}
+    for name, source in sources.items():
+        try:
+            found[name] = _encoded(_pieces(source), tokenizer, max(MOST_TOKENS, longest))
+        except OSError as error:
+            raise UserError(f"--texts: {name!r}: cannot be read: {error}") from error
+        except UserError as error:
+            raise UserError(f"--texts: {name!r}: {error}") from error
+        if len(found[name]) < longest:
+            raise UserError(
+                f"--texts: {name!r} has {len(found[name]):,} tokens of {model.name}, and the "
+                f"longest of --lengths is {longest:,}: give a longer text, or shorter --lengths"
+            )
+    return found
+
+
+def _pieces(source: Source) -> Iterator[readers.Piece]:
+    held_out = source.name.startswith(source_kinds.EMBEDDED)
+    return source.pieces("validation" if held_out else "all", 0.0)
+
+
+def _encoded(
+    pieces: Iterator[readers.Piece], tokenizer: tokenizer_lib.Tokenizer, most: int
+) -> np.ndarray:
+    """The first tokens of documents one behind the other."""
+    parts, count = [np.zeros(0, np.int32)], 0
+    for piece in pieces:
+        parts.append(np.array(tokenizer.encode(piece.text), np.int32))
+        count += len(parts[-1])
+        if count >= most:
+            break
+    return np.concatenate(parts)[:most]

@@ -1,0 +1,339 @@
+"""A report in a real browser, Debian's chromium without a window: `make test-browser`.
+
+    make test-browser                                        # a page of made-up sections
+    make test-browser REPORT=runs/analysis/NAME/report.html  # and this one
+
+Chromium is spoken to over a pipe in its DevTools protocol, so nothing else has to be installed.
+Pictures of the pages are left in the folder that the last line names.
+"""
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+
+import pytest
+
+from tests.analysis.test_page import made_up
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+SIZES = dict(phone=(390, 844), desk=(1440, 900), paper=(680, 960))  # A4 without its margins
+SECONDS = 60  # for an answer
+
+
+def _above(descriptor: int) -> int:
+    """The same pipe under a number that is not in the way."""
+    found = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.close(descriptor)
+    return found
+
+
+class Browser:
+    """One page of a browser, and what it asked the network for."""
+
+    def __init__(self, folder: pathlib.Path):
+        found = [path for name in NAMES if (path := shutil.which(name))]
+        if not found:
+            pytest.fail("no chromium here: apt-get install chromium", pytrace=False)
+        theirs, self._write = map(_above, os.pipe())
+        self._read, ours = map(_above, os.pipe())
+        # The program speaks on descriptors 3 and 4, which the shell puts the pipes on.
+        options = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars"
+        options += f" --remote-debugging-pipe --user-data-dir={folder / 'profile'}"
+        command = f'exec "$0" {options} about:blank 3<&{theirs} 4>&{ours}'
+        self._process = subprocess.Popen(
+            ["bash", "-c", command, found[0]], pass_fds=(theirs, ours), stderr=subprocess.DEVNULL
+        )
+        os.close(theirs)
+        os.close(ours)
+        self._number, self._rest, self._session = 0, b"", None
+        self.asked: list[str] = []
+        target = self("Target.createTarget", url="about:blank")["targetId"]
+        attached = self("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Network", "Runtime", "Accessibility"):
+            self(f"{domain}.enable")
+
+    def __call__(self, method: str, **params) -> dict:
+        """What a command of the protocol answers."""
+        self._number += 1
+        message = dict(id=self._number, method=method, params=params)
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._number:
+            self._note(answer)
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        return answer["result"]
+
+    def _next(self) -> dict:
+        while b"\0" not in self._rest:
+            found = os.read(self._read, 1 << 20)
+            assert found, "chromium has ended"
+            self._rest += found
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
+
+    def _note(self, event: dict) -> None:
+        if event.get("method") == "Network.requestWillBeSent":
+            self.asked.append(event["params"]["request"]["url"])
+
+    def open(self, file: pathlib.Path) -> None:
+        self.asked.clear()
+        self("Page.navigate", url=file.as_uri())
+        ended = time.monotonic() + SECONDS
+        while self.value("document.readyState + location.href") != f"complete{file.as_uri()}":
+            assert time.monotonic() < ended, f"{file} does not load"
+            time.sleep(0.05)
+
+    def value(self, expression: str):
+        """Of JavaScript, JSON-able."""
+        found = self("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def size(self, name: str) -> None:
+        width, height = SIZES[name]
+        metrics = dict(width=width, height=height, deviceScaleFactor=1, mobile=name == "phone")
+        self("Emulation.setDeviceMetricsOverride", **metrics)
+
+    def media(self, kind: str = "", scheme: str = "light") -> None:
+        feature = dict(name="prefers-color-scheme", value=scheme)
+        self("Emulation.setEmulatedMedia", media=kind, features=[feature])
+
+    def picture(self, file: pathlib.Path) -> None:
+        """Of the whole page."""
+        shot = self("Page.captureScreenshot", captureBeyondViewport=True, format="png")
+        file.write_bytes(base64.b64decode(shot["data"]))
+
+    def end(self) -> None:
+        with contextlib.suppress(AssertionError, OSError):
+            self("Browser.close")
+        for pipe in (self._read, self._write):
+            os.close(pipe)
+        self._process.wait(SECONDS)
+
+
+# -- what a page must keep -------------------------------------------------------------------------
+
+OVERFLOWS = """(() => {
+  const wrong = [], width = document.documentElement.clientWidth;
+  const told = (e) => `${e.tagName} ${e.className.baseVal ?? e.className}: ${e.textContent}`;
+  if (document.scrollingElement.scrollWidth > innerWidth) wrong.push("the page");
+  for (const e of document.body.querySelectorAll(":not(svg *)")) {
+    if (e.parentElement.closest(".scroll")) continue;
+    const box = e.getBoundingClientRect();
+    if (box.width && (box.left < -0.5 || box.right > width + 0.5)) wrong.push(told(e));
+  }
+  return wrong;
+})()"""
+# Texts of figures that are cut off, lie on each other, or are too small to read.
+ILLEGIBLE = """(() => {
+  const wrong = [];
+  for (const svg of document.querySelectorAll("svg")) {
+    const name = svg.closest("figure").querySelector("h3").textContent;
+    const card = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll("text")].map((e) => [e, e.getBoundingClientRect()]);
+    texts.forEach(([e, a], i) => {
+      const size = parseFloat(getComputedStyle(e).fontSize) * svg.getScreenCTM().a;
+      if (size < 8.5) wrong.push(`${name}: ${e.textContent}: ${size} px`);
+      if (a.left < card.left - 1 || a.right > card.right + 1 || a.top < card.top - 1
+          || a.bottom > card.bottom + 1) wrong.push(`${name}: ${e.textContent} is cut off`);
+      for (const [other, b] of texts.slice(0, i)) {
+        const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (across > 1 && down > 3) {
+          wrong.push(`${name}: ${other.textContent} and ${e.textContent} lie on each other`);
+        }
+      }
+    });
+  }
+  return wrong;
+})()"""
+# Texts with a contrast below 4.5, as WCAG 2 counts it; white ones stand in a heatmap's cells.
+FAINT = """(() => {
+  const parts = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const linear = parts(color).slice(0, 3).map((c) => c / 255)
+      .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  };
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const color = getComputedStyle(e).backgroundColor;
+      if ((parts(color)[3] ?? 1) === 1) return color;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const wrong = new Set();
+  for (const e of document.body.querySelectorAll("*")) {
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || ["SCRIPT", "STYLE"].includes(e.tagName)) continue;
+    const style = getComputedStyle(e), drawn = e.closest("svg");
+    const ink = drawn ? style.fill : style.color;
+    if (drawn && ink === "rgb(255, 255, 255)") continue;
+    const [low, high] = [light(ink), light(behind(e))].sort((a, b) => a - b);
+    const contrast = (high + 0.05) / (low + 0.05);
+    if (contrast < 4.5) wrong.add(`${e.tagName} ${ink} on ${behind(e)}: ${contrast.toFixed(2)}`);
+  }
+  return [...wrong];
+})()"""
+COLUMN = """[...document.querySelectorAll("table")[%d].tBodies[0].rows].map(
+  (row) => row.cells[%d].textContent)"""
+SORTED = 'document.querySelectorAll("table")[%d].tHead.rows[0].cells[%d].getAttribute("aria-sort")'
+
+
+@pytest.fixture(scope="module")
+def folder():
+    found = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-report-"))
+    yield found
+    print(f"\npictures: {found}")
+
+
+@pytest.fixture(scope="module")
+def browser(folder):
+    started = Browser(folder)
+    yield started
+    started.end()
+    shutil.rmtree(folder / "profile", ignore_errors=True)
+
+
+@pytest.fixture(scope="module", params=["made up", "given"])
+def report(request, folder):
+    """The file of a page."""
+    if request.param == "given":
+        given = os.environ.get("REPORT")
+        if not given:
+            pytest.skip("no REPORT=FILE is given")
+        return pathlib.Path(given).resolve()
+    file = folder / "made_up.html"
+    file.write_text(made_up(), "utf-8")
+    return file
+
+
+@pytest.fixture
+def shown(browser, report):
+    """The browser with the page, on a desk and in the light."""
+    browser.size("desk")
+    browser.media()
+    browser.open(report)
+    return browser
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", ["phone", "desk"])
+def test_it_is_legible(shown, report, folder, size, scheme):
+    """Nothing overflows, is cut off, lies on something else, or is faint."""
+    shown.size(size)
+    shown.media(scheme=scheme)
+    shown.picture(folder / f"{report.stem}-{size}-{scheme}.png")
+    assert shown.value(OVERFLOWS) == []
+    assert shown.value(ILLEGIBLE) == []
+    assert shown.value(FAINT) == []
+    paper = shown.value("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_it_asks_for_nothing_but_itself(shown, report):
+    asked = [url for url in shown.asked if not url.startswith("data:")]
+    assert asked == [report.as_uri()]
+    assert shown.value('performance.getEntriesByType("resource").map((e) => e.name)') == []
+
+
+def test_every_figure_is_told_in_words(shown):
+    nodes = shown("Accessibility.getFullAXTree")["nodes"]
+    images = [node for node in nodes if node.get("role", {}).get("value") == "image"]
+    assert len(images) == shown.value('document.querySelectorAll("svg").length') > 0
+    assert all(len(image["name"]["value"]) > 10 for image in images)
+
+
+def test_wide_tables_are_reached_and_scrolled_by_keys(shown):
+    shown.size("phone")
+    boxes = '[...document.querySelectorAll(".scroll")]'
+    wide = f"{boxes}.find((box) => box.scrollWidth > box.clientWidth)"
+    if shown.value(f"{wide} === undefined"):
+        pytest.skip("no table is wider than a phone")
+    shown.value(f"{wide}.focus()")
+    assert shown.value("document.activeElement.className") == "scroll"
+    _press(shown, "ArrowRight")
+    ended = time.monotonic() + SECONDS
+    while shown.value("document.activeElement.scrollLeft") == 0:
+        assert time.monotonic() < ended
+        time.sleep(0.05)
+    nodes = shown("Accessibility.getFullAXTree")["nodes"]
+    regions = [node for node in nodes if node.get("role", {}).get("value") == "region"]
+    assert all(node["name"]["value"] for node in regions)
+
+
+def test_tables_sort(shown):
+    """By numbers and by words, up and down, with the mouse and with Enter."""
+    for table in range(shown.value('document.querySelectorAll("table").length')):
+        row = f'document.querySelectorAll("table")[{table}].tHead.rows[0]'
+        for column in range(shown.value(f"{row}.cells.length")):
+            of = lambda text, at=(table, column): shown.value(text % at)
+            before = of(COLUMN)
+            shown.value(f'{row}.cells[{column}].querySelector("button").click()')
+            assert of(SORTED) == "ascending"
+            up = of(COLUMN)
+            shown.value(f'{row}.cells[{column}].querySelector("button").focus()')
+            _press(shown, "Enter")
+            assert of(SORTED) == "descending"
+            down = of(COLUMN)
+            assert sorted(up) == sorted(down) == sorted(before)
+            assert _numbers(up) == sorted(_numbers(before))
+            assert _numbers(down) == sorted(_numbers(before), reverse=True)
+            there = [cell for cell in up if cell != "–"]
+            assert up == there + ["–"] * (len(up) - len(there))
+            assert down[len(there) :] == up[len(there) :]
+            if len(set(there)) > 1:
+                assert up != down
+
+
+def _numbers(cells: list[str]) -> list[float]:
+    """The cells of a column of numbers; of another nothing."""
+    try:
+        return [float(cell.replace(",", "").rstrip(" %")) for cell in cells if cell != "–"]
+    except ValueError:
+        return []
+
+
+def _press(browser: Browser, key: str) -> None:
+    codes = dict(Enter=13, ArrowRight=39)
+    event = dict(key=key, code=key, windowsVirtualKeyCode=codes[key])
+    event |= dict(text="\r") if key == "Enter" else {}
+    browser("Input.dispatchKeyEvent", type="keyDown", **event)
+    browser("Input.dispatchKeyEvent", type="keyUp", **event)
+
+
+def test_it_reads_without_scripts(shown, report):
+    shown("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        shown.open(report)
+        assert shown.value('document.querySelectorAll("thead button").length') == 0
+        assert shown.value('[...document.querySelectorAll("th")].every((e) => e.textContent)')
+        assert shown.value(OVERFLOWS) == []
+    finally:
+        shown("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_it_prints(shown, report, folder):
+    """On paper without what only a screen needs, in black on white, figures whole."""
+    pdf = base64.b64decode(shown("Page.printToPDF", preferCSSPageSize=True)["data"])
+    (folder / f"{report.stem}.pdf").write_bytes(pdf)
+    assert pdf.startswith(b"%PDF") and len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 1
+    shown.media("print", scheme="dark")
+    assert shown.value('getComputedStyle(document.querySelector("nav")).display') == "none"
+    assert shown.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert shown.value("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    figure = 'getComputedStyle(document.querySelector(".figures figure"))'
+    assert shown.value(f"{figure}.breakInside") == "avoid"
+    shown.size("paper")
+    right = 'document.querySelectorAll("table")].map((e) => e.getBoundingClientRect().right'
+    assert max(shown.value(f"[...{right})")) <= SIZES["paper"][0]

@@ -1,0 +1,275 @@
+"""`python -m kvjax.analysis`: what it writes, what it refuses, and when."""
+
+import json
+import os
+import re
+import types
+
+import numpy as np
+import pytest
+
+from kvjax.analysis import __main__ as command
+from kvjax.analysis import reports
+from kvjax.analysis import texts
+from kvjax.analysis.section import Section
+from kvjax.convert import model as model_lib
+from kvjax.data import tokenizer
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from tests.convert import workdirs
+
+PLAIN = ("--lengths=8,16", "--out=out")
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """Of a model of three layers and four heads."""
+    block, mechanism, _ = workdirs.MODELS["lrkv"]
+    folder = tmp_path_factory.mktemp("analysis") / "small"
+    return str(workdirs.write(folder, workdirs.config(block, mechanism)))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """A function of options: (status, standard output, standard error) of the command."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runtime, "start", lambda **_: None)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
+    return lambda *options: (command_line.status(command.main, list(options)), *capsys.readouterr())
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Two reports that only note what they are asked; by name, with a `check` to put in."""
+    asked = {}
+
+    def report(name):
+        def section(model, request):
+            asked[name] = (model, request)
+            data = {"layers": np.arange(2), "least": np.float32(0.5), "none": float("nan")}
+            return Section(name, f"The {name}", "What came out.", [], [], data | {"pair": (1, 2)})
+
+        return types.SimpleNamespace(section=section)
+
+    modules = {name: report(name) for name in ("first", "second")}
+    monkeypatch.setattr(reports, "there", lambda: tuple(modules))
+    monkeypatch.setattr(reports, "module", modules.__getitem__)
+    return types.SimpleNamespace(modules=modules, asked=asked)
+
+
+def _never(*_):
+    raise AssertionError("work has begun")
+
+
+def test_a_page_and_every_number(run, workdir, made, tmp_path):
+    status, out, err = run(f"--workdir={workdir}", *PLAIN, "--json")
+    assert status == 0, err
+    assert sorted(os.listdir(tmp_path / "out")) == ["report.html", "report.json"]
+    html = (tmp_path / "out/report.html").read_text("utf-8")
+    assert "<title>Attention in small</title>" in html
+    assert html.index("The first") < html.index("The second")
+    found = json.loads((tmp_path / "out/report.json").read_text("utf-8"), parse_constant=_never)
+    assert list(found["reports"]) == ["first", "second"]
+    data = dict(layers=[0, 1], least=0.5, none=None, pair=[1, 2])
+    assert found["reports"]["first"] == dict(title="The first", lead="What came out.", data=data)
+    about = found["about"]
+    assert about["Model"] == "small, checkpoint of step 0"
+    assert about["Attention"]["num_heads"] == 4 and about["Attention"]["rank"] == 3
+    assert about["Size"].startswith("3 layers of width 24, ") and "jax" in about["Versions"]
+    assert list(about["Seconds"]) == ["first", "second"] and about["Date"] in html
+    result = json.loads(out)
+    assert result["bytes"] == {
+        name: len((tmp_path / "out" / name).read_bytes()) for name in ("report.html", "report.json")
+    }
+    assert result["html"] == str(tmp_path / "out/report.html")
+    assert "written: out/report.html" in err
+
+
+def test_what_reports_are_asked(run, workdir, made):
+    status, _, err = run(f"--workdir={workdir}", "--lengths=16,8,16", "--out=out")
+    assert status == 0, err
+    model, request = made.asked["first"]
+    assert isinstance(model, model_lib.Trained) and model.name == "small"
+    assert request.lengths == (8, 16) and request.beside is None and not request.snapshots
+    assert list(request.texts) == ["Shakespeare", "King James Bible"]
+    ids = request.texts["King James Bible"]
+    assert ids.dtype == np.int32 and ids.ndim == 1 and len(ids) > 190_000
+    words = tokenizer.from_json(model.tokenizer_json, "its own").decode(ids[-300:])
+    assert "The grace of our Lord Jesus Christ be with you all. Amen." in words
+
+
+def test_reports_are_chosen_and_beside_is_opened(run, workdir, made):
+    options = (f"--model={workdir}", f"--beside={workdir}", "--reports=second", *PLAIN)
+    status, _, err = run(*options)
+    assert status == 0, err
+    assert list(made.asked) == ["second"] and made.asked["second"][1].beside.name == "small"
+
+
+def test_lengths_are_those_that_the_model_knows(run, workdir, made):
+    """It was trained on 40 tokens; others are asked for by hand."""
+    status, _, err = run(f"--workdir={workdir}", "--out=out")
+    assert status == 0, err
+    assert made.asked["first"][1].lengths == (workdirs.CONTEXT,)
+    long = types.SimpleNamespace(context=300)
+    assert command._default_lengths(long) == (64, 256)
+
+
+def test_the_folder_has_the_name_of_the_model(run, workdir, made, tmp_path):
+    status, out, err = run(f"--workdir={workdir}", "--lengths=8")
+    assert status == 0, err
+    assert (tmp_path / "runs/analysis/small/report.html").exists()
+    assert "written: runs/analysis/small/report.html" in out
+    assert command._file_name("a b/../c") == "a_b_.._c" and command._file_name("..") == "model"
+
+
+def test_an_earlier_report_is_replaced_whole_or_not_at_all(run, workdir, made, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("report.html", "report.json", "notes.txt"):
+        (tmp_path / "out" / name).write_text("before")
+
+    def broken(model, request):
+        raise UserError("layer 2: weights of keys are not finite, of heads [1]")
+
+    whole, made.modules["second"].section = made.modules["second"].section, broken
+    status, _, err = run(f"--workdir={workdir}", *PLAIN)
+    assert status == 2 and err == "kvjax: layer 2: weights of keys are not finite, of heads [1]\n"
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == dict.fromkeys(
+        ("report.html", "report.json", "notes.txt"), "before"
+    )
+    made.modules["second"].section = whole
+    assert run(f"--workdir={workdir}", *PLAIN)[0] == 0
+    assert (tmp_path / "out/report.html").read_text("utf-8").startswith("<!DOCTYPE html>")
+    assert (tmp_path / "out/notes.txt").read_text() == "before"
+
+
+def test_a_failure_leaves_no_folder(run, workdir, made, tmp_path):
+    def broken(model, request):
+        raise UserError("no")
+
+    made.modules["second"].section = broken
+    assert run(f"--workdir={workdir}", "--lengths=8", "--out=new/inner")[0] == 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
+    """It is left out and named; asked for by name it is refused, before any other works."""
+
+    def check(model, request):
+        raise UserError(f"{model.name} has one head")
+
+    made.modules["second"].check = check
+    status, _, err = run(f"--workdir={workdir}", *PLAIN)
+    assert status == 0 and "without second: small has one head" in err
+    assert list(made.asked) == ["first"]
+    made.modules["first"].section = _never
+    status, _, err = run(f"--workdir={workdir}", "--reports=second,first", *PLAIN)
+    assert status == 2 and err == "kvjax: --reports=second: small has one head\n"
+    made.modules["first"].check = check
+    status, _, err = run(f"--workdir={workdir}", *PLAIN)
+    assert status == 2 and err.endswith("small has nothing for any of the reports first, second\n")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    {
+        (): "--workdir and --model: neither is given; give one of them, as runs/lrkv_tiny",
+        ("--model=x",): "--workdir and --model: both are given",
+        ("--reports=frist",): "'frist' is none of first, second; did you mean 'first'?",
+        ("--reports=first,",): "'' is none of first, second",
+        ("--lengths=1",): "--lengths '1': must be integers of 2 or more",
+        ("--lengths=x",): "--lengths 'x': must be integers of 2 or more",
+        ("--lengths=2000000",): "--lengths = 2000000: rope positions reach 1048576 tokens in small",
+        ("--lengths=500000",): "'Shakespeare' has 199,990 tokens of small, and the longest of "
+        "--lengths is 500,000: give a longer text, or shorter --lengths",
+        ("--texts=a=short.txt", "--lengths=9,4"): "'a' has 5 tokens of small, and the longest of "
+        "--lengths is 9",
+        ("--texts=a=empty.txt", "--lengths=4"): "'a' has 0 tokens of small",
+        ("--texts=a=latin.txt",): "'a': {here}/latin.txt is not UTF-8: unexpected end of data at "
+        "byte 3. Convert it",
+        ("--texts=a=rows.jsonl",): "'a': {here}/rows.jsonl, line 1",
+        ("--texts=a=missing.txt",): "--texts=a=missing.txt: is not there: give a file of text",
+        ("--texts=a=folder",): "--texts=a=folder: is a folder: give a file of text",
+        ("--texts=a=" + "x" * 300,): "x: is not there: give a file of text",
+        ("--texts=short.txt",): "'short.txt' is no text: give NAME=FILE",
+        ("--texts==short.txt",): "'=short.txt' is no text: give NAME=FILE",
+        ("--texts=a\x01=short.txt",): "'a\\x01' cannot be printed",
+        ("--texts=",): "'' is no text: give NAME=FILE",
+        ("--texts=a=short.txt,a=short.txt",): "'a' is there twice: give another name",
+        ("--texts=embedded,embedded",): "'Shakespeare' is there twice",
+        ("--beside=missing",): "--beside = 'missing': there is no such folder or file",
+        ("--out=short.txt",): "--out = 'short.txt': must be a folder",
+        ("--out=taken",): "--out = 'taken': report.html is a folder there",
+        ("--out=" + "x" * 300,): "cannot be made: File name too long",
+        ("--step=3",): "unknown option --step",
+    }.items(),
+)
+def test_what_is_refused_before_any_work(run, workdir, made, tmp_path, options, said):
+    (tmp_path / "taken/report.html").mkdir(parents=True)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "short.txt").write_text("a few")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "rows.jsonl").write_text('{"words": "a"}\n')
+    made.modules["first"].section = made.modules["second"].section = _never
+    given = [] if not options else [f"--workdir={workdir}"]
+    status, out, err = run(*given, *options)
+    assert status == 2 and out == ""
+    assert said.format(here=tmp_path) in err and err.count("kvjax: ") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("option", ["workdir", "model", "beside"])
+def test_what_is_no_model_is_named_by_its_option(run, workdir, made, tmp_path, option):
+    (tmp_path / "notes.txt").write_text("no model")
+    others = [f"--workdir={workdir}"] if option == "beside" else []
+    for name in ("notes.txt", "missing", "\udcff"):
+        status, _, err = run(*others, f"--{option}={name}", *PLAIN)
+        assert status == 2 and f"--{option}" in err and "--source" not in err
+
+
+def test_weights_that_are_not_finite_are_refused_before_any_work(run, made, tmp_path):
+    block, mechanism, _ = workdirs.MODELS["lrkv"]
+    model = workdirs.Made(workdirs.config(block, mechanism))
+    path = ("segments", 0, "attention", "mechanism", "base_key")
+    model.weights[path] = model.weights[path].copy()
+    model.weights[path][2, ..., 0] = np.nan
+    workdirs.into_workdir.write(model, command.epath.Path(tmp_path / "broken"), {})
+    made.modules["first"].section = _never
+    status, _, err = run("--workdir=broken", "--lengths=8")
+    assert status == 2 and re.match(r"kvjax: layer 2 of broken: .*values that are not finite", err)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_texts_are_tokens_of_their_files(workdir, tmp_path):
+    """Documents follow each other; of a long text the first tokens are kept."""
+    (tmp_path / "a.txt").write_text("\ufeffone\ftwo", "utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "three"}\n{"text": "four"}\n')
+    (tmp_path / "c").write_text("five\n" * 70_000)
+    option = ",".join(f"{name}={tmp_path / name}" for name in ("a.txt", "b.jsonl", "c"))
+    found = texts.tokens(texts.sources(option), model_lib.open(workdir), 4)
+    assert bytes(found["a.txt"].tolist()) == b"onetwo"
+    assert bytes(found["b.jsonl"].tolist()) == b"threefour"
+    assert bytes(found["c"].tolist()) == (b"five\n" * 70_000)[: texts.MOST_TOKENS]
+    assert len(found["c"]) == texts.MOST_TOKENS
+
+
+def test_reports_are_there_by_name():
+    found = reports.there()
+    assert set(found) <= set(reports.NAMES) and "diversity" in found
+    for name in found:
+        assert callable(reports.module(name).section)
+
+
+def test_a_real_report(run, workdir, tmp_path):
+    status, _, err = run(f"--workdir={workdir}", "--reports=diversity", *PLAIN)
+    assert status == 0, err
+    html = (tmp_path / "out/report.html").read_text("utf-8")
+    assert html.count('role="img"') > 3 and html.count("<table") > 1
+    assert len(html) < 1e6
+
+
+def test_help_names_the_reports(run):
+    status, out, err = run("--help")
+    assert status == 0 and "diversity" in out + err and "--lengths" in out + err

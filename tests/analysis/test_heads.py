@@ -1,0 +1,109 @@
+"""The matrices of heads, against what the mechanism computes."""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.analysis import heads as heads_lib
+from kvjax.attention import Attention
+from kvjax.foundation.errors import UserError
+from kvjax.layers import rope
+from tests.conftest import random_values
+
+D, BASE = 24, 100.0
+
+
+def _weights(config, seed=0):
+    """Random weights of an `Attention`, and the module that has them in float64."""
+    module = nnx.eval_shape(lambda: Attention(config, D, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(module)
+    weights = random_values(state, seed)
+    return weights, nnx.merge(graph, jax.tree.map(jnp.asarray, weights)).mechanism
+
+
+def _projected(mechanism, x_TD, at, base=BASE):
+    index = np.full((1, len(x_TD)), at, np.int32)
+    positions = rope.positions(index, mechanism.config.rope_dim, base)
+    q_BTNH, raw = mechanism.project(jnp.asarray(x_TD)[None], positions)
+    return [np.asarray(x[0]) for x in (q_BTNH, *mechanism.keys_values(raw, positions))]
+
+
+def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
+    """Without norms and biases, at any distance, as the mechanism itself computes them."""
+    config = make_mechanism(mechanism_name, qk_norm="none")
+    weights, module = _weights(config)
+    if "latent_norm" in weights["mechanism"] or hasattr(module, "latent_norm"):
+        pytest.skip("its latent is normed: see the next test")
+    found = heads_lib.read(weights, config, D, BASE)
+    x_TD = np.random.default_rng(1).normal(size=(5, D))
+    away, here = (_projected(module, x_TD, at) for at in (3, 0))
+    nothing_away, nothing = (_projected(module, 0 * x_TD, at) for at in (3, 0))
+    q_TNH, k_TKH = away[0] - nothing_away[0], here[1] - nothing[1]
+    k_TNH = np.repeat(k_TKH, q_TNH.shape[1] // k_TKH.shape[1], axis=1)
+    expected_NTS = np.einsum("TNH,SNH->NTS", q_TNH, k_TNH)
+
+    turned_TNH = np.tensordot(x_TD, found.query_DNH, 1)
+    for _ in range(3):
+        turned_TNH = heads_lib.turn(turned_TNH, found.rotated, found.frequencies_F)
+    key_TNH = np.tensordot(x_TD, found.of_queries(found.key_DKH), 1)
+    got_NTS = np.einsum("TNH,SNH->NTS", turned_TNH, key_TNH)
+    np.testing.assert_allclose(got_NTS, expected_NTS, atol=1e-9 * np.abs(expected_NTS).max())
+    value_TKH = np.tensordot(x_TD, found.value_DKH, 1)
+    np.testing.assert_allclose(value_TKH, here[2] - nothing[2], atol=1e-9)
+
+
+def test_norms_leave_their_gains(make_mechanism, mechanism_name, x64):
+    """Weights are those of the mechanism without norms, each channel by the gains."""
+    config = make_mechanism(mechanism_name, qk_norm="rms_gain")
+    weights, _ = _weights(config)
+    if "shared" in mechanism_name:
+        with pytest.raises(UserError, match="are not linear in the layer's input"):
+            heads_lib.read(weights, config, D, BASE)
+        return
+    found = heads_lib.read(weights, config, D, BASE)
+    plain = dataclasses.replace(config, qk_norm="none")
+    inner = {k: w for k, w in weights["mechanism"].items() if not k.endswith("_norm")}
+    expected = heads_lib.read(weights | dict(mechanism=inner), plain, D, None)
+    gain = lambda *names: np.concatenate(
+        [weights["mechanism"][name]["gain"] for name in names if name in weights["mechanism"]]
+    )
+    queries, keys = gain("query_norm", "rope_query_norm"), gain("key_norm", "rope_key_norm")
+    more = found.query_DNH.shape[-1] - len(queries)  # the "+" of projection sharing
+    queries = np.concatenate([queries, np.ones(more)])
+    np.testing.assert_allclose(found.query_DNH, expected.query_DNH * queries, atol=1e-12)
+    if len(keys) == found.key_DKH.shape[-1]:
+        np.testing.assert_allclose(found.key_DKH, expected.key_DKH * keys, atol=1e-12)
+
+
+def test_norms_without_a_gain_leave_nothing(make_mechanism, mechanism_name, x64):
+    config = make_mechanism(mechanism_name, qk_norm="rms")
+    weights, _ = _weights(config)
+    found = heads_lib.read(weights, config, D, BASE)
+    plain = dataclasses.replace(config, qk_norm="none")
+    expected = heads_lib.read(weights, plain, D, BASE)
+    for name in ("query_DNH", "key_DKH", "value_DKH", "out_NHD"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    assert found.rotated == expected.rotated and found.scale == config.scale
+
+
+def test_channels_that_rope_turns(make_mechanism):
+    of = lambda name, base=BASE: heads_lib.read(
+        _weights(make_mechanism(name))[0], make_mechanism(name), D, base
+    )
+    assert of("mha").rotated == slice(0, 8) and len(of("mha").frequencies_F) == 4
+    assert of("mha", None).rotated == slice(0, 0)
+    c = make_mechanism("mla")
+    assert of("mla").rotated == slice(c.key_dim, c.key_dim + c.rope_key_dim)
+    assert of("lrkv_shared_rope").rotated == slice(0, 8)  # of 16: the residual's are not
+
+
+def test_weights_that_are_not_finite_are_named(make_mechanism):
+    config = make_mechanism("mha")
+    weights, _ = _weights(config)
+    weights["mechanism"]["base_key"][3, 2, 1] = np.nan
+    with pytest.raises(UserError, match=r"weights of keys are not finite, of heads \[2\]"):
+        heads_lib.read(weights, config, D, BASE)
