@@ -22,12 +22,13 @@ _KERNELS = ("tpu", "gpu")  # one query per sequence
 
 
 def _of_kernels(name: str, function: str) -> Callable:
-    """A function of a kernel's `attention` module."""
+    """A function of a kernel's `attention` module, said to be of that module."""
+    module = f"kvjax.kernels.decode_attention.{name}.attention"
 
     def call(*args, **options):
-        attention = importlib.import_module(f"kvjax.kernels.decode_attention.{name}.attention")
-        return getattr(attention, function)(*args, **options)
+        return getattr(importlib.import_module(module), function)(*args, **options)
 
+    call.__module__ = module
     return call
 
 

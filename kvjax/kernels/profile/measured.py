@@ -4,9 +4,9 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import importlib
 import inspect
 import itertools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -254,8 +254,9 @@ def candidates(implementation: str) -> list[dict[str, int]]:
     An implementation's module may say CANDIDATES: dict(block=(256, 512), ...).
     """
     function = IMPLEMENTATIONS[implementation]
-    module = sys.modules[function.__module__]
-    takes = inspect.signature(getattr(module, "partial", function)).parameters
+    module = importlib.import_module(function.__module__)
+    own = getattr(module, "decode_attention", function)
+    takes = inspect.signature(getattr(module, "partial", own)).parameters
     grid = getattr(module, "CANDIDATES", dict(block=BLOCKS))
     grid = {name: values for name, values in grid.items() if name in takes}
     if not grid:
