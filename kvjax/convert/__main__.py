@@ -224,17 +224,17 @@ def _rows(options: argparse.Namespace, model: Model, *, key: str, split: str) ->
         model.transformer.check_length(options.row_length)
     except UserError as error:
         raise UserError(perplexity.as_options(str(error), key)) from error
-    if options.row_length > model.context:
-        warn(
-            f"--row_length = {options.row_length}: {model.name} was trained on rows of "
-            f"{model.context:,} tokens"
-        )
     source = getattr(options, key)
     if not source:
         raise UserError(f"--{key}='': give text, as 'embedded' or a file")
     with _tokenizer_file(model) as tokenizer:
         asked_for = dict(split=split, length=options.row_length, tokens=tokens, key=key)
         rows_BT = perplexity.rows(source, tokenizer, **asked_for)
+    if options.row_length > model.context:
+        warn(
+            f"--row_length = {options.row_length}: {model.name} was trained on rows of "
+            f"{model.context:,} tokens"
+        )
     if rows_BT[:, 1:].size < tokens:
         warn(f"--{key}={source}: has {rows_BT[:, 1:].size:,} tokens of the {tokens:,} asked for")
     return rows_BT
