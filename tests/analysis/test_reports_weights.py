@@ -10,6 +10,7 @@ from kvjax.analysis import diversity
 from kvjax.analysis import geometry
 from kvjax.analysis import heads as heads_lib
 from kvjax.analysis import projections
+from kvjax.analysis import words
 from kvjax.analysis.reports import diversity as diversity_report
 from kvjax.analysis.reports import geometry as geometry_report
 from kvjax.analysis.reports import projections as projections_report
@@ -121,7 +122,7 @@ def test_a_head_that_does_nothing_is_named():
 
 
 def test_names_of_mechanisms():
-    name = diversity_report.mechanism_name
+    name = words.mechanism_name
     found = {
         key: name(config)
         for key, (_, config, _) in workdirs.MODELS.items()
@@ -135,14 +136,14 @@ def test_names_of_mechanisms():
     )
     rebuilt = RebuiltLatentConfig(num_heads=4, latent_dim=6, key_dim=8, value_dim=8)
     assert name(rebuilt) == "MLA, latent 6"
-    several = diversity_report.mechanism_names(workdirs.MODELS["lrkv_by_layer"][1])
+    several = words.mechanism_names(workdirs.MODELS["lrkv_by_layer"][1])
     assert several.split("; ")[1] == "GQA, 2 KV heads"
 
 
 def test_stages():
-    assert list(diversity_report.stages(30).values()) == [0, 15, 29]
-    assert list(diversity_report.stages(2).values()) == [0, 1]
-    assert diversity_report.stages(1) == {"early, layer 0": 0}
+    assert list(words.stages(30).values()) == [0, 15, 29]
+    assert list(words.stages(2).values()) == [0, 1]
+    assert words.stages(1) == {"early, layer 0": 0}
 
 
 def test_geometry_has_the_numbers_of_every_layer_and_head():

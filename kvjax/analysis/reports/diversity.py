@@ -1,27 +1,23 @@
 """The report on how different heads are: figures 6, 7 and 9 to 18 of LRKV (arXiv 2601.11471)."""
 
 from collections.abc import Sequence
-import dataclasses
 
 import numpy as np
 
-from kvjax.analysis import diversity
+from kvjax.analysis import diversity_by_layer
 from kvjax.analysis import draw
-from kvjax.analysis import heads as heads_lib
 from kvjax.analysis import spectrum
 from kvjax.analysis.diversity import Diversity
+from kvjax.analysis.diversity_by_layer import Found
 from kvjax.analysis.request import Request
 from kvjax.analysis.section import Column
 from kvjax.analysis.section import Figure
 from kvjax.analysis.section import Section
 from kvjax.analysis.section import Table
 from kvjax.analysis.section import Text
-from kvjax.attention import FactoredConfig
-from kvjax.attention import GroupedConfig
-from kvjax.attention.mechanism import MechanismConfig
-from kvjax.convert.factors import few_threads
+from kvjax.analysis.words import in_words
+from kvjax.analysis.words import stages
 from kvjax.convert.model import Model
-from kvjax.foundation.errors import UserError
 
 _SHARE = 0.9  # of the variance, for which components are counted
 # LRKV table 5: mechanism, scale, heads, effective rank without centring and centred in % of heads.
@@ -40,22 +36,6 @@ PUBLISHED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """What was measured of a model, layer by layer."""
-
-    label: str
-    mechanism: str
-    distances: int
-    plain: list[Diversity]
-    turning: list[Diversity] | None  # with RoPE; None without
-    values: list[Diversity]
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.plain)
-
-
 def section(model: Model, request: Request) -> Section:
     """How different the heads of each layer are, by their bilinear forms.
 
@@ -66,80 +46,18 @@ def section(model: Model, request: Request) -> Section:
     if request.beside is not None:
         models[f"{request.beside.name} (beside)"] = request.beside
     for one in models.values():
-        _check(one)
-    found = [_measure(label, one) for label, one in models.items()]
+        diversity_by_layer.check(one)
+    found = [diversity_by_layer.of_model(label, one) for label, one in models.items()]
     return Section(
         name="diversity",
         title="How different heads are",
         lead=_lead(found),
         figures=[*_rank_figures(found), *_layer_figures(found), _value_figure(found)],
         tables=[_published_table(found), *map(_layer_table, found)],
-        data=dict(models={one.label: _data(one) for one in found}, published=_published_data()),
-    )
-
-
-def _check(model: Model) -> None:
-    for index, config in enumerate(model.transformer.mechanisms):
-        try:
-            diversity.check(config.num_heads)
-        except UserError as error:
-            raise UserError(f"layer {index} of {model.name}: {error}") from error
-
-
-def _measure(label: str, model: Model) -> _Found:
-    plain, turning, values = [], [], []
-    with few_threads(model.transformer.block.d_model):
-        for heads in heads_lib.layers(model):
-            plain.append(diversity.of_layer(heads))
-            if len(heads.frequencies_F):
-                turning.append(diversity.of_layer(heads, distances=model.context))
-            values.append(diversity.of_layer(heads, "value"))
-    rotated = turning if len(turning) == len(plain) else None
-    names = mechanism_names(model.transformer.mechanisms)
-    return _Found(label, names, model.context, plain, rotated, values)
-
-
-# -- what reports on weights share -----------------------------------------------------------------
-
-
-def mechanism_names(configs: Sequence[MechanismConfig]) -> str:
-    """The mechanisms of a model's layers in the papers' words."""
-    return "; ".join(dict.fromkeys(map(mechanism_name, configs)))
-
-
-def mechanism_name(config: MechanismConfig) -> str:
-    """A mechanism in the papers' words, with the size that tells it from others of its kind."""
-    if isinstance(config, FactoredConfig):
-        return f"low rank, keys {config.key_rank}, values {config.value_rank}"
-    if not isinstance(config, GroupedConfig):
-        return f"MLA, latent {config.latent_dim}"
-    tied = {"none": "", "kv": "Q-K=V, ", "qk": "Q=K-V, ", "qkv": "Q=K=V, "}[config.tie]
-    bases = config.num_bases
-    if config.rank:
-        over = f" over {bases} bases" if bases > 1 else ""
-        return f"{tied}LRKV{over}, rank {config.rank}"
-    if bases == config.num_heads:
-        return f"{tied}MHA"
-    return f"{tied}MQA" if bases == 1 else f"{tied}GQA, {bases} KV heads"
-
-
-def stages(num_layers: int) -> dict[str, int]:
-    """The first, the middle and the last layer by name, as the paper's early, middle and late."""
-    named = {"early": 0, "middle": num_layers // 2, "late": num_layers - 1}
-    kept = {index: name for name, index in reversed(named.items())}
-    return {f"{kept[index]}, layer {index}": index for index in sorted(kept)}
-
-
-def in_words(values: Sequence[float | None], *, of: str = "layer", digits: str = ".1f") -> str:
-    """The mean and the ends of a curve, with where they are."""
-    there = [(value, i) for i, value in enumerate(values) if value is not None]
-    if not there:
-        return "no number"
-    (low, first), (high, last) = min(there), max(there)
-    mean = np.mean([value for value, _ in there])
-    return (
-        f"mean {mean:{digits}}, lowest {low:{digits}} ({of} {first}), "
-        f"highest {high:{digits}} ({of} {last})"
+        data=dict(
+            models={one.label: diversity_by_layer.numbers(one) for one in found},
+            published=_published_data(),
+        ),
     )
 
 
@@ -150,7 +68,7 @@ def _percent(layers: Sequence[Diversity], name: str) -> list[float]:
     return [100 * getattr(one, name) for one in layers]
 
 
-def _prefixes(found: list[_Found]) -> list[tuple[str, _Found]]:
+def _prefixes(found: list[Found]) -> list[tuple[str, Found]]:
     """What stands before the name of a series: which model's it is, if there are two."""
     return [(f"{one.label}: " if len(found) > 1 else "", one) for one in found]
 
@@ -163,7 +81,7 @@ def _words(series: dict[str, list[float]], **how) -> str:
     return "; ".join(f"{name}: {in_words(ys, **how)}" for name, ys in series.items()) + "."
 
 
-def _rank_figures(found: list[_Found]) -> list[Figure]:
+def _rank_figures(found: list[Found]) -> list[Figure]:
     """Figures 6, 9, 14 and 15."""
     plain, centred, both = {}, {}, {}
     for of, one in _prefixes(found):
@@ -235,7 +153,7 @@ def _rank_figures(found: list[_Found]) -> list[Figure]:
     ]
 
 
-def _layer_figures(found: list[_Found]) -> list[Figure]:
+def _layer_figures(found: list[Found]) -> list[Figure]:
     """Figures 7, 10 to 13, and 16 to 18: early, middle and late layers."""
     few = {
         f"{of}{name}": one.plain[index]
@@ -309,7 +227,7 @@ def _layer_figures(found: list[_Found]) -> list[Figure]:
     ]
 
 
-def _value_figure(found: list[_Found]) -> Figure:
+def _value_figure(found: list[Found]) -> Figure:
     series = {}
     for of, one in _prefixes(found):
         series[f"{of}not centred, % of N"] = _percent(one.values, "share")
@@ -331,7 +249,7 @@ def _value_figure(found: list[_Found]) -> Figure:
 # -- tables and numbers ----------------------------------------------------------------------------
 
 
-def _published_table(found: list[_Found]) -> Table:
+def _published_table(found: list[Found]) -> Table:
     rows = []
     for one in found:
         N = one.plain[0].num_heads
@@ -370,7 +288,7 @@ def _published_table(found: list[_Found]) -> Table:
     )
 
 
-def _layer_table(one: _Found) -> Table:
+def _layer_table(one: Found) -> Table:
     columns = [
         Column("layer", "d"),
         Column("rank, not centred"),
@@ -406,7 +324,7 @@ def _layer_table(one: _Found) -> Table:
     )
 
 
-def _lead(found: list[_Found]) -> str:
+def _lead(found: list[Found]) -> str:
     said = []
     for one in found:
         N = one.plain[0].num_heads
@@ -423,26 +341,6 @@ def _lead(found: list[_Found]) -> str:
     return (
         "Do heads of a layer compute different attention logits? Each head's form W_Q W_Kᵀ is "
         "compared with the others'; no text is involved. " + " ".join(said)
-    )
-
-
-def _data(one: _Found) -> dict:
-    kinds = dict(key=one.plain, key_with_rope=one.turning or [], value=one.values)
-    return dict(
-        mechanism=one.mechanism,
-        distances=one.distances if one.turning else None,
-        **{name: list(map(_numbers, layers)) for name, layers in kinds.items()},
-    )
-
-
-def _numbers(one: Diversity) -> dict:
-    names = ("rank", "share", "centred_rank", "centred_share", "centred_share_of_possible")
-    return {name: getattr(one, name) for name in (*names, "mean_similarity")} | dict(
-        components={f"{share:g}": one.components(share) for share in spectrum.SHARES},
-        uncentred=one.uncentred_N.tolist(),
-        centred=one.centred_N.tolist(),
-        similarity=one.similarity_NN.tolist(),
-        nothing=list(one.nothing),
     )
 
 

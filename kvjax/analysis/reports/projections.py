@@ -10,8 +10,6 @@ from kvjax.analysis import projections
 from kvjax.analysis.heads import Heads
 from kvjax.analysis.projections import NAMES
 from kvjax.analysis.projections import PAIRS
-from kvjax.analysis.reports.diversity import in_words
-from kvjax.analysis.reports.diversity import mechanism_names
 from kvjax.analysis.request import Request
 from kvjax.analysis.section import Cell
 from kvjax.analysis.section import Column
@@ -19,6 +17,8 @@ from kvjax.analysis.section import Figure
 from kvjax.analysis.section import Section
 from kvjax.analysis.section import Table
 from kvjax.analysis.section import Text
+from kvjax.analysis.words import in_words
+from kvjax.analysis.words import mechanism_names
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model
 

@@ -1,0 +1,72 @@
+"""How different the heads of every layer are: what the report on diversity shows."""
+
+import dataclasses
+
+from kvjax.analysis import diversity
+from kvjax.analysis import heads as heads_lib
+from kvjax.analysis import spectrum
+from kvjax.analysis.diversity import Diversity
+from kvjax.analysis.words import mechanism_names
+from kvjax.convert.factors import few_threads
+from kvjax.convert.model import Model
+from kvjax.foundation.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What was measured of a model, layer by layer."""
+
+    label: str
+    mechanism: str
+    distances: int
+    plain: list[Diversity]
+    turning: list[Diversity] | None  # with RoPE; None without
+    values: list[Diversity]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.plain)
+
+
+def check(model: Model) -> None:
+    """Raises a UserError for a layer with one head."""
+    for index, config in enumerate(model.transformer.mechanisms):
+        try:
+            diversity.check(config.num_heads)
+        except UserError as error:
+            raise UserError(f"layer {index} of {model.name}: {error}") from error
+
+
+def of_model(label: str, model: Model) -> Found:
+    """Of every layer of a model; the weights of one are in memory."""
+    plain, turning, values = [], [], []
+    with few_threads(model.transformer.block.d_model):
+        for heads in heads_lib.layers(model):
+            plain.append(diversity.of_layer(heads))
+            if len(heads.frequencies_F):
+                turning.append(diversity.of_layer(heads, distances=model.context))
+            values.append(diversity.of_layer(heads, "value"))
+    names = mechanism_names(model.transformer.mechanisms)
+    rotated = turning if len(turning) == len(plain) else None
+    return Found(label, names, model.context, plain, rotated, values)
+
+
+def numbers(one: Found) -> dict:
+    """All that was measured of a model, as JSON has it."""
+    kinds = dict(key=one.plain, key_with_rope=one.turning or [], value=one.values)
+    return dict(
+        mechanism=one.mechanism,
+        distances=one.distances if one.turning else None,
+        **{name: list(map(_numbers, layers)) for name, layers in kinds.items()},
+    )
+
+
+def _numbers(one: Diversity) -> dict:
+    names = ("rank", "share", "centred_rank", "centred_share", "centred_share_of_possible")
+    return {name: getattr(one, name) for name in (*names, "mean_similarity")} | dict(
+        components={f"{share:g}": one.components(share) for share in spectrum.SHARES},
+        uncentred=one.uncentred_N.tolist(),
+        centred=one.centred_N.tolist(),
+        similarity=one.similarity_NN.tolist(),
+        nothing=list(one.nothing),
+    )
