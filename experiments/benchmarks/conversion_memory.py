@@ -35,6 +35,7 @@ from kvjax.foundation import progress
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
+from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 
@@ -68,14 +69,14 @@ class Mistral:
             block=block, mechanisms=(attention,) * layers, vocab_size=_ROWS
         )
         self.tokenizer_json = tokenizer_json(_ROWS)
-        self._shapes = model_lib.shapes_of(self.transformer)
+        self._shapes = parameters.shapes(self.transformer)
         normal = np.random.default_rng(0).standard_normal(1 << 26, np.float32)
         self._numbers = (0.02 * normal).astype(ml_dtypes.bfloat16)
 
     def parameters(self) -> model_lib.Parameters:
         return {path: (shape, self._numbers.dtype) for path, shape in self._shapes.items()}
 
-    def read(self, path: model_lib.Path, layer: int | None = None) -> np.ndarray:
+    def read(self, path: parameters.Path, layer: int | None = None) -> np.ndarray:
         shape = self._shapes[path] if layer is None else self._shapes[path][1:]
         first = zlib.crc32(f"{path} {layer}".encode()) % 1000
         return np.resize(self._numbers[first:], shape)

@@ -12,8 +12,9 @@ from kvjax.convert.layer import Layer
 from kvjax.convert.methods import Method
 from kvjax.convert.model import Model
 from kvjax.convert.model import Parameters
-from kvjax.convert.model import Path
+from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
+from kvjax.model.parameters import Path
 
 _DTYPE = np.dtype(np.float32)  # of weights that a method made
 
@@ -69,7 +70,7 @@ class ConvertedModel:
         """Attention is float32, the rest as in the source."""
         before = self._source.parameters()
         dtype = lambda path: _DTYPE if "attention" in path else before[self._there(path, 0)[0]][1]
-        shapes = model_lib.shapes_of(self.transformer)
+        shapes = parameters.shapes(self.transformer)
         return {path: (shape, dtype(path)) for path, shape in shapes.items()}
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:

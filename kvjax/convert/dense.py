@@ -19,8 +19,9 @@ from kvjax.attention.mechanism import require
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.convert.model import Parameters
-from kvjax.convert.model import Path
+from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
+from kvjax.model.parameters import Path
 
 _MECHANISM = ("attention", "mechanism")
 _WHOLE = dict(base_key="key", base_value="value")  # of what they are the weights
@@ -61,7 +62,7 @@ class Dense:
         return not any(_names(mechanism, part)[1] for mechanism in mechanisms for part in parts)
 
     def parameters(self) -> Parameters:
-        shapes = model_lib.shapes_of(self.transformer)
+        shapes = parameters.shapes(self.transformer)
         return {path: (shape, self._dtype(path)) for path, shape in shapes.items()}
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:

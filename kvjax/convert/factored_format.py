@@ -11,7 +11,6 @@ import dataclasses
 import json
 
 from etils import epath
-from flax import traverse_util
 import ml_collections
 import numpy as np
 
@@ -20,7 +19,6 @@ from kvjax import recipes
 from kvjax.convert.published import check_tokenizer
 from kvjax.convert.published import check_vocabulary
 from kvjax.convert.published import text_of
-from kvjax.convert.rules import Path
 from kvjax.convert.tensors import check
 from kvjax.convert.tensors import dtype_of
 from kvjax.convert.tensors import json_object
@@ -31,6 +29,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
+from kvjax.model.parameters import Path
 from kvjax.workdir import origin
 
 MODEL_TYPE = "kvjax"  # in config.json
@@ -87,8 +86,8 @@ class FactoredModel:
         self.token_files = origin.token_files(folder)
         check_tokenizer(folder, self.tokenizer_json)
         self._tensors = open_folder(folder)
-        flat = traverse_util.flatten_dict(parameters.abstract(self.transformer).shapes)
-        self._shapes = {path: tuple(x.shape) for path, x in flat.items()}
+        self._shapes = parameters.shapes(self.transformer)
+        self._axes = parameters.axes(self.transformer)
         self._check(folder)
 
     def parameters(self) -> dict[Path, tuple[tuple[int, ...], np.dtype]]:
@@ -98,7 +97,7 @@ class FactoredModel:
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
         """One parameter; of a segment that of one of its layers."""
         name = name_of(self.transformer, path, layer)
-        return np.asarray(self._tensors[name].read(), self._dtype(path))
+        return np.asarray(self._tensors[name].read(self._axes[path]), self._dtype(path))
 
     def _names(self, path: Path) -> list[str]:
         """The tensors of a parameter, in the order of the layers."""

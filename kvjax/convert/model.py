@@ -23,12 +23,12 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
+from kvjax.model.parameters import Path
 from kvjax.model.transformer import Transformer
 from kvjax.workdir import origin
 from kvjax.workdir import storage
 from kvjax.workdir import trained
 
-Path = tuple[str | int, ...]  # of a parameter, as in nnx.to_pure_dict(nnx.state(model))
 Parameters = Mapping[Path, tuple[tuple[int, ...], np.dtype]]
 
 
@@ -87,7 +87,8 @@ class Trained:
         template = found.workdir / origin.CHAT_TEMPLATE
         self.chat_template = origin.text_of(template) if template.exists() else None
         self._item = found.checkpoints / str(found.step) / "state"
-        self._shapes = shapes_of(self.transformer)
+        self._shapes = parameters.shapes(self.transformer)
+        self._axes = parameters.axes(self.transformer)
         trained.checkpoint.check_parameters(
             found.checkpoints, found.step, parameters.abstract(self.transformer).shapes
         )
@@ -100,16 +101,11 @@ class Trained:
         array = self._array(path)
         found = np.asarray((array if layer is None else array[layer]).read().result())
         advice = "train it again from a checkpoint from before they were"
-        return finite.checked(found, f"{self._item}: {'.'.join(map(str, path))}", advice)
+        named = f"{self._item}: {'.'.join(map(str, path))}"
+        return finite.checked(found, named, advice, self._axes[path])
 
     def _array(self, path: Path):
         return storage.array(self._item, ".".join(map(str, ("params", *path))))
-
-
-def shapes_of(config: TransformerConfig) -> dict[Path, tuple[int, ...]]:
-    """The shape of every parameter, layers of a segment in front."""
-    flat = traverse_util.flatten_dict(parameters.abstract(config).shapes)
-    return {path: tuple(x.shape) for path, x in flat.items()}
 
 
 def layer_of(model: Model, index: int) -> tuple[int, int]:

@@ -24,7 +24,6 @@ from kvjax.convert.architectures import Family
 from kvjax.convert.architectures import Options
 from kvjax.convert.architectures import Sections
 from kvjax.convert.rules import BLOCK
-from kvjax.convert.rules import Path
 from kvjax.convert.rules import Rule
 from kvjax.convert.tensors import check
 from kvjax.convert.tensors import dtype_of
@@ -37,6 +36,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket
 from kvjax.model.config import TransformerConfig
+from kvjax.model.parameters import Path
 from kvjax.workdir.origin import CHAT_TEMPLATE
 from kvjax.workdir.origin import TOKENIZER_CONFIG
 from kvjax.workdir.origin import TokenFiles
@@ -116,10 +116,11 @@ class Published:
         """
         rule = self._rules[path]
         assert rule.in_block == (layer is not None)
-        tensor = self._tensors[rule.tensor.format(i=layer)].read()
+        stored = self._tensors[rule.tensor.format(i=layer)]
         weights = [self._weights[each] for each in rule.weights]
-        found = rules_lib.from_tensor(rule, tensor, weights)[rule.weights.index(path)]
-        return np.ascontiguousarray(found, self._dtype(path))
+        found = rules_lib.from_tensor(rule, stored.load(), weights)[rule.weights.index(path)]
+        found = np.ascontiguousarray(found, self._dtype(path))
+        return stored.checked(found, self._weights[path].axes)
 
     @property
     def _layers(self) -> int:

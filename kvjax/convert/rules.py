@@ -15,9 +15,9 @@ import numpy as np
 from kvjax.layers.weight import Axes
 from kvjax.layers.weight import axes_of
 from kvjax.model.config import TransformerConfig
+from kvjax.model.parameters import Path
 from kvjax.model.transformer import Transformer
 
-Path = tuple[str | int, ...]  # of a parameter, as in nnx.to_pure_dict(nnx.state(model))
 BLOCK: Path = ("segments", 0)  # where the layers are: all of them alike, stacked in front
 
 

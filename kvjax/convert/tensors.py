@@ -14,6 +14,7 @@ from kvjax.convert import finite
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.layers.weight import Axes
 
 try:
     import safetensors
@@ -38,10 +39,14 @@ class Stored:
     dtype: str  # safetensors' name of it; weights must have one of `DTYPES`
     load: Callable[[], np.ndarray]
 
-    def read(self) -> np.ndarray:
-        """Its data, of one of `DTYPES`; a UserError if some are NaN or infinite."""
+    def read(self, axes: Axes | None = None) -> np.ndarray:
+        """Its data, of one of `DTYPES`; see `checked`."""
+        return self.checked(self.load(), axes)
+
+    def checked(self, array: np.ndarray, axes: Axes | None = None) -> np.ndarray:
+        """Its data or what was made of them; a UserError if some are NaN or infinite."""
         advice = "download the file again, or take a checkpoint from before they were"
-        return finite.checked(self.load(), f"{self.path}: {self.name}", advice)
+        return finite.checked(array, f"{self.path}: {self.name}", advice, axes)
 
 
 def open_folder(folder: epath.Path) -> dict[str, Stored]:

@@ -4,11 +4,15 @@ import functools
 from typing import NamedTuple
 
 from flax import nnx
+from flax import traverse_util
 import jax
 
+from kvjax.layers.weight import Axes
 from kvjax.layers.weight import axes_of
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Transformer
+
+Path = tuple[str | int, ...]  # of a parameter, as in nnx.to_pure_dict(nnx.state(model))
 
 
 class Parameters(NamedTuple):
@@ -23,3 +27,15 @@ def abstract(config: TransformerConfig) -> Parameters:
     """What `Transformer(config, key)` would hold."""
     state = nnx.state(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
     return Parameters(nnx.to_pure_dict(state), axes_of(state))
+
+
+def shapes(config: TransformerConfig) -> dict[Path, tuple[int, ...]]:
+    """The shape of every parameter, layers of a segment in front."""
+    flat = traverse_util.flatten_dict(abstract(config).shapes)
+    return {path: tuple(x.shape) for path, x in flat.items()}
+
+
+def axes(config: TransformerConfig) -> dict[Path, Axes]:
+    """The axes of every parameter; of a segment those of one layer."""
+    flat = traverse_util.flatten_dict(abstract(config).axes)
+    return {path: Axes.parse(text) for path, text in flat.items()}

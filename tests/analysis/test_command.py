@@ -234,11 +234,12 @@ def test_weights_that_are_not_finite_are_refused_before_any_work(run, made, tmp_
     model = workdirs.Made(workdirs.config(block, mechanism))
     path = ("segments", 0, "attention", "mechanism", "base_key")
     model.weights[path] = model.weights[path].copy()
-    model.weights[path][2, ..., 0] = np.nan
+    model.weights[path][2, ..., 0, 0] = np.nan
     workdirs.into_workdir.write(model, command.epath.Path(tmp_path / "broken"), {})
     made.modules["first"].section = _never
     status, _, err = run("--workdir=broken", "--lengths=8")
-    assert status == 2 and re.match(r"kvjax: layer 2 of broken: .*values that are not finite", err)
+    said = r"kvjax: layer 2 of broken: .*base_key .*values that are not finite, of bases .* \[0\]:"
+    assert status == 2 and re.match(said, err)
     assert not (tmp_path / "runs").exists()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.convert import published
 from kvjax.convert.model import Model
-from kvjax.convert.model import Path
+from kvjax.model.parameters import Path
 from kvjax.model.transformer import Transformer
 
 PUBLISHED = pathlib.Path(__file__).parent / "published"

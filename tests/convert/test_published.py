@@ -258,7 +258,8 @@ def test_values_that_are_not_finite_are_told_when_they_are_read(copied):
     with pytest.raises(UserError) as error:
         model.read(path, 1)
     assert str(folder) in str(error.value)
-    assert f"{name} has 2 of 128 values that are not finite: download the" in str(error.value)
+    said = f"{name} has 2 of 128 values that are not finite, of bases"
+    assert said in str(error.value) and " [0]: download the" in str(error.value)
 
 
 @pytest.mark.parametrize(

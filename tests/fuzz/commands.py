@@ -5,7 +5,8 @@ from kvjax.foundation.checkout import ROOT
 CONFIGS = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "kv_tied_tiny", "qk_tied_plus_tiny")
 CONFIGS += ("thin_keys_tiny",)
 PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
-PRODUCT += ("kvjax.convert", "kvjax.convert.export", "kvjax.data.prepare", "kvjax.kernels.profile")
+PRODUCT += ("kvjax.convert", "kvjax.convert.export", "kvjax.analysis", "kvjax.data.prepare")
+PRODUCT += ("kvjax.kernels.profile",)
 CHILDREN = ("jax_training", "torch_training")  # of train_benchmark: not for users
 EXPERIMENTS = tuple(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -32,6 +33,7 @@ WORKING = {
     "kvjax.aot": (("--topology=v5e:2x2",), "would compile"),
     "kvjax.convert": (("--source=../shared/trained", "--out=out"), "would convert"),
     "kvjax.convert.export": (("--workdir=../shared/trained", "--out=out"), "would export"),
+    "kvjax.analysis": (("--workdir=../shared/trained", "--out=out"), "would analyse"),
     "kvjax.data.prepare": (
         ("--source=../shared/text.txt", "--tokenizer=byte", "--output=out", "--sequence_length=32"),
         "datasets",

@@ -42,6 +42,7 @@ MODULES = (
     "kvjax.generate",
     "kvjax.convert.__main__",
     "kvjax.convert.export",
+    "kvjax.analysis.__main__",
     "kvjax.costs.__main__",
     "kvjax.aot",
     "kvjax.data.prepare",
@@ -267,6 +268,7 @@ def _left_out() -> list:
     """What would compile or measure says so instead, and ends."""
     from jax.experimental import topologies
 
+    from kvjax.analysis import __main__ as analysis
     from kvjax.convert import into_folder
     from kvjax.convert import into_workdir
     from kvjax.decoding import generator
@@ -299,6 +301,7 @@ def _left_out() -> list:
         patch(generator, "Generation", instead("generate")),
         patch(into_workdir, "write", instead("convert")),
         patch(into_folder, "write", instead("export")),
+        patch(analysis, "_folder", instead("analyse")),
         patch(topologies, "get_topology_desc", instead("compile")),
         mock.patch.dict(sys.modules, {name: _installed(name) for name in COMPILERS}),
         *(patch(measured, name, instead("measure")) for name in ("measure", "tune")),

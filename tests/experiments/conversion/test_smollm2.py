@@ -14,11 +14,11 @@ from experiments.conversion import tables
 from kvjax.attention import GroupedConfig
 from kvjax.convert import __main__ as convert_command
 from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
 from kvjax.convert.methods import LowRankKV
 from kvjax.convert.methods import ThinKeys
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.errors import UserError
+from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from tests import runs
@@ -47,7 +47,7 @@ class _Random:
         self.tokenizer_json = (folder / "tokenizer.json").read_text()
 
     def parameters(self):
-        shapes = model_lib.shapes_of(self.transformer)
+        shapes = parameters.shapes(self.transformer)
         return {path: (shape, np.dtype(np.float32)) for path, shape in shapes.items()}
 
     def read(self, path, layer=None):
