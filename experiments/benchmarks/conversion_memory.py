@@ -38,6 +38,7 @@ from kvjax.foundation.output import Output
 from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
+from kvjax.model.parameters import Path
 
 _BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
 # Few tokens: memory is asked for, and random weights say nothing about text.
@@ -76,7 +77,7 @@ class Mistral:
     def parameters(self) -> model_lib.Parameters:
         return {path: (shape, self._numbers.dtype) for path, shape in self._shapes.items()}
 
-    def read(self, path: parameters.Path, layer: int | None = None) -> np.ndarray:
+    def read(self, path: Path, layer: int | None = None) -> np.ndarray:
         shape = self._shapes[path] if layer is None else self._shapes[path][1:]
         first = zlib.crc32(f"{path} {layer}".encode()) % 1000
         return np.resize(self._numbers[first:], shape)
