@@ -1,0 +1,53 @@
+"""Linear centred kernel alignment: how alike two sets of features of the same tokens are.
+
+"Similarity of neural network representations revisited" (Kornblith et al. 2019). It does not
+change when channels are rotated, shifted or all scaled together.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_FEWEST = 4  # tokens that the estimator needs
+_NOTHING = 1e-24  # of the energy: what tokens differ by is rounding
+
+
+def linear_cka(features: Sequence[np.ndarray]) -> np.ndarray:
+    """[F, F] of features [T, D], whose widths may differ; nan where there is nothing to compare.
+
+    HSIC is estimated without bias (Song et al. 2012; for CKA: Nguyen et al. 2021), from Gram
+    matrices without their diagonals. The plain estimate says 0.5 of unrelated features of as many
+    channels as tokens, and layers here are wider than texts are long. Of unrelated tokens this one
+    is 0 on average, and a little below it by chance.
+
+    Gram matrices are [T, T] where features are wider than that, and [D, D] otherwise.
+    """
+    centred = [_centred(x_TD.astype(np.float64)) for x_TD in features]
+    T = len(centred[0])
+    if T < _FEWEST:
+        raise ValueError(f"{T} tokens: at least {_FEWEST}")
+    # Centred Gram matrices have rows of sum zero; without their diagonals d the sums are -d, and
+    # tr(K L), 1'K 1, 1'K L 1 of the estimator follow from d and |X^T Y|².
+    d_FT = np.stack([(x_TD**2).sum(axis=1) for x_TD in centred])
+    hsic_FF = _products(centred) - T / (T - 2) * d_FT @ d_FT.T
+    hsic_FF += np.outer(d_FT.sum(axis=1), d_FT.sum(axis=1)) / ((T - 1) * (T - 2))
+    size_F = np.sqrt(np.where(np.diagonal(hsic_FF) > 0, np.diagonal(hsic_FF), np.nan))
+    return hsic_FF / np.outer(size_F, size_F)
+
+
+def _centred(x_TD: np.ndarray) -> np.ndarray:
+    found_TD = x_TD - x_TD.mean(axis=0)
+    return found_TD * ((found_TD**2).sum() > _NOTHING * (x_TD**2).sum())
+
+
+def _products(features: Sequence[np.ndarray]) -> np.ndarray:
+    """[F, F] |X^T Y|², which is also the inner product of X X^T and Y Y^T."""
+    T, F = len(features[0]), len(features)
+    if max(x_TD.shape[1] for x_TD in features) > T:
+        gram_FA = np.stack([(x_TD @ x_TD.T).ravel() for x_TD in features])
+        return gram_FA @ gram_FA.T
+    found_FF = np.zeros((F, F))
+    for i in range(F):
+        for j in range(i + 1):
+            found_FF[i, j] = found_FF[j, i] = ((features[i].T @ features[j]) ** 2).sum()
+    return found_FF

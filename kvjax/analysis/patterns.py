@@ -1,0 +1,137 @@
+"""Where heads attend: statistics of attention's patterns and distances between them, in float64.
+
+A pattern is p [T, T], a probability over the keys that each query sees. Queries that see one key
+have no choice: no mean counts them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special
+
+
+class Statistics(NamedTuple):
+    """Of each head, means over queries.
+
+    Attributes:
+      entropy_N: of rows, over the logarithm of the keys that the query sees: 0 where one key has
+        everything, 1 where all have the same.
+      keys_N: exp of the entropy: as many keys with equal shares would have it.
+      first_N: share on the first token, of queries behind it.
+      itself_N: share on the query's own token.
+      previous_N: share on the token before it.
+      distance_N: tokens between query and key.
+    """
+
+    entropy_N: np.ndarray
+    keys_N: np.ndarray
+    first_N: np.ndarray
+    itself_N: np.ndarray
+    previous_N: np.ndarray
+    distance_N: np.ndarray
+
+
+def choosing(visible_TT: np.ndarray) -> np.ndarray:
+    """[T] bool: the queries that see two keys or more."""
+    return visible_TT.sum(axis=1) > 1
+
+
+def statistics(p_NTT: np.ndarray, visible_TT: np.ndarray) -> Statistics:
+    """What heads attend to on one sequence."""
+    rows_T, length = choosing(visible_TT), len(visible_TT)
+    entropy_NT = special.entr(p_NTT).sum(axis=2)
+    most_T = np.log(np.maximum(visible_TT.sum(axis=1), 2))
+    index_T = np.arange(length)
+    distance_TT = np.abs(index_T[:, None] - index_T)
+    diagonal_NT = lambda offset: np.pad(
+        np.diagonal(p_NTT, offset, axis1=1, axis2=2), [(0, 0), (-offset, 0)]
+    )
+    mean = lambda x_NT, at_T=rows_T: x_NT[:, at_T].mean(axis=1)
+    return Statistics(
+        entropy_N=mean(entropy_NT / most_T),
+        keys_N=mean(np.exp(entropy_NT)),
+        first_N=mean(p_NTT[:, :, 0], rows_T & (index_T > 0)),
+        itself_N=mean(diagonal_NT(0)),
+        previous_N=mean(diagonal_NT(-1), rows_T & (index_T > 0)),
+        distance_N=mean(np.einsum("NTS,TS->NT", p_NTT, distance_TT)),
+    )
+
+
+def divergences(p_NTT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
+    """[N, N] Jensen-Shannon divergence of heads' rows, in nats, mean over queries.
+
+    0 of equal patterns, ln 2 of those that have no key in common; symmetric. N²/2 · T² logarithms,
+    half of them where attention is causal.
+    """
+    p_NS, queries = _seen(p_NTT, visible_TT)
+    own_N = special.entr(p_NS).sum(axis=1)
+    found_NN = np.zeros((len(p_NS), len(p_NS)))
+    for i in range(len(p_NS)):
+        for j in range(i):
+            found_NN[i, j] = found_NN[j, i] = _divergence(p_NS[i], p_NS[j], own_N[i] + own_N[j])
+    return found_NN / queries
+
+
+def divergence(p_NTT: np.ndarray, q_NTT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
+    """[N] the same between the patterns of each head on two sequences.
+
+    Near 0 of a head that goes by positions alone.
+    """
+    p_NS, queries = _seen(p_NTT, visible_TT)
+    q_NS, _ = _seen(q_NTT, visible_TT)
+    own_N = special.entr(p_NS).sum(axis=1) + special.entr(q_NS).sum(axis=1)
+    return np.array([_divergence(*each) for each in zip(p_NS, q_NS, own_N, strict=True)]) / queries
+
+
+def _seen(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray, int]:
+    """[N, S] the probabilities that can be other than 0 and 1, and of how many queries."""
+    rows_T = choosing(visible_TT)
+    return p_NTT[:, visible_TT & rows_T[:, None]], max(int(rows_T.sum()), 1)
+
+
+def _divergence(p_S: np.ndarray, q_S: np.ndarray, own: float) -> float:
+    """Entropy of the mean less the mean entropy, summed over queries; `own` is of both."""
+    return max(float(special.entr((p_S + q_S) / 2).sum() - own / 2), 0.0)
+
+
+def without_first(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Patterns over the other keys than the first, as shares of what is left for them, and mask.
+
+    Two heads that give most to the first token are alike in that; here it does not count.
+    """
+    left_NTT, others_TT = p_NTT.copy(), visible_TT.copy()
+    left_NTT[:, :, 0], others_TT[:, 0] = 0, False
+    total_NT1 = left_NTT.sum(axis=2, keepdims=True)
+    # Where nothing is left for them, all have the same.
+    even_TT = others_TT / np.maximum(others_TT.sum(axis=1, keepdims=True), 1)
+    some = total_NT1 > 0
+    return np.where(some, left_NTT / np.where(some, total_NT1, 1), even_TT), others_TT
+
+
+# -- repeated text ---------------------------------------------------------------------------------
+
+
+def repeated(tokens_A: np.ndarray, block: int, rows: int, seed: int) -> np.ndarray:
+    """[rows, 2 · block] of some tokens: different ones of them in random order, twice.
+
+    Args:
+      tokens_A: different tokens, as many as a block has at least.
+    """
+    rng = np.random.default_rng(seed)
+    draw = lambda: rng.choice(tokens_A, block, replace=False)
+    return np.stack([np.tile(draw(), 2) for _ in range(rows)]).astype(np.int32)
+
+
+def induction(p_NTT: np.ndarray, block: int) -> np.ndarray:
+    """[N] share on the token behind the earlier occurrence of the query's, on a block and its
+    repetition: mean over the queries of the repetition.
+
+    "In-context learning and induction heads" (Olsson et al. 2022): the prefix-matching score.
+    """
+    query_A = np.arange(block, 2 * block)
+    return p_NTT[:, query_A, query_A - block + 1].mean(axis=1)
+
+
+def induction_by_chance(visible_TT: np.ndarray, block: int) -> float:
+    """`induction` of a head that attends to all keys alike."""
+    return float((1 / visible_TT[block : 2 * block].sum(axis=1)).mean())
