@@ -12,33 +12,24 @@ cache besides, which gives way. Prints a table. Needs Linux, and 45 GB of disk.
 import argparse
 import pathlib
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-import zlib
 
 from etils import epath
-import ml_dtypes
-import numpy as np
-import tokenizers
 
 from experiments import record
 from experiments.benchmarks import machine
+from experiments.benchmarks import watched
+from experiments.benchmarks.random_model import RandomModel
 from kvjax.attention import GroupedConfig
 from kvjax.convert import huggingface
 from kvjax.convert import into_folder
-from kvjax.convert import model as model_lib
-from kvjax.data import tokenizer
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
-from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
-from kvjax.model.parameters import Path
 
 _BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
 # Few tokens: memory is asked for, and random weights say nothing about text.
@@ -50,44 +41,19 @@ RUNS = {
     "thin keys of rank 64, by text": ("--method=thin_keys", "--rank=64", *_BY_TEXT),
 }
 _ROWS = 32_000  # of the embedding
-_EVERY = 0.2  # seconds between two looks at a process's memory
 
 
-class Mistral:
-    """A model of random weights in the shape of Mistral 7B (arXiv 2310.06825); see `Model`."""
-
-    name, context, chat_template, token_files = "random_mistral", 8192, None, {}
-
-    def __init__(self, layers: int):
-        block = BlockConfig(
-            **dict(num_layers=layers, d_model=4096, mlp_dim=14_336, norm_gain=True),
-            **dict(embedding_norm=False, activation="swiglu", logit_softcap=0.0),
-            **dict(rope_base=10_000.0, norm_epsilon=1e-5, window=4096),
-        )
-        heads = dict(num_heads=32, num_kv_heads=8, num_bases=8, key_dim=128, value_dim=128)
-        attention = GroupedConfig(**heads, rank=0, qk_norm="none")
-        self.transformer = TransformerConfig(
-            block=block, mechanisms=(attention,) * layers, vocab_size=_ROWS
-        )
-        self.tokenizer_json = tokenizer_json(_ROWS)
-        self._shapes = parameters.shapes(self.transformer)
-        normal = np.random.default_rng(0).standard_normal(1 << 26, np.float32)
-        self._numbers = (0.02 * normal).astype(ml_dtypes.bfloat16)
-
-    def parameters(self) -> model_lib.Parameters:
-        return {path: (shape, self._numbers.dtype) for path, shape in self._shapes.items()}
-
-    def read(self, path: Path, layer: int | None = None) -> np.ndarray:
-        shape = self._shapes[path] if layer is None else self._shapes[path][1:]
-        first = zlib.crc32(f"{path} {layer}".encode()) % 1000
-        return np.resize(self._numbers[first:], shape)
-
-
-def tokenizer_json(tokens: int) -> str:
-    """Of bytes, with tokens beside them that no text has."""
-    backend = tokenizers.Tokenizer.from_str(tokenizer.byte_tokenizer().to_json())
-    backend.add_tokens([f"<{i}>" for i in range(backend.get_vocab_size(), tokens)])
-    return backend.to_str()
+def mistral(layers: int) -> RandomModel:
+    """In the shape of Mistral 7B (arXiv 2310.06825)."""
+    block = BlockConfig(
+        **dict(num_layers=layers, d_model=4096, mlp_dim=14_336, norm_gain=True),
+        **dict(embedding_norm=False, activation="swiglu", logit_softcap=0.0),
+        **dict(rope_base=10_000.0, norm_epsilon=1e-5, window=4096),
+    )
+    heads = dict(num_heads=32, num_kv_heads=8, num_bases=8, key_dim=128, value_dim=128)
+    attention = GroupedConfig(**heads, rank=0, qk_norm="none")
+    transformer = TransformerConfig(block=block, mechanisms=(attention,) * layers, vocab_size=_ROWS)
+    return RandomModel("random_mistral", transformer, context=8192)
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -98,46 +64,22 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_output()
     options = parser.parse(arguments)
     at_least("--layers", options.layers, 1)
-    if not pathlib.Path("/proc/self/status").exists():
-        raise UserError("/proc is not there: only Linux tells a process's anonymous memory")
+    watched.check()
     record.check(options.save)
     return options
 
 
 def measure(source: pathlib.Path, out: pathlib.Path, given: tuple[str, ...]) -> dict:
-    """One conversion in a process of its own: seconds and its highest bytes of memory."""
+    """One conversion in a process of its own: seconds, and bytes of memory and of files."""
     command = [sys.executable, "-m", "kvjax.convert", f"--source={source}", f"--out={out}"]
-    command += given
-    begun, peak = time.perf_counter(), dict(RssAnon=0, VmRSS=0)
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        while process.poll() is None:
-            for name, size in _memory(process.pid).items():
-                peak[name] = max(peak[name], size)
-            time.sleep(_EVERY)
-        log.seek(0)
-        if process.returncode:
-            raise UserError(f"{' '.join(command)}: {log.read()[-500:]}")
-    files = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    seconds = time.perf_counter() - begun
-    return dict(seconds=seconds, anonymous=peak["RssAnon"], resident=peak["VmRSS"], written=files)
-
-
-def _memory(pid: int) -> dict[str, int]:
-    """Bytes of anonymous and of all resident memory of a process; none of one that has ended."""
-    try:
-        status = pathlib.Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return {}
-    lines = dict(line.split(":", 1) for line in status.splitlines())
-    wanted = [name for name in ("RssAnon", "VmRSS") if name in lines]
-    return {name: 1024 * int(lines[name].split()[0]) for name in wanted}
+    found = watched.run([*command, *given])
+    return found | dict(written=sum(f.stat().st_size for f in out.rglob("*") if f.is_file()))
 
 
 def main(arguments: list[str]) -> None:
     """Measures and prints; see the module's docstring."""
     options = _options(arguments)
-    out, model, rows = Output(options), Mistral(options.layers), {}
+    out, model, rows = Output(options), mistral(options.layers), {}
     plan = huggingface.plan(model, "BF16")
     size = into_folder.size(plan, "BF16")
     machine.check_room(f"--layers={options.layers}", size, memory=0, disk=3)

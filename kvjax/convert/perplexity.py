@@ -10,6 +10,7 @@ from kvjax.convert.layerwise import Pass
 from kvjax.convert.model import Model
 from kvjax.data import loader
 from kvjax.data import prepare
+from kvjax.data import readers
 from kvjax.data.config import DataConfig
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
@@ -35,7 +36,13 @@ def rows(
         config = DataConfig(source=source, tokenizer=str(tokenizer), sequence_length=length)
         dataset = loader.open_dataset(prepare.prepare(config))
     except UserError as error:
-        raise UserError(f"--{key}={source}: {as_options(str(error), key)}") from error
+        said = as_options(str(error), key)
+        if isinstance(error, readers.EmptySplitError):
+            said = (
+                "whole documents or lines of a text are held out for perplexity, and there are too "
+                "few for that: give a longer text, or one of more documents"
+            )
+        raise UserError(f"--{key}={source}: {said}") from error
     count = dataset.num_rows(split)
     if not count:
         raise UserError(f"--{key} = {source!r}: has no row of {length} tokens for {split}")

@@ -44,6 +44,10 @@ class SourceError(DataError):
     """A source that can't be used as it is: says which file, where in it, and what to do."""
 
 
+class EmptySplitError(SourceError):
+    """Documents, and none of them in the split that was asked for."""
+
+
 def refuse(error: SourceError) -> None:
     """What readers do with what cannot be read, unless told to leave it out."""
     raise error

@@ -193,7 +193,8 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
 
     Raises:
       FileNotFoundError: a source that matches no file.
-      readers.SourceError: a source that can't be read, naming file and place, or an empty split.
+      readers.SourceError: a source that can't be read, naming file and place.
+      readers.EmptySplitError: no document is in the split.
     """
     if split not in SPLITS:
         raise DataError(f"split={split!r} must be one of {SPLITS}.")
@@ -209,7 +210,7 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
     if part == "all" or not any(True for s in _sources(config, key) for _ in s.pieces("all", 0.0)):
         raise readers.SourceError(f"{named}: has no documents, everything it matches is empty")
     change = "Raise" if split == "validation" else "Lower"
-    raise readers.SourceError(
+    raise readers.EmptySplitError(
         f"{named}: the {split} split is empty: no document fell into it with"
         f" config.data.validation_fraction = {config.validation_fraction} (documents aren't cut, "
         f"nor are lines). {change} that, or name a validation_source"

@@ -9,6 +9,7 @@ import types
 import pytest
 
 from experiments import record
+from experiments.benchmarks import analysis_speed
 from experiments.benchmarks import beside_transformers
 from experiments.benchmarks import checkpoint_memory
 from experiments.benchmarks import checkpoint_speed
@@ -20,6 +21,7 @@ from experiments.benchmarks import decode_memory
 from experiments.benchmarks import exactness
 from experiments.benchmarks import generate_benchmark
 from experiments.benchmarks import input_benchmark
+from experiments.benchmarks import random_model
 from experiments.benchmarks import train_benchmark
 from experiments.conversion import kept
 from experiments.studies import tiny_comparison
@@ -35,6 +37,7 @@ from kvjax.training import loop
 from tests import runs
 
 _BENCHMARKS = (
+    "analysis_speed",
     *("beside_transformers", "checkpoint_memory", "checkpoint_speed", "conversion_memory"),
     *("data_preparation", "data_reading"),
     *("decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
@@ -48,6 +51,7 @@ _OTHERS = ("conversion", "figures", "scaling_table")
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
 SAVING = tuple(n for n in WITH_TABLES if n not in ("input_benchmark", "parameter_table"))
 BAD = (  # command, options, what the line says
+    ("analysis_speed", "--model=nothing.gguf", "nothing.gguf"),
     ("beside_transformers", "--num_tokens=1", "--num_tokens = 1: must be at least 2"),
     ("beside_transformers", "--repeats=0", "--repeats = 0: must be at least 1"),
     ("checkpoint_memory", "--d_model=0", "--d_model = 0: must be at least 1"),
@@ -154,6 +158,7 @@ def nothing_is_done(monkeypatch):
     monkeypatch.setattr(conversion_memory.into_folder, "write", fail)
     for module in (checkpoint_memory, checkpoint_speed, decode_benchmark, exactness):
         monkeypatch.setattr(module, "measure", fail)
+    monkeypatch.setattr(analysis_speed, "measure", fail)
     monkeypatch.setattr(beside_transformers, "measure", fail)
     monkeypatch.setattr(input_benchmark, "measure", fail)
     monkeypatch.setattr(data_reading, "at_scale", fail)
@@ -261,6 +266,13 @@ def printed(run, monkeypatch, tmp_path):
     planned |= dict(parts=9, source_bytes=10**9, row_bytes=4e8, vocab_size=32_768, training=0.0)
     generated = [dict(tokens=[7] * 128, first=0.2, decode_tokens_per_second=33.0)] * 5
     stubs = {
+        analysis_speed: dict(
+            smollm2=types.SimpleNamespace(packaged=lambda: "smol.gguf"),
+            model_lib=types.SimpleNamespace(open=lambda _: types.SimpleNamespace(name="smol")),
+            machine=types.SimpleNamespace(check_room=lambda *_, **__: None),
+            into_workdir=types.SimpleNamespace(write=lambda *_: None),
+            measure=lambda *_: dict(seconds=99.0, anonymous=9e8, resident=2e9, page=3e6),
+        ),
         beside_transformers: dict(
             trained=_trained(),
             measure=lambda *_: (
@@ -461,6 +473,6 @@ def test_a_trained_run(run, trained_run, capsys):
 
 def test_the_tokenizer_of_a_model_to_convert():
     """A conversion refuses one that is too small for the embedding."""
-    text = conversion_memory.tokenizer_json(32_000)
+    text = random_model.tokenizer_json(32_000)
     published.check_vocabulary("source", text, 32_000)
     assert tokenizer.from_json(text, "source").vocab_size == 32_000

@@ -1,0 +1,45 @@
+"""Models of random weights in any shape, for what depends on sizes alone."""
+
+import zlib
+
+import ml_dtypes
+import numpy as np
+import tokenizers
+
+from kvjax.convert import model as model_lib
+from kvjax.data import tokenizer
+from kvjax.model import parameters
+from kvjax.model.config import TransformerConfig
+from kvjax.model.parameters import Path
+
+
+class RandomModel:
+    """Normal weights in bfloat16, made as they are read; see `kvjax.convert.model.Model`.
+
+    Args:
+      context: tokens that it is said to have been trained on at a time.
+    """
+
+    chat_template, token_files = None, {}
+
+    def __init__(self, name: str, transformer: TransformerConfig, context: int):
+        self.name, self.transformer, self.context = name, transformer, context
+        self.tokenizer_json = tokenizer_json(transformer.vocab_size)
+        self._shapes = parameters.shapes(transformer)
+        normal = np.random.default_rng(0).standard_normal(1 << 26, np.float32)
+        self._numbers = (0.02 * normal).astype(ml_dtypes.bfloat16)
+
+    def parameters(self) -> model_lib.Parameters:
+        return {path: (shape, self._numbers.dtype) for path, shape in self._shapes.items()}
+
+    def read(self, path: Path, layer: int | None = None) -> np.ndarray:
+        shape = self._shapes[path] if layer is None else self._shapes[path][1:]
+        first = zlib.crc32(f"{path} {layer}".encode()) % 1000
+        return np.resize(self._numbers[first:], shape)
+
+
+def tokenizer_json(tokens: int) -> str:
+    """Of bytes, with tokens beside them that no text has."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.byte_tokenizer().to_json())
+    backend.add_tokens([f"<{i}>" for i in range(backend.get_vocab_size(), tokens)])
+    return backend.to_str()
