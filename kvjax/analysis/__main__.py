@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import re
+import tempfile
 import time
 import types
 
@@ -40,6 +41,8 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
 from kvjax.foundation.output import Output
+from kvjax.model.parameters import Path
+from kvjax.workdir import storage
 from kvjax.workdir import trained
 
 LENGTHS = (64, 256, 1024)
@@ -101,10 +104,9 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     with progress.waiting("reading texts"):
         tokens = texts.tokens(sources, model, lengths[-1])
         request = Request(tokens, lengths, beside, _snapshots(options, model))
+    for named, one in _read(model, request):
+        _check_weights(named, one)
     modules = _modules(names, model, request, asked=bool(options.reports))
-    for one in (model, beside):
-        if one is not None:
-            _check_weights(one)
     with _folder(target):
         sections, seconds = {}, {}
         for name, module in modules.items():
@@ -112,9 +114,10 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             with progress.waiting(f"{name} of {model.name}"):
                 sections[name] = module.section(model, request)
             seconds[name] = time.monotonic() - begun
-            out.say(f"{name}: {seconds[name]:.1f} s")
         about = _about(options, model, request, seconds)
         sizes = _write(target, model, sections, about)
+    for name, value in seconds.items():  # a pipe that is shut, or a full disk, costs no report
+        out.say(f"{name}: {value:.1f} s")
     shown = target if in_bucket(target) else os.path.relpath(target)
     out.say(f"\nwritten: {shown}/{HTML}, {sizes[HTML] / 1e6:.2f} MB, and {JSON}", wrap=False)
     found = {name.rpartition(".")[2]: str(target / name) for name in (HTML, JSON)}
@@ -159,8 +162,11 @@ def _check_target(out: str) -> epath.Path:
         if (path / name).is_dir():
             raise UserError(f"--out = {out!r}: {name} is a folder there: give another, or move it")
     there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"--out = {out!r}: cannot be written: nothing can be made in {there}")
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        why = f"nothing can be made in {there} ({error.strerror or error})"
+        raise UserError(f"--out = {out!r}: cannot be written: {why}") from error
     return path
 
 
@@ -211,17 +217,39 @@ def _snapshots(options: argparse.Namespace, model: Model) -> list[tuple[int, Mod
     return [(snapshot.step, model_lib.Trained(snapshot)) for snapshot in found]
 
 
-def _check_weights(model: Model) -> None:
-    """Raises a UserError that names the layer whose attention is not finite or cannot be read."""
-    with progress.waiting(f"checking the weights of {model.name}"):
+def _read(model: Model, request: Request) -> Iterator[tuple[str, Model]]:
+    """All models that reports read, and what to call each."""
+    yield model.name, model
+    if request.beside is not None:
+        yield f"{request.beside.name} (--beside)", request.beside
+    for step, snapshot in request.snapshots:
+        yield f"the snapshot of step {step} of {model.name}", snapshot
+
+
+def _check_weights(named: str, model: Model) -> None:
+    """Raises a UserError that names the layer whose weights are not finite or cannot be read."""
+    with progress.waiting(f"checking the weights of {named}"):
+        paths = list(model.parameters())
+        for path in paths:
+            if path[0] != "segments":
+                _check_weight(named, model, path)
         for index in range(len(model.transformer.mechanisms)):
             segment, layer = model_lib.layer_of(model, index)
-            for path in model.parameters():
-                if path[:3] == ("segments", segment, "attention"):
-                    try:
-                        model.read(path, layer)
-                    except UserError as error:
-                        raise UserError(f"layer {index} of {model.name}: {error}") from error
+            for path in paths:
+                if path[:2] == ("segments", segment):
+                    _check_weight(f"layer {index} of {named}", model, path, layer)
+
+
+def _check_weight(where: str, model: Model, path: Path, layer: int | None = None) -> None:
+    try:
+        model.read(path, layer)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    except Exception as error:  # of damaged files of a checkpoint: many types
+        named, why = ".".join(map(str, path)), storage.reason(error)
+        raise UserError(
+            f"{where}: {named} cannot be read ({why}): restore its files, or give another"
+        ) from error
 
 
 # -- what is written -------------------------------------------------------------------------------

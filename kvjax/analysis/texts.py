@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Mapping
 import os
+import re
 
 import numpy as np
 
@@ -13,10 +14,13 @@ from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.data.source_kinds import Source
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import in_bucket
 
 EMBEDDED = "embedded"
 MOST_TOKENS = 1 << 18  # of a text: what comes behind them is not read
 _BOOKS = dict(zip(("Shakespeare", "King James Bible"), source_kinds.BOOKS, strict=True))
+_KEY = "text"  # of records
+_OTHER_KEY = re.compile(r"Set\s+text_key.*", re.DOTALL)  # what readers advise: no option is here
 _RECORDS = (*source_kinds.JSONL, ".parquet")
 _GIVE = "give NAME=FILE, several with commas between, or 'embedded'"
 
@@ -36,7 +40,7 @@ def sources(option: str) -> dict[str, Source]:
         name, equals, file = item.partition("=")
         if item == EMBEDDED:
             named = {
-                name: source_kinds.named(source_kinds.EMBEDDED + book, "text", "--texts")
+                name: source_kinds.named(source_kinds.EMBEDDED + book, _KEY, "--texts")
                 for name, book in _BOOKS.items()
             }
         elif not (equals and name.strip() and file):
@@ -54,11 +58,16 @@ def sources(option: str) -> dict[str, Source]:
 
 def _file(name: str, file: str) -> Source:
     path = runtime.path("--texts", file)
-    if path.is_dir() or not path.exists():
-        what = "a folder" if path.is_dir() else "not there"
-        raise UserError(f"--texts={name}={file}: is {what}: give a file of text")
+    wrong = {
+        "a folder": path.is_dir(),
+        "not there": not path.exists(),
+        "no file": not (in_bucket(path) or os.path.isfile(path)),  # a pipe has no size
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise UserError(f"--texts={name}={file}: is {what}: give a file of text")
     if path.name.endswith(_RECORDS):
-        return source_kinds.named(os.fspath(path), "text", "--texts")
+        return source_kinds.named(os.fspath(path), _KEY, "--texts")
     return source_kinds.TextFile(path)
 
 
@@ -79,7 +88,8 @@ def tokens(sources: Mapping[str, Source], model: Model, longest: int) -> dict[st
         except OSError as error:
             raise UserError(f"--texts: {name!r}: cannot be read: {error}") from error
         except UserError as error:
-            raise UserError(f"--texts: {name!r}: {error}") from error
+            said = _OTHER_KEY.sub(f"Texts must be under {_KEY!r}.", str(error))
+            raise UserError(f"--texts: {name!r}: {said}") from error
         if len(found[name]) < longest:
             raise UserError(
                 f"--texts: {name!r} has {len(found[name]):,} tokens of {model.name}, and the "

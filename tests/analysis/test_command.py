@@ -1,8 +1,10 @@
 """`python -m kvjax.analysis`: what it writes, what it refuses, and when."""
 
+import errno
 import json
 import os
 import re
+import shutil
 import types
 
 import numpy as np
@@ -18,6 +20,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
 from tests.convert import workdirs
 
 PLAIN = ("--lengths=8,16", "--out=out")
@@ -188,8 +191,10 @@ def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
         ("--texts=a=empty.txt", "--lengths=4"): "'a' has 0 tokens of small",
         ("--texts=a=latin.txt",): "'a': {here}/latin.txt is not UTF-8: unexpected end of data at "
         "byte 3. Convert it",
-        ("--texts=a=rows.jsonl",): "'a': {here}/rows.jsonl, line 1",
+        ("--texts=a=rows.jsonl",): "'a': {here}/rows.jsonl, line 1 has no key 'text'; it has "
+        "['words']. Texts must be under 'text'.\n",
         ("--texts=a=missing.txt",): "--texts=a=missing.txt: is not there: give a file of text",
+        ("--texts=a=/dev/null",): "--texts=a=/dev/null: is no file: give a file of text",
         ("--texts=a=folder",): "--texts=a=folder: is a folder: give a file of text",
         ("--texts=a=" + "x" * 300,): "x: is not there: give a file of text",
         ("--texts=short.txt",): "'short.txt' is no text: give NAME=FILE",
@@ -201,6 +206,7 @@ def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
         ("--beside=missing",): "--beside = 'missing': there is no such folder or file",
         ("--out=short.txt",): "--out = 'short.txt': must be a folder",
         ("--out=taken",): "--out = 'taken': report.html is a folder there",
+        ("--out=/proc",): "--out = '/proc': cannot be written: nothing can be made in /",
         ("--out=" + "x" * 300,): "cannot be made: File name too long",
         ("--step=3",): "unknown option --step",
     }.items(),
@@ -229,18 +235,58 @@ def test_what_is_no_model_is_named_by_its_option(run, workdir, made, tmp_path, o
         assert status == 2 and f"--{option}" in err and "--source" not in err
 
 
-def test_weights_that_are_not_finite_are_refused_before_any_work(run, made, tmp_path):
+@pytest.mark.parametrize(
+    "path, said",
+    {
+        ("segments", 0, "attention", "mechanism", "base_key"): r"layer 2 of broken: .*base_key .*"
+        r"values that are not finite, of bases .* \[0\]:",
+        ("segments", 0, "mlp", "up"): "layer 2 of broken: .*mlp.up .*values that are not finite",
+        ("head",): "broken: .*head .*values that are not finite",
+    }.items(),
+)
+def test_weights_that_are_not_finite_are_refused_before_any_work(run, made, tmp_path, path, said):
     block, mechanism, _ = workdirs.MODELS["lrkv"]
     model = workdirs.Made(workdirs.config(block, mechanism))
-    path = ("segments", 0, "attention", "mechanism", "base_key")
     model.weights[path] = model.weights[path].copy()
-    model.weights[path][2, ..., 0, 0] = np.nan
+    model.weights[path][2, ..., 0] = np.nan
     workdirs.into_workdir.write(model, command.epath.Path(tmp_path / "broken"), {})
     made.modules["first"].section = _never
     status, _, err = run("--workdir=broken", "--lengths=8")
-    said = r"kvjax: layer 2 of broken: .*base_key .*values that are not finite, of bases .* \[0\]:"
-    assert status == 2 and re.match(said, err)
+    assert status == 2 and re.match(f"kvjax: {said}", err)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "damaged, named",
+    {"checkpoints": "small", "snapshots": "the snapshot of step 0 of small"}.items(),
+)
+def test_a_damaged_checkpoint_is_refused_before_any_work(
+    run, workdir, made, tmp_path, damaged, named
+):
+    """Of weights that some report reads, before a report is asked whether it has something."""
+    shutil.copytree(workdir, tmp_path / "small")
+    shutil.copytree(tmp_path / "small/checkpoints", tmp_path / "small/snapshots")
+    files = [path for path in (tmp_path / "small" / damaged).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = np.frombuffer(largest.read_bytes(), np.uint8).copy()
+    content[::100] ^= 16
+    largest.write_bytes(content.tobytes())
+    made.modules["first"].section = made.modules["first"].check = _never
+    status, _, err = run("--workdir=small", *PLAIN)
+    assert status == 2 and err.count("kvjax: ") == 1
+    assert err.startswith(f"kvjax: {named}: ") and "cannot be read" in err
+    assert "restore its files" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_report_is_written_whoever_listens(run, workdir, made, tmp_path, monkeypatch):
+    def say(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Output, "say", say)
+    status, _, err = run(f"--workdir={workdir}", *PLAIN)
+    assert status == 2 and "No space left on device" in err
+    assert sorted(os.listdir(tmp_path / "out")) == ["report.html", "report.json"]
 
 
 def test_texts_are_tokens_of_their_files(workdir, tmp_path):

@@ -11,7 +11,7 @@ CHILDREN = ("jax_training", "torch_training")  # of train_benchmark: not for use
 EXPERIMENTS = tuple(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "experiments").rglob("*.py"))
-    if "__main__" in path.read_text() and path.stem not in CHILDREN
+    if 'if __name__ == "__main__"' in path.read_text() and path.stem not in CHILDREN
 )
 
 MISSING, FOLDER, FILE = "../shared/missing", "folder", "notes.txt"

@@ -1,5 +1,6 @@
 """Configs, workdirs, prompts and texts that are not what they should be."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
 
 from kvjax.foundation.checkout import ROOT
@@ -46,9 +47,11 @@ def file_cases() -> Iterator[Case]:
     yield from _workdir_cases()
     yield from _prompt_cases()
     yield from _text_cases()
+    yield from _analysis_cases()
 
 
 _NO_RECORDS = ("\xff\xfe\x00\n", "[]\n", "{}\n", '{"step": "x"}\n', "null\n", "")
+_NO_JSON = (*_NO_RECORDS, "/", None, '{"train": ' * 100_000)
 
 
 def _workdir_cases() -> Iterator[Case]:
@@ -83,7 +86,7 @@ def _workdir_cases() -> Iterator[Case]:
         torn = (f"run/{name}", '{"step": 1}\n{"st')
         yield again(edits=(same, torn), says=(name,), loses=(f"case/{torn[0]}",))
         if name in ("config.json", "tokenizer.json"):
-            for content in (*_NO_RECORDS, "/", None, '{"train": ' * 100_000):
+            for content in _NO_JSON:
                 edits = ((f"run/{name}", content),)
                 yield text("run", edits=edits, says=(name,), status=(2,), **trained)
     yield text("run", edits=(("run/checkpoints", None),), says=("run",), status=(2,), **trained)
@@ -164,3 +167,60 @@ def _text_cases() -> Iterator[Case]:
     )
     for content in (*_NO_RECORDS, "[" * 100_000, "/", None):
         yield main(edits=(("p/dataset.json", content),))
+
+
+def _analysis_cases() -> Iterator[Case]:
+    """Models, texts and folders of reports that are not what they should be."""
+    of = lambda *given, **known: Case(
+        command="kvjax.analysis", arguments=("--out=out", *given), **dict(status=(2,)) | known
+    )
+    trained, run = "--workdir=../shared/trained", dict(scene="trained")
+    works = dict(status=(0,), prints="would analyse")
+    yield of(says=("--workdir and --model",))
+    yield of("--model=../shared/trained", "--beside=../shared/trained", **works)
+    for source in ("", ".", "../shared/data", "../shared/trained/checkpoints", f"{FILE}/x"):
+        yield of(f"--model={source}", says=("--model",))
+    for source in (FOLDER, FILE, MISSING, LONG, NO_UTF8, "no://x", "gs://b/x", "/dev/null"):
+        yield of(f"--model={source}", says=("--model",))
+    for name in ("config.json", "tokenizer.json"):
+        for content in _NO_JSON:
+            yield of("--workdir=run", edits=((f"run/{name}", content),), says=(name,), **run)
+        yield of(trained, "--beside=run", edits=((f"run/{name}", None),), says=(name,), **run)
+    state = "checkpoints/2/state"
+    for path in ("checkpoints", state, f"{state}/manifest.ocdbt", f"{state}/ocdbt.process_0/d"):
+        for content in ("x", "/"):
+            edits = ((f"run/{path}", content),)
+            yield of("--workdir=run", edits=edits, says=("run",), **run)
+            yield of(trained, "--beside=run", edits=edits, says=("--beside",), **run)
+    for path in ("snapshots", "snapshots/1", "snapshots/1/state/manifest.ocdbt"):
+        for content in ("x", "/"):
+            edits = ((f"run/{path}", content),)
+            yield of("--workdir=run", edits=edits, says=("snapshots/1",), status=(0, 2), **run)
+    yield from _texts_of_analysis(lambda texts, **known: of(trained, f"--texts={texts}", **known))
+    for lengths in ("0", "-1", "1", "2.5", "8,", "8;9", "1e3", "9" * 5000, "9" * 50, "99999999"):
+        yield of(trained, f"--lengths={lengths}", says=("--lengths",))
+    yield of(trained, "--lengths=9,2,9", **works)
+    for reports in (",", "logits,", "Logits", "logits;diversity"):
+        yield of(trained, f"--reports={reports}", says=("--reports",))
+    for out in (f"{FILE}/x", "/proc", "/proc/x", "/dev/null/x", LONG, "gs://b/x", "no://x"):
+        yield of(trained, f"--out={out}", says=("--out",))
+    for name in ("report.html", "report.json"):
+        yield of(trained, edits=((f"out/{name}", "/"),), says=("--out",))
+
+
+def _texts_of_analysis(of: Callable[..., Case]) -> Iterator[Case]:
+    """Texts that are none, too short, or of another form; and some that are as they should be."""
+    for file in ("empty.txt", "latin.txt", "deep.jsonl", "binary.py", "data", "missing.txt"):
+        yield of(f"a=../shared/{file}", says=(file, "'a'"))
+    for text in ("a", "a=", "=b", ",", "embedded,", "embedded,embedded", "a=no://x", "a=gs://b/x"):
+        yield of(text, says=("--texts",))
+    for file in (LONG, NO_UTF8, "/dev/null", "/dev/stdin", "/dev/zero", "/proc/self/mem"):
+        yield of(f"a={file}", says=("--texts",))
+    for line in ("", "x", '{"words": "a"}', '{"text": 1}', "{}", '{"text": "\\ud800"}'):
+        yield of("a=a.jsonl", edits=(("a.jsonl", f"{line}\n"),), says=("a.jsonl", "'a'"))
+    for name in ("a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet"):
+        yield of(f"a={name}", edits=((name, "x" * 100),), says=(name,))
+    works = dict(status=(0,), prints="would analyse")
+    line = '{"text": "the words of a text"}\n'
+    yield of("a=a.jsonl", edits=(("a.jsonl", line * 9),), **works)
+    yield of("a=../shared/marked.txt,b=../shared/text.txt", **works)

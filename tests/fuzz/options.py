@@ -59,7 +59,7 @@ _FREE = {
     "kvjax.aot": ("output",),
     "kvjax.convert": ("out",),
     "kvjax.convert.export": ("out", "dtype"),
-    "kvjax.analysis": ("workdir", "out", "lengths"),
+    "kvjax.analysis": ("workdir", "out"),
     "kvjax.data.prepare": ("validation_source", "text_key", "output"),
     "kvjax.kernels.profile": ("plot",),
 }

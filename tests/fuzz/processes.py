@@ -43,8 +43,24 @@ def process_cases() -> Iterator[Case]:
             yield dataclasses.replace(
                 of(stdout=stream), arguments=wrong, status=(2,), says=("no_",)
             )
+    yield from _analysis_cases()
     yield from _environment_cases()
     yield from _interrupted_cases()
+
+
+def _analysis_cases() -> Iterator[Case]:
+    """A report, with nobody who listens; and in a locale and a home of nothing."""
+    working, _ = WORKING["kvjax.analysis"]
+    of = lambda **known: Case(
+        command="kvjax.analysis",
+        arguments=(*working, "--reports=projections", "--lengths=8"),
+        **dict(how=FORKED) | known,
+    )
+    yield of(stdout="shut", status=(1,))
+    yield of(stdout="full", status=(2,), says=("space",))
+    yield of(stdout="closed", stderr="closed", status=(0,))
+    home = dict(HOME="/proc/x", MPLCONFIGDIR="/proc/x", LC_ALL="C", PYTHONUTF8="0")
+    yield of(how=STARTED, environment=home, status=(0,), prints="written")
 
 
 def _environment_cases() -> Iterator[Case]:
@@ -93,6 +109,7 @@ def _interrupted_cases() -> Iterator[Case]:
     commands = {
         "kvjax.main": (config_file("lrkv_tiny"), *RUN),
         "kvjax.generate": ("--workdir=../shared/trained", "--prompt=a", "--num_tokens=9999"),
+        "kvjax.analysis": WORKING["kvjax.analysis"][0],
         "kvjax.costs": ("--all",),
         "kvjax.aot": ("--topology=v5e:2x2",),
         "kvjax.data.prepare": ("--source=embedded", "--output=out"),
