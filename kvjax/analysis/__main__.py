@@ -48,6 +48,7 @@ from kvjax.workdir import trained
 LENGTHS = (64, 256, 1024)
 HTML, JSON = "report.html", "report.json"
 _SHORTEST = 2
+_MOST_MAPS = 16  # side by side in a figure
 _LEAD = (
     "What four papers on small KV caches measure, measured on this model: LRKV (arXiv 2601.11471), "
     "projection sharing (2606.04032), thin keys (2603.04427) and logit spectra (2604.04384). Where "
@@ -70,6 +71,8 @@ def _parser() -> command_line.Parser:
         f"tokens that texts are read in ({','.join(map(str, LENGTHS))}, as far as the model goes)"
     )
     add("--lengths", default="", help=text)
+    text = "heads whose attention is shown as maps, LAYER.HEAD,... (those that stand out)"
+    add("--heads", default="", help=text)
     add("--out", default="", help="the folder to write (runs/analysis/NAME)")
     return parser
 
@@ -87,6 +90,9 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         given = "both are given" if options.model else "neither is given"
         raise UserError(f"--workdir and --model: {given}; give one of them, as runs/lrkv_tiny")
     lengths = _lengths(options.lengths)
+    heads = _heads(options.heads)
+    if heads and "behaviour" not in names:
+        raise UserError(f"--heads={options.heads}: is of the report behaviour: add it to --reports")
     sources = texts.sources(options.texts)
     if options.out:
         _check_target(options.out)
@@ -96,6 +102,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         *(("--model", options.model) if options.model else ("--workdir", options.workdir))
     )
     beside = _opened("--beside", options.beside) if options.beside else None
+    _check_heads(model, heads)
     lengths = lengths or _default_lengths(model)
     target = _check_target(options.out or f"runs/analysis/{_file_name(model.name)}")
     for one in (model, beside):
@@ -103,7 +110,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             _check_length(one, lengths[-1])
     with progress.waiting("reading texts"):
         tokens = texts.tokens(sources, model, lengths[-1])
-        request = Request(tokens, lengths, beside, _snapshots(options, model))
+        request = Request(tokens, lengths, beside, _snapshots(options, model), heads)
     for named, one in _read(model, request):
         _check_weights(named, one)
     modules = _modules(names, model, request, asked=bool(options.reports))
@@ -139,6 +146,34 @@ def _lengths(option: str) -> tuple[int, ...]:
     if not option:
         return ()
     return tuple(sorted(set(lists.integers("--lengths", option, _SHORTEST))))
+
+
+def _heads(option: str) -> tuple[tuple[int, int], ...]:
+    """(layer, head) of each, once; none where the option is not given."""
+    found = []
+    for item in option.split(",") if option else ():
+        matched = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", item)
+        if matched is None:
+            raise UserError(
+                f"--heads={option}: {item!r} is no head: give LAYER.HEAD, as 3.1 for head 1 of "
+                "layer 3, several with commas between"
+            )
+        found.append((int(matched[1]), int(matched[2])))
+    if len(found) > _MOST_MAPS:
+        raise UserError(f"--heads: {len(found)} heads: must be at most {_MOST_MAPS}")
+    return tuple(dict.fromkeys(found))
+
+
+def _check_heads(model: Model, heads: tuple[tuple[int, int], ...]) -> None:
+    """Raises a UserError for heads that the model does not have."""
+    mechanisms = model.transformer.mechanisms
+    for layer, head in heads:
+        there = f"layers of {model.name} are 0 to {len(mechanisms) - 1}"
+        if layer < len(mechanisms):
+            there = f"heads of layer {layer} are 0 to {mechanisms[layer].num_heads - 1}"
+            if head < mechanisms[layer].num_heads:
+                continue
+        raise UserError(f"--heads: {layer}.{head} is not there: {there}")
 
 
 def _default_lengths(model: Model) -> tuple[int, ...]:

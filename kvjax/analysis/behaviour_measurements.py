@@ -33,8 +33,8 @@ class Behaviour:
     Attributes:
       num_kv_heads: query head n reads KV head n // (N / K).
       statistics: by name [N]: means over sequences of `patterns.Statistics`; `content_N`, the
-        divergence of a head's patterns on different sequences, nan where there is one only; and
-        `induction_N`.
+        divergence of a head's patterns on two sequences, of two texts if there are several, nan
+        where there is one sequence only; and `induction_N`.
       divergence_NN, without_first_NN: of heads' patterns, nats; over all keys, and over those
         behind the first.
       outputs_NN: CKA of what heads put out.
@@ -106,7 +106,7 @@ def measure(model: Model, texts: Mapping[str, np.ndarray], length: int, seed: in
     Raises:
       UserError: activations that are not finite.
     """
-    rows_BT = _rows(texts, length)
+    rows_BT, others_B = _rows(texts, length)
     c = model.transformer.block
     mask = Mask(c.causal, c.window)
     # What stood before must be within the window.
@@ -114,6 +114,7 @@ def measure(model: Model, texts: Mapping[str, np.ndarray], length: int, seed: in
     tokens_A = np.unique(np.concatenate(list(texts.values())))
     if len(tokens_A) < block:
         tokens_A = np.arange(model.transformer.vocab_size)
+    block = min(block, len(tokens_A))
     again_BT = patterns.repeated(tokens_A, block, _REPEATED_ROWS, seed)
     at_T = np.unique(np.linspace(0, rows_BT.size - 1, min(_CKA_TOKENS, rows_BT.size)).astype(int))
     found, inputs, outputs = [], [], []
@@ -121,8 +122,8 @@ def measure(model: Model, texts: Mapping[str, np.ndarray], length: int, seed: in
         both = (activations.layers(model, rows_BT), activations.layers(model, again_BT))
         for i, (layer, again) in enumerate(zip(*both, strict=True)):
             doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
-            one, output_TNH = _of_layer(layer, again, block, at_T, _weights(model, i))
-            found.append(one)
+            one, output_TNH = _of_layer(layer, again, block, at_T, others_B)
+            found.append(dataclasses.replace(one, weights_NN=_weights(model, i)))
             flat = lambda x: x.reshape(len(at_T), -1).astype(np.float32)
             inputs.append(flat(_tokens(layer.input_BTD)[at_T]))
             outputs.append(flat(output_TNH))
@@ -139,14 +140,23 @@ def measure(model: Model, texts: Mapping[str, np.ndarray], length: int, seed: in
         )
 
 
-def _rows(texts: Mapping[str, np.ndarray], length: int) -> np.ndarray:
-    """[B, T] the first windows of each text; a short one has fewer."""
-    counts = (min(WINDOWS, len(tokens_T) // length) for tokens_T in texts.values())
+def _rows(texts: Mapping[str, np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """[B, T] the first windows of each text, a short one has fewer; and [B] for each the row that
+    it is compared with: of the next text, or of the only one."""
+    counts = [min(WINDOWS, len(tokens_T) // length) for tokens_T in texts.values()]
     rows = [
         tokens_T[: count * length].reshape(count, length)
         for tokens_T, count in zip(texts.values(), counts, strict=True)
     ]
-    return np.concatenate(rows)
+    first = np.cumsum([0, *counts])
+    others = [
+        first[(text + 1) % len(counts)] + i % counts[(text + 1) % len(counts)]
+        if len(counts) > 1
+        else (i + 1) % count
+        for text, count in enumerate(counts)
+        for i in range(count)
+    ]
+    return np.concatenate(rows), np.array(others)
 
 
 def _tokens(x_BTD: np.ndarray) -> np.ndarray:
@@ -164,9 +174,10 @@ def _weights(model: Model, index: int) -> np.ndarray | None:
 
 
 def _of_layer(
-    layer: Layer, again: Layer, block: int, at_T: np.ndarray, weights_NN: np.ndarray | None
+    layer: Layer, again: Layer, block: int, at_T: np.ndarray, others_B: np.ndarray
 ) -> tuple[Behaviour, np.ndarray]:
-    """A layer's behaviour, and the [T, N, Hv] outputs of some tokens of all sequences."""
+    """A layer's behaviour but for weights, and the [T, N, Hv] outputs of some tokens of all
+    sequences."""
     count = len(layer.query_BTNH)
     visible_TT = layer.mask.visible(layer.query_BTNH.shape[1])
     by_sequence = logits.side_by_side(lambda b: activations.attention(layer, b), range(count))
@@ -174,7 +185,7 @@ def _of_layer(
 
     def of(b):
         p_NTT = p_BNTT[b]
-        other = patterns.divergence(p_NTT, p_BNTT[b - 1], visible_TT) if count > 1 else None
+        other = patterns.divergence(p_NTT, p_BNTT[others_B[b]], visible_TT) if count > 1 else None
         return (
             np.stack(patterns.statistics(p_NTT, visible_TT)),
             np.full(len(p_NTT), np.nan) if other is None else other,
@@ -197,7 +208,7 @@ def _of_layer(
         divergence_NN=divergence_NN,
         without_first_NN=without_first_NN,
         outputs_NN=outputs_NN,
-        weights_NN=weights_NN,
+        weights_NN=None,
         text_NTT=p_BNTT[0][:, few, few].astype(np.float32),
         repeated_NTT=repeated_BNTT[0].astype(np.float32),
     )

@@ -1,6 +1,7 @@
 """What was measured of a model's heads on texts, in the numbers that figures and tables show."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 
 import numpy as np
@@ -25,7 +26,11 @@ _DIGITS = 6  # of numbers in `data`
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """One that stands out: `layer.head`, as it is called in the report."""
+    """One that stands out, or was asked for: `layer.head`, as it is called in the report.
+
+    Attributes:
+      role: a key of `ROLES`; "" of one that was asked for.
+    """
 
     role: str
     layer: int
@@ -34,6 +39,10 @@ class Head:
     @property
     def name(self) -> str:
         return f"{self.layer}.{self.head}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.role}: {self.name}" if self.role else f"head {self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +68,10 @@ class Pairs:
 class Results:
     """What was measured of one model."""
 
-    def __init__(self, name: str, measured: Measured):
+    def __init__(self, name: str, measured: Measured, heads: Sequence[tuple[int, int]] = ()):
+        """With the (layer, head) that maps are asked of."""
         self.name, self.measured = name, measured
+        self._asked = [Head("", layer, head) for layer, head in heads]
 
     @property
     def num_layers(self) -> int:
@@ -149,6 +160,10 @@ class Results:
                 found.append(Head(role, i, head))
         return found
 
+    def shown(self) -> list[Head]:
+        """Those with a map: what was asked for, or what stands out."""
+        return self._asked or self.chosen()
+
     def behaviour(self, head: Head) -> Behaviour:
         return self.measured.layers[head.layer]
 
@@ -158,10 +173,9 @@ class Results:
             name: float(x_N[head.head]) for name, x_N in self.behaviour(head).statistics.items()
         }
 
-    @staticmethod
-    def statistic_of(head: Head) -> str:
-        """What it stands out for."""
-        return ROLES[head.role][0]
+    def stands_out(self, head: Head) -> float:
+        """The statistic that it stands out for."""
+        return self.statistics(head)[ROLES[head.role][0]]
 
     def map(self, head: Head) -> np.ndarray:
         """[T, T] float64 of the first tokens; nan where a query does not see a key."""
@@ -194,7 +208,7 @@ class Results:
         }
         maps = [
             dict(role=head.role, head=head.name, map=plain(self.map(head), 4))
-            for head in self.chosen()
+            for head in self.shown()
         ]
         return dict(
             tokens=m.length,
@@ -207,7 +221,7 @@ class Results:
                 name.removesuffix("_NN"): found and dataclasses.asdict(found)
                 for name, found in ((name, self.relation(name)) for name in DISTANCES)
             },
-            chosen=maps,
+            maps=maps,
             cka_between_layers=dict(inputs=plain(m.inputs_LL), outputs=plain(m.outputs_LL)),
         )
 

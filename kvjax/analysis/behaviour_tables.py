@@ -18,7 +18,7 @@ _STATISTICS = {
     "entropy": "entropy_N",
     "keys": "keys_N",
     "distance": "distance_N",
-    "between texts": "content_N",
+    "between passages": "content_N",
     "induction": "induction_N",
 }
 _FORMATS = {"keys": ".1f", "distance": ".1f"}
@@ -55,8 +55,8 @@ def _heads(found: Results) -> Table:
             "layer.head, and what else is known of them: means over queries and texts.",
             "Shares of attention on the first token, the one before and the query's own; entropy "
             "of rows over the most possible; keys, as many as have this entropy if all have equal "
-            "shares; distance in tokens; divergence between two texts in nats; and the share "
-            "behind the earlier occurrence, on repeated tokens.",
+            "shares; distance in tokens; divergence between two passages (of two texts, if there "
+            "are several) in nats; and the share after the earlier occurrence, on repeated tokens.",
             "Not in the papers.",
         ),
     )

@@ -171,8 +171,7 @@ def _of_layer(
             found["energies", (FIELD, length)].append(field.energies_NR)
             if rotates:
                 plain = (layer.plain_query_BTNH[b, :length], layer.plain_key_BTKH[b, :length])
-                energies_NR = logits.field(*plain, layer.scale).energies_NR
-                found["energies", (PLAIN, length)].append(energies_NR)
+                found["energies", (PLAIN, length)].append(logits.energies(*plain, layer.scale))
             bounds = [logits.softmax_bound(field, rank) for rank in ranks]
             found["bounds", length].append(np.stack(bounds, axis=-1))
             found["delocalisation", length].append(logits.delocalisation(field))
@@ -208,5 +207,6 @@ def _perplexities(
     count = min(tokens // length, shortest // width)
     rows_BT = _rows(texts, count * width).reshape(-1, width)
     attend = truncation.attention_of_rank(rank) if rank else None
-    nats_BT = activations.losses(model, rows_BT, attend)
+    with few_threads(width):
+        nats_BT = activations.losses(model, rows_BT, attend)
     return np.exp(nats_BT.reshape(len(texts), -1).mean(axis=1, dtype=np.float64))

@@ -92,6 +92,7 @@ class Results:
         weights_L1N, field_LBN = self.ranks((WEIGHTS, 0)), self.ranks(kind)
         of_heads = (weights_L1N / np.maximum(field_LBN, 1))[field_LBN > 0]
         here, there = self.median((WEIGHTS, 0)), self.median(kind)
+        by_text_B = np.median(field_LBN, axis=(0, 2))
         return dict(
             matrix=kind[0],
             tokens=kind[1],
@@ -99,6 +100,10 @@ class Results:
             of_e=there,
             ratio=here / there if there else None,
             of_heads=np.quantile(of_heads, (0.25, 0.75)).tolist() if of_heads.size else None,
+            by_text={
+                name: here / one if one else None
+                for name, one in zip(self.texts, by_text_B.tolist(), strict=True)
+            },
         )
 
     def gaps(self) -> list[dict]:
@@ -118,12 +123,15 @@ class Results:
                 rows.append(about | dict(mean=mean, worst=worst, output=output, bound=bound))
         return rows
 
+    def betas(self, length: int) -> np.ndarray:
+        """[layers, texts, N] the largest delocalisation of each head."""
+        return np.nan_to_num(self.measured.delocalisation[length]).max(axis=-1)
+
     def geometry(self) -> list[dict]:
         """By length: beta of heads (the largest of its vectors) and of vectors, and of keys."""
         rows = []
         for length in self.lengths:
-            spread_LBNR = self.measured.delocalisation[length]
-            beta_LBN = np.nan_to_num(spread_LBNR).max(axis=-1)
+            spread_LBNR, beta_LBN = self.measured.delocalisation[length], self.betas(length)
             row = dict(tokens=length, beta=float(np.median(beta_LBN)))
             there = spread_LBNR[~np.isnan(spread_LBNR)]
             row["of_vectors"] = float(np.median(there)) if there.size else None

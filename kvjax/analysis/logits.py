@@ -59,14 +59,27 @@ def field(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> Field:
     H + 1) and at most L - 1. It costs 4·L·H² FLOPs and an SVD of H x H for each head.
     """
     N, K = query_LNH.shape[1], key_LKH.shape[1]
-    query_NLH, key_KLH = _by_head(query_LNH), _by_head(key_LKH)
-    key_KLH -= key_KLH.mean(axis=1, keepdims=True)
-    queries_NLP, left_NPH = np.linalg.qr(query_NLH)
-    keys_KLP, right_KPH = np.linalg.qr(key_KLH)
+    queries_NLP, left_NPH = np.linalg.qr(_by_head(query_LNH))
+    keys_KLP, right_KPH = np.linalg.qr(_centred(key_LKH))
     keys_NLP, right_NPH = (np.repeat(x, N // K, axis=0) for x in (keys_KLP, right_KPH))
     core_NPP = scale * left_NPH @ right_NPH.swapaxes(1, 2)
     left_NPR, values_NR, right_NRP = np.linalg.svd(core_NPP)
     return Field(queries_NLP @ left_NPR, values_NR, keys_NLP @ right_NRP.swapaxes(1, 2))
+
+
+def energies(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> np.ndarray:
+    """[N, R] those of `field`, without its vectors: about half the work."""
+    N, K = query_LNH.shape[1], key_LKH.shape[1]
+    left_NPH = np.linalg.qr(_by_head(query_LNH), mode="r")
+    right_NPH = np.repeat(np.linalg.qr(_centred(key_LKH), mode="r"), N // K, axis=0)
+    core_NPP = scale * left_NPH @ right_NPH.swapaxes(1, 2)
+    return np.linalg.svd(core_NPP, compute_uv=False) ** 2
+
+
+def _centred(key_LKH: np.ndarray) -> np.ndarray:
+    """[K, L, H] keys about their mean over tokens."""
+    key_KLH = _by_head(key_LKH)
+    return key_KLH - key_KLH.mean(axis=1, keepdims=True)
 
 
 def masked_field(query_LH: np.ndarray, key_LH: np.ndarray, scale: float, mask: Mask) -> np.ndarray:

@@ -17,7 +17,7 @@ class Statistics(NamedTuple):
       entropy_N: of rows, over the logarithm of the keys that the query sees: 0 where one key has
         everything, 1 where all have the same.
       keys_N: exp of the entropy: as many keys with equal shares would have it.
-      first_N: share on the first token, of queries behind it.
+      first_N: share on the first token, of later queries that see it.
       itself_N: share on the query's own token.
       previous_N: share on the token before it.
       distance_N: tokens between query and key.
@@ -50,7 +50,7 @@ def statistics(p_NTT: np.ndarray, visible_TT: np.ndarray) -> Statistics:
     return Statistics(
         entropy_N=mean(entropy_NT / most_T),
         keys_N=mean(np.exp(entropy_NT)),
-        first_N=mean(p_NTT[:, :, 0], rows_T & (index_T > 0)),
+        first_N=mean(p_NTT[:, :, 0], rows_T & visible_TT[:, 0] & (index_T > 0)),
         itself_N=mean(diagonal_NT(0)),
         previous_N=mean(diagonal_NT(-1), rows_T & (index_T > 0)),
         distance_N=mean(np.einsum("NTS,TS->NT", p_NTT, distance_TT)),

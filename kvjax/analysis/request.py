@@ -19,10 +19,12 @@ class Request:
       lengths: tokens of the windows that texts are read in, ascending.
       beside: another model to compare with, one with the same shape and full heads, say.
       snapshots: a run's (step, model), ascending; there may be none.
+      heads: (layer, head) of those whose maps are shown; none: those that stand out.
     """
 
     texts: Mapping[str, np.ndarray]
     lengths: tuple[int, ...]
     beside: Model | None = None
     snapshots: Sequence[tuple[int, Model]] = ()
+    heads: tuple[tuple[int, int], ...] = ()
     seed: int = 0

@@ -81,12 +81,13 @@ def attention_of_rank(rank: int) -> Attend:
     """Attention under logits of that rank in each head: centred keys and queries are projected on
     the first r right singular vectors of E, and meet there.
 
-    E_r = Q K_c^T V_r V_r^T has factors of r channels, Q (K_c^T V_r) and V_r.
+    E_r = Q K_c^T V_r V_r^T has factors of r channels, Q (K_c^T V_r) and V_r. Where it runs on CPU,
+    LAPACK decomposes many small matrices: give BLAS one thread (`few_threads`).
     """
 
     def attend(q_BTNH, k_BTKH, v_BTKH, scale: float, mask: Mask) -> jax.Array:
         N, K = q_BTNH.shape[2], k_BTKH.shape[2]
-        _, left_BNPH = jnp.linalg.qr(q_BTNH.swapaxes(1, 2))
+        left_BNPH = jnp.linalg.qr(q_BTNH.swapaxes(1, 2), mode="r")
         key_BKTH = k_BTKH.swapaxes(1, 2)
         keys_BKTP, right_BKPH = jnp.linalg.qr(key_BKTH - key_BKTH.mean(axis=2, keepdims=True))
         every = lambda x_BKTH: jnp.repeat(x_BKTH, N // K, axis=1)

@@ -181,6 +181,10 @@ def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
         ("--model=x",): "--workdir and --model: both are given",
         ("--reports=frist",): "'frist' is none of first, second; did you mean 'first'?",
         ("--reports=first,",): "'' is none of first, second",
+        ("--heads=3",): "--heads=3: '3' is no head: give LAYER.HEAD, as 3.1",
+        ("--heads=1.1,-1.2",): "'-1.2' is no head: give LAYER.HEAD",
+        ("--heads=" + ",".join(["1.1"] * 17),): "--heads: 17 heads: must be at most 16",
+        ("--heads=1.1",): "--heads=1.1: is of the report behaviour: add it to --reports",
         ("--lengths=1",): "--lengths '1': must be integers of 2 or more",
         ("--lengths=x",): "--lengths 'x': must be integers of 2 or more",
         ("--lengths=2000000",): "--lengths = 2000000: rope positions reach 1048576 tokens in small",
@@ -224,6 +228,17 @@ def test_what_is_refused_before_any_work(run, workdir, made, tmp_path, options, 
     assert status == 2 and out == ""
     assert said.format(here=tmp_path) in err and err.count("kvjax: ") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_heads_that_a_model_does_not_have():
+    """Layers and heads are counted from 0."""
+    model = workdirs.Made(workdirs.config("nanochat", workdirs.grouped(4, 1, 3)))
+    command._check_heads(model, ((0, 0), (2, 3)))
+    with pytest.raises(UserError, match="--heads: 3.0 is not there: layers of made are 0 to 2"):
+        command._check_heads(model, ((0, 0), (3, 0)))
+    with pytest.raises(UserError, match="--heads: 1.4 is not there: heads of layer 1 are 0 to 3"):
+        command._check_heads(model, ((1, 4),))
+    assert command._heads("3.1,0.0,3.1") == ((3, 1), (0, 0)) and command._heads("") == ()
 
 
 @pytest.mark.parametrize("option", ["workdir", "model", "beside"])

@@ -44,6 +44,8 @@ def test_field_is_the_svd_of_the_matrix(arrays):
     found, e_NLL = logits.field(*arrays, SCALE), _matrices(*arrays)
     L = e_NLL.shape[1]
     assert found.values_NR.shape == (N, min(L, H))
+    energies_NR = logits.energies(*arrays, SCALE)
+    np.testing.assert_allclose(energies_NR, found.energies_NR, atol=1e-12 * energies_NR.max())
     values_NL = np.linalg.svd(e_NLL, compute_uv=False)
     rank = min(L - 1, H)
     np.testing.assert_allclose(found.values_NR[:, :rank], values_NL[:, :rank], rtol=1e-10)

@@ -69,7 +69,9 @@ def test_numbers_are_those_of_the_functions(model, measured):
         for name in patterns.Statistics._fields:
             expected_BN = [getattr(patterns.statistics(p, visible_TT), name) for p in p_BNTT]
             np.testing.assert_allclose(found.statistics[name], np.mean(expected_BN, axis=0))
-        apart = [patterns.divergence(p_BNTT[b], p_BNTT[b - 1], visible_TT) for b in range(4)]
+        apart = [  # each window with one of the other text
+            patterns.divergence(p_BNTT[b], p_BNTT[(b + 2) % 4], visible_TT) for b in range(4)
+        ]
         np.testing.assert_allclose(found.statistics["content_N"], np.mean(apart, axis=0))
         between = [patterns.divergences(p, visible_TT) for p in p_BNTT]
         np.testing.assert_allclose(found.divergence_NN, np.mean(between, axis=0))
@@ -159,6 +161,20 @@ def test_heads_are_chosen_once_for_what_they_have_most_of(measured):
     assert found.map(repeated).shape == (18, 18)
 
 
+def test_maps_of_heads_that_are_asked_for(measured):
+    """Those alone, on the text; each told with where its attention goes."""
+    found = Results("made", measured, [(1, 3), (0, 0)])
+    assert [head.name for head in found.shown()] == ["1.3", "0.0"]
+    figure = report._maps(found)
+    share = measured.layers[1].statistics["first_N"][3]
+    assert f"head 1.3: first token {share:.2f}" in figure.alternative
+    assert "those that were asked for" in figure.text.shows
+    np.testing.assert_allclose(
+        np.nan_to_num(found.map(found.shown()[0])), measured.layers[1].text_NTT[3], rtol=1e-6
+    )
+    assert [one["head"] for one in found.data()["maps"]] == ["1.3", "0.0"]
+
+
 # -- what is said ----------------------------------------------------------------------------------
 
 
@@ -225,7 +241,27 @@ def test_layers_of_several_kinds():
     assert [len(layer["divergence"]) for layer in found.data["layers"]] == [4, 2]
 
 
+def test_windows_are_compared_with_those_of_another_text():
+    """Also where a text has fewer; and of one text with each other."""
+    pairs = lambda *lengths: behaviour_measurements._rows(
+        {str(i): np.zeros(n, np.int32) for i, n in enumerate(lengths)}, 10
+    )[1].tolist()
+    assert pairs(25, 25) == [2, 3, 0, 1]
+    assert pairs(25, 10, 20) == [2, 2, 3, 0, 1]
+    assert pairs(20) == [1, 0] and pairs(10) == [0]
+
+
+def test_fewer_words_than_a_block_has():
+    """What is repeated is then all of them."""
+    transformer = dataclasses.replace(_model(num_layers=1).transformer, vocab_size=5)
+    tokens_T = np.random.default_rng(0).integers(0, 5, 40).astype(np.int32)
+    found = behaviour_measurements.measure(workdirs.Made(transformer), {"one": tokens_T}, 20, 0)
+    assert found.block == 5
+
+
 def test_bad_input(model):
+    with pytest.raises(UserError, match="model.window = 1: every token sees itself alone"):
+        report.check(_model(window=1), REQUEST)
     with pytest.raises(UserError, match="lengths = 8: .* at least 16 tokens"):
         report.check(model, Request(TEXTS, (4, 8)))
     with pytest.raises(UserError, match="text 'one' has 16 tokens, fewer than the length 20"):

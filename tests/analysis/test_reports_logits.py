@@ -131,6 +131,9 @@ def test_numbers_of_the_report(model, section):
     )
     assert gaps["E", 20]["ratio"] == np.median(m) / np.median(e)
     assert gaps["E", 20]["of_heads"] == np.quantile(m / e, [0.25, 0.75]).tolist()
+    for b, name in enumerate(TEXTS):
+        expected = np.median(m) / np.median(e[:, b])
+        assert gaps["E", 20]["by_text"][name] == pytest.approx(expected)
     assert len(gaps) == 3 * len(LENGTHS)
     row = next(
         row
@@ -211,13 +214,49 @@ def test_layers_of_different_shapes():
     assert Results("one", REQUEST, logit_measurements.measure(one, TEXTS, LENGTHS)).num_heads == 2
 
 
+@pytest.mark.parametrize(
+    "of_m, of_e, said", [(4, 1, "4.0 (4.0 to 4.0"), (8, 1, "8.0 (8.0 to 8.0"), (64, 1, "58.0")]
+)
+def test_the_papers_gap_is_held_beside(measured, of_m, of_e, said):
+    """5 to 25 times, over all keys: below, within and above."""
+    flat = lambda r, like: np.where(np.arange(like.shape[-1]) < r, 1.0, 0.0) + 0 * like
+    wide = np.zeros((2, 1, 4, 64))
+    energies = measured.energies | {
+        ("M, without RoPE", 0): flat(of_m, wide),
+        ("E", 20): flat(of_e, measured.energies["E", 20]),
+    }
+    found = Results("m", REQUEST, dataclasses.replace(measured, energies=energies))
+    where = {4: "below that", 8: "within that", 64: "above that"}[of_m]
+    lead = report._gap_beside_the_papers(found)
+    assert f"this model has {said}" in lead and lead.endswith(f", {where}.")
+    assert "The paper has 5 to 25 times fewer" in lead
+
+
+def test_numbers_of_heads_are_there(measured, section):
+    """Rounded to six digits: by layer, text and head."""
+    (found,) = (
+        one
+        for one in section.data["attention_of_heads"]
+        if (one["tokens"], one["causal"]) == (20, True)
+    )
+    np.testing.assert_allclose(found["values"], measured.errors[20, True], rtol=1e-5)
+    np.testing.assert_allclose(found["bounds"], measured.bounds[20], rtol=1e-5)
+    (found,) = (one for one in section.data["geometry_of_heads"] if one["tokens"] == 20)
+    np.testing.assert_allclose(
+        found["beta"], np.nan_to_num(measured.delocalisation[20]).max(-1), rtol=1e-5
+    )
+    ranks = section.data["components_of_heads"]["E, 20 tokens"]
+    expected = spectrum.energy_rank(measured.energies["E", 20], 0.99)
+    np.testing.assert_array_equal(ranks["99%"], expected)
+
+
 def test_heads_that_see_nothing():
     """Queries of zeros: spectra of nothing are no components, and nothing fails."""
     model = _model()
     query = model.weights[("segments", 0, "attention", "mechanism", "query")]
     query[1] = 0
     ranks = report.section(model, REQUEST).data["components_of_heads"]
-    matrices = [x for name, x in ranks.items() if name != "share"]
+    matrices = [x["90%"] for x in ranks.values()]
     assert len(matrices) == 3 + 3 * len(LENGTHS)
     for first, second in matrices:
         assert np.min(first) > 0 and np.max(second) == 0

@@ -14,6 +14,7 @@ from kvjax.analysis import behaviour_measurements
 from kvjax.analysis import behaviour_tables
 from kvjax.analysis import draw
 from kvjax.analysis import logit_measurements
+from kvjax.analysis.behaviour_results import Head
 from kvjax.analysis.behaviour_results import Results
 from kvjax.analysis.behaviour_results import there
 from kvjax.analysis.logit_results import reference_length
@@ -31,13 +32,14 @@ _MUCH = 0.5  # of a head's attention, in the lead
 
 
 def check(model: Model, request: Request) -> None:
-    """Raises a UserError for rows too short."""
-    del model
+    """Raises a UserError for rows too short, and queries that see no other token."""
     if max(request.lengths) < _SHORTEST:
         raise UserError(
             f"lengths = {max(request.lengths)}: patterns of attention need at least {_SHORTEST} "
             "tokens: give longer lengths"
         )
+    if model.transformer.block.causal and model.transformer.block.window == 1:
+        raise UserError("model.window = 1: every token sees itself alone, there are no patterns")
 
 
 def section(model: Model, request: Request) -> Section:
@@ -50,7 +52,7 @@ def section(model: Model, request: Request) -> Section:
     logit_measurements.check(model, request.texts, request.lengths)
     length = reference_length([length for length in request.lengths if length >= _SHORTEST])
     measured = behaviour_measurements.measure(model, request.texts, length, request.seed)
-    return _section(Results(model.name, measured))
+    return _section(Results(model.name, measured, request.heads))
 
 
 def _section(found: Results) -> Section:
@@ -98,9 +100,9 @@ def _of_induction(found: Results) -> str:
     chance = of.induction_by_chance
     best = max(float(x_N.max()) for x_N in of.statistic("induction_N"))
     return (
-        f"On random tokens that are repeated, {found.count('induction_N', _MUCH):,} heads look "
-        "behind the earlier occurrence of their token with more than half of their attention; the "
-        f"best has {best:.2f}, even attention {chance:.2f}."
+        f"On random tokens that are repeated, {found.count('induction_N', _MUCH):,} heads give "
+        "more than half to the token that came after the earlier occurrence of their own; the most "
+        f"of any head is {best:.2f}, even attention has {chance:.2f}."
     )
 
 
@@ -127,29 +129,42 @@ def _figures(found: Results) -> list[Figure]:
 
 
 def _maps(found: Results) -> Figure:
-    chosen = found.chosen()
-    maps = {f"{head.role}: {head.name}": np.sqrt(found.map(head)) for head in chosen}
-    told = [
-        f"{head.role}: head {head.name}, {found.statistics(head)[found.statistic_of(head)]:.2f}"
-        for head in chosen
-    ]
-    of = found.measured
-    shown = min(of.length, behaviour_measurements.MAP_TOKENS)
+    heads = found.shown()
+    maps = {head.title: np.sqrt(found.map(head)) for head in heads}
+    told = [_head_in_words(found, head) for head in heads]
+    shown = min(found.measured.length, behaviour_measurements.MAP_TOKENS)
     return Figure(
-        "Attention maps of heads that stand out",
+        "Attention maps of single heads",
         draw.heatmaps(maps, x="key", y="query", low=0, high=1, bar="√p"),
-        f"Layer and head of each role with its statistic. {'; '.join(told)}.",
+        f"Heads are called layer.head. {'; '.join(told)}.",
         Text(
             f"Attention of single heads, called layer.head, on the first {shown} tokens of the "
-            "first text: each has most of something, no head stands twice. The one for induction "
-            f"is shown on {of.block} random tokens and the same again.",
-            "A row is a query and sums to 1; colours are square roots, so that a tenth of the "
-            "attention can be seen. Gray: a key that the query does not see. A line beside the "
-            "diagonal goes by position, a column by one token, scattered dots by the text.",
+            f"first text. {_why(found)}",
+            "A row is a query; colours are square roots of its shares, so that a tenth can be "
+            "seen. Gray: a key that the query does not see. A line beside the diagonal goes by "
+            "position, a column by one token, scattered dots by the text.",
             "Projection sharing, figure 4, has such maps for toy tasks; where queries and keys "
             "are tied, its logits are symmetric about the diagonal.",
         ),
     )
+
+
+def _why(found: Results) -> str:
+    """These heads and not others."""
+    if not found.shown()[0].role:
+        return "The heads are those that were asked for."
+    return (
+        "Each has most of something (of distance, least), no head stands twice. The one for "
+        f"induction is shown on {found.measured.block} random tokens and the same again."
+    )
+
+
+def _head_in_words(found: Results, head: Head) -> str:
+    if head.role:
+        return f"{head.title}, {found.stands_out(head):.2f}"
+    of = found.statistics(head)
+    shares = {"first token": "first_N", "token before": "previous_N", "own token": "itself_N"}
+    return f"{head.title}: " + ", ".join(f"{name} {of[x_N]:.2f}" for name, x_N in shares.items())
 
 
 def _roles(found: Results) -> Figure:
@@ -170,11 +185,10 @@ def _roles(found: Results) -> Figure:
         f"By layer and head. {'; '.join(told)}.",
         Text(
             "For every head the mean share of its attention on the token before, on the first "
-            "token, and, on repeated random tokens, on the one behind the earlier occurrence; and "
+            "token, and, on repeated random tokens, on the one after the earlier occurrence; and "
             "the entropy of its rows over the largest that there can be.",
-            "1 is all of it. A head with much on the first token does little on this text: the "
-            "first token is where attention is put that is not needed. Heads of one column have "
-            "nothing in common.",
+            "1 is all of it. Much on the first token is often attention that is not needed "
+            "elsewhere. Heads of one column have nothing in common but their number.",
             "Not in the papers; induction is the prefix-matching score of Olsson et al. (2022).",
         ),
     )
@@ -217,7 +231,7 @@ def _shares(found: Results) -> Figure:
 def _breadth(found: Results) -> Figure:
     names = {
         "entropy (1: all keys alike)": "entropy_N",
-        "by the text (nats between two texts)": "content_N",
+        "by the text (nats between two passages)": "content_N",
     }
     if found.measured.sequences == 1:
         names.popitem()
@@ -228,9 +242,10 @@ def _breadth(found: Results) -> Figure:
         f"Medians over the heads of a layer. {'; '.join(told)}.",
         Text(
             "The entropy of rows over the logarithm of the keys that the query sees, and the "
-            "Jensen-Shannon divergence of a head's patterns on two different sequences.",
+            "Jensen-Shannon divergence of a head's patterns on two passages (of two texts, if "
+            "there are several).",
             "Entropy 0: one key has everything; 1: all have the same. Divergence 0: the head "
-            f"attends by position alone; {math.log(2):.2f}: nothing in common on two texts.",
+            f"attends by position alone; {math.log(2):.2f}: nothing in common on two passages.",
             "Not in the papers.",
         ),
     )
@@ -265,8 +280,8 @@ def _divergences(found: Results) -> Figure:
         f"Medians over pairs of heads. {'; '.join(told)}.",
         Text(
             "The Jensen-Shannon divergence between the rows of two heads of a layer, means over "
-            "queries: medians over pairs with bands for the middle half; and over the keys behind "
-            "the first token alone.",
+            "queries: medians over pairs with bands for the middle half; and the same over all "
+            "keys but the first token.",
             "0 is the same attention. Two heads that both rest on the first token are alike in "
             "that alone: the second line leaves it out.",
             "LRKV, appendix C.10, sets its measure of weights against this one of behaviour, "
@@ -296,8 +311,8 @@ def _pairs(found: Results) -> Figure:
             "For an early, a middle and a late layer, by pairs of heads: the divergence of their "
             "patterns over the most that there can be, and 1 less the centred kernel alignment "
             "(CKA) of what they put out on the same tokens.",
-            "Dark is alike, bright is different. Heads may attend alike and say different things, "
-            "as their values differ; the reverse is rare.",
+            "Dark is alike, bright is different. Heads that attend alike may put out different "
+            "things, as their values differ.",
             "LRKV, appendix C.10: CKA compares activations, not operators; no numbers are given.",
         ),
     )
