@@ -9,7 +9,7 @@ import pytest
 from tests import notebooks
 
 REPOSITORY = "https://github.com/kvjax/kvjax"
-PICTURES = dict(quickstart=2, kernels=5, launch=5, convert=1)
+PICTURES = dict(quickstart=2, kernels=5, launch=5, convert=1, analysis=4)
 MACHINE = re.compile(r"/(root|home|work|tmp|var|usr|opt|Users|site-packages)\b|https?://(?!github)")
 # On two CPU cores; a stored figure is no larger than it must be.
 MAX_BYTES = 400_000
@@ -86,7 +86,19 @@ def _convert(said):
     assert said.count("The capital of France is Paris") == 2
 
 
-CHECKS = dict(quickstart=_quickstart, kernels=_kernels, launch=_launch, convert=_convert)
+def _analysis(said):
+    """What its text says of the model."""
+    share = float(re.search(r"mean over layers: ([\d.]+) % of the heads", said)[1])
+    assert 50 < share < 100
+    needed = [int(n) for n in re.findall(r"(\d+) of 64 components hold 90 %", said)]
+    assert len(needed) == 3 and needed[0] > 2 * max(needed[1:])
+    more = dict(re.findall(r"(weights' SVD|other passages), 32 of 64: \+([\d.]+) %", said))
+    assert float(more["weights' SVD"]) > 4 * float(more["other passages"])
+
+
+CHECKS = dict(
+    quickstart=_quickstart, kernels=_kernels, launch=_launch, convert=_convert, analysis=_analysis
+)
 
 
 @pytest.mark.slow

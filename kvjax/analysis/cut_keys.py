@@ -17,6 +17,7 @@ from kvjax.attention import Attention
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert import layerwise
 from kvjax.convert import model as model_lib
+from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model
 from kvjax.layers import rope
 from kvjax.model.transformer import Compute
@@ -28,7 +29,7 @@ class Cut(NamedTuple):
     """Which subspaces of keys are left, of each row of tokens.
 
     Attributes:
-      turned: whether keys are cut behind RoPE.
+      turned: whether keys are cut after RoPE.
     """
 
     subspaces: Sequence[Subspaces]
@@ -60,14 +61,15 @@ class Runs:
             program = self._program(
                 mechanism, (rotated.start, rotated.stop), cut is not None and cut.turned
             )
-            first = 0
+            arrays, first = cut and _arrays(cut), 0
             for i, x_BTD in enumerate(parts):
                 rows = slice(first, first + len(x_BTD))
-                parts[i] = program(weights, x_BTD, None if cut is None else _arrays(cut, rows))
+                of_rows = arrays and tuple(x_BJC[rows] for x_BJC in arrays)
+                parts[i] = program(weights, x_BTD, of_rows)
                 first = rows.stop
 
     def losses(self, targets_BT: np.ndarray) -> dict[str | tuple | None, np.ndarray]:
-        """By name [B, t] nats of the last t tokens' targets, behind the last layer."""
+        """By name [B, t] nats of the last t tokens' targets, after the last layer."""
         last = [x_BTD[:, -targets_BT.shape[1] :] for parts in self._x.values() for x_BTD in parts]
         self._pass.x = layerwise.few_rows(np.concatenate(last))
         every = self._pass.losses(np.concatenate([targets_BT] * len(self._x)))
@@ -75,12 +77,15 @@ class Runs:
         return dict(zip(self._x, nats, strict=True))
 
 
-def _arrays(cut: Cut, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-    """Centers [B, J, C] and projectors [B, J, C, C] of some rows, in float32."""
-    of = cut.subspaces[rows]
-    center_BJC = np.stack([each.center_JC for each in of])
-    projector_BJCC = np.stack([each.projectors(cut.rank) for each in of])
-    return center_BJC.astype(np.float32), projector_BJCC.astype(np.float32)
+def _arrays(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
+    """Centers [B, J, C] and projectors [B, J, C, C] of all rows, in float32; rows with the same
+    subspaces share the work."""
+    different = {id(each): each for each in cut.subspaces}
+    with few_threads(cut.subspaces[0].center_JC.shape[1]):
+        made = {at: each.projectors(cut.rank) for at, each in different.items()}
+    stacked = lambda arrays: np.stack([x.astype(np.float32) for x in arrays])
+    centers = stacked(each.center_JC for each in cut.subspaces)
+    return centers, stacked(made[id(each)] for each in cut.subspaces)
 
 
 def _program(model: Model, length: int, mechanism: MechanismConfig, rotated: tuple, turned: bool):

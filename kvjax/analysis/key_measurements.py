@@ -20,9 +20,8 @@ from kvjax.analysis.cut_keys import Runs
 from kvjax.analysis.heads import Heads
 from kvjax.analysis.key_subspaces import Rope
 from kvjax.analysis.key_subspaces import Subspaces
-from kvjax.analysis.key_ways import BEHIND
+from kvjax.analysis.key_ways import AFTER
 from kvjax.analysis.key_ways import CALIBRATED
-from kvjax.analysis.key_ways import NO_RUNS
 from kvjax.analysis.key_ways import Way
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model
@@ -38,11 +37,13 @@ SPECTRUM_INTERACTION = "M = W_Q W_K^T of each head"
 SPECTRUM_KEYS = "keys of each head on a text"
 SPECTRUM_CENTRED = "the same less their mean"
 SPECTRUM_LOGITS = "logits E of each head on a text"
+OF_WEIGHTS = (SPECTRUM_WEIGHTS, SPECTRUM_JOINT, SPECTRUM_INTERACTION)
+_ROUNDING = 1e-9  # of the largest singular value: what a smaller one is
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Numbers by way, of all layers' heads one behind the other; rows are those of `Windows`.
+    """Numbers by way, of all layers' heads one after the other; rows are those of `Windows`.
 
     Attributes:
       key_dim: H of the widest heads, as are `ranks`.
@@ -50,14 +51,16 @@ class Measured:
       length: of the rows, in tokens; errors and losses are those of their second halves.
       texts_B: of which text a row is.
       later: see `Windows`.
-      errors: [B, heads, ranks, 2] of `key_subspaces.Errors`.
+      errors: [B, heads, ranks, 2] of `key_subspaces.Errors`; nan where a way's tokens do not tell
+        a subspace of that rank.
       nats: by way and share, and of the whole model by None: [B, tokens].
-      spectra: by matrix [B or 1, heads, 2] components for 90 % of the energy, and channels.
-      drift_at: so many first tokens of `drift_length`.
-      overlap: by place [texts, KV heads, tokens, 2]: of the subspace of the first tokens with that
-        of the next so many, and of all.
-      drift_error: by place [texts, heads, tokens + 2]: of later logits under the subspace of the
-        first tokens; then under that of all, and the fixed one (nan: there is none).
+      spectra: by matrix [B or 1, heads, 3] components for 90 % of the energy, the rank of weights
+        as their mechanism makes them (of what is no weight: channels), and channels.
+      drift_at: so many tokens of `drift_length`.
+      overlap: by place [texts, KV heads, tokens, 2] with the subspace of all: of that of the first
+        tokens, and of that of as many spread evenly.
+      drift_error: by place [texts, heads, 2 tokens + 2] of later logits: under the subspaces of the
+        first tokens, then of spread ones, of all, and the fixed one (nan: there is none).
     """
 
     key_dim: int
@@ -92,11 +95,12 @@ def measure(model: Model, texts: Mapping[str, np.ndarray], length: int, longest:
     with progress.waiting("keys of low rank") as doing:
         ropes, fixed, nats = _by_way(model, read, kept, found, doing)
         doing.now("drift of subspaces")
-        at = key_drift.at(longest)
+        r = key_drift.rank(H, longest)
+        at = key_drift.at(longest, r)
         longest_BT = np.stack([tokens_T[:longest] for tokens_T in texts.values()])
         for i, layer in enumerate(activations.layers(model, longest_BT)):
             doing.at(f"{i + 1} of {len(dims)} layers")
-            _drift(layer, ropes[i], fixed[i], at, found, rotates=_rotates(model))
+            _drift(layer, ropes[i], fixed[i], at, found)
     named = lambda name: {
         key[1]: np.concatenate(arrays, axis=1) for key, arrays in found.items() if key[0] == name
     }
@@ -110,16 +114,12 @@ def measure(model: Model, texts: Mapping[str, np.ndarray], length: int, longest:
         errors=named("errors"),
         nats=nats,
         spectra=named("spectrum"),
-        drift_rank=key_ways.rank(key_drift.SHARE, H),
+        drift_rank=r,
         drift_length=longest,
         drift_at=at,
         overlap=named("overlap"),
         drift_error=named("drift"),
     )
-
-
-def _rotates(model: Model) -> bool:
-    return model.transformer.block.angles_base is not None
 
 
 def _by_way(
@@ -128,33 +128,35 @@ def _by_way(
     kept: Sequence[float],
     found: Mapping[tuple[str, Way | str], list],
     doing: progress.waiting,
-) -> tuple[list[Rope], list[dict[str, list[Subspaces]]], dict]:
+) -> tuple[list[Rope], list[dict[str, list[Subspaces | None]]], dict]:
     """Errors and spectra of each layer into `found`.
 
     Returns:
-      By layer RoPE, and by place the fixed subspaces of each text; and the nats of each run.
+      By layer RoPE, and by place the fixed subspaces of each text or None; and the nats of each
+      run.
     """
     joint = key_ways.has_joint(model.transformer.mechanisms)
+    rotates = model.transformer.block.angles_base is not None
     ropes, fixed, runs = [], [], None
     layers = zip(heads_lib.layers(model), activations.layers(model, read.rows()), strict=True)
     for i, (heads, layer) in enumerate(layers):
         doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
-        with few_threads(read.length):
-            ways = key_ways.of_layer(heads, layer, read, rotates=_rotates(model), joint=joint)
+        with few_threads(heads.key_DKH.shape[2]):
+            ways = key_ways.of_layer(heads, layer, read, rotates=rotates, joint=joint)
             for name, numbers in _spectra(heads, layer, len(read.texts_B), joint).items():
                 found["spectrum", name].append(numbers)
-        for way, errors in _errors(heads, layer, ways, kept).items():
+        for way, errors in _errors(heads, layer, ways, kept, read).items():
             found["errors", way].append(errors)
         cuts = {
-            (way, share): Cut(of_rows, key_ways.rank_of(way, share, heads), way[1] == BEHIND)
+            (way, share): Cut(of_rows, key_ways.rank_of(way, share, heads), way[1] == AFTER)
             for way, of_rows in ways.items()
             for share in kept
-            if way[0] not in NO_RUNS
+            if key_ways.runs_with(way, share) and _tells(read, way, share, heads)
         }
         runs = runs or Runs(model, read.measured_BT[:, :-1], [None, *cuts])
         runs.layer(i, cuts, heads.rotated)
         ropes.append(key_subspaces.rope_of(heads))
-        fixed.append(_fixed(ways, read, key_ways.rank(key_drift.SHARE, heads.key_DKH.shape[2])))
+        fixed.append(_fixed(ways, read))
     doing.now("perplexity with keys of low rank")
     targets_BT = read.measured_BT[:, 1:][:, read.length // 2 :]
     nats = runs.losses(targets_BT)
@@ -163,26 +165,35 @@ def _by_way(
     return ropes, fixed, nats
 
 
+def _tells(read: key_ways.Windows, way: Way, share: float, heads: Heads) -> bool:
+    """Whether a way's tokens tell subspaces of so much of a head."""
+    return read.determine(way, key_ways.rank(share, heads.key_DKH.shape[2]))
+
+
 def _fixed(
-    ways: Mapping[Way, Sequence[Subspaces]], read: key_ways.Windows, r: int
-) -> dict[str, list[Subspaces]]:
-    """By place the fixed subspaces of each text, of the rank that drift is measured at."""
+    ways: Mapping[Way, Sequence[Subspaces]], read: key_ways.Windows
+) -> dict[str, list[Subspaces | None]]:
+    """By place the fixed subspaces of each text; None: there are none."""
     _, first = np.unique(read.texts_B, return_index=True)
+    no = [None] * len(read.texts_B)
     return {
-        where: [of_rows[b].first(r) for b in first]
-        for (name, where), of_rows in ways.items()
-        if name == CALIBRATED
+        where: [ways.get((CALIBRATED, where), no)[b] for b in first]
+        for where in dict.fromkeys(where for _, where in ways)
     }
 
 
 def _errors(
-    heads: Heads, layer: Layer, ways: Mapping[Way, Sequence[Subspaces]], kept: Sequence[float]
+    heads: Heads,
+    layer: Layer,
+    ways: Mapping[Way, Sequence[Subspaces]],
+    kept: Sequence[float],
+    read: key_ways.Windows,
 ) -> dict[Way, np.ndarray]:
-    """By way [B, N, ranks, 2] of queries of the second half."""
+    """By way [B, N, ranks, 2] of queries of the second half; nan: see `Measured`."""
     length, rope = layer.key_BTKH.shape[1], key_subspaces.rope_of(heads)
     queries, found = key_drift.later_queries(length), collections.defaultdict(list)
     for b in range(len(next(iter(ways.values())))):
-        with few_threads(length):
+        with few_threads(heads.key_DKH.shape[2]):
             cuts = [
                 key_ways.cut(
                     layer, rope, b, way[1], of_rows[b], key_ways.rank_of(way, share, heads)
@@ -192,12 +203,13 @@ def _errors(
             ]
         errors_NA2 = np.stack(key_subspaces.errors(layer, b, cuts, queries), axis=-1)
         for way, of_way in zip(ways, np.split(errors_NA2, len(ways), axis=1), strict=True):
-            found[way].append(of_way)
+            told = np.array([_tells(read, way, share, heads) for share in kept])
+            found[way].append(np.where(told[:, None], of_way, np.nan))
     return {way: np.stack(arrays) for way, arrays in found.items()}
 
 
 def _spectra(heads: Heads, layer: Layer, B: int, joint: bool) -> dict[str, np.ndarray]:
-    """By matrix [B or 1, heads, 2]: components for 90 % of the energy, and channels."""
+    """By matrix [B or 1, heads, 3]: see `Measured`."""
     D, K, H = heads.key_DKH.shape
     energies = lambda x_LH: np.linalg.svd(np.linalg.qr(x_LH, mode="r"), compute_uv=False) ** 2
     found = {SPECTRUM_WEIGHTS: energies(heads.key_DKH.swapaxes(0, 1))[None]}
@@ -215,27 +227,33 @@ def _spectra(heads: Heads, layer: Layer, B: int, joint: bool) -> dict[str, np.nd
     for name, energy in found.items():
         ranks = spectrum.energy_rank(energy, SHARE)
         channels = np.full(ranks.shape, K * H if name == SPECTRUM_JOINT else H)
-        made[name] = np.stack([ranks, channels], axis=-1)
+        possible = _rank(energy) if name in OF_WEIGHTS else channels
+        made[name] = np.stack([ranks, possible, channels], axis=-1)
     return made
+
+
+def _rank(energies: np.ndarray) -> np.ndarray:
+    """[...] of matrices with those spectra, but for float64's rounding: what the factors that make
+    them leave, where there are some; else all their channels that are not exactly nothing."""
+    return (energies > _ROUNDING**2 * energies.max(axis=-1, keepdims=True)).sum(axis=-1)
 
 
 def _drift(
     layer: Layer,
     rope: Rope,
-    fixed: Mapping[str, Sequence[Subspaces]],
+    fixed: Mapping[str, Sequence[Subspaces | None]],
     at: Sequence[int],
     found: Mapping[tuple[str, str], list],
-    *,
-    rotates: bool,
 ) -> None:
     """Overlaps and later errors of a layer into `found`."""
-    count, r = len(layer.key_BTKH), key_ways.rank(key_drift.SHARE, layer.key_BTKH.shape[3])
-    for where in key_ways.places(rotates=rotates):
-        grown = [key_drift.grown(layer, rope, b, where, at) for b in range(count)]
-        found["overlap", where].append(np.stack([key_drift.overlaps(one, r) for one in grown]))
-        ends = fixed.get(where, [None] * count)
-        of = zip(range(count), grown, ends, strict=True)
-        error = [
-            key_drift.later_errors(layer, rope, b, where, [*one, end], r) for b, one, end in of
-        ]
-        found["drift", where].append(np.stack(error))
+    _, length, _, H = layer.key_BTKH.shape
+    r = key_drift.rank(H, length)
+    for where, ends in fixed.items():
+        overlaps, errors = [], []
+        for b, end in enumerate(ends):
+            grown = key_drift.grown(layer, rope, b, where, at, r)
+            overlaps.append(key_drift.overlaps(grown))
+            of = [*grown.first, *grown.spread, grown.whole, end]
+            errors.append(key_drift.later_errors(layer, rope, b, where, of, r))
+        found["overlap", where].append(np.stack(overlaps))
+        found["drift", where].append(np.stack(errors))

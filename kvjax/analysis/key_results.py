@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from kvjax.analysis import key_drift
 from kvjax.analysis import key_ways
 from kvjax.analysis.key_measurements import Measured
 from kvjax.analysis.key_ways import Way
@@ -18,7 +19,7 @@ _SURE = 1.96  # standard errors to either side: 95 %
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Perplexity over the model's own, of all texts together.
+    """Perplexity over another one, of all texts together.
 
     Attributes:
       low, high: 95 % of tokens drawn anew, taken as if each were independent of the others.
@@ -27,8 +28,25 @@ class Times:
     times: float
     low: float
     high: float
-    perplexity: float
-    by_text: dict[str, float]
+
+    def is_over(self, more: float) -> bool | None:
+        """Whether it is more than so much above 1; None where that cannot be told."""
+        line = 1 + more
+        return None if self.low <= line < self.high else self.low > line
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """Errors of later logits by the tokens that a subspace is found on.
+
+    Attributes:
+      fixed: on text that is not measured; None: there is none.
+    """
+
+    first: list[Spread]
+    spread: list[Spread]
+    whole: Spread
+    fixed: Spread | None
 
 
 class Results:
@@ -41,7 +59,7 @@ class Results:
 
     def ways(self) -> list[Way]:
         """Before RoPE first, in the order of `key_ways.NAMES`."""
-        where = (key_ways.BEFORE, key_ways.BEHIND, key_ways.ANYWHERE)
+        where = (key_ways.BEFORE, key_ways.AFTER, key_ways.ANYWHERE)
         order = lambda way: (where.index(way[1]), key_ways.NAMES.index(way[0]))
         return sorted(self.measured.errors, key=order)
 
@@ -57,21 +75,39 @@ class Results:
     def num_heads(self) -> int:
         return next(iter(self.measured.errors.values())).shape[1]
 
+    @property
+    def num_queries(self) -> int:
+        """Of each row, that errors are measured on."""
+        length = self.measured.length
+        return len(range(*key_drift.later_queries(length).indices(length)))
+
+    def told(self, way: Way) -> list[int]:
+        """Which of the ranks the tokens that a way looks at tell."""
+        errors = self.measured.errors[way]
+        return [i for i in range(errors.shape[2]) if not np.isnan(errors[:, :, i]).any()]
+
     def error(self, way: Way, i: int) -> dict[str, Spread]:
         """Of logits and outputs at the i-th rank."""
         found_BNA = self._by_text(self.measured.errors[way][:, :, i])
         return {name: spread(found_BNA[None, ..., j]) for j, name in enumerate(("logit", "output"))}
 
-    def times(self, way: Way, i: int) -> Times | None:
-        """At the i-th rank; None where the model did not run so."""
-        nats_BT = self.measured.nats.get((way, self.measured.shares[i]))
-        if nats_BT is None:
+    def runs(self, way: Way) -> list[int]:
+        """Which of the ranks the whole model ran with."""
+        shares = self.measured.shares
+        return [i for i in range(len(shares)) if (way, shares[i]) in self.measured.nats]
+
+    def times(self, way: Way, i: int, over: Way | None = None) -> Times | None:
+        """At the i-th rank, over the model's own or over that of another way; None where the model
+        did not run so."""
+        share = self.measured.shares[i]
+        nats_BT = self.measured.nats.get((way, share))
+        base_BT = self.measured.nats.get(over and (over, share))
+        if nats_BT is None or base_BT is None:
             return None
-        more_BT = (nats_BT - self.measured.nats[None]).astype(np.float64)
+        more_BT = nats_BT.astype(np.float64) - base_BT
         error = more_BT.std() / math.sqrt(more_BT.size)
         middle = more_BT.mean()
-        ends = (middle, middle - _SURE * error, middle + _SURE * error)
-        return Times(*map(math.exp, ends), *self.perplexity((way, self.measured.shares[i])))
+        return Times(*map(math.exp, (middle, middle - _SURE * error, middle + _SURE * error)))
 
     def perplexity(self, name: tuple[Way, float] | None) -> tuple[float, dict[str, float]]:
         """Of all texts together, and of each."""
@@ -81,18 +117,24 @@ class Results:
         return math.exp(nats_BT.mean()), each
 
     def rows(self) -> Iterator[dict]:
-        """Every way at every rank."""
+        """Every way at every rank that its tokens tell."""
         for way in self.ways():
-            for i, r in enumerate(self.measured.ranks):
-                times = self.times(way, i)
+            for i in self.told(way):
                 yield dict(
                     way=way[0],
                     where=way[1],
-                    rank=r,
+                    rank=self.measured.ranks[i],
                     share=self.measured.shares[i],
                     **{name: dataclasses.asdict(x) for name, x in self.error(way, i).items()},
-                    perplexity=times and dataclasses.asdict(times),
+                    perplexity=self._run(way, i),
                 )
+
+    def _run(self, way: Way, i: int) -> dict | None:
+        times = self.times(way, i)
+        if times is None:
+            return None
+        perplexity, by_text = self.perplexity((way, self.measured.shares[i]))
+        return dict(**dataclasses.asdict(times), perplexity=perplexity, by_text=by_text)
 
     def spectrum(self, name: str) -> Spread | None:
         """Components for 90 % of the energy, over heads and texts."""
@@ -102,22 +144,31 @@ class Results:
         found = spread(found_BN2[None, ..., 0])
         return found if len(found_BN2) > 1 else dataclasses.replace(found, between_texts=None)
 
-    def channels(self, name: str) -> int:
+    def possible(self, name: str) -> int:
+        """The most components that a matrix can have: of weights as their mechanism makes them."""
         return int(self.measured.spectra[name][..., 1].max())
 
-    def overlaps(self, where: str) -> list[tuple[Spread, Spread]]:
-        """By tokens: with the subspace of twice as many, and of all."""
-        found = self.measured.overlap[where]
-        return [
-            tuple(spread(found[None, :, :, t, j]) for j in (0, 1)) for t in range(found.shape[2])
-        ]
+    def channels(self, name: str) -> int:
+        return int(self.measured.spectra[name][..., 2].max())
 
-    def later(self, where: str) -> list[Spread | None]:
-        """Errors of later logits, by tokens, and then of all and of the fixed subspace."""
-        found = self.measured.drift_error[where]
-        there = ~np.isnan(found).all(axis=(0, 1))
-        return [spread(found[None, ..., t]) if there[t] else None for t in range(len(there))]
+    def overlaps(self, where: str) -> tuple[list[Spread], list[Spread]]:
+        """With the subspace of all, by tokens: of the first ones, and of as many spread evenly."""
+        first, even = np.moveaxis(self.measured.overlap[where], (3, 2), (0, 1))
+        return [spread(one[None]) for one in first], [spread(one[None]) for one in even]
+
+    def drifts(self, where: str) -> list[Spread]:
+        """By tokens, how much less the overlap of the first ones is than that of spread ones."""
+        gap_BKT = np.diff(self.measured.overlap[where], axis=3)[..., 0]
+        return [spread(gap_BK[None]) for gap_BK in np.moveaxis(gap_BKT, 2, 0)]
+
+    def later(self, where: str) -> Drift:
+        """Errors of later logits."""
+        found_XBN = np.moveaxis(self.measured.drift_error[where], 2, 0)
+        count = len(self.measured.drift_at)
+        *each, whole = [spread(one[None]) for one in found_XBN[:-1]]
+        fixed = None if np.isnan(found_XBN[-1]).any() else spread(found_XBN[-1:])
+        return Drift(each[:count], each[count:], whole, fixed)
 
     def _by_text(self, x_BN: np.ndarray) -> np.ndarray:
-        """[texts, ...]: a text's rows one behind the other."""
+        """[texts, ...]: a text's rows one after the other."""
         return x_BN.reshape(len(self.texts), -1, *x_BN.shape[2:])

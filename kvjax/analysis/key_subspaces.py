@@ -6,7 +6,7 @@ general A_r B_r is an oblique projection, which weighs channels by what queries 
 arrays are in float64.
 
 RoPE turns queries and keys by their positions. Before RoPE the same directions of a key are left
-wherever it stands, and what is left is turned as it is read. Behind RoPE keys are cut as attention
+wherever it stands, and what is left is turned as it is read. After RoPE keys are cut as attention
 uses them.
 """
 
@@ -23,6 +23,7 @@ from kvjax.analysis.activations import softmax
 from kvjax.analysis.heads import Heads
 from kvjax.convert.layer import roots
 
+_RIDGE = 1e-10  # of the mean energy of a key's channel
 _LINEAR = 1e-3  # relative: keys that differ less from input times weights, and a bias, are those
 
 
@@ -73,21 +74,29 @@ def of_weights(key_DKH: np.ndarray, bias_KH: np.ndarray, *, together: bool = Fal
 
 
 def of_text(query_moment_KHH: np.ndarray, keys_BTKH: np.ndarray, *, each_row: bool) -> Subspaces:
-    """The directions that leave the least error in the logits of those keys.
+    """The directions that leave the least squared error over all pairs of queries and keys, by
+    second moments.
 
     Queries of a second moment C_q make of a key's error e the squared error e C_q e^T in the mean.
     Of centred keys with second moment C_k the least of it is left by the eigenvectors U of
     C_q^(1/2) C_k C_q^(1/2): A = C_q^(1/2) U. That is the truncated SVD of E (logit spectra eq. 3),
-    of a KV head's queries one below the other, through factors of H channels.
+    of a KV head's queries one below the other, through factors of H channels. It is not the least
+    over the pairs that a causal mask leaves, nor where queries and keys depend on each other as
+    RoPE turns them.
+
+    t keys leave all but t - 1 directions at zero, and which of those come next would be rounding:
+    a ridge, too small to change the others, makes it the ones that queries weigh most.
 
     Args:
-      each_row: keys are centred in each of B rows alone: behind RoPE, where what is the same for
+      each_row: keys are centred in each of B rows alone: after RoPE, where what is the same for
         all keys of a row is nothing to its softmax.
     """
+    *_, K, H = keys_BTKH.shape
     center_KH = keys_BTKH.mean(axis=(0, 1))
     middle_B1KH = keys_BTKH.mean(axis=1, keepdims=True) if each_row else center_KH
     root_KHH, inverse_KHH = roots(query_moment_KHH)
-    moment_KHH = moments(keys_BTKH - middle_B1KH, keys_BTKH.shape[2])
+    moment_KHH = moments(keys_BTKH - middle_B1KH, K)
+    moment_KHH += _RIDGE * np.eye(H) * np.trace(moment_KHH, axis1=1, axis2=2)[:, None, None] / H
     energy_KHH = root_KHH @ moment_KHH @ root_KHH
     _, vectors_KHR = np.linalg.eigh((energy_KHH + energy_KHH.swapaxes(1, 2)) / 2)
     vectors_KHR = vectors_KHR[..., ::-1]
@@ -129,7 +138,7 @@ def turned_moments(moment_KHH: np.ndarray, rope: Rope, mask: Mask, length: int) 
     return (pairs_HH.conj().T @ found_KHH @ pairs_HH).real
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def _mean_turn(rope: Rope, H: int, mask: Mask, length: int) -> tuple[np.ndarray, np.ndarray]:
     """A unitary [H, H] matrix to complex channels, and what turns make of a moment of those: each
     entry by a number, [H, H]."""

@@ -14,6 +14,7 @@ from kvjax.analysis.key_subspaces import Subspaces
 from kvjax.attention.mechanism import MechanismConfig
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of a key's channels that are kept
+FEW_SHARES = (1 / 4, 1 / 2)  # of those what the whole model runs with in `FEW_RUNS` and after RoPE
 WINDOWS = 2  # of each text that are measured
 CALIBRATION = 4  # of each text that fixed subspaces are found on
 WIDEST = 2048  # channels of all heads together of which there is one SVD
@@ -27,11 +28,12 @@ OTHERS = "fixed, from other texts"
 CONTEXT = "of this context"
 FIRST_HALF = "of its first half"
 NO_RUNS = (OTHERS, WEIGHTS_MEAN)  # what the whole model does not run with
+FEW_RUNS = (FIRST_HALF,)
 NAMES = (JOINT, WEIGHTS, WEIGHTS_MEAN, CALIBRATED, OTHERS, CONTEXT, FIRST_HALF)
 
 # Where keys are cut.
 BEFORE = "before RoPE"
-BEHIND = "behind RoPE"
+AFTER = "after RoPE"
 ANYWHERE = "as they are"  # in a model without RoPE
 
 Way = tuple[str, str]  # how and where
@@ -39,7 +41,7 @@ Way = tuple[str, str]  # how and where
 
 def places(*, rotates: bool) -> tuple[str, ...]:
     """Where keys can be cut; the first is where weights are."""
-    return (BEFORE, BEHIND) if rotates else (ANYWHERE,)
+    return (BEFORE, AFTER) if rotates else (ANYWHERE,)
 
 
 def rank(share: float, channels: int) -> int:
@@ -53,6 +55,23 @@ def shares(channels: int) -> tuple[float, ...]:
     for share in sorted(SHARES, key=lambda share: -abs(share - rank(share, channels) / channels)):
         found[rank(share, channels)] = share  # of several the nearest one
     return tuple(share for r, share in sorted(found.items()) if r < channels)
+
+
+def runs_with(way: Way, share: float) -> bool:
+    """Whether the whole model runs with keys cut so: a run costs as much as the model does."""
+    name, where = way
+    few = name in FEW_RUNS or where == AFTER
+    return name not in NO_RUNS and (share in FEW_SHARES or not few)
+
+
+def determines(tokens: int, r: int) -> bool:
+    """Whether so many tokens tell a subspace of that rank.
+
+    t keys have t - 1 directions, and so few queries hardly weigh them. Of 64 channels that fall as
+    1/i, with r = 16 and one query head, those of 32 independent tokens leave 1.8 times the error in
+    later logits that those of 512 do, and those of 16 tokens 6 times.
+    """
+    return tokens >= 2 * r
 
 
 def has_joint(mechanisms: Sequence[MechanismConfig]) -> bool:
@@ -72,11 +91,11 @@ class Windows:
     """What is read of texts, in rows of T tokens.
 
     Attributes:
-      measured_BT: [B, T + 1] the first tokens of each text, a text's rows one behind the other;
+      measured_BT: [B, T + 1] the first tokens of each text, a text's rows one after the other;
         a row's last token is a target only.
       texts_B, texts_C: of which text a row is.
       fixed_CT: what fixed subspaces are found on.
-      later: whether that lies behind everything that is measured. Else it is what is measured, and
+      later: whether that comes after everything that is measured. Else it is what is measured, and
         the fixed subspaces for a text are those of the other texts.
     """
 
@@ -96,15 +115,24 @@ class Windows:
 
     def pools(self, row: int) -> dict[str, tuple[int, ...]]:
         """By way the rows of `rows` that fixed subspaces for a measured row are found on."""
-        behind = np.arange(len(self.texts_C)) + len(self.texts_B)
-        others = behind[self.texts_C != self.texts_B[row]]
-        found = {CALIBRATED: behind, OTHERS: others} if self.later else {CALIBRATED: others}
+        after = np.arange(len(self.texts_C)) + len(self.texts_B)
+        others = after[self.texts_C != self.texts_B[row]]
+        found = {CALIBRATED: after, OTHERS: others} if self.later else {CALIBRATED: others}
         return {name: tuple(pool.tolist()) for name, pool in found.items() if pool.size}
+
+    def determine(self, way: Way, r: int) -> bool:
+        """Whether the tokens that a way looks at tell subspaces of a head of that rank; those of a
+        whole context are measured on itself, where what it does not tell is nothing."""
+        rows = [self.pools(row).get(way[0]) for row in range(len(self.texts_B))]
+        tokens = [len(pool) * self.length for pool in rows if pool]
+        if way[0] == FIRST_HALF:
+            tokens = [self.length // 2]
+        return all(determines(count, r) for count in tokens)
 
 
 def windows(texts: Mapping[str, np.ndarray], length: int, longest: int) -> Windows:
     """Rows of a length: measured ones from the first `longest` tokens of each text, and others from
-    behind those, evenly over what is there; where a text has no such, the measured ones."""
+    after those, evenly over what is there; where a text has no such, the measured ones."""
     width = min(length + 1, *map(len, texts.values()))
     length = width - 1
     count = max(1, min(WINDOWS, longest // width))
@@ -158,18 +186,25 @@ def of_layer(
 
 
 def of_rows(
-    layer: Layer, rope: Rope, where: str, rows: Sequence[int], tokens: slice = slice(None)
+    layer: Layer,
+    rope: Rope,
+    where: str,
+    rows: Sequence[int],
+    tokens: slice | np.ndarray = slice(None),
 ) -> Subspaces:
-    """The best subspaces for the keys and queries of some rows' tokens."""
-    of = lambda x_BTNH: x_BTNH[list(rows), tokens].astype(np.float64)
+    """`key_subspaces.of_text` for the keys and queries of some rows' tokens, a slice or places.
+
+    Before RoPE queries are taken as far from keys as such tokens are, and independent of them.
+    """
+    of = lambda x_BTNH: x_BTNH[list(rows)][:, tokens].astype(np.float64)
     if where != BEFORE:
         key_BTKH = of(layer.key_BTKH)
         moment_KHH = key_subspaces.moments(of(layer.query_BTNH), key_BTKH.shape[2])
         return key_subspaces.of_text(moment_KHH, key_BTKH, each_row=True)
     key_BTKH = of(layer.plain_key_BTKH)
-    _, T, K, _ = key_BTKH.shape
+    K, at_T = key_BTKH.shape[2], np.arange(layer.plain_key_BTKH.shape[1])[tokens]
     moment_KHH = key_subspaces.moments(of(layer.plain_query_BTNH), K)
-    moment_KHH = key_subspaces.turned_moments(moment_KHH, rope, layer.mask, T)
+    moment_KHH = key_subspaces.turned_moments(moment_KHH, rope, layer.mask, at_T[-1] + 1 - at_T[0])
     return key_subspaces.of_text(moment_KHH, key_BTKH, each_row=False)
 
 

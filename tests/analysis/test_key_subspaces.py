@@ -6,7 +6,9 @@ import pytest
 
 from kvjax.analysis import activations
 from kvjax.analysis import heads as heads_lib
+from kvjax.analysis import key_drift
 from kvjax.analysis import key_subspaces
+from kvjax.analysis import key_ways
 from kvjax.analysis import logits
 from kvjax.analysis.activations import Layer
 from kvjax.analysis.activations import Mask
@@ -281,6 +283,77 @@ def test_full_rank_is_nothing_lost_on_any_text():
         _of(0 * query_BTNH[:, :1], key_BTKH[:, :1]),
     ):
         np.testing.assert_allclose(of.cut(key_BTKH[0], H), key_BTKH[0], atol=1e-9)
+
+
+def _process(seed, T, H, turn_HH=None, heads=3):
+    """A row of independent queries and keys, channels falling as 1/i; with a turn the second
+    half's keys have other directions."""
+    rng, scale_H = np.random.default_rng(seed), 1 / np.arange(1, H + 1)
+    query_TNH = rng.normal(size=(T, heads, H)) * scale_H @ _orthogonal(rng, H)
+    key_TKH = rng.normal(size=(T, heads, H)) * scale_H
+    if turn_HH is not None:
+        key_TKH[T // 2 :] = key_TKH[T // 2 :] @ turn_HH
+    value_TKH = np.ones((T, heads, 1))
+    return _layer(query_TNH[None], key_TKH[None], value_TKH[None], Mask())
+
+
+def _later(layer, tokens, r):
+    """[N] errors of later logits under the subspace of the first tokens."""
+    nothing, where = Rope(0, ()), key_ways.ANYWHERE
+    of = key_ways.of_rows(layer, nothing, where, [0], slice(tokens))
+    return key_drift.later_errors(layer, nothing, 0, where, [of], r)[:, 0]
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32])
+def test_few_tokens_do_no_more_harm_than_nothing_kept(tokens):
+    """Of independent ones: beyond their directions come those that queries weigh most, not
+    rounding errors that an oblique projection makes large. (Else: up to 27 times
+    the logits.)"""
+    assert _later(_process(0, 256, 64), tokens, 48).max() < 1
+
+
+def test_what_keys_do_not_tell_queries_do():
+    """Of a text with the same key everywhere, no direction is told: those of the queries remain."""
+    query_BTNH, key_BTKH, _ = _arrays(rank=1)
+    key_BTKH = np.concatenate([key_BTKH[:1, :1], key_BTKH[:1, 1:2]], axis=1)  # one direction
+    found = _of(query_BTNH, key_BTKH)
+    weighs_KHH = key_subspaces.moments(query_BTNH, K)
+    told_KH = key_BTKH[0, 1] - key_BTKH[0, 0]
+    for k in range(K):
+        values_R, vectors_HR = np.linalg.eigh(weighs_KHH[k])
+        root_HH = (vectors_HR * np.sqrt(values_R)) @ vectors_HR.T
+        first_H = root_HH @ told_KH[k] / np.linalg.norm(root_HH @ told_KH[k])
+        rest_HH = np.eye(H) - np.outer(first_H, first_H)
+        next_H = np.linalg.eigh(rest_HH @ weighs_KHH[k] @ rest_HH)[1][:, -1]
+        u_HR = np.linalg.solve(root_HH, found.read_JCR[k])
+        assert abs(first_H @ u_HR[:, 0]) == pytest.approx(1, abs=1e-6)
+        assert abs(next_H @ u_HR[:, 1]) == pytest.approx(1, abs=1e-6)
+
+
+def test_drift_is_told_from_sampling():
+    """A process that stays as it is has none, although few tokens do not tell its subspace; one
+    that turns has."""
+    T, H, r, nothing, where = 256, 16, 4, Rope(0, ()), key_ways.ANYWHERE
+    at = key_drift.at(T, r)
+    turn_HH = np.roll(np.eye(H), H // 2, axis=0)
+
+    def measured(turn_HH):
+        overlaps, errors = [], []
+        for seed in range(6):
+            layer = _process(seed, T, H, turn_HH)
+            grown = key_drift.grown(layer, nothing, 0, where, at, r)
+            overlaps.append(key_drift.overlaps(grown))
+            both = [*grown.first, *grown.spread]
+            errors.append(key_drift.later_errors(layer, nothing, 0, where, both, r))
+        errors_T = np.mean(errors, axis=(0, 1)).reshape(2, len(at))
+        return np.mean(overlaps, axis=(0, 1)).T, errors_T
+
+    (first_T, spread_T), (error_T, control_T) = measured(None)
+    assert at == (8, 16, 32, 64, 128) and first_T[0] < 0.75 and error_T[0] > 1.5 * error_T[-1]
+    assert np.abs(spread_T - first_T).max() < 0.03
+    np.testing.assert_allclose(error_T, control_T, rtol=0.06)
+    (first_T, spread_T), (error_T, control_T) = measured(turn_HH)
+    assert (spread_T - first_T).min() > 0.1 and (error_T / control_T).min() > 1.1
 
 
 def test_joint_rotations_of_queries_and_keys_change_nothing():

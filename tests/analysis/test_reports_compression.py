@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+import threadpoolctl
 
 from kvjax.analysis import activations
 from kvjax.analysis import cut_keys
@@ -21,8 +22,8 @@ from kvjax.analysis import spectrum
 from kvjax.analysis.activations import Mask
 from kvjax.analysis.cut_keys import Cut
 from kvjax.analysis.key_results import Results
+from kvjax.analysis.key_ways import AFTER
 from kvjax.analysis.key_ways import BEFORE
-from kvjax.analysis.key_ways import BEHIND
 from kvjax.analysis.reports import compression as report
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
@@ -115,7 +116,7 @@ def test_errors_and_spectra(model, measured):
                 (key_ways.WEIGHTS, BEFORE): (weights, 4),
                 (key_ways.JOINT, BEFORE): (joint, 8),
             }
-            for where in (BEFORE, BEHIND):
+            for where in (BEFORE, AFTER):
                 expected |= {
                     (key_ways.CALIBRATED, where): (of(where, range(4, 12)), 4),
                     (key_ways.OTHERS, where): (of(where, others), 4),
@@ -142,23 +143,23 @@ def test_errors_and_spectra(model, measured):
                 (plain_TKH[:, k] - plain_TKH[:, k].mean(0), key_measurements.SPECTRUM_CENTRED),
             ):
                 energy = np.linalg.svd(x_TH, compute_uv=False) ** 2
-                expected = [spectrum.energy_rank(energy, 0.9), 8]
+                expected = [spectrum.energy_rank(energy, 0.9), 8, 8]
                 found = measured.spectra[name][0 if x_TH.shape[0] == 24 else 3, 2 * i + k]
                 assert found.tolist() == expected
-    assert measured.spectra[key_measurements.SPECTRUM_JOINT].shape == (1, 2, 2)
-    assert measured.spectra[key_measurements.SPECTRUM_JOINT][0, 0, 1] == 16
-    assert measured.spectra[key_measurements.SPECTRUM_LOGITS].shape == (4, 8, 2)
+    assert measured.spectra[key_measurements.SPECTRUM_JOINT].shape == (1, 2, 3)
+    assert measured.spectra[key_measurements.SPECTRUM_JOINT][0, 0, 1:].tolist() == [16, 16]
+    assert measured.spectra[key_measurements.SPECTRUM_LOGITS].shape == (4, 8, 3)
 
 
 def test_runs_are_those_of_the_ways(model, measured):
     """Each cut where it is found, at its rank; losses are of the second halves."""
     read = key_ways.windows(TEXTS, 16, 40)
-    both = {(key_ways.CONTEXT, BEHIND): 4, (key_ways.JOINT, BEFORE): 8}
+    both = {(key_ways.CONTEXT, AFTER): 4, (key_ways.JOINT, BEFORE): 8}
     runs = cut_keys.Runs(model, read.measured_BT[:, :-1], list(both))
     layers = zip(heads_lib.layers(model), activations.layers(model, read.rows()), strict=True)
     for i, (heads, layer) in enumerate(layers):
         ways = key_ways.of_layer(heads, layer, read, rotates=True, joint=True)
-        cuts = {way: Cut(ways[way], r, turned=way[1] == BEHIND) for way, r in both.items()}
+        cuts = {way: Cut(ways[way], r, turned=way[1] == AFTER) for way, r in both.items()}
         runs.layer(i, cuts, heads.rotated)
     for way, nats_BT in runs.losses(read.measured_BT[:, 9:]).items():
         np.testing.assert_allclose(measured.nats[way, 1 / 2], nats_BT, atol=1e-4)
@@ -172,26 +173,25 @@ def test_fixed_subspaces_of_each_text():
         key_subspaces.Subspaces(np.zeros((1, 4)), np.eye(4)[None], i * np.eye(4)[None])
         for i in (1, 2)
     )
-    ways = {(key_ways.CALIBRATED, BEHIND): [one, one, other, other]}
+    ways = {(key_ways.CALIBRATED, AFTER): [one, one, other, other]}
     ways[key_ways.CONTEXT, BEFORE] = [one] * 4
-    found = key_measurements._fixed(ways, read, 3)
-    assert list(found) == [BEHIND]
-    assert [each.write_JRC[0, 0, 0] for each in found[BEHIND]] == [1, 2]
-    assert found[BEHIND][0].read_JCR.shape == (1, 4, 3)
+    found = key_measurements._fixed(ways, read)
+    assert [each.write_JRC[0, 0, 0] for each in found[AFTER]] == [1, 2]
+    assert found[BEFORE] == [None, None]
 
 
 def test_queries_weigh_as_keys_meet_them(model):
-    """Before RoPE turned by how far they stand behind; rows together there, each alone behind."""
+    """Before RoPE turned by how far they are from keys, rows together; after it each row alone."""
     layer = next(activations.layers(model, np.stack([t[:20] for t in TEXTS.values()])))
     rope = key_subspaces.rope_of(heads_lib.of_layer(model, 0))
     of = lambda x_BTNH: x_BTNH[:, 3:12].astype(np.float64)
     moment_KHH = key_subspaces.moments(of(layer.plain_query_BTNH), 2)
     turned_KHH = key_subspaces.turned_moments(moment_KHH, rope, Mask(window=9), 9)
-    behind_KHH = key_subspaces.moments(of(layer.query_BTNH), 2)
+    after_KHH = key_subspaces.moments(of(layer.query_BTNH), 2)
     plain_BTKH, key_BTKH = of(layer.plain_key_BTKH), of(layer.key_BTKH)
     expected = {
         BEFORE: key_subspaces.of_text(turned_KHH, plain_BTKH, each_row=False),
-        BEHIND: key_subspaces.of_text(behind_KHH, key_BTKH, each_row=True),
+        AFTER: key_subspaces.of_text(after_KHH, key_BTKH, each_row=True),
     }
     for where, one in expected.items():
         found = key_ways.of_rows(layer, rope, where, [0, 1], slice(3, 12))
@@ -202,29 +202,48 @@ def test_queries_weigh_as_keys_meet_them(model):
 
 def test_drift(model, measured):
     """Of the longest rows; the last two errors are those of all tokens and of other text."""
-    assert measured.drift_at == key_drift.at(40) == (5, 10, 20) and measured.drift_rank == 2
-    assert key_drift.at(1024) == (32, 64, 128, 256, 512) and key_drift.at(16) == (2, 4, 8)
+    assert measured.drift_at == (5, 10, 20) and measured.drift_rank == 2
     rows_BT = np.stack([tokens_T[:40] for tokens_T in TEXTS.values()])
     read = key_ways.windows(TEXTS, 16, 40)
     other = list(activations.layers(model, read.rows()))
     layers = zip(heads_lib.layers(model), activations.layers(model, rows_BT), strict=True)
     for i, (heads, layer) in enumerate(layers):
         rope = key_subspaces.rope_of(heads)
-        for where in (BEFORE, BEHIND):
+        for where in (BEFORE, AFTER):
             made = [
-                key_ways.of_rows(layer, rope, where, [1], slice(t)).first(2) for t in (10, 20, 40)
+                key_ways.of_rows(layer, rope, where, [1], tokens).first(2)
+                for tokens in (slice(10), np.arange(2, 40, 4), slice(40))
             ]
             found = measured.overlap[where][1, 2 * i : 2 * i + 2, 1]
             for j in (0, 1):
-                expected = key_subspaces.overlap(made[0], made[j + 1])
+                expected = key_subspaces.overlap(made[j], made[2])
                 np.testing.assert_allclose(found[:, j], expected, rtol=1e-3)
             fixed = key_ways.of_rows(other[i], rope, where, range(4, 12))
-            cuts = [
-                key_ways.cut(layer, rope, 1, where, one, 2) for one in (made[0], made[2], fixed)
-            ]
+            cuts = [key_ways.cut(layer, rope, 1, where, one, 2) for one in (*made, fixed)]
             errors = key_subspaces.errors(layer, 1, cuts, slice(20, None)).logit_NA
             found = measured.drift_error[where][1, 4 * i : 4 * i + 4]
-            np.testing.assert_allclose(found[:, [1, 3, 4]], errors, rtol=1e-3)
+            np.testing.assert_allclose(found[:, [1, 4, 6, 7]], errors, rtol=1e-3)
+
+
+def test_places_that_are_spread():
+    assert key_drift.spread(4, 16).tolist() == [2, 6, 10, 14]
+    for t in (5, 16, 31):
+        places = key_drift.spread(t, 31)
+        assert len(set(places.tolist())) == t and set(np.diff(places)) <= {31 // t, -(-31 // t)}
+
+
+def test_subspaces_are_of_no_rank_that_tokens_do_not_tell():
+    """Twice as many tokens at least, for drift and for the first half."""
+    for channels, length in ((64, 1024), (64, 64), (128, 64), (8, 40), (64, 16), (4, 17)):
+        r = key_drift.rank(channels, length)
+        at = key_drift.at(length, r)
+        assert at and min(at) >= 2 * r and max(at) == length // 2 and r <= channels / 4
+    assert key_drift.rank(64, 1024) == 16 and key_drift.at(1024, 16) == (32, 64, 128, 256, 512)
+    read = key_ways.windows({name: np.arange(64) for name in "ab"}, 31, 64)
+    half = [r for r in range(1, 33) if read.determine((key_ways.FIRST_HALF, AFTER), r)]
+    assert read.length == 31 and max(half) == 7
+    assert max(r for r in range(99) if read.determine((key_ways.CALIBRATED, AFTER), r)) == 31
+    assert read.determine((key_ways.CONTEXT, AFTER), 31)
 
 
 BIASES = dict(qk_norm="none", bias=True)
@@ -244,32 +263,32 @@ def test_runs_with_all_channels_are_the_model(name):
     model = _model(*MECHANISMS[name], num_layers=2 if name == "by layer" else 1)
     count = 5 if name == "biases" else 2  # rows of two parts
     rows_BT = np.random.default_rng(3).integers(0, 256, (count, 13)).astype(np.int32)
-    runs = cut_keys.Runs(model, rows_BT[:, :-1], [None, "before", "behind", "fewer"])
+    runs = cut_keys.Runs(model, rows_BT[:, :-1], [None, "before", "after", "fewer"])
     layers = zip(heads_lib.layers(model), activations.layers(model, rows_BT[:, :-1]), strict=True)
     first = key_ways.places(rotates=model.transformer.block.angles_base is not None)[0]
     for i, (heads, layer) in enumerate(layers):
         rope, H = key_subspaces.rope_of(heads), layer.key_BTKH.shape[-1]
-        before, behind = (
+        before, after = (
             [key_ways.of_rows(layer, rope, where, [b]) for b in range(count)]
-            for where in (first, BEHIND)
+            for where in (first, AFTER)
         )
-        cuts = dict(before=Cut(before, H, turned=False), behind=Cut(behind, H, turned=True))
+        cuts = dict(before=Cut(before, H, turned=False), after=Cut(after, H, turned=True))
         runs.layer(i, cuts | dict(fewer=Cut(before, 2, turned=False)), heads.rotated)
     expected = activations.losses(model, rows_BT)
     found = runs.losses(rows_BT[:, 1:][:, 5:])
-    for one in (None, "before", "behind"):
+    for one in (None, "before", "after"):
         np.testing.assert_allclose(found[one], expected[:, 5:], atol=2e-3)
     assert np.abs(found["fewer"] - expected[:, 5:]).max() > 1e-2
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_runs_are_those_of_keys_cut_one_by_one(turned):
-    """Each row by its own subspaces, before RoPE or behind it: outputs of attention against those
+    """Each row by its own subspaces, before RoPE or after it: outputs of attention against those
     of cut keys in numpy. The rest of the block is the same."""
     model = _model(num_layers=1, window=0)
     rows_BT = np.random.default_rng(3).integers(0, 256, (5, 12)).astype(np.int32)
     heads, layer = heads_lib.of_layer(model, 0), next(activations.layers(model, rows_BT))
-    rope, where = key_subspaces.rope_of(heads), BEHIND if turned else BEFORE
+    rope, where = key_subspaces.rope_of(heads), AFTER if turned else BEFORE
     of_rows = [key_ways.of_rows(layer, rope, where, [b]) for b in range(5)]
     model.weights["segments", 0, "mlp", "down"][:] = 0
     runs = cut_keys.Runs(model, rows_BT, [None, "cut"])
@@ -290,21 +309,27 @@ def test_runs_are_those_of_keys_cut_one_by_one(turned):
 def test_numbers_of_the_report(model, measured, section):
     """Medians over heads and rows, and perplexity with how sure it is."""
     rows = {(row["way"], row["where"], row["rank"]): row for row in section.data["ways"]}
-    assert len(rows) == 11 * 4
-    row = rows[key_ways.FIRST_HALF, BEHIND, 2]
-    errors = measured.errors[key_ways.FIRST_HALF, BEHIND][:, :, 1]
+    assert len(rows) == 11 * 4 - 2  # half of 16 tokens does not tell rank 6
+    ran = {key for key, row in rows.items() if row["perplexity"]}
+    few = {(name, where, r) for name, where, r in rows if r in (2, 4)}
+    few = {key for key in few if key[1] == AFTER or key[0] == key_ways.FIRST_HALF}
+    assert few - ran == {(key_ways.OTHERS, AFTER, r) for r in (2, 4)}
+    assert {key for key in ran if key[1] == AFTER or key[0] == key_ways.FIRST_HALF} == few & ran
+    assert len(ran) == 4 * 4 + 2 + 3 * 2
+    row = rows[key_ways.FIRST_HALF, AFTER, 2]
+    errors = measured.errors[key_ways.FIRST_HALF, AFTER][:, :, 1]
     assert row["logit"]["median"] == np.median(errors[..., 0])
     assert row["output"]["high"] == np.quantile(errors[..., 1], 0.75)
     between = np.std([np.median(errors[:2, :, 0]), np.median(errors[2:, :, 0])])
     assert row["logit"]["between_texts"] == pytest.approx(between)
-    nats_BT = measured.nats[(key_ways.FIRST_HALF, BEHIND), 1 / 4]  # [4, 8]: the second halves
+    nats_BT = measured.nats[(key_ways.FIRST_HALF, AFTER), 1 / 4]  # [4, 8]: the second halves
     more = (nats_BT - measured.nats[None]).astype(np.float64)
     found = row["perplexity"]
     assert found["times"] == pytest.approx(math.exp(more.mean()), rel=1e-5)
     low = more.mean() - 1.96 * more.std() / math.sqrt(32)
     assert found["low"] == pytest.approx(math.exp(low), rel=1e-5)
     assert found["by_text"]["two"] == pytest.approx(math.exp(nats_BT[2:].mean()), rel=1e-5)
-    assert rows[key_ways.OTHERS, BEHIND, 2]["perplexity"] is None
+    assert rows[key_ways.OTHERS, AFTER, 2]["perplexity"] is None
     rows_BT = np.concatenate([tokens_T[:34].reshape(2, 17) for tokens_T in TEXTS.values()])
     expected = activations.losses(model, rows_BT)[:, 8:].mean()
     assert section.data["perplexity"]["all"] == pytest.approx(math.exp(expected), rel=1e-4)
@@ -320,34 +345,161 @@ def test_report_is_a_page_and_json(section):
         assert all(len(row) == len(table.columns) for row in table.rows)
         table.shown()
     spectra, ways, by_text, drift = section.tables
-    assert [row for row in spectra.rows if row[0].startswith("GPT-2")][1][3:5] == [64, 2]
+    assert [row for row in spectra.rows if row[0].startswith("GPT-2")][1][3:6] == [64, 64, 2]
     published = [row for row in ways.rows if "GPT-2" in row[0]]
     assert published[3][2:4] == [32, 50.0] and published[3][8] == pytest.approx(1.02, abs=1e-3)
+    assert [row[3] for row in published] == pytest.approx([50 / 3, 25, 100 / 3, 50, 200 / 3])
     assert by_text.rows[0][0] == "the model" and drift.rows[-1][1] == "fixed"
 
 
-def _results(made, spectra, nats):
+def test_data_has_every_head(measured, section):
+    drift, spectra = section.data["drift"]["by_place"][AFTER], section.data["spectra"]
+    assert spectra[W]["of_heads"] == measured.spectra[W][..., 0].tolist()
+    assert drift["overlap_of_heads"] == measured.overlap[AFTER].tolist()
+    assert drift["later_error_of_heads"] == measured.drift_error[AFTER].tolist()
+    gap_BKT = measured.overlap[AFTER][..., 1] - measured.overlap[AFTER][..., 0]
+    said = [one["median"] for one in drift["drift_of_overlap"]]
+    assert said == np.median(gap_BKT, axis=(0, 1)).tolist()
+    assert section.tables[3].rows[-3][10] == said[-1]
+    half = section.data["errors_of_heads"][f"{key_ways.FIRST_HALF}, {AFTER}"]
+    assert half[0][0][3] == [None, None] and half[0][0][2][0] > 0
+
+
+def test_what_is_shown_says_after(section):
+    """Behind sounds as if it were a place; and errors are of so many queries as there are."""
+    shown = page.page("t", "", [section], {})
+    assert not re.search("behind", shown, re.IGNORECASE) and "keys cut after RoPE" in shown
+    assert "of 8 queries" in shown and "other text would have told" not in shown
+    assert "the first, the second and the third" not in shown
+    assert f"LRKV speaks of {W}, thin keys cuts {ALL_HEADS}" in shown
+    assert "the gap between the two lines is the drift" in shown
+
+
+def test_rows_with_the_same_subspaces_share_their_projectors(monkeypatch):
+    """And BLAS has one thread meanwhile."""
+    made, threads = [], []
+
+    def projectors(of, rank):
+        made.append(of)
+        threads.append(
+            {
+                pool["num_threads"]
+                for pool in threadpoolctl.threadpool_info()
+                if pool["user_api"] == "blas"
+            }
+        )
+        return np.tile(of.write_JRC[0, 0, 0] * np.eye(4), (1, 1, 1))
+
+    one, other = (
+        key_subspaces.Subspaces(np.zeros((1, 4)), np.eye(4)[None], i * np.eye(4)[None])
+        for i in (1, 2)
+    )
+    monkeypatch.setattr(key_subspaces.Subspaces, "projectors", projectors)
+    centers, found = cut_keys._arrays(Cut([one, one, other, one], 4, turned=False))
+    assert [id(of) for of in made] == [id(one), id(other)] and set().union(*threads) == {1}
+    assert found[:, 0, 0, 0].tolist() == [1, 1, 2, 1] and centers.shape == (4, 1, 4)
+
+
+def _results(made, spectra, nats, texts=TEXTS):
+    """With other spectra, and ways (by name) that cost so many nats, of each token or of all."""
     spectra = made.spectra | {name: np.array([[of]]) for name, of in spectra.items()}
     nats = {name: made.nats[None] + nats.get(name and name[0][0], 0.0) for name in made.nats}
-    return Results("m", REQUEST, dataclasses.replace(made, spectra=spectra, nats=nats))
+    found = dataclasses.replace(made, spectra=spectra, nats=nats)
+    return Results("m", Request(texts, LENGTHS), found)
 
 
-def test_verdicts_are_those_of_the_numbers(measured):
-    """Both ways of each of the four, and what is said of all together."""
-    m, w = key_measurements.SPECTRUM_INTERACTION, key_measurements.SPECTRUM_WEIGHTS
-    fixed, joint = key_ways.CALIBRATED, key_ways.JOINT
-    lead = lambda *of: report._lead(_results(measured, *of))
-    said = lead({m: [6, 8], w: [3, 8]}, {fixed: 0.01, joint: 0.02})
+M, W = key_measurements.SPECTRUM_INTERACTION, key_measurements.SPECTRUM_WEIGHTS
+ALL_HEADS, FIXED, JOINT = key_measurements.SPECTRUM_JOINT, key_ways.CALIBRATED, key_ways.JOINT
+
+
+@pytest.fixture
+def lead(measured):
+    return lambda *of: report._lead(_results(measured, *of))
+
+
+def test_verdicts_are_those_of_the_numbers(lead):
+    """Both ways of each of the four."""
+    said = lead({M: [6, 8, 8], W: [3, 8, 8]}, {FIXED: 0.01, JOINT: 0.02})
     assert "M is flat: it needs 6 of 8" in said and "It holds: W_K needs 3 of 8" in said
     assert "That holds here: perplexity changes by +2.0 % (+2.0 to +2.0) with one SVD" in said
     assert "That does not hold of keys cut before RoPE: a subspace found once" in said
-    assert "is not measured, costs +1.0 %" in said and "A flat M rules nothing out" in said
-    said = lead({m: [4, 8], w: [5, 8]}, {fixed: 0.3, joint: 0.3})
+    assert "is not measured, costs +1.0 %" in said and "Neither can" not in said
+    said = lead({M: [4, 8, 8], W: [5, 8, 8]}, {FIXED: 0.3, JOINT: 0.3})
     assert "M is not flat: it needs 4 of 8" in said and "It does not hold: W_K needs 5" in said
     assert "That does not hold here: perplexity" in said
     assert "That holds of keys cut before RoPE" in said
     assert said.endswith("what they do with text.")
-    assert lead({}, {joint: 0.3}).endswith("much the same for these texts.")
+
+
+def test_what_a_fixed_subspace_cannot_is_told_by_what_one_of_the_context_can(lead):
+    said = lead({}, {FIXED: 0.3, key_ways.CONTEXT: 0.29})
+    assert "That does not hold of keys cut before RoPE" in said and "Neither can." in said
+    assert "+1.0 % (+1.0 to +1.0) from the second to the first" in said
+    said = lead({}, {FIXED: 0.3, key_ways.CONTEXT: 0.1})
+    assert "That holds of keys cut before RoPE" in said and "Neither can." not in said
+    said = lead({}, {FIXED: 0.04, key_ways.CONTEXT: -0.04})  # both are little, and differ by 8 %
+    assert "That holds of keys cut before RoPE" in said
+
+
+def test_what_is_not_sure_is_not_told(lead):
+    """The line of 5 % within 95 % of what tokens say; a large effect is told all the same."""
+    around = np.random.default_rng(0).normal(size=(4, 8))
+    said = lead({}, {FIXED: 0.06 + 0.3 * around, JOINT: 0.04 + 0.3 * around})
+    assert said.count("cannot be told") == 2 and said.endswith("what they do with text.")
+    said = lead({}, {FIXED: 0.35 + 0.3 * around, key_ways.CONTEXT: 0.3})
+    assert "Whether that holds cannot be told of keys" in said and "Neither can" not in said
+    said = lead({}, {FIXED: 0.5 + 0.3 * around, JOINT: 0.5 + 0.3 * around})
+    assert "cannot be told" not in said and "That holds of keys" in said
+
+
+def test_what_is_said_of_all_together_is_what_was_measured(lead, measured):
+    little = {FIXED: 0.01, JOINT: 0.02}
+    assert "A flat M rules nothing out" in lead({M: [6, 8, 8]}, little)
+    said = lead({M: [2, 8, 8]}, little)
+    assert "M is not flat here" in said and "rules nothing out" not in said
+    errors = [
+        np.median(measured.errors[name, BEFORE][:, :, 2, 0]) for name in (FIXED, key_ways.OTHERS)
+    ]
+    said = lead({}, {JOINT: 0.3})
+    assert f"{errors[0]:.3f} with a fixed one, and {errors[1]:.3f} where" in said
+    alone = {way: x for way, x in measured.errors.items() if way[0] != key_ways.OTHERS}
+    found = _results(dataclasses.replace(measured, errors=alone), {}, {JOINT: 0.3})
+    assert report._lead(found).endswith("whether other texts tell the same is not measured.")
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "together", "each"),
+    [
+        (workdirs.grouped(2, 2), 16, 8),
+        (workdirs.grouped(2, 1, 3), 8 + 2 * 3, 8),
+        (workdirs.factored(2, 1, 5), 5, 5),
+        (workdirs.mla(), 10 + 4, 8 + 4),
+    ],
+)
+def test_the_rank_that_weights_can_have(mechanism, together, each):
+    """It is their mechanism's: K H, J H + K R, J R and C + P."""
+    model = _model("nanochat", mechanism, num_layers=1)
+    heads = heads_lib.of_layer(model, 0)
+    layer = next(activations.layers(model, TEXTS["one"][None, :16]))
+    found = key_measurements._spectra(heads, layer, 1, joint=True)
+    channels = mechanism.query_dim
+    assert found[ALL_HEADS][0, 0, 1:].tolist() == [
+        together,
+        mechanism.key_heads * channels,
+    ]
+    assert (found[W][..., 1] == each).all() and (found[W][..., 2] == channels).all()
+    assert (found[key_measurements.SPECTRUM_KEYS][..., 1:] == channels).all()
+
+
+def test_what_holds_by_construction_is_said_to(lead):
+    """Not what half of the channels are fewer than."""
+    so, rank = "That is so by construction here", "W_K has rank 8 of 16 channels by construction"
+    said = lead({ALL_HEADS: [5, 8, 16], W: [3, 4, 8]}, {})
+    assert so in said and rank in said and "does not keep so many in the first place" in said
+    assert "It does not hold: W_K needs 3 of 4 components for 90 % of its energy, which has" in said
+    said = lead({ALL_HEADS: [5, 9, 16]}, {})
+    assert so not in said and "That holds here" in said and "W_K has rank 9 of 16" in said
+    assert "by construction" not in lead({}, {})
 
 
 def test_one_short_text_and_one_head_of_keys():
@@ -355,10 +507,12 @@ def test_one_short_text_and_one_head_of_keys():
     request = Request(dict(one=SHORT["one"]), (16,))
     found = report.section(_model(*MECHANISMS["mqa"]), request)
     json.dumps(found.data, allow_nan=False)
-    assert "no other text to find" in found.lead and "one for each" not in found.lead
+    assert "no other text, or too little, to find" in found.lead
+    assert "one for each" not in found.lead
     names = {row["way"] for row in found.data["ways"]}
     assert names == {key_ways.WEIGHTS, key_ways.CONTEXT, key_ways.FIRST_HALF}
     assert "fixed" not in [row[1] for row in found.tables[3].rows]
+    assert "an SVD of each head, not the paper's one" in found.lead
 
 
 def test_models_without_rope_that_see_all_tokens():
@@ -368,7 +522,7 @@ def test_models_without_rope_that_see_all_tokens():
     json.dumps(found.data, allow_nan=False)
     ways = {(row["way"], row["where"]) for row in found.data["ways"]}
     assert {where for _, where in ways} == {key_ways.ANYWHERE}
-    assert len(ways) == 6 and len(found.figures) == 4 and "Behind RoPE" not in found.lead
+    assert len(ways) == 6 and len(found.figures) == 4 and "After RoPE" not in found.lead
 
 
 def test_bad_input(model):
