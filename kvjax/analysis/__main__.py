@@ -42,7 +42,6 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
 from kvjax.foundation.output import Output
 from kvjax.model.parameters import Path
-from kvjax.workdir import storage
 from kvjax.workdir import trained
 
 LENGTHS = (64, 256, 1024)
@@ -280,11 +279,6 @@ def _check_weight(where: str, model: Model, path: Path, layer: int | None = None
         model.read(path, layer)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    except Exception as error:  # of damaged files of a checkpoint: many types
-        named, why = ".".join(map(str, path)), storage.reason(error)
-        raise UserError(
-            f"{where}: {named} cannot be read ({why}): restore its files, or give another"
-        ) from error
 
 
 # -- what is written -------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ All is in float32, as the model computes it, with one layer's weights in memory.
 
 from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Sequence
 import functools
 import math
 from typing import NamedTuple
 
 from flax import nnx
-from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +51,7 @@ class Layer(NamedTuple):
     Attributes:
       query_BTNH, key_BTKH, value_BTKH: as attention uses them, normed and rotated.
       plain_query_BTNH, plain_key_BTKH: the same without RoPE.
-      input_BTD: what enters attention, behind the norm.
+      input_BTD: what enters attention, after the norm.
       scale: of logits.
       mask: the model's.
     """
@@ -82,7 +80,8 @@ def layers(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> I
     project = functools.cache(lambda mechanism: _projections(c, mechanism, length))
     inputs = run.layers(lambda h_BTD: h_BTD)
     for i, (mechanism, seen) in enumerate(zip(model.transformer.mechanisms, inputs, strict=True)):
-        weights = _attention_weights(model, i)
+        read = model_lib.read_layer(model, i, "attention")
+        weights = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), read)
         found = [project(mechanism)(weights, h_BTD) for h_BTD in seen]
         arrays = map(np.concatenate, zip(*jax.tree.map(np.asarray, found), strict=True))
         layer = Layer(*arrays, mechanism.scale, Mask(c.causal, c.window))
@@ -90,19 +89,14 @@ def layers(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> I
         yield layer
 
 
-def attention(
-    layer: Layer, sequence: int, heads: Sequence[int] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """[N, T, T] probabilities and [T, N, Hv] outputs of heads on one sequence, in float64.
-
-    Args:
-      heads: some of the query heads; None: all, N·T² numbers.
-    """
+def attention(layer: Layer, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    """[N, T, T] probabilities and [T, N, Hv] outputs of heads on one sequence, in float64."""
     N, K = layer.query_BTNH.shape[2], layer.key_BTKH.shape[2]
-    chosen = np.arange(N) if heads is None else np.asarray(heads)
-    of = lambda x_BTNH, at: x_BTNH[sequence][:, at].astype(np.float64).swapaxes(0, 1)
-    query_NTH = of(layer.query_BTNH, chosen) * layer.scale
-    key_NTH, value_NTH = (of(x, chosen * K // N) for x in (layer.key_BTKH, layer.value_BTKH))
+    of = lambda x_BTNH: x_BTNH[sequence].astype(np.float64).swapaxes(0, 1)
+    query_NTH = of(layer.query_BTNH) * layer.scale
+    key_NTH, value_NTH = (
+        np.repeat(of(x), N // K, axis=0) for x in (layer.key_BTKH, layer.value_BTKH)
+    )
     visible_TT = layer.mask.visible(query_NTH.shape[1])
     p_NTT = softmax(query_NTH @ key_NTH.swapaxes(1, 2), visible_TT)
     return p_NTT, (p_NTT @ value_NTH).swapaxes(0, 1)
@@ -162,15 +156,6 @@ def _attention(attend: Attend | None) -> type[Attention]:
             return self._project_out(attend(q_BTNH, k_BTKH, v_BTKH, scale, Mask(causal, window)))
 
     return Changed
-
-
-def _attention_weights(model: Model, index: int) -> dict:
-    """The weights of one layer's attention, in float32."""
-    segment, layer = model_lib.layer_of(model, index)
-    first = ("segments", segment, "attention")
-    paths = [path for path in model.parameters() if path[:3] == first]
-    flat = {path[3:]: jnp.asarray(model.read(path, layer), jnp.float32) for path in paths}
-    return traverse_util.unflatten_dict(flat)
 
 
 def _projections(c, mechanism: MechanismConfig, length: int):

@@ -16,6 +16,7 @@ import dataclasses
 
 import numpy as np
 
+from kvjax.analysis import rotary
 from kvjax.analysis import spectrum
 from kvjax.analysis.heads import Heads
 from kvjax.foundation.errors import UserError
@@ -29,14 +30,16 @@ class Diversity:
     """The forms of a layer's N heads, compared.
 
     Attributes:
-      similarity_NN: inner products, of -1 to 1 if they are normalised.
-      uncentred_N: its eigenvalues, descending.
+      gram_NN: inner products as they are.
+      similarity_NN: the same over the norms of both forms, of -1 to 1.
+      uncentred_N: eigenvalues of the similarities, descending.
       centred_N: those of the centred matrix: variances of principal components.
       nothing: heads whose form is zero. They point nowhere: their similarity is 0, to themselves
         too, and they are left out of both spectra, whose last values are zeros for them. So a
         head that does nothing lowers both ranks.
     """
 
+    gram_NN: np.ndarray
     similarity_NN: np.ndarray
     uncentred_N: np.ndarray
     centred_N: np.ndarray
@@ -82,30 +85,36 @@ class Diversity:
         return int(spectrum.energy_rank(self.centred_N, share))
 
 
-def of_layer(
-    heads: Heads, part: str = "key", *, distances: int = 0, normalise: bool = True
-) -> Diversity:
+def of_layer(heads: Heads, part: str = "key", *, distances: int = 0) -> Diversity:
     """The heads of a layer, compared.
 
     Args:
       part: "key", forms of queries and keys, as in the paper; "value", forms W_V,h W_O,h of what
         is read and where it is written, which the paper does not compare.
       distances: 0, forms as they are without positions; n, inner products are means over the
-        relative positions 0 to n - 1, see `mean_gram`. Nothing turns values.
-      normalise: by the norms of both forms.
+        relative positions 0 to n - 1, see `Products.mean_gram`. Nothing turns values.
 
     Raises:
       UserError: there is one head only.
     """
+    plain, turning = with_and_without_turns(heads, part, distances)
+    return turning or plain
+
+
+def with_and_without_turns(
+    heads: Heads, part: str, distances: int
+) -> tuple[Diversity, Diversity | None]:
+    """`of_layer` without distances and with them, of the same products; None where nothing turns
+    or there are no distances."""
     check(heads.num_heads)
     if part == "value":
-        gram_NN = gram(heads.value_DKH, heads.out_NHD.transpose(2, 0, 1))
-    elif distances:
-        turning = (heads.rotated, heads.frequencies_F, distances)
-        gram_NN = mean_gram(heads.query_DNH, heads.key_DKH, *turning)
-    else:
-        gram_NN = gram(heads.query_DNH, heads.key_DKH)
-    return of_gram(gram_NN, normalise=normalise)
+        return of_gram(Products(heads.value_DKH, heads.out_NHD.transpose(2, 0, 1)).gram()), None
+    products = Products(heads.query_DNH, heads.key_DKH)
+    plain = of_gram(products.gram())
+    if not distances or not len(heads.frequencies_F):
+        return plain, None
+    turning = products.mean_gram(heads.rotated, heads.frequencies_F, distances)
+    return plain, of_gram(turning)
 
 
 def check(num_heads: int) -> None:
@@ -117,21 +126,22 @@ def check(num_heads: int) -> None:
         )
 
 
-def of_gram(gram_NN: np.ndarray, *, normalise: bool = True) -> Diversity:
+def of_gram(gram_NN: np.ndarray) -> Diversity:
     """What the inner products of N forms say of them."""
     something_N = np.diagonal(gram_NN) > 0
-    matrix_NN = similarity(gram_NN) if normalise else gram_NN
+    matrix_NN = similarity(gram_NN)
     there = np.ix_(something_N, something_N)
     spectra = []
     for some in (matrix_NN[there], centred(matrix_NN[there])):
         values = np.linalg.eigvalsh(some)[::-1]
         values = np.where(values > _ROUNDING * np.trace(matrix_NN), values, 0.0)
         spectra.append(np.concatenate([values, np.zeros(np.sum(~something_N))]))
-    return Diversity(matrix_NN, *spectra, tuple(np.flatnonzero(~something_N).tolist()))
+    nothing = tuple(np.flatnonzero(~something_N).tolist())
+    return Diversity(gram_NN, matrix_NN, *spectra, nothing)
 
 
 def similarity(gram_NN: np.ndarray) -> np.ndarray:
-    """[N, N] inner products over the norms of both forms (LRKV eq. 8); 0 with a form of nothing."""
+    """[N, N] inner products over the norms of both forms (LRKV eq. 8); 0 where one is zero."""
     norm_N = np.sqrt(np.maximum(np.diagonal(gram_NN), 0))
     inverse_N = np.divide(1.0, norm_N, out=np.zeros_like(norm_N), where=norm_N > 0)
     return gram_NN * inverse_N[:, None] * inverse_N
@@ -145,64 +155,51 @@ def centred(gram_NN: np.ndarray) -> np.ndarray:
     return gram_NN - row_N[:, None] - row_N + gram_NN.mean()
 
 
-def gram(left_DNH: np.ndarray, right_DNH: np.ndarray) -> np.ndarray:
-    """[N, N] inner products <A_i, A_j> of the forms A_h = left_h right_h^T (LRKV eq. 8).
+class Products:
+    """Inner products of the channels of all heads with each other, of both sides of their forms.
 
     Either side may have fewer heads that divide those of the other; each is read by as many.
     """
-    rows = [np.einsum("ajb,ajb->j", left, right) for left, right in _blocks(left_DNH, right_DNH)]
-    return np.stack(rows)
 
+    def __init__(self, left_DNH: np.ndarray, right_DNH: np.ndarray):
+        N = max(left_DNH.shape[1], right_DNH.shape[1])
+        self._sides = []
+        for w_DKH in (left_DNH, right_DNH):
+            D, K, H = w_DKH.shape
+            flat_DC = w_DKH.reshape(D, K * H)
+            inner_KHKH = (flat_DC.T @ flat_DC).reshape(K, H, K, H)
+            self._sides.append((inner_KHKH, np.arange(N) * K // N))
 
-def mean_gram(
-    query_DNH: np.ndarray,
-    key_DKH: np.ndarray,
-    rotated: slice,
-    frequencies_F: np.ndarray,
-    distances: int,
-) -> np.ndarray:
-    """[N, N] means of <A_i(d), A_j(d)> over d = 0 to n - 1, A_h(d) = W_Q,h R(d) W_K,h^T.
+    def gram(self) -> np.ndarray:
+        """[N, N] inner products <A_i, A_j> of the forms A_h = left_h right_h^T (LRKV eq. 8)."""
+        return np.stack([np.einsum("ajb,ajb->j", *blocks) for blocks in self._blocks()])
 
-    A_h(d) gives the logits of a query that stands d tokens behind a key, under RoPE. Where
-    rotations are diagonal, e^{i·d·theta_a}, the mean is a weight on each product of two entries
-    of the Gram blocks, the mean of e^{i·d·(theta_b - theta_a)}: a closed form. Mechanisms with
-    other forms at other distances are not in the paper.
+    def mean_gram(self, rotated: slice, frequencies_F: np.ndarray, distances: int) -> np.ndarray:
+        """[N, N] means of <A_i(d), A_j(d)> over d = 0 to n - 1, A_h(d) = W_Q,h R(d) W_K,h^T.
 
-    Args:
-      rotated, frequencies_F: as in `Heads`.
-      distances: n, at least 1.
-    """
-    phase_H = np.zeros(query_DNH.shape[-1])
-    phase_H[rotated] = np.concatenate([frequencies_F, -frequencies_F])
-    weight_HH = _mean_turn(phase_H - phase_H[:, None], distances)
-    rows = []
-    for left_HNH, right_HNH in _blocks(query_DNH, key_DKH):
-        left_HNH = _diagonal(_diagonal(left_HNH, rotated, 0).conj(), rotated, -1)
-        right_HNH = _diagonal(_diagonal(right_HNH, rotated, 0).conj(), rotated, -1)
-        left_HNH *= weight_HH[:, None]
-        rows.append(np.einsum("ajb,ajb->j", left_HNH, right_HNH.conj()).real)
-    return np.stack(rows)
+        A_h(d) gives the logits of a query that stands d tokens after a key, under RoPE. Where
+        rotations are diagonal, e^{i·d·theta_a}, the mean is a weight on each product of two entries
+        of the Gram blocks, the mean of e^{i·d·(theta_b - theta_a)}: a closed form. Mechanisms with
+        other forms at other distances are not in the paper.
 
+        Args:
+          rotated, frequencies_F: as in `Heads`.
+          distances: n, at least 1.
+        """
+        H = self._sides[0][0].shape[-1]
+        phase_H = rotary.phases(H, rotated, frequencies_F)
+        weight_HH = _mean_turn(phase_H - phase_H[:, None], distances)
+        both = lambda x_HNH: rotary.diagonal(rotary.diagonal(x_HNH, rotated, 0).conj(), rotated)
+        rows = []
+        for left_HNH, right_HNH in self._blocks():
+            left_HNH = both(left_HNH) * weight_HH[:, None]
+            rows.append(np.einsum("ajb,ajb->j", left_HNH, both(right_HNH).conj()).real)
+        return np.stack(rows)
 
-def _blocks(left_DNH: np.ndarray, right_DNH: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each head, its [H, N, H] inner products of channels with all heads, of both sides."""
-    N = max(left_DNH.shape[1], right_DNH.shape[1])
-    sides = []
-    for w_DKH in (left_DNH, right_DNH):
-        D, K, H = w_DKH.shape
-        flat_DC = w_DKH.reshape(D, K * H)
-        sides.append(((flat_DC.T @ flat_DC).reshape(K, H, K, H), np.arange(N) * K // N))
-    for i in range(N):
-        yield tuple(inner[of_N[i]][:, of_N] for inner, of_N in sides)
-
-
-def _diagonal(x: np.ndarray, rotated: slice, axis: int) -> np.ndarray:
-    """An axis of channels with (x + iy)/√2 and (x - iy)/√2 for RoPE's pairs x, y."""
-    x = np.moveaxis(x, axis, -1)
-    real, imaginary = np.split(x[..., rotated], 2, axis=-1)
-    pairs = [(real + 1j * imaginary) / np.sqrt(2), (real - 1j * imaginary) / np.sqrt(2)]
-    z = np.concatenate([x[..., : rotated.start], *pairs, x[..., rotated.stop :]], axis=-1)
-    return np.moveaxis(z, -1, axis)
+    def _blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """For each head, its [H, N, H] inner products with all heads, of both sides."""
+        for i in range(len(self._sides[0][1])):
+            yield tuple(inner[of_N[i]][:, of_N] for inner, of_N in self._sides)
 
 
 def _mean_turn(angle: np.ndarray, distances: int) -> np.ndarray:

@@ -27,14 +27,20 @@ class Found:
     def num_layers(self) -> int:
         return len(self.plain)
 
+    @property
+    def num_heads(self) -> tuple[int, ...]:
+        """N, ascending: one number where all layers have as many heads."""
+        return tuple(sorted({one.num_heads for one in self.plain}))
+
 
 def check(model: Model) -> None:
-    """Raises a UserError for a layer with one head."""
+    """Raises a UserError for a layer with one head, or with heads that have no matrices."""
     for index, config in enumerate(model.transformer.mechanisms):
         try:
             diversity.check(config.num_heads)
         except UserError as error:
             raise UserError(f"layer {index} of {model.name}: {error}") from error
+    heads_lib.check(model)
 
 
 def of_model(label: str, model: Model) -> Found:
@@ -42,9 +48,9 @@ def of_model(label: str, model: Model) -> Found:
     plain, turning, values = [], [], []
     with few_threads(model.transformer.block.d_model):
         for heads in heads_lib.layers(model):
-            plain.append(diversity.of_layer(heads))
-            if len(heads.frequencies_F):
-                turning.append(diversity.of_layer(heads, distances=model.context))
+            still, turned = diversity.with_and_without_turns(heads, "key", model.context)
+            plain.append(still)
+            turning += [turned] if turned else []
             values.append(diversity.of_layer(heads, "value"))
     names = mechanism_names(model.transformer.mechanisms)
     rotated = turning if len(turning) == len(plain) else None
@@ -68,5 +74,6 @@ def _numbers(one: Diversity) -> dict:
         uncentred=one.uncentred_N.tolist(),
         centred=one.centred_N.tolist(),
         similarity=one.similarity_NN.tolist(),
+        gram=one.gram_NN.tolist(),
         nothing=list(one.nothing),
     )

@@ -1,8 +1,8 @@
-"""Figures as SVG text for a page: lines, bars and heatmaps.
+"""Figures as SVG text for a page: lines and heatmaps.
 
 The text has no outside reference, its fonts are those of the page, and the same numbers give the
-same bytes. It is drawn for a page between a phone and half a screen wide. Series differ by marker,
-dash and hatch beside their colour. Numbers that are not finite are left out.
+same bytes. It is drawn for a page between a phone and half a screen wide. Series differ by marker
+and dash beside their colour. Numbers that are not finite are left out.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,6 @@ _WIDTH = 6.0  # inches: 432 units of the SVG, in which fonts are at least 11
 _COLORS = ("#0072b2", "#d55e00", "#008a64", "#b0508f", "#3d3d3d", "#9a7400", "#5f5fc4", "#a11d1d")
 _MARKERS = "osD^vPX*"
 _DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.4, 1.5)))
-_HATCHES = ("", "///", "...", "\\\\\\", "xx", "++", "oo", "--")
 _SHADES = 255  # and gray: a byte tells them apart
 _MARKED = 12  # points of a line with a marker, at most
 _TICKED = 8  # values of a logarithmic axis that are all named, at most
@@ -48,10 +47,13 @@ def lines(
     Args:
       series: by name (xs, ys).
       x, y: the axes' labels.
+      log_x, log_y: where a series has a number above zero; else the axis stays linear.
       level: by name dashed horizontal lines.
       bands: by a series' name (lows, highs) at its xs.
     """
     bands, level = bands or {}, level or {}
+    log_x = log_x and _any_above_zero(xs for xs, _ in series.values())
+    log_y = log_y and _any_above_zero(ys for _, ys in series.values())
 
     def draw(figure: Figure) -> None:
         axes = _axes(figure, x, y, title)
@@ -76,46 +78,6 @@ def lines(
         _legend(figure, drawn)
 
     return svg.text(_WIDTH, draw, 3.4 + _legend_height([*series, *level]))
-
-
-def bars(groups: Mapping[str, Mapping[str, float]], *, y: str, title: str = "") -> str:
-    """SVG text of bars side by side; they lie where the groups' names are long.
-
-    Args:
-      groups: by the group's name, by the series' name.
-      y: what is measured.
-    """
-    names = list(dict.fromkeys(name for group in groups.values() for name in group))
-    lying = sum(len(group) + 2 for group in groups) > 52 or len(groups) * len(names) > 24
-    count = len(groups) * len(names)
-    thick = 0.8 / max(len(names), 1)
-
-    def draw(figure: Figure) -> None:
-        axes = _axes(figure, y if lying else "", "" if lying else y, title)
-        place, keys = (axes.barh if lying else axes.bar), {}
-        for i, name in enumerate(names):
-            here = [k for k, group in enumerate(groups.values()) if _there(group, name)]
-            sizes = [group[name] for group in groups.values() if _there(group, name)]
-            at = np.array(here, float) + (i - (len(names) - 1) / 2) * thick
-            color = _COLORS[i % len(_COLORS)]
-            hatch = _HATCHES[i % len(_HATCHES)]
-            style = dict(color=color, edgecolor="white", hatch=hatch, linewidth=0)
-            keys[name] = drawn = place(at, sizes, thick * 0.92, **style)
-            if count <= 12:
-                axes.bar_label(drawn, [f"{size:.3g}" for size in sizes], padding=2, fontsize=11)
-        axis = axes.yaxis if lying else axes.xaxis
-        axis.set_ticks(range(len(groups)), [_wrapped(name, 24) for name in groups])
-        axis.set_tick_params(length=0)
-        axes.grid(visible=False, axis="y" if lying else "x")
-        if lying:
-            axes.invert_yaxis()
-        axes.margins(**{"x" if lying else "y": 0.12})
-        _legend(figure, keys if len(keys) > 1 else {})
-
-    below = _legend_height(names) if len(names) > 1 else 0
-    lines = sum(max(len(names), _wrapped(name, 24).count("\n") + 1) for name in groups)
-    tall = 0.9 + 0.24 * lines + 0.1 * len(groups) if lying else 3.2
-    return svg.text(_WIDTH, draw, max(tall, 2.2) + below)
 
 
 def heatmaps(
@@ -202,6 +164,11 @@ def _line_style(i: int, count: int) -> dict:
         markersize=5,
         linewidth=1.7,
     )
+
+
+def _any_above_zero(values: Iterable[Sequence[float]]) -> bool:
+    """Otherwise matplotlib warns of a logarithmic axis that has nothing to show."""
+    return any((_finite(some) > 0).any() for some in values)
 
 
 def _marked(i: int, count: int) -> tuple[int, int]:
@@ -334,7 +301,3 @@ def _finite(values) -> np.ndarray:
     """Float64, with nan for what is not finite or not there."""
     found = np.array(values, np.float64)
     return np.where(np.isfinite(found), found, np.nan)
-
-
-def _there(group: Mapping[str, float], name: str) -> bool:
-    return name in group and group[name] is not None and bool(np.isfinite(group[name]))

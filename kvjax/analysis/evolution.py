@@ -4,6 +4,7 @@ appendix C.11)."""
 from collections.abc import Mapping
 
 from kvjax.analysis import diversity
+from kvjax.analysis import diversity_by_layer
 from kvjax.analysis import draw
 from kvjax.analysis import geometry_by_layer
 from kvjax.analysis import heads as heads_lib
@@ -15,6 +16,7 @@ from kvjax.analysis.section import Figure
 from kvjax.analysis.section import Text
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model
+from kvjax.foundation.errors import UserError
 
 _LEADING = 3  # eigenvalues that are followed
 
@@ -28,7 +30,7 @@ def moment(model: Model) -> dict:
             means = [mean(pick(layer[name])) for layer in layers if name in layer]
             found[f"{name}_{measure}"] = mean([x for x in means if x is not None])
     spectra = []
-    if all(config.num_heads > 1 for config in model.transformer.mechanisms):
+    if _compares_heads(model):
         with few_threads(model.transformer.block.d_model):
             spectra = [diversity.of_layer(heads) for heads in heads_lib.layers(model)]
     for measure in ("share", "centred_share", "centred_share_of_possible"):
@@ -36,6 +38,15 @@ def moment(model: Model) -> dict:
     for measure in ("uncentred", "centred"):
         found[measure] = [getattr(one, f"{measure}_N").tolist() for one in spectra]
     return found
+
+
+def _compares_heads(model: Model) -> bool:
+    """Whether there are heads to compare: two in each layer, which have matrices."""
+    try:
+        diversity_by_layer.check(model)
+    except UserError:
+        return False
+    return True
 
 
 def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
@@ -47,14 +58,14 @@ def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
     """
     steps = [step for step, _ in evolution]
 
-    def over_steps(wanted: Mapping[str, str], y: str, **how) -> tuple[str, str]:
+    def over_steps(wanted: Mapping[str, str], y: str) -> tuple[str, str]:
         curves = {label: [moment[key] for _, moment in evolution] for label, key in wanted.items()}
         there = {k: ys for k, ys in curves.items() if any(x is not None for x in ys)}
         shown = lambda x: "none" if x is None else f"{x:.3g}"
         words = "; ".join(f"{k}: {shown(ys[0])} to {shown(ys[-1])}" for k, ys in there.items())
         series = {label: (steps, ys) for label, ys in there.items()}
         span = f"From step {steps[0]} to {steps[-1]}, means over layers. {words}."
-        return draw.lines(series, x="step", y=y, **how), span
+        return draw.lines(series, x="step", y=y), span
 
     each = lambda *measures: {
         f"{name}s, {measure.replace('_', ' ')}": f"{name}_{measure}"

@@ -80,7 +80,7 @@ def of_layer(model: Model, index: int) -> dict[str, Parts]:
     Raises:
       UserError: weights that are not finite.
     """
-    weights = model_lib.read_layer(model, index)["attention"]["mechanism"]
+    weights = model_lib.read_layer(model, index, "attention", "mechanism")
     found = read(weights, model.transformer.mechanisms[index])
     for name, parts in found.items():
         finite_K = np.isfinite(parts.total_DKH).all(axis=(0, 2))
@@ -164,14 +164,18 @@ class Optimal(NamedTuple):
       overlap_K: share of the learned residual's directions (of columns) that lies in those of
         that best residual; nan without a residual. By chance it is R/D on average for heads of
         another model. Of their own heads it is far more for random factors too.
+      distance_K: |learned residual - best residual| over |best residual|, Frobenius norms; nan if
+        the best is zero. 0: the same; 1: a learned one that is zero; sqrt(2): on average that of
+        unrelated ones as large as the best.
     """
 
     alone_K: np.ndarray
     with_mean_K: np.ndarray
     overlap_K: np.ndarray
+    distance_K: np.ndarray
 
 
-def optimal(heads: Parts, found: Split, learned: Split) -> Optimal:
+def optimal(heads: Parts, found: Split, learned: Parts, reads: Sequence[np.ndarray]) -> Optimal:
     """Heads, their own or those of another model, beside residuals that were learned.
 
     Of another model the overlap says something only if head k of one belongs to head k of the
@@ -180,18 +184,20 @@ def optimal(heads: Parts, found: Split, learned: Split) -> Optimal:
     Args:
       heads: in the canonical gauge.
       found: their split.
-      learned: of the parts that were learned, as they were learned.
+      learned: the parts as they were learned.
+      reads: the directions of their residuals, of their split.
     """
     total_DKH = heads.total_DKH
     energy_K = norms(total_DKH) ** 2
-    share = lambda lost_K: np.divide(
-        lost_K, energy_K, out=np.full(len(lost_K), np.nan), where=energy_K > 0
-    )
-    both = zip(found.reads, learned.reads, strict=True)
+    both = zip(found.reads, reads, strict=True)
+    best_DKH = np.empty_like(total_DKH)
+    for k, best_DR in enumerate(found.reads):  # Eckart-Young: what those directions read
+        best_DKH[:, k] = best_DR @ (best_DR.T @ heads.residual_DKH[:, k])
     return Optimal(
-        share(lost(total_DKH, heads.rank)),
-        share(lost(heads.residual_DKH, heads.rank)),
+        _over(lost(total_DKH, heads.rank), energy_K),
+        _over(lost(heads.residual_DKH, heads.rank), energy_K),
         np.array([overlap(principal_cosines(best, own)) for best, own in both]),
+        _over(norms(learned.residual_DKH - best_DKH), norms(best_DKH)),
     )
 
 
@@ -203,8 +209,12 @@ def norms(w_DKH: np.ndarray) -> np.ndarray:
 def cosines(left_DKH: np.ndarray, right_DKH: np.ndarray) -> np.ndarray:
     """[K] cosines of the heads' matrices as vectors of D·H numbers; nan if one is zero."""
     size_K = norms(left_DKH) * norms(right_DKH)
-    inner_K = np.sum(left_DKH * right_DKH, axis=(0, 2))
-    return np.divide(inner_K, size_K, out=np.full(len(size_K), np.nan), where=size_K > 0)
+    return _over(np.sum(left_DKH * right_DKH, axis=(0, 2)), size_K)
+
+
+def _over(some_K: np.ndarray, size_K: np.ndarray) -> np.ndarray:
+    """Ratios; nan over zero."""
+    return np.divide(some_K, size_K, out=np.full(len(size_K), np.nan), where=size_K > 0)
 
 
 def directions(w_DKH: np.ndarray, rank: int | None = None) -> list[np.ndarray]:

@@ -5,7 +5,9 @@ is asked of the mechanism itself: it is given the unit vectors, without norms (g
 without positions. A new mechanism needs nothing here.
 """
 
+from collections.abc import Iterable
 from collections.abc import Iterator
+import contextlib
 import dataclasses
 
 from flax import nnx
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.analysis import rotary
 from kvjax.attention import Attention
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert import model as model_lib
@@ -22,6 +25,7 @@ from kvjax.layers import rope
 from kvjax.layers.norm import Norm
 
 _TOLERANCE = 1e-9  # relative, of what is said to be linear
+_FEW_CHANNELS = 8  # of a layer's input, where any weights do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +69,34 @@ def layers(model: Model) -> Iterator[Heads]:
 def of_layer(model: Model, index: int) -> Heads:
     """The heads of one layer; see `layers`."""
     config, block = model.transformer.mechanisms[index], model.transformer.block
-    weights = model_lib.read_layer(model, index)["attention"]
-    try:
+    weights = model_lib.read_layer(model, index, "attention")
+    with _naming(model, index):
         return read(weights, config, block.d_model, block.angles_base)
+
+
+def check(model: Model, indices: Iterable[int] | None = None) -> None:
+    """Raises the UserError of `layers` for a mechanism, of which no weights are read.
+
+    Few random weights of the same mechanism stand for them.
+
+    Args:
+      indices: of layers; None: all.
+    """
+    block, mechanisms = model.transformer.block, model.transformer.mechanisms
+    indices = range(len(mechanisms)) if indices is None else indices
+    first = {mechanisms[index]: index for index in reversed(list(indices))}
+    rng = np.random.default_rng(0)
+    for config, index in first.items():
+        state = nnx.split(_shape(config, _FEW_CHANNELS))[1]
+        weights = jax.tree.map(lambda w: rng.normal(size=w.shape), nnx.to_pure_dict(state))
+        with _naming(model, index):
+            read(weights, config, _FEW_CHANNELS, block.angles_base)
+
+
+@contextlib.contextmanager
+def _naming(model: Model, index: int) -> Iterator[None]:
+    try:
+        yield
     except UserError as error:
         raise UserError(f"layer {index} of {model.name}: {error}") from error
 
@@ -95,10 +124,14 @@ def read(
 
 def _merged(weights: dict, config: MechanismConfig, d_model: int) -> nnx.Module:
     """The mechanism with those weights in float64."""
-    module = nnx.eval_shape(lambda: Attention(config, d_model, rngs=nnx.Rngs(0)))
-    graph, _ = nnx.split(module)
+    graph, _ = nnx.split(_shape(config, d_model))
     wide = jax.tree.map(lambda w: jnp.asarray(w, jnp.float64), weights)
     return nnx.merge(graph, wide).mechanism
+
+
+def _shape(config: MechanismConfig, d_model: int) -> Attention:
+    """An `Attention` without numbers."""
+    return nnx.eval_shape(lambda: Attention(config, d_model, rngs=nnx.Rngs(0)))
 
 
 class _Gain(nnx.Module):
@@ -150,7 +183,7 @@ def _rotation(of, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Bas
         return slice(0, 0), np.zeros(0)
     still_TNH, turned_TNH = of(x_TD)[0], of(x_TD, 1)[0]
     channels = np.flatnonzero(np.abs(turned_TNH - still_TNH).max(axis=(0, 1)) > 0)
-    if not channels.size:  # queries of nothing
+    if not channels.size:  # queries are zero
         return slice(0, 0), np.zeros(0)
     frequencies_F = rope.frequencies(config.rope_dim, rope_base)
     last = int(channels[-1]) + 1
@@ -163,8 +196,4 @@ def _rotation(of, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Bas
 
 def turn(x_TNH: np.ndarray, rotated: slice, frequencies_F: np.ndarray) -> np.ndarray:
     """Queries or keys turned by one token."""
-    y_TNH = x_TNH.copy()
-    real, imaginary = np.split(x_TNH[..., rotated], 2, axis=-1)
-    z = (real + 1j * imaginary) * np.exp(1j * frequencies_F)
-    y_TNH[..., rotated] = np.concatenate([z.real, z.imag], axis=-1)
-    return y_TNH
+    return rotary.turned(x_TNH, rotated, np.exp(1j * frequencies_F))

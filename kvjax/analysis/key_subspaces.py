@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.analysis import logits
+from kvjax.analysis import rotary
 from kvjax.analysis.activations import Layer
 from kvjax.analysis.activations import Mask
 from kvjax.analysis.activations import softmax
@@ -133,22 +134,17 @@ def turned_moments(moment_KHH: np.ndarray, rope: Rope, mask: Mask, length: int) 
     A query stands d tokens behind a key and is turned by so much against it: the mean over all
     pairs of L tokens that the mask leaves. That leaves out that near and far keys may differ.
     """
-    pairs_HH, mean_HH = _mean_turn(rope, moment_KHH.shape[-1], mask, length)
+    pairs_HH, mean_HH = _turns_over_pairs(rope, moment_KHH.shape[-1], mask, length)
     found_KHH = (pairs_HH @ moment_KHH @ pairs_HH.conj().T) * mean_HH
     return (pairs_HH.conj().T @ found_KHH @ pairs_HH).real
 
 
 @functools.lru_cache(maxsize=64)
-def _mean_turn(rope: Rope, H: int, mask: Mask, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _turns_over_pairs(rope: Rope, H: int, mask: Mask, length: int) -> tuple[np.ndarray, np.ndarray]:
     """A unitary [H, H] matrix to complex channels, and what turns make of a moment of those: each
     entry by a number, [H, H]."""
-    F, half = len(rope.frequencies), np.sqrt(0.5)
-    frequencies_H, pairs_HH = np.zeros(H), np.eye(H, dtype=complex)
-    real = np.arange(rope.first, rope.first + F)
-    imaginary = real + F
-    frequencies_H[real], frequencies_H[imaginary] = rope.frequencies, np.negative(rope.frequencies)
-    pairs_HH[real, real], pairs_HH[real, imaginary] = half, half * 1j
-    pairs_HH[imaginary, real], pairs_HH[imaginary, imaginary] = half, half * -1j
+    pairs_HH = rotary.diagonal(np.eye(H), rope.rotated, 0)
+    frequencies_H = rotary.phases(H, rope.rotated, rope.frequencies)
     queries, keys = np.nonzero(mask.visible(length))
     distances_A, counts_A = np.unique(queries - keys, return_counts=True)
     turns_HA = np.exp(1j * np.outer(frequencies_H, distances_A))
@@ -157,12 +153,8 @@ def _mean_turn(rope: Rope, H: int, mask: Mask, length: int) -> tuple[np.ndarray,
 
 def turned(x_TKH: np.ndarray, rope: Rope) -> np.ndarray:
     """Keys or queries by RoPE at positions 0, 1, 2, ..."""
-    real, imaginary = np.split(x_TKH[..., rope.rotated], 2, axis=-1)
     angles_TF = np.outer(np.arange(len(x_TKH)), rope.frequencies)
-    z = (real + 1j * imaginary) * np.exp(1j * angles_TF)[:, None]
-    found = x_TKH.copy()
-    found[..., rope.rotated] = np.concatenate([z.real, z.imag], axis=-1)
-    return found
+    return rotary.turned(x_TKH, rope.rotated, np.exp(1j * angles_TF)[:, None])
 
 
 def bias(layer: Layer, heads: Heads) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import threadpoolctl
 
+from kvjax.analysis import rotary
 from kvjax.analysis.activations import Mask
 from kvjax.analysis.heads import Heads
 from kvjax.foundation import runtime
@@ -160,11 +161,7 @@ class Interaction:
 
     def _turned(self, turn_F: np.ndarray) -> np.ndarray:
         """Queries with each pair of channels, as a complex number, by a factor."""
-        rotated, found = self._heads.rotated, self._query_NPH.copy()
-        real, imaginary = np.split(found[..., rotated], 2, axis=-1)
-        z = (real + 1j * imaginary) * turn_F
-        found[..., rotated] = np.concatenate([z.real, z.imag], axis=-1)
-        return found
+        return rotary.turned(self._query_NPH, self._heads.rotated, turn_F)
 
     def _energies(self, query_NPH: np.ndarray) -> np.ndarray:
         core_NPP = query_NPH @ self._key_NPH.swapaxes(1, 2)

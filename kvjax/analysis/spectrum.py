@@ -8,7 +8,7 @@ SHARES = (0.8, 0.9, 0.95, 0.99)
 def effective_rank(energy: np.ndarray) -> np.ndarray:
     """exp of the entropy of each [..., R] spectrum: 1 of one direction, R of R alike.
 
-    Roy and Vetterli 2007, as in LRKV (arXiv 2601.11471, appendix C.1). A spectrum of nothing has
+    Roy and Vetterli 2007, as in LRKV (arXiv 2601.11471, appendix C.1). A spectrum of zeros has
     rank 0.
 
     Args:

@@ -36,7 +36,6 @@ _STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    "hatch.linewidth": 0.7,
 }
 _STYLING = threading.Lock()  # matplotlib's parameters are the process's
 
@@ -93,7 +92,7 @@ def _rounded(text: re.Match) -> str:
 
 
 def _own_ids(svg: str) -> str:
-    """Ids that nothing refers to are dropped; others get numbers behind the figure's digest."""
+    """Ids that nothing refers to are dropped; others get numbers after the figure's digest."""
     used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     number = {name: i for i, name in enumerate(used)}
     svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)

@@ -25,7 +25,7 @@ def read_layer(model: Model, index: int, moments: Sequence | None) -> tuple[Laye
     Args:
       moments: see `ConvertedModel`.
     """
-    weights = model_lib.read_layer(model, index)["attention"]
+    weights = model_lib.read_layer(model, index, "attention")
     rope = model.transformer.block.positions == "rope"
     layer = layer_lib.read(weights, model.transformer.mechanisms[index], rope=rope)
     return layer, layer.inner() if moments is None else np.asarray(moments[index], np.float64)

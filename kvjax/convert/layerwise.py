@@ -50,9 +50,7 @@ class Pass:
         """
         length = self.x[0].shape[1]
         program = functools.cache(  # layers alike share one
-            lambda mechanism: _program(
-                self._model.transformer.block, mechanism, self._attention, length, see
-            )
+            lambda mechanism: _program(self._model, mechanism, self._attention, length, see)
         )
         for i, mechanism in enumerate(self._model.transformer.mechanisms):
             weights = jax.tree.map(
@@ -96,11 +94,17 @@ def _outer(model: Model, names: Collection[str]) -> Transformer:
     return nnx.merge(graph, traverse_util.unflatten_dict(flat))
 
 
-def _program(c, mechanism, attention: type[Attention], length: int, see):
+def block_of(model: Model) -> type[Block]:
+    """What the model's layers are: `Block`, or what it brings as `block`, which has more parts."""
+    return getattr(model, "block", Block)
+
+
+def _program(model: Model, mechanism, attention: type[Attention], length: int, see):
     """A block's forward pass, compiled: of its weights and x, what is seen and the new x."""
+    c = model.transformer.block
 
     def make():
-        block = Block(c, mechanism, rngs=nnx.Rngs(0))
+        block = block_of(model)(c, mechanism, rngs=nnx.Rngs(0))
         block.attention = attention(mechanism, c.d_model, rngs=nnx.Rngs(0))
         return block
 

@@ -4,7 +4,9 @@
 a method makes of another one.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 from typing import Protocol
 
@@ -94,18 +96,35 @@ class Trained:
         )
 
     def parameters(self) -> Parameters:
-        dtype = lambda path: np.dtype(self._array(path).dtype.numpy_dtype)
-        return {path: (shape, dtype(path)) for path, shape in self._shapes.items()}
+        return {path: (shape, self._dtype(path)) for path, shape in self._shapes.items()}
+
+    def _dtype(self, path: Path) -> np.dtype:
+        with self._reading(path):
+            return np.dtype(self._array(path).dtype.numpy_dtype)
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
-        array = self._array(path)
-        found = np.asarray((array if layer is None else array[layer]).read().result())
+        with self._reading(path):
+            array = self._array(path)
+            found = np.asarray((array if layer is None else array[layer]).read().result())
         advice = "train it again from a checkpoint from before they were"
-        named = f"{self._item}: {'.'.join(map(str, path))}"
-        return finite.checked(found, named, advice, self._axes[path])
+        return finite.checked(found, self._named(path), advice, self._axes[path])
 
     def _array(self, path: Path):
         return storage.array(self._item, ".".join(map(str, ("params", *path))))
+
+    def _named(self, path: Path) -> str:
+        return f"{self._item}: {'.'.join(map(str, path))}"
+
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        """What goes wrong when a parameter is read as a UserError that names it."""
+        try:
+            yield
+        except Exception as error:  # corrupted files raise many types
+            raise UserError(
+                f"{self._named(path)} cannot be read ({storage.reason(error)}): restore its files, "
+                "or give another workdir"
+            ) from error
 
 
 def layer_of(model: Model, index: int) -> tuple[int, int]:
@@ -117,12 +136,17 @@ def layer_of(model: Model, index: int) -> tuple[int, int]:
     raise IndexError(index)
 
 
-def read_layer(model: Model, index: int) -> dict:
-    """The weights of one layer, as a pure dict of a `Block`."""
+def read_layer(model: Model, index: int, *part: str) -> dict:
+    """The weights of one layer, as a pure dict of a `Block`.
+
+    Args:
+      part: names from a `Block` down, as "attention": nothing but that part is read.
+    """
     segment, layer = layer_of(model, index)
-    first = ("segments", segment)
-    flat = {path[2:]: model.read(path, layer) for path in model.parameters() if path[:2] == first}
-    return traverse_util.unflatten_dict(flat)
+    first = ("segments", segment, *part)
+    below = len(first)
+    paths = [path for path in model.parameters() if path[:below] == first]
+    return traverse_util.unflatten_dict({path[below:]: model.read(path, layer) for path in paths})
 
 
 def transformer(model: Model) -> Transformer:

@@ -166,7 +166,7 @@ def test_what_the_best_matrix_of_a_rank_leaves(rank):
 
 def _optimal(total_DKH, learned):
     heads = geometry.in_canonical_gauge(total_DKH, learned.base_DJH.shape[1], learned.rank)
-    return geometry.optimal(heads, geometry.split(heads), geometry.split(learned))
+    return geometry.optimal(heads, geometry.split(heads), learned, geometry.split(learned).reads)
 
 
 def test_optimal_residuals():
@@ -190,6 +190,41 @@ def test_optimal_residuals():
     expected = geometry.lost(mean, R) / geometry.norms(less.total_DKH) ** 2
     np.testing.assert_allclose(found.with_mean_K, expected)
     assert (found.with_mean_K > 0).all() and (found.overlap_K < 1).all()
+
+
+def test_distance_from_the_best_residual():
+    """The truncated SVD of what differs from the mean, and the learned residual as it is."""
+    parts = _parts(J=1)
+    found = _optimal(parts.total_DKH, parts).distance_K
+    centred = parts.total_DKH - parts.total_DKH.mean(axis=1, keepdims=True)
+    best = np.empty_like(centred)
+    for k in range(K):
+        left, values, right = np.linalg.svd(centred[:, k], full_matrices=False)
+        best[:, k] = left[:, :R] * values[:R] @ right[:R]
+        expected = np.linalg.norm(parts.residual_DKH[:, k] - best[:, k])
+        assert found[k] == pytest.approx(expected / np.linalg.norm(best[:, k]))
+    assert (found > 0.1).all()
+    base = (parts.total_DKH - best).mean(axis=1, keepdims=True)
+    same = Parts(base, best, R)
+    np.testing.assert_allclose(_optimal(parts.total_DKH, same).distance_K, 0, atol=1e-12)
+    nothing = parts._replace(residual_DKH=0 * best)
+    np.testing.assert_allclose(_optimal(parts.total_DKH, nothing).distance_K, 1)
+    assert np.isnan(_optimal(nothing.total_DKH, nothing).distance_K).all()
+
+
+def test_unrelated_residuals_as_large_as_the_best():
+    """Their distance is sqrt(2) on average, as `Optimal` says."""
+    squares = []
+    for seed in range(150):
+        one, other = _parts(seed), _parts(seed + 1000)
+        heads = geometry.in_canonical_gauge(other.total_DKH, J, R)
+        best = [
+            r @ r.T @ heads.residual_DKH[:, k] for k, r in enumerate(geometry.split(heads).reads)
+        ]
+        size = geometry.norms(np.stack(best, axis=1)) / geometry.norms(one.residual_DKH)
+        one = one._replace(residual_DKH=one.residual_DKH * size[:, None])
+        squares.append(np.mean(_optimal(other.total_DKH, one).distance_K ** 2))
+    assert abs(np.mean(squares) - 2) < 4 * np.std(squares) / np.sqrt(len(squares)) < 0.1
 
 
 def test_which_mechanisms_have_residuals():

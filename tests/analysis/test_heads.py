@@ -13,6 +13,7 @@ from kvjax.attention import Attention
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests.conftest import random_values
+from tests.convert import workdirs
 
 D, BASE = 24, 100.0
 
@@ -108,3 +109,36 @@ def test_weights_that_are_not_finite_are_named(make_mechanism):
     weights["mechanism"]["base_key"][3, 2, 1] = np.nan
     with pytest.raises(UserError, match=r"weights of keys are not finite, of heads \[2\]"):
         heads_lib.read(weights, config, D, BASE)
+
+
+def _model(config):
+    return workdirs.Made(workdirs.config("nanochat", config))
+
+
+def test_only_attention_is_read(make_mechanism, monkeypatch):
+    model = _model(make_mechanism("mha"))
+    read, asked = model.read, []
+    monkeypatch.setattr(model, "read", lambda path, *at: (asked.append(path), read(path, *at))[1])
+    heads_lib.of_layer(model, 1)
+    assert asked and all(path[2] == "attention" for path in asked)
+
+
+def test_check_reads_no_weights(make_mechanism, mechanism_name, monkeypatch):
+    """And refuses what reading would; a layer that is not asked for may be anything."""
+    plain = make_mechanism("mha")
+    for norm in ("none", "rms", "rms_gain"):
+        config = make_mechanism(mechanism_name, qk_norm=norm)
+        model = _model([plain, config, config])
+        try:
+            heads_lib.of_layer(model, 1)
+            said = None
+        except UserError as error:
+            said = str(error)
+        monkeypatch.setattr(model, "read", None)
+        if said is None:
+            heads_lib.check(model)
+            continue
+        with pytest.raises(UserError) as refused:
+            heads_lib.check(model)
+        assert str(refused.value) == said and said.startswith("layer 1 of made: ")
+        heads_lib.check(model, [0])

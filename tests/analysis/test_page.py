@@ -35,7 +35,6 @@ def drawings() -> dict[str, str]:
     stages = ("early, layer 0", "middle, layer 15", "late, layer 29")
     maps = lambda *shape: {f"layer {i}": r.random(shape[1:]) for i in range(shape[0])}
     triangle = np.where(np.tri(48) > 0, 1.0, np.nan)
-    ranks = lambda: {"ours": r.uniform(40, 99), "the paper": r.uniform(40, 99)}
     return {
         "Curves over layers": draw.lines(
             {name: walk(30) for name in ("uncentered", "centered", "centered, of H - 1")},
@@ -63,12 +62,6 @@ def drawings() -> dict[str, str]:
             y="error",
             log_x=True,
             log_y=True,
-        ),
-        "Bars": draw.bars(
-            {name: ranks() for name in ("MHA", "GQA", "LRKV")}, y="effective rank, %"
-        ),
-        "Many bars": draw.bars(
-            {f"LRKV, seed {i}, rank 46": ranks() for i in range(9)}, y="rank, %"
         ),
         "One matrix": draw.heatmaps(
             {"cosine": r.uniform(-1, 1, (3, 3))}, x="head", y="head", low=-1, high=1, bar="cosine"
@@ -217,7 +210,9 @@ def test_what_it_is_given_is_escaped(html, tree):
     assert "LRKV &lt;64&gt; &amp; &quot;co&quot;" in html
     hostile = "</title></style></script><script>alert(1)</script>\"' onload=x"
     text = Text(hostile, hostile, hostile)
-    figure = Figure(hostile, draw.bars({hostile: {"a": 1.0}}, y=hostile), hostile, text)
+    figure = Figure(
+        hostile, draw.lines({hostile: ((0, 1), (0, 1))}, x=hostile, y=hostile), hostile, text
+    )
     table = Table(hostile, [Column(hostile)], [(hostile,)], text)
     section = Section(hostile, hostile, hostile, [figure], [table], {})
     found = _Tree(page.page(hostile, hostile, [section], {hostile: hostile}))
@@ -239,7 +234,9 @@ def test_figures_are_told_in_words(tree):
 
 
 def test_a_sentence_that_there_is_none_of_leaves_nothing():
-    figure = Figure("t", draw.bars({"a": {"b": 1.0}}, y="y"), "", Text("Shown.", "Read."))
+    figure = Figure(
+        "t", draw.lines({"a": ((0, 1), (0, 1))}, x="x", y="y"), "", Text("Shown.", "Read.")
+    )
     html = page.page("t", "", [Section("s", "S", "", [figure], [], {})], {})
     assert "The paper." not in html and "<p></p>" not in html and 'class="lead"' not in html
 

@@ -75,6 +75,8 @@ def test_diversity_has_the_numbers_of_every_layer():
         assert found["share"] == plain.share
         assert found["centred_share_of_possible"] == plain.centred_share_of_possible
         assert found["similarity"] == plain.similarity_NN.tolist()
+        assert found["gram"] == plain.gram_NN.tolist() != found["similarity"]
+        assert data["key_with_rope"][index]["gram"] == turning.gram_NN.tolist()
         assert found["components"]["0.9"] == plain.components()
         assert data["key_with_rope"][index]["share"] == turning.share != plain.share
         assert data["value"][index]["rank"] == diversity.of_layer(heads, "value").rank
@@ -112,12 +114,78 @@ def test_one_head_has_no_diversity():
     _well_formed(projections_report.section(_made(one), NOTHING))
 
 
+UNLIKE = dict(  # a model, one beside it, and which reports have nothing for them
+    one_head=(grouped(1, 1, num_heads=1), None, {"diversity"}),
+    one_head_beside=(grouped(4, 4), grouped(1, 1, num_heads=1), {"diversity"}),
+    not_linear=(
+        grouped(4, 1, 3, rope="shared", qk_norm="rms_gain"),
+        None,
+        {"diversity", "projections"},
+    ),
+    not_linear_beside=(
+        grouped(4, 4),
+        grouped(4, 1, 3, rope="shared", qk_norm="rms_gain"),
+        {"diversity", "geometry"},
+    ),
+)
+
+
+@pytest.mark.parametrize("report", REPORTS)
+@pytest.mark.parametrize("case", UNLIKE)
+def test_what_a_report_has_nothing_for_is_refused_before_weights_are_read(
+    report, case, monkeypatch
+):
+    mechanism, other, refusing = UNLIKE[case]
+    models = [_made(mechanism), other and _made(other, name="other")]
+    request = Request({}, (), beside=models[1])
+    with monkeypatch.context() as patched:
+        patched.setattr(workdirs.Made, "read", None)
+        if report in refusing:
+            with pytest.raises(UserError, match=f"layer 0 of {'other' if other else 'made'}"):
+                REPORTS[report].check(models[0], request)
+        else:
+            REPORTS[report].check(models[0], request)
+    if report not in refusing:
+        _well_formed(REPORTS[report].section(models[0], request))
+
+
+def test_snapshots_of_heads_without_matrices_have_no_diversity():
+    model = _made(grouped(4, 1, 3, rope="shared", qk_norm="rms_gain"))
+    section = geometry_report.section(model, Request({}, (), snapshots=[(0, model), (5, model)]))
+    _well_formed(section)
+    assert section.data["snapshots"][0]["share"] is None
+    assert section.data["snapshots"][0]["key_total_norm"] > 0
+
+
+def test_levels_of_n_heads_are_there_for_models_of_one_n():
+    """Words are of each model's own."""
+    two = grouped(2, 2, num_heads=2)
+    same, other, mixed = (
+        diversity_report.section(_model("mha"), Request({}, (), beside=_made(mechanism)))
+        for mechanism in (grouped(2, 2), two, [two, grouped(4, 4), two])
+    )
+    levels = lambda section: [
+        name
+        for figure in section.figures[:3]
+        for name in ("most possible of N", "N", "N - 1")
+        if f">{name}</text>" in figure.svg
+    ]
+    assert levels(same) == ["most possible of N", "N", "N - 1"]
+    assert not levels(other) and not levels(mixed)
+    assert "mha: 4 heads; made (beside): 2 heads" in other.figures[2].alternative
+    assert "mha: 4 heads; made (beside): 2 or 4 heads" in mixed.figures[2].alternative
+    assert "4 heads in 3 layers" in other.lead and "2 heads in 3 layers" in other.lead
+    rows = {row[0]: row[3] for row in mixed.tables[0].rows if row[2] == "here"}
+    assert rows["mha"] == 4 and rows["made (beside)"] == "2 or 4 heads"
+    assert mixed.tables[0].shown()
+
+
 def test_a_head_that_does_nothing_is_named():
     model = _model("mha")
     model.weights["segments", 0, "attention", "mechanism", "query"][1, :, 2] = 0
     section = diversity_report.section(model, NOTHING)
     _well_formed(section)
-    assert "Heads with a form of zeros: 1;" in section.lead
+    assert "Heads whose form is zero: 1;" in section.lead
     assert [row[-1] for row in section.tables[1].rows] == [None, "2", None]
 
 
@@ -161,12 +229,15 @@ def test_geometry_has_the_numbers_of_every_layer_and_head():
             assert found["overlap"] == raw.overlap_K.tolist() != found["random_overlap"]
             assert found["canonical_overlap"] == mean.overlap_K.tolist()
             assert found["angles"] == [angles.tolist() for angles in raw.angles]
-            own = geometry.optimal(each.canonical(), mean, raw)
+            own = geometry.optimal(each.canonical(), mean, each, raw.reads)
             there = geometry.in_canonical_gauge(whole[name], 2, 3)
-            other = geometry.optimal(there, geometry.split(there), raw)
+            other = geometry.optimal(there, geometry.split(there), each, raw.reads)
             assert found["lost_with_mean"] == own.with_mean_K.tolist()
             assert found["beside_lost_alone"] == other.alone_K.tolist()
             assert found["beside_best_overlap"] == other.overlap_K.tolist()
+            assert found["best_distance"] == own.distance_K.tolist()
+            assert found["beside_best_distance"] == other.distance_K.tolist()
+            assert found["random_best_distance"] != found["best_distance"]
             assert found["beside_norm"] == geometry.norms(whole[name]).tolist()
         row = section.tables[0].rows[index]
         norm_K = geometry.norms(parts["key"].total_DKH)

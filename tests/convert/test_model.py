@@ -1,6 +1,7 @@
 """A model read from a workdir and from a conversion: the same weights, the same logits."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -27,6 +28,40 @@ def test_a_workdir_with_values_that_are_not_finite(tmp_path):
     source.read(path, 0)
     with pytest.raises(UserError, match="segments.0.mlp.up has 2 of 480 values that are not fin"):
         source.read(path, 1)
+
+
+def test_a_damaged_checkpoint_names_the_parameter(tmp_path):
+    """As a UserError, which commands show without a traceback."""
+    block, mechanism, _ = workdirs.MODELS["gqa"]
+    workdir = workdirs.write(tmp_path / "out", workdirs.config(block, mechanism))
+    source = model_lib.open(str(workdir))
+    paths = list(source.parameters())
+    for file in (tmp_path / "out/checkpoints").rglob("*"):
+        if file.is_file() and file.parent.name == "d" and file.stat().st_size > 1000:
+            content = np.frombuffer(file.read_bytes(), np.uint8).copy()
+            content[::50] ^= 16
+            file.write_bytes(content.tobytes())
+    refused = []
+    for path in paths:
+        try:
+            source.read(path, 1 if path[0] == "segments" else None)
+        except UserError as error:
+            refused.append(path)
+            named = re.escape(".".join(map(str, path)))
+            said = rf"{re.escape(str(workdir))}/checkpoints/0/state: {named} cannot be read \(.+\)"
+            assert re.match(said + ": restore its files", str(error))
+    assert refused
+
+
+def test_a_part_of_a_layer_is_read_alone(monkeypatch):
+    block, mechanism, _ = workdirs.MODELS["lrkv"]
+    model = workdirs.Made(workdirs.config(block, mechanism))
+    whole, read, asked = model_lib.read_layer(model, 2)["attention"], model.read, []
+    monkeypatch.setattr(model, "read", lambda path, *at: (asked.append(path), read(path, *at))[1])
+    found = model_lib.read_layer(model, 2, "attention", "mechanism")
+    assert found.keys() == whole["mechanism"].keys() and len(asked) == len(found)
+    for name, weight in found.items():
+        np.testing.assert_array_equal(weight, whole["mechanism"][name])
 
 
 def test_a_workdir_is_what_was_published(imported):

@@ -37,7 +37,7 @@ def check(model: Model, request: Request) -> None:
             )
         if mechanism.query_dim < 2:
             raise UserError("keys of one channel: there is nothing to leave out of them")
-        heads_lib.of_layer(model, model.transformer.mechanisms.index(mechanism))
+    heads_lib.check(model)
 
 
 def section(model: Model, request: Request) -> Section:

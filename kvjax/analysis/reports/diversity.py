@@ -36,17 +36,21 @@ PUBLISHED = (
 )
 
 
+def check(model: Model, request: Request) -> None:
+    """Raises a UserError for heads of which there is one only, or that have no matrices (see
+    `heads.read`)."""
+    for one in _models(model, request).values():
+        diversity_by_layer.check(one)
+
+
 def section(model: Model, request: Request) -> Section:
     """How different the heads of each layer are, by their bilinear forms.
 
     Raises:
-      UserError: heads of which there is one only, or that have no matrices (see `heads.read`).
+      UserError: see `check`; weights that are not finite.
     """
-    models = {model.name: model}
-    if request.beside is not None:
-        models[f"{request.beside.name} (beside)"] = request.beside
-    for one in models.values():
-        diversity_by_layer.check(one)
+    check(model, request)
+    models = _models(model, request)
     found = [diversity_by_layer.of_model(label, one) for label, one in models.items()]
     return Section(
         name="diversity",
@@ -61,6 +65,12 @@ def section(model: Model, request: Request) -> Section:
     )
 
 
+def _models(model: Model, request: Request) -> dict[str, Model]:
+    """What is compared, by what figures and tables call it."""
+    beside = request.beside
+    return {model.name: model} | ({f"{beside.name} (beside)": beside} if beside else {})
+
+
 # -- figures ---------------------------------------------------------------------------------------
 
 
@@ -71,6 +81,10 @@ def _percent(layers: Sequence[Diversity], name: str) -> list[float]:
 def _prefixes(found: list[Found]) -> list[tuple[str, Found]]:
     """What stands before the name of a series: which model's it is, if there are two."""
     return [(f"{one.label}: " if len(found) > 1 else "", one) for one in found]
+
+
+def _heads(one: Found) -> str:
+    return f"{' or '.join(map(str, one.num_heads))} heads"
 
 
 def _over_layers(series: dict[str, list[float]]) -> dict[str, tuple[list[int], list[float]]]:
@@ -94,7 +108,9 @@ def _rank_figures(found: list[Found]) -> list[Figure]:
             plain[f"{of}with RoPE"] = _percent(one.turning, "share")
             name = f"{of}with RoPE, % of N - 1"
             centred[name] = _percent(one.turning, "centred_share_of_possible")
-    N = found[0].plain[0].num_heads
+    counts = {N for one in found for N in one.num_heads}
+    (N,) = counts if len(counts) == 1 else (None,)  # without one there are no levels
+    heads = "; ".join(f"{of}{_heads(one)}" for of, one in _prefixes(found))
     rope = (
         " With RoPE: similarities are means over relative positions from 0 to the length that the "
         "model was trained on; the paper leaves positions out."
@@ -123,7 +139,7 @@ def _rank_figures(found: list[Found]) -> list[Figure]:
                 _over_layers(centred),
                 x="layer",
                 y="% of heads",
-                level={"most possible of N": 100 * (N - 1) / N},
+                level={"most possible of N": 100 * (N - 1) / N} if N else {},
             ),
             f"Percent by layer. {_words(centred)}",
             Text(
@@ -139,9 +155,12 @@ def _rank_figures(found: list[Found]) -> list[Figure]:
         Figure(
             "Both effective ranks, layer by layer",
             draw.lines(
-                _over_layers(both), x="layer", y="effective rank", level={"N": N, "N - 1": N - 1}
+                _over_layers(both),
+                x="layer",
+                y="effective rank",
+                level={"N": N, "N - 1": N - 1} if N else {},
             ),
-            f"Effective rank by layer, of {N} heads. {_words(both, digits='.2f')}",
+            f"Effective rank by layer; {heads}. {_words(both, digits='.2f')}",
             Text(
                 "Effective ranks as numbers of heads, before and after the mean is taken away.",
                 "Where the upper curve drops and the lower does not, heads share one common form "
@@ -252,7 +271,7 @@ def _value_figure(found: list[Found]) -> Figure:
 def _published_table(found: list[Found]) -> Table:
     rows = []
     for one in found:
-        N = one.plain[0].num_heads
+        N = one.num_heads[0] if len(one.num_heads) == 1 else _heads(one)
         kinds = {"": one.plain} | ({", with RoPE": one.turning} if one.turning else {})
         for suffix, layers in kinds.items():
             means = [
@@ -301,7 +320,7 @@ def _layer_table(one: Found) -> Table:
         Column("mean similarity", ".3f"),
         Column("with RoPE, % of N", ".1f"),
         Column("with RoPE, centred, % of N - 1", ".1f"),
-        Column("heads of nothing"),
+        Column("heads whose form is zero"),
     ]
     rows = []
     for index, each in enumerate(one.plain):
@@ -318,8 +337,8 @@ def _layer_table(one: Found) -> Table:
         rows,
         Text(
             f"The numbers of the figures for each layer of {one.label} ({one.mechanism}).",
-            "Components are principal components of the heads' forms about their mean. Heads of "
-            "nothing have a form of zeros and count as no direction.",
+            "Components are principal components of the heads' forms about their mean. Heads whose "
+            "form is zero count as no direction.",
         ),
     )
 
@@ -327,17 +346,16 @@ def _layer_table(one: Found) -> Table:
 def _lead(found: list[Found]) -> str:
     said = []
     for one in found:
-        N = one.plain[0].num_heads
         share = np.mean(_percent(one.plain, "share"))
         possible = np.mean(_percent(one.plain, "centred_share_of_possible"))
         said.append(
-            f"In {one.label} ({one.mechanism}, {N} heads in {one.num_layers} layers) heads fill "
-            f"{share:.1f} % of N directions on average, and {possible:.1f} % of the N - 1 that are "
-            "possible around their mean."
+            f"In {one.label} ({one.mechanism}, {_heads(one)} in {one.num_layers} layers) heads "
+            f"fill {share:.1f} % of N directions on average, and {possible:.1f} % of the N - 1 "
+            "that are possible around their mean."
         )
         silent = sum(len(each.nothing) for each in one.plain)
         if silent:
-            said.append(f"Heads with a form of zeros: {silent}; the table names them.")
+            said.append(f"Heads whose form is zero: {silent}; the table names them.")
     return (
         "Do heads of a layer compute different attention logits? Each head's form W_Q W_Kᵀ is "
         "compared with the others'; no text is involved. " + " ".join(said)

@@ -25,6 +25,12 @@ from kvjax.analysis.words import stages
 from kvjax.convert.model import Model
 
 
+def check(model: Model, request: Request) -> None:
+    """Raises a UserError for heads that have no matrices (see `heads.read`), of the model beside
+    or of layers without residuals: those of LRKV are read from its factors."""
+    geometry_by_layer.check(model, request.beside)
+
+
 def section(model: Model, request: Request) -> Section:
     """Norms of keys and values; of mechanisms with residuals, their geometry.
 
@@ -40,7 +46,7 @@ def section(model: Model, request: Request) -> Section:
     if apart:
         figures += [_cosine_figure(layers), _overlap_figure(layers), _angle_figure(layers)]
         figures += [_optimal_figure(layers, name, beside) for name in there]
-        figures += [_best_figure(layers, beside)]
+        figures += [_best_figure(layers, beside), _distance_figure(layers, beside)]
     return Section(
         name="geometry",
         title="Bases and residuals",
@@ -241,6 +247,29 @@ def _best_figure(layers: Layers, beside: str | None) -> Figure:
     )
 
 
+def _distance_figure(layers: Layers, beside: str | None) -> Figure:
+    wanted = {f"{name}s": (name, "best_distance") for name in PARTS}
+    wanted["random factors"] = ("key", "random_best_distance")
+    if beside:
+        wanted |= {f"{name}s, {beside}": (name, "beside_best_distance") for name in PARTS}
+    svg, words = _drawn(layers, wanted, y="distance over the best's norm")
+    return Figure(
+        "Distance of learned residuals from the best of their rank",
+        svg,
+        f"Relative distances by layer, means over heads. {words}",
+        Text(
+            "The Frobenius norm of what differs between a head's learned residual and the best "
+            "residual of rank R about the mean of the heads (a truncated SVD), over the norm of "
+            "the best.",
+            "0: training found the truncated SVD; 1: the difference is as large as the best "
+            "itself; more: the learned one is larger, or is another. A part that all residuals "
+            "have in common counts, though it could as well stand in the base. Of another model "
+            "the caution of the figure before applies.",
+            "LRKV section 6.3 announces this comparison with MHA's truncated SVD and shows none.",
+        ),
+    )
+
+
 # -- table and words -------------------------------------------------------------------------------
 
 
@@ -261,6 +290,7 @@ def _table(layers: Layers, name: str, apart: bool) -> Table:
             "lost_alone": ("lost without base", ".3f"),
             "lost_with_mean": ("lost with the mean", ".3f"),
             "best_overlap": ("overlap with the best", ".3f"),
+            "best_distance": ("distance from the best", ".2f"),
         }
     spread = {"total_norm", "residual_norm", "cosine", "canonical_cosine"} & set(shown)
     columns, rows = [Column("layer", "d"), *([Column("rank", "d")] if apart else [])], []
@@ -286,7 +316,8 @@ def _table(layers: Layers, name: str, apart: bool) -> Table:
         Text(
             "Means over heads of the numbers in the figures, and standard deviations over heads.",
             "Norms are Frobenius norms of a head's D x H matrix; overlaps are mean squared cosines "
-            "of principal angles; losses are shares of the squared norm.",
+            "of principal angles; losses are shares of the squared norm, distances from the best "
+            "residual of its norm.",
         ),
     )
 

@@ -27,8 +27,7 @@ from kvjax.convert.model import Model
 def check(model: Model, request: Request) -> None:
     """Raises a UserError for heads that have no matrices (see `heads.read`)."""
     del request
-    for mechanism in dict.fromkeys(model.transformer.mechanisms):
-        heads_lib.of_layer(model, model.transformer.mechanisms.index(mechanism))
+    heads_lib.check(model)
 
 
 def section(model: Model, request: Request) -> Section:

@@ -46,6 +46,12 @@ class _Layer:
     possible: dict[str, int]
 
 
+def check(model: Model, request: Request) -> None:
+    """Raises a UserError for heads that have no matrices (see `heads.read`)."""
+    del request
+    heads_lib.check(model)
+
+
 def section(model: Model, request: Request) -> Section:
     """Likeness of the query, key and value projections of each layer, and their effective ranks.
 
@@ -111,7 +117,7 @@ def _mean(values: list[float | None]) -> float | None:
     return float(np.mean(there)) if there else None
 
 
-def _curves(series: dict[str, list[float | None]], y: str, digits: str, **how) -> tuple[str, str]:
+def _curves(series: dict[str, list[float | None]], y: str, digits: str) -> tuple[str, str]:
     """The figure of curves over layers, and in words."""
     there = {k: ys for k, ys in series.items() if any(value is not None for value in ys)}
     over_layers = {k: (list(range(len(ys))), ys) for k, ys in there.items()}
