@@ -43,11 +43,12 @@ _BENCHMARKS = (
     *("decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
     *("input_benchmark", "train_benchmark"),
 )
-ROOMS = dict.fromkeys(("conversion", "tiny_comparison"), "studies")
+_STUDIES = ("conversion", "head_diversity", "logit_spectra", "tiny_comparison")
+ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("conversion", "figures", "scaling_table")
+_OTHERS = ("conversion", "figures", "head_diversity", "logit_spectra", "scaling_table")
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
 SAVING = tuple(n for n in WITH_TABLES if n not in ("input_benchmark", "parameter_table"))
 BAD = (  # command, options, what the line says
@@ -118,6 +119,10 @@ BAD = (  # command, options, what the line says
     ("data_preparation", "--megabytes=1", "--megabytes = 1: must be at least 10 and"),
     ("data_preparation", "--workers=0", "--workers = 0: must be at least 1"),
     ("data_preparation", "--vocab_size=9", "--vocab_size = 9: must be at least 257"),
+    ("head_diversity", "--seeds=0", "--seeds = 0: must be at least 1"),
+    ("head_diversity", "--steps=x", "--steps=x: must be a whole number"),
+    ("head_diversity", "--mechanisms=mha,lkrv", "did you mean 'lrkv'?"),
+    ("head_diversity", "--runs=/dev/null/x", "--runs = '/dev/null/x': must be a folder"),
     ("input_benchmark", "--batch_size=0", "--batch_size = 0: must be at least 1"),
     ("input_benchmark", "--sequence_length=0", "--sequence_length = 0: must be at least 1"),
     ("input_benchmark", "--batch_size=1000000", "bytes, which are not enough for one batch"),
@@ -125,6 +130,10 @@ BAD = (  # command, options, what the line says
     ("input_benchmark", "--seconds=nan", "--seconds = nan: must be from 0.1 to 3600"),
     ("input_benchmark", "--seconds=inf", "--seconds = inf: must be from 0.1 to 3600"),
     ("input_benchmark", "--seconds=long", "--seconds=long: must be a number"),
+    ("logit_spectra", "--models=smollm3", "did you mean 'smollm2'?"),
+    ("logit_spectra", "--passages=0", "--passages = 0: must be at least 1"),
+    ("logit_spectra", "--out=", "--out= is empty"),
+    ("logit_spectra", "--models=whisper --whisper=no --out=no", "--whisper = 'no': is not there"),
     ("scaling_table", "--only=mha*", "--only=mha*: is of --compile"),
     ("scaling_table", "--check --compile", "--check --compile: give one of them"),
     ("tiny_comparison", "--seeds=0", "--seeds = 0: must be at least 1"),

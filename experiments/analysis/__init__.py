@@ -1,0 +1,1 @@
+"""What studies of trained attention share: numbers of a run, several seeds, Whisper's layers."""

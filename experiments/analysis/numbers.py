@@ -1,0 +1,145 @@
+"""What the reports of `kvjax.analysis` measure of a model, as one number each.
+
+Means over layers, heads or pairs of heads, on the held-out parts of both embedded books. Texts are
+read in windows of the length that the model was trained on.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvjax.analysis import behaviour_measurements
+from kvjax.analysis import diversity_by_layer
+from kvjax.analysis import geometry_by_layer
+from kvjax.analysis import key_measurements
+from kvjax.analysis import key_results
+from kvjax.analysis import key_ways
+from kvjax.analysis import logit_measurements
+from kvjax.analysis import logit_results
+from kvjax.analysis import reports
+from kvjax.analysis import texts as texts_lib
+from kvjax.analysis.request import Request
+from kvjax.convert.model import Model
+from kvjax.foundation.errors import UserError
+
+Numbers = dict[str, float]  # by name; what a model has nothing for is not there
+
+# Of `diversity.Diversity`, in percent.
+_PERCENT = ("share", "centred_share", "centred_share_of_possible")
+_GEOMETRY = ("total_norm", "base_norm", "residual_norm", "cosine", "overlap", "canonical_overlap")
+_STATISTICS = ("entropy", "first", "previous", "distance", "induction", "content")
+
+
+def texts(model: Model) -> dict[str, np.ndarray]:
+    """The [T] tokens of each text."""
+    return texts_lib.tokens(texts_lib.sources(texts_lib.EMBEDDED), model, model.context)
+
+
+def of_model(model: Model, *, trained: bool = True) -> Numbers:
+    """All of them.
+
+    Args:
+      trained: False: without what cutting keys costs, which says nothing of a model that
+        predicts nothing.
+
+    Raises:
+      UserError: weights or activations that are not finite.
+    """
+    request = Request(texts(model), (model.context,))
+    found: Numbers = {}
+    for of in (diversity, geometry, logits, behaviour, *((compression,) if trained else ())):
+        found |= _if_there(of, model, request)
+    return {name: float(x) for name, x in found.items() if np.isfinite(x)}
+
+
+def _if_there(of: Callable[[Model, Request], Numbers], model: Model, request: Request) -> Numbers:
+    """Nothing of a model that the report of that name refuses."""
+    try:
+        getattr(reports.module(of.__name__), "check", lambda *_: None)(model, request)
+    except UserError:
+        return {}
+    return of(model, request)
+
+
+def diversity(model: Model, _: Request) -> Numbers:
+    """Effective ranks of heads' forms in percent, of keys, of keys with RoPE, and of values."""
+    found = diversity_by_layer.of_model(model.name, model)
+    kinds = {"": found.plain, "_with_rope": found.turning, "_of_values": found.values}
+    numbers = {}
+    for suffix, layers in kinds.items():
+        for name in _PERCENT if layers else ():
+            numbers[name + suffix] = _mean(100 * getattr(one, name) for one in layers)
+    numbers["mean_similarity"] = _mean(one.mean_similarity for one in found.plain)
+    numbers["components"] = _mean(one.components() for one in found.plain)
+    by_layer = {f"share_layer_{i}": 100 * one.share for i, one in enumerate(found.plain)}
+    return numbers | by_layer
+
+
+def geometry(model: Model, _: Request) -> Numbers:
+    """Norms of keys; of residuals beside a base how much they share with it."""
+    layers = geometry_by_layer.of_model(model)
+    numbers = {}
+    for name in _GEOMETRY:
+        heads = [geometry_by_layer.measured(layer["key"], name) for layer in layers]
+        if (all_heads := np.concatenate(heads)).size:
+            numbers[f"key_{name}"] = float(all_heads.mean())
+    return numbers
+
+
+def logits(model: Model, request: Request) -> Numbers:
+    """Components for 90 % of the energy of M and E, medians of heads and texts; M's over E's."""
+    measured = logit_measurements.measure(model, request.texts, request.lengths)
+    found = logit_results.Results(model.name, request, measured)
+    kinds = {
+        "components_of_m": (logit_measurements.WEIGHTS, 0),
+        "components_of_e": (logit_measurements.FIELD, found.at),
+        "components_of_e_causal": (logit_measurements.CAUSAL, found.at),
+        "components_of_e_without_rope": (logit_measurements.PLAIN, found.at),
+    }
+    numbers = {
+        name: found.median(kind) for name, kind in kinds.items() if kind in measured.energies
+    }
+    for name in ("e", "e_causal"):
+        numbers[f"m_over_{name}"] = numbers["components_of_m"] / numbers[f"components_of_{name}"]
+    return numbers | dict(key_channels=float(measured.key_dim))
+
+
+def compression(model: Model, request: Request) -> Numbers:
+    """Perplexity added, in percent, by keys of half their rank in all layers."""
+    longest = max(request.lengths)
+    measured = key_measurements.measure(model, request.texts, longest, longest)
+    found = key_results.Results(model.name, request, measured)
+    ways = {
+        "half_rank_by_weights": key_ways.WEIGHTS,
+        "half_rank_by_all_weights": key_ways.JOINT,
+        "half_rank_by_text": key_ways.CALIBRATED,
+        "half_rank_of_context": key_ways.CONTEXT,
+    }
+    times = {
+        name: found.times((way, found.at_weights), found.half)
+        for name, way in ways.items()
+        if (way, found.at_weights) in measured.errors
+    }
+    return {name: 100 * (one.times - 1) for name, one in times.items() if one}
+
+
+def behaviour(model: Model, request: Request) -> Numbers:
+    """How different heads' patterns and outputs are, and where they attend."""
+    found = behaviour_measurements.measure(model, request.texts, max(request.lengths), request.seed)
+    pairs = dict(divergence="divergence_NN", divergence_behind_first="without_first_NN")
+    pairs["cka_of_outputs"] = "outputs_NN"
+    numbers = {
+        name: _mean(np.concatenate([one.pairs(getattr(one, of)) for one in found.layers]))
+        for name, of in pairs.items()
+    }
+    for name in _STATISTICS:
+        numbers[name] = _mean(np.concatenate(found.statistic(f"{name}_N")))
+    return numbers
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Of those that are numbers."""
+    found = np.asarray(list(values), np.float64)
+    found = found[np.isfinite(found)]
+    return float(found.mean()) if found.size else float("nan")

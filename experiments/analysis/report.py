@@ -1,0 +1,73 @@
+"""The report of `python -m kvjax.analysis` on a model that no folder and no file holds."""
+
+from collections.abc import Mapping
+import json
+import math
+import pathlib
+import time
+
+from etils import epath
+import numpy as np
+
+from kvjax.analysis import page
+from kvjax.analysis import reports
+from kvjax.analysis.request import Request
+from kvjax.convert.model import Model
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import provenance
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import write_atomically
+
+HTML, JSON = "report.html", "report.json"  # as the command has them
+
+
+def write(model: Model, request: Request, folder: pathlib.Path, lead: str) -> None:
+    """Every report that the model has something for, as report.html and report.json.
+
+    Args:
+      lead: what stands above them: what the model is.
+    """
+    sections, seconds = {}, {}
+    for name in reports.there():
+        module = reports.module(name)
+        try:
+            getattr(module, "check", lambda *_: None)(model, request)
+        except UserError as error:
+            command_line.say(f"without {name}: {error}")
+            continue
+        begun = time.monotonic()
+        with progress.waiting(f"{name} of {model.name}"):
+            sections[name] = module.section(model, request)
+        seconds[name] = f"{time.monotonic() - begun:.1f}"
+    made = provenance.provenance("matplotlib", "scipy")
+    about = {
+        "Model": model.name,
+        "Texts": {name: f"{len(tokens_T):,} tokens" for name, tokens_T in request.texts.items()},
+        "Lengths": ", ".join(f"{length:,}" for length in request.lengths) + " tokens",
+        "Seconds": seconds,
+        "Command": made["command"],
+        "Date": made["date"],
+        "Commit": made["commit"],
+        "Machine": f"{made['machine']}; {made['devices']}",
+        "Versions": {"python": made["python"]} | made["packages"],
+    }
+    said = {
+        name: dict(title=one.title, lead=one.lead, data=one.data) for name, one in sections.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    html = page.page(f"Attention in {model.name}", lead, list(sections.values()), about)
+    write_atomically(epath.Path(folder / HTML), html)
+    text = json.dumps(_plain(dict(about=about, reports=said))) + "\n"
+    write_atomically(epath.Path(folder / JSON), text)
+
+
+def _plain(data):
+    """As JSON has it: null for what is no number."""
+    if isinstance(data, Mapping):
+        return {str(key): _plain(value) for key, value in data.items()}
+    if isinstance(data, np.ndarray | np.generic):
+        data = data.tolist()
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

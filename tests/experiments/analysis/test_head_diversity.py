@@ -1,0 +1,141 @@
+"""The study of head diversity: what it trains, keeps and says, on made-up runs."""
+
+import json
+
+from etils import epath
+import pytest
+
+from experiments import record
+from experiments.analysis import numbers as numbers_lib
+from experiments.studies import head_diversity
+from experiments.studies import tiny_comparison
+from experiments.studies.head_diversity import Run
+from kvjax.foundation import command_line
+from tests import runs
+
+# Of seed 0, not centred: in the paper's order at 2.5B but for MLA.
+SHARES = dict(mha=99.0, lrkv=98.0, gqa=95.0, mqa=90.0, mla=99.5)
+
+
+def _made(mechanism, seed=0, drift=0.0):
+    """Seeds differ by more than mechanisms do; differences between mechanisms hardly."""
+    share = SHARES[mechanism] - 9.0 * seed + drift
+    trained = dict(share=share, centred_share=0.7 * share, centred_share_of_possible=0.9 * share)
+    trained |= dict(components_of_m=20.0, half_rank_by_text=1.0 + seed)
+    untrained = {name: x + 0.5 for name, x in trained.items() if name != "half_rank_by_text"}
+    steps = {0: untrained, 4: trained}
+    return Run(bits_per_byte=2.0 + seed, trained=trained, untrained=untrained, steps=steps)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """A function of options: status, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    drift = dict(lrkv=(0.0, 0.2, 0.1))
+    of = lambda name, steps, seed, folder: _made(name, seed, drift.get(name, (0.0,) * 3)[seed])
+    monkeypatch.setattr(head_diversity, "run", of)
+
+    def run(*options):
+        status = command_line.status(head_diversity.main, options)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+FIVE = "--mechanisms=mha,lrkv,gqa,mqa,mla"
+
+
+def test_tables_fit_and_every_number_is_there(run):
+    status, out, err = run(FIVE)
+    assert status == 0, err
+    assert max(map(len, out.splitlines())) <= 80 and "nan" not in out
+    status, out, err = run(FIVE, "--json", "--markdown", "--save")
+    assert status == 0 and "|---" in err
+    found = json.loads(out)
+    assert found["name"] == "analysis/head_diversity" and found["seeds"] == [0, 1, 2]
+    saved = json.loads((record.RESULTS / "analysis" / "head_diversity.json").read_text())
+    assert saved["made_by"]["packages"]["jax"] and saved["runs"] == found["runs"]
+    of = found["estimates"]["lrkv"]["share"]
+    assert of["mean"] == pytest.approx(98.0 - 9.0 + 0.1)
+    assert of["against_mha"]["mean"] == pytest.approx(-0.9)
+    assert of["against_mha"]["half_interval"] == pytest.approx(0.2484, abs=1e-4)
+    assert of["half_interval"] > 20  # not paired, seeds hide it
+    assert found["estimates"]["mha"]["share"]["against_mha"] is None
+
+
+def test_the_papers_orders_are_held_to_the_runs(run):
+    found = json.loads(run(FIVE, "--json")[1])
+    verdicts = {
+        (one["scale"], one["first"], one["second"]): one["verdict"]
+        for one in found["orders"]
+        if one["measure"] == "share" and one["neighbours"]
+    }
+    assert verdicts == {
+        ("128M", "lrkv", "mha"): "the other way round",
+        ("128M", "mha", "gqa"): "as published",
+        ("128M", "gqa", "mla"): "the other way round",
+        ("128M", "mla", "mqa"): "as published",
+        ("2.5B", "mha", "lrkv"): "as published",
+        ("2.5B", "lrkv", "gqa"): "as published",
+        ("2.5B", "gqa", "mla"): "the other way round",
+        ("2.5B", "mla", "mqa"): "as published",
+    }
+    assert found["published"]["128M"]["share"]["lrkv"] == 96.2
+    assert found["published"]["2.5B"]["centred_share"]["gqa"] == 91.7
+
+
+def test_one_seed_tells_nothing_apart(run):
+    status, out, _ = run("--seeds=1", "--json", "--mechanisms=mha,lrkv")
+    found = json.loads(out)
+    assert status == 0 and found["estimates"]["lrkv"]["share"]["half_interval"] is None
+    assert {one["verdict"] for one in found["orders"]} == {"not told apart"}
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--seeds=0", "--seeds = 0: must be at least 1"),
+        ("--steps=0", "--steps = 0: must be at least 1"),
+        ("--mechanisms=mha,lkrv", "did you mean 'lrkv'?"),
+        ("--runs=", "--runs= is empty"),
+    ],
+)
+def test_bad_values(run, option, message):
+    status, out, err = run(option)
+    assert status == 2 and not out and message in err and err.count("\n") == 1
+
+
+def test_the_configs_are_those_of_the_comparison_with_snapshots():
+    found = head_diversity.config_of("lrkv", 8, 3)
+    expected = tiny_comparison.config_of("lrkv", 8, "joint")
+    assert found.train.seed == 3 and found.train.snapshot_every == 2
+    for name in ("seed", "snapshot_every"):
+        expected.train[name] = found.train[name]
+    assert found.to_dict() == expected.to_dict()
+
+
+def test_what_was_measured_is_kept(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(head_diversity, "_finished", lambda workdir, steps: True)
+    monkeypatch.setattr(head_diversity, "measure", lambda workdir: made.append(0) or _made("mha"))
+    (tmp_path / "mha_seed0_steps8_joint").mkdir()
+    for _ in range(2):
+        assert head_diversity.run("mha", 8, 0, epath.Path(tmp_path)) == _made("mha")
+    assert len(made) == 1
+
+
+@pytest.mark.slow
+def test_a_run_is_trained_once_and_measured_at_its_ends(monkeypatch, tmp_path):
+    config = runs.small_config(runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data"))
+    config.train.update(num_steps=4, snapshot_every=2)
+    monkeypatch.setattr(head_diversity, "config_of", lambda *_: config)
+    of_model = lambda model, trained=True: dict(trained=float(trained))
+    monkeypatch.setattr(numbers_lib, "of_model", of_model)
+    folder = epath.Path(tmp_path)
+    found = head_diversity.run("lrkv", 4, 0, folder)
+    assert sorted(found.steps) == [0, 2, 4] and 0 < found.steps[0]["share"] <= 100
+    assert found.trained == dict(trained=1.0) and found.untrained == dict(trained=0.0)
+    assert found.bits_per_byte > 0
+    monkeypatch.setattr(tiny_comparison, "run", None)  # it is finished
+    assert head_diversity.run("lrkv", 4, 0, folder) == found
