@@ -40,10 +40,11 @@ def warm(run, loaded, generator, monkeypatch):
     return run
 
 
-def test_one_prompt(run, loaded, generator):
+def test_one_prompt(run, loaded, generator, monkeypatch):
     status, out, err = run("--prompt=The king ", "--seed=3")
     result = generate(generator, loaded.tokenizer, ["The king "], num_tokens=6, seed=3)
     assert (status, out) == (0, f"The king {result.texts[0]}\n")
+    monkeypatch.setattr(generate_lib, "Generator", lambda *args, **options: generator)
     assert run("--prompt=The king ", "--seed=4")[1] != out
     assert re.fullmatch(
         r"kvjax: first token after [\d.,]+ ms, then [\d,]+ tokens/s \(without the [\d.]+ s of "
@@ -71,14 +72,14 @@ def test_text_appears_as_it_comes(warm, monkeypatch):
     assert pieces[0].startswith("The ") and len(pieces) >= 4
 
 
-def test_several_prompts_are_numbered(run, tmp_path):
+def test_several_prompts_are_numbered(warm, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes(b"two\r\n three words\n")
-    status, out, _ = run("--prompt=one", f"--prompt_file={file}")
+    status, out, _ = warm("--prompt=one", f"--prompt_file={file}")
     assert status == 0
     assert re.match(r"--- 1 ---\none.*\n--- 2 ---\ntwo.*\n--- 3 ---\n three words", out, re.S)
     assert "\r" not in out
-    alone = run("--prompt= three words")[1]
+    alone = warm("--prompt= three words")[1]
     assert out.endswith(f"--- 3 ---\n{alone}")
 
 
@@ -131,19 +132,21 @@ def test_a_text_ends_where_the_source_of_its_model_says(warm, loaded, monkeypatc
     assert warm("--prompt=The king ", "--temperature=0", "--no-end_at_special")[1] == free
 
 
-def test_beyond_the_context_of_training_there_is_a_warning(run):
+def test_beyond_the_context_of_training_there_is_a_warning(run, generator, monkeypatch):
     prompt = "--prompt=" + "x" * 22  # and BOS
-    assert len(run(prompt, "--num_tokens=10")[2].splitlines()) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(generate_lib, "Generator", lambda *args, **options: generator)
+        assert len(run(prompt, "--num_tokens=10")[2].splitlines()) == 1
     status, out, err = run(prompt, "--num_tokens=11")
     assert status == 0 and out.startswith("x" * 22)
     assert "a prompt of 23 tokens and 11 to generate go past the 32 tokens" in err
 
 
-def test_specials_in_a_prompt_are_told(run):
-    status, _, err = run("--prompt=<|bos|>a", "--num_tokens=2")
+def test_specials_in_a_prompt_are_told(warm):
+    status, _, err = warm("--prompt=<|bos|>a", "--num_tokens=2")
     assert status == 0
     assert "special tokens in a prompt are read as the characters they are made of: <|bos|>" in err
-    assert "special tokens" not in run("--prompt=<|bo|>", "--num_tokens=2")[2]
+    assert "special tokens" not in warm("--prompt=<|bo|>", "--num_tokens=2")[2]
 
 
 @pytest.mark.slow

@@ -76,6 +76,7 @@ def test_momentum_goes_from_start_to_end():
     np.testing.assert_allclose(steps, [0.85, 0.90, 0.95, 0.95], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_without_a_warm_up_momentum_is_the_final_one(make_mechanism):
     """From the first step: its update is that of a momentum that never was another."""
     config = _model(make_mechanism("lrkv"))
@@ -147,7 +148,7 @@ def test_every_block_matrix_has_muon_state_and_nothing_else_has(make_mechanism, 
     norms = dict(qk_norm="rms_gain", bias=True)
     config = _model(make_mechanism(mechanism_name, **norms))
     optimizer, _, weights, _ = _setup(config)
-    state = _leaves(optimizer.init(weights))
+    state = _leaves(jax.eval_shape(optimizer.init, weights))
     kinds = {names: _kind(names) for names in _leaves(weights)}
     assert set(kinds.values()) == {"embedding", "head", "vector", "matrix"}
     for names, kind in kinds.items():
@@ -191,11 +192,11 @@ def test_muon_is_optax_muon_where_they_agree(x64, per_head):
     )
     theirs = contrib.scale_by_muon(beta=0.0, weight_dimension_numbers=numbers)
     rng = np.random.default_rng(0)
-    zeros = {text: jnp.zeros(shapes[text]) for text in names}
+    zeros = {text: np.zeros(shapes[text]) for text in names}
     state, their_state, mean = ours.init(zeros), theirs.init(zeros), zeros
     update, their_update = jax.jit(ours.update), jax.jit(theirs.update)
     for _ in range(steps):
-        grads = {text: jnp.asarray(rng.standard_normal(shapes[text])) for text in names}
+        grads = {text: rng.standard_normal(shapes[text]) for text in names}
         mean = {text: beta * mean[text] + (1 - beta) * grads[text] for text in names}
         nesterov = {text: beta * mean[text] + (1 - beta) * grads[text] for text in names}
         updates, state = update(grads, state)
@@ -276,13 +277,14 @@ def test_cosine_schedule_with_warmup():
         learning_rate_schedule(OptimizerConfig(warmup_steps=1000), 1000)
 
 
+@functools.cache
 def _first_update(config, **options):
     optimizer, axes, weights, grads = _setup(config, **options)
     updates, state = _updated(optimizer, grads, weights)
     return _leaves(updates), _leaves(weights), _leaves(grads), _leaves(axes), state
 
 
-@pytest.mark.parametrize("family", quick.only(["lrkv", "mla"], FAMILIES))
+@pytest.mark.parametrize("family", quick.only(["lrkv"], FAMILIES))
 def test_first_update_of_the_recipe(make_mechanism, family):
     """AdamW steps by lr·sign(g); Muon's singular values are lr·sqrt(max(1, out/in))."""
     updates, _, grads, axes, _ = _first_update(_model(make_mechanism(family)))

@@ -16,6 +16,8 @@ from kvjax.convert import perplexity
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.model import decoder
+from tests import quick
+from tests.conftest import MECHANISMS
 from tests.convert import workdirs
 
 LENGTH = 11
@@ -87,11 +89,16 @@ def _check_plain(layer, *, rotates):
     assert differ == rotates
 
 
+@pytest.mark.parametrize(
+    "mechanism_name",
+    quick.only(("lrkv_gqa", "factored_joint", "mla_paper", "qk_tied_plus"), MECHANISMS),
+)
 def test_layers_are_those_of_the_model(make_mechanism, mechanism_name):
     """Of every mechanism: inputs, probabilities, outputs."""
     _check(_made(make_mechanism(mechanism_name)))
 
 
+@pytest.mark.slow
 def test_layers_of_other_blocks(other):
     """With a window; learned positions and biases; tokens that see those after them."""
     _check(other)
@@ -106,7 +113,9 @@ def test_mask_is_that_of_attention():
     assert Mask(causal=False).visible(3).all()
 
 
-@pytest.mark.parametrize("name", ["lrkv_by_layer", "mistral_lrkv", "gpt2_lrkv"])
+@pytest.mark.parametrize(
+    "name", quick.only(["lrkv_by_layer"], ["lrkv_by_layer", "mistral_lrkv", "gpt2_lrkv"])
+)
 def test_perplexity_with_plain_attention_is_the_models(name):
     block, mechanism, _ = workdirs.MODELS[name]
     model = workdirs.Made(workdirs.config(block, mechanism))

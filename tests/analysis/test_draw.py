@@ -83,6 +83,7 @@ def test_a_logarithmic_axis_without_numbers_above_zero_is_linear(numbers):
     assert "b" in _texts(level)
 
 
+@pytest.mark.slow
 def test_no_style_of_the_process_shows(drawn):
     """And none of ours stays, also where several are drawn at once."""
     with matplotlib.rc_context({"axes.linewidth": 5, "xtick.direction": "in"}):

@@ -10,6 +10,7 @@ from kvjax.analysis import heads as heads_lib
 from kvjax.analysis.geometry import Parts
 from kvjax.convert import model as model_lib
 from kvjax.foundation.errors import UserError
+from tests import quick
 from tests.convert import workdirs
 
 D, K, J, R, H = 16, 4, 2, 3, 6
@@ -27,7 +28,9 @@ def _model(name="lrkv_gqa", **keys):
     return workdirs.Made(workdirs.config(block, mechanism))
 
 
-@pytest.mark.parametrize("name", ("lrkv", "lrkv_gqa", "lrkv_bias", "mistral_lrkv"))
+@pytest.mark.parametrize(
+    "name", quick.only(("lrkv_gqa",), ("lrkv", "lrkv_gqa", "lrkv_bias", "mistral_lrkv"))
+)
 @pytest.mark.parametrize("norm", ("none", "rms", "rms_gain"))
 def test_parts_add_up_to_the_heads(name, norm):
     model = _model(name, qk_norm=norm)

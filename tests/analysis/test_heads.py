@@ -12,6 +12,8 @@ from kvjax.analysis import heads as heads_lib
 from kvjax.attention import Attention
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
+from tests import quick
+from tests.conftest import MECHANISMS
 from tests.conftest import random_values
 from tests.convert import workdirs
 
@@ -33,6 +35,7 @@ def _projected(mechanism, x_TD, at, base=BASE):
     return [np.asarray(x[0]) for x in (q_BTNH, *mechanism.keys_values(raw, positions))]
 
 
+@pytest.mark.parametrize("mechanism_name", quick.only(quick.KINDS, MECHANISMS))
 def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
     """Without norms and biases, at any distance, as the mechanism itself computes them."""
     config = make_mechanism(mechanism_name, qk_norm="none")
@@ -123,6 +126,7 @@ def test_only_attention_is_read(make_mechanism, monkeypatch):
     assert asked and all(path[2] == "attention" for path in asked)
 
 
+@pytest.mark.slow
 def test_check_reads_no_weights(make_mechanism, mechanism_name, monkeypatch):
     """And refuses what reading would; a layer that is not asked for may be anything."""
     plain = make_mechanism("mha")

@@ -278,6 +278,7 @@ def test_about_tells_what_there_is(html):
     assert "<dt>Nothing</dt>" not in html
 
 
+@pytest.mark.slow
 def test_forty_figures_are_small():
     """With thirty-five heatmaps of a hundred heads, and five of thirty layers each."""
     r = np.random.default_rng(0)

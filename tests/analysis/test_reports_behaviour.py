@@ -22,6 +22,7 @@ from kvjax.analysis.behaviour_results import Results
 from kvjax.analysis.reports import behaviour as report
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
+from tests import quick
 from tests.convert import workdirs
 
 LENGTH = 20
@@ -216,7 +217,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", quick.only(["one head", "not linear"], MODELS))
 def test_other_models_and_one_short_text(name):
     """One sequence of one text: nothing to compare it with. Weights of some have no matrices."""
     block, mechanism = MODELS[name]
@@ -232,6 +234,7 @@ def test_other_models_and_one_short_text(name):
     page.page("t", "", [found], {})
 
 
+@pytest.mark.slow
 def test_layers_of_several_kinds():
     model = _model(
         "nanochat", [workdirs.grouped(4, 2, 3), workdirs.grouped(2, 2, num_heads=2)], num_layers=2

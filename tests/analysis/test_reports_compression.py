@@ -27,6 +27,7 @@ from kvjax.analysis.key_ways import BEFORE
 from kvjax.analysis.reports import compression as report
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
+from tests import quick
 from tests.convert import workdirs
 
 LENGTHS = (16, 40)
@@ -257,7 +258,9 @@ MECHANISMS = {
 }
 
 
-@pytest.mark.parametrize("name", ["rope shared", "mla", "biases", "by layer"])
+@pytest.mark.parametrize(
+    "name", quick.only(["mla", "biases"], ["rope shared", "mla", "biases", "by layer"])
+)
 def test_runs_with_all_channels_are_the_model(name):
     """Whatever the mechanism; with fewer channels another one."""
     model = _model(*MECHANISMS[name], num_layers=2 if name == "by layer" else 1)
@@ -502,6 +505,7 @@ def test_what_holds_by_construction_is_said_to(lead):
     assert "by construction" not in lead({}, {})
 
 
+@pytest.mark.slow
 def test_one_short_text_and_one_head_of_keys():
     """There is no fixed subspace, and MQA has no other head to share an SVD with."""
     request = Request(dict(one=SHORT["one"]), (16,))
@@ -515,6 +519,7 @@ def test_one_short_text_and_one_head_of_keys():
     assert "an SVD of each head, not the paper's one" in found.lead
 
 
+@pytest.mark.slow
 def test_models_without_rope_that_see_all_tokens():
     """There is one place; and layers may have one head of keys or several."""
     model = _model(*MECHANISMS["no RoPE"], num_layers=2, causal=False)
@@ -543,6 +548,7 @@ def test_bad_input(model):
     report.check(model, REQUEST)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_named():
     model = _model()
     model.weights[("embedding",)][TEXTS["one"][3]] = np.inf

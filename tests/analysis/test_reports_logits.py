@@ -191,6 +191,7 @@ def test_report_is_a_page_and_json(section):
     assert "M needs" in section.lead and "Proposition 4.1's bound" in section.lead
 
 
+@pytest.mark.slow
 def test_models_without_rope_or_mask():
     """They have fewer matrices; those that see all tokens go through the model at each length."""
     seen = _model(causal=False, window=0, positions="none")
@@ -202,6 +203,7 @@ def test_models_without_rope_or_mask():
     assert len(report.section(seen, REQUEST).tables) == 6
 
 
+@pytest.mark.slow
 def test_layers_of_different_shapes():
     """Layers of fewer KV heads, and biases; a key of one head."""
     mechanisms = [workdirs.grouped(4, 2, rank, bias=True, qk_norm="none") for rank in (3, 0)]
@@ -250,6 +252,7 @@ def test_numbers_of_heads_are_there(measured, section):
     np.testing.assert_array_equal(ranks["99%"], expected)
 
 
+@pytest.mark.slow
 def test_heads_that_see_nothing():
     """Queries of zeros: spectra of nothing are no components, and nothing fails."""
     model = _model()

@@ -17,6 +17,7 @@ from kvjax.analysis.reports import projections as projections_report
 from kvjax.analysis.request import Request
 from kvjax.attention import RebuiltLatentConfig
 from kvjax.foundation.errors import UserError
+from tests import quick
 from tests.convert import workdirs
 from tests.convert.workdirs import grouped
 
@@ -53,7 +54,9 @@ def _well_formed(section):
         assert table.rows and table.shown()
 
 
-@pytest.mark.parametrize("model", ("mha", "gpt2_lrkv", "lrkv_by_layer", *OTHERS))
+@pytest.mark.parametrize(
+    "model", quick.only(("mla",), ("mha", "gpt2_lrkv", "lrkv_by_layer", *OTHERS))
+)
 @pytest.mark.parametrize("report", REPORTS)
 def test_reports_of_every_kind_of_mechanism(report, model):
     section = REPORTS[report].section(_model(model), NOTHING)
@@ -89,6 +92,7 @@ def test_diversity_has_the_numbers_of_every_layer():
     assert row[3:6] == [18, 98.9, 94.0] and row[6] == pytest.approx(94.0 * 18 / 17)
 
 
+@pytest.mark.slow
 def test_diversity_without_rope_has_no_means_over_positions():
     section = diversity_report.section(_model("gpt2_lrkv"), NOTHING)
     data = section.data["models"]["gpt2_lrkv"]
@@ -96,6 +100,7 @@ def test_diversity_without_rope_has_no_means_over_positions():
     assert "With RoPE" not in section.figures[0].text.shows
 
 
+@pytest.mark.slow
 def test_random_heads_are_different_with_any_mechanism():
     """As the text under the first figure says."""
     for name in ("mha", "mqa", "lrkv", "mla"):
@@ -149,6 +154,7 @@ def test_what_a_report_has_nothing_for_is_refused_before_weights_are_read(
         _well_formed(REPORTS[report].section(models[0], request))
 
 
+@pytest.mark.slow
 def test_snapshots_of_heads_without_matrices_have_no_diversity():
     model = _made(grouped(4, 1, 3, rope="shared", qk_norm="rms_gain"))
     section = geometry_report.section(model, Request({}, (), snapshots=[(0, model), (5, model)]))
@@ -157,6 +163,7 @@ def test_snapshots_of_heads_without_matrices_have_no_diversity():
     assert section.data["snapshots"][0]["key_total_norm"] > 0
 
 
+@pytest.mark.slow
 def test_levels_of_n_heads_are_there_for_models_of_one_n():
     """Words are of each model's own."""
     two = grouped(2, 2, num_heads=2)
@@ -245,6 +252,7 @@ def test_geometry_has_the_numbers_of_every_layer_and_head():
         assert row[4] == pytest.approx(geometry.norms(whole["key"]).mean())
 
 
+@pytest.mark.slow
 def test_random_factors_are_of_the_seed():
     of = lambda seed: geometry_report.section(_model("lrkv"), Request({}, (), seed=seed)).data
     layers = [of(seed)["layers"] for seed in (0, 0, 1)]
@@ -281,6 +289,7 @@ def test_layers_without_residuals_are_left_out_of_curves():
     assert "layer 1" not in cosine.alternative
 
 
+@pytest.mark.slow
 def test_residuals_of_nothing_as_training_may_begin():
     model = _model("lrkv")
     for name in ("expand_key", "expand_value"):
@@ -292,13 +301,14 @@ def test_residuals_of_nothing_as_training_may_begin():
     assert key["canonical_residual_norm"] == key["residual_norm"] == [0.0] * 4
 
 
+@pytest.mark.slow
 def test_a_base_that_alone_is_rotated_is_said_to_be():
     of = lambda **keys: geometry_report.section(_made(grouped(4, 1, 3, **keys)), NOTHING).lead
     assert "turns the base alone" in of(rope="shared")
     assert "turns the base alone" not in of()
 
 
-@pytest.mark.parametrize("name", ("lrkv", "mha"))
+@pytest.mark.parametrize("name", quick.only(("lrkv",), ("lrkv", "mha")))
 def test_snapshots(name):
     snapshots = [(step, _model(name, seed)) for seed, step in enumerate((0, 50, 100))]
     request = Request({}, (), snapshots=snapshots)

@@ -29,6 +29,7 @@ from kvjax.layers.weight import weight
 from kvjax.model import parameters
 from kvjax.training import loop
 from kvjax.workdir.trained import load
+from tests import quick
 from tests import runs
 from tests.attention import law
 
@@ -160,7 +161,7 @@ def run_config(tmp_path, **mesh):
     return config
 
 
-@pytest.mark.parametrize("base", [None, law.BASE])
+@pytest.mark.parametrize("base", quick.only([law.BASE], [None, law.BASE]))
 def test_it_obeys_the_law(x64, randomise, base):
     law.check(randomise, FactoredConfig(num_heads=N, rank=R, key_dim=H, value_dim=6), base)
 

@@ -1,5 +1,8 @@
 """Perplexity and moments with one layer in memory, against the model as a whole."""
 
+import functools
+
+from flax import nnx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +22,8 @@ def test_perplexity_layer_by_layer_is_the_models(imported):
     for name in ("gpt2", "llama_tied_bias", "mistral_window"):
         source = model_lib.open(str(imported(name)))
         whole = model_lib.transformer(source)
-        nats_BT = token_losses(whole, rows_BT[:, :-1], rows_BT[:, 1:], compute=workdirs.F32)
+        losses = nnx.jit(functools.partial(token_losses, compute=workdirs.F32))
+        nats_BT = losses(whole, rows_BT[:, :-1], rows_BT[:, 1:])
         expected = float(np.exp(np.asarray(nats_BT, np.float64).mean()))
         assert perplexity.perplexity(source, rows_BT) == pytest.approx(expected, rel=1e-5)
 

@@ -1,6 +1,7 @@
 """Each method on a layer of random weights: exact where nothing is dropped, near it elsewhere."""
 
 import dataclasses
+import itertools
 
 from flax import nnx
 import jax
@@ -16,6 +17,7 @@ from kvjax.convert.methods import LowRankKV
 from kvjax.convert.methods import ThinKeys
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
+from tests import quick
 
 D, T, BASE = 24, 20, 100.0
 SHAPE = dict(num_heads=4, key_dim=8, value_dim=8, norm_epsilon=1e-6)
@@ -82,8 +84,9 @@ FULL = [
 ]
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("method", FULL, ids=str)
+@pytest.mark.parametrize(
+    "method, source", quick.every(5, itertools.product(FULL, SOURCES)), ids=str
+)
 def test_full_rank_loses_nothing(x64, randomise, source, method):
     """Whatever is scaled, turned or dropped on the way changes no output."""
     source = _source(randomise, source)

@@ -19,6 +19,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import origin
 from kvjax.workdir import trained
+from tests import quick
 from tests.convert import comparison
 from tests.convert import test_gguf_file
 from tests.convert import workdirs
@@ -196,7 +197,7 @@ _STEPS = dict(
 )
 
 
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("special", quick.only([True], [True, False]))
 @pytest.mark.parametrize("step", _STEPS)
 def test_texts_are_encoded_as_by_the_source(source, tmp_path, step, special):
     """Whether or not it puts the token before texts that opens documents here."""

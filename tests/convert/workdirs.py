@@ -139,4 +139,9 @@ def export(workdir: epath.PathLike, out: epath.PathLike, *options: str) -> None:
 
 def logits(model: Transformer, tokens_BT: np.ndarray) -> np.ndarray:
     """[B, T, V] in float32."""
-    return np.asarray(model.logits(model(tokens_BT, compute=F32), compute=F32))
+    return np.asarray(_logits(model, tokens_BT))
+
+
+@nnx.jit
+def _logits(model, tokens_BT):
+    return model.logits(model(tokens_BT, compute=F32), compute=F32)

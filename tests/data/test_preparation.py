@@ -32,6 +32,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
+from tests import quick
 from tests.data.corpora import PART
 from tests.data.corpora import files
 from tests.data.corpora import noting
@@ -72,7 +73,7 @@ def start(config, workers, script) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", quick.only([2], [2, 3]))
 def test_any_number_of_workers_writes_the_same_bytes(config, expected, workers):
     assert files(prepare.prepare(config, workers=workers)) == expected
 
@@ -130,6 +131,7 @@ def _documents(stream, bos):
     return [document for document in documents if document]
 
 
+@pytest.mark.slow
 def test_two_training_processes_share_it(config, expected, tmp_path):
     given = json.dumps([dataclasses.asdict(config), PART])
     job = Job([["tests.job", "prepared", given]] * 2, devices=1, logs=tmp_path / "logs")
@@ -355,11 +357,12 @@ def test_a_bucket_gets_shards_as_they_are_made_and_the_manifest_last(
     }
 
 
+@pytest.mark.slow
 def test_several_workers_fill_a_bucket(config, expected, bucket, tmp_path):
     script = tmp_path / "remote.py"
     script.write_text(
         "import fsspec\nfrom etils import epath\nfrom kvjax.foundation import runtime\n"
-        "from tests.conftest import Buckets\n"
+        "from tests.buckets import Buckets\n"
         f"system = Buckets({str(bucket)!r}, fsspec.filesystem('file', auto_mkdir=True))\n"
         "type(epath.backend.fsspec_backend).fs = lambda self, path: system\n"
         "runtime.BUCKETS['gs'] = ('fsspec', '')\n" + PREPARE

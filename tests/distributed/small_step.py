@@ -56,9 +56,10 @@ class Step:
             muon_dtype=jnp.dtype(dtype),
             shardings=sharding.parameter_shardings(mesh, shapes, axes) if several else None,
         )
-        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+        params = jax.tree.map(lambda x: np.asarray(x, dtype), params)
         key = jax.random.key_data(jax.random.key(0))
-        state = dict(params=params, optimizer=optimizer.init(params), step=jnp.int32(0), key=key)
+        own = jax.jit(optimizer.init)(params)
+        state = dict(params=params, optimizer=own, step=np.int32(0), key=key)
         shardings = sharding.state_shardings(mesh, shapes, axes, state)
         graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
         compute = dict(loss_chunks=2) | compute

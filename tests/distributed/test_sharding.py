@@ -205,6 +205,7 @@ def test_muon_sends_every_matrix_twice_and_gathers_nothing(compiled):
     assert sum(size for _, size in found) == 2 * sum(x.size // LAYERS * 8 // 8 for x in matrices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh_name", quick.only(["fsdp4_sequence2"], ["data2_fsdp4", "fsdp4_sequence2"])
 )

@@ -109,6 +109,7 @@ def _decode(step, cache, tokens_BT, padding):
         for b, count in enumerate(counts):
             new[b, :count] = tokens_BT[b, lengths[b] : lengths[b] + count]
         z, cache = step(new, cache, np.asarray(counts, np.int32))
+        z = np.asarray(z)
         for b, count in enumerate(counts):
             logits[b, lengths[b] : lengths[b] + count] = z[b, :count]
         lengths += counts

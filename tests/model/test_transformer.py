@@ -1,6 +1,7 @@
 """The Transformer against one written layer by layer in NumPy, and ways of computing it."""
 
 import dataclasses
+import functools
 import math
 
 from flax import nnx
@@ -107,12 +108,18 @@ def _graph(config):
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))[0]
 
 
+@functools.cache
+def _init(config):
+    return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(Transformer(config, key))))
+
+
 def _initial(config, seed=0):
-    make = lambda: nnx.to_pure_dict(nnx.state(Transformer(config, jax.random.key(seed))))
-    return jax.jit(make)()
+    return _init(config)(jax.random.key(seed))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", quick.only(["gpt2", "llama3", "bidirectional", "norm_bias"], OPTIONS)
+)
 def test_equals_the_reference(x64, make_mechanism, randomise, name):
     mechanism, keys, block = OPTIONS[name]
     mechanism = make_mechanism(mechanism, **keys)
@@ -197,6 +204,7 @@ def _saved_bytes(config, remat):
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(saved))
 
 
+@pytest.mark.parametrize("family", quick.only(["lrkv", "mla"], FAMILIES))
 def test_remat_policies_differ(make_mechanism, family):
     """ "full" keeps the layers' inputs, "dots" the products with weights too, "none" all."""
     config = _config(make_mechanism(family))
@@ -213,7 +221,7 @@ def test_layers_do_not_depend_on_their_grouping(make_mechanism):
     assert [n for _, n in together.segments] == [4]
     assert [n for _, n in apart.segments] == [1, 1, 2]
     whole, parts = _initial(together), _initial(apart)
-    layer = lambda segment, i: jax.tree.map(lambda x: np.asarray(x[i]), segment)
+    layer = lambda segment, i: jax.tree.map(lambda x: np.asarray(x)[i], segment)
     same = lambda x, y: jax.tree.map(np.testing.assert_array_equal, x, y)
     for index, (segment, i) in {0: (0, 0), 2: (2, 0), 3: (2, 1)}.items():
         same(layer(whole["segments"][0], index), layer(parts["segments"][segment], i))
@@ -292,7 +300,7 @@ def test_positions_may_be_given(x64, make_mechanism, randomise):
     assert np.abs(run(weights, positions * 2) - default).max() > 1e-3
 
 
-@pytest.mark.parametrize("family", quick.only(["lrkv", "mla"], FAMILIES))
+@pytest.mark.parametrize("family", quick.only(["lrkv"], FAMILIES))
 def test_bfloat16(make_mechanism, randomise, family):
     """Matrices and activations are bfloat16, logits float32; off by rounding, not by more."""
     config = _config(make_mechanism(family))

@@ -1,6 +1,8 @@
-"""A run on one device, from its first step to its sample."""
+"""A run on one device, from its first step to its sample; what runs of one kind compile once."""
 
 import contextlib
+import dataclasses
+import functools
 import io
 import types
 
@@ -9,7 +11,34 @@ import jax
 import pytest
 
 from kvjax.training import loop
+from kvjax.training import program
 from tests import runs
+
+# Keys of config.train that say when to do what, which is no part of a program.
+WHEN = "log_every eval_every checkpoint_every keep_checkpoints snapshot_every stop_after".split()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once():
+    """Runs whose programs are the same share them, unless a test puts another function in.
+
+    That a program compiled anew gives the same numbers is tested in processes of their own.
+    """
+    made = {}
+    any_time = {key: getattr(program.TrainConfig, key) for key in WHEN}
+
+    def shared(experiment, *others):
+        train = dataclasses.replace(experiment.train, **any_time)
+        key = (experiment.model, experiment.optimizer, experiment.data.sequence_length, train)
+        key += (*others, program.train_step, program.mean_loss, program.optax.apply_updates)
+        if key not in made:
+            made[key] = program.Program(experiment, *others)
+            made[key].lowered_step = functools.cache(made[key].lowered_step)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Program", shared)
+        yield
 
 
 @pytest.fixture

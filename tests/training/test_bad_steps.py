@@ -106,6 +106,7 @@ def test_one_figure_that_is_not_finite_makes_a_step_bad(loss, grad_norm):
     assert is_bad and new == dict(skipped=5, in_a_row=3, mean_loss=1.5)
 
 
+@pytest.mark.slow
 def test_the_mean_of_recent_losses(source, tmp_path):
     config = runs.small_config(*source, num_steps=5, spike_factor=100.0)
     loop.train(config, epath.Path(tmp_path))
@@ -119,6 +120,7 @@ def test_the_mean_of_recent_losses(source, tmp_path):
     assert all(r["bad"] == 0 and "skipped_steps" not in r for r in rows)
 
 
+@pytest.mark.slow
 def test_too_many_bad_steps_in_a_row(source, tmp_path, monkeypatch):
     corrupted(monkeypatch, [2, 4, 5, 12, 13, 14])
     config = runs.small_config(*source, bad_steps="skip", max_bad_steps=3)
@@ -165,8 +167,8 @@ def test_weights_that_are_no_numbers_are_never_saved(source, tmp_path, monkeypat
     """The update of a step that is to be saved goes wrong while its loss and gradient are fine."""
     real = program.optax.apply_updates
     poisoned = lambda *args: jax.tree.map(lambda x: x * jax.numpy.nan, real(*args))
-    config = lambda **keys: runs.small_config(*source, bad_steps=bad_steps, **keys)
-    loop.train(config(stop_after=10), epath.Path(tmp_path))
+    config = lambda **keys: runs.small_config(*source, bad_steps=bad_steps, num_steps=9, **keys)
+    loop.train(config(stop_after=3), epath.Path(tmp_path))
     monkeypatch.setattr(program.optax, "apply_updates", poisoned)
-    with pytest.raises(UserError, match=r"param_norm = nan: stopped. Checkpoints of steps \[10\]"):
-        loop.train(config(checkpoint_every=11), epath.Path(tmp_path))
+    with pytest.raises(UserError, match=r"param_norm = nan: stopped. Checkpoints of steps \[3\]"):
+        loop.train(config(checkpoint_every=4), epath.Path(tmp_path))

@@ -5,6 +5,7 @@ that is as far as it goes.
 """
 
 import contextlib
+import functools
 import math
 import pathlib
 import re
@@ -18,6 +19,7 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop
+from kvjax.training import preflight
 from kvjax.workdir import identity
 
 # All keys of the first, of the others those of their mechanism.
@@ -75,6 +77,14 @@ def resident(name):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def digested_once():
+    """That all processes run the same code is asked of the same files each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "_digest", functools.cache(preflight._digest))
+        yield
 
 
 @contextlib.contextmanager

@@ -95,8 +95,8 @@ def test_bits_per_byte_is_what_its_definition_says(whole):
 
 
 def test_gradient_accumulation_is_the_same_step(source, tmp_path):
-    one = loop.train(runs.small_config(*source, num_steps=5), epath.Path(tmp_path / "one"))
-    config = runs.small_config(*source, num_steps=5, grad_accumulation=4)
+    one = loop.train(runs.small_config(*source, num_steps=12), epath.Path(tmp_path / "one"))
+    config = runs.small_config(*source, num_steps=12, grad_accumulation=4)
     four = loop.train(config, epath.Path(tmp_path / "four"))
     assert four["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-4)
     first = [records(tmp_path / name)[0] for name in ("one", "four")]
@@ -116,7 +116,7 @@ def test_exaflops_and_timing(whole):
 
 def test_a_relative_workdir(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    loop.train(runs.small_config(*source, stop_after=10), epath.Path("runs/one"))
+    loop.train(runs.small_config(*source, num_steps=12, stop_after=10), epath.Path("runs/one"))
     assert (tmp_path / "runs/one/checkpoints/10").exists()
 
 
@@ -131,15 +131,16 @@ def test_prepared_rows_that_are_too_short(source, tmp_path):
 
 
 def test_a_workdir_of_another_config_is_refused(source, tmp_path):
-    loop.train(runs.small_config(*source, stop_after=10), epath.Path(tmp_path))
+    config = lambda **keys: runs.small_config(*source, num_steps=12, **keys)
+    loop.train(config(stop_after=10), epath.Path(tmp_path))
     before = (tmp_path / metrics.METRICS).read_bytes()
-    other = runs.small_config(*source)
+    other = config()
     other.attention.rank = 8
     with pytest.raises(UserError, match=r"attention\.rank: there 4, now 8"):
         loop.train(other, epath.Path(tmp_path))
     assert (tmp_path / metrics.METRICS).read_bytes() == before
-    free = runs.small_config(*source, log_every=5, keep_checkpoints=1)
-    assert loop.train(free, epath.Path(tmp_path))["step"] == 40
+    free = config(log_every=5, keep_checkpoints=1)
+    assert loop.train(free, epath.Path(tmp_path))["step"] == 12
 
 
 def test_another_corpus_in_the_same_workdir_is_refused(source, tmp_path):
@@ -147,7 +148,7 @@ def test_another_corpus_in_the_same_workdir_is_refused(source, tmp_path):
 
     text = tmp_path / "text.txt"
     text.write_text(pathlib.Path(source[0]).read_text())
-    config = lambda: runs.small_config(str(text), source[1], stop_after=10)
+    config = lambda: runs.small_config(str(text), source[1], num_steps=12, stop_after=10)
     loop.train(config(), epath.Path(tmp_path / "run"))
     text.write_text("Another text.\n" * 5000)
     with pytest.raises(UserError, match="dataset: there"):

@@ -59,14 +59,16 @@ def test_a_sample_ends_where_positions_do(source, prompt):
     config = runs.small_config(*source, sample_tokens=60, sample_prompt=prompt)
     config.model.update(positions="learned", max_positions=32)
     experiment = experiment_lib.resolve(config)
-    graph, params = nnx.split(Transformer(experiment.model, jax.random.key(0)))
+    make = lambda: Transformer(experiment.model, jax.random.key(0))
+    graph, _ = nnx.split(nnx.eval_shape(make))
+    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make())))()
     run = types.SimpleNamespace(
         experiment=experiment,
         compute=Compute(),
         program=types.SimpleNamespace(graph=graph),
         dataset=types.SimpleNamespace(tokenizer=tokenizer.byte_tokenizer()),
     )
-    sample = loop.Run._sample(run, nnx.to_pure_dict(params))
+    sample = loop.Run._sample(run, params)
     assert sample.startswith(prompt)
     # BOS and the prompt's bytes have positions, and so have all tokens but the last.
     assert len(sample) > len(prompt) if len(prompt) < 32 else sample == prompt

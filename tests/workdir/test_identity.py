@@ -78,6 +78,7 @@ def claims(workdir) -> dict[str, str]:
     return {name: (workdir / name).read_text() for name in names}
 
 
+@pytest.mark.slow
 def test_a_run_does_not_change_its_dtype_with_its_platform(begun, monkeypatch):
     workdir, go_on = begun
     before = claims(workdir)

@@ -78,6 +78,7 @@ def small_smollm2(workdir, monkeypatch):
     return f"--smollm2={folder}", "--validation_tokens=32"
 
 
+@pytest.mark.slow
 def test_ranks_of_smollm2(run, small_smollm2):
     status, _, err = run("--stage=smollm2_ranks", *small_smollm2, "--only=*[!_]_[oi]*")
     assert status == 0, err

@@ -13,6 +13,7 @@ from experiments.conversion import whisper_tuning
 from experiments.conversion.whisper_tuning import Setting
 from kvjax.convert.methods import LowRankKV
 from kvjax.convert.methods import ThinKeys
+from tests import quick
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -35,7 +36,7 @@ def _tune(subject, setting, methods=(), steps=3, **keys):
     )
 
 
-@pytest.mark.parametrize("tune", ["qk", "qkv"])
+@pytest.mark.parametrize("tune", quick.only(["qk"], ["qk", "qkv"]))
 def test_what_is_named_learns_and_nothing_else(subject, tune):
     setting = Setting(1e-2, tune, 0.0, ())
     before, mechanisms, (after, losses, count) = _tune(subject, setting, (LowRankKV(rank=2),))
@@ -56,6 +57,7 @@ def test_what_is_named_learns_and_nothing_else(subject, tune):
     assert count == sum(old[name].size for name in wanted)
 
 
+@pytest.mark.slow
 def test_the_originals_predictions_are_learned(subject):
     setting = Setting(1e-3, "qkv", 1.0, ())
     teacher = (subject.whisper.params, subject.mechanisms)
@@ -63,6 +65,13 @@ def test_the_originals_predictions_are_learned(subject):
     assert abs(losses[0]) < 1e-6  # it is its own teacher
     _, _, (_, losses, _) = _tune(subject, setting, (ThinKeys(rank=1),), teacher=teacher)
     assert losses[0] > 1e-3
+
+
+@pytest.mark.slow
+def test_a_share_of_the_loss_is_the_originals_predictions(subject):
+    setting = Setting(1e-3, "qkv", 1.0, ())
+    teacher = (subject.whisper.params, subject.mechanisms)
+    _, _, (_, losses, _) = _tune(subject, setting, (ThinKeys(rank=1),), teacher=teacher)
     half = dataclasses.replace(setting, teacher_share=0.5)
     _, _, (_, mixed, _) = _tune(subject, half, (ThinKeys(rank=1),), teacher=teacher)
     text = dataclasses.replace(setting, teacher_share=0.0)
@@ -115,6 +124,7 @@ def test_variants_have_the_bytes_they_are_named_for():
         assert setting.variants[0] == "control" and set(setting.variants) <= set(made)
 
 
+@pytest.mark.slow
 def test_whisper_is_tuned_once_for_each_seed(run, monkeypatch):
     _settings(monkeypatch, "lrkv_r32")
     options = ("--stage=whisper_tuning", "--whisper=folder", "--tokens=72", "--seeds=2")

@@ -1,11 +1,13 @@
 """Decode attention tile by tile against its definition, for every way of reading a cache."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special
 
 from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention import reference
@@ -163,10 +165,8 @@ def test_every_class_of_operands_is_tested(x64):
     "name, way, T",
     quick.only(
         [
-            *((name, "tiled", 1) for name in (*quick.READERS, "lrkv_no_rope", "kv_tied_plain")),
-            *((name, "tiled", 1) for name in ("factored", "factored_no_rope", "factored_values")),
-            *(("lrkv_gqa", "tiled", 3), ("mla_paper", "tiled", 3)),
-            *(("lrkv_gqa", "whole", 1), ("lrkv_kv_tied", "whole", 1)),
+            *((name, "tiled", 1) for name in (*quick.READERS, "lrkv_no_rope")),
+            *(("lrkv_gqa", "tiled", 3), ("lrkv_kv_tied", "whole", 1)),
         ],
         [(name, *way) for name in VARIANTS for way in (("tiled", 1), ("tiled", 3), ("whole", 1))],
     ),
@@ -186,25 +186,29 @@ def test_equals_the_definition(x64, name, way, T):
             assert np.abs(expected).max() > 0.1
 
 
-@pytest.mark.parametrize("T", [1, 3])
-@pytest.mark.parametrize("window", [1, 5, 20, 40])
+@pytest.mark.parametrize(
+    "T, window", quick.only([(1, 20), (3, 5)], itertools.product((1, 3), (1, 5, 20, 40)))
+)
 @pytest.mark.parametrize("name", quick.only(["lrkv"], ["mha", "lrkv", "factored", "mla"]))
-def test_a_window_of_the_last_tokens(x64, name, window, T):
+def test_a_window_of_the_last_tokens(x64, name, T, window):
     """Tiles before it are not read: what stands there may be anything."""
     given, cache = _build(name, T)
     first_B = jnp.asarray([37, 16, 15], jnp.int32)
-    expected = reference.decode_attention(given, cache, first_B, window=window)
+    definition = jax.jit(functools.partial(reference.decode_attention, window=window))
+    expected = np.asarray(definition(given, cache, first_B))
     attend = jax.jit(functools.partial(xla.decode_attention, window=window, block=8))
     np.testing.assert_allclose(attend(given, cache, first_B), expected, rtol=1e-11, atol=1e-11)
-    q, k, v = reference.expand(given, cache)
+    q, k, v = map(np.asarray, jax.jit(reference.expand)(given, cache))
     for b, first in enumerate(first_B.tolist()):
         for t in range(T):
             seen = slice(max(0, first + t + 1 - window), first + t + 1)
-            z_NS = given.scale * jnp.einsum("NH,SNH->NS", q[b, t], k[b, seen])
-            o_NV = jnp.einsum("NS,SNV->NV", jax.nn.softmax(z_NS, axis=-1), v[b, seen])
+            z_NS = given.scale * np.einsum("NH,SNH->NS", q[b, t], k[b, seen])
+            o_NV = np.einsum("NS,SNV->NV", special.softmax(z_NS, axis=-1), v[b, seen])
             np.testing.assert_allclose(expected[b, t], o_NV, rtol=1e-11, atol=1e-11)
     before = max(0, 15 + 1 - window) // 8 * 8
-    unread = {name: array.at[..., :before].set(jnp.nan) for name, array in cache.items()}
+    unread = jax.tree.map(np.array, cache)
+    for array in unread.values():
+        array[..., :before] = np.nan
     np.testing.assert_array_equal(attend(given, unread, first_B), attend(given, cache, first_B))
 
 
@@ -214,8 +218,10 @@ def test_kernels_have_no_window(x64):
     for name in ("tpu", "gpu"):
         with pytest.raises(NotImplementedError, match=f"the {name.upper()} kernels have no window"):
             decode_attention(given, cache, first_B, window=4, implementation=name)
-    windowed = decode_attention(given, cache, first_B, window=4)
-    expected = reference.decode_attention(given, cache, first_B, window=4)
+    ways = (decode_attention, reference.decode_attention)
+    windowed, expected = (
+        jax.jit(functools.partial(way, window=4))(given, cache, first_B) for way in ways
+    )
     np.testing.assert_allclose(windowed, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -234,7 +240,7 @@ def test_either_way_through_a_cache_that_is_much_longer_than_a_tile(x64, name, f
 @pytest.mark.parametrize(
     "name, way, T",
     quick.only(
-        [("lrkv", "tiled", 1), ("kv_tied", "whole", 1)],
+        [("lrkv", "tiled", 1)],
         [
             (name, *way)
             for name in ("lrkv", "kv_tied", "kv_tied_one_each", "mla_paper")
@@ -324,7 +330,7 @@ def test_implementations_have_names(x64):
 @pytest.mark.parametrize(
     "mechanism, dtype",
     quick.only(
-        [("lrkv", jnp.float32), ("mla", jnp.bfloat16)],
+        [("lrkv", jnp.float32)],
         [(name, dtype) for name in SHAPES["d12"] for dtype in (jnp.float32, jnp.bfloat16)],
     ),
 )

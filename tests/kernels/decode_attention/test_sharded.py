@@ -153,7 +153,7 @@ def test_a_chip_with_nothing_to_see(x64, T):
     """Its output is finite and weighs nothing."""
     draw = np.random.default_rng(0)
     shape = ResidualSizes(N=4, K=4, R=3, H=8, Hv=8)
-    operands, cache = shapes.problem(shape, batch=2, length=SLOTS, dtype=jnp.float64)
+    operands, cache = agreement.problem(shape, batch=2, length=SLOTS, dtype=jnp.float64)
     queries = jnp.asarray(draw.standard_normal((2, T, 4, 8)))
     operands = type(operands)(**vars(operands) | dict(query=queries, residual_query=queries))
     first_B = jnp.asarray([4, 9], jnp.int32)
@@ -180,6 +180,7 @@ def _merged(parts):
     return np.sum(outputs * shares[..., None], axis=0) / shares.sum(axis=0)[..., None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanism",
     quick.only(["lrkv"], ["mha", "gqa", "lrkv", "lrkv_gqa", "lrkv_no_rope", "mla"]),
@@ -188,15 +189,18 @@ def test_the_tpu_kernels_attend_over_a_part(mechanism):
     """Two chips with three stripes of 128 each; of a short sequence the second holds nothing."""
     interpret = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
     chips, slots, firsts = 2, 384, (700, 383, 100)
+    options = dict(splits=2 if mechanism == "gqa" else 1, interpret=interpret)
+
+    @jax.jit
+    def attend(operands, part, first_B, chip):
+        return tpu.partial(operands, part, first_B, Stripes(128, chips, chip), **options)
 
     def run(operands, cache, first_B):
         results = []
         for chip in range(chips):
-            held = Stripes(128, chips, jnp.asarray(chip, jnp.int32))
-            here = held.position(np.arange(slots))
-            part = {name: array[..., here] for name, array in cache.items()}
-            options = dict(splits=2 if mechanism == "gqa" else 1, interpret=interpret)
-            results.append(tpu.partial(operands, part, first_B, held, **options))
+            here = np.asarray(Stripes(128, chips, chip).position(np.arange(slots)))
+            part = {name: np.asarray(array)[..., here] for name, array in cache.items()}
+            results.append(attend(operands, part, first_B, jnp.asarray(chip, jnp.int32)))
         assert np.all(np.isneginf(results[1][1][2]))
         assert np.all(np.isfinite(results[0][1]))
         return np.asarray(_merged(zip(*results, strict=True)), np.float32)

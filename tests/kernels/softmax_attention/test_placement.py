@@ -98,8 +98,9 @@ def test_causality(small_blocks, implementation, sequence):
             assert np.all(np.asarray(dk)[visible] != 0)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "splash"])
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", quick.only(["xla"], ["xla", "splash"]))
+@pytest.mark.parametrize("causal", quick.only([True], [True, False]))
 def test_a_copy_of_the_keys_for_each_device(small_blocks, implementation, causal):
     """The same as one copy for all; each copy's gradients are by its device's queries alone."""
     mesh, order = cases.mesh(sequence=2, fsdp=2, tensor=2), zigzag(LENGTH, 2)

@@ -17,6 +17,7 @@ from kvjax.kernels.softmax_attention import api
 from kvjax.kernels.softmax_attention import splash
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.kernels.softmax_attention.api import zigzag
+from tests import quick
 from tests.kernels.softmax_attention import cases
 from tests.kernels.softmax_attention.cases import AXES
 from tests.kernels.softmax_attention.cases import BFLOAT16
@@ -27,7 +28,7 @@ from tests.kernels.softmax_attention.cases import FLOAT32
 # N, K, H, Hv, causal, segments.
 SPLASH = [
     (4, 2, 64, 128, True, True),
-    (2, 2, 24, 40, False, False),
+    pytest.param((2, 2, 24, 40, False, False), marks=pytest.mark.slow),
     pytest.param((4, 1, 192, 128, True, False), marks=pytest.mark.slow),
     pytest.param((2, 2, 128, 128, True, False), marks=pytest.mark.slow),
     pytest.param((2, 2, 64, 128, False, False), marks=pytest.mark.slow),
@@ -49,6 +50,7 @@ def test_splash_equals_xla_in_float64(small_blocks, case):
     cases.assert_near(got, cases.exact(arrays, **options), 64 * np.finfo(np.float32).eps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [SPLASH[0], SPLASH[3]], ids=str)
 def test_splash_in_bfloat16(small_blocks, case):
     """Scaled queries, probabilities and outputs are rounded to 8 bits: a few times 2^-9."""
@@ -57,6 +59,7 @@ def test_splash_in_bfloat16(small_blocks, case):
     cases.assert_near(got, cases.exact(arrays, **options), 8 * 2.0**-9)
 
 
+@pytest.mark.slow
 def test_splash_scale(small_blocks):
     arrays = cases.arrays(1, 2, 2, 16, 16)
     got = cases.run(arrays, implementation="splash", causal=True, scale=0.7)
@@ -67,7 +70,7 @@ def test_splash_scale(small_blocks):
     assert np.abs(got[0] - other[0]).max() > 0.1
 
 
-@pytest.mark.parametrize("window", [2, 100, 128, 200])
+@pytest.mark.parametrize("window", quick.only([200], [2, 100, 128, 200]))
 def test_splash_window(small_blocks, window):
     """Blocks of 128: some keys of a block, a whole one, and blocks that no query sees."""
     arrays, options = cases.arrays(1, 2, 2, 16, 16), dict(causal=True, window=window)

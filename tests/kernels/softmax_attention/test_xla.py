@@ -1,6 +1,7 @@
 """Softmax attention by XLA is NumPy's, in any order, in chunks, with segments."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,16 @@ import pytest
 
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.kernels.softmax_attention.api import zigzag
+from tests import quick
 from tests.kernels.softmax_attention import cases
 
+ORDERS = ("in order", "queries", "both")
 
-@pytest.mark.parametrize("query_chunk", [0, 3])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("order", ["in order", "queries", "both"])
-@pytest.mark.parametrize("segmented", [False, True])
-@pytest.mark.parametrize("window", [0, 1, 5])
+
+@pytest.mark.parametrize(
+    "query_chunk, causal, order, segmented, window",
+    quick.every(7, itertools.product((0, 3), (True, False), ORDERS, (False, True), (0, 1, 5))),
+)
 def test_xla_positions_and_segments(x64, query_chunk, causal, order, segmented, window):
     length = 16
     q, k, v, _ = (np.asarray(x, np.float64) for x in cases.arrays(2, 4, 2, 6, 8, length=length))
