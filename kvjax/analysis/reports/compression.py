@@ -43,8 +43,8 @@ def check(model: Model, request: Request) -> None:
 def section(model: Model, request: Request) -> Section:
     """Keys cut at equal rank by weights, by text and by context.
 
-    SmolLM2-135M on two texts, rows of 256 tokens and drift over 1,024, takes about 85 s of one
-    core, divided by as many as there are, and 1.3 GB.
+    SmolLM2-135M on two texts, rows of 256 tokens and drift over 1,024, takes 95 s on two cores and
+    1.6 GB.
 
     Raises:
       UserError: a text shorter than the longest length; weights or activations that are not finite.

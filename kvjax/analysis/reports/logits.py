@@ -33,8 +33,7 @@ def check(model: Model, request: Request) -> None:
 def section(model: Model, request: Request) -> Section:
     """Spectra of logits on the request's texts beside those of the weights.
 
-    SmolLM2-135M on two texts at 64, 256 and 1,024 tokens takes about 180 s of one core, divided
-    by as many as there are, and less than 2 GB.
+    SmolLM2-135M on two texts at 64, 256 and 1,024 tokens takes 110 s on two cores and 1.6 GB.
 
     Raises:
       UserError: a text shorter than the longest length; weights or activations that are not finite.
