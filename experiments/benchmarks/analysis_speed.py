@@ -30,6 +30,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
 D36 = "lrkv_2p5b"
@@ -49,6 +50,15 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def _name(source: str) -> str:
+    """That of a published model; what is wrong with it names the option."""
+    try:
+        return model_lib.open(source).name
+    except UserError as error:
+        said = str(error).replace("--source", "--model")
+        raise UserError(said if "--model" in said else f"--model={source}: {said}") from error
+
+
 def measure(source: str, out: pathlib.Path, *given: str) -> dict:
     """One report: seconds, highest bytes of memory, and bytes of the page."""
     command = [sys.executable, "-m", "kvjax.analysis", f"--model={source}", f"--out={out}"]
@@ -60,7 +70,7 @@ def main(arguments: list[str]) -> None:
     options = _options(arguments)
     out, rows = Output(options), {}
     published = options.model or smollm2.packaged()
-    name = model_lib.open(published).name
+    name = _name(published)
     config = experiment.resolve(load_config(CONFIGS / f"{D36}.py")).model
     size = _BFLOAT16 * formulas.parameters(config)["total"]
     machine.check_room(f"{D36} with random weights", size, memory=0, disk=2)

@@ -29,6 +29,7 @@ from experiments.analysis.spectra import Spectra
 from kvjax.analysis import __main__ as analysis
 from kvjax.analysis.logit_tables import PUBLISHED_RANKS
 from kvjax.analysis.request import Request
+from kvjax.convert import model as model_lib
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import runtime
@@ -224,6 +225,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if not options.out:
         raise UserError("--out= is empty: give a folder, as runs/analysis")
     options.out = pathlib.Path(runtime.folder("--out", options.out))
+    _check_sources(options)
     for name in _missing(options):
         source = getattr(options, name) or _packaged(name)
         if not source or not runtime.path(f"--{name}", source).exists():
@@ -237,10 +239,30 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _check_sources(options: argparse.Namespace) -> None:
+    """Raises a UserError that names the option for what is given, is there, and is no model."""
+    is_there = lambda name: runtime.path(f"--{name}", getattr(options, name)).exists()
+    if options.smollm2 and is_there("smollm2"):
+        try:
+            model_lib.open(options.smollm2)
+        except UserError as error:
+            said = str(error).replace("--source", "--smollm2")
+            named = said if "--smollm2" in said else f"--smollm2={options.smollm2}: {said}"
+            raise UserError(named) from error
+    if options.whisper and is_there("whisper"):
+        folder = runtime.path("--whisper", options.whisper)
+        for file in ("model.bin", "tokenizer.json"):
+            if not (folder / file).exists():
+                raise UserError(f"--whisper={options.whisper}: {file} is not there: see --help")
+
+
 def _missing(options: argparse.Namespace) -> list[str]:
     """The models that have no report yet."""
     file = lambda name: options.out / FOLDERS[name] / report_lib.JSON
-    return [name for name in options.models if not file(name).exists()]
+    try:
+        return [name for name in options.models if not file(name).exists()]
+    except OSError as error:
+        raise UserError(f"--out = {str(options.out)!r}: {error.strerror or error}") from error
 
 
 def _packaged(name: str) -> str:

@@ -39,15 +39,10 @@ def options_of(command: str) -> list[argparse.Action]:
 
 # Text that an option may be, and that starts work of minutes: not tried.
 _STARTS_WORK = {
-    "experiments.studies.tiny_comparison runs": {
-        LONG,
-        "../x",
-        "a\x01b",
-        SNOWMAN,
-        FOLDER,
-        MISSING,
-        "x",
-    },
+    **dict.fromkeys(
+        ("experiments.studies.tiny_comparison runs", "experiments.studies.head_diversity runs"),
+        frozenset((LONG, "../x", "a\x01b", SNOWMAN, FOLDER, MISSING, "x")),
+    ),
     "experiments.benchmarks.train_benchmark set": {""},
     "kvjax.data.prepare source": {FILE},
 }
