@@ -64,7 +64,7 @@ def read_jsonl(
         file.seek(start)
         try:
             position, is_plain = start, stop is not None and name.endswith(".jsonl")
-            for number, line in enumerate(_decompressed(file, name), start=1):
+            for number, line in enumerate(decompressed(file, name), start=1):
                 if is_plain and position >= stop:
                     return
                 place = f"{name}, line {number}"
@@ -97,7 +97,7 @@ def jsonl_density(path: epath.Path, key: str) -> float:
     name, lying, text_bytes = os.fspath(path), 0, 0
     with readers.open_file(path) as file:
         try:
-            for number, line in enumerate(_decompressed(file, name), start=1):
+            for number, line in enumerate(decompressed(file, name), start=1):
                 text_bytes += len(_text_of(line, key, f"{name}, line {number}").encode())
                 lying = lying + len(line) if name.endswith(".jsonl") else file.tell()
                 if text_bytes > readers.BLOCK_BYTES:
@@ -249,7 +249,8 @@ def read_tfds(
             yield text
 
 
-def _decompressed(file: BinaryIO, name: str) -> BinaryIO:
+def decompressed(file: BinaryIO, name: str) -> BinaryIO:
+    """A file's bytes, decompressed as the end of its name says."""
     if name.endswith(".gz"):
         return gzip.open(file, "rb")
     if name.endswith(".xz"):

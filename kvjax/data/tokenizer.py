@@ -20,6 +20,18 @@ from kvjax.foundation.errors import MissingDataError
 from kvjax.foundation.errors import warn
 
 BOS = "<|bos|>"
+# What conversations are rendered with, in nanochat's order (see `kvjax.conversation`).
+CONVERSATION_SPECIALS = (
+    BOS,
+    "<|user_start|>",
+    "<|user_end|>",
+    "<|assistant_start|>",
+    "<|assistant_end|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "<|output_start|>",
+    "<|output_end|>",
+)
 # Published tokenizers call the token that opens a document by other names; the first one present is
 # taken, or else the special that the post-processor names, see `_named`.
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<bos>", "<s>", "<|endoftext|>")
@@ -150,6 +162,27 @@ class Tokenizer:
     def written_out(self, text: str) -> list[str]:
         """The special tokens whose names stand in a text, where they are ordinary characters."""
         return sorted(special for special in self._specials if special in text)
+
+    def special(self, name: str) -> int | None:
+        """The id of a special token; None if there is none of that name."""
+        return self._backend.token_to_id(name) if name in self._specials else None
+
+    def with_specials(self, names: Sequence[str]) -> "Tokenizer":
+        """This tokenizer with more special tokens, behind all ids; those it has stay as they are.
+
+        Published vocabularies may have holes: new tokens take the ids after the last.
+        """
+        definition = json.loads(self.to_json())
+        new = [name for name in names if name not in self._specials]
+        flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+        definition["added_tokens"] += [
+            dict(id=self.vocab_size + i, content=name, **flags) for i, name in enumerate(new)
+        ]
+        grown = from_json(
+            json.dumps(definition, ensure_ascii=False), "the tokenizer", self._threads
+        )
+        grown.ends = self.ends
+        return grown
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without BOS."""

@@ -1,6 +1,7 @@
 """A model made ready to decode: its weights where they are needed, and the two jitted programs."""
 
 from collections.abc import Callable
+import functools
 
 from flax import nnx
 import jax
@@ -26,6 +27,7 @@ class Engine:
       weights: in the dtype it computes in.
       sharding: that has a whole copy wherever there are weights.
       chips: that a cache is split over.
+      compiled: jits a function as `program.compiled` does, for these weights.
       prefill, decode_step: see `decoding.program`.
     """
 
@@ -34,6 +36,7 @@ class Engine:
     weights: dict
     sharding: jax.sharding.Sharding
     chips: int
+    compiled: Callable
     prefill: Callable
     decode_step: Callable
 
@@ -62,11 +65,12 @@ class Engine:
         self.chips = program.chips_of(self.sharding)
         implementation = _for_devices(implementation, self.sharding.device_set, self.chips)
         reading = implementation if implementation == "reference" else "xla"  # kernels: 1 query
-        options = dict(graph=graph, whole=self.sharding)
-        self.prefill = program.compiled(program.prefill, implementation=reading, **options)
-        self.decode_step = program.compiled(
-            program.decode_step, implementation=implementation, **options
+        # Whatever reads several tokens of each sequence at once.
+        self.compiled = functools.partial(
+            program.compiled, implementation=reading, graph=graph, whole=self.sharding
         )
+        self.prefill = self.compiled(program.prefill)
+        self.decode_step = self.compiled(program.decode_step, implementation=implementation)
 
     def put(self, tree):
         """Arrays of the host, whole on every device."""

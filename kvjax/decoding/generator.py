@@ -102,7 +102,7 @@ class Generator:
         lengths = np.array([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
         needed = longest + num_tokens - 1  # the last token is never appended
-        limit = max_positions(self.config, self.chips)
+        limit = self.positions
         if limit is not None and needed > limit:
             raise UserError(
                 f"a prompt of {longest} tokens and num_tokens = {num_tokens}: the model's "
@@ -117,9 +117,7 @@ class Generator:
             )
         if capacity:
             cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens - 1), capacity)
-        slots = capacity or _round(-(-needed // self.chips)) * self.chips
-        slots = min(slots, program.max_capacity(self.config, self.chips) or slots)
-        slots = self._check_memory(len(prompts), slots)
+        slots = self.room(len(prompts), needed, capacity)
         power_of_two = 1 << (longest - 2).bit_length()  # that longest - 1 tokens fit
         width = min(self.chunk, slots, max(NARROWEST, power_of_two))
         ends_V = np.zeros(self.config.vocab_size, bool)
@@ -141,6 +139,24 @@ class Generator:
         generation = make()
         generation.begin(width, begun=begun, compiling=compiling, on_chunk=on_prefill)
         return generation
+
+    @property
+    def positions(self) -> int | None:
+        """How many tokens a sequence can have; None: any number."""
+        return max_positions(self.config, self.chips)
+
+    def room(self, batch: int, tokens: int, capacity: int = 0) -> int:
+        """The capacity of a cache for that many tokens of each sequence, as 128 · 2^i per chip.
+
+        Args:
+          capacity: instead of that.
+
+        Raises:
+          UserError: more than there is memory for.
+        """
+        slots = capacity or _round(-(-tokens // self.chips)) * self.chips
+        slots = min(slots, program.max_capacity(self.config, self.chips) or slots)
+        return self._check_memory(batch, slots)
 
     def _check_ids(
         self, prompts: Sequence[Sequence[int]], stop_tokens: Sequence[int]

@@ -1,0 +1,99 @@
+"""The rows of files as objects: JSON lines, Parquet, CSV; with the place of each, for messages."""
+
+from collections.abc import Iterator
+import csv
+import hashlib
+import io
+import lzma
+import os
+import zlib
+
+from etils import epath
+
+from kvjax.data import readers
+from kvjax.data import record_readers
+from kvjax.foundation import json_text
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import first_line
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet", ".csv")
+
+Row = dict | list[str]  # an object; the cells of a line of CSV
+
+
+def read(path: epath.Path) -> Iterator[tuple[str, Row]]:
+    """Each row of a file, and where it stands.
+
+    Raises:
+      DataError: another suffix, a file that is damaged or no such format; with file and row.
+    """
+    name = os.fspath(path)
+    if name.endswith(".parquet"):
+        yield from _parquet(path)
+    elif name.endswith(".csv"):
+        yield from _csv(path)
+    elif name.endswith(SUFFIXES):
+        yield from _jsonl(path)
+    else:
+        raise DataError(f"{name}: must end in one of {', '.join(SUFFIXES)}")
+
+
+def digest(paths: list[epath.Path]) -> str:
+    """SHA-256 of the bytes of files, one after the other."""
+    found = hashlib.sha256()
+    for path in paths:
+        with readers.open_file(path) as file:
+            while block := file.read(1 << 20):
+                found.update(block)
+    return found.hexdigest()
+
+
+def _jsonl(path: epath.Path) -> Iterator[tuple[str, dict]]:
+    name = os.fspath(path)
+    with readers.open_file(path) as file:
+        try:
+            for number, line in enumerate(record_readers.decompressed(file, name), start=1):
+                if not line.strip():
+                    continue
+                place = f"{name}, line {number}"
+                try:
+                    row = json_text.parse(line)
+                except ValueError as error:  # also what isn't UTF-8
+                    raise DataError(f"{place} is no JSON: {first_line(error)}") from error
+                if not isinstance(row, dict):
+                    raise DataError(f"{place} must be an object, not {type(row).__name__}")
+                yield place, row
+        except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+            raise DataError(
+                f"{name} can't be decompressed: {first_line(error)}. Is it truncated? Fetch it "
+                "again"
+            ) from error
+
+
+def _parquet(path: epath.Path) -> Iterator[tuple[str, dict]]:
+    import pyarrow  # Takes 0.3 s.
+    import pyarrow.parquet as pq
+
+    name, number = os.fspath(path), 0
+    with readers.open_file(path) as file:
+        try:
+            for batch in pq.ParquetFile(file).iter_batches(256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{name}, row {number}", row
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(
+                f"{name} cannot be read after row {number}: {first_line(error)}. Fetch it again"
+            ) from error
+
+
+def _csv(path: epath.Path) -> Iterator[tuple[str, list[str]]]:
+    name = os.fspath(path)
+    with readers.open_file(path) as file:
+        try:
+            text = file.read().decode("utf-8-sig")
+            for number, cells in enumerate(csv.reader(io.StringIO(text, newline="")), start=1):
+                if cells:
+                    yield f"{name}, row {number}", cells
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise DataError(f"{name} is no CSV in UTF-8: {first_line(error)}") from error

@@ -1,0 +1,163 @@
+"""A conversation as token ids, and which of them the assistant is trained on.
+
+nanochat's rendering (commit 0f00788):
+
+    <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> content <|assistant_end|> ...
+
+The mask is 1 on what the assistant says, calls of the calculator and its own end; 0 on everything
+else, what the calculator answers included. Parts of a content are encoded each by itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
+
+from kvjax.conversation import specials as specials_lib
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.foundation.errors import DataError
+
+LIMIT = 2048  # tokens that a conversation is cut to
+PARTS = ("text", "python", "python_output")
+
+Conversation = Mapping[str, Any]  # {"messages": [{"role", "content"}]}
+
+
+class Rendered(NamedTuple):
+    """A conversation's tokens."""
+
+    ids: list[int]
+    mask: list[int]  # of each token: 1 if the assistant is trained on it
+    is_cut: bool = False  # whether it was longer than the limit
+
+
+class Renderer:
+    """Renders with one tokenizer.
+
+    Args:
+      where: for messages: whose tokenizer it is.
+
+    Raises:
+      UserError: a tokenizer without the special tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, where: str = "the workdir"):
+        self.tokenizer = tokenizer
+        self.specials = specials_lib.of(tokenizer, where)
+
+    def __call__(
+        self, conversation: Conversation, *, limit: int = LIMIT, place: str = "conversation"
+    ) -> Rendered:
+        """All of a conversation, cut at its end to `limit` tokens.
+
+        Args:
+          place: for messages: the file and row that it is from.
+
+        Raises:
+          DataError: see `checked`.
+        """
+        s, encode = self.specials, self.tokenizer.encode
+        ids, mask = [s.bos], [0]
+
+        def add(new: list[int], trained: int) -> None:
+            ids.extend(new)
+            mask.extend([trained] * len(new))
+
+        for message in checked(conversation, place):
+            content = message["content"]
+            if message["role"] == "user":
+                add([s.user_start, *encode(content), s.user_end], 0)
+                continue
+            add([s.assistant_start], 0)
+            parts = [dict(type="text", text=content)] if isinstance(content, str) else content
+            for part in parts:
+                new = encode(part["text"])
+                if part["type"] == "text":
+                    add(new, 1)
+                elif part["type"] == "python":
+                    add([s.python_start, *new, s.python_end], 1)
+                else:
+                    add([s.output_start, *new, s.output_end], 0)
+            add([s.assistant_end], 1)
+        return Rendered(ids[:limit], mask[:limit], len(ids) > limit)
+
+    def for_completion(
+        self, conversation: Conversation, *, limit: int = LIMIT, place: str = "conversation"
+    ) -> Rendered:
+        """What the assistant goes on from: all but its last message, and the token that opens one.
+
+        The cut comes first: what is longer than the limit loses the end of the user's message, and
+        `is_cut` says so.
+
+        Raises:
+          DataError: as `__call__`; a conversation whose last message is not the assistant's.
+        """
+        messages = checked(conversation, place)
+        if messages[-1]["role"] != "assistant":
+            raise DataError(f"{place}: the last message must be the assistant's, to be completed")
+        return self.prompt(messages[:-1], limit=limit, place=place)
+
+    def prompt(
+        self, messages: list[dict], *, limit: int = LIMIT, place: str = "conversation"
+    ) -> Rendered:
+        """What the assistant goes on from after messages of which the last is the user's."""
+        ids, mask, is_cut = self(dict(messages=messages), limit=limit, place=place)
+        return Rendered([*ids, self.specials.assistant_start], [*mask, 0], is_cut)
+
+
+def checked(conversation: Conversation, place: str) -> list[dict]:
+    """Its messages, a system message joined to the first of the user.
+
+    Raises:
+      DataError: not an object with `messages`, roles that do not alternate, a content of another
+        type or an unknown part; with the place.
+    """
+    messages = conversation.get("messages") if isinstance(conversation, Mapping) else None
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise DataError(f"{place}: needs 'messages', a list of at least one {{role, content}}")
+    messages = [_message(message, i, place) for i, message in enumerate(messages)]
+    if messages[0]["role"] == "system":
+        if len(messages) < 2 or messages[1]["role"] != "user":
+            raise DataError(f"{place}: a system message must be followed by the user's")
+        system, user, *rest = messages
+        for i, message in enumerate((system, user)):
+            _text(message["content"], f"{place}, message {i + 1}")
+        joined = f"{system['content']}\n\n{user['content']}"
+        messages = [dict(role="user", content=joined), *rest]
+    for i, message in enumerate(messages):
+        wanted = ("user", "assistant")[i % 2]
+        if message["role"] != wanted:
+            raise DataError(
+                f"{place}: roles must alternate user, assistant, user, ... (a system message comes "
+                f"first only); message {i + 1} is of {message['role']!r} and must be of {wanted!r}"
+            )
+        where = f"{place}, message {i + 1}"
+        if wanted == "user" or isinstance(message["content"], str):
+            _text(message["content"], where)
+        else:
+            _check_parts(message["content"], where)
+    return messages
+
+
+def _message(message, i: int, place: str) -> dict:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise DataError(f"{place}, message {i + 1}: must be an object with role and content")
+    return dict(role=message["role"], content=message["content"])
+
+
+def _check_parts(content, where: str) -> None:
+    if not isinstance(content, (list, tuple)):
+        raise DataError(f"{where}: content must be text or a list of parts, not {content!r:.80}")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in PARTS:
+            raise DataError(f"{where}: a part must have a type of {', '.join(PARTS)}: {part!r:.80}")
+        _text(part.get("text"), where)
+
+
+def _text(text, where: str) -> None:
+    """Raises a DataError for what is no text, or has halves of characters."""
+    if not isinstance(text, str):
+        raise DataError(f"{where}: content must be text, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: holds half a surrogate pair, which is no text") from error

@@ -1,0 +1,49 @@
+"""The nine special tokens that conversations are rendered with (nanochat, commit 0f00788).
+
+Ids do not matter, presence does. A name written out in a user's text stays ordinary text.
+"""
+
+from typing import NamedTuple
+
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.foundation.errors import UserError
+
+NAMES = tokenizer_lib.CONVERSATION_SPECIALS
+
+
+class Specials(NamedTuple):
+    """Their ids in a tokenizer."""
+
+    bos: int
+    user_start: int
+    user_end: int
+    assistant_start: int
+    assistant_end: int
+    python_start: int
+    python_end: int
+    output_start: int
+    output_end: int
+
+
+def missing(tokenizer: Tokenizer) -> list[str]:
+    """The names that a tokenizer lacks."""
+    return [name for name in NAMES if tokenizer.special(name) is None]
+
+
+def of(tokenizer: Tokenizer, where: str) -> Specials:
+    """The ids of all nine.
+
+    Args:
+      where: for messages: whose tokenizer it is.
+
+    Raises:
+      UserError: a tokenizer that lacks some of them.
+    """
+    if lacking := missing(tokenizer):
+        raise UserError(
+            f"{where}: its tokenizer lacks {', '.join(lacking)}: the model knows no conversations. "
+            "Mid-train it first, which adds them: python -m kvjax.main "
+            "--config=configs/mid/lrkv_128m.py --config.train.parent=WORKDIR"
+        )
+    return Specials(*(tokenizer.special(name) for name in NAMES))

@@ -1,0 +1,62 @@
+"""Scores through the cache are those of a model that sees the whole sequence at once."""
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.decoding import scoring
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.scoring import Scorer
+from kvjax.foundation.errors import UserError
+from tests.conftest import MECHANISMS
+from tests.decoding.prompts import V
+
+QUICK = ("mha", "lrkv", "mla")
+CASES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MECHANISMS
+]
+
+
+def _expected(model, sequence):
+    """[T, V] log-probabilities of what follows each token."""
+    logits_TV = model.logits(model(np.array([sequence])))[0]
+    return np.asarray(jax.nn.log_softmax(logits_TV, axis=-1)), np.asarray(logits_TV)
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Chunks so narrow that sequences need several."""
+    monkeypatch.setattr(scoring, "WIDTH", 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_those_of_the_whole_sequence(make_model, narrow, name):
+    model = make_model(name)
+    rng = np.random.default_rng(0)
+    draw = lambda n: rng.integers(0, V, n).tolist()
+    asked = [(draw(n), draw(m)) for n, m in ((1, 1), (9, 3), (4, 1), (5, 0), (12, 8), (1, 7))]
+    scorer = Scorer(Generator(model), batch=4)
+    scores = scorer.continuations(asked)
+    letters = scorer.choices([c for c, _ in asked], [[3, 1, 30]] * 3 + [[5, 2]] * 3)
+    for (context, continuation), found, logits in zip(asked, scores, letters, strict=True):
+        log_p_TV, logits_TV = _expected(model, [*context, *continuation])
+        at = np.arange(len(continuation)) + len(context) - 1
+        expected = log_p_TV[at, continuation]
+        np.testing.assert_allclose(-found.nats, expected, rtol=0, atol=2e-5)
+        assert found.log_likelihood == pytest.approx(expected.sum(), abs=1e-4)
+        greedy = log_p_TV[at].argmax(axis=-1) == continuation
+        assert found.greedy.tolist() == greedy.tolist() and found.is_greedy == greedy.all()
+        ids = [3, 1, 30] if len(logits) == 3 else [5, 2]
+        expected = logits_TV[len(context) - 1][ids]
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
+
+
+def test_what_cannot_be_scored_is_refused(make_model):
+    scorer = Scorer(Generator(make_model("lrkv")))
+    with pytest.raises(UserError, match="sequence 2 has an empty context"):
+        scorer.continuations([([1], [2]), ([], [2])])
+    with pytest.raises(UserError, match=f"sequence 1: the vocabulary has ids 0 to {V - 1}"):
+        scorer.choices([[1]], [[V]])
+    positions = Scorer(Generator(make_model("mha", positions="learned", max_positions=16)))
+    with pytest.raises(UserError, match="sequence 1 has 18 tokens, and the model positions for 16"):
+        positions.continuations([([1] * 10, [2] * 8)])
