@@ -28,7 +28,7 @@ class Engine:
       sharding: that has a whole copy wherever there are weights.
       chips: that a cache is split over.
       compiled: jits a function as `program.compiled` does, for these weights.
-      prefill, decode_step: see `decoding.program`.
+      prefill, decode_step, overrule: see `decoding.program`.
     """
 
     config: TransformerConfig
@@ -39,6 +39,7 @@ class Engine:
     compiled: Callable
     prefill: Callable
     decode_step: Callable
+    overrule: Callable
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Engine:
         )
         self.prefill = self.compiled(program.prefill)
         self.decode_step = self.compiled(program.decode_step, implementation=implementation)
+        self.overrule = jax.jit(program.overrule, out_shardings=self.sharding)
 
     def put(self, tree):
         """Arrays of the host, whole on every device."""

@@ -3,8 +3,13 @@
 All but the last token of each prompt enter the cache in chunks of one size; then one jitted step
 per token reads the cache and draws the next. The loop dispatches step n + 1, then reads the tokens
 of step n, so the device never waits for the host.
+
+The host may lay down what a sequence goes on with, as a calculator's answer: when it has read token
+n, token n + 1 is being drawn, and is overruled before any step takes it in. So the cache holds what
+it would hold had those tokens been drawn.
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -39,6 +44,7 @@ class Generation:
         self._cancelled_B = self._engine.put(self._cancelled)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.finished = np.zeros(B, bool)
+        self._forced = [collections.deque() for _ in prompts]
         self._last = np.array([prompt[-1] for prompt in prompts], np.int32)
         self._prompts = prompts
         self.timing = Timing(prompt_tokens=sum(len(prompt) for prompt in prompts))
@@ -48,7 +54,10 @@ class Generation:
         """Runs both functions once with nothing to do, which compiles them."""
         B = len(self._prompts)
         self._prefill(np.zeros((B, width), np.int32), np.zeros(B, np.int32))
-        self._step(self._engine.put(self._last), self._engine.put(np.ones(B, bool)))
+        token_B, done_B = self._step(
+            self._engine.put(self._last), self._engine.put(np.ones(B, bool))
+        )
+        self._engine.overrule(token_B, done_B, token_B)
         jax.block_until_ready(self.cache)
 
     def begin(
@@ -92,11 +101,12 @@ class Generation:
         """Yields once per step the new tokens as (sequence, id), until all sequences have ended."""
         token_B, done_B = self._first
         for n in range(self._num_tokens):
+            token_B, done_B, forced_B = self._overruled(token_B, done_B)
             following = self._step(token_B, done_B) if n + 1 < self._num_tokens else None
             ids = jax.device_get(token_B)
             new = []
             for b in np.flatnonzero(~self.finished).tolist():
-                if self._ends_V[ids[b]]:
+                if self._ends_V[ids[b]] and not forced_B[b]:
                     self.finished[b] = True
                 else:
                     self.tokens[b].append(int(ids[b]))
@@ -108,6 +118,20 @@ class Generation:
             if self.finished.all():
                 return
             token_B, done_B = following
+
+    def force(self, b: int, tokens: Sequence[int]) -> None:
+        """What sequence b goes on with, behind what was laid down before; none of it ends it."""
+        self._forced[b].extend(tokens)
+
+    def _overruled(self, token_B, done_B) -> tuple[jax.Array, jax.Array, np.ndarray]:
+        """Drawn tokens, those that are laid down in their place, and [B] bool which those are."""
+        forced_B = np.array([bool(queue) for queue in self._forced]) & ~self.finished
+        if not forced_B.any():
+            return token_B, done_B, forced_B
+        pop = lambda b: self._forced[b].popleft() if forced_B[b] else -1
+        laid_B = np.array([pop(b) for b in range(len(forced_B))], np.int32)
+        token_B, done_B = self._engine.overrule(token_B, done_B, self._engine.put(laid_B))
+        return token_B, done_B, forced_B
 
     def finish(self, b: int) -> None:
         """Ends sequence b: it grows no more, from the next step dispatched."""

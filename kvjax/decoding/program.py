@@ -82,6 +82,12 @@ def decode_step(
     return cache, token_B, done_B | choice.ends_V[token_B]
 
 
+def overrule(token_B: jax.Array, done_B: jax.Array, laid_B: jax.Array) -> tuple:
+    """Tokens that were drawn, and whose sequences they ended, unless laid_B has another, >= 0."""
+    is_laid_B = laid_B >= 0
+    return jnp.where(is_laid_B, laid_B, token_B), done_B & ~is_laid_B
+
+
 def compiled(function: Callable, *, graph, implementation: str | None, whole: Sharding):
     """`prefill` or `decode_step`, jitted for devices with weights that lie as `whole` says.
 

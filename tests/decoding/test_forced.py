@@ -1,0 +1,115 @@
+"""Tokens that the host lays down: text and cache are as if they had been drawn."""
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import cache as cache_lib
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.scoring import Scorer
+from tests.conftest import MECHANISMS
+from tests.decoding.prompts import GREEDY
+from tests.decoding.prompts import PROMPTS
+from tests.decoding.prompts import V
+
+QUICK = ("lrkv",)
+CASES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MECHANISMS
+]
+# By sequence and number of its tokens so far: what it goes on with.
+LAID = {
+    (0, 1): [7, 7, 8],
+    (0, 4): [9],  # at once after the first
+    (1, 5): [30],
+    (2, 3): [11, 12],
+    (3, 11): [1, 2, 3],  # the last of which would be behind the end
+}
+NUM_TOKENS = 12
+
+
+def _run(generator, prompts, laid, **options):
+    generation = generator.start(prompts, num_tokens=NUM_TOKENS, sampling=GREEDY, **options)
+    for new in generation:
+        for b, _ in new:
+            generation.force(b, laid.get((b, len(generation.tokens[b])), []))
+    return generation
+
+
+def _is_laid(b, laid):
+    """Per position of a sequence, the token laid down there, or None."""
+    places = [None] * NUM_TOKENS
+    for (sequence, at), ids in laid.items():
+        if sequence == b:
+            for i, token in enumerate(ids):
+                if at + i < NUM_TOKENS:
+                    places[at + i] = token
+    return places
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_laid_down_is_as_if_it_had_been_drawn(make_model, name):
+    generator = Generator(make_model(name), chunk=5)
+    prompts = PROMPTS * 2  # eight, ragged
+    generation = _run(generator, prompts, LAID)
+    contexts, continuations, drawn = [], [], []
+    for b, prompt in enumerate(prompts):
+        ids, places = generation.tokens[b], _is_laid(b, LAID)
+        assert len(ids) == NUM_TOKENS
+        assert all(place in (None, token) for place, token in zip(places, ids, strict=True))
+        drawn.append([place is None for place in places])
+        contexts.append(prompt)
+        continuations.append(ids)
+    # What was drawn is the likeliest token after all before it, laid down or not.
+    for scored, free in zip(
+        Scorer(generator).continuations(list(zip(contexts, continuations, strict=True))),
+        drawn,
+        strict=True,
+    ):
+        assert scored.greedy[free].all()
+        assert not scored.greedy.all() or all(free)
+    # The cache holds what reading those tokens from the start would have put there.
+    sequences = [p + ids[:-1] for p, ids in zip(prompts, generation.tokens, strict=True)]
+    assert generation.cache.lengths.tolist() == [len(s) for s in sequences]
+    again = generator.start([[*s, 0] for s in sequences], num_tokens=1, sampling=GREEDY).cache
+    for b, length in enumerate(map(len, sequences)):
+        for one, other in zip(generation.cache.layers, again.layers, strict=True):
+            for field in one:
+                now, then = (np.asarray(layer[field])[b, ..., :length] for layer in (one, other))
+                np.testing.assert_allclose(now, then, rtol=0, atol=2e-5)
+
+
+def test_a_batch_is_one_prompt_after_another(generator):
+    batch = _run(generator, PROMPTS, LAID).tokens
+    for b, prompt in enumerate(PROMPTS):
+        alone = {(0, at): ids for (sequence, at), ids in LAID.items() if sequence == b}
+        assert _run(generator, [prompt], alone).tokens == [batch[b]]
+
+
+def test_what_is_laid_down_ends_nothing_and_saves_from_an_end(generator):
+    """A token would end a sequence; another is laid down in its place, and then that very token."""
+    free = _run(generator, PROMPTS, {}).tokens
+    b, first = next(
+        (b, i) for b, ids in enumerate(free) for i in range(1, 8) if ids[i] not in ids[:i]
+    )
+    stop = free[b][first]
+    ended = _run(generator, PROMPTS, {}, stop_tokens=[stop])
+    assert ended.tokens[b] == free[b][:first]
+    other = (stop + 1) % V
+    saved = _run(generator, PROMPTS, {(b, first): [other, stop, stop]}, stop_tokens=[stop])
+    assert saved.tokens[b][: first + 3] == [*free[b][:first], other, stop, stop]
+
+
+def test_an_ended_sequence_takes_nothing(generator):
+    generation = generator.start(PROMPTS, num_tokens=8, sampling=GREEDY)
+    for n, _ in enumerate(generation):
+        if n == 2:
+            generation.finish(1)
+            generation.force(1, [5, 5])
+    assert [len(ids) for ids in generation.tokens] == [8, 3, 8, 8]
+
+
+def test_nothing_is_uploaded_where_nothing_is_laid_down(generator):
+    generation = generator.start(PROMPTS, num_tokens=4, sampling=GREEDY)
+    with jax.transfer_guard_host_to_device("disallow"):
+        list(generation)
+    assert cache_lib.live_bytes(generation.cache) > 0
