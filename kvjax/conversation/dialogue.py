@@ -1,0 +1,94 @@
+"""How a model is talked to: by the nine specials, or by the template it was published with."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvjax.conversation import render
+from kvjax.conversation import specials as specials_lib
+from kvjax.conversation.specials import Specials
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.foundation.errors import UserError
+
+
+class Dialogue(Protocol):
+    """Messages to the tokens that an answer follows.
+
+    Attributes:
+      name: "nanochat" or "template".
+      tokenizer: of the model.
+      ends: ids that end an answer.
+      specials: of a model that may call the calculator; None: it never does.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    ends: tuple[int, ...]
+    specials: Specials | None
+
+    def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
+        """What the assistant goes on from; the last message is the user's.
+
+        Raises:
+          DataError: roles that do not alternate, a content that is no text; with the place.
+        """
+
+
+class Native:
+    """nanochat's, see `kvjax.conversation.render`.
+
+    Args:
+      limit: tokens that a prompt is cut to before its answer is asked for.
+    """
+
+    name = "nanochat"
+
+    def __init__(self, tokenizer: Tokenizer, where: str, limit: int = render.LIMIT):
+        self._renderer, self._limit = render.Renderer(tokenizer, where), limit
+        self.tokenizer, self.specials = tokenizer, self._renderer.specials
+        # Not all specials: a call's end goes on.
+        self.ends = (self.specials.assistant_end, self.specials.bos)
+
+    def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
+        return self._renderer.prompt(list(messages), limit=self._limit, place=place)
+
+
+class Templated:
+    """That of a published model: a template in Jinja, as Hugging Face has them."""
+
+    name = "template"
+    specials = None
+
+    def __init__(self, tokenizer: Tokenizer, template: str, token_files: Mapping):
+        self.tokenizer, self._template, self._token_files = tokenizer, template, token_files
+        self.ends = tuple(dict.fromkeys((*tokenizer.ends, tokenizer.bos_id)))
+
+    def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
+        from kvjax.conversation import template  # an extra
+
+        for i, message in enumerate(messages, 1):
+            if not isinstance(message["content"], str):
+                raise UserError(f"{place}, message {i}: content must be text for this model")
+        ids = template.encode(self.tokenizer, messages, self._template, self._token_files)
+        return render.Rendered(ids, [0] * len(ids))
+
+
+def of(
+    tokenizer: Tokenizer,
+    template: str | None,
+    token_files: Mapping,
+    *,
+    where: str,
+    limit: int = render.LIMIT,
+) -> Dialogue:
+    """The nine specials if the tokenizer has them, else the template.
+
+    Args:
+      where: for messages: the workdir.
+
+    Raises:
+      UserError: neither is there.
+    """
+    if specials_lib.missing(tokenizer) and template is not None:
+        return Templated(tokenizer, template, token_files)
+    return Native(tokenizer, where, limit)
