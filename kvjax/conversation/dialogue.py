@@ -15,7 +15,7 @@ class Dialogue(Protocol):
     """Messages to the tokens that an answer follows.
 
     Attributes:
-      name: "nanochat" or "template".
+      name: "nanochat", "template", or "" for none.
       tokenizer: of the model.
       ends: ids that end an answer.
       specials: of a model that may call the calculator; None: it never does.
@@ -51,6 +51,20 @@ class Native:
 
     def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
         return self._renderer.prompt(list(messages), limit=self._limit, place=place)
+
+
+class Plain:
+    """No dialogue at all: texts go on, and end as the tokenizer's documents do."""
+
+    name = ""
+    specials = None
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.ends = tuple(dict.fromkeys((*tokenizer.ends, tokenizer.bos_id)))
+
+    def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
+        raise UserError(f"{place}: the model knows no conversations")
 
 
 class Templated:

@@ -100,6 +100,19 @@ def gsm8k(row: Mapping, place: str) -> dict:
     return conversation(_text(question, "question", place), parts)
 
 
+class Sum(NamedTuple):
+    """A question of GSM8K and the text that answers it."""
+
+    question: str
+    answer: str
+
+
+def gsm8k_asked(row: Mapping, place: str) -> Sum:
+    """A row of GSM8K that is asked, its answer as it is written."""
+    question, answer = _keys(row, ("question", "answer"), place)
+    return Sum(_text(question, "question", place), _text(answer, "answer", place))
+
+
 def calls(answer: str) -> list[dict]:
     """The parts of an answer of GSM8K.
 

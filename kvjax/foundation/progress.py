@@ -106,14 +106,16 @@ class Steps:
       total: steps in all.
       start: those taken before.
       shown: False: nothing is printed.
+      unit: what one step is.
     """
 
-    def __init__(self, total: int, start: int, *, shown: bool = True):
+    def __init__(self, total: int, start: int, *, shown: bool = True, unit: str = "step"):
         import tqdm  # only where there are steps
 
+        self._unit = unit
         self._total, self._done, self._shown = total, start, shown
         self._terminal, self._said = sys.stderr.isatty(), time.monotonic()
-        bar = dict(mininterval=0.5, unit="step", disable=not (shown and self._terminal))
+        bar = dict(mininterval=0.5, unit=unit, disable=not (shown and self._terminal))
         self._bar = tqdm.tqdm(total=total, initial=start, **bar)
 
     def __enter__(self):
@@ -122,19 +124,20 @@ class Steps:
     def __exit__(self, *_):
         self._bar.close()
 
-    def step(self, text: str) -> None:
-        """One more step is done.
+    def step(self, text: str, count: int = 1) -> None:
+        """One more step is done, or several.
 
         Args:
           text: its figures.
         """
-        self._done += 1
+        self._done += count
         self._bar.set_postfix_str(text, False)
-        self._bar.update(1)
+        self._bar.update(count)
         waited = time.monotonic() - self._said > _STEPS_EVERY
         if self._shown and not self._terminal and (waited or self._done == self._total):
             self._said = time.monotonic()
-            print(f"step {self._done:,} of {self._total:,}: {text}", file=sys.stderr, flush=True)
+            of = f"{self._unit} {self._done:,} of {self._total:,}"
+            print(f"{of}: {text}", file=sys.stderr, flush=True)
 
     def write(self, text: str) -> None:
         """A line on standard output, above the bar."""

@@ -9,6 +9,7 @@ before their last read.
 """
 
 import functools
+import hashlib
 import json
 import logging
 import re
@@ -103,6 +104,14 @@ def shapes(item: epath.Path) -> dict[str, tuple[int, ...]]:
     reads = {key: store.read(key) for key in keys if key.endswith(end)}
     shape = lambda read: tuple(json.loads(read.result().value)["shape"])
     return {key.removesuffix(end): shape(read) for key, read in reads.items()}
+
+
+def fingerprint(item: epath.Path) -> str:
+    """What tells the arrays of a checkpoint from those of any other save, as a hash.
+
+    Of the index, which names every file of data, drawn anew by each save: no array is read.
+    """
+    return hashlib.sha256((item / "manifest.ocdbt").read_bytes()).hexdigest()
 
 
 def _base(item: epath.Path) -> str | dict:

@@ -1,0 +1,1 @@
+"""Benchmarks for trained models: `python -m kvjax.evaluate`."""

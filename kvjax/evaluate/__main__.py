@@ -1,0 +1,246 @@
+"""Scores a trained model on benchmarks, as the LRKV paper's Table 3 does, by nanochat's protocol.
+
+    python -m kvjax.evaluate --workdir=runs/x --tasks=arc_easy,arc_challenge,mmlu,gsm8k,humaneval
+    python -m kvjax.evaluate --workdir=runs/x --tasks=core --data=~/data/evaluation
+    python -m kvjax.evaluate --compare=runs/a,runs/b
+
+Data are local files: what is missing is said, with what to fetch and where to put it. Every row is
+kept in WORKDIR/evaluations/STEP/: the same command goes on where a killed one ended. HumanEval's
+programs run in a sandbox. --compare asks nothing: it reads the rows of two models.
+"""
+
+import argparse
+from collections.abc import Mapping
+import hashlib
+from typing import Any
+
+from etils import epath
+
+from kvjax import sandbox
+from kvjax.conversation import calculator
+from kvjax.conversation import dialogue as dialogue_lib
+from kvjax.conversation import specials as specials_lib
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.generator import max_positions
+from kvjax.evaluate import compare
+from kvjax.evaluate import core_tasks
+from kvjax.evaluate import datasets
+from kvjax.evaluate import evaluation
+from kvjax.evaluate import generated
+from kvjax.evaluate import summary
+from kvjax.evaluate import task as task_lib
+from kvjax.evaluate.evaluation import Plan
+from kvjax.evaluate.generated import Asked
+from kvjax.evaluate.model import Described
+from kvjax.evaluate.model import Served
+from kvjax.evaluate.rows import FOLDER
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.workdir import origin
+from kvjax.workdir import storage
+from kvjax.workdir import trained
+
+BATCH = 8
+
+
+def _parser() -> command_line.Parser:
+    parser = command_line.Parser(__doc__)
+    parser.add_output()
+    add = parser.add_argument
+    add("--workdir", default="", help="a run's folder, local or gs://")
+    add("--tasks", default="", help=f"some of {', '.join(task_lib.NAMES)} (the first five)")
+    add("--data", default=datasets.FOLDER, help=f"the folder of all data sets ({datasets.FOLDER})")
+    text = "TASK=PATH: that task's file or glob instead; may be repeated"
+    add("--file", action="append", default=[], help=text)
+    add("--step", type=int, help="of the checkpoint (the latest)")
+    add("--dtype", default="", help="to compute in (the run's)")
+    add("--batch", type=int, default=BATCH, help=f"prompts at once ({BATCH})")
+    add("--limit", type=int, default=0, help="the first rows of each set only; 0: all (0)")
+    text = f"tokens that an answer may have ({generated.NUM_TOKENS})"
+    add("--num_tokens", type=int, default=generated.NUM_TOKENS, help=text)
+    text = "how the calculator writes: nanochat: 8.0; dataset: 8 (nanochat)"
+    add("--calculator", default=calculator.MODES[0], help=text)
+    text = "chat: the whole function is asked for; completion: the prompt goes on (chat)"
+    add("--humaneval", default=generated.MODES[0], help=text)
+    add("--sandbox", default="auto", help="auto, linux or wasm (auto: what holds here)")
+    text = "run HumanEval's programs with no sandbox but limits; results say so"
+    add("--allow_unsandboxed_code", action="store_true", help=text)
+    add("--share", default="0/1", help="I/N: rows i mod n, of N processes that share them (0/1)")
+    add("--out", default="", help="the folder of the rows (WORKDIR/evaluations/STEP)")
+    add("--compare", default="", help="two workdirs A,B: their rows beside each other")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Evaluates or compares; see the module's docstring."""
+    options = _parser().parse(arguments)
+    out = Output(options)
+    with command_line.naming_options(options):
+        if options.compare:
+            _compare(options, out)
+        else:
+            _evaluate(options, out)
+
+
+def _compare(options: argparse.Namespace, out: Output) -> None:
+    if options.workdir:
+        raise UserError("--compare and --workdir: give one of them")
+    names = compare.groups(options.compare)
+    found = compare.compare(*([compare.open(name) for name in side] for side in names))
+    out.show(compare.table(found, *names))
+    out.result(dict(first=names[0], second=names[1], tasks=found))
+
+
+def _evaluate(options: argparse.Namespace, out: Output) -> None:
+    command_line.require(options, workdir="the folder of a trained run, as runs/lrkv_tiny")
+    names = _names(options.tasks)
+    share = _share(options.share)
+    for key, least in (("batch", 1), ("limit", 0), ("num_tokens", 1)):
+        at_least(key, getattr(options, key), least)
+    one_of("calculator", options.calculator, calculator.MODES)
+    one_of("humaneval", options.humaneval, generated.MODES)
+    one_of("sandbox", options.sandbox, ("auto", "linux", "wasm"))
+    files = datasets.asked(options.file)
+    lists.names("--file", ",".join(files), task_lib.TASKS) if files else ()
+    runtime.start()
+    with progress.waiting("reading the data"):
+        questions = {
+            name: datasets.read(task_lib.TASKS[name], options.data, files.get(name, ""))
+            for name in names
+            if name != task_lib.CORE
+        }
+        core, core_digest = [], ""
+        if task_lib.CORE in names:
+            bundle = runtime.path("--data", options.data)
+            bundle = bundle / "eval_bundle" if (bundle / "eval_bundle").exists() else bundle
+            core, core_digest = core_tasks.read(bundle), core_tasks.digest(bundle)
+    found = trained.find(runtime.workdir(options.workdir), step=options.step)
+    box = _box(options) if "humaneval" in names else None
+    plan = Plan(questions, core, _asked(options, box), options.limit, share)
+    dialogue = _dialogue(found, names, options.humaneval)
+    described = Described(found.tokenizer, dialogue, max_positions(found.experiment.model))
+    evaluation.check(described, plan, found.context)
+    folder = runtime.folder("--out", options.out) if options.out else _folder(found)
+    data = datasets.described(questions)
+    if core:
+        data[task_lib.CORE] = dict(sha256=core_digest, tasks=len(core))
+    about = _about(options, found, data, dialogue, box)
+    identity = lambda name: _identity(name, about, data)
+    with progress.waiting("reading the model"):
+        loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
+        generator = Generator(loaded.model, loaded.compute)
+        del loaded  # the generator has the weights: once is enough
+    model = Served(generator, found.tokenizer, dialogue, batch=options.batch)
+    done = evaluation.run(model, plan, epath.Path(folder), identity)
+    result = summary.of(done, core, about)
+    path = summary.write(epath.Path(folder), result)
+    out.show(summary.table(result))
+    out.say(f"\nwritten: {path}", wrap=False)
+    out.result(result)
+
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+
+def _names(option: str) -> tuple[str, ...]:
+    if not option:
+        return tuple(task_lib.TASKS)
+    return tuple(dict.fromkeys(lists.names("--tasks", option, task_lib.NAMES)))
+
+
+def _share(option: str) -> tuple[int, int]:
+    i, slash, n = option.partition("/")
+    if slash and i.isdecimal() and n.isdecimal() and int(i) < int(n) <= 1 << 16:
+        return int(i), int(n)
+    raise UserError(f"--share={option}: give I/N with I from 0 to N - 1, as 0/4, 1/4, 2/4, 3/4")
+
+
+def _box(options: argparse.Namespace):
+    """The sandbox, tried out; a UserError where none holds."""
+    kind = "none" if options.allow_unsandboxed_code else options.sandbox
+    try:
+        with progress.waiting("trying the sandbox"):
+            return sandbox.open(kind)
+    except sandbox.SandboxError as error:
+        raise UserError(
+            f"humaneval runs programs that a model wrote, and no sandbox holds here: {error}. "
+            "Leave humaneval out of --tasks, or give --allow_unsandboxed_code on a machine that "
+            "you can lose"
+        ) from error
+
+
+def _asked(options: argparse.Namespace, box) -> Asked:
+    def judge(programs):
+        problems = [sandbox.Problem(*program) for program in programs]
+        return [(verdict.passed, verdict.reason) for verdict in box.judge_all(problems)]
+
+    return Asked(options.num_tokens, options.calculator, options.humaneval, judge)
+
+
+def _dialogue(found: trained.Found, names: tuple[str, ...], mode: str):
+    """How the model is talked to; None where nothing is asked in conversation."""
+    template = found.workdir / origin.CHAT_TEMPLATE
+    text = origin.text_of(template) if template.exists() else None
+    if not set(names) - {task_lib.CORE} - ({"humaneval"} if mode == "completion" else set()):
+        if specials_lib.missing(found.tokenizer) and text is None:
+            return dialogue_lib.Plain(found.tokenizer)
+    return dialogue_lib.of(found.tokenizer, text, found.token_files, where=str(found.workdir))
+
+
+def _folder(found: trained.Found) -> epath.Path:
+    return found.workdir / FOLDER / str(found.step)
+
+
+# -- what results say ------------------------------------------------------------------------------
+
+
+def _about(options, found: trained.Found, data: Mapping, dialogue, box) -> dict[str, Any]:
+    tokenizer = hashlib.sha256(found.tokenizer.to_json().encode()).hexdigest()
+    return dict(
+        model=dict(
+            workdir=str(found.workdir),
+            step=found.step,
+            checkpoint=storage.fingerprint(found.checkpoints / str(found.step) / "state"),
+            tokenizer=tokenizer,
+        ),
+        data=data,
+        options=dict(
+            dialogue=dialogue.name,
+            num_tokens=options.num_tokens,
+            calculator=options.calculator,
+            humaneval=options.humaneval,
+            sandbox=" + ".join(box.layers) if box else "",
+            dtype=options.dtype,
+            limit=options.limit,
+        ),
+    )
+
+
+def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the verdicts of a task."""
+    task = task_lib.TASKS.get(name)
+    options = about["options"]
+    found = dict(
+        checkpoint=about["model"]["checkpoint"],
+        tokenizer=about["model"]["tokenizer"],
+        data=data[name if task else task_lib.CORE]["sha256"],
+        dtype=options["dtype"],
+        dialogue=options["dialogue"],
+    )
+    if task is not None and task.kind == task_lib.GENERATED:
+        found |= dict(num_tokens=options["num_tokens"])
+        if name == "gsm8k":
+            found |= dict(calculator=options["calculator"])
+        else:
+            found |= dict(humaneval=options["humaneval"], sandbox=options["sandbox"])
+    return found
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,210 @@
+"""CORE (DCLM, arXiv 2406.11794): 22 tasks for base models, few-shot, as nanochat scores them.
+
+The bundle is a folder with `core.yaml`, `eval_meta_data.csv` and `eval_data/`. Rows are shuffled by
+Random(1337); shots of row i are drawn by Random(1234 + i) from the others. Each answer follows the
+shots and its question; of several the one of fewest mean nats per token wins. CORE is the mean of
+(accuracy - chance)/(1 - chance).
+"""
+
+from collections.abc import Sequence
+import csv
+import dataclasses
+import os
+import random
+from typing import Any
+
+from etils import epath
+import numpy as np
+
+from kvjax.conversation import records
+from kvjax.decoding.scoring import Scored
+from kvjax.evaluate.letters import prompt_hash
+from kvjax.evaluate.model import Model
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import first_line
+
+KINDS = ("multiple_choice", "schema", "language_modeling")
+_KEYS = {
+    "multiple_choice": ("query", "choices", "gold"),
+    "schema": ("context_options", "continuation", "gold"),
+    "language_modeling": ("context", "continuation"),
+}
+COUNT = 22
+Asked = list[tuple[list[int], list[int]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class CoreTask:
+    """One of the tasks.
+
+    Attributes:
+      label: its name.
+      kind: one of KINDS.
+      delimiter: between a question and its answer.
+      chance: the accuracy of guessing.
+      items: shuffled, with the place of each.
+    """
+
+    label: str
+    kind: str
+    shots: int
+    delimiter: str
+    chance: float
+    items: Sequence[dict]
+    places: Sequence[str]
+
+
+def read(folder: epath.Path) -> list[CoreTask]:
+    """The tasks of a bundle.
+
+    Raises:
+      MissingDataError: a file of it is not there.
+      DataError: one that cannot be read, with file and row.
+    """
+    for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
+        if not (folder / name).exists():
+            raise MissingDataError(
+                f"core: {os.fspath(folder / name)} is missing: the bundle of DCLM's CORE has "
+                "core.yaml, eval_meta_data.csv and eval_data/. Where there is a network: "
+                "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip, 162 MB"
+            )
+    chances = _chances(folder / "eval_meta_data.csv")
+    return [_task(folder, entry, chances) for entry in _entries(folder / "core.yaml")]
+
+
+def digest(folder: epath.Path) -> str:
+    """SHA-256 of all files of a bundle."""
+    names = [folder / "core.yaml", folder / "eval_meta_data.csv"]
+    return records.digest([*names, *sorted((folder / "eval_data").glob("**/*.jsonl"))])
+
+
+def _entries(path: epath.Path) -> list[dict]:
+    import yaml
+
+    keys = {"label", "dataset_uri", "num_fewshot", "icl_task_type"}
+    try:
+        found = yaml.safe_load(path.read_text())["icl_tasks"]
+        if not all(isinstance(entry, dict) and keys <= entry.keys() for entry in found):
+            raise ValueError(f"each of icl_tasks needs {', '.join(sorted(keys))}")
+        return found
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{os.fspath(path)} lists no tasks: {first_line(error)}") from error
+
+
+def _chances(path: epath.Path) -> dict[str, float]:
+    try:
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+        return {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f'{os.fspath(path)} must have columns "Eval Task" and "Random baseline", in %: '
+            f"{first_line(error)}"
+        ) from error
+
+
+def _task(folder: epath.Path, entry: dict, chances: dict[str, float]) -> CoreTask:
+    label, kind = str(entry["label"]), entry["icl_task_type"]
+    if kind not in KINDS:
+        raise DataError(f"core.yaml: {label}: icl_task_type = {kind!r}: must be one of {KINDS}")
+    if label not in chances:
+        raise DataError(f"eval_meta_data.csv has no row of {label}: what does guessing score?")
+    path = folder / "eval_data" / entry["dataset_uri"]
+    if not path.exists():
+        raise MissingDataError(f"core: {os.fspath(path)} is missing: fetch the bundle again")
+    pairs = [(item, place) for place, item in records.read(path)]
+    for item, place in pairs:
+        if lacking := [key for key in _KEYS[kind] if key not in item]:
+            raise DataError(f"{place}: lacks {', '.join(lacking)}, which {kind} needs")
+    random.Random(1337).shuffle(pairs)
+    shots = entry["num_fewshot"]
+    shots = int(shots[0] if isinstance(shots, list) else shots)
+    if shots >= len(pairs):
+        raise DataError(f"{os.fspath(path)}: has {len(pairs)} rows; {shots} shots need more")
+    delimiter = str(entry.get("continuation_delimiter", " "))
+    items, places = zip(*pairs, strict=True)
+    return CoreTask(label, kind, shots, delimiter, chances[label], items, places)
+
+
+def ask(model: Model, task: CoreTask, indices: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of some questions."""
+    asked, owners = [], []
+    for i in indices:
+        new = prompts(model, task, i)
+        asked += new
+        owners.append((i, len(new)))
+    scored, rows, start = model.continuations(asked), [], 0
+    for i, count in owners:
+        rows.append(_row(task, i, asked[start : start + count], scored[start : start + count]))
+        start += count
+    return rows
+
+
+def _row(task: CoreTask, i: int, asked: Asked, scored: Sequence[Scored]) -> dict:
+    row = dict(index=i, prompt=prompt_hash([*asked[0][0], *asked[0][1]]))
+    if task.kind == "language_modeling":
+        (only,) = scored
+        return row | dict(nats=round(float(only.nats.mean()), 5), right=only.is_greedy)
+    means = [float(np.mean(s.nats, dtype=np.float64)) for s in scored]
+    chosen, gold = int(np.argmin(means)), int(task.items[i]["gold"])
+    rounded = [round(mean, 5) for mean in means]
+    return row | dict(nats=rounded, chosen=chosen, answer=gold, right=chosen == gold)
+
+
+def prompts(model: Model, task: CoreTask, i: int) -> Asked:
+    """What is scored for a row: the tokens before each answer, and its own."""
+    rng = random.Random(1234 + i)
+    others = [j for j in range(len(task.items)) if j != i]
+    shots = [task.items[j] for j in rng.sample(others, task.shots)] if task.shots else []
+    item, place = task.items[i], task.places[i]
+    encode = lambda text: [model.tokenizer.bos_id, *model.tokenizer.encode(text)]
+    if task.kind == "language_modeling":
+        before = "".join(
+            _shot(shot["context"].strip(), shot["continuation"], task) for shot in shots
+        )
+        before += item["context"].strip() + task.delimiter
+        without, whole = encode(before.strip()), encode(before + item["continuation"])
+        if whole[: len(without)] != without or len(whole) == len(without):
+            raise DataError(
+                f"{place}: the tokens of the prompt are no prefix of those with the answer"
+            )
+        return [_fitting(model, whole, len(without))]
+    if task.kind == "multiple_choice":
+        before = "".join(_shot(s["query"], s["choices"][s["gold"]], task) for s in shots)
+        before += item["query"] + task.delimiter
+        found = [encode(before + choice) for choice in item["choices"]]
+        start = _shared(found)
+        return [_fitting(model, ids, min(start, len(ids) - 1)) for ids in found]
+    of = lambda shot: _shot(shot["context_options"][shot["gold"]], shot["continuation"], task)
+    before = "".join(map(of, shots))
+    tail = task.delimiter + item["continuation"]
+    found = [encode(before + option + tail) for option in item["context_options"]]
+    size = _shared([ids[::-1] for ids in found])
+    return [_fitting(model, ids, max(1, len(ids) - size)) for ids in found]
+
+
+def _shot(question: str, answer: str, task: CoreTask) -> str:
+    return f"{question}{task.delimiter}{answer}\n\n"
+
+
+def _shared(sequences: Sequence[Sequence[int]]) -> int:
+    """How many tokens all begin with."""
+    count = 0
+    for tokens in zip(*sequences, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        count += 1
+    return count
+
+
+def _fitting(model: Model, ids: list[int], start: int) -> tuple[list[int], list[int]]:
+    """Context and continuation; of what is longer than the model's positions the end."""
+    if model.positions is not None and len(ids) - 1 > model.positions:
+        gone = len(ids) - 1 - model.positions
+        ids, start = ids[gone:], max(1, start - gone)
+    return ids[:start], ids[start:]
+
+
+def label_of(task: CoreTask) -> str:
+    """The name of its files."""
+    return f"core_{task.label}"

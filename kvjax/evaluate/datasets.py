@@ -1,0 +1,119 @@
+"""Finds the files of a task and reads its questions; nothing is ever downloaded."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import os
+from typing import Any
+
+from etils import epath
+
+from kvjax.conversation import records
+from kvjax.evaluate.task import Task
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import warn
+
+FOLDER = "~/data/evaluation"
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """A task's questions.
+
+    Attributes:
+      items: parsed, in the order of the files.
+      places: the file and row of each.
+      digest: SHA-256 of the files.
+    """
+
+    task: Task
+    items: Sequence[Any]
+    places: Sequence[str]
+    files: tuple[str, ...]
+    digest: str
+
+
+def read(task: Task, folder: str, given: str = "") -> Questions:
+    """The questions of a task.
+
+    Args:
+      folder: of all tasks' data, see `Task.patterns`.
+      given: instead: a file, or a glob.
+
+    Raises:
+      MissingDataError: no file; what to fetch and where to put it.
+      DataError: a row that is none of the task's, with file and row.
+    """
+    files = _given(task, given) if given else _found(task, folder)
+    items, places = [], []
+    for file in files:
+        for place, row in records.read(file):
+            is_cells = isinstance(row, list)
+            if is_cells and task.parse_cells is None:
+                raise DataError(f"{place}: {task.name} has no CSV form: give JSON lines or Parquet")
+            items.append((task.parse_cells if is_cells else task.parse)(row, place))
+            places.append(place)
+    names = tuple(os.fspath(file) for file in files)
+    if not items:
+        raise DataError(f"{task.name}: {', '.join(names)} has no row")
+    if len(items) != task.rows:
+        warn(
+            f"{task.name}: {', '.join(names[:3])} has {len(items):,} rows, and the published set "
+            f"{task.rows:,}: scores are not comparable with published ones"
+        )
+    return Questions(task, items, places, names, records.digest(files))
+
+
+def asked(texts: Sequence[str]) -> dict[str, str]:
+    """By task, what `--file=TASK=PATH` gives.
+
+    Raises:
+      DataError: not of that form.
+    """
+    found = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or not path:
+            raise DataError(f"--file={text}: give TASK=PATH, as mmlu=~/data/mmlu.jsonl")
+        found[name] = path
+    return found
+
+
+def _given(task: Task, given: str) -> list[epath.Path]:
+    path = runtime.path(f"--file={task.name}", given)
+    files = [path] if path.is_file() else _matching(path.parent, path.name)
+    if not files:
+        raise MissingDataError(f"--file={task.name}={given}: there is no such file")
+    return files
+
+
+def _found(task: Task, folder: str) -> list[epath.Path]:
+    root = runtime.path("--data", folder)
+    for pattern in task.patterns:
+        if files := _matching(root, pattern):
+            return files
+    repository, name = task.fetch
+    looked = ", ".join(task.patterns)
+    raise MissingDataError(
+        f"{task.name}: no file is in {os.fspath(root)} (looked for {looked}). Where there is a "
+        f"network: hf download {repository} --repo-type=dataset --local-dir="
+        f"{os.fspath(root / name)}; or name a file: --file={task.name}=PATH"
+    )
+
+
+def _matching(root: epath.Path, pattern: str) -> list[epath.Path]:
+    try:
+        found = sorted(root.glob(pattern))
+    except OSError:
+        return []
+    return [path for path in found if path.is_file() and path.name.endswith(records.SUFFIXES)]
+
+
+def described(all_questions: Mapping[str, Questions]) -> dict[str, dict]:
+    """What results say of the data."""
+    return {
+        name: dict(files=list(q.files), sha256=q.digest, rows=len(q.items), published=q.task.rows)
+        for name, q in all_questions.items()
+    }

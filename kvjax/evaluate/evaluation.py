@@ -1,0 +1,154 @@
+"""Asks a model all questions of its tasks, a block at a time, and keeps every row."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import time
+from typing import Any
+
+from etils import epath
+
+from kvjax.evaluate import core_tasks
+from kvjax.evaluate import generated
+from kvjax.evaluate import letters
+from kvjax.evaluate.core_tasks import CoreTask
+from kvjax.evaluate.datasets import Questions
+from kvjax.evaluate.generated import Asked
+from kvjax.evaluate.model import Described
+from kvjax.evaluate.model import Model
+from kvjax.evaluate.rows import Rows
+from kvjax.evaluate.task import LETTERS
+from kvjax.foundation import progress
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import warn
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one evaluation asks.
+
+    Attributes:
+      questions: by task, in the order that they are asked in.
+      core: the tasks of CORE, if it is asked.
+      asked: how texts are generated and judged.
+      limit: only the first rows of each set; 0: all.
+      share: (i, n): rows i mod n.
+    """
+
+    questions: Mapping[str, Questions]
+    core: Sequence[CoreTask] = ()
+    asked: Asked = Asked()
+    limit: int = 0
+    share: tuple[int, int] = (0, 1)
+
+    def count(self, rows: int) -> int:
+        return min(rows, self.limit or rows)
+
+
+@dataclasses.dataclass
+class Done:
+    """The rows of one task.
+
+    Attributes:
+      total: questions of the set, or as many as the limit asks.
+      seconds: that this call took, for `asked` of the rows.
+    """
+
+    rows: dict[int, dict]
+    total: int
+    asked: int
+    seconds: float
+
+    @property
+    def right(self) -> int:
+        return sum(row["right"] for row in self.rows.values())
+
+
+def check(model: Described | Model, plan: Plan, context: int) -> None:
+    """Raises a UserError for what cannot be asked, before anything expensive.
+
+    Args:
+      context: tokens that the model was trained on: what goes beyond is warned of.
+    """
+    for name, found in plan.questions.items():
+        items = found.items[: plan.count(len(found.items))]
+        if found.task.kind == LETTERS:
+            letters.check(model, items)
+            prompts, more = [letters.prompt(model, item) for item in items], 0
+        else:
+            prompts = [generated.prompt(model, item, plan.asked.mode) for item in items]
+            more = plan.asked.num_tokens
+        _check_lengths(model, name, found.places, prompts, more, context)
+
+
+def _check_lengths(model, name, places, prompts, more: int, context: int) -> None:
+    lengths = [len(ids) for ids, _ in prompts]
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    needed = lengths[longest] + max(0, more - 1)
+    if model.positions is not None and needed > model.positions:
+        ask = f" and {more} to generate" if more else ""
+        raise UserError(
+            f"{places[longest]}: {lengths[longest]} tokens{ask}; the model's positions end after "
+            f"{model.positions}: leave out {name}" + (", or lower --num_tokens" if more else "")
+        )
+    if beyond := sum(length + more > context for length in lengths):
+        warn(
+            f"{name}: {beyond:,} of {len(lengths):,} prompts may go past the {context:,} tokens "
+            "that the model was trained on"
+        )
+    if cut := sum(is_cut for _, is_cut in prompts):
+        warn(f"{name}: {cut:,} prompts are longer than the limit, and lose their end")
+
+
+def run(
+    model: Model,
+    plan: Plan,
+    folder: epath.Path,
+    identity: Callable[[str], Mapping[str, Any]],
+    *,
+    shown: bool = True,
+) -> dict[str, Done]:
+    """All rows that are not done yet, and those that are.
+
+    Args:
+      folder: of the checkpoint's evaluations.
+      identity: of a task, see `Rows`.
+
+    Raises:
+      UserError: rows of something else are there, or rows cannot be written.
+    """
+    stores = {name: Rows(folder, name, identity(name), plan.share) for name in names(plan)}
+    found = {}
+    for name, found_questions in plan.questions.items():
+        items, task = found_questions.items, found_questions.task
+        if task.kind == LETTERS:
+            block = letters.BLOCK * model.batch
+            ask = lambda indices, items=items: letters.ask(model, items, indices)
+        else:
+            block = model.batch
+            ask = lambda indices, items=items: generated.ask(model, items, indices, plan.asked)
+        found[name] = _asked(name, stores[name], plan.count(len(items)), block, ask, shown)
+    for task in plan.core:
+        name = core_tasks.label_of(task)
+        ask = lambda indices, task=task: core_tasks.ask(model, task, indices)
+        count = plan.count(len(task.items))
+        found[name] = _asked(name, stores[name], count, 2 * model.batch, ask, shown)
+    return found
+
+
+def names(plan: Plan) -> list[str]:
+    """Of everything that has rows of its own."""
+    return [*plan.questions, *map(core_tasks.label_of, plan.core)]
+
+
+def _asked(name: str, store: Rows, count: int, block: int, ask, shown: bool) -> Done:
+    missing, begun = store.missing(count), time.monotonic()
+    within = lambda: {i: row for i, row in store.done.items() if i < count}
+    with progress.Steps(count, len(within()), shown=shown, unit=f"{name}: row") as bar:
+        for start in range(0, len(missing), block):
+            new = ask(missing[start : start + block])
+            store.add(new)
+            right = sum(row["right"] for row in within().values())
+            bar.step(f"{100 * right / len(within()):.1f} % right", len(new))
+    return Done(within(), count, len(missing), time.monotonic() - begun)

@@ -1,0 +1,133 @@
+"""GSM8K and HumanEval: a text is written, greedily, and judged.
+
+GSM8K is right if the number after the first `#### ` is the reference's, compared as text once its
+commas are gone: `18.0` for 18 is wrong, and so is no marker. HumanEval is right if the program runs
+through the set's test, in a sandbox (see `kvjax.sandbox`).
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import re
+from typing import Any
+from typing import NamedTuple
+
+from kvjax.conversation.questions import Problem
+from kvjax.conversation.questions import Sum
+from kvjax.decoding.answers import Answer
+from kvjax.evaluate.letters import prompt_hash
+from kvjax.evaluate.model import Model
+
+NUM_TOKENS = 512
+MODES = ("chat", "completion")  # of HumanEval
+# What ends a function that a model completes (Chen et al., 2021).
+STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+
+_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
+_FENCED = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
+
+# Programs, tests and entry points to verdicts: whether each is right, and why not.
+Judge = Callable[[Sequence[tuple[str, str, str]]], list[tuple[bool, str]]]
+
+
+class Asked(NamedTuple):
+    """How a model is asked."""
+
+    num_tokens: int = NUM_TOKENS
+    calculator: str = "nanochat"  # see `kvjax.conversation.calculator`
+    mode: str = "chat"  # of HumanEval, one of MODES
+    judge: Judge | None = None  # of programs
+
+
+def ask(
+    model: Model, items: Sequence[Sum | Problem], indices: Sequence[int], asked: Asked
+) -> list[dict[str, Any]]:
+    """The rows of some questions, a batch at most."""
+    prompts = [prompt(model, items[i], asked.mode) for i in indices]
+    is_completed = isinstance(items[indices[0]], Problem) and asked.mode == "completion"
+    options = dict(num_tokens=asked.num_tokens, mode=asked.calculator)
+    if is_completed:
+        options |= dict(stop=STOP)
+    found = model.answers([ids for ids, _ in prompts], **options)
+    rows = [
+        _row(i, *prompt, answer) for i, prompt, answer in zip(indices, prompts, found, strict=True)
+    ]
+    chosen = [items[i] for i in indices]
+    if isinstance(chosen[0], Sum):
+        verdicts = [sum_verdict(row["text"], item) for row, item in zip(rows, chosen, strict=True)]
+    else:
+        make = completed if is_completed else program
+        programs = [
+            (make(item, row["text"]), item.test, item.entry_point)
+            for row, item in zip(rows, chosen, strict=True)
+        ]
+        verdicts = asked.judge(programs)
+    for row, (right, reason) in zip(rows, verdicts, strict=True):
+        row |= dict(right=right, **(dict(reason=reason) if reason else {}))
+    return rows
+
+
+def prompt(model: Model, item: Sum | Problem, mode: str) -> tuple[list[int], bool]:
+    """A question's token ids, and whether it was cut."""
+    text = item.question if isinstance(item, Sum) else item.prompt
+    if isinstance(item, Problem) and mode == "completion":
+        return [model.tokenizer.bos_id, *model.tokenizer.encode(text)], False
+    rendered = model.dialogue.prompt([dict(role="user", content=text)])
+    return rendered.ids, rendered.is_cut
+
+
+def _row(index: int, ids: list[int], is_cut: bool, answer: Answer) -> dict:
+    return dict(
+        index=index,
+        prompt=prompt_hash(ids),
+        text=answer.text,
+        tokens=len(answer.ids),
+        **(dict(calls=[list(call) for call in answer.calls]) if answer.calls else {}),
+        **({} if answer.is_ended else dict(unfinished=True)),
+        **(dict(cut=True) if is_cut else {}),
+    )
+
+
+# -- GSM8K -----------------------------------------------------------------------------------------
+
+
+def number(text: str) -> str | None:
+    """What stands after the first marker, without commas; None without one."""
+    found = _NUMBER.search(text)
+    return found[1].strip().replace(",", "") if found else None
+
+
+def sum_verdict(text: str, item: Sum) -> tuple[bool, str]:
+    said, reference = number(text), number(item.answer)
+    if said is None:
+        return False, "no marker"
+    return said == reference, "" if said == reference else f"{said} for {reference}"
+
+
+# -- HumanEval -------------------------------------------------------------------------------------
+
+
+def program(item: Problem, text: str) -> str:
+    """The imports that a prompt begins with, and the code of an answer."""
+    return f"{leading_imports(item.prompt)}\n\n{code(text)}\n"
+
+
+def completed(item: Problem, text: str) -> str:
+    """A prompt and what follows it."""
+    return item.prompt + text
+
+
+def code(text: str) -> str:
+    """The first fenced block of an answer, else all of it."""
+    found = _FENCED.search(text)
+    return (found[1] if found else text).strip()
+
+
+def leading_imports(prompt: str) -> str:
+    """Lines of import before the first that is neither import, comment nor blank."""
+    found = []
+    for line in map(str.strip, prompt.split("\n")):
+        if line.startswith(("import ", "from ")):
+            found.append(line)
+        elif line and not line.startswith("#"):
+            break
+    return "\n".join(found)

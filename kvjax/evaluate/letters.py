@@ -1,0 +1,82 @@
+"""Multiple choice by letter: ARC and MMLU, zero-shot, as nanochat asks them.
+
+After the prompt's last token the logits of this row's letters are compared; the largest is the
+answer, the first of equal ones. Models that know no conversations score near chance here: that is
+the protocol.
+"""
+
+from collections.abc import Sequence
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from kvjax.conversation import questions
+from kvjax.conversation.questions import Choices
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.evaluate.model import Model
+from kvjax.foundation.errors import UserError
+
+BLOCK = 8  # batches between writes
+
+
+def ask(model: Model, items: Sequence[Choices], indices: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of some questions."""
+    prompts = [prompt(model, items[i]) for i in indices]
+    candidates = [letter_ids(model.tokenizer, items[i].letters) for i in indices]
+    found = model.choices([ids for ids, _ in prompts], candidates)
+    return [
+        _row(i, items[i], *prompt, logits)
+        for i, prompt, logits in zip(indices, prompts, found, strict=True)
+    ]
+
+
+def prompt(model: Model, asked: Choices) -> tuple[list[int], bool]:
+    """A question's token ids, and whether it was cut."""
+    text = questions.multiple_choice(asked)
+    rendered = model.dialogue.prompt([dict(role="user", content=text)])
+    return rendered.ids, rendered.is_cut
+
+
+def letter_ids(tokenizer: Tokenizer, letters: Sequence[str]) -> list[int]:
+    """The token of each letter.
+
+    Raises:
+      UserError: a letter that is not one token.
+    """
+    found = []
+    for letter in letters:
+        ids = tokenizer.encode(letter)
+        if len(ids) != 1:
+            raise UserError(
+                f"the letter {letter!r} is {len(ids)} tokens in this tokenizer: answers cannot be "
+                "compared by letter. Leave out arc_easy, arc_challenge and mmlu"
+            )
+        found += ids
+    return found
+
+
+def check(model: Model, items: Sequence[Choices]) -> None:
+    """Raises the errors of `letter_ids` for all letters that are used."""
+    letter_ids(model.tokenizer, sorted({letter for item in items for letter in item.letters}))
+
+
+def _row(index: int, asked: Choices, ids: list[int], is_cut: bool, logits: np.ndarray) -> dict:
+    chosen = int(np.argmax(logits))
+    ties = int(np.sum(logits == logits[chosen])) - 1
+    return dict(
+        index=index,
+        prompt=prompt_hash(ids),
+        letters="".join(asked.letters),
+        logits=[round(float(z), 5) for z in logits],
+        chosen=asked.letters[chosen],
+        answer=asked.answer,
+        right=asked.letters[chosen] == asked.answer,
+        **(dict(ties=ties) if ties else {}),
+        **(dict(cut=True) if is_cut else {}),
+    )
+
+
+def prompt_hash(ids: Sequence[int]) -> str:
+    """What tells prompts apart, in results."""
+    return hashlib.sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:16]

@@ -1,0 +1,128 @@
+"""Rows that are done, on disk: one line of JSON each, flushed at once, never lost.
+
+WORKDIR/evaluations/STEP/TASK.jsonl, or TASK.I-of-N.jsonl where several processes share the rows.
+Beside them TASK.json says what was asked of which model: rows of another are refused.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+import json
+import os
+from typing import Any
+
+from etils import epath
+
+from kvjax.foundation import json_text
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import first_line
+from kvjax.foundation.files import in_bucket
+from kvjax.foundation.files import write_atomically
+
+FOLDER = "evaluations"
+
+
+class Rows:
+    """The rows of one task.
+
+    Args:
+      folder: of the evaluations of one checkpoint.
+      identity: what decides the verdicts: model, data, options.
+      share: (i, n): the rows i mod n are this process's.
+    """
+
+    def __init__(
+        self, folder: epath.Path, task: str, identity: Mapping[str, Any], share: tuple[int, int]
+    ):
+        self._folder, self._task, self._share = folder, task, share
+        i, n = share
+        name = task if n == 1 else f"{task}.{i}-of-{n}"
+        self.path = folder / f"{name}.jsonl"
+        self._check(identity)
+        self.done = self._read()
+
+    def missing(self, count: int) -> list[int]:
+        """The rows of this process, of `count` in all, that are not done."""
+        i, n = self._share
+        return [row for row in range(i, count, n) if row not in self.done]
+
+    def add(self, found: Iterable[Mapping[str, Any]]) -> None:
+        """Writes rows; each has its `index`.
+
+        Raises:
+          UserError: they cannot be written; what was written before stays.
+        """
+        found = list(found)
+        text = "".join(json.dumps(row) + "\n" for row in found)
+        try:
+            if in_bucket(self.path):  # where nothing can be added to a file
+                before = self.path.read_text() if self.path.exists() else ""
+                self.path.write_text(before + text)
+            else:
+                with open(os.fspath(self.path), "a", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written: {error.strerror or error}. Rows before are kept; "
+                "mend that and run the same command again"
+            ) from error
+        self.done |= {row["index"]: row for row in found}
+
+    def _check(self, identity: Mapping[str, Any]) -> None:
+        """Raises a UserError where rows of something else are there."""
+        path = self._folder / f"{self._task}.json"
+        if path.exists():
+            there = json_text.read_object(path, "remove the folder to begin anew")
+            for key in sorted(there.keys() | identity.keys()):
+                if there.get(key) != identity.get(key):
+                    raise UserError(
+                        f"{self._folder}: rows of {self._task} are there with {key} = "
+                        f"{there.get(key)!r}, and now it is {identity.get(key)!r}. Give another "
+                        "--out, or remove those files to begin anew"
+                    )
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(dict(identity), indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    def _read(self) -> dict[int, dict]:
+        found = {}
+        for path in sorted(self._folder.glob(f"{self._task}.*jsonl")):
+            if path == self.path and not in_bucket(path):
+                _mend(path)
+            found |= {row["index"]: row for row in of_file(path)}
+        return dict(sorted(found.items()))
+
+
+def of_file(path: epath.Path) -> list[dict]:
+    """The rows of a file, but for a last line that is half-written.
+
+    Raises:
+      UserError: another line that is no row.
+    """
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            row = json_text.parse(line)
+            if not isinstance(row, dict) or type(row.get("index")) is not int:
+                raise ValueError("no object with an index")
+            rows.append(row)
+        except ValueError as error:
+            raise UserError(
+                f"{path}, line {number} is no row ({first_line(error)}): remove that line, and its "
+                "question is asked again"
+            ) from error
+    return rows
+
+
+def _mend(path: epath.Path) -> None:
+    """Cuts off a line that a killed process left half-written: that row is asked again."""
+    content = path.read_bytes()
+    rest = content.rpartition(b"\n")[2]
+    if rest:
+        with open(os.fspath(path), "r+b") as file:
+            file.truncate(len(content) - len(rest))

@@ -1,0 +1,93 @@
+"""What can be asked of a model: the five tasks of the LRKV paper's Table 3, as nanochat asks them.
+
+And CORE (DCLM), for models that know no conversations: `core_tasks`. Counts are those of the
+published sets; chance is what guessing scores.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from kvjax.conversation import questions
+
+LETTERS, GENERATED = "letters", "generated"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A published set of questions.
+
+    Attributes:
+      name: as in `--tasks`.
+      kind: LETTERS: one of a few letters is chosen; GENERATED: a text is written and judged.
+      rows: that the set has.
+      chance: the score of guessing.
+      parse: a row of a file, and its place, to a question.
+      parse_cells: the same of a line of CSV, if the set has that form.
+      patterns: where its files lie in the data folder, the first that is there.
+      fetch: the repository of Hugging Face's hub, and the folder it goes to.
+    """
+
+    name: str
+    kind: str
+    rows: int
+    chance: float
+    parse: Callable[[Any, str], Any]
+    patterns: tuple[str, ...]
+    fetch: tuple[str, str]
+    parse_cells: Callable[[Any, str], Any] | None = None
+
+
+def _arc(name: str, folder: str, rows: int) -> Task:
+    patterns = (
+        f"ai2_arc/{folder}/test-*.parquet",
+        f"{folder}/{folder}-Test.jsonl",
+        f"{name}/test*",
+        f"{name}.jsonl",
+    )
+    fetch = ("allenai/ai2_arc", "ai2_arc")
+    return Task(name, LETTERS, rows, 0.25, questions.arc, patterns, fetch)
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        _arc("arc_easy", "ARC-Easy", 2376),
+        _arc("arc_challenge", "ARC-Challenge", 1172),
+        Task(
+            "mmlu",
+            LETTERS,
+            14_042,
+            0.25,
+            questions.mmlu,
+            ("mmlu/all/test-*.parquet", "mmlu/test/*_test.csv", "mmlu/test*", "mmlu.jsonl"),
+            ("cais/mmlu", "mmlu"),
+            questions.mmlu_csv,
+        ),
+        Task(
+            "gsm8k",
+            GENERATED,
+            1319,
+            0.0,
+            questions.gsm8k_asked,
+            ("gsm8k/main/test-*.parquet", "gsm8k/test*", "gsm8k.jsonl"),
+            ("openai/gsm8k", "gsm8k"),
+        ),
+        Task(
+            "humaneval",
+            GENERATED,
+            164,
+            0.0,
+            questions.humaneval,
+            (
+                "openai_humaneval/openai_humaneval/test-*.parquet",
+                "HumanEval.jsonl.gz",
+                "humaneval/*",
+                "humaneval.jsonl",
+            ),
+            ("openai/openai_humaneval", "openai_humaneval"),
+        ),
+    )
+}
+CORE = "core"
+NAMES = (*TASKS, CORE)

@@ -1,0 +1,106 @@
+"""Models that know what to say, behind the interface of a real one."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.conversation import questions
+from kvjax.conversation.dialogue import Native
+from kvjax.conversation.questions import Choices
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.decoding import answers as answers_lib
+
+TOKENIZER = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSATION_SPECIALS)
+DIALOGUE = Native(TOKENIZER, "a test", limit=1 << 20)
+
+
+class Oracle:
+    """Answers by a function of what is asked.
+
+    Args:
+      letter: a multiple-choice question to the logits of its letters.
+      text: a prompt's text to the tokens of the answer, calls without what the calculator says.
+    """
+
+    tokenizer, dialogue, positions, batch = TOKENIZER, DIALOGUE, None, 4
+
+    def __init__(self, letter: Callable | None = None, text: Callable | None = None):
+        self._letter, self._text = letter, text
+
+    def choices(self, prompts, candidates) -> list[np.ndarray]:
+        return [
+            np.asarray(self._letter(TOKENIZER.decode(ids), len(letters)), np.float32)
+            for ids, letters in zip(prompts, candidates, strict=True)
+        ]
+
+    def answers(self, prompts, **options):
+        scripts = [self._text(TOKENIZER.decode(ids)) for ids in prompts]
+        return answers_lib.answers(Scripted(scripts), DIALOGUE, prompts, **options)
+
+
+class Scripted:
+    """A generator whose sequences say what they are told, but for what is laid down."""
+
+    def __init__(self, scripts: Sequence[Sequence[int]]):
+        self._scripts = scripts
+
+    def start(self, prompts, *, num_tokens, stop_tokens, **_):
+        return _Generation(self._scripts, num_tokens, set(stop_tokens))
+
+
+class _Generation:
+    timing = None
+
+    def __init__(self, scripts, num_tokens, ends):
+        self._scripts = [list(script) for script in scripts]
+        self._forced = [[] for _ in scripts]
+        self._num_tokens, self._ends = num_tokens, ends
+        self.tokens = [[] for _ in scripts]
+        self.finished = [False] * len(scripts)
+
+    def __iter__(self):
+        for _ in range(self._num_tokens):
+            new = []
+            for b, script in enumerate(self._scripts):
+                if self.finished[b]:
+                    continue
+                is_forced = bool(self._forced[b])
+                token = self._forced[b].pop(0) if is_forced else script.pop(0)
+                if token in self._ends and not is_forced:
+                    self.finished[b] = True
+                else:
+                    self.tokens[b].append(token)
+                    new.append((b, token))
+            yield new
+            if all(self.finished):
+                return
+
+    def force(self, b, tokens):
+        self._forced[b] += tokens
+
+    def finish(self, b):
+        self.finished[b] = True
+
+
+def said(text: str) -> list[int]:
+    """A text and the end of an answer."""
+    return [*TOKENIZER.encode(text), DIALOGUE.specials.assistant_end]
+
+
+def worked_out(answer: str) -> list[int]:
+    """A reference of GSM8K, its calls asked, what the calculator says left to it."""
+    s, ids = DIALOGUE.specials, []
+    for part in questions.calls(answer):
+        tokens = TOKENIZER.encode(part["text"])
+        if part["type"] == "text":
+            ids += tokens
+        elif part["type"] == "python":
+            ids += [s.python_start, *tokens, s.python_end]
+    return [*ids, s.assistant_end]
+
+
+def asked_text(item: Choices) -> str:
+    """What an oracle sees of a multiple-choice question."""
+    ids = DIALOGUE.prompt([dict(role="user", content=questions.multiple_choice(item))]).ids
+    return TOKENIZER.decode(ids)

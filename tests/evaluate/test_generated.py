@@ -1,0 +1,134 @@
+"""GSM8K and HumanEval: what is right, and what the calculator adds on the way."""
+
+import pytest
+
+from kvjax import sandbox
+from kvjax.conversation.questions import Problem
+from kvjax.conversation.questions import Sum
+from kvjax.evaluate import generated
+from kvjax.evaluate.generated import Asked
+from tests.evaluate import oracles
+from tests.evaluate.oracles import Oracle
+
+SUMS = [
+    Sum("How many?", "Half is 16/2=<<16/2=8>>8.\nThen 8+10=<<8+10=18>>18 in all.\n#### 18"),
+    Sum("How much?", "He owes 3*1,000=<<3*1000=3000>>$3,000.\n#### 3,000"),
+    Sum("And now?", "Nothing is left.\n#### -5"),
+]
+REFERENCE = {item.question: item.answer for item in SUMS}
+
+
+def _ask(text, **options):
+    return generated.ask(Oracle(text=text), SUMS, range(len(SUMS)), Asked(**options))
+
+
+def _question(prompt: str) -> str:
+    return prompt.split("<|user_start|>")[1].split("<|user_end|>")[0]
+
+
+def _reference(prompt: str) -> list[int]:
+    return oracles.worked_out(REFERENCE[_question(prompt)])
+
+
+def test_who_works_it_out_is_right_with_what_the_calculator_lays_down():
+    rows = _ask(_reference)
+    assert all(row["right"] for row in rows)
+    assert rows[0]["calls"] == [["16/2", "8.0"], ["8+10", "18"]]
+    assert rows[0]["text"] == (
+        "Half is 16/2=<|python_start|>16/2<|python_end|><|output_start|>8.0<|output_end|>8.\n"
+        "Then 8+10=<|python_start|>8+10<|python_end|><|output_start|>18<|output_end|>18 in all.\n"
+        "#### 18"
+    )
+    assert "calls" not in rows[2] and "unfinished" not in rows[0]
+
+
+def test_the_calculator_can_write_as_the_data_set_does():
+    rows = _ask(_reference, calculator="dataset")
+    assert rows[0]["calls"] == [["16/2", "8"], ["8+10", "18"]]
+
+
+def test_what_the_calculator_says_counts_towards_the_limit():
+    rows = _ask(_reference, num_tokens=30)
+    assert [row["tokens"] for row in rows][:2] == [30, 30]
+    assert rows[0]["unfinished"] and not rows[0]["right"] and rows[0]["reason"] == "no marker"
+    assert "8.0" in rows[0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "reason"),
+    [
+        ("#### 18", True, ""),
+        ("so #### 18\n#### 19", True, ""),  # the first counts
+        ("#### 19\n#### 18", False, "19 for 18"),
+        ("#### 18.", False, "18. for 18"),
+        ("#### 18.0", False, "18.0 for 18"),
+        ("#### 1,8", True, ""),
+        ("####18", False, "no marker"),
+        ("18", False, "no marker"),
+        ("#### $18", False, "no marker"),
+        ("#### -18", False, "-18 for 18"),
+        ("#### 18 apples", True, ""),
+    ],
+)
+def test_the_number_after_the_first_marker_decides(text, right, reason):
+    assert generated.sum_verdict(text, SUMS[0]) == (right, reason)
+
+
+PROBLEMS = [
+    Problem(
+        f"HumanEval/{i}",
+        f"# sums\nimport math\n\nfrom typing import List\n\n\ndef {name}(x, y):\n    '''Adds.'''\n",
+        name,
+        "    return x + y\n",
+        "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(0, 0) == 0\n",
+    )
+    for i, name in enumerate(["add", "plus"])
+]
+
+
+def _judge(programs):
+    box = sandbox.open("auto")
+    found = box.judge_all([sandbox.Problem(*program) for program in programs])
+    return [(verdict.passed, verdict.reason) for verdict in found]
+
+
+def _programs(text, mode="chat"):
+    asked = Asked(judge=_judge, mode=mode)
+    return generated.ask(Oracle(text=text), PROBLEMS, [0, 1], asked)
+
+
+def test_programs_are_run_and_judged():
+    def answer(prompt):
+        problem = next(p for p in PROBLEMS if p.prompt in prompt)
+        body = problem.canonical_solution if problem.entry_point == "add" else "    return 3\n"
+        definition = f"def {problem.entry_point}(x, y):\n{body}"
+        return oracles.said(f"Here it is:\n```python\n{definition}```\nDone. ```not this```")
+
+    one, other = _programs(answer)
+    assert one["right"] and "reason" not in one
+    assert not other["right"] and "AssertionError" in other["reason"]
+
+
+def test_a_prompt_alone_is_no_solution():
+    rows = _programs(lambda prompt: oracles.said(_question(prompt)))
+    assert not any(row["right"] for row in rows)
+
+
+def test_a_base_model_completes_the_prompt_and_is_stopped():
+    def completion(prompt):
+        assert prompt.startswith("<|bos|># sums")
+        return oracles.said("    return x + y\n\n\ndef more():\n    bad syntax")
+
+    rows = _programs(completion, mode="completion")
+    assert all(row["right"] for row in rows)
+    assert rows[0]["text"] == "    return x + y\n\n"
+
+
+def test_what_a_program_is_made_of():
+    item = PROBLEMS[0]
+    assert generated.leading_imports(item.prompt) == "import math\nfrom typing import List"
+    assert generated.code("say\n```python\nx = 1\n```\n```\ny\n```") == "x = 1"
+    assert generated.code("```\nx = 1\n```") == "x = 1"
+    assert generated.code("  x = 1 \n") == "x = 1"
+    assert generated.program(item, "x = 1") == "import math\nfrom typing import List\n\nx = 1\n"
+    assert generated.completed(item, "    pass") == item.prompt + "    pass"

@@ -1,0 +1,73 @@
+"""Multiple choice: the letter with the largest logit, of this row's letters alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvjax.conversation.questions import Choices
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.evaluate import letters
+from kvjax.foundation.errors import UserError
+from tests.evaluate import oracles
+from tests.evaluate.oracles import Oracle
+
+LETTERS = "ABCD"
+QUESTIONS = [
+    Choices(f"Question {i}?", tuple(f"choice {i} {c}" for c in LETTERS), tuple(LETTERS), answer)
+    for i, answer in enumerate("ABCDDCBACADBBDAC" * 25)
+]
+KEY = {oracles.asked_text(item): LETTERS.index(item.answer) for item in QUESTIONS}
+FIVE = Choices("Five?", ("a", "b", "c", "d", "e"), tuple("ABCDE"), "E")
+THREE = Choices("Three?", ("a", "b", "c"), tuple("123"), "2")
+
+
+def _share(letter) -> float:
+    rows = letters.ask(Oracle(letter), QUESTIONS, range(len(QUESTIONS)))
+    assert [row["index"] for row in rows] == list(range(len(QUESTIONS)))
+    return float(np.mean([row["right"] for row in rows]))
+
+
+def test_who_knows_has_all_right_and_who_is_one_off_none():
+    assert _share(lambda text, n: np.eye(n)[KEY[text]]) == 1
+    assert _share(lambda text, n: np.eye(n)[(KEY[text] + 1) % n]) == 0
+
+
+def test_who_guesses_has_a_quarter():
+    rng = np.random.default_rng(0)
+    share = _share(lambda text, n: rng.normal(size=n))
+    assert abs(share - 0.25) < 3 * np.sqrt(0.25 * 0.75 / len(QUESTIONS))
+
+
+def test_who_always_says_a_has_the_share_of_a():
+    assert _share(lambda text, n: np.eye(n)[0]) == np.mean([q.answer == "A" for q in QUESTIONS])
+
+
+def test_equal_logits_are_counted_and_the_first_letter_stands():
+    (row,) = letters.ask(Oracle(lambda text, n: [1, 2, 2, 0]), QUESTIONS, [1])
+    assert row["chosen"] == "B" and row["ties"] == 1 and row["right"]
+    assert row["logits"] == [1, 2, 2, 0] and row["letters"] == "ABCD"
+
+
+def test_letters_are_those_of_the_row():
+    seen = []
+    oracle = Oracle(lambda text, n: seen.append((text, n)) or np.eye(n)[-1])
+    rows = letters.ask(oracle, [FIVE, THREE], [0, 1])
+    assert [row["chosen"] for row in rows] == ["E", "3"] and [n for _, n in seen] == [5, 3]
+    assert seen[1][0] == (
+        "<|bos|><|user_start|>Multiple Choice question: Three?\n- a=1\n- b=2\n- c=3\n\n"
+        "Respond only with the letter of the correct answer.<|user_end|><|assistant_start|>"
+    )
+
+
+def test_a_letter_of_two_tokens_is_refused():
+    without = tokenizer_lib.train(["abc def " * 9] * 3, 266, tokenizer_lib.CONVERSATION_SPECIALS)
+    letters.letter_ids(without, "ABCD")
+
+    @dataclasses.dataclass
+    class Split:
+        def encode(self, text):
+            return [1, 2]
+
+    with pytest.raises(UserError, match="the letter 'A' is 2 tokens"):
+        letters.letter_ids(Split(), "A")

@@ -1,0 +1,69 @@
+"""Rows that are done stay, and only they are not asked again."""
+
+import json
+
+from etils import epath
+import pytest
+
+from kvjax.evaluate.rows import Rows
+from kvjax.foundation.errors import UserError
+
+IDENTITY = dict(checkpoint="a", data="b")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return epath.Path(tmp_path / "evaluations" / "8")
+
+
+def _row(i):
+    return dict(index=i, right=bool(i % 2))
+
+
+def test_a_second_call_asks_what_is_missing(folder):
+    rows = Rows(folder, "mmlu", IDENTITY, (0, 1))
+    assert rows.missing(4) == [0, 1, 2, 3]
+    rows.add([_row(2), _row(0)])
+    assert rows.missing(4) == [1, 3]
+    again = Rows(folder, "mmlu", IDENTITY, (0, 1))
+    assert again.missing(4) == [1, 3] and again.done == {0: _row(0), 2: _row(2)}
+
+
+def test_a_half_written_row_is_asked_again(folder):
+    Rows(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0), _row(1)])
+    path = folder / "mmlu.jsonl"
+    content = path.read_bytes()
+    for cut in range(1, len(content)):
+        path.write_bytes(content[:cut])
+        rows = Rows(folder, "mmlu", IDENTITY, (0, 1))
+        rows.add([_row(i) for i in rows.missing(2)])
+        assert Rows(folder, "mmlu", IDENTITY, (0, 1)).done == {0: _row(0), 1: _row(1)}
+        assert path.read_bytes().count(b"\n") == 2
+
+
+def test_several_processes_share_the_rows(folder):
+    shares = [Rows(folder, "mmlu", IDENTITY, (i, 3)) for i in range(3)]
+    assert [rows.missing(8) for rows in shares] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    shares[1].add([_row(1)])
+    (folder / "mmlu.1-of-3.jsonl").write_bytes(
+        (folder / "mmlu.1-of-3.jsonl").read_bytes() + b'{"index": 4,'
+    )
+    other = Rows(folder, "mmlu", IDENTITY, (0, 1))  # does not cut what another is writing
+    assert other.missing(4) == [0, 2, 3]
+    assert (folder / "mmlu.1-of-3.jsonl").read_bytes().endswith(b'{"index": 4,')
+
+
+def test_rows_of_another_model_are_refused(folder):
+    Rows(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
+    with pytest.raises(UserError, match="checkpoint = 'a', and now it is 'c'.*--out"):
+        Rows(folder, "mmlu", IDENTITY | dict(checkpoint="c"), (0, 1))
+    Rows(folder, "gsm8k", IDENTITY | dict(checkpoint="c"), (0, 1))  # another task's are its own
+
+
+@pytest.mark.parametrize("line", ["[]", "{", '{"index": "0"}', '{"right": true}'])
+def test_a_line_that_is_no_row_is_named(folder, line):
+    Rows(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
+    path = folder / "mmlu.jsonl"
+    path.write_text(path.read_text() + line + "\n" + json.dumps(_row(1)) + "\n")
+    with pytest.raises(UserError, match=r"mmlu.jsonl, line 2 is no row"):
+        Rows(folder, "mmlu", IDENTITY, (0, 1))
