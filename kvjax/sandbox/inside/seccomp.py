@@ -1,0 +1,176 @@
+"""Seccomp, layer S: the system calls of a running interpreter, and no others.
+
+What is not listed answers EPERM, which Python reports. Files are opened for reading only. There is
+no socket, process, thread, program, signal to another process, mount, namespace, tracing, keyring,
+memory file or io_uring, and no way to raise a limit. Another architecture's numbers kill.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from typing import NamedTuple
+
+from kvjax.sandbox.inside.kernel import call
+
+# Number on x86-64, on aarch64; None where there is no such call.
+CALLS = {
+    "read": (0, 63),
+    "write": (1, 64),
+    "close": (3, 57),
+    "stat": (4, None),
+    "fstat": (5, 80),
+    "lstat": (6, None),
+    "poll": (7, None),
+    "lseek": (8, 62),
+    "mmap": (9, 222),
+    "mprotect": (10, 226),
+    "munmap": (11, 215),
+    "brk": (12, 214),
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "pread64": (17, 67),
+    "readv": (19, 65),
+    "writev": (20, 66),
+    "access": (21, None),
+    "select": (23, None),
+    "sched_yield": (24, 124),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "nanosleep": (35, 101),
+    "getpid": (39, 172),
+    "exit": (60, 93),
+    "uname": (63, 160),
+    "getcwd": (79, 17),
+    "readlink": (89, None),
+    "gettimeofday": (96, 169),
+    "getrlimit": (97, 163),
+    "getrusage": (98, 165),
+    "sysinfo": (99, 179),
+    "times": (100, 153),
+    "getuid": (102, 174),
+    "getgid": (104, 176),
+    "geteuid": (107, 175),
+    "getegid": (108, 177),
+    "getppid": (110, 173),
+    "getpgrp": (111, None),
+    "getgroups": (115, 158),
+    "getresuid": (118, 148),
+    "getresgid": (120, 150),
+    "getpgid": (121, 155),
+    "getsid": (124, 156),
+    "sigaltstack": (131, 132),
+    "gettid": (186, 178),
+    "time": (201, None),
+    "futex": (202, 98),
+    "sched_getaffinity": (204, 123),
+    "getdents64": (217, 61),
+    "restart_syscall": (219, 128),
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115),
+    "exit_group": (231, 94),
+    "newfstatat": (262, 79),
+    "readlinkat": (267, 78),
+    "faccessat": (269, 48),
+    "pselect6": (270, 72),
+    "ppoll": (271, 73),
+    "getcpu": (309, 168),
+    "getrandom": (318, 278),
+    "statx": (332, 291),
+    "faccessat2": (439, 439),
+}
+# Allowed if an argument is fit: see `_conditions`.
+OPEN, OPENAT = (2, None), (257, 56)
+FCNTL, IOCTL, PRLIMIT = (72, 25), (16, 29), (302, 261)
+# Its flags are behind a pointer, so it is as if there were none: libraries then try `clone`.
+CLONE3 = (435, 435)
+
+_FCNTL = (1, 2, 3)  # F_GETFD, F_SETFD, F_GETFL; F_SETOWN would have a signal sent to anyone
+_IOCTL = (0x5401, 0x5450, 0x5451)  # TCGETS, FIONCLEX, FIOCLEX; TIOCSTI would type
+READING = os.O_RDONLY | os.O_CLOEXEC
+for _name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY"):
+    READING |= getattr(os, _name, 0)
+
+ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000  # SECCOMP_RET_*
+_LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF opcodes
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in seccomp_data
+_X32 = 0x40000000  # numbers of x86-64's other calling convention begin here
+
+
+class Processor(NamedTuple):
+    """How a processor's system calls are told."""
+
+    column: int  # of the tables above
+    architecture: int  # AUDIT_ARCH_*
+    seccomp: int  # the number of seccomp(2)
+
+
+PROCESSORS = {
+    "x86_64": Processor(0, 0xC000003E, 317),
+    "aarch64": Processor(1, 0xC00000B7, 277),
+}
+
+
+def restrict() -> int:
+    """Allows only the calls above from now on; returns 1. Needs no_new_privs.
+
+    Raises:
+      OSError: the kernel has no seccomp (ENOSYS, EINVAL), or the processor no table here.
+    """
+    processor = PROCESSORS.get(platform.machine())
+    if processor is None:
+        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
+    code = program(processor)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    pointer = ctypes.c_void_p(ctypes.addressof(buffer))
+    whole = struct.pack("HxxxxxxP", len(code) // 8, pointer.value)  # struct sock_fprog
+    call(processor.seccomp, 1, 0, ctypes.create_string_buffer(whole, len(whole)))
+    return 1
+
+
+def program(processor: Processor) -> bytes:
+    """The filter, in the kernel's BPF."""
+    number = lambda row: row[processor.column]
+    code = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, processor.architecture),
+        (_RETURN, 0, 0, KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, 0, 1, _X32),
+        (_RETURN, 0, 0, KILL),
+    ]
+    for row in CALLS.values():
+        if number(row) is not None:
+            code += [(_EQUAL, 0, 1, number(row)), (_RETURN, 0, 0, ALLOW)]
+    code += [(_EQUAL, 0, 1, number(CLONE3)), (_RETURN, 0, 0, ERROR | errno.ENOSYS)]
+    for row, checks in _conditions():
+        if number(row) is not None:
+            code += [(_EQUAL, 0, len(checks), number(row)), *checks]
+    code.append((_RETURN, 0, 0, ERROR | errno.EPERM))
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+def _conditions() -> list[tuple]:
+    """Calls and the code that decides on them by their arguments."""
+    allow, refuse = (_RETURN, 0, 0, ALLOW), (_RETURN, 0, 0, ERROR | errno.EPERM)
+    # The kernel reads 32 bits of flags and commands; pointers have two halves.
+    low = lambda argument: (_LOAD, 0, 0, _ARGUMENTS + 8 * argument)
+    high = lambda argument: (_LOAD, 0, 0, _ARGUMENTS + 8 * argument + 4)
+    zero = [(_EQUAL, 1, 0, 0), refuse]
+    reading = lambda argument: [low(argument), (_AND, 0, 0, ~READING & 0xFFFFFFFF), *zero, allow]
+
+    def one_of(argument, commands):
+        compared = [step for c in commands for step in ((_EQUAL, 0, 1, c), allow)]
+        return [low(argument), *compared, refuse]
+
+    own_limits = [low(0), *zero, low(2), *zero, high(2), *zero, allow]  # asked, not set
+    return [
+        (OPEN, reading(1)),
+        (OPENAT, reading(2)),
+        (FCNTL, one_of(1, _FCNTL)),
+        (IOCTL, one_of(1, _IOCTL)),
+        (PRLIMIT, own_limits),
+    ]

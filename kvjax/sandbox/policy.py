@@ -1,0 +1,98 @@
+"""Which layers a machine has, and whether they hold: a box is opened, or nothing is judged."""
+
+import json
+import platform
+import sys
+import time
+
+from kvjax.sandbox import layers as layers_lib
+from kvjax.sandbox import namespaces
+from kvjax.sandbox import self_test
+from kvjax.sandbox import webassembly
+from kvjax.sandbox.box import Box
+from kvjax.sandbox.box import missing
+from kvjax.sandbox.errors import SandboxError
+from kvjax.sandbox.inside.seccomp import PROCESSORS
+from kvjax.sandbox.layers import Layers
+from kvjax.sandbox.limits import Limits
+from kvjax.sandbox.process import Failure
+from kvjax.sandbox.process import Process
+
+
+def open_box(policy: str = "auto", limits: Limits = Limits()) -> Box:
+    """A box whose layers hold: they have been tried.
+
+    Args:
+      policy: "linux": system calls are limited by seccomp, and files by Landlock or namespaces or
+        both; "wasm": CPython in WebAssembly; "auto": the first of these that holds; "none":
+        resource limits alone, which keep nobody out: the name of its layers is "none".
+
+    Raises:
+      SandboxError: none holds; with each layer, what the kernel said, and what would help.
+    """
+    policies = {"linux": (linux,), "wasm": (wasm,), "auto": (linux, wasm), "none": (none,)}
+    if policy not in policies:
+        raise SandboxError(f"sandbox = {policy!r}: must be one of {', '.join(policies)}")
+    said = []
+    for opened in policies[policy]:
+        try:
+            return opened(limits)
+        except SandboxError as error:
+            said.append(f"{opened.__name__}: {error}")
+    raise SandboxError("no sandbox holds here, so nothing is run. " + ". ".join(said))
+
+
+def linux(limits: Limits) -> Box:
+    """Seccomp, with Landlock or namespaces or both."""
+    if sys.platform != "linux":
+        raise SandboxError(f"this is {sys.platform}")
+    if platform.machine() not in PROCESSORS:
+        raise SandboxError(f"{platform.machine()}: seccomp is known on {', '.join(PROCESSORS)}")
+    held = _held(limits)
+    without = [
+        f"{name}: {missing(held, name)}" for name in ("seccomp", "landlock") if held[name] <= 0
+    ]
+    try:
+        bubblewrap = namespaces.find(layers_lib.base_interpreter())
+    except SandboxError as error:
+        bubblewrap = None
+        without.append(f"namespaces: {error}")
+    if held["seccomp"] <= 0 or (held["landlock"] <= 0 and bubblewrap is None):
+        raise SandboxError(
+            f"{'; '.join(without)}. It needs seccomp (Linux 3.17) and either Landlock (Linux 5.13, "
+            "in the kernel's list of security modules) or user namespaces with bubblewrap; a "
+            "container's own filter may hide them"
+        )
+    layers = Layers(seccomp=True, landlock=held["landlock"] > 0, bubblewrap=bubblewrap)
+    return _tested(layers, limits, without)
+
+
+def wasm(limits: Limits) -> Box:
+    """CPython in WebAssembly."""
+    runtime = webassembly.find(layers_lib.base_interpreter())
+    return _tested(Layers(wasm=runtime), limits)
+
+
+def none(limits: Limits) -> Box:
+    """No sandbox: programs can do what this process can."""
+    return _tested(Layers(), limits, breaches=False)
+
+
+def _tested(layers: Layers, limits: Limits, without: tuple = (), breaches: bool = True) -> Box:
+    box = Box(layers, limits, tuple(without))
+    self_test.check(box, breaches=breaches)
+    return box
+
+
+def _held(limits: Limits) -> dict[str, int]:
+    """What a process can put around itself: versions, or minus an errno."""
+    layers, deadline = Layers(seccomp=True, landlock=True), time.monotonic() + limits.start_seconds
+    process = None
+    try:
+        process = Process(layers.command(limits), layers_lib.ENVIRONMENT, "interpreter", 1 << 20)
+        return json.loads(process.ask(json.dumps(layers.request("judge", limits)), deadline))
+    except (Failure, OSError) as error:
+        raise SandboxError(f"no interpreter starts: {error}") from error
+    finally:
+        if process:
+            process.end()

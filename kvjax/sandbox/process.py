@@ -1,0 +1,159 @@
+"""A locked interpreter, from outside: started, asked line by line, killed.
+
+Nothing that it writes is interpreted here but a random number in front of each line.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import os
+import secrets
+import select
+import signal
+import subprocess
+import tempfile
+import time
+
+OUT_OF_TIME = "out of time"
+
+
+class Failure(Exception):
+    """The other side did not do as it must; the text says how."""
+
+
+class TimedOutError(Failure):
+    """Nothing came in time."""
+
+
+class Process:
+    """An interpreter with two pipes, a session and an empty folder of its own.
+
+    Args:
+      command: program and arguments.
+      environment: all that it has.
+      who: it is called this in what is said of it.
+      most_bytes: that it may reply in all.
+
+    Attributes:
+      cpu_seconds: that it used, once it has been killed; 0 if it is not known.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], who: str, most_bytes: int
+    ):
+        self._who, self._most, self._left, self._number = who, most_bytes, most_bytes, b""
+        self.cpu_seconds = 0.0
+        self._folder = tempfile.TemporaryDirectory(prefix="kvjax-")
+        try:
+            self._process = subprocess.Popen(
+                command,
+                bufsize=0,
+                cwd=self._folder.name,
+                env=dict(environment),
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError:
+            self._folder.cleanup()
+            raise
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+
+    def ask(self, text: str, deadline: float) -> str:
+        """The reply to a line of ASCII; both without the line's end.
+
+        Raises:
+          Failure: of the reply, or there was one before it was asked for.
+        """
+        self.send(text, deadline)
+        return self.receive(deadline)
+
+    def send(self, text: str, deadline: float) -> None:
+        """The first half of `ask`."""
+        if self._wait(self._out, select.POLLIN, deadline=None):
+            if os.read(self._out, 1):
+                raise Failure(f"the {self._who} wrote before it was asked")
+            raise Failure(self._ended())
+        self._number = secrets.token_hex(16).encode()
+        rest = memoryview(self._number + b" " + text.encode("ascii") + b"\n")
+        while rest:
+            self._wait(self._in, select.POLLOUT, deadline)
+            try:
+                rest = rest[os.write(self._in, rest) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise Failure(self._ended()) from None
+
+    def receive(self, deadline: float) -> str:
+        """The second half of `ask`."""
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            self._wait(self._out, select.POLLIN, deadline)
+            found = os.read(self._out, 1 << 16)
+            if not found:
+                raise Failure(self._ended(bytes(line)))
+            self._left -= len(found)
+            if self._left < 0:
+                raise Failure(f"the {self._who} wrote more than {self._most:,} bytes")
+            if b"\n" in found[:-1]:
+                said = readable(bytes(line + found))
+                raise Failure(f"the {self._who} wrote more than its reply: {said}")
+            line += found
+        number, _, text = bytes(line[:-1]).partition(b" ")
+        if not secrets.compare_digest(number, self._number) or not text.isascii():
+            said = readable(bytes(line))
+            raise Failure(f"the {self._who} wrote a reply that was not asked for: {said}")
+        return text.decode("ascii")
+
+    def kill(self) -> None:
+        """Ends it at once; another thread that waits for it gets a Failure."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # macOS: EPERM for one that has ended
+            pass
+
+    def end(self) -> None:
+        """Kills it and removes what it had."""
+        if self._process.returncode is None:
+            self.kill()
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self.cpu_seconds = self._reap()
+        self._folder.cleanup()
+
+    def _reap(self) -> float:
+        if self._process.returncode is not None:
+            return 0.0
+        _, status, used = os.wait4(self._process.pid, 0)
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        return used.ru_utime + used.ru_stime
+
+    def _wait(self, descriptor: int, event: int, deadline: float | None) -> bool:
+        """Whether there is something; with a deadline there is, or it is a TimedOutError."""
+        poll = select.poll()
+        poll.register(descriptor, event)
+        if deadline is None:
+            return bool(poll.poll(0))
+        if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+            raise TimedOutError(OUT_OF_TIME)
+        return True
+
+    def _ended(self, said: bytes = b"") -> str:
+        try:
+            status = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return f"the {self._who} closed its pipes"
+        if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):  # the second as bubblewrap says it
+            return f"the {self._who} used up its CPU time"
+        kind = f"signal {-status}" if status < 0 else f"status {status}"
+        text = readable(said)
+        return f"the {self._who} ended with {kind}" + (f": {text}" if text else "")
+
+
+def readable(said: bytes | str) -> str:
+    """What a locked interpreter says, to be shown: neither long nor with control characters."""
+    text = said if isinstance(said, str) else said[:10000].decode("ascii", "replace")
+    return "".join(c for c in text if c.isprintable()).strip(' "')[:300]

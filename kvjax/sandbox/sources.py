@@ -1,0 +1,46 @@
+"""The program text of a locked interpreter, which can import nothing of this package."""
+
+import functools
+import importlib.util
+
+_PACKAGE = "kvjax.sandbox.inside"
+_EVERYWHERE = ("values", "channel", "candidate", "judge")
+_LOCKED_BY_THE_KERNEL = ("kernel", "limits", "landlock", "seccomp", "lock")
+_LOAD = """
+import sys, types
+def load(name, text=""):
+    module = sys.modules[name] = types.ModuleType(name)
+    outer, _, short = name.rpartition(".")
+    if outer:
+        setattr(sys.modules[outer], short, module)
+    exec(compile(text, name, "exec"), module.__dict__)
+for name in ("kvjax", "kvjax.sandbox", {package!r}):
+    load(name)
+for name, text in {texts!r}.items():
+    load({package!r} + "." + name, text)
+sys.modules[{package!r} + ".{first}"].main()
+"""
+
+
+def text_of(name: str) -> str:
+    """The text of a module of `inside`."""
+    whole = f"{_PACKAGE}.{name}"
+    return importlib.util.find_spec(whole).loader.get_source(whole)
+
+
+@functools.cache
+def interpreter(*, locks_itself: bool) -> str:
+    """For `python -c`: both roles, and what locks a process of this machine."""
+    names = (*_EVERYWHERE, *(_LOCKED_BY_THE_KERNEL if locks_itself else ()), "start")
+    return _program(names)
+
+
+@functools.cache
+def host() -> str:
+    """For `python -c`: what runs a guest in WebAssembly."""
+    return _program(("limits", "host"))
+
+
+def _program(names: tuple[str, ...]) -> str:
+    texts = {name: text_of(name) for name in names}
+    return _LOAD.format(package=_PACKAGE, texts=texts, first=names[-1])

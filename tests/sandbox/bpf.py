@@ -1,0 +1,27 @@
+"""What the kernel makes of a seccomp filter: classic BPF over one system call's data."""
+
+import struct
+
+
+def decide(program: bytes, architecture: int, number: int, arguments=()) -> int:
+    """What the filter returns for a system call."""
+    words = [*arguments, *[0] * (6 - len(arguments))]
+    data = struct.pack("<IIQ6Q", number, architecture, 0, *(word % 2**64 for word in words))
+    code = list(struct.iter_unpack("<HBBI", program))
+    at = accumulator = 0
+    while True:
+        operation, yes, no, value = code[at]
+        at += 1
+        match operation:
+            case 0x20:
+                accumulator = struct.unpack_from("<I", data, value)[0]
+            case 0x54:
+                accumulator &= value
+            case 0x15:
+                at += yes if accumulator == value else no
+            case 0x35:
+                at += yes if accumulator >= value else no
+            case 0x06:
+                return value
+            case _:
+                raise AssertionError(f"operation {operation:#x}")

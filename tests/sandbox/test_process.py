@@ -1,0 +1,128 @@
+"""What the process that judges takes from a locked interpreter: one line, when it asked for it."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from kvjax.sandbox.process import Failure
+from kvjax.sandbox.process import Process
+from kvjax.sandbox.process import TimedOutError
+
+READ = "import os, sys, time; number = sys.stdin.buffer.readline().split()[0].decode()\n"
+
+
+@pytest.fixture
+def started():
+    """A function of Python code: a process that runs it."""
+    running = []
+
+    def start(code, most_bytes=1000):
+        command = [sys.executable, "-I", "-S", "-c", code]
+        running.append(Process(command, {}, "program", most_bytes))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.end()
+
+
+def soon():
+    return time.monotonic() + 20
+
+
+def test_a_reply_to_the_request(started):
+    process = started(READ + "print(number, 'fine', flush=True); time.sleep(99)")
+    assert process.ask("hello", soon()) == "fine"
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("print('0 fine')", "a reply that was not asked for"),
+        ("print(number[:-1], 'fine')", "a reply that was not asked for"),
+        ("print(number.upper() + ' fine')", "a reply that was not asked for"),
+        ("print()", "a reply that was not asked for"),
+        ("os.write(1, number.encode() + b' \\xff\\n')", "a reply that was not asked for"),
+        ("os.write(1, (number + ' a\\n' + number + ' b\\n').encode())", "more than its reply"),
+        ("os.write(1, b'x' * 1001)", "more than 1,000 bytes"),
+        ("print(number, 'fine', end='')", "ended with status 0"),
+        ("sys.exit(3)", "ended with status 3"),
+        ("os.kill(os.getpid(), 9)", "ended with signal 9"),
+        ("raise ValueError", "wrote .*: Traceback"),
+        ("os.close(1); os.close(2); time.sleep(99)", "closed its pipes"),
+    ],
+)
+def test_another_reply_is_a_failure(started, code, message):
+    if "upper" in code:  # unless it has no letters
+        code = f"number = 'x' + number[1:]\n{code}"
+    process = started(READ + code)
+    with pytest.raises(Failure, match=message):
+        process.ask("hello", soon())
+
+
+def test_a_reply_before_its_request_is_a_failure(started):
+    process = started("print('0 fine', flush=True)\n" + READ)
+    time.sleep(0.5)
+    with pytest.raises(Failure, match="wrote before it was asked"):
+        process.ask("hello", soon())
+
+
+def test_a_second_reply_is_a_failure_of_the_next_request(started):
+    twice = "for _ in range(2): print(number, 'fine', flush=True); time.sleep(0.3)\n"
+    process = started(READ + twice + READ + "print(number, 'fine', flush=True)")
+    assert process.ask("hello", soon()) == "fine"
+    with pytest.raises(Failure):
+        process.ask("hello", soon())
+
+
+def test_bytes_are_counted_over_all_replies(started):
+    process = started((READ + "print(number, 'x' * 400, flush=True)\n") * 3)
+    process.ask("hello", soon()), process.ask("hello", soon())
+    with pytest.raises(Failure, match="more than 1,000 bytes"):
+        process.ask("hello", soon())
+
+
+@pytest.mark.parametrize("text", ["hello", "x" * 10**6], ids=["waiting", "writing"])
+def test_a_process_that_does_nothing(started, text):
+    process = started("import time; time.sleep(99)")
+    with pytest.raises(TimedOutError):
+        process.ask(text, time.monotonic() + 0.2)
+
+
+def test_a_process_that_is_gone(started):
+    process = started("")
+    time.sleep(0.3)
+    with pytest.raises(Failure, match="ended with status 0"):
+        process.ask("hello", soon())
+
+
+def test_it_has_nothing_of_this_process(started, monkeypatch):
+    monkeypatch.setenv("KVJAX_SECRET", "secret")
+    one, other = os.pipe()
+    os.set_inheritable(one, True)
+    code = """
+import json
+def there(i):
+    try: os.fstat(i)
+    except OSError: return False
+    return True
+found = [os.listdir('.'), list(map(there, range(3, 64))), dict(os.environ), os.getsid(0)]
+print(number, json.dumps(found), flush=True)
+"""
+    try:
+        said = started(READ + code, 10000).ask("hello", soon())
+    finally:
+        os.close(one), os.close(other)
+    assert said.startswith("[[], [" + "false, " * 60 + "false], {")
+    assert "SECRET" not in said and not said.endswith(f" {os.getsid(0)}]")
+
+
+def test_its_folder_goes_with_it(started):
+    code = "open('file', 'w').close(); print(number, os.getcwd(), flush=True); time.sleep(99)"
+    process = started(READ + code)
+    folder = process.ask("hello", soon())
+    assert os.path.isdir(folder)
+    process.end()
+    assert not os.path.exists(folder)
