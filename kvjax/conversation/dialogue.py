@@ -74,16 +74,16 @@ class Templated:
     specials = None
 
     def __init__(self, tokenizer: Tokenizer, template: str, token_files: Mapping):
-        self.tokenizer, self._template, self._token_files = tokenizer, template, token_files
+        from kvjax.conversation.template import Template  # an extra
+
+        self.tokenizer, self._template = tokenizer, Template(tokenizer, template, token_files)
         self.ends = tuple(dict.fromkeys((*tokenizer.ends, tokenizer.bos_id)))
 
     def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
-        from kvjax.conversation import template  # an extra
-
         for i, message in enumerate(messages, 1):
             if not isinstance(message["content"], str):
                 raise UserError(f"{place}, message {i}: content must be text for this model")
-        ids = template.encode(self.tokenizer, messages, self._template, self._token_files)
+        ids = self._template.encode(self._template.render(messages))
         return render.Rendered(ids, [0] * len(ids))
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks on what lies in ordinary packages, and agreement with another implementation."""
