@@ -1,0 +1,195 @@
+"""An instruction model through kvjax's cache beside transformers: letters, likelihoods, texts.
+
+    make .venv-live/installed
+    python -m experiments.evaluation.agreement --workdir=runs/smollm2 --data=FOLDER [--save]
+
+The same float32 weights, exported by kvjax; transformers renders the conversations by itself. Every
+letter of MMLU, the log-likelihood of every right answer's text, and the greedy texts of the first
+--texts prompts of GSM8K and of HumanEval, token by token: sums of float32 in another order move
+logits by about 1e-5, and a text may turn where two tokens are as close as that.
+"""
+
+import argparse
+from collections.abc import Sequence
+import json
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+from etils import epath
+import numpy as np
+
+from experiments import record
+from kvjax.conversation import dialogue as dialogue_lib
+from kvjax.conversation import questions
+from kvjax.convert import export
+from kvjax.convert import huggingface
+from kvjax.convert import into_folder
+from kvjax.convert import model as model_lib
+from kvjax.decoding import answers
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.scoring import Scorer
+from kvjax.evaluate import datasets
+from kvjax.evaluate.task import TASKS
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.workdir import trained
+
+_CHILD = "import sys, transformers_answers as t; t.main(*sys.argv[1:])"
+_SETS = ("mmlu", "gsm8k", "humaneval")
+
+
+def theirs(python: str, folder: pathlib.Path, asked: dict) -> dict:
+    """What transformers says; see transformers_answers.py."""
+    with tempfile.TemporaryDirectory() as there:
+        files = [pathlib.Path(there) / name for name in ("asked.json", "found.json")]
+        files[0].write_text(json.dumps(asked))
+        run = subprocess.run(
+            [python, "-c", _CHILD, folder, *files],
+            cwd=pathlib.Path(__file__).parent,  # kvjax is not in that environment
+            check=False,
+        )
+        if run.returncode:
+            raise UserError(f"transformers ended with status {run.returncode}")
+        return json.loads(files[1].read_text())
+
+
+def ours(workdir: epath.Path, asked: dict, batch: int) -> dict:
+    """The same through kvjax's cache, and the gap of the two likeliest tokens along the texts."""
+    loaded = trained.load(workdir, dtype="float32")
+    found = trained.find(workdir)
+    generator = Generator(loaded.model, loaded.compute)
+    template = model_lib.Trained(found).chat_template
+    dialogue = dialogue_lib.of(
+        loaded.tokenizer, template, found.token_files, where=str(found.workdir)
+    )
+    encode = loaded.tokenizer.encode
+    prompt = lambda message: dialogue.prompt([dict(role="user", content=message)]).ids
+    scorer = Scorer(generator, batch=batch)
+    with progress.waiting("letters"):
+        prompts = [prompt(message) for message, _ in asked["letters"]]
+        letters = [[encode(one)[0] for one in letters] for _, letters in asked["letters"]]
+        logits = scorer.choices(prompts, letters)
+    with progress.waiting("log-likelihoods"):
+        pairs = [(prompt(message), encode(answer)) for message, answer in asked["continuations"]]
+        scored = scorer.continuations(pairs)
+    texts = []
+    with progress.waiting("texts"):
+        prompts_of_texts = [prompt(message) for message in asked["texts"]]
+        for start in range(0, len(prompts_of_texts), batch):
+            some = prompts_of_texts[start : start + batch]
+            made = answers.answers(generator, dialogue, some, num_tokens=asked["num_tokens"])
+            texts += [[*one.ids, *([dialogue.ends[0]] if one.is_ended else [])] for one in made]
+    return dict(
+        letters=[
+            dict(ids=ids, logits=row.tolist()) for ids, row in zip(prompts, logits, strict=True)
+        ],
+        continuations=[dict(log_likelihood=s.log_likelihood, tokens=len(s.nats)) for s in scored],
+        texts=texts,
+        ends=list(dialogue.ends),
+    )
+
+
+def agreement(one: dict, other: dict) -> dict:
+    """How far two agree."""
+    pairs = list(zip(one["letters"], other["letters"], strict=True))
+    chosen = [[int(np.argmax(side["logits"])) for side in pair] for pair in pairs]
+    far = lambda a, b: float(np.max(np.abs(np.subtract(a, b)), initial=0))
+    likelihoods = [[c["log_likelihood"] for c in side["continuations"]] for side in (one, other)]
+    ends = set(one["ends"])
+    trim = lambda ids: ids[:-1] if ids and ids[-1] in ends else ids
+    texts = [(trim(a), trim(b)) for a, b in zip(one["texts"], other["texts"], strict=True)]
+    return dict(
+        prompts_alike=sum(a["ids"] == b["ids"] for a, b in pairs),
+        letters=len(pairs),
+        letters_alike=sum(a == b for a, b in chosen),
+        logits_apart=max(far(a["logits"], b["logits"]) for a, b in pairs),
+        log_likelihoods=len(likelihoods[0]),
+        log_likelihoods_apart=far(*likelihoods),
+        texts=len(texts),
+        texts_alike=sum(a == b for a, b in texts),
+        tokens=sum(len(b) for _, b in texts),
+        tokens_alike=sum(_alike(a, b) for a, b in texts),
+        first_differences=[_alike(a, b) for a, b in texts if a != b],
+    )
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--workdir", default="runs/smollm2", help="of the model (runs/smollm2)")
+    add("--data", default=datasets.FOLDER, help=f"the folder of questions ({datasets.FOLDER})")
+    text = "of an environment with torch and transformers (.venv-live/bin/python)"
+    add("--python", default=str(ROOT / ".venv-live/bin/python"), help=text)
+    add("--texts", type=int, default=20, help="prompts of each of GSM8K and HumanEval (20)")
+    add("--num_tokens", type=int, default=512, help="of a text, at most (512)")
+    add("--limit", type=int, default=0, help="questions of MMLU; 0: all (0)")
+    add("--batch", type=int, default=8, help="prompts at once in kvjax (8)")
+    add("--save", action="store_true", help="write experiments/results/evaluation/agreement.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    for key, least in (("texts", 1), ("num_tokens", 1), ("limit", 0), ("batch", 1)):
+        at_least(f"--{key}", getattr(options, key), least)
+    record.check(options.save)
+    return options
+
+
+def main(arguments: list[str]) -> None:
+    """Compares and prints; see the module's docstring."""
+    options = _options(arguments)
+    runtime.start()
+    workdir, out = trained.find(options.workdir).workdir, Output(options)
+    if not shutil.which(options.python):
+        raise UserError(
+            f"--python={options.python}: is no program: `make .venv-live/installed` makes one"
+        )
+    mmlu, gsm8k, humaneval = (datasets.read(TASKS[name], options.data).items for name in _SETS)
+    mmlu = mmlu[: options.limit or len(mmlu)]
+    ask = questions.multiple_choice
+    asked = dict(
+        letters=[(ask(item), item.letters) for item in mmlu],
+        continuations=[
+            (item.question, item.choices[item.letters.index(item.answer)]) for item in mmlu
+        ],
+        texts=[
+            *(item.question for item in gsm8k[: options.texts]),
+            *(item.prompt for item in humaneval[: options.texts]),
+        ],
+        num_tokens=options.num_tokens,
+    )
+    mine = ours(workdir, asked, options.batch)
+    dtype = export.DTYPES["float32"]
+    with tempfile.TemporaryDirectory() as parent, progress.waiting("transformers"):
+        folder = pathlib.Path(parent) / "model"
+        into_folder.write(
+            huggingface.plan(model_lib.Trained(workdir), dtype), epath.Path(folder), dtype
+        )
+        other = theirs(options.python, folder, asked)
+    found = agreement(mine, other)
+    rows = [
+        ("conversations with the same ids", f"{found['prompts_alike']} of {found['letters']}"),
+        ("letters chosen alike", f"{found['letters_alike']} of {found['letters']}"),
+        ("logits of letters, at most apart", f"{found['logits_apart']:.1e}"),
+        ("log-likelihoods, at most apart", f"{found['log_likelihoods_apart']:.1e}"),
+        ("greedy texts alike", f"{found['texts_alike']} of {found['texts']}"),
+        ("tokens alike before a difference", f"{found['tokens_alike']:,} of {found['tokens']:,}"),
+    ]
+    out.table((f"{workdir.name} in kvjax and transformers, float32", ""), rows)
+    result = dict(workdir=workdir.name, num_tokens=options.num_tokens, versions=other["versions"])
+    record.record("evaluation/agreement", result | found, out, save=options.save)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,61 @@
+"""The same questions put to transformers, for agreement.py.
+
+Runs in an environment with torch and transformers, and without kvjax.
+"""
+
+import json
+import sys
+
+import torch
+import transformers
+
+
+def main(folder: str, asked: str, found: str) -> None:
+    """Reads {"letters", "continuations", "texts"} from a file, writes what comes to another.
+
+    letters: [message, [letter, ...]]: the ids of the prompt and the logits of its letters.
+    continuations: [message, answer]: log-likelihood of the answer's tokens, and how many they are.
+    texts: [message]: ids of a greedy answer of up to `num_tokens` tokens.
+    """
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with open(asked) as file:
+        questions = json.load(file)
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def prompt(message: str) -> list[int]:
+        chat = [dict(role="user", content=message)]
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        return encode(text)
+
+    def log_p(ids: list[int]) -> torch.Tensor:
+        return model(torch.tensor([ids])).logits[0]
+
+    result = dict(letters=[], continuations=[], texts=[])
+    with torch.no_grad():
+        for message, letters in questions["letters"]:
+            ids = prompt(message)
+            (candidates,) = zip(*(encode(letter) for letter in letters), strict=True)
+            logits = log_p(ids)[-1][list(candidates)].tolist()
+            result["letters"].append(dict(ids=ids, logits=logits))
+        print("letters are done", file=sys.stderr, flush=True)
+        for message, answer in questions["continuations"]:
+            context, own = prompt(message), encode(answer)
+            rows = torch.log_softmax(log_p([*context, *own]), dim=-1)[len(context) - 1 : -1]
+            total = rows.gather(1, torch.tensor(own)[:, None]).double().sum().item()
+            result["continuations"].append(dict(log_likelihood=total, tokens=len(own)))
+        print("continuations are done", file=sys.stderr, flush=True)
+        for message in questions["texts"]:
+            ids_BT = torch.tensor([prompt(message)])
+            made_BT = model.generate(
+                ids_BT,
+                attention_mask=torch.ones_like(ids_BT),
+                do_sample=False,
+                max_new_tokens=questions["num_tokens"],
+                pad_token_id=0,
+            )
+            result["texts"].append(made_BT[0, ids_BT.shape[1] :].tolist())
+    versions = dict(torch=torch.__version__, transformers=transformers.__version__)
+    with open(found, "w") as file:
+        json.dump(result | dict(versions=versions), file)
