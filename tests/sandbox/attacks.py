@@ -30,16 +30,16 @@ def _breach(code: str) -> str:
 
 
 def _kernel(code: str) -> str:
-    return _KERNEL + _breach(code)
+    return _breach(_KERNEL + textwrap.dedent(code))
 
 
 _FILES = {
     "write a file": "open('@FOLDER@/new', 'w').write('x')",
     "append to a file": "open('@FOLDER@/victim', 'a').write('x')",
     "truncate a file": "import os; os.truncate('@FOLDER@/victim', 0)",
-    "remove a file": "import os; os.unlink('@FOLDER@/victim')",
+    "remove a file": "import os; os.unlink('@FOLDER@/removed')",
     "remove a folder": "import shutil; shutil.rmtree('@FOLDER@/within')",
-    "rename a file": "import os; os.rename('@FOLDER@/victim', '@FOLDER@/other')",
+    "rename a file": "import os; os.rename('@FOLDER@/renamed', '@FOLDER@/other')",
     "make a folder": "import os; os.mkdir('@FOLDER@/made')",
     "write through a link": """
         import os
@@ -51,7 +51,11 @@ _FILES = {
         os.symlink('@FOLDER@/victim', '/tmp/kvjax-link-@PORT@')
         """,
     "link a file": "import os; os.link('@FOLDER@/victim', '@FOLDER@/linked')",
-    "change the mode of a file": "import os; os.chmod('@FOLDER@/victim', 0o777)",
+    "change the mode of a file": """
+        import os
+        os.chmod('@FOLDER@/victim', 0o777)
+        assert os.stat('@FOLDER@/victim').st_mode & 0o777 == 0o777
+        """,
     "change the owner of a file": "import os; os.chown('@FOLDER@/victim', 0, 0)",
     "change the time of a file": "import os; os.utime('@FOLDER@/victim', (0, 0))",
     "set an attribute of a file": "import os; os.setxattr('@FOLDER@/victim', 'user.x', b'x')",
@@ -73,7 +77,7 @@ _FILES = {
     "list its descriptors": "import os; assert os.listdir('/proc/self/fd')",
     "open its descriptors again": "open('/proc/self/fd/1', 'wb', 0).close()",
     "find inherited descriptors": """
-        import os
+        import os, sys
         found = []
         for i in range(3, 4096):
             try:
@@ -81,7 +85,7 @@ _FILES = {
                 found.append(i)
             except OSError:
                 pass
-        assert found
+        assert found and sys.platform != "wasi"  # where 3 is the standard library's own folder
         """,
     "watch a folder": """
         import ctypes
@@ -248,10 +252,7 @@ _CODES = {
 BREACHES = {
     **{name: _breach(code) for name, code in (_FILES | _NETWORK | _PROCESSES).items()},
     **{name: _kernel(code) for name, code in _CALLS.items()},
-    **{
-        name: _MACHINE_CODE + _breach(code + "\n__import__('os').getpid()")
-        for name, code in _CODES.items()
-    },
+    **{name: _breach(f"{_MACHINE_CODE}{code}") for name, code in _CODES.items()},
 }
 
 # In a call, the channel through which the candidate replies.

@@ -19,7 +19,7 @@ class Outside(contextlib.ExitStack):
         super().__init__()
         self._folder = folder
         (folder / "within").mkdir()
-        for name in ("secret", "victim", "within/file"):
+        for name in ("secret", "victim", "removed", "renamed", "within/file"):
             (folder / name).write_text(f"this is {name}")
         path = os.path.relpath(folder / "socket")  # names of sockets are short
         abstract = socket.socket(socket.AF_UNIX)

@@ -162,6 +162,17 @@ def test_attacks_are_held(box, around, name):
     assert not around.changes()
 
 
+def test_the_judge_is_locked_too(box, around):
+    ask = "\ndef check(candidate): assert candidate(1, 2) == add(1, 2)\n"
+    problems = [
+        sandbox.Problem(RIGHT, attacks.filled(attacks.BREACHES[name], around.names) + ask, "add")
+        for name in SOME_BREACHES
+    ]
+    assert not any(verdict.passed for verdict in box.judge_all(problems))
+    assert not around.changes()
+    assert judged(box, RIGHT, RIGHT + ask).passed
+
+
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(99)"])
 def test_time_ends(box, program):
     quick = box.with_limits(dataclasses.replace(box.limits, seconds=0.3))

@@ -5,12 +5,11 @@ no socket, process, thread, program, signal to another process, mount, namespace
 memory file or io_uring, and no way to raise a limit. Another architecture's numbers kill.
 """
 
+import collections
 import ctypes
 import errno
 import os
-import platform
 import struct
-from typing import NamedTuple
 
 from kvjax.sandbox.inside.kernel import call
 
@@ -100,14 +99,8 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in seccomp_data
 _X32 = 0x40000000  # numbers of x86-64's other calling convention begin here
 
 
-class Processor(NamedTuple):
-    """How a processor's system calls are told."""
-
-    column: int  # of the tables above
-    architecture: int  # AUDIT_ARCH_*
-    seccomp: int  # the number of seccomp(2)
-
-
+# Column of the tables above, AUDIT_ARCH_*, number of seccomp(2).
+Processor = collections.namedtuple("Processor", "column architecture seccomp")
 PROCESSORS = {
     "x86_64": Processor(0, 0xC000003E, 317),
     "aarch64": Processor(1, 0xC00000B7, 277),
@@ -120,9 +113,9 @@ def restrict() -> int:
     Raises:
       OSError: the kernel has no seccomp (ENOSYS, EINVAL), or the processor no table here.
     """
-    processor = PROCESSORS.get(platform.machine())
+    processor = PROCESSORS.get(os.uname().machine)
     if processor is None:
-        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
+        raise OSError(errno.ENOSYS, f"no table of system calls for {os.uname().machine}")
     code = program(processor)
     buffer = ctypes.create_string_buffer(code, len(code))
     pointer = ctypes.c_void_p(ctypes.addressof(buffer))

@@ -9,8 +9,8 @@ from kvjax.sandbox.inside import candidate
 from kvjax.sandbox.inside import judge
 from kvjax.sandbox.inside.channel import Channel
 
-# Their extensions may need libraries that cannot be read later.
-_EARLY = ("hashlib", "decimal", "zlib", "random")
+# The first is seeded; the second may need a library that cannot be read later.
+_EARLY = ("random", "zlib")
 _ROLES = {"candidate": candidate.serve, "judge": judge.serve}
 
 

@@ -1,0 +1,107 @@
+"""Every attack against every combination of layers that this machine has: how many are held.
+
+    python -m tests.sandbox.held [LAYERS ...] [--json] [--quick]
+
+LAYERS are names of COMBINATIONS; all by default. Breaches are tried by the program, and then by
+the test. Prints a row for each combination, with what got through, and exits with status 1 if
+anything did. --quick leaves out what takes its time. Needs nothing but the standard library, so
+that another user may run it.
+"""
+
+from collections.abc import Callable
+import json
+import os
+import pathlib
+import sys
+import tempfile
+
+from kvjax.sandbox import Limits
+from kvjax.sandbox import Problem
+from kvjax.sandbox import SandboxError
+from kvjax.sandbox import namespaces
+from kvjax.sandbox import webassembly
+from kvjax.sandbox.box import Box
+from kvjax.sandbox.layers import Layers
+from kvjax.sandbox.layers import base_interpreter
+from tests.sandbox import attacks
+from tests.sandbox import outside
+
+LIMITS = Limits(seconds=1.0, retries=0)
+TEST = """
+def check(candidate):
+    assert candidate(1, 2) == 3
+    assert candidate(2, 3) == 5
+"""
+_bubblewrap = lambda: namespaces.find(base_interpreter())
+# The program is right, and it is the test that tries something.
+_BY_THE_TEST = "\ndef check(candidate): assert candidate(1, 2) == add(1, 2)\n"
+_RIGHT = "def add(a, b): return a + b\n"
+COMBINATIONS: dict[str, Callable[[], Layers]] = {
+    "S+L": lambda: Layers(seccomp=True, landlock=True),
+    "S+L+N": lambda: Layers(seccomp=True, landlock=True, bubblewrap=_bubblewrap()),
+    "S+N": lambda: Layers(seccomp=True, bubblewrap=_bubblewrap()),
+    "W": lambda: Layers(wasm=webassembly.find(base_interpreter())),
+}
+
+
+def try_all(box: Box, programs: dict[str, str], *, by_the_test: bool = False) -> list[str]:
+    """The names of programs that passed, and what they changed outside; in order.
+
+    Args:
+      by_the_test: they are tried in the judge, of breaches.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        outside.Outside(pathlib.Path(folder)) as around,
+    ):
+        filled = [attacks.filled(program, around.names) for program in programs.values()]
+        problems = [
+            Problem(_RIGHT, program + _BY_THE_TEST, "add")
+            if by_the_test
+            else Problem(program, TEST, "add")
+            for program in filled
+        ]
+        verdicts = box.judge_all(problems)
+        passed = [name for name, v in zip(programs, verdicts, strict=True) if v.passed]
+        return passed + around.changes()
+
+
+def table(names: list[str], *, quick: bool) -> list[dict]:
+    """A row of results for each combination that this machine has."""
+    programs = attacks.BREACHES | attacks.FORGERIES | ({} if quick else attacks.SIEGES)
+    rows = []
+    for name in names:
+        row = dict(combination=name, user=os.geteuid())
+        try:
+            box = Box(COMBINATIONS[name](), LIMITS)
+        except SandboxError as error:
+            rows.append(row | dict(missing=str(error)))
+            continue
+        for by_the_test in (False, True):
+            if try_all(box, {"right": _RIGHT}, by_the_test=by_the_test) != ["right"]:
+                raise SystemExit(f"{name}: a right program fails")
+        through = try_all(box, programs)
+        through += try_all(box, attacks.BREACHES, by_the_test=True)
+        tried = len(programs) + len(attacks.BREACHES)
+        rows.append(row | dict(layers=box.layers, tried=tried, through=through))
+    return rows
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the table."""
+    names = [name for name in arguments if not name.startswith("--")] or list(COMBINATIONS)
+    rows = table(names, quick="--quick" in arguments)
+    for row in rows:
+        if "--json" in arguments:
+            print(json.dumps(row))
+        elif "missing" in row:
+            print(f"{row['combination']:6} user {row['user']}: not here: {row['missing']}")
+        else:
+            held = row["tried"] - len(row["through"])
+            said = f"{row['combination']:6} user {row['user']}: {held} of {row['tried']} held"
+            print(f"{said}, {', '.join(row['layers'])}", *row["through"], sep="\n    ", flush=True)
+    return int(any(row.get("through") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

