@@ -7,22 +7,25 @@ DEMO_ARGS ?=
 
 export TF_CPP_MIN_LOG_LEVEL := 2
 
-.PHONY: demo test test-all test-aot test-beam test-browser test-live lint notebooks clean
+.PHONY: demo test test-all test-aot test-beam test-lm-eval test-browser test-live lint notebooks clean
 
 demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and prints its figures
 	$(BIN)/python -m kvjax.main $(DEMO_ARGS)
 
 test: .venv/installed  ## what guards each promise with the least to compile
-	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not slow and not aot and not beam"
+	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not slow and not aot and not beam and not lm_eval"
 
 test-all: .venv/installed  ## all tests
-	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not aot and not beam"
+	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not aot and not beam and not lm_eval"
 
 test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there
 	JAX_PLATFORMS=cpu .venv-aot/bin/pytest -q -n 2 -m aot
 
 test-beam: .venv-beam/installed  ## prepares data with Apache Beam
 	.venv-beam/bin/pytest -q -m beam
+
+test-lm-eval: .venv-lm-eval/installed  ## asks tasks of lm-evaluation-harness
+	.venv-lm-eval/bin/pytest -q -m lm_eval tests/lm_eval
 
 test-live: .venv/installed .venv-live/installed  ## compares with transformers, on models made anew
 	$(BIN)/pytest -q tests/convert/live.py
@@ -54,6 +57,12 @@ lint: .venv/installed
 	.venv-beam/bin/pip install -q --disable-pip-version-check -c constraints-beam.txt -e '.[dev,beam]'
 	touch $@
 
+# Of its own: lm-evaluation-harness brings 40 packages; kvjax must do without.
+.venv-lm-eval/installed: setup.py constraints.txt constraints-lm-eval.txt
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/pip install -q --disable-pip-version-check -c constraints-lm-eval.txt -e '.[lm_eval]' pytest
+	touch $@
+
 # Of its own: PyTorch. It makes models and their logits, and kvjax, in .venv, reads the files.
 .venv-live/installed: constraints-live.txt
 	$(LIVE_PYTHON) -m venv .venv-live
@@ -64,4 +73,4 @@ notebooks: .venv/installed  ## executes the notebooks and stores their outputs
 	$(BIN)/python -m tests.notebooks
 
 clean:
-	rm -rf .venv .venv-aot .venv-beam .venv-live runs
+	rm -rf .venv .venv-aot .venv-beam .venv-lm-eval .venv-live runs

@@ -1,6 +1,7 @@
 """Package metadata, with the versions that should do; tools are configured in pyproject.toml.
 
-The exact versions that are tested are in constraints.txt, and with Beam in constraints-beam.txt.
+The exact versions that are tested are in constraints.txt; with more in constraints-beam.txt and
+constraints-lm-eval.txt.
 """
 
 import pathlib
@@ -45,6 +46,7 @@ setup(
         "etils[epath]>=1.15,<2",
         "tokenizers>=0.23.3,<0.24",
         "tiktoken>=0.14,<0.15",
+        "jinja2>=3.1.6,<4",
         "numpy>=2.4,<3",
         "pyarrow>=25,<27",
         "psutil>=7.2,<8",
@@ -78,6 +80,8 @@ setup(
         ],
         # Prepares data on Beam's local runners; Dataflow needs apache-beam[gcp] too.
         "beam": ["apache-beam>=2.77,<3"],
+        # Runs the tasks of lm-evaluation-harness, without torch.
+        "lm_eval": [*CONVERT, "lm-eval>=0.4.13,<0.5"],
         "tpu": [f"jax[tpu]{JAX}"],
         "cuda": [f"jax[cuda13]{JAX}"],
         "gcs": ["etils[epath-gcs]>=1.15,<2"],

@@ -17,6 +17,7 @@ COMMANDS = {
     "kvjax.generate": "text from a trained run, decoded from its small cache",
     "kvjax.convert": "a published model in, its KV cache made smaller on the way",
     "kvjax.convert.export": "a workdir's model written for others to read",
+    "kvjax.lm_eval": "tasks of lm-evaluation-harness, asked of a trained model",
     "kvjax.analysis": "what attention does in a trained model: the papers' figures on a page",
     "kvjax.costs": "parameters, cache bytes and FLOPs of a config, from shapes",
     "kvjax.aot": "compiles a run for chips that are not there: fits? how fast at most?",

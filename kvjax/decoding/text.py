@@ -49,7 +49,7 @@ class Result:
 def generate(
     generator: Generator,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     *,
     num_tokens: int,
     sampling: Sampling = Sampling(),
@@ -63,9 +63,10 @@ def generate(
     on_compile: Callable[[], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Result:
-    """Text after each prompt, which BOS is put in front of.
+    """Text after each prompt.
 
     Args:
+      prompts: texts, which BOS is put in front of; or token ids, as they are.
       stop: strings before which a text ends; one that never comes changes nothing.
       end_at_special: whether BOS, the tokenizer's other specials and its `ends` end a sequence.
       on_text: called with the sequence and each piece of its text as soon as it is certain.
@@ -83,8 +84,9 @@ def generate(
         without_text = np.flatnonzero(tokenizer.token_bytes() == 0).tolist()
         unused = range(tokenizer.vocab_size, generator.config.vocab_size)  # of published models
         stop_tokens = [*stop_tokens, *without_text, *unused, *tokenizer.ends]
+    opened = lambda text: [tokenizer.bos_id, *tokenizer.encode(text)]
     generation = generator.start(
-        [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts],
+        [opened(prompt) if isinstance(prompt, str) else prompt for prompt in prompts],
         num_tokens=num_tokens,
         sampling=sampling,
         seed=seed,

@@ -1,0 +1,194 @@
+"""Tasks of lm-evaluation-harness, asked of a trained model.
+
+    python -m kvjax.lm_eval --workdir=runs/x --tasks=arc_easy,lambada_openai
+    python -m kvjax.lm_eval --workdir=runs/x --include_path=~/tasks --tasks=mine --num_fewshot=5
+
+The tasks are the library's own, whose data it downloads, or those of a folder of YAML files, which
+may name files that are there. It is an extra: pip install -c constraints-lm-eval.txt -e
+'.[lm_eval]'. What tasks would run of a model's programs is refused: kvjax.evaluate has a sandbox.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+
+from kvjax import __version__
+from kvjax.decoding.scoring import BATCH
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import write_atomically
+from kvjax.foundation.output import Output
+
+_RESAMPLED = 1000  # draws for a standard error that has no formula
+_KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples")
+_KEPT += ("higher_is_better", "configs", "samples")
+
+
+def _parser() -> command_line.Parser:
+    parser = command_line.Parser(__doc__)
+    parser.add_output()
+    add = parser.add_argument
+    add("--workdir", default="", help="a run's folder, local or gs://")
+    add("--tasks", default="", help="names of tasks, groups or tags, with commas; * for anything")
+    add("--include_path", default="", help="a folder with more tasks, as .yaml files")
+    add("--num_fewshot", type=int, help="examples that are shown first (as a task says)")
+    add("--limit", type=int, help="questions of each task, the first ones (all)")
+    add("--batch_size", type=int, default=BATCH, help=f"sequences at once ({BATCH})")
+    add("--max_length", type=int, help="tokens that are read at most (those of training)")
+    text = "ask in a conversation, as the model was trained to have them"
+    add("--apply_chat_template", action="store_true", help=text)
+    add("--system", default="", help="what a conversation begins with; needs the above")
+    add("--step", type=int, help="of the checkpoint (the latest)")
+    add("--dtype", default="", help="to compute in (the run's)")
+    add("--chips", type=int, default=1, help="devices that a cache's tokens are split over (1)")
+    add("--seed", type=int, default=0, help="of what tasks ask to be sampled (0)")
+    add("--out", default="", help="a file for all results and answers, as JSON")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Evaluates; see the module's docstring."""
+    values = _parser().parse(arguments)
+    with command_line.naming_options(values):
+        _run(values, Output(values))
+
+
+def _run(options: argparse.Namespace, out: Output) -> None:
+    names = _checked(options)
+    runtime.start()
+    from kvjax.lm_eval import options as options_lib
+    from kvjax.lm_eval import prompts
+
+    sizes = dict(max_length=options.max_length, chips=options.chips)
+    options_lib.check(dtype=options.dtype, batch_size=options.batch_size, **sizes)
+    found = options_lib.find(runtime.workdir(options.workdir), step=options.step, **sizes)
+    if options.apply_chat_template and prompts.Prompts(found).template is None:
+        raise UserError(prompts.no_template())
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "--tasks needs lm-evaluation-harness: pip install -c constraints-lm-eval.txt "
+            "-e '.[lm_eval]'"
+        )
+    with progress.waiting("importing lm-evaluation-harness"):
+        import lm_eval
+
+        from kvjax.lm_eval import adapter
+        from kvjax.lm_eval import tasks
+    with progress.waiting("reading the tasks"):
+        read = tasks.read(
+            names,
+            options.include_path,
+            num_fewshot=options.num_fewshot,
+            max_length=options.max_length or found.context,
+        )
+    with progress.waiting("reading the model"):
+        model = adapter.Model(
+            found.workdir,
+            step=found.step,
+            dtype=options.dtype,
+            batch_size=options.batch_size,
+            seed=options.seed,
+            **sizes,
+        )
+    with contextlib.redirect_stdout(sys.stderr):  # it prints now and then
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=read,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            log_samples=bool(options.out),
+            system_instruction=options.system or None,
+            apply_chat_template=options.apply_chat_template,
+            bootstrap_iters=_RESAMPLED,
+        )
+    said = _said(results, model, options)
+    if options.out:
+        text = json.dumps(said, default=str, ensure_ascii=False, indent=1)
+        write_atomically(runtime.path("--out", options.out), text + "\n")
+    out.table(*_table(results))
+    if options.out:
+        out.say(f"\nwritten: {options.out}", wrap=False)
+    said.pop("samples", None)
+    out.result(json.loads(json.dumps(said, default=str)))
+
+
+def _checked(options: argparse.Namespace) -> list[str]:
+    """The names of the tasks; a UserError for what is wrong whatever the model is."""
+    command_line.require(
+        options,
+        workdir="the folder of a trained run, as runs/lrkv_tiny",
+        tasks="names of lm-evaluation-harness, as arc_easy,piqa",
+    )
+    for key, least in (("num_fewshot", 0), ("limit", 1), ("seed", 0)):
+        if getattr(options, key) is not None:
+            at_least(key, getattr(options, key), least)
+    if options.system and not options.apply_chat_template:
+        raise UserError("--system: is for conversations: give --apply_chat_template with it")
+    names = [name.strip() for name in options.tasks.split(",")]
+    if not all(names):
+        raise UserError(f"--tasks={options.tasks}: a name is empty: give them with commas between")
+    if options.include_path:
+        options.include_path = _folder(options.include_path)
+    if options.out:
+        _check_file(options.out)
+    return names
+
+
+def _folder(include_path: str) -> str:
+    """The folder with tasks; a UserError where it is not there, or has none."""
+    folder = os.fspath(runtime.folder("--include_path", include_path))
+    if next(pathlib.Path(folder).rglob("*.yaml"), None) is None:
+        raise UserError(
+            f"--include_path={include_path}: must be a folder here, with tasks as .yaml files"
+        )
+    return folder
+
+
+def _check_file(out: str) -> None:
+    """Raises a UserError where a file cannot be written."""
+    path = runtime.path("--out", out)
+    if path.is_dir():
+        raise UserError(f"--out={out}: is a folder: give a file in it")
+    runtime.folder("--out", path.parent)
+
+
+def _said(results: dict, model, options: argparse.Namespace) -> dict:
+    """What is kept of the results, with what they are of."""
+    import lm_eval
+
+    about = model.get_model_info() | dict(
+        batch_size=options.batch_size,
+        limit=options.limit,
+        seed=options.seed,
+        apply_chat_template=options.apply_chat_template,
+        system=options.system,
+        kvjax=__version__,
+        lm_eval=lm_eval.__version__,
+    )
+    return dict(model=about) | {key: results[key] for key in _KEPT if key in results}
+
+
+def _table(results: dict) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for name, values in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in values.items():
+            metric, comma, chosen = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = values.get(f"{metric}_stderr,{chosen}")
+            shots = results["n-shot"].get(name, "")
+            error = f"{error:.4f}" if isinstance(error, float) else ""
+            value = f"{value:.4f}" if isinstance(value, float) else str(value)
+            rows.append([name, chosen, str(shots), metric, value, error])
+    return ["task", "filter", "shots", "metric", "value", "standard error"], rows
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,239 @@
+"""A trained model as one of lm-evaluation-harness's: "kvjax".
+
+    lm_eval.simple_evaluate(model=adapter.Model(workdir="runs/x"), tasks=["arc_easy"])
+
+What it asks is tokenised as the model was trained: with one BOS in front. Answers come in the order
+asked, and are computed by length.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import itertools
+import os
+
+# Standard errors would be computed in forked processes, which JAX's threads may block.
+os.environ.setdefault("DISABLE_MULTIPROC", "1")
+
+from etils import epath
+import jax
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+
+from kvjax.conversation import dialogue
+from kvjax.decoding import program
+from kvjax.decoding.answers import answers
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.scoring import BATCH
+from kvjax.decoding.scoring import Scorer
+from kvjax.decoding.text import generate
+from kvjax.foundation import progress
+from kvjax.foundation.errors import UserError
+from kvjax.lm_eval import asked as asked_lib
+from kvjax.lm_eval import options
+from kvjax.lm_eval.prompts import Prompts
+from kvjax.workdir import trained
+
+_KEPT_AFTER = 32  # batches that are scored before their answers are kept
+
+Pair = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, and context, continuation
+
+
+@register_model("kvjax")
+class Model(TemplateLM):
+    """The model of a workdir's checkpoint."""
+
+    def __init__(
+        self,
+        workdir: epath.PathLike = "",
+        *,
+        step: int | None = None,
+        dtype: str = "",
+        batch_size: int = BATCH,
+        max_length: int | None = None,
+        chips: int = 1,
+        seed: int = 0,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+    ):
+        """Loads the model.
+
+        Args:
+          step: of the checkpoint; None: the latest.
+          dtype: to compute in, instead of the run's.
+          batch_size: sequences that are read, or generated, at once.
+          max_length: tokens of what is read, at most; None: those that the model was trained on.
+          chips: devices that the cache's tokens are split over.
+          seed: of what is sampled.
+          device: for lm-evaluation-harness, which may give it; JAX chooses.
+          max_batch_size: likewise; batches are of one size.
+
+        Raises:
+          UserError: an option that cannot be, or a workdir that cannot be read.
+        """
+        super().__init__()
+        del max_batch_size
+        sizes = dict(max_length=max_length, chips=chips)
+        options.check(dtype=dtype, batch_size=batch_size, device=device, **sizes)
+        found = options.find(workdir, step=step, **sizes)
+        self._found, self._seed = found, seed
+        self._max_length, self.batch_size = max_length or found.context, batch_size
+        self.prompts = Prompts(found)
+        mesh = program.make_mesh(chips, jax.local_devices()) if chips != 1 else None
+        loaded = trained.load(found.workdir, step=found.step, dtype=dtype)
+        self.generator = Generator(loaded.model, loaded.compute, mesh=mesh)
+        self._scorer = Scorer(self.generator, batch=batch_size)
+        self._device = jax.devices()[0].platform
+
+    def get_model_info(self) -> dict:
+        """What lm-evaluation-harness keeps beside the results."""
+        return dict(
+            workdir=str(self._found.workdir),
+            step=self._found.step,
+            dtype=self.generator.compute.dtype,
+            max_length=self._max_length,
+        )
+
+    # -- texts and tokens --------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._found.tokenizer.bos_id  # documents begin with it
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    @property
+    def max_gen_toks(self) -> int:
+        return asked_lib.generated(self._max_length)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.prompts.name
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs
+    ) -> list[int]:
+        return self.prompts.encode(string, opened=add_special_tokens is not False)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self.prompts.template if chat_template else None
+
+    def apply_chat_template(
+        self, chat_history: list[dict], add_generation_prompt: bool = True
+    ) -> str:
+        return self.prompts.render(chat_history, opens_answer=add_generation_prompt)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Both as one text is encoded, split behind the tokens of the context."""
+        kept = context.rstrip()
+        whole = self.tok_encode(self.prompts.joined(kept, context[len(kept) :] + continuation))
+        ids = self.tok_encode(kept)
+        return whole[: len(ids)], whole[len(ids) :]
+
+    # -- what is asked -----------------------------------------------------------------------------
+
+    def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Pair], disable_tqdm: bool = True, **kwargs
+    ) -> list[tuple[float, bool]]:
+        self._check(requests)
+        found = [None] * len(requests)
+        sizes = [len(context) + len(continuation) for _, context, continuation in requests]
+        with progress.waiting("scoring") as doing:
+            for chosen in _by_size(range(len(requests)), sizes, self.batch_size * _KEPT_AFTER):
+                doing.at(f"{sum(x is not None for x in found):,} of {len(requests):,}")
+                parts = [self._kept(requests[i]) for i in chosen]
+                for i, scored in zip(chosen, self._scorer.continuations(parts), strict=True):
+                    found[i] = (scored.log_likelihood, scored.is_greedy)
+                    if requests[i][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
+        return found
+
+    def _kept(self, request: Pair) -> tuple[list[int], list[int]]:
+        """Context and continuation, of which the last max_length + 1 tokens."""
+        _, context, continuation = request
+        return context[-(self._max_length + 1 - len(continuation)) :], continuation
+
+    def _check(self, requests: Iterable[Pair]) -> None:
+        """Raises a UserError for a continuation that cannot be scored after its context."""
+        for texts, _, continuation in requests:
+            if not continuation:
+                raise UserError(
+                    f"the continuation {texts[1]!r} after {texts[0][-40:]!r} has no tokens of its "
+                    "own: it is empty, or one token with the end of the context"
+                )
+            if len(continuation) > self._max_length:
+                raise UserError(
+                    f"the continuation {texts[1][:40]!r} ... has {len(continuation)} tokens, and "
+                    f"the model reads {self._max_length} (max_length)"
+                )
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
+        windows, counts = [], []
+        for (text,) in (request.args for request in requests):
+            of_text = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text, add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._max_length,
+                context_len=1,
+            )
+            before = len(windows)
+            windows += [(None, *utils.make_disjoint_window(window)) for window in of_text]
+            counts.append(len(windows) - before)
+        scored = iter(self._loglikelihood_tokens(windows))
+        found = [float(sum(s for s, _ in itertools.islice(scored, n))) for n in counts]
+        for request, total in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return found
+
+    def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
+        prompts, groups = [], {}
+        for i, (context, given) in enumerate(request.args for request in requests):
+            asked = asked_lib.of(given, max_length=self._max_length)
+            ids = self.tok_encode(context)
+            prompts.append(ids[-(self._max_length - asked.num_tokens) :])
+            groups.setdefault((asked, self.prompts.is_rendered(context)), []).append(i)
+        found: list[str | None] = [None] * len(requests)
+        sizes = [len(ids) for ids in prompts]
+        batches = [
+            (kind, len(group), chosen)
+            for kind, group in groups.items()
+            for chosen in _by_size(group, sizes, self.batch_size)
+        ]
+        with progress.waiting("generating") as doing:
+            for number, ((asked, is_rendered), count, chosen) in enumerate(batches):
+                doing.at(f"{sum(x is not None for x in found):,} of {len(requests):,}")
+                give = self._answers if is_rendered else self._texts
+                # The last of several batches is filled up: no program for another size is compiled.
+                together = itertools.islice(itertools.cycle(chosen), min(count, self.batch_size))
+                texts = give([prompts[i] for i in together], asked, self._seed + number)
+                for i, text in zip(chosen, texts, strict=False):
+                    found[i] = text
+                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return found
+
+    def _texts(self, prompts: list[list[int]], asked: asked_lib.Asked, seed: int) -> list[str]:
+        tokenizer = self._found.tokenizer
+        stop = (*asked.stop, tokenizer.decode([tokenizer.bos_id]))
+        how = dict(num_tokens=asked.num_tokens, sampling=asked.sampling, seed=seed, stop=stop)
+        return generate(self.generator, tokenizer, prompts, **how).texts
+
+    def _answers(self, prompts: list[list[int]], asked: asked_lib.Asked, seed: int) -> list[str]:
+        """As `_texts`, in a conversation: a model may call the calculator."""
+        found = self._found
+        talk = dialogue.of(
+            found.tokenizer, self.prompts.template, found.token_files, where=str(found.workdir)
+        )
+        how = dict(num_tokens=asked.num_tokens, sampling=asked.sampling, seed=seed, stop=asked.stop)
+        return [answer.text for answer in answers(self.generator, talk, prompts, **how)]
+
+
+def _by_size(items: Iterable[int], sizes: Sequence[int], count: int) -> Iterator[list[int]]:
+    """Some items after the other, those of the largest size first."""
+    for chosen in itertools.batched(sorted(items, key=lambda i: -sizes[i]), count):
+        yield list(chosen)

@@ -1,0 +1,72 @@
+"""How a task of lm-evaluation-harness wants text to be generated."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvjax.decoding.sampling import Sampling
+from kvjax.foundation.errors import UserError
+
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# What others take and a generator here does not, where it changes nothing.
+_NEUTRAL = dict(num_beams=1, repetition_penalty=1.0, use_cache=True, num_return_sequences=1)
+
+
+def generated(max_length: int) -> int:
+    """Tokens that are generated where a task names no number: half of what is read, at most."""
+    return min(256, max_length // 2)
+
+
+class Asked(NamedTuple):
+    """Settings; requests of equal ones are generated together."""
+
+    num_tokens: int
+    stop: tuple[str, ...]
+    sampling: Sampling
+
+
+def of(given: Mapping, *, max_length: int) -> Asked:
+    """The settings of a request, or of a task.
+
+    Args:
+      given: its generation_kwargs.
+      max_length: tokens of a prompt and what follows it.
+
+    Raises:
+      UserError: a value that cannot be, a key that a generator here does not know, or more tokens
+        than leave room for a prompt.
+    """
+    given = dict(given)
+    lengths = [(name, given.pop(name, None)) for name in _LENGTHS]
+    default = ("max_gen_toks", generated(max_length))
+    name, count = next(((n, v) for n, v in lengths if v is not None), default)
+    if type(count) is not int or count < 1:
+        raise _refused(name, count, "must be a whole number of at least 1")
+    if count >= max_length:
+        raise _refused(
+            name,
+            count,
+            f"must leave room for a prompt in the {max_length} tokens that the model reads; "
+            "--max_length sets another number, which it may not have been trained on",
+        )
+    do_sample = given.pop("do_sample", None)
+    numbers = dict(temperature=1.0, top_k=0, top_p=1.0)
+    for key, default in numbers.items():
+        value = given.pop(key, None)
+        value = default if value is None else value
+        if type(value) not in (int, float):
+            raise _refused(key, value, "must be a number")
+        numbers[key] = value
+    sampling = Sampling(**numbers if do_sample else dict(temperature=0.0))
+    until = given.pop("until", None)
+    until = [until] if isinstance(until, str) else until or []
+    if not isinstance(until, (list, tuple)) or not all(isinstance(s, str) for s in until):
+        raise _refused("until", until, "must be a text, or a list of texts")
+    for key, value in given.items():
+        if key not in _NEUTRAL or value != _NEUTRAL[key]:
+            known = (*_LENGTHS, "until", "do_sample", *numbers)
+            raise _refused(key, value, f"is not known here; {', '.join(known)} are")
+    return Asked(count, tuple(s for s in until if s), sampling)
+
+
+def _refused(key: str, value, why: str) -> UserError:
+    return UserError(f"generation_kwargs: {key} = {value!r} {why}")

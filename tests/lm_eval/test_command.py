@@ -1,0 +1,167 @@
+"""`python -m kvjax.lm_eval`."""
+
+import json
+import os
+import sys
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+from kvjax.foundation import command_line
+from kvjax.lm_eval import __main__ as command
+from tests.convert import workdirs
+from tests.lm_eval import local_tasks
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    config = workdirs.config("llama", workdirs.grouped(2, 1, 3, **workdirs.PLAIN))
+    return workdirs.write(tmp_path_factory.mktemp("lm_eval") / "model", config)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return local_tasks.write(tmp_path_factory.mktemp("lm_eval") / "tasks")
+
+
+@pytest.fixture
+def run(workdir, folder, capfd):
+    def run(*options, tasks="local_choices", **changed):
+        given = dict(workdir=workdir, tasks=tasks, include_path=folder) | changed
+        given = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        status = command_line.status(command.main, [*given, *options])
+        return status, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refused(run, monkeypatch):
+    """What the command says; no weight must be read before."""
+    from kvjax.workdir import checkpoint
+
+    monkeypatch.delattr(checkpoint, "read_parameters")
+
+    def refused(*options, **changed):
+        status, out, err = run(*options, **changed)
+        assert (status, out) == (2, "") and "Traceback" not in err
+        return " ".join(line for line in err.splitlines() if "Generating" not in line)
+
+    return refused
+
+
+def test_without_the_library_it_says_how_to_install_it(refused, monkeypatch):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert "pip install -c constraints-lm-eval.txt -e '.[lm_eval]'" in refused()
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        (dict(workdir=""), "--workdir is missing"),
+        (dict(workdir="no_such_run"), "no_such_run is no workdir of a run"),
+        (dict(tasks=""), "--tasks is missing"),
+        (dict(tasks="a,,b"), "--tasks=a,,b: a name is empty"),
+        (dict(include_path="no_such_folder"), "--include_path=no_such_folder: must be a folder"),
+        (dict(limit=0), "--limit = 0: must be at least 1"),
+        (dict(num_fewshot=-1), "--num_fewshot = -1"),
+        (dict(batch_size=0), "--batch_size = 0: must be at least 1"),
+        (dict(max_length=1), "--max_length = 1"),
+        (dict(step=7), "--step = 7: "),
+        (dict(dtype="float8"), "--dtype = "),
+        (dict(chips=0), "chips = 0"),
+        (dict(out="."), "--out=.: is a folder"),
+        (dict(system="be kind"), "--system: is for conversations"),
+        (dict(seed=-1), "--seed = -1"),
+    ],
+)
+def test_wrong_options(refused, changed, said):
+    assert said in refused(**changed)
+
+
+def test_a_model_without_conversations(refused):
+    assert "--apply_chat_template: the model knows no" in refused("--apply_chat_template")
+
+
+@pytest.mark.lm_eval
+def test_results_as_a_table_json_and_a_file(run, tmp_path):
+    file = tmp_path / "results.json"
+    names = ",".join(local_tasks.TASKS)
+    status, out, err = run("--json", tasks=names, max_length=48, out=file, limit=3, batch_size=2)
+    assert status == 0, err
+    result, kept = json.loads(out), json.loads(file.read_text())
+    assert result == {key: value for key, value in kept.items() if key != "samples"}
+    assert set(kept["samples"]) == set(local_tasks.TASKS)
+    assert len(kept["samples"]["local_choices"]) == 3
+    assert kept["model"]["step"] == 0 and kept["model"]["max_length"] == 48
+    for name, metric in (("local_choices", "acc_norm"), ("local_texts", "bits_per_byte")):
+        value = f"{kept['results'][name][f'{metric},none']:.4f}"
+        assert any(
+            line.split()[:1] == [name] and metric in line and value in line
+            for line in err.splitlines()
+        ), (name, err)
+    assert not {"torch", "transformers"} & set(sys.modules)
+
+
+@pytest.mark.lm_eval
+def test_examples_are_shown_first(run, tmp_path):
+    file = tmp_path / "results.json"
+    status, _, err = run(num_fewshot=2, out=file, limit=2)
+    assert status == 0, err
+    kept = json.loads(file.read_text())
+    samples = kept["samples"]["local_choices"]
+    contexts = [context for sample in samples for context, _ in sample["arguments"]]
+    assert all(context.count("\n\n") >= 2 for context in contexts)
+
+
+@pytest.mark.lm_eval
+def test_names(run, refused, folder, tmp_path):
+    said = refused(tasks="local_choises")
+    assert "there is no 'local_choises'" in said and "local_choices" in said
+    said = refused(tasks="helaswag", include_path=None)
+    assert "there is no 'helaswag'" in said and "hellaswag" in said
+
+
+UNSAFE = "output_type: generate_until\nunsafe_code: true\ndoc_to_text: x\ndoc_to_target: y\n"
+
+
+@pytest.mark.lm_eval
+def test_programs_of_a_model_are_not_run(refused, tmp_path):
+    rows = [dict(x="1")]
+    local_tasks.add(tmp_path, "runs_code", rows, f"tag: my_tag\n{UNSAFE}")
+    (tmp_path / "group.yaml").write_text("group: my_group\ntask: [runs_code]\n")
+    (tmp_path / "inner.yaml").write_text("group: outer\ntask: [my_group]\n")
+    for name in ("runs_code", "runs_*", "my_tag", "my_group", "outer"):
+        said = refused(tasks=name, include_path=tmp_path)
+        assert "runs_code runs programs that the model writes" in said
+        assert "python -m kvjax.evaluate --tasks=humaneval" in said
+    for name in ("humaneval", "mbpp_instruct"):
+        assert f"{name} runs programs" in refused(tasks=name, include_path=None)
+
+
+@pytest.mark.lm_eval
+def test_tasks_that_cannot_be_run(refused, tmp_path):
+    rows, text = [dict(x="1")], "doc_to_text: x\ndoc_to_target: y\n"
+    local_tasks.add(
+        tmp_path,
+        "too_long",
+        rows,
+        f"output_type: generate_until\n{text}generation_kwargs: {{max_gen_toks: 4000}}\n",
+    )
+    local_tasks.add(
+        tmp_path,
+        "beams",
+        rows,
+        f"output_type: generate_until\n{text}generation_kwargs: {{num_beams: 4}}\n",
+    )
+    local_tasks.add(tmp_path, "odd", rows, f"output_type: no_such_type\n{text}")
+    local_tasks.add(tmp_path, "gone", rows, f"output_type: loglikelihood\n{text}")
+    (tmp_path / "gone.json").unlink()
+    give = lambda name: refused(tasks=name, include_path=tmp_path)
+    assert "too_long: generation_kwargs: max_gen_toks = 4000 must leave room" in give("too_long")
+    assert "beams: generation_kwargs: num_beams = 4 is not known here" in give("beams")
+    for name in ("odd", "gone"):
+        assert f"--tasks: {name} cannot be read" in give(name)
+    said = refused(tasks="local_texts", num_fewshot=1)
+    assert "--num_fewshot=1: local_texts scores texts" in said
