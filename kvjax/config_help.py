@@ -3,6 +3,7 @@
 import textwrap
 
 from kvjax.attention import MECHANISMS
+from kvjax.conversation.mixture import MixtureConfig
 from kvjax.data.config import DataConfig
 from kvjax.distributed.sharding import MeshConfig
 from kvjax.experiment import ComputeConfig
@@ -21,6 +22,7 @@ SECTIONS = {
     "optimizer": OptimizerConfig,
     "compute": ComputeConfig,
     "mesh": MeshConfig,
+    "mixture": MixtureConfig,
 }
 
 

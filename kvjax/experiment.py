@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import ml_collections
 
 from kvjax.attention import MECHANISMS
+from kvjax.conversation.mixture import MixtureConfig
+from kvjax.data.config import MIXTURE
+from kvjax.data.config import PARENT
 from kvjax.data.config import DataConfig
+from kvjax.data.config import is_prepared
 from kvjax.distributed.sharding import MeshConfig
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import between
@@ -43,7 +47,7 @@ class TrainConfig:
     end the run. Weights that are not finite always do.
     """
 
-    num_steps: int  # steps of the optimizer, in all
+    num_steps: int  # steps of the optimizer, in all; 0: once over the rows of config.mixture
     batch_size: int  # rows per step, over all devices and parts
     grad_accumulation: int = 1  # the batch goes through the model in this many parts
     seed: int = 0  # draws the initial weights and the order of rows
@@ -65,11 +69,11 @@ class TrainConfig:
 
     def __post_init__(self):
         at = lambda key: (f"config.train.{key}", getattr(self, key))
-        for key in ("num_steps", "log_every", "eval_every", "checkpoint_every"):
+        for key in ("log_every", "eval_every", "checkpoint_every"):
             between(*at(key), 1, MAX_COUNT)
         for key in ("keep_checkpoints", "max_bad_steps"):
             between(*at(key), 1, MAX_COUNT)
-        for key in ("eval_rows", "stop_after", "snapshot_every"):
+        for key in ("num_steps", "eval_rows", "stop_after", "snapshot_every"):
             between(*at(key), 0, MAX_COUNT)
         between(*at("batch_size"), 1, MAX_BATCH_SIZE)
         between(*at("grad_accumulation"), 1, MAX_BATCH_SIZE)
@@ -139,10 +143,49 @@ class Experiment:
     train: TrainConfig
     compute: ComputeConfig
     mesh: MeshConfig
+    mixture: MixtureConfig | None = None  # of conversations, instead of texts
 
     def __post_init__(self):
         check_name("config.name", self.name)
-        learning_rate_schedule(self.optimizer, self.train.num_steps)  # raises where they disagree
+        self._check_mixture()
+        if self.train.num_steps:
+            learning_rate_schedule(self.optimizer, self.train.num_steps)  # raises if they disagree
+
+    def _check_mixture(self) -> None:
+        """Raises a UserError where there is a mixture, or none, and other keys ask otherwise."""
+        source, there = self.data.source, self.mixture is not None
+        if there != (source == MIXTURE) and not (there and is_prepared(source)):
+            raise UserError(
+                f"config.data.source = {source!r}: "
+                + (
+                    f"with conversations (config.mixture) it must be {MIXTURE!r}, or prepared: and "
+                    "the folder of their rows"
+                    if there
+                    else "needs config.mixture, which names conversations: see configs/mid"
+                )
+            )
+        if there and self.data.tokenizer == "bpe":
+            raise UserError(
+                "config.data.tokenizer = 'bpe': conversations teach no tokenizer; give "
+                f"{PARENT!r} (that of config.train.parent), 'byte' or a tokenizer.json"
+            )
+        if self.data.tokenizer == PARENT and not self.train.parent:
+            raise UserError(
+                f"config.data.tokenizer = {PARENT!r}: config.train.parent is empty; give the "
+                "workdir of a trained model: --config.train.parent=runs/lrkv_128m"
+            )
+        if self.is_masked and self.train.teacher:
+            raise UserError(
+                f"config.train.teacher = {self.train.teacher!r}: where some targets do not count "
+                "(config.mixture.loss, config.mixture.pack) nothing is learned from a teacher"
+            )
+        if not there:
+            between("config.train.num_steps", self.train.num_steps, 1, MAX_COUNT)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether rows say of every target if it counts."""
+        return self.mixture is not None and self.mixture.is_masked
 
     @property
     def tokens_per_step(self) -> int:
@@ -175,10 +218,13 @@ def resolve(config: ml_collections.ConfigDict) -> Experiment:
         "mesh": MeshConfig,
     }
     known = {"name", "model", "attention", *parts}
-    if set(config) != known:
+    if set(config) - {"mixture"} != known:
         raise UserError(
-            f"config: unknown {sorted(set(config) - known)}, missing {sorted(known - set(config))}"
+            f"config: unknown {sorted(set(config) - known - {'mixture'})}, missing "
+            f"{sorted(known - set(config))}"
         )
+    if "mixture" in config:
+        parts["mixture"] = MixtureConfig
     name = checked(config.name, str, "config.name")
     block = to_dataclass(BlockConfig, config.model, "config.model")
     resolved = {key: to_dataclass(cls, config[key], f"config.{key}") for key, cls in parts.items()}
@@ -205,6 +251,7 @@ def defaults(kind: str) -> dict[str, Any]:
         "data": DataConfig,
         "train": TrainConfig,
         "compute": ComputeConfig,
+        "mixture": MixtureConfig,
     }
     return {
         f"{section}.{field.name}": field.default

@@ -23,7 +23,7 @@ from kvjax.foundation.rounding import round_up
 from kvjax.layers.weight import Axes
 
 ORTHOGONALIZE = ("joint", "per_head")
-SCHEDULES = ("constant", "cosine")
+SCHEDULES = ("constant", "cosine", "linear")
 MATRICES = ("muon", "adamw")
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -37,6 +37,7 @@ class OptimizerConfig:
     embedding_learning_rate: float = 0.2  # learning rate of AdamW, as the next two
     head_learning_rate: float = 0.004  # for the output head
     vector_learning_rate: float = 0.004  # for gains and biases, which the recipe does not have
+    lr_scale: float = 1.0  # on all learning rates
     # Whether heads that read the same input form one matrix, or each its own: a key of the recipe,
     # with the same meaning for all mechanisms, because it confounds comparing them.
     orthogonalize: str = "joint"
@@ -50,7 +51,8 @@ class OptimizerConfig:
     matrix_weight_decay: float = 0.0  # weight decay of the blocks' matrices
     adam_weight_decay: float = 0.0  # weight decay of AdamW
     clip_norm: float = 1.0  # limit of the whole gradient's norm; 0: none
-    schedule: str = "constant"  # "constant", then linear over the last part; or "cosine"
+    # "constant", then linear over the last part; "cosine"; or "linear", from the first step on.
+    schedule: str = "constant"
     warmup_steps: int = 0  # steps from 0 to the full learning rate
     cooldown_fraction: float = 0.2  # share of all steps, with the constant schedule
     final_fraction: float = 0.0  # share of the learning rate that is left at the end
@@ -65,6 +67,7 @@ class OptimizerConfig:
         at = lambda key: (f"config.optimizer.{key}", getattr(self, key))
         for group in ("matrix", "embedding", "head", "vector"):
             between(*at(f"{group}_learning_rate"), 0.0, 100.0)
+        between(*at("lr_scale"), 0.0, 100.0)
         for key in ("matrix_weight_decay", "adam_weight_decay"):
             between(*at(key), 0.0, 100.0)
         for key in ("momentum_start", "momentum_end", "adam_b1", "adam_b2"):
@@ -91,6 +94,8 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
         )
     if c.schedule == "cosine":
         main = optax.cosine_decay_schedule(1.0, body, alpha=c.final_fraction)
+    elif c.schedule == "linear":
+        main = optax.linear_schedule(1.0, c.final_fraction, body)
     elif cooldown:
         main = optax.linear_schedule(1.0, c.final_fraction, cooldown, body - cooldown)
     else:
@@ -127,7 +132,8 @@ def make_optimizer(
     """
     c = config
     labels = parameter_labels(axes)
-    schedule = learning_rate_schedule(c, num_steps)
+    factor = learning_rate_schedule(c, num_steps)
+    schedule = factor if c.lr_scale == 1 else lambda step: c.lr_scale * factor(step)
     width = (d_model / 768) ** -0.5
     adam = dict(b1=c.adam_b1, b2=c.adam_b2, eps=c.adam_epsilon, weight_decay=c.adam_weight_decay)
     adamw = lambda rate: optax.adamw(lambda step: rate * schedule(step), **adam)

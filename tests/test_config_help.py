@@ -7,6 +7,7 @@ from kvjax import main
 from kvjax.attention import MECHANISMS
 from kvjax.foundation import command_line
 from kvjax.foundation import config_keys
+from kvjax.foundation.checkout import CONFIGS
 
 SECTIONS = config_help.SECTIONS | {f"attention {kind}": cls for kind, cls in MECHANISMS.items()}
 
@@ -22,7 +23,7 @@ def test_help_lists_the_keys_and_configs_there_are(capsys, monkeypatch):
     assert command_line.status(main.main, ["--help"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    config = command_line.load_config(command_line.DEFAULT_CONFIG)
+    config = command_line.load_config(CONFIGS / "mid" / "lrkv_tiny.py")
     sections = {name for name, part in config.items() if hasattr(part, "items")}
     assert sections == {*config_help.SECTIONS, "attention"}
     for section in config_help.SECTIONS:

@@ -6,6 +6,7 @@ writes the golden texts anew. That is right when a config or a default was chang
 the diff before committing it.
 """
 
+import dataclasses
 import importlib.util
 import re
 import sys
@@ -20,7 +21,14 @@ from kvjax.foundation import configuration
 from kvjax.foundation.checkout import ROOT
 
 GOLDENS = ROOT / "tests" / "goldens" / "configs"
-FILES = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.py"))}
+MID = "mid/"  # of the same names as the configs whose runs these go on from
+
+
+def _name(path):
+    return f"{MID if path.parent.name == 'mid' else ''}{path.stem}"
+
+
+FILES = {_name(path): path for path in sorted((ROOT / "configs").rglob("*.py"))}
 NAMES = sorted(FILES)
 MECHANISMS = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
 SCALES = ("tiny", "128m", "2p5b", "6p3b")
@@ -41,6 +49,7 @@ MATCHED = {
 EQUAL_CACHE = {"gqa9_2p5b": "gqa_2p5b", "lrkv_r56_2p5b": "lrkv_2p5b", "lrkv_r42_128m": "lrkv_128m"}
 LONG = {f"{name}_2p5b": f"{name.partition('_')[0]}_2p5b" for name in ("mha_8k", "lrkv_8k")}
 LONG |= {f"lrkv_{length}_2p5b": "lrkv_2p5b" for length in ("32k", "128k")}
+MID_TRAINING = [f"{MID}{m}_{s}" for s in SCALES[1:] for m in MECHANISMS[:5]] + [f"{MID}lrkv_tiny"]
 FOLDERS = dict(ranks=RANKS, matched=MATCHED | EQUAL_CACHE, long_context=LONG)
 
 
@@ -75,6 +84,27 @@ def _cache_bytes(name):
 
 def test_every_mechanism_at_every_scale():
     assert {f"{m}_{s}" for m in MECHANISMS for s in SCALES} <= set(NAMES)
+
+
+def test_mid_training_has_the_mechanisms_of_table_3():
+    assert {name for name in NAMES if name.startswith(MID)} == set(MID_TRAINING)
+
+
+@pytest.mark.parametrize("name", MID_TRAINING)
+def test_mid_training_goes_on_with_the_model_of_its_parent(name):
+    """At the parent's rates and without clipping; only a tiny vocabulary has to grow."""
+    run, parent = _resolve(name), _resolve(name.removeprefix(MID))
+    assert run.train.parent == f"runs/{parent.name}" != f"runs/{run.name}"
+    grown = 8 if name.endswith("_tiny") else 0
+    vocab_size = parent.model.vocab_size + grown
+    assert run.model == dataclasses.replace(parent.model, vocab_size=vocab_size)
+    assert run.optimizer == dataclasses.replace(parent.optimizer, clip_norm=0.0)
+    parts = [r.train.batch_size // r.train.grad_accumulation for r in (run, parent)]
+    assert parts[0] == parts[1] or name.endswith("_tiny")
+    if not name.endswith("_tiny"):
+        assert (run.train.num_steps, run.train.eval_every, run.tokens_per_step) == (0, 150, 524_288)
+        assert run.train.eval_rows * run.data.sequence_length == 10_485_760
+        assert not run.is_masked and run.mixture.order[:3] == ("smoltalk", "mmlu", "gsm8k")
 
 
 def test_names_are_unique_over_folders():
@@ -144,7 +174,8 @@ def test_long_context(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_tiny")])
 def test_tokens_per_step_are_the_scales(name):
-    assert _resolve(name).tokens_per_step == TOKENS_PER_STEP[name.rpartition("_")[2]]
+    tokens = 524_288 if name.startswith(MID) else TOKENS_PER_STEP[name.rpartition("_")[2]]
+    assert _resolve(name).tokens_per_step == tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,6 +197,7 @@ def test_every_key_is_declared(name):
     config, run = _load(name).get_config(), experiment.resolve(_load(name).get_config())
     parts = dict(model=run.model.block, optimizer=run.optimizer, data=run.data, train=run.train)
     parts |= dict(compute=run.compute, mesh=run.mesh)
+    parts |= {} if run.mixture is None else dict(mixture=run.mixture)
     for section, resolved in parts.items():
         assert set(config[section]) == set(vars(resolved)), section
     assert set(config.attention) - {"kind", "layer_ranks"} == set(vars(run.model.mechanisms[0]))
@@ -184,7 +216,7 @@ def test_golden_text(name):
 
 
 def test_no_golden_text_without_a_config():
-    assert sorted(path.stem for path in GOLDENS.glob("*.txt")) == NAMES
+    assert sorted(map(_name, GOLDENS.rglob("*.txt"))) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -211,8 +243,11 @@ def test_docstring(name):
         first.num_heads,
         first.value_dim,
     )
-    tokens = run.train.num_steps * run.tokens_per_step
-    if budget := re.search(r"Budget: (\d+)B tokens in steps of ([\d,]+): ([\d,]+) exaFLOPs", doc):
+    tokens = (run.train.num_steps or 700) * run.tokens_per_step
+    if run.train.num_steps == 0:
+        pattern = r"One pass .*, about 700 steps of ([\d,]+) tokens: about ([\d,]+)\s+exaFLOPs"
+        assert _integers(pattern, doc) == (run.tokens_per_step, round(tokens * flops / 1e18))
+    elif budget := re.search(r"Budget: (\d+)B tokens in steps of ([\d,]+): ([\d,]+) exaFLOPs", doc):
         billions, step, exaflops = (int(n.replace(",", "")) for n in budget.groups())
         assert round(tokens / 1e9) == billions
         assert run.tokens_per_step == step
@@ -224,8 +259,8 @@ def test_docstring(name):
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python tests/test_configs.py --write")
-    GOLDENS.mkdir(parents=True, exist_ok=True)
-    for stale in GOLDENS.glob("*.txt"):
+    (GOLDENS / MID).mkdir(parents=True, exist_ok=True)
+    for stale in GOLDENS.rglob("*.txt"):
         stale.unlink()
     for name in NAMES:
         (GOLDENS / f"{name}.txt").write_text(configuration.to_text(_load(name).get_config()))

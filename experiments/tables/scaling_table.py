@@ -45,7 +45,8 @@ END = "<!-- to here -->"
 # Keys that a training step does not depend on: a result outlives their change.
 _UNSEEN = {
     *("name", "data.source", "data.validation_source", "data.validation_fraction"),
-    *("data.text_key", "data.tokenizer", "data.directory", "train.seed", "train.eval_rows"),
+    *("data.text_key", "data.tokenizer", "data.specials", "data.directory"),
+    *("train.seed", "train.eval_rows"),
     *(f"train.{key}" for key in identity.WHEN),
 }
 _MISSING = "not compiled yet"

@@ -1,6 +1,7 @@
 """The rows of files as objects: JSON lines, Parquet, CSV; with the place of each, for messages."""
 
 from collections.abc import Iterator
+import contextlib
 import csv
 import hashlib
 import io
@@ -38,6 +39,14 @@ def read(path: epath.Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{name}: must end in one of {', '.join(SUFFIXES)}")
 
 
+def count(path: epath.Path) -> int:
+    """How many rows `read` finds in a file; of Parquet its index says so."""
+    if not os.fspath(path).endswith(".parquet"):
+        return sum(1 for _ in read(path))
+    with _open_parquet(path) as table:
+        return table.metadata.num_rows
+
+
 def digest(paths: list[epath.Path]) -> str:
     """SHA-256 of the bytes of files, one after the other."""
     found = hashlib.sha256()
@@ -71,13 +80,12 @@ def _jsonl(path: epath.Path) -> Iterator[tuple[str, dict]]:
 
 
 def _parquet(path: epath.Path) -> Iterator[tuple[str, dict]]:
-    import pyarrow  # Takes 0.3 s.
-    import pyarrow.parquet as pq
+    import pyarrow
 
     name, number = os.fspath(path), 0
-    with readers.open_file(path) as file:
+    with _open_parquet(path) as table:
         try:
-            for batch in pq.ParquetFile(file).iter_batches(256):
+            for batch in table.iter_batches(256):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{name}, row {number}", row
@@ -85,6 +93,21 @@ def _parquet(path: epath.Path) -> Iterator[tuple[str, dict]]:
             raise DataError(
                 f"{name} cannot be read after row {number}: {first_line(error)}. Fetch it again"
             ) from error
+
+
+@contextlib.contextmanager
+def _open_parquet(path: epath.Path):
+    import pyarrow  # Takes 0.3 s.
+    import pyarrow.parquet as pq
+
+    with readers.open_file(path) as file:
+        try:
+            table = pq.ParquetFile(file)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(
+                f"{os.fspath(path)} is no whole Parquet file: {first_line(error)}. Fetch it again"
+            ) from error
+        yield table
 
 
 def _csv(path: epath.Path) -> Iterator[tuple[str, list[str]]]:

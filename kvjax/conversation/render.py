@@ -8,7 +8,9 @@ The mask is 1 on what the assistant says, calls of the calculator and its own en
 else, what the calculator answers included. Parts of a content are encoded each by itself.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
@@ -55,30 +57,51 @@ class Renderer:
         Raises:
           DataError: see `checked`.
         """
-        s, encode = self.specials, self.tokenizer.encode
-        ids, mask = [s.bos], [0]
+        pieces = list(self._pieces(conversation, place))
+        texts = (piece for piece, _ in pieces if isinstance(piece, str))
+        return _joined(pieces, map(self.tokenizer.encode, texts), limit)
 
-        def add(new: list[int], trained: int) -> None:
-            ids.extend(new)
-            mask.extend([trained] * len(new))
+    def batch(
+        self, conversations: Sequence[tuple[Conversation, str]], *, limit: int = LIMIT
+    ) -> list[Rendered | DataError]:
+        """As `__call__`, of many conversations with their places, on all cores.
 
+        Returns:
+          Of each the tokens, or what is wrong with it.
+        """
+        found, texts = [], []
+        for conversation, place in conversations:
+            try:
+                pieces = list(self._pieces(conversation, place))
+            except DataError as error:
+                found.append(error)
+                continue
+            found.append(pieces)
+            texts += [piece for piece, _ in pieces if isinstance(piece, str)]
+        encoded = (ids.tolist() for ids in self.tokenizer.encode_batch(texts))
+        return [x if isinstance(x, DataError) else _joined(x, encoded, limit) for x in found]
+
+    def _pieces(self, conversation: Conversation, place: str) -> Iterator[tuple[int | str, int]]:
+        """Ids of special tokens and texts in order, and whether each is trained on."""
+        s = self.specials
+        around = dict(
+            python=(s.python_start, s.python_end, 1),
+            python_output=(s.output_start, s.output_end, 0),
+        )
+        yield s.bos, 0
         for message in checked(conversation, place):
             content = message["content"]
             if message["role"] == "user":
-                add([s.user_start, *encode(content), s.user_end], 0)
+                yield from ((piece, 0) for piece in (s.user_start, content, s.user_end))
                 continue
-            add([s.assistant_start], 0)
-            parts = [dict(type="text", text=content)] if isinstance(content, str) else content
-            for part in parts:
-                new = encode(part["text"])
+            yield s.assistant_start, 0
+            for part in [dict(type="text", text=content)] if isinstance(content, str) else content:
                 if part["type"] == "text":
-                    add(new, 1)
-                elif part["type"] == "python":
-                    add([s.python_start, *new, s.python_end], 1)
-                else:
-                    add([s.output_start, *new, s.output_end], 0)
-            add([s.assistant_end], 1)
-        return Rendered(ids[:limit], mask[:limit], len(ids) > limit)
+                    yield part["text"], 1
+                    continue
+                start, end, trained = around[part["type"]]
+                yield from ((piece, trained) for piece in (start, part["text"], end))
+            yield s.assistant_end, 1
 
     def for_completion(
         self, conversation: Conversation, *, limit: int = LIMIT, place: str = "conversation"
@@ -102,6 +125,17 @@ class Renderer:
         """What the assistant goes on from after messages of which the last is the user's."""
         ids, mask, is_cut = self(dict(messages=messages), limit=limit, place=place)
         return Rendered([*ids, self.specials.assistant_start], [*mask, 0], is_cut)
+
+
+def _joined(
+    pieces: Sequence[tuple[int | str, int]], encoded: Iterator[list[int]], limit: int
+) -> Rendered:
+    ids, mask = [], []
+    for piece, trained in pieces:
+        new = next(encoded) if isinstance(piece, str) else [piece]
+        ids += new
+        mask += [trained] * len(new)
+    return Rendered(ids[:limit], mask[:limit], len(ids) > limit)
 
 
 def checked(conversation: Conversation, place: str) -> list[dict]:

@@ -10,6 +10,7 @@ from etils import epath
 
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import between
+from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import DataError
 
 NUM_BYTES = 256
@@ -17,6 +18,9 @@ MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQUENCE_LENGTH = 1 << 24
 PREPARE_HOURS = 1.0  # that a run may prepare its data, unless it is told otherwise
 PREPARED = "prepared:"
+MIXTURE = "mixture"  # the source of a run on conversations, see kvjax.conversation
+PARENT = "parent"  # the tokenizer of the model that such a run starts from
+SPECIALS = {"bos": 1, "chat": 9}  # kinds of special tokens, and how many each has
 # On the command line a key has its own name, but for these.
 FLAG_NAMES = {"directory": "output"}
 
@@ -28,16 +32,19 @@ class DataConfig:
     source: comma-separated; each is `embedded`, a file, folder or glob (.txt, .jsonl, .jsonl.gz,
       .jsonl.xz, .jsonl.zst, .parquet), or `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`. A path has no
       comma; `gs://` works wherever a local path does. Or `prepared:FOLDER`, what `prepare` wrote
-      elsewhere, of which only `vocab_size` and `sequence_length` are checked.
+      elsewhere, of which only `vocab_size` and `sequence_length` are checked. Or, in a run on
+      conversations, `mixture`: those that config.mixture names.
     validation_source: the same for validation; then all of `source` is for training. Empty: a part
       of `source` is held out.
     validation_fraction: the share held out of files and TFDS; the embedded corpus always holds out
       200,000 bytes a book.
     text_key: where the text is: JSON key, Parquet column or TFDS feature.
     tokenizer: `bpe` (trained here on the training split), `byte`, or the path of a
-      `tokenizer.json`.
+      `tokenizer.json`. For conversations also `parent`, that of config.train.parent.
     vocab_size: tokens of the trained BPE, specials included; not used by the other tokenizers.
     sequence_length: T; rows hold T + 1 tokens.
+    specials: special tokens of the tokenizer: `bos`, as it is (one made here has `<|bos|>` alone),
+      or `chat`, all nine that conversations are rendered with.
     directory: where prepared data lives; empty: $KVJAX_CACHE, or kvjax in the user's cache folder.
 
     Raises UserError naming the key, its value and what is allowed.
@@ -50,6 +57,7 @@ class DataConfig:
     tokenizer: str = "bpe"
     vocab_size: int = 2048
     sequence_length: int = 256
+    specials: str = "bos"
     directory: str = ""
 
     def __post_init__(self):
@@ -77,16 +85,24 @@ class DataConfig:
             )
         if self.tokenizer.endswith(".json"):
             runtime.path("config.data.tokenizer", self.tokenizer)
+        elif self.tokenizer == PARENT:
+            if self.source != MIXTURE and not is_prepared(self.source):
+                raise DataError(
+                    f"config.data.tokenizer = {PARENT!r}: is for conversations alone (source="
+                    f"{MIXTURE!r}); give 'bpe', 'byte' or the path of a tokenizer.json"
+                )
         elif self.tokenizer not in ("bpe", "byte"):
             raise DataError(
                 f"config.data.tokenizer = {self.tokenizer!r}: must be 'bpe', 'byte' or the path of "
                 "a tokenizer.json (ending in .json)"
             )
+        one_of("config.data.specials", self.specials, tuple(SPECIALS))
         between("config.data.vocab_size", self.vocab_size, 1, MAX_VOCAB_SIZE)
-        if self.tokenizer == "bpe" and self.vocab_size <= NUM_BYTES:
+        least = NUM_BYTES + SPECIALS[self.specials]
+        if self.tokenizer == "bpe" and self.vocab_size < least:
             raise DataError(
-                f"config.data.vocab_size = {self.vocab_size}: must be more than {NUM_BYTES} (all "
-                "bytes, and <|bos|>); for bytes alone use tokenizer='byte'"
+                f"config.data.vocab_size = {self.vocab_size}: must be at least {least} (all "
+                f"{NUM_BYTES} bytes, and special tokens); for bytes alone use tokenizer='byte'"
             )
         between("config.data.sequence_length", self.sequence_length, 1, MAX_SEQUENCE_LENGTH)
         if self.directory:
@@ -109,6 +125,8 @@ class DataConfig:
 
 def command(values: Mapping[str, Any]) -> str:
     """The command line that prepares what these keys of a DataConfig say, unchecked."""
+    if values.get("source") == MIXTURE:
+        return "python -m kvjax.main --config=..."  # of the run, which prepares its conversations
     fields = {field.name: field for field in dataclasses.fields(DataConfig)}
     given = [
         shlex.quote(f"--{FLAG_NAMES.get(name, name)}={value}")

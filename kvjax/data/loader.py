@@ -16,6 +16,7 @@ import numpy as np
 
 from kvjax.data import config as config_lib
 from kvjax.data import manifest
+from kvjax.data import packed_rows
 from kvjax.data import shards
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation import runtime
@@ -51,6 +52,11 @@ class PackedDataset:
     def vocab_size(self) -> int:
         """V, specials included."""
         return self.tokenizer.vocab_size
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether rows say of every token if it is trained on."""
+        return self.info.get("masked", False)
 
     @property
     def sequence_length(self) -> int:
@@ -175,6 +181,8 @@ def train_batches(
     i of the stream belongs to process i mod process_count. So a position is one integer, and
     starting at any takes no time.
 
+    Where rows have a mask, a token that is not trained on comes as ~token, which is negative.
+
     Args:
       dataset: from `open_dataset`.
       sequence_length: T, at most the packed rows'; of longer rows the first T + 1 tokens are used.
@@ -226,6 +234,8 @@ def validation_batches(
 ) -> Iterator[np.ndarray]:
     """The validation rows once, in order: int32 [batch_size / process_count, T + 1].
 
+    Masks as in `train_batches`.
+
     The last batch is filled with rows of BOS, which count no bytes; all processes get the same
     number of batches.
 
@@ -252,7 +262,11 @@ def validation_batches(
 
 
 def _stack(rows: list[dict[str, np.ndarray]], sequence_length: int) -> np.ndarray:
-    return np.stack([row["tokens"][: sequence_length + 1] for row in rows]).astype(np.int32)
+    stack = lambda name: np.stack([row[name][: sequence_length + 1] for row in rows])
+    tokens = stack(packed_rows.FEATURE).astype(np.int32)
+    if packed_rows.MASK not in rows[0]:
+        return tokens
+    return np.where(stack(packed_rows.MASK), tokens, ~tokens)
 
 
 def _check(

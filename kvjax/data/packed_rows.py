@@ -6,6 +6,7 @@ no order, and start again after a failure. A row's record is what TFDS's seriali
 tests compare them), and the description of all shards is TFDS's own.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
@@ -23,6 +24,7 @@ from kvjax.foundation.errors import first_line
 
 _BLOCK_TOKENS = 1 << 16  # are put together at a time
 FEATURE = "tokens"
+MASK = "mask"  # a second feature, of conversations: 1 byte a token, 1 if it is trained on
 _DESCRIPTION = "Rows of tokens; consecutive rows overlap by one token."
 
 
@@ -46,20 +48,31 @@ class ShardWriter:
 
     Args:
       dtype: of rows, unsigned, little end first.
+      masked: every token comes with whether it is trained on.
     """
 
-    def __init__(self, path: pathlib.Path, sequence_length: int, dtype: np.dtype):
+    def __init__(
+        self, path: pathlib.Path, sequence_length: int, dtype: np.dtype, *, masked: bool = False
+    ):
         self._path, self._T, self._dtype = path, sequence_length, dtype
-        self._head = record_head((sequence_length + 1) * dtype.itemsize)
-        self._rest, self._waiting = [], 0
+        self._dtypes = dtypes(dtype, masked)
+        self._heads = heads(self._dtypes, sequence_length + 1)
+        self._rest = {name: [] for name in self._dtypes}
+        self._waiting = 0
         self._writer, self._count = None, 0
 
-    def add(self, tokens: np.ndarray) -> None:
+    def add(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
         """The stream's next tokens, 1-D."""
-        self._rest.append(tokens)
+        self._rest[FEATURE].append(tokens)
+        if MASK in self._rest:
+            self._rest[MASK].append(mask)
         self._waiting += len(tokens)
         if self._waiting > max(self._T, _BLOCK_TOKENS):
             self._write_full_rows()
+
+    def add_row(self, tokens: np.ndarray, mask: np.ndarray) -> None:
+        """A row of T + 1 tokens that belongs to no stream."""
+        self._write({FEATURE: tokens, MASK: mask})
 
     def close(self, fill: int | None) -> Shard:
         """Ends the stream.
@@ -68,11 +81,13 @@ class ShardWriter:
           fill: a token to fill the last row with; None: what fills no row is left out.
         """
         self._write_full_rows()
-        (rest,) = self._rest
+        (rest,) = self._rest[FEATURE]
         if fill is not None and len(rest) > 1:
-            row = np.full(self._T + 1, fill, self._dtype)
-            row[: len(rest)] = rest
-            self._write(row.tobytes())
+            row = {name: np.zeros(self._T + 1, dtype) for name, dtype in self._dtypes.items()}
+            row[FEATURE][:] = fill
+            for name, (part,) in self._rest.items():
+                row[name][: len(part)] = part
+            self._write(row)
         with _writing(self._path):
             self.abandon()
         return Shard(self._count, self._path.stat().st_size if self._count else 0)
@@ -84,29 +99,40 @@ class ShardWriter:
             writer.close()
 
     def _write_full_rows(self) -> None:
-        T, stream = self._T, np.concatenate([np.empty(0, self._dtype), *self._rest])
-        full = max(0, (len(stream) - 1) // T)
+        T = self._T
+        streams = {
+            name: np.concatenate([np.empty(0, self._dtypes[name]), *rest])
+            for name, rest in self._rest.items()
+        }
+        full = max(0, (len(streams[FEATURE]) - 1) // T)
         for i in range(full):
-            self._write(stream[i * T : i * T + T + 1].tobytes())
-        self._rest = [stream[full * T :]]
-        self._waiting = len(self._rest[0])
+            self._write({name: s[i * T : i * T + T + 1] for name, s in streams.items()})
+        self._rest = {name: [stream[full * T :]] for name, stream in streams.items()}
+        self._waiting = len(self._rest[FEATURE][0])
 
-    def _write(self, row: bytes) -> None:
+    def _write(self, row: Mapping[str, np.ndarray]) -> None:
+        record = b"".join(head + row[name].tobytes() for name, head in self._heads.items())
         with _writing(self._path):
             if self._writer is None:
                 self._writer = ArrayRecordWriter(os.fspath(self._path), "group_size:1")
-            self._writer.write(self._head + row)
+            self._writer.write(record)
         self._count += 1
 
 
 def describe(
-    folder: pathlib.Path, shards: Mapping[str, Sequence[Shard]], row_length: int, dtype: np.dtype
+    folder: pathlib.Path,
+    shards: Mapping[str, Sequence[Shard]],
+    row_length: int,
+    dtype: np.dtype,
+    *,
+    masked: bool = False,
 ) -> None:
     """Writes what TFDS needs to read the shards of a folder.
 
     Args:
       shards: by split, all of them in order.
       row_length: T + 1.
+      masked: see `ShardWriter`.
     """
     import tensorflow_datasets as tfds  # Takes 0.5 s, and workers need none.
 
@@ -116,11 +142,14 @@ def describe(
         data_dir=os.fspath(folder),
         module_name="kvjax.data.packed_rows",
     )
-    tokens = tfds.features.Tensor(shape=(row_length,), dtype=dtype.type, encoding="bytes")
+    tensor = lambda dtype: tfds.features.Tensor(
+        shape=(row_length,), dtype=dtype.type, encoding="bytes"
+    )
+    features = {name: tensor(kind) for name, kind in dtypes(dtype, masked).items()}
     info = tfds.core.DatasetInfo(
         builder=identity,
         description=_DESCRIPTION,
-        features=tfds.features.FeaturesDict({FEATURE: tokens}),
+        features=tfds.features.FeaturesDict(features),
         disable_shuffling=True,
     )
     info.set_file_format("array_record")
@@ -150,14 +179,33 @@ def _writing(path: pathlib.Path):
             raise OSError(first_line(error)) from error
 
 
+def dtypes(dtype: np.dtype, masked: bool) -> dict[str, np.dtype]:
+    """The features of a row by name, sorted as they are written."""
+    return ({MASK: np.dtype("u1")} if masked else {}) | {FEATURE: dtype}
+
+
+def heads(dtypes: Mapping[str, np.dtype], row_length: int) -> dict[str, bytes]:
+    """What stands before the bytes of each feature of a row in a tf.train.Example."""
+    sizes = {name: row_length * dtype.itemsize for name, dtype in dtypes.items()}
+    return dict(zip(sizes, _heads(sizes.items()), strict=True))
+
+
 def record_head(num_bytes: int) -> bytes:
-    """What stands before the bytes of a row in a tf.train.Example of this one feature."""
-    value = b"\x0a" + _varint(num_bytes)  # BytesList.value
-    feature = b"\x0a" + _varint(len(value) + num_bytes) + value  # Feature.bytes_list
-    key = b"\x0a" + _varint(len(FEATURE)) + FEATURE.encode()
-    entry = key + b"\x12" + _varint(len(feature) + num_bytes) + feature
-    features = b"\x0a" + _varint(len(entry) + num_bytes) + entry
-    return b"\x0a" + _varint(len(features) + num_bytes) + features
+    """What stands before the bytes of a row that has tokens alone."""
+    return _heads([(FEATURE, num_bytes)])[0]
+
+
+def _heads(sizes: Iterable[tuple[str, int]]) -> list[bytes]:
+    """Of features in order, with their bytes."""
+    entries, total = [], 0
+    for name, num_bytes in sizes:
+        value = b"\x0a" + _varint(num_bytes)  # BytesList.value
+        feature = b"\x0a" + _varint(len(value) + num_bytes) + value  # Feature.bytes_list
+        key = b"\x0a" + _varint(len(name)) + name.encode()
+        entry = key + b"\x12" + _varint(len(feature) + num_bytes) + feature
+        entries.append(b"\x0a" + _varint(len(entry) + num_bytes) + entry)
+        total += len(entries[-1]) + num_bytes
+    return [b"\x0a" + _varint(total) + entries[0], *entries[1:]]
 
 
 def _varint(n: int) -> bytes:

@@ -23,6 +23,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.config_keys import keys
+from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
 from kvjax.foundation.files import in_bucket
@@ -59,6 +60,11 @@ def prepare(
     """
     if config_lib.is_prepared(config.source):
         return prepared_folder(config)
+    if config.source == config_lib.MIXTURE:
+        raise DataError(
+            f"config.data.source = {config.source!r}: names conversations, which the run that "
+            "trains on them prepares: python -m kvjax.main --config=configs/mid/lrkv_128m.py"
+        )
     runtime.quiet_libraries()
     corpus = preparation.look(config, skip_broken=skip_broken, shown=shown)
     if not corpus.parts:

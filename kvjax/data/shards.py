@@ -51,11 +51,13 @@ class Description:
     rows: by split, how many each shard has, in order.
     row_length: T + 1.
     dtype: of a token.
+    masked: every token has whether it is trained on.
     """
 
     rows: dict[str, np.ndarray]
     row_length: int
     dtype: np.dtype
+    masked: bool = False
 
 
 def read_description(folder: epath.Path) -> Description:
@@ -66,20 +68,25 @@ def read_description(folder: epath.Path) -> Description:
     """
     info = json_text.parse((folder / "dataset_info.json").read_bytes())
     features = json_text.parse((folder / "features.json").read_bytes())
-    (feature,) = features["featuresDict"]["features"].items()
-    name, tensor = feature[0], feature[1]["tensor"]
+    found = {name: f["tensor"] for name, f in features["featuresDict"]["features"].items()}
+    masked = packed_rows.MASK in found
+    tensor = found.get(packed_rows.FEATURE, {})
+    kinds = (info["name"], info["fileFormat"], sorted(found), tensor.get("encoding"))
+    names = [packed_rows.MASK] * masked + [packed_rows.FEATURE]
+    if kinds != (packed_rows.ROWS, "array_record", names, "bytes"):
+        raise ValueError(f"not rows of tokens, but {kinds}")
     (length,) = tensor["shape"]["dimensions"]
-    found = (info["name"], info["fileFormat"], name, tensor["encoding"])
-    if found != (packed_rows.ROWS, "array_record", packed_rows.FEATURE, "bytes"):
-        raise ValueError(f"not rows of tokens, but {found}")
     if odd := {split["filepathTemplate"] for split in info["splits"]} - {_TEMPLATE}:
         raise ValueError(f"shards are named otherwise: {odd.pop()}")
     rows = {s["name"]: np.array(s["shardLengths"], np.int64) for s in info["splits"]}
-    return Description(rows, int(length), np.dtype(tensor["dtype"]).newbyteorder("<"))
+    dtype = np.dtype(tensor["dtype"]).newbyteorder("<")
+    return Description(rows, int(length), dtype, masked)
 
 
 class Rows:
     """The rows of a split by index, `{"tokens": unsigned [T + 1]}`; any thread may read.
+
+    Those of conversations may have `"mask"` too, uint8 [T + 1].
 
     Args:
       folder: of the shards; local, or gs://BUCKET/FOLDER, which ArrayRecord reads by itself.
@@ -96,9 +103,9 @@ class Rows:
         self._folder, self._split, self._told = os.fspath(folder), split, told
         self._rows = description.rows[split]
         self._ends = np.cumsum(self._rows)
-        self._dtype = description.dtype
-        self._row_bytes = description.row_length * self._dtype.itemsize
-        self._head = packed_rows.record_head(self._row_bytes)
+        self._length = description.row_length
+        self._dtypes = packed_rows.dtypes(description.dtype, description.masked)
+        self._heads = packed_rows.heads(self._dtypes, self._length)
         self.in_bucket = in_bucket(self._folder)
         # Of no method of this object: in a circle, readers would stay open until it is collected.
         open_ = functools.partial(_open, self._folder, split, self._rows)
@@ -126,9 +133,9 @@ class Rows:
         with self._told():
             rows, seconds = zip(*each(self._read, shards.tolist(), places.tolist()), strict=True)
         self._take_long = sum(seconds) > _LONG_SECONDS * len(rows)
-        return [{packed_rows.FEATURE: row} for row in rows]
+        return list(rows)
 
-    def _read(self, shard: int, place: int) -> tuple[np.ndarray, float]:
+    def _read(self, shard: int, place: int) -> tuple[dict[str, np.ndarray], float]:
         """A row, and the seconds that it took."""
         start = time.perf_counter()
         try:
@@ -142,9 +149,15 @@ class Rows:
                 f"{self._folder}/{self._name(shard)} could not be read: {first_line(error)}. That "
                 "this machine may read it, and has files and network for it, has to be seen to"
             ) from error
-        if len(record) != len(self._head) + self._row_bytes or not record.startswith(self._head):
+        row, end = {}, 0
+        for name, head in self._heads.items():
+            dtype, begin = self._dtypes[name], end + len(head)
+            start_of, end = end, begin + self._length * dtype.itemsize
+            if len(record) < end or not record.startswith(head, start_of):
+                raise ValueError(f"row {place} of {self._name(shard)} is no row of tokens")
+            row[name] = np.frombuffer(record, dtype, self._length, begin)
+        if len(record) != end:
             raise ValueError(f"row {place} of {self._name(shard)} is no row of tokens")
-        row = np.frombuffer(record, self._dtype, offset=len(self._head))
         return row, time.perf_counter() - start
 
     def _name(self, shard: int) -> str:

@@ -87,7 +87,7 @@ class TextFile:
     def fingerprint(self) -> str:
         # The mark was once a part of the text: what was prepared with it is other data.
         marked = " without its mark" if readers.byte_order_mark(self.path) else ""
-        return f"txt {_file_hash(self.path)}{marked}"
+        return f"txt {file_hash(self.path)}{marked}"
 
     def stamp(self) -> str:
         return _file_stamp(self.path)
@@ -166,7 +166,7 @@ class EmbeddedBook:
         self.path, self.name = path, f"{EMBEDDED}{path.name}"
 
     def fingerprint(self) -> str:
-        return f"embedded {EMBEDDED_VALIDATION_BYTES} {_file_hash(self.path)}"
+        return f"embedded {EMBEDDED_VALIDATION_BYTES} {file_hash(self.path)}"
 
     def stamp(self) -> str:
         return _file_stamp(self.path)
@@ -226,7 +226,7 @@ def _file_source(path: epath.Path, text_key: str) -> Source:
         ranges, read = _whole, record_readers.read_jsonl
     return Records(
         os.fspath(path),
-        lambda: f"{kind} {_file_hash(path)}",
+        lambda: f"{kind} {file_hash(path)}",
         lambda: _file_stamp(path),
         lambda limit: (Range(*range) for range in ranges(path, text_key, limit)),
         functools.partial(read, path, text_key),
@@ -244,7 +244,7 @@ def _tfds_source(item: str, text_key: str, where: str) -> Source:
     name, _, split = item.removeprefix("tfds:").partition("#")
     split = split or "train"
     try:
-        builder = _tfds_builder(name)
+        builder = tfds_builder(name)
     except readers.SourceError as error:
         raise readers.SourceError(f"{where}: {error}") from error
     info = builder.info
@@ -269,7 +269,8 @@ def _tfds_source(item: str, text_key: str, where: str) -> Source:
 
 
 @functools.cache
-def _tfds_builder(name: str):
+def tfds_builder(name: str):
+    """The builder of a TFDS data set that is prepared as ArrayRecord; a SourceError where not."""
     import tensorflow_datasets as tfds  # Takes 0.5 s, and most runs read no TFDS source.
 
     folder = os.environ.get("TFDS_DATA_DIR")
@@ -297,7 +298,8 @@ def _file_stamp(path: epath.Path) -> str:
     return f"{found.st_size} {found.st_mtime_ns}"
 
 
-def _file_hash(path: epath.Path) -> str:
+def file_hash(path: epath.Path) -> str:
+    """Changes when a file does: of all its bytes, or where it is large of its ends and time."""
     stat = path.stat()
     with readers.open_file(path) as file:
         if stat.length <= HASHED_BYTES:

@@ -32,6 +32,7 @@ CONVERSATION_SPECIALS = (
     "<|output_start|>",
     "<|output_end|>",
 )
+SPECIALS = {"bos": (BOS,), "chat": CONVERSATION_SPECIALS}  # by config.data.specials
 # Published tokenizers call the token that opens a document by other names; the first one present is
 # taken, or else the special that the post-processor names, see `_named`.
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<bos>", "<s>", "<|endoftext|>")
@@ -170,14 +171,20 @@ class Tokenizer:
     def with_specials(self, names: Sequence[str]) -> "Tokenizer":
         """This tokenizer with more special tokens, behind all ids; those it has stay as they are.
 
-        Published vocabularies may have holes: new tokens take the ids after the last.
+        Published vocabularies may have holes: new tokens take the ids after the last. A token of
+        such a name that was no special one becomes it, with the id that it has.
         """
         definition = json.loads(self.to_json())
-        new = [name for name in names if name not in self._specials]
         flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-        definition["added_tokens"] += [
-            dict(id=self.vocab_size + i, content=name, **flags) for i, name in enumerate(new)
-        ]
+        added, there = definition["added_tokens"], self._backend.get_vocab()
+        new = [name for name in names if name not in there]
+        ids = there | {name: self.vocab_size + i for i, name in enumerate(new)}
+        added[:] = [token for token in added if token["content"] not in names or token["special"]]
+        have = {token["content"] for token in added}
+        added += [dict(id=ids[name], content=name, **flags) for name in names if name not in have]
+        added.sort(key=lambda token: token["id"])
+        # The library numbers what its model does not know by itself, and holes mislead it.
+        definition["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
         grown = from_json(
             json.dumps(definition, ensure_ascii=False), "the tokenizer", self._threads
         )

@@ -33,13 +33,24 @@ def key(config: config_lib.DataConfig, source: str, num_parts: int) -> str:
       source: the sources' fingerprint.
       num_parts: into how many the corpus is cut.
     """
-    if config.tokenizer == "byte":
-        return "byte"
     if config.tokenizer != "bpe":
-        return digest_of(tokenizer_lib.load(config.tokenizer, "config.data.tokenizer").to_json())
+        plain = config.tokenizer == "byte" and config.specials == "bos"
+        return "byte" if plain else digest_of(known(config).to_json())
     drawn = () if num_parts == 1 else (parts_lib.limit(config),)
-    split, bos = tokenizer_lib.SPLIT_PATTERN, tokenizer_lib.BOS
-    return digest_of(FORMAT_VERSION, source, config.vocab_size, split, bos, *drawn)
+    split, names = tokenizer_lib.SPLIT_PATTERN, tokenizer_lib.SPECIALS[config.specials]
+    return digest_of(FORMAT_VERSION, source, config.vocab_size, split, *names, *drawn)
+
+
+def known(config: config_lib.DataConfig) -> tokenizer_lib.Tokenizer:
+    """The tokenizer of a config where none has to be trained: bytes, or a file's."""
+    found = (
+        tokenizer_lib.byte_tokenizer()
+        if config.tokenizer == "byte"
+        else tokenizer_lib.load(config.tokenizer, "config.data.tokenizer")
+    )
+    if config.specials == "bos":
+        return found
+    return found.with_specials(tokenizer_lib.SPECIALS[config.specials])
 
 
 def tokenizer(
@@ -57,10 +68,8 @@ def tokenizer(
       broken: see `readers.Broken`.
       shown: say on standard error how far it is, where it takes seconds.
     """
-    if config.tokenizer == "byte":
-        return tokenizer_lib.byte_tokenizer()
     if config.tokenizer != "bpe":
-        return tokenizer_lib.load(config.tokenizer)
+        return known(config)
     path = config.root / "tokenizers" / key
     if not is_trained(config, key):
         with (
@@ -68,7 +77,8 @@ def tokenizer(
             progress.waiting("reading for the tokenizer", shown=shown) as doing,
         ):
             texts = _training_texts(config, parts, broken, doing)
-            trained = tokenizer_lib.train(texts, config.vocab_size)
+            names = tokenizer_lib.SPECIALS[config.specials]
+            trained = tokenizer_lib.train(texts, config.vocab_size, names)
             trained.save(staging / TOKENIZER)
             digests = manifest.digests(pathlib.Path(staging))
             (staging / manifest.DIGESTS).write_text(json.dumps(digests))

@@ -315,14 +315,14 @@ def _config_of(file: pathlib.Path) -> "ml_collections.ConfigDict":
 
 def _no_file(file: pathlib.Path) -> str:
     """What is wrong with the name of a config file, and what there is instead."""
-    ours = {path.stem: path for path in sorted(CONFIGS.rglob("*.py"))}
+    ours = {path.stem: path for path in sorted(CONFIGS.rglob("*.py"), reverse=True)}
     if file.is_dir():
         there = ", ".join(path.name for path in sorted(file.glob("*.py"))) or "no .py file"
         return f"is a folder; give a file. There: {there}"
     close = difflib.get_close_matches(file.stem, ours, n=1, cutoff=0.7)
     if close:
         return f"no such file; did you mean {PREFIX}={os.path.relpath(ours[close[0]])}?"
-    return f"no such file; in {os.path.relpath(CONFIGS)} there are {', '.join(ours)}"
+    return f"no such file; in {os.path.relpath(CONFIGS)} there are {', '.join(sorted(ours))}"
 
 
 def _check(override: str, config: "ml_collections.ConfigDict") -> None:

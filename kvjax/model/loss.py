@@ -55,6 +55,8 @@ def mean_loss(
     tokens_BT: jax.Array,
     targets_BT: jax.Array,
     *,
+    weights_BT: jax.Array | None = None,
+    scale: jax.Array | None = None,
     compute: Compute = Compute(),
     positions_BT: np.ndarray | None = None,
 ) -> jax.Array:
@@ -62,12 +64,19 @@ def mean_loss(
 
     The forward pass takes each slice's gradients while its logits are at hand; the backward pass
     only scales them. So logits are computed once and never kept.
+
+    Args:
+      weights_BT: what each target counts; None: 1.
+      scale: on the sum; None: 1 / B·T, which makes it the mean.
     """
     x_BTD = model(tokens_BT, compute=compute, positions_BT=positions_BT)
     head_DV, softcap = model.head_weight(compute), model.config.block.logit_softcap
     options = (softcap, compute.loss_chunks, compute.mesh)
     with jax.named_scope("loss"):
-        return _sum_of_nats(*options, head_DV, x_BTD, targets_BT) / targets_BT.size
+        total = _sum_of_nats(*options, head_DV, x_BTD, targets_BT, weights_BT)
+        # By the reciprocal, which is what XLA makes of a division by a number that it knows: so
+        # weights of 1 give the bits that no weights do.
+        return total * (1.0 / targets_BT.size if scale is None else scale)
 
 
 def mean_taught_loss(
@@ -113,25 +122,31 @@ def mean_taught_loss(
 
 
 def _nats(head_DV, x_BtD, targets_Bt, softcap: float) -> jax.Array:
+    """[B, t]: of each target."""
     z_BtV = logits(x_BtD, head_DV, softcap)
     target_Bt = jnp.take_along_axis(z_BtV, targets_Bt[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(z_BtV, axis=-1) - target_Bt
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _sum_of_nats(softcap, chunks, mesh, head_DV, x_BTD, targets_BT) -> jax.Array:
-    return _sum_and_gradients(softcap, chunks, mesh, head_DV, x_BTD, targets_BT)[0]
+def _sum_of_nats(softcap, chunks, mesh, head_DV, x_BTD, targets_BT, weights_BT) -> jax.Array:
+    return _sum_and_gradients(softcap, chunks, mesh, head_DV, x_BTD, targets_BT, weights_BT)[0]
 
 
-def _sum_and_gradients(softcap, chunks, mesh: Mesh | None, head_DV, x_BTD, targets_BT):
+def _sum_and_gradients(softcap, chunks, mesh: Mesh | None, head_DV, x_BTD, targets_BT, weights_BT):
     """The sum, and the gradients for head and activations.
 
     Every device goes through its own tokens and adds up a head's gradient of its own; those are
     summed once, after the last slice, each device taking its part.
     """
-    loss = lambda head, x, targets: jnp.sum(_nats(head, x, targets, softcap))
 
-    def sums(head_DV, x_BTD, targets_BT):
+    def loss(head_DV, x_BtD, targets_Bt, weights_Bt=None):
+        nats_Bt = _nats(head_DV, x_BtD, targets_Bt, softcap)
+        return jnp.sum(nats_Bt if weights_Bt is None else nats_Bt * weights_Bt)
+
+    weights = [] if weights_BT is None else [weights_BT]
+
+    def sums(head_DV, x_BTD, *targets):
         def step(carry, xs):
             total, dhead_DV = carry
             nats, (dhead_slice, dx) = jax.value_and_grad(loss, argnums=(0, 1))(head_DV, *xs)
@@ -139,7 +154,7 @@ def _sum_and_gradients(softcap, chunks, mesh: Mesh | None, head_DV, x_BTD, targe
 
         wide = jnp.promote_types(head_DV.dtype, jnp.float32)
         zero = (jnp.zeros((), wide), jnp.zeros(head_DV.shape, wide))
-        slices = (_split(x_BTD, chunks), _split(targets_BT, chunks))
+        slices = (_split(x_BTD, chunks), *(_split(x, chunks) for x in targets))
         (total, dhead_DV), dx = jax.lax.scan(step, zero, slices)
         if mesh is not None:
             total = jax.lax.psum(total, _MANUAL)
@@ -147,8 +162,9 @@ def _sum_and_gradients(softcap, chunks, mesh: Mesh | None, head_DV, x_BTD, targe
             dhead_DV = jax.lax.psum(dhead_DV, ("data", "sequence"))
         return total, dhead_DV.astype(head_DV.dtype), _join(dx)
 
-    specs = dict(in_specs=(P(), _TOKENS, _TOKENS), out_specs=(P(), P("fsdp"), _TOKENS))
-    total, *gradients = _by_device(sums, mesh, **specs)(head_DV, x_BTD, targets_BT)
+    in_specs = (P(), _TOKENS, _TOKENS, *[_TOKENS] * len(weights))
+    specs = dict(in_specs=in_specs, out_specs=(P(), P("fsdp"), _TOKENS))
+    total, *gradients = _by_device(sums, mesh, **specs)(head_DV, x_BTD, targets_BT, *weights)
     return total, tuple(gradients)
 
 
@@ -162,7 +178,7 @@ def _by_device(function, mesh: Mesh | None, in_specs, out_specs):
 
 def _scale_gradients(softcap, chunks, mesh, gradients, cotangent):
     dhead_DV, dx_BTD = jax.tree.map(lambda g: g * cotangent.astype(g.dtype), gradients)
-    return dhead_DV, dx_BTD, None
+    return dhead_DV, dx_BTD, None, None
 
 
 _sum_of_nats.defvjp(_sum_and_gradients, _scale_gradients)

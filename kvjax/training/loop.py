@@ -33,6 +33,7 @@ from kvjax.foundation.files import in_bucket
 from kvjax.foundation.files import write_atomically
 from kvjax.model.transformer import used_as
 from kvjax.optim import learning_rate_schedule
+from kvjax.training import growth
 from kvjax.training import preflight
 from kvjax.training.program import Program
 from kvjax.workdir import metrics as metrics_lib
@@ -141,8 +142,11 @@ class Run:
             return state
         with self._waiting(f"reading {self.parent.workdir}"):
             asked = self.program.abstract_state["params"]
-            del state["params"]  # before those that take their place
-            params = read_parameters(self.parent.checkpoints, self.parent.step, asked)
+            # Of those that are drawn only rows that the parent lacks are needed.
+            drawn = growth.grown_alone(state.pop("params"))
+            place = growth.smaller(asked, self.parent.experiment.model.vocab_size)
+            params = read_parameters(self.parent.checkpoints, self.parent.step, place)
+            params = growth.grown(params, drawn, asked)
         return state | dict(params=params)
 
     def _waiting(self, what: str) -> progress.waiting:
@@ -269,6 +273,7 @@ class Run:
         if step % c.log_every == 0 or step == c.num_steps:
             taken = step - 1 - values.get("skipped_steps", 0)
             rate = float(self.schedule(max(taken, 0))) * e.optimizer.matrix_learning_rate
+            rate *= e.optimizer.lr_scale
             tokens = step * e.tokens_per_step
             known = {name: value for name, value in values.items() if math.isfinite(value)}
             known |= dict(learning_rate=rate, exaflops=tokens * self.flops_per_token / 1e18)
@@ -304,20 +309,24 @@ class Run:
         batches = self._rows(loader.validation_batches(self.dataset, **options), size)
         token_bytes_V = self.dataset.token_bytes
         token_bytes_V = np.pad(token_bytes_V, (0, e.model.vocab_size - len(token_bytes_V)))
-        sums = np.zeros(3)
+        sums = np.zeros(6 if e.is_masked else 3)
         with self._waiting("validating"):
             for rows in batches:
                 part = self.program.eval_step(params, rows, token_bytes_V)
                 sums += jax.device_get(part)
-        nats, num_bytes, targets = sums
+        nats, num_bytes, targets = sums[:3]
         record = dict(
             tokens=step * e.tokens_per_step,
             validation_loss=nats / targets,
             validation_bpb=nats / (math.log(2) * num_bytes),
         )
+        over = ""
+        if e.is_masked:
+            record["validation_bpb_all"] = sums[3] / (math.log(2) * sums[4])
+            over = f" of what counts, {record['validation_bpb_all']:.4f} of all text"
         self._judge(step, record)
         self.writer.write(step, **record)
-        bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte")
+        bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte{over}")
 
     def _save(self, step: int, state: dict, last: bool = False) -> None:
         """Saves; a failure before the last save is a warning, and the run goes on.

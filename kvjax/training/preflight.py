@@ -18,12 +18,15 @@ from kvjax.data import loader
 from kvjax.data import manifest
 from kvjax.data import preparation
 from kvjax.data import prepare
-from kvjax.data import tokenizer
+from kvjax.data import vocabulary
+from kvjax.data.config import PARENT
 from kvjax.data.config import PREPARE_HOURS
 from kvjax.data.config import DataConfig
 from kvjax.data.config import is_prepared
+from kvjax.data.tokenizer import CONVERSATION_SPECIALS
 from kvjax.distributed import sharding
 from kvjax.experiment import Experiment
+from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.configuration import to_text
@@ -32,9 +35,11 @@ from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 from kvjax.optim import tuned
+from kvjax.training import conversations
 from kvjax.training import memory_estimate
 from kvjax.workdir import checkpoint
 from kvjax.workdir import identity
+from kvjax.workdir import lineage
 from kvjax.workdir import origin
 from kvjax.workdir import storage
 from kvjax.workdir import trained
@@ -83,8 +88,15 @@ def prepared(
         first = distributed.index() == 0
         if first:
             identity.set_aside_earlier_run(workdir)
-            identity.check_config(workdir, config, compute.dtype)
-        dataset = data_set(experiment.data, hours, spare=bool(experiment.train.parent))
+            if experiment.train.num_steps:
+                identity.check_config(workdir, config, compute.dtype)
+        if experiment.mixture is None:
+            dataset = data_set(experiment.data, hours, spare=bool(experiment.train.parent))
+        else:
+            dataset = conversations.data_set(experiment, workdir, parent)
+            config, experiment = conversations.one_pass(config, experiment, dataset)
+            if first:
+                identity.check_config(workdir, config, compute.dtype)
         if first:
             identity.check_data(workdir, dataset)
         check_tokenizer(experiment, dataset, parent=parent, teacher=teacher)
@@ -94,12 +106,21 @@ def prepared(
                 _inherit(workdir, _parent_that_is_there(experiment, dataset))
             elif not begun:
                 _inherit(workdir, parent)
+                _write_parent(workdir, parent)
         distributed.gather("claimed", "")  # the first one may have found another run there
         yield Prepared(experiment, compute, mesh, workdir, dataset, parent, teacher)
 
 
 def _inherit(workdir: epath.Path, parent: trained.Found | None) -> None:
     origin.inherit(workdir, parent and parent.workdir, parent.context if parent else 0)
+
+
+def _write_parent(workdir: epath.Path, parent: trained.Found | None) -> None:
+    if parent is None:
+        lineage.forget(workdir)
+        return
+    with progress.waiting(f"hashing the parameters of {parent.workdir}"):
+        lineage.write(workdir, parent.workdir, parent.checkpoints, parent.step)
 
 
 def _parent_that_is_there(
@@ -210,8 +231,10 @@ def check_models(
     tuned(experiment.optimizer, axes)
     parent = c.parent and not begun and trained.named("config.train.parent", c.parent)
     if parent:
+        before = conversations.before_growth(experiment, parent)
+        shapes = parameters.abstract(before).shapes
         checkpoint.check_parameters(parent.checkpoints, parent.step, shapes)
-        if parent.experiment.model != model:
+        if parent.experiment.model != before:
             raise UserError(
                 f"config.train.parent = {c.parent!r}: its weights have the shapes of this model, "
                 "and it computes with them otherwise: set config.model and config.attention to "
@@ -231,7 +254,12 @@ def check_tokenizer(
 ) -> None:
     """Raises a UserError unless models that a run starts from read the tokens of its data set."""
     for key, found in models.items():
-        if found and found.tokenizer.vocabulary() != dataset.tokenizer.vocabulary():
+        if found is None:
+            continue
+        theirs = found.tokenizer
+        if experiment.mixture is not None:
+            theirs = theirs.with_specials(CONVERSATION_SPECIALS)
+        if theirs.vocabulary() != dataset.tokenizer.vocabulary():
             file = found.workdir / manifest.TOKENIZER
             raise UserError(
                 f"config.train.{key} = {getattr(experiment.train, key)!r}: reads other tokens than "
@@ -242,13 +270,9 @@ def check_tokenizer(
 def check_vocabulary(experiment: Experiment) -> None:
     """Raises a UserError if a tokenizer that exists already has another vocabulary."""
     data = experiment.data
-    if data.tokenizer == "bpe":
+    if data.tokenizer in ("bpe", PARENT):
         return
-    there = (
-        tokenizer.byte_tokenizer()
-        if data.tokenizer == "byte"
-        else tokenizer.load(data.tokenizer, "config.data.tokenizer")
-    )
+    there = vocabulary.known(data)
     if not _fits(there.vocab_size, data, spare=bool(experiment.train.parent)):
         raise UserError(
             f"config.data.vocab_size = {data.vocab_size}: the tokenizer {data.tokenizer!r} has "

@@ -45,6 +45,8 @@ class Program:
       train_step: (state, rows [B, T + 1]) -> (state, metrics); the state passed in is consumed.
         With a teacher its parameters are a third argument.
       eval_step: (params, rows, token_bytes [V]) -> sums, see `eval_step`.
+
+    Rows of an experiment with a mask have ~token for a token that is not trained on, see `marked`.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Program:
             self.abstract_teacher = jax.tree.map(place, whole.shapes, dtypes, places)
             of_teacher = dict(teacher_graph=_graph(teacher))
         self.init = jax.jit(init, out_shardings=shardings)
-        static = dict(graph=self.graph, compute=compute)
+        static = dict(graph=self.graph, compute=compute, masked=experiment.is_masked)
         steps = dict(parts=experiment.train.grad_accumulation, policy=experiment.train)
         steps |= dict(optimizer=optimizer, learning=learning, **of_teacher)
         self.train_step = jax.jit(
@@ -149,6 +151,7 @@ def train_step(
     policy: TrainConfig | None = None,
     learning: Callable[[dict], dict] = lambda params: params,
     teacher_graph=None,
+    masked: bool = False,
 ):
     """One optimizer step.
 
@@ -157,6 +160,8 @@ def train_step(
       rows: [B, T + 1] tokens; the gradient is the mean over all B·T targets, taken in `parts`.
       teacher: params of a model whose predictions are learned, as `policy.teacher_share` says.
       learning: the part of params that learns, for which gradients are computed.
+      masked: rows are as `marked` reads them; the gradient is the mean over the targets that count
+        in all of the batch, whichever part or device they are in.
       policy: what to do on a bad step; None: nothing.
 
     Returns:
@@ -166,12 +171,22 @@ def train_step(
 
     learned = learning(state["params"])
 
+    whole = {}
+    if masked:  # as much for each part as without a mask: their mean is that of the step
+        counts = jnp.maximum(jnp.sum(rows[:, 1:] >= 0), 1)
+        whole = dict(scale=parts / counts.astype(jnp.result_type(float)))
+
     def loss(learned, rows):
+        weighted = {}
+        if masked:
+            rows, counts = marked(rows)
+            weights = next_tokens(counts, compute)[1].astype(jnp.float32)
+            weighted = dict(weights_BT=weights) | whole
         tokens, targets, positions = next_tokens(rows, compute)
         model = nnx.merge(graph, with_tuned(state["params"], learned))
         options = dict(compute=compute, positions_BT=positions)
         if teacher is None:
-            return mean_loss(model, tokens, targets, **options)
+            return mean_loss(model, tokens, targets, **weighted, **options)
         taught = dict(teacher=nnx.merge(teacher_graph, teacher), share=policy.teacher_share)
         return mean_taught_loss(model, tokens, targets, **taught, **options)
 
@@ -238,13 +253,43 @@ def judge(bad: dict, loss: jax.Array, grad_norm: jax.Array, policy: TrainConfig)
     return is_bad, new, verdict
 
 
-def eval_step(params: dict, rows: jax.Array, token_bytes: jax.Array, *, graph, compute: Compute):
-    """Sums over the targets that have bytes (specials have none): (nats, bytes, targets)."""
+def eval_step(
+    params: dict,
+    rows: jax.Array,
+    token_bytes: jax.Array,
+    *,
+    graph,
+    compute: Compute,
+    masked: bool = False,
+):
+    """Sums over the targets that have bytes (specials have none): (nats, bytes, targets).
+
+    With a mask over those that count, and behind these three the same over all.
+    """
+    counts = None
+    if masked:
+        rows, counts = marked(rows)
+        counts = next_tokens(counts, compute)[1]
     tokens, targets, positions = next_tokens(rows, compute)
     options = dict(compute=compute, positions_BT=positions)
     nats = token_losses(nnx.merge(graph, params), tokens, targets, **options)
     num_bytes = token_bytes[targets]
-    return jnp.sum(nats * (num_bytes > 0)), jnp.sum(num_bytes), jnp.sum(num_bytes > 0)
+
+    def sums(num_bytes):
+        return jnp.sum(nats * (num_bytes > 0)), jnp.sum(num_bytes), jnp.sum(num_bytes > 0)
+
+    if counts is None:
+        return sums(num_bytes)
+    return *sums(num_bytes * counts), *sums(num_bytes)
+
+
+def marked(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Tokens [B, T + 1] of rows with a mask, and whether each counts as a target.
+
+    `kvjax.data.loader` gives one that does not with its bits inverted: ~token, which is negative.
+    """
+    counts = rows >= 0
+    return jnp.where(counts, rows, ~rows), counts
 
 
 def next_tokens(rows: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array, np.ndarray]:

@@ -28,6 +28,7 @@ from kvjax.foundation.files import in_bucket
 from kvjax.foundation.files import move
 from kvjax.foundation.files import unused
 from kvjax.foundation.files import write_atomically
+from kvjax.workdir import lineage
 from kvjax.workdir import origin
 from kvjax.workdir import storage
 from kvjax.workdir.checkpoint import CHECKPOINTS
@@ -38,7 +39,7 @@ _EARLIER = "earlier-run"
 # last: who is killed in between moves the rest the next time.
 _RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
 _CLAIMS = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
-_FILES = (*_CLAIMS, *origin.FILES, SNAPSHOTS, "curves.png", "events", *_RECORDS)
+_FILES = (*_CLAIMS, *origin.FILES, lineage.PARENT, SNAPSHOTS, "curves.png", "events", *_RECORDS)
 # Keys of `train`: when to look and when to stop.
 WHEN = (
     *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "snapshot_every"),

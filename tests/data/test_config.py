@@ -15,7 +15,7 @@ from kvjax.foundation.errors import UserError
         ("validation_fraction", 1.0, "between 0 and 1"),
         ("text_key", "", "column"),
         ("tokenizer", "gpt2", "tokenizer.json"),
-        ("vocab_size", 256, "more than 256"),
+        ("vocab_size", 256, "at least 257"),
         ("sequence_length", 0, "at least 1"),
         ("sequence_length", 99_999_999_999, "at most 16,777,216"),
         ("vocab_size", 1 << 25, "at most 16,777,216"),

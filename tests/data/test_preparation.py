@@ -419,7 +419,7 @@ def test_the_plan_is_about_what_it_takes(config, capsys):
 def test_a_tokenizer_learns_from_a_sample_of_all_parts(config, monkeypatch):
     corpus, seen = preparation.look(config, shown=False), []
     monkeypatch.setattr(vocabulary, "TOKENIZER_CHARACTERS", 100 * len(corpus.parts))
-    monkeypatch.setattr(tokenizer, "train", lambda texts, size: seen.extend(texts))
+    monkeypatch.setattr(tokenizer, "train", lambda texts, *_: seen.extend(texts))
     with pytest.raises(AttributeError):  # what it returns is no tokenizer
         preparation.begin(corpus, shown=False)
     assert {text.split()[0] for text in seen} == {"0", "1", "2"}  # the files

@@ -480,3 +480,41 @@ def test_rows_in_buckets_of_another_kind_are_refused(dataset):
     elsewhere = dataclasses.replace(dataset, path=loader.epath.Path("s3://data/many"))
     with pytest.raises(DataError, match="s3://data/many: rows are read from .*prepared:FOLDER"):
         elsewhere.rows("train")
+
+
+def test_rows_with_a_mask_come_back_and_tfds_reads_them(tmp_path, small_dataset):
+    """A token that is not trained on comes from the loader as its bits, inverted."""
+    import tensorflow_datasets as tfds
+
+    rng = np.random.default_rng(0)
+    tokens, mask = rng.integers(300, size=4 * T + 3).astype("<u2"), rng.integers(2, size=4 * T + 3)
+    folder = tmp_path / ROWS
+    folder.mkdir(parents=True)
+    found = {}
+    for split, fill in dict(train=None, validation=7).items():
+        path = folder / packed_rows.shard_name(split, 0, 1)
+        writer = packed_rows.ShardWriter(path, T, tokens.dtype, masked=True)
+        for part in (slice(0, 9), slice(9, None)):
+            writer.add(tokens[part], mask[part].astype("u1"))
+        found[split] = [writer.close(fill)]
+    assert [found[split][0].rows for split in found] == [4, 5]
+    packed_rows.describe(folder, found, T + 1, tokens.dtype, masked=True)
+    shutil.copy(small_dataset.path / manifest.TOKENIZER, tmp_path)
+    config = small_dataset.info["config"] | dict(sequence_length=T)
+    splits = {split: {"rows": shard.rows} for split, (shard,) in found.items()}
+    info = small_dataset.info | dict(config=config, splits=splits, masked=True)
+    manifest.write(tmp_path, info, manifest.digests(tmp_path))
+    dataset = loader.open_dataset(tmp_path)
+    expected = [(tokens[i * T : i * T + T + 1], mask[i * T : i * T + T + 1]) for i in range(4)]
+    theirs = tfds.builder_from_directory(folder).as_data_source("train")
+    for i, (row, kept) in enumerate(expected):
+        for read in (theirs[i], dataset.rows("train")[i]):
+            np.testing.assert_array_equal(read["tokens"], row)
+            np.testing.assert_array_equal(read["mask"], kept)
+    keys = dict(sequence_length=T, batch_size=5)
+    (batch,) = loader.validation_batches(dataset, **keys)
+    rows = np.where(batch < 0, ~batch, batch)
+    last = [*tokens[4 * T :], *[7] * (T - 2)], [*mask[4 * T :], *[0] * (T - 2)]
+    np.testing.assert_array_equal(rows, [row for row, _ in (*expected, last)])
+    np.testing.assert_array_equal(batch >= 0, [kept for _, kept in (*expected, last)])
+    assert 0 < (batch < 0).sum() < batch.size

@@ -77,6 +77,52 @@ def test_specials_are_written_by_name_and_have_no_bytes(by_kind, kind):
     assert (bytes_V == 0).sum() == specials
 
 
+CHAT = tokenizer_lib.CONVERSATION_SPECIALS
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte", "published"])
+def test_more_specials_stand_behind_all_ids(by_kind, kind):
+    """Texts are encoded as before, names written out in them too; and again nothing is added."""
+    before, text = by_kind[kind], "é é eto <|user_start|> 12 <|bos|>"
+    lacking = [name for name in CHAT if before.special(name) is None]
+    tokenizer = before.with_specials(CHAT)
+    ids = [tokenizer.special(name) for name in lacking]
+    assert ids == [*range(before.vocab_size, tokenizer.vocab_size)] and len(ids) >= 8
+    assert tokenizer.vocabulary().items() >= before.vocabulary().items()
+    assert tokenizer.encode(text) == before.encode(text)
+    assert [x.tolist() for x in tokenizer.encode_batch([text, ""])] == [before.encode(text), []]
+    assert tokenizer.decode(ids) == "".join(lacking) and not tokenizer.token_bytes()[ids].any()
+    assert tokenizer.decode([tokenizer.bos_id]) == "<|bos|>"
+    assert tokenizer.with_specials(CHAT).to_json() == tokenizer.to_json()
+    assert tokenizer_lib.from_json(tokenizer.to_json(), "a name").to_json() == tokenizer.to_json()
+
+
+def test_more_specials_where_the_vocabulary_has_holes(published, bpe):
+    """They take ids after the last, whatever is missing before it."""
+    definition = json.loads(published.to_json())
+    vocab = definition["model"]["vocab"]
+    last = max(vocab, key=vocab.get)
+    definition["model"]["merges"] = [m for m in definition["model"]["merges"] if "".join(m) != last]
+    vocab[last] += 100
+    definition["added_tokens"] = [t for t in definition["added_tokens"] if t["special"]]
+    holed = tokenizer_lib.from_json(json.dumps(definition), "a name")
+    grown = holed.with_specials(CHAT)
+    ids = [grown.special(name) for name in CHAT]
+    assert ids == [*range(holed.vocab_size, holed.vocab_size + 9)] and holed.vocab_size > 450
+    assert grown.encode("one é") == holed.encode("one é")
+    assert (grown.token_bytes() == 0).sum() == (holed.token_bytes() == 0).sum() + 9
+
+
+def test_a_token_of_such_a_name_becomes_special(bpe):
+    backend = tokenizers.Tokenizer.from_str(bpe.to_json())
+    backend.add_tokens([tokenizers.AddedToken("<|user_start|>", normalized=False)])
+    before = tokenizer_lib.from_json(backend.to_str(), "a name")
+    assert before.special("<|user_start|>") is None
+    grown = before.with_specials(CHAT)
+    assert (grown.special("<|user_start|>"), grown.vocab_size) == (500, 508)
+    assert 500 not in grown.encode("<|user_start|>")
+
+
 def test_byte_tokenizer_is_bytes():
     tokenizer = tokenizer_lib.byte_tokenizer()
     assert (tokenizer.vocab_size, tokenizer.bos_id) == (257, 256)

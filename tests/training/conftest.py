@@ -30,6 +30,7 @@ def compiled_once():
     def shared(experiment, *others):
         train = dataclasses.replace(experiment.train, **any_time)
         key = (experiment.model, experiment.optimizer, experiment.data.sequence_length, train)
+        key += (experiment.is_masked,)
         key += (*others, program.train_step, program.mean_loss, program.optax.apply_updates)
         if key not in made:
             made[key] = program.Program(experiment, *others)

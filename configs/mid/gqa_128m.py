@@ -1,0 +1,19 @@
+"""GQA with 3 KV heads, on conversations: 12 layers, width 768, 6 heads of 128.
+
+Reproduces: the LRKV blog post at "128M", beside which the mean of LRKV is 18.9.
+
+    python -m kvjax.main --config=configs/mid/gqa_128m.py
+
+Parent: runs/gqa_128m, what configs/gqa_128m.py trains (config.train.parent).
+Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
+Parameters: 178,520,064 parameters, 128,188,416 without the input embedding; 18,432 cache bytes
+per token in bfloat16; 0.996 GFLOP per trained token.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 0 exaFLOPs.
+Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.mid_train("mid/gqa_128m", scale="128m", attention=recipes.gqa(6, kv_heads=3))

@@ -1,0 +1,19 @@
+"""MQA, on conversations: 12 layers, width 768, 6 heads of 128.
+
+Reproduces: the LRKV blog post at "128M", beside which the mean of LRKV is 18.9.
+
+    python -m kvjax.main --config=configs/mid/mqa_128m.py
+
+Parent: runs/mqa_128m, what configs/mqa_128m.py trains (config.train.parent).
+Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
+Parameters: 173,801,472 parameters, 123,469,824 without the input embedding; 6,144 cache bytes
+per token in bfloat16; 0.967 GFLOP per trained token.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 0 exaFLOPs.
+Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.mid_train("mid/mqa_128m", scale="128m", attention=recipes.mqa(6))

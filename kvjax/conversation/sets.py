@@ -1,0 +1,207 @@
+"""The sets of a mixture: their files, how many rows they have, their rows as conversations."""
+
+from collections.abc import Iterator
+import hashlib
+import json
+import os
+import re
+from typing import Any
+
+from etils import epath
+import numpy as np
+
+from kvjax.conversation import made_up
+from kvjax.conversation import questions
+from kvjax.conversation import records
+from kvjax.conversation.mixture import Part
+from kvjax.data import source_kinds
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import warn
+
+TFDS = "tfds:"
+EMBEDDED = "embedded"  # conversations that are made up
+_HUB = "https://huggingface.co/datasets"
+# What to fetch, and how many rows the published splits have.
+_PUBLISHED = {
+    "smoltalk": (f"data/ of {_HUB}/HuggingFaceTB/smol-smoltalk", "~/data/smol-smoltalk/data/"),
+    "mmlu": (f"auxiliary_train/ and all/ of {_HUB}/cais/mmlu", "~/data/mmlu/"),
+    "gsm8k": (f"main/ of {_HUB}/openai/gsm8k", "~/data/gsm8k/main/"),
+    "arc": (f"ARC-Easy/ and ARC-Challenge/ of {_HUB}/allenai/ai2_arc", "~/data/arc/"),
+}
+COUNTS = {
+    ("train", "smoltalk"): (460_341,),
+    ("train", "mmlu"): (99_842,),
+    ("train", "gsm8k"): (7_473,),
+    ("train", "arc"): (2_251, 1_119),  # Easy, Challenge
+    ("validation", "smoltalk"): (24_229,),
+    ("validation", "mmlu"): (14_042,),
+    ("validation", "gsm8k"): (1_319,),
+    ("validation", "arc"): (2_376, 1_172),
+}
+_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\..*)")
+
+
+class Set:
+    """One set of a mixture, looked at: its files are there.
+
+    Raises:
+      MissingDataError: it is not there, or a part of it; with what to fetch.
+    """
+
+    def __init__(self, part: Part):
+        self.part = part
+        self.is_tfds = part.source.startswith(TFDS)
+        self.is_made_up = part.kind == "conversations" and part.source == EMBEDDED
+        self.files = [] if self.is_tfds or self.is_made_up else _files(part)
+        if self.is_tfds:
+            name, _, split = part.source.removeprefix(TFDS).partition("#")
+            self._split = split or part.split
+            try:
+                self._builder = source_kinds.tfds_builder(name)
+            except DataError as error:
+                raise DataError(f"{part.where}: {error}") from error
+            if self._split not in self._builder.info.splits:
+                raise DataError(
+                    f"{part.where}: has no split {self._split!r}; it has "
+                    f"{', '.join(self._builder.info.splits)}"
+                )
+
+    def fingerprint(self) -> str:
+        """Changes when the rows do; cheap."""
+        if self.is_tfds:
+            info = self._builder.info
+            return f"{info.full_name} {self._split} {info.splits[self._split].shard_lengths}"
+        if self.is_made_up:
+            return hashlib.sha256(json.dumps(made_up.conversations()).encode()).hexdigest()
+        return " ".join(map(source_kinds.file_hash, self.files))
+
+    def digest(self) -> str:
+        """SHA-256 of all bytes that are read; of TFDS its name and sizes."""
+        return records.digest(self.files) if self.files else self.fingerprint()
+
+    def count(self) -> int:
+        """How many rows it has; a warning where the published set has another number.
+
+        Raises:
+          DataError: fewer than are asked for, or none.
+        """
+        part = self.part
+        if self.is_tfds:
+            found = self._builder.info.splits[self._split].num_examples
+        elif self.is_made_up:
+            found = made_up.COUNT
+        else:
+            found = sum(map(records.count, self.files))
+        known = COUNTS.get((part.split, part.kind), ())
+        if known and found not in known:
+            numbers = " or ".join(f"{number:,}" for number in known)
+            warn(f"{part.where}: has {found:,} rows; the published set has {numbers}")
+        if found < (part.stop or part.start + 1):
+            wanted = f"{part.stop:,}" if part.stop else f"more than {part.start:,}"
+            raise DataError(
+                f"{part.where}: has {found:,} rows, and {wanted} are asked for: {_advice(part)}, "
+                "or ask for less"
+            )
+        return found
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """Each row, and its place for messages."""
+        if self.is_tfds:
+            yield from self._examples()
+        if self.is_made_up:
+            for i, row in enumerate(made_up.conversations()):
+                yield f"{EMBEDDED} conversation {i}", row
+        for file in self.files:
+            yield from records.read(file)
+
+    def _examples(self) -> Iterator[tuple[str, dict]]:
+        features = self._builder.info.features
+        examples = self._builder.as_data_source(self._split)
+        for i in range(len(examples)):
+            place = f"{self.part.source}, example {i}"
+            try:
+                example = examples[i]
+            except Exception as error:  # damage, or a network: its libraries' errors do not tell
+                raise DataError(f"{place} cannot be read: {first_line(error)}") from error
+            yield place, _plain(example, features)
+
+
+def conversation(kind: str, row, place: str) -> dict:
+    """A row of a kind of set as a conversation.
+
+    Raises:
+      DataError: it is none; with its place.
+    """
+    if kind in ("smoltalk", "conversations"):
+        return questions.smoltalk(row, place)
+    if kind == "gsm8k":
+        return questions.gsm8k(row, place)
+    read = questions.arc if kind == "arc" else questions.mmlu
+    read = questions.mmlu_csv if kind == "mmlu" and isinstance(row, list) else read
+    asked = read(row, place)
+    return questions.conversation(questions.multiple_choice(asked), asked.answer)
+
+
+def _plain(value, feature):
+    """What TFDS gives as Python has it: text for bytes, names for classes, lists for arrays."""
+    if isinstance(value, dict):
+        inner = getattr(feature, "feature", feature)  # of a sequence of dicts, a dict of sequences
+        return {key: _plain(one, inner[key]) for key, one in value.items()}
+    if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim):
+        inner = getattr(feature, "feature", feature)
+        return [_plain(one, inner) for one in value]
+    if isinstance(value, bytes):
+        return value.decode()
+    number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, bytes):
+        return number.decode()
+    return feature.int2str(number) if hasattr(feature, "int2str") else number
+
+
+def _files(part: Part) -> list[epath.Path]:
+    """The files of a path, folder (those directly in it) or glob, sorted; no shard is missing."""
+    pattern = part.source
+    path = runtime.path(f"config.mixture.{part.key}", pattern)
+    try:
+        if any(c in pattern for c in "*?["):
+            first = next(i for i, name in enumerate(path.parts) if any(c in name for c in "*?["))
+            folder = epath.Path(*path.parts[:first])
+            found = folder.glob("/".join(path.parts[first:])) if folder.exists() else []
+        elif path.is_dir():
+            found = [p for p in path.iterdir() if p.name.endswith(records.SUFFIXES)]
+        else:
+            found = [path] if path.exists() else []
+        found = sorted(p for p in found if not p.is_dir())
+    except OSError as error:
+        raise DataError(f"{part.where}: cannot be opened: {first_line(error)}") from error
+    if not found:
+        raise MissingDataError(f"{part.where}: matches no file: {_advice(part)}")
+    for file in found:
+        if not file.name.endswith(records.SUFFIXES):
+            raise DataError(
+                f"{part.where}: {os.fspath(file)} ends in none of {', '.join(records.SUFFIXES)}"
+            )
+        if shard := _SHARD.fullmatch(file.name):
+            _check_shards(part, found, file, *shard.groups())
+    return found
+
+
+def _check_shards(part: Part, found, file: epath.Path, start, number, count, end) -> None:
+    del number
+    there = {other.name for other in found if other.parent == file.parent}
+    every = [f"{start}{i:05}-of-{count}{end}" for i in range(int(count))]
+    if missing := [name for name in every if name not in there]:
+        raise MissingDataError(
+            f"{part.where}: {len(missing)} of {int(count)} shards are missing in "
+            f"{os.fspath(file.parent)}, the first is {missing[0]}: {_advice(part)}"
+        )
+
+
+def _advice(part: Part) -> str:
+    if part.kind not in _PUBLISHED:
+        return 'give a file of {"messages": [{"role", "content"}, ...]} lines'
+    what, folder = _PUBLISHED[part.kind]
+    return f"fetch the folders {what} into {folder}, or say where they are"

@@ -1,0 +1,135 @@
+"""What a run on conversations has that one on texts has not: its rows, its length, its growth."""
+
+import dataclasses
+
+from etils import epath
+import ml_collections
+
+from kvjax import distributed
+from kvjax.conversation import prepare
+from kvjax.data import loader
+from kvjax.data import manifest
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import vocabulary
+from kvjax.data.config import PARENT
+from kvjax.data.config import is_prepared
+from kvjax.data.prepare import prepared_folder
+from kvjax.data.tokenizer import CONVERSATION_SPECIALS
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.experiment import Experiment
+from kvjax.foundation.errors import UserError
+from kvjax.model.config import TransformerConfig
+from kvjax.workdir import trained
+
+
+def before_growth(experiment: Experiment, parent: trained.Found) -> TransformerConfig:
+    """The model that a run's parent must have: on conversations its vocabulary may be smaller.
+
+    Raises:
+      UserError: the run's vocabulary lacks room for its parent's rows and the special tokens.
+    """
+    model, there = experiment.model, parent.experiment.model.vocab_size
+    if experiment.mixture is None:
+        return model
+    specials = parent.tokenizer.with_specials(CONVERSATION_SPECIALS)
+    needed = max(there, specials.vocab_size)
+    if model.vocab_size < needed:
+        raise UserError(
+            f"config.data.vocab_size = {model.vocab_size}: config.train.parent = "
+            f"{experiment.train.parent!r} has {there} rows, of which its tokenizer and the special "
+            f"tokens of conversations need {specials.vocab_size}: set "
+            f"--config.data.vocab_size={needed}, or more where the mesh does not divide that"
+        )
+    return dataclasses.replace(model, vocab_size=there)
+
+
+def data_set(
+    experiment: Experiment, workdir: epath.Path, parent: trained.Found | None
+) -> loader.PackedDataset:
+    """The rows of a run on conversations, prepared if need be by the first of its processes.
+
+    Args:
+      parent: None: the run has begun, and its workdir has its tokenizer; or it has no parent.
+
+    Raises:
+      UserError: what `conversation.prepare` raises; rows without the mask that the run asks for, or
+        with more tokens than the model has.
+    """
+    data = experiment.data
+    if is_prepared(data.source):
+        path = prepared_folder(data)
+    else:
+        path = _prepare_together(experiment, _tokenizer(experiment, workdir, parent))
+    dataset = loader.open_dataset(path)
+    if dataset.is_masked != experiment.is_masked:
+        has = {True: "have a mask", False: "have no mask"}
+        raise UserError(
+            f"config.data.source = {data.source!r}: its rows {has[dataset.is_masked]}, and with "
+            f"config.mixture.loss = {experiment.mixture.loss!r} and pack = "
+            f"{experiment.mixture.pack!r} they must {has[experiment.is_masked]}"
+        )
+    if dataset.vocab_size > experiment.model.vocab_size:
+        raise UserError(
+            f"config.data.vocab_size = {data.vocab_size}: the tokenizer of {dataset.path} has "
+            f"{dataset.vocab_size}; set the key to that"
+        )
+    theirs = distributed.gather("dataset", dataset.digest)
+    if odd := [i for i, other in enumerate(theirs) if other != theirs[0]]:
+        raise UserError(
+            f"{dataset.path}: {distributed.processes(odd)} of {len(theirs)} have other rows there "
+            "than process 0; give all hosts the same conversations, or config.data.directory in a "
+            "folder that they share"
+        )
+    return dataset
+
+
+def one_pass(
+    config: ml_collections.ConfigDict, experiment: Experiment, dataset: loader.PackedDataset
+) -> tuple[ml_collections.ConfigDict, Experiment]:
+    """A config and its experiment with the number of steps in which every row is seen once.
+
+    What fills no whole batch is left out. Where config.train.num_steps is not 0 nothing changes.
+
+    Raises:
+      UserError: too few rows for a step, or a schedule that needs more steps.
+    """
+    if experiment.train.num_steps:
+        return config, experiment
+    rows, batch = dataset.num_rows("train"), experiment.train.batch_size
+    if rows < batch:
+        raise UserError(
+            f"config.train.batch_size = {batch}: there are {rows} rows of conversations; give "
+            f"--config.train.batch_size={rows} or less"
+        )
+    config = ml_collections.ConfigDict(config.to_dict())
+    config.train.num_steps = rows // batch
+    train = dataclasses.replace(experiment.train, num_steps=rows // batch)
+    return config.lock(), dataclasses.replace(experiment, train=train)
+
+
+def _tokenizer(
+    experiment: Experiment, workdir: epath.Path, parent: trained.Found | None
+) -> Tokenizer:
+    if experiment.data.tokenizer != PARENT:
+        found = vocabulary.known(experiment.data)
+    elif parent is not None:
+        found = parent.tokenizer
+    else:
+        found = tokenizer_lib.load(workdir / manifest.TOKENIZER, "the workdir's tokenizer")
+    return found.with_specials(CONVERSATION_SPECIALS)
+
+
+def _prepare_together(experiment: Experiment, tokenizer: Tokenizer) -> epath.Path:
+    """The folder of the rows: of several processes that share it the first makes them."""
+    prepared = lambda shown: prepare.prepare(
+        experiment.mixture, experiment.data, tokenizer, shown=shown
+    )
+    if distributed.count() == 1:
+        return prepared(True)
+    team = distributed.Team("data", experiment.data.root)
+    if team.index == 0:
+        prepared(True)
+        team.say("finished")
+    else:
+        team.wait_for("finished", leader=True)
+    return prepared(False)
