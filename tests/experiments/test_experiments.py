@@ -22,6 +22,7 @@ from experiments.benchmarks import exactness
 from experiments.benchmarks import generate_benchmark
 from experiments.benchmarks import input_benchmark
 from experiments.benchmarks import random_model
+from experiments.benchmarks import sandbox_cost
 from experiments.benchmarks import train_benchmark
 from experiments.conversion import kept
 from experiments.studies import tiny_comparison
@@ -41,7 +42,7 @@ _BENCHMARKS = (
     *("beside_transformers", "checkpoint_memory", "checkpoint_speed", "conversion_memory"),
     *("data_preparation", "data_reading"),
     *("decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
-    *("input_benchmark", "train_benchmark"),
+    *("input_benchmark", "sandbox_cost", "train_benchmark"),
 )
 _STUDIES = ("conversion", "head_diversity", "logit_spectra", "tiny_comparison")
 ROOMS = dict.fromkeys(_STUDIES, "studies")
@@ -134,6 +135,7 @@ BAD = (  # command, options, what the line says
     ("logit_spectra", "--passages=0", "--passages = 0: must be at least 1"),
     ("logit_spectra", "--out=", "--out= is empty"),
     ("logit_spectra", "--models=whisper --whisper=no --out=no", "--whisper = 'no': is not there"),
+    ("sandbox_cost", "--repeats=0", "--repeats = 0: must be at least 1"),
     ("scaling_table", "--only=mha*", "--only=mha*: is of --compile"),
     ("scaling_table", "--check --compile", "--check --compile: give one of them"),
     ("tiny_comparison", "--seeds=0", "--seeds = 0: must be at least 1"),
@@ -173,6 +175,7 @@ def nothing_is_done(monkeypatch):
     monkeypatch.setattr(data_reading, "at_scale", fail)
     monkeypatch.setattr(data_reading, "from_a_store", fail)
     monkeypatch.setattr(generate_benchmark, "measure", fail)
+    monkeypatch.setattr(sandbox_cost, "human_eval", fail)
     monkeypatch.setattr(train_benchmark, "measure", fail)
     monkeypatch.setattr(decode_memory, "step_memory", fail)
     monkeypatch.setattr(paper_tables, "tables", fail)
@@ -237,6 +240,11 @@ def test_a_folder_that_cannot_be_written_is_told_first(run, name, tmp_path, monk
     monkeypatch.setattr(record, "RESULTS", tmp_path / "file" / "results")
     said = refused(run, name, "--save")
     assert f"--save: cannot write into {tmp_path}/file/results (Not a directory)" in said
+
+
+def _not_here():
+    """Instead of layers: a machine that lacks them."""
+    raise sandbox_cost.sandbox.SandboxError("wasmtime is not installed: " + "pip install it " * 9)
 
 
 def _trained():
@@ -351,6 +359,11 @@ def printed(run, monkeypatch, tmp_path):
         paper_tables: dict(tables=lambda: {"LRKV Table 2: " + "cache " * 20: [verdict] * 3}),
         parameter_table: dict(
             row=lambda e: count | dict(config=e.name, cache_bytes=331_776, flops=1.6e10)
+        ),
+        sandbox_cost: dict(
+            COMBINATIONS={"none": lambda: None, "WebAssembly": _not_here},
+            human_eval=list,
+            measured=lambda *_: dict(open_s=0.5, one_ms=60.0, passed=164, all_s=8.0, each_ms=49.0),
         ),
         tiny_comparison: dict(run=lambda *_: dict(bpb=2.1, tokens_per_second=17e3)),
         train_benchmark: dict(

