@@ -15,8 +15,10 @@ from kvjax.foundation.checkout import EXPERIMENTS
 COMMANDS = {
     "kvjax.main": "trains what a config describes; its --help lists all keys",
     "kvjax.generate": "text from a trained run, decoded from its small cache",
+    "kvjax.chat": "a conversation with one that is mid-trained, or imported",
     "kvjax.convert": "a published model in, its KV cache made smaller on the way",
     "kvjax.convert.export": "a workdir's model written for others to read",
+    "kvjax.evaluate": "benchmarks: ARC, MMLU, GSM8K, HumanEval in a sandbox, CORE; two compared",
     "kvjax.lm_eval": "tasks of lm-evaluation-harness, asked of a trained model",
     "kvjax.analysis": "what attention does in a trained model: the papers' figures on a page",
     "kvjax.costs": "parameters, cache bytes and FLOPs of a config, from shapes",

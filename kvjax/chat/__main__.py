@@ -1,0 +1,249 @@
+"""Talks with a trained model in the terminal.
+
+    python -m kvjax.chat --workdir=runs/lrkv_128m_mid
+    echo 'What is 2 + 3?' | python -m kvjax.chat --workdir=runs/lrkv_128m_mid --temperature=0
+
+A mid-trained model calls a calculator, which is shown as [2+3=5]; an imported one is talked to as
+it was published. The oldest turns are left out when the context is full. Ctrl-C ends an answer, and
+where none is given the program, as Ctrl-D does. Lines that begin with / are for the program: /help.
+"""
+
+import argparse
+from collections.abc import Iterator
+import contextlib
+import signal
+import sys
+
+from kvjax.chat.history import History
+from kvjax.conversation import calculator
+from kvjax.conversation import dialogue as dialogue_lib
+from kvjax.conversation.dialogue import Dialogue
+from kvjax.decoding.answers import answers
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.generator import check_options
+from kvjax.decoding.sampling import Sampling
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.command_line import say
+from kvjax.foundation.configuration import check_text
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.workdir import origin
+from kvjax.workdir import trained
+
+_COMMANDS = {
+    "/reset": "forgets the conversation",
+    "/save FILE": "adds it to a file, as a line of JSON that mid-training reads",
+    "/help": "says this",
+    "/quit": "ends, as Ctrl-D does",
+}
+# What special tokens look like: the calculator's call and answer as [2+3=5].
+_SHOWN = {"python_start": "[", "python_end": "=", "output_start": "", "output_end": "]"}
+
+
+def _parser() -> command_line.Parser:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--workdir", default="", help="a run's folder, local or gs://")
+    add("--system", default="", help="what the assistant is told before the conversation")
+    add("--num_tokens", type=int, default=256, help="of an answer, at most (256)")
+    add("--context", type=int, default=0, help="tokens that it sees; 0: as it was trained (0)")
+    add("--temperature", type=float, default=0.6, help="0: always the most likely (0.6)")
+    add("--top_k", type=int, default=50, help="only the k most likely; 0: all (50)")
+    add("--top_p", type=float, default=1.0, help="of those, the fewest that reach this share (1)")
+    add("--seed", type=int, default=0, help="the same seed gives the same conversation (0)")
+    text = "how the calculator writes: nanochat: 8.0; dataset: 8 (nanochat)"
+    add("--calculator", default=calculator.MODES[0], help=text)
+    add("--step", type=int, help="of the checkpoint (the latest)")
+    add("--dtype", default="", help="to compute in (the run's)")
+    return parser
+
+
+def main(arguments: list[str]) -> None:
+    """Talks until the input ends; see the module's docstring."""
+    options = _parser().parse(arguments)
+    with command_line.naming_options(options):
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
+    command_line.require(options, workdir="the folder of a trained run, as runs/lrkv_128m_mid")
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    check_options(num_tokens=options.num_tokens, seed=options.seed, capacity=options.context)
+    one_of("calculator", options.calculator, calculator.MODES)
+    check_text("system", options.system)
+    runtime.start()
+    found = trained.find(runtime.workdir(options.workdir), step=options.step)
+    dialogue = _dialogue(found)
+    with progress.waiting("reading the model"):
+        loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
+        generator = Generator(loaded.model, loaded.compute)
+        del loaded  # the generator has the weights: once is enough
+    context = _context(options, found, generator)
+    history = History(dialogue, context - options.num_tokens, options.system)
+    talk = Talk(generator, dialogue, history, options, sampling, context)
+    for line in lines():
+        talk.hear(line)
+
+
+def _dialogue(found: trained.Found) -> Dialogue:
+    template = found.workdir / origin.CHAT_TEMPLATE
+    text = origin.text_of(template) if template.exists() else None
+    return dialogue_lib.of(found.tokenizer, text, found.token_files, where=str(found.workdir))
+
+
+def _context(options: argparse.Namespace, found: trained.Found, generator: Generator) -> int:
+    """Tokens of a conversation that the model sees."""
+    context = options.context or found.context
+    if generator.positions is not None and context > generator.positions:
+        if options.context:
+            raise UserError(
+                f"--context={context}: the model's positions end after {generator.positions} tokens"
+            )
+        context = generator.positions
+    if options.num_tokens >= context:
+        raise UserError(
+            f"--num_tokens={options.num_tokens}: leaves no room for a message in a context of "
+            f"{context} tokens: give fewer, or a larger --context"
+        )
+    return context
+
+
+def lines() -> Iterator[str]:
+    """What the user types, a line at a time; or standard input's."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (input() then knows the arrow keys)
+    ask = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            yield input(ask)
+        except EOFError:
+            print(flush=True)
+            return
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input is not UTF-8 text: {error}") from error
+
+
+class Talk:
+    """A conversation with a model: hears a line, prints what comes of it."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        dialogue: Dialogue,
+        history: History,
+        options: argparse.Namespace,
+        sampling: Sampling,
+        context: int,
+    ):
+        self._generator, self._dialogue, self.history = generator, dialogue, history
+        self._options, self._sampling, self._context = options, sampling, context
+        names = dialogue.specials._asdict() if dialogue.specials else {}
+        self._shown = {names[key]: text for key, text in _SHOWN.items() if key in names}
+        self._said = 0
+
+    def hear(self, line: str) -> None:
+        """A message, or a command; what is wrong with it is said, and nothing ends."""
+        try:
+            if line.startswith("/"):
+                self._obey(line)
+            elif line.strip():
+                self._answer(line)
+        except UserError as error:
+            say(str(error))
+
+    def _obey(self, line: str) -> None:
+        name, _, rest = line.strip().partition(" ")
+        if name == "/reset":
+            self.history.reset()
+            say("a new conversation")
+        elif name == "/save":
+            if not rest.strip():
+                raise UserError("/save FILE: which file?")
+            path = runtime.path("/save", rest.strip())
+            self.history.save(path)
+            say(f"added to {path}")
+        elif name == "/help":
+            print("\n".join(f"{name:<12}{text}" for name, text in _COMMANDS.items()), flush=True)
+        elif name == "/quit":
+            raise SystemExit(0)
+        else:
+            close = command_line.did_you_mean(name, _COMMANDS)
+            raise UserError(f"{name}: there is no such command{close}; /help lists them")
+
+    def _answer(self, text: str) -> None:
+        check_text("your message", text)
+        ids, gone = self.history.ask(text)
+        if gone:
+            say(f"the context is full: the first {gone} turn(s) are left out")
+        options = self._options
+        self._said += 1
+        try:
+            with progress.waiting("reading the conversation") as reading:
+                heard = _Heard(self._shown, reading)
+                with _interrupting(heard):
+                    answers(
+                        self._generator,
+                        self._dialogue,
+                        [ids],
+                        num_tokens=options.num_tokens,
+                        sampling=self._sampling,
+                        seed=(options.seed + self._said - 1) % (1 << 32),
+                        mode=options.calculator,
+                        capacity=self._context,
+                        on_token=heard.token,
+                    )
+        except _EndedError:
+            pass
+        except BaseException:
+            self.history.turns.pop()  # a message without an answer
+            raise
+        print(flush=True)
+        if heard.ids:
+            self.history.answered(heard.ids)
+        else:
+            self.history.turns.pop()
+
+
+class _EndedError(Exception):
+    """Ctrl-C while an answer is given."""
+
+
+class _Heard:
+    """Prints an answer as it comes.
+
+    Args:
+      shown: by special token, what is printed in its place.
+      reading: what is said while nothing has come yet.
+    """
+
+    def __init__(self, shown: dict[int, str], reading: progress.waiting):
+        self._shown, self._reading = shown, reading
+        self.ids, self.is_ended = [], False
+
+    def token(self, b: int, token: int, text: str) -> None:
+        self._reading.end()
+        if self.is_ended:
+            raise _EndedError
+        if token >= 0:
+            self.ids.append(token)
+        print(self._shown.get(token, text), end="", flush=True)
+
+
+@contextlib.contextmanager
+def _interrupting(heard: _Heard) -> Iterator[None]:
+    """Ctrl-C ends the answer that is heard; a second one while it ends changes nothing."""
+
+    def end(number, frame):
+        heard.is_ended = True
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

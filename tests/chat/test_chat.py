@@ -1,0 +1,225 @@
+"""The chat command: what is shown, kept and left out, and what Ctrl-C ends."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvjax.chat import __main__ as chat
+from kvjax.chat import history as history_lib
+from kvjax.chat.history import History
+from kvjax.conversation.render import Renderer
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
+from tests.conversation import workdirs
+from tests.evaluate import oracles
+from tests.evaluate.oracles import DIALOGUE
+from tests.evaluate.oracles import TOKENIZER
+from tests.evaluate.oracles import Scripted
+
+S = DIALOGUE.specials
+
+
+def _talk(scripts, room=400, *, num_tokens=64):
+    """A talk whose model says the scripts, one a message."""
+
+    class Model:
+        def start(self, prompts, **options):
+            self.prompts = prompts
+            return Scripted([scripts.pop(0)]).start(prompts, **options)
+
+    options = chat._parser().parse([f"--num_tokens={num_tokens}"])
+    history, model = History(DIALOGUE, room), Model()
+    return chat.Talk(model, DIALOGUE, history, options, None, room + num_tokens), model
+
+
+def test_an_answer_is_shown_with_the_calculators_part_and_kept_as_parts(capsys):
+    asked = [*TOKENIZER.encode("So "), S.python_start, *TOKENIZER.encode("2+3"), S.python_end]
+    talk, model = _talk([[*asked, *oracles.said("."), 0], oracles.said("Bye")])
+    talk.hear("What is 2 + 3?")
+    assert capsys.readouterr().out == "So [2+3=5].\n"
+    talk.hear("Thanks")
+    assert talk.history.messages == [
+        dict(role="user", content="What is 2 + 3?"),
+        dict(
+            role="assistant",
+            content=[
+                dict(type="text", text="So "),
+                dict(type="python", text="2+3"),
+                dict(type="python_output", text="5"),
+                dict(type="text", text="."),
+            ],
+        ),
+        dict(role="user", content="Thanks"),
+        dict(role="assistant", content="Bye"),
+    ]
+    # What the model is shown the second time is what it said the first time.
+    whole = Renderer(TOKENIZER)(dict(messages=talk.history.messages[:2]))
+    assert model.prompts[0][: len(whole.ids)] == whole.ids
+
+
+def test_whole_turns_are_left_out_when_the_context_is_full(capsys):
+    talk, model = _talk([oracles.said("answer one") for _ in range(9)], room=60)
+    for i in range(5):
+        talk.hear(f"message {i}")
+        ids = model.prompts[0]
+        assert len(ids) <= 60 and ids[0] == S.bos and ids[1] == S.user_start
+        assert TOKENIZER.decode(ids).endswith(f"message {i}<|user_end|><|assistant_start|>")
+    assert "the first 2 turn(s) are left out" in capsys.readouterr().err
+    assert len(talk.history.turns) == 10  # nothing is forgotten
+
+
+def test_a_message_that_is_too_long_is_refused_and_the_talk_goes_on(capsys):
+    talk, _ = _talk([oracles.said("yes")], room=40)
+    talk.hear("x" * 50)
+    assert "the message has 54 tokens" in capsys.readouterr().err and not talk.history.turns
+    talk.hear("short")
+    assert capsys.readouterr().out == "yes\n"
+
+
+def test_commands(tmp_path, capsys):
+    talk, _ = _talk([oracles.said("one"), oracles.said("two")])
+    path = tmp_path / "talk.jsonl"
+    talk.hear(f"/save {path}")
+    assert "there is nothing to save" in capsys.readouterr().err
+    talk.hear("first")
+    talk.hear(f"/save {path}")
+    talk.hear("/reset")
+    talk.hear("second")
+    talk.hear(f"/save {path}")
+    saved = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    assert [[m["content"] for m in one] for one in saved] == [["first", "one"], ["second", "two"]]
+    talk.hear("/help")
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("/reset", "/save FILE", "/help", "/quit"))
+    for line, said in {
+        "/rest": "/rest: there is no such command; did you mean '/reset'?",
+        "/save": "/save FILE: which file?",
+        f"/save {tmp_path}": "cannot be written",
+        "\ud800": "is not UTF-8 text",
+    }.items():
+        talk.hear(line)
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        talk.hear("/quit")
+
+
+def test_ctrl_c_ends_an_answer_and_what_came_of_it_stays(capsys, monkeypatch):
+    talk, _ = _talk([oracles.said("a long answer"), oracles.said("next")])
+    real = chat._Heard.token
+
+    def token(self, b, token, text):
+        real(self, b, token, text)
+        if len(self.ids) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(chat._Heard, "token", token)
+    before = signal.getsignal(signal.SIGINT)
+    talk.hear("go on")
+    assert capsys.readouterr().out == "a long\n"
+    assert talk.history.turns[-1] == dict(role="assistant", content="a long")
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.setattr(chat._Heard, "token", real)
+    talk.hear("more")
+    assert capsys.readouterr().out == "next\n"
+
+
+@pytest.mark.parametrize(
+    ("ids", "content"),
+    [
+        ([S.python_end, 65], "<|python_end|>A"),
+        ([65, S.python_start, 66], "A<|python_start|>B"),
+        ([65, S.output_start, 66, S.output_end], [("text", "A"), ("python_output", "B")]),
+        ([S.python_start, 66, S.python_end], [("python", "B")]),
+    ],
+)
+def test_half_a_call_is_text(ids, content):
+    found = history_lib.parts(TOKENIZER, S, ids)
+    if isinstance(content, str):
+        text = found if isinstance(found, str) else "".join(part["text"] for part in found)
+        assert text == content
+    else:
+        assert [(part["type"], part["text"]) for part in found] == content
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return workdirs.write(tmp_path_factory.mktemp("talking") / "run")
+
+
+@pytest.fixture
+def run(workdir, capsys, monkeypatch):
+    """A function of flags and input: (exit status, standard output, standard error)."""
+    monkeypatch.setattr(runtime, "start", lambda: None)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
+
+    def command(*given, text="", workdir=workdir):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        arguments = [f"--workdir={workdir}", *given]
+        return command_line.status(chat.main, arguments), *capsys.readouterr()
+
+    return command
+
+
+def test_a_conversation_from_standard_input(run):
+    status, out, err = run("--num_tokens=4", text="Hello\n\nAnd now?\n")
+    assert (status, err) == (0, "") and out.count("\n") >= 3
+    assert run("--num_tokens=4", text="Hello\n\nAnd now?\n")[1] == out
+    assert run("--num_tokens=4", "--seed=5", text="Hello\n\nAnd now?\n")[1] != out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--num_tokens=600"], "--num_tokens=600: leaves no room for a message"),
+        (["--temperature=-1"], "--temperature = -1.0"),
+        (["--calculator=abacus"], "--calculator = 'abacus'"),
+        (["--context=-1"], "capacity = -1"),
+        (["--step=7"], "has no such checkpoint"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run, options, said):
+    status, out, err = run(*options)
+    assert (status, out) == (2, "") and said in err and err.count("\n") == 1
+
+
+def test_a_model_without_the_specials_and_without_a_template_cannot_talk(run, tmp_path):
+    other = workdirs.write(tmp_path / "run", tokenizer=tokenizer_lib.byte_tokenizer())
+    status, _, err = run(workdir=other, text="Hello\n")
+    assert status == 2 and "lacks <|user_start|>" in err and "configs/mid/" in err
+
+
+def test_an_imported_model_talks_by_its_template(run, tmp_path):
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    bytes_only = tokenizer_lib.byte_tokenizer()
+    other = workdirs.write(tmp_path / "run", tokenizer=bytes_only, template=template)
+    status, out, err = run("--num_tokens=4", workdir=other, text="Hello\n")
+    assert (status, err) == (0, "") and out
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_program_where_no_answer_is_given(workdir):
+    command = [sys.executable, "-m", "kvjax.chat", f"--workdir={workdir}", "--num_tokens=4"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, cwd=ROOT, text=True) as process:
+        process.stdin.write("Hello\n")
+        process.stdin.flush()
+        process.stdout.readline()  # an answer
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+
+
+def test_what_cannot_be_said_is_a_user_error():
+    with pytest.raises(UserError, match="say it in fewer words"):
+        History(DIALOGUE, 4).ask("Hello")

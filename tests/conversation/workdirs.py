@@ -1,0 +1,42 @@
+"""Workdirs of tiny models that know conversations, with random weights."""
+
+import pathlib
+
+from etils import epath
+
+from kvjax.convert import into_workdir
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.model.config import TransformerConfig
+from tests.convert import workdirs
+
+TOKENIZER = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSATION_SPECIALS)
+
+
+class Talking(workdirs.Made):
+    """A model whose tokenizer is of bytes and the nine specials; or of bytes alone."""
+
+    def __init__(self, tokenizer: tokenizer_lib.Tokenizer, context: int):
+        block, mechanism, _ = workdirs.MODELS["lrkv"]
+        of_bytes = workdirs.config(block, mechanism)
+        sizes = dict(block=of_bytes.block, mechanisms=of_bytes.mechanisms)
+        super().__init__(TransformerConfig(**sizes, vocab_size=tokenizer.vocab_size))
+        self.tokenizer_json, self.context = tokenizer.to_json(), context
+
+
+def write(
+    folder: pathlib.Path,
+    *,
+    tokenizer: tokenizer_lib.Tokenizer = TOKENIZER,
+    template: str | None = None,
+    context: int = 600,
+) -> epath.Path:
+    """A workdir.
+
+    Args:
+      template: in Jinja, as an imported model has it.
+      context: tokens that it was trained on.
+    """
+    model = Talking(tokenizer, context)
+    model.chat_template = template
+    into_workdir.write(model, epath.Path(folder), dict(source="tests"))
+    return epath.Path(folder)
