@@ -127,7 +127,11 @@ class Process:
     def _reap(self) -> float:
         if self._process.returncode is not None:
             return 0.0
-        _, status, used = os.wait4(self._process.pid, 0)
+        try:
+            _, status, used = os.wait4(self._process.pid, 0)
+        except ChildProcessError:  # where children are ignored
+            self._process.returncode = 0
+            return 0.0
         self._process.returncode = os.waitstatus_to_exitcode(status)
         return used.ru_utime + used.ru_stime
 

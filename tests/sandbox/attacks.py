@@ -193,6 +193,12 @@ _PROCESSES = {
         import resource
         resource.prlimit(@PARENT@, resource.RLIMIT_NOFILE)
         """,
+    "map page zero": """
+        import ctypes
+        library = ctypes.CDLL(None, use_errno=True)
+        library.mmap.restype = ctypes.c_long
+        assert library.mmap(*map(ctypes.c_long, (0, 4096, 3, 0x32, -1, 0))) == 0
+        """,
     "take 1 TB": "bytearray(1 << 40)",
     "take 1 GB": "bytearray(1 << 30)",
 }

@@ -1,6 +1,9 @@
 """Programs are judged: right ones pass, and nothing else does, whatever it tries."""
 
+import contextlib
 import dataclasses
+import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -29,6 +32,7 @@ SOME_BREACHES = (
     "have its pipe signal the process that judges",
     "read the environment of the process that judges",
     "raise its limits",
+    "map page zero",
     "take 1 GB",
     "unshare",
     "a call in machine code",
@@ -224,6 +228,39 @@ def test_an_interruption_ends_what_is_judged(box):
         long.judge_all([sandbox.Problem(RIGHT, TEST, "add"), sleep], 2, interrupt)
     assert time.monotonic() - start < 200
     assert not long._running
+
+
+@pytest.mark.slow
+def test_interpreters_end_with_the_process_that_judges(tmp_path):
+    code = """
+from kvjax import sandbox
+box = sandbox.open("auto", sandbox.Limits(seconds=100))
+print("ready", flush=True)
+sleep = "import time; time.sleep(100)"
+box.judge(program=sleep, test="def check(candidate): candidate()", entry_point="f")
+"""
+    mark = {"TMPDIR": str(tmp_path)}  # where their folders are
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | mark) as process:
+        assert process.stdout.readline() == b"ready\n"
+        until = time.monotonic() + 60
+        while len(inside(tmp_path)) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        assert len(inside(tmp_path)) >= 2
+        process.kill()
+    while inside(tmp_path) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not inside(tmp_path)
+
+
+def inside(folder):
+    """Processes whose current folder is in this one."""
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder) in os.readlink(process / "cwd"):
+                found.append(process.name)
+    return found
 
 
 def test_it_imports_the_standard_library_only():

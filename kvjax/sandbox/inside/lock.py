@@ -7,6 +7,7 @@ import sys
 from kvjax.sandbox.inside import landlock
 from kvjax.sandbox.inside import limits
 from kvjax.sandbox.inside import seccomp
+from kvjax.sandbox.inside.kernel import drop_capabilities
 from kvjax.sandbox.inside.kernel import prctl
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -35,6 +36,7 @@ def lock(
         readable = [path for path in sys.path if os.path.exists(path)]
         held["landlock"] = _tried(landlock.restrict, readable)
     if use_seccomp:
+        drop_capabilities()  # with them madvise takes memory from the machine, mmap page zero
         held["seccomp"] = _tried(seccomp.restrict)
     return held
 
