@@ -41,16 +41,14 @@ class Bubblewrap:
         ]
         for name, value in environment.items():
             command += ["--setenv", name, value]
-        for path in _LIBRARIES:
+        command += ["--size", str(_SIZE), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+        own = [os.path.join(sys.base_prefix, name) for name in ("lib", sys.platlibdir)]
+        for path in dict.fromkeys([*_LIBRARIES, *own, interpreter]):
             if os.path.islink(path):
                 command += ["--symlink", os.readlink(path), path]
-            elif os.path.isdir(path):
+            elif os.path.exists(path):
                 command += ["--ro-bind", path, path]
-        if not sys.base_prefix.startswith("/usr"):
-            library = os.path.join(sys.base_prefix, "lib")
-            command += ["--ro-bind", library, library]
-        command += ["--ro-bind", interpreter, interpreter]
-        return [*command, "--size", str(_SIZE), "--tmpfs", "/tmp", "--chdir", "/tmp", "--"]
+        return [*command, "--"]
 
 
 def find(interpreter: str) -> Bubblewrap:

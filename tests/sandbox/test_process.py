@@ -42,7 +42,7 @@ def test_a_reply_to_the_request(started):
     [
         ("print('0 fine')", "a reply that was not asked for"),
         ("print(number[:-1], 'fine')", "a reply that was not asked for"),
-        ("print(number.upper() + ' fine')", "a reply that was not asked for"),
+        ("print('x' + number[1:], 'fine')", "a reply that was not asked for"),
         ("print()", "a reply that was not asked for"),
         ("os.write(1, number.encode() + b' \\xff\\n')", "a reply that was not asked for"),
         ("os.write(1, (number + ' a\\n' + number + ' b\\n').encode())", "more than its reply"),
@@ -55,8 +55,6 @@ def test_a_reply_to_the_request(started):
     ],
 )
 def test_another_reply_is_a_failure(started, code, message):
-    if "upper" in code:  # unless it has no letters
-        code = f"number = 'x' + number[1:]\n{code}"
     process = started(READ + code)
     with pytest.raises(Failure, match=message):
         process.ask("hello", soon())
