@@ -26,6 +26,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.command_line import say
+from kvjax.foundation.configuration import at_least
 from kvjax.foundation.configuration import check_text
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
@@ -70,7 +71,8 @@ def main(arguments: list[str]) -> None:
 def _run(options: argparse.Namespace) -> None:
     command_line.require(options, workdir="the folder of a trained run, as runs/lrkv_128m_mid")
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    check_options(num_tokens=options.num_tokens, seed=options.seed, capacity=options.context)
+    check_options(num_tokens=options.num_tokens, seed=options.seed, capacity=0)
+    at_least("context", options.context, 0)
     one_of("calculator", options.calculator, calculator.MODES)
     check_text("system", options.system)
     runtime.start()

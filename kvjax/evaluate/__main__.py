@@ -16,6 +16,7 @@ from typing import Any
 
 from etils import epath
 
+from kvjax import experiment
 from kvjax import sandbox
 from kvjax.conversation import calculator
 from kvjax.conversation import dialogue as dialogue_lib
@@ -41,6 +42,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import warn
 from kvjax.foundation.output import Output
 from kvjax.workdir import origin
 from kvjax.workdir import storage
@@ -108,7 +110,11 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     one_of("sandbox", options.sandbox, ("auto", "linux", "wasm"))
     files = datasets.asked(options.file)
     lists.names("--file", ",".join(files), task_lib.TASKS) if files else ()
+    if options.dtype:
+        one_of("dtype", options.dtype, experiment.DTYPES)
     runtime.start()
+    found = trained.find(runtime.workdir(options.workdir), step=options.step)
+    folder = runtime.folder("--out", options.out) if options.out else _folder(found)
     with progress.waiting("reading the data"):
         questions = {
             name: datasets.read(task_lib.TASKS[name], options.data, files.get(name, ""))
@@ -120,13 +126,15 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
             bundle = runtime.path("--data", options.data)
             bundle = bundle / "eval_bundle" if (bundle / "eval_bundle").exists() else bundle
             core, core_digest = core_tasks.read(bundle), core_tasks.digest(bundle)
-    found = trained.find(runtime.workdir(options.workdir), step=options.step)
     box = _box(options) if "humaneval" in names else None
     plan = Plan(questions, core, _asked(options, box), options.limit, share)
     dialogue = _dialogue(found, names, options.humaneval)
     described = Described(found.tokenizer, dialogue, max_positions(found.experiment.model))
-    evaluation.check(described, plan, found.context)
-    folder = runtime.folder("--out", options.out) if options.out else _folder(found)
+    for text in [
+        *evaluation.check(described, plan, found.context),
+        *datasets.other_counts(questions.values()),
+    ]:
+        warn(text)
     data = datasets.described(questions)
     if core:
         data[task_lib.CORE] = dict(sha256=core_digest, tasks=len(core))

@@ -1,5 +1,6 @@
 """Finds the files of a task and reads its questions; nothing is ever downloaded."""
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -13,7 +14,6 @@ from kvjax.evaluate.task import Task
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
-from kvjax.foundation.errors import warn
 
 FOLDER = "~/data/evaluation"
 
@@ -58,12 +58,17 @@ def read(task: Task, folder: str, given: str = "") -> Questions:
     names = tuple(os.fspath(file) for file in files)
     if not items:
         raise DataError(f"{task.name}: {', '.join(names)} has no row")
-    if len(items) != task.rows:
-        warn(
-            f"{task.name}: {', '.join(names[:3])} has {len(items):,} rows, and the published set "
-            f"{task.rows:,}: scores are not comparable with published ones"
-        )
     return Questions(task, items, places, names, records.digest(files))
+
+
+def other_counts(found: Iterable[Questions]) -> list[str]:
+    """What to say of sets that have other numbers of rows than the published ones."""
+    return [
+        f"{q.task.name}: {', '.join(q.files[:3])} has {len(q.items):,} rows, and the published set "
+        f"{q.task.rows:,}: scores are not comparable with published ones"
+        for q in found
+        if len(q.items) != q.task.rows
+    ]
 
 
 def asked(texts: Sequence[str]) -> dict[str, str]:

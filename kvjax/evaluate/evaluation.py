@@ -21,7 +21,6 @@ from kvjax.evaluate.rows import Rows
 from kvjax.evaluate.task import LETTERS
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +64,16 @@ class Done:
         return sum(row["right"] for row in self.rows.values())
 
 
-def check(model: Described | Model, plan: Plan, context: int) -> None:
-    """Raises a UserError for what cannot be asked, before anything expensive.
+def check(model: Described | Model, plan: Plan, context: int) -> list[str]:
+    """What to warn of, before anything expensive.
 
     Args:
       context: tokens that the model was trained on: what goes beyond is warned of.
+
+    Raises:
+      UserError: what cannot be asked.
     """
+    said = []
     for name, found in plan.questions.items():
         items = found.items[: plan.count(len(found.items))]
         if found.task.kind == LETTERS:
@@ -79,10 +82,11 @@ def check(model: Described | Model, plan: Plan, context: int) -> None:
         else:
             prompts = [generated.prompt(model, item, plan.asked.mode) for item in items]
             more = plan.asked.num_tokens
-        _check_lengths(model, name, found.places, prompts, more, context)
+        said += _lengths(model, name, found.places, prompts, more, context)
+    return said
 
 
-def _check_lengths(model, name, places, prompts, more: int, context: int) -> None:
+def _lengths(model, name, places, prompts, more: int, context: int) -> list[str]:
     lengths = [len(ids) for ids, _ in prompts]
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     needed = lengths[longest] + max(0, more - 1)
@@ -92,13 +96,15 @@ def _check_lengths(model, name, places, prompts, more: int, context: int) -> Non
             f"{places[longest]}: {lengths[longest]} tokens{ask}; the model's positions end after "
             f"{model.positions}: leave out {name}" + (", or lower --num_tokens" if more else "")
         )
+    said = []
     if beyond := sum(length + more > context for length in lengths):
-        warn(
+        said.append(
             f"{name}: {beyond:,} of {len(lengths):,} prompts may go past the {context:,} tokens "
             "that the model was trained on"
         )
     if cut := sum(is_cut for _, is_cut in prompts):
-        warn(f"{name}: {cut:,} prompts are longer than the limit, and lose their end")
+        said.append(f"{name}: {cut:,} prompts are longer than the limit, and lose their end")
+    return said
 
 
 def run(

@@ -183,7 +183,7 @@ def test_a_conversation_from_standard_input(run):
         (["--num_tokens=600"], "--num_tokens=600: leaves no room for a message"),
         (["--temperature=-1"], "--temperature = -1.0"),
         (["--calculator=abacus"], "--calculator = 'abacus'"),
-        (["--context=-1"], "capacity = -1"),
+        (["--context=-1"], "--context = -1"),
         (["--step=7"], "has no such checkpoint"),
     ],
 )

@@ -6,7 +6,7 @@ CONFIGS = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "kv_tied_tiny", "qk_tied_p
 CONFIGS += ("thin_keys_tiny",)
 PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
 PRODUCT += ("kvjax.convert", "kvjax.convert.export", "kvjax.analysis", "kvjax.data.prepare")
-PRODUCT += ("kvjax.kernels.profile",)
+PRODUCT += ("kvjax.kernels.profile", "kvjax.evaluate", "kvjax.chat")
 CHILDREN = ("jax_training", "torch_training")  # of train_benchmark: not for users
 EXPERIMENTS = tuple(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -34,6 +34,11 @@ WORKING = {
     "kvjax.convert": (("--source=../shared/trained", "--out=out"), "would convert"),
     "kvjax.convert.export": (("--workdir=../shared/trained", "--out=out"), "would export"),
     "kvjax.analysis": (("--workdir=../shared/trained", "--out=out"), "would analyse"),
+    "kvjax.evaluate": (
+        ("--workdir=../shared/talking", "--tasks=mmlu", "--data=../shared/questions"),
+        "would evaluate",
+    ),
+    "kvjax.chat": (("--workdir=../shared/talking",), ""),
     "kvjax.data.prepare": (
         ("--source=../shared/text.txt", "--tokenizer=byte", "--output=out", "--sequence_length=32"),
         "datasets",

@@ -55,6 +55,8 @@ _FREE = {
     "kvjax.convert": ("out",),
     "kvjax.convert.export": ("out", "dtype"),
     "kvjax.analysis": ("workdir", "out"),
+    "kvjax.evaluate": ("workdir", "out", "dtype"),
+    "kvjax.chat": ("workdir", "system", "dtype"),
     "kvjax.data.prepare": ("validation_source", "text_key", "output"),
     "kvjax.kernels.profile": ("plot",),
 }

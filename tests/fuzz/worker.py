@@ -43,6 +43,8 @@ MODULES = (
     "kvjax.convert.__main__",
     "kvjax.convert.export",
     "kvjax.analysis.__main__",
+    "kvjax.evaluate.__main__",
+    "kvjax.chat.__main__",
     "kvjax.costs.__main__",
     "kvjax.aot",
     "kvjax.data.prepare",
@@ -156,6 +158,12 @@ def build(shared: pathlib.Path) -> None:
     config.data.update(source="../shared/text.txt")
     config.train.update(batch_size=2, checkpoint_every=1)
     loop.train(config, epath.Path("trained"))
+    from tests.conversation import workdirs  # asks for eight devices, too late
+
+    workdirs.write(shared / "talking")
+    (shared / "questions").mkdir()
+    row = dict(question="Which?", choices=["this", "that"], answer=1)
+    (shared / "questions" / "mmlu.jsonl").write_text((json.dumps(row) + "\n") * 3)
     (shared / "a_file").write_text("text\n")
     (shared / "binary.py").write_bytes(bytes(range(256)))
     (shared / "empty.txt").write_text("")
@@ -272,6 +280,7 @@ def _left_out() -> list:
     from kvjax.convert import into_folder
     from kvjax.convert import into_workdir
     from kvjax.decoding import generator
+    from kvjax.evaluate import evaluation
     from kvjax.kernels.profile import measured
     from kvjax.kernels.profile import static
     from kvjax.training import loop
@@ -309,6 +318,7 @@ def _left_out() -> list:
         patch(generator, "Generation", instead("generate")),
         patch(into_workdir, "write", instead("convert")),
         patch(into_folder, "write", instead("export")),
+        patch(evaluation, "run", instead("evaluate")),
         patch(analysis, "_folder", analyse),
         patch(topologies, "get_topology_desc", instead("compile")),
         mock.patch.dict(sys.modules, {name: _installed(name) for name in COMPILERS}),

@@ -1,0 +1,276 @@
+"""The command from options to summary.json, and what can be wrong with it."""
+
+import csv
+import json
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.evaluate import __main__ as evaluate
+from kvjax.evaluate import evaluation
+from kvjax.evaluate import letters
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from tests.conversation import workdirs
+
+MMLU = [
+    dict(question=f"What is {i}?", choices=["zero", 1, "", "three"], answer=i % 4) for i in range(5)
+]
+ARC = [
+    dict(
+        id=str(i),
+        question=f"Which {i}?",
+        choices=dict(text=["a", "b", "c"], label=["1", "2", "3"]),
+        answerKey=str(i % 3 + 1),
+    )
+    for i in range(5)
+]
+GSM8K = [
+    dict(question=f"{i} + 1?", answer=f"It is <<{i}+1={i + 1}>>{i + 1}.\n#### {i + 1}")
+    for i in range(5)
+]
+HUMANEVAL = [
+    dict(
+        task_id=f"HumanEval/{i}",
+        prompt=f"def f(x):\n    '''Adds {i}.'''\n",
+        entry_point="f",
+        canonical_solution=f"    return x + {i}\n",
+        test=f"def check(candidate):\n    assert candidate(1) == {i + 1}\n",
+    )
+    for i in range(3)
+]
+
+
+def _lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Each set in another of its published forms."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    cells = [[r["question"], *map(str, r["choices"]), "ABCD"[r["answer"]]] for r in MMLU]
+    (folder / "mmlu" / "test").mkdir(parents=True)
+    with open(folder / "mmlu" / "test" / "anatomy_test.csv", "w", newline="") as file:
+        csv.writer(file).writerows(cells)
+    (folder / "ai2_arc" / "ARC-Easy").mkdir(parents=True)
+    path = folder / "ai2_arc" / "ARC-Easy" / "test-00000-of-00001.parquet"
+    pq.write_table(pa.Table.from_pylist(ARC), path)
+    original = [
+        dict(
+            question=dict(
+                stem=row["question"],
+                choices=[
+                    dict(text=t, label=label)
+                    for t, label in zip(row["choices"]["text"], "ABC", strict=True)
+                ],
+            ),
+            answerKey="ABC"[int(row["answerKey"]) - 1],
+        )
+        for row in ARC
+    ]
+    _lines(folder / "ARC-Challenge" / "ARC-Challenge-Test.jsonl", original)
+    _lines(folder / "gsm8k.jsonl", GSM8K)
+    _lines(folder / "humaneval.jsonl", HUMANEVAL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return workdirs.write(tmp_path_factory.mktemp("talking") / "run")
+
+
+@pytest.fixture
+def workdir(written, tmp_path):
+    shutil.copytree(written, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def run(workdir, data, capsys, monkeypatch):
+    """A function of flags: (exit status, standard output, standard error)."""
+    monkeypatch.setattr(runtime, "start", lambda: None)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
+
+    def command(*given, workdir=workdir):
+        arguments = [f"--workdir={workdir}", f"--data={data}", "--num_tokens=8", *given]
+        return command_line.status(evaluate.main, arguments), *capsys.readouterr()
+
+    return command
+
+
+def test_all_five_tasks(run, workdir):
+    status, out, err = run("--json", "--batch=4")
+    assert status == 0, err
+    result = json.loads(out)
+    assert {name: task["rows"] for name, task in result["tasks"].items()} == dict(
+        arc_easy=5, arc_challenge=5, mmlu=5, gsm8k=5, humaneval=3
+    )
+    assert result["options"]["sandbox"] and result["options"]["calculator"] == "nanochat"
+    assert "combined" in result and "chat_core" in result
+    summary = json.loads((workdir / "evaluations" / "0" / "summary.json").read_text())
+    assert summary.pop("made_by")["command"] and summary == result
+    rows = (workdir / "evaluations" / "0" / "mmlu.jsonl").read_text().splitlines()
+    assert [json.loads(row)["index"] for row in rows] == list(range(5))
+    assert "mmlu" in err and "5 rows, and the published set 14,042" in err
+    # Again: nothing is asked, everything is there.
+    status, out, _ = run("--json", "--batch=4")
+    again = json.loads(out)
+    strip = lambda tasks: {
+        name: {k: v for k, v in task.items() if not k.endswith("now")}
+        for name, task in tasks.items()
+    }
+    assert strip(again["tasks"]) == strip(result["tasks"])
+    assert not any("asked_now" in task for task in again["tasks"].values())
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on_and_finds_the_same(run, workdir, monkeypatch):
+    whole = run("--tasks=mmlu,arc_easy", "--json", f"--out={workdir}/whole")
+    real, asked = letters.ask, []
+
+    def ask(model, items, indices):
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        asked.append(list(indices))
+        return real(model, items, indices)
+
+    monkeypatch.setattr(letters, "BLOCK", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(letters, "ask", ask)
+        assert run("--tasks=mmlu,arc_easy", "--batch=2")[0] == 130
+    assert asked == [[0, 1], [2, 3]]
+    status, out, _ = run("--tasks=mmlu,arc_easy", "--batch=2", "--json")
+    tasks = json.loads(out)["tasks"]
+    assert status == 0 and tasks["mmlu"]["asked_now"] == 1 and tasks["arc_easy"]["asked_now"] == 5
+    right = lambda text: {n: t["right"] for n, t in json.loads(text)["tasks"].items()}
+    assert right(out) == right(whole[1])
+
+
+@pytest.mark.slow
+def test_processes_share_the_rows(run, tmp_path):
+    alone = json.loads(run("--tasks=mmlu", "--json", f"--out={tmp_path}/alone")[1])
+    first = json.loads(run("--tasks=mmlu", "--json", "--share=0/2")[1])
+    assert first["tasks"]["mmlu"]["rows"] == 3
+    both = json.loads(run("--tasks=mmlu", "--json", "--share=1/2")[1])
+    assert both["tasks"]["mmlu"]["rows"] == 5
+    assert both["tasks"]["mmlu"]["right"] == alone["tasks"]["mmlu"]["right"]
+
+
+def test_a_limit(run):
+    status, out, _ = run("--tasks=mmlu", "--limit=2", "--json")
+    assert status == 0 and json.loads(out)["tasks"]["mmlu"]["rows"] == 2
+
+
+def test_rows_of_other_options_are_refused(run):
+    assert run("--tasks=gsm8k", "--limit=1")[0] == 0
+    status, _, err = run("--tasks=gsm8k", "--calculator=dataset")
+    assert status == 2 and "calculator = 'nanochat', and now it is 'dataset'" in err
+
+
+def test_rows_of_another_checkpoint_are_refused(run, workdir, tmp_path):
+    assert run("--tasks=mmlu", "--limit=1")[0] == 0
+    other = workdirs.write(tmp_path / "other")
+    shutil.copytree(workdir / "evaluations", tmp_path / "other" / "evaluations")
+    status, _, err = run("--tasks=mmlu", workdir=other)
+    assert status == 2 and "rows of mmlu are there with checkpoint" in err
+
+
+@pytest.fixture
+def checked(run, monkeypatch):
+    """As `run`, of what is checked before anything is read or compiled."""
+
+    def enough(*given, **options):
+        raise AssertionError("it would begin")
+
+    monkeypatch.setattr(evaluation, "run", enough)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tasks=mmmlu"], "did you mean 'mmlu'"),
+        (["--tasks=core"], "core.yaml is missing"),
+        (["--share=2/2"], "--share=2/2: give I/N"),
+        (["--file=mmlu"], "--file=mmlu: give TASK=PATH"),
+        (["--file=mmlu=nowhere.jsonl"], "there is no such file"),
+        (["--file=mmul=x"], "--file"),
+        (["--batch=0"], "--batch = 0: must be at least 1"),
+        (["--calculator=x"], "--calculator = 'x'"),
+        (["--compare=a"], "--compare and --workdir: give one of them"),
+        (["--data=nowhere"], "hf download allenai/ai2_arc --repo-type=dataset --local-dir="),
+    ],
+)
+def test_what_is_wrong_is_one_line(checked, options, said):
+    status, out, err = checked(*options)
+    assert (status, out) == (2, "") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "said"),
+    [
+        ("mmlu", dict(question="a"), "line 6: lacks choices, answer"),
+        ("mmlu", dict(question="a", choices=["b", "c"], answer=2), "answer = 2 must be 0 to 1"),
+        ("mmlu", dict(question="a", choices="bc", answer=0), "choices must be a list"),
+        ("arc_easy", ARC[0] | dict(answerKey="9"), "answerKey = '9' is not among the labels"),
+        ("gsm8k", dict(question=1, answer="x"), "question must be text, not int"),
+        ("humaneval", dict(HUMANEVAL[0], test=None), "test must be text, not NoneType"),
+    ],
+)
+def test_a_malformed_row_is_named(checked, tmp_path, task, row, said):
+    good = dict(mmlu=MMLU, arc_easy=ARC, gsm8k=GSM8K, humaneval=HUMANEVAL)[task]
+    _lines(tmp_path / "rows.jsonl", [*good, row])
+    status, _, err = checked(f"--tasks={task}", f"--file={task}={tmp_path}/rows.jsonl")
+    assert status == 2 and "rows.jsonl, line " in err and said in err
+
+
+def test_a_model_without_conversations_is_told_what_to_do(checked, tmp_path):
+    other = workdirs.write(tmp_path / "plain", tokenizer=tokenizer_lib.byte_tokenizer())
+    status, _, err = checked("--tasks=mmlu", workdir=other)
+    assert status == 2 and "lacks <|user_start|>" in err
+
+
+def test_prompts_beyond_the_models_context_are_counted(run, tmp_path):
+    other = workdirs.write(tmp_path / "short", context=50)
+    _, _, err = run("--tasks=mmlu", "--limit=3", workdir=other)
+    assert "mmlu: 3 of 3 prompts may go past the 50 tokens" in err
+
+
+def test_no_sandbox_is_no_humaneval(checked, monkeypatch):
+    def refuse(kind):
+        raise evaluate.sandbox.SandboxError("seccomp: ENOSYS (errno 38)")
+
+    monkeypatch.setattr(evaluate.sandbox, "open", refuse)
+    status, _, err = checked("--tasks=humaneval")
+    assert status == 2 and "ENOSYS (errno 38)" in err and "--allow_unsandboxed_code" in err
+
+
+def test_two_models_are_compared(run, workdir, tmp_path, capsys):
+    assert run("--tasks=mmlu,arc_easy")[0] == 0
+    shutil.copytree(workdir, tmp_path / "b")
+    path = tmp_path / "b" / "evaluations" / "0" / "mmlu.jsonl"
+    rows = [json.loads(line) | dict(right=True) for line in path.read_text().splitlines()]
+    _lines(path, rows)
+    compare = lambda *given: (
+        command_line.status(evaluate.main, list(given)),
+        *capsys.readouterr(),
+    )
+    status, out, err = compare(f"--compare={workdir},{tmp_path / 'b'}", "--json")
+    assert status == 0, err
+    tasks = json.loads(out)["tasks"]
+    assert tasks["arc_easy"]["difference"]["value"] == 0
+    assert tasks["mmlu"]["other"] == 1 and tasks["mmlu"]["rows"] == 5
+    assert tasks["mmlu"]["difference"]["value"] == tasks["mmlu"]["one"] - 1 < 0
+    assert "needs three seeds" in err
+    status, _, err = compare(f"--compare={workdir},{tmp_path / 'none'}")
+    assert status == 2 and "has no evaluation" in err
+    identity = tmp_path / "b" / "evaluations" / "0" / "mmlu.json"
+    identity.write_text(json.dumps(json.loads(identity.read_text()) | dict(data="other")))
+    status, _, err = compare(f"--compare={workdir},{tmp_path / 'b'}")
+    assert status == 2 and "mmlu was asked with data = " in err
