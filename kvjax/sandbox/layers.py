@@ -59,6 +59,7 @@ class Layers:
             parent=None if self.bubblewrap else os.getpid(),
             memory_bytes=limits.memory_bytes,
             cpu_seconds=limits.cpu_seconds,
+            processes=1,
         )
         return dict(role=role, lock=lock)
 

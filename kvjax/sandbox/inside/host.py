@@ -24,7 +24,7 @@ def main() -> None:
     store.set_wasi(guest)
     store.set_limits(memory_size=asked["memory_bytes"])
     instance = linker.instantiate(store, module)
-    limits.limit(memory_bytes=None, cpu_seconds=asked["cpu_seconds"])
+    limits.limit(memory_bytes=None, cpu_seconds=asked["cpu_seconds"], processes=None)
     try:
         instance.exports(store)["_start"](store)
     except (wasmtime.Trap, wasmtime.ExitTrap, wasmtime.WasmtimeError):

@@ -3,12 +3,13 @@
 import resource
 
 
-def limit(*, memory_bytes: int | None, cpu_seconds: int) -> None:
+def limit(*, memory_bytes: int | None, cpu_seconds: int, processes: int | None) -> None:
     """Lowers soft and hard limits; processes are not limited for root by any kernel.
 
     Args:
       memory_bytes: of address space; None where a runtime reserves far more than it uses.
       cpu_seconds: SIGXCPU then, SIGKILL a second later.
+      processes: and threads, of the user; None where a runtime starts threads of its own.
     """
     for name, soft, hard in (
         ("AS", memory_bytes, memory_bytes),
@@ -16,7 +17,7 @@ def limit(*, memory_bytes: int | None, cpu_seconds: int) -> None:
         ("FSIZE", 0, 0),
         ("NOFILE", 32, 32),
         ("CORE", 0, 0),
-        ("NPROC", 1, 1),
+        ("NPROC", processes, processes),
         ("MEMLOCK", 0, 0),
         ("MSGQUEUE", 0, 0),
     ):
