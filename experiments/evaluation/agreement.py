@@ -21,7 +21,6 @@ from etils import epath
 import numpy as np
 
 from experiments import record
-from kvjax.conversation import dialogue as dialogue_lib
 from kvjax.conversation import questions
 from kvjax.convert import export
 from kvjax.convert import huggingface
@@ -39,6 +38,7 @@ from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
+from kvjax.workdir import dialogue as dialogue_lib
 from kvjax.workdir import trained
 
 _CHILD = "import sys, transformers_answers as t; t.main(*sys.argv[1:])"
@@ -65,10 +65,7 @@ def ours(workdir: epath.Path, asked: dict, batch: int) -> dict:
     loaded = trained.load(workdir, dtype="float32")
     found = trained.find(workdir)
     generator = Generator(loaded.model, loaded.compute)
-    template = model_lib.Trained(found).chat_template
-    dialogue = dialogue_lib.of(
-        loaded.tokenizer, template, found.token_files, where=str(found.workdir)
-    )
+    dialogue = dialogue_lib.of(found)
     encode = loaded.tokenizer.encode
     prompt = lambda message: dialogue.prompt([dict(role="user", content=message)]).ids
     scorer = Scorer(generator, batch=batch)

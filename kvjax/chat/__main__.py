@@ -16,7 +16,6 @@ import sys
 
 from kvjax.chat.history import History
 from kvjax.conversation import calculator
-from kvjax.conversation import dialogue as dialogue_lib
 from kvjax.conversation.dialogue import Dialogue
 from kvjax.decoding.answers import answers
 from kvjax.decoding.generator import Generator
@@ -30,7 +29,7 @@ from kvjax.foundation.configuration import at_least
 from kvjax.foundation.configuration import check_text
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
-from kvjax.workdir import origin
+from kvjax.workdir import dialogue as dialogue_lib
 from kvjax.workdir import trained
 
 _COMMANDS = {
@@ -77,7 +76,7 @@ def _run(options: argparse.Namespace) -> None:
     check_text("system", options.system)
     runtime.start()
     found = trained.find(runtime.workdir(options.workdir), step=options.step)
-    dialogue = _dialogue(found)
+    dialogue = dialogue_lib.of(found)
     with progress.waiting("reading the model"):
         loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
         generator = Generator(loaded.model, loaded.compute)
@@ -87,12 +86,6 @@ def _run(options: argparse.Namespace) -> None:
     talk = Talk(generator, dialogue, history, options, sampling, context)
     for line in lines():
         talk.hear(line)
-
-
-def _dialogue(found: trained.Found) -> Dialogue:
-    template = found.workdir / origin.CHAT_TEMPLATE
-    text = origin.text_of(template) if template.exists() else None
-    return dialogue_lib.of(found.tokenizer, text, found.token_files, where=str(found.workdir))
 
 
 def _context(options: argparse.Namespace, found: trained.Found, generator: Generator) -> int:

@@ -19,8 +19,9 @@ from etils import epath
 from kvjax import experiment
 from kvjax import sandbox
 from kvjax.conversation import calculator
-from kvjax.conversation import dialogue as dialogue_lib
 from kvjax.conversation import specials as specials_lib
+from kvjax.conversation.dialogue import Dialogue
+from kvjax.conversation.dialogue import Plain
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.generator import max_positions
 from kvjax.evaluate import compare
@@ -44,7 +45,7 @@ from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
 from kvjax.foundation.output import Output
-from kvjax.workdir import origin
+from kvjax.workdir import dialogue as dialogue_lib
 from kvjax.workdir import storage
 from kvjax.workdir import trained
 
@@ -191,14 +192,12 @@ def _asked(options: argparse.Namespace, box) -> Asked:
     return Asked(options.num_tokens, options.calculator, options.humaneval, judge)
 
 
-def _dialogue(found: trained.Found, names: tuple[str, ...], mode: str):
-    """How the model is talked to; None where nothing is asked in conversation."""
-    template = found.workdir / origin.CHAT_TEMPLATE
-    text = origin.text_of(template) if template.exists() else None
-    if not set(names) - {task_lib.CORE} - ({"humaneval"} if mode == "completion" else set()):
-        if specials_lib.missing(found.tokenizer) and text is None:
-            return dialogue_lib.Plain(found.tokenizer)
-    return dialogue_lib.of(found.tokenizer, text, found.token_files, where=str(found.workdir))
+def _dialogue(found: trained.Found, names: tuple[str, ...], mode: str) -> Dialogue:
+    """How the model is talked to; not at all, if it cannot be and no task needs it."""
+    plain = {task_lib.CORE, *(["humaneval"] if mode == "completion" else [])}
+    if set(names) <= plain and specials_lib.missing(found.tokenizer):
+        return Plain(found.tokenizer)
+    return dialogue_lib.of(found)
 
 
 def _folder(found: trained.Found) -> epath.Path:
