@@ -1,0 +1,57 @@
+"""What is checked before a model is asked anything."""
+
+import pytest
+
+from kvjax.conversation.dialogue import Native
+from kvjax.conversation.questions import Choices
+from kvjax.conversation.questions import Sum
+from kvjax.conversation.questions import multiple_choice
+from kvjax.evaluate import evaluation
+from kvjax.evaluate.datasets import Questions
+from kvjax.evaluate.evaluation import Plan
+from kvjax.evaluate.generated import Asked
+from kvjax.evaluate.model import Described
+from kvjax.evaluate.task import TASKS
+from kvjax.foundation.errors import UserError
+from tests.evaluate.oracles import DIALOGUE
+from tests.evaluate.oracles import TOKENIZER
+
+SHORT = Choices("Which?", ("a", "b"), ("A", "B"), "A")
+LONG = Choices("Which of these? " * 20, ("a", "b"), ("A", "B"), "B")
+
+
+def _plan(name, items, **options):
+    places = [f"rows.jsonl, line {i + 1}" for i in range(len(items))]
+    found = Questions(TASKS[name], items, places, ("rows.jsonl",), "hash")
+    return Plan({name: found}, **options)
+
+
+def _model(positions=None, limit=1 << 20):
+    return Described(TOKENIZER, Native(TOKENIZER, "a test", limit), positions)
+
+
+def test_a_prompt_longer_than_the_positions_is_named():
+    plan = _plan("mmlu", [SHORT, LONG])
+    size = len(DIALOGUE.prompt([dict(role="user", content=multiple_choice(LONG))]).ids)
+    assert evaluation.check(_model(size), plan, 10_000) == []
+    said = f"rows.jsonl, line 2: {size} tokens; the model's positions end after {size - 1}"
+    with pytest.raises(UserError, match=said):
+        evaluation.check(_model(size - 1), plan, 10_000)
+    evaluation.check(_model(size - 1), _plan("mmlu", [SHORT, LONG], limit=1), 10_000)
+
+
+def test_an_answer_needs_positions_too():
+    plan = _plan("gsm8k", [Sum("How many?", "#### 1")], asked=Asked(num_tokens=100))
+    size = len(DIALOGUE.prompt([dict(role="user", content="How many?")]).ids)
+    assert evaluation.check(_model(size + 99), plan, 10_000) == []
+    with pytest.raises(UserError, match=f"{size} tokens and 100 to generate.*--num_tokens"):
+        evaluation.check(_model(size + 98), plan, 10_000)
+
+
+def test_what_is_cut_or_goes_past_the_context_is_counted():
+    plan = _plan("mmlu", [SHORT, LONG, LONG])
+    beyond, cut = evaluation.check(_model(limit=200), plan, 150)
+    assert beyond == (
+        "mmlu: 2 of 3 prompts may go past the 150 tokens that the model was trained on"
+    )
+    assert cut == "mmlu: 2 prompts are longer than the limit, and lose their end"
