@@ -14,6 +14,7 @@ import tempfile
 import time
 
 OUT_OF_TIME = "out of time"
+_LAST_SECONDS = 2.0  # from the last of its pipes to its end
 
 
 class Failure(Exception):
@@ -147,7 +148,7 @@ class Process:
 
     def _ended(self, said: bytes = b"") -> str:
         try:
-            status = self._process.wait(timeout=1)
+            status = self._process.wait(_LAST_SECONDS)
         except subprocess.TimeoutExpired:
             return f"the {self._who} closed its pipes"
         if status in (-signal.SIGXCPU, 128 + signal.SIGXCPU):  # the second as bubblewrap says it

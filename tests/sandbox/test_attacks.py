@@ -140,6 +140,17 @@ def test_without_seccomp_it_is_refused():
     assert "linux: seccomp: Function not implemented (ENOSYS)" in said
 
 
+def test_a_layer_that_is_asked_for_must_hold():
+    code = """
+from kvjax.sandbox.box import Box
+from kvjax.sandbox.layers import Layers
+Box(Layers(seccomp=True, landlock=True))
+"""
+    command = ["-m", "tests.sandbox.missing", "landlock", sys.executable, "-c", code]
+    run = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert "SandboxError: landlock: Function not implemented (ENOSYS)" in run.stderr
+
+
 @pytest.mark.slow
 def test_without_landlock_namespaces_must_do():
     try:

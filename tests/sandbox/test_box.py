@@ -12,6 +12,8 @@ import pytest
 
 from kvjax import sandbox
 from kvjax.foundation.checkout import ROOT
+from kvjax.sandbox import box as box_lib
+from kvjax.sandbox import namespaces
 from tests.sandbox import attacks
 from tests.sandbox import outside
 
@@ -51,9 +53,10 @@ SOME_SIEGES = ("an answer nested deep", "an answer over the limit", "crashes")
 
 @pytest.fixture(scope="module")
 def box():
-    """What this machine has, with little time; it is not waited for longer."""
-    limits = sandbox.Limits(seconds=2.0, retries=0)
-    return sandbox.open("auto", limits)
+    """Without namespaces, which would hide that another layer does not hold; with little time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(namespaces, "_installed", list)
+        return sandbox.open("auto", sandbox.Limits(seconds=2.0, retries=0))
 
 
 def judged(box, program, test=TEST, entry_point="add"):
@@ -190,7 +193,14 @@ def test_a_sleep_is_tried_again_and_counted(box):
     assert not verdict.passed and verdict.retried
 
 
-def test_a_loop_that_had_a_core_is_not_tried_again(box):
+def test_what_had_a_core_is_not_tried_again(box, monkeypatch):
+    monkeypatch.setattr(box_lib, "_OF_A_CORE", 0.0)  # whatever it used
+    again = box.with_limits(dataclasses.replace(box.limits, seconds=0.3, retries=1))
+    verdict = judged(again, "while True: pass")
+    assert not verdict.passed and not verdict.retried
+
+
+def test_cpu_time_ends(box):
     long = box.with_limits(dataclasses.replace(box.limits, cpu_seconds=1, seconds=60, retries=1))
     verdict = judged(long, "while True: pass")
     assert not verdict.passed and not verdict.retried
@@ -234,7 +244,9 @@ def test_an_interruption_ends_what_is_judged(box):
 def test_interpreters_end_with_the_process_that_judges(tmp_path):
     code = """
 from kvjax import sandbox
-box = sandbox.open("auto", sandbox.Limits(seconds=100))
+from kvjax.sandbox.box import Box
+from kvjax.sandbox.layers import Layers
+box = Box(Layers(seccomp=True, landlock=True), sandbox.Limits(seconds=100))
 print("ready", flush=True)
 sleep = "import time; time.sleep(100)"
 box.judge(program=sleep, test="def check(candidate): candidate()", entry_point="f")
