@@ -62,7 +62,7 @@ lint: .venv/installed
 # Of its own: lm-evaluation-harness brings 40 packages; kvjax must do without.
 .venv-lm-eval/installed: setup.py constraints.txt constraints-lm-eval.txt
 	$(PYTHON) -m venv .venv-lm-eval
-	.venv-lm-eval/bin/pip install -q --disable-pip-version-check -c constraints-lm-eval.txt -e '.[lm_eval]' pytest
+	.venv-lm-eval/bin/pip install -q --disable-pip-version-check -c constraints-lm-eval.txt -e '.[lm-eval]' pytest
 	touch $@
 
 # Of its own: PyTorch. It makes models and their logits, and kvjax, in .venv, reads the files.

@@ -81,7 +81,7 @@ setup(
         # Prepares data on Beam's local runners; Dataflow needs apache-beam[gcp] too.
         "beam": ["apache-beam>=2.77,<3"],
         # Runs the tasks of lm-evaluation-harness, without torch.
-        "lm_eval": [*CONVERT, "lm-eval>=0.4.13,<0.5"],
+        "lm-eval": [*CONVERT, "lm-eval>=0.4.13,<0.5"],
         "tpu": [f"jax[tpu]{JAX}"],
         "cuda": [f"jax[cuda13]{JAX}"],
         "gcs": ["etils[epath-gcs]>=1.15,<2"],

@@ -5,7 +5,7 @@
 
 The tasks are the library's own, whose data it downloads, or those of a folder of YAML files, which
 may name files that are there. It is an extra: pip install -c constraints-lm-eval.txt -e
-'.[lm_eval]'. What tasks would run of a model's programs is refused: kvjax.evaluate has a sandbox.
+'.[lm-eval]'. What tasks would run of a model's programs is refused: kvjax.evaluate has a sandbox.
 """
 
 import argparse
@@ -71,11 +71,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     found = options_lib.find(runtime.workdir(options.workdir), step=options.step, **sizes)
     if options.apply_chat_template and prompts.Prompts(found).template is None:
         raise UserError(prompts.no_template())
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "--tasks needs lm-evaluation-harness: pip install -c constraints-lm-eval.txt "
-            "-e '.[lm_eval]'"
-        )
+    _check_installed()
     with progress.waiting("importing lm-evaluation-harness"):
         import lm_eval
 
@@ -117,6 +113,14 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         out.say(f"\nwritten: {options.out}", wrap=False)
     said.pop("samples", None)
     out.result(json.loads(json.dumps(said, default=str)))
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "--tasks needs lm-evaluation-harness: pip install -c constraints-lm-eval.txt "
+            "-e '.[lm-eval]'"
+        )
 
 
 def _checked(options: argparse.Namespace) -> list[str]:

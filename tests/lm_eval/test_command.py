@@ -53,7 +53,7 @@ def refused(run, monkeypatch):
 
 def test_without_the_library_it_says_how_to_install_it(refused, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    assert "pip install -c constraints-lm-eval.txt -e '.[lm_eval]'" in refused()
+    assert "pip install -c constraints-lm-eval.txt -e '.[lm-eval]'" in refused()
 
 
 @pytest.mark.parametrize(
