@@ -148,7 +148,11 @@ def _checked(options: argparse.Namespace) -> list[str]:
 def _folder(include_path: str) -> str:
     """The folder with tasks; a UserError where it is not there, or has none."""
     folder = os.fspath(runtime.folder("--include_path", include_path))
-    if next(pathlib.Path(folder).rglob("*.yaml"), None) is None:
+    try:
+        there = next(pathlib.Path(folder).rglob("*.yaml"), None)
+    except OSError as error:
+        raise UserError(f"--include_path={include_path}: {error.strerror or error}") from error
+    if there is None:
         raise UserError(
             f"--include_path={include_path}: must be a folder here, with tasks as .yaml files"
         )

@@ -7,6 +7,7 @@ CONFIGS += ("thin_keys_tiny",)
 PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
 PRODUCT += ("kvjax.convert", "kvjax.convert.export", "kvjax.analysis", "kvjax.data.prepare")
 PRODUCT += ("kvjax.kernels.profile", "kvjax.evaluate", "kvjax.chat")
+PRODUCT += ("kvjax.lm_eval",)
 CHILDREN = ("jax_training", "torch_training")  # of train_benchmark: not for users
 EXPERIMENTS = tuple(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -39,6 +40,7 @@ WORKING = {
         "would evaluate",
     ),
     "kvjax.chat": (("--workdir=../shared/talking",), ""),
+    "kvjax.lm_eval": (("--workdir=../shared/trained", "--tasks=piqa"), "would ask"),
     "kvjax.data.prepare": (
         ("--source=../shared/text.txt", "--tokenizer=byte", "--output=out", "--sequence_length=32"),
         "datasets",

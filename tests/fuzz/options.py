@@ -57,6 +57,7 @@ _FREE = {
     "kvjax.analysis": ("workdir", "out"),
     "kvjax.evaluate": ("workdir", "out", "dtype"),
     "kvjax.chat": ("workdir", "system", "dtype"),
+    "kvjax.lm_eval": ("workdir", "tasks", "include_path", "system", "dtype", "out"),
     "kvjax.data.prepare": ("validation_source", "text_key", "output"),
     "kvjax.kernels.profile": ("plot",),
 }

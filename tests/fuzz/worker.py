@@ -45,6 +45,8 @@ MODULES = (
     "kvjax.analysis.__main__",
     "kvjax.evaluate.__main__",
     "kvjax.chat.__main__",
+    "kvjax.lm_eval.__main__",
+    "kvjax.lm_eval.options",
     "kvjax.costs.__main__",
     "kvjax.aot",
     "kvjax.data.prepare",
@@ -283,6 +285,7 @@ def _left_out() -> list:
     from kvjax.evaluate import evaluation
     from kvjax.kernels.profile import measured
     from kvjax.kernels.profile import static
+    from kvjax.lm_eval import __main__ as lm_eval
     from kvjax.training import loop
 
     def instead(what: str):
@@ -317,6 +320,7 @@ def _left_out() -> list:
         patch(loop.Run, "_loop", enough),
         patch(generator, "Generation", instead("generate")),
         patch(into_workdir, "write", instead("convert")),
+        patch(lm_eval, "_check_installed", instead("ask")),
         patch(into_folder, "write", instead("export")),
         patch(evaluation, "run", instead("evaluate")),
         patch(analysis, "_folder", analyse),
