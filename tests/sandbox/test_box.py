@@ -246,20 +246,24 @@ def test_interpreters_end_with_the_process_that_judges(tmp_path):
 from kvjax import sandbox
 from kvjax.sandbox.box import Box
 from kvjax.sandbox.layers import Layers
+from kvjax.sandbox.process import Process
 box = Box(Layers(seccomp=True, landlock=True), sandbox.Limits(seconds=100))
-print("ready", flush=True)
+send = Process.send
+def told(self, text, deadline):
+    send(self, text, deadline)
+    if "sleep" in text:
+        print("sent", flush=True)
+Process.send = told
 sleep = "import time; time.sleep(100)"
 box.judge(program=sleep, test="def check(candidate): candidate()", entry_point="f")
 """
     mark = {"TMPDIR": str(tmp_path)}  # where their folders are
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | mark) as process:
-        assert process.stdout.readline() == b"ready\n"
-        until = time.monotonic() + 60
-        while len(inside(tmp_path)) < 2 and time.monotonic() < until:
-            time.sleep(0.1)
-        assert len(inside(tmp_path)) >= 2
+        assert process.stdout.readline() == b"sent\n"
+        assert len(inside(tmp_path)) == 2
         process.kill()
+    until = time.monotonic() + 60
     while inside(tmp_path) and time.monotonic() < until:
         time.sleep(0.1)
     assert not inside(tmp_path)
