@@ -19,7 +19,7 @@ MAX_LENGTH, BOS = local_tasks.MAX_LENGTH, 256  # the byte tokenizer's
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    config = workdirs.config("llama", workdirs.grouped(2, 1, 3, **workdirs.PLAIN))
+    config = workdirs.config("nanochat", workdirs.grouped(4, 1, 3))  # which sees all tokens
     return workdirs.write(tmp_path_factory.mktemp("lm_eval") / "model", config)
 
 
