@@ -95,7 +95,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add("--prompts", type=int, default=16, help="questions that are answered (16)")
     add("--num_tokens", type=int, default=128, help="of an answer, at most (128)")
     add("--repeats", type=int, default=3, help="timed turns (3)")
-    add("--save", action="store_true", help="write experiments/results/evaluation/speed.json")
+    add("--save", action="store_true", help="write experiments/results/evaluation_speed.json")
     parser.add_output()
     options = parser.parse(arguments)
     at_least("--batch", options.batch, 2)
@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> None:
     out.table((workdir.name, "", ""), rows)
     out.say(f"{found['texts_alike']} of {options.prompts} texts are the same, token by token")
     record.record(
-        "evaluation/speed", dict(workdir=workdir.name, **sizes) | found, out, save=options.save
+        "evaluation_speed", dict(workdir=workdir.name, **sizes) | found, out, save=options.save
     )
 
 

@@ -93,6 +93,36 @@ def ours(workdir: epath.Path, asked: dict, batch: int) -> dict:
     )
 
 
+def questions_of(data: str, texts: int, limit: int) -> dict:
+    """What both are asked.
+
+    Args:
+      texts: prompts of each of GSM8K and HumanEval.
+      limit: questions of MMLU; 0: all.
+    """
+    mmlu, gsm8k, humaneval = (datasets.read(TASKS[name], data).items for name in _SETS)
+    mmlu = mmlu[: limit or len(mmlu)]
+    ask = questions.multiple_choice
+    return dict(
+        letters=[(ask(item), item.letters) for item in mmlu],
+        continuations=[
+            (item.question, item.choices[item.letters.index(item.answer)]) for item in mmlu
+        ],
+        texts=[item.question for item in gsm8k[:texts]] + [p.prompt for p in humaneval[:texts]],
+    )
+
+
+def measure(workdir: epath.Path, python: str, asked: dict, batch: int) -> tuple[dict, dict]:
+    """What kvjax says, and what transformers says."""
+    mine = ours(workdir, asked, batch)
+    dtype = export.DTYPES["float32"]
+    with tempfile.TemporaryDirectory() as parent, progress.waiting("transformers"):
+        folder = pathlib.Path(parent) / "model"
+        plan = huggingface.plan(model_lib.Trained(workdir), dtype)
+        into_folder.write(plan, epath.Path(folder), dtype)
+        return mine, theirs(python, folder, asked)
+
+
 def agreement(one: dict, other: dict) -> dict:
     """How far two agree."""
     pairs = list(zip(one["letters"], other["letters"], strict=True))
@@ -134,7 +164,11 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add("--num_tokens", type=int, default=512, help="of a text, at most (512)")
     add("--limit", type=int, default=0, help="questions of MMLU; 0: all (0)")
     add("--batch", type=int, default=8, help="prompts at once in kvjax (8)")
-    add("--save", action="store_true", help="write experiments/results/evaluation/agreement.json")
+    add(
+        "--save",
+        action="store_true",
+        help="write experiments/results/agreement_with_transformers.json",
+    )
     parser.add_output()
     options = parser.parse(arguments)
     for key, least in (("texts", 1), ("num_tokens", 1), ("limit", 0), ("batch", 1)):
@@ -152,28 +186,9 @@ def main(arguments: list[str]) -> None:
         raise UserError(
             f"--python={options.python}: is no program: `make .venv-live/installed` makes one"
         )
-    mmlu, gsm8k, humaneval = (datasets.read(TASKS[name], options.data).items for name in _SETS)
-    mmlu = mmlu[: options.limit or len(mmlu)]
-    ask = questions.multiple_choice
-    asked = dict(
-        letters=[(ask(item), item.letters) for item in mmlu],
-        continuations=[
-            (item.question, item.choices[item.letters.index(item.answer)]) for item in mmlu
-        ],
-        texts=[
-            *(item.question for item in gsm8k[: options.texts]),
-            *(item.prompt for item in humaneval[: options.texts]),
-        ],
-        num_tokens=options.num_tokens,
-    )
-    mine = ours(workdir, asked, options.batch)
-    dtype = export.DTYPES["float32"]
-    with tempfile.TemporaryDirectory() as parent, progress.waiting("transformers"):
-        folder = pathlib.Path(parent) / "model"
-        into_folder.write(
-            huggingface.plan(model_lib.Trained(workdir), dtype), epath.Path(folder), dtype
-        )
-        other = theirs(options.python, folder, asked)
+    asked = questions_of(options.data, options.texts, options.limit)
+    asked |= dict(num_tokens=options.num_tokens)
+    mine, other = measure(workdir, options.python, asked, options.batch)
     found = agreement(mine, other)
     rows = [
         ("conversations with the same ids", f"{found['prompts_alike']} of {found['letters']}"),
@@ -185,7 +200,7 @@ def main(arguments: list[str]) -> None:
     ]
     out.table((f"{workdir.name} in kvjax and transformers, float32", ""), rows)
     result = dict(workdir=workdir.name, num_tokens=options.num_tokens, versions=other["versions"])
-    record.record("evaluation/agreement", result | found, out, save=options.save)
+    record.record("agreement_with_transformers", result | found, out, save=options.save)
 
 
 if __name__ == "__main__":

