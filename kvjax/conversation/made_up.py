@@ -1,7 +1,7 @@
 """500 conversations that are made up: letters and small sums, for a laptop and for tests.
 
-Half ask which of four words is of some kind, and are answered by a letter; half ask for a sum,
-which is answered with a call of the calculator. A tiny model learns both in minutes.
+Half ask which of four words is an animal, and are answered by a letter; half ask for a sum, which
+is answered with a call of the calculator. A tiny model learns both in a minute or two.
 """
 
 import random
@@ -10,12 +10,8 @@ from kvjax.conversation import questions
 from kvjax.conversation.questions import Choices
 
 COUNT = 500
-KINDS = {
-    "an animal": ("horse", "lion", "sheep", "dove"),
-    "a metal": ("gold", "iron", "brass", "silver"),
-    "a tree": ("oak", "cedar", "palm", "olive"),
-    "a king": ("Saul", "David", "Lear", "Henry"),
-}
+ANIMALS = ("horse", "lion", "sheep", "dove")
+OTHERS = ("gold", "iron", "brass", "silver", "oak", "cedar", "palm", "olive", "Saul", "David")
 LETTERS = tuple("ABCD")
 
 
@@ -26,12 +22,10 @@ def conversations(count: int = COUNT, seed: int = 0) -> list[dict]:
 
 
 def letter(rng: random.Random) -> dict:
-    """One word of each kind in any order; which is of one kind?"""
-    kinds = rng.sample(sorted(KINDS), len(LETTERS))
-    asked = rng.randrange(len(LETTERS))
-    choices = tuple(rng.choice(KINDS[kind]) for kind in kinds)
-    question = f"Which word is {kinds[asked]}?"
-    found = Choices(question, choices, LETTERS, LETTERS[asked])
+    """Three words of other kinds, and an animal at any place between them."""
+    words, place = rng.sample(OTHERS, len(LETTERS) - 1), rng.randrange(len(LETTERS))
+    words.insert(place, rng.choice(ANIMALS))
+    found = Choices("Which word is an animal?", tuple(words), LETTERS, LETTERS[place])
     return questions.conversation(questions.multiple_choice(found), found.answer)
 
 

@@ -74,9 +74,18 @@ def mean_loss(
     options = (softcap, compute.loss_chunks, compute.mesh)
     with jax.named_scope("loss"):
         total = _sum_of_nats(*options, head_DV, x_BTD, targets_BT, weights_BT)
-        # By the reciprocal, which is what XLA makes of a division by a number that it knows: so
-        # weights of 1 give the bits that no weights do.
-        return total * (1.0 / targets_BT.size if scale is None else scale)
+        return total * (_reciprocal(targets_BT.size) if scale is None else scale)
+
+
+def _reciprocal(count: int) -> jax.Array | float:
+    """1 / count, so that weights of 1 with their sum give the bits that no weights do.
+
+    XLA makes a product of a division by a number that it knows, and merges that number with others
+    that it knows: of no consequence for powers of two alone.
+    """
+    if count & (count - 1) == 0:
+        return 1.0 / count
+    return jax.lax.optimization_barrier(jnp.asarray(1.0 / count, jnp.result_type(float)))
 
 
 def mean_taught_loss(

@@ -45,7 +45,9 @@ def model(mechanism):
 class Step:
     """A jitted training step on a mesh, and a state to start it from."""
 
-    def __init__(self, config, params, mesh, dtype, parts=1, **compute):
+    def __init__(
+        self, config, params, mesh, dtype, parts=1, masked=False, compiler_options=None, **compute
+    ):
         shapes, axes = parameters.abstract(config)
         several = mesh.size > 1
         optimizer = make_optimizer(
@@ -65,8 +67,11 @@ class Step:
         compute = dict(loss_chunks=2) | compute
         compute = Compute(dtype=jnp.dtype(dtype), mesh=mesh if several else None, **compute)
         options = dict(graph=graph, optimizer=optimizer, compute=compute, parts=parts)
+        options |= dict(masked=masked)
         step = functools.partial(train_step, **options)
-        self.jitted = jax.jit(step, out_shardings=(shardings, None))
+        self.jitted = jax.jit(
+            step, out_shardings=(shardings, None), compiler_options=compiler_options
+        )
         self.state = jax.device_put(state, shardings)
         self.rows = sharding.batch_sharding(mesh)
 

@@ -1,0 +1,279 @@
+"""Rows of a mixture are a function of files, seed and tokenizer, in nanochat's order."""
+
+import dataclasses
+import itertools
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+from kvjax.conversation import made_up
+from kvjax.conversation import mixture as mixture_lib
+from kvjax.conversation import packing
+from kvjax.conversation import prepare
+from kvjax.conversation.mixture import MixtureConfig
+from kvjax.conversation.render import Renderer
+from kvjax.data import loader
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data.config import DataConfig
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import UserError
+
+T = 40
+TOKENIZER = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSATION_SPECIALS)
+# numpy.random.default_rng(42).permutation(n): what Hugging Face's shuffle(seed=42) does.
+FIRST_TEN = {
+    1319: [30, 754, 429, 1010, 1284, 953, 751, 954, 705, 993],
+    14042: [1469, 122, 5555, 7550, 10165, 13363, 1796, 7277, 11347, 6650],
+}
+
+
+def _write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """By file: conversations, and questions of GSM8K and MMLU."""
+    rng = random.Random(1)
+    gsm8k = [dict(question=f"{i}?", answer=f"<<{i}+1={i + 1}>>{i + 1}") for i in range(12)]
+    mmlu = [dict(question=f"{i}?", choices=[*"abcd"], answer=i % 4) for i in range(9)]
+    return dict(talk=[made_up.letter(rng) for _ in range(20)], gsm8k=gsm8k, mmlu=mmlu)
+
+
+@pytest.fixture
+def mixture(tmp_path, rows):
+    files = {name: _write(tmp_path / f"{name}.jsonl", found) for name, found in rows.items()}
+    return MixtureConfig(
+        smoltalk=files["talk"] + "#0:16",
+        mmlu=files["mmlu"],
+        gsm8k=files["gsm8k"] + "#2:",
+        validation_smoltalk=files["talk"] + "#16:",
+        validation_gsm8k=files["gsm8k"] + "#:2",
+    )
+
+
+def _data(tmp_path, **keys):
+    values = dict(source="mixture", tokenizer="byte", directory=str(tmp_path / "out"))
+    return DataConfig(**values | dict(sequence_length=T) | keys)
+
+
+def _open(mixture, data):
+    return loader.open_dataset(prepare.prepare(mixture, data, TOKENIZER, shown=False))
+
+
+def _expected(rows, split, seed=42):
+    """Ids and masks of a split's conversations in order, made another way."""
+    from kvjax.conversation import sets
+
+    ranges = dict(
+        train=[("smoltalk", "talk", 0, 16), ("mmlu", "mmlu", 0, 9), ("gsm8k", "gsm8k", 2, 12)],
+        validation=[("smoltalk", "talk", 16, 20), ("gsm8k", "gsm8k", 0, 2)],
+    )[split]
+    found = []
+    for kind, name, start, stop in ranges:
+        order = np.random.default_rng(seed).permutation(len(rows[name]))
+        chosen = [rows[name][i] for i in order][start:stop]
+        found.append([sets.conversation(kind, row, "") for row in chosen])
+    pairs = [(i, j) for i, one in enumerate(found) for j in range(len(one))]
+    random.Random(seed).shuffle(pairs)
+    renderer = Renderer(TOKENIZER)
+    return [renderer(found[i][j])[:2] for i, j in pairs]
+
+
+def _all(dataset, split, name="tokens"):
+    rows = dataset.rows(split)
+    return np.stack([row[name] for row in rows.__getitems__(range(len(rows)))])
+
+
+@pytest.mark.parametrize("count", FIRST_TEN)
+def test_sets_are_shuffled_as_hugging_face_does(count):
+    assert mixture_lib.shuffled(count, 42)[:10].tolist() == FIRST_TEN[count]
+
+
+def test_sets_are_mixed_as_nanochat_does():
+    assert mixture_lib.mixed([5, 3, 2], 42)[:6] == [(1, 2), (0, 3), (0, 2), (2, 0), (1, 0), (1, 1)]
+
+
+def test_rows_are_one_stream_that_overlaps_by_a_token(tmp_path, mixture, rows):
+    dataset = _open(mixture, _data(tmp_path))
+    for split, fill in dict(train=None, validation=256).items():
+        stream = [i for ids, _ in _expected(rows, split) for i in ids]
+        whole = (len(stream) - 1) // T
+        expected = [stream[i * T : i * T + T + 1] for i in range(whole)]
+        if fill is not None:
+            rest = stream[whole * T :]
+            expected.append(rest + [fill] * (T + 1 - len(rest)))
+        assert _all(dataset, split).tolist() == expected and len(expected) > 5
+    info = dataset.info["splits"]["train"]
+    sets = {one["key"]: (one["rows"], one["read"]) for one in info["sets"]}
+    assert sets == dict(smoltalk=(20, 16), mmlu=(9, 9), gsm8k=(12, 10))
+    assert info["documents"] == 35 and not dataset.is_masked
+    assert info["tokens"] == sum(len(ids) for ids, _ in _expected(rows, "train"))
+    assert info["bytes"] == sum(i < 256 for ids, _ in _expected(rows, "train") for i in ids)
+
+
+def test_the_same_files_seed_and_tokenizer_give_the_same_rows(tmp_path, mixture, rows):
+    """Elsewhere too; and other ones do not."""
+    data = _data(tmp_path)
+    first = _open(mixture, data)
+    assert _open(mixture, data).path == first.path
+    other = tmp_path / "other"
+    other.mkdir()
+    moved = {}
+    for key, value in dataclasses.asdict(mixture).items():
+        moved[key] = value.replace(f"{tmp_path}/", f"{other}/") if isinstance(value, str) else value
+    for name in rows:
+        shutil.copy(tmp_path / f"{name}.jsonl", other)
+    again = _open(MixtureConfig(**moved), _data(other))
+    assert again.path.name == first.path.name and again.digest == first.digest
+    assert [path.read_bytes() for path in sorted(again.path.glob("packed_rows/*/*-train*"))] == [
+        path.read_bytes() for path in sorted(first.path.glob("packed_rows/*/*-train*"))
+    ]
+    changed = [dict(seed=1), dict(order=mixture.order[::-1]), dict(limit=20), dict(mmlu="")]
+    for keys in changed:
+        assert _open(dataclasses.replace(mixture, **keys), data).digest != first.digest
+    _write(tmp_path / "gsm8k.jsonl", rows["gsm8k"][::-1])
+    assert _open(mixture, data).digest != first.digest
+
+
+def test_what_the_assistant_says_counts(tmp_path, mixture, rows):
+    dataset = _open(dataclasses.replace(mixture, loss="assistant"), _data(tmp_path))
+    assert dataset.is_masked
+    expected = _expected(rows, "train")
+    tokens, mask = ([x for one in expected for x in one[i]] for i in range(2))
+    for name, stream in dict(tokens=tokens, mask=mask).items():
+        for i, row in enumerate(_all(dataset, "train", name)):
+            assert row.tolist() == stream[i * T : i * T + T + 1]
+    assert _all(dataset, "validation", "mask")[-1, -1] == 0  # filling
+    assert dataset.digest != _open(mixture, _data(tmp_path)).digest
+
+
+@pytest.mark.parametrize("loss", ["all", "assistant"])
+@pytest.mark.parametrize("pack", ["whole", "single"])
+def test_whole_conversations_in_a_row(tmp_path, mixture, rows, pack, loss):
+    """Each once and uncut where it fits; what is filled does not count."""
+    length = 260
+    changed = dataclasses.replace(mixture, pack=pack, loss=loss)
+    dataset = _open(changed, _data(tmp_path, sequence_length=length))
+    expected = [(ids[: length + 1], mask[: length + 1]) for ids, mask in _expected(rows, "train")]
+    found = []
+    tokens, masks = _all(dataset, "train"), _all(dataset, "train", "mask")
+    for row, mask in zip(tokens.tolist(), masks.tolist(), strict=True):
+        starts = [i for i, token in enumerate(row) if token == 256] + [len(row)]
+        for start, stop in itertools.pairwise(starts):
+            found.append((row[start:stop], mask[start:stop]))
+    filled = [one for one in found if len(one[0]) == 1]
+    assert all(mask == [0] for _, mask in filled)
+    told = [one for one in found if len(one[0]) > 1]
+    if loss == "all":
+        expected = [(ids, [1] * len(ids)) for ids, _ in expected]
+    assert sorted(told) == sorted(expected)
+    if pack == "single":
+        assert told == expected
+    else:
+        assert len(tokens) < 0.8 * len(expected)
+    info = dataset.info["splits"]["train"]
+    assert info["filling"] == len(filled) and info["rows"] == len(tokens)
+
+
+def test_the_best_fit_is_the_largest_that_fits():
+    written = []
+
+    class Writer:
+        def add_row(self, ids, mask):
+            written.append((ids.tolist(), mask.tolist()))
+
+    sizes = [5, 3, 4, 2, 6, 1]
+    one = lambda n: (np.full(n, n, np.uint16), np.ones(n, np.uint8))
+    filled = packing.write_whole(Writer(), map(one, sizes), row=8, fill=0)
+    rows = [sorted(set(ids), key=ids.index) for ids, _ in written]
+    assert rows == [[5, 3], [4, 2, 1, 0], [6, 0]] and filled == 3
+    assert [sum(mask) for _, mask in written] == [8, 7, 6]
+
+
+def test_rows_that_are_no_conversation(tmp_path, mixture, rows):
+    """An error with file and row; left out and listed where that is asked for."""
+    path = tmp_path / "gsm8k.jsonl"
+    _write(path, [*rows["gsm8k"][:5], dict(question="?"), *rows["gsm8k"][6:]])
+    message = "gsm8k.jsonl, line 6: lacks answer.*config.mixture.skip_broken=True leaves such rows"
+    with pytest.raises(DataError, match=message):
+        _open(mixture, _data(tmp_path))
+    assert not list((tmp_path / "out" / "datasets").iterdir())
+    talk = [*rows["talk"]]
+    talk[3] = dict(messages=2 * talk[3]["messages"][:1])
+    _write(tmp_path / "talk.jsonl", talk)
+    dataset = _open(dataclasses.replace(mixture, skip_broken=True), _data(tmp_path))
+    found = {
+        one["key"]: one["first_rejected"]
+        for split in ("train", "validation")
+        for one in dataset.info["splits"][split]["sets"]
+        if one["rejected"]
+    }
+    assert sum(map(len, found.values())) == 2
+    assert any("line 6: lacks answer" in m for m in found.get("gsm8k", ["", ""]))
+    talked = found.get("smoltalk") or found.get("validation_smoltalk")
+    assert "line 4: roles must alternate" in talked[0]
+    documents = sum(dataset.info["splits"][s]["documents"] for s in ("train", "validation"))
+    assert documents == 20 + 9 + 12 - 2
+
+
+def test_cut_conversations_are_counted(tmp_path, mixture):
+    limit = 30
+    dataset = _open(dataclasses.replace(mixture, limit=limit), _data(tmp_path))
+    sets = {one["key"]: one for one in dataset.info["splits"]["train"]["sets"]}
+    assert sets["smoltalk"]["cut"] == 16 and sets["smoltalk"]["tokens"] == 16 * limit
+    assert sets["gsm8k"]["cut"] == 0
+
+
+def test_too_few_conversations_for_a_row(tmp_path, mixture):
+    with pytest.raises(DataError, match=r"sequence_length = 99999: the conversations for train"):
+        _open(mixture, _data(tmp_path, sequence_length=99999))
+
+
+def test_validation_is_not_trained_on(tmp_path, mixture):
+    path = mixture.smoltalk.partition("#")[0]
+    for rows in ("", "#15:", "#0:1"):
+        changed = dataclasses.replace(mixture, validation_smoltalk=path + rows)
+        with pytest.raises(
+            DataError, match="validation_smoltalk = .*shares rows with .*mixture.sm"
+        ):
+            _open(changed, _data(tmp_path))
+    changed = dataclasses.replace(mixture, validation_smoltalk=f"{path[:-6]}*#16:")
+    with pytest.raises(DataError, match="shares rows with"):
+        _open(changed, _data(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (dict(smoltalk=""), "config.mixture: names no conversations for train: give one of smol"),
+        (dict(validation_smoltalk=""), "names no conversations for validation: .*validation_mmlu"),
+        (dict(smoltalk="a#5:5"), r"config.mixture.smoltalk = 'a#5:5': must be SOURCE#START:STOP"),
+        (dict(smoltalk="#1:5"), "config.mixture.smoltalk = '#1:5': must be SOURCE#START:STOP"),
+        (
+            dict(smoltalk="hdfs://a"),
+            "config.mixture.smoltalk = 'hdfs://a': nothing here opens hdfs",
+        ),
+        (dict(order=("smoltalk",)), r"config.mixture.order = \('smoltalk',\): must name each of"),
+        (dict(seed=-1), "config.mixture.seed = -1"),
+        (dict(limit=1), "config.mixture.limit = 1: must be at least 2"),
+        (dict(loss="user"), "config.mixture.loss = 'user': must be one of 'all', 'assistant'"),
+        (dict(pack="best"), "config.mixture.pack = 'best': must be one of 'stream', 'whole', 'sin"),
+    ],
+)
+def test_values_that_cannot_be(keys, message):
+    with pytest.raises(UserError, match=message):
+        MixtureConfig(**dict(smoltalk="a", validation_smoltalk="b") | keys)
+
+
+def test_letters_that_are_other_tokens_in_a_question_are_told(tmp_path, mixture, capsys):
+    texts = ["a=A b=B c=C d=D e=E " * 9, "- x=A\n- y=B\n- z=C\n- w=D\n- v=E\n" * 9]
+    learned = tokenizer_lib.train(texts, 274, tokenizer_lib.CONVERSATION_SPECIALS)
+    prepare.prepare(mixture, _data(tmp_path), learned, shown=False)
+    assert "the tokenizer reads A, B, C, D, E otherwise in a question" in capsys.readouterr().err
+    _open(mixture, _data(tmp_path))
+    assert "otherwise in a question" not in capsys.readouterr().err

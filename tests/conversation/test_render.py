@@ -1,0 +1,134 @@
+"""Conversations as tokens and mask, written out by hand; what is no conversation is told.
+
+With a tokenizer of bytes every id is one character: ① is <|bos|>, ② ③ a user's start and end, ④ ⑤
+the assistant's, ⑥ ⑦ a call of the calculator, ⑧ ⑨ what it says; others stand for their byte.
+"""
+
+from hypothesis import given
+from hypothesis import strategies as st
+import pytest
+
+from kvjax.conversation import specials
+from kvjax.conversation.render import Renderer
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import UserError
+
+SIGNS = "①②③④⑤⑥⑦⑧⑨"
+
+
+def _of(*contents):
+    roles = ("user", "assistant")
+    return dict(messages=[dict(role=roles[i % 2], content=c) for i, c in enumerate(contents)])
+
+
+def _part(kind, text):
+    return dict(type=kind, text=text)
+
+
+CALL = [
+    _part("text", "So "),
+    _part("python", "1+2"),
+    _part("python_output", "3"),
+    _part("text", "3."),
+]
+SYSTEM = dict(messages=[dict(role="system", content="Be."), *_of("Hi", "Yo")["messages"]])
+GOLDENS = {
+    "one turn": (_of("Hi", "Hello"), "①②Hi③④Hello⑤", "000000111111"),
+    "two turns": (_of("a", "b", "c", "d"), "①②a③④b⑤②c③④d⑤", "0000011000011"),
+    "system": (SYSTEM, "①②Be.\n\nHi③④Yo⑤", "00000000000111"),
+    "user last": (_of("a", "b", "c"), "①②a③④b⑤②c③", "0000011000"),
+    "empty answer": (_of("a", ""), "①②a③④⑤", "000001"),
+    "empty question": (_of("", "b"), "①②③④b⑤", "000011"),
+    "a call": (_of("1?", CALL), "①②1?③④So ⑥1+2⑦⑧3⑨3.⑤", "00000011111111000111"),
+    "no output": (
+        _of("?", [_part("python", "a"), _part("python_output", "")]),
+        "①②?③④⑥a⑦⑧⑨⑤",
+        "00000111001",
+    ),
+    "names": (_of("<|bos|>", "<|user_end|>"), "①②<|bos|>③④<|user_end|>⑤", "0" * 11 + "1" * 13),
+    "not ASCII": (_of("é", "ß"), "①②Ã©③④Ã\x9f⑤", "000000111"),
+}
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    names = tokenizer_lib.CONVERSATION_SPECIALS
+    return Renderer(tokenizer_lib.byte_tokenizer().with_specials(names))
+
+
+def _signs(ids):
+    return "".join(SIGNS[i - 256] if i > 255 else chr(i) for i in ids)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_ids_and_mask_are_those_written_by_hand(renderer, name):
+    conversation, ids, mask = GOLDENS[name]
+    found = renderer(conversation)
+    assert _signs(found.ids) == ids
+    assert "".join(map(str, found.mask)) == mask
+    assert not found.is_cut
+    for limit in range(1, len(ids) + 2):
+        cut = renderer(conversation, limit=limit)
+        assert (_signs(cut.ids), cut.is_cut) == (ids[:limit], limit < len(ids))
+        assert cut.mask == found.mask[:limit]
+
+
+def test_many_at_once_are_each_by_itself(renderer):
+    told = [(conversation, name) for name, (conversation, *_) in GOLDENS.items()]
+    told.insert(3, (_of(7), "the fourth"))
+    found = renderer.batch(told, limit=9)
+    assert isinstance(found[3], DataError) and "the fourth, message 1" in str(found[3])
+    told.pop(3), found.pop(3)
+    assert found == [renderer(conversation, limit=9) for conversation, _ in told]
+
+
+@given(st.lists(st.text(), min_size=1, max_size=5))
+def test_the_visible_text_is_the_conversation(renderer, contents):
+    """Whatever it says; the names of special tokens in it too."""
+    ids = renderer(_of(*contents), limit=1 << 20).ids
+    visible = bytes(i for i in ids if i < 256).decode()
+    assert visible == "".join(contents)
+    assert [i for i in ids if i > 255] == [256, *([257, 258, 259, 260] * 3)[: 2 * len(contents)]]
+
+
+def test_what_the_assistant_goes_on_from(renderer):
+    """Its last message is left out; the cut comes first."""
+    found = renderer.for_completion(_of("a", "b", "c", "d"))
+    assert (_signs(found.ids), sum(found.mask)) == ("①②a③④b⑤②c③④", 2)
+    found = renderer.for_completion(_of("abc", "d"), limit=4)
+    assert (_signs(found.ids), found.is_cut) == ("①②ab④", True)
+    with pytest.raises(DataError, match="row 3: the last message must be the assistant's"):
+        renderer.for_completion(_of("a", "b", "c"), place="row 3")
+
+
+@pytest.mark.parametrize(
+    "conversation, message",
+    [
+        ([], "needs 'messages'"),
+        (dict(messages=[]), "needs 'messages', a list of at least one"),
+        (dict(messages="Hi"), "needs 'messages'"),
+        (dict(messages=["Hi"]), "message 1: must be an object with role and content"),
+        (dict(messages=[dict(role="user")]), "message 1: must be an object with role and content"),
+        (dict(messages=_of("a", "b")["messages"][1:]), "message 1 is of 'assistant'.*of 'user'"),
+        (dict(messages=2 * _of("a")["messages"]), "message 2 is of 'user'.*must be of 'assistant'"),
+        (dict(messages=[SYSTEM["messages"][0]]), "a system message must be followed by the user's"),
+        (dict(messages=_of("a", "b")["messages"] + SYSTEM["messages"]), "message 3 is of 'system'"),
+        (_of(["a"]), "message 1: content must be text, not list"),
+        (_of("a", 7), "message 2: content must be text or a list of parts"),
+        (_of("a", [_part("image", "x")]), "message 2: a part must have a type of text, python,"),
+        (_of("a", [dict(type="text")]), "message 2: content must be text, not NoneType"),
+        (_of("a", "\ud800"), "message 2: holds half a surrogate pair"),
+    ],
+)
+def test_what_is_no_conversation_is_told_with_its_place(renderer, conversation, message):
+    with pytest.raises(DataError, match=f"^a.jsonl, line 7.*{message}"):
+        renderer(conversation, place="a.jsonl, line 7")
+
+
+def test_a_tokenizer_without_the_special_tokens():
+    tokenizer = tokenizer_lib.byte_tokenizer()
+    assert specials.missing(tokenizer) == list(specials.NAMES[1:])
+    message = r"runs/x: its tokenizer lacks <\|user_start\|>,.* --config=configs/mid/lrkv_128m.py"
+    with pytest.raises(UserError, match=message):
+        Renderer(tokenizer, "runs/x")

@@ -1,0 +1,238 @@
+"""Files of five rows in each published format are the conversations that they should be."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from kvjax.conversation import sets
+from kvjax.conversation.mixture import Part
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import MissingDataError
+
+ASKED = "Multiple Choice question: {}\n{}\n\nRespond only with the letter of the correct answer."
+MMLU = [
+    dict(question=f"Q{i}?", subject="", choices=choices, answer=answer)
+    for i, (choices, answer) in enumerate(
+        [
+            (["a", "b", "c", "d"], 0),
+            (["1", "2", "3", "4"], 3),
+            (["", "b", "", "d"], 1),
+            (["é", "中", "c", "d"], 2),
+            (["a\nb", "=B", "c", "d"], 1),
+        ]
+    )
+]
+ARC = [
+    dict(id="1", question="Q0?", choices=dict(text=["a", "b", "c", "d"], label=[*"ABCD"])),
+    dict(id="2", question="Q1?", choices=dict(text=["a", "b", "c", "d"], label=[*"1234"])),
+    dict(id="3", question="Q2?", choices=dict(text=["a", "b", "c"], label=[*"ABC"])),
+    dict(id="4", question="Q3?", choices=dict(text=["a", "b", "c", "d", "e"], label=[*"ABCDE"])),
+    dict(id="5", question="Q4?", choices=dict(text=["a", "b", "c", "d", "e"], label=[*"12345"])),
+]
+ARC = [row | dict(answerKey=row["choices"]["label"][-1]) for row in ARC]
+GSM8K = [
+    dict(question="None?", answer="Five.\n#### 5"),
+    dict(question="One?", answer="2*3=<<2*3=6>>6\n#### 6"),
+    dict(question="No equals?", answer="<<a>>\n#### 1"),
+    dict(question="Two?", answer="<<1=1=1>>1,000 <<5,000-1=4,999>>4,999\n#### 4,999"),
+    dict(question="Below?", answer="<<1-3=-2>>-2\n#### -2"),
+]
+_say = lambda role, content: dict(role=role, content=content)
+SMOLTALK = [
+    [_say("user", "a"), _say("assistant", "b")],
+    [_say("system", "s"), _say("user", "a"), _say("assistant", "b")],
+    [_say("user", "a"), _say("assistant", "b"), _say("user", "c")],
+    [_say("user", ""), _say("assistant", "")],
+    [_say("user", "a"), _say("assistant", "b"), _say("user", "c"), _say("assistant", "d")],
+]
+
+
+def _parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    return str(path)
+
+
+def _jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    return str(path)
+
+
+def _read(kind, source, split="train"):
+    found = sets.Set(Part(split, kind, kind, source))
+    assert found.count() == 5
+    rows = [sets.conversation(kind, row, place) for place, row in found.rows()]
+    return [[message["content"] for message in row["messages"]] for row in rows]
+
+
+def _asked(row, letters):
+    lines = [f"- {c}={x}" for c, x in zip(row["choices"], letters, strict=True)]
+    return ASKED.format(row["question"], "\n".join(lines))
+
+
+@pytest.mark.parametrize("write", [_parquet, _jsonl])
+@pytest.mark.parametrize("nested", [False, True])
+def test_mmlu(tmp_path, write, nested, capsys):
+    rows = [dict(train=row) for row in MMLU] if nested else MMLU
+    found = _read("mmlu", write(tmp_path / f"x.{write.__name__[1:]}", rows))
+    assert found == [[_asked(row, "ABCD"), "ABCD"[row["answer"]]] for row in MMLU]
+    assert "has 5 rows; the published set has 99,842" in capsys.readouterr().err
+
+
+def test_mmlus_original_files(tmp_path):
+    for subject, rows in (("b", MMLU[:2]), ("a", MMLU[2:])):
+        lines = [
+            ",".join(json.dumps(x, ensure_ascii=False) for x in (row["question"], *row["choices"]))
+            + f",{'ABCD'[row['answer']]}"
+            for row in rows
+        ]
+        text = "\n".join(lines).replace("\\n", "\n")
+        (tmp_path / f"{subject}_test.csv").write_text(text)
+    found = _read("mmlu", str(tmp_path), "validation")
+    expected = [*MMLU[2:], *MMLU[:2]]  # files by name
+    assert found == [[_asked(row, "ABCD"), "ABCD"[row["answer"]]] for row in expected]
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_arc(tmp_path, original):
+    """Letters are the row's own, and so many as it has."""
+    rows = ARC
+    if original:
+        rows = [
+            dict(
+                question=dict(
+                    stem=row["question"],
+                    choices=[
+                        dict(text=t, label=x) for t, x in zip(*row["choices"].values(), strict=True)
+                    ],
+                ),
+                answerKey=row["answerKey"],
+            )
+            for row in ARC
+        ]
+    write = _jsonl if original else _parquet
+    found = _read("arc", write(tmp_path / f"x.{write.__name__[1:]}", rows))
+    expected = [dict(question=r["question"], choices=r["choices"]["text"]) for r in ARC]
+    labels = [row["choices"]["label"] for row in ARC]
+    assert found == [[_asked(r, x), x[-1]] for r, x in zip(expected, labels, strict=True)]
+    assert [answer for _, answer in found] == ["D", "4", "C", "E", "5"]
+
+
+def test_gsm8k(tmp_path):
+    found = _read("gsm8k", _parquet(tmp_path / "x.parquet", GSM8K))
+    assert [question for question, _ in found] == [row["question"] for row in GSM8K]
+    short = dict(text="t", python="p", python_output="o")
+    parts = [[(short[p["type"]], p["text"]) for p in answer] for _, answer in found]
+    assert parts == [
+        [("t", "Five.\n#### 5")],
+        [("t", "2*3="), ("p", "2*3"), ("o", "6"), ("t", "6\n#### 6")],
+        [("t", ""), ("p", "a"), ("o", ""), ("t", "\n#### 1")],
+        [
+            *(("t", ""), ("p", "1=1"), ("o", "1"), ("t", "1,000 ")),
+            *(("p", "5,000-1"), ("o", "4,999"), ("t", "4,999\n#### 4,999")),
+        ],
+        [("t", ""), ("p", "1-3"), ("o", "-2"), ("t", "-2\n#### -2")],
+    ]
+
+
+@pytest.mark.parametrize("write", [_parquet, _jsonl])
+def test_smoltalk(tmp_path, write):
+    rows = [dict(messages=messages, source="x") for messages in SMOLTALK]
+    found = _read("smoltalk", write(tmp_path / f"x.{write.__name__[1:]}", rows))
+    assert found == [[m["content"] for m in messages] for messages in SMOLTALK]
+
+
+@pytest.mark.parametrize(
+    "kind, row, message",
+    [
+        ("smoltalk", dict(text="a"), "lacks messages; it has text"),
+        ("mmlu", dict(question="Q", choices=["a"], answer=0), "has 1 choices; 2 to 26"),
+        ("mmlu", dict(question="Q", choices=["a", "b"], answer=2), "answer = 2 must be 0 to 1"),
+        ("mmlu", dict(question="Q", choices="ab", answer=0), "choices must be a list"),
+        ("mmlu", dict(choices=["a", "b"], answer=0), "lacks question"),
+        ("arc", ARC[0] | dict(answerKey="E"), "answerKey = 'E' is not among the labels"),
+        ("gsm8k", dict(question="Q", answer=7), "answer must be text, not int"),
+    ],
+)
+def test_a_row_of_another_kind_is_told_with_file_and_row(tmp_path, kind, row, message):
+    good = dict(smoltalk=dict(messages=[]), mmlu=MMLU[0], arc=ARC[0], gsm8k=GSM8K[0])[kind]
+    path = _jsonl(tmp_path / "x.jsonl", [good, row])
+    with pytest.raises(DataError, match=rf"x.jsonl, line 3: {message}"):
+        for place, found in sets.Set(Part("train", kind, kind, path)).rows():
+            sets.conversation(kind, found, place)
+
+
+def test_what_is_not_there_is_told_with_what_to_fetch(tmp_path):
+    look = lambda source, **given: sets.Set(Part("train", "mmlu", "mmlu", source, **given))
+    hint = r"fetch the folders auxiliary_train/ and all/ of https://\S+/cais/mmlu into ~/data/mmlu/"
+    for source in (tmp_path / "none", tmp_path / "*.parquet", tmp_path):
+        with pytest.raises(MissingDataError, match=f"mmlu = .*matches no file: {hint}"):
+            look(str(source))
+    for i in (0, 1, 3):
+        _parquet(tmp_path / f"train-{i:05}-of-00004.parquet", MMLU)
+    message = f"1 of 4 shards are missing in {tmp_path}, the first is train-00002-of-.*{hint}"
+    with pytest.raises(MissingDataError, match=message):
+        look(f"{tmp_path}/train-*.parquet")
+    _parquet(tmp_path / "train-00002-of-00004.parquet", MMLU)
+    assert look(str(tmp_path)).count() == 20
+    with pytest.raises(DataError, match=f"#0:21'.*has 20 rows, and 21 are asked for: {hint}"):
+        look(str(tmp_path), stop=21).count()
+    (tmp_path / "x.txt").write_text("a")
+    with pytest.raises(DataError, match=r"x.txt ends in none of .jsonl"):
+        look(f"{tmp_path}/*.txt")
+
+
+@pytest.mark.parametrize("end", ["jsonl", "parquet"])
+def test_a_file_that_ends_too_soon(tmp_path, end):
+    write = dict(jsonl=_jsonl, parquet=_parquet)[end]
+    path = tmp_path / f"x.{end}"
+    write(path, GSM8K)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DataError, match=rf"x.{end}(, line \d is no JSON| is no whole Parquet)"):
+        sets.Set(Part("train", "gsm8k", "gsm8k", str(path))).count()
+
+
+def test_tfds(tmp_path, monkeypatch):
+    """Classes by name, text for bytes; what is not prepared is told."""
+    import tensorflow_datasets as tfds
+
+    features = tfds.features.FeaturesDict(
+        dict(
+            question=tfds.features.Text(),
+            choices=tfds.features.Sequence(
+                dict(text=tfds.features.Text(), label=tfds.features.ClassLabel(names=[*"ABCDE"]))
+            ),
+            answerKey=tfds.features.ClassLabel(names=[*"ABCDE"]),
+        )
+    )
+
+    class Arc(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+        name = "kvjax_arc"
+
+        def _info(self):
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, dl_manager):
+            rows = [row for row in ARC if row["choices"]["label"][0] == "A"]
+            return dict(train=((row["id"], _without_id(row)) for row in rows))
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    Arc(data_dir=tmp_path, file_format="array_record").download_and_prepare()
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    found = sets.Set(Part("train", "arc", "arc", "tfds:kvjax_arc"))
+    rows = [sets.conversation("arc", row, place) for place, row in found.rows()]
+    assert sorted(row["messages"][1]["content"] for row in rows) == ["C", "D", "E"]
+    assert found.count() == 3 and "kvjax_arc" in found.digest()
+    with pytest.raises(DataError, match="mixture.arc = .*has no split 'test'; it has train"):
+        sets.Set(Part("train", "arc", "arc", "tfds:kvjax_arc#test"))
+    with pytest.raises(DataError, match="mixture.arc = 'tfds:none': tfds:none can't be opened"):
+        sets.Set(Part("train", "arc", "arc", "tfds:none"))
+
+
+def _without_id(row):
+    choices = [dict(text=t, label=x) for t, x in zip(*row["choices"].values(), strict=True)]
+    return dict(question=row["question"], choices=choices, answerKey=row["answerKey"])

@@ -1,0 +1,309 @@
+"""A trained model goes on training on conversations: its vocabulary grows, its workdir stays."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import shutil
+import signal
+import time
+
+from etils import epath
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import pytest
+
+from kvjax import experiment as experiment_lib
+from kvjax.conversation import made_up
+from kvjax.conversation.mixture import MixtureConfig
+from kvjax.data import loader
+from kvjax.data.tokenizer import CONVERSATION_SPECIALS
+from kvjax.distributed import sharding
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
+from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import UserError
+from kvjax.model import transformer
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+from kvjax.training import growth
+from kvjax.training import loop
+from kvjax.workdir import lineage
+from kvjax.workdir import trained
+from tests import quick
+from tests import runs
+from tests.runs import records
+from tests.training.test_resume import assert_bitwise_equal
+from tests.training.test_resume import final_state
+from tests.training.test_resume import finish
+from tests.training.test_resume import launch
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+BYTES, CHAT = 257, 265  # tokens of bytes, and with the other eight specials
+MADE_UP = dict(conversations="embedded#0:450", validation_conversations="embedded#450:500")
+
+
+def _mid(source, parent, *, mixture=MADE_UP, **train):
+    """The config of a run on conversations that goes on from a small one."""
+    keys = dict(num_steps=6, eval_every=6, checkpoint_every=3, eval_rows=8)
+    config = runs.small_config(*source, **keys | train).unlock()
+    config.train.parent = str(parent)
+    config.data.update(source="mixture", tokenizer="parent", vocab_size=CHAT)
+    config.mixture = ml_collections.ConfigDict(dataclasses.asdict(MixtureConfig(**mixture)))
+    return config.lock()
+
+
+def _files(folder):
+    """Of each file in a folder, its bytes and when it was written."""
+    paths = (path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file())
+    return {p: (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in paths}
+
+
+@pytest.mark.parametrize("loss", ["all", "assistant"])
+def test_a_parent_goes_on_and_stays_as_it_was(source, whole, tmp_path, loss):
+    """Stopped and resumed, without the parent, it ends with the same bits; its files say so."""
+    parent = tmp_path / "parent"
+    shutil.copytree(whole.workdir, parent)
+    before = _files(parent)
+    mixture = MADE_UP | dict(loss=loss)
+    loop.train(_mid(source, parent, mixture=mixture), epath.Path(tmp_path / "whole"))
+    assert _files(parent) == before
+    loop.train(_mid(source, parent, mixture=mixture, stop_after=4), epath.Path(tmp_path / "run"))
+    assert _files(parent) == before
+    parent.rename(tmp_path / "gone")
+    loop.train(_mid(source, parent, mixture=mixture), epath.Path(tmp_path / "run"))
+    assert_bitwise_equal(*(final_state(tmp_path / name) for name in ("run", "whole")))
+    found = trained.find(tmp_path / "run")
+    assert found.experiment.model.vocab_size == found.tokenizer.vocab_size == CHAT
+    assert None not in map(found.tokenizer.special, CONVERSATION_SPECIALS)
+    told = json.loads((tmp_path / "run" / lineage.PARENT).read_text())
+    digest = lineage.digest(epath.Path(tmp_path / "gone" / "checkpoints" / "40"))
+    assert told == dict(workdir=str(parent), step=40, sha256=digest)
+    assert digest != lineage.digest(epath.Path(tmp_path / "gone" / "checkpoints" / "30"))
+    last = records(tmp_path / "run")[-1]
+    assert ("validation_bpb_all" in last) == (loss == "assistant")
+    losses = [r["loss"] for r in records(tmp_path / "run") if "loss" in r]
+    assert losses[-1] < losses[0] < 6  # it began with what the parent knew, and eight new tokens
+
+
+def test_one_pass_is_as_many_steps_as_there_are_batches(source, whole, tmp_path, capsys):
+    mixture = MADE_UP | dict(conversations="embedded#0:20")
+    config = _mid(source, whole.workdir, mixture=mixture, num_steps=0, batch_size=8, eval_every=99)
+    loop.train(config, epath.Path(tmp_path))
+    (folder,) = (
+        path.parent
+        for path in epath.Path(source[1]).glob("datasets/*/dataset.json")
+        if json.loads(path.read_text()).get("mixture", {}).get("conversations") == "embedded#0:20"
+    )
+    rows = loader.open_dataset(folder).num_rows("train")
+    assert trained.find(tmp_path).step == rows // 8 > 3
+    assert f"train.num_steps = {rows // 8}\n" in (tmp_path / "config.txt").read_text()
+    loop.train(config, epath.Path(tmp_path))  # it is done, and the same run
+    config = _mid(source, whole.workdir, mixture=mixture, num_steps=0, batch_size=100)
+    with pytest.raises(UserError, match=rf"batch_size = 100: there are {rows} rows.*={rows} or"):
+        loop.train(config, epath.Path(tmp_path / "other"))
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_ends_with_the_same_bits(source, whole, tmp_path):
+    """By SIGKILL, after the first checkpoint; in processes of their own."""
+    text = f"""
+from tests.training import test_mid_training
+def get_config():
+    mixture = test_mid_training.MADE_UP | dict(loss="assistant")
+    keys = dict(mixture=mixture, num_steps=400, checkpoint_every=10, eval_every=400)
+    return test_mid_training._mid({tuple(source)!r}, {str(whole.workdir)!r}, **keys)
+"""
+    config = tmp_path / "config.py"
+    config.write_text(text)
+    killed, straight = tmp_path / "killed", tmp_path / "straight"
+    process = launch(config, killed)
+    while process.poll() is None and not list((killed / "checkpoints").glob("[1-9]0")):
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert "resuming from step " in finish(launch(config, killed))
+    finish(launch(config, straight))
+    assert_bitwise_equal(*(final_state(workdir) for workdir in (killed, straight)))
+
+
+# -- growth ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "before, after", quick.only([(257, 265)], [(257, 265), (20, 21), (2048, 2056)])
+)
+def test_logits_of_old_tokens_stay_to_the_bit(make_mechanism, randomise, before, after, tied):
+    small, large = (
+        TransformerConfig(
+            block=BlockConfig(num_layers=2, d_model=16, mlp_dim=16, tied_head=tied),
+            mechanisms=(make_mechanism("lrkv"),) * 2,
+            vocab_size=size,
+        )
+        for size in (before, after)
+    )
+    _, params = randomise(lambda: Transformer(small, jax.random.key(0)), dtype=np.float32)
+    drawn = nnx.to_pure_dict(nnx.state(Transformer(large, jax.random.key(3))))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), drawn)
+    asked = growth.smaller(abstract, small.vocab_size)
+    assert jax.tree.map(jnp.shape, asked) == jax.tree.map(np.shape, params)
+    params = jax.tree.map(jnp.asarray, params)
+    grown = growth.grown(params, growth.grown_alone(drawn), abstract)
+    old = small.vocab_size
+    np.testing.assert_array_equal(grown["embedding"][old:], drawn["embedding"][old:])
+    assert np.std(grown["embedding"][old:]) > 0.5
+    if not tied:
+        assert not np.any(grown["head"][:, old:])
+    tokens = np.random.default_rng(0).integers(0, old, (3, 24))
+
+    def logits(config, params, width):
+        """By a product of that width: libraries have others for 2,048 columns than 2,056."""
+        graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+        model, compute = nnx.merge(graph, params), Compute()
+        activations = jax.jit(lambda: model(tokens, compute=compute))()
+        head_DV = model.head_weight(compute)[:, :width]
+        return jax.jit(lambda x, head: transformer.logits(x, head, 15.0))(activations, head_DV)
+
+    expected = logits(small, params, old)
+    assert np.std(expected) > 0.1
+    np.testing.assert_array_equal(logits(large, grown, old), expected)
+    whole = logits(large, grown, after)[..., :old]
+    if before == BYTES:
+        np.testing.assert_array_equal(whole, expected)
+    np.testing.assert_allclose(whole, expected, atol=1e-5)
+
+
+def test_a_vocabulary_that_the_mesh_does_not_divide_grows_to_one_that_it_does():
+    """The old one, 257 over five devices, is whole on each until it has 265."""
+    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=1, tensor=5), jax.local_devices()[:5])
+    split = dict(embedding=("tensor", "fsdp"), head=("fsdp", "tensor"), other=(None,))
+    shapes = dict(embedding=(CHAT, 4), head=(4, CHAT), other=(3,))
+    place = lambda name: jax.NamedSharding(mesh, jax.P(*split[name]))
+    abstract = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(name))
+        for name, shape in shapes.items()
+    }
+    asked = growth.smaller(abstract, BYTES)
+    draw = lambda x: np.random.default_rng(0).standard_normal(x.shape).astype("f4")
+    old = {name: jax.device_put(draw(x), x.sharding) for name, x in asked.items()}
+    drawn = {name: jax.device_put(draw(x), x.sharding) for name, x in abstract.items()}
+    grown = growth.grown(old, growth.grown_alone(drawn), abstract)
+    assert {name: (x.shape, x.sharding) for name, x in grown.items()} == {
+        name: (x.shape, x.sharding) for name, x in abstract.items()
+    }
+    np.testing.assert_array_equal(grown["embedding"][:BYTES], old["embedding"])
+    np.testing.assert_array_equal(grown["embedding"][BYTES:], drawn["embedding"][BYTES:])
+    np.testing.assert_array_equal(grown["head"][:, :BYTES], old["head"])
+    assert not np.any(grown["head"][:, BYTES:])
+
+
+# -- what cannot be --------------------------------------------------------------------------------
+
+
+def _bad(config, workdir, message, error=UserError):
+    with pytest.raises(error, match=message):
+        loop.train(config, epath.Path(workdir))
+    assert not (workdir / "checkpoints").exists()
+
+
+def test_what_cannot_be_started(source, whole, tmp_path):
+    run, here = tmp_path / "run", str(whole.workdir)
+    small = _mid(source, here)
+    small.data.vocab_size = BYTES
+    message = r"vocab_size = 257: config.train.parent = .* has 257 rows.* need 265: set --.*=265"
+    _bad(small, run, message)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(whole.workdir / name, empty)
+    _bad(_mid(source, empty), run, "config.train.parent = .*empty has no checkpoint yet")
+    _bad(_mid(source, ""), run, "tokenizer = 'parent': config.train.parent is empty; give")
+    other = _mid(source, here)
+    other.data.tokenizer = "bpe"
+    _bad(other, run, "config.data.tokenizer = 'bpe': conversations teach no tokenizer")
+    other = _mid(source, here)
+    other.data.update(source="embedded", tokenizer="byte")
+    _bad(other, run, r"config.data.source = 'embedded': with conversations .* must be 'mixture'")
+    other = runs.small_config(*source)
+    other.data.source = "mixture"
+    _bad(other, run, "config.data.source = 'mixture': needs config.mixture")
+    other = runs.small_config(*source, num_steps=0)
+    _bad(other, run, "config.train.num_steps = 0: must be at least 1")
+    other = _mid(source, here, mixture=MADE_UP | dict(pack="whole"), teacher=here)
+    _bad(other, run, "config.train.teacher = .*nothing is learned from a teacher")
+    missing = MADE_UP | dict(gsm8k=str(tmp_path / "none.parquet"))
+    other = _mid(source, here, mixture=missing)
+    _bad(
+        other, run, "config.mixture.gsm8k = .*matches no file: fetch the folders", MissingDataError
+    )
+    assert not list(run.glob("*.json"))
+
+
+def test_wrong_keys_of_the_section(source, whole):
+    config = _mid(source, whole.workdir).unlock()
+    config.mixture.smoltlak = "x"
+    with pytest.raises(UserError, match="config.mixture.smoltlak: no such key; config.mixture has"):
+        experiment_lib.resolve(config)
+    config = _mid(source, whole.workdir).unlock()
+    config.mixtures = config.mixture
+    del config.mixture
+    with pytest.raises(UserError, match=r"config: unknown \['mixtures'\]"):
+        experiment_lib.resolve(config)
+
+
+def test_prepared_rows_with_another_mask(source, whole, tmp_path):
+    """Rows that were prepared elsewhere are taken, if they say what the run asks for."""
+    loop.train(_mid(source, whole.workdir, stop_after=1), epath.Path(tmp_path / "first"))
+    folder = next(
+        path.parent
+        for path in epath.Path(source[1]).glob("datasets/*/dataset.json")
+        if json.loads(path.read_text()).get("mixture", {}).get("conversations") == "embedded#0:450"
+        and not json.loads(path.read_text())["masked"]
+    )
+    config = _mid(source, whole.workdir, stop_after=1)
+    config.data.source = f"prepared:{folder}"
+    loop.train(config, epath.Path(tmp_path / "second"))
+    assert records(tmp_path / "second")[0]["loss"] == records(tmp_path / "first")[0]["loss"]
+    config = _mid(source, whole.workdir, mixture=MADE_UP | dict(loss="assistant"))
+    config.data.source = f"prepared:{folder}"
+    _bad(config, tmp_path / "run", "rows have no mask, and with .*'assistant' .* must have a mask")
+
+
+# -- what is learned -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_letters_and_sums_are_learned(tmp_path):
+    """200 steps on 450 conversations; of 50 others a fourth of the letters is chance."""
+    from kvjax.conversation import mixture
+    from kvjax.conversation.dialogue import Native
+    from kvjax.decoding.answers import answers
+    from kvjax.decoding.generator import Generator
+
+    flags = [f"--config.data.directory={tmp_path}/data"]
+    parent = load_config(CONFIGS / "lrkv_tiny.py", [*flags, "--config.train.stop_after=100"])
+    loop.train(parent, epath.Path(tmp_path / "parent"))
+    flags.append(f"--config.train.parent={tmp_path}/parent")
+    loop.train(load_config(CONFIGS / "mid" / "lrkv_tiny.py", flags), epath.Path(tmp_path / "mid"))
+    loaded = trained.load(epath.Path(tmp_path / "mid"))
+    dialogue = Native(loaded.tokenizer, "the workdir")
+    generator, right = Generator(loaded.model, loaded.compute), dict(letter=[], sum=[])
+    rows = [made_up.conversations()[i] for i in mixture.shuffled(made_up.COUNT, 42)[450:]]
+    prompts = [dialogue.prompt(row["messages"][:1]).ids for row in rows]
+    for row, answer in zip(rows, answers(generator, dialogue, prompts, num_tokens=24), strict=True):
+        content = row["messages"][1]["content"]
+        if isinstance(content, str):
+            right["letter"].append(answer.text == content)
+        else:
+            expected = content[-1]["text"].rpartition("#### ")[2]
+            right["sum"].append(answer.text.rpartition("#### ")[2] == expected)
+    assert {name: len(found) for name, found in right.items()} == dict(letter=25, sum=25)
+    assert np.mean(right["letter"]) > 0.8 and np.mean(right["sum"]) > 0.6, right
