@@ -386,3 +386,31 @@ def test_warmup_and_cooldown_must_fit():
     with pytest.raises(UserError, match="warmup_steps = 90.*cooldown of 20 .*at most 80"):
         learning_rate_schedule(config, 100)
     learning_rate_schedule(OptimizerConfig(warmup_steps=80, cooldown_fraction=0.2), 100)
+
+
+def test_a_linear_schedule_falls_from_the_first_step_on():
+    found = learning_rate_schedule(OptimizerConfig(schedule="linear"), 8)
+    np.testing.assert_allclose([found(i) for i in range(8)], 1 - np.arange(8) / 8, rtol=1e-6)
+    changed = OptimizerConfig(schedule="linear", warmup_steps=2, final_fraction=0.5)
+    found = learning_rate_schedule(changed, 6)
+    expected = [0.5, 1, 1, 0.875, 0.75, 0.625]
+    np.testing.assert_allclose([found(i) for i in range(6)], expected, rtol=1e-6)
+
+
+def test_a_scale_is_on_all_learning_rates():
+    axes = dict(embedding="V D", head="D -> V", up="D -> M", gain="D")
+    shapes = dict(embedding=(5, 4), head=(4, 5), up=(4, 3), gain=(4,))
+    rng = np.random.default_rng(0)
+    params, grads = (
+        {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in shapes.items()}
+        for _ in range(2)
+    )
+
+    def update(scale):
+        config = OptimizerConfig(lr_scale=scale)
+        optimizer = make_optimizer(config, axes, d_model=4, num_steps=10)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    plain, scaled = update(1.0), update(0.02)
+    for name in shapes:
+        np.testing.assert_allclose(scaled[name], 0.02 * plain[name], rtol=1e-5)
