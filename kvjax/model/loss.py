@@ -138,7 +138,7 @@ def _nats(head_DV, x_BtD, targets_Bt, softcap: float) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _sum_of_nats(softcap, chunks, mesh, head_DV, x_BTD, targets_BT, weights_BT) -> jax.Array:
+def _sum_of_nats(softcap, chunks, mesh, head_DV, x_BTD, targets_BT, weights_BT=None) -> jax.Array:
     return _sum_and_gradients(softcap, chunks, mesh, head_DV, x_BTD, targets_BT, weights_BT)[0]
 
 
