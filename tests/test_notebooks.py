@@ -9,7 +9,7 @@ import pytest
 from tests import notebooks
 
 REPOSITORY = "https://github.com/kvjax/kvjax"
-PICTURES = dict(quickstart=2, kernels=5, launch=5, convert=1, analysis=4)
+PICTURES = dict(quickstart=2, kernels=5, launch=5, convert=1, analysis=4, evaluation=1)
 MACHINE = re.compile(r"/(root|home|work|tmp|var|usr|opt|Users|site-packages)\b|https?://(?!github)")
 # On two CPU cores; a stored figure is no larger than it must be.
 MAX_BYTES = 400_000
@@ -96,8 +96,23 @@ def _analysis(said):
     assert float(more["weights' SVD"]) > 4 * float(more["other passages"])
 
 
+def _evaluation(said):
+    """What its text says: letters are little more than a habit, texts tell what is known."""
+    count = lambda what: [int(n) for n in re.findall(rf"(\d+) of 10 {what}", said)]
+    by_letter, by_text = count("right"), count("by their texts")
+    assert len(by_letter) == len(by_text) == 2 and min(by_text) > max(by_letter)
+    assert "half: 11,520 bytes of cache" in said and "The capital of France is Paris" in said
+    assert len(re.findall(r"\d of 8 right", said)) == 2
+    assert "a right one: passed" in said and said.count(": failed: ") == 3
+
+
 CHECKS = dict(
-    quickstart=_quickstart, kernels=_kernels, launch=_launch, convert=_convert, analysis=_analysis
+    quickstart=_quickstart,
+    kernels=_kernels,
+    launch=_launch,
+    convert=_convert,
+    analysis=_analysis,
+    evaluation=_evaluation,
 )
 
 
