@@ -324,7 +324,7 @@ EMBEDDED_CONVERSATIONS = _keys(
     MixtureConfig(conversations="embedded#0:450", validation_conversations="embedded#450:500")
 )
 _CHAT = MixtureConfig(
-    arc="~/data/arc/ARC-Easy/train-*.parquet, ~/data/arc/ARC-Challenge/train-*.parquet",
+    arc="~/data/ai2_arc/ARC-Easy/train-*.parquet, ~/data/ai2_arc/ARC-Challenge/train-*.parquet",
     gsm8k=_MID_TRAINING.gsm8k,
     smoltalk=f"{_MID_TRAINING.smoltalk}#0:10000",
     validation_smoltalk=f"{_MID_TRAINING.validation_smoltalk}#0:1000",

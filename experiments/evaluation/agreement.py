@@ -1,7 +1,7 @@
 """An instruction model through kvjax's cache beside transformers: letters, likelihoods, texts.
 
     make .venv-live/installed
-    python -m experiments.evaluation.agreement --workdir=runs/smollm2 --data=FOLDER [--save]
+    python -m experiments.evaluation.agreement --workdir=runs/smollm2 [--data=FOLDER] [--save]
 
 The same float32 weights, exported by kvjax; transformers renders the conversations by itself. Every
 letter of MMLU, the log-likelihood of every right answer's text, and the greedy texts of the first

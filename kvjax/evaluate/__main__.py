@@ -1,7 +1,7 @@
 """Scores a trained model on benchmarks, as the LRKV paper's Table 3 does, by nanochat's protocol.
 
     python -m kvjax.evaluate --workdir=runs/x --tasks=arc_easy,arc_challenge,mmlu,gsm8k,humaneval
-    python -m kvjax.evaluate --workdir=runs/x --tasks=core --data=~/data/evaluation
+    python -m kvjax.evaluate --workdir=runs/x --tasks=core --data=~/data
     python -m kvjax.evaluate --compare=runs/a,runs/b
 
 Data are local files: what is missing is said, with what to fetch and where to put it. Every row is

@@ -15,7 +15,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
 
-FOLDER = "~/data/evaluation"
+FOLDER = "~/data"  # where mid-training looks, too
 
 
 @dataclasses.dataclass(frozen=True)
