@@ -9,7 +9,8 @@ small sums with calls of the calculator). The vocabulary of its parent grows by 
 Parent: runs/lrkv_tiny, what configs/lrkv_tiny.py trains (config.train.parent).
 Parameters: 1,296,384 parameters, 1,033,216 without the input embedding; 1,600 cache bytes
 per token in bfloat16; 0.008 GFLOP per trained token.
-Hardware: two CPU cores, 0.4M tokens in about a minute. Measured: nothing yet.
+Hardware: two CPU cores, 0.4M tokens in about a minute. Measured, one seed: of 200 conversations
+made with another seed 100 of 100 letters are right, and 95 of 100 sums.
 """
 
 from kvjax import recipes
