@@ -5,9 +5,9 @@ python -m tests.mutations experiments/results/mutations.json --run    # plants t
 
 The file lists mutations: `file`, the text `old` that occurs in it once, the text `new` in its
 place, the `bug` in words. A run adds who noticed, `caught_by`: "make test", "make test-all" or
-null, and `test`, the first that failed. That test runs first where an earlier run has it, then tests
-of the same room, then all; what is only in `make test-all` runs for those that `make test` missed.
-What was found before is kept: delete `caught_by` to try again.
+null, and `test`, the first that failed. That test runs first where an earlier run has it, then
+tests of the same room, then all; what is only in `make test-all` runs for those that `make test`
+missed. What was found before is kept: delete `caught_by` to try again.
 """
 
 import argparse
