@@ -29,20 +29,20 @@ def main(folder: str, asked: str, found: str) -> None:
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         return encode(text)
 
-    def log_p(ids: list[int]) -> torch.Tensor:
-        return model(torch.tensor([ids])).logits[0]
+    def last_logits(ids: list[int], count: int) -> torch.Tensor:
+        return model(torch.tensor([ids]), logits_to_keep=count).logits[0]
 
     result = dict(letters=[], continuations=[], texts=[])
     with torch.no_grad():
         for message, letters in questions["letters"]:
             ids = prompt(message)
             (candidates,) = zip(*(encode(letter) for letter in letters), strict=True)
-            logits = log_p(ids)[-1][list(candidates)].tolist()
+            logits = last_logits(ids, 1)[0][list(candidates)].tolist()
             result["letters"].append(dict(ids=ids, logits=logits))
         print("letters are done", file=sys.stderr, flush=True)
         for message, answer in questions["continuations"]:
             context, own = prompt(message), encode(answer)
-            rows = torch.log_softmax(log_p([*context, *own]), dim=-1)[len(context) - 1 : -1]
+            rows = torch.log_softmax(last_logits([*context, *own[:-1]], len(own)), dim=-1)
             total = rows.gather(1, torch.tensor(own)[:, None]).double().sum().item()
             result["continuations"].append(dict(log_likelihood=total, tokens=len(own)))
         print("continuations are done", file=sys.stderr, flush=True)

@@ -29,9 +29,11 @@ from kvjax.foundation.configuration import at_least
 from kvjax.foundation.configuration import check_text
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import warn
 from kvjax.workdir import dialogue as dialogue_lib
 from kvjax.workdir import trained
 
+_NO_LIMIT = 1 << 31
 _COMMANDS = {
     "/reset": "forgets the conversation",
     "/save FILE": "adds it to a file, as a line of JSON that mid-training reads",
@@ -76,7 +78,7 @@ def _run(options: argparse.Namespace) -> None:
     check_text("system", options.system)
     runtime.start()
     found = trained.find(runtime.workdir(options.workdir), step=options.step)
-    dialogue = dialogue_lib.of(found)
+    dialogue = dialogue_lib.of(found, limit=_NO_LIMIT)  # `History` leaves out whole turns
     with progress.waiting("reading the model"):
         loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
         generator = Generator(loaded.model, loaded.compute)
@@ -97,6 +99,11 @@ def _context(options: argparse.Namespace, found: trained.Found, generator: Gener
                 f"--context={context}: the model's positions end after {generator.positions} tokens"
             )
         context = generator.positions
+    if context > found.context:
+        warn(
+            f"--context={context}: the model was trained on {found.context:,} tokens at a time: "
+            "expect worse answers beyond"
+        )
     if options.num_tokens >= context:
         raise UserError(
             f"--num_tokens={options.num_tokens}: leaves no room for a message in a context of "

@@ -33,6 +33,7 @@ from kvjax.evaluate import summary
 from kvjax.evaluate import task as task_lib
 from kvjax.evaluate.evaluation import Plan
 from kvjax.evaluate.generated import Asked
+from kvjax.evaluate.generated import Verdict
 from kvjax.evaluate.model import Described
 from kvjax.evaluate.model import Served
 from kvjax.evaluate.rows import FOLDER
@@ -92,8 +93,10 @@ def main(arguments: list[str]) -> None:
 
 
 def _compare(options: argparse.Namespace, out: Output) -> None:
-    if options.workdir:
-        raise UserError("--compare and --workdir: give one of them")
+    parser = _parser()
+    for name, value in vars(options).items():
+        if name not in ("compare", "json", "markdown") and value != parser.get_default(name):
+            raise UserError(f"--compare and --{name}: give one of them; --compare asks nothing")
     names = compare.groups(options.compare)
     found = compare.compare(*([compare.open(name) for name in side] for side in names))
     out.show(compare.table(found, *names))
@@ -110,7 +113,9 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     one_of("humaneval", options.humaneval, generated.MODES)
     one_of("sandbox", options.sandbox, ("auto", "linux", "wasm"))
     files = datasets.asked(options.file)
-    lists.names("--file", ",".join(files), task_lib.TASKS) if files else ()
+    for name in lists.names("--file", ",".join(files), task_lib.TASKS) if files else ():
+        if name not in names:
+            raise UserError(f"--file={name}=...: {name} is not among --tasks={','.join(names)}")
     if options.dtype:
         one_of("dtype", options.dtype, experiment.DTYPES)
     runtime.start()
@@ -126,7 +131,8 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
         if task_lib.CORE in names:
             bundle = runtime.path("--data", options.data)
             bundle = bundle / "eval_bundle" if (bundle / "eval_bundle").exists() else bundle
-            core, core_digest = core_tasks.read(bundle), core_tasks.digest(bundle)
+            core = core_tasks.read(bundle)
+            core_digest = core_tasks.digest(bundle, core)
     box = _box(options) if "humaneval" in names else None
     plan = Plan(questions, core, _asked(options, box), options.limit, share)
     dialogue = _dialogue(found, names, options.humaneval)
@@ -141,13 +147,14 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
         data[task_lib.CORE] = dict(sha256=core_digest, tasks=len(core))
     about = _about(options, found, data, dialogue, box)
     identity = lambda name: _identity(name, about, data)
-    with progress.waiting("reading the model"):
-        loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
-        generator = Generator(loaded.model, loaded.compute)
-        del loaded  # the generator has the weights: once is enough
-    model = Served(generator, found.tokenizer, dialogue, batch=options.batch)
-    done = evaluation.run(model, plan, epath.Path(folder), identity)
-    result = summary.of(done, core, about)
+    with evaluation.opened(plan, epath.Path(folder), identity) as stores:
+        with progress.waiting("reading the model"):
+            loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
+            generator = Generator(loaded.model, loaded.compute)
+            del loaded  # the generator has the weights: once is enough
+        model = Served(generator, found.tokenizer, dialogue, batch=options.batch)
+        done = evaluation.run(model, plan, stores)
+    result = summary.of(done, core, about, summary.read(epath.Path(folder)))
     path = summary.write(epath.Path(folder), result)
     out.show(summary.table(result))
     out.say(f"\nwritten: {path}", wrap=False)
@@ -187,7 +194,11 @@ def _box(options: argparse.Namespace):
 def _asked(options: argparse.Namespace, box) -> Asked:
     def judge(programs):
         problems = [sandbox.Problem(*program) for program in programs]
-        return [(verdict.passed, verdict.reason) for verdict in box.judge_all(problems)]
+        try:
+            verdicts = box.judge_all(problems)
+        except sandbox.SandboxError as error:
+            raise UserError(f"humaneval: the sandbox failed: {error}. Run it again") from error
+        return [Verdict(v.passed, v.reason, v.retried) for v in verdicts]
 
     return Asked(options.num_tokens, options.calculator, options.humaneval, judge)
 
@@ -223,7 +234,7 @@ def _about(options, found: trained.Found, data: Mapping, dialogue, box) -> dict[
             calculator=options.calculator,
             humaneval=options.humaneval,
             sandbox=" + ".join(box.layers) if box else "",
-            dtype=options.dtype,
+            dtype=str(trained.compute_of(found, options.dtype).dtype),
             limit=options.limit,
         ),
     )

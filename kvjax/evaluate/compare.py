@@ -50,9 +50,15 @@ def groups(option: str) -> tuple[list[str], list[str]]:
 def open(name: str) -> Evaluated:
     """The evaluation of a workdir, of its latest step that has one, or of WORKDIR@STEP.
 
+    Args:
+      name: of a workdir; or a folder of rows that --out named.
+
     Raises:
       UserError: there is none.
     """
+    given = runtime.path("--compare", name)
+    if list(given.glob("*.jsonl")) if given.is_dir() else ():
+        return _read(name, given)
     path, at, step = name.rpartition("@")
     by_step = bool(at) and step.isdecimal()
     root = runtime.path("--compare", path if by_step else name) / rows_lib.FOLDER
@@ -63,7 +69,10 @@ def open(name: str) -> Evaluated:
             f"--compare: {name} has no evaluation{' of that step' if by_step else ''}{there}: "
             f"python -m kvjax.evaluate --workdir={path if by_step else name}"
         )
-    folder = root / (step if by_step else str(steps[-1]))
+    return _read(name, root / (step if by_step else str(steps[-1])))
+
+
+def _read(name: str, folder: epath.Path) -> Evaluated:
     identities, verdicts = {}, {}
     for file in sorted(folder.glob("*.json")):
         task = file.name.removesuffix(".json")
@@ -89,7 +98,7 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
     """
     everyone = [*one, *other]
     shared = [t for t in everyone[0].verdicts if all(t in e.verdicts for e in everyone)]
-    found, samples = {}, {}
+    found, samples, bootstrap = {}, {}, scores.Bootstrap(len(one), len(other))
     for task in shared:
         _check_alike(task, everyone)
         rows = sorted(set.intersection(*(set(e.verdicts[task]) for e in everyone)))
@@ -98,7 +107,7 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
         sides = [
             [np.array([e.verdicts[task][i] for i in rows]) for e in side] for side in (one, other)
         ]
-        samples[task] = scores.differences(*sides)
+        samples[task] = bootstrap.differences(*sides)
         found[task] = _entry(*(float(np.mean(side)) for side in sides), samples[task])
         found[task] |= dict(rows=len(rows))
     if not found:

@@ -53,6 +53,7 @@ class CoreTask:
     chance: float
     items: Sequence[dict]
     places: Sequence[str]
+    file: epath.Path
 
 
 def read(folder: epath.Path) -> list[CoreTask]:
@@ -73,10 +74,10 @@ def read(folder: epath.Path) -> list[CoreTask]:
     return [_task(folder, entry, chances) for entry in _entries(folder / "core.yaml")]
 
 
-def digest(folder: epath.Path) -> str:
-    """SHA-256 of all files of a bundle."""
+def digest(folder: epath.Path, tasks: Sequence[CoreTask]) -> str:
+    """SHA-256 of all files of a bundle that its tasks are read from."""
     names = [folder / "core.yaml", folder / "eval_meta_data.csv"]
-    return records.digest([*names, *sorted((folder / "eval_data").glob("**/*.jsonl"))])
+    return records.digest([*names, *(task.file for task in tasks)])
 
 
 def _entries(path: epath.Path) -> list[dict]:
@@ -114,8 +115,7 @@ def _task(folder: epath.Path, entry: dict, chances: dict[str, float]) -> CoreTas
         raise MissingDataError(f"core: {os.fspath(path)} is missing: fetch the bundle again")
     pairs = [(item, place) for place, item in records.read(path)]
     for item, place in pairs:
-        if lacking := [key for key in _KEYS[kind] if key not in item]:
-            raise DataError(f"{place}: lacks {', '.join(lacking)}, which {kind} needs")
+        _check_row(item, kind, place)
     random.Random(1337).shuffle(pairs)
     shots = entry["num_fewshot"]
     shots = int(shots[0] if isinstance(shots, list) else shots)
@@ -123,7 +123,26 @@ def _task(folder: epath.Path, entry: dict, chances: dict[str, float]) -> CoreTas
         raise DataError(f"{os.fspath(path)}: has {len(pairs)} rows; {shots} shots need more")
     delimiter = str(entry.get("continuation_delimiter", " "))
     items, places = zip(*pairs, strict=True)
-    return CoreTask(label, kind, shots, delimiter, chances[label], items, places)
+    return CoreTask(label, kind, shots, delimiter, chances[label], items, places, path)
+
+
+def _check_row(item, kind: str, place: str) -> None:
+    """Raises a DataError for a row that is none of the kind's."""
+    keys = _KEYS[kind]
+    if not isinstance(item, dict) or (lacking := [key for key in keys if key not in item]):
+        lacking = ", ".join(lacking if isinstance(item, dict) else keys)
+        raise DataError(f"{place}: lacks {lacking}, which {kind} needs")
+    for key in keys:
+        if key in ("choices", "context_options"):
+            several = item[key]
+            if not isinstance(several, list) or not all(isinstance(x, str) for x in several):
+                raise DataError(f"{place}: {key} must be a list of texts, not {several!r:.80}")
+            if type(item["gold"]) is not int or item["gold"] not in range(len(several)):
+                raise DataError(
+                    f"{place}: gold = {item['gold']!r}: must be 0 to {len(several) - 1}"
+                )
+        elif key != "gold" and not isinstance(item[key], str):
+            raise DataError(f"{place}: {key} must be text, not {type(item[key]).__name__}")
 
 
 def ask(model: Model, task: CoreTask, indices: Sequence[int]) -> list[dict[str, Any]]:

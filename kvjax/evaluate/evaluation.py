@@ -1,14 +1,17 @@
 """Asks a model all questions of its tasks, a block at a time, and keeps every row."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import time
 from typing import Any
 
 from etils import epath
 
+from kvjax import sandbox
 from kvjax.evaluate import core_tasks
 from kvjax.evaluate import generated
 from kvjax.evaluate import letters
@@ -80,10 +83,20 @@ def check(model: Described | Model, plan: Plan, context: int) -> list[str]:
             letters.check(model, items)
             prompts, more = [letters.prompt(model, item) for item in items], 0
         else:
+            if name == "humaneval":
+                _check_tests(items, found.places)
             prompts = [generated.prompt(model, item, plan.asked.mode) for item in items]
             more = plan.asked.num_tokens
         said += _lengths(model, name, found.places, prompts, more, context)
     return said
+
+
+def _check_tests(items, places) -> None:
+    for item, place in zip(items, places, strict=False):  # of a limit, the first places
+        try:
+            sandbox.check(sandbox.Problem("", item.test, item.entry_point))
+        except sandbox.SandboxError as error:
+            raise UserError(f"{place}: {error}") from error
 
 
 def _lengths(model, name, places, prompts, more: int, context: int) -> list[str]:
@@ -107,15 +120,11 @@ def _lengths(model, name, places, prompts, more: int, context: int) -> list[str]
     return said
 
 
-def run(
-    model: Model,
-    plan: Plan,
-    folder: epath.Path,
-    identity: Callable[[str], Mapping[str, Any]],
-    *,
-    shown: bool = True,
-) -> dict[str, Done]:
-    """All rows that are not done yet, and those that are.
+@contextlib.contextmanager
+def opened(
+    plan: Plan, folder: epath.Path, identity: Callable[[str], Mapping[str, Any]]
+) -> Iterator[dict[str, Rows]]:
+    """The rows that are there, by task; this process's alone to add to.
 
     Args:
       folder: of the checkpoint's evaluations.
@@ -124,7 +133,22 @@ def run(
     Raises:
       UserError: rows of something else are there, or rows cannot be written.
     """
-    stores = {name: Rows(folder, name, identity(name), plan.share) for name in names(plan)}
+    with contextlib.ExitStack() as stack:
+        stores = {}
+        for name in names(plan):
+            stores[name] = Rows(folder, name, identity(name), plan.share)
+            stack.callback(stores[name].close)
+        yield stores
+
+
+def run(
+    model: Model, plan: Plan, stores: Mapping[str, Rows], *, shown: bool = True
+) -> dict[str, Done]:
+    """All rows that are not done yet, and those that are.
+
+    Raises:
+      UserError: rows cannot be written.
+    """
     found = {}
     for name, found_questions in plan.questions.items():
         items, task = found_questions.items, found_questions.task
@@ -157,4 +181,5 @@ def _asked(name: str, store: Rows, count: int, block: int, ask, shown: bool) -> 
             store.add(new)
             right = sum(row["right"] for row in within().values())
             bar.step(f"{100 * right / len(within()):.1f} % right", len(new))
+    store.look_again()  # others may have written meanwhile
     return Done(within(), count, len(missing), time.monotonic() - begun)

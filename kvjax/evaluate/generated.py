@@ -25,8 +25,17 @@ STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 _NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 _FENCED = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
 
-# Programs, tests and entry points to verdicts: whether each is right, and why not.
-Judge = Callable[[Sequence[tuple[str, str, str]]], list[tuple[bool, str]]]
+
+class Verdict(NamedTuple):
+    """Of an answer: whether it is right, why not, and whether it was judged a second time."""
+
+    right: bool
+    reason: str = ""
+    is_retried: bool = False
+
+
+# Programs, tests and entry points to verdicts.
+Judge = Callable[[Sequence[tuple[str, str, str]]], list[Verdict]]
 
 
 class Asked(NamedTuple):
@@ -52,6 +61,11 @@ def ask(
         _row(i, *prompt, answer) for i, prompt, answer in zip(indices, prompts, found, strict=True)
     ]
     chosen = [items[i] for i in indices]
+    if isinstance(chosen[0], Problem):
+        specials = set(model.dialogue.specials or ())
+        for row, answer in zip(rows, found, strict=True):
+            if specials & set(answer.ids):  # their names stand in the program
+                row["specials"] = True
     if isinstance(chosen[0], Sum):
         verdicts = [sum_verdict(row["text"], item) for row, item in zip(rows, chosen, strict=True)]
     else:
@@ -61,8 +75,9 @@ def ask(
             for row, item in zip(rows, chosen, strict=True)
         ]
         verdicts = asked.judge(programs)
-    for row, (right, reason) in zip(rows, verdicts, strict=True):
+    for row, (right, reason, is_retried) in zip(rows, verdicts, strict=True):
         row |= dict(right=right, **(dict(reason=reason) if reason else {}))
+        row |= dict(retried=True) if is_retried else {}
     return rows
 
 
@@ -96,11 +111,11 @@ def number(text: str) -> str | None:
     return found[1].strip().replace(",", "") if found else None
 
 
-def sum_verdict(text: str, item: Sum) -> tuple[bool, str]:
+def sum_verdict(text: str, item: Sum) -> Verdict:
     said, reference = number(text), number(item.answer)
     if said is None:
-        return False, "no marker"
-    return said == reference, "" if said == reference else f"{said} for {reference}"
+        return Verdict(False, "no marker")
+    return Verdict(said == reference, "" if said == reference else f"{said} for {reference}")
 
 
 # -- HumanEval -------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ Beside them TASK.json says what was asked of which model: rows of another are re
 
 from collections.abc import Iterable
 from collections.abc import Mapping
+import fcntl
 import json
 import os
+from typing import IO
 from typing import Any
 
 from etils import epath
@@ -38,7 +40,17 @@ class Rows:
         name = task if n == 1 else f"{task}.{i}-of-{n}"
         self.path = folder / f"{name}.jsonl"
         self._check(identity)
+        self._lock = None if in_bucket(folder) else _locked(folder / f".{name}.lock", self.path)
         self.done = self._read()
+
+    def look_again(self) -> None:
+        """Reads what others have written since."""
+        self.done = self._read()
+
+    def close(self) -> None:
+        """Lets another process write these rows."""
+        if self._lock is not None:
+            self._lock.close()
 
     def missing(self, count: int) -> list[int]:
         """The rows of this process, of `count` in all, that are not done."""
@@ -72,6 +84,12 @@ class Rows:
     def _check(self, identity: Mapping[str, Any]) -> None:
         """Raises a UserError where rows of something else are there."""
         path = self._folder / f"{self._task}.json"
+        files = [os.fspath(file) for file in self._folder.glob(f"{self._task}.*jsonl")]
+        if files and not path.exists():
+            raise UserError(
+                f"{path} is missing, and does not say which model {', '.join(files)} are of: "
+                "restore it, or remove those to begin anew"
+            )
         if path.exists():
             there = json_text.read_object(path, "remove the folder to begin anew")
             for key in sorted(there.keys() | identity.keys()):
@@ -79,7 +97,7 @@ class Rows:
                     raise UserError(
                         f"{self._folder}: rows of {self._task} are there with {key} = "
                         f"{there.get(key)!r}, and now it is {identity.get(key)!r}. Give another "
-                        "--out, or remove those files to begin anew"
+                        f"--out, or remove {', '.join([os.fspath(path), *files])} to begin anew"
                     )
             return
         try:
@@ -110,6 +128,8 @@ def of_file(path: epath.Path) -> list[dict]:
             row = json_text.parse(line)
             if not isinstance(row, dict) or type(row.get("index")) is not int:
                 raise ValueError("no object with an index")
+            if type(row.get("right")) is not bool:
+                raise ValueError("it has no verdict")
             rows.append(row)
         except ValueError as error:
             raise UserError(
@@ -117,6 +137,24 @@ def of_file(path: epath.Path) -> list[dict]:
                 "question is asked again"
             ) from error
     return rows
+
+
+def _locked(lock: epath.Path, path: epath.Path) -> IO:
+    """A file that this process alone has locked while it lives.
+
+    Raises:
+      UserError: another process writes the same rows, or the folder cannot be written.
+    """
+    try:
+        file = open(os.fspath(lock), "w")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(
+            f"{path}: another process writes these rows: wait for it, or give each its --share=I/N"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{lock} cannot be written: {error.strerror or error}") from error
+    return file
 
 
 def _mend(path: epath.Path) -> None:

@@ -28,23 +28,21 @@ def accuracy(right: int, count: int) -> Score:
     return Score(share, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def standard_error(right: int, count: int) -> float:
-    share = right / count
-    return math.sqrt(share * (1 - share) / count)
-
-
 def combined(found: Mapping[str, tuple[int, int]]) -> Score | None:
     """The plain mean of the five accuracies (LRKV, Table 3); None unless all five are there.
+
+    Its interval adds the squares of their distances to their own bounds (Zou and Donner, 2008).
 
     Args:
       found: by task, right answers and questions.
     """
     if not found.keys() >= TASKS.keys():
         return None
-    shares = [found[name][0] / found[name][1] for name in TASKS]
-    error = math.hypot(*(standard_error(*found[name]) for name in TASKS)) / len(TASKS)
-    mean = float(np.mean(shares))
-    return Score(mean, mean - _Z * error, mean + _Z * error)
+    each = [accuracy(*found[name]) for name in TASKS]
+    mean = float(np.mean([score.value for score in each]))
+    below = math.hypot(*(score.value - score.low for score in each)) / len(each)
+    above = math.hypot(*(score.high - score.value for score in each)) / len(each)
+    return Score(mean, mean - below, mean + above)
 
 
 def chat_core(found: Mapping[str, tuple[int, int]]) -> float | None:
@@ -63,39 +61,39 @@ def centred(share: float, chance: float) -> float:
     return (share - chance) / (1 - chance)
 
 
-def pass_at_k(count: int, right: int, k: int) -> float:
-    """The chance that one of k samples is right, from `right` of `count`: 1 - C(n-c,k)/C(n,k).
+class Bootstrap:
+    """Differences between two models over drawn questions, of any number of tasks.
 
-    As the product that neither overflows nor cancels (Chen et al., 2021, arXiv 2107.03374).
-    """
-    if not 1 <= k <= count or not 0 <= right <= count:
-        raise ValueError(f"k = {k} of {count} samples, {right} right")
-    if count - right < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(count - right + 1, count + 1))
-
-
-def differences(
-    one: Sequence[np.ndarray], other: Sequence[np.ndarray], *, samples: int = 10_000, seed: int = 0
-) -> np.ndarray:
-    """[samples] shares of right answers of one model less those of another: a paired bootstrap.
-
-    Questions are drawn anew, for both alike; and of several seeds each model's seeds are drawn too.
+    A model's seeds are drawn once for all tasks: a seed that is lucky is lucky in all of them.
 
     Args:
-      one, other: per seed, [Q] verdicts of the same questions, 0 or 1.
+      one, other: how many seeds each model has.
     """
-    # Questions with the same verdicts are alike: how many of each kind are drawn is enough.
-    verdicts_QK = np.stack([*one, *other], axis=1).astype(np.int8)
-    kinds_PK, counts_P = np.unique(verdicts_QK, axis=0, return_counts=True)
-    rng, Q = np.random.default_rng(seed), len(verdicts_QK)
-    drawn_SP = rng.multinomial(Q, counts_P / Q, size=samples)
-    by_seed_SK = drawn_SP @ kinds_PK / Q
-    shares = []
-    for seeds_SK in (by_seed_SK[:, : len(one)], by_seed_SK[:, len(one) :]):
-        drawn_SK = rng.integers(seeds_SK.shape[1], size=seeds_SK.shape)
-        shares.append(np.take_along_axis(seeds_SK, drawn_SK, axis=1).mean(axis=1))
-    return shares[0] - shares[1]
+
+    def __init__(self, one: int, other: int, *, samples: int = 10_000, seed: int = 0):
+        self._rng, self._samples = np.random.default_rng(seed), samples
+        self._seeds_SK = [self._rng.integers(K, size=(samples, K)) for K in (one, other)]
+
+    def differences(self, one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> np.ndarray:
+        """[S] shares of right answers of the first less those of the second, of one task.
+
+        Questions are drawn anew, for both alike.
+
+        Args:
+          one, other: per seed, [Q] verdicts of the same questions, 0 or 1.
+        """
+        # Questions with the same verdicts are alike: how many of each kind are drawn is enough.
+        verdicts_QK = np.stack([*one, *other], axis=1).astype(np.int8)
+        kinds_PK, counts_P = np.unique(verdicts_QK, axis=0, return_counts=True)
+        Q = len(verdicts_QK)
+        drawn_SP = self._rng.multinomial(Q, counts_P / Q, size=self._samples)
+        by_seed_SK = drawn_SP @ kinds_PK / Q
+        sides = (by_seed_SK[:, : len(one)], by_seed_SK[:, len(one) :])
+        first_S, second_S = (
+            np.take_along_axis(side_SK, seeds_SK, axis=1).mean(axis=1)
+            for side_SK, seeds_SK in zip(sides, self._seeds_SK, strict=True)
+        )
+        return first_S - second_S
 
 
 def interval(value: float, samples: np.ndarray) -> Score:

@@ -1,6 +1,7 @@
 """What an evaluation found, as a table and as summary.json."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import json
 from typing import Any
 
@@ -18,29 +19,43 @@ from kvjax.foundation.files import write_atomically
 from kvjax.foundation.output import Table
 
 FILE = "summary.json"
+# Of rows: equal logits; answers without an end, prompts that were cut, special tokens in a program,
+# programs that were judged a second time.
+_COUNTED = ("ties", "unfinished", "cut", "specials", "retried")
+_OF_HUMANEVAL = ("humaneval", "sandbox", "num_tokens")
 
 
-def of(found: Mapping[str, Done], core: list[CoreTask], about: Mapping[str, Any]) -> dict:
+def of(
+    found: Mapping[str, Done],
+    core: Sequence[CoreTask],
+    about: Mapping[str, Any],
+    earlier: Mapping[str, Any],
+) -> dict:
     """All scores, with what they depend on.
 
     Args:
-      about: model, data, sandbox, calculator, options.
+      about: model, data, options.
+      earlier: an earlier summary; of the same model its other tasks are kept.
     """
-    tasks = {name: _task(done) for name, done in found.items() if done.rows}
+    before = earlier if earlier.get("model") == about["model"] else {}
+    chances = {core_tasks.label_of(task): task.chance for task in core}
+    tasks = dict(before.get("tasks", {}))
+    for name, done in found.items():
+        if done.rows:
+            tasks[name] = _task(done) | _options(name, about)
+            if name in chances:
+                tasks[name]["chance"] = chances[name]
+    result = dict(about, data=before.get("data", {}) | about["data"], tasks=tasks)
     whole = {
-        name: (done.right, done.total)
-        for name, done in found.items()
-        if len(done.rows) == done.total
+        name: (task["right"], task["rows"])
+        for name, task in tasks.items()
+        if task["rows"] == task["of"] and not task.get("limit")
     }
-    result = dict(about, tasks=tasks)
     if (mean := scores.combined(whole)) is not None:
         result |= dict(combined=mean._asdict(), chat_core=scores.chat_core(whole))
-    labels = {core_tasks.label_of(task): task for task in core}
-    if labels and labels.keys() <= whole.keys():
-        each = [
-            scores.centred(whole[name][0] / whole[name][1], task.chance)
-            for name, task in labels.items()
-        ]
+    base = {name: task["chance"] for name, task in tasks.items() if "chance" in task}
+    if base and base.keys() <= whole.keys():
+        each = [scores.centred(whole[n][0] / whole[n][1], chance) for n, chance in base.items()]
         result |= dict(core=float(np.mean(each)), core_tasks=len(each))
     return result
 
@@ -50,12 +65,29 @@ def _task(done: Done) -> dict[str, Any]:
     rows = done.rows.values()
     value, low, high = scores.accuracy(right, count)
     found = dict(rows=count, of=done.total, right=right, accuracy=value, interval=[low, high])
-    for key in ("ties", "unfinished", "cut"):
+    for key in _COUNTED:
         if number := sum(bool(row.get(key)) for row in rows):
             found[key] = number
     if done.asked:
         found |= dict(asked_now=done.asked, minutes_now=round(done.seconds / 60, 2))
     return found
+
+
+def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What a task's score depends on beside model and data."""
+    options = about["options"]
+    keys = dict(gsm8k=("calculator", "num_tokens"), humaneval=_OF_HUMANEVAL).get(name, ())
+    found = {key: options[key] for key in ("dialogue", "dtype", *keys)}
+    return found | (dict(limit=options["limit"]) if options["limit"] else {})
+
+
+def read(folder: epath.Path) -> dict:
+    """An earlier summary of the same folder; {} without one that can be read."""
+    try:
+        found = json.loads((folder / FILE).read_text())
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
 
 
 def table(result: Mapping[str, Any]) -> Table:
@@ -82,7 +114,10 @@ def table(result: Mapping[str, Any]) -> Table:
     if "chat_core" in result:
         notes.append(f"ChatCORE {result['chat_core']:.3f}: guessing counts as 0.")
     if "core" in result:
-        notes.append(f"CORE {result['core']:.4f}, of {result['core_tasks']} tasks.")
+        count = result["core_tasks"]
+        notes.append(f"CORE {result['core']:.4f}, of {count} tasks.")
+        if count != core_tasks.COUNT:
+            notes.append(f"The published CORE has {core_tasks.COUNT} tasks: not comparable.")
     partial = [n for n, task in result["tasks"].items() if task["rows"] < task["of"]]
     if partial:
         notes.append(f"Not all rows are done of {', '.join(partial)}.")
@@ -93,6 +128,10 @@ def table(result: Mapping[str, Any]) -> Table:
     ]
     if other:
         notes.append(f"Not the published set, or not all of it: {', '.join(other)}.")
+    for key in _COUNTED:
+        if there := {n: task[key] for n, task in result["tasks"].items() if key in task}:
+            counts = ", ".join(f"{name} {count}" for name, count in there.items())
+            notes.append(f"Rows with {key}: {counts}.")
     notes.append(said(result))
     header = ("task", "%", "95 % interval", "right", "minutes")
     return Table(
@@ -102,12 +141,13 @@ def table(result: Mapping[str, Any]) -> Table:
 
 def said(result: Mapping[str, Any]) -> str:
     """What scores depend on, in a sentence."""
-    options = result["options"]
-    parts = [f"Prompts: {options['dialogue'] or 'plain text'}"]
-    if "gsm8k" in result["data"]:
-        parts.append(f"calculator: {options['calculator']}")
-    if "humaneval" in result["data"]:
-        parts.append(f"HumanEval as {options['humaneval']}, sandbox: {options['sandbox']}")
+    tasks = result["tasks"]
+    parts = [f"Prompts: {result['options']['dialogue'] or 'plain text'}"]
+    if "gsm8k" in tasks:
+        parts.append(f"calculator: {tasks['gsm8k']['calculator']}")
+    if "humaneval" in tasks:
+        task = tasks["humaneval"]
+        parts.append(f"HumanEval as {task['humaneval']}, sandbox: {task['sandbox']}")
     return "; ".join(parts) + "."
 
 

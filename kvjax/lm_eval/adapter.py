@@ -22,6 +22,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 import numpy as np
 
+from kvjax.conversation import calculator
 from kvjax.conversation import dialogue
 from kvjax.conversation import specials
 from kvjax.decoding import program
@@ -101,6 +102,7 @@ class Model(TemplateLM):
             step=self._found.step,
             dtype=self.generator.compute.dtype,
             max_length=self._max_length,
+            calculator=calculator.MODES[0],  # of models that call it, in conversation
         )
 
     # -- texts and tokens --------------------------------------------------------------------------

@@ -21,6 +21,11 @@ class Problem:
     entry_point: str
 
 
+def check(problem: Problem) -> None:
+    """Raises a SandboxError for a problem that cannot be judged, whatever its program."""
+    asked_names(problem)
+
+
 def asked_names(problem: Problem) -> list[str]:
     """The names that the test uses and does not define: functions of the candidate.
 

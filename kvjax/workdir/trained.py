@@ -62,13 +62,7 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
       UserError: not a workdir, no (such) checkpoint, one that cannot be read or of another model.
     """
     found = find(workdir, step=step)
-    experiment, config = found.experiment, found.experiment.model
-    if dtype:
-        one_of("dtype", dtype, experiment_lib.DTYPES)
-        compute = dataclasses.replace(experiment.compute, dtype=dtype)
-        experiment = dataclasses.replace(experiment, compute=compute)
-    platform = jax.devices()[0].platform
-    compute = experiment.compute.resolve(platform, config.block.num_layers)
+    config, compute = found.experiment.model, compute_of(found, dtype)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = nnx.to_pure_dict(abstract)
@@ -80,6 +74,20 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
     )
     model = nnx.merge(graph, params)
     return Loaded(model, compute, found.tokenizer, found.context, found.step)
+
+
+def compute_of(found: Found, dtype: str = "") -> Compute:
+    """How a model is computed here.
+
+    Args:
+      dtype: instead of the run's config.compute.dtype.
+    """
+    compute = found.experiment.compute
+    if dtype:
+        one_of("dtype", dtype, experiment_lib.DTYPES)
+        compute = dataclasses.replace(compute, dtype=dtype)
+    num_layers = found.experiment.model.block.num_layers
+    return compute.resolve(jax.devices()[0].platform, num_layers)
 
 
 def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:

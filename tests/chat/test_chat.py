@@ -223,3 +223,23 @@ def test_ctrl_c_ends_the_program_where_no_answer_is_given(workdir):
 def test_what_cannot_be_said_is_a_user_error():
     with pytest.raises(UserError, match="say it in fewer words"):
         History(DIALOGUE, 4).ask("Hello")
+
+
+def test_nothing_of_a_long_conversation_is_cut_unsaid(run, tmp_path, monkeypatch):
+    """What is longer than rows of mid-training, in a context that has room for it."""
+    other = workdirs.write(tmp_path / "run", context=4000)
+    seen = []
+    real = chat.answers
+    monkeypatch.setattr(
+        chat,
+        "answers",
+        lambda g, d, prompts, **o: seen.append(prompts[0]) or real(g, d, prompts, **o),
+    )
+    status, _, err = run("--num_tokens=2", workdir=other, text=f"{'x' * 2500}\nthe end\n")
+    assert (status, err) == (0, "")
+    assert TOKENIZER.decode(seen[1]).endswith("the end<|user_end|><|assistant_start|>")
+    assert len(seen[1]) > 2500
+
+
+def test_a_context_beyond_the_training_is_warned_of(run):
+    assert "was trained on 600 tokens at a time" in run("--context=700", text="")[2]

@@ -162,6 +162,36 @@ def test_processes_share_the_rows(run, tmp_path):
     assert both["tasks"]["mmlu"]["right"] == alone["tasks"]["mmlu"]["right"]
 
 
+def test_tasks_asked_one_by_one_come_together(run, workdir):
+    for name in ("mmlu", "arc_easy", "arc_challenge", "gsm8k", "humaneval"):
+        status, out, err = run(f"--tasks={name}", "--json")
+        assert status == 0, err
+    result = json.loads(out)
+    assert len(result["tasks"]) == len(result["data"]) == 5 and "combined" in result
+    assert result["tasks"]["gsm8k"]["calculator"] == "nanochat"
+    assert result["tasks"]["humaneval"]["sandbox"]
+
+
+@pytest.mark.slow
+def test_core(run, tmp_path):
+    """With a model that knows no conversations."""
+    (tmp_path / "eval_data").mkdir()
+    rows = [dict(query=f"{i}?", choices=["yes", "no"], gold=i % 2) for i in range(6)]
+    _lines(tmp_path / "eval_data" / "deep" / "rows.jsonl", rows)
+    task = (
+        "{label: x, dataset_uri: deep/rows.jsonl, num_fewshot: [1], icl_task_type: multiple_choice}"
+    )
+    (tmp_path / "core.yaml").write_text(f"icl_tasks: [{task}]\n")
+    (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nx,50\n")
+    plain = workdirs.write(tmp_path / "plain", tokenizer=tokenizer_lib.byte_tokenizer())
+    given = ("--tasks=core", f"--data={tmp_path}", "--json")
+    status, out, err = run(*given, workdir=plain)
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["tasks"]["core_x"]["rows"] == 6 and "core" in result
+    assert "The published CORE has 22 tasks" in err
+
+
 def test_a_limit(run):
     status, out, _ = run("--tasks=mmlu", "--limit=2", "--json")
     assert status == 0 and json.loads(out)["tasks"]["mmlu"]["rows"] == 2
@@ -188,7 +218,7 @@ def checked(run, monkeypatch):
     def enough(*given, **options):
         raise AssertionError("it would begin")
 
-    monkeypatch.setattr(evaluation, "run", enough)
+    monkeypatch.setattr(evaluation, "opened", enough)
     return run
 
 
@@ -204,6 +234,7 @@ def checked(run, monkeypatch):
         (["--batch=0"], "--batch = 0: must be at least 1"),
         (["--calculator=x"], "--calculator = 'x'"),
         (["--compare=a"], "--compare and --workdir: give one of them"),
+        (["--tasks=mmlu", "--file=gsm8k=x"], "gsm8k is not among --tasks=mmlu"),
         (["--data=nowhere"], "hf download allenai/ai2_arc --repo-type=dataset --local-dir="),
     ],
 )
@@ -221,6 +252,7 @@ def test_what_is_wrong_is_one_line(checked, options, said):
         ("arc_easy", ARC[0] | dict(answerKey="9"), "answerKey = '9' is not among the labels"),
         ("gsm8k", dict(question=1, answer="x"), "question must be text, not int"),
         ("humaneval", dict(HUMANEVAL[0], test=None), "test must be text, not NoneType"),
+        ("humaneval", dict(HUMANEVAL[0], test="x = 1"), "test of f defines no check(candidate)"),
     ],
 )
 def test_a_malformed_row_is_named(checked, tmp_path, task, row, said):

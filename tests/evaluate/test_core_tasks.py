@@ -13,6 +13,7 @@ from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
 from tests.evaluate.oracles import TOKENIZER
 
+_CHOICE = '{"query": "a", "choices": %s, "gold": %s}\n'
 ORDER = (1, 0, 3, 2, 5, 4)  # of six rows that Random(1337) shuffles
 ROWS = {
     "choice.jsonl": [
@@ -163,6 +164,10 @@ def test_a_part_of_the_bundle_that_is_missing_is_named(bundle, name):
         ("eval_meta_data.csv", "Eval Task,Random baseline\nchoice,x\n", "must have columns"),
         ("eval_data/choice.jsonl", '{"query": "a"}\n', "choice.jsonl, line 1: lacks choices, gold"),
         ("eval_data/choice.jsonl", "", "has 0 rows"),
+        ("eval_data/choice.jsonl", _CHOICE % ('["a", "b"]', "2"), "gold = 2: must be 0 to 1"),
+        ("eval_data/choice.jsonl", _CHOICE % ('["a", "b"]', '"1"'), "gold = '1': must be 0 to 1"),
+        ("eval_data/choice.jsonl", _CHOICE % ('"ab"', "0"), "choices must be a list of texts"),
+        ("eval_data/words.jsonl", '{"context": 1, "continuation": "a"}\n', "context must be text"),
     ],
 )
 def test_a_bundle_that_is_none_is_refused_with_the_place(bundle, name, text, said):

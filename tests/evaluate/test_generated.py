@@ -7,6 +7,7 @@ from kvjax.conversation.questions import Problem
 from kvjax.conversation.questions import Sum
 from kvjax.evaluate import generated
 from kvjax.evaluate.generated import Asked
+from kvjax.evaluate.generated import Verdict
 from tests.evaluate import oracles
 from tests.evaluate.oracles import Oracle
 
@@ -71,7 +72,7 @@ def test_what_the_calculator_says_counts_towards_the_limit():
     ],
 )
 def test_the_number_after_the_first_marker_decides(text, right, reason):
-    assert generated.sum_verdict(text, SUMS[0]) == (right, reason)
+    assert generated.sum_verdict(text, SUMS[0]) == Verdict(right, reason)
 
 
 PROBLEMS = [
@@ -89,7 +90,7 @@ PROBLEMS = [
 def _judge(programs):
     box = sandbox.open("auto")
     found = box.judge_all([sandbox.Problem(*program) for program in programs])
-    return [(verdict.passed, verdict.reason) for verdict in found]
+    return [Verdict(verdict.passed, verdict.reason, verdict.retried) for verdict in found]
 
 
 def _programs(text, mode="chat"):
@@ -132,3 +133,10 @@ def test_what_a_program_is_made_of():
     assert generated.code("  x = 1 \n") == "x = 1"
     assert generated.program(item, "x = 1") == "import math\nfrom typing import List\n\nx = 1\n"
     assert generated.completed(item, "    pass") == item.prompt + "    pass"
+
+
+def test_special_tokens_in_a_program_are_counted():
+    ids = [oracles.DIALOGUE.specials.python_start, *oracles.said("def f(): pass")]
+    rows = _programs(lambda prompt: list(ids))
+    assert all(row["specials"] for row in rows)
+    assert not any("specials" in row for row in _programs(lambda prompt: oracles.said("x")))

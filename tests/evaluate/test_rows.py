@@ -5,10 +5,24 @@ import json
 from etils import epath
 import pytest
 
-from kvjax.evaluate.rows import Rows
+from kvjax.evaluate import rows as rows_lib
 from kvjax.foundation.errors import UserError
 
 IDENTITY = dict(checkpoint="a", data="b")
+
+
+@pytest.fixture
+def opened():
+    """Rows whose writer ends before the next one begins, as where a process was killed."""
+    before = []
+
+    def make(*given) -> rows_lib.Rows:
+        while before:
+            before.pop().close()
+        before.append(rows_lib.Rows(*given))
+        return before[0]
+
+    return make
 
 
 @pytest.fixture
@@ -20,50 +34,76 @@ def _row(i):
     return dict(index=i, right=bool(i % 2))
 
 
-def test_a_second_call_asks_what_is_missing(folder):
-    rows = Rows(folder, "mmlu", IDENTITY, (0, 1))
+def test_a_second_call_asks_what_is_missing(folder, opened):
+    rows = opened(folder, "mmlu", IDENTITY, (0, 1))
     assert rows.missing(4) == [0, 1, 2, 3]
     rows.add([_row(2), _row(0)])
     assert rows.missing(4) == [1, 3]
-    again = Rows(folder, "mmlu", IDENTITY, (0, 1))
+    again = opened(folder, "mmlu", IDENTITY, (0, 1))
     assert again.missing(4) == [1, 3] and again.done == {0: _row(0), 2: _row(2)}
 
 
-def test_a_half_written_row_is_asked_again(folder):
-    Rows(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0), _row(1)])
+def test_a_half_written_row_is_asked_again(folder, opened):
+    opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0), _row(1)])
     path = folder / "mmlu.jsonl"
     content = path.read_bytes()
     for cut in range(1, len(content)):
         path.write_bytes(content[:cut])
-        rows = Rows(folder, "mmlu", IDENTITY, (0, 1))
+        rows = opened(folder, "mmlu", IDENTITY, (0, 1))
         rows.add([_row(i) for i in rows.missing(2)])
-        assert Rows(folder, "mmlu", IDENTITY, (0, 1)).done == {0: _row(0), 1: _row(1)}
+        assert opened(folder, "mmlu", IDENTITY, (0, 1)).done == {0: _row(0), 1: _row(1)}
         assert path.read_bytes().count(b"\n") == 2
 
 
-def test_several_processes_share_the_rows(folder):
-    shares = [Rows(folder, "mmlu", IDENTITY, (i, 3)) for i in range(3)]
+def test_several_processes_share_the_rows(folder, opened):
+    shares = [rows_lib.Rows(folder, "mmlu", IDENTITY, (i, 3)) for i in range(3)]
     assert [rows.missing(8) for rows in shares] == [[0, 3, 6], [1, 4, 7], [2, 5]]
     shares[1].add([_row(1)])
     (folder / "mmlu.1-of-3.jsonl").write_bytes(
         (folder / "mmlu.1-of-3.jsonl").read_bytes() + b'{"index": 4,'
     )
-    other = Rows(folder, "mmlu", IDENTITY, (0, 1))  # does not cut what another is writing
+    other = opened(folder, "mmlu", IDENTITY, (0, 1))  # does not cut what another is writing
     assert other.missing(4) == [0, 2, 3]
     assert (folder / "mmlu.1-of-3.jsonl").read_bytes().endswith(b'{"index": 4,')
 
 
-def test_rows_of_another_model_are_refused(folder):
-    Rows(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
+def test_rows_of_another_model_are_refused(folder, opened):
+    opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
     with pytest.raises(UserError, match="checkpoint = 'a', and now it is 'c'.*--out"):
-        Rows(folder, "mmlu", IDENTITY | dict(checkpoint="c"), (0, 1))
-    Rows(folder, "gsm8k", IDENTITY | dict(checkpoint="c"), (0, 1))  # another task's are its own
+        opened(folder, "mmlu", IDENTITY | dict(checkpoint="c"), (0, 1))
+    opened(folder, "gsm8k", IDENTITY | dict(checkpoint="c"), (0, 1))  # another task's are its own
 
 
-@pytest.mark.parametrize("line", ["[]", "{", '{"index": "0"}', '{"right": true}'])
-def test_a_line_that_is_no_row_is_named(folder, line):
-    Rows(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
+@pytest.mark.parametrize(
+    "line", ["[]", "{", '{"index": "0", "right": true}', '{"right": true}', '{"index": 1}']
+)
+def test_a_line_that_is_no_row_is_named(folder, opened, line):
+    opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
     path = folder / "mmlu.jsonl"
     path.write_text(path.read_text() + line + "\n" + json.dumps(_row(1)) + "\n")
     with pytest.raises(UserError, match=r"mmlu.jsonl, line 2 is no row"):
-        Rows(folder, "mmlu", IDENTITY, (0, 1))
+        opened(folder, "mmlu", IDENTITY, (0, 1))
+
+
+def test_what_others_wrote_meanwhile_is_seen(folder):
+    one, other = (rows_lib.Rows(folder, "mmlu", IDENTITY, (i, 2)) for i in range(2))
+    other.add([_row(1)])
+    one.add([_row(0)])
+    assert one.done == {0: _row(0)}
+    one.look_again()
+    assert one.done == {0: _row(0), 1: _row(1)}
+
+
+def test_two_writers_of_the_same_rows_are_refused(folder):
+    first = rows_lib.Rows(folder, "mmlu", IDENTITY, (0, 1))
+    with pytest.raises(UserError, match="another process writes these rows.*--share=I/N"):
+        rows_lib.Rows(folder, "mmlu", IDENTITY, (0, 1))
+    first.close()
+    rows_lib.Rows(folder, "mmlu", IDENTITY, (0, 1)).close()
+
+
+def test_rows_that_nothing_says_anything_of_are_refused(folder, opened):
+    opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
+    (folder / "mmlu.json").unlink()
+    with pytest.raises(UserError, match="mmlu.json is missing"):
+        opened(folder, "mmlu", IDENTITY, (0, 1))

@@ -45,17 +45,12 @@ def test_chat_core_of_who_knows_all_and_of_who_guesses():
     assert scores.combined({"mmlu": (1, 2)}) is None and scores.chat_core({"mmlu": (1, 2)}) is None
 
 
-def test_the_error_of_combined_is_that_of_a_mean():
+def test_the_interval_of_combined_is_that_of_a_mean():
     found = {name: (40, 100) for name in TASKS}
-    mean = scores.combined(found)
-    error = math.sqrt(0.4 * 0.6 / 100 / 5)
-    assert mean.high - mean.value == pytest.approx(1.959964 * error, rel=1e-6)
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(1, 0, 1), (1, 1, 1), (10, 3, 1), (10, 3, 4), (9, 8, 2)])
-def test_pass_at_k_is_the_chance_of_a_right_one_among_k(n, c, k):
-    expected = 1 - math.comb(n - c, k) / math.comb(n, k)
-    assert scores.pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-15)
+    mean, each = scores.combined(found), scores.accuracy(40, 100)
+    assert mean.high - mean.value == pytest.approx((each.high - each.value) / math.sqrt(5))
+    none = scores.combined({name: (0, 100) for name in TASKS})
+    assert none.low == pytest.approx(0, abs=1e-12) and none.high > 0.01  # as each task's own
 
 
 def test_differences_are_paired():
@@ -64,16 +59,31 @@ def test_differences_are_paired():
     one = rng.random(200) < 0.5
     other = one.copy()
     other[np.flatnonzero(one)[:20]] = False
-    found = scores.interval(0.1, scores.differences([one], [other]))
+    found = scores.interval(0.1, scores.Bootstrap(1, 1).differences([one], [other]))
     half = 1.96 * math.sqrt(0.1 * 0.9 / 200)
     assert found.low == pytest.approx(0.1 - half, abs=0.01)
     assert found.high == pytest.approx(0.1 + half, abs=0.01)
-    assert np.ptp(scores.differences([one], [one])) == 0
+    assert np.ptp(scores.Bootstrap(1, 1).differences([one], [one])) == 0
 
 
 def test_seeds_are_drawn_too():
     """Seeds that differ make the interval wider than questions alone do."""
     alike = [np.arange(100) % 2 == 0] * 3
     far = [np.full(100, False), np.arange(100) % 2 == 0, np.full(100, True)]
-    narrow, wide = (np.ptp(scores.differences(side, alike)) for side in (alike, far))
+    narrow, wide = (
+        np.ptp(scores.Bootstrap(3, 3).differences(side, alike)) for side in (alike, far)
+    )
     assert wide > 2 * narrow
+
+
+def test_tasks_are_drawn_apart_and_seeds_together():
+    """Five tasks alike: their mean varies less by questions, and not less by seeds."""
+    rng = np.random.default_rng(1)
+    one, other = rng.random(400) < 0.6, rng.random(400) < 0.4
+    bootstrap = scores.Bootstrap(1, 1)
+    tasks = [bootstrap.differences([one], [other]) for _ in range(5)]
+    assert np.std(np.mean(tasks, axis=0)) < 0.55 * np.std(tasks[0])  # 1/sqrt(5) = 0.45
+    far = [np.full(400, False), np.full(400, True), np.full(400, True)]
+    bootstrap = scores.Bootstrap(3, 3)
+    tasks = [bootstrap.differences(far, [one] * 3) for _ in range(5)]
+    assert np.std(np.mean(tasks, axis=0)) > 0.9 * np.std(tasks[0])

@@ -322,7 +322,7 @@ def _left_out() -> list:
         patch(into_workdir, "write", instead("convert")),
         patch(lm_eval, "_check_installed", instead("ask")),
         patch(into_folder, "write", instead("export")),
-        patch(evaluation, "run", instead("evaluate")),
+        patch(evaluation, "opened", instead("evaluate")),
         patch(analysis, "_folder", analyse),
         patch(topologies, "get_topology_desc", instead("compile")),
         mock.patch.dict(sys.modules, {name: _installed(name) for name in COMPILERS}),
