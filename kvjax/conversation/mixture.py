@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.conversation.render import LIMIT
 from kvjax.data import config as config_lib
 from kvjax.data.manifest import SPLITS
 from kvjax.foundation import runtime
@@ -23,6 +22,7 @@ from kvjax.foundation.configuration import check_text
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 
+LIMIT = 2048  # tokens that a conversation is cut to
 KINDS = ("smoltalk", "mmlu", "gsm8k", "arc", "conversations")
 LOSSES = ("all", "assistant")
 PACKS = ("stream", "whole", "single")

@@ -15,10 +15,10 @@ from typing import Any
 from typing import NamedTuple
 
 from kvjax.conversation import specials as specials_lib
+from kvjax.conversation.mixture import LIMIT
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import DataError
 
-LIMIT = 2048  # tokens that a conversation is cut to
 PARTS = ("text", "python", "python_output")
 
 Conversation = Mapping[str, Any]  # {"messages": [{"role", "content"}]}

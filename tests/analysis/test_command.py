@@ -289,7 +289,8 @@ def test_a_damaged_checkpoint_is_refused_before_any_work(
     made.modules["first"].section = made.modules["first"].check = _never
     status, _, err = run("--workdir=small", *PLAIN)
     assert status == 2 and err.count("kvjax: ") == 1
-    assert err.startswith(f"kvjax: {named}: ") and "cannot be read" in err
+    # Which array it is that lies in the damaged file, each save decides anew.
+    assert re.match(rf"kvjax: (layer \d of )?{named}: ", err) and "cannot be read" in err
     assert "restore its files" in err
     assert not (tmp_path / "out").exists()
 

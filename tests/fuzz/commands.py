@@ -1,5 +1,7 @@
 """The commands, what each does something with, and odd values."""
 
+import sys
+
 from kvjax.foundation.checkout import ROOT
 
 CONFIGS = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "kv_tied_tiny", "qk_tied_plus_tiny")
@@ -47,6 +49,12 @@ WORKING = {
     ),
     "kvjax.kernels.profile": ((), "would measure"),
     "experiments.benchmarks.beside_transformers": (("--workdir=../shared/trained",), ""),
+    "experiments.benchmarks.evaluation_speed": (("--workdir=../shared/talking",), ""),
+    "experiments.evaluation.agreement": (
+        ("--workdir=../shared/talking", f"--python={sys.executable}"),
+        "",
+    ),
+    "experiments.evaluation.at_hand": (("--packages=folder", "--out=out"), ""),
 }
 
 

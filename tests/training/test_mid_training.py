@@ -281,15 +281,16 @@ def test_prepared_rows_with_another_mask(source, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_letters_and_sums_are_learned(tmp_path):
+def test_letters_and_sums_are_learned(tmp_path, monkeypatch):
     """200 steps on 450 conversations; of 50 others a fourth of the letters is chance."""
     from kvjax.conversation import mixture
     from kvjax.conversation.dialogue import Native
     from kvjax.decoding.answers import answers
     from kvjax.decoding.generator import Generator
 
+    monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
     flags = [f"--config.data.directory={tmp_path}/data"]
-    parent = load_config(CONFIGS / "lrkv_tiny.py", [*flags, "--config.train.stop_after=100"])
+    parent = load_config(CONFIGS / "lrkv_tiny.py", [*flags, "--config.train.stop_after=50"])
     loop.train(parent, epath.Path(tmp_path / "parent"))
     flags.append(f"--config.train.parent={tmp_path}/parent")
     loop.train(load_config(CONFIGS / "mid" / "lrkv_tiny.py", flags), epath.Path(tmp_path / "mid"))
