@@ -261,8 +261,8 @@ def test_docstring(name):
     )
     tokens = (run.train.num_steps or 700) * run.tokens_per_step
     if run.train.num_steps == 0:
-        pattern = r"One pass .*, about 700 steps of ([\d,]+) tokens: about ([\d,]+)\s+exaFLOPs"
-        assert _integers(pattern, doc) == (run.tokens_per_step, round(tokens * flops / 1e18))
+        pattern = r"One pass .*, about 700 steps of ([\d,]+) tokens: about ([\d,]+)\s+petaFLOPs"
+        assert _integers(pattern, doc) == (run.tokens_per_step, round(tokens * flops / 1e15))
     elif budget := re.search(r"Budget: (\d+)B tokens in steps of ([\d,]+): ([\d,]+) exaFLOPs", doc):
         billions, step, exaflops = (int(n.replace(",", "")) for n in budget.groups())
         assert round(tokens / 1e9) == billions

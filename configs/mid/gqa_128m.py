@@ -8,7 +8,8 @@ Parent: runs/gqa_128m, what configs/gqa_128m.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 178,520,064 parameters, 128,188,416 without the input embedding; 18,432 cache bytes
 per token in bfloat16; 0.996 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 0 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 365
+petaFLOPs.
 Measured: nothing yet.
 """
 

@@ -9,7 +9,8 @@ Parent: runs/gqa_2p5b, what configs/gqa_2p5b.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 2,340,421,632 parameters, 2,189,426,688 without the input embedding; 110,592 cache bytes
 per token in bfloat16; 15.175 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 6 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 5,569
+petaFLOPs.
 Measured: nothing yet.
 """
 

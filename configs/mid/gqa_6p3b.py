@@ -8,7 +8,8 @@ Parent: runs/gqa_6p3b, what configs/gqa_6p3b.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 5,744,230,400 parameters, 5,534,515,200 without the input embedding; 128,000 cache bytes
 per token in bfloat16; 37.139 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 14 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 13,630
+petaFLOPs.
 Measured: nothing yet.
 """
 

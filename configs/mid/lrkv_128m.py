@@ -8,7 +8,8 @@ Parent: runs/lrkv_128m, what configs/lrkv_128m.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 182,059,008 parameters, 131,727,360 without the input embedding; 24,864 cache bytes
 per token in bfloat16; 1.017 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 0 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 373
+petaFLOPs.
 Measured: nothing yet.
 """
 

@@ -9,7 +9,8 @@ Parent: runs/lrkv_2p5b, what configs/lrkv_2p5b.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 2,435,973,120 parameters, 2,284,978,176 without the input embedding; 186,912 cache bytes
 per token in bfloat16; 15.748 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 6 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 5,780
+petaFLOPs.
 Measured: nothing yet.
 """
 

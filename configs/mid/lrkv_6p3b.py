@@ -8,7 +8,8 @@ Parent: runs/lrkv_6p3b, what configs/lrkv_6p3b.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 6,112,870,400 parameters, 5,903,155,200 without the input embedding; 350,600 cache bytes
 per token in bfloat16; 39.351 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 14 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 14,442
+petaFLOPs.
 Measured: nothing yet.
 """
 

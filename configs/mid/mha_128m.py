@@ -8,7 +8,8 @@ Parent: runs/mha_128m, what configs/mha_128m.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 185,597,952 parameters, 135,266,304 without the input embedding; 36,864 cache bytes
 per token in bfloat16; 1.038 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 0 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 381
+petaFLOPs.
 Measured: nothing yet.
 """
 

@@ -9,7 +9,8 @@ Parent: runs/mha_2p5b, what configs/mha_2p5b.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 2,595,225,600 parameters, 2,444,230,656 without the input embedding; 331,776 cache bytes
 per token in bfloat16; 16.704 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 6 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 6,130
+petaFLOPs.
 Measured: nothing yet.
 """
 

@@ -8,7 +8,8 @@ Parent: runs/mha_6p3b, what configs/mha_6p3b.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 6,563,430,400 parameters, 6,353,715,200 without the input embedding; 640,000 cache bytes
 per token in bfloat16; 42.054 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 15 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 15,434
+petaFLOPs.
 Measured: nothing yet.
 """
 

@@ -8,7 +8,8 @@ Parent: runs/mla_128m, what configs/mla_128m.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 182,648,832 parameters, 132,317,184 without the input embedding; 7,680 cache bytes
 per token in bfloat16; 1.077 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 0 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 395
+petaFLOPs.
 Measured: nothing yet.
 """
 

@@ -9,7 +9,8 @@ Parent: runs/mla_2p5b, what configs/mla_2p5b.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 2,504,982,528 parameters, 2,353,987,584 without the input embedding; 59,904 cache bytes
 per token in bfloat16; 16.672 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 6 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 6,119
+petaFLOPs.
 Measured: nothing yet.
 """
 

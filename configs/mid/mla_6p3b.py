@@ -8,7 +8,8 @@ Parent: runs/mla_6p3b, what configs/mla_6p3b.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 6,297,190,400 parameters, 6,087,475,200 without the input embedding; 108,800 cache bytes
 per token in bfloat16; 41.440 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 15 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 15,209
+petaFLOPs.
 Measured: nothing yet.
 """
 

@@ -8,7 +8,8 @@ Parent: runs/mqa_128m, what configs/mqa_128m.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 173,801,472 parameters, 123,469,824 without the input embedding; 6,144 cache bytes
 per token in bfloat16; 0.967 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 0 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 355
+petaFLOPs.
 Measured: nothing yet.
 """
 

@@ -9,7 +9,8 @@ Parent: runs/mqa_2p5b, what configs/mqa_2p5b.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 2,234,253,312 parameters, 2,083,258,368 without the input embedding; 18,432 cache bytes
 per token in bfloat16; 14.538 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 5 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 5,335
+petaFLOPs.
 Measured: nothing yet.
 """
 

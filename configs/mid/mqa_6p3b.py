@@ -8,7 +8,8 @@ Parent: runs/mqa_6p3b, what configs/mqa_6p3b.py trains (config.train.parent).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture).
 Parameters: 5,580,390,400 parameters, 5,370,675,200 without the input embedding; 25,600 cache bytes
 per token in bfloat16; 36.156 GFLOP per trained token.
-One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 13 exaFLOPs.
+One pass over 567,656 conversations, about 700 steps of 524,288 tokens: about 13,269
+petaFLOPs.
 Measured: nothing yet.
 """
 

@@ -161,15 +161,18 @@ def measure(workdir: epath.Path, python: str, sizes: dict) -> tuple[dict, dict]:
     return runs, dict(architecture=plan.title) | theirs.about
 
 
+def check_python(python: str) -> None:
+    """Raises a UserError if --python is no program."""
+    if not shutil.which(python):
+        raise UserError(f"--python={python}: is no program: `make .venv-live/installed` makes one")
+
+
 def main(arguments: list[str]) -> None:
     """Measures and prints; see the module's docstring."""
     options = _options(arguments)
     runtime.start()
     workdir, out = trained.find(options.workdir).workdir, Output(options)
-    if not shutil.which(options.python):
-        raise UserError(
-            f"--python={options.python}: is no program: `make .venv-live/installed` makes one"
-        )
+    check_python(options.python)
     sizes = dict(prompt=options.prompt_tokens, new=options.num_tokens, repeats=options.repeats)
     runs, about = measure(workdir, options.python, sizes)
     found = {name: figures(of) for name, of in runs.items()}

@@ -13,7 +13,6 @@ import argparse
 from collections.abc import Sequence
 import json
 import pathlib
-import shutil
 import subprocess
 import tempfile
 
@@ -21,6 +20,7 @@ from etils import epath
 import numpy as np
 
 from experiments import record
+from experiments.benchmarks.beside_transformers import check_python
 from kvjax.conversation import questions
 from kvjax.convert import export
 from kvjax.convert import huggingface
@@ -182,10 +182,7 @@ def main(arguments: list[str]) -> None:
     options = _options(arguments)
     runtime.start()
     workdir, out = trained.find(options.workdir).workdir, Output(options)
-    if not shutil.which(options.python):
-        raise UserError(
-            f"--python={options.python}: is no program: `make .venv-live/installed` makes one"
-        )
+    check_python(options.python)
     asked = questions_of(options.data, options.texts, options.limit)
     asked |= dict(num_tokens=options.num_tokens)
     mine, other = measure(workdir, options.python, asked, options.batch)

@@ -4,7 +4,6 @@ Sequences are sorted by length and read in batches of one size, in chunks of one
 of 128 · 2^i tokens: little is compiled, and little is padding. Results come in the order asked.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -58,14 +57,12 @@ class Scorer:
     def continuations(
         self,
         asked: Sequence[tuple[Sequence[int], Sequence[int]]],
-        on_done: Callable[[int], None] | None = None,
     ) -> list[Scored]:
         """The nats of every continuation after its context.
 
         Args:
           asked: (context, continuation) as token ids; a context has one at least, and what is
             scored is as long as the model's positions allow.
-          on_done: called with how many more are done, now and then.
 
         Raises:
           UserError: an empty context, an id that the vocabulary does not have, more tokens than
@@ -74,11 +71,16 @@ class Scorer:
         sequences = [[*context, *continuation] for context, continuation in asked]
         self._check([context for context, _ in asked], sequences)
         found: list[Scored | None] = [None] * len(asked)
-        for chosen, chunks in self._batches([s[:-1] for s in sequences], on_done):
-            # What position t says of token t + 1, the targets, for all of the fed tokens.
-            nats = [[] for _ in chosen]
-            greedy = [[] for _ in chosen]
+        for chosen, chunks in self._batches([s[:-1] for s in sequences]):
+            # What position t says of token t + 1, from where the first continuation begins.
+            first = min(len(asked[i][0]) for i in chosen) - 1
+            nats = [[np.zeros(0, np.float32)] for _ in chosen]
+            greedy = [[np.zeros(0, bool)] for _ in chosen]
             for cache, start, tokens_BT, counts_B in chunks:
+                if start + tokens_BT.shape[1] <= first:  # nothing is asked here: no logits
+                    given = self._engine.put((tokens_BT, counts_B))
+                    cache.now = self._engine.prefill(self._engine.weights, cache.now, *given)
+                    continue
                 targets_BT = np.zeros_like(tokens_BT)
                 for b, i in enumerate(chosen):
                     part = sequences[i][start + 1 : start + 1 + tokens_BT.shape[1]]
@@ -100,7 +102,6 @@ class Scorer:
         self,
         prompts: Sequence[Sequence[int]],
         candidates: Sequence[Sequence[int]],
-        on_done: Callable[[int], None] | None = None,
     ) -> list[np.ndarray]:
         """The logits of each prompt's candidates as its next token, float32 or wider.
 
@@ -110,7 +111,7 @@ class Scorer:
         self._check(prompts, [[*p, *c] for p, c in zip(prompts, candidates, strict=True)])
         most = max((len(ids) for ids in candidates), default=0)
         found: list[np.ndarray | None] = [None] * len(prompts)
-        for chosen, chunks in self._batches(prompts, on_done):
+        for chosen, chunks in self._batches(prompts):
             ids_BC = np.zeros((self._batch, most), np.int32)
             for b, i in enumerate(chosen):
                 ids_BC[b, : len(candidates[i])] = candidates[i]
@@ -123,7 +124,7 @@ class Scorer:
                         found[i] = logits_BC[b, : len(candidates[i])]
         return found
 
-    def _batches(self, fed: Sequence[Sequence[int]], on_done) -> Iterator:
+    def _batches(self, fed: Sequence[Sequence[int]]) -> Iterator:
         """For each batch its sequences, and the chunks that they are fed in, with their cache."""
         order = sorted(range(len(fed)), key=lambda i: -len(fed[i]))
         for first in range(0, len(order), self._batch):
@@ -132,8 +133,6 @@ class Scorer:
             capacity = self._generator.room(self._batch, len(tokens[0]))
             cache = _Held(cache_lib.empty(self._engine.cache(self._batch, capacity)))
             yield chosen, _chunks(cache, tokens, min(WIDTH, capacity))
-            if on_done is not None:
-                on_done(len(chosen))
 
     def _check(self, contexts: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]) -> None:
         """Raises a UserError for what cannot be scored."""

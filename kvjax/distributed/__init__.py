@@ -18,6 +18,7 @@ or at once if it was process 0.
 from kvjax.distributed.agreement import Team
 from kvjax.distributed.agreement import check_same
 from kvjax.distributed.agreement import check_same_programs
+from kvjax.distributed.agreement import check_same_rows
 from kvjax.distributed.agreement import check_shared
 from kvjax.distributed.agreement import count
 from kvjax.distributed.agreement import gather
@@ -38,6 +39,7 @@ __all__ = [
     "Team",
     "check_same",
     "check_same_programs",
+    "check_same_rows",
     "check_shared",
     "count",
     "ending_together",

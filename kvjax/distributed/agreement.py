@@ -98,6 +98,20 @@ def check_same_programs(texts: dict[str, str]) -> None:
         )
 
 
+def check_same_rows(path: epath.Path, digest: str, advice: str) -> None:
+    """Raises a UserError on every process if they have different data sets at a path.
+
+    Args:
+      advice: what to give all hosts.
+    """
+    theirs = gather("dataset", digest)
+    if odd := [i for i, other in enumerate(theirs) if other != theirs[0]]:
+        raise UserError(
+            f"{path}: {processes(odd)} of {len(theirs)} have other rows there than process 0; give "
+            f"all hosts {advice}"
+        )
+
+
 def _differing(name: str, given: dict[str, Any]) -> list[str]:
     """A line for each key whose value is not the same everywhere, with who gave which."""
     everyone = [json.loads(text) for text in gather(name, json.dumps(given, default=str))]

@@ -13,6 +13,7 @@ from kvjax.conversation import render
 from kvjax.conversation import specials
 from kvjax.conversation.template import Template
 from kvjax.foundation.errors import UserError
+from kvjax.workdir import dialogue
 from kvjax.workdir import origin
 from kvjax.workdir.trained import Found
 
@@ -98,8 +99,7 @@ def _template(found: Found) -> str | None:
     """The text of the template; a description where conversations are rendered without one."""
     if not specials.missing(found.tokenizer):
         return _NATIVE
-    path = found.workdir / origin.CHAT_TEMPLATE
-    return origin.text_of(path) if path.exists() else None
+    return dialogue.template_of(found)
 
 
 def _native(messages: Sequence[Mapping], opens_answer: bool) -> str:

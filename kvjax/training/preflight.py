@@ -174,12 +174,8 @@ def data_set(
             f"config.data.vocab_size = {data.vocab_size}: the tokenizer of {dataset.path} has "
             f"{dataset.vocab_size}; set the key to that"
         )
-    theirs = distributed.gather("dataset", dataset.digest)
-    if odd := [i for i, other in enumerate(theirs) if other != theirs[0]]:
-        raise UserError(
-            f"{dataset.path}: {distributed.processes(odd)} of {len(theirs)} have other rows there "
-            "than process 0; give all hosts the same config.data.source, or one they share"
-        )
+    advice = "the same config.data.source, or one they share"
+    distributed.check_same_rows(dataset.path, dataset.digest, advice)
     return dataset
 
 
