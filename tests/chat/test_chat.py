@@ -225,6 +225,7 @@ def test_what_cannot_be_said_is_a_user_error():
         History(DIALOGUE, 4).ask("Hello")
 
 
+@pytest.mark.slow
 def test_nothing_of_a_long_conversation_is_cut_unsaid(run, tmp_path, monkeypatch):
     """What is longer than rows of mid-training, in a context that has room for it."""
     other = workdirs.write(tmp_path / "run", context=4000)

@@ -162,6 +162,7 @@ def test_processes_share_the_rows(run, tmp_path):
     assert both["tasks"]["mmlu"]["right"] == alone["tasks"]["mmlu"]["right"]
 
 
+@pytest.mark.slow
 def test_tasks_asked_one_by_one_come_together(run, workdir):
     for name in ("mmlu", "arc_easy", "arc_challenge", "gsm8k", "humaneval"):
         status, out, err = run(f"--tasks={name}", "--json")
