@@ -22,10 +22,16 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.attention import BranchedLatentConfig
 from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedConfig
+from kvjax.attention import GroupedLatentConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import SharedKVConfig
+from kvjax.attention import TensorProductConfig
+from kvjax.attention import TiedLatentConfig
 from kvjax.foundation import runtime
 from kvjax.layers.weight import Axes
 from tests.buckets import Buckets
@@ -101,7 +107,27 @@ MECHANISMS = {
     ),
     "mla": (LatentConfig, dict(latent_dim=10, rope_key_dim=4, value_dim=6)),
     "mla_paper": (RebuiltLatentConfig, dict(latent_dim=10)),
+    "mfa": (
+        GroupedConfig,
+        dict(num_kv_heads=1, num_bases=1, rank=0, query_rank=5, output_gate=True),
+    ),
+    "gla": (
+        GroupedLatentConfig,
+        dict(num_latents=2, latent_dim=6, rope_key_dim=4, value_dim=6, query_rank=5),
+    ),
+    "mlra": (
+        BranchedLatentConfig,
+        dict(num_branches=2, num_latents=2, latent_dim=6, rope_key_dim=4, latent_scale=True),
+    ),
+    "gta": (TiedLatentConfig, dict(num_kv_heads=2, rope_key_dim=4)),
+    "shared_kv": (SharedKVConfig, dict(num_kv_heads=2, rope_key_dim=4)),
+    "mfa_kr": (ReusedKeysConfig, dict(num_kv_heads=2)),
+    "tpa": (
+        TensorProductConfig,
+        dict(query_factors=3, key_rank=2, value_rank=3, value_dim=6),
+    ),
 }
+WITHOUT_VALUE_DIM = ("gta", "shared_kv", "mfa_kr")  # values have a key's channels
 FAMILIES = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
 
 
@@ -111,7 +137,8 @@ def make_mechanism():
 
     def make(name, **keys):
         cls, own = MECHANISMS[name]
-        return cls(**(dict(num_heads=4, key_dim=8, value_dim=8) | own | keys))
+        dims = dict(key_dim=8) if name in WITHOUT_VALUE_DIM else dict(key_dim=8, value_dim=8)
+        return cls(**(dict(num_heads=4) | dims | own | keys))
 
     return make
 

@@ -9,10 +9,16 @@ import jax
 import numpy as np
 import scipy.special
 
-from kvjax.attention.factored import FactoredConfig
-from kvjax.attention.grouped import GroupedConfig
-from kvjax.attention.mla import LatentConfig
-from kvjax.attention.mla import RebuiltLatentConfig
+from kvjax.attention import BranchedLatentConfig
+from kvjax.attention import FactoredConfig
+from kvjax.attention import GroupedConfig
+from kvjax.attention import GroupedLatentConfig
+from kvjax.attention import LatentConfig
+from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import SharedKVConfig
+from kvjax.attention import TensorProductConfig
+from kvjax.attention import TiedLatentConfig
 from kvjax.layers.rope import Llama3
 
 
@@ -52,6 +58,23 @@ def _projection(w, x_BTD, name, head):
     return y + w[f"{name}_bias"][head] if f"{name}_bias" in w else y
 
 
+def _query_input(c, w, x_BTD):
+    """The input, or where queries have a rank a latent of it, as long as the input if scaled."""
+    if not c.query_rank:
+        return x_BTD
+    gain = w["query_latent_norm"]["gain"] if c.qk_norm == "rms_gain" else None
+    latent = rms(x_BTD @ w["query_down"], c.norm_epsilon, gain)
+    return latent * (math.sqrt(x_BTD.shape[-1] / c.query_rank) if c.latent_scale else 1)
+
+
+def _normed_latent(c, w, latent, which=...):
+    """Each latent by itself, whatever `qk_norm` says."""
+    gain = w["latent_norm"]["gain"][which] if c.qk_norm == "rms_gain" else None
+    D = w["down" if "down" in w else "latent"].shape[0]
+    length = math.sqrt(D / latent.shape[-1]) if c.latent_scale else 1
+    return rms(latent, c.norm_epsilon, gain) * length
+
+
 def _grouped(c, w, x_BTD, norm, rotate):
     for n in range(c.num_heads):
         k_head = n * c.num_kv_heads // c.num_heads
@@ -63,7 +86,8 @@ def _grouped(c, w, x_BTD, norm, rotate):
                 latent = _projection(w, x_BTD, f"latent_{kind}", k_head)
                 parts[kind].append(latent @ w[f"expand_{kind}"][k_head])
         k = parts["key"]
-        q = sum(k) if c.tie in ("qk", "qkv") else _projection(w, x_BTD, "query", n)
+        wide = _query_input(c, w, x_BTD)
+        q = sum(k) if c.tie in ("qk", "qkv") else _projection(w, wide, "query", n)
         v = sum(parts.get("value", k))
         q = norm(q, "query_norm")
         if c.rope == "shared" and c.rank:  # a query [rotated, not], a key [base rotated, residual]
@@ -88,28 +112,117 @@ def _factored(c, w, x_BTD, norm, rotate):
                 parts[kind] = latent @ w[f"expand_{kind}"][k_head]
             else:
                 parts[kind] = _projection(w, x_BTD, kind, k_head)
-        q = norm(_projection(w, x_BTD, "query", n), "query_norm")
+        q = norm(_projection(w, _query_input(c, w, x_BTD), "query", n), "query_norm")
         yield rotate(q), rotate(norm(parts["key"], "key_norm")), parts["value"]
 
 
-def _latent(c, w, x_BTD, norm, rotate):
-    gain = w["latent_norm"]["gain"] if c.qk_norm == "rms_gain" else None
-    latent = rms(x_BTD @ w["down"], c.norm_epsilon, gain)  # whatever `qk_norm` says
-    shared = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
+def _latent_queries(c, w, x_BTD, norm, rotate):
+    wide = _query_input(c, w, x_BTD)
     for n in range(c.num_heads):
-        content = norm(x_BTD @ w["query"][:, n], "query_norm")
-        position = rotate(norm(x_BTD @ w["rope_query"][:, n], "rope_query_norm"))
-        q = np.concatenate([content, position], -1)
+        content = norm(wide @ w["query"][:, n], "query_norm")
+        position = rotate(norm(wide @ w["rope_query"][:, n], "rope_query_norm"))
+        yield np.concatenate([content, position], -1)
+
+
+def _latent(c, w, x_BTD, norm, rotate):
+    latent = _normed_latent(c, w, x_BTD @ w["down"])
+    shared = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
+    for n, q in enumerate(_latent_queries(c, w, x_BTD, norm, rotate)):
         k = np.concatenate([latent @ w["up_key"][:, n], shared], -1)
         yield q, k, latent @ w["up_value"][:, n]
+
+
+def _grouped_latent(c, w, x_BTD, norm, rotate):
+    shared = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
+    each = c.num_heads // c.num_latents
+    for branch in range(getattr(c, "num_branches", 1)):
+        for n, q in enumerate(_latent_queries(c, w, x_BTD, norm, rotate)):
+            which = (n // each,) if type(c) is GroupedLatentConfig else (branch, n // each)
+            latent = _normed_latent(c, w, x_BTD @ w["down"][:, *which], which)
+            k = np.concatenate([latent @ w["up_key"][which][:, n % each], shared], -1)
+            yield q, k, latent @ w["up_value"][which][:, n % each]
+
+
+def _tied_latent(c, w, x_BTD, norm, rotate):
+    H, P = c.key_dim, c.rope_key_dim
+    wide = _query_input(c, w, x_BTD)
+    for n in range(c.num_heads):
+        v = x_BTD @ w["latent"][:, n * c.num_kv_heads // c.num_heads]
+        q = wide @ w["query"][:, n]
+        q, q_rope = norm(q[..., : H - P], "query_norm"), q[..., H - P :]
+        k = v[..., : H - P]
+        if P:
+            q = np.concatenate([q, rotate(norm(q_rope, "rope_query_norm"))], -1)
+            r = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
+            k = np.concatenate([k, r], -1)
+        yield q, k, v
+
+
+def _shared_kv(c, w, x_BTD, norm, rotate):
+    turn = lambda x: _last_turned(x, c.rope_key_dim, rotate)
+    wide = _query_input(c, w, x_BTD)
+    for n in range(c.num_heads):
+        k_head = n * c.num_kv_heads // c.num_heads
+        k = turn(_normed_latent(c, w, x_BTD @ w["latent"][:, k_head], k_head))
+        yield turn(norm(wide @ w["query"][:, n], "query_norm")), k, k
+
+
+def _last_turned(x, P, rotate):
+    return np.concatenate([x[..., : x.shape[-1] - P], rotate(x[..., x.shape[-1] - P :])], -1)
+
+
+def _reused_keys(c, w, x_BTD, norm, rotate):
+    wide = _query_input(c, w, x_BTD)
+    for n in range(c.num_heads):
+        k = x_BTD @ w["base_key"][:, n * c.num_kv_heads // c.num_heads]
+        q = norm(wide @ w["query"][:, n], "query_norm")
+        yield rotate(q), rotate(norm(k, "key_norm")), k
+
+
+def _tensor_product(c, w, x_BTD, norm, rotate):
+    def factors(name):
+        heads = w[f"{name}_head"]
+        channels = w["key_factor" if c.shared_factors and name == "value" else f"{name}_factor"]
+        made = []
+        for n in range(c.num_heads):
+            total, R = 0, heads.shape[-1]
+            for r in range(R):
+                a = (
+                    x_BTD @ heads[:, n, r]
+                    if heads.ndim == 3
+                    else np.full(x_BTD.shape[:2], heads[n, r])
+                )
+                one = np.ones((*x_BTD.shape[:2], 1))
+                b = x_BTD @ channels[:, r] if channels.ndim == 3 else one * channels[r]
+                total = total + a[..., None] * b / R
+            made.append(total)
+        return made
+
+    keys, values = factors("key"), factors("value")
+    queries = factors("query") if c.query_factors else None
+    for n in range(c.num_heads):
+        q = queries[n] if queries else _query_input(c, w, x_BTD) @ w["query"][:, n]
+        yield rotate(norm(q, "query_norm")), rotate(norm(keys[n], "key_norm")), values[n]
 
 
 def _rebuilt_latent(c, w, x_BTD, norm, rotate):
     latent = x_BTD @ w["down"]
     for n in range(c.num_heads):
-        q = norm(_projection(w, x_BTD, "query", n), "query_norm")
+        q = norm(_query_input(c, w, x_BTD) @ w["query"][:, n], "query_norm")
         k = norm(latent @ w["up_key"][:, n], "key_norm")
         yield rotate(q), rotate(k), latent @ w["up_value"][:, n]
+
+
+def _combined(c, w, outputs, turn_back):
+    """What becomes of the softmaxes' outputs [B, T, Hv], a list over query heads."""
+    if type(c) is BranchedLatentConfig:
+        N, G = c.num_heads, c.num_branches
+        return [sum(outputs[g * N + n] for g in range(G)) / math.sqrt(G) for n in range(N)]
+    if type(c) is SharedKVConfig:
+        return [_last_turned(o, c.rope_key_dim, turn_back) for o in outputs]
+    if type(c) is ReusedKeysConfig:
+        return [o + w["value_gate"] * (o @ w["value_map"]) for o in outputs]
+    return outputs
 
 
 # By config: a generator of each query head's query, key and value [B, T, H].
@@ -118,6 +231,12 @@ HEADS = {
     FactoredConfig: _factored,
     LatentConfig: _latent,
     RebuiltLatentConfig: _rebuilt_latent,
+    GroupedLatentConfig: _grouped_latent,
+    BranchedLatentConfig: _grouped_latent,
+    TiedLatentConfig: _tied_latent,
+    SharedKVConfig: _shared_kv,
+    ReusedKeysConfig: _reused_keys,
+    TensorProductConfig: _tensor_product,
 }
 
 
@@ -155,7 +274,11 @@ def attention_maps(config, w, x_BTD, positions_T, base):
     The "+" of projection sharing (section 2.2): P [T, S, m] is a fixed 2-D encoding; the map is
     broadcast over m channels, added to P, and mapped back by a 1x1 convolution, w/m.
     """
-    own_dim = config.query_dim if isinstance(config, LatentConfig) else config.key_dim
+    own_dim = (
+        config.query_dim
+        if isinstance(config, (LatentConfig, GroupedLatentConfig))
+        else config.key_dim
+    )
     m = getattr(config, "position_channels", 0)
     for q, k, _ in zip(*queries_keys_values(config, w, x_BTD, positions_T, base), strict=True):
         z_BTS = np.einsum("bth,bsh->bts", q, k) / math.sqrt(own_dim)
@@ -179,14 +302,21 @@ def attention(config, weights, x_BTD, *, base, causal, window=0, positions_T=Non
     """Softmax attention [B, T, D] from an attention module's weights, head by head."""
     T = x_BTD.shape[1]
     positions_T = np.arange(T) if positions_T is None else positions_T
-    y = np.zeros((*x_BTD.shape[:2], weights["out"].shape[-1]))
+    outputs = []
     given = (config, weights["mechanism"], x_BTD, positions_T, base)
     values = queries_keys_values(*given)[2]
-    for n, (z, v) in enumerate(zip(attention_maps(*given), values, strict=True)):
+    for z, v in zip(attention_maps(*given), values, strict=True):
         if causal:
             far = np.arange(T)[:, None] - np.arange(T)
             z = np.where((far >= 0) & (far < (window or T)), z, -np.inf)
-        y += softmax(z) @ v @ weights["out"][n]
+        outputs.append(softmax(z) @ v)
+    turn_back = lambda x: x if base is None else rotate(x, -positions_T, base)
+    outputs = _combined(config, weights["mechanism"], outputs, turn_back)
+    y = np.zeros((*x_BTD.shape[:2], weights["out"].shape[-1]))
+    for n, o in enumerate(outputs):
+        if config.output_gate:
+            o = o / (1 + np.exp(-(x_BTD @ weights["gate"][:, n])))
+        y += o @ weights["out"][n]
     return y + weights.get("out_bias", 0.0)
 
 

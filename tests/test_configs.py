@@ -7,7 +7,9 @@ the diff before committing it.
 """
 
 import dataclasses
+import functools
 import importlib.util
+import math
 import re
 import sys
 
@@ -51,7 +53,20 @@ EQUAL_CACHE = {"gqa9_2p5b": "gqa_2p5b", "lrkv_r56_2p5b": "lrkv_2p5b", "lrkv_r42_
 LONG = {f"{name}_2p5b": f"{name.partition('_')[0]}_2p5b" for name in ("mha_8k", "lrkv_8k")}
 LONG |= {f"lrkv_{length}_2p5b": "lrkv_2p5b" for length in ("32k", "128k")}
 MID_TRAINING = [f"{MID}{m}_{s}" for s in SCALES[1:] for m in MECHANISMS[:5]] + [f"{MID}lrkv_tiny"]
-FOLDERS = dict(ranks=RANKS, matched=MATCHED | EQUAL_CACHE, long_context=LONG)
+# Caches as small as LRKV's of rank 64 and as MLA's, in elements per token and layer.
+_WIDE = {"tiny": 192, "128m": 1024, "2p5b": 2560}
+_NARROW = {"tiny": 64, "128m": 320, "2p5b": 832}
+RIVALS = {f"{m}_wide_{s}": _WIDE[s] for m in ("mfa", "mfa_kr", "tpa", "tpa_kv_only") for s in _WIDE}
+RIVALS |= {f"{m}_wide_tiny": _WIDE["tiny"] for m in ("gta", "shared_kv")}
+RIVALS |= {
+    f"{m}_narrow_{s}": _NARROW[s] for m in ("gla", "gta", "mlra2", "mlra4", "tpa") for s in _NARROW
+}
+RIVALS |= {f"{m}_narrow_{s}": _NARROW[s] for m in ("mfa", "shared_kv") for s in ("tiny", "2p5b")}
+# Of rank 0 at the tiny scale: MQA.
+RIVALS |= {f"lrkv_narrow_{s}": _NARROW[s] for s in ("128m", "2p5b")}
+FOLDERS = dict(
+    ranks=RANKS, matched=MATCHED | EQUAL_CACHE, long_context=LONG, rivals=dict.fromkeys(RIVALS)
+)
 
 
 def _load(name):
@@ -61,6 +76,7 @@ def _load(name):
     return module
 
 
+@functools.cache
 def _resolve(name):
     return experiment.resolve(_load(name).get_config())
 
@@ -155,6 +171,29 @@ def test_matched_has_mhas_parameters(name):
     widths = int(changes["model.mlp_dim"]), plain
     assert widths[0] % 32 == 0
     assert _integers(r"MLP of ([\d,]+) for ([\d,]+)\.", doc) == widths
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_rivals_have_mhas_parameters_and_a_cache_of_their_class(name):
+    """TPA of ranks 1 and 1 comes no nearer than 16 % to the narrow class at d12."""
+    scale, doc = name.rpartition("_")[2], _load(name).__doc__
+    mine, mha = (formulas.parameters(_resolve(n).model)["total"] for n in (name, f"mha_{scale}"))
+    assert abs(mine / mha - 1) < 0.001
+    pattern = (
+        rf"Matched: ([\d,]+) parameters here, ([\d,]+) in mha_{scale}, a difference of (.*) %;"
+    )
+    ((here, there, percent),) = re.findall(pattern, doc)
+    assert (here, there) == (
+        f"{mine:,}",
+        f"{mha:,}",
+    ) and percent == f"{100 * (mine / mha - 1):+.3f}"
+    run, plain = _resolve(name).model.block, _resolve(f"mha_{scale}").model.block
+    assert _integers(r"MLP of ([\d,]+) for ([\d,]+)\.", doc) == (run.mlp_dim, plain.mlp_dim)
+    entry = _resolve(name).model.mechanisms[0].entry()
+    elements = sum(math.prod(field.shape) for field in entry.values() if not field.wide)
+    stated = _integers(r"Cached per token and layer: ([\d,]+) elements beside the ([\d,]+) of", doc)
+    assert stated == (elements, RIVALS[name])
+    assert abs(elements / RIVALS[name] - 1) < (0.17 if name.startswith("tpa_narrow") else 0.07)
 
 
 @pytest.mark.parametrize("name", EQUAL_CACHE)

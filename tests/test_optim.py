@@ -46,7 +46,7 @@ def _kind(names):
         return "embedding"
     if names[0] == "head":
         return "head"
-    vectors = ("gain", "bias", "position_map")
+    vectors = ("gain", "bias", "position_map", "value_gate")
     return "vector" if names[-1] in vectors or names[-1].endswith("_bias") else "matrix"
 
 

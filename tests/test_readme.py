@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from experiments.tables import decode_roofline
 from experiments.tables import figures
 from experiments.tables import parameter_table
 from kvjax.foundation import command_line
@@ -64,10 +65,11 @@ def test_files_and_commands_that_are_named_are_there(name):
         assert target in targets, target
 
 
-def test_the_table_of_parameters_is_what_its_command_prints(capsys):
-    assert command_line.status(parameter_table.main, ["--markdown"]) == 0
+@pytest.mark.parametrize("table", [parameter_table, decode_roofline])
+def test_tables_are_what_their_commands_print(capsys, table):
+    assert command_line.status(table.main, ["--markdown"]) == 0
     printed = capsys.readouterr().out.strip()
-    assert printed in _text("experiments/README.md"), "python -m experiments.tables.parameter_table"
+    assert printed in _text("experiments/README.md"), f"python -m {table.__name__}"
 
 
 def test_pictures_show_the_results(capsys):

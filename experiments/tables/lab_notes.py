@@ -24,7 +24,7 @@ from kvjax.foundation.configuration import one_of
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 
-FOLDERS = ("configs", "ranks", "matched", "long_context")
+FOLDERS = ("configs", "ranks", "matched", "long_context", "rivals")
 SCALES = ("128m", "2p5b", "6p3b")
 
 

@@ -169,8 +169,8 @@ def _check_heads(model: Model, heads: tuple[tuple[int, int], ...]) -> None:
     for layer, head in heads:
         there = f"layers of {model.name} are 0 to {len(mechanisms) - 1}"
         if layer < len(mechanisms):
-            there = f"heads of layer {layer} are 0 to {mechanisms[layer].num_heads - 1}"
-            if head < mechanisms[layer].num_heads:
+            there = f"heads of layer {layer} are 0 to {mechanisms[layer].query_heads - 1}"
+            if head < mechanisms[layer].query_heads:
                 continue
         raise UserError(f"--heads: {layer}.{head} is not there: {there}")
 

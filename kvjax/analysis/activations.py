@@ -153,7 +153,8 @@ def _attention(attend: Attend | None) -> type[Attention]:
             q_BTNH, raw = self.mechanism.project(x_BTD, positions)
             k_BTKH, v_BTKH = self.mechanism.keys_values(raw, positions)
             scale = self.mechanism.config.scale
-            return self._project_out(attend(q_BTNH, k_BTKH, v_BTKH, scale, Mask(causal, window)))
+            o_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, scale, Mask(causal, window))
+            return self.project_out(o_BTNH, x_BTD, positions)
 
     return Changed
 

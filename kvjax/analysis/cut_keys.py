@@ -100,14 +100,16 @@ def _program(model: Model, length: int, mechanism: MechanismConfig, rotated: tup
     def run(weights, x_BTD, cut):
         class Cutting(Attention):
             def __call__(self, h_BTD, positions, *, causal, window=0, **_):
-                q_BTNH, _ = self.mechanism.project(h_BTD, positions)
+                q_BTNH, raw = self.mechanism.project(h_BTD, positions)
+                _, v_BTKH = self.mechanism.keys_values(raw, positions)
                 _, raw = self.mechanism.project(h_BTD, still)
-                k_BTKH, v_BTKH = self.mechanism.keys_values(raw, still)
+                k_BTKH, _ = self.mechanism.keys_values(raw, still)
                 k_BTKH = k_BTKH if cut is None or turned else _cut(k_BTKH, *cut)
                 k_BTKH = _turn(k_BTKH, rotated, positions.rotary)
                 k_BTKH = _cut(k_BTKH, *cut) if cut is not None and turned else k_BTKH
                 scale, mask = mechanism.scale, Mask(causal, window)
-                return self._project_out(activations.plain(q_BTNH, k_BTKH, v_BTKH, scale, mask))
+                o_BTNH = activations.plain(q_BTNH, k_BTKH, v_BTKH, scale, mask)
+                return self.project_out(o_BTNH, h_BTD, positions)
 
         def make():
             found = layerwise.block_of(model)(block, mechanism, rngs=nnx.Rngs(0))

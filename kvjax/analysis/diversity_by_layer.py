@@ -37,7 +37,7 @@ def check(model: Model) -> None:
     """Raises a UserError for a layer with one head, or with heads that have no matrices."""
     for index, config in enumerate(model.transformer.mechanisms):
         try:
-            diversity.check(config.num_heads)
+            diversity.check(config.query_heads)
         except UserError as error:
             raise UserError(f"layer {index} of {model.name}: {error}") from error
     heads_lib.check(model)

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvjax.analysis import rotary
 from kvjax.attention import Attention
+from kvjax.attention.mechanism import Mechanism
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
@@ -30,9 +31,12 @@ _FEW_CHANNELS = 8  # of a layer's input, where any weights do
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Weights of one layer; biases are left out.
+    """Weights of one layer; biases, and gates of outputs, are left out.
+
+    A head is what has a softmax of its own: of MLRA, each branch of a head.
 
     Attributes:
+      out_NHD: with what the mechanism makes of the heads' outputs before they are projected.
       rotated: channels of queries and keys that RoPE turns, pairs half of them apart; an empty
         slice without RoPE.
       frequencies_F: radians per token of each pair.
@@ -117,8 +121,8 @@ def read(
         x_TD = np.random.default_rng(0).normal(size=(3, d_model))
         _check_linear(maps, [x - b for x, b in zip(of(x_TD), nothing, strict=True)], x_TD)
         rotated, frequencies_F = _rotation(of, x_TD, config, rope_base)
+        out_NHD = _outputs(mechanism, np.asarray(weights["out"], np.float64))
     query_DNH, key_DKH, value_DKH = maps
-    out_NHD = np.asarray(weights["out"], np.float64)
     return Heads(query_DNH, key_DKH, value_DKH, out_NHD, rotated, frequencies_F, config.scale)
 
 
@@ -141,10 +145,13 @@ class _Gain(nnx.Module):
         self.gain = norm.gain
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x if self.gain is None else x * jnp.expand_dims(self.gain[...], range(x.ndim - 1))
+        if self.gain is None:
+            return x
+        gain = self.gain[...]
+        return x * jnp.expand_dims(gain, range(x.ndim - gain.ndim))
 
 
-def _without_norms(mechanism: nnx.Module) -> nnx.Module:
+def _without_norms(mechanism: Mechanism) -> Mechanism:
     for name, norm in list(vars(mechanism).items()):
         if isinstance(norm, Norm):
             # Of queries and keys there need not be one (`head_norm`), and then nothing is divided.
@@ -164,6 +171,19 @@ def _projected(
     return [np.asarray(x[0]) for x in (q_1TNH, *mechanism.keys_values(raw, positions))]
 
 
+def _outputs(mechanism: Mechanism, out_NHD: np.ndarray) -> np.ndarray:
+    """What each query head's output is multiplied by: what `combine` makes of unit vectors."""
+    if type(mechanism).combine is Mechanism.combine:
+        return out_NHD
+    heads, channels = mechanism.config.query_heads, mechanism.config.value_dim
+    out = np.empty((heads, channels, out_NHD.shape[-1]))
+    for head in range(heads):  # all at once are gigabytes in a large model
+        units_1TNH = jnp.zeros((1, channels, heads, channels)).at[0, :, head].set(jnp.eye(channels))
+        o_TNH = np.asarray(mechanism.combine(units_1TNH, rope.Positions(None, None))[0])
+        out[head] = np.einsum("TNH,NHD->TD", o_TNH, out_NHD)
+    return out
+
+
 def _check_linear(maps: list[np.ndarray], found: list[np.ndarray], x_TD: np.ndarray) -> None:
     for name, w_DNH, y_TNH in zip(("queries", "keys", "values"), maps, found, strict=True):
         expected_TNH = np.tensordot(x_TD, w_DNH, 1)
@@ -173,7 +193,8 @@ def _check_linear(maps: list[np.ndarray], found: list[np.ndarray], x_TD: np.ndar
         if np.abs(y_TNH - expected_TNH).max() > _TOLERANCE * np.abs(expected_TNH).max():
             raise UserError(
                 f"{name} are not linear in the layer's input but for norms and RoPE: heads have no "
-                "matrices to compare. With qk_norm 'rms_gain' and rope 'shared' it is so"
+                "matrices to compare. So it is of products of two projections (TPA), and with "
+                "qk_norm 'rms_gain' and rope 'shared'"
             )
 
 

@@ -4,8 +4,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvjax.attention import BranchedLatentConfig
 from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedConfig
+from kvjax.attention import GroupedLatentConfig
+from kvjax.attention import LatentConfig
+from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import SharedKVConfig
+from kvjax.attention import TensorProductConfig
+from kvjax.attention import TiedLatentConfig
 from kvjax.attention.mechanism import MechanismConfig
 
 
@@ -19,7 +27,7 @@ def mechanism_name(config: MechanismConfig) -> str:
     if isinstance(config, FactoredConfig):
         return f"low rank, keys {config.key_rank}, values {config.value_rank}"
     if not isinstance(config, GroupedConfig):
-        return f"MLA, latent {config.latent_dim}"
+        return _OTHERS[type(config)](config)
     tied = {"none": "", "kv": "Q-K=V, ", "qk": "Q=K-V, ", "qkv": "Q=K=V, "}[config.tie]
     bases = config.num_bases
     if config.rank:
@@ -27,7 +35,21 @@ def mechanism_name(config: MechanismConfig) -> str:
         return f"{tied}LRKV{over}, rank {config.rank}"
     if bases == config.num_heads:
         return f"{tied}MHA"
+    if bases == 1 and config.query_rank:
+        return f"{tied}MFA, queries of rank {config.query_rank}"
     return f"{tied}MQA" if bases == 1 else f"{tied}GQA, {bases} KV heads"
+
+
+_OTHERS = {
+    LatentConfig: lambda c: f"MLA, latent {c.latent_dim}",
+    RebuiltLatentConfig: lambda c: f"MLA without a RoPE key, latent {c.latent_dim}",
+    GroupedLatentConfig: lambda c: f"GLA-{c.num_latents}, latents {c.latent_dim}",
+    BranchedLatentConfig: lambda c: f"MLRA-{c.num_branches}, latents {c.latent_dim}",
+    TiedLatentConfig: lambda c: f"GTA, {c.num_kv_heads} KV heads",
+    SharedKVConfig: lambda c: f"shared KV, {c.num_kv_heads} KV heads",
+    ReusedKeysConfig: lambda c: f"MFA-KR, {c.num_kv_heads} KV heads",
+    TensorProductConfig: lambda c: f"TPA, ranks {c.key_rank} and {c.value_rank}",
+}
 
 
 def stages(num_layers: int) -> dict[str, int]:

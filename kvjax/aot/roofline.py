@@ -133,16 +133,20 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
     layers = weights["attention"] + weights["mlp"]
     layers -= config.block.num_layers * config.block.mlp_dim * config.block.d_model
     part = 0.5 if causal_kernel else 1.0
-    keys = part * T * sum(m.num_heads * m.query_dim for m in config.mechanisms)
-    values = part * T * sum(m.num_heads * m.value_dim for m in config.mechanisms)
+    keys = part * T * sum(m.query_heads * m.query_dim for m in config.mechanisms)
+    values = part * T * sum(m.query_heads * m.value_dim for m in config.mechanisms)
     attention = 0 if causal_kernel else keys + values
+    # Multiply-adds, as the others; those of a weight, head by head, are kept as any product is.
+    products = sum(m.product_flops for m in config.mechanisms) / 2
+    batched = sum(m.product_flops for m in config.mechanisms if not m.products_of_heads) / 2
     again = {
         "none": 0,
-        "dots": attention + memory_estimate.products(config).expansions,
-        "attention": layers + attention,
-        "full": layers + keys + values,
+        "dots": attention + memory_estimate.products(config).expansions + batched,
+        "attention": layers + attention + products,
+        "full": layers + keys + values + products,
     }
-    needed = 6 * (sum(weights.values()) + keys + values) + (2 * keys if causal_kernel else 0)
+    needed = 6 * (sum(weights.values()) + keys + values + products)
+    needed += 2 * keys if causal_kernel else 0
     tokens = experiment.tokens_per_step
     return Flops(
         model=tokens * formulas.training_flops_per_token(config, T),

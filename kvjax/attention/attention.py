@@ -27,9 +27,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: MechanismConfig, d_model: int, *, rngs: nnx.Rngs):
         sizes = dict(N=config.num_heads, H=config.value_dim, D=d_model)
-        self.out = weight("N H -> D", rngs, init="zeros", **sizes)
+        self.out = weight("N H -> D", rngs, init="output", **sizes)
         self.out_bias = weight("D", rngs, init="zeros", D=d_model) if config.output_bias else None
         self.mechanism = config.build(d_model, rngs=rngs)
+        self.gate = weight("D -> N H", rngs, **sizes) if config.output_gate else None
 
     def __call__(
         self,
@@ -52,6 +53,7 @@ class Attention(nnx.Module):
           window, options: see `softmax_attention`.
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
+        of_queries = positions
         if mesh is not None and mesh.shape["sequence"] > 1:
             order_T = np.asarray(positions.index)[0]
             options |= dict(query_positions_T=order_T)
@@ -73,7 +75,7 @@ class Attention(nnx.Module):
             mesh=mesh,
             **options,
         )
-        return self._project_out(o_BTNH)
+        return self.project_out(o_BTNH, x_BTD, of_queries)
 
     def decode(
         self,
@@ -100,9 +102,13 @@ class Attention(nnx.Module):
         inputs = self.mechanism.decode_inputs(q_BTNH, rope_base)
         how = dict(window=window, implementation=implementation)
         o_BTNH = decode_attention(inputs, layer, first_B, **how)
-        return self._project_out(o_BTNH.astype(x_BTD.dtype)), layer
+        return self.project_out(o_BTNH.astype(x_BTD.dtype), x_BTD, positions), layer
 
-    def _project_out(self, o_BTNH: jax.Array) -> jax.Array:
+    def project_out(self, o_BTNH: jax.Array, x_BTD: jax.Array, positions: Positions) -> jax.Array:
+        """[B, T, D] of what softmax attention made for queries at `positions`."""
+        o_BTNH = self.mechanism.combine(o_BTNH, positions)
+        if self.gate is not None:
+            o_BTNH = o_BTNH * jax.nn.sigmoid(linear(x_BTD, self.gate[...]))
         B, T, N, Hv = o_BTNH.shape
         y_BTD = linear(o_BTNH.reshape(B, T, N * Hv), self.out[...].reshape(N * Hv, -1))
         return y_BTD if self.out_bias is None else y_BTD + self.out_bias[...][None, None]

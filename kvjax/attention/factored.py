@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention.mechanism import MAX_DIM
+from kvjax.attention.mechanism import Mechanism
+from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_common
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
@@ -31,10 +33,9 @@ from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FactoredConfig:
+class FactoredConfig(MechanismConfig):
     """N, K, J, both ranks, H and Hv."""
 
-    num_heads: int  # query heads, N
     num_kv_heads: int  # KV heads, K; divides num_heads
     num_latents: int  # latents, J; divides num_kv_heads
     key_rank: int  # channels of a key latent; 0: keys are whole
@@ -44,10 +45,9 @@ class FactoredConfig:
     qk_norm: str = "rms"  # norm of queries and whole keys: "rms", "rms_gain" or "none"
     bias: bool = False  # on queries, keys, values (or their latents) and the output
     out_bias: bool = True  # with bias: on the output too
-    norm_epsilon: float = 1e-6  # epsilon of qk_norm
 
     def __post_init__(self):
-        check_common(self, "num_kv_heads", "num_latents", "key_dim", "value_dim")
+        check_common(self, "num_kv_heads", "num_latents", "value_dim")
         heads, kv_heads, latents = self.num_heads, self.num_kv_heads, self.num_latents
         divides = f"must divide num_heads = {heads}"
         require(heads % kv_heads == 0, "num_kv_heads", kv_heads, divides)
@@ -66,20 +66,8 @@ class FactoredConfig:
         return self.bias and self.out_bias
 
     @property
-    def rope_dim(self) -> int:
-        return self.key_dim
-
-    @property
-    def query_dim(self) -> int:
-        return self.key_dim
-
-    @property
     def key_heads(self) -> int:
         return self.num_kv_heads
-
-    @property
-    def scale(self) -> float:
-        return self.key_dim**-0.5
 
     @property
     def scales_keys(self) -> bool:
@@ -96,8 +84,6 @@ class FactoredConfig:
         if self.scales_keys:
             fields["key_scale"] = Field("K 1", (K, 1), wide=True)
         return fields
-
-    needs_angles = False
 
     @property
     def absorbed(self) -> tuple[str, ...]:
@@ -116,14 +102,14 @@ class FactoredConfig:
         return Factored(self, d_model, rngs=rngs)
 
 
-class Factored(nnx.Module):
+class Factored(Mechanism):
     """The weights of both factors and their projections."""
 
     def __init__(self, config: FactoredConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, J=c.num_latents)
         bias = lambda axes, **sizes: weight(axes, rngs, init="zeros", **sizes) if c.bias else None
-        self.query = weight("D -> N H", rngs, H=c.key_dim, **sizes)
+        self.query = self.query_weight("N H", d_model, rngs=rngs, H=c.key_dim, **sizes)
         self.query_bias = bias("N H", H=c.key_dim, **sizes)
         both = dict(key=(c.key_rank, c.key_dim), value=(c.value_rank, c.value_dim))
         for name, (rank, dim) in both.items():
@@ -134,9 +120,10 @@ class Factored(nnx.Module):
                 setattr(self, f"expand_{name}", weight("K: R -> H", rngs, R=rank, H=dim, **sizes))
         self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
         self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
-        q_BTNH = affine(x_BTD, self.query, self.query_bias)
+        q_BTNH = affine(self.query_input(x_BTD), self.query, self.query_bias)
         raw = {
             "key": affine(x_BTD, self.key, self.key_bias),
             "value": affine(x_BTD, self.value, self.value_bias),

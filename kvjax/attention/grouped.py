@@ -4,7 +4,8 @@
 
 with N query heads reading K KV heads reading J bases, and R^K = X U^K of rank R (B is stored
 transposed, [R, H]). J = K and rank 0 is MHA (K = N), GQA or MQA (K = 1); J = 1 and K = N with
-rank R is LRKV; H < Hv is thin keys.
+rank R is LRKV; H < Hv is thin keys. MFA (arXiv 2412.19255) is MQA with heads of 256 and queries of
+a rank: the number of heads costs no cache.
 
 Projections may be shared (`tie`, projection sharing eq. 2-4): "kv", Q-K=V, values are the keys
 before norm and RoPE; "qk", Q=K-V, queries are the keys; "qkv", both. `position_channels` adds that
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention.mechanism import MAX_DIM
+from kvjax.attention.mechanism import Mechanism
+from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_common
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
@@ -44,10 +47,9 @@ ROPES = ("full", "shared")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedConfig:
+class GroupedConfig(MechanismConfig):
     """N, K, J, R, H and Hv of the family, and what is tied."""
 
-    num_heads: int  # query heads, N
     num_kv_heads: int  # KV heads, K; divides num_heads
     num_bases: int  # bases, J; divides num_kv_heads
     rank: int  # rank of the residuals, R; 0: KV heads of a base are equal
@@ -63,10 +65,9 @@ class GroupedConfig:
     rope: str = "full"
     tie: str = "none"  # "kv": Q-K=V; "qk": Q=K-V; "qkv": Q=K=V; "none"
     position_channels: int = 0  # m of the "+" variants, even; 0: none
-    norm_epsilon: float = 1e-6  # epsilon of qk_norm
 
     def __post_init__(self):
-        check_common(self, "num_kv_heads", "num_bases", "key_dim", "value_dim")
+        check_common(self, "num_kv_heads", "num_bases", "value_dim")
         heads, kv_heads = self.num_heads, self.num_kv_heads
         divides = f"must divide num_heads = {heads}"
         require(heads % kv_heads == 0, "num_kv_heads", kv_heads, divides)
@@ -100,6 +101,8 @@ class GroupedConfig:
             every += f"equal to num_heads = {self.num_heads}, and rank 0"
             fits = self.num_bases == self.num_heads and not self.rank
             require(fits, "tie", shown, every)
+            allowed = f"must be 0 where queries are the keys (tie = {shown})"
+            require(not self.query_rank, "query_rank", self.query_rank, allowed)
         require(self.rope == "full", "rope", repr(self.rope), "must be 'full' where keys are tied")
 
     @property
@@ -114,10 +117,6 @@ class GroupedConfig:
     def splits_rope(self) -> bool:
         """Whether an unrotated residual stands beside a rotated base."""
         return bool(self.rank) and self.rope == "shared"
-
-    @property
-    def rope_dim(self) -> int:
-        return self.key_dim
 
     @property
     def query_dim(self) -> int:
@@ -183,7 +182,7 @@ class GroupedConfig:
         return Grouped(self, d_model, rngs=rngs)
 
 
-class Grouped(nnx.Module):
+class Grouped(Mechanism):
     """The family's weights and its projections."""
 
     def __init__(self, config: GroupedConfig, d_model: int, *, rngs: nnx.Rngs):
@@ -194,7 +193,7 @@ class Grouped(nnx.Module):
         value_sizes = sizes | dict(H=c.value_dim)
         bias = lambda axes, sizes: weight(axes, rngs, init="zeros", **sizes) if c.bias else None
         if not c.ties_queries:
-            self.query = weight("D -> N H", rngs, **sizes)
+            self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
             self.query_bias = bias("N H", sizes)
         self.base_key = weight("D -> J H", rngs, **sizes)  # LRKV eq. 1: W_shared
         self.base_key_bias = bias("J H", sizes)
@@ -219,6 +218,7 @@ class Grouped(nnx.Module):
             self.expand_key = weight("K: R -> H", rngs, **expand, **sizes)  # B, transposed
             if not c.ties_values:
                 self.expand_value = weight("K: R -> H", rngs, **expand, **value_sizes)
+        self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         c = self.config
@@ -229,8 +229,10 @@ class Grouped(nnx.Module):
             raw["residual_key"] = affine(x_BTD, self.latent_key, self.latent_key_bias)
             if not c.ties_values:
                 raw["residual_value"] = affine(x_BTD, self.latent_value, self.latent_value_bias)
-        shared = c.ties_queries
-        q_BTNH = raw["base_key"] if shared else affine(x_BTD, self.query, self.query_bias)
+        if c.ties_queries:
+            q_BTNH = raw["base_key"]
+        else:
+            q_BTNH = affine(self.query_input(x_BTD), self.query, self.query_bias)
         if not c.splits_rope:
             q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary)
         else:

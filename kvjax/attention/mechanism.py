@@ -4,7 +4,8 @@ The law: decoding from `encode`'s entry, with `decode_inputs`, equals softmax at
 `keys_values`, for every mechanism and any split of the tokens.
 """
 
-from typing import Protocol
+import dataclasses
+import math
 
 from flax import nnx
 import jax
@@ -19,75 +20,113 @@ from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.rope import Rotary
 from kvjax.layers.rope import rotate
+from kvjax.layers.weight import linear
+from kvjax.layers.weight import weight
 
 MAX_DIM = 1 << 16  # of heads, and of what one of them has
 QK_NORMS = ("none", "rms", "rms_gain")
 
 
-class MechanismConfig(Protocol):
-    """A small frozen dataclass: everything about the mechanism that a shape can depend on."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MechanismConfig:
+    """Everything about a mechanism that a shape can depend on; each adds keys of its own.
 
-    num_heads: int  # N
-    qk_norm: str  # "none", "rms", or "rms_gain" (a learned gain per channel)
-    norm_epsilon: float
+    Each has `key_dim`, channels of a key, H, and `value_dim`, channels of a value, Hv.
+    """
+
+    num_heads: int  # query heads, N
+    qk_norm: str = "rms"  # norm of queries and keys: "rms", "rms_gain" (a gain learned) or "none"
+    bias: bool = False  # on the output only
+    norm_epsilon: float = 1e-6  # epsilon of the norms
+    # Queries are made of a normed latent of so many channels, Cq; 0: of the layer's input.
+    query_rank: int = 0
+    latent_scale: bool = False  # normed latents of C channels are multiplied by sqrt(D/C)
+    # Every channel of a head's output is multiplied by a sigmoid of the layer's input.
+    output_gate: bool = False
 
     @property
     def output_bias(self) -> bool:
         """Whether the output projection has a bias."""
+        return self.bias
 
     @property
     def rope_dim(self) -> int:
         """Channels rotated by RoPE."""
+        return self.key_dim
 
     @property
     def query_dim(self) -> int:
         """Channels of the query and of the expanded key."""
+        return self.key_dim
+
+    @property
+    def query_heads(self) -> int:
+        """Heads of what `project` returns, each with a softmax; `combine` makes N of them."""
+        return self.num_heads
 
     @property
     def key_heads(self) -> int:
         """Heads of what `keys_values` returns; the cache may have fewer."""
+        return self.query_heads
 
     @property
     def scale(self) -> float:
         """What a logit is multiplied by, 1/sqrt(H) of the key as the mechanism means it."""
-
-    @property
-    def value_dim(self) -> int:
-        """Hv of the expanded value."""
+        return self.query_dim**-0.5
 
     @property
     def needs_angles(self) -> bool:
         """Whether logits depend on angles of positions in a model without RoPE too."""
-
-    def entry(self) -> dict[str, Field]:
-        """What the cache keeps per token and layer."""
+        return False
 
     @property
     def absorbed(self) -> tuple[str, ...]:
         """Weights, by attribute of the module, that decoding folds into query and output."""
+        return ()
+
+    @property
+    def product_flops(self) -> int:
+        """FLOPs of a token's forward pass beyond attention and the use of each weight once."""
+        return 0
+
+    @property
+    def products_of_heads(self) -> int:
+        """Elements of products per token that a weight makes beyond its first: head by head."""
+        return 0
+
+    def entry(self) -> dict[str, Field]:
+        """What the cache keeps per token and layer."""
+        raise NotImplementedError
 
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         """What decoding from the entry costs, in a model with RoPE of that base or without."""
+        raise NotImplementedError
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Mechanism":
         """The module that holds the weights."""
+        raise NotImplementedError
 
 
-class Mechanism(Protocol):
+class Mechanism(nnx.Module):
     """Projections to queries, keys and values, and to what a cache keeps of them.
 
     `raw` is whatever the mechanism computes once per token from the input: `keys_values` expands
     it, `encode` compresses it. What is named as a field of the entry has that field's axes.
     """
 
+    config: MechanismConfig
+
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         """q_BTNH, rotated and normalised, and raw."""
+        raise NotImplementedError
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
-        """k_BTKH, rotated and normalised as a whole, and v_BTKHv; K divides N."""
+        """k_BTKH, rotated and normalised as a whole, and v_BTKHv; K divides the query heads."""
+        raise NotImplementedError
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         """The cache entry: arrays [B, T, *field.shape], named as in `config.entry()`."""
+        raise NotImplementedError
 
     def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> Reading:
         """What decode attention needs besides the cache, from `project`'s queries.
@@ -97,6 +136,39 @@ class Mechanism(Protocol):
         Args:
           rope_base: of the model's rotary positions, or None in a model without them.
         """
+        raise NotImplementedError
+
+    def combine(self, o_BTNV: jax.Array, positions: Positions) -> jax.Array:
+        """[B, T, N, Hv] of what softmax attention makes of the query heads, before the output
+        projection; in training and decoding alike.
+
+        Args:
+          positions: of the queries.
+        """
+        del positions
+        return o_BTNV
+
+    # -- queries of a rank -------------------------------------------------------------------------
+
+    def query_weight(self, output: str, d_model: int, *, rngs: nnx.Rngs, **sizes: int) -> nnx.Param:
+        """A weight from what queries are made of, see `query_input`, to the axes `output`."""
+        rank = self.config.query_rank
+        letter, width = ("C", rank) if rank else ("D", d_model)
+        return weight(f"{letter} -> {output}", rngs, **sizes | {letter: width})
+
+    def add_query_latent(self, d_model: int, *, rngs: nnx.Rngs) -> None:
+        """Makes what `query_input` needs; drawn last, where models share what they share."""
+        c = self.config
+        if c.query_rank:
+            self.query_down = weight("D -> C", rngs, D=d_model, C=c.query_rank)
+            self.query_latent_norm = latent_norm(c, c.query_rank, "C", rngs=rngs)
+
+    def query_input(self, x_BTD: jax.Array) -> jax.Array:
+        """What queries are made of: the input or, where they have a rank, norm(x W) [B, T, Cq]."""
+        if not self.config.query_rank:
+            return x_BTD
+        latent_BTC = self.query_latent_norm(linear(x_BTD, self.query_down[...]))
+        return scaled_latent(self.config, latent_BTC, x_BTD.shape[-1])
 
 
 def require(condition: bool, key: str, value, allowed: str) -> None:
@@ -105,18 +177,30 @@ def require(condition: bool, key: str, value, allowed: str) -> None:
         raise UserError(f"config.attention.{key} = {value}: {allowed}")
 
 
-def check_common(config: MechanismConfig, *dims: str) -> None:
+def check_common(config: MechanismConfig, *dims: str, has_latent: bool = False) -> None:
     """Raises a UserError for what every mechanism has: heads, dims, norm.
 
     Args:
-      dims: its keys that are sizes of at least 1.
+      dims: its other keys that are sizes of at least 1.
+      has_latent: whether keys or values are made of a normed latent.
     """
-    for key in ("num_heads", *dims):
+    for key in ("num_heads", "key_dim", *dims):
         between(f"config.attention.{key}", getattr(config, key), 1, MAX_DIM)
     between("config.attention.norm_epsilon", config.norm_epsilon, 0.0, 1.0)
     require(
         config.qk_norm in QK_NORMS, "qk_norm", repr(config.qk_norm), f"must be one of {QK_NORMS}"
     )
+    between("config.attention.query_rank", config.query_rank, 0, MAX_DIM)
+    if config.latent_scale:
+        allowed = "has no latent to scale here: give query_rank, or set it to False"
+        require(has_latent or config.query_rank > 0, "latent_scale", True, allowed)
+
+
+def check_plain(config: MechanismConfig, allowed: str) -> None:
+    """Raises a UserError for what formats and conversions of published models do not know."""
+    for key in ("query_rank", "latent_scale", "output_gate"):
+        value = getattr(config, key)
+        require(not value, key, value, allowed)
 
 
 def head_norm(dim: int, qk_norm: str, *, epsilon: float, rngs: nnx.Rngs) -> Norm | None:
@@ -124,7 +208,22 @@ def head_norm(dim: int, qk_norm: str, *, epsilon: float, rngs: nnx.Rngs) -> Norm
     if qk_norm == "none":
         return None
     gain = qk_norm == "rms_gain"
-    return Norm(dim, kind="rms", gain=gain, bias=False, epsilon=epsilon, rngs=rngs, axis="H")
+    return Norm(dim, kind="rms", gain=gain, bias=False, epsilon=epsilon, rngs=rngs, axes="H")
+
+
+def latent_norm(
+    config: MechanismConfig, dim: int | tuple[int, ...], axes: str, *, rngs: nnx.Rngs
+) -> Norm:
+    """The norm of a latent, which there always is; with gains where heads have them."""
+    options = dict(gain=config.qk_norm == "rms_gain", epsilon=config.norm_epsilon)
+    return Norm(dim, kind="rms", bias=False, **options, axes=axes, rngs=rngs)
+
+
+def scaled_latent(config: MechanismConfig, latent_BTC: jax.Array, d_model: int) -> jax.Array:
+    """A normed latent, by sqrt(D/C) if so configured: as long as the input (MLRA's alpha)."""
+    if not config.latent_scale:
+        return latent_BTC
+    return latent_BTC * math.sqrt(d_model / latent_BTC.shape[-1])
 
 
 def normalise_and_rotate(x_BTNH: jax.Array, norm: Norm | None, rotary: Rotary | None) -> jax.Array:

@@ -15,6 +15,7 @@ from kvjax.attention import MECHANISMS
 from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedConfig
 from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.mechanism import check_plain
 from kvjax.attention.mechanism import require
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
@@ -148,6 +149,7 @@ def _check(mechanism: MechanismConfig, *, rope: bool) -> None:
     grouped = isinstance(mechanism, GroupedConfig)
     known = "must be 'grouped' or 'factored', whose keys and values are a projection for each head"
     require(grouped or isinstance(mechanism, FactoredConfig), "kind", repr(kind), known)
+    check_plain(mechanism, "transformers' models have nothing like it")
     if not grouped:
         return
     own = "must be 'none': queries, keys and values have projections of their own"

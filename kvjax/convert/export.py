@@ -83,7 +83,7 @@ def _plan(kind: str, model: Model, dtype: str) -> tuple[str, Plan, str]:
         plan = huggingface.plan(model, dtype)
     except UserError as error:
         if kind == "huggingface":
-            raise UserError(f"{error}. --format=factored writes every model") from error
+            raise UserError(f"{error}. --format=factored writes more models") from error
         return "factored", factored(model), f"transformers has no such model: {error}"
     if kind == "auto" and _cache_bytes(plan.transformer) > _cache_bytes(model.transformer):
         why = "transformers has no cache as small: --format=huggingface multiplies its factors out"

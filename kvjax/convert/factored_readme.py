@@ -2,12 +2,15 @@
 
 import math
 
+from kvjax.attention import MECHANISMS
 from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
 from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.mechanism import check_plain
 from kvjax.foundation import output
+from kvjax.foundation.errors import UserError
 from kvjax.layers.weight import LETTERS
 from kvjax.layers.weight import Axes
 from kvjax.model import parameters
@@ -16,7 +19,12 @@ from kvjax.model.config import TransformerConfig
 
 
 def text(name: str, config: TransformerConfig, *, context: int) -> str:
-    """The text, of that model alone."""
+    """The text, of that model alone.
+
+    Raises:
+      UserError: attention that has no formulas here.
+    """
+    check(config)
     parts = [
         f"# {name}",
         f"A language model of {config.block.num_layers} layers, trained on rows of {context:,} "
@@ -37,6 +45,18 @@ def text(name: str, config: TransformerConfig, *, context: int) -> str:
         *_cache(config),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def check(config: TransformerConfig) -> None:
+    """Raises a UserError for attention that has no formulas here: nobody could read its factors."""
+    for mechanism in config.mechanisms:
+        if type(mechanism) not in KINDS:
+            kinds = {cls: kind for kind, cls in MECHANISMS.items()}
+            raise UserError(
+                f"config.attention.kind = {kinds[type(mechanism)]!r}: --format=factored describes "
+                f"{', '.join(kinds[cls] for cls in KINDS)}"
+            )
+        check_plain(mechanism, "--format=factored has no formulas for this key")
 
 
 def _lines(*lines: str) -> str:
@@ -122,12 +142,7 @@ def _model(block: BlockConfig) -> str:
 def _attention(config: TransformerConfig) -> list[str]:
     """The formulas of the mechanism, which is of one kind in all layers."""
     mechanism, block = _richest(config), config.block
-    formulas = {
-        GroupedConfig: _grouped,
-        FactoredConfig: _factored,
-        LatentConfig: _latent,
-        RebuiltLatentConfig: _rebuilt,
-    }[type(mechanism)]
+    formulas = KINDS[type(mechanism)]
     rope = block.positions == "rope"
     seen = f"itself and the {block.window - 1} before it" if block.window else "all before it too"
     parts = [
@@ -223,6 +238,14 @@ def _rebuilt(c: RebuiltLatentConfig, rope: bool) -> list[str]:
         "k_n = turned(latent up_key[n])",
         "v_n = latent up_value[n], k(n) = n",
     ]
+
+
+KINDS = {
+    GroupedConfig: _grouped,
+    FactoredConfig: _factored,
+    LatentConfig: _latent,
+    RebuiltLatentConfig: _rebuilt,
+}
 
 
 def _rope(block: BlockConfig, channels: int) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.mechanism import check_plain
 from kvjax.convert.factors import einsum
 from kvjax.foundation.errors import UserError
 
@@ -60,6 +61,7 @@ def check(mechanisms: Sequence[MechanismConfig]) -> None:
                 "only MHA, GQA and MQA are converted: config.attention must be of kind 'grouped', "
                 "with rank 0, a base for each KV head, tie 'none' and no position_channels"
             )
+        check_plain(config, "models with it are not converted")
 
 
 def read(weights: dict, config: GroupedConfig, *, rope: bool) -> Layer:

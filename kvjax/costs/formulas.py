@@ -122,9 +122,9 @@ def training_flops_per_token(config: TransformerConfig, sequence_length: int) ->
     """
     matmul = sum(matrix_weights(config).values())
     attention = sum(
-        sequence_length * m.num_heads * (m.query_dim + m.value_dim) for m in config.mechanisms
+        sequence_length * m.query_heads * (m.query_dim + m.value_dim) for m in config.mechanisms
     )
-    return 6 * (matmul + attention)
+    return 6 * (matmul + attention) + 3 * sum(m.product_flops for m in config.mechanisms)
 
 
 def causal_part(config: TransformerConfig, sequence_length: int) -> float:

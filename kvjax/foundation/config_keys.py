@@ -18,14 +18,15 @@ class Key:
 def keys(cls: type) -> list[Key]:
     """The fields of a config dataclass; meanings are its comments, or its docstring's paragraphs.
 
-    A comment stands behind a field, or in whole lines above it.
+    A comment stands behind a field, or in whole lines above it, in the class that has it last.
     """
-    source = textwrap.dedent(inspect.getsource(cls))
+    sources = [textwrap.dedent(inspect.getsource(c)) for c in cls.__mro__ if c is not object]
     paragraphs = dict(re.findall(r"^(\w+): (.+(?:\n  .+)*)", inspect.getdoc(cls) or "", re.M))
     found = []
     for field in dataclasses.fields(cls):
         pattern = rf"((?:^    # .*\n)*)^    {field.name}: [^#\n]*(?:# (.*))?$"
-        above, behind = re.search(pattern, source, re.M).groups()
+        matches = (re.search(pattern, source, re.M) for source in sources)
+        above, behind = next(filter(None, matches)).groups()
         above = " ".join(line.strip(" #") for line in above.splitlines())
         meaning = behind or above or " ".join(paragraphs.get(field.name, "").split())
         default = "" if field.default is dataclasses.MISSING else repr(field.default)

@@ -16,23 +16,28 @@ def inverse_rms(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 class Norm(nnx.Module):
-    """Normalises [..., D] over D; without gain it has no parameters (the recipe's default)."""
+    """Normalises [..., D] over D; without gain it has no parameters (the recipe's default).
+
+    Gains and biases may differ along axes before the last: axes "J C" of sizes dim = (2, 64).
+    """
 
     def __init__(
         self,
-        dim: int,
+        dim: int | tuple[int, ...],
         *,
         kind: str,
         gain: bool,
         bias: bool,
         epsilon: float,
         rngs: nnx.Rngs,
-        axis: str = "D",
+        axes: str = "D",
     ):
         self.kind = kind
         self.epsilon = epsilon
-        self.gain = weight(axis, rngs, init="ones", **{axis: dim}) if gain else None
-        self.bias = weight(axis, rngs, init="zeros", **{axis: dim}) if bias else None
+        dims = (dim,) if isinstance(dim, int) else dim
+        sizes = dict(zip(axes.split(), dims, strict=True))
+        self.gain = weight(axes, rngs, init="ones", **sizes) if gain else None
+        self.bias = weight(axes, rngs, init="zeros", **sizes) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -42,9 +47,9 @@ class Norm(nnx.Module):
         return self._affine(wide).astype(x.dtype)
 
     def _affine(self, x: jax.Array) -> jax.Array:
-        trailing = (1,) * (x.ndim - 1) + (-1,)
+        leading = lambda w: jnp.expand_dims(w, tuple(range(x.ndim - w.ndim)))
         if self.gain is not None:
-            x = x * self.gain[...].reshape(trailing)
+            x = x * leading(self.gain[...])
         if self.bias is not None:
-            x = x + self.bias[...].reshape(trailing)
+            x = x + leading(self.bias[...])
         return x

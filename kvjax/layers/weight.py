@@ -21,7 +21,7 @@ HEAD_AXES = frozenset("NKJ")  # letters that count heads
 LETTERS = dict(
     **dict(N="query heads", K="KV heads", J="bases, and whatever else groups of heads share"),
     **dict(D="model", H="head channels", R="rank", C="latent", P="channels with RoPE alone"),
-    **dict(M="MLP", V="vocabulary", T="positions"),
+    **dict(M="MLP", V="vocabulary", T="positions", G="branches, of which each head has all"),
 )
 
 
@@ -65,36 +65,65 @@ class Axes:
         return bool(self.reduction)
 
     def per_head(self) -> "Axes":
-        """The same weight seen as one matrix per head: head axes move to the batch."""
-        keep = lambda names: tuple(n for n in names if n not in HEAD_AXES)
-        heads = tuple(n for n in self.names if n in HEAD_AXES and n not in self.batch)
+        """The same weight seen as one matrix per head: head axes, and branches, go to the batch."""
+        apart = HEAD_AXES | {"G"}
+        keep = lambda names: tuple(n for n in names if n not in apart)
+        heads = tuple(n for n in self.names if n in apart and n not in self.batch)
         return Axes(self.batch + heads, keep(self.reduction), keep(self.output))
 
 
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """Random keys, and how weights start that say no more than what they are.
+
+    It stands wherever nnx.Rngs do, which start as the defaults here.
+    """
+
+    rngs: nnx.Rngs
+    matrix_std: float = 0.0  # of matrices; 0: by their sizes
+    zero_outputs: bool = True  # whether projections into the residual stream, and the head, are 0
+
+    def params(self) -> jax.Array:
+        return self.rngs.params()
+
+
 def weight(
-    axes: str, rngs: nnx.Rngs, *, init: str = "linear", dtype=jnp.float32, **sizes: int
+    axes: str,
+    rngs: nnx.Rngs | Draws,
+    *,
+    init: str | float = "linear",
+    dtype=jnp.float32,
+    **sizes: int,
 ) -> nnx.Param:
     """A parameter with the given axes and sizes.
 
     Args:
       axes: see the module's docstring; every letter needs a size in `sizes`.
-      init: "linear", N(0, min(1, sqrt(out/in))/sqrt(in)) (arXiv 2310.17813, as in nanochat);
-        "normal", N(0, 1); "zeros"; "ones".
+      init: "linear", N(0, min(1, sqrt(out/in))/sqrt(in)) (arXiv 2310.17813, as in nanochat) or what
+        `rngs` say of matrices; "output", zeros or, if `rngs` say so, as "linear"; "normal",
+        N(0, 1); "zeros"; "ones"; or the standard deviation of a normal distribution.
       sizes: length of each axis.
     """
     parsed = Axes.parse(axes)
     shape = tuple(sizes[name] for name in parsed.names)
+    draws = rngs if isinstance(rngs, Draws) else Draws(rngs)
+    if init == "output":
+        init = "zeros" if draws.zero_outputs else "linear"
+    if init == "linear" and parsed.is_matrix and draws.matrix_std:
+        init = draws.matrix_std
     if init in ("zeros", "ones"):
         value = jnp.full(shape, float(init == "ones"), dtype)
-    elif init == "normal":
-        value = jax.random.normal(rngs.params(), shape, dtype)
+    elif init == "normal" or not isinstance(init, str):
+        std = 1.0 if init == "normal" else init
+        value = std * jax.random.normal(rngs.params(), shape, dtype)
     elif init == "linear":
         fan_in = math.prod(sizes[name] for name in parsed.reduction)
         fan_out = math.prod(sizes[name] for name in parsed.output)
         std = min(1.0, math.sqrt(fan_out / fan_in)) / math.sqrt(fan_in)
         value = std * jax.random.normal(rngs.params(), shape, dtype)
     else:
-        raise ValueError(f"init={init!r}: allowed are 'linear', 'normal', 'zeros', 'ones'")
+        allowed = "'linear', 'output', 'normal', 'zeros', 'ones', or a number"
+        raise ValueError(f"init={init!r}: allowed are {allowed}")
     return nnx.Param(value, axes=axes)
 
 

@@ -46,11 +46,14 @@ class BlockConfig:
     tied_head: bool = False  # the head is the embedding
     logit_softcap: float = 15.0  # c·tanh(z/c); 0: none
     causal: bool = True  # a token sees none after it; training needs it
+    matrix_std: float = 0.0  # of matrices at the start; 0: min(1, sqrt(out/in))/sqrt(in)
+    zero_outputs: bool = True  # attention.out, mlp.down and the head start at 0, or like others
 
     def __post_init__(self):
         for key, most in _LARGEST.items():
             between(f"config.model.{key}", getattr(self, key), 1, most)
         between("config.model.logit_softcap", self.logit_softcap, 0.01, 1e6, zero="none")
+        between("config.model.matrix_std", self.matrix_std, 0.0, 10.0)
         between("config.model.norm_epsilon", self.norm_epsilon, 0.0, 1.0)
         between("config.model.rope_base", self.rope_base, 1.0, 1e12)
         between("config.model.rope_factor", self.rope_factor, 1.0, 1e6)
@@ -99,7 +102,7 @@ class TransformerConfig:
             if mechanism.rope_dim % 2:
                 raise UserError(
                     f"config.attention: {mechanism.rope_dim} channels of a key are rotated by RoPE "
-                    "in pairs: make key_dim even (rope_key_dim of MLA), or set "
+                    "in pairs: make key_dim even (rope_key_dim where there is one), or set "
                     "config.model.positions"
                 )
 

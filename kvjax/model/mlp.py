@@ -19,7 +19,7 @@ class MLP(nnx.Module):
         self.activation = activation
         self.up = weight("D -> M", rngs, **sizes)
         self.gate = weight("D -> M", rngs, **sizes) if activation == "swiglu" else None
-        self.down = weight("M -> D", rngs, init="zeros", **sizes)
+        self.down = weight("M -> D", rngs, init="output", **sizes)
         self.up_bias = weight("M", rngs, init="zeros", **sizes) if bias else None
         self.down_bias = weight("D", rngs, init="zeros", **sizes) if bias else None
 

@@ -2,9 +2,9 @@
 
 Where what is initialised:
 
-    matrices                          N(0, min(1, sqrt(out/in))/sqrt(in))
+    matrices                          N(0, min(1, sqrt(out/in))/sqrt(in)), or `matrix_std`
     embedding (and learned positions) N(0, 1)
-    attention.out, mlp.down, head     0
+    attention.out, mlp.down, head     0, or like every matrix (`zero_outputs`)
     LRKV's B (expand_*)               like every matrix, or 0 (`residual_init`)
     gains, biases                     1, 0
 """
@@ -22,6 +22,7 @@ from kvjax.distributed import sharding
 from kvjax.kernels.softmax_attention.api import RESIDUALS
 from kvjax.layers import rope
 from kvjax.layers.norm import Norm
+from kvjax.layers.weight import Draws
 from kvjax.layers.weight import axes_of
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
@@ -114,22 +115,22 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, key: jax.Array):
         self.config = config
         c = config.block
-        rngs = nnx.Rngs(jax.random.fold_in(key, c.num_layers))
+        start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
+        draws = lambda layer: Draws(nnx.Rngs(jax.random.fold_in(key, layer)), **start)
+        rngs = draws(c.num_layers)
         sizes = dict(V=config.vocab_size, D=c.d_model, T=c.max_positions)
         self.embedding = weight("V D", rngs, init="normal", **sizes)
         learned = c.positions == "learned"
         self.positions = weight("T D", rngs, init="normal", **sizes) if learned else None
-        self.head = None if c.tied_head else weight("D -> V", rngs, init="zeros", **sizes)
+        self.head = None if c.tied_head else weight("D -> V", rngs, init="output", **sizes)
         self.embedding_norm = _norm(c, rngs) if c.embedding_norm else None
         self.final_norm = _norm(c, rngs)
         self.segments = nnx.List([])
-        start = 0
+        first = 0
         for mechanism, length in config.segments:
-            block = lambda layer, mechanism=mechanism: Block(
-                c, mechanism, rngs=nnx.Rngs(jax.random.fold_in(key, layer))
-            )
-            self.segments.append(jax.vmap(block)(jnp.arange(start, start + length)))
-            start += length
+            block = lambda layer, mechanism=mechanism: Block(c, mechanism, rngs=draws(layer))
+            self.segments.append(jax.vmap(block)(jnp.arange(first, first + length)))
+            first += length
 
     def __call__(
         self,

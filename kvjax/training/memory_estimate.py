@@ -100,13 +100,13 @@ def estimate(
         wide
         * (
             2 * c.d_model  # normed inputs
-            + 2 * m.num_heads * m.query_dim / tensor  # queries, before and after RoPE
+            + 2 * m.query_heads * m.query_dim / tensor  # queries, before and after RoPE
             # Keys and values, likewise: where a row is split, those of all of it.
-            + 2 * m.num_heads * (m.query_dim + m.value_dim) * sequence / tensor
-            + m.num_heads * m.value_dim / tensor  # attention's output
+            + 2 * m.query_heads * (m.query_dim + m.value_dim) * sequence / tensor
+            + m.query_heads * m.value_dim / tensor  # attention's output
             + 2 * c.mlp_dim / tensor
         )
-        + 2 * 4 * m.num_heads * logits / tensor  # logits and softmax, float32
+        + 2 * 4 * m.query_heads * logits / tensor  # logits and softmax, float32
         for m in config.mechanisms
     ]
     inputs = c.num_layers * c.d_model
@@ -115,7 +115,7 @@ def estimate(
     if compute.remat == "none":
         per_token = 2 * itemsize * inputs + sum(inside)
     elif compute.remat != "full":  # log-sum-exp, float32
-        per_token += 4 * sum(m.num_heads for m in config.mechanisms) / tensor
+        per_token += 4 * sum(m.query_heads for m in config.mechanisms) / tensor
     # Logits and their gradient in float32, and the gradient as it enters its products.
     narrow = compute.dtype.itemsize if compute.dtype.itemsize < 4 else 0
     per_token += (2 * 4 + narrow) * config.vocab_size / tensor / compute.loss_chunks
@@ -136,10 +136,10 @@ def kept(config: TransformerConfig, remat: str, *, kernel: bool) -> int:
     """
     c, mechanisms = config.block, config.mechanisms
     inputs = c.num_layers * c.d_model  # of each layer
-    made = sum(m.num_heads * m.value_dim for m in mechanisms)  # by softmax attention
+    made = sum(m.query_heads * m.value_dim for m in mechanisms)  # by softmax attention
     if remat == "none":  # and queries, keys, values, what was made of them; of the MLP one product
         expanded = sum(
-            m.num_heads * m.query_dim + m.key_heads * (m.query_dim + m.value_dim)
+            m.query_heads * m.query_dim + m.key_heads * (m.query_dim + m.value_dim)
             for m in mechanisms
         )
         return inputs + made + expanded + c.num_layers * c.mlp_dim
@@ -170,4 +170,5 @@ def products(config: TransformerConfig) -> Products:
             continue
         sizes = dict(zip(stored.names, leaf.shape[-len(stored.names) :], strict=True))
         elements += math.prod(leaf.shape) // math.prod(sizes[a] for a in stored.reduction)
+    elements += sum(m.products_of_heads for m in config.mechanisms)
     return Products(kept=elements, expansions=expansions)

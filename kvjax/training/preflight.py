@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import dataclasses
 import hashlib
 import math
 import socket
@@ -230,7 +231,9 @@ def check_models(
         before = conversations.before_growth(experiment, parent)
         shapes = parameters.abstract(before).shapes
         checkpoint.check_parameters(parent.checkpoints, parent.step, shapes)
-        if parent.experiment.model != before:
+        start = dict(matrix_std=0.0, zero_outputs=True)  # of weights that are not drawn here
+        plain = lambda m: dataclasses.replace(m, block=dataclasses.replace(m.block, **start))
+        if plain(parent.experiment.model) != plain(before):
             raise UserError(
                 f"config.train.parent = {c.parent!r}: its weights have the shapes of this model, "
                 "and it computes with them otherwise: set config.model and config.attention to "

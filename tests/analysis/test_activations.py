@@ -70,8 +70,8 @@ def _check(model):
         np.testing.assert_array_equal(
             p_NTT > 0, np.broadcast_to(layer.mask.visible(LENGTH), p_NTT.shape)
         )
-        y_TD = np.tensordot(o_TNH, np.asarray(weights["out"], np.float64), 2)
-        y_TD += weights.get("out_bias", 0)
+        o_1TNH = jnp.asarray(o_TNH[None], jnp.float32)
+        y_TD = own.project_out(o_1TNH, layer.input_BTD[4:5], positions)[0]
         np.testing.assert_allclose(y_TD, y_BTD[4], rtol=0, atol=1e-5 * np.abs(y_TD).max())
         _check_plain(layer, rotates=c.positions == "rope")
 

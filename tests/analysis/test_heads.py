@@ -40,9 +40,14 @@ def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
     """Without norms and biases, at any distance, as the mechanism itself computes them."""
     config = make_mechanism(mechanism_name, qk_norm="none")
     weights, module = _weights(config)
-    if hasattr(module, "latent_norm"):  # MLA's is there whatever the config says
-        gain_C = weights["mechanism"].get("latent_norm", {}).get("gain", 1.0)
-        module.latent_norm = lambda latent_BTC: latent_BTC * gain_C
+    for name in ("latent_norm", "query_latent_norm"):  # there whatever the config says
+        if hasattr(module, name):
+            gain = weights["mechanism"].get(name, {}).get("gain", 1.0)
+            setattr(module, name, lambda latent, gain=gain: latent * gain)
+    if mechanism_name == "tpa":
+        with pytest.raises(UserError, match="are not linear in the layer's input"):
+            heads_lib.read(weights, config, D, BASE)
+        return
     found = heads_lib.read(weights, config, D, BASE)
     x_TD = np.random.default_rng(1).normal(size=(5, D))
     away, here = (_projected(module, x_TD, at) for at in (3, 0))
@@ -65,16 +70,21 @@ def test_norms_leave_their_gains(make_mechanism, mechanism_name, x64):
     """Weights are those of the mechanism without norms, each channel by the gains."""
     config = make_mechanism(mechanism_name, qk_norm="rms_gain")
     weights, _ = _weights(config)
-    if "shared" in mechanism_name:
+    if mechanism_name in ("lrkv_shared_rope", "tpa"):
         with pytest.raises(UserError, match="are not linear in the layer's input"):
             heads_lib.read(weights, config, D, BASE)
         return
     found = heads_lib.read(weights, config, D, BASE)
     plain = dataclasses.replace(config, qk_norm="none")
     inner = {k: w for k, w in weights["mechanism"].items() if not k.endswith("_norm")}
+    if config.query_rank:
+        gain_C = weights["mechanism"]["query_latent_norm"]["gain"]
+        for name in {"query", "rope_query"} & inner.keys():
+            inner[name] = inner[name] * gain_C[:, None, None]
     expected = heads_lib.read(weights | dict(mechanism=inner), plain, D, None)
     gain = lambda *names: np.concatenate(
-        [weights["mechanism"][name]["gain"] for name in names if name in weights["mechanism"]]
+        [np.ones(0)]
+        + [weights["mechanism"][name]["gain"] for name in names if name in weights["mechanism"]]
     )
     queries, keys = gain("query_norm", "rope_query_norm"), gain("key_norm", "rope_key_norm")
     more = found.query_DNH.shape[-1] - len(queries)  # the "+" of projection sharing
@@ -87,12 +97,34 @@ def test_norms_leave_their_gains(make_mechanism, mechanism_name, x64):
 def test_norms_without_a_gain_leave_nothing(make_mechanism, mechanism_name, x64):
     config = make_mechanism(mechanism_name, qk_norm="rms")
     weights, _ = _weights(config)
+    if mechanism_name == "tpa":  # products of two linear maps
+        with pytest.raises(UserError, match=r"products of two projections \(TPA\)"):
+            heads_lib.read(weights, config, D, BASE)
+        return
     found = heads_lib.read(weights, config, D, BASE)
     plain = dataclasses.replace(config, qk_norm="none")
     expected = heads_lib.read(weights, plain, D, BASE)
     for name in ("query_DNH", "key_DKH", "value_DKH", "out_NHD"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     assert found.rotated == expected.rotated and found.scale == config.scale
+
+
+@pytest.mark.parametrize("name", ["mlra", "mfa_kr", "shared_kv"])
+def test_outputs_that_are_combined_before_they_are_projected(make_mechanism, name, x64):
+    """One token, which sees itself alone, is its value times the output projection."""
+    config = make_mechanism(name, qk_norm="none")
+    weights, module = _weights(config)
+    module.latent_norm = lambda latent: latent
+    found = heads_lib.read(weights, config, D, BASE)
+    x_1D = np.random.default_rng(1).normal(size=(1, D))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Attention(config, D, rngs=nnx.Rngs(0))))
+    attention = nnx.merge(graph, jax.tree.map(jnp.asarray, weights))
+    attention.mechanism = module
+    positions = rope.positions(np.zeros((1, 1), np.int32), config.rope_dim, BASE)
+    expected = attention(jnp.asarray(x_1D)[None], positions, causal=True)[0]
+    value_DNH = found.of_queries(found.value_DKH)
+    got = np.einsum("TD,DNH,NHE->TE", x_1D, value_DNH, found.out_NHD)
+    np.testing.assert_allclose(got, expected, atol=1e-9)
 
 
 def test_channels_that_rope_turns(make_mechanism):

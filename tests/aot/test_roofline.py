@@ -16,6 +16,7 @@ from kvjax.experiment import resolve
 from kvjax.hardware.datasheets import Device
 from kvjax.optim import newton_schulz
 from kvjax.training.program import Program
+from tests import quick
 
 ONE = dict(data=1, fsdp=1, sequence=1, tensor=1)
 
@@ -67,11 +68,31 @@ def test_flops_are_those_of_the_traced_step(remat, parts):
     assert flops.total == traced(experiment)
 
 
+RIVALS = [
+    recipes.mfa(4, query_rank=48, dim=32),
+    recipes.mfa_kr(4, query_rank=48, dim=32),
+    # Values as wide as keys, to which XLA's softmax attention pads them.
+    recipes.gla(4, latents=2, latent=24, rope_dim=16, dim=32) | dict(value_dim=48),
+    recipes.mlra(4, branches=2, latent=16, rope_dim=16, dim=32) | dict(value_dim=48),
+    recipes.gta(4, kv_heads=2, dim=32),
+    recipes.shared_kv(4, kv_heads=2, dim=32, rope_dim=16),
+    recipes.tpa(4, key_rank=2, value_rank=3, dim=32),
+]
+
+
 @pytest.mark.parametrize(
-    "attention", [recipes.lrkv(4, rank=16, dim=32), recipes.gqa(4, kv_heads=2, dim=32)]
+    "attention, remat",
+    quick.only(
+        [(RIVALS[3], "dots")],
+        [
+            (recipes.lrkv(4, rank=16, dim=32), "full"),
+            (recipes.gqa(4, kv_heads=2, dim=32), "full"),
+            *((attention, remat) for attention in RIVALS for remat in ("full", "dots")),
+        ],
+    ),
 )
-def test_flops_of_other_mechanisms(attention):
-    experiment = make(attention, remat="full", activation="swiglu")
+def test_flops_of_other_mechanisms(attention, remat):
+    experiment = make(attention, remat=remat, activation="swiglu")
     assert roofline.step_flops(experiment, causal_kernel=False).total == traced(experiment)
 
 

@@ -5,6 +5,7 @@ advance in chunks of CHUNK tokens, of which 0 to CHUNK are real, and in single s
 """
 
 import functools
+import itertools
 
 from flax import nnx
 from hypothesis import given
@@ -21,6 +22,28 @@ from kvjax.layers import rope
 B, D, BASE = 3, 16, 100.0
 S, BLOCK = 128, 48  # tiles start in slots 0, 48 and 80: the last overlaps the one before
 CHUNK = 8
+
+
+def covering(factors, make):
+    """Rows of values such that every pair of two factors' values that can meet does, greedily few.
+
+    Args:
+      factors: values by key.
+      make: a function of a dict of one value each: None or False if there is no such thing.
+    """
+    pairs = lambda row: frozenset(itertools.combinations(enumerate(row), 2))
+    of = lambda row: dict(zip(factors, row, strict=True))
+    rows = {row: pairs(row) for row in itertools.product(*factors.values()) if make(of(row))}
+    left, chosen = frozenset().union(*rows.values()), []
+    while left:
+        row = max(rows, key=lambda row: len(rows[row] & left))
+        chosen.append(row)
+        left -= rows[row]
+    return chosen
+
+
+def row_id(row):
+    return "-".join("x".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in row)
 
 
 class Run:

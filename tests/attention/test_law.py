@@ -31,9 +31,9 @@ FACTORS = dict(
 )
 
 
-def _grouped(row):
-    """The config of a row of values of FACTORS, and its RoPE base; None if there is no such."""
-    keys = dict(zip(FACTORS, row, strict=True))
+def _grouped(keys):
+    """The config of one value of each of FACTORS, and its RoPE base; None if there is no such."""
+    keys = dict(keys)
     key_dim, value_dim = keys.pop("dims")
     positions = keys.pop("positions")
     keys |= dict(num_heads=4, key_dim=key_dim, value_dim=value_dim, norm_epsilon=1e-2)
@@ -44,24 +44,13 @@ def _grouped(row):
     return config, None if positions == "none" else law.BASE
 
 
-def _pairs(row):
-    return frozenset(itertools.combinations(enumerate(row), 2))
-
-
 @functools.cache
 def _covering_rows():
-    """Rows such that every pair of values of two factors that can meet does, greedily few."""
-    rows = {row: _pairs(row) for row in itertools.product(*FACTORS.values()) if _grouped(row)}
-    left, chosen = frozenset().union(*rows.values()), []
-    while left:
-        row = max(rows, key=lambda row: len(rows[row] & left))
-        chosen.append(row)
-        left -= rows[row]
-    return chosen
+    return law.covering(FACTORS, _grouped)
 
 
-def _row_id(row):
-    return "-".join("x".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in row)
+def _of(row):
+    return _grouped(dict(zip(FACTORS, row, strict=True)))
 
 
 LATENT_OPTIONS = [  # (qk_norm, RoPE, bias), every pair of values in one of them
@@ -78,10 +67,10 @@ LATENT_OPTIONS = [  # (qk_norm, RoPE, bias), every pair of values in one of them
 
 
 @pytest.mark.parametrize(
-    ["row"], quick.every(9, [(row,) for row in _covering_rows()], first=3), ids=_row_id
+    ["row"], quick.every(9, [(row,) for row in _covering_rows()], first=3), ids=law.row_id
 )
 def test_the_law_for_pairs_of_options(x64, randomise, row):
-    law.check(randomise, *_grouped(row))
+    law.check(randomise, *_of(row))
 
 
 FACTORED = ("factored", "factored_joint", "factored_values")
@@ -111,16 +100,16 @@ def test_the_law_for_mechanisms(x64, make_mechanism, randomise, mechanism_name):
 def test_pairs_of_options_are_covered():
     """Every value of every factor is in a row, and pairs that are not cannot be."""
     rows = _covering_rows()
-    met = frozenset().union(*(_pairs(row) for row in rows))
+    met = {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
     for (i, values), (j, others) in itertools.combinations(enumerate(FACTORS.values()), 2):
         for pair in itertools.product(values, others):
             if ((i, pair[0]), (j, pair[1])) in met:
                 continue
             names = list(FACTORS)
             fixed = {names[i]: pair[:1], names[j]: pair[1:]}
-            assert not any(map(_grouped, itertools.product(*(FACTORS | fixed).values()))), fixed
+            assert not any(map(_of, itertools.product(*(FACTORS | fixed).values()))), fixed
     assert len(rows) < 30
-    assert {type(_grouped(row)[0]) for row in rows} == {GroupedConfig}
+    assert {type(_of(row)[0]) for row in rows} == {GroupedConfig}
 
 
 @pytest.mark.parametrize("mechanism_name", quick.only(["lrkv_kv_tied"], MECHANISMS))
@@ -157,9 +146,9 @@ def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", _covering_rows(), ids=_row_id)
+@pytest.mark.parametrize("row", _covering_rows(), ids=law.row_id)
 def test_float32_for_pairs_of_options(randomise, row):
-    config, base = _grouped(row)
+    config, base = _of(row)
     run, x = law.make_run(randomise, config, base, jnp.float32), law.sequences().astype(np.float32)
     y, expected = run.decoded(x, law.ONE_OF_ALL), _exactly(run, x)
     held = ~np.isnan(y)
@@ -174,7 +163,8 @@ WIDTHS = dict(key_dim=32, value_dim=32, rank=16, latent_dim=48, rope_key_dim=16)
 def _wider(make_mechanism, name):
     """The mechanism with head dims and ranks nearer to those of models."""
     config = make_mechanism(name)
-    own = {key: value for key, value in WIDTHS.items() if getattr(config, key, 0)}
+    keys = {field.name for field in dataclasses.fields(config)}
+    own = {key: value for key, value in WIDTHS.items() if key in keys and getattr(config, key)}
     if config.key_dim < config.value_dim:
         own["key_dim"] = 16
     return make_mechanism(name, **own)

@@ -8,13 +8,19 @@ import pytest
 
 from kvjax.attention import MECHANISMS
 from kvjax.attention import FactoredConfig
+from kvjax.attention import GroupedLatentConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import SharedKVConfig
+from kvjax.attention import TensorProductConfig
+from kvjax.attention import TiedLatentConfig
 from kvjax.cache.field import Field
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
 from tests import reference
+from tests.conftest import MECHANISMS as TESTED
 
 B, T, D, BASE = 2, 5, 16, 100.0
 POSITIONS = np.array([[0, 1, 2, 3, 4], [9, 1000, 11, 12, 65_536]], np.int32)
@@ -45,6 +51,28 @@ def _rebuild(config, w, entry, on):
         k = np.einsum("btc,cnh->btnh", latent, w["up_key"])
         shared = np.broadcast_to(entry["rope_key"][:, :, None], (B, T, N, config.rope_key_dim))
         return np.concatenate([k, shared], -1), np.einsum("btc,cnh->btnh", latent, w["up_value"])
+    if isinstance(config, GroupedLatentConfig):
+        H = config.key_dim
+        latent = entry["latent"].reshape(B, T, -1, config.latent_dim)
+        up = lambda name: w[name].reshape(-1, *w[name].shape[-3:])
+        of_heads = lambda name: np.einsum("btjc,jcnh->btjnh", latent, up(name))
+        k = of_heads("up_key").reshape(B, T, -1, H)
+        shared = np.broadcast_to(entry["rope_key"][:, :, None], (*k.shape[:3], config.rope_key_dim))
+        v = of_heads("up_value").reshape(B, T, -1, config.value_dim)
+        return np.concatenate([k, shared], -1), v
+    if isinstance(config, TiedLatentConfig):
+        k = entry["latent"][..., : config.content_dim]
+        shared = np.broadcast_to(entry["rope_key"][:, :, None], (*k.shape[:3], config.rope_key_dim))
+        return np.concatenate([k, shared], -1), entry["latent"]
+    if isinstance(config, SharedKVConfig):
+        return entry["latent"], entry["latent"]
+    if isinstance(config, ReusedKeysConfig):
+        k, gain = entry["base_key"], w["key_norm"]["gain"] if config.qk_norm == "rms_gain" else 1.0
+        rms = np.sqrt((k**2).mean(-1, keepdims=True) + config.norm_epsilon)
+        return _rotated(k / (1.0 if config.qk_norm == "none" else rms) * gain, on), k
+    if isinstance(config, TensorProductConfig):
+        product = lambda a, b: np.einsum("btnr,btrh->btnh", entry[a], entry[b])
+        return product("key_head", "key_factor"), product("value_head", "value_factor")
     if isinstance(config, RebuiltLatentConfig):
         k = np.einsum("btc,cnh->btnh", entry["latent"], w["up_key"])
         if config.qk_norm != "none":
@@ -173,6 +201,18 @@ def test_heads_of_expanded_keys(make_mechanism, mechanism_name):
         ("factored_values", {}, 2 * (8 + 3)),
         ("mla", {}, 10 + 4),
         ("mla_paper", {}, 10),
+        ("mfa", {}, 2 * 8),
+        ("gla", {}, 2 * 6 + 4),
+        ("mlra", {}, 4 * 6 + 4),
+        ("mlra", dict(num_branches=4, num_latents=1), 4 * 6 + 4),
+        ("gta", {}, 2 * 8 + 4),
+        ("gta", dict(rope_key_dim=0), 2 * 8),
+        ("shared_kv", {}, 2 * 8),
+        ("mfa_kr", {}, 2 * 8),
+        ("tpa", {}, (2 + 3) * 4 + 2 * 8 + 3 * 6),
+        ("tpa", dict(fixed="heads"), 2 * 8 + 3 * 6),
+        ("tpa", dict(fixed="channels"), (2 + 3) * 4),
+        ("tpa", dict(value_rank=2, value_dim=8, shared_factors=True), (2 + 2) * 4 + 2 * 8),
     ],
 )
 def test_cached_elements(make_mechanism, name, keys, elements):
@@ -186,9 +226,10 @@ def test_fields_say_which_axis_counts_heads():
     of = lambda axes, *shape: (Field(axes, shape).head_axis, Field(axes, shape).heads)
     assert of("J H", 2, 8) == (0, 2) and of("K 1", 4, 1) == (0, 4)
     assert of("R N", 3, 4) == (1, 4)
+    assert of("G J C", 4, 2, 6) == (1, 2)  # every head reads all branches
     assert of("C", 10) == of("R H", 3, 8) == (None, None)
-    with pytest.raises(ValueError, match=r"axes 'G H': 'G' is none of N \(query heads\), K"):
-        Field("G H", (2, 8))
+    with pytest.raises(ValueError, match=r"axes 'X H': 'X' is none of N \(query heads\), K"):
+        Field("X H", (2, 8))
     with pytest.raises(ValueError, match=r"Field\('J H', \(8,\)\): one size for each axis"):
         Field("J H", (8,))
 
@@ -201,7 +242,15 @@ def test_key_scale_costs_one_float32_per_kv_head(make_mechanism):
         assert normed["key_scale"].shape == (4, 1)
         assert normed["key_scale"].dtype_in(jnp.bfloat16) == jnp.float32
         assert normed["key_scale"].dtype_in(jnp.float64) == jnp.float64
-    for name in ("kv_tied", "lrkv_kv_tied", "factored_values"):  # no factor of the key
+    fixed = make_mechanism("tpa", fixed="heads", qk_norm="rms").entry()["key_scale"]
+    assert fixed.shape == (4, 1) and fixed.wide
+    for name in (
+        "kv_tied",
+        "lrkv_kv_tied",
+        "factored_values",
+        "tpa",
+        "gta",
+    ):  # no factor of the key
         assert make_mechanism(name, qk_norm="none").entry() == make_mechanism(name).entry()
 
 
@@ -239,6 +288,35 @@ BAD = [
     ("mla", dict(num_heads=-1), "num_heads = -1.*at least 1"),
     ("mla_paper", dict(latent_dim=0), "latent_dim = 0.*at least 1"),
     ("mla_paper", dict(value_dim=0), "value_dim = 0.*at least 1"),
+    ("mha", dict(query_rank=-1), "query_rank = -1.*at least 0"),
+    ("qk_tied", dict(query_rank=4), "query_rank = 4.*0 where queries are the keys"),
+    (
+        "mha",
+        dict(latent_scale=True),
+        "latent_scale = True.*no latent to scale here: give query_rank",
+    ),
+    ("mla_paper", dict(latent_scale=True), "latent_scale = True.*no latent"),
+    ("gla", dict(num_latents=3), "num_latents = 3.*must divide num_heads = 4"),
+    ("gla", dict(num_latents=0), "num_latents = 0.*at least 1"),
+    ("mlra", dict(num_branches=0), "num_branches = 0.*at least 1"),
+    ("mlra", dict(num_latents=8), "num_latents = 8.*must divide num_heads = 4"),
+    ("gta", dict(num_kv_heads=3), "num_kv_heads = 3.*must divide num_heads = 4"),
+    ("gta", dict(rope_key_dim=3), r"rope_key_dim = 3.*even and lie in \[0, 8\)"),
+    ("gta", dict(rope_key_dim=8), r"rope_key_dim = 8.*even and lie in \[0, 8\)"),
+    ("shared_kv", dict(rope_key_dim=10), r"rope_key_dim = 10.*even and lie in \[0, 8\]"),
+    ("shared_kv", dict(num_kv_heads=8), "num_kv_heads = 8.*must divide num_heads = 4"),
+    ("mfa_kr", dict(num_kv_heads=3), "num_kv_heads = 3.*must divide num_heads = 4"),
+    ("tpa", dict(key_rank=0), "key_rank = 0.*at least 1"),
+    ("tpa", dict(query_factors=-1), r"query_factors = -1.*\(0: dense queries\)"),
+    ("tpa", dict(query_rank=4), "query_rank = 4.*0 where queries are sums of products"),
+    ("tpa", dict(fixed="both"), "fixed = 'both'.*'none', 'heads', 'channels'"),
+    ("tpa", dict(factor_init="ones"), "factor_init = 'ones'.*'linear', 'xavier'"),
+    ("tpa", dict(shared_factors=True), r"shared_factors = True.*values \(3 of 6 channels\).*keys"),
+    (
+        "tpa",
+        dict(shared_factors=True, value_rank=2, value_dim=8, fixed="channels"),
+        "shared_factors = True.*fixed = 'channels' has none",
+    ),
 ]
 
 
@@ -254,5 +332,5 @@ def test_unknown_norm(make_mechanism, mechanism_name):
 
 
 def test_every_mechanism_is_tested(make_mechanism):
-    tested = {type(make_mechanism(name)) for name in ("mha", "factored", "mla", "mla_paper")}
+    tested = {type(make_mechanism(name)) for name in TESTED}
     assert set(MECHANISMS.values()) == tested

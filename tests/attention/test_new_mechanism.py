@@ -7,13 +7,14 @@ turns b. The first axis of its cache counts ranks, not heads, and no kernel know
 import dataclasses
 
 from etils import epath
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import pytest
 
 from kvjax import attention
 from kvjax import experiment as experiment_lib
+from kvjax.attention.mechanism import Mechanism
+from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_common
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.cache.field import Field
@@ -75,8 +76,7 @@ class _Tiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FactoredConfig:
-    num_heads: int  # query heads, N
+class FactoredConfig(MechanismConfig):
     rank: int  # of keys and values, R
     key_dim: int  # channels of a key, H
     value_dim: int  # channels of a value, Hv
@@ -87,11 +87,7 @@ class FactoredConfig:
     needs_angles = False  # without RoPE
 
     def __post_init__(self):
-        check_common(self, "rank", "key_dim", "value_dim")
-
-    rope_dim = query_dim = property(lambda self: self.key_dim)
-    scale = property(lambda self: self.key_dim**-0.5)
-    key_heads = property(lambda self: self.num_heads)
+        check_common(self, "rank", "value_dim")
 
     def entry(self):
         R, N = self.rank, self.num_heads
@@ -109,7 +105,7 @@ class FactoredConfig:
         return Factored(self, d_model, rngs=rngs)
 
 
-class Factored(nnx.Module):
+class Factored(Mechanism):
     def __init__(self, config, d_model, *, rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, R=c.rank, H=c.key_dim)

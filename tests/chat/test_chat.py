@@ -170,6 +170,7 @@ def run(workdir, capsys, monkeypatch):
     return command
 
 
+@pytest.mark.slow
 def test_a_conversation_from_standard_input(run):
     status, out, err = run("--num_tokens=4", text="Hello\n\nAnd now?\n")
     assert (status, err) == (0, "") and out.count("\n") >= 3

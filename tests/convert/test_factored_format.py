@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save_file
 
 from kvjax.convert import factored_format
+from kvjax.convert import factored_readme
 from kvjax.convert import into_workdir
 from kvjax.convert import model as model_lib
 from kvjax.convert import published
@@ -18,8 +19,14 @@ from tests.conftest import MECHANISMS
 from tests.convert import comparison
 from tests.convert import workdirs
 
+DESCRIBED = [
+    name
+    for name, (cls, keys) in MECHANISMS.items()
+    if cls in factored_readme.KINDS and not {"query_rank", "output_gate"} & keys.keys()
+]
 
-@pytest.mark.parametrize("name", quick.only(["lrkv", "factored_joint", "mla"], MECHANISMS))
+
+@pytest.mark.parametrize("name", quick.only(["lrkv", "factored_joint", "mla"], DESCRIBED))
 def test_factors_come_back_bit_for_bit(tmp_path, make_mechanism, name):
     config = workdirs.config("nanochat", make_mechanism(name))
     workdir = workdirs.write(tmp_path / "workdir", config)
@@ -36,6 +43,21 @@ def test_factors_come_back_bit_for_bit(tmp_path, make_mechanism, name):
     assert f"In all {elements:,} elements per token" in readme
     fields = {field for m in config.mechanisms for field in m.entry()}
     assert all(f"| {field} | " in readme for field in fields)
+
+
+@pytest.mark.parametrize(
+    "name, keys, message",
+    [
+        ("gla", {}, "kind = 'gla': --format=factored describes grouped, factored, mla, mla_paper"),
+        ("mha", dict(query_rank=6), "query_rank = 6: --format=factored has no formulas"),
+        ("mla", dict(latent_scale=True), "latent_scale = True: --format=factored has no formulas"),
+        ("mqa", dict(output_gate=True), "output_gate = True: --format=factored has no formulas"),
+    ],
+)
+def test_what_has_no_formulas_is_not_written(make_mechanism, name, keys, message):
+    config = workdirs.config("nanochat", make_mechanism(name, **keys))
+    with pytest.raises(UserError, match=rf"config\.attention\.{message}"):
+        factored_readme.text("made", config, context=16)
 
 
 def test_layers_are_numbered_through(tmp_path):

@@ -8,6 +8,9 @@ import pytest
 
 from experiments.benchmarks import decode_memory
 from experiments.tables import d36
+from kvjax import experiment
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
 from kvjax.hardware import topology
 from tests import quick
 
@@ -51,6 +54,29 @@ def test_decode_step_writes_in_place_and_grows_with_nothing(
     per_layer = {"MHA": 9216, "LRKV": 5192, "LRKV without QK-norm": 5120}
     if name in per_layer:
         assert long["logical"] == 4 * batch * 32_768 * per_layer[name]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "name, kernel_calls",
+    [
+        ("gla_narrow_2p5b", 2),
+        ("mlra4_narrow_2p5b", 2),
+        ("gta_narrow_2p5b", 2),
+        ("mfa_narrow_2p5b", 2),
+        ("shared_kv_narrow_2p5b", 2),
+        ("mfa_kr_wide_2p5b", 0),
+        ("tpa_wide_2p5b", 0),
+    ],
+)
+def test_caches_of_rivals_take_the_bytes_of_their_formulas(v5e, name, kernel_calls):
+    """In the compiled step, two layers, padding included."""
+    loaded = load_config(CONFIGS / "rivals" / f"{name}.py", ["--config.model.num_layers=2"])
+    config = experiment.resolve(loaded).model
+    step = decode_memory.step_memory(config, batch=2, length=4096, device=v5e)
+    assert step["kernel_calls"] == kernel_calls
+    assert step["logical"] == step["costs"] and step["aliased"] == step["physical"]
+    assert step["logical"] <= step["physical"] <= step["logical"] + 4096
 
 
 @pytest.mark.aot

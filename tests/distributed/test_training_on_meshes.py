@@ -18,6 +18,7 @@ from tests.distributed.small_step import MESHES
 from tests.distributed.small_step import Step
 
 SEVERAL = tuple(MESHES)[1:]
+SPLIT = "data2_sequence2_tensor2"
 STEPS = 8  # queries and keys first move in the fourth
 
 # Head dims that eight devices divide, where weights are split over them.
@@ -38,8 +39,31 @@ def _train(config, params, mesh_name, dtype, *, steps=STEPS, **options):
 
 
 def _meshes(name, i):
-    """LRKV on those of several axes, the others on one each in turn."""
+    """LRKV on those of several axes, the others on one each in turn.
+
+    What is read in branches, what turns outputs back by position, and products of factors: where
+    tokens and heads are split.
+    """
+    if name in ("mlra", "shared_kv", "tpa"):
+        return (SPLIT,)
     return SEVERAL[2:5] if name == "lrkv" else (SEVERAL[i % len(SEVERAL)],)
+
+
+FIXED = [dict(fixed="heads", value_dim=8), dict(fixed="channels", value_dim=8)]
+FIXED += [dict(shared_factors=True, value_rank=2, value_dim=8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", FIXED, ids=str)
+def test_fixed_and_shared_factors_where_heads_are_split(x64, make_mechanism, randomise, keys):
+    config = small_step.model(make_mechanism("tpa", **keys))
+    _, params = randomise(lambda: Transformer(config, jax.random.key(0)))
+    (one, one_metrics), (other, metrics) = (
+        _train(config, params, mesh_name, jnp.float64, steps=4) for mesh_name in ("one", SPLIT)
+    )
+    np.testing.assert_allclose(metrics, one_metrics, rtol=1e-10)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
+    jax.tree.map(close, other["params"], one["params"])
 
 
 @pytest.mark.slow

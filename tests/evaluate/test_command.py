@@ -104,6 +104,7 @@ def run(workdir, data, capsys, monkeypatch):
     return command
 
 
+@pytest.mark.slow
 def test_all_five_tasks(run, workdir):
     status, out, err = run("--json", "--batch=4")
     assert status == 0, err

@@ -28,6 +28,7 @@ from experiments.benchmarks import train_benchmark
 from experiments.conversion import kept
 from experiments.evaluation import agreement
 from experiments.studies import tiny_comparison
+from experiments.tables import decode_roofline
 from experiments.tables import paper_tables
 from experiments.tables import parameter_table
 from experiments.tables.paper_figure import Figure
@@ -51,10 +52,12 @@ ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("agreement", "at_hand"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
+ROOMS |= dict(decode_roofline="tables")
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
 _OTHERS = ("at_hand", "conversion", "figures", "head_diversity", "logit_spectra", "scaling_table")
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
-SAVING = tuple(n for n in WITH_TABLES if n not in ("input_benchmark", "parameter_table"))
+_NOT_SAVED = ("input_benchmark", "parameter_table", "decode_roofline")
+SAVING = tuple(name for name in WITH_TABLES if name not in _NOT_SAVED)
 BAD = (  # command, options, what the line says
     ("agreement", "--texts=0", "--texts = 0: must be at least 1"),
     ("agreement", "--limit=-1", "--limit = -1: must be at least 0"),
@@ -90,6 +93,8 @@ BAD = (  # command, options, what the line says
     ("conversion", "--stage=whisper_tuning --seeds=x", "--seeds=x: must be a whole number"),
     ("conversion", "--stage=smollm2_tuning --rate=nan", "--rate = nan: must lie between 0 and 1"),
     ("conversion", "--stage=smollm2_tuning --runs=", "--runs= is empty: give a folder"),
+    ("decode_roofline", "--scale=6p3b", "--scale = '6p3b': must be one of 'tiny', '128m', '2p5b'"),
+    ("decode_roofline", "--length=0", "--length = 0: must be at least 1"),
     ("data_reading", "--rows=5", "--rows = 5: must be a multiple of --shards = 10000, from 128 to"),
     ("data_reading", "--rows=1000 --shards=3", "--rows = 1000: must be a multiple of --shards"),
     ("data_reading", "--rows=99999990000", "--rows = 99999990000: must be a multiple of"),
@@ -191,6 +196,7 @@ def nothing_is_done(monkeypatch):
     monkeypatch.setattr(decode_memory, "step_memory", fail)
     monkeypatch.setattr(paper_tables, "tables", fail)
     monkeypatch.setattr(parameter_table, "row", fail)
+    monkeypatch.setattr(decode_roofline, "row", fail)
     monkeypatch.setattr(loop, "train", fail)
     monkeypatch.setattr(kept, "make", fail)
 
@@ -384,6 +390,9 @@ def printed(run, monkeypatch, tmp_path):
         parameter_table: dict(
             row=lambda e: count | dict(config=e.name, cache_bytes=331_776, flops=1.6e10)
         ),
+        decode_roofline: dict(
+            row=lambda path: dict(config=path.stem, heads=18, bytes=5192, flops=178_866)
+        ),
         sandbox_cost: dict(
             COMBINATIONS={"none": lambda: None, "WebAssembly": _not_here},
             human_eval=list,
@@ -470,6 +479,18 @@ def test_runs_too_short_for_a_speed(printed, tmp_path, monkeypatch):
     status, out, err = printed("tiny_comparison", "--markdown", "--json")
     assert status == 0 and "| - | 3.4000 ± 0.0000 |" in err
     assert [r["tokens_per_second"] for r in json.loads(out)["rows"]] == [None, None]
+
+
+def test_the_longer_of_bytes_and_flops_is_the_least_time(run, monkeypatch):
+    """A ridge of the v5e is at 240 FLOP per byte."""
+    monkeypatch.undo()
+    v5e = decode_roofline.DEVICES["v5e"]
+    of = lambda flops: decode_roofline.seconds(dict(bytes=100, flops=flops), 1000, v5e)
+    assert of(100) == (1000 * 100 / v5e.bandwidth, False)
+    assert of(100_000) == (1000 * 100_000 / v5e.bf16_flops, True)
+    status, out, _ = run("decode_roofline", "--scale=tiny", "--markdown")
+    assert status == 0 and "| `mha_tiny` | 4 | 512 | 100.0% | 512 | 1.0 |" in out
+    assert "| `gla_narrow_tiny` | 4 | 128 | 25.0% | 512 | 4.0 |" in out
 
 
 def test_a_config_of_no_scale_of_ours_stands_last(run, monkeypatch, tmp_path):

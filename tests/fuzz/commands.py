@@ -5,7 +5,8 @@ import sys
 from kvjax.foundation.checkout import ROOT
 
 CONFIGS = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "kv_tied_tiny", "qk_tied_plus_tiny")
-CONFIGS += ("thin_keys_tiny",)
+CONFIGS += ("thin_keys_tiny", "rivals/tpa_wide_tiny", "rivals/mlra2_narrow_tiny")
+CONFIGS += ("rivals/gta_narrow_tiny",)
 PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
 PRODUCT += ("kvjax.convert", "kvjax.convert.export", "kvjax.analysis", "kvjax.data.prepare")
 PRODUCT += ("kvjax.kernels.profile", "kvjax.evaluate", "kvjax.chat")

@@ -1,4 +1,4 @@
-"""Every key of six configs, with what cannot be; sections taken for keys."""
+"""Every key of nine configs, with what cannot be; sections taken for keys."""
 
 from collections.abc import Iterator
 import functools

@@ -17,7 +17,7 @@ from tests.fuzz.cases import cases_of
 from tests.fuzz.runner import ROOT
 from tests.fuzz.runner import Worker
 
-SAMPLE = {INSIDE: 80, FORKED: 36}  # one case of so many
+SAMPLE = {INSIDE: 110, FORKED: 50}  # one case of so many
 
 
 @pytest.fixture(scope="module")

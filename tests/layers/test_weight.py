@@ -1,5 +1,6 @@
 """Axes, initialisation and linear maps."""
 
+import dataclasses
 import math
 
 from flax import nnx
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.layers.weight import Axes
+from kvjax.layers.weight import Draws
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 
@@ -85,8 +87,22 @@ def test_other_inits():
     assert abs(normal.std() - 1) < 6 / math.sqrt(2 * normal.size)
     assert np.all(np.asarray(weight("D", nnx.Rngs(0), init="zeros", **SIZES)[...]) == 0)
     assert np.all(np.asarray(weight("D", nnx.Rngs(0), init="ones", **SIZES)[...]) == 1)
-    with pytest.raises(ValueError, match="init='xavier'.*'linear', 'normal', 'zeros', 'ones'"):
+    with pytest.raises(ValueError, match="init='xavier'.*'output', 'normal', 'zeros'"):
         weight("D", nnx.Rngs(0), init="xavier", **SIZES)
+
+
+def test_draws_say_how_matrices_and_outputs_start():
+    """A vector, or a start of its own, is as it was."""
+    std = lambda *args, **options: float(np.std(np.asarray(weight(*args, **options, **SIZES)[...])))
+    narrow = Draws(nnx.Rngs(0), matrix_std=0.02)
+    for axes in ("D -> M", "M -> D"):
+        assert std(axes, narrow) == pytest.approx(0.02, rel=0.05)
+        assert std(axes, narrow, init="output") == 0
+        assert std(axes, dataclasses.replace(narrow, zero_outputs=False), init="output") > 0.019
+    assert std("M D", narrow, init="normal") == pytest.approx(1, rel=0.05)
+    assert std("D -> M", narrow, init=0.5) == pytest.approx(0.5, rel=0.05)
+    own = weight("D -> M", Draws(nnx.Rngs(0)), **SIZES)[...]
+    np.testing.assert_array_equal(own, weight("D -> M", nnx.Rngs(0), **SIZES)[...])
 
 
 @pytest.mark.parametrize("init", ["zeros", "ones"])
@@ -161,8 +177,8 @@ def test_a_wide_product_of_bfloat16():
 
 def test_letters_that_mean_nothing_are_refused():
     """Or a weight of them would lie whole on every device, and be one matrix for Muon."""
-    with pytest.raises(ValueError, match=r"axes 'D -> G H': 'G' is none of N .*J \(bases, and"):
-        Axes.parse("D -> G H")
+    with pytest.raises(ValueError, match=r"axes 'D -> X H': 'X' is none of N .*J \(bases, and"):
+        Axes.parse("D -> X H")
     with pytest.raises(ValueError, match="axes 'N: N -> H': a letter stands there twice"):
         Axes.parse("N: N -> H")
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.layers.weight import Axes
 from kvjax.model import loss as loss_lib
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
@@ -252,6 +253,23 @@ def test_initialisation(make_mechanism):
     )
     np.testing.assert_array_equal(nats, np.full((B, T), np.float32(math.log(V))))
     np.testing.assert_allclose(mean, math.log(V), rtol=2e-7)
+
+
+def test_initialisation_by_keys(make_mechanism):
+    """Every matrix at one deviation, outputs and head too; tables, gains and biases as before."""
+    plain, config = (
+        _config(make_mechanism("lrkv"), norm_gain=True, **keys)
+        for keys in ({}, dict(matrix_std=0.02, zero_outputs=False))
+    )
+    before, weights = _initial(plain), _initial(config)
+    axes = nnx.state(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    is_variable = lambda v: isinstance(v, nnx.Variable)
+    axes = nnx.to_pure_dict(jax.tree.map(lambda v: v.axes, axes, is_leaf=is_variable))
+    for text, old, new in zip(*map(jax.tree.leaves, (axes, before, weights)), strict=True):
+        if Axes.parse(text).is_matrix:
+            assert abs(np.std(new) / 0.02 - 1) < 6 / math.sqrt(2 * new.size)
+        else:
+            np.testing.assert_array_equal(new, old)
 
 
 def test_seeds_differ(make_mechanism):

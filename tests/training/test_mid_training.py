@@ -290,7 +290,7 @@ def test_letters_and_sums_are_learned(tmp_path, monkeypatch):
 
     monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
     flags = [f"--config.data.directory={tmp_path}/data"]
-    parent = load_config(CONFIGS / "lrkv_tiny.py", [*flags, "--config.train.stop_after=50"])
+    parent = load_config(CONFIGS / "lrkv_tiny.py", [*flags, "--config.train.stop_after=10"])
     loop.train(parent, epath.Path(tmp_path / "parent"))
     flags.append(f"--config.train.parent={tmp_path}/parent")
     loop.train(load_config(CONFIGS / "mid" / "lrkv_tiny.py", flags), epath.Path(tmp_path / "mid"))

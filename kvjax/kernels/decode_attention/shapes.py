@@ -30,9 +30,29 @@ def _model(N: int, *, groups: int, latent: int) -> dict[str, Sizes]:
     )
 
 
-SHAPES: dict[str, dict[str, Sizes]] = dict(
-    d12=_model(6, groups=3, latent=256), d36=_model(18, groups=6, latent=768)
+def _rivals(N: int, *, groups: int, latent: int, wide: tuple[int, int]) -> dict[str, Sizes]:
+    """Other authors' mechanisms that cache as much as MLA (configs/rivals/*_narrow_*)."""
+    heads, dim = wide  # of mechanisms that have few, wide heads
+    return dict(
+        gla=LatentSizes(N=N, C=latent // 2, G=2),
+        mlra2=LatentSizes(N=2 * N, C=latent // 4, G=4),
+        mlra4=LatentSizes(N=4 * N, C=latent // 4, G=4),
+        gta=LatentSizes(N=N, C=128, G=groups, met=64, Hv=0),
+        shared_kv=LatentSizes(N=heads, C=dim, G=2, P=0, Hv=0),
+        mfa=GroupedSizes(N=heads, K=1, H=dim, Hv=dim),
+    )
+
+
+_RIVALS = dict(
+    d12=_rivals(6, groups=2, latent=256, wide=(6, 160)),
+    d36=_rivals(18, groups=6, latent=768, wide=(10, 416)),
 )
+RIVALS = tuple(_RIVALS["d36"])
+SHAPES: dict[str, dict[str, Sizes]] = dict(
+    d12=_model(6, groups=3, latent=256) | _RIVALS["d12"],
+    d36=_model(18, groups=6, latent=768) | _RIVALS["d36"],
+)
+OURS = tuple(name for name in SHAPES["d36"] if name not in RIVALS)
 
 
 def _cache_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:

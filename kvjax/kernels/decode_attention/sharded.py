@@ -2,7 +2,7 @@
 
 Every chip attends over the tokens it holds (`stripes.py`); the results are merged by their
 log-sum-exps. What is merged are outputs [B, T, N, Hv] rather than the sums before their expansion:
-those have Hv + R (LRKV) or C (MLA) channels per head, never fewer. Two all-reduces per layer, and
+those have Hv + R (LRKV) or C (MLA) channels per head, seldom fewer. Two all-reduces per layer, and
 no cache is moved.
 """
 

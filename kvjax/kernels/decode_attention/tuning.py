@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import functools
 import json
 import logging
+import math
 import pathlib
 import re
 
@@ -38,7 +39,7 @@ def key(implementation: str, operands: Reading, cache: Mapping[str, jax.Array]) 
         ("K", "base_key", 1),
         ("H", "base_key", 2),
         ("V", "base_value", 2),
-        ("C", "latent", 1),
+        ("C", "latent", -2),
         ("P", "rope_key", 1),
         ("R", "residual_key", 2),
     ):
@@ -46,8 +47,10 @@ def key(implementation: str, operands: Reading, cache: Mapping[str, jax.Array]) 
             sizes[letter] = cache[name].shape[axis]
     if "residual_key" in cache:
         sizes |= dict(J=sizes["K"], K=cache["residual_key"].shape[1])
+    if "latent" in cache and cache["latent"].ndim > 3:
+        sizes["G"] = math.prod(cache["latent"].shape[1:-2])
     array = next(iter(cache.values()))
-    dims = [f"{letter}{sizes[letter]}" for letter in "NKJRHVCP" if letter in sizes]
+    dims = [f"{letter}{sizes[letter]}" for letter in "NKJRHVGCP" if letter in sizes]
     others = cache.keys() - _KNOWN  # of a reading that no kernel here takes
     dims += [f"{name}{'x'.join(map(str, cache[name].shape[1:-1]))}" for name in sorted(others)]
     dims = [str(array.dtype), *dims]

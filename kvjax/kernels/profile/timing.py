@@ -76,7 +76,7 @@ def _follow(operands: Reading, output: jax.Array) -> Reading:
     output = jax.lax.optimization_barrier(output)  # all of it, not what one element needs
     nothing = output.ravel()[0].astype(jnp.float32) * 1e-30
     queries = [f.name for f in dataclasses.fields(operands) if f.name.endswith("query")]
-    moved = {name: getattr(operands, name) for name in queries}
+    moved = {name: query for name in queries if (query := getattr(operands, name)) is not None}
     moved = {name: query + nothing.astype(query.dtype) for name, query in moved.items()}
     return dataclasses.replace(operands, **moved)
 

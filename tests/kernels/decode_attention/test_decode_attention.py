@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.decode_attention.shapes import OURS
 from kvjax.kernels.decode_attention.shapes import SHAPES
 from tests import quick
 from tests.kernels.decode_attention import agreement
@@ -38,6 +40,14 @@ VARIANTS = {
     "lrkv_kv_tied": ("tied", dict(N=8, K=4, J=2, rank=R, norm=True, gain=True)),
     "kv_tied_plain": ("tied", dict(N=4, K=4, rope_base=None, bias=True)),
     "mla": ("latent", dict(N=4)),
+    "gla": ("latent", dict(N=4, latents=(2,))),
+    "mlra": ("latent", dict(N=8, latents=(2, 2))),
+    "gta": ("latent", dict(N=4, latents=(2,), met=4, up=False)),
+    "shared_kv": ("latent", dict(N=4, latents=(2,), up=False, rope=False)),
+    "tpa": ("tensor_product", dict(N=4)),
+    "tpa_fixed_heads": ("tensor_product", dict(N=4, fixed="heads")),
+    "tpa_fixed_channels": ("tensor_product", dict(N=4, fixed="channels")),
+    "tpa_shared": ("tensor_product", dict(N=4, shares=True)),
     "mla_paper": ("rebuilt", dict(N=4, norm=True, gain=True)),
     "mla_paper_plain": ("rebuilt", dict(N=4, rope_base=None)),
 }
@@ -106,10 +116,34 @@ class _Draw:
         own["gain"] = self.positive(self.H) if gain else None
         return readings.TiedReading(**own, **self.common(bias)), cache
 
-    def latent(self, N):
-        cache = dict(latent=self.cached(C), rope_key=self.cached(P))
-        own = dict(query=self.query(N, C), rope_query=self.query(N, P))
-        return readings.LatentReading(**own, up_value=self.normal(C, N, self.Hv), scale=0.3), cache
+    def latent(self, N, latents=(), met=None, up=True, rope=True):
+        G = math.prod(latents)
+        cache = dict(latent=self.cached(*latents, C)) | (
+            dict(rope_key=self.cached(P)) if rope else {}
+        )
+        own = dict(query=self.query(N, met or C), rope_query=self.query(N, P) if rope else None)
+        own["up_value"] = self.normal(G, C, N // G, self.Hv) if up else None
+        return readings.LatentReading(**own, scale=0.3), cache
+
+    def tensor_product(self, N, R=2, Rv=3, fixed=None, shares=False):
+        Rv = R if shares else Rv
+        own = dict(query=self.query(N), shares=shares, rope_base=None, scale=self.H**-0.5)
+        cache = {}
+        if fixed == "heads":
+            own |= dict(key_head=self.normal(N, R), value_head=self.normal(N, Rv))
+            cache["key_scale"] = self.positive(self.B, N, 1, self.S)
+        else:
+            cache |= dict(key_head=self.cached(N, R), value_head=self.cached(N, Rv))
+        if fixed == "channels":
+            factors = dict(key_factor=self.normal(R, self.H), value_factor=self.normal(Rv, self.Hv))
+            own |= factors | dict(rope_base=BASE)
+        else:
+            cache["key_factor"] = self.cached(R, self.H)
+            if not shares:
+                cache["value_factor"] = self.cached(Rv, self.Hv)
+        if shares:
+            own |= dict(rope_base=BASE, gain=self.positive(self.H))
+        return readings.TensorProductReading(**own), cache
 
     def rebuilt(self, N, norm=False, gain=False, rope_base=BASE):
         cache = dict(latent=self.cached(C))
@@ -331,7 +365,7 @@ def test_implementations_have_names(x64):
     "mechanism, dtype",
     quick.only(
         [("lrkv", jnp.float32)],
-        [(name, dtype) for name in SHAPES["d12"] for dtype in (jnp.float32, jnp.bfloat16)],
+        [(name, dtype) for name in OURS for dtype in (jnp.float32, jnp.bfloat16)],
     ),
 )
 def test_real_shapes_by_the_check_of_the_kernels(mechanism, dtype):

@@ -27,7 +27,7 @@ from tests.kernels.decode_attention import ptx
 
 INTERPRET = hopper.InterpretGPUParams(detect_races=True)
 slow = pytest.mark.slow
-D12 = shapes.SHAPES["d12"]
+D12 = {name: shapes.SHAPES["d12"][name] for name in shapes.OURS}
 
 
 def _run(operands, cache, first_B, **parameters):
@@ -73,6 +73,9 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
                     dict(block=64),
                 ),
                 (LatentSizes(N=9, C=64), (130,), dict(block=128)),
+                (LatentSizes(N=6, C=128, G=2), (130,), dict(split=128)),  # GLA
+                (LatentSizes(N=4, C=128, G=2, met=64, Hv=0), (200,), dict()),  # GTA
+                (LatentSizes(N=4, C=128, G=2, P=0, Hv=0), (70,), dict()),  # shared KV
             )
         ),
     ],

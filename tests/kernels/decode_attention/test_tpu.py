@@ -18,6 +18,8 @@ from kvjax.kernels.decode_attention.gpu import attention as gpu
 from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.readings.latent import LatentSizes
 from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
+from kvjax.kernels.decode_attention.shapes import OURS
+from kvjax.kernels.decode_attention.shapes import RIVALS
 from kvjax.kernels.decode_attention.shapes import SHAPES
 from kvjax.kernels.decode_attention.tpu import attention as tpu
 from kvjax.kernels.profile import tpu_static
@@ -33,6 +35,7 @@ INTERPRET = pltpu.InterpretParams(
 interpreted = functools.partial(tpu.decode_attention, interpret=INTERPRET)
 FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
 slow = pytest.mark.slow
+OF_RIVALS = [(name, FLOAT32 if name == "gta" else BFLOAT16) for name in RIVALS]
 
 
 @functools.cache
@@ -44,13 +47,20 @@ def _jitted(**options):
     "mechanism, dtype",
     quick.only(
         [("gqa", BFLOAT16), ("lrkv", FLOAT32)],
-        [(name, dtype) for name in SHAPES["d12"] for dtype in (FLOAT32, BFLOAT16)],
+        [(name, dtype) for name in OURS for dtype in (FLOAT32, BFLOAT16)],
     ),
 )
 def test_equals_the_definition_at_d12(mechanism, dtype):
     """Sequences end in a block's last slot, in the next block's first, and in the first of all."""
     run = _jitted(block=128, scored=128)
     agreement.check(run, SHAPES["d12"][mechanism], firsts=(127, 128, 0), length=256, dtype=dtype)
+
+
+@pytest.mark.parametrize(("mechanism", "dtype"), quick.only([("mlra2", BFLOAT16)], OF_RIVALS))
+def test_rivals_equal_the_definition_at_d12(mechanism, dtype):
+    """Several latents, queries that meet a part of a latent, values that are latents."""
+    run = _jitted(block=128, scored=128)
+    agreement.check(run, SHAPES["d12"][mechanism], firsts=(200, 0), length=256, dtype=dtype)
 
 
 @pytest.mark.slow
@@ -235,9 +245,12 @@ def test_blocks_shrink_until_v4_has_room(shape, dtype):
     assert "tpu_custom_call" in compiled.as_text()
 
 
+CHIPS = [(m, n) for m in OURS for n in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2")]
+CHIPS += [(mechanism, "v5e:2x2") for mechanism in RIVALS]
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("mechanism", SHAPES["d36"])
+@pytest.mark.parametrize(("mechanism", "name"), CHIPS)
 def test_compiles_without_a_copy_of_the_cache(name, mechanism):
     device = topology.tpu_devices(name)[0]
     for B, S in ((1, 4224), (2, 32_768)):

@@ -21,6 +21,7 @@ from kvjax.kernels.decode_attention.gpu.ring import slabs
 from kvjax.kernels.decode_attention.readings import GroupedReading
 from kvjax.kernels.decode_attention.readings import LatentReading
 from kvjax.kernels.decode_attention.readings import ResidualReading
+from kvjax.kernels.decode_attention.readings import latent as latent_lib
 from kvjax.layers import rope
 
 COLUMNS = 8  # query heads that cost as much as one
@@ -115,33 +116,43 @@ class GroupedBody:
 
 
 class LatentBody:
-    """One latent for all heads, which is key and value."""
+    """Latents that are key and value: a block reads one of them, and the key that all share."""
 
-    block, longest, groups = 64, rope.MAX_POSITION, 1
+    block, longest = 64, rope.MAX_POSITION
 
     def __init__(self, o: LatentReading, cache: Cache):
         self.o, self.N = o, o.query.shape[2]
-        C, P = cache["latent"].shape[1], cache["rope_key"].shape[1]
+        *latents, self.C, _ = cache["latent"].shape[1:]
+        self.groups = math.prod(latents)
+        P = 0 if o.rope_query is None else cache["rope_key"].shape[1]
         self.refusal = None
-        if C % ROWS or P % ROWS:
-            self.refusal = f"needs multiples of {ROWS} channels: here C = {C}, P = {P}"
+        if self.C % ROWS or P % ROWS:
+            self.refusal = f"needs multiples of {ROWS} channels: here C = {self.C}, P = {P}"
+        rope_key = slabs("rope_key", P, sharing=self.groups) if P else ()
         self.plan = Plan(
-            keys=slabs("latent", C) + slabs("rope_key", P),
-            values=slabs("latent", C),
+            keys=slabs("latent", self.C) + rope_key,
+            values=slabs("latent", self.C),
             heads=1,
-            group=self.N,
-            columns=_padded(self.N),
+            group=self.N // self.groups,
+            columns=_padded(self.N // self.groups),
             scale=o.scale,
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
-        q_BNH = jnp.concatenate([self.o.query, self.o.rope_query], axis=-1)[:, 0]
+        q_BNH = latent_lib.with_zeros(self.o.query, self.C)[:, 0]
+        if self.o.rope_query is not None:
+            q_BNH = jnp.concatenate([q_BNH, self.o.rope_query[:, 0]], axis=-1)
         q_BNH = q_BNH.astype(jnp.bfloat16)
-        return dict(query=_as_slabs(jnp.swapaxes(q_BNH, 1, 2)[:, None], self.plan.columns))
+        q_BgnH = q_BNH.reshape(q_BNH.shape[0], self.groups, -1, q_BNH.shape[-1])
+        return dict(query=_as_slabs(jnp.swapaxes(q_BgnH, 2, 3), self.plan.columns))
 
     def finish(self, o_BgVn: jax.Array) -> jax.Array:
-        o_BCN = o_BgVn[:, 0, :, : self.N]
-        return jnp.einsum("BCN,CNV->BNV", o_BCN, self.o.up_value.astype(jnp.float32))
+        o_BgnC = jnp.swapaxes(o_BgVn[..., : self.plan.group], 2, 3)
+        o_BNC = o_BgnC.reshape(o_BgnC.shape[0], self.N, -1)
+        if self.o.up_value is None:
+            return o_BNC
+        up_value = self.o.up_value.astype(jnp.float32)
+        return latent_lib.values(o_BNC[:, :, None], up_value)[:, :, 0]
 
 
 class ResidualBody:

@@ -11,6 +11,7 @@ from kvjax.kernels.decode_attention.readings.reading import PositionBias
 from kvjax.kernels.decode_attention.readings.reading import Reading
 from kvjax.kernels.decode_attention.readings.rebuilt import RebuiltReading
 from kvjax.kernels.decode_attention.readings.residual import ResidualReading
+from kvjax.kernels.decode_attention.readings.tensor_product import TensorProductReading
 from kvjax.kernels.decode_attention.readings.tied import TiedReading
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "Reading",
     "RebuiltReading",
     "ResidualReading",
+    "TensorProductReading",
     "TiedReading",
 ]

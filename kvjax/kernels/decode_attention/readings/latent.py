@@ -1,4 +1,4 @@
-"""One latent for all heads, which is key and value: absorbed MLA."""
+"""Latents that are key and value at once: absorbed MLA and GLA, MLRA, GTA, shared KV."""
 
 from collections.abc import Callable
 import dataclasses
@@ -16,23 +16,44 @@ from kvjax.kernels.decode_attention.readings.reading import static
 
 @reading
 class LatentReading(Reading):
-    """key = [latent, rope_key], value = latent up_value (DeepSeek-V2, section 2.1).
+    """key = [latent's first C', rope_key], value = latent up_value (DeepSeek-V2, section 2.1).
 
-    cache: latent [B, C, S], rope_key [B, P, S].
+    cache: latent [B, .., C, S], all axes between as G latents, and rope_key [B, P, S] if there is
+    a `rope_query`. Row n of the queries reads latent n·G // N.
     """
 
-    query: jax.Array  # [B, T, N, C]: the content query times up_key
-    rope_query: jax.Array  # [B, T, N, P]
-    up_value: jax.Array  # [C, N, Hv]
+    query: jax.Array  # [B, T, N, C'], C' <= C: the content query times up_key
+    rope_query: jax.Array | None = None  # [B, T, N, P]
+    up_value: jax.Array | None = None  # [G, C, N/G, Hv]; None: the latent is the value
     scale: float = static()
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
-        query = jnp.concatenate([self.query, self.rope_query], axis=-1)
-        k = jnp.concatenate([cache["latent"], cache["rope_key"]], axis=-1)[:, :, None]
-        return query, k, jnp.einsum("BSC,CNV->BSNV", cache["latent"], self.up_value)
+        B, S, *_, C = cache["latent"].shape
+        latent = cache["latent"].reshape(B, S, -1, C)
+        query, k, v = self.query, latent[..., : self.query.shape[-1]], latent
+        if self.rope_query is not None:
+            query = jnp.concatenate([query, self.rope_query], axis=-1)
+            rope_key = cache["rope_key"][:, :, None]
+            shared = jnp.broadcast_to(rope_key, (*k.shape[:3], rope_key.shape[-1]))
+            k = jnp.concatenate([k, shared], axis=-1)
+        if self.up_value is not None:
+            v = jnp.einsum("BSGC,GCnV->BSGnV", latent, self.up_value)
+            v = v.reshape(B, S, -1, v.shape[-1])
+        return query, k, v
 
     def tiles(self) -> "LatentTiles":
         return LatentTiles(self)
+
+
+def by_group(latent: jax.Array) -> jax.Array:
+    """[B, G, C, S] of a cached latent, with however many axes that count latents."""
+    return latent.reshape(latent.shape[0], -1, *latent.shape[-2:])
+
+
+def with_zeros(query_BTNC: jax.Array, C: int) -> jax.Array:
+    """[B, T, N, C]: queries of C' channels, for a kernel that reads all C of a latent."""
+    missing = C - query_BTNC.shape[-1]
+    return jnp.pad(query_BTNC, [(0, 0)] * 3 + [(0, missing)]) if missing else query_BTNC
 
 
 class LatentTiles:
@@ -42,43 +63,63 @@ class LatentTiles:
 
     def __init__(self, o: LatentReading):
         self.o = o
-        self.q_BNTC, self.q_BNTP = (jnp.moveaxis(q, 2, 1) for q in (o.query, o.rope_query))
+        heads_first = lambda q: None if q is None else jnp.moveaxis(q, 2, 1)
+        self.q_BNTC, self.q_BNTP = heads_first(o.query), heads_first(o.rope_query)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
-        return (cache["latent"].shape[1],)
+        return (cache["latent"].shape[-2],)
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
         del start
-        content = tiles.dot(self.q_BNTC, tile["latent"][:, None])
-        return content + tiles.dot(self.q_BNTP, tile["rope_key"][:, None])
+        latent_BGCs = by_group(tile["latent"])
+        z_BNTs = tiles.dot(self.q_BNTC, latent_BGCs[:, :, : self.q_BNTC.shape[-1]])
+        if self.q_BNTP is None:
+            return z_BNTs
+        return z_BNTs + tiles.dot(self.q_BNTP, tile["rope_key"][:, None])
 
     def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
-        return (tiles.weigh(p_BNTs, tile["latent"][:, None]),)
+        return (tiles.weigh(p_BNTs, by_group(tile["latent"])),)
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
-        return jnp.einsum("BNTC,CNV->BNTV", outputs[0], self.o.up_value)
+        (o_BNTC,) = outputs
+        if self.o.up_value is None:
+            return o_BNTC
+        return values(o_BNTC, self.o.up_value)
+
+
+def values(o_BNTC: jax.Array, up_GCnV: jax.Array) -> jax.Array:
+    """[B, N, T, Hv] of the latents' weighted sums."""
+    B, N, T, C = o_BNTC.shape
+    o_BGnTC = o_BNTC.reshape(B, up_GCnV.shape[0], -1, T, C)
+    return jnp.einsum("BGnTC,GCnV->BGnTV", o_BGnTC, up_GCnV).reshape(B, N, T, -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """N query heads on a latent of C channels and a rotated key of P, values of Hv channels."""
+    """N query heads on G latents of C channels and a rotated key of P, values of Hv channels."""
 
     N: int
     C: int
     P: int = 64
-    Hv: int = 128
+    Hv: int = 128  # 0: the latent is the value
+    G: int = 1
+    met: int | None = None  # channels of the latent that are a key; None: all
+    folded: int = 0  # channels of the key that is folded into the query; 0: none
 
     def reading(self, draw: Callable[..., jax.Array], B: int) -> LatentReading:
+        rows, met = self.N // self.G, self.C if self.met is None else self.met
         return LatentReading(
-            query=draw(B, 1, self.N, self.C),
-            rope_query=draw(B, 1, self.N, self.P),
-            up_value=draw(self.C, self.N, self.Hv) / self.C**0.5,
-            scale=(self.C + self.P) ** -0.5,
+            query=draw(B, 1, self.N, met),
+            rope_query=draw(B, 1, self.N, self.P) if self.P else None,
+            up_value=draw(self.G, self.C, rows, self.Hv) / self.C**0.5 if self.Hv else None,
+            scale=(met + self.P) ** -0.5,
         )
 
     def fields(self) -> dict[str, tuple[int, ...]]:
-        return dict(latent=(self.C,), rope_key=(self.P,))
+        latent = (self.G, self.C) if self.G > 1 else (self.C,)
+        return dict(latent=latent) | (dict(rope_key=(self.P,)) if self.P else {})
 
     def flops(self) -> DecodeFlops:
         N, C = self.N, self.C
-        return DecodeFlops(2 * N * C * self.Hv, 2 * N * (2 * C + self.P))
+        met = C if self.met is None else self.met
+        return DecodeFlops(2 * N * C * (self.folded + self.Hv), 2 * N * (met + C + self.P))

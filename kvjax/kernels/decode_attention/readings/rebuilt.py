@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.readings import tiles
 from kvjax.kernels.decode_attention.readings.latent import LatentTiles
+from kvjax.kernels.decode_attention.readings.latent import values
 from kvjax.kernels.decode_attention.readings.reading import Cache
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
 from kvjax.kernels.decode_attention.readings.reading import Reading
@@ -42,6 +43,9 @@ class _Tiles(LatentTiles):
     def __init__(self, o: RebuiltReading):
         self.o = o
         self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
+
+    def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
+        return values(outputs[0], self.o.up_value[None])
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
         k_BNHs = jnp.einsum("BCs,CNH->BNHs", tile["latent"], self.o.up_key)

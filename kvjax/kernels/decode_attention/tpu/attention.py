@@ -18,6 +18,7 @@ from kvjax.kernels.decode_attention.readings import GroupedReading
 from kvjax.kernels.decode_attention.readings import LatentReading
 from kvjax.kernels.decode_attention.readings import Reading
 from kvjax.kernels.decode_attention.readings import ResidualReading
+from kvjax.kernels.decode_attention.readings import latent as latent_lib
 from kvjax.kernels.decode_attention.tpu import parts as parts_lib
 from kvjax.kernels.decode_attention.tpu.part import LANES
 from kvjax.kernels.decode_attention.tpu.part import Part
@@ -251,14 +252,22 @@ def _grouped(o: GroupedReading, cache: Cache, block: int, values: str, origins) 
 
 def _latent(o: LatentReading, cache: Cache, block: int, values: str, origins) -> _Plan:
     del block, values, origins
-    N, C = o.query.shape[2:]
+    N, latent_BGCS = o.query.shape[2], latent_lib.by_group(cache["latent"])
+    G, C = latent_BGCS.shape[1:3]
+    query_B1NC = latent_lib.with_zeros(o.query, C)
     content = Part(
-        parts_lib.MatrixKeys(_by_group(o.query, 1), cache["latent"][:, None]),
-        parts_lib.MatrixValues(None, K=1, G=N, V=C),
+        parts_lib.MatrixKeys(_by_group(query_B1NC, G), latent_BGCS),
+        parts_lib.MatrixValues(None, K=G, G=N // G, V=C),
     )
-    rope = Part(parts_lib.MatrixKeys(_by_group(o.rope_query, 1), cache["rope_key"][:, None]))
-    up_CNV = o.up_value.astype(jnp.float32)
-    return _Plan([content, rope], lambda o_BNC: jnp.einsum("BNC,CNV->BNV", o_BNC, up_CNV))
+    parts = [content]
+    if o.rope_query is not None:
+        rope_key = cache["rope_key"][:, None]
+        parts.append(Part(parts_lib.MatrixKeys(_by_group(o.rope_query, 1), rope_key)))
+    if o.up_value is None:
+        return _Plan(parts, lambda o_BNC: o_BNC)
+    up_GCnV = o.up_value.astype(jnp.float32)
+    expand = lambda o_BNC: latent_lib.values(o_BNC[:, :, None], up_GCnV)[:, :, 0]
+    return _Plan(parts, expand)
 
 
 def _residual(o: ResidualReading, cache: Cache, block: int, values: str, origins) -> _Plan:

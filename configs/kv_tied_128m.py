@@ -1,0 +1,23 @@
+"""Q-K=V: 12 layers, width 768, 6 heads of 128.
+
+Q-K=V: values are the keys before norm and RoPE (projection sharing, eq. 2).
+The tiny config of the same name at the LRKV paper's scale; no figure of a paper.
+
+    python -m kvjax.main --config=configs/kv_tied_128m.py
+
+Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
+Parameters: 178,520,064 parameters, 128,188,416 without the input embedding; 18,432 cache bytes
+per token in bfloat16; 0.996 GFLOP per trained token.
+Budget: 100B tokens in steps of 524,288: 100 exaFLOPs.
+Target: v5e:4x4 (16 chips).
+At least 0.33 days for 100 exaFLOPs: at most 97.6% MFU without masked keys, bound by compute.
+Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.pretrain(
+        "kv_tied_128m", scale="128m", attention=recipes.projection_sharing(6, tie="kv")
+    )

@@ -1,0 +1,29 @@
+"""MFA with 5 KV heads of 256, queries of rank 1536: 36 layers, width 2304, 20 heads of 256.
+
+Multi-matrix factorization attention (MFA, arXiv 2412.19255).
+Cached per token and layer: 2,560 elements beside the 2,560 of lrkv_2p5b; parameters as MHA, by the
+width of the MLP.
+
+    python -m kvjax.main --config=configs/rivals/mfa_wide_2p5b.py
+
+Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
+Parameters: 2,596,995,072 parameters, 2,446,000,128 without the input embedding; 184,320 cache bytes
+per token in bfloat16; 19.206 GFLOP per trained token.
+Matched: 2,596,995,072 parameters here, 2,595,225,600 in mha_2p5b, a difference of +0.068 %;
+MLP of 7,520 for 9,216.
+Budget: 50B tokens in steps of 262,144: 960 exaFLOPs.
+Target: v5p:2x2x4 (16 chips).
+At least 1.40 days for 960 exaFLOPs: at most 95.5% MFU without masked keys, bound by compute.
+Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.pretrain(
+        "mfa_wide_2p5b",
+        scale="2p5b",
+        attention=recipes.mfa(20, query_rank=1536, kv_heads=5),
+        model=dict(mlp_dim=7520),
+    )

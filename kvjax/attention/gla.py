@@ -1,0 +1,151 @@
+"""Grouped latent attention (GLA; Zadouri, Strauss, Dao, arXiv 2505.21487, section 3).
+
+    k_n = [c_j W_n^UK, r]      v_n = c_j W_n^UV      c_j = norm(x W_j^D),  r = Rot(norm(x W^KR))
+
+MLA with J latents of C channels: head n reads latent j = n·J // N, all read the rotated key r of P
+channels. Cache: J·C + P elements. On one chip it costs about 1/J of MLA's FLOPs per byte; over
+several, by heads, each holds its own latents. One latent is `mla`, weight for weight.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from kvjax.attention.mechanism import Mechanism
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import head_norm
+from kvjax.attention.mechanism import latent_norm
+from kvjax.attention.mechanism import normalise_and_rotate
+from kvjax.attention.mechanism import require
+from kvjax.attention.mechanism import scaled_latent
+from kvjax.cache.field import Field
+from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention.readings import DecodeFlops
+from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.layers.rope import Base
+from kvjax.layers.rope import Positions
+from kvjax.layers.weight import linear
+from kvjax.layers.weight import weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedLatentConfig(MechanismConfig):
+    """N, J, C, P, H and Hv."""
+
+    num_latents: int  # latents, J; divides num_heads
+    latent_dim: int  # channels of each latent, C
+    rope_key_dim: int  # P, one rotated key for all heads
+    key_dim: int  # channels of a key that come from a latent, H
+    value_dim: int  # channels of a value, Hv
+    qk_norm: str = "rms"  # norm of query and RoPE key; latents are always normed, each by itself
+
+    def __post_init__(self):
+        dims = ("num_latents", "latent_dim", "rope_key_dim", "value_dim")
+        check_common(self, *dims, has_latent=True)
+        allowed = f"must divide num_heads = {self.num_heads}"
+        require(self.num_heads % self.num_latents == 0, "num_latents", self.num_latents, allowed)
+
+    @property
+    def rope_dim(self) -> int:
+        return self.rope_key_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.key_dim + self.rope_key_dim
+
+    def entry(self) -> dict[str, Field]:
+        return {
+            "latent": Field("J C", (self.num_latents, self.latent_dim)),
+            "rope_key": Field("P", (self.rope_key_dim,)),
+        }
+
+    @property
+    def absorbed(self) -> tuple[str, ...]:
+        return ("up_key", "up_value")
+
+    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
+        del rope_base  # the rotated key is cached
+        shape = dict(N=self.query_heads, C=self.latent_dim, P=self.rope_key_dim, Hv=self.value_dim)
+        return LatentSizes(**shape, folded=self.key_dim).flops()
+
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "GroupedLatent":
+        return GroupedLatent(self, d_model, rngs=rngs)
+
+
+class GroupedLatent(Mechanism):
+    """Content keys and values from the latent of a head's group, position from one shared key."""
+
+    latents = "J"  # the axes that count latents
+
+    def __init__(self, config: GroupedLatentConfig, d_model: int, *, rngs: nnx.Rngs):
+        self.config = c = config
+        counts = dict(zip(self.latents.split(), c.entry()["latent"].shape[:-1], strict=True))
+        sizes = dict(D=d_model, C=c.latent_dim, H=c.key_dim, P=c.rope_key_dim, **counts)
+        of_group = sizes | dict(N=c.num_heads // counts["J"])
+        of_all = sizes | dict(N=c.num_heads)
+        self.query = self.query_weight("N H", d_model, rngs=rngs, **of_all)
+        self.down = weight(f"D -> {self.latents} C", rngs, **sizes)
+        self.up_key = weight(f"{self.latents}: C -> N H", rngs, **of_group)
+        self.up_value = weight(f"{self.latents}: C -> N H", rngs, **of_group | dict(H=c.value_dim))
+        self.rope_query = self.query_weight("N P", d_model, rngs=rngs, **of_all)
+        self.rope_key = weight("D -> P", rngs, **sizes)
+        dims = (*counts.values(), c.latent_dim)
+        self.latent_norm = latent_norm(c, dims, f"{self.latents} C", rngs=rngs)
+        norm = dict(epsilon=c.norm_epsilon, rngs=rngs)
+        self.query_norm = head_norm(c.key_dim, c.qk_norm, **norm)
+        self.rope_query_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
+        self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
+        self.add_query_latent(d_model, rngs=rngs)
+
+    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
+        wide = self.query_input(x_BTD)
+        q_BTNH = normalise_and_rotate(linear(wide, self.query[...]), self.query_norm, None)
+        q_BTNP = linear(wide, self.rope_query[...])
+        q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, positions.rotary)
+        k_BT1P = linear(x_BTD, self.rope_key[...])[:, :, None]
+        latent_BTJC = self.latent_norm(linear(x_BTD, self.down[...]))
+        raw = {
+            "latent": scaled_latent(self.config, latent_BTJC, x_BTD.shape[-1]),
+            "rope_key": normalise_and_rotate(k_BT1P, self.rope_key_norm, positions.rotary)[:, :, 0],
+        }
+        return jnp.concatenate([q_BTNH, q_BTNP], axis=-1), raw
+
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        k_BTNH = self._up(raw["latent"], self.up_key)
+        k_BT1P = raw["rope_key"][:, :, None]
+        k_BTNP = jnp.broadcast_to(k_BT1P, k_BTNH.shape[:3] + k_BT1P.shape[3:])
+        return jnp.concatenate([k_BTNH, k_BTNP], axis=-1), self._up(raw["latent"], self.up_value)
+
+    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
+        return dict(raw)
+
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+        """The content query times up_key meets the latent of its group itself."""
+        del rope_base  # the rotated key is cached
+        q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)
+        up_JCnH = _flat(self.up_key)
+        B, T, N, H = q_BTNH.shape
+        q_BTJnH = q_BTNH.reshape(B, T, up_JCnH.shape[0], -1, H)
+        wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+        query = jnp.einsum("BTJnH,JCnH->BTJnC", q_BTJnH, up_JCnH, preferred_element_type=wide)
+        return readings.LatentReading(
+            query=query.reshape(B, T, N, -1),
+            rope_query=q_BTNP,
+            up_value=_flat(self.up_value),
+            scale=self.config.scale,
+        )
+
+    def _up(self, latent_BTJC: jax.Array, up: nnx.Param) -> jax.Array:
+        """[B, T, N, H] of every query head."""
+        up_JCnH = _flat(up)
+        latent_BTJC = latent_BTJC.reshape(*latent_BTJC.shape[:2], *up_JCnH.shape[:2])
+        x_BTJnH = jnp.einsum("BTJC,JCnH->BTJnH", latent_BTJC, up_JCnH)
+        return x_BTJnH.reshape(*x_BTJnH.shape[:2], -1, x_BTJnH.shape[-1])
+
+
+def _flat(up: nnx.Param) -> jax.Array:
+    """[J, C, n, H]: one axis of all latents; n heads read each."""
+    return up[...].reshape(-1, *up.shape[-3:])

@@ -1,0 +1,129 @@
+"""Grouped-tied attention (GTA; Zadouri, Strauss, Dao, arXiv 2505.21487, section 3).
+
+    k_k = [c_k's first H - P channels, r]        v_k = c_k        c = x W^KV,  r = Rot(norm(x W^KR))
+
+with K KV heads of H channels, a rotated key r of P channels for all of them, and queries of which
+the last P channels are rotated. Cache: K·H + P elements; values and the unrotated part of keys are
+one read. c, which is key and value at once, is not normed; `qk_norm` is of the rest, and the paper
+has none.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from kvjax.attention.mechanism import Mechanism
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import head_norm
+from kvjax.attention.mechanism import normalise_and_rotate
+from kvjax.attention.mechanism import require
+from kvjax.cache.field import Field
+from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention.readings import DecodeFlops
+from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.layers.rope import Base
+from kvjax.layers.rope import Positions
+from kvjax.layers.weight import linear
+from kvjax.layers.weight import weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TiedLatentConfig(MechanismConfig):
+    """N, K, H and P."""
+
+    num_kv_heads: int  # KV heads, K; divides num_heads
+    key_dim: int  # channels of a key, and of a value, H
+    rope_key_dim: int  # channels of a key that are rotated and shared, P, below key_dim; 0: none
+    qk_norm: str = "rms"  # norm of both parts of queries and of the RoPE key; "none" in the paper
+
+    def __post_init__(self):
+        check_common(self, "num_kv_heads")
+        allowed = f"must divide num_heads = {self.num_heads}"
+        fits = self.num_heads % self.num_kv_heads == 0
+        require(fits, "num_kv_heads", self.num_kv_heads, allowed)
+        allowed = f"must be even and lie in [0, {self.key_dim}), below key_dim"
+        fits = 0 <= self.rope_key_dim < self.key_dim and self.rope_key_dim % 2 == 0
+        require(fits, "rope_key_dim", self.rope_key_dim, allowed)
+
+    @property
+    def value_dim(self) -> int:
+        return self.key_dim
+
+    @property
+    def content_dim(self) -> int:
+        """Channels of a key that are a value's first, H - P."""
+        return self.key_dim - self.rope_key_dim
+
+    @property
+    def rope_dim(self) -> int:
+        return self.rope_key_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_kv_heads
+
+    def entry(self) -> dict[str, Field]:
+        fields = {"latent": Field("K H", (self.num_kv_heads, self.key_dim))}
+        if self.rope_key_dim:
+            fields["rope_key"] = Field("P", (self.rope_key_dim,))
+        return fields
+
+    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
+        del rope_base  # the rotated key is cached
+        shape = dict(N=self.num_heads, C=self.key_dim, P=self.rope_key_dim)
+        return LatentSizes(**shape, met=self.content_dim, Hv=0).flops()
+
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "TiedLatent":
+        return TiedLatent(self, d_model, rngs=rngs)
+
+
+class TiedLatent(Mechanism):
+    """Values per KV head, whose first channels are keys too, and one shared rotated key."""
+
+    def __init__(self, config: TiedLatentConfig, d_model: int, *, rngs: nnx.Rngs):
+        self.config = c = config
+        sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, H=c.key_dim, P=c.rope_key_dim)
+        self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
+        self.latent = weight("D -> K H", rngs, **sizes)
+        norm = dict(epsilon=c.norm_epsilon, rngs=rngs)
+        self.query_norm = head_norm(c.content_dim, c.qk_norm, **norm)
+        if c.rope_key_dim:
+            self.rope_key = weight("D -> P", rngs, **sizes)
+            self.rope_query_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
+            self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
+        self.add_query_latent(d_model, rngs=rngs)
+
+    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
+        c = self.config
+        q_BTNH = linear(self.query_input(x_BTD), self.query[...])
+        q_BTNH, q_BTNP = jnp.split(q_BTNH, [c.content_dim], axis=-1)
+        q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
+        raw = {"latent": linear(x_BTD, self.latent[...])}
+        if not c.rope_key_dim:
+            return q_BTNH, raw
+        q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, positions.rotary)
+        k_BT1P = linear(x_BTD, self.rope_key[...])[:, :, None]
+        k_BT1P = normalise_and_rotate(k_BT1P, self.rope_key_norm, positions.rotary)
+        return jnp.concatenate([q_BTNH, q_BTNP], axis=-1), raw | {"rope_key": k_BT1P[:, :, 0]}
+
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        v_BTKH = raw["latent"]
+        k_BTKH = v_BTKH[..., : self.config.content_dim]
+        if "rope_key" in raw:
+            k_BT1P = raw["rope_key"][:, :, None]
+            k_BTKP = jnp.broadcast_to(k_BT1P, (*v_BTKH.shape[:3], k_BT1P.shape[-1]))
+            k_BTKH = jnp.concatenate([k_BTKH, k_BTKP], axis=-1)
+        return k_BTKH, v_BTKH
+
+    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
+        return dict(raw)
+
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+        del rope_base  # the rotated key is cached
+        q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.content_dim], axis=-1)
+        rope_query = q_BTNP if self.config.rope_key_dim else None
+        scale = self.config.scale
+        return readings.LatentReading(query=q_BTNH, rope_query=rope_query, scale=scale)

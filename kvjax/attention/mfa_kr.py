@@ -1,0 +1,114 @@
+"""Multi-matrix factorization attention with keys reused as values (MFA-KR, arXiv 2412.19255).
+
+    k_k = Rot(norm(c_k))        v_k = c_k + a * (c_k M)        c = x W^K
+
+with K KV heads (one in the paper) of H channels, a map M [H, H] and gates a [H] that start at 0: it
+begins as Q-K=V. Queries are of a rank there (`query_rank`). What c is with RoPE the sources do not
+say; here it is taken before norm and rotation, so that values know no position. The map is linear:
+it is applied once to the sum. Cache: c, K·H elements.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+
+from kvjax.attention.mechanism import Mechanism
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import gain_of
+from kvjax.attention.mechanism import head_norm
+from kvjax.attention.mechanism import normalise_and_rotate
+from kvjax.attention.mechanism import require
+from kvjax.cache.field import Field
+from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention.readings import DecodeFlops
+from kvjax.kernels.decode_attention.readings.tied import TiedSizes
+from kvjax.layers.rope import Base
+from kvjax.layers.rope import Positions
+from kvjax.layers.weight import linear
+from kvjax.layers.weight import weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReusedKeysConfig(MechanismConfig):
+    """N, K, H and Cq."""
+
+    num_kv_heads: int  # KV heads, K; divides num_heads
+    key_dim: int  # channels of a key, and of a value, H
+
+    def __post_init__(self):
+        check_common(self, "num_kv_heads")
+        allowed = f"must divide num_heads = {self.num_heads}"
+        fits = self.num_heads % self.num_kv_heads == 0
+        require(fits, "num_kv_heads", self.num_kv_heads, allowed)
+
+    @property
+    def value_dim(self) -> int:
+        return self.key_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def product_flops(self) -> int:
+        return 2 * (self.num_heads - 1) * self.key_dim**2
+
+    @property
+    def products_of_heads(self) -> int:
+        return (self.num_heads - 1) * self.key_dim
+
+    def entry(self) -> dict[str, Field]:
+        return {"base_key": Field("K H", (self.num_kv_heads, self.key_dim))}
+
+    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
+        normed, gain = self.qk_norm != "none", self.qk_norm == "rms_gain"
+        heads = dict(N=self.num_heads, K=self.num_kv_heads, J=self.num_kv_heads)
+        options = dict(rope_base=rope_base, normed=normed, gain=gain)
+        flops = TiedSizes(**heads, R=0, H=self.key_dim, **options).flops()
+        return DecodeFlops(flops.per_query + self.product_flops, flops.per_key)
+
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "ReusedKeys":
+        return ReusedKeys(self, d_model, rngs=rngs)
+
+
+class ReusedKeys(Mechanism):
+    """Queries, keys, and the map that makes values of keys."""
+
+    def __init__(self, config: ReusedKeysConfig, d_model: int, *, rngs: nnx.Rngs):
+        self.config = c = config
+        sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, H=c.key_dim)
+        self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
+        self.base_key = weight("D -> K H", rngs, **sizes)
+        self.value_map = weight("C -> H", rngs, C=c.key_dim, H=c.key_dim)
+        self.value_gate = weight("H", rngs, init="zeros", H=c.key_dim)
+        self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.add_query_latent(d_model, rngs=rngs)
+
+    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
+        q_BTNH = linear(self.query_input(x_BTD), self.query[...])
+        q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary)
+        return q_BTNH, {"base_key": linear(x_BTD, self.base_key[...])}
+
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        k_BTKH = raw["base_key"]
+        return normalise_and_rotate(k_BTKH, self.key_norm, positions.rotary), k_BTKH
+
+    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
+        return dict(raw)
+
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+        return readings.TiedReading(
+            query=q_BTNH,
+            gain=gain_of(self.key_norm),
+            norm_epsilon=None if self.key_norm is None else self.config.norm_epsilon,
+            rope_base=rope_base,
+            scale=self.config.scale,
+        )
+
+    def combine(self, o_BTNV: jax.Array, positions: Positions) -> jax.Array:
+        del positions
+        gate_111V = self.value_gate[...].reshape(1, 1, 1, -1)
+        return o_BTNV + gate_111V * linear(o_BTNV, self.value_map[...])

@@ -1,0 +1,94 @@
+"""MLA as the LRKV paper counts it (section 5, Table 1): keys rebuilt per head, then turned.
+
+    k_n = Rot(norm(c W_n^UK))        v_n = c W_n^UV        c = x W^D
+
+Cache: the latent c, C elements. No RoPE key is mentioned there, so decoding rebuilds every head's
+key for every cached token: it is compute-bound.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+
+from kvjax.attention.mechanism import Mechanism
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import gain_of
+from kvjax.attention.mechanism import head_norm
+from kvjax.attention.mechanism import normalise_and_rotate
+from kvjax.cache.field import Field
+from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention.readings import DecodeFlops
+from kvjax.kernels.decode_attention.readings.rebuilt import RebuiltSizes
+from kvjax.layers.rope import Base
+from kvjax.layers.rope import Positions
+from kvjax.layers.weight import linear
+from kvjax.layers.weight import weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RebuiltLatentConfig(MechanismConfig):
+    """N, C, H and Hv."""
+
+    latent_dim: int  # channels of the latent, C
+    key_dim: int  # channels of a key, H
+    value_dim: int  # channels of a value, Hv
+
+    def __post_init__(self):
+        check_common(self, "latent_dim", "value_dim")
+
+    def entry(self) -> dict[str, Field]:
+        return {"latent": Field("C", (self.latent_dim,))}
+
+    @property
+    def absorbed(self) -> tuple[str, ...]:
+        return ("up_key", "up_value")
+
+    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
+        """Every head's key is rebuilt from the latent, for every cached token."""
+        shape = dict(N=self.num_heads, C=self.latent_dim, H=self.key_dim, Hv=self.value_dim)
+        return RebuiltSizes(**shape, rope_base=rope_base, normed=self.qk_norm != "none").flops()
+
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "RebuiltLatent":
+        return RebuiltLatent(self, d_model, rngs=rngs)
+
+
+class RebuiltLatent(Mechanism):
+    """W_K,h = W_down W_up,h (LRKV Table 1)."""
+
+    def __init__(self, config: RebuiltLatentConfig, d_model: int, *, rngs: nnx.Rngs):
+        self.config = c = config
+        sizes = dict(D=d_model, N=c.num_heads, C=c.latent_dim, H=c.key_dim)
+        self.query = self.query_weight("N H", d_model, rngs=rngs, N=c.num_heads, H=c.key_dim)
+        self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.key_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.down = weight("D -> C", rngs, **sizes)
+        self.up_key = weight("C -> N H", rngs, **sizes)
+        self.up_value = weight("C -> N H", rngs, **sizes | dict(H=c.value_dim))
+        self.add_query_latent(d_model, rngs=rngs)
+
+    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
+        q_BTNH = linear(self.query_input(x_BTD), self.query[...])
+        q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary)
+        return q_BTNH, {"latent": linear(x_BTD, self.down[...])}
+
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        k_BTNH = linear(raw["latent"], self.up_key[...])
+        k_BTNH = normalise_and_rotate(k_BTNH, self.key_norm, positions.rotary)
+        return k_BTNH, linear(raw["latent"], self.up_value[...])
+
+    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
+        return {"latent": raw["latent"]}
+
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+        c = self.config
+        return readings.RebuiltReading(
+            query=q_BTNH,
+            up_key=self.up_key[...],
+            up_value=self.up_value[...],
+            gain=gain_of(self.key_norm),
+            scale=c.scale,
+            rope_base=rope_base,
+            norm_epsilon=None if self.key_norm is None else c.norm_epsilon,
+        )

@@ -1,0 +1,115 @@
+"""One vector as key and value, turned back in the output ("S2"; the base of DeepSeek-V4).
+
+    k_k = v_k = Rot(c_k)        o_n = Rot^-t(sum_s p_s v_s)        c = norm(x W^KV)
+
+with K KV heads of H channels, of which the last P are rotated; t is the query's position, so values
+enter at relative positions (VO-RoPE; Su, kexue.fm 10862 and 10907). Cache: Rot(c), K·H elements.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from kvjax.attention.mechanism import Mechanism
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import head_norm
+from kvjax.attention.mechanism import latent_norm
+from kvjax.attention.mechanism import require
+from kvjax.attention.mechanism import scaled_latent
+from kvjax.cache.field import Field
+from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention.readings import DecodeFlops
+from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.layers.rope import Base
+from kvjax.layers.rope import Positions
+from kvjax.layers.rope import Rotary
+from kvjax.layers.rope import rotate
+from kvjax.layers.weight import linear
+from kvjax.layers.weight import weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedKVConfig(MechanismConfig):
+    """N, K, H and P."""
+
+    num_kv_heads: int  # KV heads, K; divides num_heads
+    key_dim: int  # channels of a key, which is the value, H
+    rope_key_dim: int  # how many of them are rotated, the last ones, P; 0: none
+    qk_norm: str = "rms"  # norm of queries; keys are always normed
+
+    def __post_init__(self):
+        check_common(self, "num_kv_heads", has_latent=True)
+        allowed = f"must divide num_heads = {self.num_heads}"
+        fits = self.num_heads % self.num_kv_heads == 0
+        require(fits, "num_kv_heads", self.num_kv_heads, allowed)
+        allowed = f"must be even and lie in [0, {self.key_dim}], at most key_dim"
+        fits = 0 <= self.rope_key_dim <= self.key_dim and self.rope_key_dim % 2 == 0
+        require(fits, "rope_key_dim", self.rope_key_dim, allowed)
+
+    @property
+    def value_dim(self) -> int:
+        return self.key_dim
+
+    @property
+    def rope_dim(self) -> int:
+        return self.rope_key_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_kv_heads
+
+    def entry(self) -> dict[str, Field]:
+        return {"latent": Field("K H", (self.num_kv_heads, self.key_dim))}
+
+    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
+        del rope_base  # what is rotated is cached
+        return LatentSizes(N=self.num_heads, C=self.key_dim, P=0, Hv=0).flops()
+
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "SharedKV":
+        return SharedKV(self, d_model, rngs=rngs)
+
+
+class SharedKV(Mechanism):
+    """Queries, and what is key and value."""
+
+    def __init__(self, config: SharedKVConfig, d_model: int, *, rngs: nnx.Rngs):
+        self.config = c = config
+        sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, H=c.key_dim)
+        self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
+        self.latent = weight("D -> K H", rngs, **sizes)
+        self.query_norm = head_norm(c.key_dim, c.qk_norm, epsilon=c.norm_epsilon, rngs=rngs)
+        self.latent_norm = latent_norm(c, (c.num_kv_heads, c.key_dim), "K H", rngs=rngs)
+        self.add_query_latent(d_model, rngs=rngs)
+
+    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
+        q_BTNH = linear(self.query_input(x_BTD), self.query[...])
+        if self.query_norm is not None:
+            q_BTNH = self.query_norm(q_BTNH)
+        latent_BTKH = self.latent_norm(linear(x_BTD, self.latent[...]))
+        latent_BTKH = scaled_latent(self.config, latent_BTKH, x_BTD.shape[-1])
+        turned = lambda x_BTNH: self._turned(x_BTNH, positions.rotary)
+        return turned(q_BTNH), {"latent": turned(latent_BTKH)}
+
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        return raw["latent"], raw["latent"]
+
+    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
+        return dict(raw)
+
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+        del rope_base  # what is rotated is cached
+        return readings.LatentReading(query=q_BTNH, scale=self.config.scale)
+
+    def combine(self, o_BTNV: jax.Array, positions: Positions) -> jax.Array:
+        rotary = positions.rotary
+        return self._turned(o_BTNV, None if rotary is None else Rotary(rotary.cos, -rotary.sin))
+
+    def _turned(self, x_BTNH: jax.Array, rotary: Rotary | None) -> jax.Array:
+        """The last P channels rotated."""
+        if rotary is None or not self.config.rope_key_dim:
+            return x_BTNH
+        still, turning = jnp.split(x_BTNH, [self.config.key_dim - self.config.rope_key_dim], -1)
+        return jnp.concatenate([still, rotate(turning, rotary)], axis=-1)

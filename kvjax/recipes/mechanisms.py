@@ -1,0 +1,165 @@
+"""Attention sections: one function for each mechanism, of heads, ranks and widths."""
+
+from kvjax.attention import BranchedLatentConfig
+from kvjax.attention import FactoredConfig
+from kvjax.attention import GroupedConfig
+from kvjax.attention import GroupedLatentConfig
+from kvjax.attention import LatentConfig
+from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import SharedKVConfig
+from kvjax.attention import TensorProductConfig
+from kvjax.attention import TiedLatentConfig
+from kvjax.recipes.section import keys
+
+HEAD_DIM = 128
+
+
+def grouped(num_heads: int, *, kv_heads: int, bases: int, rank: int, dim: int = HEAD_DIM) -> dict:
+    """N query heads, K KV heads, J bases, rank R, head dims H = Hv."""
+    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, num_bases=bases, rank=rank)
+    config = GroupedConfig(**shape, key_dim=dim, value_dim=dim)
+    return dict(kind="grouped", layer_ranks=()) | keys(config)
+
+
+def mha(num_heads: int, *, dim: int = HEAD_DIM) -> dict:
+    return grouped(num_heads, kv_heads=num_heads, bases=num_heads, rank=0, dim=dim)
+
+
+def gqa(num_heads: int, *, kv_heads: int, dim: int = HEAD_DIM) -> dict:
+    return grouped(num_heads, kv_heads=kv_heads, bases=kv_heads, rank=0, dim=dim)
+
+
+def mqa(num_heads: int, *, dim: int = HEAD_DIM) -> dict:
+    return gqa(num_heads, kv_heads=1, dim=dim)
+
+
+def lrkv(num_heads: int, *, rank: int, dim: int = HEAD_DIM) -> dict:
+    return grouped(num_heads, kv_heads=num_heads, bases=1, rank=rank, dim=dim)
+
+
+def thin_keys(
+    num_heads: int, *, key_dim: int, kv_heads: int | None = None, dim: int = HEAD_DIM
+) -> dict:
+    """Keys (and queries) of fewer channels than values."""
+    return gqa(num_heads, kv_heads=kv_heads or num_heads, dim=dim) | dict(key_dim=key_dim)
+
+
+def projection_sharing(
+    num_heads: int,
+    *,
+    tie: str,
+    kv_heads: int | None = None,
+    channels: int = 0,
+    dim: int = HEAD_DIM,
+) -> dict:
+    """Q-K=V is tie="kv" (with kv_heads Q-GQA, Q-MQA), Q=K-V "qk", Q=K=V "qkv"; channels: "+"."""
+    shape = gqa(num_heads, kv_heads=kv_heads or num_heads, dim=dim)
+    return shape | dict(tie=tie, position_channels=channels)
+
+
+def mla(num_heads: int, *, latent: int, rope_dim: int = HEAD_DIM // 2, dim: int = HEAD_DIM) -> dict:
+    """Position from one key of rope_dim channels that is cached beside the latent."""
+    shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
+    return dict(kind="mla") | keys(LatentConfig(**shape, rope_key_dim=rope_dim))
+
+
+def mla_paper(num_heads: int, *, latent: int, dim: int = HEAD_DIM) -> dict:
+    """Every head's keys are rebuilt from the latent and rotated, as the LRKV paper counts MLA."""
+    shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
+    return dict(kind="mla_paper") | keys(RebuiltLatentConfig(**shape))
+
+
+def factored(
+    num_heads: int,
+    *,
+    kv_heads: int,
+    latents: int,
+    key_rank: int,
+    value_rank: int = 0,
+    dim: int = HEAD_DIM,
+) -> dict:
+    """Keys of low rank from J latents, of values too if they have a rank; no base."""
+    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, num_latents=latents)
+    shape |= dict(key_rank=key_rank, value_rank=value_rank)
+    config = FactoredConfig(**shape, key_dim=dim, value_dim=dim)
+    return dict(kind="factored", layer_ranks=()) | keys(config)
+
+
+# -- other authors' mechanisms ---------------------------------------------------------------------
+
+
+def mfa(num_heads: int, *, query_rank: int, kv_heads: int = 1, dim: int = 256) -> dict:
+    """Multi-matrix factorization attention: few, wide KV heads, and queries of a rank."""
+    return gqa(num_heads, kv_heads=kv_heads, dim=dim) | dict(query_rank=query_rank)
+
+
+def mfa_kr(num_heads: int, *, query_rank: int, kv_heads: int = 1, dim: int = 256) -> dict:
+    """MFA with keys reused as values."""
+    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, query_rank=query_rank)
+    return dict(kind="mfa_kr") | keys(ReusedKeysConfig(**shape))
+
+
+def gla(
+    num_heads: int,
+    *,
+    latents: int,
+    latent: int,
+    rope_dim: int = HEAD_DIM // 2,
+    query_rank: int = 0,
+    dim: int = HEAD_DIM,
+) -> dict:
+    """Grouped latent attention: several latents of `latent` channels, and a key of rope_dim."""
+    shape = dict(num_heads=num_heads, num_latents=latents, latent_dim=latent, key_dim=dim)
+    shape |= dict(value_dim=dim, rope_key_dim=rope_dim, query_rank=query_rank)
+    return dict(kind="gla") | keys(GroupedLatentConfig(**shape))
+
+
+def mlra(
+    num_heads: int,
+    *,
+    branches: int,
+    latent: int,
+    rope_dim: int = HEAD_DIM // 2,
+    query_rank: int = 0,
+    dim: int = HEAD_DIM,
+) -> dict:
+    """Multi-head low-rank attention over four latents: MLRA-2 or MLRA-4 by its branches."""
+    shape = dict(num_heads=num_heads, num_branches=branches, num_latents=4 // branches)
+    shape |= dict(latent_dim=latent, key_dim=dim, value_dim=dim)
+    config = BranchedLatentConfig(**shape, rope_key_dim=rope_dim, query_rank=query_rank)
+    return dict(kind="mlra") | keys(config)
+
+
+def gta(num_heads: int, *, kv_heads: int, dim: int = HEAD_DIM, rope_dim: int | None = None) -> dict:
+    """Grouped-tied attention; half of a key's channels are rotated, if nothing else is said."""
+    rope_dim = dim // 2 if rope_dim is None else rope_dim
+    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, rope_key_dim=rope_dim)
+    return dict(kind="gta") | keys(TiedLatentConfig(**shape))
+
+
+def shared_kv(
+    num_heads: int,
+    *,
+    kv_heads: int,
+    dim: int = 256,
+    rope_dim: int = HEAD_DIM // 2,
+    query_rank: int = 0,
+) -> dict:
+    """One vector as key and value; the last rope_dim of its channels are rotated."""
+    shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, rope_key_dim=rope_dim)
+    return dict(kind="shared_kv") | keys(SharedKVConfig(**shape, query_rank=query_rank))
+
+
+def tpa(
+    num_heads: int,
+    *,
+    key_rank: int,
+    value_rank: int,
+    query_factors: int = 6,
+    dim: int = HEAD_DIM,
+) -> dict:
+    """Tensor product attention; query_factors = 0 is "KV-only"."""
+    shape = dict(num_heads=num_heads, key_rank=key_rank, value_rank=value_rank)
+    config = TensorProductConfig(**shape, query_factors=query_factors, key_dim=dim, value_dim=dim)
+    return dict(kind="tpa") | keys(config)

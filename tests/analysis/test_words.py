@@ -1,0 +1,27 @@
+"""The names that reports give to mechanisms."""
+
+import pytest
+
+from kvjax.analysis import words
+from tests.conftest import MECHANISMS
+
+NAMES = {
+    "mha": "MHA",
+    "lrkv_gqa": "LRKV over 2 bases, rank 3",
+    "kv_tied_gqa": "Q-K=V, GQA, 2 KV heads",
+    "mla": "MLA, latent 10",
+    "mla_paper": "MLA without a RoPE key, latent 10",
+    "mfa": "MFA, queries of rank 5",
+    "gla": "GLA-2, latents 6",
+    "mlra": "MLRA-2, latents 6",
+    "gta": "GTA, 2 KV heads",
+    "shared_kv": "shared KV, 2 KV heads",
+    "mfa_kr": "MFA-KR, 2 KV heads",
+    "tpa": "TPA, ranks 2 and 3",
+}
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_mechanism_has_a_name(make_mechanism, name):
+    said = words.mechanism_name(make_mechanism(name))
+    assert said == NAMES[name] if name in NAMES else len(said) > 2
