@@ -210,7 +210,7 @@ def test_names_of_mechanisms():
         name(OTHERS["kv_tied"]) == "Q-K=V, LRKV, rank 3" and name(OTHERS["mla"]) == "MLA, latent 10"
     )
     rebuilt = RebuiltLatentConfig(num_heads=4, latent_dim=6, key_dim=8, value_dim=8)
-    assert name(rebuilt) == "MLA, latent 6"
+    assert name(rebuilt) == "MLA without a RoPE key, latent 6"
     several = words.mechanism_names(workdirs.MODELS["lrkv_by_layer"][1])
     assert several.split("; ")[1] == "GQA, 2 KV heads"
 
