@@ -274,11 +274,7 @@ def attention_maps(config, w, x_BTD, positions_T, base):
     The "+" of projection sharing (section 2.2): P [T, S, m] is a fixed 2-D encoding; the map is
     broadcast over m channels, added to P, and mapped back by a 1x1 convolution, w/m.
     """
-    own_dim = (
-        config.query_dim
-        if isinstance(config, (LatentConfig, GroupedLatentConfig))
-        else config.key_dim
-    )
+    own_dim = config.query_dim if isinstance(config, LatentConfig) else config.key_dim
     m = getattr(config, "position_channels", 0)
     for q, k, _ in zip(*queries_keys_values(config, w, x_BTD, positions_T, base), strict=True):
         z_BTS = np.einsum("bth,bsh->bts", q, k) / math.sqrt(own_dim)

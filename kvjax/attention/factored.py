@@ -17,6 +17,7 @@ from kvjax.attention.mechanism import MAX_DIM
 from kvjax.attention.mechanism import Mechanism
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import check_divides
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
@@ -48,11 +49,9 @@ class FactoredConfig(MechanismConfig):
 
     def __post_init__(self):
         check_common(self, "num_kv_heads", "num_latents", "value_dim")
-        heads, kv_heads, latents = self.num_heads, self.num_kv_heads, self.num_latents
-        divides = f"must divide num_heads = {heads}"
-        require(heads % kv_heads == 0, "num_kv_heads", kv_heads, divides)
-        divides = f"must divide num_kv_heads = {kv_heads}"
-        require(kv_heads % latents == 0, "num_latents", latents, divides)
+        check_divides(self, "num_kv_heads", "num_heads")
+        check_divides(self, "num_latents", "num_kv_heads")
+        kv_heads, latents = self.num_kv_heads, self.num_latents
         for key, dim in (("key_rank", self.key_dim), ("value_rank", self.value_dim)):
             most = min(MAX_DIM, dim * kv_heads // latents)
             allowed = (

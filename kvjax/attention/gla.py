@@ -13,69 +13,39 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.mechanism import Mechanism
-from kvjax.attention.mechanism import MechanismConfig
-from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import check_divides
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import latent_norm
-from kvjax.attention.mechanism import normalise_and_rotate
-from kvjax.attention.mechanism import require
-from kvjax.attention.mechanism import scaled_latent
+from kvjax.attention.mla import Latent
+from kvjax.attention.mla import LatentConfig
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings.latent import LatentSizes
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
-from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedLatentConfig(MechanismConfig):
+class GroupedLatentConfig(LatentConfig):
     """N, J, C, P, H and Hv."""
 
     num_latents: int  # latents, J; divides num_heads
     latent_dim: int  # channels of each latent, C
-    rope_key_dim: int  # P, one rotated key for all heads
-    key_dim: int  # channels of a key that come from a latent, H
-    value_dim: int  # channels of a value, Hv
     qk_norm: str = "rms"  # norm of query and RoPE key; latents are always normed, each by itself
 
     def __post_init__(self):
-        dims = ("num_latents", "latent_dim", "rope_key_dim", "value_dim")
-        check_common(self, *dims, has_latent=True)
-        allowed = f"must divide num_heads = {self.num_heads}"
-        require(self.num_heads % self.num_latents == 0, "num_latents", self.num_latents, allowed)
-
-    @property
-    def rope_dim(self) -> int:
-        return self.rope_key_dim
-
-    @property
-    def query_dim(self) -> int:
-        return self.key_dim + self.rope_key_dim
+        super().__post_init__()
+        check_divides(self, "num_latents", "num_heads")
 
     def entry(self) -> dict[str, Field]:
-        return {
-            "latent": Field("J C", (self.num_latents, self.latent_dim)),
-            "rope_key": Field("P", (self.rope_key_dim,)),
-        }
-
-    @property
-    def absorbed(self) -> tuple[str, ...]:
-        return ("up_key", "up_value")
-
-    def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
-        del rope_base  # the rotated key is cached
-        shape = dict(N=self.query_heads, C=self.latent_dim, P=self.rope_key_dim, Hv=self.value_dim)
-        return LatentSizes(**shape, folded=self.key_dim).flops()
+        latents = (self.num_latents, self.latent_dim)
+        return super().entry() | {"latent": Field("J C", latents)}
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "GroupedLatent":
         return GroupedLatent(self, d_model, rngs=rngs)
 
 
-class GroupedLatent(Mechanism):
+class GroupedLatent(Latent):
     """Content keys and values from the latent of a head's group, position from one shared key."""
 
     latents = "J"  # the axes that count latents
@@ -100,27 +70,11 @@ class GroupedLatent(Mechanism):
         self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
         self.add_query_latent(d_model, rngs=rngs)
 
-    def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
-        wide = self.query_input(x_BTD)
-        q_BTNH = normalise_and_rotate(linear(wide, self.query[...]), self.query_norm, None)
-        q_BTNP = linear(wide, self.rope_query[...])
-        q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, positions.rotary)
-        k_BT1P = linear(x_BTD, self.rope_key[...])[:, :, None]
-        latent_BTJC = self.latent_norm(linear(x_BTD, self.down[...]))
-        raw = {
-            "latent": scaled_latent(self.config, latent_BTJC, x_BTD.shape[-1]),
-            "rope_key": normalise_and_rotate(k_BT1P, self.rope_key_norm, positions.rotary)[:, :, 0],
-        }
-        return jnp.concatenate([q_BTNH, q_BTNP], axis=-1), raw
-
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         k_BTNH = self._up(raw["latent"], self.up_key)
         k_BT1P = raw["rope_key"][:, :, None]
         k_BTNP = jnp.broadcast_to(k_BT1P, k_BTNH.shape[:3] + k_BT1P.shape[3:])
         return jnp.concatenate([k_BTNH, k_BTNP], axis=-1), self._up(raw["latent"], self.up_value)
-
-    def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
-        return dict(raw)
 
     def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
         """The content query times up_key meets the latent of its group itself."""

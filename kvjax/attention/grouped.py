@@ -22,6 +22,7 @@ from kvjax.attention.mechanism import MAX_DIM
 from kvjax.attention.mechanism import Mechanism
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import check_divides
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
@@ -68,11 +69,8 @@ class GroupedConfig(MechanismConfig):
 
     def __post_init__(self):
         check_common(self, "num_kv_heads", "num_bases", "value_dim")
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        divides = f"must divide num_heads = {heads}"
-        require(heads % kv_heads == 0, "num_kv_heads", kv_heads, divides)
-        divides = f"must divide num_kv_heads = {kv_heads}"
-        require(kv_heads % self.num_bases == 0, "num_bases", self.num_bases, divides)
+        check_divides(self, "num_kv_heads", "num_heads")
+        check_divides(self, "num_bases", "num_kv_heads")
         smaller = min(self.key_dim, self.value_dim)
         allowed = f"must lie in [0, {smaller}], the smaller of key_dim and value_dim (0 is MQA)"
         require(0 <= self.rank <= smaller, "rank", self.rank, allowed)

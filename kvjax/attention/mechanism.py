@@ -196,6 +196,13 @@ def check_common(config: MechanismConfig, *dims: str, has_latent: bool = False) 
         require(has_latent or config.query_rank > 0, "latent_scale", True, allowed)
 
 
+def check_divides(config: MechanismConfig, key: str, of: str) -> None:
+    """Raises a UserError unless one number of the config, at least 1, divides another."""
+    whole, part = getattr(config, of), getattr(config, key)
+    between(f"config.attention.{key}", part, 1, MAX_DIM)
+    require(whole % part == 0, key, part, f"must divide {of} = {whole}")
+
+
 def check_plain(config: MechanismConfig, allowed: str) -> None:
     """Raises a UserError for what formats and conversions of published models do not know."""
     for key in ("query_rank", "latent_scale", "output_gate"):

@@ -16,10 +16,10 @@ import jax
 from kvjax.attention.mechanism import Mechanism
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import check_divides
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
-from kvjax.attention.mechanism import require
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention.readings import DecodeFlops
@@ -39,9 +39,7 @@ class ReusedKeysConfig(MechanismConfig):
 
     def __post_init__(self):
         check_common(self, "num_kv_heads")
-        allowed = f"must divide num_heads = {self.num_heads}"
-        fits = self.num_heads % self.num_kv_heads == 0
-        require(fits, "num_kv_heads", self.num_kv_heads, allowed)
+        check_divides(self, "num_kv_heads", "num_heads")
 
     @property
     def value_dim(self) -> int:

@@ -64,7 +64,7 @@ class LatentConfig(MechanismConfig):
 
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:
         del rope_base  # the rotated key is cached
-        shape = dict(N=self.num_heads, C=self.latent_dim, P=self.rope_key_dim, Hv=self.value_dim)
+        shape = dict(N=self.query_heads, C=self.latent_dim, P=self.rope_key_dim, Hv=self.value_dim)
         return LatentSizes(**shape, folded=self.key_dim).flops()
 
     def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Latent":

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from kvjax.attention.mechanism import Mechanism
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_common
+from kvjax.attention.mechanism import check_divides
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import latent_norm
 from kvjax.attention.mechanism import require
@@ -42,9 +43,7 @@ class SharedKVConfig(MechanismConfig):
 
     def __post_init__(self):
         check_common(self, "num_kv_heads", has_latent=True)
-        allowed = f"must divide num_heads = {self.num_heads}"
-        fits = self.num_heads % self.num_kv_heads == 0
-        require(fits, "num_kv_heads", self.num_kv_heads, allowed)
+        check_divides(self, "num_kv_heads", "num_heads")
         allowed = f"must be even and lie in [0, {self.key_dim}], at most key_dim"
         fits = 0 <= self.rope_key_dim <= self.key_dim and self.rope_key_dim % 2 == 0
         require(fits, "rope_key_dim", self.rope_key_dim, allowed)

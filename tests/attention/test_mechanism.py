@@ -46,11 +46,6 @@ def _rotated(x_BTKH, on):
 
 def _rebuild(config, w, entry, on):
     """Keys and values [B, T, K, ...] from nothing but the entry and weights behind the cache."""
-    if isinstance(config, LatentConfig):
-        latent, N = entry["latent"], config.num_heads
-        k = np.einsum("btc,cnh->btnh", latent, w["up_key"])
-        shared = np.broadcast_to(entry["rope_key"][:, :, None], (B, T, N, config.rope_key_dim))
-        return np.concatenate([k, shared], -1), np.einsum("btc,cnh->btnh", latent, w["up_value"])
     if isinstance(config, GroupedLatentConfig):
         H = config.key_dim
         latent = entry["latent"].reshape(B, T, -1, config.latent_dim)
@@ -60,6 +55,11 @@ def _rebuild(config, w, entry, on):
         shared = np.broadcast_to(entry["rope_key"][:, :, None], (*k.shape[:3], config.rope_key_dim))
         v = of_heads("up_value").reshape(B, T, -1, config.value_dim)
         return np.concatenate([k, shared], -1), v
+    if isinstance(config, LatentConfig):
+        latent, N = entry["latent"], config.num_heads
+        k = np.einsum("btc,cnh->btnh", latent, w["up_key"])
+        shared = np.broadcast_to(entry["rope_key"][:, :, None], (B, T, N, config.rope_key_dim))
+        return np.concatenate([k, shared], -1), np.einsum("btc,cnh->btnh", latent, w["up_value"])
     if isinstance(config, TiedLatentConfig):
         k = entry["latent"][..., : config.content_dim]
         shared = np.broadcast_to(entry["rope_key"][:, :, None], (*k.shape[:3], config.rope_key_dim))
