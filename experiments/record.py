@@ -34,6 +34,10 @@ def record(name: str, result: dict, out: Output, *, save: bool) -> None:
       result: JSON-able.
     """
     out.result({"name": name} | result)
-    if not save:
-        return
+    if save:
+        keep(name, result)
+
+
+def keep(name: str, result: dict) -> None:
+    """Writes results/<name>.json: see `record`."""
     provenance.save(RESULTS / f"{name}.json", result)

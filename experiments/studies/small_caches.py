@@ -1,0 +1,242 @@
+"""Which small cache should I train? All mechanisms, on the same tokens, with MHA's parameters.
+
+    python -m experiments.studies.small_caches [--seeds=3] [--save]
+    python -m experiments.studies.small_caches --mechanisms=mha,lrkv,gla_narrow --decode
+
+The tiny configs of configs/ and configs/rivals/, each with the MLP's width that brings it nearest
+to MHA's parameters. A seed draws initial weights and data order, the same for all mechanisms, so
+differences from MHA are taken seed by seed. All mechanisms are trained with the first seed, then
+with the next. --save writes the result after each run; a later call goes on from it. Prints a table
+with 95 % intervals (Student's t over seeds).
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import os
+import pathlib
+
+from etils import epath
+import jax.numpy as jnp
+
+from experiments import record
+from experiments.analysis import seeds as seeds_lib
+from experiments.benchmarks import generate_benchmark
+from experiments.studies import grid
+from experiments.studies.grid import Cell
+from experiments.studies.grid import Kept
+from experiments.studies.grid import Run
+from kvjax import experiment as experiment_lib
+from kvjax.analysis.words import mechanism_names
+from kvjax.costs import formulas
+from kvjax.decoding.generator import Generator
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.workdir import trained
+
+FIRST = "mha"  # what the others are compared with, and whose parameters they have
+OWN = (
+    *("mha", "lrkv", "gqa", "mla", "mqa", "mla_paper", "lrkv_gqa", "lrkv_shared_rope"),
+    *("lrkv_no_rope", "thin_keys", "factored", "kv_tied", "qk_tied", "qkv_tied"),
+)
+NARROW = tuple(f"{m}_narrow" for m in ("gla", "gta", "mfa", "mlra2", "mlra4", "shared_kv", "tpa"))
+WIDE = tuple(f"{m}_wide" for m in ("mfa_kr", "tpa_kv_only", "tpa", "gta", "shared_kv", "mfa"))
+STEPS = 256  # of 8,192 tokens: 2.1M
+NAME = "small_caches"
+_DECODE = dict(prompt=64, new=64, repeats=3)  # of 8 sequences
+_SEQUENCES = 8
+
+
+def file_of(name: str) -> pathlib.Path:
+    """The config of a mechanism."""
+    folder = CONFIGS / "rivals" if name in (*NARROW, *WIDE) else CONFIGS
+    return folder / f"{name}_tiny.py"
+
+
+def cells(names: Sequence[str]) -> list[Cell]:
+    """Of these mechanisms, each with MHA's parameters."""
+    first = experiment_lib.resolve(load_config(file_of(FIRST)))
+    count = formulas.parameters(first.model)["total"]
+    return [Cell(name, file_of(name), grid.matched(file_of(name), count)) for name in names]
+
+
+def runs_of(names: Sequence[str], seeds: int, steps: int) -> list[Run]:
+    """In the order in which they are trained: every mechanism once, then again."""
+    made = cells(names)
+    return [Run(cell, seed, steps) for seed in range(seeds) for cell in made]
+
+
+def decoding(workdir: pathlib.Path) -> float:
+    """Tokens/s of a trained run, 8 sequences at once."""
+    loaded = trained.load(epath.Path(workdir))
+    generator = Generator(loaded.model, loaded.compute)
+    found = generate_benchmark.measure(generator, _SEQUENCES, **_DECODE)
+    return found["decode_tokens_per_second"]
+
+
+def row(cell: Cell, experiment: experiment_lib.Experiment, kept: Mapping[str, dict]) -> dict:
+    """Figures of one mechanism.
+
+    Args:
+      kept: by mechanism and seed what runs came to; of this one at least one seed.
+    """
+    by_seed = lambda name: {seed: run["bpb"] for seed, run in kept.get(name, {}).items()}
+    mine, first = by_seed(cell.name), by_seed(FIRST)
+    of_runs = kept[cell.name].values()
+    found = dict(
+        mechanism=cell.name,
+        kind=mechanism_names(experiment.model.mechanisms),
+        mlp_dim=experiment.model.block.mlp_dim,
+        parameters=formulas.parameters(experiment.model)["total"],
+        cache_bytes=formulas.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16)),
+        seeds=sorted(mine),
+        tokens_per_second=_median([run["tokens_per_second"] for run in of_runs]),
+        decode_tokens_per_second=_median([run.get("decode_tokens_per_second") for run in of_runs]),
+        **_named("bpb", seeds_lib.estimate([mine[seed] for seed in sorted(mine)])),
+    )
+    against = None if cell.name == FIRST else seeds_lib.difference(mine, first)
+    return found | _named("against_mha", against)
+
+
+def _named(name: str, found: seeds_lib.Estimate | None) -> dict:
+    if found is None:
+        return {name: None, f"{name}_half_interval": None}
+    return {name: found.mean, f"{name}_half_interval": found.half}
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    there = sorted(x for x in values if x)
+    return there[len(there) // 2] if there else None
+
+
+_HEADER = (
+    *("config", "mechanism", "cache bytes per token (bfloat16)", "MLP", "training tokens/s"),
+    *("decoding tokens/s", "seeds", "bits per byte", "against MHA"),
+)
+
+
+def _cells(r: dict) -> tuple:
+    def number(name: str, digits: str) -> str:
+        if r[name] is None:
+            return ""
+        return seeds_lib.Estimate(r[name], r[f"{name}_half_interval"]).shown(digits)
+
+    rate = lambda name: f"{r[name]:,.0f}" if r[name] else "-"
+    return (
+        r["mechanism"],
+        r["kind"],
+        f"{r['cache_bytes']:,}",
+        r["mlp_dim"],
+        rate("tokens_per_second"),
+        rate("decode_tokens_per_second"),
+        len(r["seeds"]),
+        number("bpb", ".4f"),
+        number("against_mha", "+.4f"),
+    )
+
+
+def add_options(parser: command_line.Parser, folder: str, every: Sequence[str]) -> None:
+    """Those of a study whose runs are these."""
+    add = parser.add_argument
+    add("--seeds", type=int, default=3, help="runs per mechanism (3)")
+    add("--steps", type=int, default=STEPS, help=f"of 8,192 tokens ({STEPS}: 2.1M)")
+    add("--mechanisms", default=",".join(every), help=f"tiny configs ({','.join(every)})")
+    add("--runs", default=folder, help=f"where the runs go ({folder})")
+    text = f"runs side by side, each on its share of the cores ({os.cpu_count()})"
+    add("--processes", type=int, default=os.cpu_count(), help=text)
+    add("--mix", action="store_true", help="take runs that other code trained as they are")
+    add("--fresh", action="store_true", help="begin a new result")
+
+
+def check(options: argparse.Namespace, every: Sequence[str]) -> None:
+    """Raises a UserError for a value that such a study does not take."""
+    options.mechanisms = lists.names("--mechanisms", options.mechanisms, every)
+    for key in ("seeds", "steps", "processes"):
+        at_least(f"--{key}", getattr(options, key), 1)
+    if not options.runs:
+        raise UserError("--runs= is empty: give a folder, as runs/small_caches")
+    options.runs = pathlib.Path(runtime.folder("--runs", options.runs))
+    record.check_folder("--runs", options.runs)
+    record.check(options.save)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    every = (*OWN, *NARROW, *WIDE)
+    add_options(parser, f"runs/{NAME}", every)
+    add = parser.add_argument
+    add("--decode", action="store_true", help="measure decoding too, of runs that lie in --runs")
+    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    check(options, every)
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Trains what is not trained yet, and prints."""
+    options = _options(arguments)
+    runtime.start()
+    out, file = Output(options), record.RESULTS / f"{NAME}.json"
+    runs = runs_of(options.mechanisms, options.seeds, options.steps)
+    kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh)
+    missing = [run for run in runs if not kept.of(run)]
+    failed = {}
+    for run, why in grid.train(missing, options.runs, processes=options.processes, mix=options.mix):
+        if why:
+            failed[run.name] = why
+            command_line.say(f"{run.name}: {why}")
+            continue
+        workdir = options.runs / run.name
+        curve = grid.curve(workdir)
+        kept.keep(run, bpb=curve[run.steps], curve=curve, tokens_per_second=grid.speed(workdir))
+        if options.save:
+            _record(runs, kept, failed, Output(options), save=True, said=False)
+    if options.decode:
+        _decode(runs, kept, options.runs)
+    rows = _record(runs, kept, failed, out, save=options.save, said=True)
+    out.table(_HEADER, map(_cells, rows))
+    for name, why in failed.items():
+        out.say(f"- left out: {name}, {why}")
+
+
+def _decode(runs: Sequence[Run], kept: Kept, folder: pathlib.Path) -> None:
+    """Measures decoding of the first seed of each mechanism, one after another."""
+    with progress.waiting("decoding") as doing:
+        for run in runs:
+            found = kept.of(run)
+            if run.seed == 0 and found and (folder / run.name).exists():
+                doing.at(run.cell.name)
+                found["decode_tokens_per_second"] = decoding(folder / run.name)
+
+
+def _record(
+    runs: Sequence[Run], kept: Kept, failed: Mapping, out: Output, *, save: bool, said: bool
+) -> list[dict]:
+    """Gives the result to `out`, and its rows."""
+    there = {}
+    for run in runs:
+        if found := kept.of(run):
+            there.setdefault(run.cell.name, {})[run.seed] = found
+    experiments = {run.cell.name: run for run in runs if run.seed == 0}
+    rows = [row(run.cell, run.experiment, there) for m, run in experiments.items() if m in there]
+    rows.sort(key=lambda r: -r["cache_bytes"])
+    tokens = runs[0].steps * runs[0].experiment.tokens_per_step
+    result = dict(steps=runs[0].steps, tokens=tokens, rows=rows, failed=dict(failed))
+    result |= kept.as_json()
+    if said:
+        record.record(NAME, result, out, save=save)
+    else:
+        record.keep(NAME, result)
+    return rows
+
+
+if __name__ == "__main__":
+    command_line.run(main)
