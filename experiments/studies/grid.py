@@ -113,11 +113,21 @@ class Run:
 
     @property
     def identity(self) -> str:
-        """Of its config: what a workdir must have been trained with."""
-        tree = identity.identity(self.config, jnp.dtype(jnp.float32)) | dict(
-            overrides=self.overrides
-        )
-        return _digest(json.dumps(tree, sort_keys=True, default=str))
+        """Of its config: what a run must have been trained with. Keys with defaults, which may be
+        newer than the run, do not count."""
+        tree = identity.identity(self.config, jnp.dtype(jnp.float32))
+        usual = experiment_lib.defaults(self.config.attention.kind)
+        own = {k: v for k, v in _flat(tree) if k not in usual or v != usual[k]}
+        return _digest(json.dumps(own | dict(steps=self.steps), sort_keys=True, default=str))
+
+
+def _flat(tree: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted keys and values."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _digest(text: str) -> str:
@@ -169,7 +179,7 @@ class Kept:
             return
         if (files := changed(found["code"])) and not mix:
             raise UserError(
-                f"{os.path.relpath(file)} was made by other code ({_some(files)}), and runs of both "
+                f"{os.path.relpath(file)} was made by other code ({_some(files)}): runs of both "
                 "are not mixed. --fresh trains all anew, and --mix takes them as they are, where "
                 "the change decides no number"
             )
@@ -310,8 +320,9 @@ def command(run: Run, workdir: pathlib.Path) -> list[str]:
 
 
 def _last_line(file: pathlib.Path) -> str:
-    lines = file.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    text = file.read_text(errors="replace").replace("\r", "\n")  # a progress bar's lines
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it said nothing"
 
 
 def matched(config: pathlib.Path, parameters: int) -> dict[str, int]:
