@@ -63,6 +63,7 @@ class TrainConfig:
     max_bad_steps: int = 10  # bad steps in a row before the run stops, with "skip"
     sample_prompt: str = "The king "  # what the sample at the end goes on from
     sample_tokens: int = 100  # tokens of text sampled at the end; 0: none
+    separate: bool = False  # attention stays within a document or conversation: a BOS begins one
     parent: str = ""  # the workdir of a trained model that this run starts from; "": from nothing
     teacher: str = ""  # the workdir of a model whose predictions are learned; "": none
     teacher_share: float = 0.5  # of the loss that is KL(teacher || model), with a teacher
@@ -148,6 +149,11 @@ class Experiment:
     def __post_init__(self):
         check_name("config.name", self.name)
         self._check_mixture()
+        if self.train.separate and self.compute.attention == "cudnn":
+            raise UserError(
+                "config.compute.attention = 'cudnn': takes no documents that do not see each other "
+                "(config.train.separate); give 'auto' or 'xla'"
+            )
         if self.train.num_steps:
             learning_rate_schedule(self.optimizer, self.train.num_steps)  # raises if they disagree
 

@@ -39,6 +39,7 @@ class Attention(nnx.Module):
         *,
         causal: bool,
         window: int = 0,
+        segments_BS: jax.Array | None = None,
         mesh: jax.sharding.Mesh | None = None,
         **options,
     ) -> jax.Array:
@@ -50,6 +51,7 @@ class Attention(nnx.Module):
           mesh: of several devices. Where rows are split over `sequence`, what each token computes
             once (bases and latents) travels, and every device expands it: at d36 0.56 of the
             bytes of keys and values.
+          segments_BS: of the row's tokens in order, whatever order they lie in.
           window, options: see `softmax_attention`.
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
@@ -57,6 +59,8 @@ class Attention(nnx.Module):
         if mesh is not None and mesh.shape["sequence"] > 1:
             order_T = np.asarray(positions.index)[0]
             options |= dict(query_positions_T=order_T)
+            if segments_BS is not None:
+                options |= dict(query_segments_BT=segments_BS[:, order_T])
             with jax.named_scope("latents"):
                 fields = self.mechanism.config.entry()
                 raw = {
@@ -72,6 +76,7 @@ class Attention(nnx.Module):
             scale=self.mechanism.config.scale,
             causal=causal,
             window=window,
+            segments_BS=segments_BS,
             mesh=mesh,
             **options,
         )

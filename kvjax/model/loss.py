@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-import numpy as np
 
 from kvjax.distributed.sharding import BATCH
 from kvjax.model.transformer import Compute
@@ -25,14 +24,14 @@ def token_losses(
     targets_BT: jax.Array,
     *,
     compute: Compute = Compute(),
-    positions_BT: np.ndarray | None = None,
+    **row,
 ) -> jax.Array:
     """Nats of every target, [B, T], in float32 or wider; logits are made in slices of T.
 
     Args:
-      positions_BT: where the tokens stand in their row, if not in order.
+      row: positions_BT, segments_BS, see `Transformer`.
     """
-    x_BTD = model(tokens_BT, compute=compute, positions_BT=positions_BT)
+    x_BTD = model(tokens_BT, compute=compute, **row)
     softcap = model.config.block.logit_softcap
     return losses_behind(model.head_weight(compute), x_BTD, targets_BT, softcap, compute)
 
@@ -58,7 +57,7 @@ def mean_loss(
     weights_BT: jax.Array | None = None,
     scale: jax.Array | None = None,
     compute: Compute = Compute(),
-    positions_BT: np.ndarray | None = None,
+    **row,
 ) -> jax.Array:
     """The mean of `token_losses`, made to be differentiated.
 
@@ -68,8 +67,9 @@ def mean_loss(
     Args:
       weights_BT: what each target counts; None: 1.
       scale: on the sum; None: 1 / B·T, which makes it the mean.
+      row: positions_BT, segments_BS, see `Transformer`.
     """
-    x_BTD = model(tokens_BT, compute=compute, positions_BT=positions_BT)
+    x_BTD = model(tokens_BT, compute=compute, **row)
     head_DV, softcap = model.head_weight(compute), model.config.block.logit_softcap
     options = (softcap, compute.loss_chunks, compute.mesh)
     with jax.named_scope("loss"):
@@ -96,7 +96,7 @@ def mean_taught_loss(
     teacher: Transformer,
     share: float,
     compute: Compute = Compute(),
-    positions_BT: np.ndarray | None = None,
+    **row,
 ) -> jax.Array:
     """The mean of (1 - share)·cross-entropy + share·KL(teacher || model), to be differentiated.
 
@@ -104,9 +104,9 @@ def mean_taught_loss(
 
     Args:
       teacher: of the same vocabulary; it learns nothing.
+      row: positions_BT, segments_BS, see `Transformer`.
     """
-    options = dict(compute=compute, positions_BT=positions_BT)
-    x_BTD, y_BTD = model(tokens_BT, **options), teacher(tokens_BT, **options)
+    x_BTD, y_BTD = (of(tokens_BT, compute=compute, **row) for of in (model, teacher))
     heads = model.head_weight(compute), teacher.head_weight(compute)
     softcaps = [m.config.block.logit_softcap for m in (model, teacher)]
 

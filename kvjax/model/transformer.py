@@ -138,13 +138,19 @@ class Transformer(nnx.Module):
         *,
         compute: Compute = Compute(),
         positions_BT: jax.Array | np.ndarray | None = None,
+        segments_BS: jax.Array | None = None,
     ) -> jax.Array:
-        """Activations after the final norm, [B, T, D], in the compute dtype."""
+        """Activations after the final norm, [B, T, D], in the compute dtype.
+
+        Args:
+          positions_BT: where the tokens stand in their row, if not in order.
+          segments_BS: int32, of the row's tokens in order: a token sees those of its own alone.
+        """
         c = self.config.block
         if positions_BT is None:
             positions_BT = np.arange(tokens_BT.shape[1])[None]
         x_BTD = self.embed(tokens_BT, positions_BT, compute)
-        mask = dict(causal=c.causal, window=c.window)
+        mask = dict(causal=c.causal, window=c.window, segments_BS=segments_BS)
         for (mechanism, length), segment in zip(self.config.segments, self.segments, strict=True):
             positions = rope.positions(positions_BT, mechanism.rope_dim, c.angles_base)
             graph, state = nnx.split(segment)

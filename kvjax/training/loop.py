@@ -75,7 +75,8 @@ class Run:
         experiment, mesh, workdir = self.experiment, self.mesh, self.workdir
         self.parent, self.teacher = models
         taught_by = self.teacher and self.teacher.experiment.model
-        self.program = Program(experiment, self.compute, mesh, taught_by)
+        bos_id = self.dataset.tokenizer.bos_id
+        self.program = Program(experiment, self.compute, mesh, taught_by, bos_id)
         self.schedule = learning_rate_schedule(experiment.optimizer, experiment.train.num_steps)
         keep = experiment.train.keep_checkpoints
         self.checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=keep)

@@ -55,10 +55,12 @@ class Program:
         compute: Compute,
         mesh: jax.sharding.Mesh,
         teacher: TransformerConfig | None = None,
+        bos_id: int = 0,
     ):
         """
         Args:
           teacher: of a model whose predictions are learned, of the same vocabulary.
+          bos_id: of the token that begins a document, for `config.train.separate`.
         """
         model = experiment.model
         if mesh.size > 1:
@@ -108,6 +110,7 @@ class Program:
             of_teacher = dict(teacher_graph=_graph(teacher))
         self.init = jax.jit(init, out_shardings=shardings)
         static = dict(graph=self.graph, compute=compute, masked=experiment.is_masked)
+        static |= dict(begins=bos_id if experiment.train.separate else None)
         steps = dict(parts=experiment.train.grad_accumulation, policy=experiment.train)
         steps |= dict(optimizer=optimizer, learning=learning, **of_teacher)
         self.train_step = jax.jit(
@@ -152,6 +155,7 @@ def train_step(
     learning: Callable[[dict], dict] = lambda params: params,
     teacher_graph=None,
     masked: bool = False,
+    begins: int | None = None,
 ):
     """One optimizer step.
 
@@ -162,6 +166,7 @@ def train_step(
       learning: the part of params that learns, for which gradients are computed.
       masked: rows are as `marked` reads them; the gradient is the mean over the targets that count
         in all of the batch, whichever part or device they are in.
+      begins: the token that begins a document; attention does not leave one. None: it does.
       policy: what to do on a bad step; None: nothing.
 
     Returns:
@@ -185,6 +190,7 @@ def train_step(
         tokens, targets, positions = next_tokens(rows, compute)
         model = nnx.merge(graph, with_tuned(state["params"], learned))
         options = dict(compute=compute, positions_BT=positions)
+        options |= dict(segments_BS=segments(rows, begins))
         if teacher is None:
             return mean_loss(model, tokens, targets, **weighted, **options)
         taught = dict(teacher=nnx.merge(teacher_graph, teacher), share=policy.teacher_share)
@@ -261,6 +267,7 @@ def eval_step(
     graph,
     compute: Compute,
     masked: bool = False,
+    begins: int | None = None,
 ):
     """Sums over the targets that have bytes (specials have none): (nats, bytes, targets).
 
@@ -271,7 +278,7 @@ def eval_step(
         rows, counts = marked(rows)
         counts = next_tokens(counts, compute)[1]
     tokens, targets, positions = next_tokens(rows, compute)
-    options = dict(compute=compute, positions_BT=positions)
+    options = dict(compute=compute, positions_BT=positions, segments_BS=segments(rows, begins))
     nats = token_losses(nnx.merge(graph, params), tokens, targets, **options)
     num_bytes = token_bytes[targets]
 
@@ -290,6 +297,13 @@ def marked(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     counts = rows >= 0
     return jnp.where(counts, rows, ~rows), counts
+
+
+def segments(rows: jax.Array, begins: int | None) -> jax.Array | None:
+    """[B, T] int32 which document of its row each input is of, from rows [B, T + 1], in order."""
+    if begins is None:
+        return None
+    return jnp.cumsum(rows[:, :-1] == begins, axis=1, dtype=jnp.int32)
 
 
 def next_tokens(rows: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array, np.ndarray]:

@@ -46,7 +46,16 @@ class Step:
     """A jitted training step on a mesh, and a state to start it from."""
 
     def __init__(
-        self, config, params, mesh, dtype, parts=1, masked=False, compiler_options=None, **compute
+        self,
+        config,
+        params,
+        mesh,
+        dtype,
+        parts=1,
+        masked=False,
+        begins=None,
+        compiler_options=None,
+        **compute,
     ):
         shapes, axes = parameters.abstract(config)
         several = mesh.size > 1
@@ -67,7 +76,7 @@ class Step:
         compute = dict(loss_chunks=2) | compute
         compute = Compute(dtype=jnp.dtype(dtype), mesh=mesh if several else None, **compute)
         options = dict(graph=graph, optimizer=optimizer, compute=compute, parts=parts)
-        options |= dict(masked=masked)
+        options |= dict(masked=masked, begins=begins)
         step = functools.partial(train_step, **options)
         self.jitted = jax.jit(
             step, out_shardings=(shardings, None), compiler_options=compiler_options

@@ -28,6 +28,8 @@ def compiled_once():
     any_time = {key: getattr(program.TrainConfig, key) for key in WHEN}
 
     def shared(experiment, *others):
+        if not experiment.train.separate:  # then no program asks which token begins a document
+            others = others[:-1]
         train = dataclasses.replace(experiment.train, **any_time)
         key = (experiment.model, experiment.optimizer, experiment.data.sequence_length, train)
         key += (experiment.is_masked,)

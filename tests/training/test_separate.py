@@ -1,0 +1,110 @@
+"""Documents in one row that do not see each other (config.train.separate)."""
+
+import json
+import pathlib
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import experiment as experiment_lib
+from kvjax.foundation.errors import UserError
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+from kvjax.training import loop
+from kvjax.training import program
+from tests import quick
+from tests import runs
+from tests.conftest import MECHANISMS
+from tests.distributed import small_step
+from tests.distributed.small_step import Step
+from tests.runs import records
+
+BOS = 0
+F64 = jnp.dtype(jnp.float64)
+LENGTHS = (3, 1, 4)  # of the documents in a row
+
+
+def _row(seed):
+    """Of documents that begin with BOS, [T + 1]: what is left of one, LENGTHS, and a target."""
+    rng = np.random.default_rng(seed)
+    of = lambda length: [BOS, *rng.integers(1, small_step.V, length - 1)]
+    left = [*rng.integers(1, small_step.V, 2)]
+    return np.array([*left, *(t for n in LENGTHS for t in of(n)), 5], np.int32)
+
+
+# The "+" of projection sharing has a bias for each position in a row, which runs on.
+_RELATIVE = [name for name in MECHANISMS if not name.endswith("_plus")]
+
+
+@pytest.mark.parametrize("name", quick.only(["lrkv", "mla", "mqa"], _RELATIVE))
+def test_a_document_is_computed_as_if_it_were_alone(x64, make_mechanism, randomise, name):
+    """Under RoPE, which sees distances alone."""
+    model, _ = randomise(
+        lambda: Transformer(small_step.model(make_mechanism(name)), jax.random.key(0))
+    )
+    row = jnp.asarray(_row(0))[None]
+    forward = jax.jit(
+        lambda tokens, segments: model(tokens, segments_BS=segments, compute=Compute(dtype=F64))
+    )
+    segments = program.segments(row, BOS)
+    assert segments.tolist() == [[0, 0, 1, 1, 1, 2, 3, 3, 3, 3]]
+    together = forward(row[:, :-1], segments)
+    assert np.abs(together - forward(row[:, :-1], None)).max() > 1e-3
+    for which in range(4):
+        places = np.flatnonzero(segments[0] == which)
+        alone = forward(row[:, places], None)
+        np.testing.assert_allclose(together[:, places], alone, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("masked", quick.only([True], [False, True]))
+@pytest.mark.parametrize(
+    "mesh_name",
+    quick.only(["sequence4_fsdp2"], [name for name in small_step.MESHES if name != "one"]),
+)
+def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name, masked):
+    """Also where a row's tokens are dealt out of order, in parts, with targets left out."""
+    parts = 1 if mesh_name in ("fsdp8", "data2_fsdp4") else 2  # of 8 rows
+    config = small_step.model(make_mechanism("lrkv"))
+    _, params = randomise(lambda: Transformer(config, jax.random.key(0)))
+    rows = small_step.rows(2)
+    rows[:, :, [0, 3]] = BOS
+    if masked:
+        rows = np.where(np.random.default_rng(1).random(rows.shape) < 0.3, ~rows, rows)
+
+    def train(mesh_name, **options):
+        mesh = small_step.mesh(mesh_name)
+        step = Step(config, params, mesh, jnp.float64, masked=masked, **options)
+        return [step(batch) for batch in rows]
+
+    found, expected = (train(m, begins=BOS, parts=parts) for m in (mesh_name, "one"))
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    assert abs(found[0][0] - train("one", parts=parts)[0][0]) > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
+def test_a_run_is_told_by_its_tokenizer_where_documents_begin(tmp_path):
+    """Of documents shorter than rows; the loss is another one, and so is the run."""
+    lines = pathlib.Path(runs.write_text(tmp_path / "text.txt")).read_text().splitlines()
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps(dict(text=line[:20])) + "\n" for line in lines))
+    source, bpb = (str(file), str(tmp_path / "data")), {}
+    for separate in (False, True):
+        config = runs.small_config(*source, num_steps=2, eval_every=2, separate=separate)
+        workdir = epath.Path(tmp_path / str(separate))
+        loop.train(config, workdir)
+        bpb[separate] = records(workdir)[-1]["validation_bpb"]
+        with pytest.raises(UserError, match="separate"):
+            config.train.separate = not separate
+            loop.train(config, workdir)
+    assert bpb[True] != bpb[False]
+
+
+def test_cudnn_takes_no_such_rows(source):
+    config = runs.small_config(*source, separate=True)
+    config.compute.attention = "cudnn"
+    with pytest.raises(UserError, match=r"attention = 'cudnn'.*train\.separate.*'auto' or 'xla'"):
+        experiment_lib.resolve(config)
