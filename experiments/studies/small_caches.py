@@ -180,8 +180,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Trains what is not trained yet, and prints."""
+def main(arguments: Sequence[str]) -> int:
+    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
     out, file = Output(options), record.RESULTS / f"{NAME}.json"
@@ -205,6 +205,7 @@ def main(arguments: Sequence[str]) -> None:
     out.table(_HEADER, map(_cells, rows))
     for name, why in failed.items():
         out.say(f"- left out: {name}, {why}")
+    return 1 if failed else 0
 
 
 def _decode(runs: Sequence[Run], kept: Kept, folder: pathlib.Path) -> None:

@@ -47,14 +47,14 @@ _BENCHMARKS = (
     *("decode_benchmark", "decode_memory", "evaluation_speed", "exactness", "generate_benchmark"),
     *("input_benchmark", "sandbox_cost", "train_benchmark"),
 )
-_STUDIES = ("conversion", "head_diversity", "logit_spectra", "tiny_comparison")
+_STUDIES = ("conversion", "head_diversity", "logit_spectra", "small_caches", "tiny_comparison")
 ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("agreement", "at_hand"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS |= dict(decode_roofline="tables")
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("at_hand", "conversion", "figures", "head_diversity", "logit_spectra", "scaling_table")
+_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", *_STUDIES[1:4])
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
 _NOT_SAVED = ("input_benchmark", "parameter_table", "decode_roofline")
 SAVING = tuple(name for name in WITH_TABLES if name not in _NOT_SAVED)
@@ -153,6 +153,12 @@ BAD = (  # command, options, what the line says
     ("sandbox_cost", "--repeats=0", "--repeats = 0: must be at least 1"),
     ("scaling_table", "--only=mha*", "--only=mha*: is of --compile"),
     ("scaling_table", "--check --compile", "--check --compile: give one of them"),
+    ("small_caches", "--seeds=0", "--seeds = 0: must be at least 1"),
+    ("small_caches", "--processes=0", "--processes = 0: must be at least 1"),
+    ("small_caches", "--mechanisms=mha,gla", "'gla' is none of mha"),
+    ("small_caches", "--mechanisms=", "'' is none of mha, lrkv"),
+    ("small_caches", "--runs=", "--runs= is empty"),
+    ("small_caches", "--runs=/dev/null/x", "--runs = '/dev/null/x': must be a folder"),
     ("tiny_comparison", "--seeds=0", "--seeds = 0: must be at least 1"),
     ("tiny_comparison", "--steps=-1", "--steps = -1: must be at least 1"),
     ("tiny_comparison", "--mechanisms=", "--mechanisms=: '' is none of factored, "),

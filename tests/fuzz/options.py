@@ -40,7 +40,10 @@ def options_of(command: str) -> list[argparse.Action]:
 # Text that an option may be, and that starts work of minutes: not tried.
 _STARTS_WORK = {
     **dict.fromkeys(
-        ("experiments.studies.tiny_comparison runs", "experiments.studies.head_diversity runs"),
+        [
+            f"experiments.studies.{study} runs"
+            for study in ("tiny_comparison", "head_diversity", "small_caches")
+        ],
         frozenset((LONG, "../x", "a\x01b", SNOWMAN, FOLDER, MISSING, "x")),
     ),
     "experiments.benchmarks.train_benchmark set": {""},

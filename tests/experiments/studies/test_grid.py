@@ -1,0 +1,154 @@
+"""Grids of runs: what a run is, which are trained again, what is never mixed."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+
+from experiments.studies import grid
+from experiments.studies.grid import Cell
+from experiments.studies.grid import Kept
+from experiments.studies.grid import Run
+from kvjax import experiment as experiment_lib
+from kvjax.costs import formulas
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
+from kvjax.foundation.errors import UserError
+
+STEPS = 8
+# Stands in for kvjax.main: argv[1] is the workdir. It has the first CPUs that it may use told.
+_TRAINS = """
+import json, os, pathlib, sys
+workdir = pathlib.Path(sys.argv[1])
+if "mqa" in workdir.name and "seed1" in workdir.name:
+    print("step 1 of 8\\rkvjax: no room")
+    sys.exit(2)
+records = [dict(step=4, validation_bpb=2.5), dict(step=8, validation_bpb=2.0)]
+(workdir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\\n" for r in records))
+(workdir / "timing.jsonl").write_text(json.dumps(dict(step=8, tokens_per_second=1000.0)) + "\\n")
+(workdir / "cores").write_text(str(sorted(os.sched_getaffinity(0))))
+"""
+
+
+def _run(name="mha", seed=0, **overrides):
+    return Run(Cell(name, CONFIGS / f"{name}_tiny.py", overrides), seed, STEPS)
+
+
+@pytest.fixture
+def trains(monkeypatch):
+    """Runs begin a stand-in; the list of those that were begun."""
+    begun = []
+
+    def command(run, workdir):
+        begun.append(run.name)
+        return [sys.executable, "-c", _TRAINS, str(workdir)]
+
+    monkeypatch.setattr(grid, "command", command)
+    monkeypatch.setattr(grid.identity, "check_config", lambda *_: None)  # it writes no config.json
+    return begun
+
+
+def _train(runs, folder, processes=2, mix=False):
+    return {run.name: why for run, why in grid.train(runs, folder, processes=processes, mix=mix)}
+
+
+def test_a_run_is_a_config_with_overrides():
+    run = _run(seed=3, **{"model.mlp_dim": 96})
+    assert run.name == "mha_seed3_steps8"
+    assert run.experiment.model.block.mlp_dim == 96
+    train = run.experiment.train
+    assert (train.seed, train.num_steps, train.eval_every, train.snapshot_every) == (3, 8, 2, 2)
+    (program, *_, workdir) = grid.command(run, pathlib.Path("w"))[:5]
+    assert program == sys.executable and workdir == "--workdir=w"
+    assert "--config.model.mlp_dim=96" in grid.command(run, pathlib.Path("w"))
+    each = formulas.training_flops_per_token(run.experiment.model, 256)
+    assert run.flops == each * 8192 * 8
+
+
+def test_a_run_is_known_by_what_its_config_says():
+    """Not by keys that have their defaults, which may be newer than it."""
+    run = _run()
+    assert run.identity == _run().identity
+    others = [_run(seed=1), _run("gqa"), _run(**{"optimizer.lr_scale": 0.5})]
+    assert len({run.identity, *(other.identity for other in others)}) == 4
+    assert _run(**{"train.separate": False}).identity == run.identity
+    assert _run(**{"train.separate": True}).identity != run.identity
+
+
+@pytest.mark.parametrize("name", ["lrkv", "mqa", "rivals/tpa_wide"])
+def test_widths_are_matched(name):
+    file = CONFIGS / f"{name}_tiny.py"
+    (width,) = grid.matched(file, 1_310_720).values()
+    count = lambda width: _parameters(file, width)
+    apart = [abs(count(w) - 1_310_720) for w in (width - 1, width, width + 1)]
+    assert min(apart) == apart[1] <= 1310
+
+
+def _parameters(file, width):
+    config = load_config(file)
+    config.model.mlp_dim = width
+    return formulas.parameters(experiment_lib.resolve(config).model)["total"]
+
+
+def test_runs_are_trained_once(trains, tmp_path):
+    """Each with cores of its own; one that fails is told with its last line, and tried again."""
+    runs = [_run(name, seed) for seed in (0, 1) for name in ("mha", "mqa")]
+    expected = {run.name: "" for run in runs}
+    failed = {"mqa_seed1_steps8": "status 2: kvjax: no room"}
+    assert _train(runs, tmp_path) == expected | failed
+    assert sorted(trains) == sorted(expected)
+    shares = {(tmp_path / run.name / "cores").read_text() for run in runs[:3]}
+    assert shares <= {str(sorted(cores)) for cores in grid._shares(2)}
+    trains.clear()
+    assert _train(runs, tmp_path) == expected | failed and trains == list(failed)
+    assert grid.curve(tmp_path / "mha_seed0_steps8") == {4: 2.5, 8: 2.0}
+    assert grid.speed(tmp_path / "mha_seed0_steps8") == 1000
+    assert grid.curve(tmp_path / "nothing") == {} and grid.speed(tmp_path / "nothing") is None
+
+
+def test_how_long_it_takes_is_said_first(trains, tmp_path, capsys):
+    _train([_run()], tmp_path)
+    assert "1 runs of 1 to train, 2 side by side: about" in (said := capsys.readouterr().err)
+    assert "at a guess" in said
+    _train([_run(), _run(seed=1), _run(seed=2)], tmp_path, processes=1)
+    assert "2 runs of 3 to train, 1 side by side: about 2 min" in (said := capsys.readouterr().err)
+    assert "guess" not in said  # 65,536 tokens each, 1,000 of them a second
+
+
+def test_runs_of_other_code_are_not_mixed(trains, tmp_path, monkeypatch):
+    _train([_run()], tmp_path)
+    code = grid.code() | {"model/mlp.py": "another"}
+    monkeypatch.setattr(grid, "code", lambda: code)
+    with pytest.raises(UserError, match=r"mha_seed0_steps8 was trained by other code \(model/mlp"):
+        _train([_run()], tmp_path)
+    trains.clear()
+    assert _train([_run()], tmp_path, mix=True) == {"mha_seed0_steps8": ""} and not trains
+
+
+def test_code_is_what_it_does():
+    files = grid.code()
+    assert {"attention/grouped.py", "optim.py", "training/program.py"} <= files.keys()
+    bare = grid._bare('"""Doc."""\n\ndef f(x):\n    """Doc."""\n    return x + 1  # more\n')
+    assert bare == grid._bare("def f(x): return x + 1")
+    assert bare != grid._bare("def f(x): return x + 2")
+    other = files | {"optim.py": "x", "new.py": "y"}
+    assert grid.changed(other) == ["new.py", "optim.py"]
+
+
+def test_what_is_kept_is_of_the_same_config_and_code(tmp_path, monkeypatch):
+    file, options = tmp_path / "kept.json", dict(mix=False, fresh=False)
+    kept = Kept(file, STEPS, **options)
+    assert kept.of(_run()) is None
+    kept.keep(_run(), bpb=2.0)
+    file.write_text(json.dumps(dict(steps=STEPS) | kept.as_json()))
+    again = Kept(file, STEPS, **options)
+    assert again.of(_run())["bpb"] == 2.0 and again.of(_run(seed=1)) is None
+    assert again.of(_run(**{"model.mlp_dim": 96})) is None  # of another config
+    assert Kept(file, 2 * STEPS, **options).of(_run()) is None
+    assert Kept(file, STEPS, mix=False, fresh=True).of(_run()) is None
+    code = grid.code() | {"optim.py": "another"}
+    monkeypatch.setattr(grid, "code", lambda: code)
+    with pytest.raises(UserError, match=r"was made by other code \(optim.py\).*--fresh.*--mix"):
+        Kept(file, STEPS, **options)
+    assert Kept(file, STEPS, mix=True, fresh=False).of(_run())["bpb"] == 2.0

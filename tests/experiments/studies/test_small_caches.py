@@ -1,0 +1,101 @@
+"""The study of small caches: what it trains, keeps and says, on made-up runs."""
+
+import json
+
+import pytest
+
+from experiments import record
+from experiments.studies import grid
+from experiments.studies import small_caches
+from kvjax.foundation import command_line
+
+BPB = {"mha": 2.0, "lrkv": 1.9, "gla_narrow": 2.1}
+SEEDS = (0.0, 0.3, 0.5)  # what a seed adds, to all alike
+OWN = (0.0, 0.01, -0.01)  # and to LRKV alone
+NAMES = f"--mechanisms={','.join(BPB)}"
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """A function of options: status, standard output, standard error; and the runs trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    trained = []
+
+    def train(runs, folder, *, processes, mix):
+        for one in runs:
+            trained.append(one.name)
+            yield one, "it failed" if one.cell.name in failing else ""
+
+    def curve(workdir):
+        name, _, rest = workdir.name.partition("_seed")
+        seed = int(rest[0])
+        return {64: 3.0, 256: BPB[name] + SEEDS[seed] + OWN[seed] * (name == "lrkv")}
+
+    failing = set()
+    monkeypatch.setattr(grid, "train", train)
+    monkeypatch.setattr(grid, "curve", curve)
+    monkeypatch.setattr(grid, "speed", lambda workdir: 7000.0)
+
+    def run(*options):
+        trained.clear()
+        status = command_line.status(small_caches.main, options)
+        return status, *capsys.readouterr(), list(trained)
+
+    run.failing = failing
+    return run
+
+
+def test_every_config_is_there_and_has_mhas_parameters():
+    names = (*small_caches.OWN, *small_caches.NARROW, *small_caches.WIDE)
+    rivals = {path.stem for path in (small_caches.CONFIGS / "rivals").glob("*_tiny.py")}
+    assert rivals == {f"{name}_tiny" for name in (*small_caches.NARROW, *small_caches.WIDE)}
+    runs = small_caches.runs_of(names, 1, 8)
+    counts = {small_caches.formulas.parameters(r.experiment.model)["total"] for r in runs}
+    assert max(counts) / min(counts) < 1.001 and len(runs) == len(names) == 27
+
+
+def test_differences_are_taken_seed_by_seed(run):
+    status, out, err, trained = run(NAMES)
+    assert status == 0, err
+    assert max(map(len, out.splitlines())) <= 80
+    assert trained[:4] == [f"{n}_seed{s}_steps256" for s, n in [*((0, n) for n in BPB), (1, "mha")]]
+    status, out, _, _ = run(NAMES, "--json")
+    found = json.loads(out)
+    assert found["name"] == "small_caches" and found["tokens"] == 256 * 8192
+    rows = {row["mechanism"]: row for row in found["rows"]}
+    assert list(rows) == ["mha", "lrkv", "gla_narrow"]  # the largest cache first
+    assert rows["mha"]["against_mha"] is None and rows["mha"]["parameters"] == 1_310_720
+    assert rows["lrkv"]["against_mha"] == pytest.approx(-0.1)
+    assert rows["lrkv"]["against_mha_half_interval"] == pytest.approx(0.0248, abs=1e-4)
+    assert rows["gla_narrow"]["against_mha_half_interval"] == pytest.approx(0, abs=1e-9)
+    assert rows["lrkv"]["bpb_half_interval"] > 0.5  # seeds differ by more
+    assert rows["lrkv"]["cache_bytes"] == 1600 and rows["gla_narrow"]["cache_bytes"] == 512
+
+
+def test_it_goes_on_from_its_result(run):
+    run(NAMES, "--seeds=1", "--save")
+    file = record.RESULTS / "small_caches.json"
+    assert json.loads(file.read_text())["made_by"]["packages"]["jax"]
+    _, out, _, trained = run(NAMES, "--seeds=2", "--json")
+    assert trained == [f"{name}_seed1_steps256" for name in BPB]
+    assert [row["seeds"] for row in json.loads(out)["rows"]] == [[0, 1]] * 3
+    assert run(NAMES, "--seeds=1", "--fresh")[3] == [f"{name}_seed0_steps256" for name in BPB]
+
+
+def test_what_failed_is_left_out_and_named(run):
+    run.failing.add("lrkv")
+    status, out, _, _ = run(NAMES, "--markdown")
+    assert status == 1 and "`lrkv" not in out
+    assert "- left out: lrkv_seed2_steps256, it failed" in out
+    run.failing.update(BPB)
+    status, out, _, _ = run(NAMES, "--json")
+    assert status == 1 and json.loads(out)["rows"] == []
+
+
+def test_decoding_is_measured_of_runs_that_are_there(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(small_caches, "decoding", lambda workdir: 321.0)
+    (tmp_path / "runs" / "lrkv_seed0_steps256").mkdir(parents=True)
+    _, out, _, _ = run(NAMES, "--decode", "--runs=runs", "--json")
+    found = {r["mechanism"]: r["decode_tokens_per_second"] for r in json.loads(out)["rows"]}
+    assert found == dict(mha=None, lrkv=321.0, gla_narrow=None)
