@@ -183,15 +183,22 @@ class GroupedConfig(MechanismConfig):
 class Grouped(Mechanism):
     """The family's weights and its projections."""
 
-    def __init__(self, config: GroupedConfig, d_model: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: GroupedConfig, d_model: int, *, rngs: nnx.Rngs, query_width: int = 0
+    ):
+        """
+        Args:
+          query_width: of what queries are made of; 0: d_model, what keys and values are made of.
+        """
         self.config = c = config
+        query_width = query_width or d_model
         sizes = dict(
             D=d_model, N=c.num_heads, K=c.num_kv_heads, J=c.num_bases, R=c.rank, H=c.key_dim
         )
         value_sizes = sizes | dict(H=c.value_dim)
         bias = lambda axes, sizes: weight(axes, rngs, init="zeros", **sizes) if c.bias else None
         if not c.ties_queries:
-            self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)
+            self.query = self.query_weight("N H", query_width, rngs=rngs, **sizes)
             self.query_bias = bias("N H", sizes)
         self.base_key = weight("D -> J H", rngs, **sizes)  # LRKV eq. 1: W_shared
         self.base_key_bias = bias("J H", sizes)
@@ -216,9 +223,14 @@ class Grouped(Mechanism):
             self.expand_key = weight("K: R -> H", rngs, **expand, **sizes)  # B, transposed
             if not c.ties_values:
                 self.expand_value = weight("K: R -> H", rngs, **expand, **value_sizes)
-        self.add_query_latent(d_model, rngs=rngs)
+        self.add_query_latent(query_width, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
+        raw = self.raw(x_BTD)
+        return self.queries(x_BTD, raw, positions), raw
+
+    def raw(self, x_BTD: jax.Array) -> dict[str, jax.Array]:
+        """What keys and values are made of."""
         c = self.config
         raw = {"base_key": affine(x_BTD, self.base_key, self.base_key_bias)}
         if not c.ties_values:
@@ -227,6 +239,11 @@ class Grouped(Mechanism):
             raw["residual_key"] = affine(x_BTD, self.latent_key, self.latent_key_bias)
             if not c.ties_values:
                 raw["residual_value"] = affine(x_BTD, self.latent_value, self.latent_value_bias)
+        return raw
+
+    def queries(self, x_BTD: jax.Array, raw: dict, positions: Positions) -> jax.Array:
+        """[B, T, N, H], or as many channels as `query_dim` says; `raw` where they are the keys."""
+        c = self.config
         if c.ties_queries:
             q_BTNH = raw["base_key"]
         else:
@@ -237,7 +254,7 @@ class Grouped(Mechanism):
             q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
             rotated = q_BTNH if positions.rotary is None else rotate(q_BTNH, positions.rotary)
             q_BTNH = jnp.concatenate([rotated, q_BTNH], axis=-1)
-        return self._add_position_query(q_BTNH), raw
+        return self._add_position_query(q_BTNH)
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         c = self.config

@@ -80,6 +80,34 @@ def decode_attention(
     return IMPLEMENTATIONS[name](operands, cache, first_B, **how)
 
 
+def memory_attention(
+    operands: Reading,
+    cache: Mapping[str, jax.Array],
+    lengths_B: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attention of T queries per sequence over a memory that each sees whole: [B, T, N, Hv].
+
+    One query per sequence is what `decode_attention` takes after the memory's last token: kernels
+    serve it. Several go by XLA.
+
+    Args:
+      cache: arrays [B, *shape, S] written once; finite behind a memory's length.
+      lengths_B: [B] tokens of each memory; of one that is empty the output is 0.
+    """
+    last_B = lengths_B - 1
+    if operands.query.shape[1] == 1:
+        return decode_attention(operands, cache, last_B, implementation=implementation)
+    name = implementation or "xla"
+    if is_kernel(name) or stripes.chips() > 1:
+        raise NotImplementedError(
+            f"implementation = {name!r}: several queries over a whole memory are for 'xla' and "
+            "'reference', on one chip"
+        )
+    return IMPLEMENTATIONS[name](operands, cache, last_B, causal=False)
+
+
 def _needs_angles(operands: Reading) -> bool:
     """Whether reading a cache takes the angles of its positions."""
     return operands.rope_base is not None or operands.bias is not None

@@ -15,7 +15,7 @@ from kvjax.layers import sinusoid
 
 
 def decode_attention(
-    operands: Reading, cache: Cache, first_B: jax.Array, *, window: int = 0
+    operands: Reading, cache: Cache, first_B: jax.Array, *, window: int = 0, causal: bool = True
 ) -> jax.Array:
     """softmax(scale·q k^T + bias) v, [B, T, N, Hv], in float32 or wider.
 
@@ -23,12 +23,15 @@ def decode_attention(
       cache: arrays [B, *shape, S], see `readings`.
       first_B: [B] position of the first query; query t sees slots 0 .. first_B + t.
       window: if positive, the last so many of those.
+      causal: False: every query sees slots 0 .. first_B.
     """
     with jax.default_matmul_precision("highest"):
-        return _attend(operands, cache, first_B, window)
+        return _attend(operands, cache, first_B, window, causal)
 
 
-def _attend(operands: Reading, cache: Cache, first_B: jax.Array, window: int) -> jax.Array:
+def _attend(
+    operands: Reading, cache: Cache, first_B: jax.Array, window: int, causal: bool
+) -> jax.Array:
     q_BTNH, k_BSNH, v_BSNV = expand(operands, cache)
     T, S = q_BTNH.shape[1], k_BSNH.shape[1]
     z_BNTS = operands.scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
@@ -36,7 +39,7 @@ def _attend(operands: Reading, cache: Cache, first_B: jax.Array, window: int) ->
         weights_C = _wide(operands.bias.weights)
         bias_S = sinusoid.encoding(jnp.arange(S), weights_C.shape[0]).astype(z_BNTS.dtype)
         z_BNTS = z_BNTS + (bias_S @ weights_C)[None, None, None]
-    last_BT = first_B[:, None] + jnp.arange(T)[None]
+    last_BT = first_B[:, None] + jnp.arange(T)[None] * causal
     seen_BTS = jnp.arange(S)[None, None] <= last_BT[..., None]
     if window:
         seen_BTS &= jnp.arange(S)[None, None] > last_BT[..., None] - window

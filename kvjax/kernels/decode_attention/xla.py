@@ -30,14 +30,17 @@ def decode_attention(
     first_B: jax.Array,
     *,
     window: int = 0,
+    causal: bool = True,
     block: int = BLOCK,
 ) -> jax.Array:
     """See `api.decode_attention`: [B, T, N, Hv], in float32 or wider.
 
     Args:
+      causal: False: all T tokens see slots 0 .. first_B.
       block: tokens per tile.
     """
-    return partial(operands, cache, first_B, Stripes(), window=window, block=block)[0]
+    how = dict(window=window, causal=causal, block=block)
+    return partial(operands, cache, first_B, Stripes(), **how)[0]
 
 
 def partial(
@@ -47,6 +50,7 @@ def partial(
     held: Stripes,
     *,
     window: int = 0,
+    causal: bool = True,
     block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the tokens that are held here: [B, T, N, Hv], and log-sum-exps [B, T, N].
@@ -62,7 +66,7 @@ def partial(
     is_wide = all(array.dtype == wide for array in cache.values())
     if held.chips > 1:  # no tile across stripes
         block = math.gcd(block, held.size)
-    in_tiles = lambda *args: tiled(*args, block, held, window)
+    in_tiles = lambda *args: tiled(*args, block, held, window, causal)
     at_once = lambda *args: whole(*args, block, held)
 
     def on_cpu(operands, cache, first_B):
@@ -80,10 +84,16 @@ def partial(
 
 
 def tiled(
-    operands, cache, first_B: jax.Array, block: int, held: Stripes = Stripes(), window: int = 0
+    operands,
+    cache,
+    first_B: jax.Array,
+    block: int,
+    held: Stripes = Stripes(),
+    window: int = 0,
+    causal: bool = True,
 ):
     """Everything tile by tile, with an online softmax; see `partial`."""
-    problem = _Problem(operands, cache, first_B, block, held, window)
+    problem = _Problem(operands, cache, first_B, block, held, window, causal)
     B, T, N = operands.query.shape[:3]
     tiles = problem.tiles
 
@@ -130,9 +140,9 @@ def whole(operands, cache, first_B: jax.Array, block: int, held: Stripes = Strip
 class _Problem:
     """One call's arrays, with what both ways of going through a cache share."""
 
-    def __init__(self, operands, cache, first_B, block, held, window=0):
+    def __init__(self, operands, cache, first_B, block, held, window=0, causal=True):
         self.operands, self.cache, self.first_B, self.held = operands, cache, first_B, held
-        self.window = window
+        self.window, self.causal = window, causal
         self.wide = jnp.promote_types(operands.query.dtype, jnp.float32)
         self.S = next(iter(cache.values())).shape[-1]
         self.block = min(block, self.S)
@@ -168,7 +178,8 @@ class _Problem:
         if bias is not None:
             encoding_sC = sinusoid.encoding(position_s, bias.weights.shape[0]).astype(self.wide)
             z_BNTs = z_BNTs + (encoding_sC @ bias.weights.astype(self.wide))[None, None, None]
-        last_BT = self.first_B[:, None] + jnp.arange(self.T, dtype=self.first_B.dtype)[None]
+        after_T = jnp.arange(self.T, dtype=self.first_B.dtype) * self.causal
+        last_BT = self.first_B[:, None] + after_T[None]
         seen_BTs = (slot_s[None, None] >= new) & (position_s[None, None] <= last_BT[..., None])
         if self.window:
             seen_BTs &= position_s[None, None] > last_BT[..., None] - self.window

@@ -1,0 +1,122 @@
+"""Cross-attention: queries from x, keys and values from a memory m, without positions.
+
+    K_n = m W_K + (m U^K_n) B^K_n      V_n = m W_V + (m U^V_n) B^V_n      q_n = x W^Q_n
+
+LRKV as the paper proposes it for future work (section 7), and MHA, GQA, MQA and thin keys: the
+family of `grouped.py`. A memory is encoded once, and every query sees all of it.
+
+cached once per token of the memory, for LRKV: 2(H + N·R) elements, and N wide 1/rms where keys are
+normed. Without RoPE its eq. 3 and 4 hold as written.
+"""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from kvjax.attention.grouped import Grouped
+from kvjax.attention.grouped import GroupedConfig
+from kvjax.attention.mechanism import require
+from kvjax.cache import append
+from kvjax.kernels.decode_attention.api import memory_attention
+from kvjax.kernels.softmax_attention.api import softmax_attention
+from kvjax.layers.rope import Positions
+from kvjax.layers.weight import linear
+from kvjax.layers.weight import weight
+
+_NOWHERE = Positions(None, None)  # neither queries nor keys have positions
+
+
+def check(config: GroupedConfig) -> None:
+    """Raises a UserError for what has no meaning where queries and keys are of two streams."""
+    allowed = "must be 'none' or 'kv' in cross-attention: queries are made of something else"
+    require(not config.ties_queries, "tie", repr(config.tie), allowed)
+    allowed = "must be 'full' in cross-attention, which has no positions"
+    require(config.rope == "full", "rope", repr(config.rope), allowed)
+    allowed = "must be 0 in cross-attention, which has no positions"
+    require(not config.position_channels, "position_channels", config.position_channels, allowed)
+    allowed = "must be False in cross-attention"
+    require(not config.output_gate, "output_gate", config.output_gate, allowed)
+
+
+class CrossAttention(nnx.Module):
+    """[B, T, D] over memories [B, S, Dm], each as long as it says.
+
+    Tokens behind a memory's length change nothing, whatever they are.
+    """
+
+    def __init__(
+        self, config: GroupedConfig, d_model: int, memory_width: int = 0, *, rngs: nnx.Rngs
+    ):
+        """
+        Args:
+          memory_width: Dm; 0: d_model.
+        """
+        check(config)
+        sizes = dict(N=config.num_heads, H=config.value_dim, D=d_model)
+        self.out = weight("N H -> D", rngs, init="output", **sizes)
+        self.out_bias = weight("D", rngs, init="zeros", D=d_model) if config.output_bias else None
+        width = memory_width or d_model
+        self.mechanism = Grouped(config, width, query_width=d_model, rngs=rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, memory_BSD: jax.Array, lengths_B: jax.Array, **options
+    ) -> jax.Array:
+        """The training pass, over expanded keys and values.
+
+        Args:
+          lengths_B: int32, tokens of each memory, at least 1.
+          options: see `softmax_attention`.
+        """
+        (B, T), S = x_BTD.shape[:2], memory_BSD.shape[1]
+        raw = self.mechanism.raw(_cut(memory_BSD, lengths_B))
+        k_BSKH, v_BSKH = self.mechanism.keys_values(raw, _NOWHERE)
+        behind_BS = jnp.arange(S, dtype=jnp.int32)[None] >= lengths_B[:, None]
+        o_BTNH = softmax_attention(
+            self.mechanism.queries(x_BTD, raw, _NOWHERE),
+            k_BSKH,
+            v_BSKH,
+            scale=self.mechanism.config.scale,
+            causal=False,
+            segments_BS=behind_BS.astype(jnp.int32),
+            query_segments_BT=jnp.zeros((B, T), jnp.int32),
+            **options,
+        )
+        return self._project_out(o_BTNH)
+
+    def encode(self, memory_BSD: jax.Array, lengths_B: jax.Array, layer: dict) -> dict:
+        """A layer of a cache with the entries of memories, written once; `layer` is empty before.
+
+        Args:
+          layer: arrays [B, *shape, capacity] as `cache.allocate` makes them.
+        """
+        entry = self.mechanism.encode(self.mechanism.raw(_cut(memory_BSD, lengths_B)), _NOWHERE)
+        return append(layer, entry, jnp.zeros_like(lengths_B), lengths_B)
+
+    def decode(
+        self,
+        x_BTD: jax.Array,
+        layer: dict[str, jax.Array],
+        lengths_B: jax.Array,
+        *,
+        implementation: str | None = None,
+    ) -> jax.Array:
+        """The same as the training pass, from the cache.
+
+        Args:
+          implementation: see `memory_attention`.
+        """
+        q_BTNH = self.mechanism.queries(x_BTD, {}, _NOWHERE)
+        inputs = self.mechanism.decode_inputs(q_BTNH, None)
+        o_BTNH = memory_attention(inputs, layer, lengths_B, implementation=implementation)
+        return self._project_out(o_BTNH.astype(x_BTD.dtype))
+
+    def _project_out(self, o_BTNH: jax.Array) -> jax.Array:
+        B, T, N, Hv = o_BTNH.shape
+        y_BTD = linear(o_BTNH.reshape(B, T, N * Hv), self.out[...].reshape(N * Hv, -1))
+        return y_BTD if self.out_bias is None else y_BTD + self.out_bias[...][None, None]
+
+
+def _cut(memory_BSD: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    """Zeros behind each memory's length: what lies there may be anything, NaN too."""
+    there_BS = jnp.arange(memory_BSD.shape[1], dtype=jnp.int32)[None] < lengths_B[:, None]
+    return jnp.where(there_BS[..., None], memory_BSD, jnp.zeros((), memory_BSD.dtype))

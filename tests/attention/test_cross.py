@@ -1,0 +1,212 @@
+"""Cross-attention: the law with source lengths of their own, reductions, what changes nothing."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as cache_lib
+from kvjax.attention import GroupedConfig
+from kvjax.attention.cross import CrossAttention
+from kvjax.attention.grouped import Grouped
+from kvjax.foundation.errors import UserError
+from kvjax.kernels.decode_attention import api
+from tests import quick
+
+B, T, S, D, DM, N, H, R = 3, 4, 9, 16, 12, 4, 8, 3
+LENGTHS = np.array([9, 1, 5], np.int32)
+KINDS = {
+    "mha": dict(num_kv_heads=N, num_bases=N, rank=0),
+    "gqa": dict(num_kv_heads=2, num_bases=2, rank=0),
+    "mqa": dict(num_kv_heads=1, num_bases=1, rank=0),
+    "lrkv": dict(num_kv_heads=N, num_bases=1, rank=R),
+    "lrkv_gqa": dict(num_kv_heads=2, num_bases=1, rank=R),
+    "thin_keys": dict(num_kv_heads=N, num_bases=N, rank=0, key_dim=4),
+    "kv_tied": dict(num_kv_heads=N, num_bases=N, rank=0, tie="kv"),
+    "lrkv_kv_tied": dict(num_kv_heads=N, num_bases=1, rank=R, tie="kv"),
+    "ranked_queries": dict(num_kv_heads=N, num_bases=1, rank=R, query_rank=5),
+}
+NORMS = ("rms", "rms_gain", "none")
+
+
+def _config(kind, qk_norm="rms", **more):
+    keys = dict(num_heads=N, key_dim=H, value_dim=H, qk_norm=qk_norm) | KINDS[kind] | more
+    return GroupedConfig(**keys)
+
+
+@pytest.fixture
+def make(x64, randomise):
+    """A function of a config: the module with random float64 weights."""
+
+    def make(config):
+        return randomise(lambda: CrossAttention(config, D, DM, rngs=nnx.Rngs(0)))[0]
+
+    return make
+
+
+def _inputs(seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(B, T, D)), rng.normal(size=(B, S, DM)), jnp.asarray(LENGTHS)
+
+
+def _cache(module, memory, lengths, capacity=S):
+    config = module.mechanism.config
+    cache = cache_lib.allocate([config], batch=B, capacity=capacity, dtype=jnp.dtype(jnp.float64))
+    return module.encode(jnp.asarray(memory), lengths, cache.layers[0])
+
+
+def _numpy(module, x, memory, lengths):
+    """Head by head, memory by memory, from the weights."""
+    c, m = module.mechanism.config, module.mechanism
+    array = lambda w: np.asarray(w[...], np.float64)
+    y = np.zeros((B, T, D))
+    for b, length in enumerate(lengths):
+        seen = memory[b, :length]
+        for n in range(N):
+            k, j = n * c.num_kv_heads // N, n * c.num_bases // N
+            key = seen @ array(m.base_key)[:, j]
+            value = None if c.ties_values else seen @ array(m.base_value)[:, j]
+            if c.rank:
+                key = key + seen @ array(m.latent_key)[:, k] @ array(m.expand_key)[k]
+                if not c.ties_values:
+                    added = seen @ array(m.latent_value)[:, k] @ array(m.expand_value)[k]
+                    value = value + added
+            value = key if c.ties_values else value
+            source = x[b]
+            if c.query_rank:
+                source = source @ array(m.query_down)
+                source = source / np.sqrt(np.mean(source**2, -1, keepdims=True) + c.norm_epsilon)
+                if c.qk_norm == "rms_gain":
+                    source = source * array(m.query_latent_norm.gain)
+            query = source @ array(m.query)[:, n]
+            query, key = (_normed(z, of, c) for z, of in ((query, m.query_norm), (key, m.key_norm)))
+            z = query @ key.T / np.sqrt(c.key_dim)
+            p = np.exp(z - z.max(-1, keepdims=True))
+            y[b] += (p / p.sum(-1, keepdims=True)) @ value @ array(module.out)[n]
+    return y
+
+
+def _normed(z, norm, config):
+    if norm is None:
+        return z
+    z = z / np.sqrt(np.mean(z**2, -1, keepdims=True) + config.norm_epsilon)
+    return z * np.asarray(norm.gain[...]) if norm.gain is not None else z
+
+
+@pytest.mark.parametrize("qk_norm", quick.only(["rms"], NORMS))
+@pytest.mark.parametrize("kind", quick.only(["lrkv", "gqa", "ranked_queries"], KINDS))
+def test_the_law(make, kind, qk_norm):
+    """NumPy's own definition, the training pass and decoding are equal, whatever the lengths."""
+    module = make(_config(kind, qk_norm))
+    x, memory, lengths = _inputs()
+    expected = _numpy(module, x, memory, LENGTHS)
+    assert np.abs(expected).max() > 0.1
+    close = lambda found: np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+    close(jax.jit(lambda *a: module(*a))(x, memory, lengths))
+    layer = _cache(module, memory, lengths)
+    for implementation in ("xla", "reference"):
+        decode = lambda x, i=implementation: module.decode(x, layer, lengths, implementation=i)
+        close(decode(jnp.asarray(x)))
+        one_by_one = [decode(jnp.asarray(x[:, t : t + 1])) for t in range(T)]  # no causal mask left
+        close(np.concatenate(one_by_one, axis=1))
+
+
+def test_a_long_memory_goes_tile_by_tile(make, monkeypatch):
+    """Lengths end inside tiles and at their edges."""
+    module = make(_config("lrkv"))
+    rng = np.random.default_rng(3)
+    x, memory = rng.normal(size=(B, T, D)), rng.normal(size=(B, 130, DM))
+    lengths = jnp.asarray([130, 48, 97], jnp.int32)
+    layer = _cache(module, memory, lengths, capacity=130)
+    small = lambda *args, **how: api.xla.decode_attention(*args, **how, block=48)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "xla", small)
+    found = module.decode(jnp.asarray(x), layer, lengths)
+    np.testing.assert_allclose(found, module(x, memory, lengths), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["lrkv", "mqa"])
+def test_what_changes_nothing(make, kind):
+    """The order of a memory's tokens, and NaN behind its length."""
+    module = make(_config(kind))
+    x, memory, lengths = _inputs()
+    expected = module(x, memory, lengths)
+    spoiled = memory.copy()
+    for b, length in enumerate(LENGTHS):
+        spoiled[b, length:] = np.nan
+        spoiled[b, :length] = np.random.default_rng(1).permutation(memory[b, :length])
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(module(x, spoiled, lengths), expected, rtol=1e-11, atol=1e-11)
+    found = module.decode(jnp.asarray(x), _cache(module, spoiled, lengths), lengths)
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_one_token_gives_its_value_to_every_query(make):
+    module = make(_config("lrkv"))
+    x, memory, _ = _inputs()
+    found = module(x, memory, jnp.ones(B, jnp.int32))
+    np.testing.assert_allclose(found, np.broadcast_to(found[:, :1], found.shape), atol=1e-12)
+    assert np.abs(found[0] - found[1]).max() > 0.01
+
+
+def test_an_empty_memory_gives_nothing(make):
+    module = make(_config("lrkv"))
+    x, memory, lengths = _inputs()
+    none = jnp.zeros_like(lengths)
+    layer = _cache(module, memory, none)
+    for queries in (x, x[:, :1]):
+        assert not np.any(module.decode(jnp.asarray(queries), layer, none))
+
+
+def test_lrkv_of_rank_0_is_mqa_and_of_full_rank_mha(make):
+    """Base 0 and B the identity: each head has keys and values of its own."""
+    x, memory, lengths = _inputs()
+    mqa, zero = make(_config("mqa")), make(_config("lrkv"))
+    for name in ("query", "base_key", "base_value"):
+        getattr(zero.mechanism, name)[...] = getattr(mqa.mechanism, name)[...]
+    zero.out[...] = mqa.out[...]
+    for name in ("expand_key", "expand_value"):
+        getattr(zero.mechanism, name)[...] = jnp.zeros((N, R, H))
+    np.testing.assert_allclose(zero(x, memory, lengths), mqa(x, memory, lengths), atol=1e-12)
+    mha, full = make(_config("mha")), make(_config("lrkv", rank=H))
+    full.mechanism.query[...], full.out[...] = mha.mechanism.query[...], mha.out[...]
+    for name in ("key", "value"):
+        base, own = getattr(full.mechanism, f"base_{name}"), getattr(mha.mechanism, f"base_{name}")
+        base[...] = jnp.zeros_like(base[...])
+        getattr(full.mechanism, f"latent_{name}")[...] = own[...]
+        expand = getattr(full.mechanism, f"expand_{name}")
+        expand[...] = jnp.broadcast_to(jnp.eye(H), (N, H, H))
+    np.testing.assert_allclose(full(x, memory, lengths), mha(x, memory, lengths), atol=1e-12)
+
+
+def test_parameters_and_cached_elements():
+    """RIVALS' formula: D N H + Dm(H + Hv + 2NR) + NR(H + Hv) + N Hv D; 2(H + NR) elements."""
+    module = CrossAttention(_config("lrkv"), D, DM, rngs=nnx.Rngs(0))
+    count = sum(x.size for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(module))))
+    assert count == D * N * H + DM * (2 * H + 2 * N * R) + N * R * 2 * H + N * H * D
+    fields = module.mechanism.config.entry().values()
+    assert sum(np.prod(f.shape) for f in fields if not f.wide) == 2 * (H + N * R)
+    with_own = Grouped(_config("lrkv"), D, rngs=nnx.Rngs(0))
+    assert with_own.query[...].shape == (D, N, H) == module.mechanism.query[...].shape
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (dict(num_kv_heads=N, num_bases=N, rank=0, tie="qk"), "tie = 'qk': must be 'none' or 'kv'"),
+        (dict(rope="shared"), "rope = 'shared': must be 'full' in cross-attention"),
+        (dict(position_channels=4), "position_channels = 4: must be 0 in cross-attention"),
+        (dict(output_gate=True), "output_gate = True: must be False in cross-attention"),
+    ],
+)
+def test_what_has_no_meaning(more, message):
+    with pytest.raises(UserError, match=message):
+        CrossAttention(_config("lrkv", **more), D, rngs=nnx.Rngs(0))
+
+
+def test_kernels_take_one_query(make):
+    module = make(_config("lrkv"))
+    x, memory, lengths = _inputs()
+    layer = _cache(module, memory, lengths)
+    with pytest.raises(NotImplementedError, match="several queries over a whole memory"):
+        module.decode(jnp.asarray(x), layer, lengths, implementation="tpu")
