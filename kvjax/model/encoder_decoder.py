@@ -1,0 +1,211 @@
+"""A small encoder-decoder: a source is encoded once, and every layer of the decoder reads it.
+
+Blocks are those of the Transformer; a decoder's block has cross-attention between its two halves.
+Layers are not scanned: it is for models that fit one device.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import cache as cache_lib
+from kvjax.attention import Attention
+from kvjax.attention.cross import CrossAttention
+from kvjax.attention.cross import check as check_cross
+from kvjax.attention.grouped import GroupedConfig
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.layers import rope
+from kvjax.layers.norm import Norm
+from kvjax.layers.weight import Draws
+from kvjax.layers.weight import weight
+from kvjax.model.config import BlockConfig
+from kvjax.model.mlp import MLP
+from kvjax.model.transformer import logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig:
+    """Two stacks of `block.num_layers`, of one vocabulary.
+
+    Attributes:
+      encoder, decoder: how tokens of the source see each other, and those of the target.
+      cross: how the target sees the source.
+    """
+
+    block: BlockConfig
+    encoder: MechanismConfig
+    decoder: MechanismConfig
+    cross: GroupedConfig
+    vocab_size: int
+
+    def __post_init__(self):
+        check_cross(self.cross)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Caches:
+    """What a decoder keeps: of the target, which grows, and of the source, written once.
+
+    Attributes:
+      source: see `kvjax.cache.Cache`; its lengths are those of the sources.
+    """
+
+    target: cache_lib.Cache
+    source: cache_lib.Cache
+
+
+class DecoderBlock(nnx.Module):
+    """Pre-norm self-attention, cross-attention and MLP."""
+
+    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+        block = config.block
+        self.attention_norm, self.cross_norm, self.mlp_norm = (_norm(block, rngs) for _ in range(3))
+        self.attention = Attention(config.decoder, block.d_model, rngs=rngs)
+        self.cross = CrossAttention(config.cross, block.d_model, rngs=rngs)
+        self.mlp = _mlp(block, rngs)
+
+    def __call__(self, x_BTD, positions, memory_BSD, lengths_B) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, causal=True)
+        x_BTD = x_BTD + self.cross(self.cross_norm(x_BTD), memory_BSD, lengths_B)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+    def decode(self, x_BTD, positions, own: dict, source: dict, counts_B, lengths_B, rope_base):
+        """The same over caches: ([B, T, D], the layer of the target's cache)."""
+        h_BTD = self.attention_norm(x_BTD)
+        how = dict(rope_base=rope_base)
+        y_BTD, own = self.attention.decode(h_BTD, positions, own, counts_B, **how)
+        x_BTD = x_BTD + y_BTD
+        x_BTD = x_BTD + self.cross.decode(self.cross_norm(x_BTD), source, lengths_B)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), own
+
+
+class EncoderBlock(nnx.Module):
+    """Pre-norm self-attention, to both sides, and MLP."""
+
+    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+        block = config.block
+        self.attention_norm, self.mlp_norm = (_norm(block, rngs) for _ in range(2))
+        self.attention = Attention(config.encoder, block.d_model, rngs=rngs)
+        self.mlp = _mlp(block, rngs)
+
+    def __call__(self, x_BSD, positions, segments_BS) -> jax.Array:
+        see = dict(causal=False, segments_BS=segments_BS)
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions, **see)
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
+
+class EncoderDecoder(nnx.Module):
+    """Sources [B, S] with lengths and targets [B, T] to logits [B, T, V]."""
+
+    def __init__(self, config: EncoderDecoderConfig, key: jax.Array):
+        self.config, c = config, config.block
+        start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
+        rngs = Draws(nnx.Rngs(key), **start)
+        sizes = dict(V=config.vocab_size, D=c.d_model)
+        self.embedding = weight("V D", rngs, init="normal", **sizes)
+        self.head = weight("D -> V", rngs, init="output", **sizes)
+        layers = range(c.num_layers)
+        self.encoder = nnx.List([EncoderBlock(config, rngs=rngs) for _ in layers])
+        self.decoder = nnx.List([DecoderBlock(config, rngs=rngs) for _ in layers])
+        self.memory_norm, self.final_norm = (_norm(c, rngs) for _ in range(2))
+
+    def __call__(
+        self, source_BS: jax.Array, lengths_B: jax.Array, target_BT: jax.Array
+    ) -> jax.Array:
+        """Logits [B, T, V] of what follows each token of the target.
+
+        Args:
+          lengths_B: int32, tokens of each source; those behind them change nothing.
+        """
+        memory_BSD = self.encode(source_BS, lengths_B)
+        x_BTD = self._embed(target_BT)
+        positions = self._positions(np.arange(target_BT.shape[1])[None], self.config.decoder)
+        for block in self.decoder:
+            x_BTD = block(x_BTD, positions, memory_BSD, lengths_B)
+        return self._logits(x_BTD)
+
+    def encode(self, source_BS: jax.Array, lengths_B: jax.Array) -> jax.Array:
+        """[B, S, D]: what the decoder reads of sources."""
+        places_S = np.arange(source_BS.shape[1], dtype=np.int32)
+        behind_BS = (places_S[None] >= lengths_B[:, None]).astype(jnp.int32)
+        x_BSD, positions = (
+            self._embed(source_BS),
+            self._positions(places_S[None], self.config.encoder),
+        )
+        for block in self.encoder:
+            x_BSD = block(x_BSD, positions, behind_BS)
+        return self.memory_norm(x_BSD)
+
+    def remember(self, source_BS: jax.Array, lengths_B: jax.Array, capacity: int) -> Caches:
+        """Caches with every source in them, and room for targets of `capacity` tokens."""
+        B, S = source_BS.shape
+        memory_BSD = self.encode(source_BS, lengths_B)
+        allocate = lambda mechanism, room: cache_lib.allocate(
+            [mechanism] * len(self.decoder), batch=B, capacity=room, dtype=memory_BSD.dtype
+        )
+        empty = allocate(self.config.cross, S)
+        layers = tuple(
+            block.cross.encode(memory_BSD, lengths_B, layer)
+            for block, layer in zip(self.decoder, empty.layers, strict=True)
+        )
+        source = cache_lib.Cache(layers, jnp.asarray(lengths_B, jnp.int32))
+        return Caches(allocate(self.config.decoder, capacity), source)
+
+    def decode(
+        self, target_BT: jax.Array, caches: Caches, counts_B: jax.Array
+    ) -> tuple[jax.Array, Caches]:
+        """Logits [B, T, V] of new tokens of the target, and the caches that hold them too.
+
+        Args:
+          counts_B: how many of the T tokens are real; the rest is padding at the end.
+        """
+        c, target, source = self.config, caches.target, caches.source
+        index_BT = target.lengths[:, None] + jnp.arange(target_BT.shape[1], dtype=jnp.int32)[None]
+        x_BTD, positions = self._embed(target_BT), self._positions(index_BT, c.decoder)
+        layers = []
+        for block, own, read in zip(self.decoder, target.layers, source.layers, strict=True):
+            x_BTD, own = block.decode(
+                x_BTD, positions, own, read, counts_B, source.lengths, c.block.angles_base
+            )
+            layers.append(own)
+        target = cache_lib.Cache(tuple(layers), target.lengths + counts_B)
+        return self._logits(x_BTD), Caches(target, source)
+
+    def _embed(self, tokens_BT: jax.Array) -> jax.Array:
+        return self.embedding[...][tokens_BT]
+
+    def _positions(self, index_BT, mechanism: MechanismConfig) -> rope.Positions:
+        return rope.positions(index_BT, mechanism.rope_dim, self.config.block.angles_base)
+
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        softcap = self.config.block.logit_softcap
+        return logits(self.final_norm(x_BTD), self.head[...], softcap)
+
+
+def greedy(model: EncoderDecoder, caches: Caches, begin: int, steps: int) -> jax.Array:
+    """[B, steps] likeliest tokens after `begin`, one after another through the caches."""
+    B = caches.target.lengths.shape[0]
+    ones_B = jnp.ones(B, jnp.int32)
+
+    def step(carry, _):
+        tokens_B, caches = carry
+        z_BTV, caches = model.decode(tokens_B[:, None], caches, ones_B)
+        tokens_B = jnp.argmax(z_BTV[:, 0], axis=-1).astype(jnp.int32)
+        return (tokens_B, caches), tokens_B
+
+    begins_B = jnp.full(B, begin, jnp.int32)
+    return jnp.moveaxis(jax.lax.scan(step, (begins_B, caches), length=steps)[1], 0, 1)
+
+
+def _norm(block: BlockConfig, rngs) -> Norm:
+    affine = dict(gain=block.norm_gain, bias=block.norm_bias)
+    return Norm(block.d_model, kind=block.norm, **affine, epsilon=block.norm_epsilon, rngs=rngs)
+
+
+def _mlp(block: BlockConfig, rngs) -> MLP:
+    how = dict(activation=block.activation, bias=block.bias)
+    return MLP(block.d_model, block.mlp_dim, **how, rngs=rngs)
