@@ -72,6 +72,7 @@ def test_text_appears_as_it_comes(warm, monkeypatch):
     assert pieces[0].startswith("The ") and len(pieces) >= 4
 
 
+@pytest.mark.slow
 def test_several_prompts_are_numbered(warm, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes(b"two\r\n three words\n")

@@ -126,6 +126,7 @@ def test_perplexity_with_plain_attention_is_the_models(name):
     )
 
 
+@pytest.mark.slow
 def test_attention_is_changed_in_all_layers():
     """Values alone, as if each token saw itself only: layers behind are given what it makes."""
     model = _made(workdirs.grouped(4, 4))

@@ -221,6 +221,7 @@ def test_what_it_is_given_is_escaped(html, tree):
     assert found.texts.count(hostile) > 5
 
 
+@pytest.mark.slow
 def test_figures_are_told_in_words(tree):
     drawn = tree.all("svg")
     assert len(drawn) == len(drawings())

@@ -97,6 +97,7 @@ def _check_one(measured, layer, at, length):
         close(measured.errors[length, mask.causal], np.stack(errors, axis=-1))
 
 
+@pytest.mark.slow
 def test_perplexities_are_of_the_first_rows_of_each_text(model, measured):
     for b, tokens_T in enumerate(TEXTS.values()):
         rows_BT = tokens_T[:21].reshape(3, 7)  # 3 rows of 6 tokens and the next one

@@ -262,6 +262,7 @@ def test_random_factors_are_of_the_seed():
     assert not np.allclose(drawn[0][0], drawn[0][1])  # layers have their own
 
 
+@pytest.mark.slow
 def test_geometry_beside_a_model_of_other_heads_compares_norms_only():
     request = Request({}, (), beside=_model("gqa", seed=1))
     section = geometry_report.section(_model("lrkv"), request)
@@ -280,6 +281,7 @@ def test_geometry_without_residuals_shows_norms_only():
     assert found["total_norm"] == norms.tolist() and found["base_norm"] is None
 
 
+@pytest.mark.slow
 def test_layers_without_residuals_are_left_out_of_curves():
     section = geometry_report.section(_model("lrkv_by_layer"), NOTHING)
     assert "nothing to take apart" not in section.lead

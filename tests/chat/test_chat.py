@@ -199,6 +199,7 @@ def test_a_model_without_the_specials_and_without_a_template_cannot_talk(run, tm
     assert status == 2 and "lacks <|user_start|>" in err and "configs/mid/" in err
 
 
+@pytest.mark.slow
 def test_an_imported_model_talks_by_its_template(run, tmp_path):
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
     bytes_only = tokenizer_lib.byte_tokenizer()

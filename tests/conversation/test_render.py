@@ -83,6 +83,7 @@ def test_many_at_once_are_each_by_itself(renderer):
     assert found == [renderer(conversation, limit=9) for conversation, _ in told]
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(), min_size=1, max_size=5))
 def test_the_visible_text_is_the_conversation(renderer, contents):
     """Whatever it says; the names of special tokens in it too."""

@@ -85,6 +85,7 @@ def test_nothing_half_written_has_the_name(imported, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_generation_from_a_conversion(imported):
     loaded = trained.load(imported("llama_tied_bias"))
     generation = Generator(loaded.model, loaded.compute).start([[1, 2, 3]], num_tokens=4)

@@ -226,6 +226,7 @@ def test_where_something_was_left_out_is_made_again_without_skip_broken(
     assert files(prepare.prepare(config, workers=1)) == _afresh(config, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_mended_file_that_the_vocabulary_learned_from_begins_anew(config, tmp_path, monkeypatch):
     """And leaves nothing behind that a later change would be refused for."""
     path = pathlib.Path(config.source) / "2.jsonl"

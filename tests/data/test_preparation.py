@@ -317,6 +317,7 @@ def test_with_nothing_done_an_earlier_attempt_is_no_hindrance(config, monkeypatc
     prepare.prepare(config, workers=1)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_told_and_what_is_done_stays(config, tmp_path):
     die = "import os, signal\nfrom kvjax.data import pool\n"
     die += "make = pool.make_part\ndef die(config, part, *args, **kwargs):\n"

@@ -78,6 +78,7 @@ def test_what_is_laid_down_is_as_if_it_had_been_drawn(make_model, name):
                 np.testing.assert_allclose(now, then, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_batch_is_one_prompt_after_another(generator):
     batch = _run(generator, PROMPTS, LAID).tokens
     for b, prompt in enumerate(PROMPTS):

@@ -8,6 +8,7 @@ from kvjax.decoding import scoring
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.scoring import Scorer
 from kvjax.foundation.errors import UserError
+from tests import quick
 from tests.conftest import MECHANISMS
 from tests.decoding.prompts import V
 
@@ -29,7 +30,7 @@ def narrow(monkeypatch):
     monkeypatch.setattr(scoring, "WIDTH", 4)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick.only(["lrkv"], CASES))
 def test_scores_are_those_of_the_whole_sequence(make_model, narrow, name):
     model = make_model(name)
     rng = np.random.default_rng(0)

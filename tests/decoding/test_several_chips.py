@@ -9,7 +9,6 @@ from kvjax.aot import hlo
 from kvjax.decoding.generator import Generator
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
-from tests import quick
 from tests.decoding.prompts import GREEDY
 from tests.decoding.prompts import HOT
 from tests.decoding.prompts import L
@@ -18,17 +17,15 @@ from tests.decoding.prompts import tokens
 LONG = [[5], list(range(32)) * 9, [4] * 127, [1, 2] * 63]  # to the third stripe, ends of the first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, sampling, several",
-    quick.only(
-        [("lrkv", HOT, (2,))],
-        [
-            ("lrkv", GREEDY, (2, 8)),
-            ("mla", GREEDY, (2, 8)),
-            ("lrkv", HOT, (2,)),
-            ("lrkv", HOT, (8,)),
-        ],
-    ),
+    [
+        ("lrkv", GREEDY, (2, 8)),
+        ("mla", GREEDY, (2, 8)),
+        ("lrkv", HOT, (2,)),
+        ("lrkv", HOT, (8,)),
+    ],
 )
 def test_chips_change_no_token(make_model, on_chips, name, sampling, several):
     """150 prompt tokens at a time: chunks lie over two stripes of 128, on two chips."""

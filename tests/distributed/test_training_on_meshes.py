@@ -97,7 +97,8 @@ def test_eight_devices_train_as_one_in_float32(make_mechanism, randomise, name, 
             assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y), mesh_name
 
 
-@pytest.mark.parametrize("mesh_name", quick.only(["fsdp8"], ["one", "fsdp8", "fsdp4_sequence2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_name", ["one", "fsdp8", "fsdp4_sequence2"])
 def test_parts_of_a_batch_add_up(x64, config, randomise, mesh_name):
     _, params = randomise(lambda: Transformer(config, jax.random.key(0)))
     one, _ = _train(config, params, "one", jnp.float64, steps=3)

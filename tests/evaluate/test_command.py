@@ -194,6 +194,7 @@ def test_core(run, tmp_path):
     assert "The published CORE has 22 tasks" in err
 
 
+@pytest.mark.slow
 def test_a_limit(run):
     status, out, _ = run("--tasks=mmlu", "--limit=2", "--json")
     assert status == 0 and json.loads(out)["tasks"]["mmlu"]["rows"] == 2

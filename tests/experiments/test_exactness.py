@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from experiments.benchmarks import exactness
 from kvjax.attention import GroupedConfig
@@ -20,6 +21,7 @@ def _model(randomise):
     return randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)[0]
 
 
+@pytest.mark.slow
 def test_lrkv_from_the_cache_is_the_model_recomputed(randomise):
     model, compute = _model(randomise), Compute()
     tokens_BT = np.random.default_rng(0).integers(0, 50, (2, 80)).astype(np.int32)

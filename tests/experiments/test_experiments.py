@@ -27,6 +27,7 @@ from experiments.benchmarks import sandbox_cost
 from experiments.benchmarks import train_benchmark
 from experiments.conversion import kept
 from experiments.evaluation import agreement
+from experiments.studies import cross_attention
 from experiments.studies import tiny_comparison
 from experiments.tables import decode_roofline
 from experiments.tables import paper_tables
@@ -38,6 +39,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.training import loop
+from tests import quick
 from tests import runs
 
 _BENCHMARKS = (
@@ -47,7 +49,8 @@ _BENCHMARKS = (
     *("decode_benchmark", "decode_memory", "evaluation_speed", "exactness", "generate_benchmark"),
     *("input_benchmark", "sandbox_cost", "train_benchmark"),
 )
-_STUDIES = ("conversion", "head_diversity", "logit_spectra", "small_caches", "tiny_comparison")
+_STUDIES = ("conversion", "head_diversity", "logit_spectra", "small_caches")
+_STUDIES += ("cross_attention", "tiny_comparison")
 ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("agreement", "at_hand"), "evaluation")
@@ -93,6 +96,9 @@ BAD = (  # command, options, what the line says
     ("conversion", "--stage=whisper_tuning --seeds=x", "--seeds=x: must be a whole number"),
     ("conversion", "--stage=smollm2_tuning --rate=nan", "--rate = nan: must lie between 0 and 1"),
     ("conversion", "--stage=smollm2_tuning --runs=", "--runs= is empty: give a folder"),
+    ("cross_attention", "--kinds=lrvk", "did you mean 'lrkv'?"),
+    ("cross_attention", "--seeds=0", "--seeds = 0: must be at least 1"),
+    ("cross_attention", "--steps=0", "--steps = 0: must be at least 1"),
     ("decode_roofline", "--scale=6p3b", "--scale = '6p3b': must be one of 'tiny', '128m', '2p5b'"),
     ("decode_roofline", "--length=0", "--length = 0: must be at least 1"),
     ("data_reading", "--rows=5", "--rows = 5: must be a multiple of --shards = 10000, from 128 to"),
@@ -392,6 +398,12 @@ def printed(run, monkeypatch, tmp_path):
             ],
         ),
         input_benchmark: dict(measure=lambda *_: dict(tokens_per_second=2_300_000, cores=2)),
+        cross_attention: dict(
+            train=lambda kind, seed, steps: dict(
+                **dict(steps=900 + seed if kind == "lrkv" else None, right=0.99, seconds=60.0),
+                **dict(parameters=230_912, cached_bytes=400, curve={}),
+            )
+        ),
         paper_tables: dict(tables=lambda: {"LRKV Table 2: " + "cache " * 20: [verdict] * 3}),
         parameter_table: dict(
             row=lambda e: count | dict(config=e.name, cache_bytes=331_776, flops=1.6e10)
@@ -429,7 +441,11 @@ SLOPES = ("mechanism", "cache_bytes", "flops", "ns", "mha_ns", "by_bytes", "by_f
 STUBBED = tuple(name for name in WITH_TABLES if name != "generate_benchmark")
 
 
-@pytest.mark.parametrize("name", STUBBED)
+# These two write a model first.
+_QUICK = [name for name in STUBBED if name not in ("analysis_speed", "conversion_memory")]
+
+
+@pytest.mark.parametrize("name", quick.only(_QUICK, STUBBED))
 def test_tables_fit_and_json_stands_alone(printed, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = 1 if name == "train_benchmark" else 0  # one of its runs failed

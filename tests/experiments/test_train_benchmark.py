@@ -159,6 +159,7 @@ def test_a_process_that_ends_without_a_result_is_an_error(monkeypatch):
     assert result == dict(error=said)
 
 
+@pytest.mark.slow
 def test_a_users_mistake_is_a_line_and_a_bug_a_traceback_too(capfd):
     none = dict(path="configs/none_tiny.py", overrides=[], steps=1)
     error = contender.run("experiments.benchmarks.jax_training", none)["error"]

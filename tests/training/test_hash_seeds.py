@@ -32,7 +32,8 @@ def finish(process: subprocess.Popen) -> str:
     return output
 
 
-@pytest.mark.parametrize("how", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["quick", "all"])
 def test_programs(how):
     """Lowered for several meshes: the text, and the text with the lines of Python it is from."""
     processes = [start(seed, "tests.lowered", how) for seed in SEEDS]

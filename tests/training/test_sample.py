@@ -54,6 +54,7 @@ def test_the_sample_is_the_same_each_time(whole, tmp_path):
     assert texts[0] == texts[1] and texts[0].startswith("The king ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["The king ", "The king " * 9])
 def test_a_sample_ends_where_positions_do(source, prompt):
     config = runs.small_config(*source, sample_tokens=60, sample_prompt=prompt)

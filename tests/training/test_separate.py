@@ -81,7 +81,8 @@ def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name,
 
     found, expected = (train(m, begins=BOS, parts=parts) for m in (mesh_name, "one"))
     np.testing.assert_allclose(found, expected, rtol=1e-9)
-    assert abs(found[0][0] - train("one", parts=parts)[0][0]) > 1e-6
+    if not masked:
+        assert abs(found[0][0] - train("one", parts=parts)[0][0]) > 1e-6
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ def test_named_parameters_learn_and_others_stay(source, whole, tmp_path):
     assert all(np.array_equal(again[name], before[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_its_parent(source, whole, tmp_path):
     parent = tmp_path / "parent"
     shutil.copytree(whole.workdir, parent)
@@ -249,6 +250,7 @@ def test_newer_keys_are_there_with_their_defaults(source, whole, tmp_path):
         identity.check_config(epath.Path(tmp_path / "run"), other, jnp.dtype("float32"))
 
 
+@pytest.mark.slow
 def test_gradients_of_what_learns_are_those_of_everything(source):
     """A step of plain descent on queries alone moves them as a step on all parameters does."""
     import optax

@@ -134,6 +134,7 @@ def test_a_config_that_cannot_be_read(run, copy):
     expect(run, copy, "config.json is not JSON")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read(run, copy):
     for file in (copy / "checkpoints" / "10" / "state").rglob("d/*"):
         file.write_bytes(b"\0" * file.stat().st_size)

@@ -141,6 +141,7 @@ def test_smollm2_is_tuned(run, small_smollm2, tmp_path):
     assert one["share"] < 1 and one["before"] != one["after"]
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_says_why(tmp_path):
     with pytest.raises(UserError, match="exit status 2: kvjax: unknown option --no"):
         smollm2._run(["-m", "kvjax.convert", "--no"], tmp_path / "log")

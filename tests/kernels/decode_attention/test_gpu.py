@@ -147,6 +147,7 @@ def test_what_is_taken_has_sizes_that_go_together(N, K, R, H):
     assert plans.slots(plan, 64, scaled=True) > basis
 
 
+@pytest.mark.slow
 def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
     """A sequence that has ended says its next slot, which may be behind the cache."""
     shape = ResidualSizes(N=1, K=1, H=64, Hv=64)

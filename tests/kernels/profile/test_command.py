@@ -135,6 +135,7 @@ def test_the_kinds_tuned_for_are_those_of_the_datasheets():
         assert datasheets.of(device).name == name
 
 
+@pytest.mark.slow
 def test_runs_with_jax_alone(tmp_path):
     """On the CPU, from outside the checkout, without what training needs."""
     program = """

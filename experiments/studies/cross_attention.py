@@ -1,0 +1,203 @@
+"""Cross-attention of LRKV and of MHA in a small encoder-decoder, trained until it is right.
+
+    python -m experiments.studies.cross_attention [--seeds=3] [--save]
+
+The task: digits in, their names in reverse order out, letter by letter ("3 0 7" to "seven zero
+three"). It cannot be done without reading the whole source. A run ends when 99.5 % of held-out
+answers are right to the last letter, greedily from the caches, or after --steps. LRKV's paper
+proposes cross-attention for future work (section 7) and has no figures. "tied" ties queries, keys
+and values of the encoder's self-attention (projection sharing, section 2.5).
+"""
+
+import argparse
+from collections.abc import Sequence
+import functools
+import statistics
+import time
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments import record
+from experiments.analysis import seeds as seeds_lib
+from kvjax.attention import GroupedConfig
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.output import Output
+from kvjax.model.config import BlockConfig
+from kvjax.model.encoder_decoder import EncoderDecoder
+from kvjax.model.encoder_decoder import EncoderDecoderConfig
+from kvjax.model.encoder_decoder import greedy
+
+NAMES = "zero one two three four five six seven eight nine".split()
+LETTERS = "".join(sorted(set("".join(NAMES)))) + " "
+BEGIN, END = 0, 1  # of an answer; behind its end lie more of END
+FIRST_DIGIT, FIRST_LETTER = 2, 12
+VOCABULARY = FIRST_LETTER + len(LETTERS)
+DIGITS = 8  # at most, in a source
+ANSWER = DIGITS * 6  # tokens of the longest, its end included: names have at most five letters
+HEADS, DIM, RANK = 4, 16, 8
+BATCH, HELD_OUT, EVERY = 64, 512, 50  # rows of a step, of an evaluation; steps between two
+RIGHT = 0.995
+
+
+def _grouped(kv_heads: int, bases: int, rank: int = 0, tie: str = "none") -> GroupedConfig:
+    heads = dict(num_heads=HEADS, num_kv_heads=kv_heads, num_bases=bases)
+    return GroupedConfig(**heads, rank=rank, key_dim=DIM, value_dim=DIM, tie=tie)
+
+
+MHA = _grouped(HEADS, HEADS)
+LRKV = _grouped(HEADS, 1, RANK)
+KINDS = {  # encoder's self-attention, and cross-attention
+    "mha": (MHA, MHA),
+    "lrkv": (MHA, LRKV),
+    "mqa": (MHA, _grouped(1, 1)),
+    "lrkv_tied": (_grouped(HEADS, HEADS, tie="qkv"), LRKV),
+}
+
+
+def config_of(kind: str) -> EncoderDecoderConfig:
+    encoder, cross = KINDS[kind]
+    block = BlockConfig(num_layers=2, d_model=HEADS * DIM, mlp_dim=256, zero_outputs=False)
+    mechanisms = dict(encoder=encoder, decoder=MHA, cross=cross)
+    return EncoderDecoderConfig(block=block, **mechanisms, vocab_size=VOCABULARY)
+
+
+def questions(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sources [count, DIGITS], their lengths, and answers [count, ANSWER], END behind them."""
+    lengths = rng.integers(1, DIGITS + 1, count, dtype=np.int32)
+    digits = rng.integers(0, 10, (count, DIGITS))
+    answers = np.full((count, ANSWER), END, np.int32)
+    for row, length, answer in zip(digits, lengths, answers, strict=True):
+        said = " ".join(NAMES[digit] for digit in row[:length][::-1])
+        answer[: len(said)] = [FIRST_LETTER + LETTERS.index(letter) for letter in said]
+    return (digits + FIRST_DIGIT).astype(np.int32), lengths, answers
+
+
+def train(kind: str, seed: int, steps: int) -> dict:
+    """Steps until held-out answers are right, the share of them, by evaluation; seconds."""
+    config = config_of(kind)
+    model = EncoderDecoder(config, jax.random.key(seed))
+    graph, params = nnx.split(model)
+    schedule = optax.warmup_constant_schedule(0.0, 2e-3, 50)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.98))
+
+    def loss(params, source, lengths, answers):
+        said = jnp.pad(answers[:, :-1], ((0, 0), (1, 0)), constant_values=BEGIN)
+        z_BTV = nnx.merge(graph, params)(source, lengths, said)
+        nats_BT = optax.softmax_cross_entropy_with_integer_labels(z_BTV, answers)
+        # Every letter counts, and of the ends the first.
+        first_BT = jnp.cumsum(answers == END, axis=1) <= 1
+        return jnp.sum(nats_BT * first_BT) / jnp.sum(first_BT)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, *batch):
+        value, gradients = jax.value_and_grad(loss)(params, *batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    @jax.jit
+    def answer(params, source, lengths):
+        model = nnx.merge(graph, params)
+        return greedy(model, model.remember(source, lengths, ANSWER), BEGIN, ANSWER)
+
+    state, begun = optimizer.init(params), time.perf_counter()
+    rng, held_out = np.random.default_rng(seed), questions(np.random.default_rng(10**6), HELD_OUT)
+    curve = {}
+    for at in range(1, steps + 1):
+        params, state, value = step(params, state, *questions(rng, BATCH))
+        if at % EVERY and at < steps:
+            continue
+        found = np.asarray(answer(params, *held_out[:2]))
+        curve[at] = dict(loss=float(value), right=right(found, held_out[2]))
+        if curve[at]["right"] >= RIGHT:
+            break
+    seconds = time.perf_counter() - begun
+    entry = config.cross.entry().values()
+    return dict(
+        steps=at if curve[at]["right"] >= RIGHT else None,
+        right=curve[at]["right"],
+        curve=curve,
+        seconds=seconds,
+        parameters=sum(x.size for x in jax.tree.leaves(params)),
+        cached_bytes=sum(4 * int(np.prod(field.shape)) for field in entry),
+    )
+
+
+def right(found: np.ndarray, answers: np.ndarray) -> float:
+    """The share of answers that are right to their end; what is said behind it does not count."""
+    before = np.cumsum(answers == END, axis=1) <= 1
+    return float(np.mean(np.all((found == answers) | ~before, axis=1)))
+
+
+def row(kind: str, runs: Sequence[dict]) -> dict:
+    """Figures of one kind, over its seeds; steps of those that became right."""
+    steps = [run["steps"] for run in runs if run["steps"]]
+    found = seeds_lib.estimate(steps) if steps else None
+    return dict(
+        kind=kind,
+        parameters=runs[0]["parameters"],
+        cached_bytes=runs[0]["cached_bytes"],
+        runs=len(runs),
+        became_right=len(steps),
+        steps=found and found.mean,
+        steps_half_interval=found and found.half,
+        right=statistics.mean(run["right"] for run in runs),
+        seconds=sum(run["seconds"] for run in runs),
+    )
+
+
+_HEADER = ("cross-attention", "parameters", "bytes per source token and layer (float32)")
+_HEADER += ("right, of runs", "steps until then", "held-out answers right")
+
+
+def _cells(r: dict) -> tuple:
+    steps = "-"
+    if r["steps"]:
+        steps = seeds_lib.Estimate(r["steps"], r["steps_half_interval"]).shown(",.0f")
+    of = f"{r['became_right']} of {r['runs']}"
+    cached = f"{r['cached_bytes']:,}"
+    return r["kind"], f"{r['parameters']:,}", cached, of, steps, f"{100 * r['right']:.1f} %"
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (all)")
+    add("--seeds", type=int, default=3, help="runs of each (3)")
+    add("--steps", type=int, default=3000, help="of 64 answers, at most (3000)")
+    add("--save", action="store_true", help="write experiments/results/cross_attention.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    options.kinds = lists.names("--kinds", options.kinds, tuple(KINDS))
+    at_least("--seeds", options.seeds, 1)
+    at_least("--steps", options.steps, 1)
+    record.check(options.save)
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Trains and prints."""
+    options = _options(arguments)
+    runtime.start()
+    runs = {kind: [] for kind in options.kinds}
+    with progress.waiting("training") as doing:
+        for seed in range(options.seeds):
+            for kind in options.kinds:
+                doing.at(f"{kind}, seed {seed}")
+                runs[kind].append(train(kind, seed, options.steps))
+    rows = [row(kind, found) for kind, found in runs.items()]
+    out = Output(options)
+    out.table(_HEADER, map(_cells, rows))
+    result = dict(steps=options.steps, seeds=list(range(options.seeds)), rows=rows, runs=runs)
+    record.record("cross_attention", result, out, save=options.save)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

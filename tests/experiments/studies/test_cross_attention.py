@@ -1,0 +1,53 @@
+"""The task of the study of cross-attention, what counts as right, and that it can be learned."""
+
+import numpy as np
+import pytest
+
+from experiments.studies import cross_attention as study
+
+
+def _said(answer):
+    letters = answer[: list(answer).index(study.END)]
+    return "".join(study.LETTERS[token - study.FIRST_LETTER] for token in letters)
+
+
+def test_answers_are_the_digits_names_in_reverse():
+    sources, lengths, answers = study.questions(np.random.default_rng(0), 50)
+    for source, length, answer in zip(sources, lengths, answers, strict=True):
+        digits = [int(token) - study.FIRST_DIGIT for token in source[:length]]
+        assert _said(answer).split() == [study.NAMES[d] for d in reversed(digits)]
+        assert (answer[len(_said(answer)) :] == study.END).all()
+    assert set(lengths) == set(range(1, study.DIGITS + 1))
+    longest = " ".join([max(study.NAMES, key=len)] * study.DIGITS)
+    assert len(longest) + 1 <= study.ANSWER
+    assert study.VOCABULARY > answers.max() >= study.FIRST_LETTER
+
+
+def test_what_is_right():
+    _, _, answers = study.questions(np.random.default_rng(1), 4)
+    ends = [list(answer).index(study.END) for answer in answers]
+    found = answers.copy()
+    found[0, ends[0] + 1 :] = study.FIRST_LETTER  # behind the end
+    assert study.right(found, answers) == 1
+    found[1, 0] = study.FIRST_LETTER + (found[1, 0] == study.FIRST_LETTER)
+    found[2, ends[2]] = study.FIRST_LETTER  # it does not end
+    assert study.right(found, answers) == 0.5
+
+
+def test_kinds_differ_in_what_they_cache():
+    bytes_of = {
+        kind: sum(4 * int(np.prod(f.shape)) for f in study.config_of(kind).cross.entry().values())
+        for kind in study.KINDS
+    }
+    assert bytes_of == dict(mha=512, lrkv=400, mqa=128, lrkv_tied=400)
+    assert study.config_of("lrkv_tied").encoder.tie == "qkv"
+
+
+@pytest.mark.slow
+def test_a_few_steps_learn_something(monkeypatch):
+    monkeypatch.setattr(study, "EVERY", 10)
+    monkeypatch.setattr(study, "HELD_OUT", 32)
+    found = study.train("lrkv", 0, 20)
+    losses = [at["loss"] for at in found["curve"].values()]
+    assert list(found["curve"]) == [10, 20] and losses[1] < losses[0] < 3.4
+    assert found["steps"] is None and found["cached_bytes"] == 400
