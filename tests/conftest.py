@@ -52,6 +52,14 @@ for _signal in (signal.SIGHUP, signal.SIGINT):
         signal.signal(_signal, lambda number, frame: None)
 
 
+# Files with cases of minutes: begun last, one of them would keep one worker busy and others idle.
+_FIRST = ("test_notebooks.py", "test_mid_training.py", "test_fuzz.py", "test_multihost.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in _FIRST)  # stable
+
+
 def pytest_collection_finish(session):
     """What imports have left stays, and tracing leaves much: the collector would take 8 %."""
     gc.collect()
