@@ -12,11 +12,6 @@ from tests import quick
 from tests.conftest import MECHANISMS
 from tests.decoding.prompts import V
 
-QUICK = ("mha", "lrkv", "mla")
-CASES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MECHANISMS
-]
-
 
 def _expected(model, sequence):
     """[T, V] log-probabilities of what follows each token."""
@@ -30,7 +25,7 @@ def narrow(monkeypatch):
     monkeypatch.setattr(scoring, "WIDTH", 4)
 
 
-@pytest.mark.parametrize("name", quick.only(["lrkv"], CASES))
+@pytest.mark.parametrize("name", quick.only(["lrkv"], MECHANISMS))
 def test_scores_are_those_of_the_whole_sequence(make_model, narrow, name):
     model = make_model(name)
     rng = np.random.default_rng(0)
