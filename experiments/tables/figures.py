@@ -1,10 +1,12 @@
-"""The README's two pictures: what each mechanism caches, and bits per byte against cache size.
+"""The READMEs' pictures: what each mechanism caches, and bits per byte against cache size.
 
     python -m experiments.tables.figures          # writes experiments/figures/*.svg
     python -m experiments.tables.figures --check  # writes nothing: says which would change
 
 The first is drawn from the tiny configs, to scale. The second shows
-experiments/results/tiny_comparison.json, which experiments/studies/tiny_comparison.py measures.
+experiments/results/tiny_comparison.json, which experiments/studies/tiny_comparison.py measures; the
+third, of all mechanisms, small_caches.json of experiments/studies/small_caches.py once it has every
+run.
 """
 
 import io
@@ -217,6 +219,55 @@ def results(comparison: dict) -> Figure:
     return figure
 
 
+# -- all mechanisms --------------------------------------------------------------------------------
+
+
+def small_caches(found: dict) -> Figure:
+    """The same of all mechanisms, with as many parameters each: points have numbers, best first."""
+    rows = sorted(found["rows"], key=lambda row: row["bpb"])
+    figure = _card(9.6, 6.4)
+    axes = figure.add_axes((0.085, 0.105, 0.55, 0.76))
+    for number, row in enumerate(rows, 1):
+        x, y, color = row["cache_bytes"], row["bpb"], _color(row["mechanism"])
+        same = [other["mechanism"] for other in rows if other["cache_bytes"] == x]
+        x *= 1.045 ** (same.index(row["mechanism"]) - (len(same) - 1) / 2)
+        axes.errorbar(x, y, row["bpb_half_interval"], fmt="none", color=color, alpha=0.45)
+        axes.plot(x, y, "o", color=color, markersize=13)
+        axes.annotate(str(number), (x, y), color="white", ha="center", va="center", fontsize=7.5)
+        top, step = 0.845, 0.745 / len(rows)
+        place = top - step * (number - 1)
+        figure.text(0.672, place, str(number), color=color, ha="right", fontsize=8, weight="bold")
+        figure.text(0.68, place, row["mechanism"], fontsize=8)
+        figure.text(0.965, place, f"{y:.4f}", fontsize=8, color=GRAY, ha="right")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xlabel("cache bytes per token, all layers, bfloat16", color=GRAY)
+    axes.set_ylabel("held-out bits per byte (lower is better)", color=GRAY)
+    axes.tick_params(colors=GRAY)
+    axes.grid(color=LINE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_facecolor("none")
+    for name, spine in axes.spines.items():
+        spine.set(visible=name in ("left", "bottom"), color=LINE)
+    title = (
+        f"{len(rows)} mechanisms at demo size, {rows[0]['parameters'] / 1e6:.2f}M parameters each"
+    )
+    figure.text(0.034, 0.945, title, fontsize=13, weight="bold", va="center")
+    seeds = min(len(row["seeds"]) for row in rows)
+    said = (
+        f"{found['tokens'] / 1e6:.1f}M training tokens; means of {seeds} seeds and 95 % intervals."
+    )
+    said += " Orange: LRKV. Green: other authors'. Equal caches lie side by side."
+    figure.text(0.034, 0.905, said, fontsize=9.5, color=GRAY, va="center")
+    return figure
+
+
+def _color(name: str) -> str:
+    if name.startswith("lrkv"):
+        return RESIDUAL
+    return LATENT if name.endswith(("_narrow", "_wide")) else FULL
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -231,9 +282,18 @@ def figures() -> dict[pathlib.Path, str]:
         raise UserError(
             f"{file}: is not there; python -m experiments.studies.tiny_comparison --save"
         )
+    every = RESULTS / "small_caches.json"
+    compared = json.loads(every.read_text()) if every.exists() else {}
     with matplotlib.rc_context(STYLE):
         drawn = dict(idea=svg(idea()), results=svg(results(json.loads(file.read_text()))))
+        if _is_whole(compared):
+            drawn["small_caches"] = svg(small_caches(compared))
     return {FOLDER / f"{name}.svg": text for name, text in drawn.items()}
+
+
+def _is_whole(compared: dict) -> bool:
+    """Whether a study has at least three seeds of every mechanism."""
+    return bool(compared) and min(len(row["seeds"]) for row in compared["rows"]) >= 3
 
 
 def main(arguments: list[str]) -> int:

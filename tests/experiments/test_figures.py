@@ -48,3 +48,34 @@ def test_results_that_are_not_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert command_line.status(figures.main, ["--check"]) == 2
     assert "python -m experiments.studies.tiny_comparison --save" in capsys.readouterr().err
+
+
+def _row(name, cache_bytes, bpb, seeds=3):
+    of = dict(mechanism=name, cache_bytes=cache_bytes, bpb=bpb, bpb_half_interval=0.01)
+    return of | dict(seeds=list(range(seeds)), parameters=1_310_720)
+
+
+def test_all_mechanisms_are_points_with_numbers_best_first():
+    rows = [_row("mha", 2048, 1.9), _row("lrkv", 1600, 1.8), _row("gla_narrow", 1600, 1.85)]
+    figure = figures.small_caches(dict(rows=rows, tokens=2_097_152))
+    (axes,) = figure.axes
+    points = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [point.get_ydata()[0] for point in points] == [1.8, 1.85, 1.9]
+    assert [text.get_text() for text in axes.texts] == ["1", "2", "3"]
+    colors = [figures.RESIDUAL, figures.LATENT, figures.FULL]
+    assert [point.get_color() for point in points] == colors
+    xs = [point.get_xdata()[0] for point in points]
+    assert xs[2] == 2048 and xs[0] < 1600 < xs[1]
+    said = [text.get_text() for text in figure.texts]
+    assert said.index("lrkv") < said.index("gla_narrow") < said.index("mha")
+
+
+def test_they_are_drawn_once_every_run_is_there(tmp_path, monkeypatch):
+    comparison = (RESULTS / "tiny_comparison.json").read_text()
+    (tmp_path / "tiny_comparison.json").write_text(comparison)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    for seeds in (2, 3):
+        rows = [_row("mha", 2048, 1.9), _row("lrkv", 1600, 1.8, seeds)]
+        (tmp_path / "small_caches.json").write_text(json.dumps(dict(rows=rows, tokens=2_097_152)))
+        names = [path.stem for path in figures.figures()]
+        assert names == ["idea", "results", *["small_caches"] * (seeds == 3)]
