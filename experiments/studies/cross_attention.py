@@ -176,7 +176,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (all)")
     add("--seeds", type=int, default=3, help="runs of each (3)")
-    add("--steps", type=int, default=1500, help="of 64 answers (1500)")
+    add("--steps", type=int, default=2500, help="of 64 answers (2500)")
     add("--save", action="store_true", help="write experiments/results/cross_attention.json")
     parser.add_output()
     options = parser.parse(arguments)
