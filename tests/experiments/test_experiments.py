@@ -53,11 +53,11 @@ _STUDIES = ("conversion", "head_diversity", "logit_spectra", "small_caches")
 _STUDIES += ("cross_attention", "tiny_comparison")
 ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
-ROOMS |= dict.fromkeys(("agreement", "at_hand"), "evaluation")
+ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS |= dict(decode_roofline="tables")
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", *_STUDIES[1:4])
+_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:4])
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
 _NOT_SAVED = ("input_benchmark", "parameter_table", "decode_roofline")
 SAVING = tuple(name for name in WITH_TABLES if name not in _NOT_SAVED)
@@ -159,6 +159,8 @@ BAD = (  # command, options, what the line says
     ("sandbox_cost", "--repeats=0", "--repeats = 0: must be at least 1"),
     ("scaling_table", "--only=mha*", "--only=mha*: is of --compile"),
     ("scaling_table", "--check --compile", "--check --compile: give one of them"),
+    ("scores", "--workdirs=", "--workdirs is missing: give workdirs"),
+    ("scores", "--workdirs=nowhere", "nowhere has no evaluation: python -m kvjax.evaluate"),
     ("small_caches", "--seeds=0", "--seeds = 0: must be at least 1"),
     ("small_caches", "--processes=0", "--processes = 0: must be at least 1"),
     ("small_caches", "--mechanisms=mha,gla", "'gla' is none of mha"),

@@ -1,0 +1,96 @@
+"""Scores of a model and of its conversions, side by side, from the rows that an evaluation kept.
+
+    python -m kvjax.evaluate --workdir=runs/smollm2 --tasks=mmlu --data=FOLDER   # and of the others
+    python -m experiments.evaluation.scores --workdirs=runs/smollm2,runs/smollm2_half [--save]
+
+Nothing is asked. Differences are from the first, question by question, by the paired bootstrap of
+`kvjax.evaluate --compare`.
+"""
+
+import argparse
+from collections.abc import Sequence
+import json
+
+import jax.numpy as jnp
+
+from experiments import record
+from kvjax.analysis.words import mechanism_names
+from kvjax.costs import formulas
+from kvjax.evaluate import compare
+from kvjax.evaluate import scores
+from kvjax.evaluate.compare import Evaluated
+from kvjax.evaluate.task import TASKS
+from kvjax.foundation import command_line
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.workdir import trained
+
+
+def rows_of(name: str, one: Evaluated, first: Evaluated | None) -> list[dict]:
+    """What a model has of each task, and its difference from the first."""
+    model = trained.find(name).experiment.model
+    of_model = dict(
+        workdir=name.rstrip("/").rpartition("/")[2],
+        mechanism=mechanism_names(model.mechanisms),
+        cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
+    )
+    against = {} if first is None else compare.compare([one], [first])
+    found = []
+    for task in (task for task in TASKS if one.verdicts.get(task)):
+        verdicts = one.verdicts[task]
+        right = sum(verdicts.values())
+        score = scores.accuracy(right, len(verdicts))
+        row = of_model | dict(task=task, rows=len(verdicts), right=right, score=score._asdict())
+        row |= dict(options=one.identities[task])
+        if task in against:
+            row |= dict(against_first=against[task]["difference"], paired=against[task]["rows"])
+        found.append(row)
+    return found
+
+
+_HEADER = ("model", "mechanism", "cache bytes per token (bfloat16)", "task", "right", "%")
+_HEADER += ("interval", "against the first", "interval")
+
+
+def _cells(r: dict) -> tuple:
+    percent = lambda score, sign="": tuple(
+        f"{100 * score[key]:{sign}.1f}" for key in ("value", "low", "high")
+    )
+    value, low, high = percent(r["score"])
+    against = ("", "")
+    if "against_first" in r:
+        difference, *ends = percent(r["against_first"], "+")
+        against = (difference, " to ".join(ends))
+    right = f"{r['right']:,} of {r['rows']:,}"
+    of_model = (r["workdir"], r["mechanism"], f"{r['cache_bytes']:,}", r["task"])
+    return (*of_model, right, value, f"{low} to {high}", *against)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--workdirs", default="", help="of models, the first of which is compared with")
+    add("--save", action="store_true", help="write experiments/results/scores.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    options.workdirs = [name.strip() for name in options.workdirs.split(",") if name.strip()]
+    if not options.workdirs:
+        raise UserError("--workdirs is missing: give workdirs that kvjax.evaluate was run on")
+    record.check(options.save)
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints."""
+    options = _options(arguments)
+    every = [compare.open(name) for name in options.workdirs]
+    rows = []
+    for name, one in zip(options.workdirs, every, strict=True):
+        rows += rows_of(name, one, None if one is every[0] else every[0])
+    out = Output(options)
+    out.table(_HEADER, map(_cells, rows))
+    record.record("scores", json.loads(json.dumps(dict(rows=rows))), out, save=options.save)
+
+
+if __name__ == "__main__":
+    command_line.run(main)
