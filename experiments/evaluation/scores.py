@@ -83,7 +83,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Prints."""
     options = _options(arguments)
-    every = [compare.open(name) for name in options.workdirs]
+    every = [compare.open(name, "--workdirs") for name in options.workdirs]
     rows = []
     for name, one in zip(options.workdirs, every, strict=True):
         rows += rows_of(name, one, None if one is every[0] else every[0])

@@ -47,26 +47,27 @@ def groups(option: str) -> tuple[list[str], list[str]]:
     return sides[0], sides[1]
 
 
-def open(name: str) -> Evaluated:
+def open(name: str, option: str = "--compare") -> Evaluated:
     """The evaluation of a workdir, of its latest step that has one, or of WORKDIR@STEP.
 
     Args:
       name: of a workdir; or a folder of rows that --out named.
+      option: that the name is of, for messages.
 
     Raises:
       UserError: there is none.
     """
-    given = runtime.path("--compare", name)
+    given = runtime.path(option, name)
     if list(given.glob("*.jsonl")) if given.is_dir() else ():
         return _read(name, given)
     path, at, step = name.rpartition("@")
     by_step = bool(at) and step.isdecimal()
-    root = runtime.path("--compare", path if by_step else name) / rows_lib.FOLDER
+    root = runtime.path(option, path if by_step else name) / rows_lib.FOLDER
     steps = sorted(int(p.name) for p in _folders(root) if p.name.isdecimal())
     if not steps or (by_step and int(step) not in steps):
         there = f"; there are evaluations of steps {steps}" if steps else ""
         raise UserError(
-            f"--compare: {name} has no evaluation{' of that step' if by_step else ''}{there}: "
+            f"{option}: {name} has no evaluation{' of that step' if by_step else ''}{there}: "
             f"python -m kvjax.evaluate --workdir={path if by_step else name}"
         )
     return _read(name, root / (step if by_step else str(steps[-1])))
