@@ -4,6 +4,9 @@ import functools
 
 import pytest
 
+from kvjax.attention import gla
+from kvjax.attention import mechanism
+from kvjax.attention import mla
 from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention import xla
 from tests.attention import law
@@ -14,3 +17,10 @@ def small_tiles(monkeypatch):
     """Capacity 128 is several tiles, read by the implementation of this name."""
     attend = functools.partial(xla.decode_attention, block=law.BLOCK)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "small_tiles", attend)
+
+
+@pytest.fixture
+def without_latent_norms(monkeypatch):
+    """For what is equal but for the norm of latents, which there always is."""
+    for where in (mechanism, gla, mla):
+        monkeypatch.setattr(where, "latent_norm", lambda *args, **options: lambda x: x)

@@ -1,0 +1,106 @@
+"""One attention layer of random weights, asked for outputs, heads and logits; what is close."""
+
+from flax import nnx
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.attention import Attention
+from kvjax.attention import BranchedLatentConfig
+from kvjax.attention import GroupedLatentConfig
+from kvjax.attention import SharedKVConfig
+from kvjax.attention import TensorProductConfig
+from kvjax.attention import TiedLatentConfig
+from kvjax.layers import rope
+
+B, T, D, N, H, P = 2, 6, 24, 4, 8, 4
+BASE = 100.0
+X = np.random.default_rng(0).standard_normal((B, T, D))
+COMMON = dict(num_heads=N, key_dim=H, norm_epsilon=1e-2)
+BOTH = COMMON | dict(value_dim=H)
+LATENT = BOTH | dict(latent_dim=6, rope_key_dim=P)
+
+
+def weights(randomise, config, seed=0):
+    """An `Attention`'s weights, none zero."""
+    return randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)), seed=seed)[1]
+
+
+def module(config, w):
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Attention(config, D, rngs=nnx.Rngs(0))))
+    arrays = {k: _arrays(v) for k, v in w.items()}
+    return nnx.merge(graph, arrays)
+
+
+def _arrays(tree):
+    return {k: _arrays(v) for k, v in tree.items()} if isinstance(tree, dict) else jnp.asarray(tree)
+
+
+def positions(config, base=BASE, first=0):
+    return rope.positions(first + np.arange(T, dtype=np.int32)[None], config.rope_dim, base)
+
+
+def run(config, w, base=BASE, x=X, first=0):
+    """[B, T, D]."""
+    attend = module(config, w)
+    return np.asarray(attend(jnp.asarray(x), positions(config, base, first), causal=True))
+
+
+def heads(config, w, base=BASE):
+    """What the output projection gets of every head, [B, T, N, H]."""
+    one_head = np.zeros((N, *w["out"].shape[1:]))
+    outs = []
+    for n in range(N):
+        only = one_head.copy()
+        only[n, :, : w["out"].shape[1]] = np.eye(w["out"].shape[1])
+        outs.append(run(config, w | dict(out=only), base)[..., : w["out"].shape[1]])
+    return np.stack(outs, axis=2)
+
+
+def logits(config, w, base=BASE, x=X):
+    """[B, N, T, T] of all queries with all keys."""
+    mechanism = module(config, w).mechanism
+    at = positions(config, base)
+    q, raw = mechanism.project(jnp.asarray(x), at)
+    k, _ = mechanism.keys_values(raw, at)
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    return config.scale * np.einsum("btnh,bsnh->bnts", q, k)
+
+
+def changed(w, name, value):
+    """The weights of the mechanism with another one."""
+    return w | dict(mechanism=w["mechanism"] | {name: value})
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def moved(a, b, axis):
+    """Along an axis, whether anything is different."""
+    others = tuple(i for i in range(a.ndim) if i != axis)
+    return (np.abs(a - b).max(axis=others) > 1e-6).tolist()
+
+
+def noise(shape, seed=1):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def gla_config(J, **options):
+    return GroupedLatentConfig(**LATENT, num_latents=J, **options)
+
+
+def mlra_config(G, J, **options):
+    return BranchedLatentConfig(**LATENT, num_branches=G, num_latents=J, **options)
+
+
+def gta_config(P, **options):
+    return TiedLatentConfig(**COMMON, num_kv_heads=2, rope_key_dim=P, **options)
+
+
+def shared_kv_config(P, **options):
+    return SharedKVConfig(**COMMON, num_kv_heads=2, rope_key_dim=P, **options)
+
+
+def tpa_config(R, **options):
+    options = dict(query_factors=0, qk_norm="none") | options
+    return TensorProductConfig(**BOTH, key_rank=R, value_rank=R, **options)

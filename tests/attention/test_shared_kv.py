@@ -1,0 +1,41 @@
+"""Shared KV: only relative positions count, though values are rotated."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import reference
+from tests.attention.one_layer import P
+from tests.attention.one_layer import X
+from tests.attention.one_layer import close
+from tests.attention.one_layer import module
+from tests.attention.one_layer import positions
+from tests.attention.one_layer import run
+from tests.attention.one_layer import shared_kv_config
+from tests.attention.one_layer import weights
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def test_only_relative_positions_count(randomise, monkeypatch):
+    """Values are rotated too: without the turn back they would tell where they stood."""
+    shared = shared_kv_config(P)
+    w = weights(randomise, shared)
+    close(run(shared, w, first=70), run(shared, w))
+    from kvjax.attention import shared_kv
+
+    monkeypatch.setattr(shared_kv.SharedKV, "combine", lambda self, o, positions: o)
+    assert np.abs(run(shared, w, first=70) - run(shared, w)).max() > 0.01
+
+
+def test_without_rotation_values_are_normed_keys(randomise):
+    shared = shared_kv_config(0)
+    w = weights(randomise, shared)
+    mechanism = module(shared, w).mechanism
+    _, raw = mechanism.project(jnp.asarray(X), positions(shared))
+    k, v = mechanism.keys_values(raw, positions(shared))
+    close(k, v)
+    expected = np.einsum("btd,dkh->btkh", X, w["mechanism"]["latent"])
+    close(k, reference.rms(expected, shared.norm_epsilon))
+    close(run(shared, w), run(shared, w, base=None))
+    assert list(shared.entry()) == ["latent"]
