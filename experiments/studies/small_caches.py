@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import os
 import pathlib
+import statistics
 
 from etils import epath
 import jax.numpy as jnp
@@ -48,7 +49,9 @@ OWN = (
 )
 NARROW = tuple(f"{m}_narrow" for m in ("gla", "gta", "mfa", "mlra2", "mlra4", "shared_kv", "tpa"))
 WIDE = tuple(f"{m}_wide" for m in ("mfa_kr", "tpa_kv_only", "tpa", "gta", "shared_kv", "mfa"))
-STEPS = 256  # of 8,192 tokens: 2.1M
+EVERY = (*OWN, *NARROW, *WIDE)
+TOKENS_PER_STEP = 32 * 256  # of the tiny configs
+STEPS = 256  # 2.1M tokens
 NAME = "small_caches"
 _DECODE = dict(prompt=64, new=64, repeats=3)  # of 8 sequences
 _SEQUENCES = 8
@@ -112,8 +115,8 @@ def _named(name: str, found: seeds_lib.Estimate | None) -> dict:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    there = sorted(x for x in values if x)
-    return there[len(there) // 2] if there else None
+    there = [x for x in values if x]
+    return statistics.median(there) if there else None
 
 
 _HEADER = (
@@ -152,7 +155,7 @@ def add_options(parser: command_line.Parser, folder: str, every: Sequence[str]) 
     text = f"runs side by side, each on its share of the cores ({os.cpu_count()})"
     add("--processes", type=int, default=os.cpu_count(), help=text)
     add("--mix", action="store_true", help="take runs that other code trained as they are")
-    add("--fresh", action="store_true", help="begin a new result")
+    add("--fresh", action="store_true", help="begin a new result, with the runs in --runs")
 
 
 def check(options: argparse.Namespace, every: Sequence[str]) -> None:
@@ -162,6 +165,8 @@ def check(options: argparse.Namespace, every: Sequence[str]) -> None:
         at_least(f"--{key}", getattr(options, key), 1)
     if not options.runs:
         raise UserError("--runs= is empty: give a folder, as runs/small_caches")
+    if "://" in options.runs:
+        raise UserError(f"--runs = {options.runs!r}: must be a local folder")
     options.runs = pathlib.Path(runtime.folder("--runs", options.runs))
     record.check_folder("--runs", options.runs)
     record.check(options.save)
@@ -169,14 +174,13 @@ def check(options: argparse.Namespace, every: Sequence[str]) -> None:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
-    every = (*OWN, *NARROW, *WIDE)
-    add_options(parser, f"runs/{NAME}", every)
+    add_options(parser, f"runs/{NAME}", EVERY)
     add = parser.add_argument
     add("--decode", action="store_true", help="measure decoding too, of runs that lie in --runs")
     add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
     parser.add_output()
     options = parser.parse(arguments)
-    check(options, every)
+    check(options, EVERY)
     return options
 
 
@@ -196,15 +200,17 @@ def main(arguments: Sequence[str]) -> int:
             continue
         workdir = options.runs / run.name
         curve = grid.curve(workdir)
-        kept.keep(run, bpb=curve[run.steps], curve=curve, tokens_per_second=grid.speed(workdir))
+        found = dict(bpb=curve[run.steps], curve=curve, tokens_per_second=grid.speed(workdir))
+        kept.keep(run, workdir, **found)
         if options.save:
-            _record(runs, kept, failed, Output(options), save=True, said=False)
+            record.keep(NAME, _result(options.steps, kept, failed))
     if options.decode:
         _decode(runs, kept, options.runs)
-    rows = _record(runs, kept, failed, out, save=options.save, said=True)
-    out.table(_HEADER, map(_cells, rows))
+    result = _result(options.steps, kept, failed)
+    out.table(_HEADER, map(_cells, result["rows"]))
     for name, why in failed.items():
         out.say(f"- left out: {name}, {why}")
+    record.record(NAME, result, out, save=options.save)
     return 1 if failed else 0
 
 
@@ -218,25 +224,18 @@ def _decode(runs: Sequence[Run], kept: Kept, folder: pathlib.Path) -> None:
                 found["decode_tokens_per_second"] = decoding(folder / run.name)
 
 
-def _record(
-    runs: Sequence[Run], kept: Kept, failed: Mapping, out: Output, *, save: bool, said: bool
-) -> list[dict]:
-    """Gives the result to `out`, and its rows."""
-    there = {}
-    for run in runs:
-        if found := kept.of(run):
-            there.setdefault(run.cell.name, {})[run.seed] = found
-    experiments = {run.cell.name: run for run in runs if run.seed == 0}
-    rows = [row(run.cell, run.experiment, there) for m, run in experiments.items() if m in there]
+def _result(steps: int, kept: Kept, failed: Mapping) -> dict:
+    """Of all runs that are kept, asked for now or not."""
+    there: dict[str, dict[int, dict]] = {}
+    every = {cell.name: cell for cell in cells(tuple(kept.runs))}
+    for name, cell in every.items():
+        for seed in sorted(kept.runs[name]):
+            if found := kept.of(Run(cell, seed, steps)):
+                there.setdefault(name, {})[seed] = found
+    rows = [row(every[name], Run(every[name], 0, steps).experiment, there) for name in there]
     rows.sort(key=lambda r: -r["cache_bytes"])
-    tokens = runs[0].steps * runs[0].experiment.tokens_per_step
-    result = dict(steps=runs[0].steps, tokens=tokens, rows=rows, failed=dict(failed))
-    result |= kept.as_json()
-    if said:
-        record.record(NAME, result, out, save=save)
-    else:
-        record.keep(NAME, result)
-    return rows
+    result = dict(steps=steps, tokens=steps * TOKENS_PER_STEP, rows=rows, failed=dict(failed))
+    return result | kept.as_json()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from matplotlib.patches import FancyBboxPatch
 from matplotlib.patches import Rectangle
 
 from experiments import record
+from experiments.studies.small_caches import EVERY
 from experiments.tables import parameter_table
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
@@ -223,7 +224,7 @@ def results(comparison: dict) -> Figure:
 
 
 def small_caches(found: dict) -> Figure:
-    """The same of all mechanisms, with as many parameters each: points have numbers, best first."""
+    """Bits per byte against cache bytes of all mechanisms: points have numbers, best first."""
     rows = sorted(found["rows"], key=lambda row: row["bpb"])
     figure = _card(9.6, 6.4)
     axes = figure.add_axes((0.085, 0.105, 0.55, 0.76))
@@ -293,7 +294,8 @@ def figures() -> dict[pathlib.Path, str]:
 
 def _is_whole(compared: dict) -> bool:
     """Whether a study has at least three seeds of every mechanism."""
-    return bool(compared) and min(len(row["seeds"]) for row in compared["rows"]) >= 3
+    seeds = {row["mechanism"]: len(row["seeds"]) for row in compared.get("rows", ())}
+    return all(seeds.get(name, 0) >= 3 for name in EVERY)
 
 
 def main(arguments: list[str]) -> int:

@@ -1,8 +1,12 @@
 """Grids of runs: what a run is, which are trained again, what is never mixed."""
 
 import json
+import os
 import pathlib
+import signal
 import sys
+import threading
+import time
 
 import pytest
 
@@ -45,7 +49,6 @@ def trains(monkeypatch):
         return [sys.executable, "-c", _TRAINS, str(workdir)]
 
     monkeypatch.setattr(grid, "command", command)
-    monkeypatch.setattr(grid.identity, "check_config", lambda *_: None)  # it writes no config.json
     return begun
 
 
@@ -98,8 +101,8 @@ def test_runs_are_trained_once(trains, tmp_path):
     failed = {"mqa_seed1_steps8": "status 2: kvjax: no room"}
     assert _train(runs, tmp_path) == expected | failed
     assert sorted(trains) == sorted(expected)
-    shares = {(tmp_path / run.name / "cores").read_text() for run in runs[:3]}
-    assert shares <= {str(sorted(cores)) for cores in grid._shares(2)}
+    used = {(tmp_path / run.name / "cores").read_text() for run in runs[:3]}
+    assert used <= {str(sorted(cores)) for cores in grid.shares(2)}
     trains.clear()
     assert _train(runs, tmp_path) == expected | failed and trains == list(failed)
     assert grid.curve(tmp_path / "mha_seed0_steps8") == {4: 2.5, 8: 2.0}
@@ -116,14 +119,51 @@ def test_how_long_it_takes_is_said_first(trains, tmp_path, capsys):
     assert "guess" not in said  # 65,536 tokens each, 1,000 of them a second
 
 
-def test_runs_of_other_code_are_not_mixed(trains, tmp_path, monkeypatch):
-    _train([_run()], tmp_path)
+def test_runs_of_other_code_or_config_are_not_mixed(trains, tmp_path, monkeypatch):
+    """Finished or not, one told and the others counted; a folder that says nothing neither."""
+    _train([_run(), _run(seed=1)], tmp_path)
+    with pytest.raises(UserError, match=r"mha_seed0_steps8 is of another config\. Give another"):
+        _train([_run(**{"model.mlp_dim": 96})], tmp_path)
+    (tmp_path / "mha_seed1_steps8" / "metrics.jsonl").unlink()  # stopped before an evaluation
     code = grid.code() | {"model/mlp.py": "another"}
     monkeypatch.setattr(grid, "code", lambda: code)
-    with pytest.raises(UserError, match=r"mha_seed0_steps8 was trained by other code \(model/mlp"):
-        _train([_run()], tmp_path)
+    monkeypatch.setattr(grid, "_code_now", lambda: code)
     trains.clear()
+    said = r"mha_seed0_steps8 was trained by other code \(model/mlp\.py\), and 1 more are like it"
+    with pytest.raises(UserError, match=said):
+        _train([_run(), _run(seed=1)], tmp_path)
+    assert not trains
     assert _train([_run()], tmp_path, mix=True) == {"mha_seed0_steps8": ""} and not trains
+    (tmp_path / "mha_seed2_steps8").mkdir()
+    (tmp_path / "mha_seed2_steps8" / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="mha_seed2_steps8 does not say what code trained it"):
+        _train([_run(seed=2)], tmp_path)
+
+
+def test_code_that_changes_while_a_study_runs(trains, tmp_path, monkeypatch):
+    monkeypatch.setattr(grid, "_code_now", lambda: {"optim.py": "changed"})
+    (why,) = _train([_run()], tmp_path).values()
+    assert why.startswith("the code changed after the study began (") and not trains
+
+
+def test_an_interrupted_study_interrupts_its_runs(tmp_path, monkeypatch):
+    """By SIGTERM too; a run that had not begun does not."""
+    waits = "import time; print('begun', flush=True); time.sleep(60)"
+    monkeypatch.setattr(grid, "command", lambda *_: [sys.executable, "-c", waits])
+    log = tmp_path / "mha_seed0_steps8.log"
+
+    def end():
+        while not (log.exists() and log.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    begun = time.monotonic()
+    threading.Thread(target=end).start()
+    with pytest.raises(KeyboardInterrupt):
+        _train([_run(), _run(seed=1)], tmp_path, processes=1)
+    assert time.monotonic() - begun < 30
+    later = tmp_path / "mha_seed1_steps8.log"
+    assert not (later.exists() and later.read_text())
 
 
 def test_code_is_what_it_does():
@@ -136,19 +176,30 @@ def test_code_is_what_it_does():
     assert grid.changed(other) == ["new.py", "optim.py"]
 
 
-def test_what_is_kept_is_of_the_same_config_and_code(tmp_path, monkeypatch):
+def test_what_is_kept_is_of_the_same_config_and_code(trains, tmp_path, monkeypatch):
     file, options = tmp_path / "kept.json", dict(mix=False, fresh=False)
+    _train([_run()], tmp_path)
     kept = Kept(file, STEPS, **options)
     assert kept.of(_run()) is None
-    kept.keep(_run(), bpb=2.0)
+    kept.keep(_run(), tmp_path / "mha_seed0_steps8", bpb=2.0)
     file.write_text(json.dumps(dict(steps=STEPS) | kept.as_json()))
     again = Kept(file, STEPS, **options)
     assert again.of(_run())["bpb"] == 2.0 and again.of(_run(seed=1)) is None
+    assert again.of(_run())["made_by"]["packages"]["jax"]
     assert again.of(_run(**{"model.mlp_dim": 96})) is None  # of another config
-    assert Kept(file, 2 * STEPS, **options).of(_run()) is None
+    said = r"--steps = 16: .*kept.json has runs of 8 steps; .*--fresh"
+    with pytest.raises(UserError, match=said):
+        UserError, match=r"--steps = 16: .*kept.json has runs of 8 steps; .*--fresh"
+    ):
+        Kept(file, 2 * STEPS, **options)
     assert Kept(file, STEPS, mix=False, fresh=True).of(_run()) is None
     code = grid.code() | {"optim.py": "another"}
     monkeypatch.setattr(grid, "code", lambda: code)
-    with pytest.raises(UserError, match=r"was made by other code \(optim.py\).*--fresh.*--mix"):
+    with pytest.raises(UserError, match=r"has runs of other code \(optim.py\).*--fresh.*--mix"):
         Kept(file, STEPS, **options)
-    assert Kept(file, STEPS, mix=True, fresh=False).of(_run())["bpb"] == 2.0
+    mixed = Kept(file, STEPS, mix=True, fresh=False)
+    assert mixed.of(_run())["bpb"] == 2.0 and mixed.as_json()["codes"] == again.codes
+    for text, said in (("{", "kept.json"), ('{"steps": 8}', "kept.json lacks 'runs'")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=said):
+            Kept(file, STEPS, **options)

@@ -1,6 +1,7 @@
 """The study of small caches: what it trains, keeps and says, on made-up runs."""
 
 import json
+import shutil
 
 import pytest
 
@@ -25,6 +26,9 @@ def run(monkeypatch, tmp_path, capsys):
     def train(runs, folder, *, processes, mix):
         for one in runs:
             trained.append(one.name)
+            (folder / one.name).mkdir(exist_ok=True)
+            about = dict(identity=one.identity, code=grid.code(), made_by={})
+            (folder / one.name / "study.json").write_text(json.dumps(about))
             yield one, "it failed" if one.cell.name in failing else ""
 
     def curve(workdir):
@@ -93,9 +97,27 @@ def test_what_failed_is_left_out_and_named(run):
     assert status == 1 and json.loads(out)["rows"] == []
 
 
+def test_what_is_kept_stays_in_the_table(run):
+    """Also where others are asked for, and MHA is there to compare with."""
+    run("--mechanisms=mha,lrkv", "--save")
+    _, out, _, trained = run("--mechanisms=gla_narrow", "--save", "--json")
+    assert len(trained) == 3
+    rows = {row["mechanism"]: row for row in json.loads(out)["rows"]}
+    assert set(rows) == set(BPB) and rows["gla_narrow"]["against_mha"] == pytest.approx(0.1)
+    status, _, err, _ = run(NAMES, "--steps=8", "--save")
+    assert status == 2 and "--steps = 8: " in err and "has runs of 256 steps" in err
+
+
+def test_buckets_are_refused(run):
+    status, _, err, _ = run("--runs=gs://bucket/x")
+    assert status == 2 and "--runs = 'gs://bucket/x': must be a local folder" in err
+
+
 def test_decoding_is_measured_of_runs_that_are_there(run, monkeypatch, tmp_path):
     monkeypatch.setattr(small_caches, "decoding", lambda workdir: 321.0)
-    (tmp_path / "runs" / "lrkv_seed0_steps256").mkdir(parents=True)
-    _, out, _, _ = run(NAMES, "--decode", "--runs=runs", "--json")
+    run(NAMES, "--save", "--runs=runs")
+    for name in ("mha", "gla_narrow"):
+        shutil.rmtree(tmp_path / "runs" / f"{name}_seed0_steps256")
+    _, out, _, trained = run(NAMES, "--decode", "--runs=runs", "--json")
     found = {r["mechanism"]: r["decode_tokens_per_second"] for r in json.loads(out)["rows"]}
-    assert found == dict(mha=None, lrkv=321.0, gla_narrow=None)
+    assert not trained and found == dict(mha=None, lrkv=321.0, gla_narrow=None)
