@@ -63,7 +63,8 @@ class TrainConfig:
     max_bad_steps: int = 10  # bad steps in a row before the run stops, with "skip"
     sample_prompt: str = "The king "  # what the sample at the end goes on from
     sample_tokens: int = 100  # tokens of text sampled at the end; 0: none
-    separate: bool = False  # attention stays within a document or conversation: a BOS begins one
+    # Attention stays within a document or conversation, in training, validation and of a teacher:
+    separate: bool = False  # a BOS begins one; generation's prompts are one document each
     parent: str = ""  # the workdir of a trained model that this run starts from; "": from nothing
     teacher: str = ""  # the workdir of a model whose predictions are learned; "": none
     teacher_share: float = 0.5  # of the loss that is KL(teacher || model), with a teacher
@@ -156,6 +157,16 @@ class Experiment:
             )
         if self.train.num_steps:
             learning_rate_schedule(self.optimizer, self.train.num_steps)  # raises if they disagree
+
+    def attention_kernel(self, platform: str) -> bool:
+        """Whether softmax attention of training is a kernel there, as far as keys decide.
+
+        Args:
+          platform: "cpu", "gpu" or "tpu"; a GPU's takes no documents that do not see each other.
+        """
+        if platform == "cpu" or self.compute.attention == "xla":
+            return False
+        return platform != "gpu" or not self.train.separate
 
     def _check_mixture(self) -> None:
         """Raises a UserError where there is a mixture, or none, and other keys ask otherwise."""

@@ -6,7 +6,7 @@ LRKV as the paper proposes it for future work (section 7), and MHA, GQA, MQA and
 family of `grouped.py`. A memory is encoded once, and every query sees all of it.
 
 cached once per token of the memory, for LRKV: 2(H + N·R) elements, and N wide 1/rms where keys are
-normed. Without RoPE its eq. 3 and 4 hold as written.
+normed. Without RoPE its eq. 3 and 4 hold as written, but for those 1/rms.
 """
 
 from flax import nnx
@@ -64,7 +64,7 @@ class CrossAttention(nnx.Module):
         """The training pass, over expanded keys and values.
 
         Args:
-          lengths_B: int32, tokens of each memory, at least 1.
+          lengths_B: int32 [B], tokens of each memory, at least 1.
           options: see `softmax_attention`.
         """
         (B, T), S = x_BTD.shape[:2], memory_BSD.shape[1]
@@ -84,10 +84,10 @@ class CrossAttention(nnx.Module):
         return self._project_out(o_BTNH)
 
     def encode(self, memory_BSD: jax.Array, lengths_B: jax.Array, layer: dict) -> dict:
-        """A layer of a cache with the entries of memories, written once; `layer` is empty before.
+        """A layer of a cache with the entries of memories [B, S, Dm], written once.
 
         Args:
-          layer: arrays [B, *shape, capacity] as `cache.allocate` makes them.
+          layer: empty arrays [B, *shape, capacity] as `cache.allocate` makes them.
         """
         entry = self.mechanism.encode(self.mechanism.raw(_cut(memory_BSD, lengths_B)), _NOWHERE)
         return append(layer, entry, jnp.zeros_like(lengths_B), lengths_B)

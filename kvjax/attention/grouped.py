@@ -230,7 +230,7 @@ class Grouped(Mechanism):
         return self.queries(x_BTD, raw, positions), raw
 
     def raw(self, x_BTD: jax.Array) -> dict[str, jax.Array]:
-        """What keys and values are made of."""
+        """What keys and values are made of, of [B, T, D]: arrays [B, T, J, H] and [B, T, K, R]."""
         c = self.config
         raw = {"base_key": affine(x_BTD, self.base_key, self.base_key_bias)}
         if not c.ties_values:

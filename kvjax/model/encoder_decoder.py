@@ -1,6 +1,7 @@
 """A small encoder-decoder: a source is encoded once, and every layer of the decoder reads it.
 
-Blocks are those of the Transformer; a decoder's block has cross-attention between its two halves.
+Norms, MLPs and attention are the Transformer's; a decoder's block has cross-attention between its
+two halves. There is no norm behind the embedding, and positions are RoPE's or none.
 Layers are not scanned: it is for models that fit one device.
 """
 
@@ -17,6 +18,8 @@ from kvjax.attention.cross import CrossAttention
 from kvjax.attention.cross import check as check_cross
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mechanism import MechanismConfig
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.layers.norm import Norm
 from kvjax.layers.weight import Draws
@@ -43,6 +46,21 @@ class EncoderDecoderConfig:
 
     def __post_init__(self):
         check_cross(self.cross)
+        block = self.block
+        fixed = dict(window=0, causal=True, tied_head=False, embedding_norm=False)
+        for key, value in fixed.items():
+            given = getattr(block, key)
+            if given != value:
+                raise UserError(
+                    f"config.model.{key} = {given}: must be {value} in an encoder-decoder"
+                )
+        one_of("config.model.positions", block.positions, ("rope", "none"))
+        for mechanism in (self.encoder, self.decoder) if block.positions == "rope" else ():
+            if mechanism.rope_dim % 2:
+                raise UserError(
+                    f"config.attention.key_dim: {mechanism.rope_dim} channels of a key are rotated "
+                    "by RoPE in pairs: make it even"
+                )
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +137,7 @@ class EncoderDecoder(nnx.Module):
         """Logits [B, T, V] of what follows each token of the target.
 
         Args:
-          lengths_B: int32, tokens of each source; those behind them change nothing.
+          lengths_B: int32, tokens of each source, at least 1; those behind them change nothing.
         """
         memory_BSD = self.encode(source_BS, lengths_B)
         x_BTD = self._embed(target_BT)
@@ -161,7 +179,8 @@ class EncoderDecoder(nnx.Module):
         """Logits [B, T, V] of new tokens of the target, and the caches that hold them too.
 
         Args:
-          counts_B: how many of the T tokens are real; the rest is padding at the end.
+          counts_B: how many of the T tokens are real; the rest is padding at the end. They must fit
+            the capacity that `remember` was given: what does not is dropped.
         """
         c, target, source = self.config, caches.target, caches.source
         index_BT = target.lengths[:, None] + jnp.arange(target_BT.shape[1], dtype=jnp.int32)[None]
@@ -187,7 +206,13 @@ class EncoderDecoder(nnx.Module):
 
 
 def greedy(model: EncoderDecoder, caches: Caches, begin: int, steps: int) -> jax.Array:
-    """[B, steps] likeliest tokens after `begin`, one after another through the caches."""
+    """[B, steps] likeliest tokens after `begin`, one after another through the caches.
+
+    Raises:
+      ValueError: the caches have no room for so many.
+    """
+    if steps > caches.target.capacity:
+        raise ValueError(f"steps = {steps}: the caches have room for {caches.target.capacity}")
     B = caches.target.lengths.shape[0]
     ones_B = jnp.ones(B, jnp.int32)
 

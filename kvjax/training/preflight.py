@@ -336,7 +336,7 @@ def check_memory(
         sequence_length=experiment.data.sequence_length,
         **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence")},
         parts=c.grad_accumulation,
-        attention_kernel=mesh.devices.flat[0].platform != "cpu" and compute.attention != "xla",
+        attention_kernel=experiment.attention_kernel(mesh.devices.flat[0].platform),
     )
     device, there = mesh.devices.flat[0], runtime.memory_per_device()
     if need.total <= there * (1 if device.platform == "cpu" else _UNSURE):

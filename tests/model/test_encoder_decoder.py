@@ -17,7 +17,7 @@ from tests import quick
 
 B, S, T, V = 3, 7, 5, 11
 LENGTHS = jnp.asarray([7, 1, 4], jnp.int32)
-BLOCK = dict(num_layers=2, d_model=16, mlp_dim=24)
+BLOCK = dict(num_layers=2, d_model=16, mlp_dim=24, embedding_norm=False)
 
 
 def _grouped(kv_heads, bases, rank=0, tie="none"):
@@ -111,3 +111,25 @@ def test_it_starts_as_the_recipe_says():
     assert np.any(weights["decoder"][1]["cross"]["mechanism"]["expand_key"])
     source, target = _tokens()
     assert not np.any(model(source, LENGTHS, target))
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (dict(positions="learned", max_positions=8), "positions = 'learned': must be one of"),
+        (dict(tied_head=True), "tied_head = True: must be False in an encoder-decoder"),
+        (dict(window=3), "window = 3: must be 0 in an encoder-decoder"),
+        (dict(causal=False), "causal = False: must be True in an encoder-decoder"),
+        (dict(embedding_norm=True), "embedding_norm = True: must be False"),
+    ],
+)
+def test_keys_without_meaning(keys, message):
+    with pytest.raises(UserError, match=message):
+        _config("lrkv", **keys)
+
+
+def test_no_more_tokens_than_there_is_room_for():
+    model = EncoderDecoder(_config("lrkv"), jax.random.key(0))
+    caches = jax.eval_shape(lambda s: model.remember(s, LENGTHS, T), _tokens()[0])
+    with pytest.raises(ValueError, match="steps = 129: the caches have room for 128"):
+        greedy(model, caches, 0, 129)

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 from etils import epath
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,18 +72,24 @@ def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name,
     _, params = randomise(lambda: Transformer(config, jax.random.key(0)))
     rows = small_step.rows(2)
     rows[:, :, [0, 3]] = BOS
-    if masked:
-        rows = np.where(np.random.default_rng(1).random(rows.shape) < 0.3, ~rows, rows)
+    if masked:  # as what nobody says: a conversation's BOS
+        rows[:, :, [0, 3, 5]] = ~rows[:, :, [0, 3, 5]]
 
     def train(mesh_name, **options):
         mesh = small_step.mesh(mesh_name)
         step = Step(config, params, mesh, jnp.float64, masked=masked, **options)
         return [step(batch) for batch in rows]
 
-    found, expected = (train(m, begins=BOS, parts=parts) for m in (mesh_name, "one"))
+    found, expected = train(mesh_name, begins=BOS, parts=parts), train("one", begins=BOS)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
-    if not masked:
-        assert abs(found[0][0] - train("one", parts=parts)[0][0]) > 1e-6
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    compute = dict(graph=graph, compute=Compute(dtype=F64), masked=masked)
+    evaluate = lambda begins: program.eval_step(
+        params, rows[0], jnp.ones(small_step.V, jnp.int32), begins=begins, **compute
+    )
+    (nats, _, count, *_), (others, *_) = evaluate(BOS), evaluate(None)
+    np.testing.assert_allclose(nats / count, found[0][0], rtol=1e-9)
+    assert abs(nats / others - 1) > 1e-4
 
 
 @pytest.mark.slow
@@ -109,3 +116,15 @@ def test_cudnn_takes_no_such_rows(source):
     config.compute.attention = "cudnn"
     with pytest.raises(UserError, match=r"attention = 'cudnn'.*train\.separate.*'auto' or 'xla'"):
         experiment_lib.resolve(config)
+
+
+def test_a_gpu_has_no_kernel_for_them(source):
+    """So its memory and its least time are those of XLA's attention."""
+    kernels = {}
+    for separate in (False, True):
+        config = runs.small_config(*source, separate=separate)
+        found = experiment_lib.resolve(config)
+        kernels[separate] = [found.attention_kernel(p) for p in ("cpu", "gpu", "tpu")]
+    assert kernels == {False: [False, True, True], True: [False, False, True]}
+    config.compute.attention = "xla"
+    assert not experiment_lib.resolve(config).attention_kernel("tpu")

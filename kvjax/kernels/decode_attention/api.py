@@ -9,6 +9,7 @@ import importlib
 import logging
 
 import jax
+import jax.numpy as jnp
 
 from kvjax.cache import stripes
 from kvjax.foundation.logs import log_once
@@ -70,8 +71,7 @@ def decode_attention(
     if S > rope.MAX_POSITION and _needs_angles(operands):
         raise ValueError(f"a capacity of {S}: keys have angles up to {rope.MAX_POSITION} tokens")
     name = implementation or ("xla" if window else default(operands, cache))
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
+    _check_known(name)
     if window and is_kernel(name):
         raise NotImplementedError(f"the {name.upper()} kernels have no window: use 'xla'")
     how = dict(window=window) if window else {}
@@ -95,17 +95,31 @@ def memory_attention(
     Args:
       cache: arrays [B, *shape, S] written once; finite behind a memory's length.
       lengths_B: [B] tokens of each memory; of one that is empty the output is 0.
+
+    Raises:
+      NotImplementedError: several queries by a kernel, or over a memory that is split over chips.
+      ValueError: an unknown implementation.
     """
-    last_B = lengths_B - 1
+    last_B = jnp.maximum(lengths_B - 1, 0)
     if operands.query.shape[1] == 1:
-        return decode_attention(operands, cache, last_B, implementation=implementation)
-    name = implementation or "xla"
-    if is_kernel(name) or stripes.chips() > 1:
-        raise NotImplementedError(
-            f"implementation = {name!r}: several queries over a whole memory are for 'xla' and "
-            "'reference', on one chip"
-        )
-    return IMPLEMENTATIONS[name](operands, cache, last_B, causal=False)
+        o_BTNH = decode_attention(operands, cache, last_B, implementation=implementation)
+    else:
+        name = implementation or "xla"
+        _check_known(name)
+        if is_kernel(name):
+            raise NotImplementedError(
+                f"implementation = {name!r}: several queries over a whole memory are for 'xla' and "
+                "'reference'"
+            )
+        if stripes.chips() > 1:
+            raise NotImplementedError("several queries over a memory that is split over chips")
+        o_BTNH = IMPLEMENTATIONS[name](operands, cache, last_B, causal=False)
+    return jnp.where((lengths_B > 0)[:, None, None, None], o_BTNH, 0)
+
+
+def _check_known(name: str) -> None:
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
 
 
 def _needs_angles(operands: Reading) -> bool:

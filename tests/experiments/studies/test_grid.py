@@ -189,8 +189,6 @@ def test_what_is_kept_is_of_the_same_config_and_code(trains, tmp_path, monkeypat
     assert again.of(_run(**{"model.mlp_dim": 96})) is None  # of another config
     said = r"--steps = 16: .*kept.json has runs of 8 steps; .*--fresh"
     with pytest.raises(UserError, match=said):
-        UserError, match=r"--steps = 16: .*kept.json has runs of 8 steps; .*--fresh"
-    ):
         Kept(file, 2 * STEPS, **options)
     assert Kept(file, STEPS, mix=False, fresh=True).of(_run()) is None
     code = grid.code() | {"optim.py": "another"}
