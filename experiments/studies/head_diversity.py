@@ -1,6 +1,7 @@
 """How different the heads of tiny models are, by mechanism, beside LRKV's table 5: three seeds.
 
     python -m experiments.studies.head_diversity [--mechanisms=mha,lrkv,gqa,mqa,mla] [--save]
+    python -m experiments.studies.head_diversity --saved   # what was saved; trains nothing
 
 Trains the tiny configs as `tiny_comparison` does and keeps their parameters of a few steps, the
 first weights among them. Then it takes the numbers of `kvjax.analysis` of each: effective ranks of
@@ -59,6 +60,7 @@ OTHERS = (
     *("mla_paper", "kv_tied", "qk_tied", "qkv_tied", "thin_keys", "factored", "lrkv_gqa"),
     *("lrkv_shared_rope", "lrkv_no_rope", "kv_tied_gqa", "kv_tied_mqa"),
 )
+NAME = "analysis/head_diversity"  # of the result
 SCALES = ("128M", "2.5B")
 FIRST = "mha"  # what the others are compared with
 SNAPSHOTS = 4  # of a run, beside its first weights
@@ -105,9 +107,27 @@ def run(mechanism: str, steps: int, seed: int, folder: epath.Path) -> Run:
         with progress.waiting(f"measuring {workdir.name}"):
             found = dataclasses.asdict(measure(workdir))
         write_atomically(file, json.dumps(found, indent=1) + "\n")
-    found = json_text.parse(file.read_text())
-    steps = {int(step): numbers for step, numbers in found.pop("steps").items()}
-    return Run(**found, steps=steps)
+    return _read(json_text.parse(file.read_text()))
+
+
+def _read(found: dict) -> Run:
+    """A run as JSON has it."""
+    steps = {int(step): numbers for step, numbers in found["steps"].items()}
+    return Run(**found | dict(steps=steps))
+
+
+def saved() -> tuple[Runs, dict]:
+    """The runs of the saved result, and all of that.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
+    file = epath.Path(record.RESULTS / f"{NAME}.json")
+    found = json_text.read_object(file, "--save writes it")
+    runs = {
+        m: {int(seed): _read(run) for seed, run in by.items()} for m, by in found["runs"].items()
+    }
+    return runs, found
 
 
 def _finished(workdir: epath.Path, steps: int) -> bool:
@@ -416,6 +436,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--runs", default="runs/head_diversity", help="where runs go (runs/head_diversity)")
     text = "write experiments/results/analysis/head_diversity.json"
     add("--save", action="store_true", help=text)
+    add("--saved", action="store_true", help="print that file's; train nothing")
     parser.add_output()
     options = parser.parse(arguments)
     known = sorted(path.stem.removesuffix("_tiny") for path in CONFIGS.glob("*_tiny.py"))
@@ -434,6 +455,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Trains and measures what is not yet, and prints."""
     options = _options(arguments)
+    if options.saved:
+        runs, before = saved()
+        _print(Findings(runs, before["mechanisms"]), before["tokens"], options)
+        return
     runtime.start()
     make = functools.partial(run, steps=options.steps, folder=options.runs)
     runs: Runs = {name: {} for name in options.mechanisms}
@@ -443,16 +468,19 @@ def main(arguments: Sequence[str]) -> None:
             runs[name][seed] = make(name, seed=seed)
     resolved = {m: experiment_lib.resolve(config_of(m, options.steps, 0)) for m in runs}
     names = {m: mechanism_names(found.model.mechanisms) for m, found in resolved.items()}
-    found = Findings(runs, names)
+    tokens = options.steps * next(iter(resolved.values())).tokens_per_step
+    _print(Findings(runs, names), tokens, options)
+
+
+def _print(found: Findings, tokens: int, options: argparse.Namespace) -> None:
     out = Output(options)
     for table in tables(found):
         out.show(table)
         out.say()
     for said in verdicts(found):
         out.say(f"- {said}")
-    tokens = options.steps * next(iter(resolved.values())).tokens_per_step
     result = dict(tokens=tokens) | as_json(found)
-    record.record("analysis/head_diversity", result, out, save=options.save)
+    record.record(NAME, result, out, save=options.save and not options.saved)
 
 
 if __name__ == "__main__":

@@ -139,3 +139,14 @@ def test_a_run_is_trained_once_and_measured_at_its_ends(monkeypatch, tmp_path):
     assert found.bits_per_byte > 0
     monkeypatch.setattr(tiny_comparison, "run", None)  # it is finished
     assert head_diversity.run("lrkv", 4, 0, folder) == found
+
+
+def test_a_saved_result_is_printed_as_it_was(run, monkeypatch):
+    _, first, _ = run(FIVE, "--save")
+    monkeypatch.setattr(head_diversity, "run", None)  # nothing is trained
+    status, again, err = run("--saved")
+    assert status == 0, err
+    assert again == first
+    (record.RESULTS / "analysis" / "head_diversity.json").unlink()
+    status, _, err = run("--saved")
+    assert status == 2 and "head_diversity.json" in err and "--save writes it" in err
