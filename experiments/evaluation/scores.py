@@ -31,7 +31,7 @@ def rows_of(name: str, one: Evaluated, first: Evaluated | None) -> list[dict]:
     model = trained.find(name).experiment.model
     of_model = dict(
         workdir=name.rstrip("/").rpartition("/")[2],
-        mechanism=mechanism_names(model.mechanisms),
+        mechanism=_mechanism(mechanism_names(model.mechanisms)),
         cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
     )
     against = {} if first is None else compare.compare([one], [first])
@@ -46,6 +46,12 @@ def rows_of(name: str, one: Evaluated, first: Evaluated | None) -> list[dict]:
             row |= dict(against_first=against[task]["difference"], paired=against[task]["rows"])
         found.append(row)
     return found
+
+
+def _mechanism(names: str) -> str:
+    """As it is, or in short where layers have many sizes."""
+    first, *others = names.split("; ")
+    return f"{first.partition(',')[0]}, by layer" if len(others) > 1 else names
 
 
 _HEADER = ("model", "mechanism", "cache bytes per token (bfloat16)", "task", "right", "%")
