@@ -63,8 +63,7 @@ class TrainConfig:
     max_bad_steps: int = 10  # bad steps in a row before the run stops, with "skip"
     sample_prompt: str = "The king "  # what the sample at the end goes on from
     sample_tokens: int = 100  # tokens of text sampled at the end; 0: none
-    # Attention stays within a document or conversation, in training, validation and of a teacher:
-    separate: bool = False  # a BOS begins one; generation's prompts are one document each
+    separate: bool = False  # attention stays within a document or conversation: a BOS begins one
     parent: str = ""  # the workdir of a trained model that this run starts from; "": from nothing
     teacher: str = ""  # the workdir of a model whose predictions are learned; "": none
     teacher_share: float = 0.5  # of the loss that is KL(teacher || model), with a teacher

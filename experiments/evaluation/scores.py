@@ -9,7 +9,6 @@ Nothing is asked. Differences are from the first, question by question, by the p
 
 import argparse
 from collections.abc import Sequence
-import json
 
 import jax.numpy as jnp
 
@@ -95,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
         rows += rows_of(name, one, None if one is every[0] else every[0])
     out = Output(options)
     out.table(_HEADER, map(_cells, rows))
-    record.record("scores", json.loads(json.dumps(dict(rows=rows))), out, save=options.save)
+    record.record("scores", dict(rows=rows), out, save=options.save)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cross-attention of LRKV and of MHA in a small encoder-decoder, trained until it is right.
+"""Cross-attention of LRKV and of MHA in a small encoder-decoder, learned from nothing.
 
     python -m experiments.studies.cross_attention [--seeds=3] [--save]
 

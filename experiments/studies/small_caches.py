@@ -13,6 +13,7 @@ with 95 % intervals (Student's t over seeds).
 import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import os
 import pathlib
 import statistics
@@ -24,6 +25,7 @@ from experiments import record
 from experiments.analysis import seeds as seeds_lib
 from experiments.benchmarks import generate_benchmark
 from experiments.studies import grid
+from experiments.studies import side_by_side
 from experiments.studies.grid import Cell
 from experiments.studies.grid import Kept
 from experiments.studies.grid import Run
@@ -145,22 +147,22 @@ def _cells(r: dict) -> tuple:
     )
 
 
-def add_options(parser: command_line.Parser, folder: str, every: Sequence[str]) -> None:
-    """Those of a study whose runs are these."""
-    add = parser.add_argument
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add, cores = parser.add_argument, os.cpu_count()
     add("--seeds", type=int, default=3, help="runs per mechanism (3)")
     add("--steps", type=int, default=STEPS, help=f"of 8,192 tokens ({STEPS}: 2.1M)")
-    add("--mechanisms", default=",".join(every), help=f"tiny configs ({','.join(every)})")
-    add("--runs", default=folder, help=f"where the runs go ({folder})")
-    text = f"runs side by side, each on its share of the cores ({os.cpu_count()})"
-    add("--processes", type=int, default=os.cpu_count(), help=text)
+    add("--mechanisms", default=",".join(EVERY), help=f"tiny configs ({','.join(EVERY)})")
+    add("--runs", default=f"runs/{NAME}", help=f"where the runs go (runs/{NAME})")
+    text = f"runs side by side, each on its share of the cores ({cores})"
+    add("--processes", type=int, default=cores, help=text)
     add("--mix", action="store_true", help="take runs that other code trained as they are")
     add("--fresh", action="store_true", help="begin a new result, with the runs in --runs")
-
-
-def check(options: argparse.Namespace, every: Sequence[str]) -> None:
-    """Raises a UserError for a value that such a study does not take."""
-    options.mechanisms = lists.names("--mechanisms", options.mechanisms, every)
+    add("--decode", action="store_true", help="measure decoding too, of runs that lie in --runs")
+    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    options.mechanisms = lists.names("--mechanisms", options.mechanisms, EVERY)
     for key in ("seeds", "steps", "processes"):
         at_least(f"--{key}", getattr(options, key), 1)
     if not options.runs:
@@ -170,17 +172,6 @@ def check(options: argparse.Namespace, every: Sequence[str]) -> None:
     options.runs = pathlib.Path(runtime.folder("--runs", options.runs))
     record.check_folder("--runs", options.runs)
     record.check(options.save)
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add_options(parser, f"runs/{NAME}", EVERY)
-    add = parser.add_argument
-    add("--decode", action="store_true", help="measure decoding too, of runs that lie in --runs")
-    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    check(options, EVERY)
     return options
 
 
@@ -193,17 +184,16 @@ def main(arguments: Sequence[str]) -> int:
     kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh)
     missing = [run for run in runs if not kept.of(run)]
     failed = {}
-    for run, why in grid.train(missing, options.runs, processes=options.processes, mix=options.mix):
-        if why:
-            failed[run.name] = why
-            command_line.say(f"{run.name}: {why}")
-            continue
-        workdir = options.runs / run.name
-        curve = grid.curve(workdir)
-        found = dict(bpb=curve[run.steps], curve=curve, tokens_per_second=grid.speed(workdir))
-        kept.keep(run, workdir, **found)
-        if options.save:
-            record.keep(NAME, _result(options.steps, kept, failed))
+    how = dict(processes=options.processes, mix=options.mix)
+    with contextlib.closing(side_by_side.train(missing, options.runs, **how)) as ended:
+        for run, why in ended:
+            if why:
+                failed[run.name] = why
+                command_line.say(f"{run.name}: {why}")
+                continue
+            kept.keep(run, options.runs / run.name, **_figures(run, options.runs / run.name))
+            if options.save:
+                record.keep(NAME, _result(options.steps, kept, failed))
     if options.decode:
         _decode(runs, kept, options.runs)
     result = _result(options.steps, kept, failed)
@@ -212,6 +202,12 @@ def main(arguments: Sequence[str]) -> int:
         out.say(f"- left out: {name}, {why}")
     record.record(NAME, result, out, save=options.save)
     return 1 if failed else 0
+
+
+def _figures(run: Run, workdir: pathlib.Path) -> dict:
+    """What a run came to."""
+    curve, speed = side_by_side.curve(workdir), side_by_side.speed(workdir)
+    return dict(bpb=curve[run.steps], curve=curve, tokens_per_second=speed)
 
 
 def _decode(runs: Sequence[Run], kept: Kept, folder: pathlib.Path) -> None:

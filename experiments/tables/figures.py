@@ -197,15 +197,7 @@ def results(comparison: dict) -> Figure:
             at |= dict(xytext=(-10, 0), ha="right")
         axes.annotate(NAMES[row["mechanism"]].replace(" without", "\nwithout"), (x, y), **at)
     axes.set_xlim(0, 2150)
-    axes.set_xlabel("cache bytes per token, all layers, bfloat16", color=GRAY)
-    axes.set_ylabel("held-out bits per byte (lower is better)", color=GRAY)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.tick_params(colors=GRAY)
-    axes.grid(color=LINE, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set_facecolor("none")
-    for name, spine in axes.spines.items():
-        spine.set(visible=name in ("left", "bottom"), color=LINE)
+    _quality_against_cache(axes)
     title = "Six mechanisms at demo size: quality against cache"
     figure.text(0.034, 0.935, title, fontsize=13, weight="bold", va="center")
     parameters = sorted(row["parameters"] / 1e6 for row in rows)
@@ -218,6 +210,19 @@ def results(comparison: dict) -> Figure:
     said = "small dots: each seed. The vertical axis does not start at zero."
     figure.text(0.034, 0.855, said, fontsize=9.5, color=GRAY, va="center")
     return figure
+
+
+def _quality_against_cache(axes) -> None:
+    """Names and draws the axes of both pictures of results."""
+    axes.set_xlabel("cache bytes per token, all layers, bfloat16", color=GRAY)
+    axes.set_ylabel("held-out bits per byte (lower is better)", color=GRAY)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.tick_params(colors=GRAY)
+    axes.grid(color=LINE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_facecolor("none")
+    for name, spine in axes.spines.items():
+        spine.set(visible=name in ("left", "bottom"), color=LINE)
 
 
 # -- all mechanisms --------------------------------------------------------------------------------
@@ -241,24 +246,14 @@ def small_caches(found: dict) -> Figure:
         figure.text(0.68, place, row["mechanism"], fontsize=8)
         figure.text(0.965, place, f"{y:.4f}", fontsize=8, color=GRAY, ha="right")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_xlabel("cache bytes per token, all layers, bfloat16", color=GRAY)
-    axes.set_ylabel("held-out bits per byte (lower is better)", color=GRAY)
-    axes.tick_params(colors=GRAY)
-    axes.grid(color=LINE, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set_facecolor("none")
-    for name, spine in axes.spines.items():
-        spine.set(visible=name in ("left", "bottom"), color=LINE)
+    _quality_against_cache(axes)
     title = (
         f"{len(rows)} mechanisms at demo size, {rows[0]['parameters'] / 1e6:.2f}M parameters each"
     )
     figure.text(0.034, 0.945, title, fontsize=13, weight="bold", va="center")
-    seeds = min(len(row["seeds"]) for row in rows)
-    said = (
-        f"{found['tokens'] / 1e6:.1f}M training tokens; means of {seeds} seeds and 95 % intervals."
-    )
-    said += " Orange: LRKV. Green: other authors'. Equal caches lie side by side."
+    seeds, millions = min(len(row["seeds"]) for row in rows), found["tokens"] / 1e6
+    said = f"{millions:.1f}M training tokens; means of {seeds} seeds and 95 % intervals. "
+    said += "Orange: LRKV. Green: other authors'. Equal caches lie side by side."
     figure.text(0.034, 0.905, said, fontsize=9.5, color=GRAY, va="center")
     return figure
 

@@ -114,9 +114,14 @@ class Attention(nnx.Module):
         o_BTNH = self.mechanism.combine(o_BTNH, positions)
         if self.gate is not None:
             o_BTNH = o_BTNH * jax.nn.sigmoid(linear(x_BTD, self.gate[...]))
-        B, T, N, Hv = o_BTNH.shape
-        y_BTD = linear(o_BTNH.reshape(B, T, N * Hv), self.out[...].reshape(N * Hv, -1))
-        return y_BTD if self.out_bias is None else y_BTD + self.out_bias[...][None, None]
+        return project_heads(o_BTNH, self.out, self.out_bias)
+
+
+def project_heads(o_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+    """[B, T, D] of all heads' outputs, by a weight of axes "N H -> D"."""
+    B, T, N, Hv = o_BTNH.shape
+    y_BTD = linear(o_BTNH.reshape(B, T, N * Hv), out[...].reshape(N * Hv, -1))
+    return y_BTD if bias is None else y_BTD + bias[...][None, None]
 
 
 def _on_every_device(

@@ -13,6 +13,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention.attention import project_heads
 from kvjax.attention.grouped import Grouped
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mechanism import require
@@ -20,7 +21,6 @@ from kvjax.cache import append
 from kvjax.kernels.decode_attention.api import memory_attention
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.layers.rope import Positions
-from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 
 _NOWHERE = Positions(None, None)  # neither queries nor keys have positions
@@ -81,7 +81,7 @@ class CrossAttention(nnx.Module):
             query_segments_BT=jnp.zeros((B, T), jnp.int32),
             **options,
         )
-        return self._project_out(o_BTNH)
+        return project_heads(o_BTNH, self.out, self.out_bias)
 
     def encode(self, memory_BSD: jax.Array, lengths_B: jax.Array, layer: dict) -> dict:
         """A layer of a cache with the entries of memories [B, S, Dm], written once.
@@ -108,12 +108,7 @@ class CrossAttention(nnx.Module):
         q_BTNH = self.mechanism.queries(x_BTD, {}, _NOWHERE)
         inputs = self.mechanism.decode_inputs(q_BTNH, None)
         o_BTNH = memory_attention(inputs, layer, lengths_B, implementation=implementation)
-        return self._project_out(o_BTNH.astype(x_BTD.dtype))
-
-    def _project_out(self, o_BTNH: jax.Array) -> jax.Array:
-        B, T, N, Hv = o_BTNH.shape
-        y_BTD = linear(o_BTNH.reshape(B, T, N * Hv), self.out[...].reshape(N * Hv, -1))
-        return y_BTD if self.out_bias is None else y_BTD + self.out_bias[...][None, None]
+        return project_heads(o_BTNH.astype(x_BTD.dtype), self.out, self.out_bias)
 
 
 def _cut(memory_BSD: jax.Array, lengths_B: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """A small encoder-decoder: a source is encoded once, and every layer of the decoder reads it.
 
-Norms, MLPs and attention are the Transformer's; a decoder's block has cross-attention between its
-two halves. There is no norm behind the embedding, and positions are RoPE's or none.
+Blocks are the Transformer's; a decoder's has cross-attention between its two halves. There is no
+norm behind the embedding, and positions are RoPE's or none.
 Layers are not scanned: it is for models that fit one device.
 """
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as cache_lib
-from kvjax.attention import Attention
 from kvjax.attention.cross import CrossAttention
 from kvjax.attention.cross import check as check_cross
 from kvjax.attention.grouped import GroupedConfig
@@ -21,12 +20,13 @@ from kvjax.attention.mechanism import MechanismConfig
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
-from kvjax.layers.norm import Norm
 from kvjax.layers.weight import Draws
 from kvjax.layers.weight import weight
 from kvjax.model.config import BlockConfig
-from kvjax.model.mlp import MLP
+from kvjax.model.transformer import Block
+from kvjax.model.transformer import Compute
 from kvjax.model.transformer import logits
+from kvjax.model.transformer import norm_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,15 +76,13 @@ class Caches:
     source: cache_lib.Cache
 
 
-class DecoderBlock(nnx.Module):
-    """Pre-norm self-attention, cross-attention and MLP."""
+class DecoderBlock(Block):
+    """A Transformer's block with cross-attention between its two halves."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
-        block = config.block
-        self.attention_norm, self.cross_norm, self.mlp_norm = (_norm(block, rngs) for _ in range(3))
-        self.attention = Attention(config.decoder, block.d_model, rngs=rngs)
-        self.cross = CrossAttention(config.cross, block.d_model, rngs=rngs)
-        self.mlp = _mlp(block, rngs)
+        super().__init__(config.block, config.decoder, rngs=rngs)
+        self.cross_norm = norm_of(config.block, rngs)
+        self.cross = CrossAttention(config.cross, config.block.d_model, rngs=rngs)
 
     def __call__(self, x_BTD, positions, memory_BSD, lengths_B) -> jax.Array:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, causal=True)
@@ -94,26 +92,10 @@ class DecoderBlock(nnx.Module):
     def decode(self, x_BTD, positions, own: dict, source: dict, counts_B, lengths_B, rope_base):
         """The same over caches: ([B, T, D], the layer of the target's cache)."""
         h_BTD = self.attention_norm(x_BTD)
-        how = dict(rope_base=rope_base)
-        y_BTD, own = self.attention.decode(h_BTD, positions, own, counts_B, **how)
+        y_BTD, own = self.attention.decode(h_BTD, positions, own, counts_B, rope_base=rope_base)
         x_BTD = x_BTD + y_BTD
         x_BTD = x_BTD + self.cross.decode(self.cross_norm(x_BTD), source, lengths_B)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD)), own
-
-
-class EncoderBlock(nnx.Module):
-    """Pre-norm self-attention, to both sides, and MLP."""
-
-    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
-        block = config.block
-        self.attention_norm, self.mlp_norm = (_norm(block, rngs) for _ in range(2))
-        self.attention = Attention(config.encoder, block.d_model, rngs=rngs)
-        self.mlp = _mlp(block, rngs)
-
-    def __call__(self, x_BSD, positions, segments_BS) -> jax.Array:
-        see = dict(causal=False, segments_BS=segments_BS)
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions, **see)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
 
 
 class EncoderDecoder(nnx.Module):
@@ -127,9 +109,9 @@ class EncoderDecoder(nnx.Module):
         self.embedding = weight("V D", rngs, init="normal", **sizes)
         self.head = weight("D -> V", rngs, init="output", **sizes)
         layers = range(c.num_layers)
-        self.encoder = nnx.List([EncoderBlock(config, rngs=rngs) for _ in layers])
+        self.encoder = nnx.List([Block(c, config.encoder, rngs=rngs) for _ in layers])
         self.decoder = nnx.List([DecoderBlock(config, rngs=rngs) for _ in layers])
-        self.memory_norm, self.final_norm = (_norm(c, rngs) for _ in range(2))
+        self.memory_norm, self.final_norm = (norm_of(c, rngs) for _ in range(2))
 
     def __call__(
         self, source_BS: jax.Array, lengths_B: jax.Array, target_BT: jax.Array
@@ -150,12 +132,11 @@ class EncoderDecoder(nnx.Module):
         """[B, S, D]: what the decoder reads of sources."""
         places_S = np.arange(source_BS.shape[1], dtype=np.int32)
         behind_BS = (places_S[None] >= lengths_B[:, None]).astype(jnp.int32)
-        x_BSD, positions = (
-            self._embed(source_BS),
-            self._positions(places_S[None], self.config.encoder),
-        )
+        x_BSD = self._embed(source_BS)
+        positions = self._positions(places_S[None], self.config.encoder)
+        see = dict(causal=False, segments_BS=behind_BS)
         for block in self.encoder:
-            x_BSD = block(x_BSD, positions, behind_BS)
+            x_BSD = block(x_BSD, positions, compute=Compute(dtype=x_BSD.dtype), **see)
         return self.memory_norm(x_BSD)
 
     def remember(self, source_BS: jax.Array, lengths_B: jax.Array, capacity: int) -> Caches:
@@ -224,13 +205,3 @@ def greedy(model: EncoderDecoder, caches: Caches, begin: int, steps: int) -> jax
 
     begins_B = jnp.full(B, begin, jnp.int32)
     return jnp.moveaxis(jax.lax.scan(step, (begins_B, caches), length=steps)[1], 0, 1)
-
-
-def _norm(block: BlockConfig, rngs) -> Norm:
-    affine = dict(gain=block.norm_gain, bias=block.norm_bias)
-    return Norm(block.d_model, kind=block.norm, **affine, epsilon=block.norm_epsilon, rngs=rngs)
-
-
-def _mlp(block: BlockConfig, rngs) -> MLP:
-    how = dict(activation=block.activation, bias=block.bias)
-    return MLP(block.d_model, block.mlp_dim, **how, rngs=rngs)

@@ -77,8 +77,8 @@ class Block(nnx.Module):
     def __init__(self, config: BlockConfig, mechanism: MechanismConfig, *, rngs: nnx.Rngs):
         c = config
         mlp = dict(activation=c.activation, bias=c.bias)
-        self.attention_norm = _norm(c, rngs)
-        self.mlp_norm = _norm(c, rngs)
+        self.attention_norm = norm_of(c, rngs)
+        self.mlp_norm = norm_of(c, rngs)
         self.mlp = MLP(c.d_model, c.mlp_dim, **mlp, rngs=rngs)
         self.attention = Attention(mechanism, c.d_model, rngs=rngs)
 
@@ -123,8 +123,8 @@ class Transformer(nnx.Module):
         learned = c.positions == "learned"
         self.positions = weight("T D", rngs, init="normal", **sizes) if learned else None
         self.head = None if c.tied_head else weight("D -> V", rngs, init="output", **sizes)
-        self.embedding_norm = _norm(c, rngs) if c.embedding_norm else None
-        self.final_norm = _norm(c, rngs)
+        self.embedding_norm = norm_of(c, rngs) if c.embedding_norm else None
+        self.final_norm = norm_of(c, rngs)
         self.segments = nnx.List([])
         first = 0
         for mechanism, length in config.segments:
@@ -224,7 +224,8 @@ def _capped(z_BTV: jax.Array, softcap: float) -> jax.Array:
     return softcap * jnp.tanh(z_BTV / softcap) if softcap else z_BTV
 
 
-def _norm(config: BlockConfig, rngs: nnx.Rngs) -> Norm:
+def norm_of(config: BlockConfig, rngs: nnx.Rngs) -> Norm:
+    """A norm of [.., D] as the blocks have them."""
     c = config
     affine = dict(gain=c.norm_gain, bias=c.norm_bias)
     return Norm(c.d_model, kind=c.norm, **affine, epsilon=c.norm_epsilon, rngs=rngs)

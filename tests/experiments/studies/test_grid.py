@@ -11,6 +11,7 @@ import time
 import pytest
 
 from experiments.studies import grid
+from experiments.studies import side_by_side
 from experiments.studies.grid import Cell
 from experiments.studies.grid import Kept
 from experiments.studies.grid import Run
@@ -48,12 +49,14 @@ def trains(monkeypatch):
         begun.append(run.name)
         return [sys.executable, "-c", _TRAINS, str(workdir)]
 
-    monkeypatch.setattr(grid, "command", command)
+    monkeypatch.setattr(side_by_side, "command", command)
     return begun
 
 
 def _train(runs, folder, processes=2, mix=False):
-    return {run.name: why for run, why in grid.train(runs, folder, processes=processes, mix=mix)}
+    return {
+        run.name: why for run, why in side_by_side.train(runs, folder, processes=processes, mix=mix)
+    }
 
 
 def test_a_run_is_a_config_with_overrides():
@@ -61,10 +64,10 @@ def test_a_run_is_a_config_with_overrides():
     assert run.name == "mha_seed3_steps8"
     assert run.experiment.model.block.mlp_dim == 96
     train = run.experiment.train
-    assert (train.seed, train.num_steps, train.eval_every, train.snapshot_every) == (3, 8, 2, 2)
-    (program, *_, workdir) = grid.command(run, pathlib.Path("w"))[:5]
+    assert (train.seed, train.num_steps, train.eval_every) == (3, 8, 2)
+    (program, *_, workdir) = side_by_side.command(run, pathlib.Path("w"))[:5]
     assert program == sys.executable and workdir == "--workdir=w"
-    assert "--config.model.mlp_dim=96" in grid.command(run, pathlib.Path("w"))
+    assert "--config.model.mlp_dim=96" in side_by_side.command(run, pathlib.Path("w"))
     each = formulas.training_flops_per_token(run.experiment.model, 256)
     assert run.flops == each * 8192 * 8
 
@@ -102,12 +105,15 @@ def test_runs_are_trained_once(trains, tmp_path):
     assert _train(runs, tmp_path) == expected | failed
     assert sorted(trains) == sorted(expected)
     used = {(tmp_path / run.name / "cores").read_text() for run in runs[:3]}
-    assert used <= {str(sorted(cores)) for cores in grid.shares(2)}
+    assert used <= {str(sorted(cores)) for cores in side_by_side.shares(2)}
     trains.clear()
     assert _train(runs, tmp_path) == expected | failed and trains == list(failed)
-    assert grid.curve(tmp_path / "mha_seed0_steps8") == {4: 2.5, 8: 2.0}
-    assert grid.speed(tmp_path / "mha_seed0_steps8") == 1000
-    assert grid.curve(tmp_path / "nothing") == {} and grid.speed(tmp_path / "nothing") is None
+    assert side_by_side.curve(tmp_path / "mha_seed0_steps8") == {4: 2.5, 8: 2.0}
+    assert side_by_side.speed(tmp_path / "mha_seed0_steps8") == 1000
+    assert (
+        side_by_side.curve(tmp_path / "nothing") == {}
+        and side_by_side.speed(tmp_path / "nothing") is None
+    )
 
 
 def test_how_long_it_takes_is_said_first(trains, tmp_path, capsys):
@@ -127,7 +133,7 @@ def test_runs_of_other_code_or_config_are_not_mixed(trains, tmp_path, monkeypatc
     (tmp_path / "mha_seed1_steps8" / "metrics.jsonl").unlink()  # stopped before an evaluation
     code = grid.code() | {"model/mlp.py": "another"}
     monkeypatch.setattr(grid, "code", lambda: code)
-    monkeypatch.setattr(grid, "_code_now", lambda: code)
+    monkeypatch.setattr(grid, "code_now", lambda: code)
     trains.clear()
     said = r"mha_seed0_steps8 was trained by other code \(model/mlp\.py\), and 1 more are like it"
     with pytest.raises(UserError, match=said):
@@ -141,7 +147,7 @@ def test_runs_of_other_code_or_config_are_not_mixed(trains, tmp_path, monkeypatc
 
 
 def test_code_that_changes_while_a_study_runs(trains, tmp_path, monkeypatch):
-    monkeypatch.setattr(grid, "_code_now", lambda: {"optim.py": "changed"})
+    monkeypatch.setattr(grid, "code_now", lambda: {"optim.py": "changed"})
     (why,) = _train([_run()], tmp_path).values()
     assert why.startswith("the code changed after the study began (") and not trains
 
@@ -149,7 +155,7 @@ def test_code_that_changes_while_a_study_runs(trains, tmp_path, monkeypatch):
 def test_an_interrupted_study_interrupts_its_runs(tmp_path, monkeypatch):
     """By SIGTERM too; a run that had not begun does not."""
     waits = "import time; print('begun', flush=True); time.sleep(60)"
-    monkeypatch.setattr(grid, "command", lambda *_: [sys.executable, "-c", waits])
+    monkeypatch.setattr(side_by_side, "command", lambda *_: [sys.executable, "-c", waits])
     log = tmp_path / "mha_seed0_steps8.log"
 
     def end():

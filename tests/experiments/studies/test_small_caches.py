@@ -7,6 +7,7 @@ import pytest
 
 from experiments import record
 from experiments.studies import grid
+from experiments.studies import side_by_side
 from experiments.studies import small_caches
 from kvjax.foundation import command_line
 
@@ -37,9 +38,9 @@ def run(monkeypatch, tmp_path, capsys):
         return {64: 3.0, 256: BPB[name] + SEEDS[seed] + OWN[seed] * (name == "lrkv")}
 
     failing = set()
-    monkeypatch.setattr(grid, "train", train)
-    monkeypatch.setattr(grid, "curve", curve)
-    monkeypatch.setattr(grid, "speed", lambda workdir: 7000.0)
+    monkeypatch.setattr(side_by_side, "train", train)
+    monkeypatch.setattr(side_by_side, "curve", curve)
+    monkeypatch.setattr(side_by_side, "speed", lambda workdir: 7000.0)
 
     def run(*options):
         trained.clear()

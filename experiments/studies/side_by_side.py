@@ -1,0 +1,203 @@
+"""Runs of a grid trained side by side: a process for each, on cores of its own, resumed.
+
+A run lies in FOLDER/NAME_seedS_stepsN. One that is finished is not trained again, and one that was
+stopped goes on.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent import futures
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+
+from etils import epath
+
+from experiments.studies import grid
+from experiments.studies.grid import Run
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import provenance
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import write_atomically
+from kvjax.workdir import metrics
+
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
+_GUESS = 60e9  # FLOP/s of a core, until a run has told
+
+
+def curve(workdir: pathlib.Path) -> dict[int, float]:
+    """By step bits per byte; of a run that was not begun none."""
+    file = epath.Path(workdir) / metrics.METRICS
+    records = metrics.read_records(file) if file.exists() else []
+    return {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
+
+
+def speed(workdir: pathlib.Path) -> float | None:
+    """Tokens/s, the median over a run's records; None where there is none."""
+    file = epath.Path(workdir) / "timing.jsonl"
+    records = metrics.read_records(file) if file.exists() else []
+    speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
+    return statistics.median(speeds) if speeds else None
+
+
+def _finished(run: Run, folder: pathlib.Path, *, mix: bool) -> tuple[bool, str]:
+    """Whether a run lies there whole, and why it may be neither taken nor gone on with."""
+    workdir = folder / run.name
+    if not (workdir / grid.ABOUT).exists():
+        begun = any(workdir.glob("*.jsonl")) if workdir.exists() else False
+        return False, "does not say what code trained it" if begun else ""
+    about = grid.about(workdir)
+    if about["identity"] != run.identity:
+        return False, "is of another config"
+    if (files := grid.changed(about["code"])) and not mix:
+        return False, f"was trained by other code ({grid.in_short(files)})"
+    return run.steps in curve(workdir), ""
+
+
+def train(
+    runs: Sequence[Run], folder: pathlib.Path, *, processes: int, mix: bool
+) -> Iterator[tuple[Run, str]]:
+    """Trains what is not finished, `processes` side by side, each on cores of its own.
+
+    Interrupted, or ended by SIGTERM or SIGHUP, it interrupts its runs, which save what they have.
+
+    Yields:
+      Each run when it has ended, those first that were finished, and why it failed, in one line; ""
+      if it did not. What a run says is in FOLDER/NAME.log.
+
+    Raises:
+      UserError: folders of other configs or of other code; before anything is trained.
+    """
+    found = {run.name: _finished(run, folder, mix=mix) for run in runs}
+    refused = [f"{name} {why}" for name, (_, why) in found.items() if why]
+    if refused:
+        raise UserError(
+            f"{os.path.relpath(folder)}: {refused[0]}"
+            + (f", and {len(refused) - 1} more are like it" if len(refused) > 1 else "")
+            + ". Give another --runs, or --mix if a change of code decides no number"
+        )
+    there = {name: whole for name, (whole, _) in found.items()}
+    missing = [run for run in runs if not there[run.name]]
+    yield from ((run, "") for run in runs if there[run.name])
+    if not missing:
+        return
+    done = [(run, rate) for run in runs if there[run.name] and (rate := speed(folder / run.name))]
+    rates = [rate * run.flops / (run.experiment.tokens_per_step * run.steps) for run, rate in done]
+    rate = statistics.median(rates) if rates else _GUESS
+    seconds = sum(run.flops for run in missing) / rate / processes
+    command_line.say(
+        f"{len(missing)} runs of {len(runs)} to train, {processes} side by side: about "
+        f"{progress.duration(seconds)}"
+        + ("" if rates else f", at a guess ({_GUESS / 1e9:.0f} GFLOP/s each)")
+    )
+    with _ends_as_interrupted(), _Processes(folder, processes) as begun:
+        yield from begun.all(missing)
+
+
+@contextlib.contextmanager
+def _ends_as_interrupted():
+    """SIGTERM and SIGHUP are as Ctrl-C here, so that no run is left behind."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in _ENDS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Processes:
+    """Processes of runs, so many at a time, each on its share of this process's cores."""
+
+    def __init__(self, folder: pathlib.Path, count: int):
+        self._folder, self._stopped, self._lock = folder, False, threading.Lock()
+        self._running: list[subprocess.Popen] = []
+        self._pool, self._cores = futures.ThreadPoolExecutor(count), queue.SimpleQueue()
+        for some in shares(count):
+            self._cores.put(some)
+
+    def __enter__(self) -> "_Processes":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        with self._lock:
+            self._stopped = True
+            if kind is not None:
+                for process in self._running:
+                    process.send_signal(signal.SIGTERM)
+        self._pool.shutdown(cancel_futures=True)
+
+    def all(self, runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+        """Runs as they end; see `train`."""
+        asked = {self._pool.submit(self._train, run): run for run in runs}
+        for future in futures.as_completed(asked):
+            yield asked[future], future.result()
+
+    def _train(self, run: Run) -> str:
+        cores = self._cores.get()
+        try:
+            return self._on(cores, run)
+        finally:
+            self._cores.put(cores)
+
+    def _on(self, cores: set[int], run: Run) -> str:
+        """Why a run failed, in one line; "" if it did not."""
+        if files := grid.changed(grid.code_now()):
+            return f"the code changed after the study began ({grid.in_short(files)})"
+        workdir = self._folder / run.name
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not (workdir / grid.ABOUT).exists():
+            made = {key: x for key, x in provenance.provenance().items() if key != "command"}
+            about = dict(identity=run.identity, code=grid.code(), made_by=made)
+            write_atomically(epath.Path(workdir / grid.ABOUT), json.dumps(about) + "\n")
+        if cores:
+            os.sched_setaffinity(0, cores)  # of this thread, and of the process that it begins
+        log_file = self._folder / f"{run.name}.log"
+        with log_file.open("a") as log:
+            with self._lock:
+                if self._stopped:
+                    return "not begun"
+                command_line.say(run.name)
+                how = dict(cwd=ROOT, stdout=log, stderr=log)
+                process = subprocess.Popen(command(run, workdir), **how)
+                self._running.append(process)
+            status = process.wait()
+        with self._lock:
+            self._running.remove(process)
+        if files := grid.changed(grid.code_now()):
+            return f"the code changed while it was trained ({grid.in_short(files)})"
+        return f"status {status}: {_last_line(log_file)}" if status else ""
+
+
+def shares(processes: int) -> list[set[int]]:
+    """This process's cores, shared out; empty sets where the system does not tell them."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return [set(cores[i::processes]) or set(cores) for i in range(processes)]
+
+
+def command(run: Run, workdir: pathlib.Path) -> list[str]:
+    """What trains a run."""
+    asked = [f"--config.{key}={value}" for key, value in run.overrides.items()]
+    program = [sys.executable, "-m", "kvjax.main"]
+    return [*program, f"--config={run.cell.config}", f"--workdir={workdir}", *asked]
+
+
+def _last_line(file: pathlib.Path) -> str:
+    text = file.read_text(errors="replace").replace("\r", "\n")  # a progress bar's lines
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it said nothing"
