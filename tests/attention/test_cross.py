@@ -152,9 +152,9 @@ def test_one_token_gives_its_value_to_every_query(make):
 def test_an_empty_memory_gives_nothing(make):
     module = make(_config("lrkv"))
     x, memory, lengths = _inputs()
-    none = jnp.zeros_like(lengths)
-    layer = _cache(module, memory, none)
+    none, layer = jnp.zeros_like(lengths), _cache(module, memory, lengths)  # whatever lies there
     for queries in (x, x[:, :1]):
+        assert np.any(module.decode(jnp.asarray(queries), layer, lengths))
         assert not np.any(module.decode(jnp.asarray(queries), layer, none))
 
 

@@ -79,6 +79,15 @@ def test_what_lies_behind_a_source_changes_nothing(make):
     assert apart[2] > 1e-3 and not apart[:2].any()  # the source is read, each its own
 
 
+def test_a_source_is_read_to_both_sides(make):
+    model = make(_config("lrkv"))
+    source, _ = _tokens()
+    changed = source.copy()
+    changed[0, 6] = (changed[0, 6] + 1) % V
+    encode = jax.jit(lambda s: model.encode(s, LENGTHS))
+    assert np.abs(encode(changed) - encode(source))[0].max(axis=-1).min() > 1e-6
+
+
 def test_greedy_is_the_likeliest_token_after_token(make):
     model = make(_config("lrkv"))
     source, _ = _tokens()
