@@ -28,6 +28,7 @@ from kvjax.attention import GroupedConfig
 from kvjax.attention import GroupedLatentConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import ResidualLatentConfig
 from kvjax.attention import ReusedKeysConfig
 from kvjax.attention import SharedKVConfig
 from kvjax.attention import TensorProductConfig
@@ -114,6 +115,10 @@ MECHANISMS = {
         dict(num_kv_heads=2, num_latents=2, key_rank=0, value_rank=3),
     ),
     "mla": (LatentConfig, dict(latent_dim=10, rope_key_dim=4, value_dim=6)),
+    "mla_lrkv": (
+        ResidualLatentConfig,
+        dict(latent_dim=6, rope_key_dim=4, value_dim=6, rank=3),
+    ),
     "mla_paper": (RebuiltLatentConfig, dict(latent_dim=10)),
     "mfa": (
         GroupedConfig,

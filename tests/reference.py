@@ -15,6 +15,7 @@ from kvjax.attention import GroupedConfig
 from kvjax.attention import GroupedLatentConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import ResidualLatentConfig
 from kvjax.attention import ReusedKeysConfig
 from kvjax.attention import SharedKVConfig
 from kvjax.attention import TensorProductConfig
@@ -132,6 +133,15 @@ def _latent(c, w, x_BTD, norm, rotate):
         yield q, k, latent @ w["up_value"][:, n]
 
 
+def _residual_latent(c, w, x_BTD, norm, rotate):
+    for n, (q, k, v) in enumerate(_latent(c, w, x_BTD, norm, rotate)):
+        if c.rank:
+            own = lambda kind, n=n: x_BTD @ w[f"latent_{kind}"][:, n] @ w[f"expand_{kind}"][n]
+            k = np.concatenate([k[..., : c.key_dim] + own("key"), k[..., c.key_dim :]], -1)
+            v = v + own("value")
+        yield q, k, v
+
+
 def _grouped_latent(c, w, x_BTD, norm, rotate):
     shared = rotate(norm(x_BTD @ w["rope_key"], "rope_key_norm"))
     each = c.num_heads // c.num_latents
@@ -230,6 +240,7 @@ HEADS = {
     GroupedConfig: _grouped,
     FactoredConfig: _factored,
     LatentConfig: _latent,
+    ResidualLatentConfig: _residual_latent,
     RebuiltLatentConfig: _rebuilt_latent,
     GroupedLatentConfig: _grouped_latent,
     BranchedLatentConfig: _grouped_latent,

@@ -10,6 +10,7 @@ from kvjax.attention import GroupedConfig
 from kvjax.attention import GroupedLatentConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import ResidualLatentConfig
 from kvjax.attention import ReusedKeysConfig
 from kvjax.attention import SharedKVConfig
 from kvjax.attention import TensorProductConfig
@@ -42,6 +43,7 @@ def mechanism_name(config: MechanismConfig) -> str:
 
 _OTHERS = {
     LatentConfig: lambda c: f"MLA, latent {c.latent_dim}",
+    ResidualLatentConfig: lambda c: f"LRKV over a latent of {c.latent_dim}, rank {c.rank}",
     RebuiltLatentConfig: lambda c: f"MLA without a RoPE key, latent {c.latent_dim}",
     GroupedLatentConfig: lambda c: f"GLA-{c.num_latents}, latents {c.latent_dim}",
     BranchedLatentConfig: lambda c: f"MLRA-{c.num_branches}, latents {c.latent_dim}",

@@ -11,6 +11,7 @@ from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.gta import TiedLatentConfig
 from kvjax.attention.mfa_kr import ReusedKeysConfig
 from kvjax.attention.mla import LatentConfig
+from kvjax.attention.mla_lrkv import ResidualLatentConfig
 from kvjax.attention.mla_paper import RebuiltLatentConfig
 from kvjax.attention.mlra import BranchedLatentConfig
 from kvjax.attention.shared_kv import SharedKVConfig
@@ -20,6 +21,7 @@ MECHANISMS = {
     "grouped": GroupedConfig,  # MHA, GQA, MQA, LRKV, LRKV x GQA, thin keys, Q-K=V, MFA
     "factored": FactoredConfig,  # keys, values or both of low rank
     "mla": LatentConfig,
+    "mla_lrkv": ResidualLatentConfig,  # residuals of heads beside the latent
     "mla_paper": RebuiltLatentConfig,
     "gla": GroupedLatentConfig,
     "mlra": BranchedLatentConfig,
@@ -38,6 +40,7 @@ __all__ = [
     "GroupedLatentConfig",
     "LatentConfig",
     "RebuiltLatentConfig",
+    "ResidualLatentConfig",
     "ReusedKeysConfig",
     "SharedKVConfig",
     "TensorProductConfig",

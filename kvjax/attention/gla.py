@@ -21,7 +21,6 @@ from kvjax.attention.mla import LatentConfig
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import readings
 from kvjax.layers.rope import Base
-from kvjax.layers.rope import Positions
 from kvjax.layers.weight import weight
 
 
@@ -70,11 +69,8 @@ class GroupedLatent(Latent):
         self.rope_key_norm = head_norm(c.rope_key_dim, c.qk_norm, **norm)
         self.add_query_latent(d_model, rngs=rngs)
 
-    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
-        k_BTNH = self._up(raw["latent"], self.up_key)
-        k_BT1P = raw["rope_key"][:, :, None]
-        k_BTNP = jnp.broadcast_to(k_BT1P, k_BTNH.shape[:3] + k_BT1P.shape[3:])
-        return jnp.concatenate([k_BTNH, k_BTNP], axis=-1), self._up(raw["latent"], self.up_value)
+    def contents(self, raw: dict) -> tuple[jax.Array, jax.Array]:
+        return self._up(raw["latent"], self.up_key), self._up(raw["latent"], self.up_value)
 
     def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
         """The content query times up_key meets the latent of its group itself."""

@@ -23,6 +23,7 @@ from kvjax.attention.mechanism import Mechanism
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_common
 from kvjax.attention.mechanism import check_divides
+from kvjax.attention.mechanism import check_residual
 from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
@@ -42,7 +43,6 @@ from kvjax.layers.rope import rotate
 from kvjax.layers.weight import affine
 from kvjax.layers.weight import weight
 
-RESIDUAL_INITS = ("linear", "zeros")
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
 
@@ -71,10 +71,8 @@ class GroupedConfig(MechanismConfig):
         check_common(self, "num_kv_heads", "num_bases", "value_dim")
         check_divides(self, "num_kv_heads", "num_heads")
         check_divides(self, "num_bases", "num_kv_heads")
-        smaller = min(self.key_dim, self.value_dim)
-        allowed = f"must lie in [0, {smaller}], the smaller of key_dim and value_dim (0 is MQA)"
-        require(0 <= self.rank <= smaller, "rank", self.rank, allowed)
-        for key, choices in (("residual_init", RESIDUAL_INITS), ("rope", ROPES), ("tie", TIES)):
+        check_residual(self, "MQA")
+        for key, choices in (("rope", ROPES), ("tie", TIES)):
             value = getattr(self, key)
             require(value in choices, key, repr(value), f"must be one of {choices}")
         channels = self.position_channels

@@ -25,6 +25,7 @@ from kvjax.layers.weight import weight
 
 MAX_DIM = 1 << 16  # of heads, and of what one of them has
 QK_NORMS = ("none", "rms", "rms_gain")
+RESIDUAL_INITS = ("linear", "zeros")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,6 +202,20 @@ def check_divides(config: MechanismConfig, key: str, of: str) -> None:
     whole, part = getattr(config, of), getattr(config, key)
     between(f"config.attention.{key}", part, 1, MAX_DIM)
     require(whole % part == 0, key, part, f"must divide {of} = {whole}")
+
+
+def check_residual(config: MechanismConfig, at_rank_0: str) -> None:
+    """Raises a UserError for what residuals of heads have: a rank and a start.
+
+    Args:
+      at_rank_0: what the mechanism is without residuals.
+    """
+    smaller = min(config.key_dim, config.value_dim)
+    allowed = f"must lie in [0, {smaller}], the smaller of key_dim and value_dim (0 is {at_rank_0})"
+    require(0 <= config.rank <= smaller, "rank", config.rank, allowed)
+    init = config.residual_init
+    allowed = f"must be one of {RESIDUAL_INITS}"
+    require(init in RESIDUAL_INITS, "residual_init", repr(init), allowed)
 
 
 def check_plain(config: MechanismConfig, allowed: str) -> None:

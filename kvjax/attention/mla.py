@@ -4,7 +4,8 @@
 
 with queries [q_n, Rot(q_n^R)]. Cache: one latent c of C channels and one rotated key r of P for all
 heads, C + P elements. Decoding folds W^UK into the query and W^UV into the output, and is exact:
-what is rotated is cached as it is. `gla.py` has several latents, `mla_paper.py` no RoPE key.
+what is rotated is cached as it is. `gla.py` has several latents, `mla_lrkv.py` residuals of heads
+beside it, `mla_paper.py` no RoPE key.
 """
 
 import dataclasses
@@ -104,11 +105,14 @@ class Latent(Mechanism):
         return jnp.concatenate([q_BTNH, q_BTNP], axis=-1), raw
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
-        k_BTNH = linear(raw["latent"], self.up_key[...])
+        k_BTNH, v_BTNH = self.contents(raw)
         k_BT1P = raw["rope_key"][:, :, None]
         k_BTNP = jnp.broadcast_to(k_BT1P, k_BTNH.shape[:3] + k_BT1P.shape[3:])
-        v_BTNH = linear(raw["latent"], self.up_value[...])
         return jnp.concatenate([k_BTNH, k_BTNP], axis=-1), v_BTNH
+
+    def contents(self, raw: dict) -> tuple[jax.Array, jax.Array]:
+        """[B, T, N, H] of keys without their rotated channels, and values."""
+        return linear(raw["latent"], self.up_key[...]), linear(raw["latent"], self.up_value[...])
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return dict(raw)

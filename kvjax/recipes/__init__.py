@@ -20,6 +20,7 @@ from kvjax.recipes.mechanisms import mfa
 from kvjax.recipes.mechanisms import mfa_kr
 from kvjax.recipes.mechanisms import mha
 from kvjax.recipes.mechanisms import mla
+from kvjax.recipes.mechanisms import mla_lrkv
 from kvjax.recipes.mechanisms import mla_paper
 from kvjax.recipes.mechanisms import mlra
 from kvjax.recipes.mechanisms import mqa
@@ -53,6 +54,7 @@ __all__ = [
     "mha",
     "mid_train",
     "mla",
+    "mla_lrkv",
     "mla_paper",
     "mlra",
     "mqa",

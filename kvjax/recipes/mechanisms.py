@@ -6,6 +6,7 @@ from kvjax.attention import GroupedConfig
 from kvjax.attention import GroupedLatentConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import ResidualLatentConfig
 from kvjax.attention import ReusedKeysConfig
 from kvjax.attention import SharedKVConfig
 from kvjax.attention import TensorProductConfig
@@ -62,6 +63,20 @@ def mla(num_heads: int, *, latent: int, rope_dim: int = HEAD_DIM // 2, dim: int 
     """Position from one key of rope_dim channels that is cached beside the latent."""
     shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
     return dict(kind="mla") | keys(LatentConfig(**shape, rope_key_dim=rope_dim))
+
+
+def mla_lrkv(
+    num_heads: int,
+    *,
+    latent: int,
+    rank: int,
+    rope_dim: int = HEAD_DIM // 2,
+    dim: int = HEAD_DIM,
+) -> dict:
+    """LRKV over MLA's latent: a latent for all heads and residuals of `rank` for each."""
+    shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
+    config = ResidualLatentConfig(**shape, rope_key_dim=rope_dim, rank=rank)
+    return dict(kind="mla_lrkv") | keys(config)
 
 
 def mla_paper(num_heads: int, *, latent: int, dim: int = HEAD_DIM) -> dict:

@@ -10,6 +10,7 @@ NAMES = {
     "lrkv_gqa": "LRKV over 2 bases, rank 3",
     "kv_tied_gqa": "Q-K=V, GQA, 2 KV heads",
     "mla": "MLA, latent 10",
+    "mla_lrkv": "LRKV over a latent of 6, rank 3",
     "mla_paper": "MLA without a RoPE key, latent 10",
     "mfa": "MFA, queries of rank 5",
     "gla": "GLA-2, latents 6",

@@ -7,6 +7,7 @@ import numpy as np
 from kvjax.attention import Attention
 from kvjax.attention import BranchedLatentConfig
 from kvjax.attention import GroupedLatentConfig
+from kvjax.attention import ResidualLatentConfig
 from kvjax.attention import SharedKVConfig
 from kvjax.attention import TensorProductConfig
 from kvjax.attention import TiedLatentConfig
@@ -87,6 +88,10 @@ def noise(shape, seed=1):
 
 def gla_config(J, **options):
     return GroupedLatentConfig(**LATENT, num_latents=J, **options)
+
+
+def mla_lrkv_config(R, **options):
+    return ResidualLatentConfig(**LATENT, rank=R, **options)
 
 
 def mlra_config(G, J, **options):

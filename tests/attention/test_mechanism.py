@@ -11,6 +11,7 @@ from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedLatentConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import ResidualLatentConfig
 from kvjax.attention import ReusedKeysConfig
 from kvjax.attention import SharedKVConfig
 from kvjax.attention import TensorProductConfig
@@ -58,8 +59,12 @@ def _rebuild(config, w, entry, on):
     if isinstance(config, LatentConfig):
         latent, N = entry["latent"], config.num_heads
         k = np.einsum("btc,cnh->btnh", latent, w["up_key"])
+        v = np.einsum("btc,cnh->btnh", latent, w["up_value"])
+        if isinstance(config, ResidualLatentConfig):
+            k += np.einsum("btnr,nrh->btnh", entry["residual_key"], w["expand_key"])
+            v += np.einsum("btnr,nrh->btnh", entry["residual_value"], w["expand_value"])
         shared = np.broadcast_to(entry["rope_key"][:, :, None], (B, T, N, config.rope_key_dim))
-        return np.concatenate([k, shared], -1), np.einsum("btc,cnh->btnh", latent, w["up_value"])
+        return np.concatenate([k, shared], -1), v
     if isinstance(config, TiedLatentConfig):
         k = entry["latent"][..., : config.content_dim]
         shared = np.broadcast_to(entry["rope_key"][:, :, None], (*k.shape[:3], config.rope_key_dim))
@@ -200,6 +205,8 @@ def test_heads_of_expanded_keys(make_mechanism, mechanism_name):
         ("factored_joint", {}, 5 + 3),
         ("factored_values", {}, 2 * (8 + 3)),
         ("mla", {}, 10 + 4),
+        ("mla_lrkv", {}, 6 + 4 + 2 * 4 * 3),
+        ("mla_lrkv", dict(rank=0), 6 + 4),
         ("mla_paper", {}, 10),
         ("mfa", {}, 2 * 8),
         ("gla", {}, 2 * 6 + 4),
@@ -264,6 +271,9 @@ BAD = [
     ("lrkv", dict(rank=-1), r"rank = -1.*\[0, 8\]"),
     ("lrkv", dict(rank=9), r"rank = 9.*\[0, 8\]"),
     ("lrkv", dict(rank=7, value_dim=6), r"rank = 7.*\[0, 6\]"),
+    ("mla_lrkv", dict(residual_init="ones"), "residual_init = 'ones'.*'linear', 'zeros'"),
+    ("mla_lrkv", dict(rank=7), r"rank = 7.*\[0, 6\].*0 is MLA"),
+    ("mla_lrkv", dict(rank=-1), r"rank = -1.*\[0, 6\]"),
     ("lrkv", dict(residual_init="ones"), "residual_init = 'ones'.*'linear', 'zeros'"),
     ("mha", dict(tie="vk"), "tie = 'vk'.*'none', 'kv', 'qk', 'qkv'"),
     ("kv_tied", dict(value_dim=6), "tie = 'kv'.*value_dim = 6 equal to key_dim = 8"),

@@ -18,6 +18,7 @@ from tests.attention.one_layer import close
 from tests.attention.one_layer import gla_config
 from tests.attention.one_layer import gta_config
 from tests.attention.one_layer import heads
+from tests.attention.one_layer import mla_lrkv_config
 from tests.attention.one_layer import mlra_config
 from tests.attention.one_layer import run
 from tests.attention.one_layer import shared_kv_config
@@ -32,6 +33,7 @@ PARAMETERS = [  # of one layer without gates, norms' gains and the output projec
     (gla_config(2, query_rank=5), D * 5 + 5 * N * (H + P) + D * (12 + P) + 6 * N * 2 * H),
     (mlra_config(2, 2), D * N * (H + P) + D * (4 * 6 + P) + 2 * 6 * N * 2 * H),
     (mlra_config(4, 1), D * N * (H + P) + D * (4 * 6 + P) + 4 * 6 * N * 2 * H),
+    (mla_lrkv_config(2), D * N * (H + P) + D * (6 + P) + 12 * N * H + 2 * N * 2 * (D + H)),
     (gta_config(P), D * N * H + D * 2 * H + D * P),
     (shared_kv_config(P), D * N * H + D * 2 * H),
     (ReusedKeysConfig(**COMMON, num_kv_heads=1), D * N * H + D * H + H * H + H),

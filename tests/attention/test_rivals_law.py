@@ -22,6 +22,7 @@ COMMON = dict(
 OF_LATENTS = dict(num_latents=(1, 2, 4), dims=((8, 8), (8, 6)))
 FACTORS = dict(
     mla=COMMON | dict(dims=((8, 8), (8, 6))),
+    mla_lrkv=COMMON | dict(dims=((8, 8), (8, 6)), rank=(0, 3)),
     gla=COMMON | OF_LATENTS,
     mlra=COMMON | OF_LATENTS | dict(num_branches=(1, 2, 4)),
     gta=COMMON | dict(num_kv_heads=(1, 2, 4), rope_key_dim=(0, 2, 4)),
@@ -39,6 +40,7 @@ FACTORS = dict(
 )
 FIXED = dict(
     mla=dict(latent_dim=10, rope_key_dim=4),
+    mla_lrkv=dict(latent_dim=6, rope_key_dim=4),
     gla=dict(latent_dim=6, rope_key_dim=4),
     mlra=dict(latent_dim=6, rope_key_dim=4),
     mfa=dict(num_kv_heads=4, num_bases=1),

@@ -227,7 +227,7 @@ def test_training_flops_of_mha_by_formula():
 
 
 TRAINED = (*MECHANISMS, "thin_keys", "kv_tied", "qk_tied_plus", "lrkv_shared_rope")
-TRAINED += ("mfa", "gla", "mlra", "gta", "shared_kv", "mfa_kr", "tpa")
+TRAINED += ("mfa", "mla_lrkv", "gla", "mlra", "gta", "shared_kv", "mfa_kr", "tpa")
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ VARIANTS = {
     "mlra": ("latent", dict(N=8, latents=(2, 2))),
     "gta": ("latent", dict(N=4, latents=(2,), met=4, up=False)),
     "shared_kv": ("latent", dict(N=4, latents=(2,), up=False, rope=False)),
+    "mla_lrkv": ("latent_residual", dict(N=4)),
     "tpa": ("tensor_product", dict(N=4)),
     "tpa_fixed_heads": ("tensor_product", dict(N=4, fixed="heads")),
     "tpa_fixed_channels": ("tensor_product", dict(N=4, fixed="channels")),
@@ -124,6 +125,14 @@ class _Draw:
         own = dict(query=self.query(N, met or C), rope_query=self.query(N, P) if rope else None)
         own["up_value"] = self.normal(G, C, N // G, self.Hv) if up else None
         return readings.LatentReading(**own, scale=0.3), cache
+
+    def latent_residual(self, N):
+        own = dict(query=self.query(N, C), rope_query=self.query(N, P))
+        own |= dict(residual_query=self.query(N, self.R), up_value=self.normal(C, N, self.Hv))
+        own |= dict(expand_value=self.normal(N, self.R, self.Hv), scale=0.3)
+        cache = dict(latent=self.cached(C), rope_key=self.cached(P))
+        cache |= {f"residual_{kind}": self.cached(N, self.R) for kind in ("key", "value")}
+        return readings.LatentResidualReading(**own), cache
 
     def tensor_product(self, N, R=2, Rv=3, fixed=None, shares=False):
         Rv = R if shares else Rv

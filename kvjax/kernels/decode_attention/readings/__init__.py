@@ -6,6 +6,7 @@ A new way is a new file; `reading.py` says what is in it. Kernels for TPU and GP
 from kvjax.kernels.decode_attention.readings.factored import FactoredReading
 from kvjax.kernels.decode_attention.readings.grouped import GroupedReading
 from kvjax.kernels.decode_attention.readings.latent import LatentReading
+from kvjax.kernels.decode_attention.readings.latent_residual import LatentResidualReading
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
 from kvjax.kernels.decode_attention.readings.reading import PositionBias
 from kvjax.kernels.decode_attention.readings.reading import Reading
@@ -19,6 +20,7 @@ __all__ = [
     "FactoredReading",
     "GroupedReading",
     "LatentReading",
+    "LatentResidualReading",
     "PositionBias",
     "Reading",
     "RebuiltReading",

@@ -1,0 +1,110 @@
+"""A latent that is key and value at once, and low-rank residuals per head: LRKV over MLA's latent.
+
+No residual is rotated, so that queries meet them in rank space, as the latent (LRKV eq. 3 and 4).
+"""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.latent import LatentReading
+from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.kernels.decode_attention.readings.latent import LatentTiles
+from kvjax.kernels.decode_attention.readings.reading import Cache
+from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
+from kvjax.kernels.decode_attention.readings.reading import Reading
+from kvjax.kernels.decode_attention.readings.reading import reading
+from kvjax.kernels.decode_attention.readings.reading import static
+
+
+@reading
+class LatentResidualReading(Reading):
+    """key = [latent, rope_key, residual_key], value = latent up_value + residual expand_value.
+
+    cache: latent [B, C, S], rope_key [B, P, S], residual_key and residual_value [B, N, R, S].
+    """
+
+    query: jax.Array  # [B, T, N, C]: the content query times up_key
+    rope_query: jax.Array  # [B, T, N, P]
+    residual_query: jax.Array  # [B, T, N, R]: the content query times expand_key
+    up_value: jax.Array  # [C, N, Hv]
+    expand_value: jax.Array  # [N, R, Hv]
+    scale: float = static()
+
+    def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
+        query, k, v = self.of_latent().expand(cache)
+        shared = jnp.broadcast_to(k, (*k.shape[:2], query.shape[2], k.shape[3]))
+        k = jnp.concatenate([shared, cache["residual_key"]], axis=-1)
+        residual = jnp.einsum("BSNR,NRV->BSNV", cache["residual_value"], self.expand_value)
+        return jnp.concatenate([query, self.residual_query], axis=-1), k, v + residual
+
+    def tiles(self) -> "_Tiles":
+        return _Tiles(self)
+
+    def of_latent(self) -> LatentReading:
+        """The part of it that reads the latent and the rotated key."""
+        shared = dict(query=self.query, rope_query=self.rope_query, scale=self.scale)
+        return LatentReading(up_value=self.up_value[None], **shared)
+
+
+class _Tiles:
+    expands = False
+
+    def __init__(self, o: LatentResidualReading):
+        self.of_latent = LatentTiles(o.of_latent())
+        self.q_BNTR = jnp.moveaxis(o.residual_query, 2, 1)
+        self.expand_NRV = o.expand_value
+
+    def widths(self, cache: Cache) -> tuple[int, ...]:
+        return (*self.of_latent.widths(cache), cache["residual_value"].shape[-2])
+
+    def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
+        residual_BNTs = tiles.dot(self.q_BNTR, tile["residual_key"])
+        return self.of_latent.logits(tile, start) + residual_BNTs
+
+    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        residual_BNTR = tiles.weigh(p_BNTs, tile["residual_value"])
+        return (*self.of_latent.weigh(p_BNTs, tile), residual_BNTR)
+
+    def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
+        *latent, residual_BNTR = outputs
+        residual_BNTV = jnp.einsum("BNTR,NRV->BNTV", residual_BNTR, self.expand_NRV)
+        return self.of_latent.finish(tuple(latent)) + residual_BNTV
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentResidualSizes:
+    """N query heads on a latent of C channels, a rotated key of P and residuals of rank R."""
+
+    N: int
+    C: int
+    P: int
+    R: int
+    H: int = 128  # channels of the key that is folded into the query
+    Hv: int = 128
+
+    def reading(self, draw: Callable[..., jax.Array], B: int) -> LatentResidualReading:
+        of_latent = self._of_latent().reading(draw, B)
+        return LatentResidualReading(
+            query=of_latent.query,
+            rope_query=of_latent.rope_query,
+            residual_query=draw(B, 1, self.N, self.R),
+            up_value=of_latent.up_value[0],
+            expand_value=draw(self.N, self.R, self.Hv) / self.R**0.5,
+            scale=(self.H + self.P) ** -0.5,
+        )
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        residual = (self.N, self.R)
+        return self._of_latent().fields() | dict(residual_key=residual, residual_value=residual)
+
+    def flops(self) -> DecodeFlops:
+        per_query, per_key = self._of_latent().flops()
+        N, R = self.N, self.R
+        return DecodeFlops(per_query + 2 * N * R * (self.H + self.Hv), per_key + 4 * N * R)
+
+    def _of_latent(self) -> LatentSizes:
+        return LatentSizes(N=self.N, C=self.C, P=self.P, Hv=self.Hv, folded=self.H)
