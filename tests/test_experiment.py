@@ -41,7 +41,7 @@ def test_rank_by_layer():
 
 
 BAD = [
-    ("attention.kind", "linear", "'grouped', 'factored', 'mla', 'mla_paper'"),
+    ("attention.kind", "linear", "'grouped', 'factored', 'mla', 'mla_lrkv'"),
     ("attention.num_heads", 3, "num_kv_heads = 4: must divide num_heads = 3"),
     ("attention.num_heads", "4", "config.attention.num_heads = '4' is a str"),
     ("attention.rank", 33, "rank = 33: must lie in [0, 32]"),

@@ -133,6 +133,7 @@ def test_a_text_ends_where_the_source_of_its_model_says(warm, loaded, monkeypatc
     assert warm("--prompt=The king ", "--temperature=0", "--no-end_at_special")[1] == free
 
 
+@pytest.mark.slow
 def test_beyond_the_context_of_training_there_is_a_warning(run, generator, monkeypatch):
     prompt = "--prompt=" + "x" * 22  # and BOS
     with monkeypatch.context() as patched:

@@ -91,7 +91,7 @@ def _check_plain(layer, *, rotates):
 
 @pytest.mark.parametrize(
     "mechanism_name",
-    quick.only(("lrkv_gqa", "factored_joint", "mla_paper", "qk_tied_plus"), MECHANISMS),
+    quick.only(("lrkv_gqa", "mla_paper"), MECHANISMS),
 )
 def test_layers_are_those_of_the_model(make_mechanism, mechanism_name):
     """Of every mechanism: inputs, probabilities, outputs."""
@@ -113,6 +113,7 @@ def test_mask_is_that_of_attention():
     assert Mask(causal=False).visible(3).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", quick.only(["lrkv_by_layer"], ["lrkv_by_layer", "mistral_lrkv", "gpt2_lrkv"])
 )

@@ -127,6 +127,7 @@ def test_the_folder_has_the_name_of_the_model(run, workdir, made, tmp_path):
     assert command._file_name("a b/../c") == "a_b_.._c" and command._file_name("..") == "model"
 
 
+@pytest.mark.slow
 def test_an_earlier_report_is_replaced_whole_or_not_at_all(run, workdir, made, tmp_path):
     (tmp_path / "out").mkdir()
     for name in ("report.html", "report.json", "notes.txt"):
@@ -156,6 +157,7 @@ def test_a_failure_leaves_no_folder(run, workdir, made, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
     """It is left out and named; asked for by name it is refused, before any other works."""
 

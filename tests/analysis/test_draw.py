@@ -27,6 +27,7 @@ def _texts(svg: str) -> list[str]:
     return ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
+@pytest.mark.slow
 def test_the_same_numbers_give_the_same_text(drawn):
     assert drawings() == drawn
 

@@ -136,7 +136,7 @@ UNLIKE = dict(  # a model, one beside it, and which reports have nothing for the
 
 
 @pytest.mark.parametrize("report", REPORTS)
-@pytest.mark.parametrize("case", UNLIKE)
+@pytest.mark.parametrize("case", quick.only(["one_head_beside", "not_linear"], UNLIKE))
 def test_what_a_report_has_nothing_for_is_refused_before_weights_are_read(
     report, case, monkeypatch
 ):
@@ -310,6 +310,7 @@ def test_a_base_that_alone_is_rotated_is_said_to_be():
     assert "turns the base alone" not in of()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick.only(("lrkv",), ("lrkv", "mha")))
 def test_snapshots(name):
     snapshots = [(step, _model(name, seed)) for seed, step in enumerate((0, 50, 100))]

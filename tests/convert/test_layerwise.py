@@ -16,6 +16,7 @@ from kvjax.model.loss import token_losses
 from tests.convert import workdirs
 
 
+@pytest.mark.slow
 def test_perplexity_layer_by_layer_is_the_models(imported):
     """Of the model as a whole; the last few rows are fewer."""
     rows_BT = np.random.default_rng(3).integers(0, 38, (5, 12)).astype(np.int32)

@@ -233,7 +233,7 @@ TRAINED += ("mfa", "mla_lrkv", "gla", "mlra", "gta", "shared_kv", "mfa_kr", "tpa
 @pytest.mark.parametrize(
     ("name", "tied_head"),
     quick.only(
-        [("lrkv", False), ("mha", True)],
+        [("lrkv", False)],
         [*((name, False) for name in TRAINED), ("mha", True)],
     ),
 )

@@ -297,6 +297,7 @@ def test_preparation_that_comes_second_leaves_the_first_one_alone(
     assert [path.name for path in first[0].parent.iterdir()] == [first[0].name]
 
 
+@pytest.mark.slow
 def test_two_preparations_at_once_agree(larger_config):
     processes = [start(larger_config) for _ in range(2)]
     outputs = [process.communicate() for process in processes]

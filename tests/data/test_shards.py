@@ -265,6 +265,7 @@ class Virtual:
         return [{"tokens": np.array(divmod(i, 1 << 16))} for i in indices]
 
 
+@pytest.mark.slow
 def test_fifty_million_rows_are_permuted():
     """Of 100,000 positions all over an epoch none has another's row: drawn at random 100 would."""
     dataset = Virtual(50_000_000)

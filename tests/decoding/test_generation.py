@@ -69,6 +69,7 @@ def test_equal_prompts_get_different_texts(generator):
     assert tokens(generator, [[1, 2]], sampling=HOT) == [first]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", quick.only([128], [1, 128]))
 def test_chunk_size_does_not_matter(generator, make_model, chunk):
     other = Generator(make_model("lrkv"), chunk=chunk)

@@ -16,6 +16,7 @@ def generator(loaded):
     return Generator(loaded.model, loaded.compute)
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_work_too(loaded, generator):
     options = dict(num_tokens=20, sampling=Sampling(temperature=0.0))
     make = lambda **keys: generate(generator, loaded.tokenizer, ["a", "bc"], **options, **keys)
@@ -47,6 +48,7 @@ def test_special_tokens_end_a_text(loaded):
     assert generate(generator, loaded.tokenizer, ["a"], **options).texts == ["<|bos|>" * 3]
 
 
+@pytest.mark.slow
 def test_the_ends_of_a_tokenizer_end_a_text(loaded, generator, monkeypatch):
     options = dict(num_tokens=20, sampling=Sampling(temperature=0.0))
     make = lambda **keys: generate(generator, loaded.tokenizer, ["a"], **options, **keys).tokens[0]

@@ -94,6 +94,7 @@ def test_the_loss_is_the_mean_over_what_counts(x64, config, params):
     assert expected[0] != expected[3]
 
 
+@pytest.mark.slow
 def test_weights_of_one_give_the_bits_of_none(config, params):
     """Where targets are no power of two."""
     found = _loss(config, jnp.float32, compiler_options=dict(xla_backend_extra_options=""))

@@ -136,6 +136,7 @@ def compiled(make_mechanism, randomise):
     return compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", quick.only(["data2_fsdp4"], ["fsdp8", "data2_fsdp4"]))
 def test_a_device_computes_its_own_rows_only(mesh_name):
     """In the compiled step, no array of three axes or more holds all rows, 32, or 32 x T tokens at

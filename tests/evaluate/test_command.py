@@ -200,6 +200,7 @@ def test_a_limit(run):
     assert status == 0 and json.loads(out)["tasks"]["mmlu"]["rows"] == 2
 
 
+@pytest.mark.slow
 def test_rows_of_other_options_are_refused(run):
     assert run("--tasks=gsm8k", "--limit=1")[0] == 0
     status, _, err = run("--tasks=gsm8k", "--calculator=dataset")

@@ -84,6 +84,7 @@ def test_collectives_have_threads(monkeypatch, given, threads):
     assert os.environ.get("NPROC") == threads
 
 
+@pytest.mark.slow
 def test_xla_makes_so_many_threads():
     """And by itself only one for each device."""
     code = "import os\nfrom kvjax.foundation import runtime\nruntime.{}()\n"

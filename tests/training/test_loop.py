@@ -94,6 +94,7 @@ def test_bits_per_byte_is_what_its_definition_says(whole):
     assert whole.last["validation_bpb"] == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_is_the_same_step(source, tmp_path):
     one = loop.train(runs.small_config(*source, num_steps=12), epath.Path(tmp_path / "one"))
     config = runs.small_config(*source, num_steps=12, grad_accumulation=4)

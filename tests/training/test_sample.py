@@ -46,6 +46,7 @@ def test_a_sample_of_several_hosts_has_the_gains_of_training(source, tmp_path, m
     assert params["embedding"].dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_the_sample_is_the_same_each_time(whole, tmp_path):
     shutil.copytree(whole.workdir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "sample.txt").unlink()

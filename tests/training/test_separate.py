@@ -60,6 +60,7 @@ def test_a_document_is_computed_as_if_it_were_alone(x64, make_mechanism, randomi
         np.testing.assert_allclose(together[:, places], alone, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", quick.only([True], [False, True]))
 @pytest.mark.parametrize(
     "mesh_name",

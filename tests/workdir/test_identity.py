@@ -94,6 +94,7 @@ def test_a_run_does_not_change_its_dtype_with_its_platform(begun, monkeypatch):
     go_on(compute=dict(dtype="float32"))
 
 
+@pytest.mark.slow
 def test_a_workdir_that_does_not_say_its_dtype_goes_on_and_says_it(begun, capsys):
     workdir, go_on = begun
     text = (workdir / "config.json").read_text()

@@ -55,6 +55,7 @@ def test_only_residuals_have_a_geometry(lrkv):
     assert list(numbers.geometry(_model(2, 2), REQUEST)) == ["key_total_norm"]
 
 
+@pytest.mark.slow
 def test_components_and_divergence_are_those_of_the_text(lrkv):
     rows_BT = np.stack([tokens_T[:LENGTH] for tokens_T in TEXTS.values()])
     layers = list(activations.layers(lrkv, rows_BT))
@@ -80,6 +81,7 @@ def test_components_and_divergence_are_those_of_the_text(lrkv):
     assert behaviour["divergence"] == pytest.approx(np.mean(pairs))
 
 
+@pytest.mark.slow
 def test_what_a_report_refuses_is_left_out():
     model = _model(4, 4, tie="qk", position_channels=4)
     assert numbers._if_there(numbers.compression, model, REQUEST) == {}

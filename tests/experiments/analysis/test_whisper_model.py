@@ -72,6 +72,7 @@ def test_parameters_are_read_as_they_are_listed(model):
             np.testing.assert_array_equal(model.read(path, 1), found[1])
 
 
+@pytest.mark.slow
 def test_passages_open_as_rows_do_and_are_spread_over_the_book(model):
     prefix = list(model.whisper.prefix)
     found = whisper_model.passages(model.whisper, T, 3)

@@ -70,6 +70,7 @@ def test_tables_and_findings_are_of_the_files(run, results):
     assert status == 0 and json.loads(out) == dict(name="conversion", tables=[], findings=[])
 
 
+@pytest.mark.slow
 def test_pictures_are_of_the_files_and_the_same_each_time(results):
     files = plots.write()
     assert [file.name for file in files] == ["whisper_cache.png", "whisper_parts.png"]

@@ -163,6 +163,7 @@ def test_self_attention_has_the_names_of_our_module(model):
         assert shapes(layer["attention"]) == shapes(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, tolerance",
     quick.only([(np.float64, 1e-10)], [(np.float32, 1e-4), (np.float64, 1e-10)]),

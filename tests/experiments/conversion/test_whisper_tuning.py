@@ -36,6 +36,7 @@ def _tune(subject, setting, methods=(), steps=3, **keys):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tune", quick.only(["qk"], ["qk", "qkv"]))
 def test_what_is_named_learns_and_nothing_else(subject, tune):
     setting = Setting(1e-2, tune, 0.0, ())

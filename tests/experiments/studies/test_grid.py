@@ -116,6 +116,7 @@ def test_runs_are_trained_once(trains, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_how_long_it_takes_is_said_first(trains, tmp_path, capsys):
     _train([_run()], tmp_path)
     assert "1 runs of 1 to train, 2 side by side: about" in (said := capsys.readouterr().err)

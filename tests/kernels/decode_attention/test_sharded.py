@@ -148,6 +148,7 @@ def test_the_law(x64, short_tiles, make_mechanism, randomise, mechanism_name, ch
             assert shard.data.nbytes * chips == array.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", quick.only([1], [1, 3]))
 def test_a_chip_with_nothing_to_see(x64, T):
     """Its output is finite and weighs nothing."""

@@ -56,6 +56,7 @@ def test_equals_the_definition_at_d12(mechanism, dtype):
     agreement.check(run, SHAPES["d12"][mechanism], firsts=(127, 128, 0), length=256, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "dtype"), quick.only([("mlra2", BFLOAT16)], OF_RIVALS))
 def test_rivals_equal_the_definition_at_d12(mechanism, dtype):
     """Several latents, queries that meet a part of a latent, values that are latents."""
