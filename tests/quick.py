@@ -32,7 +32,7 @@ def compilation_cache() -> dict:
     """JAX's options for a cache that also holds programs that are compiled in no time."""
     return dict(
         jax_compilation_cache_dir=str(runtime.cache_directory() / "compiled"),
-        jax_persistent_cache_min_compile_time_secs=0.05,
+        jax_persistent_cache_min_compile_time_secs=0,
         jax_persistent_cache_min_entry_size_bytes=-1,
     )
 

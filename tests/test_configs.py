@@ -56,10 +56,16 @@ MID_TRAINING = [f"{MID}{m}_{s}" for s in SCALES[1:] for m in MECHANISMS[:5]] + [
 # Caches as small as LRKV's of rank 64 and as MLA's, in elements per token and layer.
 _WIDE = {"tiny": 192, "128m": 1024, "2p5b": 2560}
 _NARROW = {"tiny": 64, "128m": 320, "2p5b": 832}
-RIVALS = {f"{m}_wide_{s}": _WIDE[s] for m in ("mfa", "mfa_kr", "tpa", "tpa_kv_only") for s in _WIDE}
+RIVALS = {
+    f"{m}_wide_{s}": _WIDE[s]
+    for m in ("mfa", "mfa_kr", "mla_lrkv", "tpa", "tpa_kv_only")
+    for s in _WIDE
+}
 RIVALS |= {f"{m}_wide_tiny": _WIDE["tiny"] for m in ("gta", "shared_kv")}
 RIVALS |= {
-    f"{m}_narrow_{s}": _NARROW[s] for m in ("gla", "gta", "mlra2", "mlra4", "tpa") for s in _NARROW
+    f"{m}_narrow_{s}": _NARROW[s]
+    for m in ("gla", "gta", "mla_lrkv", "mlra2", "mlra4", "tpa")
+    for s in _NARROW
 }
 RIVALS |= {f"{m}_narrow_{s}": _NARROW[s] for m in ("mfa", "shared_kv") for s in ("tiny", "2p5b")}
 # Of rank 0 at the tiny scale: MQA.

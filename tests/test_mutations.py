@@ -1,8 +1,15 @@
 """The tool that plants bugs: who notices is told, and the tree is as before."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
+from kvjax.foundation.checkout import ROOT
 from tests import mutations
+
+RESULT = json.loads((ROOT / "experiments/results/mutations.json").read_text("utf-8"))
 
 
 @pytest.fixture
@@ -66,3 +73,16 @@ def test_the_table():
         "",
         "make test: 1, **nobody**: 1",
     ]
+
+
+@pytest.mark.slow
+def test_who_noticed_still_runs_where_the_table_says():
+    """A test that moves to `make test-all` takes its promise with it."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    for phase, marks in mutations.PHASES.items():
+        done = subprocess.run(
+            [*command, "-m", marks], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        runs = set(done.stdout.splitlines())
+        named = {m["test"] for m in RESULT["mutations"] if m.get("caught_by") == phase}
+        assert named and not named - runs

@@ -46,7 +46,6 @@ def _is_laid(b, laid):
     return places
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_laid_down_is_as_if_it_had_been_drawn(make_model, name):
     generator = Generator(make_model(name), chunk=5)

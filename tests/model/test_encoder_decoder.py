@@ -88,7 +88,6 @@ def test_a_source_is_read_to_both_sides(make):
     assert np.abs(encode(changed) - encode(source))[0].max(axis=-1).min() > 1e-6
 
 
-@pytest.mark.slow
 def test_greedy_is_the_likeliest_token_after_token(make):
     model = make(_config("lrkv"))
     source, _ = _tokens()

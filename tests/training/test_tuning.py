@@ -136,7 +136,6 @@ def test_a_teacher_with_all_of_the_loss_is_learned(source, whole, tmp_path):
     assert abs(first["loss"]) < 1e-5 and first["grad_norm"] < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", quick.only([0.3], [0.0, 0.3, 1.0]))
 def test_the_taught_loss_is_its_formula(x64, make_mechanism, share):
     rng = np.random.default_rng(0)
