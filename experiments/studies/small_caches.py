@@ -49,8 +49,12 @@ OWN = (
     *("mha", "lrkv", "gqa", "mla", "mqa", "mla_paper", "lrkv_gqa", "lrkv_shared_rope"),
     *("lrkv_no_rope", "thin_keys", "factored", "kv_tied", "qk_tied", "qkv_tied"),
 )
-NARROW = tuple(f"{m}_narrow" for m in ("gla", "gta", "mfa", "mlra2", "mlra4", "shared_kv", "tpa"))
-WIDE = tuple(f"{m}_wide" for m in ("mfa_kr", "tpa_kv_only", "tpa", "gta", "shared_kv", "mfa"))
+NARROW = ("gla", "gta", "mfa", "mlra2", "mlra4", "shared_kv", "tpa", "mla_lrkv")
+WIDE = ("mfa_kr", "tpa_kv_only", "tpa", "gta", "shared_kv", "mfa", "mla_lrkv")
+NARROW, WIDE = (
+    tuple(f"{name}_{size}" for name in names)
+    for names, size in ((NARROW, "narrow"), (WIDE, "wide"))
+)
 EVERY = (*OWN, *NARROW, *WIDE)
 TOKENS_PER_STEP = 32 * 256  # of the tiny configs
 STEPS = 256  # 2.1M tokens

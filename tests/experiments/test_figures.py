@@ -74,7 +74,7 @@ def test_they_are_drawn_once_every_run_is_there(tmp_path, monkeypatch):
     comparison = (RESULTS / "tiny_comparison.json").read_text()
     (tmp_path / "tiny_comparison.json").write_text(comparison)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    assert len(figures.EVERY) == 27
+    assert len(figures.EVERY) == 29
     monkeypatch.setattr(figures, "EVERY", ("mha", "lrkv"))
     for seeds in (0, 2, 3):
         rows = [_row("mha", 2048, 1.9), *[_row("lrkv", 1600, 1.8, seeds)] * (seeds > 0)]

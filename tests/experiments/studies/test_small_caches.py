@@ -57,7 +57,7 @@ def test_every_config_is_there_and_has_mhas_parameters():
     assert rivals == {f"{name}_tiny" for name in (*small_caches.NARROW, *small_caches.WIDE)}
     runs = small_caches.runs_of(names, 1, 8)
     counts = {small_caches.formulas.parameters(r.experiment.model)["total"] for r in runs}
-    assert max(counts) / min(counts) < 1.001 and len(runs) == len(names) == 27
+    assert max(counts) / min(counts) < 1.001 and len(runs) == len(names) == 29
 
 
 def test_differences_are_taken_seed_by_seed(run):
