@@ -37,6 +37,8 @@ PER_KEY = dict(
     gla_narrow=2 * N * (2 * 384 + P),
     mlra2_narrow=2 * N * 2 * (2 * 192 + P),
     mlra4_narrow=2 * N * 4 * (2 * 192 + P),
+    mla_lrkv_wide=2 * N * (2 * 768 + P) + 4 * N * 48,
+    mla_lrkv_narrow=2 * N * (2 * 192 + P) + 4 * N * 16,
     gta_narrow=4 * N * H,
     mfa_narrow=4 * 10 * 416,
     mfa_wide=4 * 20 * 256,
@@ -82,6 +84,7 @@ def test_decode_step_flops_against_xla(name):
         ("mlra2_narrow", 2, 2 * 192 + P),
         ("mlra4_narrow", 2, 4 * 192 + P),  # every head has all four
         ("gta_narrow", 6, H + P),
+        ("mla_lrkv_wide", 6, 768 + P + 2 * 3 * 48),
         ("mfa_narrow", 10, 2 * 416),
         ("shared_kv_narrow", 2, 416),
         ("tpa_narrow", 9, 6 * 2 + 6 * H),  # factors by channel are read by all heads

@@ -67,6 +67,8 @@ def test_decode_step_writes_in_place_and_grows_with_nothing(
         ("shared_kv_narrow_2p5b", 2),
         ("mfa_kr_wide_2p5b", 0),
         ("tpa_wide_2p5b", 0),
+        ("mla_lrkv_wide_2p5b", 0),
+        ("mla_lrkv_narrow_2p5b", 0),
     ],
 )
 def test_caches_of_rivals_take_the_bytes_of_their_formulas(v5e, name, kernel_calls):
