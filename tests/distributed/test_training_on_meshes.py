@@ -26,6 +26,7 @@ DIMS = {
     "lrkv_wide_keys": dict(key_dim=16, value_dim=8),
     "lrkv_shared_rope": dict(key_dim=16, value_dim=8),
     "mla": dict(value_dim=8),
+    "mla_lrkv": dict(value_dim=8),
     "lrkv_kv_tied": {},
     "lrkv_latent_bias": dict(rank=2),  # with rank 3 a unit of the MLP is never above 0
     "factored_joint": dict(value_dim=8),
@@ -41,10 +42,10 @@ def _train(config, params, mesh_name, dtype, *, steps=STEPS, **options):
 def _meshes(name, i):
     """LRKV on those of several axes, the others on one each in turn.
 
-    What is read in branches, what turns outputs back by position, and products of factors: where
-    tokens and heads are split.
+    What is read in branches, what turns outputs back by position, products of factors, and residuals
+    beside a latent: where tokens and heads are split.
     """
-    if name in ("mlra", "shared_kv", "tpa"):
+    if name in ("mlra", "shared_kv", "tpa", "mla_lrkv"):
         return (SPLIT,)
     return SEVERAL[2:5] if name == "lrkv" else (SEVERAL[i % len(SEVERAL)],)
 
