@@ -42,7 +42,7 @@ def _train(config, params, mesh_name, dtype, *, steps=STEPS, **options):
 def _meshes(name, i):
     """LRKV on those of several axes, the others on one each in turn.
 
-    What is read in branches, what turns outputs back by position, products of factors, and residuals
+    What is read in branches, what turns outputs back by position, products of factors, residuals
     beside a latent: where tokens and heads are split.
     """
     if name in ("mlra", "shared_kv", "tpa", "mla_lrkv"):
