@@ -49,12 +49,10 @@ OWN = (
     *("mha", "lrkv", "gqa", "mla", "mqa", "mla_paper", "lrkv_gqa", "lrkv_shared_rope"),
     *("lrkv_no_rope", "thin_keys", "factored", "kv_tied", "qk_tied", "qkv_tied"),
 )
-NARROW = ("gla", "gta", "mfa", "mlra2", "mlra4", "shared_kv", "tpa", "mla_lrkv")
-WIDE = ("mfa_kr", "tpa_kv_only", "tpa", "gta", "shared_kv", "mfa", "mla_lrkv")
-NARROW, WIDE = (
-    tuple(f"{name}_{size}" for name in names)
-    for names, size in ((NARROW, "narrow"), (WIDE, "wide"))
-)
+_NARROW = ("gla", "gta", "mfa", "mlra2", "mlra4", "shared_kv", "tpa", "mla_lrkv")
+_WIDE = ("mfa_kr", "tpa_kv_only", "tpa", "gta", "shared_kv", "mfa", "mla_lrkv")
+NARROW = tuple(f"{name}_narrow" for name in _NARROW)
+WIDE = tuple(f"{name}_wide" for name in _WIDE)
 EVERY = (*OWN, *NARROW, *WIDE)
 TOKENS_PER_STEP = 32 * 256  # of the tiny configs
 STEPS = 256  # 2.1M tokens

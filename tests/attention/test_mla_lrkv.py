@@ -1,7 +1,5 @@
 """LRKV over MLA's latent: what it is at its ends, and what residuals add."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,6 @@ from tests.attention.one_layer import LATENT
 from tests.attention.one_layer import D
 from tests.attention.one_layer import H
 from tests.attention.one_layer import N
-from tests.attention.one_layer import P
 from tests.attention.one_layer import changed
 from tests.attention.one_layer import close
 from tests.attention.one_layer import heads
@@ -72,8 +69,3 @@ def test_a_residual_moves_its_own_head(randomise, kind):
     latent[:, 1] = noise(latent[:, 1].shape)
     other = heads(config, changed(w, f"latent_{kind}", latent))
     assert moved(other, heads(config, w), 2) == [n == 1 for n in range(N)]
-
-
-def test_what_is_cached_of_a_token():
-    fields = mla_lrkv_config(3).entry()
-    assert sum(math.prod(field.shape) for field in fields.values()) == 6 + P + 2 * N * 3

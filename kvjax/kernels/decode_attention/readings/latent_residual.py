@@ -3,7 +3,6 @@
 No residual is rotated, so that queries meet them in rank space, as the latent (LRKV eq. 3 and 4).
 """
 
-from collections.abc import Callable
 import dataclasses
 
 import jax
@@ -83,28 +82,11 @@ class LatentResidualSizes:
     C: int
     P: int
     R: int
-    H: int = 128  # channels of the key that is folded into the query
-    Hv: int = 128
-
-    def reading(self, draw: Callable[..., jax.Array], B: int) -> LatentResidualReading:
-        of_latent = self._of_latent().reading(draw, B)
-        return LatentResidualReading(
-            query=of_latent.query,
-            rope_query=of_latent.rope_query,
-            residual_query=draw(B, 1, self.N, self.R),
-            up_value=of_latent.up_value[0],
-            expand_value=draw(self.N, self.R, self.Hv) / self.R**0.5,
-            scale=(self.H + self.P) ** -0.5,
-        )
-
-    def fields(self) -> dict[str, tuple[int, ...]]:
-        residual = (self.N, self.R)
-        return self._of_latent().fields() | dict(residual_key=residual, residual_value=residual)
+    H: int  # channels of the key that is folded into the query
+    Hv: int
 
     def flops(self) -> DecodeFlops:
-        per_query, per_key = self._of_latent().flops()
         N, R = self.N, self.R
-        return DecodeFlops(per_query + 2 * N * R * (self.H + self.Hv), per_key + 4 * N * R)
-
-    def _of_latent(self) -> LatentSizes:
-        return LatentSizes(N=self.N, C=self.C, P=self.P, Hv=self.Hv, folded=self.H)
+        of_latent = LatentSizes(N=N, C=self.C, P=self.P, Hv=self.Hv, folded=self.H).flops()
+        per_query = of_latent.per_query + 2 * N * R * (self.H + self.Hv)
+        return DecodeFlops(per_query, of_latent.per_key + 4 * N * R)
