@@ -22,8 +22,9 @@ def cpu_devices(count: int, flags: str = XLA_FLAGS) -> dict[str, str]:
     )
 
 
-# One mechanism for each way of reading a cache: plain, residual, factored, tied, latent, rebuilt.
-READERS = ("gqa", "lrkv_gqa", "factored_joint", "lrkv_kv_tied", "mla", "mla_paper")
+# One mechanism for each way of reading a cache: plain, residual, factored, tied, latent, rebuilt,
+# latent with residuals.
+READERS = ("gqa", "lrkv_gqa", "factored_joint", "lrkv_kv_tied", "mla", "mla_paper", "mla_lrkv")
 # And those whose queries and keys are like no other's.
 KINDS = (*READERS, "thin_keys", "lrkv_shared_rope", "qk_tied_plus")
 
