@@ -21,6 +21,7 @@ COMMANDS = {
     "kvjax.evaluate": "benchmarks: ARC, MMLU, GSM8K, HumanEval in a sandbox, CORE; two compared",
     "kvjax.lm_eval": "tasks of lm-evaluation-harness, asked of a trained model",
     "kvjax.analysis": "what attention does in a trained model: the papers' figures on a page",
+    "kvjax.compare": "training runs beside each other: curves, means over seeds, a page",
     "kvjax.costs": "parameters, cache bytes and FLOPs of a config, from shapes",
     "kvjax.aot": "compiles a run for chips that are not there: fits? how fast at most?",
     "kvjax.data.prepare": "text to packed rows, once",

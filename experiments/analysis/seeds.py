@@ -1,50 +1,12 @@
-"""Numbers of several seeds: means with intervals, paired differences, and an order held to them."""
+"""A published order of models, held to paired differences over seeds."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import itertools
-import statistics
 
-from experiments.studies.tiny_comparison import half_interval
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """The mean of one number for each seed.
-
-    Attributes:
-      half: half the width of its 95 % interval, Student's t over seeds; None of one seed.
-    """
-
-    mean: float
-    half: float | None
-
-    @property
-    def sign(self) -> int:
-        """1 or -1 where the interval leaves 0 out on one side; 0 where it does not."""
-        if self.half is None or abs(self.mean) <= self.half:
-            return 0
-        return 1 if self.mean > 0 else -1
-
-    def shown(self, digits: str = ".2f") -> str:
-        """As cells have it: 98.12 ± 0.40."""
-        more = "" if self.half is None else f" ± {self.half:{digits.lstrip('+')}}"
-        return f"{self.mean:{digits}}{more}"
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    return Estimate(statistics.mean(values), half_interval(list(values)))
-
-
-def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
-    """First less second, seed by seed, of the seeds that both have; None where there is none.
-
-    Args:
-      first, second: by seed.
-    """
-    both = [first[seed] - second[seed] for seed in first if seed in second]
-    return estimate(both) if both else None
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import re
-import statistics
 
 from experiments.conversion import kept
-from experiments.studies.tiny_comparison import half_interval
+from kvjax.foundation.estimate import estimate
 
 SUBJECTS = dict(whisper="Whisper tiny.en's decoder", smollm2="SmolLM2-135M")
 _LEARN = dict(qk="queries and keys", qkv="queries, keys and values")
@@ -57,7 +56,7 @@ class Tuned:
     control: Mapping[int, float]
 
     def half_interval(self) -> float | None:
-        return half_interval(list(self.after.values()))
+        return estimate(list(self.after.values())).half
 
     def against_control(self) -> tuple[float, float | None] | None:
         """The mean relative change seed by seed, and half its interval; None of the control."""
@@ -65,7 +64,8 @@ class Tuned:
         if self.name == CONTROL or not seeds:
             return None
         changes = [relative(self.after[seed], self.control[seed]) for seed in seeds]
-        return statistics.mean(changes), half_interval(changes)
+        found = estimate(changes)
+        return found.mean, found.half
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,13 +21,14 @@ import numpy as np
 import optax
 
 from experiments import record
-from experiments.analysis import seeds as seeds_lib
 from kvjax.attention import GroupedConfig
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import at_least
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import BlockConfig
 from kvjax.model.encoder_decoder import EncoderDecoder
@@ -159,8 +160,8 @@ def right(found: np.ndarray, answers: np.ndarray) -> float:
 def row(kind: str, runs: Sequence[dict]) -> dict:
     """Figures of one kind, over its seeds; steps of those that got there."""
     steps = [run["steps"] for run in runs if run["steps"]]
-    found = seeds_lib.estimate(steps) if steps else None
-    shares = seeds_lib.estimate([run["right"] for run in runs])
+    found = estimate(steps) if steps else None
+    shares = estimate([run["right"] for run in runs])
     return dict(
         kind=kind,
         parameters=runs[0]["parameters"],
@@ -182,11 +183,11 @@ _HEADER += ("99 % right, of runs", "steps until then", "held-out answers right, 
 def _cells(r: dict) -> tuple:
     steps = "-"
     if r["steps"]:
-        steps = seeds_lib.Estimate(r["steps"], r["steps_half_interval"]).shown(",.0f")
+        steps = Estimate(r["steps"], r["steps_half_interval"]).shown(",.0f")
     of = f"{r['became_right']} of {r['runs']}"
     cached = f"{r['cached_bytes']:,}"
     half = r["right_half_interval"]
-    share = seeds_lib.Estimate(100 * r["right"], half and 100 * half).shown(".1f")
+    share = Estimate(100 * r["right"], half and 100 * half).shown(".1f")
     return r["kind"], f"{r['parameters']:,}", cached, of, steps, share
 
 

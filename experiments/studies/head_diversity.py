@@ -41,6 +41,8 @@ from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import estimate
 from kvjax.foundation.files import write_atomically
 from kvjax.foundation.output import Output
 from kvjax.foundation.output import Table
@@ -176,14 +178,14 @@ class Findings:
 
     def estimate(self, mechanism: str, pick: Callable[[Run], float | None]) -> Estimate | None:
         found = self.by_seed(mechanism, pick)
-        return seeds_lib.estimate(list(found.values())) if found else None
+        return estimate(list(found.values())) if found else None
 
     def against_first(self, mechanism: str, pick: Callable[[Run], float | None]) -> Estimate | None:
         """The difference from MHA, seed by seed; None of MHA itself and without it."""
         if mechanism == FIRST or FIRST not in self.runs:
             return None
         of = lambda name: self.by_seed(name, pick)
-        return seeds_lib.difference(of(mechanism), of(FIRST))
+        return difference(of(mechanism), of(FIRST))
 
     def pairs(self, scale: str, name: str) -> list[Pair]:
         """The order of table 5 at a scale, by an effective rank, held to these runs."""

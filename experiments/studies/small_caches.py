@@ -22,7 +22,6 @@ from etils import epath
 import jax.numpy as jnp
 
 from experiments import record
-from experiments.analysis import seeds as seeds_lib
 from experiments.benchmarks import generate_benchmark
 from experiments.studies import grid
 from experiments.studies import side_by_side
@@ -41,6 +40,9 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import estimate
 from kvjax.foundation.output import Output
 from kvjax.workdir import trained
 
@@ -106,13 +108,13 @@ def row(cell: Cell, experiment: experiment_lib.Experiment, kept: Mapping[str, di
         seeds=sorted(mine),
         tokens_per_second=_median([run["tokens_per_second"] for run in of_runs]),
         decode_tokens_per_second=_median([run.get("decode_tokens_per_second") for run in of_runs]),
-        **_named("bpb", seeds_lib.estimate([mine[seed] for seed in sorted(mine)])),
+        **_named("bpb", estimate([mine[seed] for seed in sorted(mine)])),
     )
-    against = None if cell.name == FIRST else seeds_lib.difference(mine, first)
+    against = None if cell.name == FIRST else difference(mine, first)
     return found | _named("against_mha", against)
 
 
-def _named(name: str, found: seeds_lib.Estimate | None) -> dict:
+def _named(name: str, found: Estimate | None) -> dict:
     if found is None:
         return {name: None, f"{name}_half_interval": None}
     return {name: found.mean, f"{name}_half_interval": found.half}
@@ -133,7 +135,7 @@ def _cells(r: dict) -> tuple:
     def number(name: str, digits: str) -> str:
         if r[name] is None:
             return ""
-        return seeds_lib.Estimate(r[name], r[f"{name}_half_interval"]).shown(digits)
+        return Estimate(r[name], r[f"{name}_half_interval"]).shown(digits)
 
     rate = lambda name: f"{r[name]:,.0f}" if r[name] else "-"
     return (

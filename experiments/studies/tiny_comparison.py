@@ -11,7 +11,6 @@ seeds).
 
 import argparse
 import contextlib
-import math
 import pathlib
 import statistics
 import sys
@@ -19,7 +18,6 @@ import sys
 from etils import epath
 import jax.numpy as jnp
 import ml_collections
-from scipy import stats
 
 from experiments import record
 from experiments.tables.parameter_table import load_config
@@ -32,6 +30,7 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import estimate
 from kvjax.foundation.output import Output
 from kvjax.optim import ORTHOGONALIZE
 from kvjax.training import loop
@@ -58,14 +57,6 @@ def run(config: ml_collections.ConfigDict, workdir: epath.Path) -> dict:
     return dict(bpb=last["validation_bpb"], tokens_per_second=speeds[-1] if speeds else None)
 
 
-def half_interval(values: list[float]) -> float | None:
-    """Half the width of the 95 % interval of the mean; None of a single value."""
-    n = len(values)
-    if n < 2:
-        return None
-    return stats.t.ppf(0.975, n - 1) * statistics.stdev(values) / math.sqrt(n)
-
-
 def row(mechanism: str, experiment: experiment_lib.Experiment, found: list, base: list) -> dict:
     """Figures of one mechanism, from its runs and those it is compared against, seed by seed."""
     bpb = [r["bpb"] for r in found]
@@ -78,9 +69,9 @@ def row(mechanism: str, experiment: experiment_lib.Experiment, found: list, base
         tokens_per_second=statistics.median(speeds) if speeds else None,
         bpb=bpb,
         bpb_mean=statistics.mean(bpb),
-        bpb_half_interval=half_interval(bpb),
+        bpb_half_interval=estimate(bpb).half,
         against_mha=statistics.mean(paired),
-        against_mha_half_interval=half_interval(paired),
+        against_mha_half_interval=estimate(paired).half,
     )
 
 

@@ -12,21 +12,18 @@ all reports are done, and replace those of an earlier call.
 import argparse
 from collections.abc import Iterator
 from collections.abc import Mapping
-import contextlib
 import json
 import logging
-import math
 import os
 import re
-import tempfile
 import time
 import types
 
 from etils import epath
-import numpy as np
 
 from kvjax.analysis import page
 from kvjax.analysis import reports
+from kvjax.analysis import target as target_lib
 from kvjax.analysis import texts
 from kvjax.analysis.request import Request
 from kvjax.analysis.section import Section
@@ -94,7 +91,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         raise UserError(f"--heads={options.heads}: is of the report behaviour: add it to --reports")
     sources = texts.sources(options.texts)
     if options.out:
-        _check_target(options.out)
+        target_lib.check(options.out, (HTML, JSON))
     runtime.start()
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its caches
     model = _opened(
@@ -103,7 +100,9 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     beside = _opened("--beside", options.beside) if options.beside else None
     _check_heads(model, heads)
     lengths = lengths or _default_lengths(model)
-    target = _check_target(options.out or f"runs/analysis/{_file_name(model.name)}")
+    target = target_lib.check(
+        options.out or f"runs/analysis/{_file_name(model.name)}", (HTML, JSON)
+    )
     for one in (model, beside):
         if one is not None:
             _check_length(one, lengths[-1])
@@ -113,13 +112,8 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     for named, one in _read(model, request):
         _check_weights(named, one)
     modules = _modules(names, model, request, asked=bool(options.reports))
-    with _folder(target):
-        sections, seconds = {}, {}
-        for name, module in modules.items():
-            begun = time.monotonic()
-            with progress.waiting(f"{name} of {model.name}"):
-                sections[name] = module.section(model, request)
-            seconds[name] = time.monotonic() - begun
+    with target_lib.folder(target):
+        sections, seconds = _sections(modules, model, request)
         about = _about(options, model, request, seconds)
         sizes = _write(target, model, sections, about)
     for name, value in seconds.items():  # a pipe that is shut, or a full disk, costs no report
@@ -185,23 +179,6 @@ def _check_length(model: Model, longest: int) -> None:
     except UserError as error:
         said = str(error).replace("config.data.sequence_length", "--lengths")
         raise UserError(f"{said} in {model.name}") from error
-
-
-def _check_target(out: str) -> epath.Path:
-    """The folder to write in; a UserError where it cannot be."""
-    path = runtime.folder("--out", out)
-    if in_bucket(path):
-        return path
-    for name in (HTML, JSON):
-        if (path / name).is_dir():
-            raise UserError(f"--out = {out!r}: {name} is a folder there: give another, or move it")
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    try:
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        why = f"nothing can be made in {there} ({error.strerror or error})"
-        raise UserError(f"--out = {out!r}: cannot be written: {why}") from error
-    return path
 
 
 def _file_name(name: str) -> str:
@@ -281,6 +258,19 @@ def _check_weight(where: str, model: Model, path: Path, layer: int | None = None
         raise UserError(f"{where}: {error}") from error
 
 
+def _sections(
+    modules: Mapping[str, types.ModuleType], model: Model, request: Request
+) -> tuple[dict[str, Section], dict[str, float]]:
+    """What each report says, and its seconds."""
+    sections, seconds = {}, {}
+    for name, module in modules.items():
+        begun = time.monotonic()
+        with progress.waiting(f"{name} of {model.name}"):
+            sections[name] = module.section(model, request)
+        seconds[name] = time.monotonic() - begun
+    return sections, seconds
+
+
 # -- what is written -------------------------------------------------------------------------------
 
 
@@ -322,27 +312,6 @@ def _attention(model: Model) -> Mapping | str:
         return ", ".join(dict.fromkeys(kinds)) + ", layers of several kinds"
 
 
-@contextlib.contextmanager
-def _folder(path: epath.Path) -> Iterator[None]:
-    """Makes a folder before it is needed; it is gone again where the block fails.
-
-    Raises:
-      UserError: it cannot be made.
-    """
-    new = [] if in_bucket(path) else [one for one in (path, *path.parents) if not one.exists()]
-    try:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out: {path} cannot be made: {error.strerror or error}") from error
-        yield
-    except BaseException:
-        for one in new:
-            with contextlib.suppress(OSError):  # it was not made, or somebody else wrote there
-                os.rmdir(one)
-        raise
-
-
 def _write(
     target: epath.Path, model: Model, sections: Mapping[str, Section], about: Mapping
 ) -> dict[str, int]:
@@ -355,32 +324,10 @@ def _write(
     said = {
         name: dict(title=one.title, lead=one.lead, data=one.data) for name, one in sections.items()
     }
-    found = {HTML: html, JSON: json.dumps(_plain(dict(about=about, reports=said))) + "\n"}
-    temporary = {target / name: target / f".{name}.tmp" for name in found}
-    try:
-        for path, text in zip(temporary.values(), found.values(), strict=True):
-            path.write_text(text)
-        for path, written in temporary.items():
-            written.replace(path)
-    except OSError as error:
-        raise UserError(f"--out: {target} cannot be written: {error}") from error
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
-    return {name: len(text.encode()) for name, text in found.items()}
-
-
-def _plain(data):
-    """As JSON has it: numpy's numbers and arrays as Python's; null for what is no number."""
-    if isinstance(data, Mapping):
-        return {str(key): _plain(value) for key, value in data.items()}
-    if isinstance(data, np.ndarray | np.generic):
-        data = data.tolist()
-    if isinstance(data, list | tuple):
-        return [_plain(value) for value in data]
-    if isinstance(data, float) and not math.isfinite(data):
-        return None
-    return data
+    text = json.dumps(target_lib.plain(dict(about=about, reports=said))) + "\n"
+    found = {HTML: html.encode(), JSON: text.encode()}
+    target_lib.write(target, found)
+    return {name: len(content) for name, content in found.items()}
 
 
 if __name__ == "__main__":

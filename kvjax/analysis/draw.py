@@ -5,6 +5,7 @@ same bytes. It is drawn for a page between a phone and half a screen wide. Serie
 and dash beside their colour. Numbers that are not finite are left out.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 import numpy as np
 
 from kvjax.analysis import svg
+from kvjax.analysis.section import Curve
 
 _WIDTH = 6.0  # inches: 432 units of the SVG, in which fonts are at least 11
 # Okabe and Ito's, without those too light for a line on white.
@@ -51,33 +53,103 @@ def lines(
       level: by name dashed horizontal lines.
       bands: by a series' name (lows, highs) at its xs.
     """
-    bands, level = bands or {}, level or {}
-    log_x = log_x and _any_above_zero(xs for xs, _ in series.values())
-    log_y = log_y and _any_above_zero(ys for _, ys in series.values())
+    return _lines(series, x, y, title, log_x, log_y, level or {}, bands or {}, lambda *_: None)
+
+
+def live_lines(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    level: Mapping[str, float] | None = None,
+    bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+) -> tuple[str, list[Curve]]:
+    """As `lines`, and where each point lies in the drawing, for a page that follows the pointer."""
+    bands, found = bands or {}, []
+
+    def note(axes: Axes, drawn: Mapping[str, Artist]) -> None:
+        figure = axes.figure
+        figure.draw_without_rendering()  # the layout is decided when it is drawn
+        scale, height = 72 / figure.dpi, 72 * figure.get_figheight()
+        for i, (name, (xs, ys)) in enumerate(series.items()):
+            drawn[name].set_gid(f"{svg.SERIES}{i}")
+            xs, ys = _finite(xs), _finite(ys)
+            low, high = map(_finite, bands.get(name, (ys, ys)))
+            at = scale * axes.transData.transform(np.stack([xs, ys], axis=1))
+            rows = np.stack([at[:, 0], height - at[:, 1], xs, ys, (high - low) / 2], axis=1)
+            there = rows[np.isfinite(rows[:, :4]).all(axis=1)]
+            color = colors_lib.to_hex(drawn[name].get_color())
+            found.append(Curve(name, color, np.nan_to_num(there).tolist()))
+
+    text = _lines(series, x, y, "", log_x, log_y, level or {}, bands, note)
+    return text, found
+
+
+def picture(panels: Sequence[Mapping], columns: int = 2) -> bytes:
+    """A PNG of several panels with lines, with one legend; each has arguments of `lines`."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel["series"]))
+    rows = -(-len(panels) // columns)
 
     def draw(figure: Figure) -> None:
-        axes = _axes(figure, x, y, title)
-        # Before anything is drawn: what has no logarithm is left out, not put at the edge.
-        axes.set_xscale("log" if log_x else "linear", **(dict(nonpositive="mask") if log_x else {}))
-        axes.set_yscale("log" if log_y else "linear", **(dict(nonpositive="mask") if log_y else {}))
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
         drawn = {}
-        for i, (name, (xs, ys)) in enumerate(series.items()):
-            xs, ys = _finite(xs), _finite(ys)
-            style = _line_style(i, len(series))
-            if name in bands:
-                low, high = map(_finite, bands[name])
-                axes.fill_between(xs, low, high, color=style["color"], alpha=0.16, linewidth=0)
-            (drawn[name],) = axes.plot(xs, ys, markevery=_marked(i, len(xs)), **style)
-        for i, (name, height) in enumerate(level.items()):
-            dashes = (0, (4 + 3 * i, 3))
-            style = dict(color=svg.GRAY, linewidth=1.2, linestyle=dashes)
-            drawn[f"{name} "] = axes.axhline(height, **style)  # a series may be called so too
-        _name_ticks(axes, [value for xs, _ in series.values() for value in xs], log_x)
-        if log_y:
-            _name_powers(axes.yaxis)
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            panel = dict(level={}, bands={}, log_x=False, log_y=False) | panel
+            _label(axes, panel.pop("x"), panel.pop("y"), panel.pop("title", ""))
+            drawn = _plot(axes, **panel, styles=names) | drawn
+        _legend(figure, {name: drawn[name] for name in [*names, *(drawn.keys() - names)]})
+
+    return svg.png(_WIDTH * columns, draw, 3.4 * rows + _legend_height(names))
+
+
+def _lines(series, x, y, title, log_x, log_y, level, bands, note: Callable) -> str:
+    """See `lines`.
+
+    Args:
+      note: is called with the axes and what is drawn, by name, at the end.
+    """
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        _label(axes, x, y, title)
+        drawn = _plot(axes, series, log_x, log_y, level, bands, list(series))
         _legend(figure, drawn)
+        note(axes, drawn)
 
     return svg.text(_WIDTH, draw, 3.4 + _legend_height([*series, *level]))
+
+
+def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Sequence[str]) -> dict:
+    """Lines, bands and levels on axes; what is drawn, by name.
+
+    Args:
+      styles: all names that have a style, in order; those of `series` are among them.
+    """
+    log_x = log_x and _any_above_zero(xs for xs, _ in series.values())
+    log_y = log_y and _any_above_zero(ys for _, ys in series.values())
+    # Before anything is drawn: what has no logarithm is left out, not put at the edge.
+    axes.set_xscale("log" if log_x else "linear", **(dict(nonpositive="mask") if log_x else {}))
+    axes.set_yscale("log" if log_y else "linear", **(dict(nonpositive="mask") if log_y else {}))
+    drawn = {}
+    for name, (xs, ys) in series.items():
+        xs, ys, i = _finite(xs), _finite(ys), styles.index(name)
+        style = _line_style(i, len(styles))
+        if name in bands:
+            low, high = map(_finite, bands[name])
+            axes.fill_between(xs, low, high, color=style["color"], alpha=0.16, linewidth=0)
+        (drawn[name],) = axes.plot(xs, ys, markevery=_marked(i, len(xs)), **style)
+    for i, (name, height) in enumerate(level.items()):
+        dashes = (0, (4 + 3 * i, 3))
+        style = dict(color=svg.GRAY, linewidth=1.2, linestyle=dashes)
+        drawn[f"{name} "] = axes.axhline(height, **style)  # a series may be called so too
+    _name_ticks(axes, [value for xs, _ in series.values() for value in xs], log_x)
+    if log_y:
+        _name_powers(axes.yaxis)
+    return drawn
 
 
 def heatmaps(
@@ -141,13 +213,11 @@ def heatmaps(
 # -- parts of a figure -----------------------------------------------------------------------------
 
 
-def _axes(figure: Figure, x: str, y: str, title: str) -> Axes:
-    axes = figure.subplots()
+def _label(axes: Axes, x: str, y: str, title: str) -> None:
     axes.set(xlabel=_wrapped(x, 56), ylabel=_wrapped(y, 28))
     axes.set_title(_wrapped(title, 50), loc="left", weight="bold")
     axes.grid(color="#d1d9e0", linewidth=0.7)
     axes.set_axisbelow(True)
-    return axes
 
 
 def _line_style(i: int, count: int) -> dict:

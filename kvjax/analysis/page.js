@@ -30,3 +30,77 @@ for (const table of document.querySelectorAll("table")) {
     });
   });
 }
+// Curves: a button each, which hides it, and the numbers of the point nearest to the pointer, or to
+// the arrow keys' place.
+const SVG = "http://www.w3.org/2000/svg";
+for (const figure of document.querySelectorAll("figure:has(script.curves)")) {
+  const curves = JSON.parse(figure.querySelector("script.curves").textContent);
+  const card = figure.querySelector(".card"), drawing = card.querySelector("svg");
+  const lines = curves.map((_, i) => drawing.querySelector(`[data-series="${i}"]`));
+  const shown = curves.map(() => true);
+  const dot = document.createElementNS(SVG, "circle");
+  dot.setAttribute("r", 5);
+  dot.setAttribute("class", "dot");
+  const told = document.createElement("output");
+  told.className = "told";
+  const buttons = document.createElement("div");
+  buttons.className = "choices";
+  buttons.setAttribute("role", "group");
+  buttons.setAttribute("aria-label", "Curves that are shown");
+  let place = null; // [curve, point]
+  const tell = (next) => {
+    place = next;
+    if (!place) {
+      dot.remove();
+      told.replaceChildren();
+      return;
+    }
+    const curve = curves[place[0]], [right, down, x, y, half] = curve.points[place[1]];
+    dot.setAttribute("cx", right);
+    dot.setAttribute("cy", down);
+    dot.style.fill = curve.color;
+    drawing.append(dot);
+    const number = (value, digits) => value.toLocaleString("en", { maximumSignificantDigits: digits });
+    told.textContent = `${curve.name}: ${number(x, 6)} → ${number(y, 5)}` +
+      (half ? ` ± ${number(half, 2)}` : "");
+  };
+  curves.forEach((curve, i) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.setAttribute("aria-pressed", "true");
+    button.style.setProperty("--curve", curve.color);
+    button.textContent = curve.name;
+    button.addEventListener("click", () => {
+      shown[i] = !shown[i];
+      button.setAttribute("aria-pressed", String(shown[i]));
+      if (lines[i]) lines[i].style.display = shown[i] ? "" : "none";
+      if (place && !shown[place[0]]) tell(null);
+    });
+    buttons.append(button);
+  });
+  drawing.addEventListener("pointermove", (event) => {
+    const at = new DOMPoint(event.clientX, event.clientY)
+      .matrixTransform(drawing.getScreenCTM().inverse());
+    let nearest = 32, next = null;
+    curves.forEach((curve, i) => shown[i] && curve.points.forEach(([right, down], j) => {
+      const distance = Math.hypot(right - at.x, down - at.y);
+      if (distance < nearest) [nearest, next] = [distance, [i, j]];
+    }));
+    tell(next);
+  });
+  drawing.addEventListener("pointerleave", () => tell(null));
+  card.tabIndex = 0;
+  card.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const jump = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step && !jump) return;
+    event.preventDefault();
+    const there = curves.map((_, i) => i).filter((i) => shown[i] && curves[i].points.length);
+    if (!there.length) return;
+    let [i, j] = place ?? [there[0], step ? (step > 0 ? -1 : 1) : 0];
+    if (jump && place) i = there[(there.indexOf(i) + jump + there.length) % there.length];
+    j = Math.min(Math.max(j + (step ?? 0), 0), curves[i].points.length - 1);
+    tell([i, j]);
+  });
+  card.after(told, buttons);
+}

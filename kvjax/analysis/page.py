@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence
 import html
+import json
 import math
 import numbers
 import pathlib
@@ -20,15 +21,21 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def page(
-    title: str, lead: str, sections: Sequence[Section], about: Mapping[str, str | Mapping]
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    about: Mapping[str, str | Mapping],
+    *,
+    again: int = 0,
 ) -> str:
     """The text of an HTML file; the same arguments give the same text.
 
-    It reads on a phone and on paper, in light and dark, and without JavaScript, which only sorts
-    tables.
+    It reads on a phone and on paper, in light and dark, and without JavaScript, which sorts tables,
+    hides curves and tells the numbers of their points.
 
     Args:
       about: how it was made, by name; a mapping is told as its names and values.
+      again: seconds after which a browser reads the file anew; 0: never.
     """
     links = [(section.name, section.title) for section in sections]
     links.append(("about", "About this report"))
@@ -40,6 +47,7 @@ def page(
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<link rel="icon" href="data:,">',
+        *([f'<meta http-equiv="refresh" content="{again}">'] if again else []),
         f"<title>{_escaped(title)}</title>",
         f"<style>\n{(_HERE / 'page.css').read_text('utf-8')}</style>",
         "</head>",
@@ -86,8 +94,26 @@ def _figure(name: str, figure: Figure) -> str:
     drawing = figure.svg.replace("<svg", f'<svg role="img" aria-label="{alternative}"', 1)
     return (
         f'<figure id="{_escaped(name)}"><h3>{_escaped(figure.title)}</h3>\n'
-        f'<div class="card">{drawing}</div>\n{_text(figure.text)}</figure>'
+        f'<div class="card">{drawing}</div>\n{_curves(figure)}{_text(figure.text)}</figure>'
     )
+
+
+def _curves(figure: Figure) -> str:
+    """What page.js reads of a drawing whose points it tells."""
+    if not figure.curves:
+        return ""
+    short = lambda point: [*(round(place, 1) for place in point[:2]), *(_six(x) for x in point[2:])]
+    found = [
+        dict(name=curve.name, color=curve.color, points=[short(point) for point in curve.points])
+        for curve in figure.curves
+    ]
+    text = json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" class="curves">{text}</script>\n'
+
+
+def _six(number: float) -> float:
+    """To six digits."""
+    return float(f"{number:.6g}")
 
 
 def _text(text: Text) -> str:

@@ -17,13 +17,33 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True)
+class Curve:
+    """A line of a drawing that a page can hide, and whose points it can tell.
+
+    Attributes:
+      color: as CSS has it.
+      points: (place to the right, place downwards, x, y, half of the band at y); places in the
+        drawing's own units, x and y in those of its axes.
+    """
+
+    name: str
+    color: str
+    points: Sequence[Sequence[float]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Figure:
-    """A drawing: SVG of `draw`, and the same in words."""
+    """A drawing: SVG of `draw`, and the same in words.
+
+    Attributes:
+      curves: of `draw.live_lines`; the page then follows the pointer.
+    """
 
     title: str
     svg: str
     alternative: str  # what somebody who cannot see it is told: its numbers, not its looks
     text: Text
+    curves: Sequence[Curve] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,8 @@ figure gives the same bytes, whatever style the process has chosen.
 
 import base64
 from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
 import hashlib
 import io
 import re
@@ -18,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 INK, GRAY = "#1f2328", "#59636e"
+SERIES = "series-"  # the gid of an artist that the page can hide, with a number behind it
 _STYLE = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "kvjax",
@@ -46,14 +49,29 @@ def text(width: float, draw: Callable[[Figure], None], height: float) -> str:
     Args:
       width, height: inches; an inch is 72 of the units that sizes of fonts are in.
     """
+    buffer = io.StringIO()
+    with _figure(width, draw, height) as figure:
+        figure.savefig(buffer, format="svg", transparent=True, metadata=dict(Date=None))
+    return _clean(buffer.getvalue())
+
+
+def png(width: float, draw: Callable[[Figure], None], height: float, dpi: int = 144) -> bytes:
+    """The same as a picture in a file; see `text`."""
+    buffer = io.BytesIO()
+    with _figure(width, draw, height) as figure:
+        figure.savefig(buffer, format="png", dpi=dpi, metadata=dict(Software=None))
+    return buffer.getvalue()
+
+
+@contextlib.contextmanager
+def _figure(width: float, draw: Callable[[Figure], None], height: float) -> Iterator[Figure]:
+    """A figure on which everything is drawn, in the style of pages."""
     with _STYLING, style_lib.context(["default", _STYLE]), warnings.catch_warnings():
         # Letters that the font for measuring lacks: the page's has them.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata=dict(Date=None))
-    return _clean(buffer.getvalue())
+        yield figure
 
 
 def _clean(svg: str) -> str:
@@ -64,6 +82,7 @@ def _clean(svg: str) -> str:
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"', "", svg)
     svg = re.sub(r'(?<=xlink:href="data:image/png;base64,)[^"]*', _smaller, svg)
     svg = re.sub(r'(?<=[ "][dxy]=")[^"]*', _rounded, svg)
+    svg = re.sub(f' id="{SERIES}([0-9]+)"', r' data-series="\1"', svg)
     svg = _own_ids(svg.replace("xlink:href", "href"))
     head, _, rest = svg.partition(">")
     box = re.search(r'viewBox="[^"]*"', head)[0]

@@ -237,6 +237,7 @@ def test_it_is_legible(shown, report, folder, size, scheme):
     assert shown.value(OVERFLOWS) == []
     assert shown.value(ILLEGIBLE) == []
     assert shown.value(FAINT) == []
+    assert shown.value("[...document.scripts].every((e) => !e.getClientRects().length)")
     paper = shown.value("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
 
@@ -310,6 +311,42 @@ def _press(browser: Browser, key: str) -> None:
     event |= dict(text="\r") if key == "Enter" else {}
     browser("Input.dispatchKeyEvent", type="keyDown", **event)
     browser("Input.dispatchKeyEvent", type="keyUp", **event)
+
+
+def test_curves_are_hidden_and_their_points_told(shown):
+    """With the mouse, the buttons and the arrow keys."""
+    if shown.value('document.querySelector("script.curves") === null'):
+        pytest.skip("no curves here")
+    figure = 'document.querySelector("figure:has(script.curves)")'
+    curves = json.loads(shown.value(f'{figure}.querySelector("script.curves").textContent'))
+    told = f'{figure}.querySelector("output").textContent'
+    buttons = f'[...{figure}.querySelectorAll(".choices button")]'
+    assert shown.value(f"{buttons}.map((b) => b.textContent)") == [c["name"] for c in curves]
+    shown.value(f"{figure}.scrollIntoView({{behavior: 'instant'}})")
+    right, down, *_ = curves[0]["points"][-1]
+    place = f"new DOMPoint({right}, {down}).matrixTransform({figure}.querySelector('svg')"
+    at = shown.value(f"(({{x, y}}) => [x, y])({place}.getScreenCTM()))")
+    move = lambda x, y: shown("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    move(*at)
+    assert shown.value(told).startswith(f"{curves[0]['name']}: ")
+    assert shown.value(f'{figure}.querySelectorAll("circle.dot").length') == 1
+    move(1, 1)
+    assert shown.value(told) == ""
+    line = f"{figure}.querySelector('[data-series=\"0\"]').getBoundingClientRect().width"
+    assert shown.value(line) > 0
+    shown.value(f"{buttons}[0].click()")
+    assert shown.value(f"{buttons}[0].getAttribute('aria-pressed')") == "false"
+    assert shown.value(line) == 0
+    move(*at)
+    assert not shown.value(told).startswith(f"{curves[0]['name']}: ")
+    shown.value(f"{buttons}[0].click()")
+    shown.value(f"{figure}.querySelector('.card').focus()")
+    move(1, 1)
+    _press(shown, "ArrowRight")
+    first = f"{curves[0]['name']}: {curves[0]['points'][0][2]:.6g}"
+    assert shown.value(told).replace(",", "").startswith(first)
+    _press(shown, "ArrowRight")
+    assert not shown.value(told).replace(",", "").startswith(first + " ")
 
 
 def test_it_reads_without_scripts(shown, report):

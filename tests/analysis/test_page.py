@@ -1,6 +1,7 @@
 """A page of sections: whole, self-contained, told in words, and the same every time."""
 
 from html.parser import HTMLParser
+import json
 import re
 from xml.etree import ElementTree
 
@@ -132,7 +133,16 @@ def sections() -> list[Section]:
         of("diversity", "Diversity of heads", drawn[:4], tables()[:1]),
         of("geometry", "Geometry & <factors>", drawn[4:], tables()[1:]),
         of("words", "Words alone", [], []),
+        of("live", "Curves to point at", [live()], []),
     ]
+
+
+def live(name: str = "three </script> seeds") -> Figure:
+    """Curves whose points a page tells; one with a band, one that stops early."""
+    series = {name: ((1, 2, 4), (3.0, 2.5, 2.25)), "one": ((1, 2, 4), (3.5, float("nan"), 2.0))}
+    bands = {name: ((2.9, 2.4, 2.2), (3.1, 2.6, 2.3))}
+    svg, curves = draw.live_lines(series, x="tokens", y="bits", bands=bands)
+    return Figure("Curves", svg, "Curves: from 1 to 3, 2 in the mean.", TEXT, curves)
 
 
 def made_up() -> str:
@@ -189,7 +199,7 @@ def test_it_is_whole_and_the_same_every_time(html, tree):
     found = [attributes["id"] for _, attributes in tree.tags if "id" in attributes]
     assert len(found) == len(set(found))
     assert {a["href"][1:] for a in tree.all("a")} == {
-        *("diversity", "geometry", "words", "about", "contents")
+        *("diversity", "geometry", "words", "live", "about", "contents")
     }
     assert {a["href"][1:] for a in tree.all("a")} <= set(found)
 
@@ -221,11 +231,34 @@ def test_what_it_is_given_is_escaped(html, tree):
     assert found.texts.count(hostile) > 5
 
 
+def test_a_page_knows_its_curves_points(html):
+    """Numbers as given, at the places where the drawing has them; its lines can be found."""
+    (text,) = re.findall(r'<script type="application/json" class="curves">(.*?)</script>', html)
+    first, second = json.loads(text)
+    assert first["name"] == "three </script> seeds" and "</script>" not in text
+    assert [point[2:] for point in first["points"]] == [[1, 3, 0.1], [2, 2.5, 0.1], [4, 2.25, 0.05]]
+    assert [point[2:] for point in second["points"]] == [[1, 3.5, 0], [4, 2, 0]]  # no nan
+    (drawing,) = (svg for svg in re.findall(r"<svg.*?</svg>", html, re.S) if "data-series" in svg)
+    root = ElementTree.fromstring(drawing)
+    for i, curve in enumerate((first, second)):
+        (line,) = (node for node in root.iter() if node.get("data-series") == str(i))
+        path = next(node for node in line.iter() if node.tag.endswith("path")).get("d")
+        at = [list(map(float, pair)) for pair in re.findall(r"[ML] ?([\d.]+) ([\d.]+)", path)]
+        assert np.allclose(at, [point[:2] for point in curve["points"]], atol=0.5)
+
+
+def test_a_page_of_what_goes_on_is_read_again():
+    of = lambda **more: page.page("t", "", [], {}, **more)
+    assert '<meta http-equiv="refresh" content="30">' in of(again=30)
+    assert "refresh" not in of()
+
+
 @pytest.mark.slow
 def test_figures_are_told_in_words(tree):
     drawn = tree.all("svg")
-    assert len(drawn) == len(drawings())
-    for svg, title in zip(drawn, drawings(), strict=True):
+    titles = [*drawings(), "Curves"]
+    assert len(drawn) == len(titles)
+    for svg, title in zip(drawn, titles, strict=True):
         assert svg["role"] == "img"
         assert svg["aria-label"] == f"{title}. {title}: from 1 to 3, 2 in the mean."
         assert "width" not in svg and "height" not in svg and "viewbox" in svg

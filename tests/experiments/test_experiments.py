@@ -13,6 +13,7 @@ from experiments.benchmarks import analysis_speed
 from experiments.benchmarks import beside_transformers
 from experiments.benchmarks import checkpoint_memory
 from experiments.benchmarks import checkpoint_speed
+from experiments.benchmarks import compare_speed
 from experiments.benchmarks import conversion_memory
 from experiments.benchmarks import data_preparation
 from experiments.benchmarks import data_reading
@@ -43,7 +44,7 @@ from tests import quick
 from tests import runs
 
 _BENCHMARKS = (
-    "analysis_speed",
+    *("analysis_speed", "compare_speed"),
     *("beside_transformers", "checkpoint_memory", "checkpoint_speed", "conversion_memory"),
     *("data_preparation", "data_reading"),
     *("decode_benchmark", "decode_memory", "evaluation_speed", "exactness", "generate_benchmark"),
@@ -79,6 +80,8 @@ BAD = (  # command, options, what the line says
     ("checkpoint_speed", "--megabytes=0", "--megabytes = 0: must be at least 12"),
     ("checkpoint_speed", "--megabytes=1000000000", "a state of 1,000,000.0 GB needs 3 x as much"),
     ("checkpoint_speed", "--repeats=0", "--repeats = 0: must be at least 3"),
+    ("compare_speed", "--runs=0", "--runs = 0: must be at least 1"),
+    ("compare_speed", "--records=3", "--records = 3: must be at least 4"),
     ("conversion_memory", "--layers=0", "--layers = 0: must be at least 1"),
     ("conversion_memory", "--layers=1000", "GB needs 3 x as much disk; "),
     ("conversion", "--stage=all", "--stage = 'all': must be one of 'report', 'whisper_ranks'"),
@@ -348,6 +351,9 @@ def printed(run, monkeypatch, tmp_path):
         ),
         checkpoint_speed: dict(
             measure=lambda **_: [dict(kind="with checksums", save_s=1.5, load_s=2.5, **ratios)]
+        ),
+        compare_speed: dict(
+            measure=lambda **_: dict(megabytes=11.4, seconds=[6.3, 5.2], page_megabytes=0.31)
         ),
         conversion_memory: dict(
             into_folder=types.SimpleNamespace(size=lambda *_: 14e9, write=lambda *_: None),

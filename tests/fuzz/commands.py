@@ -9,7 +9,7 @@ CONFIGS += ("thin_keys_tiny", "rivals/tpa_wide_tiny", "rivals/mlra2_narrow_tiny"
 CONFIGS += ("rivals/gta_narrow_tiny",)
 PRODUCT = ("kvjax", "kvjax.main", "kvjax.generate", "kvjax.costs", "kvjax.aot")
 PRODUCT += ("kvjax.convert", "kvjax.convert.export", "kvjax.analysis", "kvjax.data.prepare")
-PRODUCT += ("kvjax.kernels.profile", "kvjax.evaluate", "kvjax.chat")
+PRODUCT += ("kvjax.kernels.profile", "kvjax.evaluate", "kvjax.chat", "kvjax.compare")
 PRODUCT += ("kvjax.lm_eval",)
 CHILDREN = ("jax_training", "torch_training")  # of train_benchmark: not for users
 EXPERIMENTS = tuple(
@@ -42,6 +42,7 @@ WORKING = {
         ("--workdir=../shared/talking", "--tasks=mmlu", "--data=../shared/questions"),
         "would evaluate",
     ),
+    "kvjax.compare": (("../shared/trained", "--out=out"), "written"),
     "kvjax.chat": (("--workdir=../shared/talking",), ""),
     "kvjax.lm_eval": (("--workdir=../shared/trained", "--tasks=piqa"), "would ask"),
     "kvjax.data.prepare": (

@@ -33,7 +33,7 @@ def options_of(command: str) -> list[argparse.Action]:
         try:
             main_of(command)([])
         except _Seen as seen:
-            return [a for a in seen.args[0]._actions if a.dest != "help"]
+            return [a for a in seen.args[0]._actions if a.option_strings and a.dest != "help"]
     raise AssertionError(f"{command} parses no options")
 
 
@@ -59,6 +59,7 @@ _FREE = {
     "kvjax.convert.export": ("out", "dtype"),
     "kvjax.analysis": ("workdir", "out"),
     "kvjax.evaluate": ("workdir", "out", "dtype"),
+    "kvjax.compare": ("out",),
     "kvjax.chat": ("workdir", "system", "dtype"),
     "kvjax.lm_eval": ("workdir", "tasks", "include_path", "system", "dtype", "out"),
     "kvjax.data.prepare": ("validation_source", "text_key", "output"),
@@ -96,6 +97,8 @@ def option_cases(command: str) -> Iterator[Case]:
         elif action.nargs == 0:
             yield of(f"{option}=x", says=(name,))
             yield of(option, "x", says=("x", name))
+        elif action.nargs == "?":  # a value may be left away
+            yield from _value_cases(command, action, of, name)
         else:
             yield of(option, says=(name,))
             yield from _value_cases(command, action, of, name)

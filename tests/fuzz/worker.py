@@ -44,6 +44,7 @@ MODULES = (
     "kvjax.convert.export",
     "kvjax.analysis.__main__",
     "kvjax.evaluate.__main__",
+    "kvjax.compare.__main__",
     "kvjax.chat.__main__",
     "kvjax.lm_eval.__main__",
     "kvjax.lm_eval.options",
@@ -299,14 +300,6 @@ def _left_out() -> list:
             super().__init__(*given)
             self.init = instead("train")
 
-    in_folder = analysis._folder
-
-    @contextlib.contextmanager
-    def analyse(path):
-        with in_folder(path):
-            raise Enough("analyse")
-        yield  # of a context manager there must be one
-
     whole = loop.Run._loop
 
     def enough(self, state, position, start, stop):
@@ -323,7 +316,7 @@ def _left_out() -> list:
         patch(lm_eval, "_check_installed", instead("ask")),
         patch(into_folder, "write", instead("export")),
         patch(evaluation, "opened", instead("evaluate")),
-        patch(analysis, "_folder", analyse),
+        patch(analysis, "_sections", instead("analyse")),
         patch(topologies, "get_topology_desc", instead("compile")),
         mock.patch.dict(sys.modules, {name: _installed(name) for name in COMPILERS}),
         *(patch(measured, name, instead("measure")) for name in ("measure", "tune")),

@@ -8,6 +8,7 @@ import pytest
 from experiments.conversion import kept
 from experiments.conversion import outcomes as outcomes_lib
 from experiments.conversion import plots
+from kvjax.foundation.estimate import estimate
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -54,10 +55,10 @@ def test_tables_and_findings_are_of_the_files(run, results):
     assert "| 192 | 75.0% | 102 (+2.0 %) | 101 (+1.0 %) | 102 (+2.0 %) | 101 (+1.0 %) |" in out
     assert "| 192 | 2,304 | 50% | 25% | +1.0 % |" in out
     assert "queries, keys and values learn from text, 49,152 tokens, rate 0.0005" in out
-    half = outcomes_lib.half_interval([80.0, 81.0, 82.0])
+    half = estimate([80.0, 81.0, 82.0]).half
     assert f"| none (the control) | 100.0% | 120 (+20.0 %) | 81.0 ± {half:.1f} |" in out
     changes = [84 / 80 - 1, 84 / 81 - 1, 86 / 82 - 1]
-    half = 100 * outcomes_lib.half_interval(changes)
+    half = 100 * estimate(changes).half
     assert f"| {100 * np.mean(changes):+.1f} % ± {half:.1f} |" in out
     assert "Perplexity of 8,192 held-out tokens; before conversion 100." in out
     assert "joint, by SVD of the weights, keys lose less at 4 of 4 ranks; at 96 of 384" in out

@@ -1,0 +1,153 @@
+"""Training runs beside each other: bits per byte against tokens, compute and seconds.
+
+    python -m kvjax.compare runs/a runs/b                 # workdirs, or folders of them
+    python -m kvjax.compare runs/tiny_comparison --out=runs/compare/tiny
+    python -m kvjax.compare runs/now runs/before --watch  # as long as something is being trained
+
+Runs that differ by nothing but their seed become one curve with a 95 % band. Prints a table and
+writes compare.html, one file that needs no network, compare.png and compare.json. Nothing is loaded
+but what runs write down, so it works on buckets, other machines' runs and runs that go on.
+"""
+
+import argparse
+from collections.abc import Sequence
+import json
+import logging
+import os
+import time
+
+from etils import epath
+
+from kvjax.analysis import draw
+from kvjax.analysis import page
+from kvjax.analysis import target as target_lib
+from kvjax.compare import groups as groups_lib
+from kvjax.compare import report
+from kvjax.compare import runs as runs_lib
+from kvjax.compare import savings as savings_lib
+from kvjax.compare.groups import Group
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation import provenance
+from kvjax.foundation.configuration import between
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import in_bucket
+from kvjax.foundation.output import Output
+
+HTML, PNG, JSON = "compare.html", "compare.png", "compare.json"
+_LEAD = (
+    "Training runs beside each other. Those that differ by their seed alone are one curve, with "
+    "the 95 % interval of its mean."
+)
+_WATCH = 30  # seconds
+_MOST_WATCH = 86_400
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    parser.add_output()
+    add = parser.add_argument
+    add("workdirs", nargs="*", metavar="WORKDIR", help="a run's folder, or a folder of such")
+    text = "seed: runs that differ by their seed are one curve; none: each is one (seed)"
+    add("--group", default="seed", help=text)
+    add("--against", default="", help="the curve that others are compared with (the first)")
+    add("--out", default="runs/compare", help="the folder to write (runs/compare)")
+    text = f"look again after so many seconds ({_WATCH}) until no run is unfinished"
+    add("--watch", type=int, nargs="?", const=_WATCH, default=0, metavar="SECONDS", help=text)
+    options = parser.parse(arguments)
+    lists.one("--group", options.group, groups_lib.WAYS)
+    between("--watch", options.watch, 0, _MOST_WATCH)
+    if not options.workdirs:
+        raise UserError("no workdir is given: name runs, as runs/a runs/b, or a folder of runs")
+    if len(set(options.workdirs)) < len(options.workdirs):
+        twice = next(name for name in options.workdirs if options.workdirs.count(name) > 1)
+        raise UserError(f"{twice} is given twice")
+    return options
+
+
+def main(arguments: list[str]) -> None:
+    """Compares; see the module's docstring."""
+    options = _options(arguments)
+    target = target_lib.check(options.out, (HTML, PNG, JSON))
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of its caches
+    out = Output(options)
+    with target_lib.folder(target):
+        result = _watched(options, target, out)
+    out.result(result)
+
+
+def _watched(options: argparse.Namespace, target: epath.Path, out: Output) -> dict:
+    """Compares once, or until no run is unfinished; what was found the last time."""
+    while True:
+        with progress.waiting("reading runs"):
+            places = runs_lib.workdirs(options.workdirs)
+            runs, left_out = runs_lib.read(places, running=bool(options.watch))
+        # What is evaluated for the first time comes later.
+        if runs or not options.watch:
+            result = _once(options, target, out, runs, left_out)
+        if not options.watch or (runs and all(run.finished for run in runs) and not left_out):
+            return result
+        time.sleep(options.watch)
+
+
+def _once(options, target: epath.Path, out: Output, runs, left_out) -> dict:
+    """Prints and writes what there is now."""
+    if not runs:
+        said = "; ".join(f"{one.name} {one.why}" for one in left_out)
+        raise UserError(f"nothing to compare: {said}")
+    runs_lib.check_comparable(runs)
+    groups = groups_lib.groups(runs, options.group)
+    reference = _reference(options.against, groups)
+    rows = report.rows(groups, reference)
+    saved = savings_lib.savings(groups, reference)
+    lacking = groups_lib.missing_seeds(groups) if options.group == "seed" else {}
+    out.show(report.terminal(rows, reference))
+    if saved:
+        out.show(report.savings_table(saved))
+    for one in left_out:
+        out.say(f"- left out: {one.name} {one.why}")
+    for name, seeds in lacking.items():
+        out.say(f"- {name} lacks seed {', '.join(map(str, seeds))}, which others have")
+    with progress.waiting("drawing"):
+        made = report.sections(groups, reference, rows, saved, left_out, lacking)
+        again = options.watch if not all(run.finished for run in runs) else 0
+        html = page.page("Runs compared", _LEAD, made, _about(runs), again=again)
+        result = dict(
+            about=_about(runs),
+            rows=rows,
+            curves=made[1].data,
+            savings=[vars(one) for one in saved],
+            left_out=[vars(one) for one in left_out],
+            lacking=lacking,
+        )
+        text = json.dumps(target_lib.plain(result)) + "\n"
+        picture = draw.picture(report.panels(groups))
+        target_lib.write(target, {HTML: html.encode(), PNG: picture, JSON: text.encode()})
+    shown = target if in_bucket(target) else os.path.relpath(target)
+    out.say(f"\nwritten: {shown}/{HTML}, {len(html) / 1e6:.2f} MB, {PNG} and {JSON}", wrap=False)
+    names = {name.rpartition(".")[2]: str(target / name) for name in (HTML, PNG, JSON)}
+    return target_lib.plain(dict(rows=rows, left_out=result["left_out"], lacking=lacking) | names)
+
+
+def _reference(name: str, groups: Sequence[Group]) -> Group:
+    if not name:
+        return groups[0]
+    lists.one("--against", name, [group.name for group in groups])
+    return next(group for group in groups if group.name == name)
+
+
+def _about(runs: Sequence[runs_lib.Run]) -> dict:
+    made = provenance.provenance("matplotlib")
+    return {
+        "Runs": ", ".join(run.name for run in runs),
+        "Data set": runs[0].data["data set"],
+        "Command": made["command"],
+        "Date": made["date"],
+        "Commit": made["commit"],
+        "Versions": {"python": made["python"]} | made["packages"],
+    }
+
+
+if __name__ == "__main__":
+    command_line.run(main)

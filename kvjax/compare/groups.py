@@ -1,0 +1,137 @@
+"""Runs that differ by their seed alone, as one curve with a band."""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import json
+
+import numpy as np
+
+from kvjax.compare import runs as runs_lib
+from kvjax.compare.runs import Run
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import over_seeds
+
+WAYS = ("seed", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Bits per byte by step: means over seeds, and half of their 95 % intervals (0: one seed)."""
+
+    steps: np.ndarray
+    tokens: np.ndarray
+    seconds: np.ndarray
+    bpb: np.ndarray
+    half: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Runs of one config with different seeds.
+
+    Attributes:
+      name: of the config, with the keys that tell it from others of that name.
+      runs: by seed.
+    """
+
+    name: str
+    runs: dict[int, Run]
+
+    @property
+    def one(self) -> Run:
+        """Any of them, for what they share."""
+        return next(iter(self.runs.values()))
+
+    @property
+    def finished(self) -> bool:
+        return all(run.finished for run in self.runs.values())
+
+    @property
+    def tokens(self) -> int:
+        """That the shortest of them was trained on up to its last evaluation."""
+        return int(min(run.tokens[-1] for run in self.runs.values()))
+
+    @functools.cached_property
+    def costs(self) -> dict[str, int]:
+        experiment = self.one.experiment
+        return runs_lib.costs(experiment.model, experiment.data.sequence_length)
+
+    @property
+    def family(self) -> str:
+        """What is the same for runs of other lengths too."""
+        what = {key: x for key, x in self.one.what.items() if key != runs_lib.STEPS}
+        return json.dumps(what, sort_keys=True)
+
+    @property
+    def finals(self) -> dict[int, float]:
+        """Bits per byte at the end, by seed, of those that have ended."""
+        return {seed: run.final for seed, run in self.runs.items() if run.finished}
+
+    @property
+    def final(self) -> Estimate | None:
+        return estimate(list(self.finals.values())) if self.finals else None
+
+    @functools.cached_property
+    def curve(self) -> Curve:
+        """At the steps at which all of them were evaluated."""
+        runs = list(self.runs.values())
+        steps = functools.reduce(np.intersect1d, [run.steps for run in runs])
+        at = [np.searchsorted(run.steps, steps) for run in runs]
+        rows = np.array([run.bpb[i] for run, i in zip(runs, at, strict=True)])
+        seconds = np.array([run.seconds[i] for run, i in zip(runs, at, strict=True)])
+        mean, half = over_seeds(rows)
+        half = np.zeros(len(steps)) if half is None else half
+        tokens = steps * self.one.experiment.tokens_per_step
+        return Curve(steps, tokens, seconds.mean(axis=0), mean, half)
+
+
+def groups(runs: Sequence[Run], way: str) -> list[Group]:
+    """In the order in which their first runs were given.
+
+    Args:
+      way: "seed": runs that differ by nothing else are one; "none": each by itself.
+
+    Raises:
+      UserError: two runs of one config and one seed.
+    """
+    if way == "none":
+        return [Group(run.name, {run.seed: run}) for run in runs]
+    found: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        there = found.setdefault(json.dumps(run.what, sort_keys=True), {})
+        if run.seed in there:
+            raise UserError(
+                f"{there[run.seed].name} and {run.name} are the same config with the same seed "
+                f"({run.seed}): give one of them, or --group=none"
+            )
+        there[run.seed] = run
+    members = [dict(sorted(there.items())) for there in found.values()]
+    names = _names([next(iter(there.values())) for there in members])
+    return [Group(name, there) for name, there in zip(names, members, strict=True)]
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Of configs: what each is called, and where two are called alike, in what they differ."""
+    plain = [run.experiment.name for run in runs]
+    found = []
+    for name, run in zip(plain, runs, strict=True):
+        alike = [other for other, called in zip(runs, plain, strict=True) if called == name]
+        keys = sorted({key for other in alike for key in _differing(run, other)})
+        more = [f"{key.partition('.')[2]}={run.keys.get(key, 'default')}" for key in keys]
+        found.append(" ".join([name, *more]))
+    return found
+
+
+def _differing(one: Run, other: Run) -> set[str]:
+    keys = one.what.keys() | other.what.keys()
+    return {key for key in keys if one.what.get(key) != other.what.get(key)}
+
+
+def missing_seeds(found: Sequence[Group]) -> dict[str, list[int]]:
+    """By group the seeds that others have and it has not."""
+    every = {seed for group in found for seed in group.runs}
+    lacking = {group.name: sorted(every - group.runs.keys()) for group in found}
+    return {name: seeds for name, seeds in lacking.items() if seeds}

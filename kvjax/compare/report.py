@@ -1,0 +1,303 @@
+"""What a comparison shows: tables for a terminal, sections of a page, panels of a picture."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import math
+
+import numpy as np
+
+from kvjax.analysis import draw
+from kvjax.analysis.section import Column
+from kvjax.analysis.section import Figure
+from kvjax.analysis.section import Section
+from kvjax.analysis.section import Table
+from kvjax.analysis.section import Text
+from kvjax.compare.groups import Curve
+from kvjax.compare.groups import Group
+from kvjax.compare.runs import LeftOut
+from kvjax.compare.savings import Saving
+from kvjax.foundation import output
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
+
+_MOST_POINTS = 200  # of a curve in a drawing: more cannot be seen, and would have to be sent
+_BPB = "validation bits per byte"
+# By name of an axis: what it is, where a point of a curve lies on it, and units, largest first.
+_FLOPS = ((1e18, "exaFLOPs"), (1e15, "petaFLOPs"), (1e12, "teraFLOPs"), (1e9, "gigaFLOPs"))
+_TOKENS = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1, "one by one"))
+_SECONDS = ((86_400, "days"), (3600, "hours"), (1, "seconds"))
+Axis = tuple[str, Callable[[Group, Curve], np.ndarray], Sequence[tuple[float, str]]]
+AXES: Mapping[str, Axis] = {
+    "tokens": ("tokens", lambda _, curve: curve.tokens, _TOKENS),
+    "flops": (
+        "training compute",
+        lambda group, curve: curve.tokens * group.costs["flops"],
+        _FLOPS,
+    ),
+    "six_n": (
+        "training compute, 6N a token",
+        lambda group, curve: curve.tokens * group.costs["six_n"],
+        _FLOPS,
+    ),
+    "seconds": ("training time", lambda _, curve: curve.seconds, _SECONDS),
+}
+_TEXTS = {
+    "tokens": "What each model makes of the same tokens.",
+    "flops": "FLOPs forward and backward, from shapes: matrices and attention over all keys of a "
+    "row, nothing recomputed.",
+    "six_n": "6N FLOPs a token: N is the weights that multiply a token, so neither the input "
+    "embedding nor attention's products count.",
+    "seconds": "Steps alone, without compilation, evaluation and saving. Runs on other machines, "
+    "or beside other work, do not compare.",
+}
+_FIGURE_4 = "LRKV's figure 4 counts so: 733 exaFLOPs of MHA are 6 x 2.444B weights x 50B tokens."
+
+
+def rows(groups: Sequence[Group], reference: Group) -> list[dict]:
+    """A row of each group: costs, and what it came to."""
+    found = []
+    for group in groups:
+        final = group.final
+        against = None
+        if group is not reference and group.tokens == reference.tokens:
+            against = difference(group.finals, reference.finals)
+        seconds = float(group.curve.seconds[-1]) if len(group.curve.steps) else math.nan
+        found.append(
+            dict(
+                name=group.name,
+                parameters=group.costs["parameters"],
+                cache_bytes=group.costs["cache_bytes"],
+                seeds=sorted(group.runs),
+                finished=group.finished,
+                tokens=group.tokens,
+                flops=group.tokens * group.costs["flops"],
+                flops_six_n=group.tokens * group.costs["six_n"],
+                seconds=seconds if math.isfinite(seconds) else None,
+                **_named("bpb", final),
+                **_named("against", against),
+            )
+        )
+    return found
+
+
+def _named(name: str, found: Estimate | None) -> dict:
+    return {name: found and found.mean, f"{name}_half_interval": found and found.half}
+
+
+def _shown(row: Mapping, name: str, digits: str) -> str:
+    if row[name] is None:
+        return "-"
+    return Estimate(row[name], row[f"{name}_half_interval"]).shown(digits)
+
+
+def terminal(found: Sequence[Mapping], reference: Group) -> output.Table:
+    """The rows for a terminal, or as Markdown."""
+    unit, called = _unit(max(row["flops"] for row in found), _FLOPS)
+    header = ("run", "parameters", "cache bytes per token", "seeds", "tokens")
+    header += (called, "as 6N", "s", "bits per byte", f"against {reference.name}")
+    made = [
+        (
+            row["name"] + ("" if row["finished"] else " (running)"),
+            f"{row['parameters']:,}",
+            f"{row['cache_bytes']:,}",
+            ",".join(map(str, row["seeds"])),
+            f"{row['tokens']:,}",
+            f"{row['flops'] / unit:.4g}",
+            f"{row['flops_six_n'] / unit:.4g}",
+            f"{row['seconds']:,.0f}" if row["seconds"] else "-",
+            _shown(row, "bpb", ".4f"),
+            _shown(row, "against", "+.4f"),
+        )
+        for row in found
+    ]
+    notes = ()
+    if any(len(row["seeds"]) > 1 for row in found):
+        notes = (
+            "± are 95 % intervals, Student's t over seeds; differences are taken seed by seed",
+        )
+    return output.Table("Training runs", header, made, notes)
+
+
+def savings_table(found: Sequence[Saving]) -> output.Table:
+    """Who needs fewer tokens, for a terminal."""
+    made = [
+        (
+            s.leader,
+            s.behind,
+            f"{s.tokens:,}",
+            _percent(s.within_a_run),
+            _percent(s.at_equal_horizon),
+        )
+        for s in found
+    ]
+    header = ("leader", "reaches the end of", "tokens", "fewer, within a run", "equal horizon")
+    return output.Table("\nFewer tokens to the same bits per byte", header, made, (_HORIZON,))
+
+
+_HORIZON = (
+    "within a run, as LRKV's figure 3 does it: where the leader, in the middle of its schedule, "
+    "passes the other's end. Equal horizon: from runs of several lengths that have all ended; - "
+    "where there are none that enclose the loss"
+)
+
+
+def _percent(found: Estimate | None) -> str:
+    if found is None:
+        return "-"
+    half = None if found.half is None else 100 * found.half
+    return Estimate(100 * found.mean, half).shown(".1f") + " %"
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def sections(
+    groups: Sequence[Group],
+    reference: Group,
+    found: Sequence[Mapping],
+    saved: Sequence[Saving],
+    left_out: Sequence[LeftOut],
+    lacking: Mapping[str, Sequence[int]],
+) -> list[Section]:
+    """The page's parts."""
+    return [
+        _results(found, reference, left_out, lacking),
+        Section(
+            "curves",
+            "Curves",
+            "Point at a curve to read a number, or use the arrow keys; the buttons hide curves.",
+            figures=[_figure(groups, axis) for axis in _axes(groups)],
+            tables=[],
+            data={group.name: _data(group) for group in groups},
+        ),
+        *([_savings(saved)] if saved else []),
+    ]
+
+
+def _results(
+    found: Sequence[Mapping],
+    reference: Group,
+    left_out: Sequence[LeftOut],
+    lacking: Mapping[str, Sequence[int]],
+) -> Section:
+    table = terminal(found, reference)
+    plain = ("name", "parameters", "cache_bytes", "tokens", "flops", "flops_six_n", "seconds")
+    text = Text(
+        "Each run, or the mean of runs that differ by their seed alone.",
+        f"Less is better. The last column is the difference from {reference.name}, seed by seed, "
+        "of runs of the same length. ± are 95 % intervals, Student's t over seeds.",
+    )
+    columns = [Column("run"), Column("parameters", ",d"), Column("cache bytes per token", ",d")]
+    columns += [Column("tokens", ",d"), Column("FLOPs", ".4g"), Column("as 6N", ".4g")]
+    columns += [Column("s", ",.0f"), Column("seeds", "d"), Column("bits per byte", ".4f")]
+    columns += [Column("±", ".4f"), Column(f"against {reference.name}", "+.4f"), Column("±", ".4f")]
+    numbers = ("bpb", "bpb_half_interval", "against", "against_half_interval")
+    made = [
+        [*(row[key] for key in plain), len(row["seeds"]), *(row[key] for key in numbers)]
+        for row in found
+    ]
+    tables = [Table(table.title, columns, made, text)]
+    said = [(one.name, one.why) for one in left_out]
+    said += [(name, "lacks seed " + ", ".join(map(str, s))) for name, s in lacking.items()]
+    if said:
+        text = Text("Runs that are not in the figures, and groups that lack a seed.", "")
+        tables.append(Table("Left out", [Column("run"), Column("why")], said, text))
+    finished = [row for row in found if row["bpb"] is not None]
+    lead = f"{len(found)} curves of {sum(len(row['seeds']) for row in found)} runs."
+    if finished:
+        best = min(finished, key=lambda row: row["bpb"])
+        lead += f" The least: {best['name']}, {_shown(best, 'bpb', '.4f')} bits per byte."
+    return Section("results", "Results", lead, [], tables, dict(rows=list(found)))
+
+
+def _axes(groups: Sequence[Group]) -> list[str]:
+    """Those that something is known of."""
+    timed = any(np.isfinite(group.curve.seconds).any() for group in groups)
+    return [name for name in AXES if name != "seconds" or timed]
+
+
+def _lines(groups: Sequence[Group], axis: str) -> dict:
+    """Arguments of `draw.lines`."""
+    label, place, units = AXES[axis]
+    series, bands = {}, {}
+    ends = [place(group, group.curve) for group in groups]
+    unit, called = _unit(max((float(xs[-1]) for xs in ends if len(xs)), default=0.0), units)
+    for group in groups:
+        curve = _thinned(group.curve)
+        xs = place(group, curve) / unit
+        series[group.name] = (xs, curve.bpb)
+        if len(group.runs) > 1:
+            bands[group.name] = (curve.bpb - curve.half, curve.bpb + curve.half)
+    return dict(series=series, bands=bands, x=f"{label}, {called}", y=_BPB)
+
+
+def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest unit that there is one of; else the smallest."""
+    return next((unit for unit in units if largest >= unit[0]), units[-1])
+
+
+def _thinned(curve: Curve) -> Curve:
+    """As many points as can be seen, the last among them, more where the curve is steep."""
+    count = len(curve.steps)
+    if count <= _MOST_POINTS:
+        return curve
+    wanted = [space(1, count, _MOST_POINTS // 2) for space in (np.geomspace, np.linspace)]
+    kept = np.unique(np.round(np.concatenate(wanted)).astype(int) - 1)
+    return Curve(*(getattr(curve, name)[kept] for name in Curve.__dataclass_fields__))
+
+
+def panels(groups: Sequence[Group]) -> list[dict]:
+    """Of the picture: arguments of `draw.lines` each."""
+    return [_lines(groups, axis) for axis in _axes(groups)]
+
+
+def _figure(groups: Sequence[Group], axis: str) -> Figure:
+    arguments = _lines(groups, axis)
+    svg, curves = draw.live_lines(**arguments)
+    ends = [
+        f"{name}: {ys[-1]:.4f} at {xs[-1]:.4g}"
+        for name, (xs, ys) in arguments["series"].items()
+        if len(xs)
+    ]
+    paper = _FIGURE_4 if axis == "six_n" else ""
+    text = Text(_TEXTS[axis], "Lower is better; bands are 95 % intervals over seeds.", paper)
+    title = f"{_BPB.capitalize()} against {arguments['x']}"
+    return Figure(title, svg, "; ".join(ends), text, curves)
+
+
+def _data(group: Group) -> dict:
+    """A curve, for who draws it anew."""
+    curve = group.curve
+    columns = ("steps", "tokens", "seconds", "bpb", "half")
+    return {name: getattr(curve, name) for name in columns} | dict(seeds=sorted(group.runs))
+
+
+def _savings(saved: Sequence[Saving]) -> Section:
+    share = lambda found, name: None if found is None else getattr(found, name)
+    percent = lambda x: None if x is None else 100 * x
+    made = [
+        [
+            *(one.leader, one.behind, one.tokens),
+            *(
+                percent(share(found, name))
+                for found in (one.within_a_run, one.at_equal_horizon)
+                for name in ("mean", "half")
+            ),
+        ]
+        for one in saved
+    ]
+    columns = [Column("leader"), Column("reaches the end of"), Column("tokens", ",d")]
+    for way in ("fewer within a run, %", "fewer at equal horizon, %"):
+        columns += [Column(way, ".1f"), Column("±", ".1f")]
+    text = Text(
+        "The share of tokens that the leader needs less than the other.",
+        _HORIZON[0].upper() + _HORIZON[1:] + ".",
+        "LRKV's figure 3 gives 18.7 % fewer steps than MHA at 2.5B, within a run.",
+    )
+    lead = (
+        "A run in the middle of its schedule is compared with one whose learning rate has decayed: "
+        "only runs that have all ended tell what a shorter run would have reached."
+    )
+    table = Table("Fewer tokens to the same bits per byte", columns, made, text)
+    return Section("savings", "Fewer tokens", lead, [], [table], dict(rows=made))

@@ -1,0 +1,233 @@
+"""Training runs as their workdirs tell them: what was asked, and bits per byte by step."""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from concurrent import futures
+import dataclasses
+import functools
+import hashlib
+
+from etils import epath
+from flax import traverse_util
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import experiment as experiment_lib
+from kvjax.costs import formulas
+from kvjax.data import manifest
+from kvjax.foundation import json_text
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from kvjax.workdir import checkpoint
+from kvjax.workdir import metrics
+from kvjax.workdir import storage
+from kvjax.workdir import trained
+
+CONFIG = "config.json"
+# What is read by many at once: a bucket answers late, and each workdir has four small files.
+_AT_ONCE = 16
+# Keys of a config that name a run, and change nothing that is computed.
+_COSMETIC = ("name", "train.seed")
+SEED, STEPS = "train.seed", "train.num_steps"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that was begun.
+
+    Attributes:
+      keys: of its config, as "model.mlp_dim".
+      data: digests by name of what must be the same for bits per byte to compare.
+      steps, bpb: [evaluations] of the validation split, steps ascending.
+      seconds: [evaluations] that training took until then, without compilation and evaluations;
+        nan where timing.jsonl does not tell.
+      finished: whether the last step was evaluated.
+    """
+
+    name: str
+    experiment: experiment_lib.Experiment
+    keys: Mapping[str, object]
+    data: Mapping[str, str]
+    steps: np.ndarray
+    bpb: np.ndarray
+    seconds: np.ndarray
+    finished: bool
+
+    @property
+    def seed(self) -> int:
+        return self.experiment.train.seed
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[evaluations]"""
+        return self.steps * self.experiment.tokens_per_step
+
+    @property
+    def final(self) -> float:
+        """Bits per byte of the last evaluation."""
+        return float(self.bpb[-1])
+
+    @functools.cached_property
+    def what(self) -> dict[str, object]:
+        """Keys that decide what is computed, but for the seed; defaults, maybe newer, left out."""
+        usual = experiment_lib.defaults(str(self.keys["attention.kind"]))
+        same = lambda key, value: key in usual and value == _stored(usual[key])
+        return {
+            key: value
+            for key, value in self.keys.items()
+            if key not in _COSMETIC and not same(key, value)
+        }
+
+
+def _stored(value):
+    """A value as JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A workdir that has nothing to compare, and why."""
+
+    name: str
+    why: str
+
+
+def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
+    """The workdirs that are named, or that lie in a folder that is.
+
+    Raises:
+      UserError: there is nothing of that name, or no workdir in it.
+    """
+    found: dict[str, epath.Path] = {}
+    for name in names:
+        path = runtime.path("a workdir", name)
+        if not path.exists():
+            raise UserError(f"{name}: no such folder; give workdirs of runs, or a folder of them")
+        if path.is_dir():
+            found |= _in(name.rstrip("/"), path)
+    if not found:
+        raise UserError(f"{', '.join(names)}: no workdir of a run (each has a {CONFIG})")
+    return list(found.items())
+
+
+def _in(name: str, path: epath.Path) -> dict[str, epath.Path]:
+    if (path / CONFIG).exists():
+        return {name: path}
+    inside = sorted(p for p in path.iterdir() if p.is_dir() and (p / CONFIG).exists())
+    # A workdir that was only begun has no config yet; the caller says that nothing is there.
+    return {f"{name}/{p.name}": p for p in inside} or {name: path}
+
+
+def read(
+    places: Iterable[tuple[str, epath.Path]], *, running: bool
+) -> tuple[list[Run], list[LeftOut]]:
+    """Runs in the given order, and what is left out.
+
+    Args:
+      running: whether runs that have not ended are taken as far as they are.
+    """
+    with futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = list(pool.map(lambda place: _read(*place, running=running), places))
+    runs = [one for one in found if isinstance(one, Run)]
+    return runs, [one for one in found if isinstance(one, LeftOut)]
+
+
+def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
+    if not (workdir / CONFIG).exists():
+        return LeftOut(name, f"has no {CONFIG}: no run was begun there")
+    try:
+        tree = json_text.read_object(workdir / CONFIG, "restore it, or train again")
+        experiment = trained.experiment_of(workdir)
+    except UserError as error:
+        return LeftOut(name, f"cannot be read: {error}")
+    records = metrics.read_records(workdir / metrics.METRICS)
+    evaluated = {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
+    steps = np.array(sorted(evaluated), np.int64)
+    if not len(steps):
+        return LeftOut(name, "was never evaluated")
+    bpb = np.array([evaluated[step] for step in steps.tolist()])
+    if not np.isfinite(bpb).all():
+        bad = int(steps[~np.isfinite(bpb)][0])
+        return LeftOut(name, f"has bits per byte that are no number, at step {bad}")
+    finished = _is_finished(workdir, experiment, int(steps[-1]))
+    if not finished and not running:
+        planned = experiment.train.num_steps
+        of = f" of {planned:,}" if planned else ""
+        return LeftOut(name, f"is unfinished, evaluated up to step {steps[-1]:,}{of}")
+    return Run(
+        name=name,
+        experiment=experiment,
+        keys=traverse_util.flatten_dict(tree, sep="."),
+        data=_data(workdir, experiment),
+        steps=steps,
+        bpb=bpb,
+        seconds=_seconds(workdir, steps * experiment.tokens_per_step, steps),
+        finished=finished,
+    )
+
+
+def _is_finished(workdir: epath.Path, experiment: experiment_lib.Experiment, last: int) -> bool:
+    if experiment.train.num_steps:
+        return last >= experiment.train.num_steps
+    # Once over a mixture's rows, which only that run has counted.
+    return last in storage.steps(workdir / checkpoint.CHECKPOINTS)
+
+
+def _data(workdir: epath.Path, experiment: experiment_lib.Experiment) -> dict[str, str]:
+    digest = lambda path: (
+        hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else "missing"
+    )
+    return {
+        "tokenizer": digest(workdir / manifest.TOKENIZER),
+        "data set": digest(workdir / manifest.MANIFEST),
+        "config.train.eval_rows": str(experiment.train.eval_rows or "all"),
+    }
+
+
+def _seconds(workdir: epath.Path, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Until each step: tokens over the rate of their stretch, added up.
+
+    A record tells the rate since its process began, so a run that was resumed adds up too.
+    """
+    records = metrics.read_records(workdir / metrics.TIMING)
+    told = {r["step"]: r["tokens_per_second"] for r in records if r.get("tokens_per_second")}
+    if not told:
+        return np.full(len(steps), np.nan)
+    at = np.array(sorted(told), np.float64)
+    rates = np.array([told[int(step)] for step in at])
+    per_step = tokens[-1] / steps[-1]
+    ends = np.cumsum(np.diff(at, prepend=0.0) * per_step / rates)
+    beyond = np.maximum(steps - at[-1], 0) * per_step / rates[-1]
+    return np.interp(steps, np.insert(at, 0, 0.0), np.insert(ends, 0, 0.0)) + beyond
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Raises a UserError for runs whose bits per byte are of different things, naming two."""
+    first = runs[0]
+    for run in runs[1:]:
+        for name, digest in run.data.items():
+            if digest != first.data[name]:
+                said = f" ({first.data[name]} and {digest})" if name.startswith("config") else ""
+                raise UserError(
+                    f"{first.name} and {run.name} cannot be compared: their {name} is not the "
+                    f"same{said}. Compare runs on one data set, read alike"
+                )
+
+
+# -- what a model costs ----------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def costs(model, sequence_length: int) -> dict[str, int]:
+    """Of one token: the cache's bytes (bfloat16), FLOPs as counted here, and 6N.
+
+    N is the weights that multiply a token: neither input embedding nor attention's products are
+    in it, as in LRKV's figure 4, whose 733 exaFLOPs are 6 x 2.444B x 50B tokens.
+    """
+    return dict(
+        parameters=formulas.parameters(model)["total"],
+        cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
+        flops=formulas.training_flops_per_token(model, sequence_length),
+        six_n=6 * sum(formulas.matrix_weights(model).values()),
+    )

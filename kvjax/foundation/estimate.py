@@ -1,0 +1,66 @@
+"""Means over seeds, with 95 % intervals of Student's t."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The mean of one number for each seed.
+
+    Attributes:
+      half: half the width of its 95 % interval, Student's t over seeds; None of one seed.
+    """
+
+    mean: float
+    half: float | None
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 where the interval leaves 0 out on one side; 0 where it does not."""
+        if self.half is None or abs(self.mean) <= self.half:
+            return 0
+        return 1 if self.mean > 0 else -1
+
+    def shown(self, digits: str = ".2f") -> str:
+        """As cells have it: 98.12 ± 0.40."""
+        more = "" if self.half is None else f" ± {self.half:{digits.lstrip('+')}}"
+        return f"{self.mean:{digits}}{more}"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Of one value or more."""
+    mean, half = over_seeds(np.array(values, float)[:, None])
+    return Estimate(float(mean[0]), None if half is None else float(half[0]))
+
+
+def over_seeds(values_SX: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Means [X] of values [seeds, X], and half their intervals; None of one seed."""
+    count = len(values_SX)
+    mean = values_SX.mean(axis=0)
+    if count < 2:
+        return mean, None
+    return mean, _t(count) * values_SX.std(axis=0, ddof=1) / math.sqrt(count)
+
+
+@functools.cache
+def _t(count: int) -> float:
+    """Student's t that 95 % of samples of so many values stay under, both signs."""
+    from scipy import special
+
+    return float(special.stdtrit(count - 1, 0.975))
+
+
+def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
+    """First less second, seed by seed, of the seeds that both have; None where there is none.
+
+    Args:
+      first, second: by seed.
+    """
+    both = [first[seed] - second[seed] for seed in first if seed in second]
+    return estimate(both) if both else None

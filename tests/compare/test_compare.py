@@ -1,0 +1,278 @@
+"""Runs beside each other: what is compared, means over seeds, who needs fewer tokens."""
+
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.benchmarks.compare_speed import write_run
+from kvjax import experiment as experiment_lib
+from kvjax.compare import __main__ as command
+from kvjax.compare import groups as groups_lib
+from kvjax.compare import runs as runs_lib
+from kvjax.compare import savings as savings_lib
+from kvjax.foundation import command_line
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.errors import UserError
+
+STEPS = (25, 50, 75, 100)
+
+
+def read(*folders: pathlib.Path, running: bool = False):
+    places = runs_lib.workdirs([str(folder) for folder in folders])
+    return runs_lib.read(places, running=running)
+
+
+def grouped(*folders: pathlib.Path, way: str = "seed", running: bool = False):
+    runs, left_out = read(*folders, running=running)
+    assert not left_out
+    return groups_lib.groups(runs, way)
+
+
+def test_a_run_is_what_its_workdir_says(tmp_path):
+    write_run(tmp_path / "a", steps=STEPS, bpb=(4, 3, 2.5, 2.25), rate=4096.0)
+    ((run,), left_out) = read(tmp_path / "a")
+    assert not left_out and run.finished
+    assert run.name == str(tmp_path / "a")
+    each = 32 * 256
+    assert run.tokens.tolist() == [each * step for step in STEPS]
+    np.testing.assert_allclose(run.seconds, run.tokens / 4096)
+    assert run.final == 2.25 and run.seed == 0
+
+
+def test_seconds_of_a_resumed_run_add_up(tmp_path):
+    """Steps 1 to 50 at 4,096 tokens/s, then, in another process, 51 to 100 at 8,192."""
+    write_run(tmp_path / "a", steps=(50, 100), bpb=(3, 2))
+    lines = [dict(step=50, tokens_per_second=4096.0), dict(step=100, tokens_per_second=8192.0)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "a" / "timing.jsonl").write_text(text)
+    ((run,), _) = read(tmp_path / "a")
+    np.testing.assert_allclose(run.seconds, [100.0, 150.0])
+    (tmp_path / "a" / "timing.jsonl").unlink()
+    ((run,), _) = read(tmp_path / "a")
+    assert np.isnan(run.seconds).all()
+
+
+def test_seeds_of_a_config_are_one_curve_with_a_band(tmp_path):
+    curves = [(4.0, 3.0, 2.5, 2.2), (4.2, 3.1, 2.4, 2.3), (4.1, 2.9, 2.6, 2.1)]
+    for seed, bpb in enumerate(curves):
+        write_run(tmp_path / f"s{seed}", seed=seed, bpb=bpb)
+    (group,) = grouped(tmp_path)
+    assert list(group.runs) == [0, 1, 2] and group.name == "lrkv_tiny"
+    np.testing.assert_allclose(group.curve.bpb, np.mean(curves, axis=0))
+    half = stats.sem(curves, axis=0) * stats.t.ppf(0.975, 2)
+    np.testing.assert_allclose(group.curve.half, half)
+    assert group.final.half == pytest.approx(half[-1])
+
+
+def test_a_band_is_over_steps_that_all_seeds_have(tmp_path):
+    write_run(tmp_path / "a", steps=(25, 50, 100), bpb=(4, 3, 2), seed=0)
+    write_run(tmp_path / "b", steps=(50, 75, 100), bpb=(3.5, 2.7, 2.5), seed=1)
+    (group,) = grouped(tmp_path)
+    assert group.curve.steps.tolist() == [50, 100]
+    np.testing.assert_allclose(group.curve.bpb, [3.25, 2.25])
+
+
+def test_what_is_not_computed_otherwise_does_not_part_runs(tmp_path):
+    """A run's name, and a key that is newer than the run."""
+    write_run(tmp_path / "a", seed=0)
+    write_run(tmp_path / "b", seed=1)
+    tree = json.loads((tmp_path / "b" / "config.json").read_text())
+    tree["name"] = "sweeps/b"
+    del tree["model"]["norm_gain"]
+    (tmp_path / "b" / "config.json").write_text(json.dumps(tree))
+    (group,) = grouped(tmp_path)
+    assert list(group.runs) == [0, 1]
+
+
+def test_configs_of_one_name_are_told_apart_by_their_keys(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", num_steps=200, steps=(100, 200), bpb=(3, 2))
+    write_run(tmp_path / "c", config="mha_tiny")
+    names = [group.name for group in grouped(tmp_path)]
+    assert names == ["lrkv_tiny num_steps=100", "lrkv_tiny num_steps=200", "mha_tiny"]
+
+
+def test_without_groups_each_run_is_a_curve(tmp_path):
+    for seed in range(2):
+        write_run(tmp_path / f"s{seed}", seed=seed)
+    names = [group.name for group in grouped(tmp_path, way="none")]
+    assert names == [f"{tmp_path}/s0", f"{tmp_path}/s1"]
+
+
+def test_one_run_given_twice_is_refused(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    with pytest.raises(UserError, match=r"a and .*b are the same config with the same seed \(0\)"):
+        grouped(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(data="other"), "their data set is not the same"),
+        (dict(tokenizer="other"), "their tokenizer is not the same"),
+        (dict(eval_rows=5), r"their config.train.eval_rows is not the same \(all and 5\)"),
+    ],
+)
+def test_runs_of_other_things_are_not_compared(tmp_path, change, said):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", seed=1, **change)
+    runs, _ = read(tmp_path)
+    with pytest.raises(UserError, match=f"a and .*b cannot be compared: {said}"):
+        runs_lib.check_comparable(runs)
+
+
+def test_what_has_nothing_to_compare_is_left_out_by_name(tmp_path):
+    good = write_run(tmp_path / "good")
+    write_run(tmp_path / "unfinished", steps=(25,), bpb=(4,))
+    write_run(tmp_path / "empty", steps=(), bpb=())
+    write_run(tmp_path / "infinite", bpb=(4, 3, float("nan"), 2))
+    (write_run(tmp_path / "damaged") / "config.json").write_text("{")
+    (tmp_path / "begun").mkdir()
+    folders = [tmp_path / name for name in ("unfinished", "empty", "infinite", "damaged", "begun")]
+    runs, left_out = read(good, *folders)
+    assert [run.name for run in runs] == [str(good)]
+    said = {pathlib.Path(one.name).name: one.why for one in left_out}
+    assert said["unfinished"] == "is unfinished, evaluated up to step 25 of 100"
+    assert said["empty"] == "was never evaluated"
+    assert said["infinite"] == "has bits per byte that are no number, at step 75"
+    assert "is not JSON" in said["damaged"]
+    assert said["begun"] == "has no config.json: no run was begun there"
+
+
+def test_a_running_one_is_taken_as_far_as_it_is(tmp_path):
+    write_run(tmp_path / "a", steps=(25, 50), bpb=(4, 3))
+    (group,) = grouped(tmp_path / "a", running=True)
+    assert not group.finished and group.final is None
+    assert group.curve.bpb.tolist() == [4, 3]
+
+
+def test_figure_3_is_where_a_curve_passes_the_others_end(tmp_path):
+    """From 3.0 at 50 steps to 2.5 at 75: 2.6 is passed at 70, 30 % before the end."""
+    write_run(tmp_path / "a", bpb=(4, 3, 2.5, 2.25))
+    write_run(tmp_path / "b", config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
+    ours, theirs = grouped(tmp_path)
+    (saving,) = savings_lib.savings([ours, theirs], theirs)
+    assert (saving.leader, saving.behind) == ("lrkv_tiny", "mha_tiny")
+    assert saving.within_a_run.mean == pytest.approx(0.30)
+    assert saving.at_equal_horizon is None
+    (other,) = savings_lib.savings([ours, theirs], ours)
+    assert other == saving  # whoever is the reference
+
+
+def test_the_equal_horizon_takes_runs_that_have_ended(tmp_path):
+    """Ended after 50 steps at 2.8 and after 100 at 2.4: 2.6 takes 50·√2."""
+    write_run(tmp_path / "short", num_steps=50, steps=(25, 50), bpb=(4, 2.8))
+    write_run(tmp_path / "whole", bpb=(4, 3, 2.5, 2.4))
+    write_run(tmp_path / "other", config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
+    found = grouped(tmp_path)
+    reference = next(group for group in found if group.name == "mha_tiny")
+    (saving,) = savings_lib.savings(found, reference)
+    assert saving.within_a_run.mean == pytest.approx(0.30)
+    assert saving.at_equal_horizon.mean == pytest.approx(1 - 50 * np.sqrt(2) / 100)
+
+
+def test_curves_that_lead_from_the_start_save_all_that_is_known(tmp_path):
+    write_run(tmp_path / "a", bpb=(2.0, 1.9, 1.8, 1.7))
+    write_run(tmp_path / "b", config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
+    ours, theirs = grouped(tmp_path)
+    assert savings_lib.within_a_run(ours, theirs).mean == pytest.approx(0.75)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def run(*arguments) -> int:
+    return command_line.status(command.main, list(map(str, arguments)))
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two mechanisms with two seeds, and one run that has not ended."""
+    for seed in range(2):
+        write_run(tmp_path / "runs" / f"l{seed}", seed=seed, bpb=(4, 3, 2.5, 2.2 + seed / 10))
+        how = dict(seed=seed, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
+        write_run(tmp_path / "runs" / f"m{seed}", **how)
+    write_run(tmp_path / "runs" / "z", seed=7, config="mha_tiny", steps=(25,), bpb=(4,))
+    return tmp_path / "runs"
+
+
+def test_the_command_prints_and_writes(two, tmp_path, capfd):
+    out = tmp_path / "out"
+    assert run(two, f"--out={out}", "--against=mha_tiny", "--json") == 0
+    printed, said = capfd.readouterr()
+    result = json.loads(printed)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert rows["lrkv_tiny"]["against"] == pytest.approx(-0.35)
+    assert rows["mha_tiny"]["seeds"] == [0, 1] and rows["mha_tiny"]["against"] is None
+    assert rows["mha_tiny"]["cache_bytes"] == 2048
+    assert "left out" in said and "z is unfinished" in said.replace("\n", " ")
+    stored = json.loads((out / "compare.json").read_text())
+    assert stored["curves"]["lrkv_tiny"]["bpb"][-1] == pytest.approx(2.25)
+    assert stored["rows"] == result["rows"]
+    html = (out / "compare.html").read_text()
+    assert html.count('class="curves"') == 4 and 'data-series="1"' in html
+    assert 'http-equiv="refresh"' not in html
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compute_is_counted_in_two_ways(two, tmp_path, capfd):
+    """By shapes, and as 6N: 6 x 2.444B x 50B tokens are LRKV figure 4's 733 exaFLOPs."""
+    model = experiment_lib.resolve(command_line.load_config(CONFIGS / "mha_2p5b.py")).model
+    found = runs_lib.costs(model, 2048)
+    assert found["six_n"] * 50e9 / 1e18 == pytest.approx(733.3, abs=0.5)
+    assert found["flops"] > found["six_n"]
+
+
+def test_watching_ends_when_all_runs_have(two, tmp_path, capfd, monkeypatch):
+    """The unfinished run is a curve; while it is, the page reads itself again."""
+    out, looks = tmp_path / "out", []
+
+    def sleep(seconds):
+        looks.append((seconds, "refresh" in (out / "compare.html").read_text()))
+        write_run(two / "z", seed=7, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    assert run(two, f"--out={out}", "--watch=5") == 0
+    assert looks == [(5, True)]
+    assert "refresh" not in (out / "compare.html").read_text()
+    assert json.loads((out / "compare.json").read_text())["rows"][1]["seeds"] == [0, 1, 7]
+    assert "running" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no workdir is given"),
+        (["{runs}/nothing"], "no such folder"),
+        (["{runs}/l0", "{runs}/l0"], "is given twice"),
+        (["{runs}", "--group=heads"], "'heads' is none of seed, none"),
+        (["{runs}", "--against=mla"], "'mla' is none of lrkv_tiny, mha_tiny"),
+        (["{runs}", "--watch=-1"], "--watch = -1"),
+        (["{runs}/z"], "nothing to compare: .*z is unfinished"),
+        (["{runs}/l0/config.json"], "no workdir of a run"),
+        (["{runs}", "--out={runs}/l0/config.json"], "must be a folder"),
+        (["ftp://x/y"], "nothing here opens ftp://"),
+    ],
+)
+def test_bad_input_is_one_line(two, capfd, arguments, said):
+    asked = [argument.format(runs=two) for argument in arguments]
+    out = [] if any("--out" in argument for argument in asked) else [f"--out={two.parent}/out"]
+    assert run(*asked, *out) == 2
+    message = capfd.readouterr().err.strip()
+    assert len(message.splitlines()) == 1
+    assert re.search(said, message), message
+
+
+def test_a_bucket_is_read_and_written(bucket, capfd):
+    write_run(bucket / "x" / "runs" / "a")
+    write_run(bucket / "x" / "runs" / "b", config="mha_tiny")
+    assert run("gs://x/runs", "--out=gs://x/compared", "--json") == 0
+    rows = json.loads(capfd.readouterr().out)["rows"]
+    assert [row["name"] for row in rows] == ["lrkv_tiny", "mha_tiny"]
+    written = {path.name for path in (bucket / "x" / "compared").iterdir()}
+    assert written == {"compare.html", "compare.png", "compare.json"}
