@@ -3,6 +3,7 @@
 It shares nothing with the product but the names of the weights and the configs.
 """
 
+import functools
 import math
 
 import jax
@@ -335,12 +336,20 @@ def _norm(block, w, x):
     return x * w.get("gain", 1.0) + w.get("bias", 0.0)
 
 
+def _same(_, x):
+    return x
+
+
 def activations(config, weights, tokens_BT):
     """Final activations [B, T, D] of a Transformer, layer by layer."""
     c = config.block
     x = weights["embedding"][tokens_BT]
     if c.positions == "learned":
         x = x + weights["positions"][: tokens_BT.shape[1]]
+    if c.positions == "sinusoidal":
+        t, i = np.mgrid[: tokens_BT.shape[1], : c.d_model]
+        angle = t * 10_000.0 ** (-(i - i % 2) / c.d_model)
+        x = x + np.where(i % 2, np.cos(angle), np.sin(angle))
     if c.embedding_norm:
         x = _norm(c, weights.get("embedding_norm", {}), x)
     base = c.angles_base  # or None
@@ -351,13 +360,17 @@ def activations(config, weights, tokens_BT):
         layers += [(mechanism, jax.tree.map(lambda a, i=i: a[i], stack)) for i in range(length)]
     assert len(layers) == c.num_layers
     for mechanism, w in layers:
-        h = _norm(c, w.get("attention_norm", {}), x)
+        norm = functools.partial(lambda w, part, x: _norm(c, w.get(part, {}), x), w)
+        before, after = (_same, norm) if c.norm_after else (norm, _same)
+        h = before("attention_norm", x)
         mask = dict(causal=c.causal, window=c.window)
-        x = x + attention(mechanism, w["attention"], h, base=base, **mask)
-        h, m = _norm(c, w.get("mlp_norm", {}), x), w["mlp"]
+        x = after("attention_norm", x + attention(mechanism, w["attention"], h, base=base, **mask))
+        h, m = before("mlp_norm", x), w["mlp"]
         up = h @ m["up"] + m.get("up_bias", 0.0)
         if c.activation == "relu2":
             up = np.maximum(up, 0) ** 2
+        elif c.activation == "relu":
+            up = np.maximum(up, 0)
         elif c.activation == "gelu":  # GPT-2's, with tanh
             up = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
         elif c.activation == "gelu_exact":
@@ -365,8 +378,8 @@ def activations(config, weights, tokens_BT):
         else:
             gate = h @ m["gate"]
             up = gate / (1 + np.exp(-gate)) * up
-        x = x + up @ m["down"] + m.get("down_bias", 0.0)
-    return _norm(c, weights.get("final_norm", {}), x)
+        x = after("mlp_norm", x + up @ m["down"] + m.get("down_bias", 0.0))
+    return x if c.norm_after else _norm(c, weights.get("final_norm", {}), x)
 
 
 def logits(config, weights, tokens_BT):

@@ -114,6 +114,7 @@ def _model(block: BlockConfig) -> str:
     """The formulas outside attention."""
     activation = dict(
         relu2="relu(x up)²",
+        relu="relu(x up)",
         gelu="gelu_tanh(x up)",
         gelu_exact="gelu(x up)",
         swiglu="(silu(x gate) · (x up))",
@@ -124,19 +125,30 @@ def _model(block: BlockConfig) -> str:
     )
     z, centred = ("z", ", z = x - mean(x)") if block.norm == "layer" else ("x", "")
     affine = " · gain" * block.norm_gain + " + bias" * block.norm_bias
-    learned = " + positions[t]" if block.positions == "learned" else ""
+    added = dict(learned=" + positions[t]", sinusoidal=" + sinusoids[t]").get(block.positions, "")
     head = "embeddingᵀ" if block.tied_head else "head"
     cap = block.logit_softcap
     return _lines(
         f"norm(x) = {z} / sqrt(mean({z}²) + {block.norm_epsilon:g}){affine}{centred}",
-        f"x = embedding[token]{learned}",
+        f"x = embedding[token]{added}",
         "x = embedding_norm(x)" if block.embedding_norm else "",
-        "x = x + attention(attention_norm(x)), then x = x + mlp(mlp_norm(x)), in every layer",
+        "sinusoids[t] has sin(t · 10000^(-2i/D)) in channel 2i, and its cosine in channel 2i + 1"
+        if block.positions == "sinusoidal"
+        else "",
+        _layer(block.norm_after),
         f"mlp(x) = {activation[block.activation]} · down" + ", with biases" * block.bias,
         meaning.get(block.activation, ""),
-        f"z = final_norm(x) {head}",
+        f"z = x {head}" if block.norm_after else f"z = final_norm(x) {head}",
         f"logits = {cap:g} tanh(z / {cap:g})" if cap else "logits = z",
     )
+
+
+def _layer(norm_after: bool) -> str:
+    if norm_after:
+        parts = "x = attention_norm(x + attention(x)), then x = mlp_norm(x + mlp(x))"
+    else:
+        parts = "x = x + attention(attention_norm(x)), then x = x + mlp(mlp_norm(x))"
+    return f"{parts}, in every layer"
 
 
 def _attention(config: TransformerConfig) -> list[str]:

@@ -232,7 +232,8 @@ def _keys(config: TransformerConfig) -> dict:
     """The keys of a dense model by which its layers compute; not those that do nothing there."""
     block, mechanism = config.block, config.mechanisms[0]
     idle = {"attention.num_bases", "attention.residual_init", "attention.rope"}
-    idle |= {"model.matrix_std", "model.zero_outputs"}  # how training started
+    # How training went.
+    idle |= {"model.matrix_std", "model.zero_outputs", "model.embedding_std", "model.dropout"}
     angles = {f"model.rope_{key}" for key in ("low", "high", "original")}
     if block.positions != "rope":
         idle |= angles | {"model.rope_base", "model.rope_factor"}

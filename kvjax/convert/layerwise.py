@@ -66,7 +66,7 @@ class Pass:
         """Nats of every target, [B, T] for each few rows, behind the last layer."""
         c = self._model.transformer.block
         last = _outer(self._model, ("embedding" if c.tied_head else "head", "final_norm"))
-        graph, norm = nnx.split(last.final_norm)
+        graph, norm = nnx.split(last.final_norm or _Nothing())
         head_DV, softcap = last.head_weight(_COMPUTE), c.logit_softcap
 
         @jax.jit
@@ -76,6 +76,13 @@ class Pass:
 
         for x_BTD, few in zip(self.x, few_rows(targets_BT), strict=True):
             yield np.asarray(nats(norm, head_DV, x_BTD, few))
+
+
+class _Nothing(nnx.Module):
+    """Stands where a model that ends with a block's norm has none of its own."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
 
 
 def few_rows(rows_BT: np.ndarray) -> list[np.ndarray]:
@@ -114,7 +121,7 @@ def _program(model: Model, mechanism, attention: type[Attention], length: int, s
     @jax.jit
     def run(weights, x_BTD):
         block = nnx.merge(graph, weights)
-        seen = see(block.attention_norm(x_BTD)) if see else ()
+        seen = see(block.attention_input(x_BTD)) if see else ()
         positions = rope.positions(index, mechanism.rope_dim, c.angles_base)
         mask = dict(causal=c.causal, window=c.window)
         return seen, block(x_BTD, positions, **mask, compute=_COMPUTE)

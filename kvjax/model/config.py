@@ -10,13 +10,13 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import norm
 from kvjax.layers import rope
 
-POSITIONS = ("rope", "learned", "none")
+POSITIONS = ("rope", "learned", "sinusoidal", "none")
 # Far above any model: a slip is told of its key, not of the memory it would need.
 _LARGEST = dict(
     **dict(num_layers=10_000, d_model=1 << 20, mlp_dim=1 << 22),
     **dict(max_positions=1 << 24, rope_original=1 << 24),
 )
-ACTIVATIONS = ("relu2", "gelu", "gelu_exact", "swiglu")
+ACTIVATIONS = ("relu2", "relu", "gelu", "gelu_exact", "swiglu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,9 @@ class BlockConfig:
     norm_gain: bool = False  # learned gains in the norms
     norm_bias: bool = False  # learned biases in the norms
     norm_epsilon: float = 1e-6  # added to the mean square, or the variance
+    norm_after: bool = False  # norm(x + f(x)), as Transformers first had it, not x + f(norm(x))
     embedding_norm: bool = True  # a norm right after the embedding
-    positions: str = "rope"  # "rope", "learned" or "none"
+    positions: str = "rope"  # "rope", "learned", "sinusoidal" (added, fixed) or "none"
     rope_base: float = 10_000.0  # base of RoPE's angles
     # Llama 3's scaling: pairs that turn less than rope_low times in rope_original tokens turn
     # rope_factor times slower, more than rope_high times as before, others a mixture.
@@ -41,11 +42,13 @@ class BlockConfig:
     rope_original: int = 8192  # tokens
     window: int = 0  # a token sees so many, itself the last of them; 0: all before it
     max_positions: int = 2048  # rows of the table when positions are learned
-    activation: str = "relu2"  # "relu2", "gelu" (by tanh), "gelu_exact" or "swiglu"
+    activation: str = "relu2"  # "relu2", "relu", "gelu" (by tanh), "gelu_exact" or "swiglu"
+    dropout: float = 0.0  # of what attention and MLP add, in training
     bias: bool = False  # in the MLP (attention has its own key)
     tied_head: bool = False  # the head is the embedding
     logit_softcap: float = 15.0  # c·tanh(z/c); 0: none
     causal: bool = True  # a token sees none after it; training needs it
+    embedding_std: float = 1.0  # of embeddings and learned positions at the start
     matrix_std: float = 0.0  # of matrices at the start; 0: min(1, sqrt(out/in))/sqrt(in)
     zero_outputs: bool = True  # attention.out, mlp.down and the head start at 0, or like others
 
@@ -53,6 +56,8 @@ class BlockConfig:
         for key, most in _LARGEST.items():
             between(f"config.model.{key}", getattr(self, key), 1, most)
         between("config.model.logit_softcap", self.logit_softcap, 0.01, 1e6, zero="none")
+        between("config.model.dropout", self.dropout, 0.0, 0.99)
+        between("config.model.embedding_std", self.embedding_std, 0.0, 10.0)
         between("config.model.matrix_std", self.matrix_std, 0.0, 10.0)
         between("config.model.norm_epsilon", self.norm_epsilon, 0.0, 1.0)
         between("config.model.rope_base", self.rope_base, 1.0, 1e12)
@@ -115,7 +120,8 @@ class TransformerConfig:
     @property
     def angle_limit(self) -> int | None:
         """How many tokens positions have angles for; None in a model that uses none."""
-        has_angles = self.block.positions == "rope" or any(m.needs_angles for m in self.mechanisms)
+        fixed = self.block.positions in ("rope", "sinusoidal")
+        has_angles = fixed or any(m.needs_angles for m in self.mechanisms)
         return rope.MAX_POSITION if has_angles else None
 
     def check_length(self, length: int) -> None:

@@ -63,7 +63,7 @@ class Decoder(Transformer):
             positions = rope.positions(index_BT, mechanism.rope_dim, c.angles_base)
             x_BTD, layer = block.decode(x_BTD, positions, layer, counts_B, **options)
             layers.append(layer)
-        return self.final_norm(x_BTD), Cache(tuple(layers), cache.lengths + counts_B)
+        return self.finished(x_BTD), Cache(tuple(layers), cache.lengths + counts_B)
 
 
 def allocate(config: TransformerConfig, compute: Compute, *, batch: int, capacity: int) -> Cache:

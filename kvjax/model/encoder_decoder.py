@@ -48,6 +48,7 @@ class EncoderDecoderConfig:
         check_cross(self.cross)
         block = self.block
         fixed = dict(window=0, causal=True, tied_head=False, embedding_norm=False)
+        fixed |= dict(norm_after=False, dropout=0.0)
         for key, value in fixed.items():
             given = getattr(block, key)
             if given != value:

@@ -67,7 +67,7 @@ def mean_loss(
     Args:
       weights_BT: what each target counts; None: 1.
       scale: on the sum; None: 1 / B·T, which makes it the mean.
-      row: positions_BT, segments_BS, see `Transformer`.
+      row: positions_BT, segments_BS, dropout, see `Transformer`.
     """
     x_BTD = model(tokens_BT, compute=compute, **row)
     head_DV, softcap = model.head_weight(compute), model.config.block.logit_softcap
@@ -96,6 +96,7 @@ def mean_taught_loss(
     teacher: Transformer,
     share: float,
     compute: Compute = Compute(),
+    dropout: jax.Array | None = None,
     **row,
 ) -> jax.Array:
     """The mean of (1 - share)·cross-entropy + share·KL(teacher || model), to be differentiated.
@@ -103,10 +104,11 @@ def mean_taught_loss(
     Logits of both are made in slices of T, and again in the backward pass.
 
     Args:
-      teacher: of the same vocabulary; it learns nothing.
-      row: positions_BT, segments_BS, see `Transformer`.
+      teacher: of the same vocabulary; it learns nothing, and drops nothing.
+      dropout, row: positions_BT, segments_BS, see `Transformer`.
     """
-    x_BTD, y_BTD = (of(tokens_BT, compute=compute, **row) for of in (model, teacher))
+    x_BTD = model(tokens_BT, compute=compute, dropout=dropout, **row)
+    y_BTD = teacher(tokens_BT, compute=compute, **row)
     heads = model.head_weight(compute), teacher.head_weight(compute)
     softcaps = [m.config.block.logit_softcap for m in (model, teacher)]
 

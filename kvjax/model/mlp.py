@@ -9,7 +9,7 @@ from kvjax.layers.weight import weight
 
 
 class MLP(nnx.Module):
-    """relu(x W)^2, gelu(x W) or swish(x G)·(x W), then back to D (zero at the start).
+    """relu(x W)^2, relu(x W), gelu(x W) or swish(x G)·(x W), then back to D (zero at the start).
 
     "gelu" is its approximation by tanh, "gelu_exact" the one with erf.
     """
@@ -29,6 +29,8 @@ class MLP(nnx.Module):
             h_BTM = h_BTM + self.up_bias[...][None, None]
         if self.activation == "relu2":
             h_BTM = jnp.square(jax.nn.relu(h_BTM))
+        elif self.activation == "relu":
+            h_BTM = jax.nn.relu(h_BTM)
         elif self.activation in ("gelu", "gelu_exact"):
             h_BTM = jax.nn.gelu(h_BTM, approximate=self.activation == "gelu")
         else:

@@ -3,7 +3,7 @@
 Where what is initialised:
 
     matrices                          N(0, min(1, sqrt(out/in))/sqrt(in)), or `matrix_std`
-    embedding (and learned positions) N(0, 1)
+    embedding (and learned positions) N(0, 1), or `embedding_std`
     attention.out, mlp.down, head     0, or like every matrix (`zero_outputs`)
     LRKV's B (expand_*)               like every matrix, or 0 (`residual_init`)
     gains, biases                     1, 0
@@ -21,6 +21,7 @@ from kvjax.attention.mechanism import MechanismConfig
 from kvjax.distributed import sharding
 from kvjax.kernels.softmax_attention.api import RESIDUALS
 from kvjax.layers import rope
+from kvjax.layers import sinusoid
 from kvjax.layers.norm import Norm
 from kvjax.layers.weight import Draws
 from kvjax.layers.weight import axes_of
@@ -72,10 +73,11 @@ class Compute:
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP."""
+    """Attention and MLP, each with a norm before it, or behind its sum (`norm_after`)."""
 
     def __init__(self, config: BlockConfig, mechanism: MechanismConfig, *, rngs: nnx.Rngs):
         c = config
+        self.norm_after, self.dropout = c.norm_after, c.dropout
         mlp = dict(activation=c.activation, bias=c.bias)
         self.attention_norm = norm_of(c, rngs)
         self.mlp_norm = norm_of(c, rngs)
@@ -83,26 +85,56 @@ class Block(nnx.Module):
         self.attention = Attention(mechanism, c.d_model, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, positions: rope.Positions, *, compute: Compute, **mask
+        self,
+        x_BTD: jax.Array,
+        positions: rope.Positions,
+        *,
+        compute: Compute,
+        dropout: jax.Array | None = None,
+        **mask,
     ) -> jax.Array:
-        """[B, T, D] -> [B, T, D]; `mask` is which tokens see which, see `softmax_attention`."""
+        """[B, T, D] -> [B, T, D].
+
+        Args:
+          dropout: a key, in training; without it nothing is dropped.
+          mask: which tokens see which, see `softmax_attention`.
+        """
         attend = dict(
             **mask,
             query_chunk=compute.query_chunk,
             implementation=compute.attention,
             mesh=compute.mesh,
         )
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, **attend)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        keys = (None, None) if dropout is None else jax.random.split(dropout)
+        y_BTD = self.attention(self.attention_input(x_BTD), positions, **attend)
+        x_BTD = self._added(self.attention_norm, x_BTD, self._dropped(y_BTD, keys[0]))
+        return self._with_mlp(x_BTD, keys[1])
+
+    def attention_input(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D]: what queries, keys and values are made of."""
+        return x_BTD if self.norm_after else self.attention_norm(x_BTD)
+
+    def _with_mlp(self, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        y_BTD = self.mlp(x_BTD if self.norm_after else self.mlp_norm(x_BTD))
+        return self._added(self.mlp_norm, x_BTD, self._dropped(y_BTD, key))
+
+    def _added(self, norm: Norm, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        x_BTD = x_BTD + y_BTD
+        return norm(x_BTD) if self.norm_after else x_BTD
+
+    def _dropped(self, y_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+        if key is None or not self.dropout:
+            return y_BTD
+        kept = jax.random.bernoulli(key, 1 - self.dropout, y_BTD.shape)
+        return jnp.where(kept, y_BTD / (1 - self.dropout), 0).astype(y_BTD.dtype)
 
     def decode(
         self, x_BTD: jax.Array, positions: rope.Positions, layer: dict, counts_B: jax.Array, **keys
     ) -> tuple[jax.Array, dict]:
         """The block over one layer of a cache; see `Attention.decode`."""
-        h_BTD = self.attention_norm(x_BTD)
+        h_BTD = self.attention_input(x_BTD)
         y_BTD, layer = self.attention.decode(h_BTD, positions, layer, counts_B, **keys)
-        x_BTD = x_BTD + y_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), layer
+        return self._with_mlp(self._added(self.attention_norm, x_BTD, y_BTD)), layer
 
 
 class Transformer(nnx.Module):
@@ -119,12 +151,12 @@ class Transformer(nnx.Module):
         draws = lambda layer: Draws(nnx.Rngs(jax.random.fold_in(key, layer)), **start)
         rngs = draws(c.num_layers)
         sizes = dict(V=config.vocab_size, D=c.d_model, T=c.max_positions)
-        self.embedding = weight("V D", rngs, init="normal", **sizes)
+        self.embedding = weight("V D", rngs, init=c.embedding_std, **sizes)
         learned = c.positions == "learned"
-        self.positions = weight("T D", rngs, init="normal", **sizes) if learned else None
+        self.positions = weight("T D", rngs, init=c.embedding_std, **sizes) if learned else None
         self.head = None if c.tied_head else weight("D -> V", rngs, init="output", **sizes)
         self.embedding_norm = norm_of(c, rngs) if c.embedding_norm else None
-        self.final_norm = norm_of(c, rngs)
+        self.final_norm = None if c.norm_after else norm_of(c, rngs)
         self.segments = nnx.List([])
         first = 0
         for mechanism, length in config.segments:
@@ -139,27 +171,49 @@ class Transformer(nnx.Module):
         compute: Compute = Compute(),
         positions_BT: jax.Array | np.ndarray | None = None,
         segments_BS: jax.Array | None = None,
+        dropout: jax.Array | None = None,
     ) -> jax.Array:
         """Activations after the final norm, [B, T, D], in the compute dtype.
 
         Args:
           positions_BT: where the tokens stand in their row, if not in order.
           segments_BS: int32, of the row's tokens in order: a token sees those of its own alone.
+          dropout: a key, in training; without it nothing is dropped.
         """
-        c = self.config.block
         if positions_BT is None:
             positions_BT = np.arange(tokens_BT.shape[1])[None]
         x_BTD = self.embed(tokens_BT, positions_BT, compute)
+        return self.finished(
+            self.through_blocks(
+                x_BTD, positions_BT, compute=compute, segments_BS=segments_BS, dropout=dropout
+            )
+        )
+
+    def through_blocks(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array | np.ndarray,
+        *,
+        compute: Compute = Compute(),
+        segments_BS: jax.Array | None = None,
+        dropout: jax.Array | None = None,
+    ) -> jax.Array:
+        """What the last block makes of what enters the first, [B, T, D]; see `__call__`."""
+        c = self.config.block
         mask = dict(causal=c.causal, window=c.window, segments_BS=segments_BS)
+        drawn = dropout is not None and c.dropout > 0
+        keys_L = jax.random.split(dropout, c.num_layers) if drawn else None
+        first = 0
         for (mechanism, length), segment in zip(self.config.segments, self.segments, strict=True):
             positions = rope.positions(positions_BT, mechanism.rope_dim, c.angles_base)
             graph, state = nnx.split(segment)
             weights, axes = nnx.to_pure_dict(state), axes_of(state)
 
-            def layer(x_BTD, weights, graph=graph, axes=axes, positions=positions):
+            def layer(x_BTD, weights_key, graph=graph, axes=axes, positions=positions):
+                weights, key = weights_key
                 block = nnx.merge(graph, jax.tree.map(compute.use, weights, axes))
-                x_BTD = block(compute.place(x_BTD), positions, **mask, compute=compute)
-                return x_BTD, None
+                how = dict(compute=compute, dropout=key)
+                return block(compute.place(x_BTD), positions, **mask, **how), None
 
             if compute.remat != "none":
                 policy = REMAT_POLICIES[compute.remat]
@@ -167,14 +221,22 @@ class Transformer(nnx.Module):
                 unrolled = compute.unroll or length == 1
                 layer = jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
             unroll = length if compute.unroll else 1
-            x_BTD, _ = jax.lax.scan(layer, x_BTD, weights, unroll=unroll)
-        return self.final_norm(x_BTD)
+            keys = keys_L[first : first + length] if drawn else None
+            first += length
+            x_BTD, _ = jax.lax.scan(layer, x_BTD, (weights, keys), unroll=unroll)
+        return x_BTD
+
+    def finished(self, x_BTD: jax.Array) -> jax.Array:
+        """What the last block made, as the head takes it: normed, if a block does not end so."""
+        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
 
     def embed(self, tokens_BT, positions_BT, compute: Compute) -> jax.Array:
         """[B, T, D]: what enters the first block."""
         x_BTD = compute.place(compute.use(self.embedding[...], self.embedding.axes)[tokens_BT])
         if self.positions is not None:
             x_BTD = x_BTD + compute.use(self.positions[...], self.positions.axes)[positions_BT]
+        if self.config.block.positions == "sinusoidal":
+            x_BTD = x_BTD + sinusoid.encoding(positions_BT, x_BTD.shape[-1]).astype(x_BTD.dtype)
         return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
 
     def head_weight(self, compute: Compute) -> jax.Array:

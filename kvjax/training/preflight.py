@@ -231,7 +231,8 @@ def check_models(
         before = conversations.before_growth(experiment, parent)
         shapes = parameters.abstract(before).shapes
         checkpoint.check_parameters(parent.checkpoints, parent.step, shapes)
-        start = dict(matrix_std=0.0, zero_outputs=True)  # of weights that are not drawn here
+        # Of weights that are not drawn here, and of training.
+        start = dict(matrix_std=0.0, embedding_std=1.0, zero_outputs=True, dropout=0.0)
         plain = lambda m: dataclasses.replace(m, block=dataclasses.replace(m.block, **start))
         if plain(parent.experiment.model) != plain(before):
             raise UserError(

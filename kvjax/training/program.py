@@ -113,6 +113,7 @@ class Program:
         static |= dict(begins=bos_id if experiment.train.separate else None)
         steps = dict(parts=experiment.train.grad_accumulation, policy=experiment.train)
         steps |= dict(optimizer=optimizer, learning=learning, **of_teacher)
+        steps |= dict(drops=model.block.dropout > 0)
         self.train_step = jax.jit(
             functools.partial(train_step, **steps, **static),
             donate_argnums=0,
@@ -156,6 +157,7 @@ def train_step(
     teacher_graph=None,
     masked: bool = False,
     begins: int | None = None,
+    drops: bool = False,
 ):
     """One optimizer step.
 
@@ -168,6 +170,7 @@ def train_step(
         in all of the batch, whichever part or device they are in.
       begins: the token that begins a document; attention does not leave one. None: it does.
       policy: what to do on a bad step; None: nothing.
+      drops: whether the model has dropout; what is dropped follows from the state's key and step.
 
     Returns:
       The new state, and {"loss": nats per token, "grad_norm": before clipping, "param_norm": after
@@ -181,7 +184,11 @@ def train_step(
         counts = jnp.maximum(jnp.sum(rows[:, 1:] >= 0), 1)
         whole = dict(scale=parts / counts.astype(jnp.result_type(float)))
 
-    def loss(learned, rows):
+    dropout = None
+    if drops:
+        dropout = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
+
+    def loss(learned, rows, dropout):
         weighted = {}
         if masked:
             rows, counts = marked(rows)
@@ -190,7 +197,7 @@ def train_step(
         tokens, targets, positions = next_tokens(rows, compute)
         model = nnx.merge(graph, with_tuned(state["params"], learned))
         options = dict(compute=compute, positions_BT=positions)
-        options |= dict(segments_BS=segments(rows, begins))
+        options |= dict(segments_BS=segments(rows, begins), dropout=dropout)
         if teacher is None:
             return mean_loss(model, tokens, targets, **weighted, **options)
         taught = dict(teacher=nnx.merge(teacher_graph, teacher), share=policy.teacher_share)
@@ -198,16 +205,17 @@ def train_step(
 
     value_and_grad = jax.value_and_grad(loss)
     if parts == 1:
-        value, grads = value_and_grad(learned, rows)
+        value, grads = value_and_grad(learned, rows, dropout)
     else:
 
         def accumulate(total, part):
-            return jax.tree.map(jnp.add, total, value_and_grad(learned, part)), None
+            return jax.tree.map(jnp.add, total, value_and_grad(learned, *part)), None
 
         # Part i takes rows i, i + parts, ...: each device keeps the rows it has.
         by_part = rows.reshape(-1, parts, rows.shape[1]).swapaxes(0, 1)
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, learned))
-        total, _ = jax.lax.scan(accumulate, zero, by_part)
+        keys = jax.random.split(dropout, parts) if drops else None
+        total, _ = jax.lax.scan(accumulate, zero, (by_part, keys))
         value, grads = jax.tree.map(lambda x: x / parts, total)
     updates, opt_state = optimizer.update(grads, state["optimizer"], learned)
     params = with_tuned(state["params"], optax.apply_updates(learned, updates))

@@ -50,6 +50,10 @@ MODELS = {
         ],
         dict(rope_base=100.0),
     ),
+    "norm_after": (
+        [("gqa", {}), ("lrkv", {})],
+        LAYER_NORM | dict(norm_after=True, positions="sinusoidal", activation="relu"),
+    ),
     "no_positions": (
         [("lrkv_gqa", dict(bias=True)), ("qk_tied_plus", {})],
         LAYER_NORM | dict(positions="none", tied_head=True),

@@ -25,6 +25,7 @@ from tests.conftest import FAMILIES
 B, T, D, M, V, L = 2, 12, 16, 24, 32, 3
 F64 = jnp.dtype(jnp.float64)
 
+LAYER_NORM = dict(norm="layer", norm_gain=True, norm_bias=True, embedding_norm=False)
 # Options off the recipe, arranged so that pairs of them meet.
 OPTIONS = {
     "nanochat": ("lrkv", {}, {}),
@@ -71,6 +72,12 @@ OPTIONS = {
         "mla",
         {},
         dict(norm="layer", positions="none", tied_head=True, causal=False, logit_softcap=2.0),
+    ),
+    "encoder": (  # as Transformers first were
+        "qkv_tied_plus",
+        {},
+        LAYER_NORM
+        | dict(norm_after=True, positions="sinusoidal", activation="relu", causal=False, bias=True),
     ),
     "norm_bias": (
         "mla_paper",
@@ -271,6 +278,31 @@ def test_initialisation_by_keys(make_mechanism):
             assert abs(np.std(new) / 0.02 - 1) < 6 / math.sqrt(2 * new.size)
         else:
             np.testing.assert_array_equal(new, old)
+
+
+def test_dropout(make_mechanism, randomise):
+    """Part of what each half of a block adds is 0, the rest as much larger; by a key, if given."""
+    make = lambda **keys: _config(make_mechanism("mha"), num_layers=1, d_model=64, **keys)
+    config, plain = make(dropout=0.25), make()
+    model, weights = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(plain, jax.random.key(0))))
+    without = nnx.merge(graph, jax.tree.map(jnp.asarray, weights))
+    x_BTD = np.random.default_rng(0).normal(size=(8, T, 64)).astype(np.float32)
+    places = np.arange(T)[None]
+    run = lambda model, seed: model.through_blocks(
+        x_BTD, places, dropout=None if seed is None else jax.random.key(seed)
+    )
+    expected = run(without, None)
+    np.testing.assert_array_equal(run(without, 0), expected)  # nothing to drop
+    np.testing.assert_array_equal(run(model, None), expected)  # no key
+    np.testing.assert_array_equal(run(model, 0), run(model, 0))
+    assert not np.array_equal(run(model, 0), run(model, 1))
+    block = jax.tree.map(lambda w: w[0], nnx.split(model.segments[0])[1])
+    block = nnx.merge(nnx.split(model.segments[0])[0], block)
+    y_BTD = jnp.ones((8, T, 64))
+    dropped = np.asarray(block._dropped(y_BTD, jax.random.key(3)))
+    assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.75)}
+    assert abs(np.mean(dropped == 0) - 0.25) < 4 * np.sqrt(0.25 * 0.75 / dropped.size)
 
 
 def test_seeds_differ(make_mechanism):
