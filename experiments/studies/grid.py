@@ -7,14 +7,10 @@ Runs of other code are not mixed: a run belongs to the code that trained it (`co
 config, both of which its folder names.
 """
 
-import ast
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 import functools
-import hashlib
 import json
-import os
 import pathlib
 
 from etils import epath
@@ -22,12 +18,13 @@ from flax import traverse_util
 import jax.numpy as jnp
 import ml_collections
 
+from experiments.studies import code as code_lib
+from experiments.studies import kept as kept_lib
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
 from kvjax.foundation import json_text
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.command_line import load_config
-from kvjax.foundation.errors import UserError
 from kvjax.workdir import identity
 
 # What decides a run's numbers, in kvjax/.
@@ -99,11 +96,9 @@ class Run:
         usual = experiment_lib.defaults(self.config.attention.kind)
         every = traverse_util.flatten_dict(tree, sep=".")
         own = {k: v for k, v in every.items() if k not in usual or v != usual[k]}
-        return _digest(json.dumps(own | dict(steps=self.steps), sort_keys=True, default=str))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return code_lib.digest(
+            json.dumps(own | dict(steps=self.steps), sort_keys=True, default=str)
+        )
 
 
 @functools.cache
@@ -113,27 +108,8 @@ def code() -> dict[str, str]:
 
 
 def code_now() -> dict[str, str]:
-    """By file what it says, without its comments and docstrings: what decides a run's numbers."""
-    places = [PACKAGE / name for name in _DECIDES]
-    files = [f for p in places for f in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
-    return {str(file.relative_to(PACKAGE)): _digest(_bare(file.read_text())) for file in files}
-
-
-def _bare(source: str) -> str:
-    """A file without docstrings and comments, in one form."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        first = body[0] if isinstance(body, list) and body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            node.body = body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
-
-
-def changed(before: Mapping[str, str], now: Mapping[str, str] | None = None) -> list[str]:
-    """Files that differ from those of another time."""
-    now = code() if now is None else now
-    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    """By file what it says: what decides a run's numbers."""
+    return code_lib.code_of(PACKAGE / name for name in _DECIDES)
 
 
 def matched(config: pathlib.Path, parameters: int) -> dict[str, int]:
@@ -148,70 +124,25 @@ def matched(config: pathlib.Path, parameters: int) -> dict[str, int]:
 # -- what is kept ----------------------------------------------------------------------------------
 
 
-class Kept:
-    """What a study keeps of its finished runs, in its result, by cell and seed.
-
-    Attributes:
-      runs: {cell: {seed: what is kept, with the config's identity, the code and who made it}}.
-      codes: {digest: files}, of all runs.
-
-    Raises:
-      UserError: the result is damaged or of other steps; or its runs were trained by other code,
-        and it is not said that they may be mixed.
-    """
+class Kept(kept_lib.Kept):
+    """Of runs that lie in folders of their own; see `kept.Kept`."""
 
     def __init__(self, file: pathlib.Path, steps: int, *, mix: bool, fresh: bool):
-        self.runs: dict[str, dict[int, dict]] = {}
-        self.codes: dict[str, dict[str, str]] = {}
-        if fresh or not file.exists():
-            return
-        advice = "move it away, or give --fresh to begin a new result"
-        found = json_text.read_object(epath.Path(file), advice)
-        missing = [key for key in ("steps", "runs", "codes") if key not in found]
-        shown = os.path.relpath(file)
-        if missing:
-            raise UserError(f"{shown} lacks {missing[0]!r}: {advice}")
-        if found["steps"] != steps:
-            raise UserError(
-                f"--steps = {steps}: {shown} has runs of {found['steps']} steps; give that, or "
-                "--fresh to begin a new result"
-            )
-        self.codes = found["codes"]
-        files = sorted({name for one in self.codes.values() for name in changed(one)})
-        if files and not mix:
-            raise UserError(
-                f"{shown} has runs of other code ({in_short(files)}): both are not mixed. --fresh "
-                "with another --runs trains all anew, and --mix takes them as they are, where the "
-                "change decides no number"
-            )
-        for name, seeds in found["runs"].items():
-            self.runs[name] = {int(seed): kept for seed, kept in seeds.items()}
+        super().__init__(file, dict(steps=steps), code(), mix=mix, fresh=fresh)
 
     def of(self, run: Run) -> dict | None:
         """What is kept of a run; None of one that is not there, or was of another config."""
-        kept = self.runs.get(run.cell.name, {}).get(run.seed)
-        return kept if kept and kept["identity"] == run.identity else None
+        return self.found(run.cell.name, run.seed, run.identity)
 
-    def keep(self, run: Run, workdir: pathlib.Path, **found) -> dict:
+    def keep(self, run: Run, workdir: pathlib.Path, **found) -> None:
         """Keeps what a run came to, and what its folder says of code, data and machine."""
         made = about(workdir)
-        digest = _digest(json.dumps(made["code"], sort_keys=True))
-        self.codes[digest] = made.pop("code")
-        kept = made | dict(identity=run.identity, code=digest) | found
-        self.runs.setdefault(run.cell.name, {})[run.seed] = kept
-        return kept
-
-    def as_json(self) -> dict:
-        return dict(codes=self.codes, runs=self.runs)
+        code, _ = made.pop("code"), made.pop("identity")
+        self.put(run.cell.name, run.seed, run.identity, code, made, **found)
 
 
 def about(workdir: pathlib.Path) -> dict:
     """What a run's folder says of its code, its data and the machine that trained it."""
     file, data = workdir / ABOUT, workdir / "dataset.json"
     found = json_text.read_object(epath.Path(file), "train the run anew")
-    return found | dict(data=_digest(data.read_text()) if data.exists() else "")
-
-
-def in_short(names: Sequence[str], count: int = 3) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
+    return found | dict(data=code_lib.digest(data.read_text()) if data.exists() else "")

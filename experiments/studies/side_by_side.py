@@ -20,6 +20,7 @@ import threading
 
 from etils import epath
 
+from experiments.studies import code as code_lib
 from experiments.studies import grid
 from experiments.studies.grid import Run
 from kvjax.foundation import command_line
@@ -58,8 +59,8 @@ def _finished(run: Run, folder: pathlib.Path, *, mix: bool) -> tuple[bool, str]:
     about = grid.about(workdir)
     if about["identity"] != run.identity:
         return False, "is of another config"
-    if (files := grid.changed(about["code"])) and not mix:
-        return False, f"was trained by other code ({grid.in_short(files)})"
+    if (files := code_lib.changed(about["code"], grid.code())) and not mix:
+        return False, f"was trained by other code ({code_lib.in_short(files)})"
     return run.steps in curve(workdir), ""
 
 
@@ -77,6 +78,7 @@ def train(
     Raises:
       UserError: folders of other configs or of other code; before anything is trained.
     """
+    grid.code()  # what every run must have been trained by
     found = {run.name: _finished(run, folder, mix=mix) for run in runs}
     refused = [f"{name} {why}" for name, (_, why) in found.items() if why]
     if refused:
@@ -157,8 +159,8 @@ class _Processes:
 
     def _on(self, cores: set[int], run: Run) -> str:
         """Why a run failed, in one line; "" if it did not."""
-        if files := grid.changed(grid.code_now()):
-            return f"the code changed after the study began ({grid.in_short(files)})"
+        if files := code_lib.changed(grid.code(), grid.code_now()):
+            return f"the code changed after the study began ({code_lib.in_short(files)})"
         workdir = self._folder / run.name
         workdir.mkdir(parents=True, exist_ok=True)
         if not (workdir / grid.ABOUT).exists():
@@ -179,8 +181,8 @@ class _Processes:
             status = process.wait()
         with self._lock:
             self._running.remove(process)
-        if files := grid.changed(grid.code_now()):
-            return f"the code changed while it was trained ({grid.in_short(files)})"
+        if files := code_lib.changed(grid.code(), grid.code_now()):
+            return f"the code changed while it was trained ({code_lib.in_short(files)})"
         return f"status {status}: {_last_line(log_file)}" if status else ""
 
 

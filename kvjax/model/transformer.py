@@ -9,6 +9,7 @@ Where what is initialised:
     gains, biases                     1, 0
 """
 
+from collections.abc import Callable
 import dataclasses
 
 from flax import nnx
@@ -137,6 +138,63 @@ class Block(nnx.Module):
         return self._with_mlp(self._added(self.attention_norm, x_BTD, y_BTD)), layer
 
 
+def segments_of(config: TransformerConfig, draws: Callable[[jax.Array], Draws]) -> nnx.List:
+    """Stacks of blocks, of layers of one mechanism each.
+
+    Args:
+      draws: of a layer's index, what its weights are drawn from.
+    """
+    segments, first = nnx.List([]), 0
+    for mechanism, length in config.segments:
+        block = lambda layer, mechanism=mechanism: Block(config.block, mechanism, rngs=draws(layer))
+        segments.append(jax.vmap(block)(jnp.arange(first, first + length)))
+        first += length
+    return segments
+
+
+def through_blocks(
+    config: TransformerConfig,
+    segments: nnx.List,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array | np.ndarray,
+    *,
+    compute: Compute = Compute(),
+    segments_BS: jax.Array | None = None,
+    dropout: jax.Array | None = None,
+) -> jax.Array:
+    """What the last block makes of what enters the first, [B, T, D]; see `Transformer`.
+
+    Args:
+      segments: of `segments_of`.
+    """
+    c = config.block
+    mask = dict(causal=c.causal, window=c.window, segments_BS=segments_BS)
+    drawn = dropout is not None and c.dropout > 0
+    keys_L = jax.random.split(dropout, c.num_layers) if drawn else None
+    first = 0
+    for (mechanism, length), segment in zip(config.segments, segments, strict=True):
+        positions = rope.positions(positions_BT, mechanism.rope_dim, c.angles_base)
+        graph, state = nnx.split(segment)
+        weights, axes = nnx.to_pure_dict(state), axes_of(state)
+
+        def layer(x_BTD, weights_key, graph=graph, axes=axes, positions=positions):
+            weights, key = weights_key
+            block = nnx.merge(graph, jax.tree.map(compute.use, weights, axes))
+            how = dict(compute=compute, dropout=key)
+            return block(compute.place(x_BTD), positions, **mask, **how), None
+
+        if compute.remat != "none":
+            policy = REMAT_POLICIES[compute.remat]
+            # Only a real loop keeps XLA from merging the recomputation with the first one.
+            unrolled = compute.unroll or length == 1
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
+        unroll = length if compute.unroll else 1
+        keys = keys_L[first : first + length] if drawn else None
+        first += length
+        x_BTD, _ = jax.lax.scan(layer, x_BTD, (weights, keys), unroll=unroll)
+    return x_BTD
+
+
 class Transformer(nnx.Module):
     """Tokens [B, T] to final activations [B, T, D]; `logits` maps those to the vocabulary.
 
@@ -157,12 +215,7 @@ class Transformer(nnx.Module):
         self.head = None if c.tied_head else weight("D -> V", rngs, init="output", **sizes)
         self.embedding_norm = norm_of(c, rngs) if c.embedding_norm else None
         self.final_norm = None if c.norm_after else norm_of(c, rngs)
-        self.segments = nnx.List([])
-        first = 0
-        for mechanism, length in config.segments:
-            block = lambda layer, mechanism=mechanism: Block(c, mechanism, rngs=draws(layer))
-            self.segments.append(jax.vmap(block)(jnp.arange(first, first + length)))
-            first += length
+        self.segments = segments_of(config, draws)
 
     def __call__(
         self,
@@ -183,48 +236,8 @@ class Transformer(nnx.Module):
         if positions_BT is None:
             positions_BT = np.arange(tokens_BT.shape[1])[None]
         x_BTD = self.embed(tokens_BT, positions_BT, compute)
-        return self.finished(
-            self.through_blocks(
-                x_BTD, positions_BT, compute=compute, segments_BS=segments_BS, dropout=dropout
-            )
-        )
-
-    def through_blocks(
-        self,
-        x_BTD: jax.Array,
-        positions_BT: jax.Array | np.ndarray,
-        *,
-        compute: Compute = Compute(),
-        segments_BS: jax.Array | None = None,
-        dropout: jax.Array | None = None,
-    ) -> jax.Array:
-        """What the last block makes of what enters the first, [B, T, D]; see `__call__`."""
-        c = self.config.block
-        mask = dict(causal=c.causal, window=c.window, segments_BS=segments_BS)
-        drawn = dropout is not None and c.dropout > 0
-        keys_L = jax.random.split(dropout, c.num_layers) if drawn else None
-        first = 0
-        for (mechanism, length), segment in zip(self.config.segments, self.segments, strict=True):
-            positions = rope.positions(positions_BT, mechanism.rope_dim, c.angles_base)
-            graph, state = nnx.split(segment)
-            weights, axes = nnx.to_pure_dict(state), axes_of(state)
-
-            def layer(x_BTD, weights_key, graph=graph, axes=axes, positions=positions):
-                weights, key = weights_key
-                block = nnx.merge(graph, jax.tree.map(compute.use, weights, axes))
-                how = dict(compute=compute, dropout=key)
-                return block(compute.place(x_BTD), positions, **mask, **how), None
-
-            if compute.remat != "none":
-                policy = REMAT_POLICIES[compute.remat]
-                # Only a real loop keeps XLA from merging the recomputation with the first one.
-                unrolled = compute.unroll or length == 1
-                layer = jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
-            unroll = length if compute.unroll else 1
-            keys = keys_L[first : first + length] if drawn else None
-            first += length
-            x_BTD, _ = jax.lax.scan(layer, x_BTD, (weights, keys), unroll=unroll)
-        return x_BTD
+        how = dict(compute=compute, segments_BS=segments_BS, dropout=dropout)
+        return self.finished(through_blocks(self.config, self.segments, x_BTD, positions_BT, **how))
 
     def finished(self, x_BTD: jax.Array) -> jax.Array:
         """What the last block made, as the head takes it: normed, if a block does not end so."""

@@ -51,14 +51,14 @@ _BENCHMARKS = (
     *("input_benchmark", "sandbox_cost", "train_benchmark"),
 )
 _STUDIES = ("conversion", "head_diversity", "logit_spectra", "small_caches")
-_STUDIES += ("cross_attention", "tiny_comparison")
+_STUDIES += ("sequence_tasks", "thin_keys_tasks", "cross_attention", "tiny_comparison")
 ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS |= dict(decode_roofline="tables")
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:4])
+_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:6])
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
 _NOT_SAVED = ("input_benchmark", "parameter_table", "decode_roofline")
 SAVING = tuple(name for name in WITH_TABLES if name not in _NOT_SAVED)
@@ -102,6 +102,12 @@ BAD = (  # command, options, what the line says
     ("cross_attention", "--kinds=lrvk", "did you mean 'lrkv'?"),
     ("cross_attention", "--seeds=0", "--seeds = 0: must be at least 1"),
     ("cross_attention", "--steps=0", "--steps = 0: must be at least 1"),
+    ("sequence_tasks", "--tasks=revers", "did you mean 'reverse'?"),
+    ("sequence_tasks", "--widths=32 --heads=3", "--heads: 3 must divide --widths 32"),
+    ("sequence_tasks", "--lengths=15", "--lengths: must be even for swap"),
+    ("sequence_tasks", "--seeds=0", "--seeds = 0: must be at least 1"),
+    ("thin_keys_tasks", "--channels=6", "--channels: 6 must be a multiple of the 4 heads, up to"),
+    ("thin_keys_tasks", "--tasks=x", "--tasks=x: 'x' is none of copy_back_l2"),
     ("decode_roofline", "--scale=6p3b", "--scale = '6p3b': must be one of 'tiny', '128m', '2p5b'"),
     ("decode_roofline", "--length=0", "--length = 0: must be at least 1"),
     ("data_reading", "--rows=5", "--rows = 5: must be a multiple of --shards = 10000, from 128 to"),

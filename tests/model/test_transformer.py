@@ -18,6 +18,7 @@ from kvjax.model.loss import mean_loss
 from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import through_blocks
 from tests import quick
 from tests import reference
 from tests.conftest import FAMILIES
@@ -289,9 +290,11 @@ def test_dropout(make_mechanism, randomise):
     without = nnx.merge(graph, jax.tree.map(jnp.asarray, weights))
     x_BTD = np.random.default_rng(0).normal(size=(8, T, 64)).astype(np.float32)
     places = np.arange(T)[None]
-    run = lambda model, seed: model.through_blocks(
-        x_BTD, places, dropout=None if seed is None else jax.random.key(seed)
-    )
+
+    def run(model, seed):
+        key = None if seed is None else jax.random.key(seed)
+        return through_blocks(model.config, model.segments, x_BTD, places, dropout=key)
+
     expected = run(without, None)
     np.testing.assert_array_equal(run(without, 0), expected)  # nothing to drop
     np.testing.assert_array_equal(run(model, None), expected)  # no key

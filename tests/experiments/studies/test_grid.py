@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from experiments.studies import code as code_lib
 from experiments.studies import grid
 from experiments.studies import side_by_side
 from experiments.studies.grid import Cell
@@ -176,11 +177,11 @@ def test_an_interrupted_study_interrupts_its_runs(tmp_path, monkeypatch):
 def test_code_is_what_it_does():
     files = grid.code()
     assert {"attention/grouped.py", "optim.py", "training/program.py"} <= files.keys()
-    bare = grid._bare('"""Doc."""\n\ndef f(x):\n    """Doc."""\n    return x + 1  # more\n')
-    assert bare == grid._bare("def f(x): return x + 1")
-    assert bare != grid._bare("def f(x): return x + 2")
+    bare = code_lib._bare('"""Doc."""\n\ndef f(x):\n    """Doc."""\n    return x + 1  # more\n')
+    assert bare == code_lib._bare("def f(x): return x + 1")
+    assert bare != code_lib._bare("def f(x): return x + 2")
     other = files | {"optim.py": "x", "new.py": "y"}
-    assert grid.changed(other) == ["new.py", "optim.py"]
+    assert code_lib.changed(files, other) == ["new.py", "optim.py"]
 
 
 def test_what_is_kept_is_of_the_same_config_and_code(trains, tmp_path, monkeypatch):

@@ -1,0 +1,147 @@
+"""A study whose runs are small enough to be trained one after another in one process.
+
+It goes on where it was stopped: what a run came to stands in the study's result (`kept.Kept`).
+"""
+
+import argparse
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import time
+
+from experiments import record
+from experiments.studies import code as code_lib
+from experiments.studies.kept import Kept
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import provenance
+from kvjax.foundation.checkout import EXPERIMENTS
+from kvjax.foundation.checkout import PACKAGE
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import first_line
+
+# What decides what a small model learns, beside the study itself.
+_DECIDES = (
+    *(PACKAGE / name for name in ("attention", "layers", "model", "kernels/softmax_attention")),
+    EXPERIMENTS / "tasks",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What differs from run to run but for the seed.
+
+    Attributes:
+      asked: JSON-able, everything that a run's numbers follow from.
+      train: seed -> what is kept, JSON-able.
+      flops: of a run, about: to say how long it will take.
+    """
+
+    name: str
+    asked: Mapping[str, object]
+    train: Callable[[int], dict]
+    flops: float
+
+    @property
+    def identity(self) -> str:
+        return code_lib.digest(json.dumps(self.asked, sort_keys=True))
+
+
+def add_options(parser: command_line.Parser, name: str, seeds: int) -> None:
+    """--seeds, --save, --mix and --fresh, and those of output."""
+    add = parser.add_argument
+    add("--seeds", type=int, default=seeds, help=f"runs of each cell ({seeds})")
+    add("--mix", action="store_true", help="take runs that other code trained as they are")
+    add("--fresh", action="store_true", help="begin a new result")
+    add("--save", action="store_true", help=f"write experiments/results/{name}.json")
+    parser.add_output()
+
+
+def check(options: argparse.Namespace) -> None:
+    at_least("--seeds", options.seeds, 1)
+    record.check(options.save)
+
+
+def train(
+    name: str,
+    cells: Sequence[Cell],
+    options: argparse.Namespace,
+    result_of: Callable[[Kept, Mapping[str, str]], dict],
+    *,
+    settings: Mapping[str, object] | None = None,
+    places: Sequence[pathlib.Path] = (),
+) -> tuple[Kept, dict[str, str]]:
+    """Trains what is missing, all cells with the first seed, then with the next.
+
+    Args:
+      name: of the result.
+      result_of: what is written after each run, of what is kept and of what failed.
+      settings: see `Kept`.
+      places: files that decide numbers too.
+
+    Returns:
+      What is kept, and by run why it failed.
+    """
+    code = code_lib.code_of((*_DECIDES, *places))
+    file = record.RESULTS / f"{name}.json"
+    kept = Kept(file, settings or {}, code, mix=options.mix, fresh=options.fresh)
+    runs = [(cell, seed) for seed in range(options.seeds) for cell in cells]
+    missing = [(c, seed) for c, seed in runs if not kept.found(c.name, seed, c.identity)]
+    made = {key: x for key, x in provenance.provenance().items() if key != "command"}
+    failed: dict[str, str] = {}
+    pace = _Pace(cells, kept)
+    if missing:
+        left = pace.left(cell for cell, _ in missing)
+        command_line.say(f"{len(missing)} runs of {len(runs)} to train: {left}")
+    with progress.waiting("training") as doing:
+        for i, (cell, seed) in enumerate(missing):
+            left = pace.left(cell for cell, _ in missing[i:])
+            doing.at(f"{cell.name}, seed {seed}, {i + 1} of {len(missing)}, {left} left")
+            begun = time.perf_counter()
+            try:
+                found = cell.train(seed)
+            except FloatingPointError as error:
+                failed[f"{cell.name} seed {seed}"] = first_line(error)
+                continue
+            seconds = time.perf_counter() - begun
+            pace.note(cell, seconds)
+            asked = (cell.name, seed, cell.identity)
+            kept.put(*asked, code, dict(made_by=made), seconds=seconds, **found)
+            if options.save:
+                _write(file, name, result_of(kept, failed))
+    return kept, failed
+
+
+def _write(file: pathlib.Path, name: str, result: dict) -> None:
+    """As `record.keep`, without a word: there are hundreds of runs."""
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    text = json.dumps(result | dict(made_by=provenance.provenance()), indent=1) + "\n"
+    temporary.write_text(text)
+    temporary.replace(file)
+
+
+class _Pace:
+    """How long runs will take, by FLOP/s of those that have ended."""
+
+    _GUESS = 40e9  # FLOP/s, until a run has told
+
+    def __init__(self, cells: Sequence[Cell], kept: Kept):
+        self._rates = [
+            cell.flops / run["seconds"]
+            for cell in cells
+            for run in kept.runs.get(cell.name, {}).values()
+            if run["identity"] == cell.identity
+        ]
+
+    def note(self, cell: Cell, seconds: float) -> None:
+        self._rates.append(cell.flops / seconds)
+
+    def left(self, cells) -> str:
+        rate = statistics.median(self._rates) if self._rates else self._GUESS
+        about = progress.duration(sum(cell.flops for cell in cells) / rate)
+        return about if self._rates else f"{about}, at a guess"

@@ -1,0 +1,90 @@
+"""What a study keeps of its finished runs, in its result: it goes on where it was stopped."""
+
+from collections.abc import Mapping
+import json
+import os
+import pathlib
+
+from etils import epath
+
+from experiments.studies import code as code_lib
+from kvjax.foundation import json_text
+from kvjax.foundation.errors import UserError
+
+
+class Kept:
+    """Finished runs, by cell and seed.
+
+    Attributes:
+      runs: {cell: {seed: what is kept, with the identity of what was asked and the code}}.
+      codes: {digest: files}, of all runs.
+
+    Raises:
+      UserError: the result is damaged or of other settings; or its runs were trained by other code,
+        and it is not said that they may be mixed.
+    """
+
+    def __init__(
+        self,
+        file: pathlib.Path,
+        settings: Mapping[str, object],
+        code: Mapping[str, str],
+        *,
+        mix: bool,
+        fresh: bool,
+    ):
+        """
+        Args:
+          settings: options that all runs share, as {"steps": 256}.
+          code: of now, see `code_of`.
+        """
+        self.settings = dict(settings)
+        self.runs: dict[str, dict[int, dict]] = {}
+        self.codes: dict[str, dict[str, str]] = {}
+        if fresh or not file.exists():
+            return
+        advice = "move it away, or give --fresh to begin a new result"
+        found = json_text.read_object(epath.Path(file), advice)
+        missing = [key for key in (*settings, "runs", "codes") if key not in found]
+        shown = os.path.relpath(file)
+        if missing:
+            raise UserError(f"{shown} lacks {missing[0]!r}: {advice}")
+        for key, value in settings.items():
+            if found[key] != value:
+                raise UserError(
+                    f"--{key} = {value}: {shown} has runs of {found[key]} {key}; give that, or "
+                    "--fresh to begin a new result"
+                )
+        self.codes = found["codes"]
+        every = (code_lib.changed(one, code) for one in self.codes.values())
+        files = sorted({name for one in every for name in one})
+        if files and not mix:
+            raise UserError(
+                f"{shown} has runs of other code ({code_lib.in_short(files)}): both are not mixed. "
+                "--fresh with another --runs trains all anew, and --mix takes them as they are, "
+                "where the change decides no number"
+            )
+        for name, seeds in found["runs"].items():
+            self.runs[name] = {int(seed): kept for seed, kept in seeds.items()}
+
+    def found(self, cell: str, seed: int, identity: str) -> dict | None:
+        """What is kept of a run; None of one that is not there, or was asked otherwise."""
+        kept = self.runs.get(cell, {}).get(seed)
+        return kept if kept and kept["identity"] == identity else None
+
+    def put(
+        self, cell: str, seed: int, identity: str, code: Mapping[str, str], made: Mapping, **found
+    ) -> None:
+        """Keeps what a run came to.
+
+        Args:
+          identity: of what was asked.
+          made: who made it.
+        """
+        named = code_lib.digest(json.dumps(code, sort_keys=True))
+        self.codes[named] = dict(code)
+        kept = dict(made) | dict(identity=identity, code=named) | found
+        self.runs.setdefault(cell, {})[seed] = kept
+
+    def as_json(self) -> dict:
+        return self.settings | dict(codes=self.codes, runs=self.runs)

@@ -1,0 +1,250 @@
+"""Thin keys' copy-back and key-value retrieval (section 4), by channels of queries and keys.
+
+    python -m experiments.studies.thin_keys_tasks [--seeds=5] [--save]
+    python -m experiments.studies.thin_keys_tasks --tasks=retrieval_keys   # other counts of keys
+
+Causal Transformers of width 64 with 4 heads, whose queries and keys have d_select channels in all,
+values 64. Copy-back with tokens that are all drawn, as the paper says, and with 8 that repeat, as
+the authors' code has it, 2 layers (the paper) and 4 (the code). Retrieval with 16 keys, 4 layers,
+and with 8, 32 and 64: the paper's bound of log2 N channels rests on one N. Prints the accuracy at
+the end and the batches until a model "converged", means over seeds with 95 % intervals.
+"""
+
+import argparse
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import record
+from experiments.studies import in_process
+from experiments.studies.in_process import Cell
+from experiments.studies.kept import Kept
+from experiments.tasks import learner
+from experiments.tasks import sequences
+from experiments.tasks.learner import Learner
+from kvjax.attention import GroupedConfig
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import estimate
+from kvjax.foundation.output import Output
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+
+NAME = "thin_keys_tasks"
+WIDTH, HEADS, MLP, EVERY = 64, 4, 128, 100
+_TEST_SEED = 10**6
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task and how it is trained.
+
+    Attributes:
+      converged: accuracy from which a model counts as converged; it goes on to the last batch.
+      published: by d_select the accuracy, and the batches until then (None: never).
+    """
+
+    layers: int
+    words: int
+    length: int
+    batch: int
+    steps: int
+    tested_on: int
+    converged: float
+    periodic: bool = False
+    keys: int = 0
+    published: Mapping[int, tuple[float, int | None]] = dataclasses.field(default_factory=dict)
+
+    def draw(self, rng: np.random.Generator, count: int) -> dict[str, np.ndarray]:
+        if self.keys:
+            found = sequences.retrieval(rng, count, keys=self.keys)
+        else:
+            found = sequences.copy_back(rng, count, self.length, periodic=self.periodic)
+        return dict(zip(("x", "y", "counts"), found, strict=True))
+
+
+_COPY = dict(words=16, length=64, batch=32, steps=1500, tested_on=128, converged=0.99)
+_COPIED = {4: (1.0, 300), **dict.fromkeys((8, 16, 32, 64), (1.0, 200))}
+_FOUND = {4: (0.652, None), 8: (1.0, 1900), 16: (1.0, 1900), 32: (1.0, 1400), 64: (1.0, 1000)}
+
+
+def _retrieval(keys: int, **more) -> Task:
+    shape = dict(layers=4, words=2 * keys + 1, length=18, keys=keys)
+    return Task(**shape, batch=64, steps=3000, tested_on=512, converged=0.95, **more)
+
+
+TASKS = {
+    "copy_back_l2": Task(layers=2, **_COPY, published=_COPIED),
+    "copy_back_l4": Task(layers=4, **_COPY),
+    "copy_back_periodic_l2": Task(layers=2, periodic=True, **_COPY),
+    "copy_back_periodic_l4": Task(layers=4, periodic=True, **_COPY, published=_COPIED),
+    "retrieval": _retrieval(16, published=_FOUND),
+    "retrieval_8_keys": _retrieval(8),
+    "retrieval_32_keys": _retrieval(32),
+    "retrieval_64_keys": _retrieval(64),
+}
+CHANNELS = (4, 8, 16, 32, 64)
+
+
+def transformer(task: Task, channels: int) -> TransformerConfig:
+    counts = dict(num_heads=HEADS, num_kv_heads=HEADS, num_bases=HEADS, rank=0)
+    dims = dict(key_dim=channels // HEADS, value_dim=WIDTH // HEADS)
+    mechanism = GroupedConfig(**counts, **dims, qk_norm="none", bias=True)
+    how = dict(positions="learned", activation="gelu_exact", max_positions=task.length)
+    how |= dict(embedding_std=0.02, matrix_std=0.02)
+    block = learner.classic_block(task.layers, WIDTH, MLP, **how)
+    mechanisms = (mechanism,) * task.layers
+    return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=task.words)
+
+
+@functools.cache
+def _learner(name: str, channels: int) -> Learner:
+    task = TASKS[name]
+    config, compute = transformer(task, channels), Compute(unroll=True)
+
+    def logits(model, batch):
+        return model.logits(model(batch["x"], compute=compute))
+
+    def loss(model, batch, _):
+        counts = batch["counts"]
+        nats = learner.nats(logits(model, batch), batch["y"])
+        return jnp.sum(nats * counts) / jnp.sum(counts)
+
+    right = lambda model, batch: (
+        jnp.argmax(logits(model, batch), axis=-1) == batch["y"],
+        batch["counts"],
+    )
+    recipe = learner.Recipe(steps=task.steps, learning_rate=1e-3, decay="none")
+    return Learner(lambda key: Transformer(config, key), recipe, loss, right, chunk=EVERY)
+
+
+def train(name: str, channels: int, seed: int) -> dict:
+    """Accuracies by batch, the last, and the batch from which the model had converged."""
+    task, model = TASKS[name], _learner(name, channels)
+    held_out = [task.draw(np.random.default_rng(_TEST_SEED), task.tested_on)]
+    curve = {}
+
+    def batches() -> Iterator[dict[str, np.ndarray]]:
+        rng = np.random.default_rng(seed)
+        while True:
+            yield task.draw(rng, task.batch)
+
+    def evaluate(now: learner.Trained) -> None:
+        curve[now.steps] = model.accuracy(now, held_out)
+
+    found = model.train(seed, batches(), evaluate, EVERY)
+    converged = next((step for step, right in curve.items() if right >= task.converged), None)
+    return dict(right=curve[task.steps], converged=converged, curve=curve, loss=found.loss)
+
+
+def cell(name: str, channels: int) -> Cell:
+    task = TASKS[name]
+    shape = dataclasses.asdict(task) | dict(published=None)
+    weights = task.layers * (2 * WIDTH * channels + 2 * WIDTH**2 + 2 * WIDTH * MLP)
+    products = task.layers * task.length * (channels + WIDTH)
+    return Cell(
+        name=f"{name}/d{channels}",
+        asked=dict(task=name, channels=channels, shape=shape),
+        train=functools.partial(train, name, channels),
+        flops=6 * task.steps * task.batch * task.length * (weights + products),
+    )
+
+
+def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
+    """Figures of each cell, over its seeds."""
+    found = []
+    for cell in cells:
+        runs = list(kept.runs.get(cell.name, {}).values())
+        if not runs:
+            continue
+        right = estimate([run["right"] for run in runs])
+        there = [run["converged"] for run in runs if run["converged"]]
+        when = estimate(there) if there else None
+        name, channels = cell.asked["task"], cell.asked["channels"]
+        published = TASKS[name].published.get(channels)
+        found.append(
+            dict(
+                task=name,
+                channels=channels,
+                seeds=len(runs),
+                right=right.mean,
+                right_half_interval=right.half,
+                converged_runs=len(there),
+                converged=when and when.mean,
+                converged_half_interval=when and when.half,
+                published_right=published and published[0],
+                published_converged=published and published[1],
+            )
+        )
+    return found
+
+
+_HEADER = ("task", "d_select", "right, %", "published", "converged", "after batches", "published")
+
+
+def _cells(r: Mapping) -> tuple:
+    half = r["right_half_interval"]
+    right = Estimate(100 * r["right"], half and 100 * half).shown(".1f")
+    when, published, published_when = "-", "", ""
+    if r["converged"]:
+        when = Estimate(r["converged"], r["converged_half_interval"]).shown(",.0f")
+    if r["published_right"] is not None:
+        published = f"{100 * r['published_right']:.1f}"
+        known = r["published_converged"]
+        published_when = f"{known:,}" if known else "never"
+    of = f"{r['converged_runs']} of {r['seeds']}"
+    return r["task"], r["channels"], right, published, of, when, published_when
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)} (all)")
+    add("--channels", default=",".join(map(str, CHANNELS)), help="d_select (4,8,16,32,64)")
+    in_process.add_options(parser, NAME, seeds=5)
+    options = parser.parse(arguments)
+    options.tasks = lists.names("--tasks", options.tasks, TASKS)
+    options.channels = lists.integers("--channels", options.channels)
+    for channels in options.channels:
+        if channels % HEADS or channels > WIDTH:
+            raise UserError(
+                f"--channels: {channels} must be a multiple of the {HEADS} heads, up to {WIDTH}"
+            )
+    in_process.check(options)
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    options = _options(arguments)
+    runtime.start()
+    cells = [cell(name, channels) for name in options.tasks for channels in options.channels]
+
+    def result(kept: Kept, failed: Mapping[str, str]) -> dict:
+        seconds = sum(run["seconds"] for runs in kept.runs.values() for run in runs.values())
+        every = [cell(name, channels) for name in TASKS for channels in CHANNELS]
+        told = dict(rows=rows(every, kept), seconds=seconds, failed=dict(failed))
+        return told | kept.as_json()
+
+    places = [pathlib.Path(__file__)]
+    kept, failed = in_process.train(NAME, cells, options, result, places=places)
+    found, out = result(kept, failed), Output(options)
+    out.table(_HEADER, map(_cells, rows(cells, kept)))
+    for name, why in failed.items():
+        out.say(f"- left out: {name}, {why}")
+    record.record(NAME, found, out, save=options.save)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)

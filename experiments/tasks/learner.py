@@ -1,0 +1,188 @@
+"""Trains small models that label positions or rows; one compiled program for all seeds of a cell.
+
+Steps are taken in chunks, a scan each, so that small models are not held up by dispatches.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+import time
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from kvjax.model.config import BlockConfig
+
+Batch = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How models learn: Adam, or AdamW with weight decay, under a schedule.
+
+    Attributes:
+      warm_up: steps in which the rate rises from 0.
+      decay: "cosine" to 0 (times the warm-up, as UvA's course has it), "steps" (a tenth after half,
+        a hundredth after three quarters of the steps) or "none".
+      clip: norm that gradients are cut to; 0: none.
+    """
+
+    steps: int
+    learning_rate: float
+    warm_up: int = 0
+    decay: str = "cosine"
+    clip: float = 0.0
+    weight_decay: float = 0.0
+
+    def rate(self, step: jax.Array) -> jax.Array:
+        """Of a step, the first being 0."""
+        factor = jnp.minimum(1.0, step / self.warm_up) if self.warm_up else 1.0
+        if self.decay == "cosine":
+            factor *= 0.5 * (1 + jnp.cos(math.pi * step / self.steps))
+        elif self.decay == "steps":
+            share = step / self.steps
+            factor *= jnp.where(share < 0.5, 1.0, jnp.where(share < 0.75, 0.1, 0.01))
+        elif self.decay != "none":
+            raise ValueError(f"decay = {self.decay!r}: must be 'cosine', 'steps' or 'none'")
+        return self.learning_rate * factor
+
+    def optimizer(self) -> optax.GradientTransformation:
+        clip = [optax.clip_by_global_norm(self.clip)] if self.clip else []
+        return optax.chain(*clip, optax.adamw(self.rate, weight_decay=self.weight_decay))
+
+
+_FIXED = dict(norm_gain=True, norm_bias=True, norm_epsilon=1e-5, embedding_norm=False, bias=True)
+
+
+def classic_block(num_layers: int, d_model: int, mlp_dim: int, **keys) -> BlockConfig:
+    """Blocks as other authors' small models have them: LayerNorm and biases, nothing capped."""
+    fixed = _FIXED | dict(norm="layer", logit_softcap=0.0, zero_outputs=False)
+    shape = dict(num_layers=num_layers, d_model=d_model, mlp_dim=mlp_dim)
+    return BlockConfig(**shape, **fixed | keys)
+
+
+def nats(z_X_V: jax.Array, labels_X: jax.Array) -> jax.Array:
+    """Cross-entropy of logits [..., V], in the shape of the labels."""
+    return optax.softmax_cross_entropy_with_integer_labels(z_X_V, labels_X)
+
+
+class Learner:
+    """The programs of a model and a recipe, compiled once for all seeds.
+
+    Args:
+      make: key -> model.
+      loss: (model, batch, dropout key or None) -> a number.
+      right: (model, batch) -> for each label whether it is predicted, and which count.
+      chunk: steps of one dispatch.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[jax.Array], nnx.Module],
+        recipe: Recipe,
+        loss: Callable[[nnx.Module, Batch, jax.Array | None], jax.Array],
+        right: Callable[[nnx.Module, Batch], tuple[jax.Array, jax.Array]],
+        *,
+        chunk: int = 20,
+        drops: bool = False,
+    ):
+        self.recipe, self._chunk = recipe, chunk
+        optimizer = recipe.optimizer()
+        graph = nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))[0]
+
+        @jax.jit
+        def init(key):
+            params = nnx.to_pure_dict(nnx.state(make(key)))
+            return params, optimizer.init(params)
+
+        def step(carry, batch):
+            params, state, key = carry
+            key, own = jax.random.split(key) if drops else (key, None)
+            of = lambda params: loss(nnx.merge(graph, params), batch, own)
+            value, gradients = jax.value_and_grad(of)(params)
+            updates, state = optimizer.update(gradients, state, params)
+            return (optax.apply_updates(params, updates), state, key), value
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def steps(carry, batches):
+            return jax.lax.scan(step, carry, batches)
+
+        @jax.jit
+        def judge(params, batch):
+            found, counts = right(nnx.merge(graph, params), batch)
+            return jnp.sum(found * counts), jnp.sum(counts)
+
+        self._init, self._steps, self._judge = init, steps, judge
+
+    def train(
+        self,
+        seed: int,
+        batches: Iterator[Batch],
+        evaluate: Callable[["Trained"], float | None] = lambda _: None,
+        every: int = 0,
+    ) -> "Trained":
+        """A model after all steps, or after the one at which `evaluate` returns a true value.
+
+        Args:
+          batches: one for each step, of equal shapes.
+          evaluate: called every `every` steps.
+        """
+        begun = time.perf_counter()
+        params, state = self._init(jax.random.key(seed))
+        carry = (params, state, jax.random.key(seed + 1_000_003))
+        at, losses = 0, []
+        while at < self.recipe.steps:
+            count = min(self._chunk, self.recipe.steps - at)
+            if every:
+                count = min(count, every - at % every)
+            few = [next(batches) for _ in range(count)]
+            stacked = {name: np.stack([batch[name] for batch in few]) for name in few[0]}
+            carry, values = self._steps(carry, stacked)
+            losses.append(values)
+            at += count
+            if every and at % every == 0:
+                loss = float(values[-1])
+                now = Trained(carry[0], at, time.perf_counter() - begun, loss)
+                if evaluate(now):
+                    return now
+        loss = float(losses[-1][-1])  # which waits until everything is computed
+        return Trained(carry[0], at, time.perf_counter() - begun, loss)
+
+    def accuracy(self, trained: "Trained", batches: Sequence[Batch]) -> float:
+        """The share of labels that are predicted, of those that count."""
+        sums = [self._judge(trained.params, batch) for batch in batches]
+        return float(sum(right for right, _ in sums) / sum(count for _, count in sums))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A model after some steps: its parameters, seconds with compilation, and the last loss."""
+
+    params: dict
+    steps: int
+    seconds: float
+    loss: float
+
+
+def in_order(arrays: Batch, batch: int, epochs: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
+    """Batches of whole epochs, each in an order of its own; what is left of an epoch is dropped."""
+    count = len(next(iter(arrays.values())))
+    rng = np.random.default_rng(seed)
+    for _ in range(epochs):
+        order = rng.permutation(count)
+        for i in range(0, count - batch + 1, batch):
+            chosen = order[i : i + batch]
+            yield {name: x[chosen] for name, x in arrays.items()}
+
+
+def split(arrays: Batch, batch: int) -> list[dict[str, np.ndarray]]:
+    """All rows in order, so many at once; the last may be fewer."""
+    count = len(next(iter(arrays.values())))
+    return [{name: x[i : i + batch] for name, x in arrays.items()} for i in range(0, count, batch)]

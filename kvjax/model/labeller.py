@@ -1,0 +1,106 @@
+"""The same Transformer as a classifier: of every position, or of a row as a whole.
+
+Rows of features [B, T, F] go through a linear map, the blocks and a head. It has no cache and is
+trained by whoever makes it; blocks see both ways where `config.block.causal` is False.
+"""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.layers import sinusoid
+from kvjax.layers.norm import Norm
+from kvjax.layers.weight import Draws
+from kvjax.layers.weight import affine
+from kvjax.layers.weight import weight
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import norm_of
+from kvjax.model.transformer import segments_of
+from kvjax.model.transformer import through_blocks
+
+HEADS = ("mlp", "linear")
+
+
+class Labeller(nnx.Module):
+    """Features [B, T, F] to logits [B, T, V] of every position, or [B, V] of the row.
+
+    The head is a linear map, behind a norm ("linear") or behind linear, LayerNorm and ReLU ("mlp").
+    What stands for a whole row is a learned vector in front of it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        key: jax.Array,
+        *,
+        features: int,
+        head: str = "mlp",
+        whole: bool = False,
+        input_dropout: float = 0.0,
+    ):
+        """
+        Args:
+          config: its vocabulary is the labels.
+          features: F of an input.
+          head: "mlp" or "linear".
+          whole: whether a row has one label, not each position.
+          input_dropout: of features, in training.
+        """
+        if head not in HEADS:
+            raise ValueError(f"head = {head!r}: must be one of {HEADS}")
+        self.config, c = config, config.block
+        self.input_dropout = input_dropout
+        start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
+        draws = lambda layer: Draws(nnx.Rngs(jax.random.fold_in(key, layer)), **start)
+        rngs = draws(c.num_layers)
+        sizes = dict(C=features, D=c.d_model, M=c.d_model, V=config.vocab_size, T=c.max_positions)
+        self.input = weight("C -> D", rngs, **sizes)
+        self.input_bias = weight("D", rngs, init="zeros", **sizes)
+        self.row = weight("D", rngs, init=c.embedding_std, **sizes) if whole else None
+        learned = c.positions == "learned"
+        self.positions = weight("T D", rngs, init=c.embedding_std, **sizes) if learned else None
+        self.final_norm = None if c.norm_after else norm_of(c, rngs)
+        self.hidden = weight("D -> M", rngs, **sizes) if head == "mlp" else None
+        if head == "mlp":
+            self.hidden_bias = weight("M", rngs, init="zeros", **sizes)
+            affine_norm = dict(gain=True, bias=True, epsilon=1e-5)
+            self.hidden_norm = Norm(c.d_model, kind="layer", **affine_norm, rngs=rngs)
+        self.output = weight("D -> V", rngs, init="output", **sizes)
+        self.output_bias = weight("V", rngs, init="zeros", **sizes)
+        self.segments = segments_of(config, draws)
+
+    def __call__(
+        self,
+        x_BTF: jax.Array,
+        *,
+        compute: Compute = Compute(),
+        dropout: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits; `dropout` is a key, in training."""
+        key = dropout
+        if dropout is not None and self.input_dropout:
+            key, own = jax.random.split(dropout)
+            kept = jax.random.bernoulli(own, 1 - self.input_dropout, x_BTF.shape)
+            x_BTF = jnp.where(kept, x_BTF / (1 - self.input_dropout), 0)
+        x_BTD = affine(x_BTF, self.input, self.input_bias)
+        if self.row is not None:
+            row_B1D = jnp.broadcast_to(self.row[...], (x_BTD.shape[0], 1, x_BTD.shape[2]))
+            x_BTD = jnp.concatenate([row_B1D, x_BTD], axis=1)
+        places_1T = np.arange(x_BTD.shape[1])[None]
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions[...][places_1T]
+        elif self.config.block.positions == "sinusoidal":
+            x_BTD = x_BTD + sinusoid.encoding(places_1T, x_BTD.shape[-1])
+        how = dict(compute=compute, dropout=key)
+        x_BTD = through_blocks(self.config, self.segments, x_BTD, places_1T, **how)
+        if self.row is not None:
+            x_BTD = x_BTD[:, :1]
+        if self.final_norm is not None:
+            x_BTD = self.final_norm(x_BTD)
+        if self.hidden is not None:
+            hidden_BTD = affine(x_BTD, self.hidden, self.hidden_bias)
+            x_BTD = jax.nn.relu(self.hidden_norm(hidden_BTD))
+        z_BTV = affine(x_BTD, self.output, self.output_bias)
+        return z_BTV if self.row is None else z_BTV[:, 0]

@@ -1,0 +1,90 @@
+"""Studies in one process: resumed, not mixed, told how long, failures kept apart."""
+
+import argparse
+import json
+
+import pytest
+
+from experiments import record
+from experiments.studies import code as code_lib
+from experiments.studies import in_process
+from experiments.studies import sequence_tasks
+from experiments.studies.in_process import Cell
+from kvjax.foundation import command_line
+from kvjax.foundation.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def _train(cells, **options):
+    given = dict(seeds=2, mix=False, fresh=False, save=True) | options
+    result = lambda kept, failed: dict(failed=dict(failed)) | kept.as_json()
+    return in_process.train("study", cells, argparse.Namespace(**given), result)
+
+
+def _cell(name, trained, **asked):
+    def train(seed):
+        trained.append((name, seed))
+        return dict(right=seed / 2)
+
+    return Cell(name, dict(name=name) | asked, train, 1e6)
+
+
+def test_all_cells_with_a_seed_then_with_the_next(results):
+    trained = []
+    kept, failed = _train([_cell("a", trained), _cell("b", trained)])
+    assert trained == [("a", 0), ("b", 0), ("a", 1), ("b", 1)] and not failed
+    assert kept.runs["a"][1]["right"] == 0.5 and kept.runs["a"][1]["seconds"] > 0
+    written = json.loads((results / "study.json").read_text())
+    assert set(written["runs"]) == {"a", "b"} and written["made_by"]["commit"]
+
+
+def test_what_is_there_is_not_trained_again(results, capfd):
+    trained = []
+    _train([_cell("a", trained)], seeds=1)
+    _train([_cell("a", trained), _cell("b", trained)])
+    assert trained == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert "3 runs of 4 to train" in capfd.readouterr().err
+    _train([_cell("a", trained, width=2)], seeds=1)  # another question
+    assert trained[-1] == ("a", 0) and len(trained) == 5
+
+
+def test_runs_of_other_code_are_not_mixed(results, monkeypatch):
+    trained = []
+    _train([_cell("a", trained)], seeds=1)
+    code = code_lib.code_of(in_process._DECIDES)
+    monkeypatch.setattr(code_lib, "code_of", lambda _: code | {"model/mlp.py": "another"})
+    with pytest.raises(UserError, match=r"has runs of other code \(model/mlp.py\)"):
+        _train([_cell("a", trained)], seeds=1)
+    _train([_cell("a", trained)], seeds=1, mix=True)
+    assert len(trained) == 1
+    _train([_cell("a", trained)], seeds=1, fresh=True)
+    assert len(trained) == 2
+
+
+def test_a_run_that_fails_is_told_and_the_others_go_on(results):
+    trained = []
+
+    def fails(seed):
+        raise FloatingPointError("loss is nan")
+
+    cells = [Cell("bad", {}, fails, 1e6), _cell("good", trained)]
+    _, failed = _train(cells, seeds=1)
+    assert failed == {"bad seed 0": "loss is nan"} and trained == [("good", 0)]
+
+
+def test_rows_beside_the_papers(results, monkeypatch, capfd):
+    """Means over cells of seeds that all have, with intervals over seeds."""
+    found = {16: 0.9, 64: 0.5}
+    train = lambda task, variant, shape, length, seed: dict(right=found[length] + seed / 10)
+    monkeypatch.setattr(sequence_tasks, "train", train)
+    monkeypatch.setattr(sequence_tasks.runtime, "start", lambda: None)
+    options = ["--tasks=reverse", "--variants=kv_tied", "--widths=32", "--seeds=2", "--json"]
+    assert command_line.status(sequence_tasks.main, options) == 0
+    (row,) = json.loads(capfd.readouterr().out)["rows"]
+    assert row["tasks"]["reverse"]["right"] == pytest.approx(0.75)
+    assert row["tasks"]["reverse"]["seeds"] == 2 and row["published"]["reverse"] == 0.701

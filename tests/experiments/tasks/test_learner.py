@@ -1,0 +1,120 @@
+"""Small models that learn: schedules, chunks, orders, and that they do."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.studies import sequence_tasks
+from experiments.studies import thin_keys_tasks
+from experiments.tasks import learner
+from experiments.tasks import sequences
+from kvjax.model.labeller import Labeller
+
+
+def test_the_cosine_is_that_of_the_course():
+    """0.5 (1 + cos(pi t / steps)), times t / warm_up up to there."""
+    recipe = learner.Recipe(steps=100, learning_rate=2.0, warm_up=5)
+    rates = [float(recipe.rate(jnp.asarray(t))) for t in (0, 1, 5, 50, 100)]
+    expected = [0, 0.2 * (1 + np.cos(np.pi / 100)), 1 + np.cos(np.pi / 20), 1, 0]
+    np.testing.assert_allclose(rates, expected, atol=1e-6)
+    tenths = learner.Recipe(steps=100, learning_rate=1.0, decay="steps")
+    rates = [float(tenths.rate(jnp.asarray(t))) for t in (0, 49, 50, 74, 75)]
+    np.testing.assert_allclose(rates, [1, 1, 0.1, 0.1, 0.01])
+    with pytest.raises(ValueError, match="decay = 'never'"):
+        learner.Recipe(steps=1, learning_rate=1.0, decay="never").rate(0)
+
+
+def test_an_epoch_has_every_row_once():
+    rows = dict(x=np.arange(10), y=np.arange(10) * 2)
+    seen = list(learner.in_order(rows, 3, 2, seed=0))
+    assert len(seen) == 6 and all((batch["y"] == 2 * batch["x"]).all() for batch in seen)
+    first, second = (np.concatenate([b["x"] for b in few]) for few in (seen[:3], seen[3:]))
+    assert len(set(first.tolist())) == len(set(second.tolist())) == 9
+    assert first.tolist() != second.tolist()
+    assert [len(batch["x"]) for batch in learner.split(rows, 4)] == [4, 4, 2]
+
+
+@functools.cache
+def _small(chunk: int) -> learner.Learner:
+    config = sequence_tasks.transformer("qkv", 16, 1, 2)
+    recipe = learner.Recipe(steps=30, learning_rate=1e-2, warm_up=5, clip=5.0)
+    logits = lambda model, batch: model(jax.nn.one_hot(batch["x"], 10))
+    return learner.Learner(
+        lambda key: Labeller(config, key, features=10),
+        recipe,
+        lambda model, batch, _: jnp.mean(learner.nats(logits(model, batch), batch["y"])),
+        lambda model, batch: (
+            jnp.argmax(logits(model, batch), -1) == batch["y"],
+            jnp.ones(batch["y"].shape),
+        ),
+        chunk=chunk,
+    )
+
+
+def _batches():
+    for seed in itertools.count():
+        x, y = sequences.labelled("sub", 32, 8, seed)
+        yield dict(x=x, y=y)
+
+
+def test_a_model_learns_the_same_in_chunks_of_any_size():
+    one, other = (_small(chunk).train(0, _batches()) for chunk in (1, 7))
+    # Not its parameters: Adam makes steps of noise where there is no gradient, as of keys' biases.
+    assert one.loss == pytest.approx(other.loss, rel=1e-3) and one.steps == other.steps == 30
+    x, y = sequences.labelled("sub", 500, 8, seed=10**6)
+    before = _small(7).accuracy(
+        learner.Trained(_small(7)._init(jax.random.key(0))[0], 0, 0.0, 0.0), [dict(x=x, y=y)]
+    )
+    after = _small(7).accuracy(other, learner.split(dict(x=x, y=y), 200))
+    assert before < 0.3 and after > 0.9
+
+
+def test_evaluations_come_at_their_steps_and_may_end_it():
+    seen = []
+    ended = _small(7).train(0, _batches(), lambda now: seen.append(now.steps), every=10)
+    assert seen == [10, 20, 30] and ended.steps == 30
+    assert _small(7).train(0, _batches(), lambda now: now.steps >= 20, every=10).steps == 20
+
+
+@pytest.mark.parametrize("variant", sequence_tasks.VARIANTS)
+def test_encoders_of_projection_sharing(variant):
+    """What is tied is not there twice; what a position says depends on all others."""
+    config = sequence_tasks.transformer(variant, 16, 2, 2)
+    model = Labeller(config, jax.random.key(0), features=10)
+    x = jax.nn.one_hot(np.arange(8)[None], 10)
+    z = model(x)
+    assert z.shape == (1, 8, 10)
+    changed = model(x.at[0, 7].set(0))
+    assert np.all(np.abs(z - changed).max(axis=-1) > 1e-6)
+    names = set(vars(model.segments[0].attention.mechanism))
+    tie, channels = sequence_tasks.VARIANTS[variant]
+    assert ("query" in names) == (tie in ("none", "kv"))
+    assert ("base_value" in names) == (tie in ("none", "qk"))
+    assert ("position_map" in names) == (channels > 0)
+
+
+def test_a_labeller_of_rows_drops_features_in_training():
+    config = sequence_tasks.transformer("qkv", 16, 1, 2)
+    how = dict(features=10, head="linear", whole=True, input_dropout=0.5)
+    model = Labeller(config, jax.random.key(0), **how)
+    x = jax.nn.one_hot(np.arange(8)[None], 10)
+    assert model(x).shape == (1, 10)
+    assert np.array_equal(model(x), model(x))
+    with_key = [model(x, dropout=jax.random.key(seed)) for seed in (0, 0, 1)]
+    assert np.array_equal(with_key[0], with_key[1])
+    assert not np.array_equal(with_key[0], with_key[2])
+    with pytest.raises(ValueError, match="head = 'large'"):
+        Labeller(config, jax.random.key(0), features=10, head="large")
+
+
+def test_thin_keys_models_are_causal_and_thin():
+    task = thin_keys_tasks.TASKS["retrieval"]
+    config = thin_keys_tasks.transformer(task, 8)
+    mechanism = config.mechanisms[0]
+    assert (mechanism.key_dim, mechanism.value_dim) == (2, 16)
+    assert mechanism.scale == pytest.approx(2**-0.5)  # 1/sqrt(d_select / heads)
+    assert config.block.causal and config.vocab_size == 33 and len(config.mechanisms) == 4

@@ -1,0 +1,56 @@
+"""Tasks as they are stated, of rows that are made up."""
+
+import numpy as np
+import pytest
+
+from experiments.tasks import sequences
+
+ROW = np.array([[3, 1, 4, 1]])
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("reverse", [1, 4, 1, 3]),
+        ("sort", [1, 1, 3, 4]),
+        ("sub", [6, 8, 5, 8]),
+        ("swap", [4, 1, 3, 1]),
+        ("copy", [3, 1, 4, 1]),
+    ],
+)
+def test_labels_of_the_five_tasks(task, expected):
+    assert sequences.TASKS[task](ROW).tolist() == [expected]
+
+
+def test_rows_are_drawn_uniformly_and_by_their_seed():
+    x, y = sequences.labelled("sort", 5000, 16, seed=0)
+    assert x.shape == y.shape == (5000, 16) and x.dtype == np.int32
+    assert np.abs(np.bincount(x.ravel()) / x.size - 0.1).max() < 0.005
+    assert np.array_equal(x, sequences.labelled("copy", 5000, 16, seed=0)[0])
+    assert not np.array_equal(x, sequences.labelled("copy", 5000, 16, seed=1)[0])
+    with pytest.raises(ValueError, match="length = 5: must be even"):
+        sequences.labelled("swap", 2, 5, seed=0)
+
+
+@pytest.mark.parametrize("periodic", [False, True])
+def test_copy_back(periodic):
+    x, y, counts = sequences.copy_back(np.random.default_rng(0), 50, periodic=periodic)
+    assert x.shape == (50, 64) and x.min() == 0 and x.max() == 15
+    assert np.array_equal(y[:, 8:], x[:, :-8])
+    assert counts.sum(axis=1).tolist() == [56] * 50 and not counts[:, :8].any()
+    # What the code asks is easier: an earlier period says it too.
+    assert np.array_equal(y[:, 16:], x[:, :-16]) == periodic
+
+
+@pytest.mark.parametrize("keys", [8, 16, 64])
+def test_retrieval(keys):
+    x, y, counts = sequences.retrieval(np.random.default_rng(0), 200, keys=keys)
+    assert x.shape == (200, 18) and (counts.sum(axis=1) == 1).all() and counts[:, -1].all()
+    asked, values = x[:, 0:16:2], x[:, 1:16:2]
+    assert all(len(set(row)) == 8 for row in asked.tolist()) and asked.max() < keys
+    assert values.min() >= keys and values.max() < 2 * keys
+    assert (x[:, -2] == 2 * keys).all()
+    place = np.argmax(asked == x[:, -1:], axis=1)
+    assert (asked[np.arange(200), place] == x[:, -1]).all()
+    assert (values[np.arange(200), place] == y[:, -1]).all()
+    assert len(set(place.tolist())) == 8  # any of the pairs may be asked for
