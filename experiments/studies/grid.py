@@ -34,6 +34,7 @@ _DECIDES = (
 )
 ABOUT = "study.json"  # in a run's folder: config, code and machine that trained it
 EVALUATIONS = 4  # of a run, evenly spaced
+GUESS = 60e9  # FLOP/s of a core, until a run has told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +42,14 @@ class Cell:
     """What differs from run to run but for the seed.
 
     Attributes:
-      overrides: keys of the config, as "model.mlp_dim".
+      overrides: keys of the config, as "model.mlp_dim"; a section as a whole replaces the config's.
+      against: the cell that it is compared with, seed by seed; "": none.
     """
 
     name: str
     config: pathlib.Path
     overrides: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    against: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,6 @@ from kvjax.foundation.files import write_atomically
 from kvjax.workdir import metrics
 
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
-_GUESS = 60e9  # FLOP/s of a core, until a run has told
 
 
 def curve(workdir: pathlib.Path) -> dict[int, float]:
@@ -48,6 +47,18 @@ def speed(workdir: pathlib.Path) -> float | None:
     records = metrics.read_records(file) if file.exists() else []
     speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
     return statistics.median(speeds) if speeds else None
+
+
+def figures(run: Run, folder: pathlib.Path) -> dict:
+    """What a run came to: bits per byte by step and at the end, tokens/s, seconds of its steps."""
+    found, rate = curve(folder / run.name), speed(folder / run.name)
+    tokens = run.steps * run.experiment.tokens_per_step
+    return dict(
+        bpb=found[run.steps],
+        curve=found,
+        tokens_per_second=rate,
+        seconds=tokens / rate if rate else None,
+    )
 
 
 def _finished(run: Run, folder: pathlib.Path, *, mix: bool) -> tuple[bool, str]:
@@ -94,12 +105,12 @@ def train(
         return
     done = [(run, rate) for run in runs if there[run.name] and (rate := speed(folder / run.name))]
     rates = [rate * run.flops / (run.experiment.tokens_per_step * run.steps) for run, rate in done]
-    rate = statistics.median(rates) if rates else _GUESS
+    rate = statistics.median(rates) if rates else grid.GUESS
     seconds = sum(run.flops for run in missing) / rate / processes
     command_line.say(
         f"{len(missing)} runs of {len(runs)} to train, {processes} side by side: about "
         f"{progress.duration(seconds)}"
-        + ("" if rates else f", at a guess ({_GUESS / 1e9:.0f} GFLOP/s each)")
+        + ("" if rates else f", at a guess ({grid.GUESS / 1e9:.0f} GFLOP/s each)")
     )
     with _ends_as_interrupted(), _Processes(folder, processes) as begun:
         yield from begun.all(missing)

@@ -195,7 +195,7 @@ def main(arguments: Sequence[str]) -> int:
                 failed[run.name] = why
                 command_line.say(f"{run.name}: {why}")
                 continue
-            kept.keep(run, options.runs / run.name, **_figures(run, options.runs / run.name))
+            kept.keep(run, options.runs / run.name, **side_by_side.figures(run, options.runs))
             if options.save:
                 record.keep(NAME, _result(options.steps, kept, failed))
     if options.decode:
@@ -206,12 +206,6 @@ def main(arguments: Sequence[str]) -> int:
         out.say(f"- left out: {name}, {why}")
     record.record(NAME, result, out, save=options.save)
     return 1 if failed else 0
-
-
-def _figures(run: Run, workdir: pathlib.Path) -> dict:
-    """What a run came to."""
-    curve, speed = side_by_side.curve(workdir), side_by_side.speed(workdir)
-    return dict(bpb=curve[run.steps], curve=curve, tokens_per_second=speed)
 
 
 def _decode(runs: Sequence[Run], kept: Kept, folder: pathlib.Path) -> None:

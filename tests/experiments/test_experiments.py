@@ -51,14 +51,20 @@ _BENCHMARKS = (
     *("input_benchmark", "sandbox_cost", "train_benchmark"),
 )
 _STUDIES = ("conversion", "head_diversity", "logit_spectra", "small_caches")
-_STUDIES += ("sequence_tasks", "thin_keys_tasks", "cross_attention", "tiny_comparison")
+_STUDIES += (
+    "sequence_tasks",
+    "thin_keys_tasks",
+    "language_models",
+    "cross_attention",
+    "tiny_comparison",
+)
 ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS |= dict(decode_roofline="tables")
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:6])
+_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:7])
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
 _NOT_SAVED = ("input_benchmark", "parameter_table", "decode_roofline")
 SAVING = tuple(name for name in WITH_TABLES if name not in _NOT_SAVED)
@@ -108,6 +114,10 @@ BAD = (  # command, options, what the line says
     ("sequence_tasks", "--seeds=0", "--seeds = 0: must be at least 1"),
     ("thin_keys_tasks", "--channels=6", "--channels: 6 must be a multiple of the 4 heads, up to"),
     ("thin_keys_tasks", "--tasks=x", "--tasks=x: 'x' is none of copy_back_l2"),
+    ("language_models", "", "--study is missing: give one of lrkv_ranks"),
+    ("language_models", "--study=lrkv_rank", "did you mean 'lrkv_ranks'?"),
+    ("language_models", "--study=lrkv_ranks --processes=0", "--processes = 0: must be at least 1"),
+    ("language_models", "--study=lrkv_ranks --runs=gs://x/y", "must be a local folder"),
     ("decode_roofline", "--scale=6p3b", "--scale = '6p3b': must be one of 'tiny', '128m', '2p5b'"),
     ("decode_roofline", "--length=0", "--length = 0: must be at least 1"),
     ("data_reading", "--rows=5", "--rows = 5: must be a multiple of --shards = 10000, from 128 to"),

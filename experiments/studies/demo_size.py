@@ -1,0 +1,223 @@
+"""What the studies at demo size ask, as data: cells of (config, overrides), each with whom it is
+compared. `experiments.studies.language_models` trains them.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+
+from experiments.studies import grid
+from experiments.studies.grid import Cell
+from kvjax import experiment as experiment_lib
+from kvjax.costs import formulas
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
+
+TINY = lambda name: CONFIGS / f"{name}_tiny.py"
+PER_HEAD = {"optimizer.orthogonalize": "per_head"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """Runs of one length, and what they are to tell.
+
+    Attributes:
+      asks: in a sentence.
+      claim: the paper's, and where it stands.
+      steps: of 8,192 tokens.
+    """
+
+    asks: str
+    claim: str
+    cells: Callable[[], list[Cell]]
+    steps: int = 128
+
+
+def _of(name: str, config: str, against: str = "", **overrides) -> Cell:
+    """Overrides are of config.attention."""
+    return Cell(name, TINY(config), {f"attention.{k}": v for k, v in overrides.items()}, against)
+
+
+def _with(cell: Cell, suffix: str, against: str, **overrides) -> Cell:
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    return Cell(f"{cell.name}{suffix}", cell.config, dict(cell.overrides) | keys, against)
+
+
+def _ranks() -> list[Cell]:
+    """Of heads of 32 channels: 0 is MQA."""
+    of = lambda rank: _of(f"lrkv_r{rank}", "lrkv", "mha", rank=rank)
+    return [_of("mha", "mha"), *(of(rank) for rank in (0, 2, 4, 8, 16, 24, 32))]
+
+
+def _widths() -> list[Cell]:
+    """Heads of 32, as many as the width has; rank half of a head, as r64 of 128."""
+    found = []
+    for width in (64, 128, 256):
+        heads = width // 32
+        shape = dict(model__d_model=width, model__mlp_dim=4 * width)
+        shape |= dict(attention__num_heads=heads, attention__num_kv_heads=heads)
+        mha, lrkv = _of("mha", "mha"), _of("lrkv", "lrkv")
+        against = f"mha_d{width}"
+        found.append(_with(mha, f"_d{width}", "", **shape, attention__num_bases=heads))
+        found.append(_with(lrkv, f"_d{width}", against, **shape))
+    return found
+
+
+def _starts() -> list[Cell]:
+    """Where the residuals start, and what Muon takes for a matrix."""
+    mha, lrkv = _of("mha", "mha"), _of("lrkv", "lrkv", "mha")
+    zeros = _of("lrkv_zero_residuals", "lrkv", "lrkv", residual_init="zeros")
+    apart = [
+        Cell("mha_per_head", TINY("mha"), PER_HEAD, "mha"),
+        Cell("lrkv_per_head", TINY("lrkv"), PER_HEAD, "mha_per_head"),
+    ]
+    small = {"model.matrix_std": 0.02}
+    drawn = [
+        Cell("mha_normal_0.02", TINY("mha"), small, "mha"),
+        Cell("lrkv_normal_0.02", TINY("lrkv"), small, "mha_normal_0.02"),
+    ]
+    outputs = {"model.zero_outputs": False}
+    full = [
+        Cell("mha_outputs_drawn", TINY("mha"), outputs, "mha"),
+        Cell("lrkv_outputs_drawn", TINY("lrkv"), outputs, "mha_outputs_drawn"),
+    ]
+    gated = [
+        _of("mha_gated", "mha", "mha", output_gate=True),
+        _of("lrkv_gated", "lrkv", "mha_gated", output_gate=True),
+    ]
+    return [mha, lrkv, zeros, *apart, *drawn, *full, *gated]
+
+
+def _equal() -> list[Cell]:
+    """MHA's parameters by the MLP's width; GQA's cache bytes by the rank."""
+    count = formulas.parameters(experiment_lib.resolve(load_config(TINY("mha"))).model)["total"]
+    wide = lambda name: Cell(f"{name}_matched", TINY(name), grid.matched(TINY(name), count), "mha")
+    return [
+        _of("mha", "mha"),
+        *(wide(name) for name in ("lrkv", "gqa", "mqa", "mla")),
+        _of("gqa", "gqa", "mha"),
+        _of("lrkv_r8", "lrkv", "gqa", rank=8),  # 2 (32 + 4·8) = 2·2·32 elements
+    ]
+
+
+def _layer_ranks() -> list[Cell]:
+    """Ranks by layer with the same bytes, first to last."""
+    of = lambda name, *ranks: _of(f"lrkv_{name}", "lrkv", "lrkv_uniform", layer_ranks=ranks)
+    return [
+        _of("lrkv_uniform", "lrkv"),
+        of("rising", 8, 16, 16, 24),
+        of("falling", 24, 16, 16, 8),
+        of("outer", 24, 8, 8, 24),
+        of("inner", 8, 24, 24, 8),
+    ]
+
+
+_VANILLA = dict(
+    **dict(model__positions="learned", model__norm="layer", model__norm_gain=True),
+    **dict(model__norm_bias=True, model__activation="gelu_exact", model__embedding_norm=False),
+    **dict(model__bias=True, model__logit_softcap=0.0, model__tied_head=True),
+    **dict(model__embedding_std=0.02, model__matrix_std=0.02, model__zero_outputs=False),
+    **dict(attention__qk_norm="none", attention__bias=True),
+    **dict(optimizer__matrices="adamw", optimizer__adam_b1=0.9, optimizer__adam_b2=0.999),
+    **dict(optimizer__adam_epsilon=1e-8, optimizer__schedule="cosine", optimizer__warmup_steps=10),
+    **dict(optimizer__matrix_weight_decay=0.01, optimizer__adam_weight_decay=0.01),
+)
+_LLAMA = _VANILLA | dict(
+    **dict(model__positions="rope", model__norm="rms", model__norm_bias=False),
+    **dict(model__activation="swiglu", model__bias=False, attention__bias=False),
+    **dict(optimizer__adam_b2=0.95, optimizer__final_fraction=0.1, model__mlp_dim=344),
+)
+
+
+def _rates(rate: float) -> dict:
+    """One learning rate for all weights; the optimizer scales two of them by (D/768)^-1/2."""
+    scaled = rate * (128 / 768) ** 0.5
+    return dict(
+        **dict(optimizer__matrix_learning_rate=rate, optimizer__vector_learning_rate=rate),
+        **dict(optimizer__embedding_learning_rate=scaled, optimizer__head_learning_rate=scaled),
+    )
+
+
+def _key_dims() -> list[Cell]:
+    """d_select of 128, in both styles of thin keys' section 4."""
+    found = []
+    for style, keys, dims in (
+        ("vanilla", _VANILLA, (8, 16, 32, 64, 128)),
+        ("llama", _LLAMA, (8, 16, 32, 128)),
+    ):
+        for dim in dims:
+            plain = _of("thin", "mha", key_dim=dim // 4)
+            against = "" if dim == 128 else f"{style}_d128"
+            cell = _with(plain, "", against, **keys, **_rates(3e-3))
+            found.append(dataclasses.replace(cell, name=f"{style}_d{dim}"))
+    return found
+
+
+def _projections() -> list[Cell]:
+    """Projection sharing's tables 4 and 10: what is shared and grouped, in two widths."""
+    found = []
+    kinds = {
+        "qkv": ("mha", {}),
+        "kv_tied": ("kv_tied", {}),
+        "qk_tied": ("qk_tied", {}),
+        "qk_tied_plus": ("qk_tied_plus", {}),
+        "qkv_tied": ("qkv_tied", {}),
+        "qkv_tied_plus": ("qkv_tied_plus", {}),
+        "gqa": ("gqa", {}),
+        "mqa": ("mqa", {}),
+        "kv_tied_gqa": ("kv_tied_gqa", {}),
+        "kv_tied_mqa": ("kv_tied_mqa", {}),
+    }
+    for width in (64, 128):
+        for name, (config, keys) in kinds.items():
+            shape = dict(model__d_model=width, model__mlp_dim=4 * width)
+            shape |= dict(attention__key_dim=width // 4, attention__value_dim=width // 4)
+            recipe = _VANILLA | dict(model__activation="gelu", optimizer__adam_b2=0.95)
+            recipe |= dict(optimizer__final_fraction=0.1)
+            recipe |= dict(optimizer__matrix_weight_decay=0.1, optimizer__adam_weight_decay=0.1)
+            against = "" if name == "qkv" else f"qkv_d{width}"
+            cell = _with(_of(name, config, **keys), "", against, **shape, **recipe, **_rates(2e-3))
+            found.append(dataclasses.replace(cell, name=f"{name}_d{width}"))
+    return found
+
+
+STUDIES = {
+    "lrkv_ranks": Study(
+        "How does the loss depend on the residuals' rank?",
+        "LRKV table 2: at 128M r = 64 reaches .875 bits per byte, r = 16 .881",
+        _ranks,
+    ),
+    "lrkv_widths": Study(
+        "Does the gap between LRKV and MHA grow with the width?",
+        "LRKV table 2: -0.003 bits per byte at 128M and -0.004 at 2.5B",
+        _widths,
+    ),
+    "lrkv_starts": Study(
+        "Which conclusions change with initialisation, gate, or what Muon sees?",
+        "LRKV and its rivals are compared under one recipe; the papers vary none of these",
+        _starts,
+    ),
+    "lrkv_equal": Study(
+        "Does LRKV lead at equal parameters, and at equal cache bytes?",
+        "LRKV table 2 compares models of other sizes",
+        _equal,
+    ),
+    "lrkv_layer_ranks": Study(
+        "Where is rank worth most, at equal bytes?", "LRKV future work 1", _layer_ranks
+    ),
+    "thin_keys_key_dims": Study(
+        "How thin may queries and keys be in a language model?",
+        "Thin keys, section 4: +4.3 % perplexity at d/4 on WikiText-103",
+        _key_dims,
+    ),
+    "projection_sharing_models": Study(
+        "Which projections may be shared in a language model?",
+        "Projection sharing table 4: Q-K=V +3.1 %, Q=K-V +4.9 %, Q=K=V +25 % perplexity",
+        _projections,
+    ),
+}
+
+
+def cells_of(names: Sequence[str]) -> dict[str, list[Cell]]:
+    """By study its cells."""
+    return {name: STUDIES[name].cells() for name in names}

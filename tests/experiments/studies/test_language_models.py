@@ -1,0 +1,124 @@
+"""Studies of small language models: their cells are what they say, and what is shown of them."""
+
+import json
+import types
+
+import pytest
+
+from experiments import record
+from experiments.studies import demo_size
+from experiments.studies import grid
+from experiments.studies import language_models
+from experiments.studies import side_by_side
+from experiments.studies.demo_size import STUDIES
+from experiments.studies.grid import Run
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+
+
+@pytest.fixture(scope="module")
+def models():
+    """By study and cell the model."""
+    found = {}
+    for name, cells in demo_size.cells_of(tuple(STUDIES)).items():
+        found[name] = {cell.name: Run(cell, 0, 128).experiment.model for cell in cells}
+        assert len(found[name]) == len(cells)
+    return found
+
+
+def test_whoever_is_compared_is_there():
+    for name, cells in demo_size.cells_of(tuple(STUDIES)).items():
+        names = {cell.name for cell in cells}
+        assert {cell.against for cell in cells} <= names | {""}, name
+        assert any(cell.against for cell in cells)
+
+
+def test_a_name_is_one_config_in_all_studies():
+    """They share runs."""
+    seen = {}
+    for cells in demo_size.cells_of(tuple(STUDIES)).values():
+        for cell in cells:
+            identity = Run(cell, 0, 128).identity
+            assert seen.setdefault(cell.name, identity) == identity
+
+
+def _bytes(model) -> int:
+    return formulas.cache_bytes_per_token(model, "bfloat16")
+
+
+def test_equal_bytes_and_equal_parameters(models):
+    equal = models["lrkv_equal"]
+    scales = 4 * 4 * 4  # four layers' 1/rms of four heads in float32
+    assert _bytes(equal["lrkv_r8"]) - scales == _bytes(equal["gqa"])
+    count = lambda model: formulas.parameters(model)["total"]
+    of_mha = count(equal["mha"])
+    for name in ("lrkv_matched", "gqa_matched", "mqa_matched", "mla_matched"):
+        assert abs(count(equal[name]) / of_mha - 1) < 1e-3
+    assert len({_bytes(model) for model in models["lrkv_layer_ranks"].values()}) == 1
+
+
+def test_keys_are_as_thin_as_their_names(models):
+    for name, model in models["thin_keys_key_dims"].items():
+        mechanism = model.mechanisms[0]
+        assert mechanism.key_dim * mechanism.num_heads == int(name.rpartition("d")[2])
+        assert mechanism.value_dim == 32
+    ranks = {name: model.mechanisms[0].rank for name, model in models["lrkv_ranks"].items()}
+    assert ranks == dict(mha=0, **{f"lrkv_r{r}": r for r in (0, 2, 4, 8, 16, 24, 32)})
+
+
+def test_widths_keep_their_heads(models):
+    for name, model in models["lrkv_widths"].items():
+        mechanism = model.mechanisms[0]
+        assert mechanism.key_dim == 32
+        assert model.block.d_model == 32 * mechanism.num_heads == int(name.rpartition("d")[2])
+        bases = 1 if name.startswith("lrkv") else mechanism.num_heads
+        assert mechanism.num_bases == bases
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """Trains nothing: a run comes to a number of its name."""
+    asked = []
+
+    def train(runs, folder, **_):
+        for run in runs:
+            asked.append(run.name)
+            (folder / run.name).mkdir(parents=True, exist_ok=True)
+            about = dict(identity=run.identity, code=grid.code(), made_by={})
+            (folder / run.name / grid.ABOUT).write_text(json.dumps(about))
+            yield run, "out of memory" if "rising" in run.name else ""
+
+    def figures(run, folder):
+        bpb = 2.0 + 0.1 * run.seed - (0.01 if "inner" in run.name else 0)
+        return dict(bpb=bpb, curve={run.steps: bpb}, tokens_per_second=1e4, seconds=100.0)
+
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(side_by_side, "train", train)
+    monkeypatch.setattr(side_by_side, "figures", figures)
+    monkeypatch.setattr(language_models.runtime, "start", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    run = lambda *options: command_line.status(
+        language_models.main, ["--study=lrkv_layer_ranks", *options]
+    )
+    return types.SimpleNamespace(run=run, asked=asked, results=tmp_path / "results")
+
+
+def test_a_study_from_runs_to_rows(trained, capfd):
+    assert trained.run("--seeds=2", "--save", "--json") == 1  # one model failed
+    out, err = capfd.readouterr()
+    found = {row["cell"]: row for row in json.loads(out)["rows"]}
+    assert "lrkv_rising" not in found and "lrkv_rising_seed0_steps128, out of memory" in err
+    assert found["lrkv_inner"]["difference"] == pytest.approx(-0.01)
+    assert found["lrkv_inner"]["difference_half_interval"] == pytest.approx(0, abs=1e-9)
+    assert found["lrkv_uniform"]["difference"] is None and found["lrkv_uniform"]["seeds"] == [0, 1]
+    stored = json.loads((trained.results / "studies" / "lrkv_layer_ranks.json").read_text())
+    assert stored["seconds"] == 8 * 100.0 and stored["failed"]
+    before = len(trained.asked)
+    assert trained.run("--seeds=2", "--save", "--runs=others") == 1
+    assert [name for name in trained.asked[before:] if "rising" not in name] == []
+
+
+def test_studies_are_listed(capfd):
+    assert command_line.status(language_models.main, ["--list", "--json"]) == 0
+    said = capfd.readouterr().err
+    assert all(name in said for name in STUDIES)
