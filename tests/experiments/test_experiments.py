@@ -62,11 +62,17 @@ ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
-ROOMS |= dict(decode_roofline="tables")
+ROOMS |= dict(decode_roofline="tables", claims="")  # the ledger is at the root
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
 _OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:7])
+
+
+def _module(name: str) -> str:
+    return ".".join(part for part in ("experiments", ROOMS[name], name) if part)
+
+
 WITH_TABLES = tuple(name for name in ROOMS if name not in _OTHERS)
-_NOT_SAVED = ("input_benchmark", "parameter_table", "decode_roofline")
+_NOT_SAVED = ("input_benchmark", "parameter_table", "decode_roofline", "claims")
 SAVING = tuple(name for name in WITH_TABLES if name not in _NOT_SAVED)
 BAD = (  # command, options, what the line says
     ("agreement", "--texts=0", "--texts = 0: must be at least 1"),
@@ -239,7 +245,7 @@ def run(capsys):
     """A function of a command's name and options: status, standard output, standard error."""
 
     def run(name, *options):
-        main = importlib.import_module(f"experiments.{ROOMS[name]}.{name}").main
+        main = importlib.import_module(_module(name)).main
         status = command_line.status(main, options)
         return status, *capsys.readouterr()
 
@@ -263,7 +269,7 @@ def test_all_commands_are_tested_here():
 def test_help_and_options_that_are_not_there(run, name):
     status, out, err = run(name, "--help")
     assert status == 0 and not err
-    assert f"python -m experiments.{ROOMS[name]}.{name}" in out and "--version" in out
+    assert f"python -m {_module(name)}" in out and "--version" in out
     assert max(map(len, out.splitlines())) <= 100
     assert "unknown option --nope" in refused(run, name, "--nope=1")
     assert "unknown argument 'nope'" in refused(run, name, "nope")

@@ -1,0 +1,97 @@
+"""The ledger: every claim of five papers and a blog, and what results here say of it.
+
+    python -m experiments.claims            # prints verdicts and why
+    python -m experiments.claims --write    # writes experiments/CLAIMS.md
+
+A verdict follows from a rule and a result file (experiments/ledger/); none is written by hand.
+"""
+
+import collections
+from collections.abc import Sequence
+
+from experiments.ledger import logit_spectra
+from experiments.ledger import lrkv
+from experiments.ledger import projection_sharing
+from experiments.ledger import thin_keys
+from experiments.ledger.verdicts import VERDICTS
+from experiments.ledger.verdicts import Claim
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation.checkout import EXPERIMENTS
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+
+FILE = "CLAIMS.md"
+PAPERS: dict[str, tuple[Claim, ...]] = {
+    lrkv.TITLE: lrkv.CLAIMS,
+    lrkv.BLOG: lrkv.BLOG_CLAIMS,
+    projection_sharing.TITLE: projection_sharing.CLAIMS,
+    thin_keys.TITLE: thin_keys.CLAIMS,
+    logit_spectra.TITLE: logit_spectra.CLAIMS,
+}
+_HEAD = """# Claims
+
+What five papers and a blog say, and what results here say of it. It is made from
+`experiments/results/` and from shapes by `python -m experiments.claims --write`; a test compares
+them. Each verdict follows from a rule in [ledger/](ledger/) and a result, never from judgement.
+A claim between models needs three seeds here.
+
+| verdict | means |
+|---|---|
+"""
+
+
+def ledger() -> dict[str, list[dict]]:
+    """By paper the rows."""
+    found = {}
+    with progress.waiting("judging"):
+        for title, claims in PAPERS.items():
+            found[title] = [_row(claim) for claim in claims]
+    return found
+
+
+def _row(claim: Claim) -> dict:
+    verdict, ours = claim.judge()
+    row = dict(place=claim.place, says=claim.says, published=claim.published)
+    return row | dict(verdict=verdict, ours=ours, command=claim.command)
+
+
+def written(found: dict[str, list[dict]]) -> str:
+    """The text of CLAIMS.md."""
+    parts = [_HEAD + "".join(f"| **{name}** | {means} |\n" for name, means in VERDICTS.items())]
+    parts.append("| paper | " + " | ".join(VERDICTS) + " |\n|---|" + "---:|" * len(VERDICTS))
+    for title, rows in found.items():
+        counts = collections.Counter(row["verdict"] for row in rows)
+        parts[-1] += f"\n| {title} | " + " | ".join(str(counts[name]) for name in VERDICTS) + " |"
+    for title, rows in found.items():
+        lines = [f"## {title}\n", "| place | claim | published | verdict | here | command |"]
+        lines.append("|---|---|---|---|---|---|")
+        for row in rows:
+            command = f"`{row['command']}`" if row["command"] else ""
+            cells = (row["place"], row["says"], row["published"], f"**{row['verdict']}**")
+            lines.append("| " + " | ".join((*cells, row["ours"], command)) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Judges, prints, writes."""
+    parser = command_line.Parser(__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write experiments/{FILE}")
+    parser.add_output()
+    options = parser.parse(arguments)
+    out, found = Output(options), ledger()
+    for title, rows in found.items():
+        out.say(f"\n{title}")
+        told = [(r["place"], r["says"], r["published"], r["verdict"], r["ours"]) for r in rows]
+        out.table(("place", "claim", "published", "verdict", "here"), told)
+    if options.write:
+        try:
+            (EXPERIMENTS / FILE).write_text(written(found), "utf-8")
+        except OSError as error:
+            raise UserError(f"--write: {EXPERIMENTS / FILE}: {error.strerror}") from error
+    out.result(dict(claims=found))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,1 @@
+"""What five papers claim, and the rules by which results decide; see `experiments.claims`."""

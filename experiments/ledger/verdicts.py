@@ -1,0 +1,311 @@
+"""Rules that turn results into verdicts; nothing here is decided by hand.
+
+A rule reads `experiments/results/` or computes from shapes. Without the result it needs, the
+verdict is "not measured yet".
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import json
+import pathlib
+import typing
+from typing import NamedTuple
+
+from experiments import record
+from kvjax import experiment as experiment_lib
+from kvjax.costs import formulas
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
+from kvjax.hardware import datasheets
+
+REPRODUCED, CONTRADICTED, PART = "reproduced", "contradicted", "in part"
+UNTOLD, FAR, UNDEFINED = "not told apart", "out of reach", "undefined"
+MISSING = "not measured yet"
+VERDICTS = {
+    REPRODUCED: "ours, rounded to the paper's digits, is its figure; or our difference has the "
+    "claimed sign, and its 95 % interval leaves 0 out",
+    CONTRADICTED: "it is not; or the interval leaves 0 out on the other side",
+    PART: "some of several figures agree, or some of several cases hold",
+    UNTOLD: "the interval of our difference contains 0",
+    FAR: "of a size that was not trained here; what would settle it stands there, and what was "
+    "found at demo size, which settles nothing",
+    UNDEFINED: "the text does not say what it means, or not in a way that can be measured",
+    MISSING: "the command has not been run, or not with three seeds",
+}
+SEEDS = 3  # that a claim between models needs at least
+_UTILISATION = 0.4  # of a chip's bfloat16 rate, for days of training
+
+
+class Found(NamedTuple):
+    """What a rule comes to: a verdict, our figures, and what they mean."""
+
+    verdict: str
+    ours: str
+
+
+class Rule(typing.Protocol):
+    """What decides a claim."""
+
+    def judge(self) -> Found: ...
+
+
+class NoResultError(Exception):
+    """A result that a rule needs is not there."""
+
+
+def read(name: str) -> dict:
+    """A result; raises a NoResultError if it is not there."""
+    file = record.RESULTS / f"{name}.json"
+    if not file.exists():
+        raise NoResultError(name)
+    return json.loads(file.read_text("utf-8"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tabulated:
+    """Figures of `paper_tables` under these titles: how many agree, to the printed digit."""
+
+    titles: Sequence[str]
+    only: str = ""  # of those figures whose name has this
+
+    def judge(self) -> Found:
+        tables = read("paper_tables")["tables"]
+        rows = [row for title in self.titles for row in tables[title] if self.only in row["what"]]
+        assert rows, self
+        agree = sum(row["agrees"] for row in rows)
+        first = next((row for row in rows if not row["agrees"]), None)
+        said = f"{agree} of {len(rows)} figures agree"
+        if first:
+            unit = f" {first['unit']}" if first["unit"] else ""
+            ours, why = f"{first['ours']:,.4g}", first["verdict"].removeprefix("differs: ")
+            said += f"; {first['what']}: {first['paper']} there, {ours}{unit} here: {why}"
+        verdict = REPRODUCED if agree == len(rows) else PART if agree else CONTRADICTED
+        return Found(verdict, said)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """One number that follows from shapes, or from others that the paper prints.
+
+    Attributes:
+      published: as printed: its decimals are the precision compared.
+    """
+
+    published: str
+    ours: Callable[[], float]
+    why: str = ""
+
+    def judge(self) -> Found:
+        decimals = len(self.published.partition(".")[2])
+        rounded = f"{self.ours():,.{decimals}f}"
+        agrees = rounded == self.published
+        said = f"{rounded}: {self.why}" if self.why else rounded
+        return Found(REPRODUCED if agrees else CONTRADICTED, said)
+
+
+@dataclasses.dataclass(frozen=True)
+class Differs:
+    """A difference that has a sign, with its interval over seeds.
+
+    Attributes:
+      of: the difference; raises a NoResultError where there is none.
+      sign: that is claimed, 1 or -1; 0: none that can be told.
+      scale: what was trained.
+    """
+
+    of: Callable[[], tuple[Estimate, int]]
+    sign: int
+    digits: str
+    scale: str
+
+    def judge(self) -> Found:
+        found, seeds = self.of()
+        said = f"{found.shown(self.digits)} ({self.scale}, {seeds} seed{'s' * (seeds != 1)})"
+        if seeds < SEEDS:
+            return Found(MISSING, said)
+        if self.sign == 0:
+            return Found(REPRODUCED if found.sign == 0 else CONTRADICTED, said)
+        if found.sign == 0:
+            return Found(UNTOLD, said)
+        return Found(REPRODUCED if found.sign == self.sign else CONTRADICTED, said)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cases:
+    """Several cases that each hold or do not."""
+
+    of: Callable[[], Mapping[str, bool]]
+    figures: Callable[[], str]
+
+    def judge(self) -> Found:
+        found = self.of()
+        held = sum(found.values())
+        verdict = REPRODUCED if held == len(found) else PART if held else CONTRADICTED
+        return Found(verdict, f"{held} of {len(found)} cases; {self.figures()}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AtScale:
+    """Of models larger than what was trained here.
+
+    Attributes:
+      config: in configs/, that would be trained; `tokens` of it.
+      models: so many of them.
+      seen: what the same question finds at demo size, if it was asked.
+    """
+
+    config: str
+    tokens: float
+    models: int = 2
+    seen: Rule | None = None
+    chips: int = 16
+    kind: str = "v5p"
+
+    def judge(self) -> Found:
+        said = f"would take {self.settled_by()}"
+        if self.seen is not None:
+            try:
+                found = self.seen.judge()
+                said = f"at demo size {found.verdict}: {found.ours}; {said}"
+            except NoResultError:
+                said = f"at demo size {MISSING}; {said}"
+        return Found(FAR, said)
+
+    def settled_by(self) -> str:
+        flops = training_flops(self.config) * self.tokens * self.models
+        chip = datasheets.DEVICES[self.kind]
+        days = flops / (self.chips * chip.bf16_flops * _UTILISATION) / 86_400
+        shown = f"{days:,.0f}" if days >= 10 else f"{days:.1f}"
+        many = f"{self.models} models like " if self.models > 1 else ""
+        return (
+            f"{many}`configs/{self.config}.py`, {self.tokens / 1e9:g}B tokens each: {shown} days "
+            f"on {self.chips} {self.kind} chips at {100 * _UTILISATION:.0f} % of their FLOP/s"
+        )
+
+
+@functools.cache
+def training_flops(config: str) -> int:
+    """Of one token, of a config by its name in configs/."""
+    experiment = experiment_lib.resolve(load_config(CONFIGS / f"{config}.py"))
+    return formulas.training_flops_per_token(experiment.model, experiment.data.sequence_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """Of models or data that are not at hand."""
+
+    needs: str
+
+    def judge(self) -> Found:
+        return Found(FAR, f"needs {self.needs}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Undefined:
+    """What the text leaves open."""
+
+    why: str
+
+    def judge(self) -> Found:
+        return Found(UNDEFINED, self.why)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A row of the ledger.
+
+    Attributes:
+      place: tables, figures, sections, as "Table 2" or "Figure 3 (b)"; several by semicolons.
+      says: in a sentence.
+      published: the figures, as printed.
+      command: that makes the result which the rule reads.
+    """
+
+    place: str
+    says: str
+    published: str
+    rule: Rule
+    command: str = ""
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        return tuple(part.strip() for part in self.place.split(";"))
+
+    def judge(self) -> Found:
+        try:
+            return self.rule.judge()
+        except NoResultError:
+            return Found(MISSING, "")
+
+
+# -- results, as rules ask for them ----------------------------------------------------------------
+
+
+def study(name: str, cell: str) -> Callable[[], tuple[Estimate, int]]:
+    """A cell's difference in bits per byte from what it is compared with; see `demo_size`."""
+
+    def of() -> tuple[Estimate, int]:
+        for row in read(f"studies/{name}")["rows"]:
+            if row["cell"] == cell and row["difference"] is not None:
+                half = row["difference_half_interval"]
+                return Estimate(row["difference"], half), len(row["seeds"])
+        raise NoResultError(name)
+
+    return of
+
+
+def between(name: str, first: str, second: str) -> Callable[[], tuple[Estimate, int]]:
+    """First less second in bits per byte, seed by seed, of a study's runs."""
+
+    def of() -> tuple[Estimate, int]:
+        runs = read(name)["runs"]
+        by_seed = lambda cell: {seed: run["bpb"] for seed, run in runs.get(cell, {}).items()}
+        one, other = by_seed(first), by_seed(second)
+        found = difference(one, other)
+        if found is None:
+            raise NoResultError(name)
+        return found, len(one.keys() & other.keys())
+
+    return of
+
+
+def diversity(measure: str, mechanism: str) -> Callable[[], tuple[Estimate, int]]:
+    """Of heads, a mechanism less MHA; see `experiments.studies.head_diversity`."""
+
+    def of() -> tuple[Estimate, int]:
+        result = read("analysis/head_diversity")
+        found = result["estimates"][mechanism][measure]["against_mha"]
+        return Estimate(found["mean"], found["half_interval"]), len(result["seeds"])
+
+    return of
+
+
+def orders(scale: str, measure: str) -> Cases:
+    """Neighbours in an order of mechanisms that Table 5 gives: which stand so here."""
+
+    def found() -> list[dict]:
+        rows = read("analysis/head_diversity")["orders"]
+        return [
+            row
+            for row in rows
+            if row["neighbours"] and (row["scale"], row["measure"]) == (scale, measure)
+        ]
+
+    def said(row: dict) -> str:
+        here = Estimate(row["here"]["mean"], row["here"]["half"])
+        return f"{row['first']} over {row['second']} {here.shown('+.2f')}"
+
+    return Cases(
+        lambda: {said(row): row["verdict"] == "as published" for row in found()},
+        lambda: ", ".join(map(said, found())),
+    )
+
+
+def repository(path: str) -> pathlib.Path:
+    """Of a file in configs/, for tests."""
+    return CONFIGS / f"{path}.py"
