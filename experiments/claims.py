@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> None:
             (EXPERIMENTS / FILE).write_text(written(found), "utf-8")
         except OSError as error:
             raise UserError(f"--write: {EXPERIMENTS / FILE}: {error.strerror}") from error
-    out.result(dict(claims=found))
+    out.result(dict(name="claims", claims=found))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ WORKING = {
         ("--workdir=../shared/talking", f"--python={sys.executable}"),
         "",
     ),
+    "experiments.studies.language_models": (("--study=lrkv_ranks",), ""),
     "experiments.evaluation.at_hand": (("--packages=folder", "--out=out"), ""),
 }
 

@@ -42,7 +42,7 @@ _STARTS_WORK = {
     **dict.fromkeys(
         [
             f"experiments.studies.{study} runs"
-            for study in ("tiny_comparison", "head_diversity", "small_caches")
+            for study in ("tiny_comparison", "head_diversity", "small_caches", "language_models")
         ],
         frozenset((LONG, "../x", "a\x01b", SNOWMAN, FOLDER, MISSING, "x")),
     ),
