@@ -101,7 +101,6 @@ def transformer(task: Task, channels: int) -> TransformerConfig:
     dims = dict(key_dim=channels // HEADS, value_dim=WIDTH // HEADS)
     mechanism = GroupedConfig(**counts, **dims, qk_norm="none", bias=True)
     how = dict(positions="learned", activation="gelu_exact", max_positions=task.length)
-    how |= dict(embedding_std=0.02, matrix_std=0.02)
     block = learner.classic_block(task.layers, WIDTH, MLP, **how)
     mechanisms = (mechanism,) * task.layers
     return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=task.words)

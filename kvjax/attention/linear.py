@@ -1,0 +1,183 @@
+"""Linear attention, tied or not: a recurrence whose state does not grow.
+
+    S_t = λ S_(t-1) + φ(k_t) v_tᵀ        n_t = λ n_(t-1) + φ(k_t)
+    y_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ n_t              # projection sharing (arXiv 2606.04032) eq. 5 to 7
+
+with φ(x) = elu(x) + 1 (arXiv 2006.16236). Tied, q = k = v (that paper's section A.1). It caches a
+state [N, H, Hv] and [N, H] per layer, however long the text is. The paper gives S a decay λ and
+says nothing of the normaliser; here both have it, so y is a mean of values with weights that fade.
+
+Three forms of one function: `parallel` over all pairs of tokens, `recurrent` token after token, and
+`chunked`, which is parallel within a chunk and recurrent between chunks, for training.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from kvjax.attention.attention import project_heads
+from kvjax.attention.mechanism import MAX_DIM
+from kvjax.attention.mechanism import require
+from kvjax.foundation.configuration import between
+from kvjax.layers.weight import linear
+from kvjax.layers.weight import weight
+
+TIES = ("none", "qkv")
+
+
+class State(NamedTuple):
+    """What a layer remembers: sums over tokens, faded by λ for each token since."""
+
+    memory: jax.Array  # of φ(k) vᵀ: [B, N, H, Hv]
+    weight: jax.Array  # of φ(k): [B, N, H]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """N heads of H channels, values of Hv."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    tie: str = "none"  # "qkv": queries, keys and values are one projection
+    decay: float = 1.0  # λ per token; 1: nothing fades
+
+    def __post_init__(self):
+        for key in ("num_heads", "key_dim", "value_dim"):
+            between(f"config.attention.{key}", getattr(self, key), 1, MAX_DIM)
+        require(self.tie in TIES, "tie", repr(self.tie), f"must be one of {TIES}")
+        require(0 < self.decay <= 1, "decay", self.decay, "must be above 0, and at most 1")
+        if self.tie == "qkv":
+            same = f"needs value_dim = {self.value_dim} equal to key_dim = {self.key_dim}"
+            require(self.key_dim == self.value_dim, "tie", repr(self.tie), same)
+
+    def start(self, batch: int, dtype: jnp.dtype = jnp.float32) -> State:
+        """Of an empty text; its size does not depend on how long that becomes."""
+        shape = (batch, self.num_heads, self.key_dim)
+        return State(jnp.zeros((*shape, self.value_dim), dtype), jnp.zeros(shape, dtype))
+
+
+def feature_map(x: jax.Array) -> jax.Array:
+    """elu(x) + 1: positive."""
+    return jax.nn.elu(x) + 1
+
+
+def parallel(
+    q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNV: jax.Array, decay: float = 1.0
+) -> jax.Array:
+    """[B, T, N, Hv] from all pairs of tokens, T² of them; queries and keys are features."""
+    weights_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH) * _fading(q_BTNH, decay)
+    total_BNT1 = jnp.sum(weights_BNTS, axis=-1, keepdims=True)
+    return jnp.einsum("BNTS,BSNV->BTNV", weights_BNTS / total_BNT1, v_BTNV)
+
+
+def _fading(q_BTNH: jax.Array, decay: float) -> jax.Array:
+    """[1, 1, T, T]: λ^(t - s) for s ≤ t, 0 for tokens that come later."""
+    T = q_BTNH.shape[1]
+    since_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    faded = jnp.asarray(decay, q_BTNH.dtype) ** jnp.maximum(since_TS, 0)
+    return jnp.where(since_TS >= 0, faded, 0)[None, None]
+
+
+def recurrent(
+    q_BTNH: jax.Array, k_BTNH: jax.Array, v_BTNV: jax.Array, decay: float, state: State
+) -> tuple[jax.Array, State]:
+    """[B, T, N, Hv] token after token, and the state behind the last."""
+
+    def step(state: State, token):
+        q_BNH, k_BNH, v_BNV = token
+        memory = decay * state.memory + k_BNH[..., None] * v_BNV[..., None, :]
+        weight = decay * state.weight + k_BNH
+        read_BNV = jnp.einsum("BNH,BNHV->BNV", q_BNH, memory)
+        total_BN = jnp.einsum("BNH,BNH->BN", q_BNH, weight)
+        return State(memory, weight), read_BNV / total_BN[..., None]
+
+    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q_BTNH, k_BTNH, v_BTNV))
+    state, y_TBNV = jax.lax.scan(step, state, by_token)
+    return jnp.moveaxis(y_TBNV, 0, 1), state
+
+
+def chunked(
+    q_BTNH: jax.Array,
+    k_BTNH: jax.Array,
+    v_BTNV: jax.Array,
+    decay: float,
+    state: State,
+    *,
+    chunk: int,
+) -> tuple[jax.Array, State]:
+    """The same, C tokens at once: T·C pairs.
+
+    Args:
+      chunk: C, tokens; what is left of T is a chunk of its own.
+    """
+    B, T, *_ = q_BTNH.shape
+    whole = T - T % chunk
+    rows, parts = (q_BTNH, k_BTNH, v_BTNV), []
+    if whole:
+        by_chunk = lambda x: jnp.moveaxis(x[:, :whole].reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+        step = lambda state, few: _one_chunk(state, few, decay)
+        state, y_GBCNV = jax.lax.scan(step, state, jax.tree.map(by_chunk, rows))
+        parts.append(jnp.moveaxis(y_GBCNV, 0, 1).reshape(B, whole, *v_BTNV.shape[2:]))
+    if whole < T:
+        rest = jax.tree.map(lambda x: x[:, whole:], rows)
+        state, y_BCNV = _one_chunk(state, rest, decay)
+        parts.append(y_BCNV)
+    return jnp.concatenate(parts, axis=1), state
+
+
+def _one_chunk(state: State, few: tuple, decay: float) -> tuple[State, jax.Array]:
+    """The state behind a chunk [B, C, N, ..], and what its tokens read."""
+    q, k, v = few
+    C = q.shape[1]
+    ages_C = jnp.arange(C)
+    faded = jnp.asarray(decay, q.dtype)
+    of_tokens = lambda x_C: x_C[None, :, None, None]
+    pairs_BNCS = jnp.einsum("BCNH,BSNH->BNCS", q, k) * _fading(q, decay)
+    early_q = q * of_tokens(faded ** (ages_C + 1))
+    read = jnp.einsum("BNCS,BSNV->BCNV", pairs_BNCS, v)
+    read = read + jnp.einsum("BCNH,BNHV->BCNV", early_q, state.memory)
+    total = jnp.einsum("BNCS->BCN", pairs_BNCS)
+    total = total + jnp.einsum("BCNH,BNH->BCN", early_q, state.weight)
+    left_k = k * of_tokens(faded ** (C - 1 - ages_C))
+    memory = faded**C * state.memory + jnp.einsum("BCNH,BCNV->BNHV", left_k, v)
+    weight = faded**C * state.weight + jnp.sum(left_k, axis=1)
+    return State(memory, weight), read / total[..., None]
+
+
+class LinearAttention(nnx.Module):
+    """[B, T, D] -> [B, T, D] by linear attention, with the state before and behind."""
+
+    def __init__(self, config: LinearConfig, d_model: int, *, rngs: nnx.Rngs):
+        self.config = c = config
+        sizes = dict(D=d_model, N=c.num_heads, H=c.key_dim)
+        of_values = sizes | dict(H=c.value_dim)
+        self.key = weight("D -> N H", rngs, **sizes)
+        if c.tie == "none":
+            self.query = weight("D -> N H", rngs, **sizes)
+            self.value = weight("D -> N H", rngs, **of_values)
+        self.out = weight("N H -> D", rngs, init="output", **of_values)
+
+    def __call__(
+        self, x_BTD: jax.Array, state: State, *, chunk: int = 64
+    ) -> tuple[jax.Array, State]:
+        """The tokens of a text that go on from a state.
+
+        Args:
+          chunk: tokens at once; 1 is the recurrence.
+        """
+        k_BTNH = linear(x_BTD, self.key[...])
+        if self.config.tie == "none":
+            q_BTNH, v_BTNV = linear(x_BTD, self.query[...]), linear(x_BTD, self.value[...])
+        else:
+            q_BTNH = v_BTNV = k_BTNH
+        q_BTNH, k_BTNH = feature_map(q_BTNH), feature_map(k_BTNH)
+        tokens = (q_BTNH, k_BTNH, v_BTNV, self.config.decay, state)
+        if chunk == 1:
+            y_BTNV, state = recurrent(*tokens)
+        else:
+            y_BTNV, state = chunked(*tokens, chunk=chunk)
+        return project_heads(y_BTNV, self.out, None), state

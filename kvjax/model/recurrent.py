@@ -1,0 +1,126 @@
+"""A language model of linear attention: it remembers a text in a state that does not grow.
+
+Blocks are the Transformer's but for attention, layers are not scanned, and there is one device: it
+is for models that are compared with Transformers of their size.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.attention.linear import LinearAttention
+from kvjax.attention.linear import LinearConfig
+from kvjax.attention.linear import State
+from kvjax.foundation.configuration import one_of
+from kvjax.foundation.errors import UserError
+from kvjax.layers import sinusoid
+from kvjax.layers.weight import Draws
+from kvjax.layers.weight import weight
+from kvjax.model.config import BlockConfig
+from kvjax.model.mlp import MLP
+from kvjax.model.transformer import logits
+from kvjax.model.transformer import norm_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """A whole model."""
+
+    block: BlockConfig
+    attention: LinearConfig
+    vocab_size: int  # V
+
+    def __post_init__(self):
+        block = self.block
+        for key, value in dict(window=0, causal=True, norm_after=False, dropout=0.0).items():
+            if getattr(block, key) != value:
+                raise UserError(
+                    f"config.model.{key} = {getattr(block, key)}: must be {value} in a model of "
+                    "linear attention"
+                )
+        one_of("config.model.positions", block.positions, ("none", "sinusoidal"))
+
+
+class RecurrentBlock(nnx.Module):
+    """Pre-norm linear attention and MLP."""
+
+    def __init__(self, config: RecurrentConfig, *, rngs: nnx.Rngs):
+        c = config.block
+        self.attention_norm, self.mlp_norm = norm_of(c, rngs), norm_of(c, rngs)
+        self.mlp = MLP(c.d_model, c.mlp_dim, activation=c.activation, bias=c.bias, rngs=rngs)
+        self.attention = LinearAttention(config.attention, c.d_model, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, state: State, chunk: int) -> tuple[jax.Array, State]:
+        y_BTD, state = self.attention(self.attention_norm(x_BTD), state, chunk=chunk)
+        x_BTD = x_BTD + y_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), state
+
+
+class RecurrentTransformer(nnx.Module):
+    """Tokens [B, T] to logits [B, T, V], from a state and to the next."""
+
+    def __init__(self, config: RecurrentConfig, key: jax.Array):
+        self.config, c = config, config.block
+        start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
+        draws = lambda layer: Draws(nnx.Rngs(jax.random.fold_in(key, layer)), **start)
+        rngs = draws(c.num_layers)
+        sizes = dict(V=config.vocab_size, D=c.d_model)
+        self.embedding = weight("V D", rngs, init=c.embedding_std, **sizes)
+        self.head = None if c.tied_head else weight("D -> V", rngs, init="output", **sizes)
+        self.embedding_norm = norm_of(c, rngs) if c.embedding_norm else None
+        self.final_norm = norm_of(c, rngs)
+        blocks = [RecurrentBlock(config, rngs=draws(layer)) for layer in range(c.num_layers)]
+        self.blocks = nnx.List(blocks)
+
+    def start(self, batch: int, dtype: jnp.dtype = jnp.float32) -> tuple[State, ...]:
+        """The state of every layer before the first token."""
+        return tuple(self.config.attention.start(batch, dtype) for _ in self.blocks)
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        states: tuple[State, ...] | None = None,
+        *,
+        first: jax.Array | int = 0,
+        chunk: int = 64,
+    ) -> tuple[jax.Array, tuple[State, ...]]:
+        """Logits [B, T, V] of what follows each token, and the states behind the last.
+
+        Args:
+          states: of the text before; None: there is none.
+          first: the position of the first token.
+          chunk: tokens that attention takes at once; 1 is the recurrence.
+        """
+        c = self.config.block
+        x_BTD = self.embedding[...][tokens_BT]
+        if c.positions == "sinusoidal":
+            places_1T = first + np.arange(tokens_BT.shape[1])[None]
+            x_BTD = x_BTD + sinusoid.encoding(places_1T, c.d_model).astype(x_BTD.dtype)
+        if self.embedding_norm is not None:
+            x_BTD = self.embedding_norm(x_BTD)
+        if states is None:
+            states = self.start(len(tokens_BT), x_BTD.dtype)
+        behind = []
+        for block, state in zip(self.blocks, states, strict=True):
+            x_BTD, state = block(x_BTD, state, chunk)
+            behind.append(state)
+        head_DV = self.embedding[...].T if self.head is None else self.head[...]
+        return logits(self.final_norm(x_BTD), head_DV, c.logit_softcap), tuple(behind)
+
+
+def greedy(model: RecurrentTransformer, tokens_BT: jax.Array, count: int) -> jax.Array:
+    """[B, count]: the likeliest tokens behind [B, T], one after another, from a small state."""
+    T = tokens_BT.shape[1]
+    z_BTV, states = model(tokens_BT)
+
+    def step(carry, at):
+        token_B, states = carry
+        z_B1V, states = model(token_B[:, None], states, first=at, chunk=1)
+        return (jnp.argmax(z_B1V[:, 0], axis=-1), states), token_B
+
+    first_B = jnp.argmax(z_BTV[:, -1], axis=-1)
+    _, found_tB = jax.lax.scan(step, (first_B, states), T + jnp.arange(count))
+    return found_tB.T

@@ -1,0 +1,99 @@
+"""Linear attention: three forms of one function, a state of one size, tied and not."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.attention import linear
+from kvjax.attention.linear import LinearAttention
+from kvjax.attention.linear import LinearConfig
+from kvjax.foundation.errors import UserError
+
+B, T, N, H, V = 2, 23, 3, 4, 5
+DECAYS = (1.0, 0.9)
+
+
+def _rows(tied=False):
+    rng = np.random.default_rng(0)
+    z, k, v = (rng.normal(size=(B, T, N, dim)) for dim in (H, H, V))
+    if tied:
+        return linear.feature_map(z), linear.feature_map(z), jnp.asarray(z)
+    return linear.feature_map(z), linear.feature_map(k), jnp.asarray(v)
+
+
+def _by_hand(q, k, v, decay):
+    """Equation 6, token by token, in NumPy."""
+    y = np.zeros((B, T, N, v.shape[-1]))
+    for b, n in np.ndindex(B, N):
+        memory, weight = np.zeros((H, v.shape[-1])), np.zeros(H)
+        for t in range(T):
+            memory = decay * memory + np.outer(k[b, t, n], v[b, t, n])
+            weight = decay * weight + k[b, t, n]
+            y[b, t, n] = q[b, t, n] @ memory / (q[b, t, n] @ weight)
+    return y
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_three_forms_are_one_function(x64, decay, tied):
+    q, k, v = _rows(tied)
+    expected = _by_hand(*map(np.asarray, (q, k, v)), decay)
+    config = LinearConfig(num_heads=N, key_dim=H, value_dim=v.shape[-1], decay=decay)
+    start = config.start(B, jnp.float64)
+    same = lambda y: np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-10)
+    same(linear.parallel(q, k, v, decay))
+    y, last = linear.recurrent(q, k, v, decay, start)
+    same(y)
+    for chunk in (1, 5, 8, T, 64):  # some do not divide the length
+        y, behind = linear.chunked(q, k, v, decay, start, chunk=chunk)
+        same(y)
+        for one, other in zip(behind, last, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_text_goes_on_from_its_state(x64, decay):
+    q, k, v = _rows()
+    config = LinearConfig(num_heads=N, key_dim=H, value_dim=V, decay=decay)
+    whole = linear.parallel(q, k, v, decay)
+    state, parts = config.start(B, jnp.float64), []
+    for first, end, chunk in ((0, 7, 4), (7, 8, 1), (8, T, 6)):
+        of = [x[:, first:end] for x in (q, k, v)]
+        y, state = linear.chunked(*of, decay, state, chunk=chunk)
+        parts.append(y)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=1e-10)
+
+
+@pytest.mark.parametrize("tie", ["none", "qkv"])
+def test_the_module_in_chunks_and_token_by_token(x64, tie):
+    config = LinearConfig(num_heads=N, key_dim=H, value_dim=H, tie=tie, decay=0.95)
+    layer = LinearAttention(config, 16, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(1)
+    state = nnx.state(layer)
+    nnx.update(layer, jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape)), state))
+    assert hasattr(layer, "query") == (tie == "none")
+    x = jnp.asarray(rng.normal(size=(B, T, 16)))
+    y, behind = layer(x, config.start(B, jnp.float64), chunk=8)
+    z, after = layer(x, config.start(B, jnp.float64), chunk=1)
+    np.testing.assert_allclose(y, z, rtol=1e-10)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), behind, after)
+    changed, _ = layer(x.at[:, 9].set(0), config.start(B, jnp.float64), chunk=8)
+    np.testing.assert_array_equal(changed[:, :9], y[:, :9])  # causal
+    assert np.abs(changed[:, 9:] - y[:, 9:]).max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (dict(decay=0.0), "config.attention.decay = 0.0: must be above 0"),
+        (dict(decay=1.5), "config.attention.decay = 1.5"),
+        (dict(tie="kv"), "config.attention.tie = 'kv': must be one of"),
+        (dict(tie="qkv", value_dim=8), "needs value_dim = 8 equal to key_dim = 4"),
+        (dict(num_heads=0), "config.attention.num_heads = 0"),
+    ],
+)
+def test_what_cannot_be(keys, said):
+    with pytest.raises(UserError, match=said):
+        LinearConfig(**dict(num_heads=2, key_dim=4, value_dim=4) | keys)
