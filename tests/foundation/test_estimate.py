@@ -1,0 +1,31 @@
+"""Means over seeds with intervals, and differences seed by seed."""
+
+import pytest
+from scipy import stats
+
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import estimate
+
+
+def test_an_estimate_is_the_mean_with_students_interval():
+    values = [3.0, 5.0, 10.0]
+    found = estimate(values)
+    low, high = stats.t.interval(0.95, 2, loc=6.0, scale=stats.sem(values))
+    assert found.mean == 6.0 and found.half == pytest.approx((high - low) / 2)
+    assert estimate([4.0]) == Estimate(4.0, None)
+
+
+def test_only_an_interval_without_zero_tells_apart():
+    cases = {1: Estimate(2.0, 1.9), -1: Estimate(-2.0, 1.9), 0: Estimate(2.0, 2.0)}
+    assert {sign: one.sign for sign, one in cases.items()} == {1: 1, -1: -1, 0: 0}
+    assert Estimate(2.0, None).sign == 0  # one seed tells nothing
+    assert Estimate(0.0, 0.0).sign == 0
+    assert Estimate(-2.0, 0.254).shown("+.1f") == "-2.0 ± 0.3"
+    assert Estimate(2.0, None).shown() == "2.00"
+
+
+def test_differences_are_taken_seed_by_seed():
+    found = difference({0: 1.0, 1: 5.0, 2: 9.0}, {2: 8.0, 0: 0.0, 7: 3.0})
+    assert found == Estimate(1.0, 0.0)  # seeds 0 and 2: 1 and 1, whatever the seeds' own spread
+    assert difference({0: 1.0}, {1: 1.0}) is None
