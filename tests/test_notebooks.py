@@ -9,7 +9,7 @@ import pytest
 from tests import notebooks
 
 REPOSITORY = "https://github.com/kvjax/kvjax"
-PICTURES = dict(quickstart=2, kernels=5, launch=5, convert=1, analysis=4, evaluation=1)
+PICTURES = dict(quickstart=2, kernels=5, launch=5, convert=1, analysis=4, evaluation=1, compare=1)
 MACHINE = re.compile(r"/(root|home|work|tmp|var|usr|opt|Users|site-packages)\b|https?://(?!github)")
 # On two CPU cores; a stored figure is no larger than it must be.
 MAX_BYTES = 400_000
@@ -106,7 +106,17 @@ def _evaluation(said):
     assert "a right one: passed" in said and said.count(": failed: ") == 3
 
 
+def _compare(said):
+    """What its text says: seeds differ by more than mechanisms, and not if taken seed by seed."""
+    assert "9 runs" in said
+    spread = float(re.search(r"^mha +[\d.]+ ± ([\d.]+)", said, re.M)[1])
+    gap, half = re.search(r"num_steps=80 .*, ([+-][\d.]+) from MHA ± ([\d.]+)", said).groups()
+    assert spread > 3 * float(half) and spread > 3 * abs(float(gap))
+    assert "within a run: " in said and "at equal horizon: " in said
+
+
 CHECKS = dict(
+    compare=_compare,
     quickstart=_quickstart,
     kernels=_kernels,
     launch=_launch,
