@@ -272,7 +272,7 @@ CLAIMS = (
         "Table 3",
         "after mid-training LRKV has the best mean of five benchmarks at 2.5B",
         "37.9 against 36.9 (MLA)",
-        AtScale("mid/lrkv_2p5b", 0.5e9, models=5),
+        AtScale("lrkv_2p5b", 50e9, models=5),
         "python -m kvjax.evaluate",
     ),
     Claim(

@@ -53,7 +53,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--group", default="seed", help=text)
     add("--against", default="", help="the curve that others are compared with (the first)")
     add("--out", default="runs/compare", help="the folder to write (runs/compare)")
-    text = f"look again after so many seconds ({_WATCH}) until no run is unfinished"
+    text = f"look again after so many seconds ({_WATCH}) until every run has ended"
     add("--watch", type=int, nargs="?", const=_WATCH, default=0, metavar="SECONDS", help=text)
     options = parser.parse(arguments)
     lists.one("--group", options.group, groups_lib.WAYS)
@@ -112,9 +112,10 @@ def _once(options, target: epath.Path, out: Output, runs, left_out) -> dict:
     with progress.waiting("drawing"):
         made = report.sections(groups, reference, rows, saved, left_out, lacking)
         again = options.watch if not all(run.finished for run in runs) else 0
-        html = page.page("Runs compared", _LEAD, made, _about(runs), again=again)
+        about = _about(runs)
+        html = page.page("Runs compared", _LEAD, made, about, again=again)
         result = dict(
-            about=_about(runs),
+            about=about,
             rows=rows,
             curves=made[1].data,
             savings=[vars(one) for one in saved],
