@@ -13,9 +13,6 @@ intervals (Student's t over seeds).
 import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
-import os
-import pathlib
 import statistics
 
 import jax.numpy as jnp
@@ -32,7 +29,6 @@ from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.errors import UserError
 from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
 from kvjax.foundation.estimate import estimate
@@ -90,16 +86,12 @@ def _cells(r: Mapping) -> tuple:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
-    add, cores = parser.add_argument, os.cpu_count()
+    add = parser.add_argument
     add("--list", action="store_true", help="print what studies there are, and what they take")
     add("--study", default="", help=f"one of {', '.join(STUDIES)}")
     add("--seeds", type=int, default=3, help="runs of each model (3)")
     add("--steps", type=int, default=0, help="of 8,192 tokens (the study's)")
-    add("--runs", default="", help="where the runs go (runs/studies)")
-    text = f"runs side by side, each on its share of the cores ({cores})"
-    add("--processes", type=int, default=cores, help=text)
-    add("--mix", action="store_true", help="take runs that other code trained as they are")
-    add("--fresh", action="store_true", help="begin a new result, with the runs in --runs")
+    side_by_side.add_options(parser, f"runs/{FOLDER}")
     add("--save", action="store_true", help=f"write experiments/results/{FOLDER}/STUDY.json")
     parser.add_output()
     options = parser.parse(arguments)
@@ -111,11 +103,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     command_line.require(options, study=f"one of {', '.join(STUDIES)}, or --list")
     lists.one("--study", options.study, STUDIES)
     options.steps = options.steps or STUDIES[options.study].steps
-    folder = options.runs or f"runs/{FOLDER}"
-    if "://" in folder:
-        raise UserError(f"--runs = {folder!r}: must be a local folder")
-    options.runs = pathlib.Path(runtime.folder("--runs", folder))
-    record.check_folder("--runs", options.runs)
+    options.runs = side_by_side.check_runs(options.runs)
     record.check(options.save)
     return options
 
@@ -134,26 +122,19 @@ def main(arguments: Sequence[str]) -> int:
         record.RESULTS / f"{name}.json", options.steps, mix=options.mix, fresh=options.fresh
     )
     runs = [Run(cell, seed, options.steps) for seed in range(options.seeds) for cell in cells]
-    missing = [run for run in runs if not kept.of(run)]
-    failed: dict[str, str] = {}
 
-    def result() -> dict:
+    def result(failed: Mapping[str, str]) -> dict:
         seconds = sum(run["seconds"] or 0 for seeds in kept.runs.values() for run in seeds.values())
         told = dict(asks=study.asks, claim=study.claim, rows=rows(cells, options.steps, kept))
         told |= dict(tokens=options.steps * TOKENS_PER_STEP, seconds=seconds, failed=dict(failed))
         return told | kept.as_json()
 
-    how = dict(processes=options.processes, mix=options.mix)
-    with contextlib.closing(side_by_side.train(missing, options.runs, **how)) as ended:
-        for run, why in ended:
-            if why:
-                failed[run.name] = why
-                command_line.say(f"{run.name}: {why}")
-                continue
-            kept.keep(run, options.runs / run.name, **side_by_side.figures(run, options.runs))
-            if options.save:
-                record.keep(name, result())
-    found = result()
+    def save(failed: Mapping[str, str]) -> None:
+        if options.save:
+            record.keep(name, result(failed))
+
+    failed = side_by_side.train_missing(runs, kept, options, save)
+    found = result(failed)
     out.say(f"{study.asks} ({study.claim}.)")
     out.table(_HEADER, map(_cells, found["rows"]))
     for run, why in failed.items():

@@ -4,7 +4,10 @@ A run lies in FOLDER/NAME_seedS_stepsN. One that is finished is not trained agai
 stopped goes on.
 """
 
+import argparse
+from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
 import contextlib
@@ -20,12 +23,15 @@ import threading
 
 from etils import epath
 
+from experiments import record
 from experiments.studies import code as code_lib
 from experiments.studies import grid
+from experiments.studies.grid import Kept
 from experiments.studies.grid import Run
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import provenance
+from kvjax.foundation import runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
@@ -59,6 +65,57 @@ def figures(run: Run, folder: pathlib.Path) -> dict:
         tokens_per_second=rate,
         seconds=tokens / rate if rate else None,
     )
+
+
+def add_options(parser: command_line.Parser, runs: str) -> None:
+    """--processes, --mix and --fresh.
+
+    Args:
+      runs: where the runs go if nothing else is said.
+    """
+    add, cores = parser.add_argument, os.cpu_count()
+    add("--runs", default=runs, help=f"where the runs go ({runs})")
+    text = f"runs side by side, each on its share of the cores ({cores})"
+    add("--processes", type=int, default=cores, help=text)
+    add("--mix", action="store_true", help="take runs that other code trained as they are")
+    add("--fresh", action="store_true", help="begin a new result, with the runs in --runs")
+
+
+def check_runs(runs: str) -> pathlib.Path:
+    """The folder of --runs, made; a UserError for one that is none or not local."""
+    if not runs:
+        raise UserError("--runs= is empty: give a folder, as runs/studies")
+    if "://" in runs:
+        raise UserError(f"--runs = {runs!r}: must be a local folder")
+    folder = pathlib.Path(runtime.folder("--runs", runs))
+    record.check_folder("--runs", folder)
+    return folder
+
+
+def train_missing(
+    runs: Sequence[Run],
+    kept: Kept,
+    options: argparse.Namespace,
+    after: Callable[[Mapping[str, str]], None],
+) -> dict[str, str]:
+    """Trains the runs that are not kept, and keeps them; by run why it failed.
+
+    Args:
+      options: those of `add_options`, with --runs as a path.
+      after: called after each run that is kept, with what has failed so far.
+    """
+    failed: dict[str, str] = {}
+    missing = [run for run in runs if not kept.of(run)]
+    how = dict(processes=options.processes, mix=options.mix)
+    with contextlib.closing(train(missing, options.runs, **how)) as ended:
+        for run, why in ended:
+            if why:
+                failed[run.name] = why
+                command_line.say(f"{run.name}: {why}")
+            else:
+                kept.keep(run, options.runs / run.name, **figures(run, options.runs))
+                after(failed)
+    return failed
 
 
 def _finished(run: Run, folder: pathlib.Path, *, mix: bool) -> tuple[bool, str]:

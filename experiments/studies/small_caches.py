@@ -13,8 +13,6 @@ with 95 % intervals (Student's t over seeds).
 import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
-import os
 import pathlib
 import statistics
 
@@ -39,7 +37,6 @@ from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.errors import UserError
 from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
 from kvjax.foundation.estimate import estimate
@@ -153,15 +150,11 @@ def _cells(r: dict) -> tuple:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
-    add, cores = parser.add_argument, os.cpu_count()
+    add = parser.add_argument
     add("--seeds", type=int, default=3, help="runs per mechanism (3)")
     add("--steps", type=int, default=STEPS, help=f"of 8,192 tokens ({STEPS}: 2.1M)")
     add("--mechanisms", default=",".join(EVERY), help=f"tiny configs ({','.join(EVERY)})")
-    add("--runs", default=f"runs/{NAME}", help=f"where the runs go (runs/{NAME})")
-    text = f"runs side by side, each on its share of the cores ({cores})"
-    add("--processes", type=int, default=cores, help=text)
-    add("--mix", action="store_true", help="take runs that other code trained as they are")
-    add("--fresh", action="store_true", help="begin a new result, with the runs in --runs")
+    side_by_side.add_options(parser, f"runs/{NAME}")
     add("--decode", action="store_true", help="measure decoding too, of runs that lie in --runs")
     add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
     parser.add_output()
@@ -169,12 +162,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.mechanisms = lists.names("--mechanisms", options.mechanisms, EVERY)
     for key in ("seeds", "steps", "processes"):
         at_least(f"--{key}", getattr(options, key), 1)
-    if not options.runs:
-        raise UserError("--runs= is empty: give a folder, as runs/small_caches")
-    if "://" in options.runs:
-        raise UserError(f"--runs = {options.runs!r}: must be a local folder")
-    options.runs = pathlib.Path(runtime.folder("--runs", options.runs))
-    record.check_folder("--runs", options.runs)
+    options.runs = side_by_side.check_runs(options.runs)
     record.check(options.save)
     return options
 
@@ -186,18 +174,12 @@ def main(arguments: Sequence[str]) -> int:
     out, file = Output(options), record.RESULTS / f"{NAME}.json"
     runs = runs_of(options.mechanisms, options.seeds, options.steps)
     kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh)
-    missing = [run for run in runs if not kept.of(run)]
-    failed = {}
-    how = dict(processes=options.processes, mix=options.mix)
-    with contextlib.closing(side_by_side.train(missing, options.runs, **how)) as ended:
-        for run, why in ended:
-            if why:
-                failed[run.name] = why
-                command_line.say(f"{run.name}: {why}")
-                continue
-            kept.keep(run, options.runs / run.name, **side_by_side.figures(run, options.runs))
-            if options.save:
-                record.keep(NAME, _result(options.steps, kept, failed))
+
+    def save(failed: Mapping[str, str]) -> None:
+        if options.save:
+            record.keep(NAME, _result(options.steps, kept, failed))
+
+    failed = side_by_side.train_missing(runs, kept, options, save)
     if options.decode:
         _decode(runs, kept, options.runs)
     result = _result(options.steps, kept, failed)
