@@ -167,14 +167,7 @@ class AtScale:
     kind: str = "v5p"
 
     def judge(self) -> Found:
-        said = f"would take {self.settled_by()}"
-        if self.seen is not None:
-            try:
-                found = self.seen.judge()
-                said = f"at demo size {found.verdict}: {found.ours}; {said}"
-            except NoResultError:
-                said = f"at demo size {MISSING}; {said}"
-        return Found(FAR, said)
+        return Found(FAR, _seen(self.seen, "at demo size") + f"would take {self.settled_by()}")
 
     def settled_by(self) -> str:
         flops = training_flops(self.config) * self.tokens * self.models
@@ -195,14 +188,31 @@ def training_flops(config: str) -> int:
     return formulas.training_flops_per_token(experiment.model, experiment.data.sequence_length)
 
 
+def _seen(rule: Rule | None, where: str) -> str:
+    """What the same question finds in what could be trained here."""
+    if rule is None:
+        return ""
+    try:
+        found = rule.judge()
+    except NoResultError:
+        return f"{where} {MISSING}; "
+    return f"{where} {found.verdict}: {found.ours}; "
+
+
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """Of models or data that are not at hand."""
+    """Of models or data that are not at hand.
+
+    Attributes:
+      seen: what the same question finds `where`, if it was asked.
+    """
 
     needs: str
+    seen: Rule | None = None
+    where: str = ""
 
     def judge(self) -> Found:
-        return Found(FAR, f"needs {self.needs}")
+        return Found(FAR, _seen(self.seen, self.where) + f"needs {self.needs}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,12 +23,14 @@ from kvjax.foundation import provenance
 from kvjax.foundation.checkout import EXPERIMENTS
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.output import Output
 
-# What decides what a small model learns, beside the study itself.
+# What decides what a small model learns, beside the study itself and its task.
 _DECIDES = (
     *(PACKAGE / name for name in ("attention", "layers", "model", "kernels/softmax_attention")),
-    EXPERIMENTS / "tasks",
+    EXPERIMENTS / "tasks" / "learner.py",
 )
 
 
@@ -65,6 +67,43 @@ def add_options(parser: command_line.Parser, name: str, seeds: int) -> None:
 def check(options: argparse.Namespace) -> None:
     at_least("--seeds", options.seeds, 1)
     record.check(options.save)
+
+
+def load[T](load: Callable[[pathlib.Path], T], option: str, text: str) -> T:
+    """What a local file or folder holds; a UserError that names the option if it cannot be read."""
+    try:
+        return load(pathlib.Path(text).expanduser())
+    except (OSError, RuntimeError, ValueError) as error:  # data errors are among them
+        raise UserError(f"{option}={text}: {first_line(error)}") from error
+
+
+def study(
+    name: str,
+    cells: Sequence[Cell],
+    options: argparse.Namespace,
+    told: Callable[[Kept], dict],
+    places: Sequence[pathlib.Path],
+) -> dict:
+    """Trains what is missing; the result: what is `told`, seconds of all runs, failures, the runs.
+
+    Args:
+      told: what follows from the runs, as rows of a table.
+      places: files that decide numbers: the study, its task.
+    """
+
+    def result(kept: Kept, failed: Mapping[str, str]) -> dict:
+        seconds = sum(run["seconds"] for runs in kept.runs.values() for run in runs.values())
+        return told(kept) | dict(seconds=seconds, failed=dict(failed)) | kept.as_json()
+
+    return result(*train(name, cells, options, result, places=places))
+
+
+def end(name: str, found: dict, out: Output, *, save: bool) -> int:
+    """Says what failed, and records the result; the exit status: 1 if a run failed."""
+    for run, why in found["failed"].items():
+        out.say(f"- left out: {run}, {why}")
+    record.record(name, found, out, save=save)
+    return 1 if found["failed"] else 0
 
 
 def train(

@@ -20,14 +20,13 @@ import statistics
 import jax
 import jax.numpy as jnp
 
-from experiments import record
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
+from experiments.tasks import encoders
 from experiments.tasks import learner
 from experiments.tasks import sequences
 from experiments.tasks.learner import Learner
-from kvjax.attention import GroupedConfig
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import runtime
@@ -40,18 +39,6 @@ from kvjax.model.labeller import Labeller
 from kvjax.model.transformer import Compute
 
 NAME = "sequence_tasks"
-VARIANTS = {  # by name: what is tied, and channels of the "+"
-    "qkv": ("none", 0),
-    "qk_tied": ("qk", 0),
-    "qk_tied_plus": ("qk", 10),
-    "kv_tied": ("kv", 0),
-    "qkv_tied": ("qkv", 0),
-    "qkv_tied_plus": ("qkv", 10),
-}
-CALLED = dict(
-    **dict(qkv="QKV", qk_tied="Q=K-V", qk_tied_plus="(Q=K-V)+"),
-    **dict(kv_tied="Q-K=V", qkv_tied="Q=K=V", qkv_tied_plus="(Q=K=V)+"),
-)
 # Projection sharing, Table 2, by variant in the order of `sequences.TASKS`. Sub and copy are 1.
 PUBLISHED = {
     "qkv": (0.698, 0.971, 1.0, 0.588, 1.0),
@@ -69,14 +56,10 @@ _TEST_SEED = 10**6  # of rows that are never trained on
 
 
 def transformer(variant: str, width: int, layers: int, heads: int) -> TransformerConfig:
-    tie, channels = VARIANTS[variant]
-    dims = dict(key_dim=width // heads, value_dim=width // heads, qk_norm="none", bias=True)
-    counts = dict(num_heads=heads, num_kv_heads=heads, num_bases=heads, rank=0)
-    mechanism = GroupedConfig(**counts, **dims, tie=tie, position_channels=channels)
-    how = dict(norm_after=True, positions="sinusoidal", activation="relu", causal=False)
-    block = learner.classic_block(layers, width, 2 * width, **how)
-    mechanisms = (mechanism,) * layers
-    return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=sequences.NUMBERS)
+    """As the course has it: blocks end in a LayerNorm, and an MLP of ReLU is twice as wide."""
+    how = dict(norm_after=True, positions="sinusoidal", activation="relu", mlp_dim=2 * width)
+    shape = (width, layers, heads)
+    return encoders.transformer(variant, 10, *shape, labels=sequences.NUMBERS, **how)
 
 
 @functools.cache
@@ -114,14 +97,12 @@ def train(task: str, variant: str, shape: Sequence[int], length: int, seed: int)
 def cell(task: str, variant: str, width: int, layers: int, heads: int, length: int) -> Cell:
     asked = dict(task=task, variant=variant, width=width, layers=layers, heads=heads, length=length)
     shape = (width, layers, heads)
-    weights = layers * (4 * width**2 + 2 * 2 * width**2)
-    products = layers * 2 * length * width
     tokens = RECIPE.steps * BATCH * length
     return Cell(
         name=f"{task}/{variant}/d{width}_l{layers}_h{heads}_t{length}",
         asked=asked,
         train=functools.partial(train, task, variant, shape, length),
-        flops=6 * tokens * (weights + products),
+        flops=encoders.flops(tokens, length, width, layers, 2 * width),
     )
 
 
@@ -154,14 +135,15 @@ def _cells(row: Mapping) -> tuple:
         ours = Estimate(now["right"], now["half_interval"]).shown(".3f")
         return f"{ours} ({row['published'][task]:.3f})"
 
-    return CALLED[row["variant"]], *map(shown, sequences.TASKS)
+    return encoders.CALLED[row["variant"]], *map(shown, sequences.TASKS)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add, every = parser.add_argument, ",".join
     add("--tasks", default=every(sequences.TASKS), help=f"of {', '.join(sequences.TASKS)} (all)")
-    add("--variants", default=every(VARIANTS), help=f"of {', '.join(VARIANTS)} (all)")
+    known = ", ".join(encoders.VARIANTS)
+    add("--variants", default=every(encoders.VARIANTS), help=f"of {known} (all)")
     add("--widths", default="32,64", help="d of the models (32,64)")
     add("--layers", default="2", help="blocks (2)")
     add("--heads", default="2", help="heads (2)")
@@ -169,13 +151,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     in_process.add_options(parser, NAME, seeds=3)
     options = parser.parse(arguments)
     options.tasks = lists.names("--tasks", options.tasks, sequences.TASKS)
-    options.variants = lists.names("--variants", options.variants, VARIANTS)
+    options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
     for key in ("widths", "layers", "heads", "lengths"):
         setattr(options, key, lists.integers(f"--{key}", getattr(options, key)))
-    for width in options.widths:
-        for heads in options.heads:
-            if width % heads:
-                raise UserError(f"--heads: {heads} must divide --widths {width}")
+    encoders.check_heads(options.widths, options.heads)
     if "swap" in options.tasks and any(length % 2 for length in options.lengths):
         raise UserError("--lengths: must be even for swap, which exchanges halves")
     in_process.check(options)
@@ -196,21 +175,15 @@ def main(arguments: Sequence[str]) -> int:
         for variant in options.variants
     ]
 
-    def result(kept: Kept, failed: Mapping[str, str]) -> dict:
+    def told(kept: Kept) -> dict:
         asked = {key: getattr(options, key) for key in ("widths", "layers", "heads", "lengths")}
-        seconds = sum(run["seconds"] for runs in kept.runs.values() for run in runs.values())
-        told = dict(grid=asked, rows=rows(cells, kept), seconds=seconds, failed=dict(failed))
-        return told | kept.as_json()
+        return dict(grid=asked, rows=rows(cells, kept))
 
-    places = [pathlib.Path(__file__)]
-    kept, failed = in_process.train(NAME, cells, options, result, places=places)
-    found, out = result(kept, failed), Output(options)
+    places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, sequences.__file__))]
+    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
     out.table(("variant", *sequences.TASKS), map(_cells, found["rows"]))
     out.say("\nThe share of positions that are right; in brackets Table 2, a mean over its grid.")
-    for name, why in failed.items():
-        out.say(f"- left out: {name}, {why}")
-    record.record(NAME, found, out, save=options.save)
-    return 1 if failed else 0
+    return in_process.end(NAME, found, out, save=options.save)
 
 
 if __name__ == "__main__":

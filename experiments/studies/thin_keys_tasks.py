@@ -21,7 +21,6 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import record
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
@@ -101,7 +100,7 @@ def transformer(task: Task, channels: int) -> TransformerConfig:
     dims = dict(key_dim=channels // HEADS, value_dim=WIDTH // HEADS)
     mechanism = GroupedConfig(**counts, **dims, qk_norm="none", bias=True)
     how = dict(positions="learned", activation="gelu_exact", max_positions=task.length)
-    block = learner.classic_block(task.layers, WIDTH, MLP, **how)
+    block = learner.classic_block(task.layers, WIDTH, mlp_dim=MLP, **how)
     mechanisms = (mechanism,) * task.layers
     return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=task.words)
 
@@ -229,20 +228,17 @@ def main(arguments: Sequence[str]) -> int:
     runtime.start()
     cells = [cell(name, channels) for name in options.tasks for channels in options.channels]
 
-    def result(kept: Kept, failed: Mapping[str, str]) -> dict:
-        seconds = sum(run["seconds"] for runs in kept.runs.values() for run in runs.values())
-        every = [cell(name, channels) for name in TASKS for channels in CHANNELS]
-        told = dict(rows=rows(every, kept), seconds=seconds, failed=dict(failed))
-        return told | kept.as_json()
+    def told(kept: Kept) -> dict:
+        return dict(
+            rows=rows([cell(name, channels) for name in TASKS for channels in CHANNELS], kept)
+        )
 
-    places = [pathlib.Path(__file__)]
-    kept, failed = in_process.train(NAME, cells, options, result, places=places)
-    found, out = result(kept, failed), Output(options)
-    out.table(_HEADER, map(_cells, rows(cells, kept)))
-    for name, why in failed.items():
-        out.say(f"- left out: {name}, {why}")
-    record.record(NAME, found, out, save=options.save)
-    return 1 if failed else 0
+    places = [pathlib.Path(__file__), pathlib.Path(sequences.__file__)]
+    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
+    asked = {cell.name for cell in cells}
+    shown = [row for row in found["rows"] if f"{row['task']}/d{row['channels']}" in asked]
+    out.table(_HEADER, map(_cells, shown))
+    return in_process.end(NAME, found, out, save=options.save)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Recipe:
 _FIXED = dict(norm_gain=True, norm_bias=True, norm_epsilon=1e-5, embedding_norm=False, bias=True)
 
 
-def classic_block(num_layers: int, d_model: int, mlp_dim: int, **keys) -> BlockConfig:
+def classic_block(num_layers: int, d_model: int, *, mlp_dim: int, **keys) -> BlockConfig:
     """Blocks as other authors' small models have them: LayerNorm and biases, nothing capped."""
     fixed = _FIXED | dict(norm="layer", logit_softcap=0.0, zero_outputs=False)
     shape = dict(num_layers=num_layers, d_model=d_model, mlp_dim=mlp_dim)

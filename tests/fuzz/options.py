@@ -47,6 +47,7 @@ _STARTS_WORK = {
         frozenset((LONG, "../x", "a\x01b", SNOWMAN, FOLDER, MISSING, "x")),
     ),
     "experiments.benchmarks.train_benchmark set": {""},
+    "experiments.studies.set_anomaly features": {""},
     "kvjax.data.prepare source": {FILE},
 }
 _SAID_AS = {"runs": "--workdir", "set": "--config"}  # keys of these, to the module below

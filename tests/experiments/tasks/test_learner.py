@@ -10,6 +10,7 @@ import pytest
 
 from experiments.studies import sequence_tasks
 from experiments.studies import thin_keys_tasks
+from experiments.tasks import encoders
 from experiments.tasks import learner
 from experiments.tasks import sequences
 from kvjax.model.labeller import Labeller
@@ -80,7 +81,7 @@ def test_evaluations_come_at_their_steps_and_may_end_it():
     assert _small(7).train(0, _batches(), lambda now: now.steps >= 20, every=10).steps == 20
 
 
-@pytest.mark.parametrize("variant", sequence_tasks.VARIANTS)
+@pytest.mark.parametrize("variant", encoders.VARIANTS)
 def test_encoders_of_projection_sharing(variant):
     """What is tied is not there twice; what a position says depends on all others."""
     config = sequence_tasks.transformer(variant, 16, 2, 2)
@@ -91,7 +92,7 @@ def test_encoders_of_projection_sharing(variant):
     changed = model(x.at[0, 7].set(0))
     assert np.all(np.abs(z - changed).max(axis=-1) > 1e-6)
     names = set(vars(model.segments[0].attention.mechanism))
-    tie, channels = sequence_tasks.VARIANTS[variant]
+    tie, channels = encoders.VARIANTS[variant]
     assert ("query" in names) == (tie in ("none", "kv"))
     assert ("base_value" in names) == (tie in ("none", "qk"))
     assert ("position_map" in names) == (channels > 0)

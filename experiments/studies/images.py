@@ -1,0 +1,301 @@
+"""Projection sharing's images (section 3.2): a row of its Table 3 from local files.
+
+    python -m experiments.studies.images --set=fashion_mnist --folder=FOLDER [--seeds=3] [--save]
+    python -m experiments.studies.images --set=mnist --folder=FOLDER --patches=4,7 \\
+        --widths=64,256,512 --layers=2,4 --heads=2,4 --rates=0.001,0.0001   # its whole grid
+
+Vision Transformers that are trained from nothing, on squares of an image's pixels with a learned
+vector for the whole in front. Paper: Adam, rates that fall to a tenth twice (at which epochs is not
+said: after half and three quarters of them), 20 epochs of MNIST and Fashion-MNIST, 40 of CIFAR-10,
+50 of CIFAR-100. A seed draws initial weights and order, the same for all variants. Prints the share
+of test images that are right after the last epoch, means over cells with 95 % intervals over seeds.
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import pathlib
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.studies import in_process
+from experiments.studies.in_process import Cell
+from experiments.studies.kept import Kept
+from experiments.tasks import encoders
+from experiments.tasks import images as images_lib
+from experiments.tasks import learner
+from experiments.tasks.images import Images
+from experiments.tasks.learner import Learner
+from kvjax.foundation import command_line
+from kvjax.foundation import errors
+from kvjax.foundation import lists
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import estimate
+from kvjax.foundation.output import Output
+from kvjax.model.config import TransformerConfig
+from kvjax.model.labeller import Labeller
+from kvjax.model.transformer import Compute
+
+FOLDER = "images"  # of results
+BATCH = 128
+CHANNELS = 50  # of the map that a "+" adds
+# Projection sharing, Table 3, in the order of `encoders.VARIANTS`.
+PUBLISHED = {
+    "mnist": (0.981, 0.981, 0.982, 0.976, 0.978, 0.977),
+    "fashion_mnist": (0.887, 0.885, 0.884, 0.883, 0.877, 0.875),
+    "cifar10": (0.663, 0.666, 0.662, 0.659, 0.672, 0.669),
+    "cifar100": (0.363, 0.369, 0.366, 0.358, 0.376, 0.364),
+    "tiny_imagenet": (0.229, 0.236, None, 0.234, 0.266, None),
+}
+EPOCHS = dict(mnist=20, fashion_mnist=20, cifar10=40, cifar100=50, tiny_imagenet=100)
+# TinyImageNet has one model: images of 64 are enlarged to 224 pixels. Its epochs are not given.
+_GRID = dict(patches="7", widths="64", layers="2", heads="2", rates="0.001")
+_VIT = dict(patches="16", widths="768", layers="12", heads="12", rates="0.001")
+_DEFAULTS = dict.fromkeys(EPOCHS, _GRID) | dict(tiny_imagenet=_VIT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """What a set's models have in common.
+
+    Attributes:
+      mlp_times: how much wider than the model its MLP is. The paper says it of TinyImageNet alone.
+      side: pixels that images are enlarged to; 0: as they are.
+    """
+
+    mlp_times: int = 2
+    side: int = 0
+    dropout: float = 0.0
+
+
+_FIXED = dict.fromkeys(EPOCHS, Fixed()) | dict(tiny_imagenet=Fixed(4, 224, 0.1))
+
+
+def squares(x_BYXC: jax.Array, size: int) -> jax.Array:
+    """Squares [B, T, size² C] of images, by rows; what is over at the edges is cut off."""
+    B, Y, X, C = x_BYXC.shape
+    rows, columns = Y // size, X // size
+    top, left = (Y - rows * size) // 2, (X - columns * size) // 2
+    x_BYXC = x_BYXC[:, top : top + rows * size, left : left + columns * size]
+    x = x_BYXC.reshape(B, rows, size, columns, size, C)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, rows * columns, size * size * C)
+
+
+def transformer(
+    variant: str, shape: Sequence[int], squares: int, classes: int, fixed: Fixed
+) -> TransformerConfig:
+    """
+    Args:
+      shape: width, layers, heads.
+      squares: of an image; a vector for the whole stands before them.
+    """
+    width, layers, heads = shape
+    how = dict(positions="learned", activation="gelu_exact", max_positions=squares + 1)
+    how |= dict(mlp_dim=fixed.mlp_times * width, dropout=fixed.dropout)
+    return encoders.transformer(variant, CHANNELS, width, layers, heads, labels=classes, **how)
+
+
+class Trainer:
+    """Trains on one set of images, and tests."""
+
+    def __init__(self, name: str, images: Images, epochs: int):
+        self.images, self.epochs, self.fixed = images, epochs, _FIXED[name]
+        known, side = images_lib.SETS[name], self.fixed.side
+        self.classes, self.channels = known.classes, known.channels
+        self.side, self._enlarged = side or known.side, bool(side)
+        x = images.train[0]
+        axes = (0, 1, 2)
+        self._mean, self._std = (f(x, axis=axes, keepdims=True) / 255 for f in (np.mean, np.std))
+        self.steps = len(x) // BATCH * epochs
+        self._learner = functools.cache(self._learner_of)  # compiled once for all seeds
+
+    def _features(self, x_BYXC: jax.Array, size: int) -> jax.Array:
+        x = (x_BYXC.astype(jnp.float32) / 255 - self._mean) / self._std
+        if self._enlarged:
+            x = jax.image.resize(x, (len(x), self.side, self.side, x.shape[-1]), "bilinear")
+        return squares(x, size)
+
+    def _learner_of(self, variant: str, shape: tuple[int, ...], size: int, rate: float) -> Learner:
+        count = (self.side // size) ** 2
+        config = transformer(variant, shape, count, self.classes, self.fixed)
+        features = size * size * self.channels
+        compute = Compute(unroll=True)
+
+        def logits(model, batch, key=None):
+            return model(self._features(batch["x"], size), compute=compute, dropout=key)
+
+        return Learner(
+            lambda key: Labeller(config, key, features=features, head="linear", whole=True),
+            learner.Recipe(steps=self.steps, learning_rate=rate, decay="steps"),
+            lambda model, batch, key: jnp.mean(learner.nats(logits(model, batch, key), batch["y"])),
+            lambda model, batch: (
+                jnp.argmax(logits(model, batch), axis=-1) == batch["y"],
+                jnp.ones(batch["y"].shape),
+            ),
+            drops=self.fixed.dropout > 0,
+        )
+
+    def train(
+        self, variant: str, shape: tuple[int, ...], size: int, rate: float, seed: int
+    ) -> dict:
+        """The share of test images that are right."""
+        model = self._learner(variant, shape, size, rate)
+        pack = lambda part: dict(zip("xy", part, strict=True))
+        batches = learner.in_order(pack(self.images.train), BATCH, self.epochs, seed)
+        found = model.train(seed, batches)
+        right = model.accuracy(found, learner.split(pack(self.images.test), 500))
+        return dict(right=right, loss=found.loss)
+
+
+def cell(
+    name: str, trainer: Trainer, variant: str, shape: tuple[int, ...], size: int, rate: float
+) -> Cell:
+    width, layers, heads = shape
+    asked = dict(set=name, files=dict(trainer.images.files), variant=variant, width=width)
+    asked |= dict(layers=layers, heads=heads, patch=size, rate=rate, epochs=trainer.epochs)
+    asked |= dataclasses.asdict(trainer.fixed)
+    length = (trainer.side // size) ** 2 + 1
+    tokens = trainer.steps * BATCH * length
+    return Cell(
+        name=f"{variant}/d{width}_l{layers}_h{heads}_p{size}_lr{rate:g}_e{trainer.epochs}",
+        asked=asked,
+        train=functools.partial(trainer.train, variant, shape, size, rate),
+        flops=encoders.flops(tokens, length, width, layers, trainer.fixed.mlp_times * width),
+    )
+
+
+def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
+    """A row of each variant: the mean over cells, over seeds, and the difference from QKV."""
+    by_variant: dict[str, dict[int, float]] = {}
+    for variant in encoders.VARIANTS:
+        of = [kept.runs.get(c.name, {}) for c in cells if c.asked["variant"] == variant]
+        seeds = sorted(set.intersection(*map(set, of))) if of else []
+        if seeds:
+            mean = lambda seed, of=of: statistics.mean(cell[seed]["right"] for cell in of)
+            by_variant[variant] = {seed: mean(seed) for seed in seeds}
+    found = []
+    for variant, published in zip(encoders.VARIANTS, PUBLISHED[name], strict=True):
+        mine = by_variant.get(variant)
+        if mine is None:
+            continue
+        now = estimate(list(mine.values()))
+        off = difference(mine, by_variant.get("qkv", {})) if variant != "qkv" else None
+        found.append(
+            dict(
+                variant=variant,
+                seeds=len(mine),
+                right=now.mean,
+                right_half_interval=now.half,
+                published=published,
+                from_qkv=off and off.mean,
+                from_qkv_half_interval=off and off.half,
+            )
+        )
+    return found
+
+
+_HEADER = ("variant", "right, %", "table 3", "points from QKV")
+
+
+def _cells(r: Mapping) -> tuple:
+    points = lambda mean, half, form: Estimate(100 * mean, half and 100 * half).shown(form)
+    published = "-" if r["published"] is None else f"{100 * r['published']:.1f}"
+    off = "-"
+    if r["from_qkv"] is not None:
+        off = points(r["from_qkv"], r["from_qkv_half_interval"], "+.2f")
+    right = points(r["right"], r["right_half_interval"], ".2f")
+    return encoders.CALLED[r["variant"]], right, published, off
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(map(float, text.split(",")))
+    except ValueError:
+        found = (0.0,)
+    if not all(0 < rate < 1 for rate in found):
+        raise UserError(f"--rates={text}: must be numbers between 0 and 1, as in 0.001,0.0001")
+    return found
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    known = ", ".join(encoders.VARIANTS)
+    add("--set", default="", help=f"one of {', '.join(EPOCHS)}")
+    add("--folder", default="", help="where its files are")
+    add("--variants", default=",".join(encoders.VARIANTS), help=f"of {known} (all)")
+    add("--patches", default="", help="pixels of a square's side (7)")
+    add("--widths", default="", help="d of the models (64)")
+    add("--layers", default="", help="blocks (2)")
+    add("--heads", default="", help="heads (2)")
+    add("--rates", default="", help="learning rates (0.001)")
+    add("--epochs", type=int, default=0, help="passes over the set (the paper's)")
+    in_process.add_options(parser, f"{FOLDER}/SET", seeds=3)
+    options = parser.parse(arguments)
+    command_line.require(options, set=f"one of {', '.join(EPOCHS)}", folder="that of its files")
+    lists.one("--set", options.set, EPOCHS)
+    for key, value in _DEFAULTS[options.set].items():
+        setattr(options, key, getattr(options, key) or value)
+    options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
+    side = _FIXED[options.set].side or images_lib.SETS[options.set].side
+    for key in ("patches", "widths", "layers", "heads"):
+        setattr(options, key, lists.integers(f"--{key}", getattr(options, key)))
+    for size in options.patches:
+        if size > side:
+            raise UserError(f"--patches: {size} must be at most {side}, an image's side")
+    options.rates = _rates(options.rates)
+    at_least("--epochs", options.epochs, 0)
+    options.epochs = options.epochs or EPOCHS[options.set]
+    encoders.check_heads(options.widths, options.heads)
+    in_process.check(options)
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    options = _options(arguments)
+    runtime.start()
+    load = functools.partial(images_lib.load, options.set)
+    images = in_process.load(load, "--folder", options.folder)
+    if said := images_lib.other_counts(options.set, images):
+        errors.warn(said)
+    if len(images.train[1]) < BATCH:
+        raise UserError(
+            f"--folder={options.folder}: {len(images.train[1])} images to train on are no batch "
+            f"of {BATCH}"
+        )
+    trainer = Trainer(options.set, images, options.epochs)
+    cells = [
+        cell(options.set, trainer, variant, (width, layers, heads), size, rate)
+        for width in options.widths
+        for layers in options.layers
+        for heads in options.heads
+        for size in options.patches
+        for rate in options.rates
+        for variant in options.variants
+    ]
+    name = f"{FOLDER}/{options.set}"
+
+    def told(kept: Kept) -> dict:
+        keys = ("widths", "layers", "heads", "patches", "rates", "epochs")
+        grid = {key: getattr(options, key) for key in keys}
+        return dict(set=options.set, grid=grid, rows=rows(options.set, cells, kept))
+
+    places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, images_lib.__file__))]
+    found, out = in_process.study(name, cells, options, told, places), Output(options)
+    out.table(_HEADER, map(_cells, found["rows"]))
+    out.say("\nOf the test images; Table 3's figures are means over its grid of sizes and rates.")
+    return in_process.end(name, found, out, save=options.save)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

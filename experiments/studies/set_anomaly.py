@@ -1,0 +1,235 @@
+"""Projection sharing's set anomaly (section A.3): which of ten images is of another class.
+
+    python -m experiments.studies.set_anomaly [--seeds=3] [--save]        # features made up
+    python -m experiments.studies.set_anomaly --features=FILE.npz --widths=256,512 --layers=2,4 \\
+        --heads=2,4 --epochs=20                                           # the paper's grid
+
+Encoders without positions say of each image how odd it is. The course whose code this follows puts
+the odd one last in every set. Without positions nobody can tell; but the "+" variants add a map
+that depends on positions, and can read the answer off. So every variant is trained and tested with
+the place drawn, and with it last. Features of CIFAR-100 come from a file (`tasks.anomalies.load`);
+without one they are made up, class means and noise. Prints the share of test sets that are right,
+at the epoch that is best in validation, means over cells with 95 % intervals over seeds.
+"""
+
+import argparse
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+import pathlib
+import statistics
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.studies import in_process
+from experiments.studies.in_process import Cell
+from experiments.studies.kept import Kept
+from experiments.tasks import anomalies
+from experiments.tasks import encoders
+from experiments.tasks import learner
+from experiments.tasks.anomalies import Features
+from experiments.tasks.learner import Learner
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import estimate
+from kvjax.foundation.output import Output
+from kvjax.model.labeller import Labeller
+from kvjax.model.transformer import Compute
+
+NAME = "set_anomaly"
+BATCH, CHANNELS, DROPOUT = 64, 10, 0.1
+NOISE = 2.2  # of made-up features: where QKV is right about as often as the paper's
+# Projection sharing, Table 3, in the order of `encoders.VARIANTS`.
+PUBLISHED = dict(zip(encoders.VARIANTS, (0.942, 0.954, 0.966, 0.949, 0.933, 0.961), strict=True))
+
+
+class Trainer:
+    """Trains on one set of features, and tests."""
+
+    def __init__(self, features: Features, epochs: int):
+        self.features, self.epochs = features, epochs
+        self.steps_per_epoch = len(features.train[1]) // BATCH
+        self._learner = functools.cache(self._learner_of)  # compiled once for all seeds
+
+    def _learner_of(self, variant: str, shape: tuple[int, ...]) -> Learner:
+        how = dict(norm_after=True, positions="none", activation="relu", mlp_dim=2 * shape[0])
+        config = encoders.transformer(variant, CHANNELS, *shape, labels=1, dropout=DROPOUT, **how)
+        compute = Compute(unroll=True)
+        size = self.features.train[0].shape[1]
+
+        def logits(model, batch, key=None):
+            return model(batch["x"], compute=compute, dropout=key)[..., 0]
+
+        recipe = learner.Recipe(
+            steps=self.steps_per_epoch * self.epochs,
+            learning_rate=5e-4,
+            warm_up=100,
+            decay="cosine",
+            clip=2.0,
+        )
+        return Learner(
+            lambda key: Labeller(config, key, features=size, input_dropout=DROPOUT),
+            recipe,
+            lambda model, batch, key: jnp.mean(learner.nats(logits(model, batch, key), batch["y"])),
+            lambda model, batch: (
+                jnp.argmax(logits(model, batch), axis=-1) == batch["y"],
+                jnp.ones(batch["y"].shape),
+            ),
+            drops=True,
+        )
+
+    def train(self, variant: str, shape: tuple[int, ...], place: str, seed: int) -> dict:
+        """The share of test sets that are right; of validation too, by step."""
+        model, features = self._learner(variant, shape), self.features
+        fixed = lambda part: (
+            list(anomalies.batches(part, np.random.default_rng(42), place, size=500))
+            or list(anomalies.batches(part, np.random.default_rng(42), place, size=len(part[1])))
+        )
+        validation, test = fixed(features.validation), fixed(features.test)
+        curve: dict[int, float] = {}
+        best = dict(right=0.0, step=0)
+
+        def drawn() -> Iterator[dict[str, np.ndarray]]:
+            rng = np.random.default_rng(seed)
+            while True:
+                yield from anomalies.batches(features.train, rng, place, BATCH)
+
+        def evaluate(now: learner.Trained) -> None:
+            right = model.accuracy(now, validation)
+            if right > max(curve.values(), default=-1.0):
+                best.update(right=model.accuracy(now, test), step=now.steps)
+            curve[now.steps] = right
+
+        found = model.train(seed, drawn(), evaluate, self.steps_per_epoch)
+        return best | dict(validation=curve, loss=found.loss)
+
+
+def cell(trainer: Trainer, variant: str, shape: tuple[int, ...], place: str) -> Cell:
+    width, layers, heads = shape
+    asked = dict(features=trainer.features.digest, variant=variant, place=place, width=width)
+    asked |= dict(layers=layers, heads=heads, epochs=trainer.epochs, dropout=DROPOUT)
+    tokens = trainer.steps_per_epoch * trainer.epochs * BATCH * anomalies.SIZE
+    extra = 6.0 * tokens * trainer.features.train[0].shape[1] * width
+    return Cell(
+        name=f"{place}/{variant}/d{width}_l{layers}_h{heads}_e{trainer.epochs}",
+        asked=asked,
+        train=functools.partial(trainer.train, variant, shape, place),
+        flops=encoders.flops(tokens, anomalies.SIZE, width, layers, 2 * width) + extra,
+    )
+
+
+def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
+    """A row of each variant: by place the mean over cells, over seeds, and their difference."""
+
+    def of(variant: str, place: str) -> dict[int, float]:
+        asked = dict(variant=variant, place=place)
+        mine = [c for c in cells if all(c.asked[key] == x for key, x in asked.items())]
+        runs = [kept.runs.get(cell.name, {}) for cell in mine]
+        seeds = sorted(set.intersection(*map(set, runs))) if runs else []
+        return {seed: statistics.mean(run[seed]["right"] for run in runs) for seed in seeds}
+
+    found = []
+    for variant in encoders.VARIANTS:
+        by_place = {place: of(variant, place) for place in anomalies.PLACES}
+        told = {}
+        for place, runs in by_place.items():
+            if runs:
+                now = estimate(list(runs.values()))
+                told[place] = dict(right=now.mean, half_interval=now.half, seeds=len(runs))
+        if not told:
+            continue
+        moved = difference(by_place["drawn"], by_place["last"])
+        off = moved and dict(points=moved.mean, half_interval=moved.half)
+        found.append(
+            dict(variant=variant, places=told, drawn_less_last=off, published=PUBLISHED[variant])
+        )
+    return found
+
+
+_HEADER = ("variant", "place drawn, %", "always last, %", "points", "table 3")
+
+
+def _cells(r: Mapping) -> tuple:
+    points = lambda mean, half, form: Estimate(100 * mean, half and 100 * half).shown(form)
+
+    def shown(place: str) -> str:
+        now = r["places"].get(place)
+        return points(now["right"], now["half_interval"], ".2f") if now else "-"
+
+    moved = r["drawn_less_last"]
+    off = points(moved["points"], moved["half_interval"], "+.2f") if moved else "-"
+    published = f"{100 * r['published']:.1f}"
+    return encoders.CALLED[r["variant"]], shown("drawn"), shown("last"), off, published
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add, every = parser.add_argument, ",".join
+    variants, places = ", ".join(encoders.VARIANTS), ", ".join(anomalies.PLACES)
+    add("--features", default="", help="npz file; without it they are made up")
+    add("--noise", type=float, default=NOISE, help=f"of made-up features ({NOISE})")
+    add("--variants", default=every(encoders.VARIANTS), help=f"of {variants} (all)")
+    add("--places", default=every(anomalies.PLACES), help=f"of the anomaly: {places} (both)")
+    add("--widths", default="64", help="d of the models (64)")
+    add("--layers", default="2", help="blocks (2)")
+    add("--heads", default="2", help="heads (2)")
+    add("--epochs", type=int, default=4, help="each image is the anomaly so often (4)")
+    in_process.add_options(parser, NAME, seeds=3)
+    options = parser.parse(arguments)
+    options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
+    options.places = lists.names("--places", options.places, anomalies.PLACES)
+    for key in ("widths", "layers", "heads"):
+        setattr(options, key, lists.integers(f"--{key}", getattr(options, key)))
+    at_least("--epochs", options.epochs, 1)
+    if not 0 < options.noise < 1000:
+        raise UserError(f"--noise = {options.noise}: must lie between 0 and 1000")
+    if options.features and options.noise != NOISE:
+        raise UserError("--noise: is of made-up features; do without it, or without --features")
+    encoders.check_heads(options.widths, options.heads)
+    in_process.check(options)
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    options = _options(arguments)
+    runtime.start()
+    if options.features:
+        features = in_process.load(anomalies.load, "--features", options.features)
+    else:
+        features = anomalies.made_up(options.noise)
+    trainer = Trainer(features, options.epochs)
+    if not trainer.steps_per_epoch:
+        raise UserError(
+            f"--features={options.features}: {len(features.train[1])} images to train on, beside "
+            f"those held out, are no batch of {BATCH}"
+        )
+    cells = [
+        cell(trainer, variant, (width, layers, heads), place)
+        for width in options.widths
+        for layers in options.layers
+        for heads in options.heads
+        for place in options.places
+        for variant in options.variants
+    ]
+
+    def told(kept: Kept) -> dict:
+        grid = {key: getattr(options, key) for key in ("widths", "layers", "heads", "epochs")}
+        return dict(features=features.digest, grid=grid, rows=rows(cells, kept))
+
+    places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, anomalies.__file__))]
+    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
+    out.table(_HEADER, map(_cells, found["rows"]))
+    out.say("\nOf the test sets; Table 3's features are ResNet34's, and its anomaly is last.")
+    return in_process.end(NAME, found, out, save=options.save)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,144 @@
+"""Sets of images in which one is of another class (projection sharing, section A.3).
+
+Images are features of a frozen network, from a file; or made up, class means and noise.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import hashlib
+import pathlib
+import zipfile
+
+import numpy as np
+
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import MissingDataError
+
+SIZE = 10  # of a set
+PLACES = ("drawn", "last")
+Part = tuple[np.ndarray, np.ndarray]  # features [N, F] and classes [N]
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """Images to train on, to choose the epoch by, and to test on.
+
+    Attributes:
+      digest: of the file; of what was made up, how.
+    """
+
+    train: Part
+    validation: Part
+    test: Part
+    digest: str
+
+
+def made_up(noise: float, *, classes: int = 100, features: int = 512, each: int = 500) -> Features:
+    """Each class a point drawn from N(0, 1), its images the point and noise.
+
+    Args:
+      noise: standard deviation in each of the features.
+      each: images of a class to train on; a fifth of it to test on.
+    """
+    rng = np.random.default_rng(42)
+    means = rng.normal(size=(classes, features)).astype(np.float32)
+
+    def part(each: int) -> Part:
+        labels = np.repeat(np.arange(classes), each)
+        drawn = rng.normal(scale=noise, size=(len(labels), features)).astype(np.float32)
+        return means[labels] + drawn, labels
+
+    train, test = part(each), part(each // 5)
+    return Features(*held_out(train), test, f"made up: {classes} x {each} x {features}, {noise}")
+
+
+def load(file: pathlib.Path) -> Features:
+    """Features from an npz file: train [N, F], train_labels [N], test and test_labels.
+
+    Raises:
+      MissingDataError: there is no such file.
+      DataError: it is not of that form.
+    """
+    if not file.is_file():
+        raise MissingDataError(
+            f"{file} is missing: give an npz file of train [N, F], train_labels [N], test and "
+            "test_labels, features of images such as a ResNet34's"
+        )
+    try:
+        with np.load(file) as arrays:
+            found = dict(arrays)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(f"{file}: no npz file of arrays ({error})") from error
+
+    def part(name: str) -> Part:
+        x, y = (_array(file, found, key) for key in (name, f"{name}_labels"))
+        if x.ndim != 2 or x.dtype.kind != "f":
+            raise DataError(f"{file}: {name!r} must be real numbers [images, features]")
+        if not np.isfinite(x).all():
+            row = int(np.flatnonzero(~np.isfinite(x).all(axis=1))[0])
+            raise DataError(f"{file}: {name!r}, row {row}: has a number that is not finite")
+        if y.shape != x.shape[:1] or y.dtype.kind not in "iu":
+            raise DataError(
+                f"{file}: '{name}_labels' must be {len(x)} whole numbers, one for each row"
+            )
+        counts = np.unique(y, return_counts=True)
+        few = [c for c, n in zip(*counts, strict=True) if n < SIZE]
+        if len(counts[0]) < 2 or few:
+            why = f"class {few[0]} has fewer" if few else "there is one class"
+            raise DataError(f"{file}: {name!r} needs two classes of {SIZE} images or more: {why}")
+        return x.astype(np.float32), y
+
+    train, test = part("train"), part("test")
+    if train[0].shape[1] != test[0].shape[1]:
+        raise DataError(
+            f"{file}: {train[0].shape[1]} features to train on and {test[0].shape[1]} to test on"
+        )
+    return Features(*held_out(train), test, hashlib.sha256(file.read_bytes()).hexdigest())
+
+
+def _array(file: pathlib.Path, found: dict, key: str) -> np.ndarray:
+    if key not in found:
+        raise DataError(f"{file}: lacks {key!r}; it has {', '.join(found)}")
+    return found[key]
+
+
+def held_out(part: Part) -> tuple[Part, Part]:
+    """Nine tenths of each class, and a tenth: at least as many as a set has."""
+    x, y = part
+    rng = np.random.default_rng(42)
+    keep = np.zeros(len(y), bool)
+    for label in np.unique(y):
+        rows = rng.permutation(np.flatnonzero(y == label))
+        keep[rows[max(SIZE, len(rows) // 10) :]] = True
+    return (x[keep], y[keep]), (x[~keep], y[~keep])
+
+
+def sets(part: Part, rng: np.random.Generator, place: str) -> Iterator[tuple[np.ndarray, int]]:
+    """Rows of images of each set [10] and where the anomaly is; every image is it once.
+
+    The nine others are of one other class, drawn anew.
+
+    Args:
+      place: "drawn", or "last" as in the course's code.
+    """
+    labels = part[1]
+    of = {label: np.flatnonzero(labels == label) for label in np.unique(labels)}
+    classes = np.array(list(of))
+    for image in rng.permutation(len(labels)):
+        other = rng.choice(classes[classes != labels[image]])
+        few = rng.choice(of[other], SIZE - 1, replace=False)
+        at = SIZE - 1 if place == "last" else int(rng.integers(SIZE))
+        yield np.insert(few, at, image), at
+
+
+def batches(
+    part: Part, rng: np.random.Generator, place: str, size: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Features [B, 10, F] and places [B]; what is left of an epoch is dropped."""
+    rows, places = [], []
+    for row, at in sets(part, rng, place):
+        rows.append(row)
+        places.append(at)
+        if len(rows) == size:
+            yield dict(x=part[0][np.stack(rows)], y=np.asarray(places, np.int32))
+            rows, places = [], []

