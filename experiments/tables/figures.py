@@ -6,10 +6,9 @@
 The first is drawn from the tiny configs, to scale. The second shows
 experiments/results/tiny_comparison.json, which experiments/studies/tiny_comparison.py measures; the
 third, of all mechanisms, small_caches.json of experiments/studies/small_caches.py once it has every
-run.
+run. `study_figures` draws the other studies, in experiments/figures/studies.
 """
 
-import io
 import json
 import os
 import pathlib
@@ -17,12 +16,19 @@ import pathlib
 import jax.numpy as jnp
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
 from matplotlib.patches import Rectangle
 
 from experiments import record
 from experiments.studies.small_caches import EVERY
+from experiments.tables import cards
 from experiments.tables import parameter_table
+from experiments.tables import study_figures
+from experiments.tables.cards import FULL
+from experiments.tables.cards import GRAY
+from experiments.tables.cards import INK
+from experiments.tables.cards import LATENT
+from experiments.tables.cards import RESIDUAL
+from experiments.tables.cards import WEIGHT
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
@@ -37,39 +43,6 @@ NAMES = dict(
     mha="MHA", lrkv="LRKV", gqa="GQA", mla="MLA", mqa="MQA", mla_paper="MLA without RoPE key"
 )
 CACHED = ("mha", "gqa", "mqa", "lrkv", "mla")  # rows of the first picture
-INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"
-FULL, RESIDUAL, LATENT, WEIGHT = "#4c78a8", "#f58518", "#54a24b", "#d8dce1"
-STYLE = {
-    "svg.fonttype": "path",  # the same everywhere: no fonts are looked up
-    "svg.hashsalt": "kvjax",  # the same bytes every time
-    "font.size": 10,
-    "text.color": INK,
-}
-
-
-def svg(figure: Figure) -> str:
-    """A figure as SVG text, the same for the same figure: no date, no version."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata=dict(Date=None, Creator=None), transparent=True)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
-
-
-def _card(width: float, height: float) -> Figure:
-    """An empty figure on a white card of its own, so that it reads on light and dark pages."""
-    figure = Figure(figsize=(width, height))
-    shape = FancyBboxPatch(
-        (0.006, 0.006 * width / height),
-        0.988,
-        1 - 0.012 * width / height,
-        boxstyle=f"round,pad=0,rounding_size={0.012}",
-        mutation_aspect=width / height,
-        transform=figure.transFigure,
-        facecolor="white",
-        edgecolor=LINE,
-        zorder=-10,
-    )
-    figure.add_artist(shape)
-    return figure
 
 
 # -- the idea --------------------------------------------------------------------------------------
@@ -77,7 +50,7 @@ def _card(width: float, height: float) -> Figure:
 
 def idea() -> Figure:
     """How LRKV makes a head's key, and what five mechanisms cache of a token."""
-    figure = _card(9.6, 5.85)
+    figure = cards.card(9.6, 5.85)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, 960), ylim=(585, 0))
     axes.set_axis_off()
@@ -183,7 +156,7 @@ def _bytes(name: str) -> int:
 def results(comparison: dict) -> Figure:
     """Bits per byte against cache bytes per token: means, 95 % intervals, and every seed."""
     rows, seeds = comparison["rows"], comparison["seeds"]
-    figure = _card(9.6, 5.0)
+    figure = cards.card(9.6, 5.0)
     axes = figure.add_axes((0.085, 0.125, 0.885, 0.71))
     for row in rows:
         x, y, half = row["cache_bytes"], row["bpb_mean"], row["bpb_half_interval"]
@@ -217,12 +190,7 @@ def _quality_against_cache(axes) -> None:
     axes.set_xlabel("cache bytes per token, all layers, bfloat16", color=GRAY)
     axes.set_ylabel("held-out bits per byte (lower is better)", color=GRAY)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.tick_params(colors=GRAY)
-    axes.grid(color=LINE, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set_facecolor("none")
-    for name, spine in axes.spines.items():
-        spine.set(visible=name in ("left", "bottom"), color=LINE)
+    cards.plain_axes(axes)
 
 
 # -- all mechanisms --------------------------------------------------------------------------------
@@ -231,7 +199,7 @@ def _quality_against_cache(axes) -> None:
 def small_caches(found: dict) -> Figure:
     """Bits per byte against cache bytes of all mechanisms: points have numbers, best first."""
     rows = sorted(found["rows"], key=lambda row: row["bpb"])
-    figure = _card(9.6, 6.4)
+    figure = cards.card(9.6, 6.4)
     axes = figure.add_axes((0.085, 0.105, 0.55, 0.76))
     for number, row in enumerate(rows, 1):
         x, y, color = row["cache_bytes"], row["bpb"], _color(row["mechanism"])
@@ -280,10 +248,14 @@ def figures() -> dict[pathlib.Path, str]:
         )
     every = RESULTS / "small_caches.json"
     compared = json.loads(every.read_text()) if every.exists() else {}
-    with matplotlib.rc_context(STYLE):
-        drawn = dict(idea=svg(idea()), results=svg(results(json.loads(file.read_text()))))
+    with matplotlib.rc_context(cards.STYLE):
+        drawn = dict(
+            idea=cards.svg(idea()), results=cards.svg(results(json.loads(file.read_text())))
+        )
         if _is_whole(compared):
-            drawn["small_caches"] = svg(small_caches(compared))
+            drawn["small_caches"] = cards.svg(small_caches(compared))
+        studies = study_figures.figures(RESULTS)
+        drawn |= {f"studies/{name}": cards.svg(figure) for name, figure in studies.items()}
     return {FOLDER / f"{name}.svg": text for name, text in drawn.items()}
 
 
@@ -306,6 +278,7 @@ def main(arguments: list[str]) -> int:
     changed = [path for path, text in texts.items() if text != there[path]]
     for path in changed:
         if not options.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(texts[path])
         print(f"{'would change' if options.check else 'written'}: {os.path.relpath(path, ROOT)}")
     if not changed:

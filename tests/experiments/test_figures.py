@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from experiments.tables import cards
 from experiments.tables import figures
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import RESULTS
@@ -13,7 +14,7 @@ from kvjax.foundation.checkout import RESULTS
 def test_boxes_are_the_cache_entry(name, channels):
     boxes = figures.boxes(name)
     assert sum(width for *_, width in boxes) == channels
-    residuals = [width for color, _, width in boxes if color == figures.RESIDUAL]
+    residuals = [width for color, _, width in boxes if color == cards.RESIDUAL]
     assert residuals == ([16] * 8 if name == "lrkv" else [])
 
 
@@ -62,7 +63,7 @@ def test_all_mechanisms_are_points_with_numbers_best_first():
     points = [line for line in axes.lines if line.get_marker() == "o"]
     assert [point.get_ydata()[0] for point in points] == [1.8, 1.85, 1.9]
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3"]
-    colors = [figures.RESIDUAL, figures.LATENT, figures.FULL]
+    colors = [cards.RESIDUAL, cards.LATENT, cards.FULL]
     assert [point.get_color() for point in points] == colors
     xs = [point.get_xdata()[0] for point in points]
     assert xs[2] == 2048 and xs[0] < 1600 < xs[1]
