@@ -170,6 +170,23 @@ def _forms_said() -> str:
     return "in float64 the forms differ by less than 1e-10; the state is S and one vector a head"
 
 
+def _learned(task: str, first: str, second: str):
+    """First less second in points, seed by seed, of `experiments.studies.linear_attention`."""
+
+    def of() -> tuple[Estimate, int]:
+        runs = verdicts.read("linear_attention")["runs"]
+        by_seed = lambda kind: {
+            seed: 100 * run["figure"] for seed, run in runs.get(f"{task}/{kind}", {}).items()
+        }
+        one, other = by_seed(first), by_seed(second)
+        found = difference(one, other)
+        if found is None:
+            raise NoResultError(task)
+        return found, len(one.keys() & other.keys())
+
+    return of
+
+
 def _rngs():
     from flax import nnx
 
@@ -429,5 +446,23 @@ CLAIMS = (
         "",
         Cases(_forms, _forms_said),
         "pytest tests/attention/test_linear.py tests/model/test_recurrent.py",
+    ),
+    Claim(
+        "section A.1",
+        "it is limited where information must be routed sharply: retrieval, below softmax",
+        "",
+        Differs(
+            _learned("retrieval", "linear_tied", "softmax"), -1, "+.1f", "points, 4 layers of 64"
+        ),
+        "python -m experiments.studies.linear_attention --save",
+    ),
+    Claim(
+        "section A.1",
+        "tying is what limits it: retrieval, below linear attention that is not tied",
+        "",
+        Differs(
+            _learned("retrieval", "linear_tied", "linear"), -1, "+.1f", "points, 4 layers of 64"
+        ),
+        "python -m experiments.studies.linear_attention --save",
     ),
 )

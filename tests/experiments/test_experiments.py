@@ -56,6 +56,7 @@ _STUDIES += (
     "thin_keys_tasks",
     "images",
     "set_anomaly",
+    "linear_attention",
     "language_models",
     "cross_attention",
     "tiny_comparison",
@@ -66,7 +67,7 @@ ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS |= dict(decode_roofline="tables", claims="")  # the ledger is at the root
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:9])
+_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:10])
 
 
 def _module(name: str) -> str:
@@ -135,6 +136,8 @@ BAD = (  # command, options, what the line says
     ("set_anomaly", "--noise=1 --features=x", "--noise: is of made-up features"),
     ("set_anomaly", "--places=first", "'first' is none of drawn, last"),
     ("set_anomaly", "--epochs=0", "--epochs = 0: must be at least 1"),
+    ("linear_attention", "--kinds=lineal", "did you mean 'linear'?"),
+    ("linear_attention", "--tasks=", "'' is none of copy_back, retrieval, language"),
     ("language_models", "", "--study is missing: give one of lrkv_ranks"),
     ("language_models", "--study=lrkv_rank", "did you mean 'lrkv_ranks'?"),
     ("language_models", "--study=lrkv_ranks --processes=0", "--processes = 0: must be at least 1"),

@@ -1,0 +1,244 @@
+"""Projection sharing's section A.1: what linear attention learns, tied and not, beside softmax.
+
+    python -m experiments.studies.linear_attention [--seeds=3] [--save]
+
+With queries, keys and values tied, linear attention is a recurrence with a state that does not
+grow. The paper says that it integrates over time, and expects it to fail where information must be
+routed sharply; it trains none. Here it learns to copy what stood 8 tokens before, to look up a
+value by its key (both of thin keys' section 4), and a language model of bytes, with and without
+decay, beside the untied form and softmax attention, tied and not. Width 64, 4 heads, 4 layers,
+sinusoidal positions; a seed draws weights and data, the same for all. Prints accuracies, and bits
+per byte of held-out text, means over seeds with 95 % intervals, and what each caches of a text.
+"""
+
+import argparse
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.studies import in_process
+from experiments.studies.in_process import Cell
+from experiments.studies.kept import Kept
+from experiments.tasks import learner
+from experiments.tasks import sequences
+from experiments.tasks import text
+from experiments.tasks.learner import Learner
+from kvjax.attention import GroupedConfig
+from kvjax.attention.linear import LinearConfig
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import runtime
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import estimate
+from kvjax.foundation.output import Output
+from kvjax.model.config import TransformerConfig
+from kvjax.model.recurrent import RecurrentConfig
+from kvjax.model.recurrent import RecurrentTransformer
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+
+NAME = "linear_attention"
+WIDTH, HEADS, LAYERS, MLP, EVERY = 64, 4, 4, 128, 100
+_TEST_SEED = 10**6
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a model's attention is.
+
+    Attributes:
+      linear: or softmax.
+      tied: whether queries, keys and values are one.
+    """
+
+    linear: bool
+    tied: bool
+    decay: float = 1.0
+
+
+KINDS = {
+    "softmax": Kind(linear=False, tied=False),
+    "softmax_tied": Kind(linear=False, tied=True),
+    "linear": Kind(linear=True, tied=False),
+    "linear_tied": Kind(linear=True, tied=True),
+    "linear_tied_decay": Kind(linear=True, tied=True, decay=0.9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is learned; `words` is the vocabulary."""
+
+    words: int
+    length: int
+    batch: int
+    steps: int
+    tested_on: int
+
+    def batches(self, rng: np.random.Generator) -> Iterator[dict[str, np.ndarray]]:
+        if self.words == 256:
+            yield from text.drawn(rng, self.batch, self.length)
+        while True:
+            yield self.draw(rng, self.batch)
+
+    def draw(self, rng: np.random.Generator, count: int) -> dict[str, np.ndarray]:
+        """Rows, labels and which count."""
+        if self.words == 256:
+            return text.held_out(count, self.length)
+        if self.words == sequences.COPY_WORDS:
+            found = sequences.copy_back(rng, count, self.length)
+        else:
+            found = sequences.retrieval(rng, count)
+        return dict(zip(("x", "y", "counts"), found, strict=True))
+
+
+TASKS = {
+    "copy_back": Task(sequences.COPY_WORDS, length=64, batch=32, steps=1500, tested_on=128),
+    "retrieval": Task(2 * sequences.KEYS + 1, length=18, batch=64, steps=3000, tested_on=512),
+    "language": Task(256, length=256, batch=16, steps=500, tested_on=256),
+}
+
+
+def model_config(kind: Kind, task: Task) -> TransformerConfig | RecurrentConfig:
+    how = dict(positions="sinusoidal", activation="gelu_exact")
+    block = learner.classic_block(LAYERS, WIDTH, mlp_dim=MLP, **how)
+    dims = dict(num_heads=HEADS, key_dim=WIDTH // HEADS, value_dim=WIDTH // HEADS)
+    dims |= dict(tie="qkv" if kind.tied else "none")
+    if kind.linear:
+        attention = LinearConfig(**dims, decay=kind.decay)
+        return RecurrentConfig(block=block, attention=attention, vocab_size=task.words)
+    counts = dict(num_kv_heads=HEADS, num_bases=HEADS, rank=0)
+    mechanism = GroupedConfig(**dims, **counts, qk_norm="none")
+    mechanisms = (mechanism,) * LAYERS
+    return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=task.words)
+
+
+def cached_bytes(kind: Kind, task: Task, tokens: int) -> int:
+    """What is kept of a text so long, in float32."""
+    config = model_config(kind, task)
+    if isinstance(config, RecurrentConfig):
+        state = config.attention.start(1)
+        return LAYERS * sum(x.nbytes for x in state)
+    return tokens * formulas.cache_bytes_per_token(config, jnp.dtype(jnp.float32))
+
+
+@functools.cache
+def _learner(name: str, kind_name: str) -> Learner:
+    task, kind = TASKS[name], KINDS[kind_name]
+    config, compute = model_config(kind, task), Compute(unroll=True)
+
+    def logits(model, batch):
+        if kind.linear:
+            return model(batch["x"])[0]
+        return model.logits(model(batch["x"], compute=compute))
+
+    def loss(model, batch, _):
+        counts = batch["counts"]
+        return jnp.sum(learner.nats(logits(model, batch), batch["y"]) * counts) / jnp.sum(counts)
+
+    def judged(model, batch):
+        z_BTV, labels_BT = logits(model, batch), batch["y"]
+        if name == "language":
+            return learner.nats(z_BTV, labels_BT) / math.log(2), batch["counts"]
+        return jnp.argmax(z_BTV, axis=-1) == labels_BT, batch["counts"]
+
+    recipe = learner.Recipe(steps=task.steps, learning_rate=1e-3, warm_up=50, decay="cosine")
+    make = RecurrentTransformer if kind.linear else Transformer
+    return Learner(lambda key: make(config, key), recipe, loss, judged, chunk=EVERY)
+
+
+def train(name: str, kind: str, seed: int) -> dict:
+    """The share of labels that are right, or bits per byte of held-out text; by step, and last."""
+    task, model = TASKS[name], _learner(name, kind)
+    held_out = learner.split(task.draw(np.random.default_rng(_TEST_SEED), task.tested_on), 64)
+    curve = {}
+
+    def evaluate(now: learner.Trained) -> None:
+        curve[now.steps] = model.accuracy(now, held_out)
+
+    found = model.train(seed, task.batches(np.random.default_rng(seed)), evaluate, EVERY)
+    return dict(figure=curve[task.steps], curve=curve, loss=found.loss)
+
+
+def cell(name: str, kind: str) -> Cell:
+    task = TASKS[name]
+    weights = LAYERS * (4 * WIDTH**2 + 2 * WIDTH * MLP) + WIDTH * task.words
+    products = LAYERS * 2 * task.length * WIDTH
+    asked = dict(task=name, kind=dataclasses.asdict(KINDS[kind]), shape=dataclasses.asdict(task))
+    return Cell(
+        name=f"{name}/{kind}",
+        asked=asked,
+        train=functools.partial(train, name, kind),
+        flops=6.0 * task.steps * task.batch * task.length * (weights + products),
+    )
+
+
+def rows(kept: Kept) -> list[dict]:
+    """A row of each kind: by task the figure, its interval over seeds; bytes kept of a text."""
+    found = []
+    for kind_name, kind in KINDS.items():
+        by_task = {}
+        for name in TASKS:
+            runs = list(kept.runs.get(f"{name}/{kind_name}", {}).values())
+            if runs:
+                now = estimate([run["figure"] for run in runs])
+                by_task[name] = dict(figure=now.mean, half_interval=now.half, seeds=len(runs))
+        if by_task:
+            sizes = {n: cached_bytes(kind, TASKS["language"], n) for n in (1024, 65_536)}
+            found.append(dict(kind=kind_name, tasks=by_task, cached_bytes=sizes))
+    return found
+
+
+_HEADER = ("attention", "copy_back, %", "retrieval, %", "bits per byte", "bytes of 1K tokens")
+_HEADER += ("of 64K",)
+
+
+def _cells(row: Mapping) -> tuple:
+    def shown(task: str, times: float, form: str) -> str:
+        now = row["tasks"].get(task)
+        if now is None:
+            return "-"
+        half = now["half_interval"]
+        return Estimate(times * now["figure"], half and times * half).shown(form)
+
+    sizes = (f"{size:,}" for size in row["cached_bytes"].values())
+    percents = (shown(task, 100, ".1f") for task in ("copy_back", "retrieval"))
+    return row["kind"], *percents, shown("language", 1, ".3f"), *sizes
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add, every = parser.add_argument, ",".join
+    add("--tasks", default=every(TASKS), help=f"of {', '.join(TASKS)} (all)")
+    add("--kinds", default=every(KINDS), help=f"of {', '.join(KINDS)} (all)")
+    in_process.add_options(parser, NAME, seeds=3)
+    options = parser.parse(arguments)
+    options.tasks = lists.names("--tasks", options.tasks, TASKS)
+    options.kinds = lists.names("--kinds", options.kinds, KINDS)
+    in_process.check(options)
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    options = _options(arguments)
+    runtime.start()
+    cells = [cell(name, kind) for name in options.tasks for kind in options.kinds]
+    modules = (__file__, sequences.__file__, text.__file__)
+    places = list(map(pathlib.Path, modules))
+    told = lambda kept: dict(rows=rows(kept))
+    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
+    out.table(_HEADER, map(_cells, found["rows"]))
+    return in_process.end(NAME, found, out, save=options.save)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,79 @@
+"""Linear attention beside softmax: what models are, what they cache, what is shown of them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.studies import linear_attention
+from experiments.studies.linear_attention import KINDS
+from experiments.studies.linear_attention import TASKS
+from experiments.tasks import text
+from kvjax.model.recurrent import RecurrentTransformer
+from kvjax.model.transformer import Transformer
+
+
+def _size(kind):
+    config = linear_attention.model_config(KINDS[kind], TASKS["copy_back"])
+    make = RecurrentTransformer if KINDS[kind].linear else Transformer
+    state = jax.eval_shape(lambda: jax.tree.leaves(_params(make(config, jax.random.key(0)))))
+    return sum(x.size for x in state)
+
+
+def _params(model):
+    from flax import nnx
+
+    return nnx.to_pure_dict(nnx.state(model))
+
+
+def test_kinds_differ_in_attention_alone():
+    """Tied, two of three projections are not there: 2 · 64 · 64 in each of four layers."""
+    sizes = {kind: _size(kind) for kind in KINDS}
+    assert sizes["softmax"] == sizes["linear"]
+    assert sizes["softmax_tied"] == sizes["linear_tied"] == sizes["linear_tied_decay"]
+    assert sizes["softmax"] - sizes["softmax_tied"] == 4 * 2 * 64 * 64
+
+
+def test_a_state_does_not_grow_and_a_cache_does():
+    of = lambda kind, tokens: linear_attention.cached_bytes(KINDS[kind], TASKS["language"], tokens)
+    for kind in KINDS:
+        times = of(kind, 65_536) / of(kind, 1024)
+        assert times == (1 if KINDS[kind].linear else 64)
+    assert of("linear_tied", 1024) == 4 * 4 * 4 * (16 * 16 + 16)  # layers, bytes, heads
+    assert of("softmax", 1024) == 2 * of("softmax_tied", 1024) == 1024 * 4 * 4 * 2 * 64
+
+
+def test_rows_of_text_and_what_follows_each_byte():
+    batch = next(text.drawn(np.random.default_rng(0), 3, 20))
+    assert batch["x"].shape == batch["y"].shape == (3, 20)
+    np.testing.assert_array_equal(batch["x"][:, 1:], batch["y"][:, :-1])
+    assert bytes(batch["x"][0].astype(np.uint8)) in bytes(text.corpus("train"))
+    held_out = text.held_out(5, 20)
+    assert bytes(held_out["x"][-1].astype(np.uint8)) in bytes(text.corpus("validation"))
+    assert len(text.corpus("validation")) < len(text.corpus("train")) / 10
+    assert bytes(held_out["x"][2].astype(np.uint8)) not in bytes(text.corpus("train"))
+
+
+@pytest.mark.parametrize("kind", ["softmax_tied", "linear_tied_decay"])
+def test_a_model_learns_bytes(kind, monkeypatch):
+    short = dataclasses.replace(TASKS["language"], length=32, batch=8, steps=100, tested_on=64)
+    monkeypatch.setitem(TASKS, "language", short)
+    linear_attention._learner.cache_clear()
+    found = linear_attention.train("language", kind, 0)
+    linear_attention._learner.cache_clear()
+    assert 3 < found["figure"] < 6  # 8 at the start
+    assert found["curve"] == {100: found["figure"]}
+
+
+def test_rows_have_what_has_ended():
+    runs = {
+        "copy_back/linear": {0: dict(figure=0.5), 1: dict(figure=0.7)},
+        "language/linear": {0: dict(figure=2.5)},
+    }
+    (row,) = linear_attention.rows(type("Kept", (), dict(runs=runs)))
+    assert row["kind"] == "linear" and set(row["tasks"]) == {"copy_back", "language"}
+    assert row["tasks"]["copy_back"]["figure"] == pytest.approx(0.6)
+    shown = linear_attention._cells(row)
+    assert shown[1].startswith("60.0") and shown[2] == "-" and shown[3] == "2.500"
+    assert shown[4] == shown[5] == "17,408"
