@@ -97,12 +97,14 @@ def train_missing(
     kept: Kept,
     options: argparse.Namespace,
     after: Callable[[Mapping[str, str]], None],
+    more: Callable[[pathlib.Path], dict] = lambda workdir: {},
 ) -> dict[str, str]:
     """Trains the runs that are not kept, and keeps them; by run why it failed.
 
     Args:
       options: those of `add_options`, with --runs as a path.
       after: called after each run that is kept, with what has failed so far.
+      more: what is kept of a run beside its `figures`, from its folder.
     """
     failed: dict[str, str] = {}
     missing = [run for run in runs if not kept.of(run)]
@@ -113,7 +115,8 @@ def train_missing(
                 failed[run.name] = why
                 command_line.say(f"{run.name}: {why}")
             else:
-                kept.keep(run, options.runs / run.name, **figures(run, options.runs))
+                workdir = options.runs / run.name
+                kept.keep(run, workdir, **figures(run, options.runs), **more(workdir))
                 after(failed)
     return failed
 

@@ -57,6 +57,7 @@ _STUDIES += (
     "images",
     "set_anomaly",
     "linear_attention",
+    "long_rows",
     "language_models",
     "cross_attention",
     "tiny_comparison",
@@ -67,7 +68,7 @@ ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS |= dict(decode_roofline="tables", claims="")  # the ledger is at the root
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:10])
+_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:11])
 
 
 def _module(name: str) -> str:
@@ -138,6 +139,8 @@ BAD = (  # command, options, what the line says
     ("set_anomaly", "--epochs=0", "--epochs = 0: must be at least 1"),
     ("linear_attention", "--kinds=lineal", "did you mean 'linear'?"),
     ("linear_attention", "--tasks=", "'' is none of copy_back, retrieval, language"),
+    ("long_rows", "--mechanisms=lkrv", "did you mean 'lrkv'?"),
+    ("long_rows", "--steps=0", "--steps = 0: must be at least 1"),
     ("language_models", "", "--study is missing: give one of lrkv_ranks"),
     ("language_models", "--study=lrkv_rank", "did you mean 'lrkv_ranks'?"),
     ("language_models", "--study=lrkv_ranks --processes=0", "--processes = 0: must be at least 1"),

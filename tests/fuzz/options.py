@@ -42,7 +42,10 @@ _STARTS_WORK = {
     **dict.fromkeys(
         [
             f"experiments.studies.{study} runs"
-            for study in ("tiny_comparison", "head_diversity", "small_caches", "language_models")
+            for study in (
+                *("tiny_comparison", "head_diversity", "small_caches"),
+                *("language_models", "long_rows"),
+            )
         ],
         frozenset((LONG, "../x", "a\x01b", SNOWMAN, FOLDER, MISSING, "x")),
     ),

@@ -1,0 +1,196 @@
+"""LRKV and others on longer rows: bits per byte by position (LRKV's blog, without figures).
+
+    python -m experiments.studies.long_rows [--seeds=3] [--save]
+
+Tiny configs trained on rows of 256 tokens and on rows of 1,024, the same tokens in all, each judged
+on held-out rows of 1,024: how much does a token gain from what stands far before it, and does that
+depend on what is cached? Models of 256 show what happens beyond the rows they were trained on. A
+seed draws initial weights and data order, so differences from MHA of the same rows are taken seed
+by seed. Runs of 256 are those of `language_models`, if both have one --runs. Prints bits per byte
+by position with 95 % intervals (Student's t over seeds).
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+import itertools
+import math
+import pathlib
+
+from etils import epath
+import jax
+import numpy as np
+
+from experiments import record
+from experiments.studies import demo_size
+from experiments.studies import side_by_side
+from experiments.studies.grid import Cell
+from experiments.studies.grid import Kept
+from experiments.studies.grid import Run
+from kvjax.data import sources
+from kvjax.data.config import DataConfig
+from kvjax.data.tokenizer import Tokenizer
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import estimate
+from kvjax.foundation.output import Output
+from kvjax.model.loss import token_losses
+from kvjax.workdir import trained
+
+NAME = "long_rows"
+MECHANISMS = ("mha", "lrkv", "gqa", "mqa", "mla")
+FIRST = "mha"
+LENGTHS = (256, 1024)  # tokens of a row that is trained on
+JUDGED = 1024  # tokens of a row that is judged
+EDGES = (0, 64, 256, 512, 1024)
+ROWS, BATCH = 96, 8
+TOKENS_PER_STEP = 8_192
+
+
+def cell(mechanism: str, length: int) -> Cell:
+    """Of 256 tokens the tiny config itself."""
+    config, against = demo_size.TINY(mechanism), "" if mechanism == FIRST else FIRST
+    if length == 256:
+        return Cell(mechanism, config, {}, against)
+    rows = {"data.sequence_length": length, "train.batch_size": TOKENS_PER_STEP // length}
+    return Cell(_name(mechanism, length), config, rows, against and _name(FIRST, length))
+
+
+def _name(mechanism: str, length: int) -> str:
+    return mechanism if length == 256 else f"{mechanism}_t{length}"
+
+
+@functools.cache
+def _held_out() -> str:
+    return "".join(piece.text for piece in sources.pieces(DataConfig(), "validation"))
+
+
+def rows_of(tokenizer: Tokenizer, count: int, length: int) -> tuple[np.ndarray, float]:
+    """Rows [count, length + 1] spread evenly over held-out text, and bytes per token of it."""
+    text = _held_out()
+    ids = np.asarray(tokenizer.encode(text), np.int32)
+    starts = np.linspace(0, len(ids) - length - 1, count).astype(np.int64)
+    return ids[starts[:, None] + np.arange(length + 1)[None]], len(text.encode()) / len(ids)
+
+
+def by_position(workdir: pathlib.Path) -> dict:
+    """Bits per byte between `EDGES`, of a trained run."""
+    loaded = trained.load(epath.Path(workdir))
+    rows, bytes_per_token = rows_of(loaded.tokenizer, ROWS, JUDGED)
+    judge = jax.jit(lambda model, x, y: token_losses(model, x, y, compute=loaded.compute))
+    parts = [rows[i : i + BATCH] for i in range(0, ROWS, BATCH)]
+    nats_T = np.mean([judge(loaded.model, x[:, :-1], x[:, 1:]) for x in parts], axis=(0, 1))
+    between = itertools.pairwise(EDGES)
+    bits = [float(nats_T[a:b].mean()) / math.log(2) / bytes_per_token for a, b in between]
+    return dict(by_position=bits)
+
+
+def rows(seeds: Mapping[str, Mapping[int, dict]]) -> list[dict]:
+    """A row of each model: bits per byte between `EDGES`, and differences from MHA.
+
+    Args:
+      seeds: by cell and seed what is kept.
+    """
+    found = []
+    at = lambda name, i: {s: run["by_position"][i] for s, run in seeds.get(name, {}).items()}
+    for length in LENGTHS:
+        for mechanism in MECHANISMS:
+            name = _name(mechanism, length)
+            if not seeds.get(name):
+                continue
+            places = []
+            for i in range(len(EDGES) - 1):
+                now = estimate(list(at(name, i).values()))
+                off = None
+                if mechanism != FIRST:
+                    off = difference(at(name, i), at(_name(FIRST, length), i))
+                places.append(
+                    dict(
+                        positions=[EDGES[i], EDGES[i + 1]],
+                        bpb=now.mean,
+                        bpb_half_interval=now.half,
+                        difference=off and off.mean,
+                        difference_half_interval=off and off.half,
+                    )
+                )
+            of = dict(mechanism=mechanism, length=length, seeds=sorted(seeds[name]))
+            found.append(of | dict(places=places))
+    return found
+
+
+_HEADER = (
+    "mechanism",
+    "trained on rows of",
+    *(f"{a}-{b - 1}" for a, b in itertools.pairwise(EDGES)),
+)
+
+
+def _cells(row: Mapping) -> tuple:
+    def shown(place: Mapping) -> str:
+        if place["difference"] is None:
+            return Estimate(place["bpb"], place["bpb_half_interval"]).shown(".4f")
+        return Estimate(place["difference"], place["difference_half_interval"]).shown("+.4f")
+
+    return row["mechanism"], f"{row['length']:,}", *map(shown, row["places"])
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--seeds", type=int, default=3, help="runs of each model (3)")
+    add("--steps", type=int, default=128, help="of 8,192 tokens (128: 1.0M)")
+    add("--mechanisms", default=",".join(MECHANISMS), help=f"({','.join(MECHANISMS)})")
+    side_by_side.add_options(parser, "runs/studies")
+    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    options.mechanisms = lists.names("--mechanisms", options.mechanisms, MECHANISMS)
+    for key in ("seeds", "steps", "processes"):
+        at_least(f"--{key}", getattr(options, key), 1)
+    options.runs = side_by_side.check_runs(options.runs)
+    record.check(options.save)
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    options = _options(arguments)
+    runtime.start()
+    kept = Kept(
+        record.RESULTS / f"{NAME}.json", options.steps, mix=options.mix, fresh=options.fresh
+    )
+    cells = [cell(name, length) for length in LENGTHS for name in options.mechanisms]
+    runs = [Run(one, seed, options.steps) for seed in range(options.seeds) for one in cells]
+
+    def result(failed: Mapping[str, str]) -> dict:
+        every = {one.name: one for m in MECHANISMS for n in LENGTHS for one in [cell(m, n)]}
+        there: dict[str, dict[int, dict]] = {}
+        for name in kept.runs.keys() & every.keys():
+            for seed in sorted(kept.runs[name]):
+                if found := kept.of(Run(every[name], seed, options.steps)):
+                    there.setdefault(name, {})[seed] = found
+        seconds = sum(run["seconds"] or 0 for of in kept.runs.values() for run in of.values())
+        told = dict(tokens=options.steps * TOKENS_PER_STEP, edges=EDGES, rows=rows(there))
+        return told | dict(seconds=seconds, failed=dict(failed)) | kept.as_json()
+
+    def save(failed: Mapping[str, str]) -> None:
+        if options.save:
+            record.keep(NAME, result(failed))
+
+    failed = side_by_side.train_missing(runs, kept, options, save, by_position)
+    found, out = result(failed), Output(options)
+    out.table(_HEADER, map(_cells, found["rows"]))
+    out.say("\nBits per byte by position in rows of 1,024; of others the difference from MHA.")
+    for run, why in failed.items():
+        out.say(f"- left out: {run}, {why}")
+    record.record(NAME, found, out, save=options.save)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)

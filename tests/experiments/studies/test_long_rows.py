@@ -1,0 +1,50 @@
+"""Longer rows: what is trained, positions that are judged, differences of equal rows."""
+
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from experiments.studies import long_rows
+from experiments.studies.grid import Run
+from kvjax.model.loss import token_losses
+from kvjax.workdir import trained
+
+
+def test_rows_are_longer_and_tokens_as_many():
+    short, long = (Run(long_rows.cell("lrkv", n), 0, 128).experiment for n in (256, 1024))
+    assert (short.data.sequence_length, long.data.sequence_length) == (256, 1024)
+    assert short.tokens_per_step == long.tokens_per_step == long_rows.TOKENS_PER_STEP
+    assert short.model == long.model
+    assert long_rows.cell("lrkv", 1024).against == "mha_t1024"
+    assert long_rows.cell("lrkv", 256).against == "mha" and not long_rows.cell("mha", 256).against
+
+
+def test_bits_by_position_are_means_of_losses(workdir, monkeypatch):
+    for name, value in dict(EDGES=(0, 8, 24), JUDGED=24, ROWS=4, BATCH=2).items():
+        monkeypatch.setattr(long_rows, name, value)
+    first, second = long_rows.by_position(pathlib.Path(workdir))["by_position"]
+    loaded = trained.load(workdir)
+    rows, bytes_per_token = long_rows.rows_of(loaded.tokenizer, 4, 24)
+    assert rows.shape == (4, 25)
+    nats = np.asarray(token_losses(loaded.model, rows[:, :-1], rows[:, 1:], compute=loaded.compute))
+    bits = nats / math.log(2) / bytes_per_token
+    assert first == pytest.approx(bits[:, :8].mean(), rel=1e-4)
+    assert second == pytest.approx(bits[:, 8:].mean(), rel=1e-4)
+
+
+def test_differences_are_from_mha_of_the_same_rows():
+    of = lambda *bits: dict(by_position=list(bits))
+    seeds = {
+        "mha": {0: of(2.0, 1.9, 1.8, 1.7), 1: of(2.2, 2.1, 2.0, 1.9)},
+        "lrkv": {0: of(2.1, 1.9, 1.8, 1.6), 1: of(2.3, 2.1, 2.0, 1.8)},
+        "lrkv_t1024": {0: of(1.0, 1.0, 1.0, 1.0)},
+    }
+    mha, lrkv, alone = long_rows.rows(seeds)
+    assert mha["places"][0]["bpb"] == pytest.approx(2.1) and mha["places"][0]["difference"] is None
+    found = [place["difference"] for place in lrkv["places"]]
+    assert found == pytest.approx([0.1, 0, 0, -0.1]) and lrkv["seeds"] == [0, 1]
+    assert alone["length"] == 1024 and alone["places"][0]["difference"] is None  # no MHA of it
+    assert [place["positions"] for place in mha["places"]][-1] == [512, 1024]
+    assert long_rows._cells(lrkv)[2].startswith("+0.1000 ±")
