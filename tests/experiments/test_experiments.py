@@ -58,6 +58,7 @@ _STUDIES += (
     "set_anomaly",
     "linear_attention",
     "long_rows",
+    "word_models",
     "language_models",
     "cross_attention",
     "tiny_comparison",
@@ -68,7 +69,7 @@ ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 ROOMS |= dict.fromkeys(("figures", "paper_tables", "parameter_table", "scaling_table"), "tables")
 ROOMS |= dict(decode_roofline="tables", claims="")  # the ledger is at the root
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:11])
+_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:12])
 
 
 def _module(name: str) -> str:
@@ -141,6 +142,12 @@ BAD = (  # command, options, what the line says
     ("linear_attention", "--tasks=", "'' is none of copy_back, retrieval, language"),
     ("long_rows", "--mechanisms=lkrv", "did you mean 'lrkv'?"),
     ("long_rows", "--steps=0", "--steps = 0: must be at least 1"),
+    ("word_models", "", "--set is missing: give one of wikitext2, wikitext103, embedded"),
+    ("word_models", "--set=wikitext", "did you mean 'wikitext2'?"),
+    ("word_models", "--set=wikitext2", "--folder is missing: give that of WikiText's files"),
+    ("word_models", "--set=wikitext2 --folder=no", "--folder=no: no is no folder: give that of"),
+    ("word_models", "--set=embedded --channels=12", "--channels: 12 must be a multiple of the 8"),
+    ("word_models", "--set=embedded --epochs=-1", "--epochs = -1: must be at least 0"),
     ("language_models", "", "--study is missing: give one of lrkv_ranks"),
     ("language_models", "--study=lrkv_rank", "did you mean 'lrkv_ranks'?"),
     ("language_models", "--study=lrkv_ranks --processes=0", "--processes = 0: must be at least 1"),

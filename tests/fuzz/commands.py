@@ -57,6 +57,7 @@ WORKING = {
         "",
     ),
     "experiments.studies.language_models": (("--study=lrkv_ranks",), ""),
+    "experiments.studies.word_models": (("--set=wikitext2", "--folder=folder"), ""),
     "experiments.studies.images": (("--set=mnist", "--folder=folder"), ""),
     "experiments.evaluation.at_hand": (("--packages=folder", "--out=out"), ""),
 }

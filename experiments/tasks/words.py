@@ -1,0 +1,142 @@
+"""Texts as words, as thin keys reads WikiText (section 4 and its code): from local files.
+
+Lines are stripped, empty ones and headings (starting with "=") dropped, the rest lower-cased and
+split at white space, each line followed by <eos>. The vocabulary is <pad>, <unk>, <eos> and then
+every word of the training text that occurs often enough, in alphabetical order. WikiText has words
+"<unk>" of its own, which take the name from the special token: its row is then never read. It is
+kept, because the paper's counts of parameters have it.
+"""
+
+import collections
+from collections.abc import Iterable
+from collections.abc import Iterator
+import dataclasses
+import hashlib
+import pathlib
+
+import numpy as np
+
+from kvjax.data import sources
+from kvjax.data.config import DataConfig
+from kvjax.foundation.errors import DataError
+from kvjax.foundation.errors import MissingDataError
+
+SPLITS = ("train", "valid", "test")
+SPECIALS = ("<pad>", "<unk>", "<eos>")
+_PARQUET = dict(train="train", valid="validation", test="test")
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Ids of every split, one text after another.
+
+    Attributes:
+      digest: of all that was read.
+    """
+
+    train: np.ndarray
+    valid: np.ndarray
+    test: np.ndarray
+    vocabulary: dict[str, int]
+    size: int  # rows of the embedding, of which one may be dead
+    digest: str
+
+
+def words(lines: Iterable[str]) -> Iterator[str]:
+    """The words of lines, <eos> after each line that counts."""
+    for line in lines:
+        line = line.strip()
+        if line and not line.startswith("="):
+            yield from line.lower().split()
+            yield "<eos>"
+
+
+def vocabulary(training: Iterable[str], least: int) -> tuple[dict[str, int], int]:
+    """Ids of words that occur at least so often, and how many rows the embedding has."""
+    counts = collections.Counter(training)
+    del counts["<eos>"]
+    ids = {word: i for i, word in enumerate(SPECIALS)}
+    often = sorted(word for word, count in counts.items() if count >= least)
+    for i, word in enumerate(often, len(SPECIALS)):
+        ids[word] = i  # "<unk>" may be among them
+    return ids, len(SPECIALS) + len(often)
+
+
+def load(folder: pathlib.Path, least: int) -> Corpus:
+    """WikiText from a folder: wiki.{train,valid,test}.tokens, or Parquet files with a column `text`.
+
+    Raises:
+      MissingDataError: a split's file is not there.
+      DataError: a file is not of that form, or has no word; it names the file.
+    """
+    if not folder.is_dir():
+        raise MissingDataError(f"{folder} is no folder: give that of WikiText's files")
+    return _corpus({split: _lines(folder, split) for split in SPLITS}, least, folder)
+
+
+def embedded(least: int) -> Corpus:
+    """The embedded books in WikiText's place, half of what they hold out for each of two splits."""
+    text = lambda split: "".join(
+        piece.text for piece in sources.pieces(DataConfig(), split)
+    ).splitlines()
+    held_out = text("validation")
+    half = len(held_out) // 2
+    parts = dict(train=text("train"), valid=held_out[:half], test=held_out[half:])
+    return _corpus(parts, least, "the embedded corpus")
+
+
+def _corpus(parts: dict[str, list[str]], least: int, place: object) -> Corpus:
+    found = {split: list(words(lines)) for split, lines in parts.items()}
+    for split, of in found.items():
+        if not of:
+            raise DataError(f"{place}: {split} has no line that is no heading")
+    ids, size = vocabulary(found["train"], least)
+    unknown = ids["<unk>"]
+    as_ids = {
+        split: np.array([ids.get(word, unknown) for word in of], np.int32)
+        for split, of in found.items()
+    }
+    digest = hashlib.sha256()
+    for of in as_ids.values():
+        digest.update(of.tobytes())
+    return Corpus(**as_ids, vocabulary=ids, size=size, digest=digest.hexdigest())
+
+
+def _lines(folder: pathlib.Path, split: str) -> list[str]:
+    plain = folder / f"wiki.{split}.tokens"
+    if plain.is_file():
+        try:
+            return plain.read_text("utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{plain}, byte {error.start}: is no UTF-8") from error
+    files = sorted(folder.glob(f"{_PARQUET[split]}-*.parquet"))
+    if not files:
+        raise MissingDataError(
+            f"{folder} lacks {plain.name} and {_PARQUET[split]}-*.parquet: give the folder of "
+            "WikiText's files, in either form"
+        )
+    return [line for file in files for line in _parquet(file)]
+
+
+def _parquet(file: pathlib.Path) -> list[str]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file}: no Parquet file ({error})") from error
+    if "text" not in table.column_names:
+        raise DataError(f"{file}: has no column 'text'; it has {', '.join(table.column_names)}")
+    found = table.column("text").to_pylist()
+    for row, line in enumerate(found):
+        if not isinstance(line, str):
+            raise DataError(f"{file}, row {row}: 'text' is {line!r}: must be a text")
+    return found
+
+
+def rows(ids: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    """Rows of so many words and what follows each; what is left at the end is dropped."""
+    count = (len(ids) - 1) // length
+    take = lambda first: ids[first : first + count * length].reshape(count, length)
+    return dict(x=take(0), y=take(1))

@@ -1,0 +1,67 @@
+"""Models of words: the paper's counts, what a run comes to, rows of the result."""
+
+import dataclasses
+import math
+import types
+
+import numpy as np
+import pytest
+
+from experiments.studies import word_models
+from experiments.tasks.words import Corpus
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+
+
+@pytest.mark.parametrize(
+    "channels, published",
+    {8: 24_672, 16: 49_344, 32: 98_688, 64: 197_376, 128: 394_752, 256: 789_504}.items(),
+)
+def test_parameters_of_queries_and_keys_are_the_papers(channels, published):
+    of = lambda n: formulas.parameters(word_models.transformer(n, 100))["total"]
+    assert of(256) - of(channels) == 789_504 - published
+    runs = {f"d{channels}_e1": {0: dict(perplexity=2.0)}}
+    cells = [types.SimpleNamespace(name=f"d{channels}_e1", asked=dict(channels=channels))]
+    (row,) = word_models.rows("wikitext2", cells, types.SimpleNamespace(runs=runs))
+    assert row["query_and_key_parameters"] == published and row["published"] > 120
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A model of two heads that a test can wait for, and words that repeat."""
+    for name, value in dict(WIDTH=16, HEADS=2, LAYERS=1, MLP=16, LENGTH=8).items():
+        monkeypatch.setattr(word_models, name, value)
+    text = np.tile(np.arange(3, 9, dtype=np.int32), 3200)
+    corpus = Corpus(text, text[:200], text[:100], {}, 9, "digest")
+    return word_models.Trainer("embedded", corpus, 20)
+
+
+def test_a_model_learns_what_follows(small):
+    found = small.train(16, seed=0)
+    assert found["perplexity"] < 4  # of six words, and 9 at the start
+    assert found["step"] in found["validation"] and len(found["validation"]) == 20
+    best = min(found["validation"].values())
+    assert found["validation"][found["step"]] == best < math.inf
+
+
+def test_the_best_epoch_in_validation_is_tested(small, monkeypatch):
+    judged = iter(
+        [2.0, 5.0, 1.0, 7.0, 3.0, *[9.0] * 30]
+    )  # nats: valid, test, valid, test, valid ..
+    learner = small._learner(16)
+    monkeypatch.setattr(learner, "accuracy", lambda *_: next(judged))
+    found = small.train(16, seed=0)
+    assert found["perplexity"] == pytest.approx(math.exp(7))
+    assert found["step"] == 2 * small.steps_per_epoch
+
+
+def test_cells_say_what_decides_them(small):
+    first = word_models.cell(small, 16)
+    other = dataclasses.replace(small.corpus, digest="another")
+    second = word_models.cell(word_models.Trainer("embedded", other, 20), 16)
+    assert first.identity != second.identity and first.name == second.name == "d16_e20"
+
+
+def test_a_folder_is_of_wikitext(capsys):
+    status = command_line.status(word_models.main, ["--set=embedded", "--folder=x"])
+    assert status == 2 and "--folder: is of WikiText" in capsys.readouterr().err
