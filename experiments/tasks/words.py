@@ -63,7 +63,7 @@ def vocabulary(training: Iterable[str], least: int) -> tuple[dict[str, int], int
 
 
 def load(folder: pathlib.Path, least: int) -> Corpus:
-    """WikiText from a folder: wiki.{train,valid,test}.tokens, or Parquet files with a column `text`.
+    """WikiText from a folder: wiki.{train,valid,test}.tokens, or Parquet files of lines, `text`.
 
     Raises:
       MissingDataError: a split's file is not there.

@@ -55,6 +55,7 @@ def test_rows_of_text_and_what_follows_each_byte():
     assert bytes(held_out["x"][2].astype(np.uint8)) not in bytes(text.corpus("train"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["softmax_tied", "linear_tied_decay"])
 def test_a_model_learns_bytes(kind, monkeypatch):
     short = dataclasses.replace(TASKS["language"], length=32, batch=8, steps=100, tested_on=64)

@@ -36,6 +36,7 @@ def small(monkeypatch):
     return word_models.Trainer("embedded", corpus, 20)
 
 
+@pytest.mark.slow
 def test_a_model_learns_what_follows(small):
     found = small.train(16, seed=0)
     assert found["perplexity"] < 4  # of six words, and 9 at the start
