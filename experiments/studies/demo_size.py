@@ -64,7 +64,7 @@ def _widths() -> list[Cell]:
 
 
 def _starts() -> list[Cell]:
-    """Where the residuals start, and what Muon takes for a matrix."""
+    """Where weights start, what Muon takes for a matrix, and keys that others' recipes have."""
     mha, lrkv = _of("mha", "mha"), _of("lrkv", "lrkv", "mha")
     zeros = _of("lrkv_zero_residuals", "lrkv", "lrkv", residual_init="zeros")
     apart = [
@@ -85,7 +85,19 @@ def _starts() -> list[Cell]:
         _of("mha_gated", "mha", "mha", output_gate=True),
         _of("lrkv_gated", "lrkv", "mha_gated", output_gate=True),
     ]
-    return [mha, lrkv, zeros, *apart, *drawn, *full, *gated]
+    twice = dict(num_heads=8, num_kv_heads=8)
+    doubled = [
+        _of("mha_8_heads", "mha", "mha", num_bases=8, **twice),
+        _of("lrkv_8_heads", "lrkv", "mha_8_heads", **twice),
+    ]
+    latent = [_of("mla", "mla", "mha"), _of("mla_scaled", "mla", "mla", latent_scale=True)]
+    return [mha, lrkv, zeros, *apart, *drawn, *full, *gated, *doubled, *latent]
+
+
+def _mechanisms() -> list[Cell]:
+    """The LRKV paper's six, as their tiny configs are."""
+    others = ("lrkv", "gqa", "mla", "mqa", "mla_paper")
+    return [_of("mha", "mha"), *(_of(name, name, "mha") for name in others)]
 
 
 def _equal() -> list[Cell]:
@@ -182,6 +194,11 @@ def _projections() -> list[Cell]:
 
 
 STUDIES = {
+    "mechanisms": Study(
+        "What do six mechanisms lose with what they do not cache?",
+        "LRKV table 2: at 2.5B LRKV .719 bits per byte, MHA .723, GQA .725, MLA .724, MQA .729",
+        _mechanisms,
+    ),
     "lrkv_ranks": Study(
         "How does the loss depend on the residuals' rank?",
         "LRKV table 2: at 128M r = 64 reaches .875 bits per byte, r = 16 .881",
@@ -193,7 +210,7 @@ STUDIES = {
         _widths,
     ),
     "lrkv_starts": Study(
-        "Which conclusions change with initialisation, gate, or what Muon sees?",
+        "Which conclusions change with initialisation, gate, heads, or what Muon sees?",
         "LRKV and its rivals are compared under one recipe; the papers vary none of these",
         _starts,
     ),
