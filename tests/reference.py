@@ -22,6 +22,7 @@ from kvjax.attention import SharedKVConfig
 from kvjax.attention import TensorProductConfig
 from kvjax.attention import TiedLatentConfig
 from kvjax.layers.rope import Llama3
+from kvjax.layers.rope import Partial
 
 
 def rotate(x_BTH, positions_T, base):
@@ -37,7 +38,10 @@ def rotate(x_BTH, positions_T, base):
 
 
 def frequency(i, H, base):
-    """Radians per token of pair i; of Llama 3's scaling as its authors' code has it, by lengths."""
+    """Radians per token of pair i; Llama 3's scaling as its authors' code has it, by lengths."""
+    if isinstance(base, Partial):
+        turned = max(1, round(base.fraction * H / 2))
+        return frequency(i, 2 * turned, base.base) if i < turned else 0.0
     if not isinstance(base, Llama3):
         return base ** (-2 * i / H)
     plain = base.base ** (-2 * i / H)

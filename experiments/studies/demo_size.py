@@ -94,6 +94,23 @@ def _starts() -> list[Cell]:
     return [mha, lrkv, zeros, *apart, *drawn, *full, *gated, *doubled, *latent]
 
 
+def _positions() -> list[Cell]:
+    """RoPE of all channels, of a quarter of them, learned positions, none."""
+    found = []
+    for name in ("mha", "lrkv"):
+        against = lambda suffix, name=name: "" if name == "mha" else f"mha{suffix}"
+        plain = _of(name, name, against(""))
+        found.append(plain)
+        for suffix, keys in {
+            "_quarter_rope": dict(model__rope_fraction=0.25),
+            "_learned": dict(model__positions="learned", model__embedding_std=0.02),
+            "_no_positions": dict(model__positions="none"),
+        }.items():
+            found.append(_with(plain, suffix, against(suffix), **keys))
+    shared = _of("lrkv_shared_rope", "lrkv", "lrkv", rope="shared")
+    return [*found, shared]
+
+
 def _mechanisms() -> list[Cell]:
     """The LRKV paper's six, as their tiny configs are."""
     others = ("lrkv", "gqa", "mla", "mqa", "mla_paper")
@@ -221,6 +238,11 @@ STUDIES = {
     ),
     "lrkv_layer_ranks": Study(
         "Where is rank worth most, at equal bytes?", "LRKV future work 1", _layer_ranks
+    ),
+    "lrkv_positions": Study(
+        "Does LRKV depend on how positions are told?",
+        "LRKV future work 3; equation 3 is exact without RoPE alone",
+        _positions,
     ),
     "thin_keys_key_dims": Study(
         "How thin may queries and keys be in a language model?",

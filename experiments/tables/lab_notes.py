@@ -24,8 +24,8 @@ from kvjax.foundation.configuration import one_of
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 
-FOLDERS = ("configs", "ranks", "matched", "long_context", "rivals")
-SCALES = ("128m", "2p5b", "6p3b")
+FOLDERS = ("configs", "ranks", "matched", "long_context", "rivals", "papers")
+SCALES = ("125m", "128m", "300m", "1p2b", "2p5b", "6p3b")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

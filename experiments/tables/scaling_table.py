@@ -119,7 +119,8 @@ def compile_missing(notes: Sequence[LabNote], only: str = "*") -> list[str]:
         start = time.perf_counter()
         with progress.waiting(f"compiling {note.name} for {target.topology}"):
             failure = _compile(note, target)
-        said = failure or f"{outcome(note, target).result['memory']['part']:.1%} of HBM"
+        made = outcome(note, target)  # of the files as they are now, which may have changed
+        said = failure or made.why or f"{made.result['memory']['part']:.1%} of HBM"
         seconds = time.perf_counter() - start
         place = f"{i + 1}/{len(waiting)} {note.name} on {target.topology}"
         print(f"{place}: {seconds:.0f} s, {said}", flush=True)

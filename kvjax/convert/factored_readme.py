@@ -11,6 +11,7 @@ from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_plain
 from kvjax.foundation import output
 from kvjax.foundation.errors import UserError
+from kvjax.layers import rope
 from kvjax.layers.weight import LETTERS
 from kvjax.layers.weight import Axes
 from kvjax.model import parameters
@@ -270,6 +271,10 @@ def _rope(block: BlockConfig, channels: int) -> str:
             f"{block.rope_low:g}) / ({span}), 0, 1) (Llama 3.1)"
         )
     half = channels // 2
+    if block.rope_fraction != 1:
+        turned = rope.Partial(block.rope_base, block.rope_fraction).pairs(channels)
+        scaled += f", i < {turned}; channels of other i stay as they are"
+        channels = 2 * turned
     return (
         f"RoPE at position t turns channels (i, i + {half}) from (a, b) to (a cos - b sin, b cos + "
         f"a sin) of the angle t · {block.rope_base:g}^(-2i/{channels}){scaled}."

@@ -236,7 +236,7 @@ def _keys(config: TransformerConfig) -> dict:
     idle |= {"model.matrix_std", "model.zero_outputs", "model.embedding_std", "model.dropout"}
     angles = {f"model.rope_{key}" for key in ("low", "high", "original")}
     if block.positions != "rope":
-        idle |= angles | {"model.rope_base", "model.rope_factor"}
+        idle |= angles | {f"model.rope_{key}" for key in ("base", "factor", "fraction")}
     elif block.rope_factor == 1:
         idle |= angles
     if block.positions != "learned":

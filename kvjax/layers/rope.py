@@ -28,7 +28,21 @@ class Llama3(NamedTuple):
     original: int  # tokens of the context that the model was first trained on
 
 
-Base = float | Llama3  # what gives pairs their frequencies
+class Partial(NamedTuple):
+    """RoPE of a part of the channels: its pairs turn as if they were all, the others stay.
+
+    Which pairs those are means nothing to a model that is trained so: the first ones.
+    """
+
+    base: "float | Llama3"
+    fraction: float  # of the channels, above 0 and up to 1
+
+    def pairs(self, dim: int) -> int:
+        """That turn, of dim / 2: at least one."""
+        return max(1, round(self.fraction * dim / 2))
+
+
+Base = float | Llama3 | Partial  # what gives pairs their frequencies
 
 
 class Rotary(NamedTuple):
@@ -54,8 +68,12 @@ def frequencies(dim: int, base: Base) -> np.ndarray:
     """[H/2] float64: the radians that each pair turns per token.
 
     Args:
-      base: pair i turns by base^(-2i/H), or what `Llama3` makes of that.
+      base: pair i turns by base^(-2i/H), or what `Llama3` or `Partial` makes of that.
     """
+    if isinstance(base, Partial):
+        turned = base.pairs(dim)
+        still = np.zeros(dim // 2 - turned)
+        return np.concatenate([frequencies(2 * turned, base.base), still])
     exponents = -np.arange(0, dim, 2, dtype=np.float64) / dim
     if not isinstance(base, Llama3):
         return base**exponents

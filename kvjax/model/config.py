@@ -40,6 +40,7 @@ class BlockConfig:
     rope_low: float = 1.0  # turns
     rope_high: float = 4.0  # turns, more than rope_low
     rope_original: int = 8192  # tokens
+    rope_fraction: float = 1.0  # share of a key's channel pairs that RoPE turns, at least one
     window: int = 0  # a token sees so many, itself the last of them; 0: all before it
     max_positions: int = 2048  # rows of the table when positions are learned
     activation: str = "relu2"  # "relu2", "relu", "gelu" (by tanh), "gelu_exact" or "swiglu"
@@ -64,6 +65,7 @@ class BlockConfig:
         between("config.model.rope_factor", self.rope_factor, 1.0, 1e6)
         between("config.model.rope_low", self.rope_low, 0.0, 1e6)
         between("config.model.rope_high", self.rope_high, 0.0, 1e6)
+        between("config.model.rope_fraction", self.rope_fraction, 1e-6, 1.0)
         if not self.rope_low < self.rope_high:
             raise UserError(
                 f"config.model.rope_high = {self.rope_high}: must be more than "
@@ -83,10 +85,11 @@ class BlockConfig:
         """What gives RoPE its frequencies, or None in a model without."""
         if self.positions != "rope":
             return None
-        if self.rope_factor == 1:
-            return self.rope_base
-        turns = (self.rope_low, self.rope_high)
-        return rope.Llama3(self.rope_base, self.rope_factor, *turns, self.rope_original)
+        base = self.rope_base
+        if self.rope_factor != 1:
+            turns = (self.rope_low, self.rope_high)
+            base = rope.Llama3(self.rope_base, self.rope_factor, *turns, self.rope_original)
+        return base if self.rope_fraction == 1 else rope.Partial(base, self.rope_fraction)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from kvjax.recipes.mechanisms import mla_lrkv
 from kvjax.recipes.mechanisms import mla_paper
 from kvjax.recipes.mechanisms import mlra
 from kvjax.recipes.mechanisms import mqa
+from kvjax.recipes.mechanisms import plain
 from kvjax.recipes.mechanisms import projection_sharing
 from kvjax.recipes.mechanisms import shared_kv
 from kvjax.recipes.mechanisms import thin_keys
@@ -60,6 +61,7 @@ __all__ = [
     "mqa",
     "nanochat",
     "paper_text",
+    "plain",
     "pretrain",
     "projection_sharing",
     "recover",

@@ -53,4 +53,28 @@ def tuning() -> dict:
     )
 
 
+def adamw(rate: float, d_model: int, *, weight_decay: float, **keys) -> dict:
+    """AdamW with one learning rate and one weight decay for all weights, cosine after a warmup.
+
+    Args:
+      d_model: D: the optimizer scales two rates by (D/768)^-1/2, which is taken back here.
+      keys: of `OptimizerConfig`.
+    """
+    scaled = rate * (d_model / 768) ** 0.5
+    found = dict(
+        matrices="adamw",
+        matrix_learning_rate=rate,
+        vector_learning_rate=rate,
+        embedding_learning_rate=scaled,
+        head_learning_rate=scaled,
+        matrix_weight_decay=weight_decay,
+        adam_weight_decay=weight_decay,
+        adam_b1=0.9,
+        adam_b2=0.999,
+        adam_epsilon=1e-8,
+        schedule="cosine",
+    )
+    return found | keys
+
+
 PRESETS = {"nanochat": nanochat, "paper_text": paper_text, "tuning": tuning}

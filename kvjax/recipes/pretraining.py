@@ -17,7 +17,8 @@ def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"
 
     Args:
       name: the file's name; the default workdir is runs/<name>.
-      scale: "tiny", "128m" (d12), "2p5b" (d36) or "6p3b" (d50).
+      scale: "tiny", "128m" (d12), "2p5b" (d36) or "6p3b" (d50); of other papers "300m", "1p2b" or
+        "125m", whose optimizers are their own.
       attention: a section that `recipes.mechanisms` makes.
       preset: "nanochat", or "paper_text", what the LRKV paper's text says instead.
       sections: keys in which the run differs from its scale: model=dict(mlp_dim=3264).

@@ -1,6 +1,7 @@
 """Sizes of models, their data and budgets: depth is the one dial."""
 
 from kvjax.model.config import BlockConfig
+from kvjax.recipes import optimizers
 from kvjax.recipes.section import keys
 
 VOCAB_SIZE = 65_536
@@ -42,9 +43,87 @@ def _paper(depth: int, *, steps: int, tokens_per_step: int, accumulation: int) -
     )
 
 
+def _classic(layers: int, width: int, mlp_dim: int, **model) -> dict:
+    """Other authors' models: weights N(0, 0.02²), norms with gains, a tied head, nothing capped."""
+    shape = dict(num_layers=layers, d_model=width, mlp_dim=mlp_dim, norm_gain=True)
+    start = dict(embedding_std=0.02, matrix_std=0.02, zero_outputs=False)
+    off = dict(embedding_norm=False, logit_softcap=0.0, tied_head=True)
+    return shape | start | off | model
+
+
+def _sharing(
+    layers: int, width: int, *, rate: float, warmup: int, rows: int, parts: int, steps: int
+) -> dict:
+    """Projection sharing's language models (arXiv 2606.04032, section 3.3), from their code.
+
+    GPT-2's form; 2,048 learned positions; AdamW, with weight decay on everything. The authors pad
+    each document to a row and count the padding; here documents are packed.
+
+    Args:
+      rows: of 2,048 tokens per step, in so many parts.
+      steps: that are planned.
+    """
+    every = 200 if width == 1024 else 500
+    form = dict(norm="layer", norm_bias=True, norm_epsilon=1e-5, bias=True, dropout=0.1)
+    form |= dict(positions="learned", max_positions=2048, activation="gelu_exact")
+    decay = dict(warmup_steps=warmup, final_fraction=0.1, weight_decay=0.1)
+    return dict(
+        model=_classic(layers, width, 4 * width, **form),
+        optimizer=optimizers.adamw(rate, width, adam_b2=0.95, **decay),
+        data=dict(
+            source="~/data/slimpajama/*.jsonl.zst",
+            validation_fraction=0.001,
+            tokenizer="~/data/gpt2/tokenizer.json",
+            vocab_size=50_304,
+            sequence_length=2048,
+        ),
+        train=dict(
+            num_steps=steps,
+            batch_size=rows,
+            grad_accumulation=parts,
+            eval_every=every,
+            eval_rows=rows * (4 if width == 1024 else 8),  # 9.4M tokens of their 10M
+            checkpoint_every=every,
+            keep_checkpoints=3,
+        ),
+        compute=dict(remat="dots"),
+    )
+
+
+def _llama_125m() -> dict:
+    """Thin keys' LLaMA-style model (arXiv 2603.04427, section 4): WikiText-103, 5 epochs.
+
+    The paper's words are its tokens, 21,800 or so (its parameters lie between 21,761 and 21,832).
+    Here as many are learned by BPE, so that texts are encoded byte for byte.
+    """
+    form = dict(activation="swiglu", rope_base=10_000.0, norm_epsilon=1e-6)
+    decay = dict(warmup_steps=2_000, final_fraction=0.1, weight_decay=0.1)
+    return dict(
+        model=_classic(12, 768, 2048, **form),
+        optimizer=optimizers.adamw(3e-4, 768, adam_b2=0.95, **decay),
+        data=dict(
+            source="~/data/wikitext-103/train-*.parquet",
+            validation_source="~/data/wikitext-103/validation-*.parquet",
+            vocab_size=21_800,
+            sequence_length=512,
+        ),
+        train=dict(
+            num_steps=15_750,
+            batch_size=64,
+            eval_every=750,
+            checkpoint_every=750,
+            keep_checkpoints=3,
+        ),
+        compute=dict(remat="dots"),
+    )
+
+
 SCALES = {
     "tiny": tiny,
     "128m": lambda: _paper(12, steps=190_735, tokens_per_step=524_288, accumulation=1),
     "2p5b": lambda: _paper(36, steps=190_735, tokens_per_step=262_144, accumulation=1),
     "6p3b": lambda: _paper(50, steps=95_367, tokens_per_step=524_288, accumulation=2),
+    "300m": lambda: _sharing(20, 1024, rate=2e-4, warmup=500, rows=1152, parts=18, steps=4_238),
+    "1p2b": lambda: _sharing(22, 2048, rate=6e-5, warmup=1_000, rows=576, parts=4, steps=8_477),
+    "125m": _llama_125m,
 }

@@ -1,5 +1,6 @@
 """Factors come back as they were, with what is told of them."""
 
+import dataclasses
 import json
 import re
 
@@ -58,6 +59,15 @@ def test_what_has_no_formulas_is_not_written(make_mechanism, name, keys, message
     config = workdirs.config("nanochat", make_mechanism(name, **keys))
     with pytest.raises(UserError, match=rf"config\.attention\.{message}"):
         factored_readme.text("made", config, context=16)
+
+
+def test_partial_rope_is_described(make_mechanism):
+    mechanism = make_mechanism("lrkv")
+    block = dataclasses.replace(workdirs.BLOCKS["nanochat"], rope_fraction=0.5)
+    config = workdirs.config(block, mechanism)
+    said = factored_readme.text("made", config, context=16)
+    half = mechanism.key_dim // 2
+    assert f"^(-2i/{half}), i < {half // 2}; channels of other i stay" in " ".join(said.split())
 
 
 def test_layers_are_numbered_through(tmp_path):

@@ -119,14 +119,14 @@ def _result(note, target, **changes):
     )
 
 
-def _answer(note, target):
+def _answer(note, target, resolved=None):
     """A command that saves a result and prints, as `python -m kvjax.aot --save`."""
     file = scaling_table.result_file(note.name, target.topology)
     code = (
         "import pathlib, sys; path = pathlib.Path(sys.argv[1]); "
         "path.parent.mkdir(parents=True, exist_ok=True); path.write_text(sys.argv[2])"
     )
-    result = _result(note, target, resolved=target.resolved)
+    result = _result(note, target, resolved=resolved or target.resolved)
     return [sys.executable, "-c", code, str(file), json.dumps(result)]
 
 
@@ -259,6 +259,13 @@ def test_failures_are_listed_and_the_rest_goes_on(place, monkeypatch, capsys):
     assert out.endswith("of HBM\nmha_128m on v5e:4x4: not compiled yet\n")
 
 
+def test_a_config_that_changes_while_it_is_compiled_is_told(place, monkeypatch, capsys):
+    other = lambda note, target: _answer(note, target, [*target.resolved, "model.d_model = 1"])
+    monkeypatch.setattr(scaling_table, "_command", other)
+    assert _run("--compile", "--only=mha_128m") == 1
+    assert "s, changed since it was compiled" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
     note = lab_notes.read(place / "configs/mha_128m.py")
     (target,) = note.targets
@@ -325,7 +332,7 @@ def test_a_pattern_that_matches_nothing(place, capsys):
 def test_a_config_of_no_scale(place):
     path = place / "configs/mha_128m.py"
     path.write_text(path.read_text().replace('"mha_128m"', '"mha_big"'))
-    with pytest.raises(UserError, match="end of config.name = .big.: must be one of .128m"):
+    with pytest.raises(UserError, match="end of config.name = .big.: must be one of .125m., .128m"):
         lab_notes.read_all()
 
 

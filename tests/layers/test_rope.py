@@ -58,6 +58,28 @@ def test_llama3_slows_down_slow_pairs(x64):
     np.testing.assert_allclose(sin, np.sin(angles), atol=2e-9)
 
 
+@pytest.mark.parametrize("base", [BASE, rope.Llama3(500.0, 8.0, 1.0, 4.0, 64)])
+def test_partial_rope_turns_some_pairs_and_leaves_the_others(x64, base):
+    """As GPT-NeoX's rotary_pct: the channels that turn do as if they were all."""
+    partial = rope.Partial(base, 0.25)
+    found = rope.frequencies(32, partial)
+    np.testing.assert_array_equal(found[:4], rope.frequencies(8, base))
+    np.testing.assert_array_equal(found[4:], 0)
+    assert rope.Partial(base, 0.01).pairs(32) == 1 and rope.Partial(base, 1.0).pairs(32) == 16
+    x = np.random.default_rng(0).standard_normal((1, POSITIONS.shape[1], 1, 32))
+    y = rope.rotate(jnp.asarray(x), rope.rotary(POSITIONS, 32, partial))
+    still = [i for i in range(32) if i % 16 >= 4]
+    np.testing.assert_array_equal(y[..., still], x[..., still])
+    np.testing.assert_allclose(
+        y[:, :, 0], reference.rotate(x[:, :, 0], POSITIONS[0], partial), atol=1e-9
+    )
+    left, right = rope.basis(32, partial, 200, 1e-9)
+    angles = np.outer(found, np.arange(200))
+    np.testing.assert_allclose(
+        left @ right, np.concatenate([np.cos(angles), np.sin(angles)]), atol=1e-7
+    )
+
+
 def test_positions_may_differ_by_row():
     positions = np.array([[0, 5, 9], [7, 1024, 3]], np.int32)
     concrete, traced = rope.rotary(positions, 8, BASE), _traced(positions, 8, BASE)

@@ -30,6 +30,8 @@ def _config(mechanism, **block):
         ("dropout", 1.0, "0.99"),
         ("activation", "tanh", "'relu2', 'relu', 'gelu', 'gelu_exact', 'swiglu'"),
         ("rope_factor", 0.5, "at least 1"),
+        ("rope_fraction", 0.0, "at least"),
+        ("rope_fraction", 1.5, "1"),
         ("rope_original", 0, "at least 1"),
         ("rope_high", 0.5, "must be more than config.model.rope_low = 1.0"),
         ("window", -1, "at least 0"),

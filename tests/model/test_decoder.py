@@ -50,6 +50,10 @@ MODELS = {
         ],
         dict(rope_base=100.0),
     ),
+    "partial_rope": (
+        [("lrkv", {}), ("mla_paper", {}), ("lrkv_kv_tied", {}), ("mla", {})],
+        dict(rope_base=50.0, rope_fraction=0.5),
+    ),
     "norm_after": (
         [("gqa", {}), ("lrkv", {})],
         LAYER_NORM | dict(norm_after=True, positions="sinusoidal", activation="relu"),

@@ -45,6 +45,8 @@ def test_every_canonical_solution_passes(box, rows):
 
 @pytest.mark.parametrize("constant", CONSTANTS)
 def test_a_constant_answer_never_passes(box, rows, constant):
+    """Every third problem, so that each meets two constants or three."""
     body = "" if constant is None else f"    return {constant}\n"
+    rows = rows[CONSTANTS.index(constant) % 3 :: 3]
     verdicts = box.judge_all(problems(rows, lambda row: body))
     assert [row["task_id"] for row, v in zip(rows, verdicts, strict=True) if v.passed] == []
