@@ -292,8 +292,11 @@ def attention_maps(config, w, x_BTD, positions_T, base):
     """
     own_dim = config.query_dim if isinstance(config, LatentConfig) else config.key_dim
     m = getattr(config, "position_channels", 0)
+    slopes = iter(alibi_slopes(config.num_heads))
     for q, k, _ in zip(*queries_keys_values(config, w, x_BTD, positions_T, base), strict=True):
         z_BTS = np.einsum("bth,bsh->bts", q, k) / math.sqrt(own_dim)
+        if getattr(config, "alibi", False):
+            z_BTS = z_BTS - next(slopes) * (positions_T[:, None] - positions_T[None])
         if m:
             e = encoding(positions_T, m // 2)
             T = len(positions_T)
@@ -303,6 +306,14 @@ def attention_maps(config, w, x_BTD, positions_T, base):
                     p_TSm[t, s] = np.concatenate([e[t], e[s]])
             z_BTS = (z_BTS[..., None] + p_TSm[None]) @ (w["position_map"] / m)
         yield z_BTS
+
+
+def alibi_slopes(N):
+    """ALiBi's geometric sequence, section 3 and footnote: ratio and start 2^(-8/N)."""
+    if N & (N - 1) == 0:
+        return [2 ** (-8 / N * (i + 1)) for i in range(N)]
+    below = 2 ** math.floor(math.log2(N))
+    return alibi_slopes(below) + alibi_slopes(2 * below)[0::2][: N - below]
 
 
 def softmax(z, axis=-1):

@@ -95,7 +95,7 @@ def _starts() -> list[Cell]:
 
 
 def _positions() -> list[Cell]:
-    """RoPE of all channels, of a quarter of them, learned positions, none."""
+    """RoPE of all channels, of a quarter of them, learned positions, none, ALiBi."""
     found = []
     for name in ("mha", "lrkv"):
         against = lambda suffix, name=name: "" if name == "mha" else f"mha{suffix}"
@@ -105,6 +105,7 @@ def _positions() -> list[Cell]:
             "_quarter_rope": dict(model__rope_fraction=0.25),
             "_learned": dict(model__positions="learned", model__embedding_std=0.02),
             "_no_positions": dict(model__positions="none"),
+            "_alibi": dict(model__positions="none", attention__alibi=True),
         }.items():
             found.append(_with(plain, suffix, against(suffix), **keys))
     shared = _of("lrkv_shared_rope", "lrkv", "lrkv", rope="shared")

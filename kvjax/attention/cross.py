@@ -35,6 +35,7 @@ def check(config: GroupedConfig) -> None:
     allowed = "must be 0 in cross-attention, which has no positions"
     require(not config.position_channels, "position_channels", config.position_channels, allowed)
     allowed = "must be False in cross-attention"
+    require(not config.alibi, "alibi", config.alibi, f"{allowed}, which has no positions")
     require(not config.output_gate, "output_gate", config.output_gate, allowed)
 
 

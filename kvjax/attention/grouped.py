@@ -9,7 +9,8 @@ a rank: the number of heads costs no cache.
 
 Projections may be shared (`tie`, projection sharing eq. 2-4): "kv", Q-K=V, values are the keys
 before norm and RoPE; "qk", Q=K-V, queries are the keys; "qkv", both. `position_channels` adds that
-paper's "+": fixed 2-D sinusoids of m channels on the logits, mapped back by m weights.
+paper's "+": fixed 2-D sinusoids of m channels on the logits, mapped back by m weights. `alibi` is
+ALiBi (arXiv 2108.12409): logits fall with the distance of the key, by a slope for each head.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import dataclasses
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.attention.mechanism import MAX_DIM
 from kvjax.attention.mechanism import Mechanism
@@ -45,6 +47,17 @@ from kvjax.layers.weight import weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
+_PLACES = 2 * (65_536, 256, 1)  # a position as digits that bfloat16 holds, twice
+
+
+def slopes(num_heads: int) -> np.ndarray:
+    """[N] float64: ALiBi's, as its authors' code has them: 2^(-8 i/N) for powers of two.
+
+    For other N those of the power below, and every second one of the power above.
+    """
+    whole = 1 << (num_heads.bit_length() - 1)
+    of = lambda n: 2.0 ** (-8 / n * np.arange(1, n + 1))
+    return np.concatenate([of(whole), of(2 * whole)[::2][: num_heads - whole]])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +79,7 @@ class GroupedConfig(MechanismConfig):
     rope: str = "full"
     tie: str = "none"  # "kv": Q-K=V; "qk": Q=K-V; "qkv": Q=K=V; "none"
     position_channels: int = 0  # m of the "+" variants, even; 0: none
+    alibi: bool = False  # logits fall with distance, in each head by a slope of its own
 
     def __post_init__(self):
         check_common(self, "num_kv_heads", "num_bases", "value_dim")
@@ -83,6 +97,8 @@ class GroupedConfig(MechanismConfig):
             "must be even, half of it for the row and half for the column, or 0; "
             f"at most {MAX_DIM:,}",
         )
+        both = "must be False where position_channels are on the logits"
+        require(not (channels and self.alibi), "alibi", self.alibi, both)
         self._check_ties()
 
     def _check_ties(self) -> None:
@@ -117,7 +133,8 @@ class GroupedConfig(MechanismConfig):
     @property
     def query_dim(self) -> int:
         parts = 2 if self.splits_rope else 1
-        return parts * self.key_dim + self.position_channels // 2
+        places = len(_PLACES) if self.alibi else self.position_channels // 2
+        return parts * self.key_dim + places
 
     @property
     def key_heads(self) -> int:
@@ -153,7 +170,8 @@ class GroupedConfig(MechanismConfig):
         once = 0
         if self.rank and self.qk_norm != "none" and not self.ties_values:  # 1/rms of the new key
             once = self.num_kv_heads * self.key_dim * (2 * self.rank + 3)
-        return DecodeFlops(flops.per_query + once, flops.per_key + self.position_channels)
+        biased = 2 * self.num_heads if self.alibi else self.position_channels
+        return DecodeFlops(flops.per_query + once, flops.per_key + biased)
 
     def _sizes(self, rope_base: Base | None) -> Sizes:
         """The sizes of the way its cache is read."""
@@ -272,6 +290,12 @@ class Grouped(Mechanism):
             shape = (*k_BTKH.shape[:3], e_ATC.shape[-1])
             e_BTKC = jnp.broadcast_to(e_ATC[:, :, None].astype(k_BTKH.dtype), shape)
             k_BTKH = jnp.concatenate([k_BTKH, e_BTKC], axis=-1)
+        if c.alibi:
+            s_AT = jnp.asarray(positions.index)
+            digits_ATC = jnp.stack([s_AT // place % 256 for place in _PLACES], axis=-1)
+            shape = (*k_BTKH.shape[:3], len(_PLACES))
+            digits_BTKC = jnp.broadcast_to(digits_ATC[:, :, None].astype(k_BTKH.dtype), shape)
+            k_BTKH = jnp.concatenate([k_BTKH, digits_BTKC], axis=-1)
         return k_BTKH, v_BTKH
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
@@ -302,6 +326,10 @@ class Grouped(Mechanism):
         if c.position_channels:
             bias = readings.PositionBias(weights=self._column_weights())
             q_BTNH = q_BTNH[..., : -(c.position_channels // 2)]
+        if c.alibi:
+            wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+            bias = readings.SlopeBias(slopes=jnp.asarray(slopes(c.num_heads), wide))
+            q_BTNH = q_BTNH[..., : -len(_PLACES)]
         shared = dict(bias=bias, scale=c.scale)
         gain = gain_of(self.key_norm)
         if c.ties_values:
@@ -354,12 +382,26 @@ class Grouped(Mechanism):
         return self.position_map[...][m // 2 :] / m
 
     def _add_position_query(self, q_BTNH: jax.Array) -> jax.Array:
-        """The "+" of projection sharing as channels of query and key.
+        """What positions add to logits, as channels of query and key.
+
+        ALiBi's slope times the key's position, both in parts that bfloat16 holds: the position's
+        digits are a key's last channels. The query's position is the same for all keys.
+
+        And the "+" of projection sharing.
 
         The map is w/m on A_ts + P_ts, with P_ts the encodings of row t and column s in m/2 channels
         each. A row's part is the same for all keys and leaves softmax unchanged. What remains is
         mean(w)·A_ts, a temperature, plus w's second half times the encoding of s: a bias per key.
         """
+        if self.config.alibi:
+            slope_N1 = slopes(self.config.num_heads)[:, None] / self.config.scale
+            coarse_N1 = slope_N1.astype(jnp.bfloat16).astype(np.float64)
+            half = len(_PLACES) // 2
+            parts_NC = np.repeat(np.hstack([coarse_N1, slope_N1 - coarse_N1]), half, axis=1)
+            weights_NC = jnp.asarray(parts_NC * np.array(_PLACES), q_BTNH.dtype)
+            shape = (*q_BTNH.shape[:3], len(_PLACES))
+            weights_BTNC = jnp.broadcast_to(weights_NC[None, None], shape)
+            return jnp.concatenate([q_BTNH, weights_BTNC], axis=-1)
         if not self.config.position_channels:
             return q_BTNH
         temperature = jnp.mean(self.position_map[...]).astype(q_BTNH.dtype)

@@ -156,6 +156,9 @@ def _check(mechanism: MechanismConfig, *, rope: bool) -> None:
     require(mechanism.tie == "none", "tie", repr(mechanism.tie), own)
     channels = mechanism.position_channels
     require(not channels, "position_channels", channels, "must be 0: positions are RoPE's alone")
+    require(
+        not mechanism.alibi, "alibi", mechanism.alibi, "must be False: positions are RoPE's alone"
+    )
     whole = "must be 'full': keys are rotated whole"
     require(not (rope and mechanism.splits_rope), "rope", repr(mechanism.rope), whole)
 

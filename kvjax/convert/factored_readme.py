@@ -7,6 +7,7 @@ from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import grouped
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_plain
 from kvjax.foundation import output
@@ -191,7 +192,10 @@ def _turned(mechanism: MechanismConfig, rope: bool) -> str:
 
 
 def _bias_of_positions(mechanism: MechanismConfig) -> str:
-    """The "+" of projection sharing."""
+    """ALiBi, or the "+" of projection sharing."""
+    if getattr(mechanism, "alibi", False):
+        slopes = ", ".join(f"{slope:g}" for slope in grouped.slopes(mechanism.num_heads))
+        return f" - m_n (t - s), where m_n of head n is one of {slopes}"
     m = getattr(mechanism, "position_channels", 0)
     if not m:
         return ""

@@ -52,14 +52,19 @@ class Layer:
         return np.eye(self.query_ENH.shape[0])
 
 
+def _biased(config: GroupedConfig) -> bool:
+    """Whether positions are on the logits."""
+    return bool(config.position_channels or config.alibi)
+
+
 def check(mechanisms: Sequence[MechanismConfig]) -> None:
     """Raises a UserError unless all are MHA, GQA or MQA with keys and values of their own."""
     for config in mechanisms:
         plain = isinstance(config, GroupedConfig) and config.rank == 0 and config.tie == "none"
-        if not plain or config.num_bases != config.num_kv_heads or config.position_channels:
+        if not plain or config.num_bases != config.num_kv_heads or _biased(config):
             raise UserError(
                 "only MHA, GQA and MQA are converted: config.attention must be of kind 'grouped', "
-                "with rank 0, a base for each KV head, tie 'none' and no position_channels"
+                "with rank 0, a base for each KV head, tie 'none', no position_channels, no alibi"
             )
         check_plain(config, "models with it are not converted")
 

@@ -92,6 +92,10 @@ class BlockConfig:
         return base if self.rope_fraction == 1 else rope.Partial(base, self.rope_fraction)
 
 
+def _has_alibi(mechanism: MechanismConfig) -> bool:
+    return getattr(mechanism, "alibi", False)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """A whole model: its blocks, the mechanism of every layer, its vocabulary."""
@@ -105,6 +109,11 @@ class TransformerConfig:
             raise UserError(
                 f"config.attention.layer_ranks describes {len(self.mechanisms)} layers and "
                 f"config.model.num_layers = {self.block.num_layers}: give one rank per layer"
+            )
+        if self.block.positions != "none" and any(_has_alibi(m) for m in self.mechanisms):
+            raise UserError(
+                f"config.attention.alibi = True: needs config.model.positions = 'none', not "
+                f"{self.block.positions!r}: slopes say where a key stands"
             )
         for mechanism in self.mechanisms if self.block.positions == "rope" else ():
             if mechanism.rope_dim % 2:

@@ -280,3 +280,23 @@ def test_softmax_attention(x64, K, H, Hv, query_chunk):
         p = np.exp(z) * np.tril(np.ones((T, T)))[None]
         expected = p / p.sum(-1, keepdims=True) @ v[:, :, n * K // 6]
         np.testing.assert_allclose(o[:, :, n], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_alibi_is_exact_in_bfloat16(make_mechanism, heads):
+    """What queries' and keys' channels add is slope times distance, far away too."""
+    options = dict(num_heads=heads, num_kv_heads=heads, num_bases=heads, rank=0, qk_norm="none")
+    config = make_mechanism("mha", alibi=True, **options)
+    places = rope.positions(np.array([[0, 255, 40_001, 65_537, 70_000]]), config.rope_dim, None)
+    graph, state = nnx.split(config.build(16, rngs=nnx.Rngs(0)))
+    mechanism = nnx.merge(graph, jax.tree.map(lambda w: w.astype(jnp.bfloat16), state))
+    x_BTD = jnp.zeros((1, 5, 16), jnp.bfloat16)
+    q_BTNH, raw = mechanism.project(x_BTD, places)
+    k_BTNH, _ = mechanism.keys_values(raw, places)
+    assert q_BTNH.dtype == k_BTNH.dtype == jnp.bfloat16
+    exact = lambda x: np.asarray(x, np.float64)
+    z_NTS = config.scale * np.einsum("btnh,bsnh->nts", exact(q_BTNH), exact(k_BTNH))
+    fallen_NS = z_NTS[:, 4] - z_NTS[:, 4, 4:]
+    expected = reference.alibi_slopes(heads)
+    distances = 70_000 - np.array([0, 255, 40_001, 65_537, 70_000])
+    np.testing.assert_allclose(fallen_NS, -np.outer(expected, distances), rtol=1e-4)

@@ -195,6 +195,7 @@ def test_parameters_and_cached_elements():
     [
         (dict(num_kv_heads=N, num_bases=N, rank=0, tie="qk"), "tie = 'qk': must be 'none' or 'kv'"),
         (dict(rope="shared"), "rope = 'shared': must be 'full' in cross-attention"),
+        (dict(alibi=True), "alibi = True: must be False in cross-attention"),
         (dict(position_channels=4), "position_channels = 4: must be 0 in cross-attention"),
         (dict(output_gate=True), "output_gate = True: must be False in cross-attention"),
     ],

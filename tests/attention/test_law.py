@@ -28,6 +28,7 @@ FACTORS = dict(
     bias=(False, True),
     tie=("none", "kv", "qk", "qkv"),
     position_channels=(0, 6),
+    alibi=(False, True),
 )
 
 

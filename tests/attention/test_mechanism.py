@@ -285,6 +285,7 @@ BAD = [
     ("lrkv_kv_tied", dict(rope="shared"), "rope = 'shared'.*'full' where keys are tied"),
     ("qk_tied_plus", dict(position_channels=5), "position_channels = 5.*even"),
     ("qk_tied_plus", dict(position_channels=-2), "position_channels = -2.*even"),
+    ("qk_tied_plus", dict(alibi=True), "alibi = True: must be False where position_channels"),
     ("lrkv", dict(key_dim=0), "key_dim = 0.*at least 1"),
     ("lrkv", dict(value_dim=-2), "value_dim = -2.*at least 1"),
     ("factored", dict(num_kv_heads=3), "num_kv_heads = 3.*divide num_heads = 4"),

@@ -44,6 +44,18 @@ def test_bad_values(key, value, allowed):
     assert allowed in str(error.value)
 
 
+def test_alibi_is_the_only_word_on_positions(make_mechanism):
+    mechanism = make_mechanism("lrkv", alibi=True)
+    of = lambda positions: TransformerConfig(
+        block=BlockConfig(**SHAPE | dict(num_layers=1, positions=positions)),
+        mechanisms=(mechanism,),
+        vocab_size=8,
+    )
+    assert of("none").mechanisms == (mechanism,)
+    with pytest.raises(UserError, match="alibi = True: needs config.model.positions = 'none', not"):
+        of("rope")
+
+
 def test_a_window_is_of_causal_models():
     with pytest.raises(UserError, match="window = 4: is of causal models; set it to 0"):
         BlockConfig(**SHAPE, window=4, causal=False)

@@ -58,6 +58,10 @@ MODELS = {
         [("gqa", {}), ("lrkv", {})],
         LAYER_NORM | dict(norm_after=True, positions="sinusoidal", activation="relu"),
     ),
+    "alibi": (
+        [("gqa", dict(alibi=True)), ("lrkv", dict(alibi=True)), ("lrkv_kv_tied", dict(alibi=True))],
+        dict(positions="none", window=5),
+    ),
     "no_positions": (
         [("lrkv_gqa", dict(bias=True)), ("qk_tied_plus", {})],
         LAYER_NORM | dict(positions="none", tied_head=True),

@@ -68,6 +68,7 @@ OPTIONS = {
             window=5,
         ),
     ),
+    "alibi": ("lrkv", dict(alibi=True), dict(positions="none")),
     "partial_rope": ("lrkv", {}, dict(rope_base=50.0, rope_fraction=0.5)),
     "factored": ("factored", dict(bias=True), dict(window=3)),
     "bidirectional": (

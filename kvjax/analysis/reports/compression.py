@@ -35,6 +35,11 @@ def check(model: Model, request: Request) -> None:
                 f"position_channels = {mechanism.position_channels}: part of each key is its "
                 "position's and is not cached, so that there is no rank to compare"
             )
+        if getattr(mechanism, "alibi", False):
+            raise UserError(
+                "alibi = True: part of each key is its position, which is not cached, so that "
+                "there is no rank to compare"
+            )
         if mechanism.query_dim < 2:
             raise UserError("keys of one channel: there is nothing to leave out of them")
     heads_lib.check(model)

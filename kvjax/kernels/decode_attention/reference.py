@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from kvjax.kernels.decode_attention.readings import Reading
 from kvjax.kernels.decode_attention.readings.reading import Cache
 from kvjax.kernels.decode_attention.readings.reading import repeat_heads
-from kvjax.layers import sinusoid
 
 
 def decode_attention(
@@ -36,9 +35,7 @@ def _attend(
     T, S = q_BTNH.shape[1], k_BSNH.shape[1]
     z_BNTS = operands.scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
     if operands.bias is not None:
-        weights_C = _wide(operands.bias.weights)
-        bias_S = sinusoid.encoding(jnp.arange(S), weights_C.shape[0]).astype(z_BNTS.dtype)
-        z_BNTS = z_BNTS + (bias_S @ weights_C)[None, None, None]
+        z_BNTS = z_BNTS + operands.bias.at(jnp.arange(S), first_B, z_BNTS.dtype)
     last_BT = first_B[:, None] + jnp.arange(T)[None] * causal
     seen_BTS = jnp.arange(S)[None, None] <= last_BT[..., None]
     if window:

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from kvjax.cache.stripes import Stripes
 from kvjax.kernels.decode_attention.readings import Reading
 from kvjax.kernels.decode_attention.readings.tiles import BLOCK
-from kvjax.layers import sinusoid
 
 _MASKED = -1e30  # finite, so that a tile with nothing to see leaves the sums as they are
 
@@ -176,8 +175,7 @@ class _Problem:
         z_BNTs = self.operands.scale * z_BNTs
         bias = self.operands.bias
         if bias is not None:
-            encoding_sC = sinusoid.encoding(position_s, bias.weights.shape[0]).astype(self.wide)
-            z_BNTs = z_BNTs + (encoding_sC @ bias.weights.astype(self.wide))[None, None, None]
+            z_BNTs = z_BNTs + bias.at(position_s, self.first_B, self.wide)
         after_T = jnp.arange(self.T, dtype=self.first_B.dtype) * self.causal
         last_BT = self.first_B[:, None] + after_T[None]
         seen_BTs = (slot_s[None, None] >= new) & (position_s[None, None] <= last_BT[..., None])

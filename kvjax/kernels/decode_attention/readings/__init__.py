@@ -10,6 +10,7 @@ from kvjax.kernels.decode_attention.readings.latent_residual import LatentResidu
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
 from kvjax.kernels.decode_attention.readings.reading import PositionBias
 from kvjax.kernels.decode_attention.readings.reading import Reading
+from kvjax.kernels.decode_attention.readings.reading import SlopeBias
 from kvjax.kernels.decode_attention.readings.rebuilt import RebuiltReading
 from kvjax.kernels.decode_attention.readings.residual import ResidualReading
 from kvjax.kernels.decode_attention.readings.tensor_product import TensorProductReading
@@ -25,6 +26,7 @@ __all__ = [
     "Reading",
     "RebuiltReading",
     "ResidualReading",
+    "SlopeBias",
     "TensorProductReading",
     "TiedReading",
 ]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.readings import rotating
 from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.reading import Bias
 from kvjax.kernels.decode_attention.readings.reading import Cache
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import PositionBias
 from kvjax.kernels.decode_attention.readings.reading import Reading
 from kvjax.kernels.decode_attention.readings.reading import reading
 from kvjax.kernels.decode_attention.readings.reading import repeat_heads
@@ -35,7 +35,7 @@ class FactoredReading(Reading):
     query: jax.Array  # [B, T, N, H]
     expand_key: jax.Array | None = None  # [K, R, H]
     expand_value: jax.Array | None = None  # [K, R, Hv]
-    bias: PositionBias | None = None
+    bias: Bias | None = None
     scale: float = static()
     rope_base: Base | None = static()  # None: keys are not rotated when they are read
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.reading import Bias
 from kvjax.kernels.decode_attention.readings.reading import Cache
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import PositionBias
 from kvjax.kernels.decode_attention.readings.reading import Reading
 from kvjax.kernels.decode_attention.readings.reading import reading
 from kvjax.kernels.decode_attention.readings.reading import static
@@ -20,7 +20,7 @@ class GroupedReading(Reading):
     """cache: base_key [B, K, H, S], base_value [B, K, Hv, S]."""
 
     query: jax.Array  # [B, T, N, H]
-    bias: PositionBias | None = None
+    bias: Bias | None = None
     scale: float = static()
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:

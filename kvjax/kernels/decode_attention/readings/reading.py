@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.layers import rope
+from kvjax.layers import sinusoid
 from kvjax.layers.norm import inverse_rms
 
 Cache = Mapping[str, jax.Array]
@@ -42,6 +43,31 @@ class PositionBias:
     """
 
     weights: jax.Array  # [C]
+
+    def at(self, position_s: jax.Array, first_B: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """[1, 1, 1, s] on the logits of keys at these positions."""
+        del first_B  # it depends on the key alone
+        encoding_sC = sinusoid.encoding(position_s, self.weights.shape[0]).astype(dtype)
+        return (encoding_sC @ self.weights.astype(dtype))[None, None, None]
+
+
+@reading
+class SlopeBias:
+    """A bias of every logit that falls with the distance of its key, by a slope for each head.
+
+    ALiBi (arXiv 2108.12409): -slope·(t - s) for a query at t and a key at s. Of several queries all
+    count from the first one: what a query's logits have in common leaves its softmax unchanged.
+    """
+
+    slopes: jax.Array  # [N]
+
+    def at(self, position_s: jax.Array, first_B: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """[B, N, 1, s] on the logits of keys at these positions."""
+        distance_Bs = (first_B[:, None] - position_s[None]).astype(dtype)
+        return (-self.slopes.astype(dtype)[None, :, None] * distance_Bs[:, None])[:, :, None]
+
+
+Bias = PositionBias | SlopeBias
 
 
 class DecodeFlops(NamedTuple):
@@ -86,7 +112,7 @@ class Reading:
 
     query: jax.Array  # [B, T, N, H]
     scale: float  # what a logit is multiplied by
-    bias: PositionBias | None = None
+    bias: Bias | None = None
     rope_base: rope.Base | None = None  # of keys that are rotated when they are read
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.readings import rotating
 from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.reading import Bias
 from kvjax.kernels.decode_attention.readings.reading import Cache
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import PositionBias
 from kvjax.kernels.decode_attention.readings.reading import Reading
 from kvjax.kernels.decode_attention.readings.reading import reading
 from kvjax.kernels.decode_attention.readings.reading import repeat_heads
@@ -37,7 +37,7 @@ class ResidualReading(Reading):
     residual_query: jax.Array  # [B, T, N, H], meets the residual; `query` if rope_base is given
     expand_key: jax.Array  # [K, R, H]
     expand_value: jax.Array  # [K, R, Hv]
-    bias: PositionBias | None = None
+    bias: Bias | None = None
     scale: float = static()
     rope_base: rope.Base | None = static()  # None: the residual is not rotated
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.readings import tiles
+from kvjax.kernels.decode_attention.readings.reading import Bias
 from kvjax.kernels.decode_attention.readings.reading import Cache
 from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import PositionBias
 from kvjax.kernels.decode_attention.readings.reading import Reading
 from kvjax.kernels.decode_attention.readings.reading import normed_and_rotated
 from kvjax.kernels.decode_attention.readings.reading import reading
@@ -27,7 +27,7 @@ class TiedReading(Reading):
     query: jax.Array  # [B, T, N, H]
     expand_key: jax.Array | None = None  # [K, R, H]
     gain: jax.Array | None = None  # [H]
-    bias: PositionBias | None = None
+    bias: Bias | None = None
     scale: float = static()
     rope_base: Base | None = static()
     norm_epsilon: float | None = static()  # of RMSNorm; None: keys are not normed
