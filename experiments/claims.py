@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from experiments.ledger import logit_spectra
 from experiments.ledger import lrkv
+from experiments.ledger import lrkv_blog
 from experiments.ledger import projection_sharing
 from experiments.ledger import thin_keys
 from experiments.ledger.verdicts import VERDICTS
@@ -24,7 +25,7 @@ from kvjax.foundation.output import Output
 FILE = "CLAIMS.md"
 PAPERS: dict[str, tuple[Claim, ...]] = {
     lrkv.TITLE: lrkv.CLAIMS,
-    lrkv.BLOG: lrkv.BLOG_CLAIMS,
+    lrkv_blog.TITLE: lrkv_blog.CLAIMS,
     projection_sharing.TITLE: projection_sharing.CLAIMS,
     thin_keys.TITLE: thin_keys.CLAIMS,
     logit_spectra.TITLE: logit_spectra.CLAIMS,

@@ -1,7 +1,5 @@
 """Claims of LRKV (arXiv 2601.11471 v1) and of its blog."""
 
-import itertools
-
 from experiments.ledger import verdicts
 from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
@@ -16,7 +14,6 @@ from experiments.ledger.verdicts import orders
 from experiments.ledger.verdicts import study
 
 TITLE = "LRKV (arXiv 2601.11471)"
-BLOG = "LRKV's blog"
 _TABLES = "python -m experiments.tables.paper_tables --save"
 _SMALL = "python -m experiments.studies.small_caches --save"
 _HEADS = "python -m experiments.studies.head_diversity --save"
@@ -429,73 +426,3 @@ CLAIMS = (
         _TABLES,
     ),
 )
-
-BLOG_CLAIMS = (
-    Claim(
-        "Memory",
-        "caches of 45 to 53 % of MHA's at every scale, 48.4 % at 2.5B",
-        "45-53 %, 48.4 %",
-        Tabulated(("LRKV blog: 45-53 % at r = 0.36-0.43·d_h, 48.4 % at d36",)),
-        _TABLES,
-    ),
-    Claim(
-        "Results",
-        "the best combined score at 128M, 2.5B and 6.3B",
-        "18.9, 37.9, 40.2",
-        AtScale("lrkv_6p3b", 50e9, models=5),
-        "",
-    ),
-    Claim(
-        "Results",
-        "at 6.3B ahead of the next by +2.3 on ARC-Easy, +4.4 on ARC-Challenge, +1.8 on MMLU",
-        "+2.3, +4.4, +1.8",
-        AtScale("lrkv_6p3b", 50e9, models=2),
-        "",
-    ),
-    Claim(
-        "Results",
-        "the lead over MLA grows with scale",
-        "+0.9 at 128M, +3.3 at 6.3B",
-        AtScale("mla_6p3b", 50e9, models=2),
-        "",
-    ),
-    Claim(
-        "Results",
-        "the residual's rank trades cache for loss monotonically",
-        "",
-        Cases(lambda: _monotone(), lambda: _ranks()),
-        _study("lrkv_ranks"),
-    ),
-    Claim(
-        "Long context",
-        "at 8K the lead over MHA is wider",
-        "",
-        AtScale("long_context/lrkv_8k_2p5b", 50e9, models=2),
-        "",
-    ),
-    Claim(
-        "Compute",
-        "for long contexts decoding takes r/d_h more work",
-        "0.5 at r = 64",
-        Undefined(
-            "only without RoPE; under RoPE exact decoding takes more (experiments/README.md, "
-            "LRKV under RoPE)"
-        ),
-        "",
-    ),
-)
-
-
-def _rank_rows() -> list[dict]:
-    rows = verdicts.read("studies/lrkv_ranks")["rows"]
-    return [row for row in rows if row["cell"].startswith("lrkv_r")]
-
-
-def _monotone() -> dict[str, bool]:
-    rows = sorted(_rank_rows(), key=lambda row: row["cache_bytes"])
-    pairs = itertools.pairwise(rows)
-    return {f"{b['cell']} below {a['cell']}": b["bpb"] < a["bpb"] for a, b in pairs}
-
-
-def _ranks() -> str:
-    return ", ".join(f"{row['cell']} {row['bpb']:.4f}" for row in _rank_rows())

@@ -1,17 +1,14 @@
 """Claims of projection sharing (arXiv 2606.04032)."""
 
-from experiments.ledger import verdicts
+from experiments.ledger import small_tasks
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import Elsewhere
-from experiments.ledger.verdicts import NoResultError
 from experiments.ledger.verdicts import Tabulated
 from experiments.ledger.verdicts import Undefined
 from experiments.ledger.verdicts import study
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
 
 TITLE = "Projection sharing (arXiv 2606.04032)"
 _TABLES = "python -m experiments.tables.paper_tables --save"
@@ -23,174 +20,8 @@ _DEMO = "width 128, 1.0M tokens, the paper's optimizer"
 _ENCODERS = "a sample of the paper's grid"
 
 
-def _table_2(task: str, first: str, second: str):
-    """First less second in points of accuracy, seed by seed, means over cells."""
-
-    def of() -> tuple[Estimate, int]:
-        runs = verdicts.read("sequence_tasks")["runs"]
-
-        def by_seed(variant: str) -> dict[int, float]:
-            mine = [seeds for name, seeds in runs.items() if name.startswith(f"{task}/{variant}/")]
-            common = set.intersection(*map(set, mine)) if mine else set()
-            return {
-                int(seed): 100 * sum(cell[seed]["right"] for cell in mine) / len(mine)
-                for seed in common
-            }
-
-        one, other = by_seed(first), by_seed(second)
-        found = difference(one, other)
-        if found is None:
-            raise NoResultError(task)
-        return found, len(one.keys() & other.keys())
-
-    return of
-
-
-def _tells(task: str, first: str, second: str, sign: int) -> Differs:
-    return Differs(_table_2(task, first, second), sign, "+.2f", f"points of accuracy, {_ENCODERS}")
-
-
-def _all_right(task: str) -> Cases:
-    """Every variant labels at least 99.95 % of the positions: 1.000 as printed."""
-
-    def of() -> dict[str, float]:
-        rows = verdicts.read("sequence_tasks")["rows"]
-        return {r["variant"]: r["tasks"][task]["right"] for r in rows if task in r["tasks"]}
-
-    def figures() -> str:
-        return ", ".join(f"{name} {right:.3f}" for name, right in of().items())
-
-    return Cases(lambda: {name: right >= 0.9995 for name, right in of().items()}, figures)
-
-
-def _image(name: str, variant: str):
-    """A variant less QKV in points of accuracy."""
-
-    def of() -> tuple[Estimate, int]:
-        for row in verdicts.read(f"images/{name}")["rows"]:
-            if row["variant"] == variant and row["from_qkv"] is not None:
-                half = row["from_qkv_half_interval"]
-                return Estimate(100 * row["from_qkv"], half and 100 * half), row["seeds"]
-        raise NoResultError(name)
-
-    return of
-
-
-_VARIANTS = ("qk_tied", "qk_tied_plus", "kv_tied", "qkv_tied", "qkv_tied_plus")
-
-
-def _within_a_point(name: str, variants: tuple[str, ...] = _VARIANTS) -> Cases:
-    """Means less QKV's, of at least as many seeds as a claim needs."""
-
-    def of() -> dict[str, Estimate]:
-        found = {variant: _image(name, variant)() for variant in variants}
-        if any(seeds < verdicts.SEEDS for _, seeds in found.values()):
-            raise NoResultError(name)
-        return {variant: estimate for variant, (estimate, _) in found.items()}
-
-    def figures() -> str:
-        return ", ".join(f"{variant} {x.shown('+.2f')}" for variant, x in of().items())
-
-    return Cases(lambda: {variant: abs(x.mean) <= 1 for variant, x in of().items()}, figures)
-
-
-def _anomaly(place: str):
-    """(Q=K-V)+ less QKV in points of accuracy, means over cells, seed by seed."""
-
-    def of() -> tuple[Estimate, int]:
-        runs = verdicts.read("set_anomaly")["runs"]
-
-        def by_seed(variant: str) -> dict[str, float]:
-            mine = [r for name, r in runs.items() if name.startswith(f"{place}/{variant}/")]
-            common = set.intersection(*map(set, mine)) if mine else set()
-            return {
-                seed: 100 * sum(cell[seed]["right"] for cell in mine) / len(mine) for seed in common
-            }
-
-        one, other = by_seed("qk_tied_plus"), by_seed("qkv")
-        found = difference(one, other)
-        if found is None:
-            raise NoResultError(place)
-        return found, len(one.keys() & other.keys())
-
-    return of
-
-
 def _above(cell: str, sign: int = 1) -> Differs:
     return Differs(study(_STUDY, f"{cell}_d128"), sign, "+.4f", f"bits per byte, {_DEMO}")
-
-
-def _symmetric() -> dict[str, bool]:
-    """Whether q·k of two positions is k·q, before the softmax, in random weights."""
-    import jax
-    import numpy as np
-
-    from kvjax.attention import GroupedConfig
-    from kvjax.layers import rope
-
-    def gap(tie: str) -> float:
-        shape = dict(num_heads=2, num_kv_heads=2, num_bases=2, rank=0, key_dim=8, value_dim=8)
-        mechanism = GroupedConfig(**shape, tie=tie).build(16, rngs=_rngs())
-        places = rope.positions(np.arange(6)[None], 8, None)
-        x_BTD = jax.random.normal(jax.random.key(1), (1, 6, 16))
-        q_BTNH, raw = mechanism.project(x_BTD, places)
-        k_BTNH, _ = mechanism.keys_values(raw, places)
-        z_BNTS = np.einsum("btnh,bsnh->bnts", q_BTNH, k_BTNH)
-        return float(np.abs(z_BNTS - z_BNTS.swapaxes(2, 3)).max())
-
-    return {"Q=K-V": gap("qk") < 1e-5, "QKV is not": gap("none") > 1e-2}
-
-
-def _apart() -> dict[str, float]:
-    """How far recurrence and chunks are from all pairs of tokens, tied, by decay, in float64."""
-    import jax
-    import numpy as np
-
-    from kvjax.attention import linear
-
-    found = {}
-    with jax.enable_x64(True):
-        z = jax.numpy.asarray(np.random.default_rng(0).normal(size=(2, 100, 2, 8)))
-        features = linear.feature_map(z)
-        for decay in (1.0, 0.9):
-            config = linear.LinearConfig(num_heads=2, key_dim=8, value_dim=8, tie="qkv")
-            start = config.start(2, z.dtype)
-            whole = linear.parallel(features, features, z, decay)
-            one, _ = linear.recurrent(features, features, z, decay, start)
-            few, _ = linear.chunked(features, features, z, decay, start, chunk=16)
-            found[f"decay {decay}"] = float(max(abs(one - whole).max(), abs(few - whole).max()))
-    return found
-
-
-def _forms() -> dict[str, bool]:
-    return {name: gap < 1e-10 for name, gap in _apart().items()}
-
-
-def _forms_said() -> str:
-    return "in float64 the forms differ by less than 1e-10; the state is S and one vector a head"
-
-
-def _learned(task: str, first: str, second: str):
-    """First less second in points, seed by seed, of `experiments.studies.linear_attention`."""
-
-    def of() -> tuple[Estimate, int]:
-        runs = verdicts.read("linear_attention")["runs"]
-        by_seed = lambda kind: {
-            seed: 100 * run["figure"] for seed, run in runs.get(f"{task}/{kind}", {}).items()
-        }
-        one, other = by_seed(first), by_seed(second)
-        found = difference(one, other)
-        if found is None:
-            raise NoResultError(task)
-        return found, len(one.keys() & other.keys())
-
-    return of
-
-
-def _rngs():
-    from flax import nnx
-
-    return nnx.Rngs(0)
 
 
 _SLIMPAJAMA = "SlimPajama, 10B tokens; configs and counts follow from shapes (Table 5)"
@@ -203,64 +34,74 @@ CLAIMS = (
         Tabulated(("Projection sharing Table 1: projections of a layer",)),
         _TABLES,
     ),
-    Claim("Table 2; Figure 3", "sub is solved by all variants", "1.000", _all_right("sub"), _TASKS),
     Claim(
-        "Table 2; Figure 3", "copy is solved by all variants", "1.000", _all_right("copy"), _TASKS
+        "Table 2; Figure 3",
+        "sub is solved by all variants",
+        "1.000",
+        small_tasks.all_right("sub"),
+        _TASKS,
+    ),
+    Claim(
+        "Table 2; Figure 3",
+        "copy is solved by all variants",
+        "1.000",
+        small_tasks.all_right("copy"),
+        _TASKS,
     ),
     Claim(
         "Table 2; section 3.1",
         "Q-K=V sorts as well as QKV, nearly",
         ".958 against .971",
-        _tells("sort", "kv_tied", "qkv", -1),
+        small_tasks.tells("sort", "kv_tied", "qkv", -1),
         _TASKS,
     ),
     Claim(
         "Table 2",
         "Q=K=V reverses worse than QKV",
         ".514 against .698",
-        _tells("reverse", "qkv_tied", "qkv", -1),
+        small_tasks.tells("reverse", "qkv_tied", "qkv", -1),
         _TASKS,
     ),
     Claim(
         "Table 2",
         "Q=K=V swaps worse than QKV",
         ".446 against .588",
-        _tells("swap", "qkv_tied", "qkv", -1),
+        small_tasks.tells("swap", "qkv_tied", "qkv", -1),
         _TASKS,
     ),
     Claim(
         "Table 2",
         "Q=K-V swaps about as well as QKV",
         ".597 against .588",
-        _tells("swap", "qk_tied", "qkv", 1),
+        small_tasks.tells("swap", "qk_tied", "qkv", 1),
         _TASKS,
     ),
     Claim(
         "Table 2",
         "(Q=K-V)+ swaps better than QKV",
         ".671 against .588",
-        _tells("swap", "qk_tied_plus", "qkv", 1),
+        small_tasks.tells("swap", "qk_tied_plus", "qkv", 1),
         _TASKS,
     ),
     Claim(
         "Table 2",
         "(Q=K=V)+ swaps better than Q=K=V",
         ".576 against .446",
-        _tells("swap", "qkv_tied_plus", "qkv_tied", 1),
+        small_tasks.tells("swap", "qkv_tied_plus", "qkv_tied", 1),
         _TASKS,
     ),
     Claim(
         "Table 3",
         "MNIST: all variants within a point of QKV",
         ".981 .981 .982 .976 .978 .977",
-        _within_a_point("mnist"),
+        small_tasks.within_a_point("mnist"),
         f"{_IMAGES} --set=mnist --save",
     ),
     Claim(
         "Table 3",
         "Fashion-MNIST: Q=K-V, (Q=K-V)+ and Q-K=V within a point of QKV",
         ".887 .885 .884 .883",
-        _within_a_point("fashion_mnist", ("qk_tied", "qk_tied_plus", "kv_tied")),
+        small_tasks.within_a_point("fashion_mnist", ("qk_tied", "qk_tied_plus", "kv_tied")),
         f"{_IMAGES} --set=fashion_mnist --save",
     ),
     Claim(
@@ -268,7 +109,10 @@ CLAIMS = (
         "Fashion-MNIST: Q=K=V slightly behind QKV",
         ".877 against .887",
         Differs(
-            _image("fashion_mnist", "qkv_tied"), -1, "+.2f", f"points of accuracy, {_ENCODERS}"
+            small_tasks.image("fashion_mnist", "qkv_tied"),
+            -1,
+            "+.2f",
+            f"points of accuracy, {_ENCODERS}",
         ),
         f"{_IMAGES} --set=fashion_mnist --save",
     ),
@@ -281,7 +125,7 @@ CLAIMS = (
         Elsewhere(
             "ResNet34's features of CIFAR-100; the course's code always puts the anomaly last, "
             "which the + variants could read off",
-            Differs(_anomaly("last"), 1, "+.2f", "points of accuracy"),
+            Differs(small_tasks.anomaly("last"), 1, "+.2f", "points of accuracy"),
             "with features made up and the anomaly last",
         ),
         "python -m experiments.studies.set_anomaly --save",
@@ -430,7 +274,7 @@ CLAIMS = (
         "Figure 4",
         "attention maps of Q=K-V are symmetric",
         "",
-        Cases(_symmetric, lambda: "q = k makes q·k symmetric before the softmax"),
+        Cases(small_tasks.symmetric, lambda: "q = k makes q·k symmetric before the softmax"),
         "pytest tests/attention",
     ),
     Claim(
@@ -444,7 +288,7 @@ CLAIMS = (
         "section A.1",
         "Q=K=V under a kernel feature map is a recurrence with a constant state",
         "",
-        Cases(_forms, _forms_said),
+        Cases(small_tasks.forms, small_tasks.forms_said),
         "pytest tests/attention/test_linear.py tests/model/test_recurrent.py",
     ),
     Claim(
@@ -452,7 +296,10 @@ CLAIMS = (
         "it is limited where information must be routed sharply: retrieval, below softmax",
         "",
         Differs(
-            _learned("retrieval", "linear_tied", "softmax"), -1, "+.1f", "points, 4 layers of 64"
+            small_tasks.learned("retrieval", "linear_tied", "softmax"),
+            -1,
+            "+.1f",
+            "points, 4 layers of 64",
         ),
         "python -m experiments.studies.linear_attention --save",
     ),
@@ -461,7 +308,10 @@ CLAIMS = (
         "tying is what limits it: retrieval, below linear attention that is not tied",
         "",
         Differs(
-            _learned("retrieval", "linear_tied", "linear"), -1, "+.1f", "points, 4 layers of 64"
+            small_tasks.learned("retrieval", "linear_tied", "linear"),
+            -1,
+            "+.1f",
+            "points, 4 layers of 64",
         ),
         "python -m experiments.studies.linear_attention --save",
     ),
