@@ -167,6 +167,16 @@ def _block(name, **keys):
             "attention.position_channels = 6: must be 0",
         ),
         (
+            _block("nanochat", rope_fraction=0.5),
+            PLAIN,
+            "model.rope_fraction = 0.5: must be 1.0, as NanoChatForCausalLM has it",
+        ),
+        (
+            _block("nanochat", positions="none"),
+            workdirs.grouped(4, 4, alibi=True),
+            "attention.alibi = True: must be False: positions are RoPE's alone",
+        ),
+        (
             "nanochat",
             workdirs.grouped(4, 1, 3, rope="shared"),
             "attention.rope = 'shared': must be 'full'",
