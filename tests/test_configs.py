@@ -36,6 +36,7 @@ NAMES = sorted(FILES)
 MECHANISMS = ("mha", "gqa", "mqa", "lrkv", "mla", "mla_paper")
 SCALES = ("tiny", "128m", "2p5b", "6p3b")
 TOKENS_PER_STEP = {"128m": 524_288, "2p5b": 262_144, "6p3b": 524_288}
+TOKENS_PER_STEP |= {"300m": 2_359_296, "1p2b": 1_179_648, "125m": 32_768}
 # What stands in the folders, and the plain config that each is one change away from.
 RANKS = {
     f"lrkv_r{rank}_{scale}": f"lrkv_{scale}"
@@ -50,7 +51,10 @@ MATCHED = {
     f"{m}_matched_{s}": f"{m}_{s}" for m in ("lrkv", "gqa", "mqa", "mla") for s in SCALES[1:]
 }
 EQUAL_CACHE = {"gqa9_2p5b": "gqa_2p5b", "lrkv_r56_2p5b": "lrkv_2p5b", "lrkv_r42_128m": "lrkv_128m"}
-LONG = {f"{name}_2p5b": f"{name.partition('_')[0]}_2p5b" for name in ("mha_8k", "lrkv_8k")}
+LONG = {
+    f"{name}_2p5b": f"{name.partition('_')[0]}_2p5b"
+    for name in ("mha_8k", "gqa_8k", "mqa_8k", "mla_8k", "lrkv_8k")
+}
 LONG |= {f"lrkv_{length}_2p5b": "lrkv_2p5b" for length in ("32k", "128k")}
 MID_TRAINING = [f"{MID}{m}_{s}" for s in SCALES[1:] for m in MECHANISMS[:5]] + [f"{MID}lrkv_tiny"]
 # Caches as small as LRKV's of rank 64 and as MLA's, in elements per token and layer.
@@ -70,8 +74,29 @@ RIVALS |= {
 RIVALS |= {f"{m}_narrow_{s}": _NARROW[s] for m in ("mfa", "shared_kv") for s in ("tiny", "2p5b")}
 # Of rank 0 at the tiny scale: MQA.
 RIVALS |= {f"lrkv_narrow_{s}": _NARROW[s] for s in ("128m", "2p5b")}
+# What other tables need: models of other papers by their counts in millions, in all and in
+# attention (projection sharing's Tables 5 and 10, thin keys' section 4); and one change away.
+PUBLISHED = {
+    "qkv_300m": (305.53, 83.97),
+    "kv_tied_300m": (284.54, 62.98),
+    "qk_tied_300m": (284.54, 62.98),
+    "qkv_tied_300m": (263.55, 41.98),
+    "llama_d768_125m": (101.7, None),
+    "llama_d192_125m": (91.1, None),
+    "llama_d96_125m": (89.3, None),
+    "llama_d48_125m": (88.4, None),
+}
+_GROUPED = ("gqa", "mqa", "kv_tied_gqa", "kv_tied_mqa")
+OTHERS = [f"{m}_{s}" for s in ("300m", "1p2b") for m in (*_GROUPED, "qkv", "kv_tied")]
+OTHERS += [*PUBLISHED, "kv_tied_gqa8_300m"]
+CHANGED = {f"mla_l{latent}_2p5b": "mla_2p5b" for latent in (384, 128)}
+CHANGED |= {f"{m}_text_{s}": f"{m}_{s}" for m in ("lrkv", "mha") for s in ("128m", "2p5b")}
 FOLDERS = dict(
-    ranks=RANKS, matched=MATCHED | EQUAL_CACHE, long_context=LONG, rivals=dict.fromkeys(RIVALS)
+    ranks=RANKS,
+    matched=MATCHED | EQUAL_CACHE,
+    long_context=LONG,
+    rivals=dict.fromkeys(RIVALS),
+    papers=CHANGED | dict.fromkeys(OTHERS),
 )
 
 
@@ -202,6 +227,42 @@ def test_rivals_have_mhas_parameters_and_a_cache_of_their_class(name):
     assert abs(elements / RIVALS[name] - 1) < (0.17 if name.startswith("tpa_narrow") else 0.07)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_counts(name):
+    total, attention = PUBLISHED[name]
+    counts = formulas.parameters(_resolve(name).model)
+    assert abs(counts["total"] / 1e6 - total) <= (0.05 if total < 200 else 0.005)
+    assert attention is None or abs(counts["attention"] / 1e6 - attention) <= 0.005
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_authors_models_learn_by_their_own_recipe(name):
+    """One rate and one weight decay for all weights, whatever their width; no QK-norm."""
+    run = _resolve(name)
+    rates = {"300m": 2e-4, "1p2b": 6e-5, "125m": 3e-4}
+    rate, c = rates[name.rpartition("_")[2]], run.optimizer
+    width = (run.model.block.d_model / 768) ** -0.5
+    assert c.matrix_learning_rate == c.vector_learning_rate == rate
+    assert width * c.embedding_learning_rate == pytest.approx(rate)
+    assert (c.matrices, c.matrix_weight_decay, c.adam_weight_decay) == ("adamw", 0.1, 0.1)
+    assert (c.schedule, c.final_fraction, c.adam_b1, c.adam_b2) == ("cosine", 0.1, 0.9, 0.95)
+    assert run.model.mechanisms[0].qk_norm == "none" and run.model.block.tied_head
+    assert run.model.mechanisms[0].bias == run.model.block.bias == (not name.startswith("llama"))
+    assert run.model.block.dropout == (0.0 if name.startswith("llama") else 0.1)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_one_change_away(name):
+    changes = _changes(name, CHANGED[name]).keys()
+    if name.startswith("mla"):
+        assert changes == {"attention.latent_dim"}
+    else:
+        assert changes == {
+            *(f"optimizer.{key}" for key in ("adam_b1", "matrix_weight_decay", "schedule")),
+            *(f"optimizer.{key}" for key in ("adam_weight_decay", "warmup_steps")),
+        }
+
+
 @pytest.mark.parametrize("name", EQUAL_CACHE)
 def test_equal_cache(name):
     doc = _load(name).__doc__
@@ -313,6 +374,9 @@ def test_docstring(name):
         assert round(tokens / 1e9) == billions
         assert run.tokens_per_step == step
         assert round(tokens * flops / 1e18) == exaflops
+    elif budget := re.search(r"Budget: ([\d.]+)M tokens in .* ([\d,]+): ([\d,]+) petaFLOPs", doc):
+        assert budget[1] == f"{tokens / 1e6:.1f}" and budget[2] == f"{run.tokens_per_step:,}"
+        assert budget[3] == f"{round(tokens * flops / 1e15):,}"
     else:
         assert f"{tokens / 1e6:.1f}M tokens" in doc
 

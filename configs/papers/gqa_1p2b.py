@@ -1,0 +1,24 @@
+"""GQA of 8 KV heads: 22 layers, width 2048, 32 heads of 64.
+
+Reproduces: projection sharing (arXiv 2606.04032), Table 10 and Figure 11. It planned 8,477 steps
+and reports 7,500 of them.
+Its perplexity counts padding, which costs next to nothing; documents are packed here, so figures
+are of the text alone, and higher.
+
+    python -m kvjax.main --config=configs/papers/gqa_1p2b.py
+
+Data: SlimPajama as JSON lines in ~/data/slimpajama, GPT-2's tokenizer (config.data.tokenizer).
+Parameters: 1,076,623,360 parameters, 969,406,464 without the input embedding; 45,056 cache bytes
+per token in bfloat16; 7.539 GFLOP per trained token.
+Budget: 10B tokens in steps of 1,179,648: 75 exaFLOPs.
+Target: v5p:2x2x4 (16 chips).
+At least 0.11 days for 75 exaFLOPs: at most 98.2% MFU without masked keys, bound by compute.
+Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    attention = recipes.gqa(32, kv_heads=8, dim=64)
+    return recipes.pretrain("gqa_1p2b", scale="1p2b", attention=recipes.plain(attention, bias=True))

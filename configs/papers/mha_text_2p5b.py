@@ -1,0 +1,24 @@
+"""MHA, by the text's recipe: 36 layers, width 2304, 18 heads of 128.
+
+Reproduces: what the LRKV paper (arXiv 2601.11471) says of its training in section 5 and appendix A
+(cosine schedule, warmup, weight decay 0.1, betas 0.9 and 0.95), where its numbers match nanochat's
+recipe, the plain file's.
+
+    python -m kvjax.main --config=configs/papers/mha_text_2p5b.py
+
+Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
+Parameters: 2,595,225,600 parameters, 2,444,230,656 without the input embedding; 331,776 cache bytes
+per token in bfloat16; 16.704 GFLOP per trained token.
+Budget: 50B tokens in steps of 262,144: 835 exaFLOPs.
+Target: v5p:2x2x4 (16 chips).
+At least 1.29 days for 835 exaFLOPs: at most 95.9% MFU without masked keys, bound by compute.
+Measured: nothing yet.
+"""
+
+from kvjax import recipes
+
+
+def get_config():
+    return recipes.pretrain(
+        "mha_text_2p5b", scale="2p5b", attention=recipes.mha(18), preset="paper_text"
+    )
