@@ -11,7 +11,7 @@ Parameters: 91,079,424 parameters, 74,337,024 without the input embedding; 23,04
 per token in bfloat16; 0.582 GFLOP per trained token.
 Budget: 516.1M tokens in steps of 32,768: 300 petaFLOPs.
 Target: v5e:4x4 (16 chips).
-At least 0.00 days for 0 exaFLOPs: at most 92.9% MFU without masked keys, bound by compute.
+At least 0.0012 days for 0.30 exaFLOPs: at most 92.9% MFU without masked keys, bound by compute.
 Measured: nothing yet.
 """
 

@@ -11,7 +11,7 @@ Parameters: 88,425,216 parameters, 71,682,816 without the input embedding; 19,58
 per token in bfloat16; 0.561 GFLOP per trained token.
 Budget: 516.1M tokens in steps of 32,768: 289 petaFLOPs.
 Target: v5e:4x4 (16 chips).
-At least 0.00 days for 0 exaFLOPs: at most 92.9% MFU without masked keys, bound by compute.
+At least 0.0011 days for 0.29 exaFLOPs: at most 92.9% MFU without masked keys, bound by compute.
 Measured: nothing yet.
 """
 

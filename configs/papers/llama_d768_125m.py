@@ -11,7 +11,7 @@ Parameters: 101,696,256 parameters, 84,953,856 without the input embedding; 36,8
 per token in bfloat16; 0.667 GFLOP per trained token.
 Budget: 516.1M tokens in steps of 32,768: 344 petaFLOPs.
 Target: v5e:4x4 (16 chips).
-At least 0.00 days for 0 exaFLOPs: at most 91.9% MFU without masked keys, bound by compute.
+At least 0.0013 days for 0.34 exaFLOPs: at most 91.9% MFU without masked keys, bound by compute.
 Measured: nothing yet.
 """
 

@@ -11,7 +11,7 @@ Parameters: 89,309,952 parameters, 72,567,552 without the input embedding; 20,73
 per token in bfloat16; 0.568 GFLOP per trained token.
 Budget: 516.1M tokens in steps of 32,768: 293 petaFLOPs.
 Target: v5e:4x4 (16 chips).
-At least 0.00 days for 0 exaFLOPs: at most 92.9% MFU without masked keys, bound by compute.
+At least 0.0011 days for 0.29 exaFLOPs: at most 92.9% MFU without masked keys, bound by compute.
 Measured: nothing yet.
 """
 

@@ -59,6 +59,14 @@ _COLUMNS = (
 _WORDS = ("config", "target", "mesh", "remat", "GB sent per step and chip", "bound by")
 
 
+def _days(days: float) -> str:
+    return f"{days:.2f}" if days >= 0.01 else f"{days:.4f}"
+
+
+def _exaflops(exaflops: float) -> str:
+    return f"{exaflops:,.0f}" if exaflops >= 1 else f"{exaflops:.2f}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What `kvjax.aot` says of a config on a topology, or why that is not known."""
@@ -183,7 +191,7 @@ def row(note: LabNote, target: Target) -> list[str]:
         "remat": e.compute.remat,
         "parts": str(e.train.grad_accumulation),
         "GFLOP per token": f"{flops / 1e9:.3f}",
-        "exaFLOPs": f"{flops * e.tokens_per_step * e.train.num_steps / 1e18:,.0f}",
+        "exaFLOPs": _exaflops(flops * e.tokens_per_step * e.train.num_steps / 1e18),
     }
     found = outcome(note, target)
     if found.result is None:
@@ -208,7 +216,7 @@ def _compiled_cells(result: dict) -> dict[str, str]:
         "GB sent per step and chip": ", ".join(shown),
         "MFU at most": f"{bound['mfu']:.1%}",
         "bound by": bound["by"],
-        "days at least": f"{bound['days']:.2f}",
+        "days at least": _days(bound["days"]),
     }
 
 
@@ -229,8 +237,9 @@ def time_line(target: Target, found: Outcome) -> str:
     if found.result is None:
         return f"At least: not known, {found.why}."
     bound = found.result["bound"]
+    days, exaflops = _days(bound["days"]), _exaflops(bound["exaflops"])
     line = (
-        f"At least {bound['days']:.2f} days for {bound['exaflops']:,.0f} exaFLOPs: at most "
+        f"At least {days} days for {exaflops} exaFLOPs: at most "
         f"{_causal_mfu(target, found.result):.1%} MFU without masked keys, bound by {bound['by']}"
     )
     return f"{line}." if found.result["fits"] else f"{line}; {_too_large(found.result)}."
