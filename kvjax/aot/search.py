@@ -125,6 +125,8 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
         **{axis: mesh[axis] for axis in ("fsdp", "tensor", "sequence")},
         parts=parts,
         attention_kernel=kernel,
+        optimizer=experiment.optimizer,
+        lanes=memory_estimate.lanes("gpu" if device.name in topology.GPUS else "tpu"),
     )
     return Prediction(
         state=memory.parameters + memory.optimizer,

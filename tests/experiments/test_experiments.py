@@ -148,7 +148,7 @@ BAD = (  # command, options, what the line says
     ("word_models", "--set=wikitext2 --folder=no", "--folder=no: no is no folder: give that of"),
     ("word_models", "--set=embedded --channels=12", "--channels: 12 must be a multiple of the 8"),
     ("word_models", "--set=embedded --epochs=-1", "--epochs = -1: must be at least 0"),
-    ("language_models", "", "--study is missing: give one of lrkv_ranks"),
+    ("language_models", "", "--study is missing: give one of mechanisms, lrkv_ranks"),
     ("language_models", "--study=lrkv_rank", "did you mean 'lrkv_ranks'?"),
     ("language_models", "--study=lrkv_ranks --processes=0", "--processes = 0: must be at least 1"),
     ("language_models", "--study=lrkv_ranks --runs=gs://x/y", "must be a local folder"),

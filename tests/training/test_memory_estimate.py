@@ -108,7 +108,7 @@ def test_other_policies_as_tpu_compilers_need_them(name, fsdp, remat, gigabytes)
 
 @pytest.mark.parametrize("target, result", TPU_RESULTS)
 def test_estimates_are_near_what_tpu_compilers_reserve(target, result):
-    """Arguments within a tenth (factors of rank 64 are padded to 128), temporaries within 11 %."""
+    """Arguments within 3 %, temporaries within 11 %; see the module for what is further off."""
     run, mesh = target.experiment, result["mesh"]
     ways = mesh["data"] * mesh["fsdp"]
     estimate = memory_estimate.estimate(
@@ -119,8 +119,11 @@ def test_estimates_are_near_what_tpu_compilers_reserve(target, result):
         **{axis: mesh[axis] for axis in ("fsdp", "tensor", "sequence")},
         parts=run.train.grad_accumulation,
         attention_kernel=True,
+        optimizer=run.optimizer,
+        lanes=memory_estimate.lanes("tpu"),
     )
     memory = result["memory"]
-    assert estimate.parameters + estimate.optimizer == pytest.approx(memory["arguments"], rel=0.1)
-    close = 0.25 if run.data.sequence_length > 32768 else 0.11
+    assert estimate.parameters + estimate.optimizer == pytest.approx(memory["arguments"], rel=0.03)
+    narrow = min(m.value_dim for m in run.model.mechanisms) < memory_estimate.lanes("tpu")
+    close = 0.25 if narrow or run.data.sequence_length > 32768 else 0.11
     assert estimate.temporaries == pytest.approx(memory["temporaries"], rel=close)
