@@ -35,7 +35,7 @@ def _images(count):
     return x, y
 
 
-@pytest.mark.parametrize("variant", ["qkv", "qkv_tied_plus"])
+@pytest.mark.parametrize("variant", ["qkv", pytest.param("qkv_tied_plus", marks=pytest.mark.slow)])
 def test_a_model_learns_where_images_are_bright(variant):
     found = images_lib.Images(_images(1280), _images(200), {})
     trainer = images.Trainer("mnist", found, epochs=10)
@@ -97,6 +97,7 @@ def test_rows_are_means_over_cells_of_seeds_that_all_have():
     assert images._cells(kv_tied)[0] == "Q-K=V" and "97.6" in images._cells(kv_tied)
 
 
+@pytest.mark.slow
 def test_anomalies_are_found_and_the_places_compared():
     features = anomalies.made_up(0.3, classes=4, features=16, each=80)
     trainer = set_anomaly.Trainer(features, epochs=30)

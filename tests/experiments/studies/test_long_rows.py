@@ -21,6 +21,7 @@ def test_rows_are_longer_and_tokens_as_many():
     assert long_rows.cell("lrkv", 256).against == "mha" and not long_rows.cell("mha", 256).against
 
 
+@pytest.mark.slow
 def test_bits_by_position_are_means_of_losses(workdir, monkeypatch):
     for name, value in dict(EDGES=(0, 8, 24), JUDGED=24, ROWS=4, BATCH=2).items():
         monkeypatch.setattr(long_rows, name, value)

@@ -45,6 +45,7 @@ def test_a_model_learns_what_follows(small):
     assert found["validation"][found["step"]] == best < math.inf
 
 
+@pytest.mark.slow
 def test_the_best_epoch_in_validation_is_tested(small, monkeypatch):
     judged = iter(
         [2.0, 5.0, 1.0, 7.0, 3.0, *[9.0] * 30]
