@@ -76,7 +76,7 @@ def questions(
     """Sources [count, DIGITS], their lengths, and answers [count, ANSWER], END behind them.
 
     Args:
-      held_out: sources that are never trained on, one in eight of all, or only others.
+      held_out: sources that are never trained on, see `_is_held_out`, or only others.
     """
     drawn = count * (16 if held_out else 2)
     lengths = rng.integers(1, DIGITS + 1, drawn, dtype=np.int32)
@@ -92,10 +92,13 @@ def questions(
 
 
 def _is_held_out(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[count] of [count, DIGITS]: one source in eight, by its digits."""
+    """[count] of [count, DIGITS]: one source in eight of three digits or more, by its digits.
+
+    There are ten of one digit: who never sees one of them alone does not learn it.
+    """
     seen = np.arange(DIGITS)[None] < lengths[:, None]
     numbers = np.sum(np.where(seen, digits + 1, 0) * 11 ** np.arange(DIGITS), axis=1)
-    return (numbers * 2_654_435_761 >> 7) % 8 == 0
+    return ((numbers * 2_654_435_761 >> 7) % 8 == 0) & (lengths >= 3)
 
 
 def train(kind: str, seed: int, steps: int) -> dict:

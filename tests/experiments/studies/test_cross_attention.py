@@ -23,13 +23,15 @@ def test_answers_are_the_digits_names_in_reverse():
     assert study.VOCABULARY > answers.max() >= study.FIRST_LETTER
 
 
-def test_held_out_sources_are_one_in_eight_and_never_trained_on():
+def test_held_out_sources_are_one_in_eight_of_the_long_and_never_trained_on():
     rng = np.random.default_rng(2)
     of = lambda found: {(n, *row[:n]) for row, n in zip(found[0].tolist(), found[1], strict=True)}
     held_out = of(study.questions(rng, 500, held_out=True))
     assert not held_out & of(study.questions(rng, 20_000)) and len(held_out) > 200
     digits, lengths = rng.integers(0, 10, (10_000, study.DIGITS)), np.full(10_000, 8)
-    assert 0.1 < study._is_held_out(digits, lengths).mean() < 0.15
+    long = lengths >= 3
+    assert 0.1 < study._is_held_out(digits, lengths)[long].mean() < 0.15
+    assert not study._is_held_out(digits, lengths)[~long].any()  # of one digit there are ten
 
 
 def test_what_is_right():
