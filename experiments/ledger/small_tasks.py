@@ -56,8 +56,8 @@ def image(name: str, variant: str):
     def of() -> tuple[Estimate, int]:
         for row in verdicts.read(f"images/{name}")["rows"]:
             if row["variant"] == variant and row["from_qkv"] is not None:
-                half = row["from_qkv_half_interval"]
-                return Estimate(100 * row["from_qkv"], half and 100 * half), row["seeds"]
+                off = Estimate(row["from_qkv"], row["from_qkv_half_interval"])
+                return off.times(100), row["seeds"]
         raise NoResultError(name)
 
     return of

@@ -9,6 +9,7 @@ import dataclasses
 from experiments.studies import grid
 from experiments.studies.grid import Cell
 from kvjax import experiment as experiment_lib
+from kvjax import recipes
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
@@ -148,37 +149,33 @@ _VANILLA = dict(
     **dict(model__bias=True, model__logit_softcap=0.0, model__tied_head=True),
     **dict(model__embedding_std=0.02, model__matrix_std=0.02, model__zero_outputs=False),
     **dict(attention__qk_norm="none", attention__bias=True),
-    **dict(optimizer__matrices="adamw", optimizer__adam_b1=0.9, optimizer__adam_b2=0.999),
-    **dict(optimizer__adam_epsilon=1e-8, optimizer__schedule="cosine", optimizer__warmup_steps=10),
-    **dict(optimizer__matrix_weight_decay=0.01, optimizer__adam_weight_decay=0.01),
 )
 _LLAMA = _VANILLA | dict(
     **dict(model__positions="rope", model__norm="rms", model__norm_bias=False),
     **dict(model__activation="swiglu", model__bias=False, attention__bias=False),
-    **dict(optimizer__adam_b2=0.95, optimizer__final_fraction=0.1, model__mlp_dim=344),
+    **dict(model__mlp_dim=344),
 )
 
 
-def _rates(rate: float) -> dict:
-    """One learning rate for all weights; the optimizer scales two of them by (D/768)^-1/2."""
-    scaled = rate * (128 / 768) ** 0.5
-    return dict(
-        **dict(optimizer__matrix_learning_rate=rate, optimizer__vector_learning_rate=rate),
-        **dict(optimizer__embedding_learning_rate=scaled, optimizer__head_learning_rate=scaled),
-    )
+def _adamw(rate: float, width: int, **keys) -> dict:
+    """With a short warmup: 10 of 128 steps."""
+    found = recipes.adamw(rate, width, warmup_steps=10, **keys)
+    return {f"optimizer__{key}": value for key, value in found.items()}
 
 
 def _key_dims() -> list[Cell]:
     """d_select of 128, in both styles of thin keys' section 4."""
     found = []
-    for style, keys, dims in (
-        ("vanilla", _VANILLA, (8, 16, 32, 64, 128)),
-        ("llama", _LLAMA, (8, 16, 32, 128)),
+    llama = dict(adam_b2=0.95, final_fraction=0.1)
+    for style, keys, more, dims in (
+        ("vanilla", _VANILLA, {}, (8, 16, 32, 64, 128)),
+        ("llama", _LLAMA, llama, (8, 16, 32, 128)),
     ):
+        recipe = _adamw(3e-3, 128, weight_decay=0.01, **more)
         for dim in dims:
             plain = _of("thin", "mha", key_dim=dim // 4)
             against = "" if dim == 128 else f"{style}_d128"
-            cell = _with(plain, "", against, **keys, **_rates(3e-3))
+            cell = _with(plain, "", against, **keys, **recipe)
             found.append(dataclasses.replace(cell, name=f"{style}_d{dim}"))
     return found
 
@@ -202,11 +199,11 @@ def _projections() -> list[Cell]:
         for name, (config, keys) in kinds.items():
             shape = dict(model__d_model=width, model__mlp_dim=4 * width)
             shape |= dict(attention__key_dim=width // 4, attention__value_dim=width // 4)
-            recipe = _VANILLA | dict(model__activation="gelu", optimizer__adam_b2=0.95)
-            recipe |= dict(optimizer__final_fraction=0.1)
-            recipe |= dict(optimizer__matrix_weight_decay=0.1, optimizer__adam_weight_decay=0.1)
+            recipe = _VANILLA | dict(model__activation="gelu")
+            decay = dict(weight_decay=0.1, final_fraction=0.1)
+            recipe |= _adamw(2e-3, width, adam_b2=0.95, **decay)
             against = "" if name == "qkv" else f"qkv_d{width}"
-            cell = _with(_of(name, config, **keys), "", against, **shape, **recipe, **_rates(2e-3))
+            cell = _with(_of(name, config, **keys), "", against, **shape, **recipe)
             found.append(dataclasses.replace(cell, name=f"{name}_d{width}"))
     return found
 

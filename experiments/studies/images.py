@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import pathlib
-import statistics
 
 import jax
 import jax.numpy as jnp
@@ -175,20 +174,14 @@ def cell(
 
 def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
     """A row of each variant: the mean over cells, over seeds, and the difference from QKV."""
-    by_variant: dict[str, dict[int, float]] = {}
-    for variant in encoders.VARIANTS:
-        of = [kept.runs.get(c.name, {}) for c in cells if c.asked["variant"] == variant]
-        seeds = sorted(set.intersection(*map(set, of))) if of else []
-        if seeds:
-            mean = lambda seed, of=of: statistics.mean(cell[seed]["right"] for cell in of)
-            by_variant[variant] = {seed: mean(seed) for seed in seeds}
+    of = lambda variant: in_process.means(cells, kept, "right", variant=variant)
     found = []
     for variant, published in zip(encoders.VARIANTS, PUBLISHED[name], strict=True):
-        mine = by_variant.get(variant)
-        if mine is None:
+        mine = of(variant)
+        if not mine:
             continue
         now = estimate(list(mine.values()))
-        off = difference(mine, by_variant.get("qkv", {})) if variant != "qkv" else None
+        off = difference(mine, of("qkv")) if variant != "qkv" else None
         found.append(
             dict(
                 variant=variant,
@@ -207,7 +200,7 @@ _HEADER = ("variant", "right, %", "table 3", "points from QKV")
 
 
 def _cells(r: Mapping) -> tuple:
-    points = lambda mean, half, form: Estimate(100 * mean, half and 100 * half).shown(form)
+    points = lambda mean, half, form: Estimate(mean, half).times(100).shown(form)
     published = "-" if r["published"] is None else f"{100 * r['published']:.1f}"
     off = "-"
     if r["from_qkv"] is not None:

@@ -98,6 +98,18 @@ def study(
     return result(*train(name, cells, options, result, places=places))
 
 
+def means(cells: Sequence[Cell], kept: Kept, figure: str, **asked) -> dict[int, float]:
+    """By seed the mean of a figure over cells, of the seeds that every one of them has.
+
+    Args:
+      asked: what the cells have in common, as variant="qkv".
+    """
+    mine = [c for c in cells if all(c.asked[key] == x for key, x in asked.items())]
+    runs = [kept.runs.get(cell.name, {}) for cell in mine]
+    seeds = sorted(set.intersection(*map(set, runs))) if runs else []
+    return {seed: statistics.mean(run[seed][figure] for run in runs) for seed in seeds}
+
+
 def end(name: str, found: dict, out: Output, *, save: bool) -> int:
     """Says what failed, and records the result; the exit status: 1 if a run failed."""
     for run, why in found["failed"].items():

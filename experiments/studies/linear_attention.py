@@ -206,8 +206,7 @@ def _cells(row: Mapping) -> tuple:
         now = row["tasks"].get(task)
         if now is None:
             return "-"
-        half = now["half_interval"]
-        return Estimate(times * now["figure"], half and times * half).shown(form)
+        return Estimate(now["figure"], now["half_interval"]).times(times).shown(form)
 
     sizes = (f"{size:,}" for size in row["cached_bytes"].values())
     percents = (shown(task, 100, ".1f") for task in ("copy_back", "retrieval"))

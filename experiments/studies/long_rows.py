@@ -13,7 +13,6 @@ by position with 95 % intervals (Student's t over seeds).
 import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
-import functools
 import itertools
 import math
 import pathlib
@@ -28,8 +27,7 @@ from experiments.studies import side_by_side
 from experiments.studies.grid import Cell
 from experiments.studies.grid import Kept
 from experiments.studies.grid import Run
-from kvjax.data import sources
-from kvjax.data.config import DataConfig
+from experiments.tasks import text
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
@@ -65,17 +63,12 @@ def _name(mechanism: str, length: int) -> str:
     return mechanism if length == 256 else f"{mechanism}_t{length}"
 
 
-@functools.cache
-def _held_out() -> str:
-    return "".join(piece.text for piece in sources.pieces(DataConfig(), "validation"))
-
-
 def rows_of(tokenizer: Tokenizer, count: int, length: int) -> tuple[np.ndarray, float]:
     """Rows [count, length + 1] spread evenly over held-out text, and bytes per token of it."""
-    text = _held_out()
-    ids = np.asarray(tokenizer.encode(text), np.int32)
+    held_out = text.books("validation")
+    ids = np.asarray(tokenizer.encode(held_out), np.int32)
     starts = np.linspace(0, len(ids) - length - 1, count).astype(np.int64)
-    return ids[starts[:, None] + np.arange(length + 1)[None]], len(text.encode()) / len(ids)
+    return ids[starts[:, None] + np.arange(length + 1)[None]], len(held_out.encode()) / len(ids)
 
 
 def by_position(workdir: pathlib.Path) -> dict:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import pathlib
-import statistics
 
 import jax
 import jax.numpy as jnp
@@ -110,17 +109,11 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     """A row of each variant: by task the mean over cells, and its interval over seeds."""
     found = []
     for variant, published in PUBLISHED.items():
-        mine = [cell for cell in cells if cell.asked["variant"] == variant]
         by_task = {}
         for task in sequences.TASKS:
-            of = [kept.runs.get(c.name, {}) for c in mine if c.asked["task"] == task]
-            # Seeds that every cell has: a mean over cells is one number of a seed.
-            seeds = sorted(set.intersection(*map(set, of))) if of else []
-            if not seeds:
-                continue
-            each = [statistics.mean(cell[seed]["right"] for cell in of) for seed in seeds]
-            now = estimate(each)
-            by_task[task] = dict(right=now.mean, half_interval=now.half, seeds=len(seeds))
+            if runs := in_process.means(cells, kept, "right", variant=variant, task=task):
+                now = estimate(list(runs.values()))
+                by_task[task] = dict(right=now.mean, half_interval=now.half, seeds=len(runs))
         if by_task:
             means = dict(zip(sequences.TASKS, published, strict=True))
             found.append(dict(variant=variant, tasks=by_task, published=means))

@@ -6,10 +6,11 @@
 
 Encoders without positions say of each image how odd it is. The course whose code this follows puts
 the odd one last in every set. Without positions nobody can tell; but the "+" variants add a map
-that depends on positions, and can read the answer off. So every variant is trained and tested with
-the place drawn, and with it last. Features of CIFAR-100 come from a file (`tasks.anomalies.load`);
-without one they are made up, class means and noise. Prints the share of test sets that are right,
-at the epoch that is best in validation, means over cells with 95 % intervals over seeds.
+that depends on positions, and might read the answer off. So every variant is trained and tested
+with the place drawn, and with it last. Features of CIFAR-100 come from a file
+(`tasks.anomalies.load`); without one they are made up, class means and noise. Prints the share of
+test sets that are right, at the epoch that is best in validation, means over cells with 95 %
+intervals over seeds.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import pathlib
-import statistics
 
 import jax.numpy as jnp
 import numpy as np
@@ -127,14 +127,7 @@ def cell(trainer: Trainer, variant: str, shape: tuple[int, ...], place: str) -> 
 
 def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     """A row of each variant: by place the mean over cells, over seeds, and their difference."""
-
-    def of(variant: str, place: str) -> dict[int, float]:
-        asked = dict(variant=variant, place=place)
-        mine = [c for c in cells if all(c.asked[key] == x for key, x in asked.items())]
-        runs = [kept.runs.get(cell.name, {}) for cell in mine]
-        seeds = sorted(set.intersection(*map(set, runs))) if runs else []
-        return {seed: statistics.mean(run[seed]["right"] for run in runs) for seed in seeds}
-
+    of = lambda variant, place: in_process.means(cells, kept, "right", variant=variant, place=place)
     found = []
     for variant in encoders.VARIANTS:
         by_place = {place: of(variant, place) for place in anomalies.PLACES}
@@ -157,7 +150,7 @@ _HEADER = ("variant", "place drawn, %", "always last, %", "points", "table 3")
 
 
 def _cells(r: Mapping) -> tuple:
-    points = lambda mean, half, form: Estimate(100 * mean, half and 100 * half).shown(form)
+    points = lambda mean, half, form: Estimate(mean, half).times(100).shown(form)
 
     def shown(place: str) -> str:
         now = r["places"].get(place)

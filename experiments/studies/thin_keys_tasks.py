@@ -191,8 +191,7 @@ _HEADER = ("task", "d_select", "right, %", "published", "converged", "after batc
 
 
 def _cells(r: Mapping) -> tuple:
-    half = r["right_half_interval"]
-    right = Estimate(100 * r["right"], half and 100 * half).shown(".1f")
+    right = Estimate(r["right"], r["right_half_interval"]).times(100).shown(".1f")
     when, published, published_when = "-", "", ""
     if r["converged"]:
         when = Estimate(r["converged"], r["converged_half_interval"]).shown(",.0f")

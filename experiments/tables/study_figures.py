@@ -126,10 +126,6 @@ def lines(
 # -- the studies -----------------------------------------------------------------------------------
 
 
-def _points_of(mean: float, half: float | None, times: float = 1.0) -> Estimate:
-    return Estimate(times * mean, None if half is None else times * half)
-
-
 def language_models(found: Mapping) -> Figure:
     """Bits per byte of each model less those of the one that it is compared with."""
     rows = [row for row in found["rows"] if row["difference"] is not None]
@@ -161,7 +157,7 @@ def sequence_tasks(found: Mapping) -> Figure:
             [
                 Row(
                     encoders.CALLED[row["variant"]],
-                    _points_of(right(row, task), row["tasks"][task]["half_interval"]),
+                    Estimate(right(row, task), row["tasks"][task]["half_interval"]),
                     row["published"][task],
                 )
                 for row in found["rows"]
@@ -190,7 +186,7 @@ def thin_keys(found: Mapping) -> Figure:
     """Accuracy by the channels of all queries and keys, a line for each task."""
     series: dict[str, dict[int, Estimate]] = {}
     for row in found["rows"]:
-        value = _points_of(row["right"], row["right_half_interval"], 100)
+        value = Estimate(row["right"], row["right_half_interval"]).times(100)
         series.setdefault(row["task"], {})[row["channels"]] = value
     said = [f"Means of {_seeds(found)} seeds and 95 % intervals, after the last batch."]
     labels = ("channels of queries and keys, all heads (d_select)", "right, %")
@@ -204,7 +200,7 @@ def image_sets(results: Mapping[str, Mapping]) -> Figure:
         rows = [
             Row(
                 encoders.CALLED[row["variant"]],
-                _points_of(row["right"], row["right_half_interval"], 100),
+                Estimate(row["right"], row["right_half_interval"]).times(100),
                 row["published"] and 100 * row["published"],
             )
             for row in found["rows"]
@@ -222,13 +218,14 @@ def set_anomaly(found: Mapping) -> Figure:
     """A panel for each place of the anomaly."""
     panels = []
     for place, heading in (("drawn", "place drawn"), ("last", "always last")):
-        rows = [
-            Row(
-                encoders.CALLED[row["variant"]],
-                _points_of(*(row["places"][place][key] for key in ("right", "half_interval")), 100),
-            )
+        by_variant = {
+            encoders.CALLED[row["variant"]]: row["places"][place]
             for row in found["rows"]
             if place in row["places"]
+        }
+        rows = [
+            Row(name, Estimate(now["right"], now["half_interval"]).times(100))
+            for name, now in by_variant.items()
         ]
         if rows:
             panels.append(Panel(heading, rows, ".2f"))

@@ -1,4 +1,4 @@
-"""The embedded corpus as bytes: for models so small that a vocabulary would be most of them."""
+"""The embedded corpus: whole, and as rows of bytes for models as small as a vocabulary would be."""
 
 from collections.abc import Iterator
 import functools
@@ -10,10 +10,15 @@ from kvjax.data.config import DataConfig
 
 
 @functools.cache
+def books(split: str) -> str:
+    """All documents of a split, "train" or "validation", one after another."""
+    return "".join(piece.text for piece in sources.pieces(DataConfig(), split))
+
+
+@functools.cache
 def corpus(split: str) -> np.ndarray:
-    """All documents of a split, "train" or "validation", one after another: uint8."""
-    pieces = sources.pieces(DataConfig(tokenizer="byte"), split)
-    return np.frombuffer("".join(piece.text for piece in pieces).encode(), np.uint8)
+    """The same as bytes: uint8."""
+    return np.frombuffer(books(split).encode(), np.uint8)
 
 
 def _rows(text: np.ndarray, starts: np.ndarray, length: int) -> dict[str, np.ndarray]:

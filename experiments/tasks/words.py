@@ -16,8 +16,7 @@ import pathlib
 
 import numpy as np
 
-from kvjax.data import sources
-from kvjax.data.config import DataConfig
+from experiments.tasks import text
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
 
@@ -76,12 +75,11 @@ def load(folder: pathlib.Path, least: int) -> Corpus:
 
 def embedded(least: int) -> Corpus:
     """The embedded books in WikiText's place, half of what they hold out for each of two splits."""
-    text = lambda split: "".join(
-        piece.text for piece in sources.pieces(DataConfig(), split)
-    ).splitlines()
-    held_out = text("validation")
+    held_out = text.books("validation").splitlines()
     half = len(held_out) // 2
-    parts = dict(train=text("train"), valid=held_out[:half], test=held_out[half:])
+    parts = dict(
+        train=text.books("train").splitlines(), valid=held_out[:half], test=held_out[half:]
+    )
     return _corpus(parts, least, "the embedded corpus")
 
 

@@ -126,7 +126,7 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
         parts=parts,
         attention_kernel=kernel,
         optimizer=experiment.optimizer,
-        lanes=memory_estimate.lanes("gpu" if device.name in topology.GPUS else "tpu"),
+        lanes=memory_estimate.lanes_of("gpu" if device.name in topology.GPUS else "tpu"),
     )
     return Prediction(
         state=memory.parameters + memory.optimizer,

@@ -18,7 +18,6 @@ import dataclasses
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.attention.mechanism import MAX_DIM
 from kvjax.attention.mechanism import Mechanism
@@ -37,6 +36,7 @@ from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.readings.reading import Sizes
 from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.decode_attention.readings.tied import TiedSizes
+from kvjax.layers import alibi
 from kvjax.layers import sinusoid
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base
@@ -47,17 +47,6 @@ from kvjax.layers.weight import weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
-_PLACES = 2 * (65_536, 256, 1)  # a position as digits that bfloat16 holds, twice
-
-
-def slopes(num_heads: int) -> np.ndarray:
-    """[N] float64: ALiBi's, as its authors' code has them: 2^(-8 i/N) for powers of two.
-
-    For other N those of the power below, and every second one of the power above.
-    """
-    whole = 1 << (num_heads.bit_length() - 1)
-    of = lambda n: 2.0 ** (-8 / n * np.arange(1, n + 1))
-    return np.concatenate([of(whole), of(2 * whole)[::2][: num_heads - whole]])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +122,7 @@ class GroupedConfig(MechanismConfig):
     @property
     def query_dim(self) -> int:
         parts = 2 if self.splits_rope else 1
-        places = len(_PLACES) if self.alibi else self.position_channels // 2
+        places = alibi.CHANNELS if self.alibi else self.position_channels // 2
         return parts * self.key_dim + places
 
     @property
@@ -291,11 +280,7 @@ class Grouped(Mechanism):
             e_BTKC = jnp.broadcast_to(e_ATC[:, :, None].astype(k_BTKH.dtype), shape)
             k_BTKH = jnp.concatenate([k_BTKH, e_BTKC], axis=-1)
         if c.alibi:
-            s_AT = jnp.asarray(positions.index)
-            digits_ATC = jnp.stack([s_AT // place % 256 for place in _PLACES], axis=-1)
-            shape = (*k_BTKH.shape[:3], len(_PLACES))
-            digits_BTKC = jnp.broadcast_to(digits_ATC[:, :, None].astype(k_BTKH.dtype), shape)
-            k_BTKH = jnp.concatenate([k_BTKH, digits_BTKC], axis=-1)
+            k_BTKH = alibi.with_positions(k_BTKH, positions.index)
         return k_BTKH, v_BTKH
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
@@ -327,9 +312,11 @@ class Grouped(Mechanism):
             bias = readings.PositionBias(weights=self._column_weights())
             q_BTNH = q_BTNH[..., : -(c.position_channels // 2)]
         if c.alibi:
-            wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-            bias = readings.SlopeBias(slopes=jnp.asarray(slopes(c.num_heads), wide))
-            q_BTNH = q_BTNH[..., : -len(_PLACES)]
+            slopes_N = jnp.asarray(
+                alibi.slopes(c.num_heads), jnp.promote_types(q_BTNH.dtype, jnp.float32)
+            )
+            bias = readings.SlopeBias(slopes=slopes_N)
+            q_BTNH = q_BTNH[..., : -alibi.CHANNELS]
         shared = dict(bias=bias, scale=c.scale)
         gain = gain_of(self.key_norm)
         if c.ties_values:
@@ -384,24 +371,14 @@ class Grouped(Mechanism):
     def _add_position_query(self, q_BTNH: jax.Array) -> jax.Array:
         """What positions add to logits, as channels of query and key.
 
-        ALiBi's slope times the key's position, both in parts that bfloat16 holds: the position's
-        digits are a key's last channels. The query's position is the same for all keys.
-
-        And the "+" of projection sharing.
+        ALiBi's are in `kvjax.layers.alibi`; the others are the "+" of projection sharing.
 
         The map is w/m on A_ts + P_ts, with P_ts the encodings of row t and column s in m/2 channels
         each. A row's part is the same for all keys and leaves softmax unchanged. What remains is
         mean(w)·A_ts, a temperature, plus w's second half times the encoding of s: a bias per key.
         """
         if self.config.alibi:
-            slope_N1 = slopes(self.config.num_heads)[:, None] / self.config.scale
-            coarse_N1 = slope_N1.astype(jnp.bfloat16).astype(np.float64)
-            half = len(_PLACES) // 2
-            parts_NC = np.repeat(np.hstack([coarse_N1, slope_N1 - coarse_N1]), half, axis=1)
-            weights_NC = jnp.asarray(parts_NC * np.array(_PLACES), q_BTNH.dtype)
-            shape = (*q_BTNH.shape[:3], len(_PLACES))
-            weights_BTNC = jnp.broadcast_to(weights_NC[None, None], shape)
-            return jnp.concatenate([q_BTNH, weights_BTNC], axis=-1)
+            return alibi.with_slopes(q_BTNH, self.config.scale)
         if not self.config.position_channels:
             return q_BTNH
         temperature = jnp.mean(self.position_map[...]).astype(q_BTNH.dtype)

@@ -7,11 +7,11 @@ from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedConfig
 from kvjax.attention import LatentConfig
 from kvjax.attention import RebuiltLatentConfig
-from kvjax.attention import grouped
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_plain
 from kvjax.foundation import output
 from kvjax.foundation.errors import UserError
+from kvjax.layers import alibi
 from kvjax.layers import rope
 from kvjax.layers.weight import LETTERS
 from kvjax.layers.weight import Axes
@@ -194,7 +194,7 @@ def _turned(mechanism: MechanismConfig, rope: bool) -> str:
 def _bias_of_positions(mechanism: MechanismConfig) -> str:
     """ALiBi, or the "+" of projection sharing."""
     if getattr(mechanism, "alibi", False):
-        slopes = ", ".join(f"{slope:g}" for slope in grouped.slopes(mechanism.num_heads))
+        slopes = ", ".join(f"{slope:g}" for slope in alibi.slopes(mechanism.num_heads))
         return f" - m_n (t - s), where m_n of head n is one of {slopes}"
     m = getattr(mechanism, "position_channels", 0)
     if not m:

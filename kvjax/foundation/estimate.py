@@ -27,6 +27,10 @@ class Estimate:
             return 0
         return 1 if self.mean > 0 else -1
 
+    def times(self, factor: float) -> "Estimate":
+        """In another unit, as points of a share."""
+        return Estimate(factor * self.mean, None if self.half is None else factor * self.half)
+
     def shown(self, digits: str = ".2f") -> str:
         """As cells have it: 98.12 ± 0.40."""
         more = "" if self.half is None else f" ± {self.half:{digits.lstrip('+')}}"

@@ -30,6 +30,7 @@ from kvjax.recipes.mechanisms import shared_kv
 from kvjax.recipes.mechanisms import thin_keys
 from kvjax.recipes.mechanisms import tpa
 from kvjax.recipes.optimizers import PRESETS
+from kvjax.recipes.optimizers import adamw
 from kvjax.recipes.optimizers import nanochat
 from kvjax.recipes.optimizers import paper_text
 from kvjax.recipes.optimizers import tuning
@@ -42,6 +43,7 @@ __all__ = [
     "PRESETS",
     "TUNED",
     "VOCAB_SIZE",
+    "adamw",
     "chat_sft",
     "factored",
     "gla",

@@ -52,7 +52,15 @@ def _classic(layers: int, width: int, mlp_dim: int, **model) -> dict:
 
 
 def _sharing(
-    layers: int, width: int, *, rate: float, warmup: int, rows: int, parts: int, steps: int
+    layers: int,
+    width: int,
+    *,
+    rate: float,
+    warmup: int,
+    rows: int,
+    parts: int,
+    steps: int,
+    every: int,
 ) -> dict:
     """Projection sharing's language models (arXiv 2606.04032, section 3.3), from their code.
 
@@ -61,9 +69,8 @@ def _sharing(
 
     Args:
       rows: of 2,048 tokens per step, in so many parts.
-      steps: that are planned.
+      steps: that are planned; between two evaluations there are `every`.
     """
-    every = 200 if width == 1024 else 500
     form = dict(norm="layer", norm_bias=True, norm_epsilon=1e-5, bias=True, dropout=0.1)
     form |= dict(positions="learned", max_positions=2048, activation="gelu_exact")
     decay = dict(warmup_steps=warmup, final_fraction=0.1, weight_decay=0.1)
@@ -82,7 +89,7 @@ def _sharing(
             batch_size=rows,
             grad_accumulation=parts,
             eval_every=every,
-            eval_rows=rows * (4 if width == 1024 else 8),  # 9.4M tokens of their 10M
+            eval_rows=4_608,  # 9.4M tokens of their 10M
             checkpoint_every=every,
             keep_checkpoints=3,
         ),
@@ -123,7 +130,11 @@ SCALES = {
     "128m": lambda: _paper(12, steps=190_735, tokens_per_step=524_288, accumulation=1),
     "2p5b": lambda: _paper(36, steps=190_735, tokens_per_step=262_144, accumulation=1),
     "6p3b": lambda: _paper(50, steps=95_367, tokens_per_step=524_288, accumulation=2),
-    "300m": lambda: _sharing(20, 1024, rate=2e-4, warmup=500, rows=1152, parts=18, steps=4_238),
-    "1p2b": lambda: _sharing(22, 2048, rate=6e-5, warmup=1_000, rows=576, parts=4, steps=8_477),
+    "300m": lambda: _sharing(
+        20, 1024, rate=2e-4, warmup=500, rows=1152, parts=18, steps=4_238, every=200
+    ),
+    "1p2b": lambda: _sharing(
+        22, 2048, rate=6e-5, warmup=1_000, rows=576, parts=4, steps=8_477, every=500
+    ),
     "125m": _llama_125m,
 }

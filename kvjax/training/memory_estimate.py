@@ -53,7 +53,7 @@ def state(
     """Parameters, optimizer state and gradients in float32, split over `shards` devices.
 
     Args:
-      lanes: that an array's last axis is padded to, see `lanes`.
+      lanes: that an array's last axis is padded to, see `lanes_of`.
     """
     shapes, axes = parameters.abstract(config)
     laid_out = lambda shapes, axes: [
@@ -73,7 +73,7 @@ def state(
     )
 
 
-def lanes(platform: str) -> int:
+def lanes_of(platform: str) -> int:
     """What the last axis of an array in memory is a multiple of: a TPU's vector unit is so wide."""
     return 128 if platform == "tpu" else 1
 
@@ -115,7 +115,7 @@ def estimate(
       attention_kernel: softmax attention keeps no logits.
       optimizer: which parameters learn, and by what.
       teacher: a second model, whose weights lie beside.
-      lanes: see `lanes`.
+      lanes: see `lanes_of`.
     """
     c, itemsize = config.block, compute.dtype.itemsize
     resting = state(config, fsdp * tensor, optimizer, lanes)

@@ -338,7 +338,7 @@ def check_memory(
         **{axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "sequence")},
         parts=c.grad_accumulation,
         attention_kernel=experiment.attention_kernel(mesh.devices.flat[0].platform),
-        lanes=memory_estimate.lanes(mesh.devices.flat[0].platform),
+        lanes=memory_estimate.lanes_of(mesh.devices.flat[0].platform),
     )
     device, there = mesh.devices.flat[0], runtime.memory_per_device()
     if need.total <= there * (1 if device.platform == "cpu" else _UNSURE):

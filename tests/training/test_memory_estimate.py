@@ -120,10 +120,10 @@ def test_estimates_are_near_what_tpu_compilers_reserve(target, result):
         parts=run.train.grad_accumulation,
         attention_kernel=True,
         optimizer=run.optimizer,
-        lanes=memory_estimate.lanes("tpu"),
+        lanes=memory_estimate.lanes_of("tpu"),
     )
     memory = result["memory"]
     assert estimate.parameters + estimate.optimizer == pytest.approx(memory["arguments"], rel=0.03)
-    narrow = min(m.value_dim for m in run.model.mechanisms) < memory_estimate.lanes("tpu")
+    narrow = min(m.value_dim for m in run.model.mechanisms) < memory_estimate.lanes_of("tpu")
     close = 0.25 if narrow or run.data.sequence_length > 32768 else 0.11
     assert estimate.temporaries == pytest.approx(memory["temporaries"], rel=close)

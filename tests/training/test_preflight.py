@@ -48,7 +48,7 @@ def test_what_is_close_is_left_to_an_accelerators_compiler(monkeypatch, platform
         fsdp=4,
         tensor=2,
         attention_kernel=platform != "cpu",
-        lanes=memory_estimate.lanes(platform),
+        lanes=memory_estimate.lanes_of(platform),
     ).total
     monkeypatch.setattr(runtime, "memory_per_device", lambda: round(part * need) + 1)
     preflight.check_memory(run, compute, mesh)
