@@ -57,6 +57,17 @@ def test_equal_bytes_and_equal_parameters(models):
     assert len({_bytes(model) for model in models["lrkv_layer_ranks"].values()}) == 1
 
 
+@pytest.mark.parametrize("name", ["thin_keys_key_dims", "projection_sharing_models"])
+def test_all_weights_have_one_learning_rate_whatever_the_width(name):
+    """The optimizer scales embedding and head by (D/768)^-1/2; these papers' do not."""
+    for cell in STUDIES[name].cells():
+        experiment = Run(cell, 0, 128).experiment
+        c, scale = experiment.optimizer, (experiment.model.block.d_model / 768) ** -0.5
+        assert c.matrix_learning_rate == c.vector_learning_rate
+        for rate in (c.embedding_learning_rate, c.head_learning_rate):
+            assert scale * rate == pytest.approx(c.matrix_learning_rate)
+
+
 def test_keys_are_as_thin_as_their_names(models):
     for name, model in models["thin_keys_key_dims"].items():
         mechanism = model.mechanisms[0]
