@@ -15,6 +15,7 @@ def config(source):
     return made
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_drops_what_it_would_have_dropped(config, tmp_path):
     whole, parted = epath.Path(tmp_path / "whole"), epath.Path(tmp_path / "parted")
     loop.train(config, whole)

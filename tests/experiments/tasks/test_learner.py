@@ -62,6 +62,7 @@ def _batches():
         yield dict(x=x, y=y)
 
 
+@pytest.mark.slow
 def test_a_model_learns_the_same_in_chunks_of_any_size():
     one, other = (_small(chunk).train(0, _batches()) for chunk in (1, 7))
     # Not its parameters: Adam makes steps of noise where there is no gradient, as of keys' biases.
