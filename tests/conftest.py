@@ -1,7 +1,9 @@
 """Eight CPU devices, a compilation cache, mechanisms, weights without a zero, runs, buckets."""
 
+import gc
 import os
 
+gc.disable()  # until all tests are collected
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _theirs = {name: os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "XLA_FLAGS", "NPROC")}
@@ -9,9 +11,9 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # others wait for work in a loop, besi
 
 from tests import quick
 
+quick.keep_to_own_cores()
 os.environ.update(quick.cpu_devices(8, f"{quick.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"))
 
-import gc
 import math
 import signal
 
@@ -20,6 +22,7 @@ from flax import nnx
 import fsspec
 import jax
 import numpy as np
+import psutil
 import pytest
 
 from kvjax.attention import BranchedLatentConfig
@@ -69,12 +72,21 @@ def pytest_collection_finish(session):
     gc.set_threshold(2000)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    gc.enable()  # also in the process that only tells workers what to run
+
+
+_ROOM = 1.4e9  # bytes that a worker may hold before it forgets what it compiled
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_program_outlives_its_tests():
-    """The programs of all tests together are gigabytes."""
+    """All programs together are gigabytes: a worker that is full forgets its own."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    if psutil.Process().memory_info().rss > _ROOM:
+        jax.clear_caches()
+        gc.collect()
 
 
 MECHANISMS = {

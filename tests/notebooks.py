@@ -19,7 +19,7 @@ NOTEBOOKS = tuple(sorted((ROOT / "notebooks").glob("*.ipynb")))
 _CELL_SECONDS = 1200  # of a cell that hangs; a notebook takes two to three minutes
 
 
-def execute(path: pathlib.Path, folder: pathlib.Path, **environment: str) -> nbformat.NotebookNode:
+def execute(path: pathlib.Path, folder: pathlib.Path) -> nbformat.NotebookNode:
     """The notebook with new outputs, executed in a folder on the CPU; its file stays as it is.
 
     Raises:
@@ -37,7 +37,7 @@ def execute(path: pathlib.Path, folder: pathlib.Path, **environment: str) -> nbf
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     ours = dict(JAX_PLATFORMS="cpu", PYTHONPATH=paths)
     ours |= dict(TMPDIR=str(folder), IPYTHONDIR=str(folder / "ipython"))
-    client.execute(env=os.environ | ours | environment)
+    client.execute(env=os.environ | ours)
     notebook.metadata.language_info = dict(name="python")  # not the version of this moment
     return notebook
 

@@ -1,15 +1,20 @@
 """Which cases of a test `make test` runs: enough to see its promise broken; the rest are slow."""
 
 from collections.abc import Iterable
+import contextlib
+import os
+import re
 
 import pytest
 
 from kvjax.foundation import runtime
 
 # For XLA, where compilation takes longer than what is compiled runs. Without the emitters that XLA
-# takes for fusions, which go through MLIR, a training step compiles in a quarter of the time.
+# takes for fusions, which go through MLIR, a training step compiles in a quarter of the time. A
+# module that is cut in 32 parts, for as many threads, costs a tenth more than a whole one.
 XLA_FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 
@@ -22,11 +27,28 @@ def cpu_devices(count: int, flags: str = XLA_FLAGS) -> dict[str, str]:
     )
 
 
-# One mechanism for each way of reading a cache: plain, residual, factored, tied, latent, rebuilt,
-# latent with residuals.
+def keep_to_own_cores() -> None:
+    """Gives a worker of pytest-xdist, and what it starts, its share of the cores.
+
+    Threads of two workers that move between two cores cost a twentieth more CPU, and a quarter more
+    beside other work. A worker that stands in for one that died may use all cores.
+    """
+    worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if not worker or int(worker[1]) >= count or not hasattr(os, "sched_setaffinity"):
+        return
+    number, cores = int(worker[1]), sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):  # where it may not be chosen
+        os.sched_setaffinity(0, cores[number::count] or [cores[number % len(cores)]])
+
+
+# One mechanism for each way of reading a cache of this project's own: plain, residual, factored,
+# tied, latent, rebuilt, latent with residuals.
 READERS = ("gqa", "lrkv_gqa", "factored_joint", "lrkv_kv_tied", "mla", "mla_paper", "mla_lrkv")
 # And those whose queries and keys are like no other's.
 KINDS = (*READERS, "thin_keys", "lrkv_shared_rope", "qk_tied_plus")
+# With the paper's own, and other authors'.
+ALL_KINDS = ("lrkv", *KINDS, "tpa", "gla", "mlra", "gta", "shared_kv", "mfa_kr")
 
 
 def compilation_cache() -> dict:
@@ -56,5 +78,7 @@ def every(step: int, among: Iterable, first: int = 0) -> list:
 
 
 def _slow(case):
+    if hasattr(case, "marks"):  # of pytest.param, which is a tuple too
+        return pytest.param(*case.values, marks=(*case.marks, pytest.mark.slow), id=case.id)
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.slow)

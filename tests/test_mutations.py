@@ -75,6 +75,13 @@ def test_the_table():
     ]
 
 
+def test_what_was_planted_can_be_planted_again():
+    """Code that moves takes its bugs with it."""
+    texts = {m["file"]: (ROOT / m["file"]).read_text("utf-8") for m in RESULT["mutations"]}
+    counts = {(m["file"], m["old"]): texts[m["file"]].count(m["old"]) for m in RESULT["mutations"]}
+    assert {place: count for place, count in counts.items() if count != 1} == {}
+
+
 @pytest.mark.slow
 def test_who_noticed_still_runs_where_the_table_says():
     """A test that moves to `make test-all` takes its promise with it."""

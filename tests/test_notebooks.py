@@ -129,7 +129,7 @@ CHECKS = dict(
 @pytest.mark.slow
 @of_each
 def test_runs_from_top_to_bottom(path: pathlib.Path, tmp_path):
-    """In a folder of its own, from empty caches."""
-    notebook = notebooks.execute(path, tmp_path, KVJAX_CACHE=str(tmp_path / "cache"))
+    """In a folder of its own; what others prepared or compiled is found, as a reader finds it."""
+    notebook = notebooks.execute(path, tmp_path)
     assert notebooks.pictures(notebook) == PICTURES[path.stem]
     CHECKS[path.stem](notebooks.text(notebook))

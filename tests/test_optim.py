@@ -339,6 +339,7 @@ def test_clipping_is_of_the_whole_gradient(make_mechanism, clip_norm, scale, fac
         np.testing.assert_allclose(mean, (1 - beta) * factor * g, rtol=1e-4, atol=1e-30)
 
 
+@pytest.mark.slow
 def test_orthogonalize_changes_attention_only(make_mechanism):
     config = _model(make_mechanism("lrkv"))
     joint, *_ = _first_update(config, orthogonalize="joint")
@@ -397,6 +398,7 @@ def test_a_linear_schedule_falls_from_the_first_step_on():
     np.testing.assert_allclose([found(i) for i in range(6)], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_scale_is_on_all_learning_rates():
     axes = dict(embedding="V D", head="D -> V", up="D -> M", gain="D")
     shapes = dict(embedding=(5, 4), head=(4, 5), up=(4, 3), gain=(4,))

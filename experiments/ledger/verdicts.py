@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import json
-import pathlib
 import typing
 from typing import NamedTuple
 
@@ -28,12 +27,16 @@ UNTOLD, FAR, UNDEFINED = "not told apart", "out of reach", "undefined"
 MISSING = "not measured yet"
 VERDICTS = {
     REPRODUCED: "ours, rounded to the paper's digits, is its figure; or our difference has the "
-    "claimed sign, and its 95 % interval leaves 0 out",
-    CONTRADICTED: "it is not; or the interval leaves 0 out on the other side",
+    "claimed sign, and its 95 % interval leaves 0 out; or equality is claimed, and the interval "
+    "lies within the margin that the row names",
+    CONTRADICTED: "it is not; or the interval leaves 0 out on the other side, or lies beyond the "
+    "margin",
     PART: "some of several figures agree, or some of several cases hold",
-    UNTOLD: "the interval of our difference contains 0",
-    FAR: "of a size that was not trained here; what would settle it stands there, and what was "
-    "found at demo size, which settles nothing",
+    UNTOLD: "the interval of our difference contains 0, or reaches over the margin; or both "
+    "solve the task whole",
+    FAR: "of a size that was not trained here, or of weights, data or options that are not at "
+    "hand; what would settle it stands there, and what was found at demo size or in other models, "
+    "which settles nothing",
     UNDEFINED: "the text does not say what it means, or not in a way that can be measured",
     MISSING: "the command has not been run, or not with three seeds",
 }
@@ -114,7 +117,7 @@ class Differs:
 
     Attributes:
       of: the difference; raises a NoResultError where there is none.
-      sign: that is claimed, 1 or -1; 0: none that can be told.
+      sign: that is claimed, 1 or -1.
       scale: what was trained.
     """
 
@@ -125,14 +128,43 @@ class Differs:
 
     def judge(self) -> Found:
         found, seeds = self.of()
-        said = f"{found.shown(self.digits)} ({self.scale}, {seeds} seed{'s' * (seeds != 1)})"
+        said = _over_seeds(found, seeds, self.digits, self.scale)
         if seeds < SEEDS:
             return Found(MISSING, said)
-        if self.sign == 0:
-            return Found(REPRODUCED if found.sign == 0 else CONTRADICTED, said)
         if found.sign == 0:
             return Found(UNTOLD, said)
         return Found(REPRODUCED if found.sign == self.sign else CONTRADICTED, said)
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """A difference that is none to speak of: its interval over seeds lies within a margin.
+
+    Attributes:
+      of, scale: as of `Differs`.
+      margin: what the paper calls the same, in the difference's unit.
+    """
+
+    of: Callable[[], tuple[Estimate, int]]
+    margin: float
+    digits: str
+    scale: str
+
+    def judge(self) -> Found:
+        found, seeds = self.of()
+        said = _over_seeds(found, seeds, self.digits, self.scale)
+        said += f", margin {self.margin:g}"
+        if seeds < SEEDS or found.half is None:
+            return Found(MISSING, said)
+        if abs(found.mean) + found.half <= self.margin:
+            return Found(REPRODUCED, said)
+        beyond = abs(found.mean) - found.half > self.margin
+        return Found(CONTRADICTED if beyond else UNTOLD, said)
+
+
+def _over_seeds(found: Estimate, seeds: int, digits: str, scale: str) -> str:
+    so_far = "" if seeds >= SEEDS else "so far "
+    return f"{so_far}{found.shown(digits)} ({scale}, {seeds} seed{'s' * (seeds != 1)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +176,21 @@ class Cases:
 
     def judge(self) -> Found:
         found = self.of()
+        if not found:
+            raise NoResultError("no cases")
         held = sum(found.values())
         verdict = REPRODUCED if held == len(found) else PART if held else CONTRADICTED
         return Found(verdict, f"{held} of {len(found)} cases; {self.figures()}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What was found where it can tell nothing, and why."""
+
+    figures: Callable[[], str]
+
+    def judge(self) -> Found:
+        return Found(UNTOLD, self.figures())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,37 +198,52 @@ class AtScale:
     """Of models larger than what was trained here.
 
     Attributes:
-      config: in configs/, that would be trained; `tokens` of it.
-      models: so many of them.
+      configs: in configs/, that would be trained, by their names.
+      tokens: of each; by config, or of all alike.
       seen: what the same question finds at demo size, if it was asked.
+      why: what else is to be said.
     """
 
-    config: str
-    tokens: float
-    models: int = 2
+    configs: Sequence[str]
+    tokens: float | Sequence[float]
     seen: Rule | None = None
+    why: str = ""
     chips: int = 16
     kind: str = "v5p"
 
     def judge(self) -> Found:
-        return Found(FAR, _seen(self.seen, "at demo size") + f"would take {self.settled_by()}")
+        why = f"{self.why}; " if self.why else ""
+        return Found(
+            FAR, _seen(self.seen, "at demo size") + why + f"would take {self.settled_by()}"
+        )
 
     def settled_by(self) -> str:
-        flops = training_flops(self.config) * self.tokens * self.models
+        tokens = self.tokens
+        each = list(tokens) if isinstance(tokens, Sequence) else [tokens] * len(self.configs)
+        flops = sum(
+            training_flops(config) * of for config, of in zip(self.configs, each, strict=True)
+        )
         chip = datasheets.DEVICES[self.kind]
-        days = flops / (self.chips * chip.bf16_flops * _UTILISATION) / 86_400
-        shown = f"{days:,.0f}" if days >= 10 else f"{days:.1f}"
-        many = f"{self.models} models like " if self.models > 1 else ""
+        hours = flops / (self.chips * chip.bf16_flops * _UTILISATION) / 3600
+        shown = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours"
+        names = ", ".join(f"`{config}`" for config in self.configs)
+        many = " and ".join(dict.fromkeys(f"{of / 1e9:g}B" for of in each))
         return (
-            f"{many}`configs/{self.config}.py`, {self.tokens / 1e9:g}B tokens each: {shown} days "
+            f"{names} of configs/, {many} tokens each: {shown} a seed "
             f"on {self.chips} {self.kind} chips at {100 * _UTILISATION:.0f} % of their FLOP/s"
         )
 
 
 @functools.cache
+def experiment_of(config: str) -> experiment_lib.Experiment:
+    """Of a config by its name in configs/."""
+    return experiment_lib.resolve(load_config(CONFIGS / f"{config}.py"))
+
+
+@functools.cache
 def training_flops(config: str) -> int:
     """Of one token, of a config by its name in configs/."""
-    experiment = experiment_lib.resolve(load_config(CONFIGS / f"{config}.py"))
+    experiment = experiment_of(config)
     return formulas.training_flops_per_token(experiment.model, experiment.data.sequence_length)
 
 
@@ -197,6 +256,16 @@ def _seen(rule: Rule | None, where: str) -> str:
     except NoResultError:
         return f"{where} {MISSING}; "
     return f"{where} {found.verdict}: {found.ours}; "
+
+
+def within(
+    figures: Callable[[], Mapping[str, float]], low: float, high: float, digits: str = "g"
+) -> "Cases":
+    """Which figures lie in a range that is printed, its ends included."""
+    return Cases(
+        lambda: {name: low <= figure <= high for name, figure in figures().items()},
+        lambda: ", ".join(f"{name} {figure:{digits}}" for name, figure in figures().items()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,12 +286,17 @@ class Elsewhere:
 
 @dataclasses.dataclass(frozen=True)
 class Undefined:
-    """What the text leaves open."""
+    """What the text leaves open; `seen` says what a result tells of it, where there is one."""
 
     why: str
+    seen: Callable[[], str] = lambda: ""
 
     def judge(self) -> Found:
-        return Found(UNDEFINED, self.why)
+        try:
+            seen = self.seen()
+        except NoResultError:
+            seen = ""
+        return Found(UNDEFINED, "; ".join(filter(None, (self.why, seen))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,8 +388,3 @@ def orders(scale: str, measure: str) -> Cases:
         lambda: {said(row): row["verdict"] == "as published" for row in found()},
         lambda: ", ".join(map(said, found())),
     )
-
-
-def repository(path: str) -> pathlib.Path:
-    """Of a file in configs/, for tests."""
-    return CONFIGS / f"{path}.py"

@@ -10,9 +10,10 @@ and values of the encoder's self-attention (projection sharing, section 2.5).
 """
 
 import argparse
+from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
-import time
+import pathlib
 
 from flax import nnx
 import jax
@@ -20,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import record
+from experiments.studies import in_process
+from experiments.studies.in_process import Cell
+from experiments.studies.kept import Kept
 from kvjax.attention import GroupedConfig
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
-from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.estimate import Estimate
@@ -35,6 +37,7 @@ from kvjax.model.encoder_decoder import EncoderDecoder
 from kvjax.model.encoder_decoder import EncoderDecoderConfig
 from kvjax.model.encoder_decoder import greedy
 
+NAME = "cross_attention"
 NAMES = "zero one two three four five six seven eight nine".split()
 LETTERS = "".join(sorted(set("".join(NAMES)))) + " "
 BEGIN, END = 0, 1  # of an answer; behind its end lie more of END
@@ -102,7 +105,7 @@ def _is_held_out(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def train(kind: str, seed: int, steps: int) -> dict:
-    """Steps until nearly all held-out answers are right, their share at the end; seconds."""
+    """Steps until nearly all held-out answers are right; their share, by step and at the end."""
     config = config_of(kind)
     model = EncoderDecoder(config, jax.random.key(seed))
     graph, params = nnx.split(model)
@@ -132,7 +135,7 @@ def train(kind: str, seed: int, steps: int) -> dict:
         model = nnx.merge(graph, params)
         return greedy(model, model.remember(source, lengths, ANSWER), BEGIN, ANSWER)
 
-    state, begun = optimizer.init(params), time.perf_counter()
+    state = optimizer.init(params)
     rng, others = np.random.default_rng(seed), np.random.default_rng(10**6)
     held_out = questions(others, HELD_OUT, held_out=True)
     curve = {}
@@ -142,13 +145,13 @@ def train(kind: str, seed: int, steps: int) -> dict:
             continue
         found = np.asarray(answer(params, *held_out[:2]))
         curve[at] = dict(loss=float(value), right=right(found, held_out[2]))
-    seconds = time.perf_counter() - begun
+        if not np.isfinite(curve[at]["loss"]):
+            raise FloatingPointError(f"the loss is no number at step {at}")
     entry = config.cross.entry().values()
     return dict(
         steps=next((at for at, found in curve.items() if found["right"] >= RIGHT), None),
         right=curve[steps]["right"],
         curve=curve,
-        seconds=seconds,
         parameters=sum(x.size for x in jax.tree.leaves(params)),
         cached_bytes=sum(4 * int(np.prod(field.shape)) for field in entry),
     )
@@ -160,13 +163,28 @@ def right(found: np.ndarray, answers: np.ndarray) -> float:
     return float(np.mean(np.all((found == answers) | ~before, axis=1)))
 
 
-def row(kind: str, runs: Sequence[dict]) -> dict:
-    """Figures of one kind, over its seeds; steps of those that got there."""
+def cell(kind: str, steps: int) -> Cell:
+    weights = 2 * (4 + 4 + 4) * (HEADS * DIM) ** 2  # about, of two blocks on each side
+    return Cell(
+        name=f"{kind}_steps{steps}",
+        asked=dict(kind=kind, steps=steps, digits=DIGITS, batch=BATCH, rank=RANK),
+        train=lambda seed: train(kind, seed, steps),
+        flops=6.0 * steps * BATCH * (ANSWER + DIGITS) * weights,
+    )
+
+
+def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
+    """Figures of each kind, over its seeds; steps of those that got there."""
+    return [row(one, runs) for one in cells if (runs := in_process.runs_of(one, kept))]
+
+
+def row(one: Cell, by_seed: Mapping[int, dict]) -> dict:
+    runs = list(by_seed.values())
     steps = [run["steps"] for run in runs if run["steps"]]
     found = estimate(steps) if steps else None
     shares = estimate([run["right"] for run in runs])
     return dict(
-        kind=kind,
+        kind=one.asked["kind"],
         parameters=runs[0]["parameters"],
         cached_bytes=runs[0]["cached_bytes"],
         runs=len(runs),
@@ -175,7 +193,6 @@ def row(kind: str, runs: Sequence[dict]) -> dict:
         steps_half_interval=found and found.half,
         right=shares.mean,
         right_half_interval=shares.half,
-        seconds=sum(run["seconds"] for run in runs),
     )
 
 
@@ -189,8 +206,7 @@ def _cells(r: dict) -> tuple:
         steps = Estimate(r["steps"], r["steps_half_interval"]).shown(",.0f")
     of = f"{r['became_right']} of {r['runs']}"
     cached = f"{r['cached_bytes']:,}"
-    half = r["right_half_interval"]
-    share = Estimate(100 * r["right"], half and 100 * half).shown(".1f")
+    share = Estimate(r["right"], r["right_half_interval"]).times(100).shown(".1f")
     return r["kind"], f"{r['parameters']:,}", cached, of, steps, share
 
 
@@ -198,38 +214,25 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (all)")
-    add("--seeds", type=int, default=3, help="runs of each (3)")
     add("--steps", type=int, default=2500, help="of 64 answers (2500)")
-    add("--save", action="store_true", help="write experiments/results/cross_attention.json")
-    parser.add_output()
+    in_process.add_options(parser, NAME, seeds=3)
     options = parser.parse(arguments)
     options.kinds = lists.names("--kinds", options.kinds, tuple(KINDS))
-    at_least("--seeds", options.seeds, 1)
     at_least("--steps", options.steps, 1)
-    record.check(options.save)
+    in_process.check(options)
     return options
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Trains and prints."""
+def main(arguments: Sequence[str]) -> int:
+    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
-    runs = {kind: [] for kind in options.kinds}
-    with progress.waiting("training") as doing:
-        for seed in range(options.seeds):
-            for kind in options.kinds:
-                doing.at(f"{kind}, seed {seed}")
-                runs[kind].append(train(kind, seed, options.steps))
-                if options.save:
-                    record.keep("cross_attention", _result(options.steps, runs))
-    out, result = Output(options), _result(options.steps, runs)
-    out.table(_HEADER, map(_cells, result["rows"]))
-    record.record("cross_attention", result, out, save=options.save)
-
-
-def _result(steps: int, runs: dict[str, list[dict]]) -> dict:
-    rows = [row(kind, found) for kind, found in runs.items() if found]
-    return dict(steps=steps, rows=rows, runs=runs)
+    cells = [cell(kind, options.steps) for kind in options.kinds]
+    told = lambda kept: dict(steps=options.steps, rows=rows(cells, kept))
+    found = in_process.study(NAME, cells, options, told, [pathlib.Path(__file__)])
+    out = Output(options)
+    out.table(_HEADER, map(_cells, found["rows"]))
+    return in_process.end(NAME, found, out, save=options.save)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 
 TINY = lambda name: CONFIGS / f"{name}_tiny.py"
+UNIFORM = "lrkv_uniform"  # whose layers have one rank
 PER_HEAD = {"optimizer.orthogonalize": "per_head"}
 
 
@@ -39,9 +40,9 @@ def _of(name: str, config: str, against: str = "", **overrides) -> Cell:
     return Cell(name, TINY(config), {f"attention.{k}": v for k, v in overrides.items()}, against)
 
 
-def _with(cell: Cell, suffix: str, against: str, **overrides) -> Cell:
+def _with(cell: Cell, suffix: str, against: str, before: str = "", **overrides) -> Cell:
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
-    return Cell(f"{cell.name}{suffix}", cell.config, dict(cell.overrides) | keys, against)
+    return Cell(f"{cell.name}{suffix}", cell.config, dict(cell.overrides) | keys, against, before)
 
 
 def _ranks() -> list[Cell]:
@@ -68,31 +69,61 @@ def _starts() -> list[Cell]:
     """Where weights start, what Muon takes for a matrix, and keys that others' recipes have."""
     mha, lrkv = _of("mha", "mha"), _of("lrkv", "lrkv", "mha")
     zeros = _of("lrkv_zero_residuals", "lrkv", "lrkv", residual_init="zeros")
+    nearest = _of("lrkv_nearest_to_mha", "lrkv", "lrkv", residual_init="pca")
     apart = [
         Cell("mha_per_head", TINY("mha"), PER_HEAD, "mha"),
-        Cell("lrkv_per_head", TINY("lrkv"), PER_HEAD, "mha_per_head"),
+        Cell("lrkv_per_head", TINY("lrkv"), PER_HEAD, "mha_per_head", "lrkv"),
     ]
     small = {"model.matrix_std": 0.02}
     drawn = [
         Cell("mha_normal_0.02", TINY("mha"), small, "mha"),
-        Cell("lrkv_normal_0.02", TINY("lrkv"), small, "mha_normal_0.02"),
+        Cell("lrkv_normal_0.02", TINY("lrkv"), small, "mha_normal_0.02", "lrkv"),
     ]
     outputs = {"model.zero_outputs": False}
     full = [
         Cell("mha_outputs_drawn", TINY("mha"), outputs, "mha"),
-        Cell("lrkv_outputs_drawn", TINY("lrkv"), outputs, "mha_outputs_drawn"),
+        Cell("lrkv_outputs_drawn", TINY("lrkv"), outputs, "mha_outputs_drawn", "lrkv"),
     ]
     gated = [
         _of("mha_gated", "mha", "mha", output_gate=True),
-        _of("lrkv_gated", "lrkv", "mha_gated", output_gate=True),
+        _with(lrkv, "_gated", "mha_gated", "lrkv", attention__output_gate=True),
     ]
     twice = dict(num_heads=8, num_kv_heads=8)
     doubled = [
         _of("mha_8_heads", "mha", "mha", num_bases=8, **twice),
-        _of("lrkv_8_heads", "lrkv", "mha_8_heads", **twice),
+        _with(
+            lrkv,
+            "_8_heads",
+            "mha_8_heads",
+            "lrkv",
+            attention__num_heads=8,
+            attention__num_kv_heads=8,
+        ),
     ]
     latent = [_of("mla", "mla", "mha"), _of("mla_scaled", "mla", "mla", latent_scale=True)]
-    return [mha, lrkv, zeros, *apart, *drawn, *full, *gated, *doubled, *latent]
+    own = [mha, lrkv, zeros, nearest, *apart, *drawn, *full, *gated, *doubled, *latent]
+    return own + _rivals_starts()
+
+
+def _rivals_starts() -> list[Cell]:
+    """Rivals with MHA's parameters, each change against MHA of the same change."""
+    count = formulas.parameters(experiment_lib.resolve(load_config(TINY("mha"))).model)["total"]
+    changes = {
+        "": {},
+        "_per_head": PER_HEAD,
+        "_normal_0.02": {"model.matrix_std": 0.02},
+        "_gated": {"attention.output_gate": True},
+    }
+    found = []
+    for name in ("mla", "gqa", "rivals/gta_narrow", "rivals/mfa_narrow", "rivals/tpa_narrow"):
+        config = TINY(name)
+        wide = grid.matched(config, count)
+        label = f"{config.stem.removesuffix('_tiny')}_matched"
+        found += [
+            Cell(label + of, config, wide | keys, f"mha{of}", label if of else "")
+            for of, keys in changes.items()
+        ]
+    return found
 
 
 def _positions() -> list[Cell]:
@@ -127,15 +158,15 @@ def _equal() -> list[Cell]:
         _of("mha", "mha"),
         *(wide(name) for name in ("lrkv", "gqa", "mqa", "mla")),
         _of("gqa", "gqa", "mha"),
-        _of("lrkv_r8", "lrkv", "gqa", rank=8),  # 2 (32 + 4·8) = 2·2·32 elements
+        _of("lrkv_r7", "lrkv", "gqa", rank=7),  # 2·2·32 elements = 2 (32 + 4·7), and 4 wide 1/rms
     ]
 
 
 def _layer_ranks() -> list[Cell]:
     """Ranks by layer with the same bytes, first to last."""
-    of = lambda name, *ranks: _of(f"lrkv_{name}", "lrkv", "lrkv_uniform", layer_ranks=ranks)
+    of = lambda name, *ranks: _of(f"lrkv_{name}", "lrkv", UNIFORM, layer_ranks=ranks)
     return [
-        _of("lrkv_uniform", "lrkv"),
+        _of(UNIFORM, "lrkv"),
         of("rising", 8, 16, 16, 24),
         of("falling", 24, 16, 16, 8),
         of("outer", 24, 8, 8, 24),
@@ -149,11 +180,12 @@ _VANILLA = dict(
     **dict(model__bias=True, model__logit_softcap=0.0, model__tied_head=True),
     **dict(model__embedding_std=0.02, model__matrix_std=0.02, model__zero_outputs=False),
     **dict(attention__qk_norm="none", attention__bias=True),
+    **dict(model__norm_epsilon=1e-5, model__dropout=0.1),
 )
 _LLAMA = _VANILLA | dict(
     **dict(model__positions="rope", model__norm="rms", model__norm_bias=False),
     **dict(model__activation="swiglu", model__bias=False, attention__bias=False),
-    **dict(model__mlp_dim=344),
+    **dict(model__mlp_dim=344, model__norm_epsilon=1e-6, model__dropout=0.0),
 )
 
 
@@ -166,12 +198,12 @@ def _adamw(rate: float, width: int, **keys) -> dict:
 def _key_dims() -> list[Cell]:
     """d_select of 128, in both styles of thin keys' section 4."""
     found = []
-    llama = dict(adam_b2=0.95, final_fraction=0.1)
+    llama = dict(adam_b2=0.95, final_fraction=0.1, weight_decay=0.1)
     for style, keys, more, dims in (
-        ("vanilla", _VANILLA, {}, (8, 16, 32, 64, 128)),
+        ("vanilla", _VANILLA, dict(weight_decay=0.01), (8, 16, 32, 64, 128)),
         ("llama", _LLAMA, llama, (8, 16, 32, 128)),
     ):
-        recipe = _adamw(3e-3, 128, weight_decay=0.01, **more)
+        recipe = _adamw(3e-3, 128, **more)
         for dim in dims:
             plain = _of("thin", "mha", key_dim=dim // 4)
             against = "" if dim == 128 else f"{style}_d128"
@@ -199,9 +231,8 @@ def _projections() -> list[Cell]:
         for name, (config, keys) in kinds.items():
             shape = dict(model__d_model=width, model__mlp_dim=4 * width)
             shape |= dict(attention__key_dim=width // 4, attention__value_dim=width // 4)
-            recipe = _VANILLA | dict(model__activation="gelu")
             decay = dict(weight_decay=0.1, final_fraction=0.1)
-            recipe |= _adamw(2e-3, width, adam_b2=0.95, **decay)
+            recipe = _VANILLA | _adamw(2e-3, width, adam_b2=0.95, **decay)
             against = "" if name == "qkv" else f"qkv_d{width}"
             cell = _with(_of(name, config, **keys), "", against, **shape, **recipe)
             found.append(dataclasses.replace(cell, name=f"{name}_d{width}"))

@@ -44,12 +44,15 @@ class Cell:
     Attributes:
       overrides: keys of the config, as "model.mlp_dim"; a section as a whole replaces the config's.
       against: the cell that it is compared with, seed by seed; "": none.
+      before: the cell of the same model without the change that this cell and `against` have; what
+        the change does to the difference is the difference less that cell's own; "": none.
     """
 
     name: str
     config: pathlib.Path
     overrides: Mapping[str, object] = dataclasses.field(default_factory=dict)
     against: str = ""
+    before: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

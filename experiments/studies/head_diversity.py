@@ -3,7 +3,7 @@
     python -m experiments.studies.head_diversity [--mechanisms=mha,lrkv,gqa,mqa,mla] [--save]
     python -m experiments.studies.head_diversity --saved   # what was saved; trains nothing
 
-Trains the tiny configs as `tiny_comparison` does and keeps their parameters of a few steps, the
+Trains the tiny configs as `language_models` does and keeps their parameters of a few steps, the
 first weights among them. Then it takes the numbers of `kvjax.analysis` of each: effective ranks of
 heads' bilinear forms, before training and after, and one number each of what the other reports
 measure. A seed draws initial weights and data order, the same for all mechanisms, so differences
@@ -11,26 +11,26 @@ are taken seed by seed. Runs go to --runs, resume, and keep what was measured of
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import json
 import pathlib
+import sys
 
 from etils import epath
 import ml_collections
 
 from experiments import record
+from experiments.analysis import head_tables
 from experiments.analysis import numbers as numbers_lib
-from experiments.analysis import seeds as seeds_lib
-from experiments.analysis.numbers import Numbers
-from experiments.analysis.seeds import Estimate
-from experiments.analysis.seeds import Pair
-from experiments.studies import tiny_comparison
+from experiments.analysis.head_tables import Findings
+from experiments.analysis.head_tables import Run
+from experiments.analysis.head_tables import Runs
+from experiments.studies import grid
+from experiments.studies.demo_size import TINY
 from kvjax import experiment as experiment_lib
-from kvjax.analysis.reports.diversity import PUBLISHED
 from kvjax.analysis.words import mechanism_names
 from kvjax.convert import model as model_lib
 from kvjax.foundation import command_line
@@ -41,69 +41,36 @@ from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
 from kvjax.foundation.files import write_atomically
 from kvjax.foundation.output import Output
-from kvjax.foundation.output import Table
+from kvjax.training import loop
 from kvjax.workdir import metrics
 from kvjax.workdir import trained
 
-# Those of the paper first, and how their rows of its table 5 begin. LRKV has residuals of half a
-# head's channels there as here, and GQA at 128M half as many KV heads as heads.
-ROWS = {
-    "mha": "MHA",
-    "lrkv": "LRKV, rank 64",
-    "gqa": "GQA",
-    "mqa": "MQA",
-    "mla": "MLA",
-}
 OTHERS = (
     *("mla_paper", "kv_tied", "qk_tied", "qkv_tied", "thin_keys", "factored", "lrkv_gqa"),
     *("lrkv_shared_rope", "lrkv_no_rope", "kv_tied_gqa", "kv_tied_mqa"),
 )
 NAME = "analysis/head_diversity"  # of the result
-SCALES = ("128M", "2.5B")
-FIRST = "mha"  # what the others are compared with
 SNAPSHOTS = 4  # of a run, beside its first weights
 FILE = "head_diversity.json"  # in a workdir: what was measured of it
-RANKS = {"share": "not centred", "centred_share": "centred"}  # as table 5 has them, % of N
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What was measured of a run.
-
-    Attributes:
-      trained, untrained: of its last step and its first weights.
-      steps: by step the effective ranks alone.
-    """
-
-    bits_per_byte: float
-    trained: Numbers
-    untrained: Numbers
-    steps: dict[int, Numbers]
-
-
-Runs = dict[str, dict[int, Run]]  # by mechanism and seed
 
 
 # -- what is made ----------------------------------------------------------------------------------
 
 
 def config_of(mechanism: str, steps: int, seed: int) -> ml_collections.ConfigDict:
-    """That of `tiny_comparison`, with snapshots."""
-    config = tiny_comparison.config_of(mechanism, steps, "joint")
-    config.train.seed = seed
-    config.train.snapshot_every = max(1, steps // SNAPSHOTS)
-    return config
+    """That of a study's run, with snapshots."""
+    snapshots = {"train.snapshot_every": max(1, steps // SNAPSHOTS)}
+    return grid.Run(grid.Cell(mechanism, TINY(mechanism), snapshots), seed, steps).config
 
 
 def run(mechanism: str, steps: int, seed: int, folder: epath.Path) -> Run:
     """Trains and measures what is not yet."""
-    workdir = folder / f"{mechanism}_seed{seed}_steps{steps}_joint"
+    workdir = folder / f"{mechanism}_seed{seed}_steps{steps}"
     if not _finished(workdir, steps):
-        tiny_comparison.run(config_of(mechanism, steps, seed), workdir)
+        with contextlib.redirect_stdout(sys.stderr):
+            loop.train(config_of(mechanism, steps, seed), workdir)
     file = workdir / FILE
     if not file.exists():
         with progress.waiting(f"measuring {workdir.name}"):
@@ -154,284 +121,13 @@ def measure(workdir: epath.Path) -> Run:
     )
 
 
-# -- what is said ----------------------------------------------------------------------------------
-
-
-class Findings:
-    """What was measured of all runs, in the numbers that tables show."""
-
-    def __init__(self, runs: Runs, names: Mapping[str, str]):
-        self.runs, self.names = runs, names
-
-    @property
-    def mechanisms(self) -> tuple[str, ...]:
-        return tuple(self.runs)
-
-    @property
-    def seeds(self) -> list[int]:
-        return sorted({seed for found in self.runs.values() for seed in found})
-
-    def by_seed(self, mechanism: str, pick: Callable[[Run], float | None]) -> dict[int, float]:
-        """One number of each run that has it."""
-        found = {seed: pick(run) for seed, run in self.runs[mechanism].items()}
-        return {seed: number for seed, number in found.items() if number is not None}
-
-    def estimate(self, mechanism: str, pick: Callable[[Run], float | None]) -> Estimate | None:
-        found = self.by_seed(mechanism, pick)
-        return estimate(list(found.values())) if found else None
-
-    def against_first(self, mechanism: str, pick: Callable[[Run], float | None]) -> Estimate | None:
-        """The difference from MHA, seed by seed; None of MHA itself and without it."""
-        if mechanism == FIRST or FIRST not in self.runs:
-            return None
-        of = lambda name: self.by_seed(name, pick)
-        return difference(of(mechanism), of(FIRST))
-
-    def pairs(self, scale: str, name: str) -> list[Pair]:
-        """The order of table 5 at a scale, by an effective rank, held to these runs."""
-        measured = {m: self.by_seed(m, _of(name)) for m in self.runs}
-        return seeds_lib.pairs(published(scale, name), measured)
-
-
-def _of(name: str, *, untrained: bool = False) -> Callable[[Run], float | None]:
-    """Picks a number of a run."""
-    return lambda run: (run.untrained if untrained else run.trained).get(name)
-
-
-def _learned(name: str) -> Callable[[Run], float | None]:
-    """Picks what training changed."""
-    return lambda run: run.trained[name] - run.untrained[name]
-
-
-def published(scale: str, name: str) -> dict[str, float]:
-    """By mechanism a column of LRKV's table 5, in % of N."""
-    column = 3 if name == "share" else 4
-    of = lambda begins: next(
-        row[column] for row in PUBLISHED if row[1] == scale and row[0].startswith(begins)
-    )
-    return {mechanism: of(begins) for mechanism, begins in ROWS.items()}
-
-
-def _cell(found: Estimate | None, digits: str = ".2f") -> str:
-    return "-" if found is None else found.shown(digits)
-
-
-def tables(found: Findings) -> list[Table]:
-    first = [_ranks(found), _against(found), _order(found), _over_steps(found)]
-    return [*first, _spectra(found), _patterns(found)]
-
-
-def _ranks(found: Findings) -> Table:
-    rows = []
-    for name in found.mechanisms:
-        row = [name, found.names[name]]
-        for measure in ("share", "centred_share", "centred_share_of_possible"):
-            row.append(_cell(found.estimate(name, _of(measure))))
-        for measure in ("share", "centred_share_of_possible"):
-            row.append(_cell(found.estimate(name, _of(measure, untrained=True))))
-        at = (published("128M", measure).get(name) for measure in RANKS)
-        rows.append([*row, *("-" if x is None else f"{x:.1f}" for x in at)])
-    header = ("config", "mechanism", "not centred, % of N", "centred, % of N")
-    header += ("centred, % of N - 1", "not centred, before training")
-    header += ("centred, % of N - 1, before training", "not centred, paper at 128M")
-    header += ("centred, % of N, paper at 128M",)
-    return Table(
-        "Effective rank of heads' forms W_Q W_K^T, means over layers, seeds and 95 % intervals",
-        header,
-        rows,
-        (
-            "4 heads here, so that centred % of N is at most 75; 6 heads in the paper (83.3). Its "
-            "row for GQA is marked as estimated. Only orders may be compared.",
-        ),
-    )
-
-
-def _against(found: Findings) -> Table:
-    rows = []
-    measures = ("share", "centred_share_of_possible", "share_with_rope", "share_of_values")
-    for name in found.mechanisms:
-        if name == FIRST:
-            continue
-        row = [name]
-        for measure in measures:
-            row.append(_cell(found.against_first(name, _of(measure)), "+.2f"))
-        row.append(_cell(found.against_first(name, _of("share", untrained=True)), "+.2f"))
-        row.append(_cell(found.against_first(name, _learned("share")), "+.2f"))
-        rows.append(row)
-    header = ("config", "not centred", "centred, % of N - 1", "not centred, with RoPE")
-    header += ("of values, not centred", "not centred, before training")
-    header += ("of that learned",)
-    return Table(
-        "Against MHA, seed by seed: points of percent, with 95 % intervals",
-        header,
-        rows,
-        (
-            "With RoPE: similarities averaged over relative positions. Of values: forms W_V W_O. "
-            "The last two columns add up to the first.",
-        ),
-    )
-
-
-def _order(found: Findings) -> Table:
-    rows = []
-    for name, said in RANKS.items():
-        small, large = (found.pairs(scale, name) for scale in SCALES)
-        there = {(pair.first, pair.second): pair for pair in small}
-        for pair in large:
-            of = there.get((pair.first, pair.second))
-            turned = of or there[pair.second, pair.first]
-            at_small = turned.published if of else -turned.published
-            rows.append(
-                (
-                    said,
-                    f"{pair.first} over {pair.second}",
-                    pair.here.shown("+.3f"),
-                    *(f"{x:+.1f}" for x in (at_small, pair.published)),
-                    *(one.verdict for one in (turned, pair)),
-                )
-            )
-    header = ("effective rank", "pair", "here", *(f"paper, {scale}" for scale in SCALES))
-    return Table(
-        "The paper's orders (table 5), held to the runs here",
-        (*header, *(f"the order at {scale}" for scale in SCALES)),
-        rows,
-        (
-            "Here: paired differences with 95 % intervals, in points of N; told apart where the "
-            "interval leaves out 0. Each interval is of one comparison: of twenty pairs that do "
-            "not differ one is told apart by chance.",
-        ),
-    )
-
-
-def _over_steps(found: Findings) -> Table:
-    steps = sorted({s for runs in found.runs.values() for run in runs.values() for s in run.steps})
-    at = lambda step: lambda run: run.steps.get(step, {}).get("share")
-    rows = [[m, *(_cell(found.estimate(m, at(step))) for step in steps)] for m in found.mechanisms]
-    return Table(
-        "Effective rank over training, not centred, % of N",
-        ("config", *(f"step {step}" for step in steps)),
-        rows,
-    )
-
-
-Columns = tuple[tuple[str, bool, str, str], ...]  # number, whether before training, title, digits
-_SPECTRA: Columns = (
-    ("components_of_m", False, "M", ".1f"),
-    ("components_of_e", False, "E", ".1f"),
-    ("components_of_e_without_rope", False, "E without RoPE", ".1f"),
-    ("components_of_e_causal", False, "E causal", ".1f"),
-    ("m_over_e", False, "M over E", ".2f"),
-    ("components_of_m", True, "M, before training", ".1f"),
-    ("components_of_e", True, "E, before training", ".1f"),
-    ("components_of_e_without_rope", True, "E without RoPE, before training", ".1f"),
-    ("half_rank_by_weights", False, "half rank by weights, % perplexity", ".2f"),
-    ("half_rank_by_text", False, "half rank by text, % perplexity", ".2f"),
-)
-_PATTERNS: Columns = (
-    ("divergence", False, "divergence of heads, nats", ".3f"),
-    ("divergence", True, "divergence, before training", ".3f"),
-    ("cka_of_outputs", False, "CKA of outputs", ".3f"),
-    ("cka_of_outputs", True, "CKA, before training", ".3f"),
-    ("entropy", False, "entropy", ".3f"),
-    ("first", False, "on the first token", ".3f"),
-    ("previous", False, "on the token before", ".3f"),
-    ("key_overlap", False, "residual in base", ".3f"),
-    ("key_overlap", True, "residual in base, before training", ".3f"),
-)
-
-
-def _numbers(found: Findings, m: str, columns: Columns) -> list[str]:
-    return [
-        _cell(found.estimate(m, _of(name, untrained=untrained)), digits)
-        for name, untrained, _, digits in columns
-    ]
-
-
-def _spectra(found: Findings) -> Table:
-    return Table(
-        "Components for 90 % of the energy, and what keys of half their rank cost",
-        ("config", *(title for _, _, title, _ in _SPECTRA)),
-        [[m, *_numbers(found, m, _SPECTRA)] for m in found.mechanisms],
-        (
-            "Medians over heads of M = W_Q W_K^T and of the logits E of 256 tokens; half rank: "
-            "perplexity added by keys of half their rank in all layers, by an SVD of each head's "
-            "weights and by a subspace from other text.",
-        ),
-    )
-
-
-def _patterns(found: Findings) -> Table:
-    rows = []
-    for m in found.mechanisms:
-        bits = found.estimate(m, lambda run: run.bits_per_byte)
-        rows.append([m, _cell(bits, ".4f"), *_numbers(found, m, _PATTERNS)])
-    return Table(
-        "How heads attend",
-        ("config", "bits per byte", *(title for _, _, title, _ in _PATTERNS)),
-        rows,
-        (
-            "Divergence: Jensen-Shannon, of the patterns of two heads of a layer (ln 2 = 0.693 at "
-            "most). Entropy: of a pattern, over that of even attention. Residual in base: of what "
-            "LRKV's residuals read, what their base reads too.",
-        ),
-    )
-
-
-def verdicts(found: Findings) -> list[str]:
-    """What holds of the paper's orders, a sentence for each."""
-    said = []
-    for name, what in RANKS.items():
-        for scale in SCALES:
-            if pairs := found.pairs(scale, name):
-                held = seeds_lib.in_words(pairs)
-                said.append(f"Neighbours in the order at {scale}, {what}: {held}.")
-    return said
-
-
-def as_json(found: Findings) -> dict:
-    """Every number, and what was made of them."""
-    estimates = {}
-    for m in found.mechanisms:
-        every = sorted({name for run in found.runs[m].values() for name in run.trained})
-        estimates[m] = {
-            name: dict(
-                mean=(one := found.estimate(m, _of(name))).mean,
-                half_interval=one.half,
-                against_mha=_plain(found.against_first(m, _of(name))),
-            )
-            for name in every
-        }
-    orders = [
-        dict(scale=scale, measure=name, verdict=pair.verdict) | dataclasses.asdict(pair)
-        for name in RANKS
-        for scale in SCALES
-        for pair in found.pairs(scale, name)
-    ]
-    return dict(
-        seeds=found.seeds,
-        mechanisms=dict(found.names),
-        orders=orders,
-        verdicts=verdicts(found),
-        estimates=estimates,
-        published={s: {name: published(s, name) for name in RANKS} for s in SCALES},
-        runs={
-            m: {seed: dataclasses.asdict(run) for seed, run in runs.items()}
-            for m, runs in found.runs.items()
-        },
-    )
-
-
-def _plain(one: Estimate | None) -> dict | None:
-    return None if one is None else dict(mean=one.mean, half_interval=one.half)
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    every = ",".join((*ROWS, *OTHERS))
+    every = ",".join((*head_tables.ROWS, *OTHERS))
     add("--mechanisms", default=every, help=f"tiny configs ({every})")
     add("--seeds", type=int, default=3, help="runs per mechanism (3)")
     add("--steps", type=int, default=128, help="of 8,192 tokens; 128, the default, are 1.05M")
@@ -476,12 +172,12 @@ def main(arguments: Sequence[str]) -> None:
 
 def _print(found: Findings, tokens: int, options: argparse.Namespace) -> None:
     out = Output(options)
-    for table in tables(found):
+    for table in head_tables.tables(found):
         out.show(table)
         out.say()
-    for said in verdicts(found):
+    for said in head_tables.verdicts(found):
         out.say(f"- {said}")
-    result = dict(tokens=tokens) | as_json(found)
+    result = dict(tokens=tokens) | head_tables.as_json(found)
     record.record(NAME, result, out, save=options.save and not options.saved)
 
 

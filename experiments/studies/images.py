@@ -7,7 +7,7 @@
 Vision Transformers that are trained from nothing, on squares of an image's pixels with a learned
 vector for the whole in front. Paper: Adam, rates that fall to a tenth twice (at which epochs is not
 said: after half and three quarters of them), 20 epochs of MNIST and Fashion-MNIST, 40 of CIFAR-10,
-50 of CIFAR-100. A seed draws initial weights and order, the same for all variants. Prints the share
+50 of CIFAR-100. A seed draws the order, the same for all variants, and weights. Prints the share
 of test images that are right after the last epoch, means over cells with 95 % intervals over seeds.
 """
 
@@ -240,15 +240,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         setattr(options, key, getattr(options, key) or value)
     options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
     side = _FIXED[options.set].side or images_lib.SETS[options.set].side
-    for key in ("patches", "widths", "layers", "heads"):
-        setattr(options, key, lists.integers(f"--{key}", getattr(options, key)))
+    encoders.read_sizes(options, "patches")
     for size in options.patches:
         if size > side:
             raise UserError(f"--patches: {size} must be at most {side}, an image's side")
     options.rates = _rates(options.rates)
     at_least("--epochs", options.epochs, 0)
     options.epochs = options.epochs or EPOCHS[options.set]
-    encoders.check_heads(options.widths, options.heads)
     in_process.check(options)
     return options
 

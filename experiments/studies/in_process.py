@@ -14,6 +14,8 @@ import pathlib
 import statistics
 import time
 
+import jax
+
 from experiments import record
 from experiments.studies import code as code_lib
 from experiments.studies.kept import Kept
@@ -22,7 +24,7 @@ from kvjax.foundation import progress
 from kvjax.foundation import provenance
 from kvjax.foundation.checkout import EXPERIMENTS
 from kvjax.foundation.checkout import PACKAGE
-from kvjax.foundation.configuration import at_least
+from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.output import Output
@@ -32,6 +34,10 @@ _DECIDES = (
     *(PACKAGE / name for name in ("attention", "layers", "model", "kernels/softmax_attention")),
     EXPERIMENTS / "tasks" / "learner.py",
 )
+
+_MOST_SEEDS = 1000
+# Of one run, which the others need not share: a loss that is no number, no room, a bad size.
+_FAILURES = (FloatingPointError, OverflowError, MemoryError, UserError, jax.errors.JaxRuntimeError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +71,7 @@ def add_options(parser: command_line.Parser, name: str, seeds: int) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    at_least("--seeds", options.seeds, 1)
+    between("--seeds", options.seeds, 1, _MOST_SEEDS)
     record.check(options.save)
 
 
@@ -98,6 +104,12 @@ def study(
     return result(*train(name, cells, options, result, places=places))
 
 
+def runs_of(cell: Cell, kept: Kept) -> dict[int, dict]:
+    """By seed what runs of a cell came to: not what was asked otherwise under its name."""
+    runs = kept.runs.get(cell.name, {})
+    return {seed: run for seed, run in runs.items() if run["identity"] == cell.identity}
+
+
 def means(cells: Sequence[Cell], kept: Kept, figure: str, **asked) -> dict[int, float]:
     """By seed the mean of a figure over cells, of the seeds that every one of them has.
 
@@ -105,7 +117,7 @@ def means(cells: Sequence[Cell], kept: Kept, figure: str, **asked) -> dict[int, 
       asked: what the cells have in common, as variant="qkv".
     """
     mine = [c for c in cells if all(c.asked[key] == x for key, x in asked.items())]
-    runs = [kept.runs.get(cell.name, {}) for cell in mine]
+    runs = [runs_of(cell, kept) for cell in mine]
     seeds = sorted(set.intersection(*map(set, runs))) if runs else []
     return {seed: statistics.mean(run[seed][figure] for run in runs) for seed in seeds}
 
@@ -156,7 +168,7 @@ def train(
             begun = time.perf_counter()
             try:
                 found = cell.train(seed)
-            except FloatingPointError as error:
+            except _FAILURES as error:
                 failed[f"{cell.name} seed {seed}"] = first_line(error)
                 continue
             seconds = time.perf_counter() - begun
@@ -170,6 +182,7 @@ def train(
 
 def _write(file: pathlib.Path, name: str, result: dict) -> None:
     """As `record.keep`, without a word: there are hundreds of runs."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
     text = json.dumps(result | dict(made_by=provenance.provenance()), indent=1) + "\n"
     temporary.write_text(text)
@@ -183,10 +196,7 @@ class _Pace:
 
     def __init__(self, cells: Sequence[Cell], kept: Kept):
         self._rates = [
-            cell.flops / run["seconds"]
-            for cell in cells
-            for run in kept.runs.get(cell.name, {}).values()
-            if run["identity"] == cell.identity
+            cell.flops / run["seconds"] for cell in cells for run in runs_of(cell, kept).values()
         ]
 
     def note(self, cell: Cell, seconds: float) -> None:

@@ -61,8 +61,9 @@ class Kept:
         if files and not mix:
             raise UserError(
                 f"{shown} has runs of other code ({code_lib.in_short(files)}): both are not mixed. "
-                "--fresh with another --runs trains all anew, and --mix takes them as they are, "
-                "where the change decides no number"
+                "--fresh trains all anew (give another --runs too, where a study has it; --save "
+                "then writes over them), and --mix takes them as they are, where the change "
+                "decides no number"
             )
         for name, seeds in found["runs"].items():
             self.runs[name] = {int(seed): kept for seed, kept in seeds.items()}

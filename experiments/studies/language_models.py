@@ -2,6 +2,7 @@
 
     python -m experiments.studies.language_models --list
     python -m experiments.studies.language_models --study=lrkv_ranks [--seeds=3] [--save]
+    python -m experiments.studies.language_models --study=lrkv_starts --cells=lrkv_per_head
 
 Models of width 128 or so on the embedded corpus; which, says experiments/studies/demo_size.py. A
 seed draws initial weights and data order, the same for all models, so differences are taken seed
@@ -29,6 +30,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
 from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
 from kvjax.foundation.estimate import estimate
@@ -46,6 +48,12 @@ def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
         there = {seed: kept.of(run) for seed, run in asked.items()}
         runs[cell.name] = {seed: run for seed, run in there.items() if run}
     bpb = lambda name: {seed: run["bpb"] for seed, run in runs.get(name, {}).items()}
+    other = {cell.name: cell.against for cell in cells}
+
+    def apart(name: str) -> dict[int, float]:
+        mine, theirs = bpb(name), bpb(other[name])
+        return {seed: mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()}
+
     for cell in cells:
         mine = bpb(cell.name)
         if not mine:
@@ -53,6 +61,7 @@ def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
         model = Run(cell, 0, steps).experiment.model
         now = estimate(list(mine.values()))
         against = difference(mine, bpb(cell.against)) if cell.against else None
+        moved = difference(apart(cell.name), apart(cell.before)) if cell.before else None
         speeds = [x for run in runs[cell.name].values() if (x := run["tokens_per_second"])]
         found.append(
             dict(
@@ -66,22 +75,42 @@ def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
                 against=cell.against,
                 difference=against and against.mean,
                 difference_half_interval=against and against.half,
+                before=cell.before,
+                moved=moved and moved.mean,
+                moved_half_interval=moved and moved.half,
             )
         )
     return found
 
 
 _HEADER = ("model", "parameters", "cache bytes per token (bfloat16)", "seeds", "bits per byte")
-_HEADER += ("difference", "from")
+_HEADER += ("difference", "from", "moved by the change")
 
 
 def _cells(r: Mapping) -> tuple:
-    moved = "-"
-    if r["difference"] is not None:
-        moved = Estimate(r["difference"], r["difference_half_interval"]).shown("+.4f")
+    shown = lambda x, half: "-" if x is None else Estimate(x, half).shown("+.4f")
+    apart = shown(r["difference"], r["difference_half_interval"])
+    moved = shown(r["moved"], r["moved_half_interval"])
     bpb = Estimate(r["bpb"], r["bpb_half_interval"]).shown(".4f")
     sizes = (f"{r['parameters']:,}", f"{r['cache_bytes']:,}", len(r["seeds"]))
-    return r["cell"], *sizes, bpb, moved, r["against"]
+    return r["cell"], *sizes, bpb, apart, r["against"], moved
+
+
+def chosen(cells: Sequence[Cell], names: str) -> list[Cell]:
+    """The cells of these names, a list with commas, and those that they are compared with; or all.
+
+    Raises:
+      UserError: a name that is none of them.
+    """
+    if not names:
+        return list(cells)
+    of = {cell.name: cell for cell in cells}
+    left, wanted = list(lists.names("--cells", names, tuple(of))), set()
+    while left:
+        if (name := left.pop()) and name not in wanted:
+            wanted.add(name)
+            left += [of[name].against, of[name].before]
+    return [cell for cell in cells if cell.name in wanted]
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -89,6 +118,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--list", action="store_true", help="print what studies there are, and what they take")
     add("--study", default="", help=f"one of {', '.join(STUDIES)}")
+    text = "some of its models; those that they are compared with come along (all)"
+    add("--cells", default="", help=text)
     add("--seeds", type=int, default=3, help="runs of each model (3)")
     add("--steps", type=int, default=0, help="of 8,192 tokens (the study's)")
     side_by_side.add_options(parser, f"runs/{FOLDER}")
@@ -102,6 +133,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         return options
     command_line.require(options, study=f"one of {', '.join(STUDIES)}, or --list")
     lists.one("--study", options.study, STUDIES)
+    if options.cells and options.save:
+        raise UserError(f"--cells={options.cells} --save: a result has all models of its study")
+    options.chosen = chosen(STUDIES[options.study].cells(), options.cells)
     options.steps = options.steps or STUDIES[options.study].steps
     options.runs = side_by_side.check_runs(options.runs)
     record.check(options.save)
@@ -117,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
         _list(out, options.seeds)
         return 0
     study, name = STUDIES[options.study], f"{FOLDER}/{options.study}"
-    cells = study.cells()
+    cells = options.chosen
     kept = Kept(
         record.RESULTS / f"{name}.json", options.steps, mix=options.mix, fresh=options.fresh
     )

@@ -7,7 +7,7 @@ grow. The paper says that it integrates over time, and expects it to fail where 
 routed sharply; it trains none. Here it learns to copy what stood 8 tokens before, to look up a
 value by its key (both of thin keys' section 4), and a language model of bytes, with and without
 decay, beside the untied form and softmax attention, tied and not. Width 64, 4 heads, 4 layers,
-sinusoidal positions; a seed draws weights and data, the same for all. Prints accuracies, and bits
+sinusoidal positions; a seed draws data, the same for all, and weights. Prints accuracies, and bits
 per byte of held-out text, means over seeds with 95 % intervals, and what each caches of a text.
 """
 
@@ -187,7 +187,7 @@ def rows(kept: Kept) -> list[dict]:
     for kind_name, kind in KINDS.items():
         by_task = {}
         for name in TASKS:
-            runs = list(kept.runs.get(f"{name}/{kind_name}", {}).values())
+            runs = list(in_process.runs_of(cell(name, kind_name), kept).values())
             if runs:
                 now = estimate([run["figure"] for run in runs])
                 by_task[name] = dict(figure=now.mean, half_interval=now.half, seeds=len(runs))

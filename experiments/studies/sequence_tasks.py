@@ -1,23 +1,30 @@
 """Projection sharing's five tasks on made-up sequences (section 3.1), beside its Table 2.
 
     python -m experiments.studies.sequence_tasks [--seeds=3] [--save]   # a sample of the grid
-    python -m experiments.studies.sequence_tasks --tasks=sort --variants=kv --lengths=16,64,128 \\
-        --widths=32,64,256 --layers=2,4 --heads=2,4                     # a cell of the table, whole
+    python -m experiments.studies.sequence_tasks --tasks=sort --variants=kv_tied \\
+        --lengths=16,64,128 --widths=32,64,256 --layers=2,4 --heads=2,4    # a cell, whole
 
 Encoders label every position of a row of numbers: reversed, sorted, 9 less each, halves swapped,
-the same. 50,000 rows, two epochs; how the paper's code trains is that of UvA's course. A seed draws
-rows, initial weights and order, the same for all variants. Prints the share of positions that are
-right in 10,000 other rows, means over cells with 95 % intervals over seeds.
+the same. 50,000 rows, two epochs; how the paper's code trains is that of UvA's course, but for the
+start of weights, which is this project's and not Xavier's. A seed draws rows and their order, the
+same for all variants, and weights; those behind a projection that a variant lacks are others.
+Prints the share of positions that are right in 10,000 other rows, means over cells with 95 %
+intervals over seeds. The table is of what was asked, `asked` in the result; `rows` there are over
+all cells that every variant was trained on.
 """
 
 import argparse
+import collections
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
@@ -47,6 +54,7 @@ PUBLISHED = {
     "qkv_tied": (0.514, 0.939, 1.0, 0.446, 1.0),
     "qkv_tied_plus": (0.581, 0.957, 1.0, 0.576, 1.0),
 }
+SEEDS = 3  # of each cell
 TRAINED_ON, EPOCHS, BATCH, TESTED_ON = 50_000, 2, 128, 10_000
 RECIPE = learner.Recipe(
     steps=TRAINED_ON // BATCH * EPOCHS, learning_rate=1e-3, warm_up=5, decay="cosine", clip=5.0
@@ -54,21 +62,24 @@ RECIPE = learner.Recipe(
 _TEST_SEED = 10**6  # of rows that are never trained on
 
 
-def transformer(variant: str, width: int, layers: int, heads: int) -> TransformerConfig:
+def transformer(variant: str, width: int, layers: int, heads: int, **how) -> TransformerConfig:
     """As the course has it: blocks end in a LayerNorm, and an MLP of ReLU is twice as wide."""
-    how = dict(norm_after=True, positions="sinusoidal", activation="relu", mlp_dim=2 * width)
+    how |= dict(norm_after=True, positions="sinusoidal", activation="relu", mlp_dim=2 * width)
     shape = (width, layers, heads)
     return encoders.transformer(variant, 10, *shape, labels=sequences.NUMBERS, **how)
 
 
 @functools.cache
-def _learner(variant: str, width: int, layers: int, heads: int) -> Learner:
-    """Compiled once for each length, and shared by tasks and seeds."""
-    config = transformer(variant, width, layers, heads)
+def learner_of(config: TransformerConfig) -> Learner:
+    """Compiled once for each length, and shared by tasks and seeds.
+
+    Batches have "x" and "y", and may have a "temperature" of attention.
+    """
     compute = Compute(unroll=True)
 
     def logits(model, batch):
-        return model(jax.nn.one_hot(batch["x"], sequences.NUMBERS), compute=compute)
+        x_BTF = jax.nn.one_hot(batch["x"], sequences.NUMBERS)
+        return model(x_BTF, compute=compute, temperature=batch.get("temperature"))
 
     loss = lambda model, batch, _: jnp.mean(learner.nats(logits(model, batch), batch["y"]))
     right = lambda model, batch: (
@@ -79,30 +90,72 @@ def _learner(variant: str, width: int, layers: int, heads: int) -> Learner:
     return Learner(make, RECIPE, loss, right)
 
 
-def train(task: str, variant: str, shape: Sequence[int], length: int, seed: int) -> dict:
+def train(
+    task: str,
+    config: TransformerConfig,
+    length: int,
+    seed: int,
+    temperature: Callable[[int], float] | None = None,
+) -> dict:
     """The share of positions that a model labels as it should.
 
     Args:
-      shape: width, layers, heads.
+      temperature: of attention in a step; 1 once it is trained.
     """
-    model = _learner(variant, *shape)
+    model = learner_of(config)
     rows = sequences.labelled(task, TRAINED_ON, length, seed)
     others = sequences.labelled(task, TESTED_ON, length, _TEST_SEED)
     pack = lambda pair: dict(zip("xy", pair, strict=True))
-    found = model.train(seed, learner.in_order(pack(rows), BATCH, EPOCHS, seed))
+    batches = learner.in_order(pack(rows), BATCH, EPOCHS, seed)
+    if temperature is not None:
+        of = lambda step: dict(temperature=np.float32(temperature(step)))
+        batches = (batch | of(step) for step, batch in enumerate(batches))
+    found = model.train(seed, batches)
     return dict(right=model.accuracy(found, learner.split(pack(others), 500)), loss=found.loss)
 
 
 def cell(task: str, variant: str, width: int, layers: int, heads: int, length: int) -> Cell:
     asked = dict(task=task, variant=variant, width=width, layers=layers, heads=heads, length=length)
-    shape = (width, layers, heads)
-    tokens = RECIPE.steps * BATCH * length
+    config = transformer(variant, width, layers, heads)
     return Cell(
         name=f"{task}/{variant}/d{width}_l{layers}_h{heads}_t{length}",
         asked=asked,
-        train=functools.partial(train, task, variant, shape, length),
-        flops=encoders.flops(tokens, length, width, layers, 2 * width),
+        train=functools.partial(train, task, config, length),
+        flops=flops(length, width, layers),
     )
+
+
+_NAME = re.compile(r"(\w+)/(\w+)/d(\d+)_l(\d+)_h(\d+)_t(\d+)")
+
+
+def cell_of(name: str) -> Cell:
+    """The cell of a name."""
+    task, variant, *sizes = _NAME.fullmatch(name).groups()
+    return cell(task, variant, *map(int, sizes))
+
+
+def flops(length: int, width: int, layers: int) -> float:
+    """Of training one model."""
+    return encoders.flops(RECIPE.steps * BATCH * length, length, width, layers, 2 * width)
+
+
+_SIZES = ("width", "layers", "heads", "length")
+
+
+def in_common(kept: Kept) -> list[Cell]:
+    """Cells that all variants have: those with enough seeds in common, or with most of them."""
+    place = lambda one: tuple(one.asked[key] for key in ("task", *_SIZES))
+    by_place: dict[tuple, list[Cell]] = {}
+    for one in map(cell_of, kept.runs):
+        by_place.setdefault(place(one), []).append(one)
+    seeds, most = {}, collections.Counter()
+    for where, cells in by_place.items():
+        if len(cells) == len(encoders.VARIANTS):
+            common = set.intersection(*(set(in_process.runs_of(one, kept)) for one in cells))
+            seeds[where], task = len(common), where[0]
+            most[task] = max(most[task], len(common))
+    enough = {where for where, n in seeds.items() if n and n >= min(SEEDS, most[where[0]])}
+    return [one for where in enough for one in by_place[where]]
 
 
 def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
@@ -111,9 +164,13 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     for variant, published in PUBLISHED.items():
         by_task = {}
         for task in sequences.TASKS:
-            if runs := in_process.means(cells, kept, "right", variant=variant, task=task):
+            asked = dict(variant=variant, task=task)
+            if runs := in_process.means(cells, kept, "right", **asked):
                 now = estimate(list(runs.values()))
-                by_task[task] = dict(right=now.mean, half_interval=now.half, seeds=len(runs))
+                over = [c.asked for c in cells if asked.items() <= c.asked.items()]
+                sizes = {key: sorted({one[key] for one in over}) for key in _SIZES}
+                means = dict(right=now.mean, half_interval=now.half, seeds=len(runs))
+                by_task[task] = means | dict(cells=len(over), **sizes)
         if by_task:
             means = dict(zip(sequences.TASKS, published, strict=True))
             found.append(dict(variant=variant, tasks=by_task, published=means))
@@ -131,6 +188,18 @@ def _cells(row: Mapping) -> tuple:
     return encoders.CALLED[row["variant"]], *map(shown, sequences.TASKS)
 
 
+def read_tasks(options: argparse.Namespace, key: str, lengths: Sequence[int]) -> None:
+    """Makes names of --tasks; a UserError for one that is none, or that rows do not fit.
+
+    Args:
+      key: the option that gives rows these lengths.
+    """
+    options.tasks = lists.names("--tasks", options.tasks, sequences.TASKS)
+    odd = [length for length in lengths if length % 2]
+    if "swap" in options.tasks and odd:
+        raise UserError(f"--{key}: {odd[0]} must be even for swap, which exchanges halves")
+
+
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add, every = parser.add_argument, ",".join
@@ -141,15 +210,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--layers", default="2", help="blocks (2)")
     add("--heads", default="2", help="heads (2)")
     add("--lengths", default="16,64", help="numbers in a row (16,64)")
-    in_process.add_options(parser, NAME, seeds=3)
+    in_process.add_options(parser, NAME, seeds=SEEDS)
     options = parser.parse(arguments)
-    options.tasks = lists.names("--tasks", options.tasks, sequences.TASKS)
     options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
-    for key in ("widths", "layers", "heads", "lengths"):
-        setattr(options, key, lists.integers(f"--{key}", getattr(options, key)))
-    encoders.check_heads(options.widths, options.heads)
-    if "swap" in options.tasks and any(length % 2 for length in options.lengths):
-        raise UserError("--lengths: must be even for swap, which exchanges halves")
+    encoders.read_sizes(options, "lengths")
+    read_tasks(options, "lengths", options.lengths)
     in_process.check(options)
     return options
 
@@ -169,12 +234,11 @@ def main(arguments: Sequence[str]) -> int:
     ]
 
     def told(kept: Kept) -> dict:
-        asked = {key: getattr(options, key) for key in ("widths", "layers", "heads", "lengths")}
-        return dict(grid=asked, rows=rows(cells, kept))
+        return dict(asked=rows(cells, kept), rows=rows(in_common(kept), kept))
 
     places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, sequences.__file__))]
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)
-    out.table(("variant", *sequences.TASKS), map(_cells, found["rows"]))
+    out.table(("variant", *sequences.TASKS), map(_cells, found["asked"]))
     out.say("\nThe share of positions that are right; in brackets Table 2, a mean over its grid.")
     return in_process.end(NAME, found, out, save=options.save)
 

@@ -178,14 +178,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse(arguments)
     options.variants = lists.names("--variants", options.variants, encoders.VARIANTS)
     options.places = lists.names("--places", options.places, anomalies.PLACES)
-    for key in ("widths", "layers", "heads"):
-        setattr(options, key, lists.integers(f"--{key}", getattr(options, key)))
+    encoders.read_sizes(options)
     at_least("--epochs", options.epochs, 1)
     if not 0 < options.noise < 1000:
         raise UserError(f"--noise = {options.noise}: must lie between 0 and 1000")
     if options.features and options.noise != NOISE:
         raise UserError("--noise: is of made-up features; do without it, or without --features")
-    encoders.check_heads(options.widths, options.heads)
     in_process.check(options)
     return options
 

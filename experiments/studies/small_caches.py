@@ -1,7 +1,7 @@
 """Which small cache should I train? All mechanisms, on the same tokens, with MHA's parameters.
 
     python -m experiments.studies.small_caches [--seeds=3] [--save]
-    python -m experiments.studies.small_caches --mechanisms=mha,lrkv,gla_narrow --decode
+    python -m experiments.studies.small_caches --mechanisms=mha,lrkv,gla_narrow
 
 The tiny configs of configs/ and configs/rivals/, each with the MLP's width that brings it nearest
 to MHA's parameters. A seed draws initial weights and data order, the same for all mechanisms, so
@@ -13,14 +13,12 @@ with 95 % intervals (Student's t over seeds).
 import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
+import json
 import pathlib
-import statistics
 
-from etils import epath
 import jax.numpy as jnp
 
 from experiments import record
-from experiments.benchmarks import generate_benchmark
 from experiments.studies import grid
 from experiments.studies import side_by_side
 from experiments.studies.grid import Cell
@@ -29,10 +27,8 @@ from experiments.studies.grid import Run
 from kvjax import experiment as experiment_lib
 from kvjax.analysis.words import mechanism_names
 from kvjax.costs import formulas
-from kvjax.decoding.generator import Generator
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
-from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
@@ -41,14 +37,13 @@ from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
 from kvjax.foundation.estimate import estimate
 from kvjax.foundation.output import Output
-from kvjax.workdir import trained
 
 FIRST = "mha"  # what the others are compared with, and whose parameters they have
 OWN = (
     *("mha", "lrkv", "gqa", "mla", "mqa", "mla_paper", "lrkv_gqa", "lrkv_shared_rope"),
     *("lrkv_no_rope", "thin_keys", "factored", "kv_tied", "qk_tied", "qkv_tied"),
 )
-_NARROW = ("gla", "gta", "mfa", "mlra2", "mlra4", "shared_kv", "tpa", "mla_lrkv")
+_NARROW = "gla gta mfa mlra2 mlra4 shared_kv tpa mla_lrkv mfa_kr tpa_kv_only".split()
 _WIDE = ("mfa_kr", "tpa_kv_only", "tpa", "gta", "shared_kv", "mfa", "mla_lrkv")
 NARROW = tuple(f"{name}_narrow" for name in _NARROW)
 WIDE = tuple(f"{name}_wide" for name in _WIDE)
@@ -56,8 +51,7 @@ EVERY = (*OWN, *NARROW, *WIDE)
 TOKENS_PER_STEP = 32 * 256  # of the tiny configs
 STEPS = 256  # 2.1M tokens
 NAME = "small_caches"
-_DECODE = dict(prompt=64, new=64, repeats=3)  # of 8 sequences
-_SEQUENCES = 8
+SPEED = "small_caches_speed"  # the result of the study of that name
 
 
 def file_of(name: str) -> pathlib.Path:
@@ -79,12 +73,11 @@ def runs_of(names: Sequence[str], seeds: int, steps: int) -> list[Run]:
     return [Run(cell, seed, steps) for seed in range(seeds) for cell in made]
 
 
-def decoding(workdir: pathlib.Path) -> float:
-    """Tokens/s of a trained run, 8 sequences at once."""
-    loaded = trained.load(epath.Path(workdir))
-    generator = Generator(loaded.model, loaded.compute)
-    found = generate_benchmark.measure(generator, _SEQUENCES, **_DECODE)
-    return found["decode_tokens_per_second"]
+def _speeds() -> dict[str, dict]:
+    """By mechanism what `small_caches_speed` measured, where it did."""
+    file = record.RESULTS / f"{SPEED}.json"
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    return {row["mechanism"]: row for row in rows}
 
 
 def row(cell: Cell, experiment: experiment_lib.Experiment, kept: Mapping[str, dict]) -> dict:
@@ -95,7 +88,7 @@ def row(cell: Cell, experiment: experiment_lib.Experiment, kept: Mapping[str, di
     """
     by_seed = lambda name: {seed: run["bpb"] for seed, run in kept.get(name, {}).items()}
     mine, first = by_seed(cell.name), by_seed(FIRST)
-    of_runs = kept[cell.name].values()
+    speeds = _speeds().get(cell.name, {})
     found = dict(
         mechanism=cell.name,
         kind=mechanism_names(experiment.model.mechanisms),
@@ -103,8 +96,8 @@ def row(cell: Cell, experiment: experiment_lib.Experiment, kept: Mapping[str, di
         parameters=formulas.parameters(experiment.model)["total"],
         cache_bytes=formulas.cache_bytes_per_token(experiment.model, jnp.dtype(jnp.bfloat16)),
         seeds=sorted(mine),
-        tokens_per_second=_median([run["tokens_per_second"] for run in of_runs]),
-        decode_tokens_per_second=_median([run.get("decode_tokens_per_second") for run in of_runs]),
+        training_tokens_per_second=speeds.get("training_tokens_per_second"),
+        decode_tokens_per_second=speeds.get("decode_tokens_per_second"),
         **_named("bpb", estimate([mine[seed] for seed in sorted(mine)])),
     )
     against = None if cell.name == FIRST else difference(mine, first)
@@ -115,11 +108,6 @@ def _named(name: str, found: Estimate | None) -> dict:
     if found is None:
         return {name: None, f"{name}_half_interval": None}
     return {name: found.mean, f"{name}_half_interval": found.half}
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    there = [x for x in values if x]
-    return statistics.median(there) if there else None
 
 
 _HEADER = (
@@ -140,7 +128,7 @@ def _cells(r: dict) -> tuple:
         r["kind"],
         f"{r['cache_bytes']:,}",
         r["mlp_dim"],
-        rate("tokens_per_second"),
+        rate("training_tokens_per_second"),
         rate("decode_tokens_per_second"),
         len(r["seeds"]),
         number("bpb", ".4f"),
@@ -155,7 +143,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=STEPS, help=f"of 8,192 tokens ({STEPS}: 2.1M)")
     add("--mechanisms", default=",".join(EVERY), help=f"tiny configs ({','.join(EVERY)})")
     side_by_side.add_options(parser, f"runs/{NAME}")
-    add("--decode", action="store_true", help="measure decoding too, of runs that lie in --runs")
     add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
     parser.add_output()
     options = parser.parse(arguments)
@@ -180,24 +167,12 @@ def main(arguments: Sequence[str]) -> int:
             record.keep(NAME, _result(options.steps, kept, failed))
 
     failed = side_by_side.train_missing(runs, kept, options, save)
-    if options.decode:
-        _decode(runs, kept, options.runs)
     result = _result(options.steps, kept, failed)
     out.table(_HEADER, map(_cells, result["rows"]))
     for name, why in failed.items():
         out.say(f"- left out: {name}, {why}")
     record.record(NAME, result, out, save=options.save)
     return 1 if failed else 0
-
-
-def _decode(runs: Sequence[Run], kept: Kept, folder: pathlib.Path) -> None:
-    """Measures decoding of the first seed of each mechanism, one after another."""
-    with progress.waiting("decoding") as doing:
-        for run in runs:
-            found = kept.of(run)
-            if run.seed == 0 and found and (folder / run.name).exists():
-                doing.at(run.cell.name)
-                found["decode_tokens_per_second"] = decoding(folder / run.name)
 
 
 def _result(steps: int, kept: Kept, failed: Mapping) -> dict:

@@ -1,7 +1,7 @@
 """Thin keys' copy-back and key-value retrieval (section 4), by channels of queries and keys.
 
     python -m experiments.studies.thin_keys_tasks [--seeds=5] [--save]
-    python -m experiments.studies.thin_keys_tasks --tasks=retrieval_keys   # other counts of keys
+    python -m experiments.studies.thin_keys_tasks --tasks=retrieval_8_keys,retrieval_64_keys
 
 Causal Transformers of width 64 with 4 heads, whose queries and keys have d_select channels in all,
 values 64. Copy-back with tokens that are all drawn, as the paper says, and with 8 that repeat, as
@@ -162,7 +162,7 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     """Figures of each cell, over its seeds."""
     found = []
     for cell in cells:
-        runs = list(kept.runs.get(cell.name, {}).values())
+        runs = list(in_process.runs_of(cell, kept).values())
         if not runs:
             continue
         right = estimate([run["right"] for run in runs])
@@ -228,9 +228,8 @@ def main(arguments: Sequence[str]) -> int:
     cells = [cell(name, channels) for name in options.tasks for channels in options.channels]
 
     def told(kept: Kept) -> dict:
-        return dict(
-            rows=rows([cell(name, channels) for name in TASKS for channels in CHANNELS], kept)
-        )
+        every = sorted({*CHANNELS, *options.channels})
+        return dict(rows=rows([cell(name, n) for name in TASKS for n in every], kept))
 
     places = [pathlib.Path(__file__), pathlib.Path(sequences.__file__)]
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)

@@ -134,7 +134,7 @@ def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
     """A row of each d_select."""
     found = []
     for one in cells:
-        runs = list(kept.runs.get(one.name, {}).values())
+        runs = list(in_process.runs_of(one, kept).values())
         if runs:
             now = estimate([run["perplexity"] for run in runs])
             channels = one.asked["channels"]
@@ -199,11 +199,19 @@ def main(arguments: Sequence[str]) -> int:
         load = lambda folder: words.load(folder, least)
         corpus = in_process.load(load, "--folder", options.folder)
     trainer = Trainer(options.set, corpus, options.epochs)
+    where = f"--folder={options.folder}" if options.folder else f"--set={options.set}"
     if not trainer.steps_per_epoch:
         raise UserError(
-            f"--folder={options.folder}: {len(corpus.train):,} words to train on are no batch of "
+            f"{where}: {len(corpus.train):,} words to train on are no batch of "
             f"{trainer.batch} rows of {LENGTH}"
         )
+    for split in words.SPLITS[1:]:
+        if not len(trainer.rows[split]["x"]):
+            count = len(getattr(corpus, split))
+            raise UserError(
+                f"{where}: {count:,} words of {split} are no row of {LENGTH} and what follows: "
+                f"give {LENGTH + 1} or more"
+            )
     cells = [cell(trainer, channels) for channels in options.channels]
     name = f"{FOLDER}/{options.set}"
 

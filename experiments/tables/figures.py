@@ -4,7 +4,7 @@
     python -m experiments.tables.figures --check  # writes nothing: says which would change
 
 The first is drawn from the tiny configs, to scale. The second shows
-experiments/results/tiny_comparison.json, which experiments/studies/tiny_comparison.py measures; the
+experiments/results/studies/mechanisms.json, a study of experiments/studies/language_models.py; the
 third, of all mechanisms, small_caches.json of experiments/studies/small_caches.py once it has every
 run. `study_figures` draws the other studies, in experiments/figures/studies.
 """
@@ -155,20 +155,19 @@ def _bytes(name: str) -> int:
 
 def results(comparison: dict) -> Figure:
     """Bits per byte against cache bytes per token: means, 95 % intervals, and every seed."""
-    rows, seeds = comparison["rows"], comparison["seeds"]
+    rows, runs = comparison["rows"], comparison["runs"]
     figure = cards.card(9.6, 5.0)
     axes = figure.add_axes((0.085, 0.125, 0.885, 0.71))
     for row in rows:
-        x, y, half = row["cache_bytes"], row["bpb_mean"], row["bpb_half_interval"]
-        color = RESIDUAL if row["mechanism"] == "lrkv" else FULL
+        name, x, y, half = (row[key] for key in ("cell", "cache_bytes", "bpb", "bpb_half_interval"))
+        color = RESIDUAL if name == "lrkv" else FULL
         axes.errorbar(x, y, half, fmt="o", color=color, capsize=5, markersize=8, linewidth=1.8)
-        axes.plot([x + 22] * len(row["bpb"]), row["bpb"], ".", color=GRAY, markersize=4)
+        each = [run["bpb"] for run in runs[name].values()]
+        axes.plot([x + 22] * len(each), each, ".", color=GRAY, markersize=4)
         at = dict(xytext=(12, 0), textcoords="offset points", va="center")
-        if row["mechanism"] == "mha":
+        if name in ("mha", "mla_paper"):
             at |= dict(xytext=(-10, 0), ha="right")
-        if row["mechanism"] == "mla_paper":
-            at |= dict(xytext=(-10, 0), ha="right")
-        axes.annotate(NAMES[row["mechanism"]].replace(" without", "\nwithout"), (x, y), **at)
+        axes.annotate(NAMES[name].replace(" without", "\nwithout"), (x, y), **at)
     axes.set_xlim(0, 2150)
     _quality_against_cache(axes)
     title = "Six mechanisms at demo size: quality against cache"
@@ -176,8 +175,8 @@ def results(comparison: dict) -> Figure:
     parameters = sorted(row["parameters"] / 1e6 for row in rows)
     said = (
         f"4 layers of width 128, {parameters[0]:.1f}M to {parameters[-1]:.1f}M parameters, "
-        f"{comparison['tokens'] / 1e6:.2f}M training tokens. Circles: mean of {len(seeds)} seeds; "
-        "bars: 95 % interval;"
+        f"{comparison['tokens'] / 1e6:.2f}M training tokens. Circles: mean of "
+        f"{len(rows[0]['seeds'])} seeds; bars: 95 % interval;"
     )
     figure.text(0.034, 0.888, said, fontsize=9.5, color=GRAY, va="center")
     said = "small dots: each seed. The vertical axis does not start at zero."
@@ -241,11 +240,10 @@ def figures() -> dict[pathlib.Path, str]:
     Raises:
       UserError: there are no results to draw.
     """
-    file = RESULTS / "tiny_comparison.json"
+    file = RESULTS / "studies" / "mechanisms.json"
     if not file.exists():
-        raise UserError(
-            f"{file}: is not there; python -m experiments.studies.tiny_comparison --save"
-        )
+        made = "python -m experiments.studies.language_models --study=mechanisms --save"
+        raise UserError(f"{file}: is not there; {made}")
     every = RESULTS / "small_caches.json"
     compared = json.loads(every.read_text()) if every.exists() else {}
     with matplotlib.rc_context(cards.STYLE):

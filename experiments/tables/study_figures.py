@@ -68,7 +68,7 @@ def rows_of_points(title: str, said: Sequence[str], panels: Sequence[Panel]) -> 
         drawn.append(axes)
         figure.text(0.034, (top - 0.1) / height, panel.heading, weight="bold", va="center")
         top = bottom - 0.45
-    if all(panel.zero is not None for panel in panels):  # differences: one scale for all
+    if panels and all(panel.zero is not None for panel in panels):  # differences: one scale for all
         limits = [edge for axes in drawn for edge in axes.get_xlim()]
         for axes in drawn:
             axes.set_xlim(min(limits), max(limits))
@@ -132,9 +132,8 @@ def language_models(found: Mapping) -> Figure:
     by_other: dict[str, list[Row]] = {}
     for row in rows:
         value = Estimate(row["difference"], row["difference_half_interval"])
-        by_other.setdefault(row["against"], []).append(
-            Row(row["cell"], value, off=bool(value.sign))
-        )
+        name = row.get("before") or row["cell"]  # the panel's title tells the change
+        by_other.setdefault(row["against"], []).append(Row(name, value, off=bool(value.sign)))
     bpb = {row["cell"]: row["bpb"] for row in found["rows"]}
     panels = [
         Panel(f"from {other} ({bpb[other]:.4f} bits per byte)", mine, "+.4f", 0.0)
@@ -153,7 +152,7 @@ def sequence_tasks(found: Mapping) -> Figure:
     solved = [task for task in there if all(right(row, task) >= 0.9995 for row in found["rows"])]
     panels = [
         Panel(
-            task,
+            _sizes(task, found["rows"][0]["tasks"][task]),
             [
                 Row(
                     encoders.CALLED[row["variant"]],
@@ -167,15 +166,64 @@ def sequence_tasks(found: Mapping) -> Figure:
         for task in there
         if task not in solved
     ]
-    grid = found["grid"]
-    few = lambda key: " and ".join(map(str, grid[key]))
+    seeds = min(now["seeds"] for row in found["rows"] for now in row["tasks"].values())
     said = (
-        f"The share of positions that are right. Width {few('widths')}, {few('layers')} layers, "
-        f"{few('heads')} heads, rows of {few('lengths')}; {_seeds(found)} seeds. Solved by all: "
-        f"{', '.join(solved) or 'none'}. Bars: the paper's means over its whole grid."
+        f"The share of positions that are right, means over cells; {seeds} seeds. Solved "
+        f"by all: {', '.join(solved) or 'none'}. Bars: the paper's means over its whole grid."
     )
     title = "Projection sharing's tasks on rows of numbers"
     return rows_of_points(title, textwrap.wrap(said, 110), panels)
+
+
+def diagonal(found: Mapping) -> Figure:
+    """A panel for each task: two remedies beside what they are for."""
+    by_task: dict[str, list[Row]] = {}
+    for row in sorted(found["rows"], key=lambda row: tuple(_REMEDIES).index(row["remedy"])):
+        change = row["change"] is not None and Estimate(row["change"], row["change_half_interval"])
+        name = f"{encoders.CALLED[row['variant']]}, {_REMEDIES[row['remedy']]}"
+        right = Estimate(row["right"], row["right_half_interval"])
+        heading = f"{row['task']}, rows of {row['length']}"
+        by_task.setdefault(heading, []).append(Row(name, right, off=bool(change and change.sign)))
+    seeds = min(row["seeds"] for row in found["rows"])
+    said = f"The share of positions that are right; {seeds} seeds. Orange: told apart from the "
+    said += "variant as it is, seed by seed. Normalised: the diagonal of K Kᵀ is over its mean. "
+    said += f"Annealed: a temperature falls from {found['hottest']:g} to 1 in half the steps."
+    panels = [Panel(heading, rows, ".3f") for heading, rows in by_task.items()]
+    return rows_of_points("Remedies where queries are keys", textwrap.wrap(said, 110), panels)
+
+
+def rank_by_head(found: Mapping) -> Figure:
+    """A panel for each number of ranks: what dividing them changes."""
+    by_rank: dict[int, list[Row]] = {}
+    for row in found["rows"]:
+        if row["change"] is not None:
+            change = Estimate(row["change"], row["change_half_interval"])
+            of_rank = by_rank.setdefault(row["rank"], [])
+            of_rank.append(Row(row["way"], change, off=bool(change.sign)))
+    equal = {row["rank"]: row for row in found["rows"] if row["way"] == "equal"}
+    heading = "{} ranks a head on average, from {:.4f} bits per byte with {} each"
+    panels = [
+        Panel(heading.format(rank, equal[rank]["bpb"], rank), rows, ".4f", zero=0.0)
+        for rank, rows in by_rank.items()
+    ]
+    seeds = min(row["seeds"] for row in found["rows"])
+    said = "Trained residuals cut to fewer ranks, of the same bytes: bits per byte against equal "
+    said += f"ranks, less is better; {seeds} seeds. Orange: told apart."
+    return rows_of_points("A rank for each head", textwrap.wrap(said, 110), panels)
+
+
+_REMEDIES = {
+    "none": "as it is",
+    "normalised": "normalised",
+    "annealed": "annealed",
+}
+
+
+def _sizes(task: str, of_task: Mapping) -> str:
+    """A heading: what the cells of a task have."""
+    few = lambda key: " and ".join(map(str, of_task[key]))
+    shape = f"width {few('width')}, {few('layers')} layers, {few('heads')} heads"
+    return f"{task}: {of_task['cells']} cells of {shape}, rows of {few('length')}"
 
 
 def _seeds(found: Mapping) -> int:
@@ -237,6 +285,8 @@ _ALONE: Mapping[str, Callable[[Mapping], Figure]] = {
     "sequence_tasks": sequence_tasks,
     thin_keys_tasks.NAME: thin_keys,
     "set_anomaly": set_anomaly,
+    "diagonal": diagonal,
+    "rank_by_head": rank_by_head,
 } | {f"studies/{name}": language_models for name in STUDIES}
 
 

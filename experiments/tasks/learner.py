@@ -148,17 +148,27 @@ class Learner:
             losses.append(values)
             at += count
             if every and at % every == 0:
-                loss = float(values[-1])
+                loss = _finite(losses, at)
                 now = Trained(carry[0], at, time.perf_counter() - begun, loss)
                 if evaluate(now):
                     return now
-        loss = float(losses[-1][-1])  # which waits until everything is computed
+        loss = _finite(losses, at)  # which waits until everything is computed
         return Trained(carry[0], at, time.perf_counter() - begun, loss)
 
     def accuracy(self, trained: "Trained", batches: Sequence[Batch]) -> float:
         """The share of labels that are predicted, of those that count."""
         sums = [self._judge(trained.params, batch) for batch in batches]
         return float(sum(right for right, _ in sums) / sum(count for _, count in sums))
+
+
+def _finite(losses: Sequence[jax.Array], steps: int) -> float:
+    """The last loss of so many steps; a FloatingPointError if any is no number."""
+    found = np.concatenate([np.asarray(few) for few in losses])
+    bad = np.flatnonzero(~np.isfinite(found))
+    if len(bad):
+        first = steps - len(found) + int(bad[0]) + 1
+        raise FloatingPointError(f"the loss is no number from step {first} on")
+    return float(found[-1])
 
 
 @dataclasses.dataclass(frozen=True)

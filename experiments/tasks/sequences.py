@@ -64,14 +64,16 @@ def copy_back(
     """Tokens [count, length], labels, and which count: what stood 8 tokens before, from the 9th on.
 
     Args:
-      periodic: 8 tokens that repeat, as the authors' code has it: what follows can be read off any
-        earlier period. The paper draws every token, and says y_t = x_(t-8).
+      periodic: 8 tokens that repeat, as the authors' code has it; a label is the next token, which
+        can be read off any earlier period. The paper draws every token, and says y_t = x_(t-8).
     """
     if periodic:
         few = rng.integers(0, COPY_WORDS, (count, COPY_BACK), dtype=np.int32)
-        x_BT = np.tile(few, (1, -(-length // COPY_BACK)))[:, :length]
-    else:
-        x_BT = rng.integers(0, COPY_WORDS, (count, length), dtype=np.int32)
+        tiled = np.tile(few, (1, length // COPY_BACK + 1))[:, : length + 1]
+        # From the first token on of which the next stood 8 before that.
+        counts_BT = np.broadcast_to(np.arange(length) >= COPY_BACK - 1, (count, length))
+        return np.ascontiguousarray(tiled[:, :-1]), np.ascontiguousarray(tiled[:, 1:]), counts_BT
+    x_BT = rng.integers(0, COPY_WORDS, (count, length), dtype=np.int32)
     labels_BT = np.roll(x_BT, COPY_BACK, axis=1)
     counts_BT = np.broadcast_to(np.arange(length) >= COPY_BACK, x_BT.shape)
     return x_BT, labels_BT, counts_BT

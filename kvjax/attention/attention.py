@@ -41,6 +41,7 @@ class Attention(nnx.Module):
         window: int = 0,
         segments_BS: jax.Array | None = None,
         mesh: jax.sharding.Mesh | None = None,
+        temperature: jax.Array | None = None,
         **options,
     ) -> jax.Array:
         """Attention of a row's tokens among themselves.
@@ -52,9 +53,14 @@ class Attention(nnx.Module):
             once (bases and latents) travels, and every device expands it: at d36 0.56 of the
             bytes of keys and values.
           segments_BS: of the row's tokens in order, whatever order they lie in.
+          temperature: [], what logits are divided by; None: 1.
           window, options: see `softmax_attention`.
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
+        if segments_BS is not None and self.mechanism.config.needs_whole_rows:
+            raise ValueError("segments_BS: this attention takes a row as one text")
+        if temperature is not None:
+            q_BTNH = q_BTNH / temperature.astype(q_BTNH.dtype)
         of_queries = positions
         if mesh is not None and mesh.shape["sequence"] > 1:
             order_T = np.asarray(positions.index)[0]

@@ -5,7 +5,7 @@
 LRKV as the paper proposes it for future work (section 7), and MHA, GQA, MQA and thin keys: the
 family of `grouped.py`. A memory is encoded once, and every query sees all of it.
 
-cached once per token of the memory, for LRKV: 2(H + N·R) elements, and N wide 1/rms where keys are
+Cache: once per token of the memory, 2(H + N·R) elements of LRKV, and N wide 1/rms where keys are
 normed. Without RoPE its eq. 3 and 4 hold as written, but for those 1/rms.
 """
 
@@ -18,6 +18,7 @@ from kvjax.attention.grouped import Grouped
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mechanism import require
 from kvjax.cache import append
+from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention.api import memory_attention
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.layers.rope import Positions
@@ -28,6 +29,11 @@ _NOWHERE = Positions(None, None)  # neither queries nor keys have positions
 
 def check(config: GroupedConfig) -> None:
     """Raises a UserError for what has no meaning where queries and keys are of two streams."""
+    if not isinstance(config, GroupedConfig):
+        raise UserError(
+            f"cross-attention by {type(config).__name__}: must be a GroupedConfig (LRKV, MHA, GQA, "
+            "MQA, tied values), which alone has a form for two streams"
+        )
     allowed = "must be 'none' or 'kv' in cross-attention: queries are made of something else"
     require(not config.ties_queries, "tie", repr(config.tie), allowed)
     allowed = "must be 'full' in cross-attention, which has no positions"

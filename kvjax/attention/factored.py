@@ -5,6 +5,8 @@
 with K KV heads reading J latents of R channels, which are what is cached (thin keys, section 2.3).
 J = K is a rank for each head; J = 1 is one latent for all heads. Without RoPE decoding folds B^K
 into the query; with it, keys are rotated when they are read. LRKV has a base beside the latents.
+Cache: J·R elements of keys and of values each, K·H of what has no rank, and K wide 1/rms where
+keys are normed.
 """
 
 import dataclasses

@@ -5,7 +5,8 @@
 with N query heads reading K KV heads reading J bases, and R^K = X U^K of rank R (B is stored
 transposed, [R, H]). J = K and rank 0 is MHA (K = N), GQA or MQA (K = 1); J = 1 and K = N with
 rank R is LRKV; H < Hv is thin keys. MFA (arXiv 2412.19255) is MQA with heads of 256 and queries of
-a rank: the number of heads costs no cache.
+a rank: the number of heads costs no cache. Cache: J·(H + Hv) + 2·K·R elements, and K wide 1/rms
+where keys with residuals are normed; J·H + K·R where values are the keys.
 
 Projections may be shared (`tie`, projection sharing eq. 2-4): "kv", Q-K=V, values are the keys
 before norm and RoPE; "qk", Q=K-V, queries are the keys; "qkv", both. `position_channels` adds that
@@ -19,6 +20,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention import places
 from kvjax.attention.mechanism import MAX_DIM
 from kvjax.attention.mechanism import Mechanism
 from kvjax.attention.mechanism import MechanismConfig
@@ -29,6 +31,7 @@ from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
+from kvjax.attention.nearest import nearest
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention.readings import DecodeFlops
@@ -36,8 +39,6 @@ from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.readings.reading import Sizes
 from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.decode_attention.readings.tied import TiedSizes
-from kvjax.layers import alibi
-from kvjax.layers import sinusoid
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
@@ -47,6 +48,9 @@ from kvjax.layers.weight import weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
+
+
+RESIDUAL_INITS = ("linear", "zeros", "pca")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,9 @@ class GroupedConfig(MechanismConfig):
     bias: bool = False  # on queries, bases and the output
     out_bias: bool = True  # with bias: on the output too
     latent_bias: bool = False  # with bias: on the latents of residuals too
-    residual_init: str = "linear"  # how B starts: "linear" like every matrix, or "zeros" (as MQA)
+    # How B starts: "linear" like every matrix, "zeros" (as MQA), or "pca": base, U and B as what is
+    # nearest to heads drawn as MHA's.
+    residual_init: str = "linear"
     # Where the model has RoPE: "full" rotates whole keys; "shared" the base only, and an unrotated
     # query meets the residual: another model, cheaper to decode.
     rope: str = "full"
@@ -74,7 +80,7 @@ class GroupedConfig(MechanismConfig):
         check_common(self, "num_kv_heads", "num_bases", "value_dim")
         check_divides(self, "num_kv_heads", "num_heads")
         check_divides(self, "num_bases", "num_kv_heads")
-        check_residual(self, "MQA")
+        check_residual(self, "MQA", RESIDUAL_INITS)
         for key, choices in (("rope", ROPES), ("tie", TIES)):
             value = getattr(self, key)
             require(value in choices, key, repr(value), f"must be one of {choices}")
@@ -122,8 +128,7 @@ class GroupedConfig(MechanismConfig):
     @property
     def query_dim(self) -> int:
         parts = 2 if self.splits_rope else 1
-        places = alibi.CHANNELS if self.alibi else self.position_channels // 2
-        return parts * self.key_dim + places
+        return parts * self.key_dim + places.channels(self)
 
     @property
     def key_heads(self) -> int:
@@ -218,7 +223,7 @@ class Grouped(Mechanism):
             self.position_map = weight("C", rngs, **channels)
         # Drawn last, so that models of equal seed share every weight they have in common.
         if c.rank:
-            expand = dict(init=c.residual_init)
+            expand = dict(init="zeros" if c.residual_init == "zeros" else "linear")
             latent_bias = lambda: bias("K R", sizes) if c.latent_bias else None
             self.latent_key = weight("D -> K R", rngs, **sizes)  # LRKV eq. 1: U
             self.latent_key_bias = latent_bias()
@@ -229,6 +234,16 @@ class Grouped(Mechanism):
             if not c.ties_values:
                 self.expand_value = weight("K: R -> H", rngs, **expand, **value_sizes)
         self.add_query_latent(query_width, rngs=rngs)
+        if c.rank and c.residual_init == "pca":
+            allowed = (
+                f"must be at most config.model.d_model = {d_model}: so many components there are"
+            )
+            require(c.rank <= d_model, "rank", c.rank, allowed)
+            for kind in ("key",) if c.ties_values else ("key", "value"):
+                whole_DKH = weight("D -> K H", rngs, **(sizes if kind == "key" else value_sizes))
+                parts = nearest(whole_DKH[...], c.num_bases, c.rank)
+                for name, part in zip(("base", "latent", "expand"), parts, strict=True):
+                    getattr(self, f"{name}_{kind}")[...] = part
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         raw = self.raw(x_BTD)
@@ -259,7 +274,7 @@ class Grouped(Mechanism):
             q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
             rotated = q_BTNH if positions.rotary is None else rotate(q_BTNH, positions.rotary)
             q_BTNH = jnp.concatenate([rotated, q_BTNH], axis=-1)
-        return self._add_position_query(q_BTNH)
+        return places.queries_with_channels(c, q_BTNH, self._map())
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         c = self.config
@@ -274,14 +289,7 @@ class Grouped(Mechanism):
             k_BTKH = self._split_keys(raw, whole_BTKH, positions)
         else:
             k_BTKH = normalise_and_rotate(whole_BTKH, self.key_norm, positions.rotary)
-        if c.position_channels:
-            e_ATC = sinusoid.encoding(jnp.asarray(positions.index), c.position_channels // 2)
-            shape = (*k_BTKH.shape[:3], e_ATC.shape[-1])
-            e_BTKC = jnp.broadcast_to(e_ATC[:, :, None].astype(k_BTKH.dtype), shape)
-            k_BTKH = jnp.concatenate([k_BTKH, e_BTKC], axis=-1)
-        if c.alibi:
-            k_BTKH = alibi.with_positions(k_BTKH, positions.index)
-        return k_BTKH, v_BTKH
+        return places.keys_with_channels(c, k_BTKH, positions), v_BTKH
 
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         """The bases and latents of LRKV eq. 5; with rank 0 the keys and values themselves.
@@ -307,16 +315,7 @@ class Grouped(Mechanism):
 
     def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
         c = self.config
-        bias = None
-        if c.position_channels:
-            bias = readings.PositionBias(weights=self._column_weights())
-            q_BTNH = q_BTNH[..., : -(c.position_channels // 2)]
-        if c.alibi:
-            slopes_N = jnp.asarray(
-                alibi.slopes(c.num_heads), jnp.promote_types(q_BTNH.dtype, jnp.float32)
-            )
-            bias = readings.SlopeBias(slopes=slopes_N)
-            q_BTNH = q_BTNH[..., : -alibi.CHANNELS]
+        q_BTNH, bias = places.split_queries(c, q_BTNH, self._map())
         shared = dict(bias=bias, scale=c.scale)
         gain = gain_of(self.key_norm)
         if c.ties_values:
@@ -363,30 +362,8 @@ class Grouped(Mechanism):
             both[0] = rotate(both[0], positions.rotary)
         return jnp.concatenate(both, axis=-1)
 
-    def _column_weights(self) -> jax.Array:
-        """[C]: what the second half of the position map gives a key's encoding."""
-        m = self.config.position_channels
-        return self.position_map[...][m // 2 :] / m
-
-    def _add_position_query(self, q_BTNH: jax.Array) -> jax.Array:
-        """What positions add to logits, as channels of query and key.
-
-        ALiBi's are in `kvjax.layers.alibi`; the others are the "+" of projection sharing.
-
-        The map is w/m on A_ts + P_ts, with P_ts the encodings of row t and column s in m/2 channels
-        each. A row's part is the same for all keys and leaves softmax unchanged. What remains is
-        mean(w)·A_ts, a temperature, plus w's second half times the encoding of s: a bias per key.
-        """
-        if self.config.alibi:
-            return alibi.with_slopes(q_BTNH, self.config.scale)
-        if not self.config.position_channels:
-            return q_BTNH
-        temperature = jnp.mean(self.position_map[...]).astype(q_BTNH.dtype)
-        bias_C = self._column_weights() / self.config.scale
-        bias_BTNC = jnp.broadcast_to(
-            bias_C.astype(q_BTNH.dtype)[None, None, None], (*q_BTNH.shape[:3], bias_C.shape[0])
-        )
-        return jnp.concatenate([q_BTNH * temperature, bias_BTNC], axis=-1)
+    def _map(self) -> jax.Array | None:
+        return self.position_map[...] if self.config.position_channels else None
 
 
 def _times_gain(x: jax.Array, gain_H: jax.Array | None) -> jax.Array:

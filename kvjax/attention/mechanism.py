@@ -25,7 +25,6 @@ from kvjax.layers.weight import weight
 
 MAX_DIM = 1 << 16  # of heads, and of what one of them has
 QK_NORMS = ("none", "rms", "rms_gain")
-RESIDUAL_INITS = ("linear", "zeros")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +77,11 @@ class MechanismConfig:
     @property
     def needs_angles(self) -> bool:
         """Whether logits depend on angles of positions in a model without RoPE too."""
+        return False
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether what a token sees depends on all tokens of its row, later ones too."""
         return False
 
     @property
@@ -204,18 +208,18 @@ def check_divides(config: MechanismConfig, key: str, of: str) -> None:
     require(whole % part == 0, key, part, f"must divide {of} = {whole}")
 
 
-def check_residual(config: MechanismConfig, at_rank_0: str) -> None:
+def check_residual(config: MechanismConfig, at_rank_0: str, inits: tuple[str, ...]) -> None:
     """Raises a UserError for what residuals of heads have: a rank and a start.
 
     Args:
       at_rank_0: what the mechanism is without residuals.
+      inits: how they may start.
     """
     smaller = min(config.key_dim, config.value_dim)
     allowed = f"must lie in [0, {smaller}], the smaller of key_dim and value_dim (0 is {at_rank_0})"
     require(0 <= config.rank <= smaller, "rank", config.rank, allowed)
     init = config.residual_init
-    allowed = f"must be one of {RESIDUAL_INITS}"
-    require(init in RESIDUAL_INITS, "residual_init", repr(init), allowed)
+    require(init in inits, "residual_init", repr(init), f"must be one of {inits}")
 
 
 def check_plain(config: MechanismConfig, allowed: str) -> None:

@@ -37,7 +37,7 @@ class ResidualLatentConfig(LatentConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_residual(self, "MLA")
+        check_residual(self, "MLA", ("linear", "zeros"))
 
     def entry(self) -> dict[str, Field]:
         if not self.rank:

@@ -15,7 +15,6 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.mechanism import MAX_DIM
 from kvjax.attention.mechanism import Mechanism
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_common
@@ -48,21 +47,32 @@ class TensorProductConfig(MechanismConfig):
     value_dim: int  # channels of a value, Hv
     fixed: str = "none"  # factors of keys and values that no token changes: "heads", "channels"
     shared_factors: bool = False  # channel factors of values are those of keys, before RoPE
-    # How factors start: "linear" like every matrix, or "xavier" as in the authors' code, where fans
-    # are those of a matrix in three dimensions.
+    # How factors start: "linear" like every matrix, or normal with "xavier"'s deviation in the
+    # authors' code, where fans are those of a matrix in three dimensions (and draws uniform).
     factor_init: str = "linear"
 
     def __post_init__(self):
         check_common(self, "key_rank", "value_rank", "value_dim")
-        allowed = f"must lie in [0, {MAX_DIM}] (0: dense queries)"
-        fits = 0 <= self.query_factors <= MAX_DIM
-        require(fits, "query_factors", self.query_factors, allowed)
+        dense = " (0: dense queries)"
+        for key, dim, least, more in (
+            ("query_factors", "key_dim", 0, dense),
+            ("key_rank", "key_dim", 1, ""),
+            ("value_rank", "value_dim", 1, ""),
+        ):
+            channels = getattr(self, dim)
+            most = max(self.num_heads, channels)  # of a matrix of heads and channels
+            of = f"more products hold nothing more of {self.num_heads} heads and {dim} = {channels}"
+            allowed = f"must lie in [{least}, {most}]{more}: {of}"
+            require(least <= getattr(self, key) <= most, key, getattr(self, key), allowed)
         allowed = "must be 0 where queries are sums of products (query_factors)"
         both = self.query_factors and self.query_rank
         require(not both, "query_rank", self.query_rank, allowed)
         for key, choices in (("fixed", FIXED), ("factor_init", FACTOR_INITS)):
             value = getattr(self, key)
             require(value in choices, key, repr(value), f"must be one of {choices}")
+        fits = self.fixed == "none" or self.factor_init == "linear"
+        allowed = f"must be 'linear' where fixed = {self.fixed!r}: its fans have no input"
+        require(fits, "factor_init", repr(self.factor_init), allowed)
         if self.shared_factors:
             of = lambda rank, dim: f"{rank} of {dim} channels"
             keys, values = (self.key_rank, self.key_dim), (self.value_rank, self.value_dim)
@@ -141,7 +151,10 @@ class TensorProduct(Mechanism):
         self.add_query_latent(d_model, rngs=rngs)
 
     def _factors(self, R: int, rngs: nnx.Rngs, *, fixed: str = "none", D: int, N: int, H: int):
-        """The weights of R head factors and R channel factors; fixed ones have no input."""
+        """The weights of R head factors and R channel factors.
+
+        Fixed ones have no input: no matrices, they start as N(0, 1) and are AdamW's.
+        """
         made = []
         # Xavier's fans are those of a view [D, ..] in three dimensions, as in the authors' code.
         kinds = (("heads", "N R", R * (N + D)), ("channels", "R H", H * (R + D)))

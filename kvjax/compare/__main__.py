@@ -1,7 +1,7 @@
 """Training runs beside each other: bits per byte against tokens, compute and seconds.
 
     python -m kvjax.compare runs/a runs/b                 # workdirs, or folders of them
-    python -m kvjax.compare runs/tiny_comparison --out=runs/compare/tiny
+    python -m kvjax.compare runs/studies --out=runs/compare/tiny
     python -m kvjax.compare runs/now runs/before --watch  # as long as something is being trained
 
 Runs that differ by nothing but their seed become one curve with a 95 % band. Prints a table and
@@ -83,10 +83,11 @@ def _watched(options: argparse.Namespace, target: epath.Path, out: Output) -> di
         with progress.waiting("reading runs"):
             places = runs_lib.workdirs(options.workdirs)
             runs, left_out = runs_lib.read(places, running=bool(options.watch))
-        # What is evaluated for the first time comes later.
+        # What is evaluated for the first time comes later; what cannot be read stays so.
+        waiting = [one for one in left_out if one.may_come]
         if runs or not options.watch:
             result = _once(options, target, out, runs, left_out)
-        if not options.watch or (runs and all(run.finished for run in runs) and not left_out):
+        if not options.watch or (runs and all(run.finished for run in runs) and not waiting):
             return result
         time.sleep(options.watch)
 

@@ -19,6 +19,7 @@ from kvjax.data import manifest
 from kvjax.foundation import json_text
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import warn
 from kvjax.workdir import checkpoint
 from kvjax.workdir import metrics
 from kvjax.workdir import storage
@@ -27,7 +28,8 @@ from kvjax.workdir import trained
 CONFIG = "config.json"
 # What is read by many at once: a bucket answers late, and each workdir has four small files.
 _AT_ONCE = 16
-# Keys of a config that name a run, and change nothing that is computed.
+# Keys of a config that name a run, and change nothing that is computed. A workdir has none of those
+# that say when a run is looked at (`workdir.identity`).
 _COSMETIC = ("name", "train.seed")
 SEED, STEPS = "train.seed", "train.num_steps"
 
@@ -87,10 +89,11 @@ def _stored(value):
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """A workdir that has nothing to compare, and why."""
+    """A workdir that has nothing to compare, and why; `may_come`: the run may mend it yet."""
 
     name: str
     why: str
+    may_come: bool = False
 
 
 def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
@@ -135,17 +138,19 @@ def read(
 
 def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
     if not (workdir / CONFIG).exists():
-        return LeftOut(name, f"has no {CONFIG}: no run was begun there")
+        return LeftOut(name, f"has no {CONFIG}: no run was begun there", may_come=True)
     try:
         tree = json_text.read_object(workdir / CONFIG, "restore it, or train again")
         experiment = trained.experiment_of(workdir)
     except UserError as error:
         return LeftOut(name, f"cannot be read: {error}")
-    records = metrics.read_records(workdir / metrics.METRICS)
+    records, broken = metrics.read_checked(workdir / metrics.METRICS)
+    if broken:
+        warn(f"{name}/{metrics.METRICS}: {broken}; such lines are left out")
     evaluated = {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
     steps = np.array(sorted(evaluated), np.int64)
     if not len(steps):
-        return LeftOut(name, "was never evaluated")
+        return LeftOut(name, "was never evaluated", may_come=True)
     bpb = np.array([evaluated[step] for step in steps.tolist()])
     if not np.isfinite(bpb).all():
         bad = int(steps[~np.isfinite(bpb)][0])
@@ -154,7 +159,8 @@ def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
     if not finished and not running:
         planned = experiment.train.num_steps
         of = f" of {planned:,}" if planned else ""
-        return LeftOut(name, f"is unfinished, evaluated up to step {steps[-1]:,}{of}")
+        why = f"is unfinished, evaluated up to step {steps[-1]:,}{of}"
+        return LeftOut(name, why, may_come=True)
     return Run(
         name=name,
         experiment=experiment,
@@ -186,20 +192,29 @@ def _data(workdir: epath.Path, experiment: experiment_lib.Experiment) -> dict[st
 
 
 def _seconds(workdir: epath.Path, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Until each step: tokens over the rate of their stretch, added up.
+    """Until each step: a process after another, each from its first step on.
 
-    A record tells the rate since its process began, so a run that was resumed adds up too.
+    A record tells the rate since its process's first step, which is counted at that rate; steps
+    that a later process took again count once.
     """
-    records = metrics.read_records(workdir / metrics.TIMING)
-    told = {r["step"]: r["tokens_per_second"] for r in records if r.get("tokens_per_second")}
-    if not told:
-        return np.full(len(steps), np.nan)
-    at = np.array(sorted(told), np.float64)
-    rates = np.array([told[int(step)] for step in at])
     per_step = tokens[-1] / steps[-1]
-    ends = np.cumsum(np.diff(at, prepend=0.0) * per_step / rates)
-    beyond = np.maximum(steps - at[-1], 0) * per_step / rates[-1]
-    return np.interp(steps, np.insert(at, 0, 0.0), np.insert(ends, 0, 0.0)) + beyond
+    at, ends = [0], [0.0]
+    first, before, rate = 1, 0.0, None
+    for record in metrics.read_records(workdir / metrics.TIMING):
+        step = record["step"]
+        if "seconds_to_first_step" in record:
+            kept = [i for i, there in enumerate(at) if there < step]
+            at, ends = [at[i] for i in kept], [ends[i] for i in kept]
+            more = (step - 1 - at[-1]) * per_step / rate if rate else 0.0
+            first, before = step, ends[-1] + more
+        elif record.get("tokens_per_second") and step > at[-1]:
+            rate = record["tokens_per_second"]
+            at.append(step)
+            ends.append(before + (step - first + 1) * per_step / rate)
+    if rate is None:
+        return np.full(len(steps), np.nan)
+    beyond = np.maximum(steps - at[-1], 0) * per_step / rate
+    return np.interp(steps, at, ends) + beyond
 
 
 def check_comparable(runs: Sequence[Run]) -> None:

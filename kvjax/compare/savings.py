@@ -25,7 +25,7 @@ class Saving:
     Attributes:
       tokens: that the one behind was trained on.
       within_a_run: the share of tokens that the leader needs less, figure 3's way; None where it
-        never gets there.
+        never gets there with one of its seeds.
       at_equal_horizon: the same from runs that have ended; None where the leader's config has no
         runs of two lengths that enclose the other's loss.
     """
@@ -55,14 +55,16 @@ def savings(groups: Sequence[Group], reference: Group) -> list[Saving]:
 
 
 def within_a_run(leader: Group, behind: Group) -> Estimate | None:
-    """LRKV figure 3: 1 less the tokens at which the leader passes the other's end, seed by seed."""
+    """LRKV figure 3: 1 less the tokens at which the leader passes the other's end, seed by seed.
+
+    None where it never does with some seed: a mean of the others would speak for them alone.
+    """
     shares = [
-        share
+        _share(leader.runs[seed], final, int(behind.tokens))
         for seed, final in behind.finals.items()
         if seed in leader.runs
-        and (share := _share(leader.runs[seed], final, int(behind.tokens))) is not None
     ]
-    return estimate(shares) if shares else None
+    return estimate(shares) if shares and None not in shares else None
 
 
 def _share(run: Run, target: float, tokens: int) -> float | None:
@@ -88,9 +90,9 @@ def at_equal_horizon(family: Sequence[Group], behind: Group) -> Estimate | None:
     shares = []
     for seed, target in behind.finals.items():
         ended = [(g.tokens, g.finals[seed]) for g in family if seed in g.finals]
-        if (share := _between(sorted(ended), target, behind.tokens)) is not None:
-            shares.append(share)
-    return estimate(shares) if shares else None
+        if len(ended) > 1:
+            shares.append(_between(sorted(ended), target, behind.tokens))
+    return estimate(shares) if shares and None not in shares else None
 
 
 def _between(ended: Sequence[tuple[int, float]], target: float, tokens: int) -> float | None:

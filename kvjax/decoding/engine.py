@@ -58,7 +58,8 @@ class Engine:
         model_graph, params = nnx.split(model)
         make = lambda params: Decoder(nnx.merge(model_graph, params), compute)
         graph, _ = nnx.split(nnx.eval_shape(make, params))
-        self.weights = jax.jit(lambda params: nnx.to_pure_dict(nnx.state(make(params))))(params)
+        # Slice by slice: XLA takes seconds to compile one program of hundreds of slices.
+        self.weights = nnx.to_pure_dict(nnx.state(make(params)))
         self.sharding = _everywhere(self.weights)
         if mesh is not None:
             self.sharding = program.on_every(mesh)

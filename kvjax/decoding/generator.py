@@ -47,7 +47,10 @@ class Generator:
         implementation: str | None = None,
         mesh: jax.sharding.Mesh | None = None,
     ):
-        """Copies the weights, to where the model has them or, whole, to every device of a mesh.
+        """Takes weights apart, where the model has them or, whole, on every device of a mesh.
+
+        Weights outside the stacks that have their dtype already are shared with the model, not
+        copied: do not donate them.
 
         Args:
           chunk: prompt tokens per sequence and prefill step, at most.
@@ -118,8 +121,7 @@ class Generator:
         if capacity:
             cache_lib.check_capacity(lengths, np.full_like(lengths, num_tokens - 1), capacity)
         slots = self.room(len(prompts), needed, capacity)
-        power_of_two = 1 << (longest - 2).bit_length()  # that longest - 1 tokens fit
-        width = min(self.chunk, slots, max(NARROWEST, power_of_two))
+        width = chunk_width(longest - 1, min(self.chunk, slots))  # the last one is decoded
         ends_V = np.zeros(self.config.vocab_size, bool)
         ends_V[stop_tokens] = True
         streams_B = np.array(_streams(prompts), np.uint32)
@@ -200,6 +202,15 @@ class Generator:
                 "lower capacity (0: what is needed), or give fewer prompts at once"
             )
         return cache.capacity
+
+
+def chunk_width(tokens: int, most: int) -> int:
+    """How many tokens of each sequence to read at once: 16, 32, 64 ..., as so many need.
+
+    Wider than that, padding is computed; and every width has to be compiled.
+    """
+    power_of_two = 1 << (tokens - 1).bit_length()
+    return min(most, max(NARROWEST, power_of_two))
 
 
 def check_options(*, num_tokens: int, seed: int, capacity: int) -> None:

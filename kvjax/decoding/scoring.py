@@ -1,7 +1,8 @@
 """How likely a model finds given tokens, read through its cache: nothing is drawn.
 
-Sequences are sorted by length and read in batches of one size, in chunks of one width, into caches
-of 128 · 2^i tokens: little is compiled, and little is padding. Results come in the order asked.
+Sequences are sorted by length and read in batches of one size, in chunks as wide as a batch's
+longest needs (16 to 128), into caches of 128 · 2^i tokens: little is compiled, and little is
+padding. Results come in the order asked.
 """
 
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ import numpy as np
 from kvjax import cache as cache_lib
 from kvjax.cache import Cache
 from kvjax.decoding.generator import Generator
+from kvjax.decoding.generator import chunk_width
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.model.decoder import Decoder
 
 BATCH = 8  # sequences at once
-WIDTH = 128  # of their tokens
+WIDTH = 128  # of their tokens, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,8 @@ class Scorer:
             tokens = [fed[i] for i in chosen] + [[]] * (self._batch - len(chosen))
             capacity = self._generator.room(self._batch, len(tokens[0]))
             cache = _Held(cache_lib.empty(self._engine.cache(self._batch, capacity)))
-            yield chosen, _chunks(cache, tokens, min(WIDTH, capacity))
+            width = chunk_width(len(tokens[0]), min(WIDTH, capacity))
+            yield chosen, _chunks(cache, tokens, width)
 
     def _check(self, contexts: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]) -> None:
         """Raises a UserError for what cannot be scored."""

@@ -21,12 +21,15 @@ def names(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
     return found
 
 
-def integers(option: str, text: str, at_least: int = 1) -> tuple[int, ...]:
-    """The numbers of a comma-separated list; a UserError unless all are at least so large."""
+def integers(
+    option: str, text: str, at_least: int = 1, at_most: int | None = None
+) -> tuple[int, ...]:
+    """The numbers of a comma-separated list, each once; a UserError unless all lie in the range."""
     try:
-        found = tuple(map(int, text.split(",")))
+        found = tuple(dict.fromkeys(map(int, text.split(","))))
     except ValueError:
         found = (at_least - 1,)
-    if min(found) < at_least:
-        raise UserError(f"{option} {text!r}: must be integers of {at_least} or more, as in 1,8")
+    if min(found) < at_least or (at_most is not None and max(found) > at_most):
+        most = "or more" if at_most is None else f"to {at_most:,}"
+        raise UserError(f"{option} {text!r}: must be integers of {at_least} {most}, as in 1,8")
     return found

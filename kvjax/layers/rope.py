@@ -38,8 +38,8 @@ class Partial(NamedTuple):
     fraction: float  # of the channels, above 0 and up to 1
 
     def pairs(self, dim: int) -> int:
-        """That turn, of dim / 2: at least one."""
-        return max(1, round(self.fraction * dim / 2))
+        """That turn, of dim / 2: at least one, where there is one."""
+        return min(max(1, round(self.fraction * dim / 2)), dim // 2)
 
 
 Base = float | Llama3 | Partial  # what gives pairs their frequencies

@@ -40,7 +40,7 @@ class BlockConfig:
     rope_low: float = 1.0  # turns
     rope_high: float = 4.0  # turns, more than rope_low
     rope_original: int = 8192  # tokens
-    rope_fraction: float = 1.0  # share of a key's channel pairs that RoPE turns, at least one
+    rope_fraction: float = 1.0  # share of the rotated channels' pairs that turn, at least one
     window: int = 0  # a token sees so many, itself the last of them; 0: all before it
     max_positions: int = 2048  # rows of the table when positions are learned
     activation: str = "relu2"  # "relu2", "relu", "gelu" (by tanh), "gelu_exact" or "swiglu"
@@ -92,7 +92,8 @@ class BlockConfig:
         return base if self.rope_fraction == 1 else rope.Partial(base, self.rope_fraction)
 
 
-def _has_alibi(mechanism: MechanismConfig) -> bool:
+def has_alibi(mechanism: MechanismConfig) -> bool:
+    """Whether its logits fall with distance."""
     return getattr(mechanism, "alibi", False)
 
 
@@ -110,11 +111,30 @@ class TransformerConfig:
                 f"config.attention.layer_ranks describes {len(self.mechanisms)} layers and "
                 f"config.model.num_layers = {self.block.num_layers}: give one rank per layer"
             )
-        if self.block.positions != "none" and any(_has_alibi(m) for m in self.mechanisms):
+        if self.block.positions != "none" and any(has_alibi(m) for m in self.mechanisms):
             raise UserError(
                 f"config.attention.alibi = True: needs config.model.positions = 'none', not "
                 f"{self.block.positions!r}: slopes say where a key stands"
             )
+        if not self.block.causal and any(has_alibi(m) for m in self.mechanisms):
+            raise UserError(
+                "config.attention.alibi = True: needs config.model.causal = True: where later "
+                "tokens are seen too, slopes would favour them"
+            )
+        for layer, mechanism in enumerate(self.mechanisms):
+            if self.block.causal and mechanism.needs_whole_rows:
+                raise UserError(
+                    f"config.model.causal = True: must be False where attention depends on whole "
+                    f"rows, as that of layer {layer} does ({type(mechanism).__name__})"
+                )
+        for mechanism in self.mechanisms:
+            for key in ("latent_dim", "query_rank"):
+                width = getattr(mechanism, key, 0)
+                if width > self.block.d_model:
+                    raise UserError(
+                        f"config.attention.{key} = {width}: must be at most config.model.d_model = "
+                        f"{self.block.d_model}, of which it is made: more hold nothing more"
+                    )
         for mechanism in self.mechanisms if self.block.positions == "rope" else ():
             if mechanism.rope_dim % 2:
                 raise UserError(

@@ -23,6 +23,7 @@ from kvjax.layers import rope
 from kvjax.layers.weight import Draws
 from kvjax.layers.weight import weight
 from kvjax.model.config import BlockConfig
+from kvjax.model.config import has_alibi
 from kvjax.model.transformer import Block
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import logits
@@ -47,6 +48,11 @@ class EncoderDecoderConfig:
     def __post_init__(self):
         check_cross(self.cross)
         block = self.block
+        if has_alibi(self.encoder) or (has_alibi(self.decoder) and block.positions != "none"):
+            raise UserError(
+                "config.attention.alibi = True: needs causal attention without other positions: "
+                "leave it out of the encoder, and set config.model.positions = 'none'"
+            )
         fixed = dict(window=0, causal=True, tied_head=False, embedding_norm=False)
         fixed |= dict(norm_after=False, dropout=0.0)
         for key, value in fixed.items():
@@ -56,6 +62,12 @@ class EncoderDecoderConfig:
                     f"config.model.{key} = {given}: must be {value} in an encoder-decoder"
                 )
         one_of("config.model.positions", block.positions, ("rope", "none"))
+        for part in ("encoder", "decoder"):
+            if getattr(self, part).needs_whole_rows:
+                raise UserError(
+                    f"{part} = {type(getattr(self, part)).__name__}: depends on whole rows, and "
+                    "those of an encoder-decoder have padding and later tokens; give another"
+                )
         for mechanism in (self.encoder, self.decoder) if block.positions == "rope" else ():
             if mechanism.rope_dim % 2:
                 raise UserError(

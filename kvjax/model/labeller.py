@@ -77,8 +77,14 @@ class Labeller(nnx.Module):
         *,
         compute: Compute = Compute(),
         dropout: jax.Array | None = None,
+        temperature: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits; `dropout` is a key, in training."""
+        """Logits.
+
+        Args:
+          dropout: a key, in training.
+          temperature: [], what logits of attention are divided by, while it is annealed.
+        """
         key = dropout
         if dropout is not None and self.input_dropout:
             key, own = jax.random.split(dropout)
@@ -93,7 +99,7 @@ class Labeller(nnx.Module):
             x_BTD = x_BTD + self.positions[...][places_1T]
         elif self.config.block.positions == "sinusoidal":
             x_BTD = x_BTD + sinusoid.encoding(places_1T, x_BTD.shape[-1])
-        how = dict(compute=compute, dropout=key)
+        how = dict(compute=compute, dropout=key, temperature=temperature)
         x_BTD = through_blocks(self.config, self.segments, x_BTD, places_1T, **how)
         if self.row is not None:
             x_BTD = x_BTD[:, :1]

@@ -5,7 +5,7 @@ Where what is initialised:
     matrices                          N(0, min(1, sqrt(out/in))/sqrt(in)), or `matrix_std`
     embedding (and learned positions) N(0, 1), or `embedding_std`
     attention.out, mlp.down, head     0, or like every matrix (`zero_outputs`)
-    LRKV's B (expand_*)               like every matrix, or 0 (`residual_init`)
+    LRKV's B (expand_*)               like every matrix, or 0, or near MHA (`residual_init`)
     gains, biases                     1, 0
 """
 
@@ -92,16 +92,15 @@ class Block(nnx.Module):
         *,
         compute: Compute,
         dropout: jax.Array | None = None,
-        **mask,
+        **attend,
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D].
 
         Args:
           dropout: a key, in training; without it nothing is dropped.
-          mask: which tokens see which, see `softmax_attention`.
+          attend: which tokens see which, and a temperature; see `Attention`.
         """
-        attend = dict(
-            **mask,
+        attend |= dict(
             query_chunk=compute.query_chunk,
             implementation=compute.attention,
             mesh=compute.mesh,
@@ -161,14 +160,18 @@ def through_blocks(
     compute: Compute = Compute(),
     segments_BS: jax.Array | None = None,
     dropout: jax.Array | None = None,
+    temperature: jax.Array | None = None,
 ) -> jax.Array:
     """What the last block makes of what enters the first, [B, T, D]; see `Transformer`.
 
     Args:
       segments: of `segments_of`.
+      temperature: what logits of attention are divided by.
     """
     c = config.block
-    mask = dict(causal=c.causal, window=c.window, segments_BS=segments_BS)
+    attend = dict(causal=c.causal, window=c.window, segments_BS=segments_BS)
+    if temperature is not None:
+        attend |= dict(temperature=temperature)
     drawn = dropout is not None and c.dropout > 0
     keys_L = jax.random.split(dropout, c.num_layers) if drawn else None
     first = 0
@@ -181,7 +184,7 @@ def through_blocks(
             weights, key = weights_key
             block = nnx.merge(graph, jax.tree.map(compute.use, weights, axes))
             how = dict(compute=compute, dropout=key)
-            return block(compute.place(x_BTD), positions, **mask, **how), None
+            return block(compute.place(x_BTD), positions, **attend, **how), None
 
         if compute.remat != "none":
             policy = REMAT_POLICIES[compute.remat]

@@ -11,6 +11,7 @@ from kvjax.attention import ReusedKeysConfig
 from kvjax.attention import SharedKVConfig
 from kvjax.attention import TensorProductConfig
 from kvjax.attention import TiedLatentConfig
+from kvjax.foundation.errors import UserError
 from kvjax.recipes.section import keys
 
 HEAD_DIM = 128
@@ -144,7 +145,9 @@ def mlra(
     query_rank: int = 0,
     dim: int = HEAD_DIM,
 ) -> dict:
-    """Multi-head low-rank attention over four latents: MLRA-2 or MLRA-4 by its branches."""
+    """Multi-head low-rank attention over four latents: MLRA-2 or MLRA-4 by its branches, or 1."""
+    if branches not in (1, 2, 4):
+        raise UserError(f"branches = {branches}: must be 1, 2 or 4, of four latents in all")
     shape = dict(num_heads=num_heads, num_branches=branches, num_latents=4 // branches)
     shape |= dict(latent_dim=latent, key_dim=dim, value_dim=dim)
     config = BranchedLatentConfig(**shape, rope_key_dim=rope_dim, query_rank=query_rank)

@@ -11,7 +11,6 @@ import math
 import sys
 
 from etils import epath
-from flax import nnx
 import jax
 import ml_collections
 import numpy as np
@@ -20,19 +19,13 @@ from kvjax import distributed
 from kvjax.costs import formulas
 from kvjax.data import loader
 from kvjax.data.config import PREPARE_HOURS
-from kvjax.decoding.generator import Generator
-from kvjax.decoding.generator import max_positions
-from kvjax.decoding.text import generate
 from kvjax.distributed import sharding
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
 from kvjax.foundation.errors import warn
-from kvjax.foundation.files import in_bucket
-from kvjax.foundation.files import write_atomically
-from kvjax.model.transformer import used_as
 from kvjax.optim import learning_rate_schedule
+from kvjax.training import ending
 from kvjax.training import growth
 from kvjax.training import preflight
 from kvjax.training.program import Program
@@ -71,6 +64,7 @@ class Run:
     """One process's part of a run: its state, its loop, and for the first process its files."""
 
     def __init__(self, given: preflight.Prepared):
+        self.given = given
         self.experiment, self.compute, self.mesh, self.workdir, self.dataset, *models = given
         experiment, mesh, workdir = self.experiment, self.mesh, self.workdir
         self.parent, self.teacher = models
@@ -376,50 +370,4 @@ class Run:
             return evaluations[-1] if evaluations else {}
         if not evaluations:
             raise UserError(f"{folder / metrics_lib.METRICS} has lost its records")
-        last, e = evaluations[-1], self.experiment
-        yardstick = self.dataset.info["xz_bits_per_byte"]
-        options = dict(title=e.name, yardstick=yardstick, folder=folder)
-        self._write_last("curves.png", lambda: metrics_lib.draw_curves(self.workdir, **options))
-        if e.train.sample_tokens:
-            with self._waiting("writing a sample"):
-                text = self._sample(state["params"])
-            path = self.workdir / "sample.txt"
-            self._write_last(path.name, lambda: write_atomically(path, text + "\n"))
-            print(f"\n--- sample ---\n{text}\n--------------\n")
-        print(
-            f"validation: {last['validation_bpb']:.4f} bits per byte after {last['tokens']:,} "
-            f"tokens (xz -9e on the same text: {yardstick:.4f}); "
-            f"{runtime.seconds_since_launch():.0f} s in this process\n"
-            f"curves, metrics, sample and checkpoints: {self.workdir}\n"
-            f"with `pip install tensorboard`: tensorboard --logdir {self.workdir}"
-        )
-        return last
-
-    def _write_last(self, name: str, write: Callable[[], object]) -> None:
-        """Writes a file after the last checkpoint; what a bucket refuses there is a warning."""
-        try:
-            write()
-        except Exception as error:  # clients of buckets raise types of their own
-            if not in_bucket(self.workdir):
-                raise
-            warn(f"{self.workdir / name} was not written: {first_line(error)}")
-
-    def _sample(self, params: dict) -> str:
-        """config.train.sample_prompt and what follows it, as far as the model has positions."""
-        e, tokenizer = self.experiment, self.dataset.tokenizer
-        prompt = e.train.sample_prompt
-        num_tokens, limit = e.train.sample_tokens, max_positions(e.model)
-        if limit is not None:
-            num_tokens = min(num_tokens, limit - len(tokenizer.encode(prompt)))
-        if num_tokens < 1:
-            return prompt
-        if distributed.count() > 1:  # no process has all of them
-            one = jax.sharding.SingleDeviceSharding(self.mesh.local_devices[0])
-            place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=one)
-            folder, step = self.checkpoints.directory, e.train.num_steps
-            asked = jax.tree.map(place, params, used_as(params, self.compute.dtype))
-            params = read_parameters(folder, step, asked)
-        generator = Generator(nnx.merge(self.program.graph, params), self.compute)
-        options = dict(num_tokens=num_tokens, seed=e.train.seed, end_at_special=False)
-        text = generate(generator, tokenizer, [prompt], **options).texts[0]
-        return prompt + text.replace(tokenizer.decode([tokenizer.bos_id]), "\n\n")
+        return ending.write(self.given, self.program.graph, state["params"], folder, evaluations)

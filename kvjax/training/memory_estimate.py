@@ -2,8 +2,8 @@
 
 The compiler decides. The estimate is near enough to refuse a run, or to choose what to compile.
 What TPU compilers reserve between the paper-scale steps is within 3 % of it, and within a step
-("dots") within 11 %; with rows of 128K tokens it is 25 % more, and with heads of 64 channels, which
-lie in lanes of 128 or not as the compiler sees fit, up to 28 % more
+("dots") within 11 %; with rows of 128K tokens it is 25 % more, and with heads of 64 or 160
+channels, which lie in lanes of 128 or not as the compiler sees fit, up to 28 % more
 (tests/training/test_memory_estimate.py).
 """
 

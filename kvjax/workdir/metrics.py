@@ -41,7 +41,7 @@ class MetricsWriter:
         self.folder = epath.Path(self._local)
         self._files = {}
         for name in (METRICS, TIMING):
-            records, broken = _read(workdir / name)
+            records, broken = read_checked(workdir / name)
             if broken:
                 _set_aside(workdir / name, broken)
             kept = [r for r in records if r["step"] <= resume_step]
@@ -229,15 +229,17 @@ def read_records(path: epath.Path) -> list[dict]:
 
     A record has a step and numbers. The last line of a run that was killed may be half-written.
     """
-    return _read(path)[0]
+    return read_checked(path)[0]
 
 
-def _read(path: epath.Path) -> tuple[list[dict], str]:
-    """The records of a file, and which line is none, the last one apart, or ""."""
-    if not path.exists():
-        return [], ""
+def read_checked(path: epath.Path) -> tuple[list[dict], str]:
+    """`read_records`, and which line is none, the last one apart, or ""."""
+    try:  # another process may be renaming it
+        content = path.read_bytes() if path.exists() else b""
+    except FileNotFoundError:
+        content = b""
     records, broken = [], ""
-    lines = path.read_bytes().split(b"\n")
+    lines = content.split(b"\n")
     for number, line in enumerate(lines, 1):
         record = _record(line)
         if record is not None:

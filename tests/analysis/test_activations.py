@@ -91,7 +91,7 @@ def _check_plain(layer, *, rotates):
 
 @pytest.mark.parametrize(
     "mechanism_name",
-    quick.only(("lrkv_gqa", "mla_paper"), MECHANISMS),
+    quick.only(("mla_paper",), MECHANISMS),
 )
 def test_layers_are_those_of_the_model(make_mechanism, mechanism_name):
     """Of every mechanism: inputs, probabilities, outputs."""

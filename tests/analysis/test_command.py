@@ -297,6 +297,7 @@ def test_a_damaged_checkpoint_is_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_report_is_written_whoever_listens(run, workdir, made, tmp_path, monkeypatch):
     def say(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -327,6 +328,7 @@ def test_reports_are_there_by_name():
         assert callable(reports.module(name).section)
 
 
+@pytest.mark.slow
 def test_a_real_report(run, workdir, tmp_path):
     status, _, err = run(f"--workdir={workdir}", "--reports=diversity", *PLAIN)
     assert status == 0, err

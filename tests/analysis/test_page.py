@@ -192,6 +192,7 @@ def tree(html):
     return _Tree(html)
 
 
+@pytest.mark.slow
 def test_it_is_whole_and_the_same_every_time(html, tree):
     assert html == made_up()
     assert html.startswith("<!DOCTYPE html>\n") and tree.all("html") == [{"lang": "en"}]

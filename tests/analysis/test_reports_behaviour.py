@@ -179,6 +179,7 @@ def test_maps_of_heads_that_are_asked_for(measured):
 # -- what is said ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_report_is_a_page_and_json(section):
     json.dumps(section.data, allow_nan=False)
     assert page.page("t", "", [section], {}).count("<svg") == len(section.figures) == 7

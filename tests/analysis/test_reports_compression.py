@@ -27,7 +27,6 @@ from kvjax.analysis.key_ways import BEFORE
 from kvjax.analysis.reports import compression as report
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
-from tests import quick
 from tests.convert import workdirs
 
 LENGTHS = (16, 40)
@@ -102,6 +101,7 @@ def test_ranks_differ():
 # -- what is measured ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_errors_and_spectra(model, measured):
     """Against the subspaces made one by one."""
     read = key_ways.windows(TEXTS, 16, 40)
@@ -258,7 +258,8 @@ MECHANISMS = {
 }
 
 
-@pytest.mark.parametrize("name", quick.only(["mla"], ["rope shared", "mla", "biases", "by layer"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rope shared", "mla", "biases", "by layer"])
 def test_runs_with_all_channels_are_the_model(name):
     """Whatever the mechanism; with fewer channels another one."""
     model = _model(*MECHANISMS[name], num_layers=2 if name == "by layer" else 1)
@@ -282,6 +283,7 @@ def test_runs_with_all_channels_are_the_model(name):
     assert np.abs(found["fewer"] - expected[:, 5:]).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_runs_are_those_of_keys_cut_one_by_one(turned):
     """Each row by its own subspaces, before RoPE or after it: outputs of attention against those

@@ -57,7 +57,7 @@ def _well_formed(section):
 @pytest.mark.parametrize(
     "model", quick.only(("mla",), ("mha", "gpt2_lrkv", "lrkv_by_layer", *OTHERS))
 )
-@pytest.mark.parametrize("report", REPORTS)
+@pytest.mark.parametrize("report", quick.every(3, REPORTS))
 def test_reports_of_every_kind_of_mechanism(report, model):
     section = REPORTS[report].section(_model(model), NOTHING)
     assert section.name == report
@@ -108,6 +108,7 @@ def test_random_heads_are_different_with_any_mechanism():
         assert all(one["share"] > 0.95 for one in data["key"])
 
 
+@pytest.mark.slow
 def test_one_head_has_no_diversity():
     one = grouped(1, 1, num_heads=1)
     with pytest.raises(UserError, match=r"layer 0 of made: .*num_heads = 1: .* needs two"):
@@ -136,7 +137,7 @@ UNLIKE = dict(  # a model, one beside it, and which reports have nothing for the
 
 
 @pytest.mark.parametrize("report", REPORTS)
-@pytest.mark.parametrize("case", quick.only(["one_head_beside", "not_linear"], UNLIKE))
+@pytest.mark.parametrize("case", quick.only(["not_linear"], UNLIKE))
 def test_what_a_report_has_nothing_for_is_refused_before_weights_are_read(
     report, case, monkeypatch
 ):
@@ -187,6 +188,7 @@ def test_levels_of_n_heads_are_there_for_models_of_one_n():
     assert mixed.tables[0].shown()
 
 
+@pytest.mark.slow
 def test_a_head_that_does_nothing_is_named():
     model = _model("mha")
     model.weights["segments", 0, "attention", "mechanism", "query"][1, :, 2] = 0
@@ -360,6 +362,7 @@ def test_projections_of_keys_that_are_values():
     assert found["overlap"]["key_value"] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_projections_of_other_channels_have_no_cosine():
     section = projections_report.section(_model("wide_values"), NOTHING)
     found = section.data["layers"][0]

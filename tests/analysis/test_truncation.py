@@ -95,6 +95,7 @@ def test_proposition_4_1_holds_where_it_is_tight(seed):
     assert 0.05 * bound < worst <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length", quick.only([L], [L, 4]))
 def test_attention_of_rank_is_that_of_the_definition(mask, length):
@@ -109,7 +110,8 @@ def test_attention_of_rank_is_that_of_the_definition(mask, length):
                 np.testing.assert_allclose(o_BTNH[sequence, :, head], expected_LH, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", quick.only(["mistral_lrkv"], ["mistral_lrkv", "gpt2_lrkv"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral_lrkv", "gpt2_lrkv"])
 def test_perplexity_under_logits_of_some_rank(name):
     """Of full rank it is the model's."""
     block, mechanism, _ = workdirs.MODELS[name]

@@ -7,6 +7,7 @@ import pytest
 from kvjax.attention import gla
 from kvjax.attention import mechanism
 from kvjax.attention import mla
+from kvjax.attention import shared_kv
 from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention import xla
 from tests.attention import law
@@ -22,5 +23,5 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def without_latent_norms(monkeypatch):
     """For what is equal but for the norm of latents, which there always is."""
-    for where in (mechanism, gla, mla):
+    for where in (mechanism, gla, mla, shared_kv):
         monkeypatch.setattr(where, "latent_norm", lambda *args, **options: lambda x: x)

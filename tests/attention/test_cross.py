@@ -8,6 +8,7 @@ import pytest
 
 from kvjax import cache as cache_lib
 from kvjax.attention import GroupedConfig
+from kvjax.attention import LatentConfig
 from kvjax.attention.cross import CrossAttention
 from kvjax.attention.grouped import Grouped
 from kvjax.foundation.errors import UserError
@@ -95,7 +96,7 @@ def _normed(z, norm, config):
 
 
 @pytest.mark.parametrize("qk_norm", quick.only(["rms"], NORMS))
-@pytest.mark.parametrize("kind", quick.only(["lrkv", "ranked_queries"], KINDS))
+@pytest.mark.parametrize("kind", quick.only(["lrkv"], KINDS))
 def test_the_law(make, kind, qk_norm):
     """NumPy's own definition, the training pass and decoding are equal, whatever the lengths."""
     module = make(_config(kind, qk_norm))
@@ -112,6 +113,7 @@ def test_the_law(make, kind, qk_norm):
         close(np.concatenate(one_by_one, axis=1))
 
 
+@pytest.mark.slow
 def test_a_long_memory_goes_tile_by_tile(make, monkeypatch):
     """Lengths end inside tiles and at their edges."""
     module = make(_config("lrkv"))
@@ -203,6 +205,12 @@ def test_parameters_and_cached_elements():
 def test_what_has_no_meaning(more, message):
     with pytest.raises(UserError, match=message):
         CrossAttention(_config("lrkv", **more), D, rngs=nnx.Rngs(0))
+
+
+def test_a_latent_has_no_form_for_two_streams():
+    config = LatentConfig(num_heads=N, key_dim=8, value_dim=8, latent_dim=8, rope_key_dim=4)
+    with pytest.raises(UserError, match="by LatentConfig: must be a GroupedConfig"):
+        CrossAttention(config, D, rngs=nnx.Rngs(0))
 
 
 def test_kernels_take_one_query(make):

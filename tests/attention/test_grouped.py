@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from kvjax.attention import Attention
+from kvjax.attention.nearest import nearest
+from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
 
@@ -73,6 +75,40 @@ def test_linear_residual_init_is_the_rule_of_every_matrix(make_mechanism):
         values = np.asarray(w[name])  # [4, 8, 64]: in 8, out 64
         assert abs(values.std() * np.sqrt(8) - 1) < 6 / np.sqrt(2 * values.size)
     assert not np.array_equal(w["expand_key"], w["expand_value"])
+
+
+@pytest.mark.parametrize("J", [1, 2])
+def test_nearest_to_whole_heads(x64, J):
+    """Means of groups, and of what is left as many components as fit: no more is lost than that."""
+    whole = np.random.default_rng(0).standard_normal((24, 4, 8))
+    of_group = whole.reshape(24, J, 4 // J, 8)
+    left = np.moveaxis((of_group - of_group.mean(2, keepdims=True)).reshape(24, 4, 8), 1, 0)
+    lost = np.linalg.svd(left, compute_uv=False)  # [heads, components]
+    for R in (1, 3, 8):
+        base, latent, expand = nearest(jnp.asarray(whole), J, R)
+        assert base.shape == (24, J, 8) and latent.shape == (24, 4, R) and expand.shape == (4, R, 8)
+        made = np.repeat(base, 4 // J, axis=1) + np.einsum("dkr,krh->dkh", latent, expand)
+        np.testing.assert_allclose(np.sum((whole - made) ** 2), np.sum(lost[:, R:] ** 2), atol=1e-9)
+    np.testing.assert_allclose(made, whole, atol=1e-12)  # R = H
+
+
+@pytest.mark.parametrize("tie", ["none", "kv"])
+def test_a_start_from_components_is_that_of_mhas_heads(make_mechanism, tie):
+    """At full rank heads are of MHA's size, and what has no residual is as with any other start."""
+    keys = dict(rank=H, key_dim=H, value_dim=H, num_kv_heads=N, tie=tie)
+    found = _initial(make_mechanism("lrkv", **keys, residual_init="pca"))["mechanism"]
+    plain = _initial(make_mechanism("lrkv", **keys))["mechanism"]
+    np.testing.assert_array_equal(found["query"], plain["query"])
+    assert set(found) == set(plain)
+    for kind in ("key",) if tie == "kv" else ("key", "value"):
+        residual = np.einsum("dkr,krh->dkh", found[f"latent_{kind}"], found[f"expand_{kind}"])
+        np.testing.assert_allclose(residual.sum(axis=1), 0, atol=1e-5)  # the base is their mean
+        whole = np.asarray(found[f"base_{kind}"]) + residual
+        assert np.std(whole) == pytest.approx(D**-0.5, rel=0.1)
+        assert np.std(found[f"base_{kind}"]) == pytest.approx(np.std(whole) / N**0.5, rel=0.2)
+
+    with pytest.raises(UserError, match="rank = 30: must be at most config.model.d_model = 24"):
+        _initial(make_mechanism("lrkv", rank=30, key_dim=32, value_dim=32, residual_init="pca"))
 
 
 def test_equal_seeds_share_common_weights(make_mechanism):

@@ -151,7 +151,7 @@ def test_keys_and_values_follow_from_the_entry(
 
 
 @pytest.mark.parametrize("qk_norm", ["none", "rms", "rms_gain"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", quick.only([jnp.bfloat16], [jnp.bfloat16, jnp.float32]))
 def test_entry_is_as_promised(make_mechanism, mechanism_name, qk_norm, dtype):
     config = make_mechanism(mechanism_name, qk_norm=qk_norm)
     graph, weights = nnx.split(nnx.eval_shape(lambda: config.build(D, rngs=nnx.Rngs(0))))
@@ -274,7 +274,8 @@ BAD = [
     ("mla_lrkv", dict(residual_init="ones"), "residual_init = 'ones'.*'linear', 'zeros'"),
     ("mla_lrkv", dict(rank=7), r"rank = 7.*\[0, 6\].*0 is MLA"),
     ("mla_lrkv", dict(rank=-1), r"rank = -1.*\[0, 6\]"),
-    ("lrkv", dict(residual_init="ones"), "residual_init = 'ones'.*'linear', 'zeros'"),
+    ("lrkv", dict(residual_init="ones"), "residual_init = 'ones'.*'linear', 'zeros', 'pca'"),
+    ("mla_lrkv", dict(residual_init="pca"), r"residual_init = 'pca'.*\('linear', 'zeros'\)"),
     ("mha", dict(tie="vk"), "tie = 'vk'.*'none', 'kv', 'qk', 'qkv'"),
     ("kv_tied", dict(value_dim=6), "tie = 'kv'.*value_dim = 6 equal to key_dim = 8"),
     ("qkv_tied", dict(key_dim=6), "tie = 'qkv'.*value_dim = 8 equal to key_dim = 6"),
@@ -318,7 +319,15 @@ BAD = [
     ("shared_kv", dict(num_kv_heads=8), "num_kv_heads = 8.*must divide num_heads = 4"),
     ("mfa_kr", dict(num_kv_heads=3), "num_kv_heads = 3.*must divide num_heads = 4"),
     ("tpa", dict(key_rank=0), "key_rank = 0.*at least 1"),
+    ("tpa", dict(key_rank=9), r"key_rank = 9.*\[1, 8\]: more products hold nothing more"),
+    ("tpa", dict(value_rank=7), r"value_rank = 7.*\[1, 6\]: more products"),
+    ("tpa", dict(query_factors=9), r"query_factors = 9.*\[0, 8\] \(0: dense queries\)"),
     ("tpa", dict(query_factors=-1), r"query_factors = -1.*\(0: dense queries\)"),
+    (
+        "tpa",
+        dict(fixed="heads", factor_init="xavier"),
+        "factor_init = 'xavier'.*'linear' where fixed = 'heads'",
+    ),
     ("tpa", dict(query_rank=4), "query_rank = 4.*0 where queries are sums of products"),
     ("tpa", dict(fixed="both"), "fixed = 'both'.*'none', 'heads', 'channels'"),
     ("tpa", dict(factor_init="ones"), "factor_init = 'ones'.*'linear', 'xavier'"),

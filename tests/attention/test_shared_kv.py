@@ -1,10 +1,14 @@
 """Shared KV: only relative positions count, though values are rotated."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.attention import GroupedConfig
 from tests import reference
+from tests.attention.one_layer import BOTH
 from tests.attention.one_layer import P
 from tests.attention.one_layer import X
 from tests.attention.one_layer import close
@@ -39,3 +43,15 @@ def test_without_rotation_values_are_normed_keys(randomise):
     close(k, reference.rms(expected, shared.norm_epsilon))
     close(run(shared, w), run(shared, w, base=None))
     assert list(shared.entry()) == ["latent"]
+
+
+def test_without_rotation_it_is_tied_values(randomise, without_latent_norms):
+    """Projection sharing's Q-K=V, where neither norms anything."""
+    shared = dataclasses.replace(shared_kv_config(0), qk_norm="none")
+    w = weights(randomise, shared)
+    own = dict(w["mechanism"])
+    K = shared.num_kv_heads
+    counts = dict(num_kv_heads=K, num_bases=K, rank=0, qk_norm="none")
+    tied = GroupedConfig(**BOTH, **counts, tie="kv")
+    as_tied = dict(query=own["query"], base_key=own["latent"])
+    close(run(shared, w, base=None), run(tied, w | dict(mechanism=as_tied), base=None))

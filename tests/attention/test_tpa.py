@@ -54,6 +54,22 @@ def test_factors_can_be_doubled_scaled_and_permuted(randomise):
     close(run(tpa, w | dict(mechanism=scaled)), expected)
 
 
+def test_factors_of_queries_can_be_doubled_scaled_and_permuted(randomise):
+    """A mean of R_Q products; factors of values may be scaled against each other, too."""
+    tpa = dataclasses.replace(tpa_config(2), query_factors=3)
+    w = weights(randomise, tpa)
+    own, expected = w["mechanism"], run(tpa, w)
+    names = dict(query_head=2, query_factor=1)
+    twice = {name: np.concatenate([own[name]] * 2, axis=axis) for name, axis in names.items()}
+    six = dataclasses.replace(tpa, query_factors=6)
+    close(run(six, w | dict(mechanism=own | twice)), expected)
+    permuted = {name: np.flip(own[name], axis=axis) for name, axis in names.items()}
+    close(run(tpa, w | dict(mechanism=own | permuted)), expected)
+    scaled = {f"{of}_head": own[f"{of}_head"] * 3 for of in ("query", "value")}
+    scaled |= {f"{of}_factor": own[f"{of}_factor"] / 3 for of in ("query", "value")}
+    close(run(tpa, w | dict(mechanism=own | scaled)), expected)
+
+
 def test_keys_of_a_token_have_the_rank_of_their_factors(randomise):
     tpa = tpa_config(2)
     mechanism = module(tpa, weights(randomise, tpa)).mechanism

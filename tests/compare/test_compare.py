@@ -44,9 +44,15 @@ def test_a_run_is_what_its_workdir_says(tmp_path):
 
 
 def test_seconds_of_a_resumed_run_add_up(tmp_path):
-    """Steps 1 to 50 at 4,096 tokens/s, then, in another process, 51 to 100 at 8,192."""
+    """Steps 1 to 50 at 4,096 tokens/s, then, in another process, 51 to 100 at 8,192.
+
+    The first had gone on to 60 when it was killed, and its last checkpoint was of 50.
+    """
     write_run(tmp_path / "a", steps=(50, 100), bpb=(3, 2))
-    lines = [dict(step=50, tokens_per_second=4096.0), dict(step=100, tokens_per_second=8192.0)]
+    first = dict(seconds_to_first_step=9.0)
+    lines = [dict(step=1) | first, dict(step=50, tokens_per_second=4096.0)]
+    lines += [dict(step=60, tokens_per_second=5000.0), dict(step=51) | first]
+    lines += [dict(step=100, tokens_per_second=8192.0)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "a" / "timing.jsonl").write_text(text)
     ((run,), _) = read(tmp_path / "a")
@@ -54,6 +60,19 @@ def test_seconds_of_a_resumed_run_add_up(tmp_path):
     (tmp_path / "a" / "timing.jsonl").unlink()
     ((run,), _) = read(tmp_path / "a")
     assert np.isnan(run.seconds).all()
+
+
+def test_rates_are_since_the_first_step_of_a_process(tmp_path):
+    """Half a second a step up to 50, a second a step from there: the last record's rate is both."""
+    write_run(tmp_path / "a", steps=(50, 100), bpb=(3, 2))
+    each = 32 * 256
+    seconds = {50: 49 * 0.5, 100: 49 * 0.5 + 50 * 1.0}  # since the end of the first step
+    lines = [dict(step=1, seconds_to_first_step=9.0)]
+    lines += [dict(step=s, tokens_per_second=(s - 1) * each / t) for s, t in seconds.items()]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "a" / "timing.jsonl").write_text(text)
+    ((run,), _) = read(tmp_path / "a")
+    np.testing.assert_allclose(run.seconds, [25.0, 75.0], rtol=0.01)  # the first at its mean
 
 
 def test_seeds_of_a_config_are_one_curve_with_a_band(tmp_path):
@@ -77,9 +96,9 @@ def test_a_band_is_over_steps_that_all_seeds_have(tmp_path):
 
 
 def test_what_is_not_computed_otherwise_does_not_part_runs(tmp_path):
-    """A run's name, and a key that is newer than the run."""
+    """A run's name, a key that is newer than the run, and when a run is looked at."""
     write_run(tmp_path / "a", seed=0)
-    write_run(tmp_path / "b", seed=1)
+    write_run(tmp_path / "b", seed=1, log_every=3, eval_every=17)
     tree = json.loads((tmp_path / "b" / "config.json").read_text())
     tree["name"] = "sweeps/b"
     del tree["model"]["norm_gain"]
@@ -144,6 +163,16 @@ def test_what_has_nothing_to_compare_is_left_out_by_name(tmp_path):
     assert said["begun"] == "has no config.json: no run was begun there"
 
 
+def test_a_damaged_line_is_told_by_file_and_number(tmp_path, capfd):
+    file = write_run(tmp_path / "a") / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([lines[0], "{garbage\n", *lines[1:]]))
+    ((run,), _) = read(tmp_path / "a")
+    assert run.steps.tolist() == list(STEPS)
+    said = " ".join(capfd.readouterr().err.split())
+    assert "a/metrics.jsonl: line 2 is no record: b'{garbage'" in said
+
+
 def test_a_running_one_is_taken_as_far_as_it_is(tmp_path):
     write_run(tmp_path / "a", steps=(25, 50), bpb=(4, 3))
     (group,) = grouped(tmp_path / "a", running=True)
@@ -174,6 +203,19 @@ def test_the_equal_horizon_takes_runs_that_have_ended(tmp_path):
     (saving,) = savings_lib.savings(found, reference)
     assert saving.within_a_run.mean == pytest.approx(0.30)
     assert saving.at_equal_horizon.mean == pytest.approx(1 - 50 * np.sqrt(2) / 100)
+
+
+def test_a_seed_that_never_gets_there_is_not_left_out_of_a_mean(tmp_path):
+    for seed, last in enumerate((1.8, 2.05, 2.05)):
+        write_run(tmp_path / f"a{seed}", seed=seed, bpb=(4, 3, 2.5, last))
+        write_run(tmp_path / f"b{seed}", seed=seed, config="mha_tiny", bpb=(4, 3.5, 3, 2.0))
+    ours, theirs = grouped(tmp_path)
+    assert savings_lib.within_a_run(ours, theirs) is None
+    (tmp_path / "a1").rename(tmp_path / "x")
+    write_run(tmp_path / "a1", seed=1, bpb=(4, 3, 2.5, 1.9))
+    write_run(tmp_path / "a2", seed=2, bpb=(4, 3, 2.5, 1.9))
+    ours, theirs = grouped(*(tmp_path / name for name in ("a0", "a1", "a2", "b0", "b1", "b2")))
+    assert savings_lib.within_a_run(ours, theirs).mean > 0
 
 
 def test_curves_that_lead_from_the_start_save_all_that_is_known(tmp_path):
@@ -228,6 +270,7 @@ def test_compute_is_counted_in_two_ways(two, tmp_path, capfd):
     assert found["flops"] > found["six_n"]
 
 
+@pytest.mark.slow
 def test_watching_ends_when_all_runs_have(two, tmp_path, capfd, monkeypatch):
     """The unfinished run is a curve; while it is, the page reads itself again."""
     out, looks = tmp_path / "out", []
@@ -242,6 +285,16 @@ def test_watching_ends_when_all_runs_have(two, tmp_path, capfd, monkeypatch):
     assert "refresh" not in (out / "compare.html").read_text()
     assert json.loads((out / "compare.json").read_text())["rows"][1]["seeds"] == [0, 1, 7]
     assert "running" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_watching_does_not_wait_for_what_cannot_be_read(two, tmp_path, capfd, monkeypatch):
+    write_run(two / "z", seed=7, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
+    write_run(two / "infinite", seed=8, bpb=(4, 3, float("nan"), 2))
+    monkeypatch.setattr(command.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    assert run(two, f"--out={tmp_path / 'out'}", "--watch=5") == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "infinite has bits per byte that are no number, at step 75" in said
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source, method",
     quick.only(
@@ -222,6 +223,7 @@ def test_a_damaged_source_leaves_nothing(run, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.slow
 def test_fewer_tokens_than_asked_are_told(run, imported, text, tmp_path):
     """And rows longer than the model was trained on; both are what is written down."""
     options = [f"--source={imported('llama')}", f"--out={tmp_path / 'out'}", "--json"]

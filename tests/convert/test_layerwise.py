@@ -29,6 +29,7 @@ def test_perplexity_layer_by_layer_is_the_models(imported):
         assert perplexity.perplexity(source, rows_BT) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_moments_are_those_of_the_models_inputs(imported):
     """Against the activations of the model as a whole."""
     source = model_lib.open(str(imported("qwen2")))

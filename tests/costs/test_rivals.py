@@ -15,7 +15,6 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.kernels.decode_attention.readings.tiles import BLOCK
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Transformer
-from tests import quick
 
 BF16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 N, D, H, P = 18, 2304, 128, 64
@@ -54,9 +53,8 @@ def test_flops_per_cached_token(name):
     assert mechanism.decode_flops(10_000.0).per_key == PER_KEY[name]
 
 
-@pytest.mark.parametrize(
-    "name", quick.only(["mlra2_narrow"], [*PER_KEY, "mfa_kr_wide", "tpa_kv_only_wide"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PER_KEY, "mfa_kr_wide", "tpa_kv_only_wide"])
 def test_decode_step_flops_against_xla(name):
     """A whole step of two layers, weights and attention, on a cache of one tile."""
     config, B, S = dataclasses.replace(_model(name, 2), vocab_size=512), 1, BLOCK

@@ -25,6 +25,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
+from tests import quick
 from tests.data.corpora import files
 from tests.data.corpora import noting
 from tests.data.corpora import num_parts
@@ -83,10 +84,13 @@ def test_skip_broken_leaves_it_out_and_lists_it(broken, small_texts):
 
 @pytest.mark.parametrize(
     "failure, said",
-    [
-        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
-        (TimeoutError("no answer"), "no answer"),
-    ],
+    quick.every(
+        2,
+        [
+            (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+            (TimeoutError("no answer"), "no answer"),
+        ],
+    ),
 )
 def test_what_a_disk_or_a_network_fails_to_read_is_not_left_out(config, monkeypatch, failure, said):
     """It may be read the next time: a line, or the header of a Parquet file."""
@@ -118,7 +122,7 @@ def test_a_text_of_another_encoding_is_left_out_as_a_whole(config):
     assert info["left_out"]["count"] == 1 and "3.txt is UTF-16" in info["left_out"]["first"][0]
 
 
-@pytest.mark.parametrize("of_part, of_all", [(3, 100), (100, 5)])
+@pytest.mark.parametrize("of_part, of_all", quick.every(2, [(3, 100), (100, 5)]))
 def test_of_much_that_is_left_out_some_messages_are_kept(config, monkeypatch, of_part, of_all):
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
     monkeypatch.setattr(tokenized_part, "QUOTED", of_part)
@@ -153,6 +157,7 @@ def _afresh(config, tmp_path, monkeypatch, **options):
         return files(prepare.prepare(config, workers=1, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["folder", "bucket"])
 def test_a_file_that_is_mended_costs_its_own_parts(
     config, bucket, tmp_path, monkeypatch, capsys, where
@@ -183,6 +188,7 @@ def test_a_file_that_is_mended_costs_its_own_parts(
     assert len(list(folder.parent.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_broken_file_that_is_taken_away_costs_its_own_parts(interrupted, tmp_path, monkeypatch):
     config, path, _ = interrupted
     path.unlink()
@@ -202,6 +208,7 @@ def test_leaving_out_what_is_broken_costs_one_part(interrupted, tmp_path, monkey
     assert found == _afresh(config, tmp_path, monkeypatch, skip_broken=True)
 
 
+@pytest.mark.slow
 def test_where_something_was_left_out_is_made_again_without_skip_broken(
     config, tmp_path, monkeypatch
 ):
@@ -243,6 +250,7 @@ def test_a_mended_file_that_the_vocabulary_learned_from_begins_anew(config, tmp_
     prepare.prepare(config, workers=1)
 
 
+@pytest.mark.slow
 def test_a_lost_shard_is_not_taken_over(interrupted, bucket, tmp_path, monkeypatch):
     config, path, whole = interrupted
     remote = dataclasses.replace(config, directory="gs://out/data")
@@ -261,6 +269,7 @@ def test_a_lost_shard_is_not_taken_over(interrupted, bucket, tmp_path, monkeypat
     assert found.keys() == _afresh(config, tmp_path, monkeypatch).keys()
 
 
+@pytest.mark.slow
 def test_the_second_to_take_over_finds_nothing(interrupted, monkeypatch):
     config, path, whole = interrupted
     path.write_bytes(whole)

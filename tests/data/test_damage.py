@@ -15,6 +15,7 @@ from kvjax.data.manifest import MANIFEST
 from kvjax.data.manifest import TOKENIZER
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
+from tests import quick
 from tests.data.test_prepare import rows
 
 
@@ -43,7 +44,7 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", quick.every(2, HOW))
 @pytest.mark.parametrize("file", FILES)
 def test_damage_to_the_cache_is_set_aside_and_made_again(
     small_dataset, small_config, capsys, tmp_path, file, how

@@ -32,7 +32,6 @@ from kvjax.foundation import command_line
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
-from tests import quick
 from tests.data.corpora import PART
 from tests.data.corpora import files
 from tests.data.corpora import noting
@@ -73,7 +72,8 @@ def start(config, workers, script) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("workers", quick.only([2], [2, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_writes_the_same_bytes(config, expected, workers):
     assert files(prepare.prepare(config, workers=workers)) == expected
 
@@ -225,6 +225,7 @@ def test_a_source_that_changed_between_attempts_is_refused(config, monkeypatch):
     prepare.prepare(config, workers=1)
 
 
+@pytest.mark.slow
 def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, monkeypatch):
     """Although it is as it was in the end: a part may have been made of the other text."""
     making = preparation.begin(preparation.look(config, shown=False), shown=False)
@@ -241,6 +242,7 @@ def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, 
     assert files(prepare.prepare(config, workers=1)) == expected
 
 
+@pytest.mark.slow
 def test_another_corpus_of_the_same_pattern_is_no_change(config, tmp_path, monkeypatch):
     relative = dataclasses.replace(config, source="*.jsonl")
     monkeypatch.chdir(config.source)
@@ -253,6 +255,7 @@ def test_another_corpus_of_the_same_pattern_is_no_change(config, tmp_path, monke
     prepare.prepare(relative, workers=1)
 
 
+@pytest.mark.slow
 def test_what_a_plan_is_missing_for_is_made_anew(config, expected, monkeypatch, capsys):
     _stop_after(monkeypatch, config, 4)
     (folder,) = config.root.glob("datasets/.under-way-*")
@@ -261,6 +264,7 @@ def test_what_a_plan_is_missing_for_is_made_anew(config, expected, monkeypatch, 
     assert "does not say what is made there" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_second_of_two_leaves_nothing_behind(config, expected):
     corpus = preparation.look(config, shown=False)
     making = preparation.begin(corpus, shown=False)

@@ -154,6 +154,7 @@ def test_long_documents_and_small_batches_change_nothing(
     assert pieces.info["xz_bits_per_byte"] == whole.info["xz_bits_per_byte"]
 
 
+@pytest.mark.slow
 def test_large_vocabulary_takes_four_bytes_a_token(small_dataset, small_config, tmp_path):
     definition = json.loads(small_dataset.tokenizer.to_json())
     definition["model"]["vocab"] |= {f"unused {i}": i for i in range(400, 70_000)}

@@ -7,15 +7,13 @@ import pytest
 from kvjax import cache as cache_lib
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.scoring import Scorer
-from tests.conftest import MECHANISMS
+from tests import quick
 from tests.decoding.prompts import GREEDY
 from tests.decoding.prompts import PROMPTS
 from tests.decoding.prompts import V
 
 QUICK = ("lrkv",)
-CASES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MECHANISMS
-]
+CASES = quick.only(QUICK, quick.ALL_KINDS)
 # By sequence and number of its tokens so far: what it goes on with.
 LAID = {
     (0, 1): [7, 7, 8],
@@ -46,6 +44,7 @@ def _is_laid(b, laid):
     return places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_laid_down_is_as_if_it_had_been_drawn(make_model, name):
     generator = Generator(make_model(name), chunk=5)

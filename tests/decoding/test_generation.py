@@ -152,6 +152,7 @@ def test_generation_ends_when_all_sequences_have(generator):
     assert generation.finished.all()
 
 
+@pytest.mark.slow
 def test_a_sequence_that_the_host_ends_grows_no_more(generator):
     generation = generator.start(PROMPTS, num_tokens=12, sampling=HOT)
     for n, _ in enumerate(generation):
@@ -197,7 +198,8 @@ def test_what_compiles_is_run_once_beforehand_and_counted_apart(make_model, monk
     assert log == ["prefill", "decode_step", *work]
 
 
-@pytest.mark.parametrize("name", quick.only(["mla"], ["lrkv", "mla"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lrkv", "mla"])
 def test_what_is_traced_does_not_grow_with_the_batch(make_model, name):
     """Not for devices that are not there either: every platform's branches are traced."""
     engine = Generator(make_model(name)).engine
@@ -257,6 +259,7 @@ def test_time_runs_from_the_call(generator, monkeypatch):
     assert generation.timing.first > 0.3
 
 
+@pytest.mark.slow
 def test_short_prompts_enter_in_narrow_chunks(make_model, monkeypatch):
     generator = Generator(make_model("lrkv"))
     widths, seen = [], set()

@@ -57,6 +57,7 @@ def test_the_capacity_asked_for_suffices_to_its_last_token(generator):
         generator.start([[1] * 120], num_tokens=10, capacity=128)
 
 
+@pytest.mark.slow
 def test_learned_positions_end(make_model):
     learned = Generator(make_model("mha", positions="learned", max_positions=40))
     assert generator_lib.max_positions(learned.config) == 40
@@ -107,6 +108,7 @@ def test_a_cache_beyond_memory(generator, monkeypatch):
         generator.start([[1]], num_tokens=3)
 
 
+@pytest.mark.slow
 def test_memory_that_a_device_has_left(generator, monkeypatch):
     """What is in use there is not free; of a CPU's memory it was never counted."""
     generation = generator.start([[1]], num_tokens=3)

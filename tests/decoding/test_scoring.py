@@ -9,7 +9,6 @@ from kvjax.decoding.generator import Generator
 from kvjax.decoding.scoring import Scorer
 from kvjax.foundation.errors import UserError
 from tests import quick
-from tests.conftest import MECHANISMS
 from tests.decoding.prompts import V
 
 
@@ -25,7 +24,7 @@ def narrow(monkeypatch):
     monkeypatch.setattr(scoring, "WIDTH", 4)
 
 
-@pytest.mark.parametrize("name", quick.only(["lrkv"], MECHANISMS))
+@pytest.mark.parametrize("name", quick.only(["lrkv"], quick.ALL_KINDS))
 def test_scores_are_those_of_the_whole_sequence(make_model, narrow, name):
     model = make_model(name)
     rng = np.random.default_rng(0)
@@ -56,3 +55,21 @@ def test_what_cannot_be_scored_is_refused(make_model):
     positions = Scorer(Generator(make_model("mha", positions="learned", max_positions=16)))
     with pytest.raises(UserError, match="sequence 1 has 18 tokens, and the model positions for 16"):
         positions.continuations([([1] * 10, [2] * 8)])
+
+
+@pytest.mark.slow
+def test_short_sequences_are_read_in_narrow_chunks(make_model, monkeypatch):
+    """As wide as the longest needs: what is padded is computed too."""
+    widths = []
+    chunks = scoring._chunks
+
+    def record(cache, tokens, width):
+        widths.append(width)
+        return chunks(cache, tokens, width)
+
+    monkeypatch.setattr(scoring, "_chunks", record)
+    scorer = Scorer(Generator(make_model("lrkv")), batch=2)
+    for longest, width in ((16, 16), (17, 32), (200, 128)):
+        widths.clear()
+        scorer.continuations([([1], [2]), ([3], [4]), ([1] * longest, [2])])
+        assert widths == [width, 16]  # the longest, and beside it one of the others

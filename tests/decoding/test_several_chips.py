@@ -1,5 +1,6 @@
 """Generation with the cache split over several chips: the same tokens, each chip its part."""
 
+from flax import nnx
 import jax
 import numpy as np
 import pytest
@@ -92,3 +93,23 @@ def test_chips_that_cannot_be(on_chips, make_model):
         on_chips("lrkv", 2, implementation="reference")
     with pytest.raises(UserError, match="'tpu': runs on one TPU; the model is on 2 x cpu"):
         on_chips("lrkv", 2, implementation="tpu")
+
+
+@pytest.mark.slow
+def test_weights_that_training_has_split_generate_the_same(make_model):
+    """As a sample at the end of training on several devices, whose weights lie in parts."""
+    graph, params = nnx.split(make_model("lrkv"))
+    devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+
+    def split(x):
+        axes = [None] * x.ndim
+        if x.shape[-1] % 2 == 0:
+            axes[-1] = "fsdp"
+        return jax.device_put(x, jax.NamedSharding(devices, jax.sharding.PartitionSpec(*axes)))
+
+    params = jax.tree.map(split, params)
+    assert any(not x.is_fully_replicated for x in jax.tree.leaves(params))
+    generator = Generator(nnx.merge(graph, params))
+    alone = Generator(make_model("lrkv"))
+    options = dict(num_tokens=8, sampling=GREEDY, seed=3)
+    assert tokens(generator, LONG[:2], **options) == tokens(alone, LONG[:2], **options)

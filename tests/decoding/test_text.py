@@ -27,6 +27,7 @@ def test_a_stop_string_ends_the_work_too(loaded, generator):
     assert cut.tokens[0] == free.tokens[0][: len(cut.texts[0]) + 1]
 
 
+@pytest.mark.slow
 def test_special_tokens_end_a_text(loaded):
     """A model in which every token is followed by BOS."""
     bos = loaded.tokenizer.bos_id

@@ -174,6 +174,7 @@ def test_the_gradient_of_a_gathered_weight_is_scattered(mesh_name):
     assert gradient.sharding.is_equivalent_to(w_DNH.sharding, 3), gradient.sharding
 
 
+@pytest.mark.slow
 def test_weights_are_what_is_gathered_in_the_layers(compiled):
     """What travels over `fsdp` in the layers is weights: twice each, for both passes."""
     params, text = compiled("fsdp8")

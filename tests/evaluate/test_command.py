@@ -207,6 +207,7 @@ def test_rows_of_other_options_are_refused(run):
     assert status == 2 and "calculator = 'nanochat', and now it is 'dataset'" in err
 
 
+@pytest.mark.slow
 def test_rows_of_another_checkpoint_are_refused(run, workdir, tmp_path):
     assert run("--tasks=mmlu", "--limit=1")[0] == 0
     other = workdirs.write(tmp_path / "other")
@@ -272,6 +273,7 @@ def test_a_model_without_conversations_is_told_what_to_do(checked, tmp_path):
     assert status == 2 and "lacks <|user_start|>" in err
 
 
+@pytest.mark.slow
 def test_prompts_beyond_the_models_context_are_counted(run, tmp_path):
     other = workdirs.write(tmp_path / "short", context=50)
     _, _, err = run("--tasks=mmlu", "--limit=3", workdir=other)
@@ -287,6 +289,7 @@ def test_no_sandbox_is_no_humaneval(checked, monkeypatch):
     assert status == 2 and "ENOSYS (errno 38)" in err and "--allow_unsandboxed_code" in err
 
 
+@pytest.mark.slow
 def test_two_models_are_compared(run, workdir, tmp_path, capsys):
     assert run("--tasks=mmlu,arc_easy")[0] == 0
     shutil.copytree(workdir, tmp_path / "b")

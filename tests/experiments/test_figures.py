@@ -19,19 +19,20 @@ def test_boxes_are_the_cache_entry(name, channels):
 
 
 def test_every_mechanism_and_seed_is_drawn():
-    comparison = json.loads((RESULTS / "tiny_comparison.json").read_text())
+    comparison = json.loads((RESULTS / "studies" / "mechanisms.json").read_text())
     (axes,) = figures.results(comparison).axes
     rows = comparison["rows"]
     assert sorted(t.get_text().replace("\n", " ") for t in axes.texts) == sorted(
-        figures.NAMES[row["mechanism"]] for row in rows
+        figures.NAMES[row["cell"]] for row in rows
     )
     for row, bars in zip(rows, axes.containers, strict=True):
         (mean,), half = bars.lines[0].get_ydata(), row["bpb_half_interval"]
         (bar,) = bars.lines[2][0].get_segments()
-        assert mean == row["bpb_mean"] and bars.lines[0].get_xdata()[0] == row["cache_bytes"]
+        assert mean == row["bpb"] and bars.lines[0].get_xdata()[0] == row["cache_bytes"]
         assert bar[:, 1] == pytest.approx([mean - half, mean + half])
     seeds = [line.get_ydata() for line in axes.lines if line.get_marker() == "."]
-    assert [list(values) for values in seeds] == [row["bpb"] for row in rows]
+    of = lambda name: [run["bpb"] for run in comparison["runs"][name].values()]
+    assert [list(values) for values in seeds] == [of(row["cell"]) for row in rows]
 
 
 def test_files_are_written_once(tmp_path, monkeypatch, capsys):
@@ -48,7 +49,7 @@ def test_files_are_written_once(tmp_path, monkeypatch, capsys):
 def test_results_that_are_not_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert command_line.status(figures.main, ["--check"]) == 2
-    assert "python -m experiments.studies.tiny_comparison --save" in capsys.readouterr().err
+    assert "language_models --study=mechanisms --save" in capsys.readouterr().err
 
 
 def _row(name, cache_bytes, bpb, seeds=3):
@@ -72,13 +73,14 @@ def test_all_mechanisms_are_points_with_numbers_best_first():
 
 
 def test_they_are_drawn_once_every_run_is_there(tmp_path, monkeypatch):
-    comparison = (RESULTS / "tiny_comparison.json").read_text()
-    (tmp_path / "tiny_comparison.json").write_text(comparison)
+    (tmp_path / "studies").mkdir()
+    comparison = (RESULTS / "studies" / "mechanisms.json").read_text()
+    (tmp_path / "studies" / "mechanisms.json").write_text(comparison)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    assert len(figures.EVERY) == 29
+    assert len(figures.EVERY) == 31
     monkeypatch.setattr(figures, "EVERY", ("mha", "lrkv"))
     for seeds in (0, 2, 3):
         rows = [_row("mha", 2048, 1.9), *[_row("lrkv", 1600, 1.8, seeds)] * (seeds > 0)]
         (tmp_path / "small_caches.json").write_text(json.dumps(dict(rows=rows, tokens=2_097_152)))
         names = [path.stem for path in figures.figures()]
-        assert names == ["idea", "results", *["small_caches"] * (seeds == 3)]
+        assert names == ["idea", "results", *["small_caches"] * (seeds == 3), "mechanisms"]

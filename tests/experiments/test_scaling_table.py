@@ -18,6 +18,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import topology
 from kvjax.model import parameters
+from tests import quick
 
 NOTES = {note.name: note for note in lab_notes.read_all()}
 TARGETS = [
@@ -30,7 +31,7 @@ TARGETS = [
 # -- the configs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("note, target", TARGETS)
+@pytest.mark.parametrize("note, target", quick.every(4, TARGETS))
 def test_mesh_and_batch_divide_over_the_target(note, target):
     run, shape = target.experiment, target.mesh
     assert run.name == note.name and target.topology.partition(":")[0] in topology.SHAPES

@@ -52,15 +52,18 @@ def test_differences_of_models_on_one_scale():
 
 
 def _labelled(variant, **right):
-    tasks = {task: dict(right=x, half_interval=0.01) for task, x in right.items()}
+    sizes = dict(cells=2, width=[32, 64], layers=[2], heads=[2], length=[16])
+    sizes |= dict(half_interval=0.01, seeds=2)
+    tasks = {task: dict(right=x, **sizes) for task, x in right.items()}
     return dict(variant=variant, tasks=tasks, published=dict.fromkeys(right, 0.9))
 
 
 def test_tasks_that_all_solve_have_no_panel():
     rows = [_labelled("qkv", sort=0.99, copy=1.0), _labelled("kv_tied", sort=1.0, copy=0.9996)]
-    grid = dict(widths=[32], layers=[2], heads=[2], lengths=[16])
-    figure = study_figures.sequence_tasks(dict(rows=rows, grid=grid, runs=dict(a={0: 1, 1: 1})))
+    figure = study_figures.sequence_tasks(dict(rows=rows, runs=dict(a={0: 1, 1: 1})))
     (axes,) = figure.axes
+    heading = "sort: 2 cells of width 32 and 64, 2 layers, 2 heads, rows of 16"
+    assert heading in [text.get_text() for text in figure.texts]
     assert _points(axes) == {
         "QKV": (0.99, pytest.approx(0.01)),
         "Q-K=V": (1.0, pytest.approx(0.01)),
@@ -105,6 +108,44 @@ def test_images_and_sets_are_per_cent():
     drawn, last = study_figures.set_anomaly(ANOMALY).axes
     assert drawn.containers[0].lines[0].get_xdata()[0] == 90
     assert last.containers[0].lines[0].get_xdata()[0] == 80
+
+
+def test_remedies_stand_beside_what_they_are_for():
+    row = dict(task="swap", length=64, variant="qk_tied", right=0.6, right_half_interval=0.01)
+    row |= dict(seeds=3)
+    rows = [
+        row | dict(remedy="annealed", change=0.1, change_half_interval=0.2),
+        row | dict(remedy="none", change=None, change_half_interval=None),
+        row | dict(remedy="normalised", change=0.1, change_half_interval=0.05),
+    ]
+    figure = study_figures.diagonal(dict(rows=rows, hottest=5.0))
+    said = " ".join(text.get_text() for text in figure.texts)
+    assert "3 seeds" in said and "falls from 5" in said.replace("\n", " ")
+    (axes,) = figure.axes
+    assert set(_points(axes)) == {
+        "Q=K-V, as it is",
+        "Q=K-V, normalised",
+        "Q=K-V, annealed",
+    }
+    colors = [bars.lines[0].get_color() for bars in axes.containers]
+    assert colors[1] != colors[0] == colors[2]
+
+
+def test_ranks_of_heads_are_held_against_equal_ones():
+    row = dict(rank=8, seeds=3, bpb=2.5, change=None, change_half_interval=None)
+    other = row | dict(way="by head", change=-0.2, change_half_interval=0.1)
+    rows = [row | dict(rank=16, way="uncut"), row | dict(way="equal"), other]
+    rows.append(other | dict(way="by layer", change=0.1, change_half_interval=0.3))
+    figure = study_figures.rank_by_head(dict(rows=rows))
+    (axes,) = figure.axes
+    assert _points(axes) == {
+        "by head": (-0.2, pytest.approx(0.1)),
+        "by layer": (0.1, pytest.approx(0.3)),
+    }
+    told, untold = (bars.lines[0].get_color() for bars in axes.containers)
+    assert told == cards.RESIDUAL and untold == cards.FULL
+    said = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
+    assert "from 2.5000 bits per byte with 8 each" in said and "3 seeds" in said
 
 
 def test_what_has_a_result_is_drawn(tmp_path):

@@ -8,7 +8,10 @@ from kvjax.foundation.errors import UserError
 
 def test_what_is_given():
     assert lists.names("--mechanisms", "b,a,b", ("a", "b", "c")) == ("b", "a")
-    assert lists.integers("--batch", "8,1,8") == (8, 1, 8)
+    assert lists.integers("--batch", "8,1,8") == (8, 1)
+    assert lists.integers("--layers", "1,64", at_most=64) == (1, 64)
+    with pytest.raises(UserError, match="--layers '1,65': must be integers of 1 to 64, as in"):
+        lists.integers("--layers", "1,65", at_most=64)
     assert lists.integers("--blocks", "128", 128) == (128,)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 import functools
 import re
+import zlib
 
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.command_line import load_config
@@ -78,17 +79,25 @@ def _cases_of_key(config: str, key: str, value) -> Iterator[Case]:
         yield from (of(*_TRAIN_BPE, f"{flag}={v}", status=(0, 2)) for v in odd)
 
 
+def _two(key: str, *unreadable: str) -> tuple:
+    """Two of them, from another place for each key: one parser reads all keys of a type."""
+    first = zlib.crc32(key.encode()) % len(unreadable)
+    return (*unreadable[first:], *unreadable[:first])[:2]
+
+
 def _values(key: str, value) -> tuple[tuple, tuple]:
     """Values that a key cannot have, and values that it may have."""
     if isinstance(value, bool):
-        return ("", "maybe", "2", "nan", NO_UTF8), ("true", "false")
+        return _two(key, "", "maybe", "2", "nan", NO_UTF8), ("true", "false")
     if isinstance(value, int):
         odd = ("0", "1", "3", "7", "1000000000", "1000000000000")
         negative = () if key in _MAY_BE_NEGATIVE else ("-1",)
-        return ("", "x", "1.5", "nan", "inf", HUGE, "-" + HUGE, SNOWMAN, *negative), odd
+        unreadable = _two(key, "", "x", "1.5", "nan", "inf", SNOWMAN)
+        return (*unreadable, HUGE, "-" + HUGE, *negative), odd
     if isinstance(value, float):
         vast = ("1e300",) if _NEVER_VAST.search(key) else ()
-        return ("", "x", "nan", "inf", "-inf", "-1", NO_UTF8, *vast), ("0", "1e-300", "1e300", "1")
+        unreadable = _two(key, "", "x", NO_UTF8)
+        return (*unreadable, "nan", "inf", "-inf", "-1", *vast), ("0", "1e-300", "1e300", "1")
     if key == "optimizer.tuned":  # "x" is in "expand"
         return ("(-1,)", "(1.5,)", "('nothing',)", "(nan,)", "3"), ("()", "x", EMPTY)
     if key in ("train.parent", "train.teacher"):

@@ -43,7 +43,7 @@ _STARTS_WORK = {
         [
             f"experiments.studies.{study} runs"
             for study in (
-                *("tiny_comparison", "head_diversity", "small_caches"),
+                *("head_diversity", "small_caches"),
                 *("language_models", "long_rows"),
             )
         ],

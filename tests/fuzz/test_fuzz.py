@@ -17,7 +17,7 @@ from tests.fuzz.cases import cases_of
 from tests.fuzz.runner import ROOT
 from tests.fuzz.runner import Worker
 
-SAMPLE = {INSIDE: 440, FORKED: 220}  # one case of so many
+SAMPLE = {INSIDE: 550, FORKED: 300}  # one case of so many
 
 
 @pytest.fixture(scope="module")

@@ -102,6 +102,7 @@ class _Desk:
     def __init__(self, home: pathlib.Path):
         self._shared, self._folder = home / "shared", home / "case"
         self._servant: _Servant | None = None
+        self._in_shared: dict[str, bytes] = {}
 
     def build(self) -> None:
         """Makes `shared`, in a child."""
@@ -118,16 +119,20 @@ class _Desk:
     def run(self, case: Case) -> Outcome:
         set_scene(case, self._folder, self._shared)
         neighbours = {root: set(root.iterdir()) for root in (self._shared, self._shared.parent)}
-        before = {root: _contents(root) for root in (self._folder, self._shared)}
+        before = {self._folder: _contents(self._folder)}
+        before[self._shared] = self._in_shared or _contents(self._shared)
         if case.how == INSIDE:
             outcome = self._inside(case)
         else:
             outcome = _apart(case, self._folder)
+        after = {root: _contents(root) for root in before}
         lost = tuple(
             f"{root.name}/{name}"
             for root, files in before.items()
-            for name in _lost(files, _contents(root), moved=outcome.status != 2 or case.talks)
+            for name in _lost(files, after[root], moved=outcome.status != 2 or case.talks)
         )
+        kept = {path.name for path in neighbours[self._shared]}
+        self._in_shared = {k: v for k, v in after[self._shared].items() if _top(k) in kept}
         for root, there in neighbours.items():  # the next case finds what this one found
             for path in set(root.iterdir()) - there:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -219,6 +224,11 @@ def _contents(folder: pathlib.Path) -> dict[str, bytes]:
             content = path.read_bytes() if small else repr(stat[6:9:2]).encode()
             found[str(path.relative_to(folder))] = content
     return found
+
+
+def _top(path: str) -> str:
+    """The folder of `shared` that a path is in, or the path itself."""
+    return path.partition("/")[0]
 
 
 def _lost(before: dict[str, bytes], after: dict[str, bytes], *, moved: bool) -> list[str]:

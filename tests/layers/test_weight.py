@@ -141,6 +141,14 @@ def test_linear_and_its_gradients_are_tensordot(x64, x_shape, w_shape):
     np.testing.assert_allclose(dw, np.tensordot(x, dy, (tokens, tokens)), **close)
 
 
+@pytest.mark.parametrize("platform, kept", [("cpu", True), ("tpu", False), ("cuda", False)])
+def test_the_transposed_weight_gradient_is_kept_on_cpu_alone(platform, kept):
+    gradient = jax.jit(jax.grad(lambda w, x: linear(x, w).sum()))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 3), (5, 6))]
+    text = gradient.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    assert ("optimization_barrier" in text) is kept
+
+
 @pytest.mark.parametrize("out", [3, 20])
 def test_linear_keeps_bfloat16(out):
     rng = np.random.default_rng(0)

@@ -160,7 +160,10 @@ def test_it_is_found_by_name(workdir, folder, results):
 
     arguments = f"workdir={workdir},step=0,dtype=float32,batch_size=4,max_length={MAX_LENGTH}"
     found = _evaluated("kvjax", folder, ["local_endings"], model_args=arguments)
-    assert found["results"]["local_endings"] == results["results"]["local_endings"]
+    # Batches are others', and so is the rounding of sums; e^43 shows it.
+    alike = lambda x: pytest.approx(x, rel=1e-5) if isinstance(x, float) else x
+    expected = results["results"]["local_endings"]
+    assert found["results"]["local_endings"] == {key: alike(x) for key, x in expected.items()}
     assert found["config"]["max_length"] == MAX_LENGTH and found["config"]["step"] == 0
     assert adapter.Model(workdir).max_length == workdirs.CONTEXT
 

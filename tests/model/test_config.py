@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
+from kvjax.attention.diagonal import DiagonalConfig
 from kvjax.foundation.errors import UserError
+from kvjax.layers import rope
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 
@@ -56,6 +58,13 @@ def test_alibi_is_the_only_word_on_positions(make_mechanism):
         of("rope")
 
 
+def test_a_mean_over_the_row_is_of_models_that_see_it(make_mechanism):
+    mechanism = DiagonalConfig(**dataclasses.asdict(make_mechanism("qkv_tied")))
+    assert _config(mechanism, causal=False).mechanisms[0].needs_whole_rows
+    with pytest.raises(UserError, match="must be False where attention dep.* that of layer 0"):
+        _config(mechanism)
+
+
 def test_a_window_is_of_causal_models():
     with pytest.raises(UserError, match="window = 4: is of causal models; set it to 0"):
         BlockConfig(**SHAPE, window=4, causal=False)
@@ -72,6 +81,27 @@ def test_odd_rope_dim(make_mechanism):
         _config(mechanism, positions="none")  # nothing is rotated
     _config(make_mechanism("mla", key_dim=7))  # only the RoPE key is rotated
     _config(make_mechanism("mha", value_dim=7))
+
+
+@pytest.mark.parametrize(
+    "name, keys, key",
+    [("mla", dict(latent_dim=17), "latent_dim"), ("gqa", dict(query_rank=17), "query_rank")],
+)
+def test_latents_are_no_wider_than_what_they_are_made_of(make_mechanism, name, keys, key):
+    with pytest.raises(UserError, match=f"attention.{key} = 17: must be at most .*d_model = 16"):
+        _config(make_mechanism(name, **keys))
+    _config(make_mechanism(name, **{key: 16}))
+
+
+def test_alibi_needs_a_causal_model(make_mechanism):
+    with pytest.raises(UserError, match="alibi = True: needs config.model.causal = True"):
+        _config(make_mechanism("mha", alibi=True), positions="none", causal=False)
+
+
+def test_a_part_of_no_rotated_channels_is_none():
+    """Shared KV and GTA may rotate none, whatever part of them would turn."""
+    assert rope.frequencies(0, rope.Partial(100.0, 0.5)).shape == (0,)
+    assert rope.frequencies(8, rope.Partial(100.0, 0.01)).astype(bool).sum() == 1
 
 
 def test_mechanisms_and_layers_agree(make_mechanism):

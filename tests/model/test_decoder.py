@@ -149,9 +149,8 @@ def test_equals_the_whole_row(x64, make_mechanism, randomise, name):
         np.testing.assert_allclose(logits[b, :length], expected[b, :length], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "name", quick.only(["rank_per_layer"], ["rank_per_layer", "every_way_of_caching"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rank_per_layer", "every_way_of_caching"])
 def test_sequences_do_not_see_padding_or_each_other(make_mechanism, randomise, name):
     """Bits of a sequence depend on its own tokens only: not on padding, not on its neighbours."""
     config = _config(make_mechanism, name)
@@ -172,6 +171,7 @@ def test_sequences_do_not_see_padding_or_each_other(make_mechanism, randomise, n
     assert len(traces) == 2  # one compilation per width, whatever the lengths and counts
 
 
+@pytest.mark.slow
 def test_a_sequence_that_waits_is_left_alone(make_mechanism, randomise):
     config = _config(make_mechanism, "rank_per_layer")
     step, _ = _stepper(_model(randomise, config, np.float32), Compute())

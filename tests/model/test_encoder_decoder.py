@@ -1,5 +1,7 @@
 """An encoder-decoder from its caches is what it is in full, with sources of any lengths."""
 
+import dataclasses
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 
 from kvjax import cache as cache_lib
 from kvjax.attention import GroupedConfig
+from kvjax.attention.diagonal import DiagonalConfig
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig
 from kvjax.model.encoder_decoder import EncoderDecoder
@@ -64,6 +67,7 @@ def test_from_its_caches_it_is_what_it_is_in_full(make, kind, positions):
     assert caches.target.lengths.tolist() == [T] * B and caches.source.lengths.tolist() == [7, 1, 4]
 
 
+@pytest.mark.slow
 def test_what_lies_behind_a_source_changes_nothing(make):
     model = make(_config("lrkv"))
     source, target = _tokens()
@@ -88,6 +92,7 @@ def test_a_source_is_read_to_both_sides(make):
     assert np.abs(encode(changed) - encode(source))[0].max(axis=-1).min() > 1e-6
 
 
+@pytest.mark.slow
 def test_greedy_is_the_likeliest_token_after_token(make):
     model = make(_config("lrkv"))
     source, _ = _tokens()
@@ -112,6 +117,27 @@ def test_cross_attention_that_cannot_be():
         )
 
 
+def test_a_mean_over_the_row_has_no_place_here():
+    meant = DiagonalConfig(**dataclasses.asdict(TIED))
+    with pytest.raises(UserError, match="encoder = DiagonalConfig: depends on whole rows"):
+        EncoderDecoderConfig(
+            block=BlockConfig(**BLOCK), encoder=meant, decoder=MHA, cross=MHA, vocab_size=V
+        )
+
+
+def test_alibi_needs_order():
+    """Slopes favour what comes later: under a causal mask alone that is what is near."""
+    sloped = dataclasses.replace(MHA, alibi=True)
+    common = dict(cross=MHA, vocab_size=V)
+    for encoder, decoder, positions in ((sloped, MHA, "none"), (MHA, sloped, "rope")):
+        block = BlockConfig(**BLOCK, positions=positions)
+        with pytest.raises(UserError, match="alibi = True: needs causal attention without other"):
+            EncoderDecoderConfig(block=block, encoder=encoder, decoder=decoder, **common)
+    block = BlockConfig(**BLOCK, positions="none")
+    EncoderDecoderConfig(block=block, encoder=MHA, decoder=sloped, **common)
+
+
+@pytest.mark.slow
 def test_it_starts_as_the_recipe_says():
     """Projections into the residual stream are 0: the first logits are."""
     model = EncoderDecoder(_config("lrkv"), jax.random.key(0))

@@ -7,7 +7,6 @@ trained was changed on purpose; a faster or clearer way to compute the same must
 """
 
 import functools
-import importlib.util
 import json
 import sys
 
@@ -18,6 +17,7 @@ import pytest
 
 from kvjax import experiment
 from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.command_line import load_config
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
@@ -25,19 +25,18 @@ from kvjax.optim import make_optimizer
 from kvjax.training.program import train_step
 
 GOLDEN = ROOT / "tests" / "goldens" / "training_steps.json"
-MECHANISMS = sorted(
-    path.stem.removesuffix("_tiny") for path in (ROOT / "configs").glob("*_tiny.py")
-)
+CONFIGS = {
+    path.stem.removesuffix("_tiny"): path
+    for pattern in ("*_tiny.py", "rivals/*_narrow_tiny.py")
+    for path in (ROOT / "configs").glob(pattern)
+}
+CONFIGS = dict(sorted(CONFIGS.items()))
 B, T, STEPS = 2, 32, 5
 
 
 def _figures(mechanism):
     """[loss, gradient norm] of each step. Queries and keys first move in the fourth."""
-    name = f"{mechanism}_tiny"
-    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    run = experiment.resolve(module.get_config())
+    run = experiment.resolve(load_config(CONFIGS[mechanism]))
     axes = parameters.abstract(run.model).axes
     optimizer = make_optimizer(
         run.optimizer,
@@ -62,7 +61,7 @@ def _figures(mechanism):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", CONFIGS)
 def test_golden_training_steps(mechanism):
     expected = json.loads(GOLDEN.read_text())[mechanism]
     assert expected[-1][0] < expected[0][0] - 0.1  # it learns
@@ -79,5 +78,5 @@ def test_golden_training_steps(mechanism):
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python tests/training/test_golden_steps.py --write")
-    figures = {mechanism: _figures(mechanism) for mechanism in MECHANISMS}
+    figures = {mechanism: _figures(mechanism) for mechanism in CONFIGS}
     GOLDEN.write_text(json.dumps(figures, indent=1) + "\n")

@@ -21,6 +21,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.training import loop
 from kvjax.training import preflight
 from kvjax.workdir import identity
+from tests import quick
 
 # All keys of the first, of the others those of their mechanism.
 NAMES = ("lrkv_tiny", "mla_tiny", "mla_paper_tiny", "thin_keys_tiny", "qk_tied_plus_tiny")
@@ -93,7 +94,7 @@ def accepted(workdir):
     yield
 
 
-@pytest.mark.parametrize("name, key, value", cases())
+@pytest.mark.parametrize("name, key, value", quick.every(2, cases()))
 def test_a_value_is_refused_by_its_key_or_can_be(name, key, value, monkeypatch, tmp_path):
     monkeypatch.setattr(identity, "exclusive", accepted)
     config = changed(name, key, value)

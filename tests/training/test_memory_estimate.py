@@ -124,6 +124,7 @@ def test_estimates_are_near_what_tpu_compilers_reserve(target, result):
     )
     memory = result["memory"]
     assert estimate.parameters + estimate.optimizer == pytest.approx(memory["arguments"], rel=0.03)
-    narrow = min(m.value_dim for m in run.model.mechanisms) < memory_estimate.lanes_of("tpu")
-    close = 0.25 if narrow or run.data.sequence_length > 32768 else 0.11
+    lanes, dims = memory_estimate.lanes_of("tpu"), [m.value_dim for m in run.model.mechanisms]
+    half_empty = any(dim % lanes and dim < 2 * lanes for dim in dims)  # of 64, 96 or 160 channels
+    close = 0.25 if half_empty or run.data.sequence_length > 32768 else 0.11
     assert estimate.temporaries == pytest.approx(memory["temporaries"], rel=close)

@@ -12,6 +12,7 @@ from kvjax import experiment as experiment_lib
 from kvjax.data import tokenizer
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
+from kvjax.training import ending
 from kvjax.training import loop
 from tests import runs
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 def test_documents_of_a_sample_are_told_apart_without_special_tokens(whole, tmp_path, monkeypatch):
     two = types.SimpleNamespace(texts=["is dead.<|bos|>Enter"])
-    monkeypatch.setattr(loop, "generate", lambda *_, **__: two)
+    monkeypatch.setattr(ending, "generate", lambda *_, **__: two)
     shutil.copytree(whole.workdir, tmp_path, dirs_exist_ok=True)
     loop.train(whole.config, epath.Path(tmp_path))
     assert (tmp_path / "sample.txt").read_text() == "The king is dead.\n\nEnter\n"
@@ -29,15 +30,16 @@ def test_documents_of_a_sample_are_told_apart_without_special_tokens(whole, tmp_
 @pytest.mark.slow
 def test_a_sample_of_several_hosts_has_the_gains_of_training(source, tmp_path, monkeypatch):
     """They read its weights anew: those of norms outside the blocks are used in float32."""
-    asked, sample = [], loop.Run._sample
+    asked, sample = [], ending._sample
 
-    def as_one_of_two(run, params):
+    def as_one_of_two(given, graph, params):
         with monkeypatch.context() as patched:
-            patched.setattr(loop.distributed, "count", lambda: 2)
-            patched.setattr(loop, "read_parameters", lambda *args: asked.append(args[2]) or params)
-            return sample(run, params)
+            patched.setattr(ending.distributed, "count", lambda: 2)
+            read = lambda *args: asked.append(args[2]) or params
+            patched.setattr(ending, "read_parameters", read)
+            return sample(given, graph, params)
 
-    monkeypatch.setattr(loop.Run, "_sample", as_one_of_two)
+    monkeypatch.setattr(ending, "_sample", as_one_of_two)
     config = runs.small_config(*source, num_steps=1, sample_tokens=4)
     config.model.norm_gain, config.compute.dtype = True, "bfloat16"
     loop.train(config, epath.Path(tmp_path))
@@ -64,13 +66,12 @@ def test_a_sample_ends_where_positions_do(source, prompt):
     make = lambda: Transformer(experiment.model, jax.random.key(0))
     graph, _ = nnx.split(nnx.eval_shape(make))
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make())))()
-    run = types.SimpleNamespace(
+    given = types.SimpleNamespace(
         experiment=experiment,
         compute=Compute(),
-        program=types.SimpleNamespace(graph=graph),
         dataset=types.SimpleNamespace(tokenizer=tokenizer.byte_tokenizer()),
     )
-    sample = loop.Run._sample(run, params)
+    sample = ending._sample(given, graph, params)
     assert sample.startswith(prompt)
     # BOS and the prompt's bytes have positions, and so have all tokens but the last.
     assert len(sample) > len(prompt) if len(prompt) < 32 else sample == prompt

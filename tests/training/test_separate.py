@@ -40,7 +40,8 @@ def _row(seed):
 _RELATIVE = [name for name in MECHANISMS if not name.endswith("_plus")]
 
 
-@pytest.mark.parametrize("name", quick.only(["lrkv", "mla", "mqa"], _RELATIVE))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _RELATIVE)
 def test_a_document_is_computed_as_if_it_were_alone(x64, make_mechanism, randomise, name):
     """Under RoPE, which sees distances alone."""
     model, _ = randomise(

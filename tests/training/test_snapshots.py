@@ -22,6 +22,7 @@ def config(source):
     return lambda **keys: runs.small_config(*source, **sizes | keys)
 
 
+@pytest.mark.slow
 def test_they_are_the_parameters_of_their_steps(config, tmp_path):
     """Those of the first and the last step too, of runs that are stopped as of others."""
     plain, kept = epath.Path(tmp_path / "plain"), epath.Path(tmp_path / "kept")
@@ -46,6 +47,7 @@ def test_they_are_the_parameters_of_their_steps(config, tmp_path):
     assert trained.snapshots(plain) == [] and not (plain / checkpoint.SNAPSHOTS).exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_one_is_a_warning(config, tmp_path, monkeypatch, capsys):
     save = checkpoint.Checkpoints.save
 

@@ -25,7 +25,6 @@ from kvjax.training import memory_estimate
 from kvjax.training import program
 from kvjax.workdir import identity
 from kvjax.workdir import trained
-from tests import quick
 from tests import runs
 from tests.runs import records
 
@@ -47,6 +46,7 @@ def _tuning(source, parent, **train):
     return config
 
 
+@pytest.mark.slow
 def test_named_parameters_learn_and_others_stay(source, whole, tmp_path):
     """The run begins where its parent ended, and leaves the parent as it was."""
     before, _ = _parameters(whole.workdir, 40)
@@ -136,7 +136,8 @@ def test_a_teacher_with_all_of_the_loss_is_learned(source, whole, tmp_path):
     assert abs(first["loss"]) < 1e-5 and first["grad_norm"] < 1e-4
 
 
-@pytest.mark.parametrize("share", quick.only([0.3], [0.0, 0.3, 1.0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_the_taught_loss_is_its_formula(x64, make_mechanism, share):
     rng = np.random.default_rng(0)
     config = experiment_lib.TransformerConfig(

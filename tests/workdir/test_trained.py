@@ -56,6 +56,7 @@ def test_weights_come_in_the_dtype_asked_for(workdir):
     assert half.compute.dtype == np.dtype("bfloat16")
 
 
+@pytest.mark.slow
 def test_the_sample_of_training_is_what_its_checkpoint_generates(workdir, loaded):
     generator = Generator(loaded.model, loaded.compute)
     options = dict(num_tokens=4, seed=0, end_at_special=False)

@@ -44,7 +44,7 @@ def _rivals(N: int, *, groups: int, latent: int, wide: tuple[int, int]) -> dict[
 
 
 _RIVALS = dict(
-    d12=_rivals(6, groups=2, latent=256, wide=(6, 160)),
+    d12=_rivals(6, groups=2, latent=256, wide=(8, 160)),
     d36=_rivals(18, groups=6, latent=768, wide=(10, 416)),
 )
 RIVALS = tuple(_RIVALS["d36"])

@@ -3,6 +3,7 @@
     python -m kvjax.kernels.profile                                   # on the device present
     python -m kvjax.kernels.profile --mechanisms=mha,gqa,lrkv --batch=1,8,64 --length=1024,131072
     python -m kvjax.kernels.profile --device=v5e --mechanisms=lrkv     # static: nothing runs
+    python -m kvjax.kernels.profile --check                           # are they right here?
     python -m kvjax.kernels.profile --tune --save                      # block sizes, tuned.json
 
 One layer's decode attention over full caches. On the device present: time per call without
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 import itertools
 import os
 import pathlib
+import sys
 
 import jax
 
@@ -28,6 +30,8 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
+from kvjax.kernels.profile import agreement
 from kvjax.kernels.profile import contenders
 from kvjax.kernels.profile import measured
 from kvjax.kernels.profile import static
@@ -78,6 +82,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rounds", default="7", help="measurements of each, taken in turns")
     add("--milliseconds", default="50", help="a measurement takes about as long")
     add("--tune", action="store_true", help="search block sizes and write tuned.json")
+    text = "compare outputs with the definition's; the exit status is 1 if one is wrong, or none is"
+    add("--check", action="store_true", help=text)
     add("--save", action="store_true", help="write experiments/results/kernels/DEVICE_OP*.json")
     add("--plot", default="", help="a PNG of the length sweep")
     parser.add_output()
@@ -86,14 +92,21 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if o.implementations is not None:
         o.implementations = lists.names("--implementations", o.implementations, contenders.NAMES)
     o.points = _points(o.batch, o.length)
+    if o.check and o.batch is None and o.length is None:
+        o.points = agreement.POINTS
     o.blocks = lists.integers("--blocks", o.blocks, 128)
     (o.rounds, *_), (o.milliseconds, *_) = (
         lists.integers(f"--{name}", getattr(o, name)) for name in ("rounds", "milliseconds")
     )
     if len(o.blocks) != 2 or o.blocks[0] >= o.blocks[1]:
         raise UserError(f"--blocks {o.blocks}: must be two sizes, the smaller first")
-    if o.tune and o.plot:
-        raise UserError(f"--tune --plot={o.plot}: only of what is measured, not of a search")
+    for name in ("tune", "check"):
+        if getattr(o, name) and o.plot:
+            raise UserError(f"--{name} --plot={o.plot}: only of what is measured")
+    if o.check and o.tune:
+        raise UserError("--check --tune: one or the other")
+    if o.check and not set(o.implementations or ()) <= set(IMPLEMENTATIONS):
+        raise UserError(f"--check: is of {', '.join(IMPLEMENTATIONS)}, not of libraries")
     return o
 
 
@@ -109,6 +122,8 @@ def _points(batches: str | None, lengths: str | None) -> tuple[tuple[int, int], 
 def _measured(o: argparse.Namespace, name: str | None, out: Output) -> dict:
     platform = jax.default_backend()
     usual = contenders.default(platform)
+    if o.check:
+        usual = tuple(name for name in usual if name in IMPLEMENTATIONS)
     run = measured.Run(
         model=o.model,
         mechanisms=o.mechanisms,
@@ -119,8 +134,12 @@ def _measured(o: argparse.Namespace, name: str | None, out: Output) -> dict:
         device=name,
     )
     if o.tune:
-        return _tuned(measured.tune(run), out)
-    rows, copied = measured.measure(run)
+        return _tuned(measured.tune(run, _say), out)
+    if o.check:
+        rows = agreement.check(run, _say)
+        out.show(agreement.table(rows, run))
+        return dict(rows=rows)
+    rows, copied = measured.measure(run, _say)
     kind = jax.devices()[0].device_kind
     datasheet = datasheets.DEVICES.get(name)
     sheet = f"{datasheet.bandwidth / 1e9:,.0f} by datasheet, " if datasheet else ""
@@ -131,6 +150,22 @@ def _measured(o: argparse.Namespace, name: str | None, out: Output) -> dict:
     )
     out.show(measured.table(rows, title))
     return dict(rows=rows, copy_gbps=copied / 1e9)
+
+
+def _say(row: dict) -> None:
+    """Says a row on standard error at once, so that a run that is stopped leaves something."""
+    said = row.get("why")
+    if "gbps" in row:
+        us = " to ".join(f"{1e6 * row['seconds'][key]:,.1f}" for key in ("low", "high"))
+        said = f"{us} us, {row['gbps']:,.1f} GB/s"
+    elif "worst" in row:
+        said = f"worst {row['worst']:.1e}, {'agrees' if row['agrees'] else 'WRONG'}"
+    elif "seconds" in row:
+        said = f"{1e6 * row['seconds']:,.1f} us with {row.get('parameters', 'its own block sizes')}"
+    names = " ".join(filter(None, (row["mechanism"], row["implementation"])))
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)  # of the line that counts seconds
+    command_line.say(f"{names}, {row['batch']} x {row['length']:,}: {said}")
 
 
 def _tuned(rows: Sequence[dict], out: Output) -> dict:
@@ -174,8 +209,8 @@ def _save(result: dict, file: pathlib.Path) -> None:
     provenance.save(file, result, "libtpu", "torch", "nvidia-cudnn-cu13")
 
 
-def main(arguments: list[str]) -> None:
-    """Prints the tables."""
+def main(arguments: list[str]) -> int:
+    """Prints the tables; the exit status, 1 if --check found an output that is wrong, or none."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants memory too
     o = _options(arguments)
     known = datasheets.of(jax.devices()[0])
@@ -183,6 +218,8 @@ def main(arguments: list[str]) -> None:
     is_static = bool(o.device) and o.device != present
     if is_static and o.device == "cpu":
         raise UserError("--device=cpu: set JAX_PLATFORMS=cpu")
+    if is_static and o.check:
+        raise UserError(f"--check --device={o.device}: needs the device, which is not here")
     if is_static and o.plot:
         raise UserError(f"--plot={o.plot}: only of what is measured; {o.device} is not here")
     _check_files(o)
@@ -193,10 +230,11 @@ def main(arguments: list[str]) -> None:
     result = dict(name="kernels", op=o.op, model=o.model, device=name, static=is_static) | result
     out.result(result)
     if o.save:
-        what = "_static" * is_static + "_tuned" * o.tune
+        what = "_static" * is_static + "_tuned" * o.tune + "_check" * o.check
         _save(result, RESULTS / f"{name}_{o.op}{what}.json")
     if o.plot:
         plot(result["rows"], pathlib.Path(o.plot))
+    return 1 if o.check and not agreement.all_agree(result["rows"]) else 0
 
 
 if __name__ == "__main__":

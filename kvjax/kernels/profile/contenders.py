@@ -7,6 +7,7 @@ it: no mask, no last position.
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -37,44 +38,93 @@ def default(platform: str) -> tuple[str, ...]:
     return (*ours, *(LIBRARIES if platform == "gpu" else ()))
 
 
-class Problem:
-    """One mechanism at one batch and length on the device: operands, and a ring of full caches."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One mechanism at one batch and length: what is timed is calls round a ring of full caches."""
 
-    def __init__(self, shape: Sizes, *, batch: int, length: int, dtype: jnp.dtype, copies: int):
-        self.shape, self.batch, self.length, self.dtype = shape, batch, length, dtype
+    shape: Sizes
+    batch: int
+    length: int
+    dtype: jnp.dtype
+    copies: int  # caches of the ring
+    passes: int  # round the ring in a round, see `timing.chain`
+
+    @property
+    def abstract(self) -> tuple:
+        """Shapes and dtypes of operands, of one cache, and of first_B."""
+        sizes = dict(batch=self.batch, length=self.length, dtype=self.dtype)
+        first_B = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+        return *shapes.abstract(self.shape, **sizes), first_B
+
+
+class Problem:
+    """A setup on the device: operands, and a ring of full caches."""
+
+    def __init__(self, setup: Setup):
+        self.setup, length = setup, setup.length
         drawn = next(n for n in range(min(length, _DRAWN), 0, -1) if length % n == 0)
-        sizes = dict(batch=batch, length=drawn, dtype=dtype)
+        sizes = dict(batch=setup.batch, length=drawn, dtype=setup.dtype)
 
         @jax.jit
         def draw(seed: int):
-            operands, cache = shapes.problem(shape, **sizes, seed=seed)
+            operands, cache = shapes.problem(setup.shape, **sizes, seed=seed)
             repeat = lambda array: jnp.tile(array, length // drawn)
             return operands, jax.tree.map(repeat, cache)
 
-        (self.operands, *_), self.caches = zip(*(draw(seed) for seed in range(copies)), strict=True)
-        self.first_B = jnp.full((batch,), length - 1, jnp.int32)
+        drawn = [draw(seed) for seed in range(setup.copies)]
+        (self.operands, *_), self.caches = zip(*drawn, strict=True)
+        self.first_B = jnp.full((setup.batch,), length - 1, jnp.int32)
 
 
-def sample(name: str, problem: Problem, *, target: float, **parameters: int) -> Sample:
-    """Measures seconds per call of a contender; compiled and warm.
+def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | None:
+    """The program of a contender's chain of calls; None for a library that compiles nothing before.
 
     Args:
       name: one of `NAMES`.
-      target: seconds by which the longer chain of calls is longer, see `timing.slope`.
       parameters: block sizes, for one of ours.
 
     Raises:
       NotImplementedError: the contender does not take the problem.
       ImportError: it is not here.
     """
+    operands, cache, first_B = setup.abstract
     if name in IMPLEMENTATIONS:
         call = functools.partial(IMPLEMENTATIONS[name], **parameters)
-        return timing.chained(
-            call, problem.operands, problem.caches, problem.first_B, target=target
-        )
-    if not isinstance(problem.operands, GroupedReading):
+    elif not isinstance(operands, GroupedReading):
         raise NotImplementedError(f"{name} reads MHA's and GQA's cache only")
-    return dict(cudnn=_cudnn, torch=_torch, torch_flash=_torch_flash)[name](problem, target)
+    elif name != "cudnn":
+        return None
+    elif jax.default_backend() != "gpu":
+        raise ImportError("there is no GPU")
+    else:
+        call, cache = _cudnn, jax.eval_shape(_tokens_second, cache)
+    chain = timing.chain(call, setup.passes)
+    rounds = jax.ShapeDtypeStruct((), jnp.int32)
+    return chain.lower(rounds, operands, [cache] * setup.copies, first_B)
+
+
+def sample(name: str, problem: Problem, program: Callable | None, *, target: float) -> Sample:
+    """Measures seconds per call of a contender; warm.
+
+    Args:
+      name: one of `NAMES`.
+      program: what `lower` gave, compiled.
+      target: seconds by which the longer chain of calls is longer, see `timing.slope`.
+
+    Raises:
+      ImportError: it is not here.
+    """
+    if name in ("torch", "torch_flash"):
+        return dict(torch=_torch, torch_flash=_torch_flash)[name](problem, target)
+    caches = problem.caches
+    if copies_caches(name, problem.setup.shape):
+        caches = tuple(jax.jit(_tokens_second)(cache) for cache in caches)
+
+    def make(rounds: int):
+        rounds = jnp.int32(rounds)
+        return lambda: program(rounds, problem.operands, list(caches), problem.first_B)
+
+    return timing.slope(make, problem.setup.passes * len(caches), target=target)
 
 
 def copies_caches(name: str, shape: Sizes) -> bool:
@@ -90,35 +140,27 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def _tokens_second(x_BKHS: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x_BKHS, -1, 1)  # [B, S, K, H]
+def _tokens_second(cache: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.moveaxis(x_BKHS, -1, 1) for name, x_BKHS in cache.items()}  # [B, S, K, H]
 
 
-def _cudnn(problem: Problem, target: float) -> Sample:
-    if jax.default_backend() != "gpu":
-        raise ImportError("there is no GPU")
-    moved = jax.jit(lambda cache: jax.tree.map(_tokens_second, cache))
-    caches = tuple(moved(cache) for cache in problem.caches)
-
-    def call(
-        operands: GroupedReading, cache: Mapping[str, jax.Array], first_B: jax.Array
-    ) -> jax.Array:
-        del first_B
-        return jax.nn.dot_product_attention(
-            operands.query,
-            cache["base_key"],
-            cache["base_value"],
-            scale=operands.scale,
-            implementation="cudnn",
-        )
-
-    return timing.chained(call, problem.operands, caches, problem.first_B, target=target)
+def _cudnn(
+    operands: GroupedReading, cache: Mapping[str, jax.Array], first_B: jax.Array
+) -> jax.Array:
+    del first_B
+    return jax.nn.dot_product_attention(
+        operands.query,
+        cache["base_key"],
+        cache["base_value"],
+        scale=operands.scale,
+        implementation="cudnn",
+    )
 
 
 def _torch(problem: Problem, target: float) -> Sample:
     """PyTorch's scaled_dot_product_attention, which splits long caches by itself."""
     torch = _torch_with_cuda()
-    shape, B, S = problem.shape, problem.batch, problem.length
+    shape, B, S = problem.setup.shape, problem.setup.batch, problem.setup.length
     draw = lambda *dims: torch.randn(*dims, dtype=torch.bfloat16, device="cuda")
     query = draw(B, shape.N, 1, shape.H)
     cache = lambda: (draw(B, shape.K, S, shape.H), draw(B, shape.K, S, shape.Hv))
@@ -135,7 +177,7 @@ def _torch_flash(problem: Problem, target: float) -> Sample:
         raise ImportError("flash-attn is not installed")
     import flash_attn
 
-    shape, B, S = problem.shape, problem.batch, problem.length
+    shape, B, S = problem.setup.shape, problem.setup.batch, problem.setup.length
     draw = lambda *dims: torch.randn(*dims, dtype=torch.bfloat16, device="cuda")
     query = draw(B, 1, shape.N, shape.H)
     cache = lambda: (draw(B, S, shape.K, shape.H), draw(B, S, shape.K, shape.Hv))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import importlib
 import inspect
 import itertools
@@ -18,6 +19,7 @@ from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.kernels.profile import contenders
+from kvjax.kernels.profile import side_by_side
 from kvjax.kernels.profile import timing
 from kvjax.kernels.profile.contenders import LIBRARIES
 
@@ -49,13 +51,16 @@ class Run:
         return timing.ON_CHIP_BYTES.get(self.device, max(timing.ON_CHIP_BYTES.values()))
 
 
-def measure(run: Run) -> tuple[list[dict], float]:
+Found = Callable[[Mapping], None]  # is given every row once it is measured
+
+
+def measure(run: Run, found: Found = lambda row: None) -> tuple[list[dict], float]:
     """Rows, a mechanism and implementation each, by batch and length; and the copy's bytes/s."""
     copy, copy_bytes = timing.copy(target=run.target)
     rows, copies = [], []
     for batch, length in run.points:
         point = _Point(run, batch, length, copy, copy_bytes)
-        rows += point.measure()
+        rows += point.measure(found)
         copies += point.copies
     return rows, copy_bytes / timing.spread(copies or [copy()]).median
 
@@ -82,10 +87,20 @@ class _Point:
         self.copy, self.copy_bytes = copy, copy_bytes
         self.memory = _MEMORY * timing.memory_bytes()
         self.sizes = {name: _ring_bytes(run, name, batch, length) for name in run.mechanisms}
+        bandwidth = _bandwidth(copy, copy_bytes)
+        self.setups = {name: _setup(run, name, batch, length, bandwidth) for name in run.mechanisms}
+        self.programs = side_by_side.compiled(
+            {
+                (mechanism, name): functools.partial(contenders.lower, name, setup)
+                for mechanism, setup in self.setups.items()
+                for name in run.implementations
+                if self.sizes[mechanism] <= self.memory
+            }
+        )
         self.mha: _Baseline | None = None
         self.copies: list[float] = []  # seconds
 
-    def measure(self) -> list[dict]:
+    def measure(self, found: Found) -> list[dict]:
         rows = []
         for mechanism in sorted(self.sizes, key=lambda name: (name != "mha", self.sizes[name])):
             beside = self._fits_beside_mha(mechanism)
@@ -93,6 +108,8 @@ class _Point:
                 self.mha = None  # frees its caches; what follows is no smaller
             new = self._in_turns(mechanism)
             rows += new if beside else [dict(no_speedup=NO_MHA) | r for r in new]
+            for row in new:
+                found(row)
             contenders.free()
         self.mha = None
         return _beside_public(sorted(rows, key=lambda r: _order(r, self.run)))
@@ -104,7 +121,7 @@ class _Point:
 
     def _in_turns(self, mechanism: str) -> list[dict]:
         left = self.memory - (self.sizes["mha"] if self.mha else 0)
-        problem = _problem(self.run, mechanism, self.batch, self.length, left)
+        problem = _problem(self.setups[mechanism], self.sizes[mechanism], left)
         if isinstance(problem, str):
             return [self._names(mechanism, "") | dict(why=problem)]
         left -= self.sizes[mechanism]
@@ -131,11 +148,11 @@ class _Point:
     def _sample(
         self, name: str, mechanism: str, problem: contenders.Problem, left: float
     ) -> timing.Sample | str:
-        shape = shapes.SHAPES[self.run.model][mechanism]
+        shape = self.setups[mechanism].shape
         need = self.sizes[mechanism] if contenders.copies_caches(name, shape) else 0
         if need > left:
             return _too_large(need, left, "its own layout's ")
-        return _sample(name, problem, self.run)
+        return _sample(name, problem, self.programs[mechanism, name], self.run)
 
     def _names(self, mechanism: str, implementation: str) -> dict:
         return _names(mechanism, implementation, self.batch, self.length)
@@ -180,8 +197,9 @@ def row(problem: contenders.Problem, seconds: Sequence[float], *, copied: float,
     taken = timing.spread(seconds)
     if taken.median <= 0:
         return dict(why="its time drowns in the noise: take more --milliseconds")
-    tokens = problem.batch * problem.length
-    num_bytes = tokens * shapes.bytes_per_token(problem.shape, problem.dtype)
+    setup = problem.setup
+    tokens = setup.batch * setup.length
+    num_bytes = tokens * shapes.bytes_per_token(setup.shape, setup.dtype)
     rate = num_bytes / taken.median
     datasheet = datasheets.DEVICES.get(run.device)
     around = len(problem.caches) * num_bytes
@@ -191,7 +209,7 @@ def row(problem: contenders.Problem, seconds: Sequence[float], *, copied: float,
         gbps=rate / 1e9,
         of_datasheet=rate / datasheet.bandwidth if datasheet else None,
         of_copy=rate / copied,
-        tflops=tokens * problem.shape.flops().per_key / taken.median / 1e12,
+        tflops=tokens * setup.shape.flops().per_key / taken.median / 1e12,
         caches=len(problem.caches),
         may_stay_on_chip=around < timing.RING * run.on_chip_bytes,
         may_be_launches=jax.default_backend() == "gpu" and taken.median < timing.LAUNCHES,
@@ -208,20 +226,25 @@ def _order(row: dict, run: Run) -> tuple:
 
 
 def _sample(
-    name: str, problem: contenders.Problem, run: Run, **parameters: int
+    name: str, problem: contenders.Problem, program: Callable, run: Run
 ) -> timing.Sample | str:
     """The contender's measurement, or why there is none."""
-    return _or_why(lambda: contenders.sample(name, problem, target=run.target, **parameters))
+    return or_why(lambda: contenders.sample(name, problem, program(), target=run.target))
 
 
-def _or_why[T](make: Callable[[], T]) -> T | str:
+class Refusal(str):
+    """Why a contender does not take a problem, or is not here: nothing failed."""
+
+
+def or_why[T](make: Callable[[], T]) -> T | str:
     """What is made, or why it is not: one that fails does not end the run."""
     try:
         return make()
     except Exception as error:
         said = first_line(error)
         expected = isinstance(error, (NotImplementedError, ImportError))
-        return said if expected else f"{type(error).__name__}: {said}"
+        error.__traceback__ = None  # whoever keeps the error would keep arrays of these frames
+        return Refusal(said) if expected else f"{type(error).__name__}: {said}"
 
 
 def _ring_bytes(run: Run, mechanism: str, batch: int, length: int) -> int:
@@ -231,17 +254,28 @@ def _ring_bytes(run: Run, mechanism: str, batch: int, length: int) -> int:
     return num_bytes * timing.ring(num_bytes, run.on_chip_bytes)
 
 
-def _problem(
-    run: Run, mechanism: str, batch: int, length: int, left: float
-) -> contenders.Problem | str:
-    """The mechanism on the device, where it fits the bytes that are left; or why it is not."""
+def _bandwidth(copy: timing.Sample, copy_bytes: int) -> float:
+    """Bytes/s of a copy, about; by which rounds are made long enough."""
+    return copy_bytes / max(timing.spread([copy() for _ in range(3)]).median, 1e-9)
+
+
+def _setup(run: Run, mechanism: str, batch: int, length: int, bandwidth: float) -> contenders.Setup:
     need = _ring_bytes(run, mechanism, batch, length)
-    if need > left:
-        return _too_large(need, left)
     shape = shapes.SHAPES[run.model][mechanism]
     copies = need // (batch * length * shapes.bytes_per_token(shape, run.dtype))
-    sizes = dict(batch=batch, length=length, dtype=run.dtype, copies=copies)
-    return _or_why(lambda: contenders.Problem(shape, **sizes))
+    return contenders.Setup(
+        shape=shape,
+        batch=batch,
+        length=length,
+        dtype=run.dtype,
+        copies=copies,
+        passes=timing.passes(need, copies, bandwidth),
+    )
+
+
+def _problem(setup: contenders.Setup, need: int, left: float) -> contenders.Problem | str:
+    """The mechanism on the device, where it fits the bytes that are left; or why it is not."""
+    return _too_large(need, left) if need > left else or_why(lambda: contenders.Problem(setup))
 
 
 def _too_large(need: float, left: float, what: str = "") -> str:
@@ -265,28 +299,50 @@ def candidates(implementation: str) -> list[dict[str, int]]:
     return [{}, *tried]
 
 
-def tune(run: Run) -> list[dict]:
+def tune(run: Run, found: Found = lambda row: None) -> list[dict]:
     """The fastest block sizes of our implementations, each shape by itself; saved."""
-    found = []
+    rows = []
     kind = tuning.current_device_kind()
     ours = [name for name in run.implementations if name in IMPLEMENTATIONS and candidates(name)]
-    for (batch, length), mechanism in itertools.product(run.points, run.mechanisms):
-        left = _MEMORY * timing.memory_bytes()
-        problem = _problem(run, mechanism, batch, length, left)
-        if isinstance(problem, str):
-            found.append(_names(mechanism, "", batch, length) | dict(why=problem))
-            continue
-        for name in ours:
-            names = _names(mechanism, name, batch, length)
-            found.append(names | _tuned(problem, name, run, kind))
-        del problem  # freed before the next is built
-    return found
+    copy, copy_bytes = timing.copy(target=run.target)
+    for batch, length in run.points:
+        bandwidth, memory = _bandwidth(copy, copy_bytes), _MEMORY * timing.memory_bytes()
+        setups = {m: _setup(run, m, batch, length, bandwidth) for m in run.mechanisms}
+        needs = {m: _ring_bytes(run, m, batch, length) for m in run.mechanisms}
+        programs = side_by_side.compiled(
+            {
+                (m, name, i): functools.partial(contenders.lower, name, setup, **parameters)
+                for m, setup in setups.items()
+                if needs[m] <= memory
+                for name in ours
+                for i, parameters in enumerate(candidates(name))
+            }
+        )
+        for mechanism, setup in setups.items():
+            problem = _problem(setup, needs[mechanism], memory)
+            if isinstance(problem, str):
+                rows.append(_names(mechanism, "", batch, length) | dict(why=problem))
+                found(rows[-1])
+                continue
+            for name in ours:
+                names = _names(mechanism, name, batch, length)
+                of = [(p, programs[mechanism, name, i]) for i, p in enumerate(candidates(name))]
+                rows.append(names | _tuned(problem, name, of, run, kind))
+                found(rows[-1])
+            del problem  # freed before the next is built
+    return rows
 
 
-def _tuned(problem: contenders.Problem, name: str, run: Run, kind: str) -> dict:
+def _tuned(
+    problem: contenders.Problem,
+    name: str,
+    programs: Sequence[tuple[dict[str, int], Callable]],
+    run: Run,
+    kind: str,
+) -> dict:
     samples, why = {}, []
-    for parameters in candidates(name):
-        sample = _sample(name, problem, run, **parameters)
+    for parameters, program in programs:
+        sample = _sample(name, problem, program, run)
         if isinstance(sample, str):
             why.append(sample)
         else:
@@ -299,10 +355,12 @@ def _tuned(problem: contenders.Problem, name: str, run: Run, kind: str) -> dict:
     }
     best = min(medians, key=medians.get)
     facts = dict(seconds=medians[best], by_default=medians.get(()), tried=len(samples))
+    facts |= dict(all=[dict(parameters) | dict(seconds=s) for parameters, s in medians.items()])
     if not best:
         return dict(why=NOTHING_FASTER) | facts
     key = tuning.key(name, problem.operands, problem.caches[0])
-    tuning.save(key, kind, dict(best), source="measured", **facts)
+    said = {fact: facts[fact] for fact in ("seconds", "by_default", "tried")}
+    tuning.save(key, kind, dict(best), source="measured", **said)
     return dict(key=key, parameters=dict(best)) | facts
 
 

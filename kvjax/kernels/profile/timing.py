@@ -1,6 +1,6 @@
 """Seconds per call on the device present, without the cost of starting a call.
 
-A call's time is the slope between two chains of calls, each one program: a loop whose every call
+A call's time is the slope between two chains of calls by one program: a loop whose every call
 takes its query from the output before, so that none is hoisted, merged or overlapped. Calls go
 round a ring of caches that together do not fit what the chip keeps on itself. What is compared is
 sampled in turns, round by round, so that a drift of the clock or of the neighbours meets all of it.
@@ -43,8 +43,8 @@ ON_CHIP_BYTES = dict(
 MAX_RING = 32
 RING = 8  # times what the chip keeps on itself: an L2 does not forget the oldest first
 LAUNCHES = 20e-6  # seconds of a call that launching its kernels on a GPU may take
-_SHORT = 4  # rounds of the ring in the shorter chain
-_COPY_BYTES = 2**29
+_ROUND = 5e-3  # seconds of a round: the host looks at its end, which costs some 15 us of them
+_COPY_BYTES, _COPIES = 2**29, 4  # copied, and how often in a round
 
 
 def ring(cache_bytes: int, on_chip_bytes: float) -> int:
@@ -55,18 +55,29 @@ def ring(cache_bytes: int, on_chip_bytes: float) -> int:
     return min(MAX_RING, math.ceil(RING * on_chip_bytes / cache_bytes))
 
 
-def chain(call: Call, rounds: int) -> Callable:
-    """(operands, caches, first_B) -> operands after `rounds` times a call on each of the caches."""
+def passes(ring_bytes: int, copies: int, bandwidth: float) -> int:
+    """How often a round goes round the ring, to take some milliseconds at that many bytes/s."""
+    seconds = max(ring_bytes / max(bandwidth, 1.0), copies * LAUNCHES)
+    return math.ceil(_ROUND / seconds)
+
+
+def chain(call: Call, passes: int) -> Callable:
+    """(rounds, operands, caches, first_B) -> operands after as many rounds.
+
+    A round calls on each of the caches, `passes` times. How many rounds there are is an argument:
+    one program serves long chains and short ones.
+    """
 
     call = jax.jit(call)  # traced once, not once per cache
 
-    def run(operands: Reading, caches: Sequence[Cache], first_B: jax.Array) -> Reading:
+    def run(rounds: int, operands: Reading, caches: Sequence[Cache], first_B: jax.Array) -> Reading:
         def around(_, operands):
             for cache in caches:
                 operands = _follow(operands, call(operands, cache, first_B))
             return operands
 
-        return jax.lax.fori_loop(0, rounds, around, operands)
+        round_ = lambda _, operands: jax.lax.fori_loop(0, passes, around, operands)
+        return jax.lax.fori_loop(0, rounds, round_, operands)
 
     return jax.jit(run)
 
@@ -95,7 +106,7 @@ def slope(
     target: float,
     seconds: Callable[[Callable], float] = seconds,
 ) -> Sample:
-    """Samples seconds per call from two runs of different length; compiles and warms up both.
+    """Samples seconds per call from runs of one round and of more; both have run before.
 
     Args:
       make: a run of that many rounds.
@@ -103,25 +114,13 @@ def slope(
       target: seconds by which the longer run should be longer.
       seconds: the clock.
     """
-    short = make(_SHORT)
-    seconds(short)  # compiles
-    round_seconds = min(seconds(short), seconds(short)) / _SHORT
-    more = min(4096, max(_SHORT, math.ceil(target / max(round_seconds, 1e-9))))
-    long = make(_SHORT + more)
+    short = make(1)
+    seconds(short)  # compiles, or loads what was compiled
+    round_seconds = min(seconds(short), seconds(short))
+    more = min(4096, max(1, math.ceil(target / max(round_seconds, 1e-9))))
+    long = make(1 + more)
     seconds(long)
     return lambda: (seconds(long) - seconds(short)) / (more * calls)
-
-
-def chained(
-    call: Call, operands: Reading, caches: Sequence[Cache], first_B: jax.Array, *, target: float
-) -> Sample:
-    """Samples seconds per call of decode attention over a ring of caches."""
-
-    def make(rounds):
-        run = chain(call, rounds)
-        return lambda: run(operands, caches, first_B)
-
-    return slope(make, len(caches), target=target)
 
 
 def copy(*, target: float, num_bytes: int = _COPY_BYTES) -> tuple[Sample, int]:
@@ -129,10 +128,11 @@ def copy(*, target: float, num_bytes: int = _COPY_BYTES) -> tuple[Sample, int]:
     array = jnp.zeros(num_bytes // 4, jnp.int32)
 
     def make(rounds):
-        run = jax.jit(lambda x: jax.lax.fori_loop(0, rounds, lambda _, x: x + 1, x))
+        times = rounds * _COPIES
+        run = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, x: x + 1, x))
         return lambda: run(array)
 
-    return slope(make, 1, target=target), 2 * array.nbytes
+    return slope(make, _COPIES, target=target), 2 * array.nbytes
 
 
 def interleaved(samples: Mapping[str, Sample], rounds: int) -> dict[str, list[float]]:

@@ -7,9 +7,10 @@ import pytest
 
 from experiments import record
 from experiments.analysis import numbers as numbers_lib
+from experiments.analysis.head_tables import Run
 from experiments.studies import head_diversity
-from experiments.studies import tiny_comparison
-from experiments.studies.head_diversity import Run
+from experiments.studies.demo_size import STUDIES
+from experiments.studies.grid import Run as GridRun
 from kvjax.foundation import command_line
 from tests import runs
 
@@ -106,12 +107,12 @@ def test_bad_values(run, option, message):
     assert status == 2 and not out and message in err and err.count("\n") == 1
 
 
-def test_the_configs_are_those_of_the_comparison_with_snapshots():
+def test_the_configs_are_those_of_the_study_of_mechanisms_with_snapshots():
     found = head_diversity.config_of("lrkv", 8, 3)
-    expected = tiny_comparison.config_of("lrkv", 8, "joint")
-    assert found.train.seed == 3 and found.train.snapshot_every == 2
-    for name in ("seed", "snapshot_every"):
-        expected.train[name] = found.train[name]
+    (cell,) = (cell for cell in STUDIES["mechanisms"].cells() if cell.name == "lrkv")
+    expected = GridRun(cell, 3, 8).config
+    assert found.train.snapshot_every == 2 and not expected.train.snapshot_every
+    expected.train.snapshot_every = 2
     assert found.to_dict() == expected.to_dict()
 
 
@@ -119,7 +120,7 @@ def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(head_diversity, "_finished", lambda workdir, steps: True)
     monkeypatch.setattr(head_diversity, "measure", lambda workdir: made.append(0) or _made("mha"))
-    (tmp_path / "mha_seed0_steps8_joint").mkdir()
+    (tmp_path / "mha_seed0_steps8").mkdir()
     for _ in range(2):
         assert head_diversity.run("mha", 8, 0, epath.Path(tmp_path)) == _made("mha")
     assert len(made) == 1
@@ -137,7 +138,7 @@ def test_a_run_is_trained_once_and_measured_at_its_ends(monkeypatch, tmp_path):
     assert sorted(found.steps) == [0, 2, 4] and 0 < found.steps[0]["share"] <= 100
     assert found.trained == dict(trained=1.0) and found.untrained == dict(trained=0.0)
     assert found.bits_per_byte > 0
-    monkeypatch.setattr(tiny_comparison, "run", None)  # it is finished
+    monkeypatch.setattr(head_diversity.loop, "train", None)  # it is finished
     assert head_diversity.run("lrkv", 4, 0, folder) == found
 
 

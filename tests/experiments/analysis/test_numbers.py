@@ -35,6 +35,7 @@ def lrkv():
     return _model(4, 1, 3)
 
 
+@pytest.mark.slow
 def test_effective_ranks_are_means_over_layers_in_percent(lrkv):
     found = numbers.diversity(lrkv, REQUEST)
     layers = list(heads_lib.layers(lrkv))

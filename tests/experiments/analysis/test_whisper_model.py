@@ -27,6 +27,7 @@ def _rows(length):
     return np.random.default_rng(1).integers(0, V, (2, length)).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_layers_see_what_the_model_makes_of_a_text(model):
     rows_BT, params = _rows(9), model.whisper.params
     inputs = whisper_lib.attention_inputs(params, model.transformer.mechanisms, rows_BT)
@@ -44,6 +45,7 @@ def test_layers_see_what_the_model_makes_of_a_text(model):
         assert layer.mask.causal and not layer.mask.window
 
 
+@pytest.mark.slow
 def test_frames_count_and_losses_are_those_of_the_model(model):
     rows_BT = _rows(12)
     expected = whisper_lib.losses(model.whisper.params, model.transformer.mechanisms, rows_BT)

@@ -101,6 +101,7 @@ def _option(command, name):
     return pathlib.Path(given.partition("=")[2])
 
 
+@pytest.mark.slow
 def test_smollm2_is_tuned_by_the_products_commands(run, small_smollm2, monkeypatch, tmp_path):
     """Which here write what they started from."""
     commands = []

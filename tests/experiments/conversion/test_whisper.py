@@ -193,6 +193,7 @@ def test_decoding_equals_forward_whatever_the_mechanism(
     assert np.isnan(beyond_BTD).all()
 
 
+@pytest.mark.slow
 def test_perplexity_is_of_the_text_behind_the_prefix(model):
     params, config = model
     rows_RT = _tokens(3, 9)

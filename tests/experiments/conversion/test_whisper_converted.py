@@ -19,6 +19,7 @@ from tests import quick
 pytestmark = pytest.mark.usefixtures("small")
 
 
+@pytest.mark.slow
 def test_moments_are_those_of_the_inputs(subject):
     whisper = subject.whisper
     rows_RT = subject.training_RT[:20]
@@ -71,6 +72,7 @@ def test_rows_are_spread():
 # -- stages ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_of_whisper_are_measured_once(run, subject, monkeypatch):
     options = ("--stage=whisper_ranks", "--whisper=folder")
     status, out, err = run(*options, "--plan")

@@ -80,6 +80,7 @@ def test_a_share_of_the_loss_is_the_originals_predictions(subject):
     assert mixed[0] == pytest.approx((losses[0] + nats[0]) / 2, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_all_of_a_seed_see_the_same_rows(subject, monkeypatch):
     seen = {}
     _settings(monkeypatch, "lrkv_r32")

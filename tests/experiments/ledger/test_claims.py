@@ -1,6 +1,7 @@
 """The ledger: no table or figure is left out, and verdicts follow from rules and results."""
 
 import json
+import math
 import re
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from experiments import claims
 from experiments import record
 from experiments.ledger import lrkv
+from experiments.ledger import lrkv_figures
 from experiments.ledger import projection_sharing
+from experiments.ledger import small_tasks
 from experiments.ledger import thin_keys
 from experiments.ledger import verdicts
 from experiments.ledger.verdicts import AtScale
@@ -17,6 +20,7 @@ from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import Found
+from experiments.ledger.verdicts import Same
 from experiments.ledger.verdicts import Tabulated
 from experiments.ledger.verdicts import Undefined
 from kvjax.foundation.checkout import EXPERIMENTS
@@ -29,6 +33,12 @@ NUMBERED = {
     thin_keys.TITLE: (11, 0),
     "Logit spectra (arXiv 2604.04384)": (2, 0),
 }
+
+
+@pytest.fixture(scope="module")
+def ledger():
+    """Judged once: it takes seconds."""
+    return claims.ledger()
 
 
 @pytest.mark.parametrize("paper", NUMBERED)
@@ -48,6 +58,7 @@ def test_no_table_and_no_figure_is_left_out(paper):
         ("4 GPUs", "Projection"),
         ("twice the throughput", "Projection"),
         ("INT4", "Thin"),
+        ("2.5 TB", "Thin"),
         ("60 % more users", "Thin"),
         ("fragile to quantisation", "Thin"),
         ("lead over MLA grows with scale", "blog"),
@@ -63,15 +74,15 @@ def test_claims_of_the_texts_are_there(words):
     assert any(text in claim.says for claim in there)
 
 
-def test_the_file_is_what_the_results_say():
+def test_the_file_is_what_the_results_say(ledger):
     stored = (EXPERIMENTS / claims.FILE).read_text("utf-8")
-    assert stored == claims.written(claims.ledger()), (
+    assert stored == claims.written(ledger), (
         "run `python -m experiments.claims --write` where results have changed"
     )
 
 
-def test_every_verdict_is_explained_and_commands_are_there():
-    for rows in claims.ledger().values():
+def test_every_verdict_is_explained_and_commands_are_there(ledger):
+    for rows in ledger.values():
         for row in rows:
             assert row["verdict"] in verdicts.VERDICTS and row["says"]
             module = re.match(r"python -m ([\w.]+)", row["command"])
@@ -99,12 +110,32 @@ def _differs(mean, half, seeds=3, sign=-1):
         (dict(mean=-0.5, half=0.6), "not told apart"),
         (dict(mean=-0.5, half=0.2, seeds=2), "not measured yet"),
         (dict(mean=-0.5, half=None, seeds=1), "not measured yet"),
-        (dict(mean=0.1, half=0.2, sign=0), "reproduced"),
-        (dict(mean=0.3, half=0.2, sign=0), "contradicted"),
     ],
 )
 def test_a_difference_needs_seeds_and_an_interval(found, verdict):
     assert _differs(**found).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "seeds", "verdict"),
+    [
+        (0.05, 0.2, 3, "reproduced"),  # all of the interval within the margin
+        (-0.29, 0.01, 3, "reproduced"),  # also where it leaves 0 out
+        (0.2, 0.2, 3, "not told apart"),
+        (0.4, 0.2, 3, "not told apart"),
+        (-0.6, 0.2, 3, "contradicted"),
+        (0.0, 0.1, 2, "not measured yet"),
+    ],
+)
+def test_equality_needs_a_margin(mean, half, seeds, verdict):
+    found = Same(lambda: (Estimate(mean, half), seeds), 0.3, "+.2f", "small").judge()
+    assert found.verdict == verdict and found.ours.endswith("margin 0.3")
+    assert found.ours.startswith("so far ") is (seeds < 3)
+
+
+def test_figures_within_a_printed_range():
+    rule = verdicts.within(lambda: dict(a=2, b=11, c=11.5), 2, 11, ".1f")
+    assert rule.judge() == Found("in part", "2 of 3 cases; a 2.0, b 11.0, c 11.5")
 
 
 def test_numbers_agree_to_their_printed_digits():
@@ -133,19 +164,139 @@ def test_cases_hold_all_in_part_or_not():
 
 def test_what_is_too_large_says_what_would_settle_it(results):
     seen = Differs(lambda: (Estimate(-0.5, 0.2), 3), -1, "+.2f", "small")
-    found = AtScale("lrkv_2p5b", 50e9, seen=seen).judge()
+    two = ("lrkv_2p5b", "mha_2p5b")
+    found = AtScale(two, 50e9, seen=seen, why="for a reason").judge()
     assert found.verdict == "out of reach"
-    assert found.ours.startswith("at demo size reproduced: -0.50 ± 0.20 (small, 3 seeds); would")
-    # 2 models, 17.2 GFLOP a token: 3.5e21 of 16 x 459e12 x 0.4 FLOP/s
-    assert "50B tokens each: 6.2 days on 16 v5p chips" in found.ours
-    missing = AtScale("lrkv_2p5b", 50e9, seen=Tabulated(("a",))).judge()
-    assert missing.ours.startswith("at demo size not measured yet; would take")
+    assert found.ours.startswith("at demo size reproduced: -0.50 ± 0.20 (small, 3 seeds); for a ")
+    # 17.2 and 18.2 GFLOP a token: 1.8e21 of 16 x 459e12 x 0.4 FLOP/s
+    assert "`lrkv_2p5b`, `mha_2p5b` of configs/, 50B tokens each: 6.4" in found.ours
+    assert "days a seed on 16 v5p chips" in found.ours
+    small = AtScale(("mha_128m", "mha_2p5b"), (1e9, 2e9), seen=Tabulated(("a",))).judge()
+    assert small.ours.startswith("at demo size not measured yet; would take")
+    assert "1B and 2B tokens each: 3." in small.ours and "hours a seed" in small.ours
+
+
+@pytest.mark.parametrize("groups, needed", [(1, 0), (2, 16), (3, 22), (32, 31)])
+def test_groups_need_residuals_of_d_h_less_its_part(groups, needed):
+    assert lrkv_figures.needed(groups) == needed
+
+
+def test_a_query_folds_into_b_without_rope_alone():
+    assert lrkv_figures.fold_gap(rope=False) < 1e-9 < 1e-2 < lrkv_figures.fold_gap(rope=True)
+    assert thin_keys._absorbed_gap(rope=False) < 1e-9 < 1e-2
+    assert thin_keys._absorbed_gap(rope=True) > 1e-2
+
+
+def test_the_largest_share_of_an_effective_rank():
+    """Of 17 components: all alike, and one of a half with 16 alike."""
+    assert lrkv_figures.most(17 - 1e-9, 18) == pytest.approx(1 / 17, abs=1e-3)
+    entropy = 0.5 * math.log(2) + 0.5 * math.log(32)
+    assert lrkv_figures.most(math.exp(entropy), 18) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_rows_that_all_solve_tell_nothing(results):
+    cell = lambda right: {str(seed): dict(right=right + seed / 100) for seed in range(3)}
+    runs = {"swap/qkv/d32_l2_h2_t16": cell(0.9), "swap/qkv_tied/d32_l2_h2_t16": cell(0.9)}
+    (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
+    with pytest.raises(verdicts.NoResultError):
+        small_tasks.table_2("swap", "qkv_tied", "qkv")()
+    runs |= {"swap/qkv/d32_l2_h2_t64": cell(0.6), "swap/qkv_tied/d32_l2_h2_t64": cell(0.4)}
+    (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
+    found, seeds = small_tasks.table_2("swap", "qkv_tied", "qkv")()
+    assert found.mean == pytest.approx(-20) and seeds == 3
+    alike = small_tasks.Alike("swap", "qkv_tied", "qkv", 25.0)
+    assert alike.judge().verdict == verdicts.REPRODUCED
+    solved = {str(seed): dict(right=0.9999) for seed in range(3)}
+    for variant in ("qkv", "qkv_tied"):
+        runs[f"swap/{variant}/d32_l2_h2_t64"] = solved
+    (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
+    assert alike.judge() == (verdicts.UNTOLD, f"both solve it ({small_tasks._points('swap')})")
+
+
+def _remedies(
+    results, normalised, annealed, *, length=64, seeds=3, half=0.01, plain=(0.8, 0.8, 0.8, 0.8)
+):
+    """A result of changes by variant and task, in the order of `cells`, and the verdict on it."""
+    cells = [(v, task) for v in ("qk_tied", "qkv_tied") for task in ("reverse", "swap")]
+    rows = []
+    for (variant, task), right in zip(cells, plain, strict=True):
+        row = dict(task=task, variant=variant, remedy="none", length=length)
+        rows.append(row | dict(right=right, seeds_in_common=0, change=None))
+    for remedy, changes in dict(normalised=normalised, annealed=annealed).items():
+        for (variant, task), change in zip(cells, changes, strict=False):
+            row = dict(task=task, variant=variant, remedy=remedy, length=length)
+            row |= dict(seeds_in_common=seeds, change=change, change_half_interval=half)
+            rows.append(row)
+    (results / "diagonal.json").write_text(json.dumps(dict(hottest=4.0, rows=rows)))
+    return small_tasks.NoHelp(margin=1.0).judge()
+
+
+def test_a_remedy_that_helps_everywhere_is_one(results):
+    helps, harms = (0.1, 0.02, 0.1, 0.02), (0.1, 0.02, 0.1, -0.02)
+    assert _remedies(results, harms, harms).verdict == verdicts.REPRODUCED
+    found = _remedies(results, helps, harms)
+    assert found.verdict == verdicts.PART
+    assert (
+        "normalised (contradicted): qk_tied reverse +10.0 ± 1.0, qk_tied swap +2.0 ± 1.0"
+        in found.ours
+    )
+    assert "annealed from 4 to 1" in found.ours
+    assert _remedies(results, helps, helps).verdict == verdicts.CONTRADICTED
+    nothing = (0.001,) * 4
+    assert _remedies(results, nothing, nothing, half=0.002).verdict == verdicts.REPRODUCED
+    room = dict(plain=(0.8, 0.8, 0.8, 0.9999))  # what is solved has none
+    assert _remedies(results, harms, harms, **room).verdict == verdicts.CONTRADICTED
+
+
+def test_a_remedy_of_which_little_is_known_is_not_judged(results):
+    harms = (0.1, 0.02, 0.1, -0.02)
+    assert _remedies(results, harms, harms, half=20.0).verdict == verdicts.UNTOLD
+    for few in (dict(length=8), dict(seeds=2)):
+        with pytest.raises(verdicts.NoResultError):
+            _remedies(results, harms, harms, **few)
+    solved = dict(plain=(1.0, 0.995, 0.999, 0.8))
+    with pytest.raises(verdicts.NoResultError):  # one cell alone has room
+        _remedies(results, harms, harms, **solved)
+    for changes in ((), harms[:1]):  # one remedy alone, or not in all cells
+        with pytest.raises(verdicts.NoResultError):
+            _remedies(results, harms, changes)
+
+
+def test_what_few_variants_solve_is_not_solved_by_all(results):
+    def write(variants, seeds):
+        rows = [dict(variant=v, tasks=dict(sub=dict(right=1.0, seeds=seeds))) for v in variants]
+        (results / "sequence_tasks.json").write_text(json.dumps(dict(rows=rows)))
+
+    every = ("qkv", "qk_tied", "qk_tied_plus", "kv_tied", "qkv_tied", "qkv_tied_plus")
+    write(every, 3)
+    assert small_tasks.all_right("sub").judge().verdict == verdicts.REPRODUCED
+    for variants, seeds in ((every[1:], 3), (every, 2), ((), 3)):
+        write(variants, seeds)
+        with pytest.raises(verdicts.NoResultError):
+            small_tasks.all_right("sub").judge()
+    with pytest.raises(verdicts.NoResultError):
+        verdicts.Cases(dict, str).judge()
+
+
+def test_the_best_of_a_set_is_compared_with_the_next_best(results):
+    right = dict(qkv=0.5, qk_tied=0.8, qk_tied_plus=0.7, kv_tied=0.6)
+    runs = {
+        f"last/{variant}/d64": {str(seed): dict(right=x + seed / 100) for seed in range(3)}
+        for variant, x in right.items()
+    }
+    (results / "set_anomaly.json").write_text(json.dumps(dict(runs=runs)))
+    found, seeds = small_tasks.best_anomaly("last")()
+    assert found.mean == pytest.approx(-10) and seeds == 3
 
 
 def test_without_a_result_nothing_is_said(results):
     claim = Claim("Table 1", "something", "1", Tabulated(("a",)))
     assert claim.judge() == Found("not measured yet", "")
     assert Undefined("nobody knows").judge() == Found("undefined", "nobody knows")
+    seen = Undefined("nobody knows", lambda: "here 2").judge()
+    assert seen == Found("undefined", "nobody knows; here 2")
+    missing = Undefined("nobody knows", lambda: verdicts.read("no_such_result"))
+    assert missing.judge() == Found("undefined", "nobody knows")
 
 
 def test_studies_are_read_by_cell(results):

@@ -23,9 +23,9 @@ from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
 
 STEPS = 8
-# Stands in for kvjax.main: argv[1] is the workdir. It has the first CPUs that it may use told.
+# Stands in for kvjax.main: argv[1] is the workdir.
 _TRAINS = """
-import json, os, pathlib, sys
+import json, pathlib, sys
 workdir = pathlib.Path(sys.argv[1])
 if "mqa" in workdir.name and "seed1" in workdir.name:
     print("step 1 of 8\\rkvjax: no room")
@@ -33,7 +33,6 @@ if "mqa" in workdir.name and "seed1" in workdir.name:
 records = [dict(step=4, validation_bpb=2.5), dict(step=8, validation_bpb=2.0)]
 (workdir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\\n" for r in records))
 (workdir / "timing.jsonl").write_text(json.dumps(dict(step=8, tokens_per_second=1000.0)) + "\\n")
-(workdir / "cores").write_text(str(sorted(os.sched_getaffinity(0))))
 """
 
 
@@ -98,15 +97,24 @@ def _parameters(file, width):
     return formulas.parameters(experiment_lib.resolve(config).model)["total"]
 
 
-def test_runs_are_trained_once(trains, tmp_path):
+def test_cores_are_shared_out(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 0, 2}, raising=False)
+    assert side_by_side.shares(2) == [{0, 4}, {2}]
+    assert side_by_side.shares(4) == [{0}, {2}, {4}, {0, 2, 4}]
+
+
+@pytest.mark.slow
+def test_runs_are_trained_once(trains, tmp_path, monkeypatch):
     """Each with cores of its own; one that fails is told with its last line, and tried again."""
+    given, of_one = [], [{1}, {7}]
+    monkeypatch.setattr(side_by_side, "shares", lambda count: of_one[:count])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: given.append(cores))
     runs = [_run(name, seed) for seed in (0, 1) for name in ("mha", "mqa")]
     expected = {run.name: "" for run in runs}
     failed = {"mqa_seed1_steps8": "status 2: kvjax: no room"}
     assert _train(runs, tmp_path) == expected | failed
     assert sorted(trains) == sorted(expected)
-    used = {(tmp_path / run.name / "cores").read_text() for run in runs[:3]}
-    assert used <= {str(sorted(cores)) for cores in side_by_side.shares(2)}
+    assert len(given) == len(runs) and all(cores in of_one for cores in given)
     trains.clear()
     assert _train(runs, tmp_path) == expected | failed and trains == list(failed)
     assert side_by_side.curve(tmp_path / "mha_seed0_steps8") == {4: 2.5, 8: 2.0}
@@ -127,6 +135,7 @@ def test_how_long_it_takes_is_said_first(trains, tmp_path, capsys):
     assert "guess" not in said  # 65,536 tokens each, 1,000 of them a second
 
 
+@pytest.mark.slow
 def test_runs_of_other_code_or_config_are_not_mixed(trains, tmp_path, monkeypatch):
     """Finished or not, one told and the others counted; a folder that says nothing neither."""
     _train([_run(), _run(seed=1)], tmp_path)
@@ -149,6 +158,7 @@ def test_runs_of_other_code_or_config_are_not_mixed(trains, tmp_path, monkeypatc
 
 
 def test_code_that_changes_while_a_study_runs(trains, tmp_path, monkeypatch):
+    grid.code()  # as it was before, which is kept
     monkeypatch.setattr(grid, "code_now", lambda: {"optim.py": "changed"})
     (why,) = _train([_run()], tmp_path).values()
     assert why.startswith("the code changed after the study began (") and not trains

@@ -3,6 +3,7 @@
 import argparse
 import json
 
+import jax
 import pytest
 
 from experiments import record
@@ -72,19 +73,43 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(results):
     def fails(seed):
         raise FloatingPointError("loss is nan")
 
-    cells = [Cell("bad", {}, fails, 1e6), _cell("good", trained)]
-    _, failed = _train(cells, seeds=1)
-    assert failed == {"bad seed 0": "loss is nan"} and trained == [("good", 0)]
+    def has_no_room(seed):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    bad = [Cell("bad", {}, fails, 1e6), Cell("large", {}, has_no_room, 1e6)]
+    _, failed = _train([*bad, _cell("good", trained)], seeds=1)
+    assert failed["bad seed 0"] == "loss is nan" and trained == [("good", 0)]
+    assert "Out of memory" in failed["large seed 0"]
+
+
+def test_a_result_may_lie_in_a_folder_that_is_not_there_yet(results):
+    options = argparse.Namespace(seeds=1, mix=False, fresh=False, save=True)
+    result = lambda kept, failed: kept.as_json()
+    in_process.train("images/mnist", [_cell("a", [])], options, result)
+    assert json.loads((results / "images" / "mnist.json").read_text())["runs"]["a"]
+
+
+def test_a_mean_is_over_runs_that_were_asked_alike(results):
+    """A seed that was trained anew of other data is no seed of the first."""
+    trained = []
+    first, second = _cell("a", trained, data="one"), _cell("a", trained, data="another")
+    _train([first], seeds=3)
+    kept, _ = _train([second], seeds=1)
+    assert in_process.means([second], kept, "right", data="another") == {0: 0.0}
+    assert in_process.means([first], kept, "right", data="one") == {1: 0.5, 2: 1.0}
 
 
 def test_rows_beside_the_papers(results, monkeypatch, capfd):
     """Means over cells of seeds that all have, with intervals over seeds."""
     found = {16: 0.9, 64: 0.5}
-    train = lambda task, variant, shape, length, seed: dict(right=found[length] + seed / 10)
+    train = lambda task, config, length, seed: dict(right=found[length] + seed / 10)
     monkeypatch.setattr(sequence_tasks, "train", train)
     monkeypatch.setattr(sequence_tasks.runtime, "start", lambda: None)
     options = ["--tasks=reverse", "--variants=kv_tied", "--widths=32", "--seeds=2", "--json"]
     assert command_line.status(sequence_tasks.main, options) == 0
-    (row,) = json.loads(capfd.readouterr().out)["rows"]
+    told = json.loads(capfd.readouterr().out)
+    (row,) = told["asked"]
+    assert row["tasks"]["reverse"]["cells"] == 2 and row["tasks"]["reverse"]["length"] == [16, 64]
+    assert told["rows"] == []  # other variants were not trained on it
     assert row["tasks"]["reverse"]["right"] == pytest.approx(0.75)
     assert row["tasks"]["reverse"]["seeds"] == 2 and row["published"]["reverse"] == 0.701

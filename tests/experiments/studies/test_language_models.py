@@ -33,6 +33,43 @@ def test_whoever_is_compared_is_there():
         assert any(cell.against for cell in cells)
 
 
+def test_some_of_a_study_bring_those_they_are_compared_with():
+    chosen = lambda names: [c.name for c in language_models.chosen(cells, names)]
+    cells = STUDIES["lrkv_starts"].cells()
+    assert chosen("lrkv_per_head") == ["mha", "lrkv", "mha_per_head", "lrkv_per_head"]
+    assert chosen("mha") == ["mha"] and chosen("") == [cell.name for cell in cells]
+
+
+def test_what_a_change_moves_is_of_one_pair_with_it_and_without():
+    changed = 0
+    for cells in demo_size.cells_of(tuple(STUDIES)).values():
+        by_name = {cell.name: cell for cell in cells}
+        for cell in filter(lambda cell: cell.before, cells):
+            plain, mha = by_name[cell.before], by_name[cell.against]
+            assert plain.against == mha.against and cell.config == plain.config
+            change = dict(cell.overrides.items() - plain.overrides.items())
+            there = dict(mha.overrides)
+            changed += 1
+            assert change and {k: there[k] for k in change} == change
+    assert changed == 20
+
+
+def test_what_a_change_moves_is_taken_seed_by_seed():
+    bpb = dict(mha=(2.0, 2.4), mha_per_head=(1.9, 2.2), lrkv=(1.9, 2.3), lrkv_per_head=(1.9, 2.1))
+    kept = types.SimpleNamespace(
+        runs={name: dict.fromkeys((0, 1)) for name in bpb},
+        of=lambda run: dict(bpb=bpb[run.cell.name][run.seed], tokens_per_second=None),
+    )
+    cells = [cell for cell in STUDIES["lrkv_starts"].cells() if cell.name in bpb]
+    rows = {row["cell"]: row for row in language_models.rows(cells, 128, kept)}
+    assert rows["lrkv"]["moved"] is None and rows["lrkv"]["difference"] == pytest.approx(-0.1)
+    changed = rows["lrkv_per_head"]
+    assert changed["before"] == "lrkv"
+    assert changed["difference"] == pytest.approx(-0.05)
+    assert changed["moved"] == pytest.approx(0.05)  # of seeds: 0.1 and 0.0
+    assert changed["moved_half_interval"] == pytest.approx(12.706 * 0.05, rel=1e-3)
+
+
 def test_a_name_is_one_config_in_all_studies():
     """They share runs."""
     seen = {}
@@ -48,8 +85,7 @@ def _bytes(model) -> int:
 
 def test_equal_bytes_and_equal_parameters(models):
     equal = models["lrkv_equal"]
-    scales = 4 * 4 * 4  # four layers' 1/rms of four heads in float32
-    assert _bytes(equal["lrkv_r8"]) - scales == _bytes(equal["gqa"])
+    assert _bytes(equal["lrkv_r7"]) == _bytes(equal["gqa"])  # 1/rms of heads included
     count = lambda model: formulas.parameters(model)["total"]
     of_mha = count(equal["mha"])
     for name in ("lrkv_matched", "gqa_matched", "mqa_matched", "mla_matched"):

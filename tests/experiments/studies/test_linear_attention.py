@@ -70,8 +70,13 @@ def test_a_model_learns_bytes(kind, monkeypatch):
 def test_rows_have_what_has_ended():
     runs = {
         "copy_back/linear": {0: dict(figure=0.5), 1: dict(figure=0.7)},
-        "language/linear": {0: dict(figure=2.5)},
+        "language/linear": {0: dict(figure=2.5), 1: dict(figure=9.0)},
     }
+    for name, by_seed in runs.items():
+        cell = linear_attention.cell(*name.split("/"))
+        for run in by_seed.values():
+            run["identity"] = cell.identity
+    runs["language/linear"][1]["identity"] = "asked otherwise"
     (row,) = linear_attention.rows(type("Kept", (), dict(runs=runs)))
     assert row["kind"] == "linear" and set(row["tasks"]) == {"copy_back", "language"}
     assert row["tasks"]["copy_back"]["figure"] == pytest.approx(0.6)

@@ -1,7 +1,6 @@
 """The study of small caches: what it trains, keeps and says, on made-up runs."""
 
 import json
-import shutil
 
 import pytest
 
@@ -9,6 +8,7 @@ from experiments import record
 from experiments.studies import grid
 from experiments.studies import side_by_side
 from experiments.studies import small_caches
+from experiments.studies import small_caches_speed
 from kvjax.foundation import command_line
 
 BPB = {"mha": 2.0, "lrkv": 1.9, "gla_narrow": 2.1}
@@ -51,13 +51,14 @@ def run(monkeypatch, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_every_config_is_there_and_has_mhas_parameters():
     names = (*small_caches.OWN, *small_caches.NARROW, *small_caches.WIDE)
     rivals = {path.stem for path in (small_caches.CONFIGS / "rivals").glob("*_tiny.py")}
     assert rivals == {f"{name}_tiny" for name in (*small_caches.NARROW, *small_caches.WIDE)}
     runs = small_caches.runs_of(names, 1, 8)
     counts = {small_caches.formulas.parameters(r.experiment.model)["total"] for r in runs}
-    assert max(counts) / min(counts) < 1.001 and len(runs) == len(names) == 29
+    assert max(counts) / min(counts) < 1.001 and len(runs) == len(names) == 31
 
 
 def test_differences_are_taken_seed_by_seed(run):
@@ -114,11 +115,46 @@ def test_buckets_are_refused(run):
     assert status == 2 and "--runs = 'gs://bucket/x': must be a local folder" in err
 
 
-def test_decoding_is_measured_of_runs_that_are_there(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(small_caches, "decoding", lambda workdir: 321.0)
-    run(NAMES, "--save", "--runs=runs")
-    for name in ("mha", "gla_narrow"):
-        shutil.rmtree(tmp_path / "runs" / f"{name}_seed0_steps256")
-    _, out, _, trained = run(NAMES, "--decode", "--runs=runs", "--json")
-    found = {r["mechanism"]: r["decode_tokens_per_second"] for r in json.loads(out)["rows"]}
-    assert not trained and found == dict(mha=None, lrkv=321.0, gla_narrow=None)
+def test_speeds_are_those_of_the_study_of_speed(run):
+    row = dict(mechanism="lrkv", training_tokens_per_second=9e3, decode_tokens_per_second=321.0)
+    record.RESULTS.mkdir(exist_ok=True)
+    (record.RESULTS / f"{small_caches.SPEED}.json").write_text(json.dumps(dict(rows=[row])))
+    _, out, _, _ = run(NAMES, "--json")
+    found = {r["mechanism"]: r for r in json.loads(out)["rows"]}
+    assert found["lrkv"]["training_tokens_per_second"] == 9000
+    assert found["lrkv"]["decode_tokens_per_second"] == 321
+    assert found["mha"]["training_tokens_per_second"] is None
+
+
+def test_speed_of_training_and_decoding(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    asked = []
+
+    def training(path, keys, steps):
+        asked.append((path, keys, steps))
+        return dict(seconds=[1.0, 2.0, 4.0], matmul_flops=[2e11, 1e11])
+
+    monkeypatch.setattr(small_caches_speed.jax_training, "training_speed", training)
+    monkeypatch.setattr(small_caches_speed, "decoding", lambda run: 321.0)
+    options = ("--mechanisms=gta_narrow", "--steps=3", "--json")
+    assert command_line.status(small_caches_speed.main, options) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row == dict(
+        mechanism="gta_narrow",
+        training_tokens_per_second=4096,
+        slowest=2048,
+        fastest=8192,
+        decode_tokens_per_second=321,
+        matmul_gflops=[200, 100],
+    )
+    ((path, keys, steps),) = asked
+    (cell,) = small_caches.cells(["gta_narrow"])
+    assert path.endswith("rivals/gta_narrow_tiny.py") and steps == 3
+    assert f"model.mlp_dim={cell.overrides['model.mlp_dim']}" in keys
+
+
+@pytest.mark.slow
+def test_a_mechanism_decodes_with_new_weights(monkeypatch):
+    monkeypatch.setattr(small_caches_speed, "_DECODE", dict(prompt=4, new=4, repeats=1))
+    (run,) = small_caches.runs_of(["gla_narrow"], 1, 8)
+    assert small_caches_speed.decoding(run) > 0

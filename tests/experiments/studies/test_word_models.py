@@ -20,8 +20,9 @@ from kvjax.foundation import command_line
 def test_parameters_of_queries_and_keys_are_the_papers(channels, published):
     of = lambda n: formulas.parameters(word_models.transformer(n, 100))["total"]
     assert of(256) - of(channels) == 789_504 - published
-    runs = {f"d{channels}_e1": {0: dict(perplexity=2.0)}}
-    cells = [types.SimpleNamespace(name=f"d{channels}_e1", asked=dict(channels=channels))]
+    runs = {f"d{channels}_e1": {0: dict(perplexity=2.0, identity="its own")}}
+    about = dict(asked=dict(channels=channels), identity="its own")
+    cells = [types.SimpleNamespace(name=f"d{channels}_e1", **about)]
     (row,) = word_models.rows("wikitext2", cells, types.SimpleNamespace(runs=runs))
     assert row["query_and_key_parameters"] == published and row["published"] > 120
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from experiments.tasks import encoders
 from experiments.tasks import learner
 from experiments.tasks import sequences
 from kvjax.model.labeller import Labeller
+from tests import quick
 
 
 def test_the_cosine_is_that_of_the_course():
@@ -62,6 +64,21 @@ def _batches():
         yield dict(x=x, y=y)
 
 
+@pytest.mark.parametrize("every", [0, 4])
+def test_a_loss_that_is_no_number_ends_a_run(every):
+    recipe = learner.Recipe(steps=8, learning_rate=1.0, decay="none")
+    never = lambda model, batch, key: jnp.sum(model.w[...]) * batch["x"][0]
+    made = learner.Learner(lambda key: _One(), recipe, never, lambda model, batch: (0, 1), chunk=3)
+    batches = iter([dict(x=np.array([1.0 if i < 5 else np.nan])) for i in range(8)])
+    with pytest.raises(FloatingPointError, match="the loss is no number from step 6 on"):
+        made.train(0, batches, lambda now: None, every)
+
+
+class _One(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2))
+
+
 @pytest.mark.slow
 def test_a_model_learns_the_same_in_chunks_of_any_size():
     one, other = (_small(chunk).train(0, _batches()) for chunk in (1, 7))
@@ -75,6 +92,7 @@ def test_a_model_learns_the_same_in_chunks_of_any_size():
     assert before < 0.3 and after > 0.5
 
 
+@pytest.mark.slow
 def test_evaluations_come_at_their_steps_and_may_end_it():
     seen = []
     ended = _small(7).train(0, _batches(), lambda now: seen.append(now.steps), every=10)
@@ -82,7 +100,7 @@ def test_evaluations_come_at_their_steps_and_may_end_it():
     assert _small(7).train(0, _batches(), lambda now: now.steps >= 20, every=10).steps == 20
 
 
-@pytest.mark.parametrize("variant", encoders.VARIANTS)
+@pytest.mark.parametrize("variant", quick.only(["qkv", "qkv_tied_plus"], encoders.VARIANTS))
 def test_encoders_of_projection_sharing(variant):
     """What is tied is not there twice; what a position says depends on all others."""
     config = sequence_tasks.transformer(variant, 16, 2, 2)
@@ -99,6 +117,7 @@ def test_encoders_of_projection_sharing(variant):
     assert ("position_map" in names) == (channels > 0)
 
 
+@pytest.mark.slow
 def test_a_labeller_of_rows_drops_features_in_training():
     config = sequence_tasks.transformer("qkv", 16, 1, 2)
     how = dict(features=10, head="linear", whole=True, input_dropout=0.5)

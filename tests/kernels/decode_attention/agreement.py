@@ -9,9 +9,7 @@ import numpy as np
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.readings.reading import Sizes
-
-# In parts of the output's scale: float32 to 1e-5, bfloat16 within two units in the last place.
-TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2 * 2.0**-8}
+from kvjax.kernels.profile.agreement import TOLERANCE
 
 
 def definition(operands, cache, first_B) -> np.ndarray:
@@ -49,4 +47,5 @@ def check(run, shape: Sizes, *, firsts, length: int, dtype) -> None:
     o = np.asarray(run(operands, cache, jnp.asarray(first_B)))
     assert not races()
     assert o.shape == expected.shape and o.dtype == np.float32
-    np.testing.assert_allclose(o, expected, rtol=0, atol=TOLERANCE[dtype] * np.abs(expected).max())
+    tolerance = TOLERANCE[jnp.dtype(dtype).name]
+    np.testing.assert_allclose(o, expected, rtol=0, atol=tolerance * np.abs(expected).max())

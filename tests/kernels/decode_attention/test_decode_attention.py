@@ -370,6 +370,7 @@ def test_implementations_have_names(x64):
         decode_attention(given, cache, first_B, implementation="fast")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanism, dtype",
     quick.only(

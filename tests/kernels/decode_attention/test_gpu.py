@@ -50,6 +50,7 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
         (GroupedSizes(N=10, K=1, H=64, Hv=64), (150,), dict()),  # more queries than eight
         (ResidualSizes(N=1, K=1, Hv=64), (0, 127, 128, 255), dict(split=128)),
         (LatentSizes(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
+        (LatentSizes(N=4, C=128, G=2, P=0, Hv=0), (255,), dict(slots=3)),  # shared KV, held whole
         *(
             pytest.param(*case, marks=slow)
             for case in (
@@ -75,7 +76,8 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
                 (LatentSizes(N=9, C=64), (130,), dict(block=128)),
                 (LatentSizes(N=6, C=128, G=2), (130,), dict(split=128)),  # GLA
                 (LatentSizes(N=4, C=128, G=2, met=64, Hv=0), (200,), dict()),  # GTA
-                (LatentSizes(N=4, C=128, G=2, P=0, Hv=0), (70,), dict()),  # shared KV
+                (ResidualSizes(N=12, K=4, J=1, Hv=64), (200,), dict(split=128, together=2)),
+                (ResidualSizes(N=12, K=4, J=1, Hv=64), (200,), dict(split=128, together=3)),
             )
         ),
     ],
@@ -190,6 +192,8 @@ def test_queries_in_float32_are_taken(shape):
             marks=slow,
         ),
         (GroupedSizes(N=1, K=1), dict(split=192), "a split is a multiple of a block"),
+        (GroupedSizes(N=1, K=1), dict(slots=3, together=4), "together = 4: a split is"),
+        (GroupedSizes(N=1, K=1), dict(together=-1), "together = -1: a split is"),
     ],
 )
 def test_sizes_that_do_not_go_together(shape, parameters, message):

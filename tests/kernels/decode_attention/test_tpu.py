@@ -102,7 +102,8 @@ def test_several_bases(bases):
     agreement.check(run, shape, firsts=(200,), length=256, dtype=FLOAT32)
 
 
-@pytest.mark.parametrize("mechanism", quick.only(["lrkv"], ["mha", "mla", "lrkv"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", ["mha", "mla", "lrkv"])
 def test_blocks_behind_a_sequence_are_not_read(mechanism):
     """A sequence of one block reads one: the rest may be anything, NaN included."""
     shape = SHAPES["d12"][mechanism]
@@ -115,6 +116,7 @@ def test_blocks_behind_a_sequence_are_not_read(mechanism):
     np.testing.assert_array_equal(run(poisoned), run(cache))
 
 
+@pytest.mark.slow
 def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
     """A sequence that has ended says its next slot, which may be behind the cache."""
     shape = SHAPES["d12"]["lrkv"]

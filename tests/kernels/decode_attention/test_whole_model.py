@@ -24,7 +24,10 @@ from kvjax.model.transformer import Transformer
 ATTENTION = dict(
     lrkv=recipes.lrkv(6, rank=64), gqa=recipes.gqa(6, kv_heads=3), mla=recipes.mla(6, latent=256)
 )
-PROMPTS, STEPS = (127, 3), 2  # one sequence goes into its second block
+# Errors of bfloat16 are pooled over eight sequences: over two, one draw of weights in five had a
+# kernel 1.13 times as far from the truth as XLA; over eight, four draws had 1.00 to 1.05. The
+# first sequence goes into its second block.
+PROMPTS, STEPS = (127, 3, 61, 90, 5, 126, 32, 100), 2
 
 
 @pytest.fixture(autouse=True)

@@ -190,8 +190,8 @@ def nothing_measured(monkeypatch, tmp_path):
     """Measuring and tuning find nothing, at once; results go to a folder of the test."""
     monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
     runs = []
-    monkeypatch.setattr(measured, "measure", lambda run: (runs.append(run), ([], 1.0))[1])
-    monkeypatch.setattr(measured, "tune", lambda run: (runs.append(run), [])[1])
+    monkeypatch.setattr(measured, "measure", lambda run, _: (runs.append(run), ([], 1.0))[1])
+    monkeypatch.setattr(measured, "tune", lambda run, _: (runs.append(run), [])[1])
     return runs
 
 
@@ -213,6 +213,29 @@ def test_a_search_is_saved_beside_the_measurements(command, nothing_measured, tm
     assert sorted(file.name for file in profile.RESULTS.iterdir()) == [
         "cpu_decode_attention.json",
         "cpu_decode_attention_tuned.json",
+    ]
+
+
+def test_what_was_measured_is_told_before_the_table(nothing_measured, monkeypatch, capsys):
+    names = dict(mechanism="mha", implementation="xla", batch=8, length=4096)
+    seconds = dict(median=2e-6, low=1e-6, high=3e-6)
+
+    def killed(run, found):
+        found(names | dict(gbps=1234.5, seconds=seconds))
+        found(names | dict(why="no"))
+        found(names | dict(worst=0.5, agrees=False))
+        found(names | dict(seconds=2e-6, parameters=dict(split=512)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measured, "measure", killed)
+    with pytest.raises(KeyboardInterrupt):
+        profile.main([])
+    told = [line.partition("8 x 4,096: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [line for line in told if line] == [
+        "1.0 to 3.0 us, 1,234.5 GB/s",
+        "no",
+        "worst 5.0e-01, WRONG",
+        "2.0 us with {'split': 512}",
     ]
 
 

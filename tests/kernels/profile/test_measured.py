@@ -27,14 +27,15 @@ def _run(**changes):
     return measured.Run(**run)
 
 
-def test_a_row_is_bytes_and_flops_over_the_median():
-    problem = types.SimpleNamespace(
-        shape=GroupedSizes(N=6, K=2),
-        batch=2,
-        length=1000,
-        dtype=jnp.dtype(jnp.bfloat16),
-        caches=[{}] * 7,
+def _problem(shape, *, batch, length, caches):
+    sizes = dict(batch=batch, length=length, dtype=jnp.dtype(jnp.bfloat16))
+    return types.SimpleNamespace(
+        setup=types.SimpleNamespace(shape=shape, **sizes), caches=[{}] * caches
     )
+
+
+def test_a_row_is_bytes_and_flops_over_the_median():
+    problem = _problem(GroupedSizes(N=6, K=2), batch=2, length=1000, caches=7)
     row = measured.row(problem, [3e-6, 1e-6, 2e-6], copied=2.048e12, run=_run())
     assert row == dict(
         cache_bytes=2 * 1000 * 2 * 256 * 2,
@@ -57,9 +58,7 @@ def test_a_row_is_bytes_and_flops_over_the_median():
 
 def test_short_calls_on_a_gpu_have_a_sign(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    problem = types.SimpleNamespace(
-        shape=GroupedSizes(N=6, K=2), batch=1, length=1000, dtype=jnp.bfloat16, caches=[{}] * 999
-    )
+    problem = _problem(GroupedSizes(N=6, K=2), batch=1, length=1000, caches=999)
     names = dict(mechanism="gqa", implementation="gpu", batch=1, length=1000)
     rows = [names | measured.row(problem, [s], copied=1.0, run=_run()) for s in (19e-6, 21e-6)]
     table = measured.table(rows, "")
@@ -101,28 +100,32 @@ def seconds(monkeypatch):
     class Problem(types.SimpleNamespace):
         __hash__ = object.__hash__
 
-    def sample(name, problem, *, target, block=None):
-        del target
-        if name == "tpu" and problem.shape == "mha":
+    def lower(name, setup, **parameters):
+        lrkv = isinstance(setup.shape, ResidualSizes)
+        if name == "tpu" and not lrkv:
             raise NotImplementedError("no MHA here")
+        if name == "cudnn" and lrkv:
+            raise NotImplementedError("MHA and GQA only")
+        return types.SimpleNamespace(compile=lambda: parameters)
+
+    def sample(name, problem, program, *, target):
+        del target
         if name == "tpu":
             raise ValueError("first line\nsecond")
         if name == "torch":
             raise MemoryError("CUDA out of memory.\nTried")
-        if name == "cudnn" and problem.shape == "lrkv":
-            raise NotImplementedError("MHA and GQA only")
         held.append(sorted(p.shape for p in alive))
         if name == "cudnn":
             return lambda: 3.0 * len(problem.shape) / 3
-        return lambda: {"mha": 1.0, "lrkv": 0.5}[problem.shape] / (block or 1)
+        return lambda: {"mha": 1.0, "lrkv": 0.5}[problem.shape] / (program.get("block") or 1)
 
-    def problem(shape, *, batch, length, dtype, copies):
-        shape = "lrkv" if isinstance(shape, ResidualSizes) else "mha"
-        sizes = dict(batch=batch, length=length, dtype=dtype)
-        made = Problem(shape=shape, caches=[{}] * copies, operands=None, **sizes)
+    def problem(setup):
+        shape = "lrkv" if isinstance(setup.shape, ResidualSizes) else "mha"
+        made = Problem(setup=setup, shape=shape, caches=[{}] * setup.copies, operands=None)
         alive.add(made)
         return made
 
+    monkeypatch.setattr(contenders, "lower", lower)
     monkeypatch.setattr(contenders, "sample", sample)
     monkeypatch.setattr(contenders, "Problem", problem)
     monkeypatch.setattr(timing, "copy", lambda *, target: (lambda: 2.0, 100))
@@ -161,6 +164,13 @@ def test_what_is_held_together_is_a_mechanism_and_mha(seconds, monkeypatch):
     rows, _ = measured.measure(_run(mechanisms=("mha", "gqa", "lrkv"), implementations=("xla",)))
     assert [r["speedup"] for r in rows] == [1.0, 1.0, 2.0]  # the fake's GQA is as slow as MHA
     assert sorted(seconds) == [["lrkv", "mha"], ["mha"], ["mha", "mha"]]
+
+
+def test_what_refuses_keeps_no_caches(seconds):
+    """The error of a refusal lives as long as the programs of a point do."""
+    run = _run(mechanisms=("mha", "lrkv"), implementations=("cudnn", "xla"), points=((2, 512),) * 2)
+    measured.measure(run)
+    assert seconds == [["mha"], ["mha"], ["lrkv", "mha"]] * 2
 
 
 def test_beside_what_mha_does_not_fit_it_is_absent_by_name(seconds, monkeypatch):

@@ -1,5 +1,6 @@
 """How decode kernels are timed: chains of calls over a ring of caches, contenders in turns."""
 
+import dataclasses
 import itertools
 import sys
 import types
@@ -14,6 +15,7 @@ from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.profile import contenders
+from kvjax.kernels.profile import side_by_side
 from kvjax.kernels.profile import timing
 
 
@@ -32,7 +34,7 @@ def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():
 
     operands = readings.GroupedReading(query=jnp.zeros((1, 1, 1, 1)), scale=1.0)
     caches = [dict(base_key=jnp.full((1,), float(i))) for i in range(3)]
-    out = timing.chain(call, 4)(operands, caches, jnp.zeros((1,), jnp.int32))
+    out = timing.chain(call, passes=2)(2, operands, caches, jnp.zeros((1,), jnp.int32))
     assert [cache for cache, _ in seen] == [0.0, 1.0, 2.0] * 4
     # Call i returned 1e30·i, of which the next query got 1e-30.
     np.testing.assert_allclose([q for _, q in seen], np.cumsum(range(12)), rtol=1e-6)
@@ -44,8 +46,8 @@ def test_a_chain_reads_the_caches_where_they_are():
     shape = GroupedSizes(N=2, K=2)
     operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=jnp.float32)
     call = lambda o, c, first_B: jnp.sum(o.query[:, 0, :, :, None] * c["base_key"], axis=2)
-    first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
-    compiled = timing.chain(call, 5).lower(operands, [cache] * 3, first_B).compile()
+    rounds, first_B = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((), (1,)))
+    compiled = timing.chain(call, 5).lower(rounds, operands, [cache] * 3, first_B).compile()
     _, _, entry = compiled.as_text().rpartition("\nENTRY")
     assert "while(" in entry and '"known_trip_count":{"n":"5"}' in compiled.as_text()
     assert "fusion(" not in entry
@@ -76,7 +78,7 @@ def test_the_slope_leaves_out_what_a_run_costs():
     compiled = list(ran)
     assert sample() == 0.25 / 8
     long, short = ran[len(compiled) :]
-    assert long - short == 18  # 5 s of rounds that seem to take (0.125 + 4·0.25) / 4
+    assert (short, long) == (1, 15)  # 5 s more of rounds that seem to take 0.125 + 0.25
     assert {long, short} == set(compiled)  # both ran before: nothing compiles in a sample
 
 
@@ -133,7 +135,8 @@ def test_pytorch_hears_of_groups_where_there_are_some(monkeypatch, name, options
     by_events = lambda torch, attend, caches, target: [attend(*cache) for cache in caches]
     monkeypatch.setattr(contenders, "_by_events", by_events)
     shape = shapes.SHAPES["d12"][name]
-    contenders._torch(types.SimpleNamespace(shape=shape, batch=1, length=8, caches=[{}] * 3), 1.0)
+    setup = types.SimpleNamespace(shape=shape, batch=1, length=8)
+    contenders._torch(types.SimpleNamespace(setup=setup, caches=[{}] * 3), 1.0)
     assert heard == [options] * 3  # a ring of as many caches as ours
 
 
@@ -157,9 +160,48 @@ def test_the_ring_is_larger_than_the_chip_keeps():
     assert timing.ring(1, 10**6) == timing.MAX_RING
 
 
+def test_a_round_takes_milliseconds_however_small_the_caches():
+    assert timing.passes(10**9, 1, 1e12) == 5  # of 1 ms each
+    assert timing.passes(10**6, 2, 1e12) == 125  # a call may be 20 us of launches
+    assert timing.passes(10**12, 1, 1e12) == timing.passes(10**9, 1, -1.0) == 1
+
+
+def test_a_contender_is_timed_by_the_program_that_was_compiled_before():
+    sizes = dict(batch=2, length=64, dtype=jnp.dtype(jnp.float32))
+    setup = contenders.Setup(shape=GroupedSizes(N=2, K=1), copies=3, passes=2, **sizes)
+    program = contenders.lower("xla", setup, block=64).compile()
+    problem, ran = contenders.Problem(setup), []
+
+    def counted(rounds, *arguments):
+        ran.append(int(rounds))
+        return program(rounds, *arguments)
+
+    sample = contenders.sample("xla", problem, counted, target=1e-4)
+    ran.clear()
+    assert abs(sample()) < 1.0
+    assert ran[1] == 1 < ran[0]
+    with pytest.raises(NotImplementedError, match="torch reads MHA's and GQA's cache only"):
+        contenders.lower("torch", dataclasses.replace(setup, shape=shapes.SHAPES["d12"]["mla"]))
+    assert contenders.lower("torch", setup) is None
+    with pytest.raises(ImportError, match="there is no GPU"):
+        contenders.lower("cudnn", setup)
+
+
+def test_programs_compile_side_by_side_and_failures_wait_until_asked():
+    def fails():
+        raise NotImplementedError("not this")
+
+    add = lambda: jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.int32))
+    programs = side_by_side.compiled(dict(add=add, none=lambda: None, fails=fails))
+    assert programs["add"]()(1) == 2 and programs["none"]() is None
+    with pytest.raises(NotImplementedError, match="not this"):
+        programs["fails"]()
+
+
 def test_a_problem_is_a_ring_of_full_caches_none_like_another():
     shape = ResidualSizes(N=2, K=2, R=16)
-    problem = contenders.Problem(shape, batch=2, length=3000, dtype=jnp.bfloat16, copies=2)
+    sizes = dict(batch=2, length=3000, dtype=jnp.dtype(jnp.bfloat16))
+    problem = contenders.Problem(contenders.Setup(shape=shape, copies=2, passes=1, **sizes))
     operands, cache = shapes.abstract(shape, batch=2, length=3000, dtype=jnp.bfloat16)
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     assert kinds(problem.operands) == kinds(operands)

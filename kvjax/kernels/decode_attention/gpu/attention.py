@@ -40,6 +40,7 @@ def decode_attention(
     block: int | None = None,
     split: int | None = None,
     slots: int | None = None,
+    together: int | None = None,
     interpret=False,
 ) -> jax.Array:
     """See `api.decode_attention`: [B, 1, N, Hv] in float32.
@@ -49,11 +50,12 @@ def decode_attention(
       split: tokens that a block of the grid reads, a multiple of `block`; None: what `tuned.json`
         has, or as many splits as fill the GPU.
       slots: slabs of 64 channels by `block` tokens that a block of the grid holds or awaits.
+      together: products that are in flight at once, from 1 to `slots`.
       interpret: False, or `plgpu.InterpretGPUParams`.
 
     Raises:
       NotImplementedError: operands or shapes that this kernel does not take, and which it does.
-      ValueError: sizes of block, split and slots that do not go together.
+      ValueError: sizes of block, split, slots and together that do not fit each other.
     """
     check(operands, cache)
     body = plans.BODIES[type(operands)](operands, cache)
@@ -64,7 +66,6 @@ def decode_attention(
         "split"
     ]
     split = split or min(round_up(tuned, block), body.longest)
-    first_B = jnp.minimum(first_B, S - 1)  # a full cache's sequence that grows no more has S
     channels = {name: array.reshape(B, -1, S) for name, array in cache.items()}
     o, maximum, total = kernel.attend(
         body.plan,
@@ -73,6 +74,7 @@ def decode_attention(
         groups=body.groups,
         block=block,
         split=split,
+        together=together or plans.TOGETHER,
         slots=slots or plans.slots(body.plan, block, "key_scale" in cache),
         interpret=interpret,
     )

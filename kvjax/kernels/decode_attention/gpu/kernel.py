@@ -8,6 +8,7 @@ that shared and private slabs sum into one accumulator. Two blocks share a multi
 they fit: one waits while the other works.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
@@ -34,7 +35,7 @@ _SIXTEEN_ROWS = plgpu.Layout.TILED(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("plan", "groups", "block", "split", "slots", "interpret")
+    jax.jit, static_argnames=("plan", "groups", "block", "split", "slots", "together", "interpret")
 )  # a function of its own in the program: lowered once for all layers of a model
 def attend(
     plan: Plan,
@@ -45,6 +46,7 @@ def attend(
     block: int,
     split: int,
     slots: int,
+    together: int,
     interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Every split's weighted values, maximum of its logits (to base 2) and sum of its weights.
@@ -55,10 +57,12 @@ def attend(
         padded to a multiple of 128, "turning_query" [B, splits, groups, query heads, H] float32,
         turned back by the split's first slot, "expand" [K·R, H], "basis" [H, 64], imaginary parts
         negated, and "table" [split, 64].
+      first_B: the last slot of each sequence; one that is full and grows no more may say S.
       groups: blocks per sequence and split.
       block: tokens of a tile.
       split: tokens of a split.
       slots: of the ring.
+      together: products that are in flight at once, each into sums of its own.
 
     Returns:
       float32 [B, splits, groups, values, 64, columns] and twice [B, splits, groups, columns]. What
@@ -70,10 +74,12 @@ def attend(
     B, S = first_B.shape[0], arrays[plan.keys[0].name].shape[-1]
     splits, n = -(-S // split), plan.columns
     lent, fewest = plan.lent, plan.fewest_slots
-    if split % block or slots < fewest or (plan.turning and block != ROWS):
+    fits = 1 <= together <= slots >= fewest and not split % block
+    if not fits or (plan.turning and block != ROWS):
         raise ValueError(
-            f"block = {block}, split = {split}, slots = {slots}: a split is a multiple of a block, "
-            f"and there are {fewest} slots or more; where keys turn a block is {ROWS}"
+            f"block = {block}, split = {split}, slots = {slots}, together = {together}: a split is "
+            f"a multiple of a block, and there are {fewest} slots or more, and as many as slabs "
+            f"together; where keys turn a block is {ROWS}"
         )
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     outputs = dict(
@@ -103,7 +109,7 @@ def attend(
     def kernel(*refs, **scratch_refs):
         ref = dict(zip(names, refs, strict=True)) | scratch_refs
         b, split_index, group = (lax.axis_index(name) for name in ("sequence", "split", "group"))
-        first, start = ref["first"][b], split_index * split
+        first, start = lax.min(ref["first"][b], S - 1), split_index * split
         ring = Ring(
             order=plan.order,
             slots=slots,
@@ -114,7 +120,7 @@ def attend(
             start=start,
             tiles=lax.min(lax.div(first - start, block) + 1, split // block),
         )
-        work = _Block(plan, ref, ring, (b, split_index, group), first)
+        work = _Block(plan, ref, ring, (b, split_index, group), first, together)
         pl.when(first >= start)(lambda: work.run(lent))
 
     run = plgpu.kernel(
@@ -139,6 +145,7 @@ class _Block:
     ring: Ring
     at: tuple[jax.Array, jax.Array, jax.Array]  # sequence, split, group
     first: jax.Array
+    together: int  # products that are in flight at once
 
     def run(self, lent: int) -> None:
         self.prepare(lent)
@@ -209,7 +216,8 @@ class _Block:
             return acc[...]
 
         z_sn = pl.run_scoped(products, plgpu.ACC((ring.block, plan.columns), jnp.float32))
-        ring.release(t, last)
+        if last >= plan.held:  # else it is a value too, and weighed before its slot is free
+            ring.release(t, last)
         if plan.turning:
             z_sn = self.add_turning(t, z_sn)
         return self.scaled(t, z_sn) if "scales" in self.ref else z_sn
@@ -218,13 +226,22 @@ class _Block:
         plan, ring = self.plan, self.ring
         column_sn, slabs_of_head = _iota(z_sn.shape, 1), len(plan.turning) // plan.heads
         table_sP = turning.table(self.ref, t * ring.block, ring.block)
-        for i in range(len(plan.turning)):
-            key = ring.take(t, len(plan.keys) + i)
-            for g in range(plan.group):
-                z_s = turning.logits(key, i * plan.group + g, self.ref["turned"], table_sP)
+        met = [(i, g) for i in range(len(plan.turning)) for g in range(plan.group)]
+        for some in _runs(len(met), self.together):
+            pairs = [met[j] for j in some]
+
+            def products(*accs, pairs=pairs):
+                for (i, g), acc in zip(pairs, accs, strict=True):
+                    key = (ring.again if g else ring.take)(t, len(plan.keys) + i)
+                    turning.meet(acc, key, i * plan.group + g, self.ref["turned"])
+                return _one_by_one(accs, lambda w_sP: jnp.sum(w_sP * table_sP, axis=1))
+
+            accs = [plgpu.ACC(table_sP.shape, jnp.float32) for _ in pairs]
+            for (i, g), z_s in zip(pairs, pl.run_scoped(products, *accs), strict=True):
                 own_sn = column_sn == i // slabs_of_head * plan.group + g
                 z_sn = jnp.where(own_sn, z_sn + _to_columns(z_s, z_sn), z_sn)
-            ring.release(t, len(plan.keys) + i)
+            if done := [len(plan.keys) + i for i, g in pairs if g == plan.group - 1]:
+                ring.release(t, *done)
         return z_sn
 
     def scaled(self, t, z_sn: jax.Array) -> jax.Array:
@@ -264,18 +281,22 @@ class _Block:
         plan, ring, weights = self.plan, self.ring, self.ref["weights"]
         begin = len(plan.order) - len(plan.values) if not plan.held else 0
         out = []
-        for i, o_Vn in enumerate(o):
-            value = (ring.again if plan.held else ring.take)(t, begin + i)
-            self.clear(t, value)
+        for some in _runs(len(o), self.together):
+            for i in some:  # before any product: nothing is stored while one is in flight
+                self.clear(t, (ring.again if plan.held else ring.take)(t, begin + i))
 
-            def product(acc, value=value):
-                plgpu.wgmma(acc, value, weights.at[here(0)].transpose((1, 0)))
-                return acc[...]
+            def products(*accs, some=some):
+                for acc, i in zip(accs, some, strict=True):
+                    value = ring.again(t, begin + i)
+                    plgpu.wgmma(acc, value, weights.at[here(0)].transpose((1, 0)))
+                return _one_by_one(accs)
 
-            added_Vn = pl.run_scoped(product, plgpu.ACC(o_Vn.shape, jnp.float32))
-            ring.release(t, begin + i)
-            # Without a barrier LLVM adds them all at the end, from as many more registers.
-            out.append(lax.optimization_barrier(o_Vn * _to_rows(decay_n, o_Vn) + added_Vn))
+            accs = [plgpu.ACC(o[i].shape, jnp.float32) for i in some]
+            added = pl.run_scoped(products, *accs)
+            ring.release(t, *(begin + i for i in some))
+            for i, added_Vn in zip(some, added, strict=True):
+                # Without a barrier LLVM adds all at the end, from as many more registers.
+                out.append(lax.optimization_barrier(o[i] * _to_rows(decay_n, o[i]) + added_Vn))
         return out
 
     def clear(self, t, value) -> None:
@@ -292,6 +313,18 @@ class _Block:
                 rows[...] = jnp.where(token + slot_rs <= self.first, v_rs, jnp.zeros_like(v_rs))
 
             plgpu.commit_smem()
+
+
+def _runs(count: int, most: int) -> list[range]:
+    """0 .. count - 1 in runs of at most so many."""
+    return [range(i, min(i + most, count)) for i in range(0, count, most)]
+
+
+def _one_by_one(accs, then: Callable = lambda x: x) -> list[jax.Array]:
+    """`then` of every accumulator, of one while the products into the next are in flight."""
+    left = range(len(accs) - 1, -1, -1)
+    read = plgpu.wgmma_accumulator_load
+    return [then(read(acc, wait_n=n)) for acc, n in zip(accs, left, strict=True)]
 
 
 def _to_rows(x_n: jax.Array, like_sn: jax.Array) -> jax.Array:

@@ -29,6 +29,10 @@ _PERIODS = (1024, 512, 256, 128)  # tokens; in 128, angles of at most 1 a token 
 _TOLERANCE = 1e-5  # of the table of cosines and sines, relative
 _SHARED_BYTES = 228 * 1024  # of a multiprocessor; a block takes 1024 more than it uses
 _OTHER_BYTES = 3 * 1024  # of a block: barriers, and what a reduction over warps takes
+# Products that are in flight at once. On an H200, 8 x 32K tokens of d36: LRKV 415, 404 and 407 us
+# for 1, 2 and 3, MLA 168, 161 and 158, of which three spill;
+# others gain less than 1 %, LRKV x GQA not timed since its query heads count as products.
+TOGETHER = 2
 MOST_REGISTERS = 170  # `Plan.registers` that compile without spills where H = 128 and R = 64
 
 Cache = Mapping[str, jax.Array]
@@ -63,7 +67,8 @@ class Plan:
 
     def registers(self, block: int) -> int:
         """What sums, logits and weights take of a thread's 255."""
-        return self.columns // 2 * (len(self.values) + 2 * block // ROWS)
+        turned = TOGETHER * block // 2 if self.turning else 0
+        return self.columns // 2 * (len(self.values) + 2 * block // ROWS) + turned
 
 
 def slots(plan: Plan, block: int, scaled: bool) -> int:

@@ -77,10 +77,11 @@ class Ring:
         """A slab that was taken and not released."""
         return self.ref["ring"].at[self._slot(t, part)]
 
-    def release(self, t, part: int) -> None:
-        """Begins to fill a slab's slot with the next."""
-        plgpu.commit_smem()  # every warp has read it
-        self.load(t, part + self.slots)
+    def release(self, t, *parts: int) -> None:
+        """Begins to fill the slots of slabs with what comes next."""
+        plgpu.commit_smem()  # every warp has read them
+        for part in parts:
+            self.load(t, part + self.slots)
 
     def _slot(self, t, part: int):
         return lax.rem(here(t) * len(self.order) + part % self.slots, self.slots)

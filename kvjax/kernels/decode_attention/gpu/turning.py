@@ -54,16 +54,13 @@ def turn(i, query, expand, row, basis, turned) -> None:
     tile[...] = turned_RP.astype(tile.dtype)
 
 
-def logits(key, i: int, turned, table_sP: jax.Array) -> jax.Array:
-    """[s] of one query head: the rows of (latents turned) times the table's, summed."""
+def meet(acc, key, i: int, turned) -> None:
+    """acc[s, P] <- a slab of latents turned, for one query head; asynchronous.
 
-    def product(acc):
-        rows = pl.ds(pl.multiple_of(here(i) * ROWS, ROWS), ROWS)
-        plgpu.wgmma(acc, key.transpose((1, 0)), turned.at[rows])
-        return acc[...]
-
-    w_sP = pl.run_scoped(product, plgpu.ACC(table_sP.shape, jnp.float32))
-    return jnp.sum(w_sP * table_sP, axis=1)
+    Its rows times the table's, summed, are the logits.
+    """
+    rows = pl.ds(pl.multiple_of(here(i) * ROWS, ROWS), ROWS)
+    plgpu.wgmma(acc, key.transpose((1, 0)), turned.at[rows])
 
 
 def table(ref: Mapping, token, block: int) -> jax.Array:

@@ -1,0 +1,203 @@
+"""What padding that counts in a loss does to perplexities, and to what they tell of two models.
+
+    python -m experiments.studies.padded_loss [--seeds=3] [--save]
+
+The code of projection sharing pads each document to a row with EOS, cuts longer ones, and takes the
+loss over all targets; its Table 4 has perplexities of about 5 for that reason. Here models of bytes
+learn the embedded books' paragraphs in that form and packed (one stream, nothing filled, nothing
+lost), QKV and two tied variants, equally many steps. Held-out paragraphs are judged three ways: as
+padded rows with padding counted, the same rows' text alone, and packed. With f the share of targets
+that are text, counted nats are f times the text's, if padding costs nothing; so a difference of
+1 % in perplexity is one of about 1/f %. Prints f, perplexities per byte, and differences from QKV
+in both, means over seeds with 95 % intervals.
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+import math
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.studies import in_process
+from experiments.studies.in_process import Cell
+from experiments.studies.kept import Kept
+from experiments.tasks import learner
+from experiments.tasks import text
+from experiments.tasks.learner import Learner
+from kvjax.attention import GroupedConfig
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import estimate
+from kvjax.foundation.output import Output
+from kvjax.model.config import TransformerConfig
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+
+NAME = "padded_loss"
+FIRST = "none"  # what the others are compared with
+TIES = {"none": "QKV", "kv": "Q-K=V", "qkv": "Q=K=V"}
+FORMS = {"padded": text.padded, "packed": text.packed}
+WIDTH, HEADS, LAYERS, MLP, LENGTH, BATCH, STEPS = 64, 4, 4, 256, 128, 32, 600
+JUDGED = ("counted", "text", "packed")  # nats a target of held-out paragraphs
+
+
+def transformer(tie: str) -> TransformerConfig:
+    counts = dict(num_heads=HEADS, num_kv_heads=HEADS, num_bases=HEADS, rank=0)
+    dims = dict(key_dim=WIDTH // HEADS, value_dim=WIDTH // HEADS)
+    mechanism = GroupedConfig(**counts, **dims, tie=tie, qk_norm="none")
+    how = dict(positions="learned", activation="gelu_exact", max_positions=LENGTH)
+    how |= dict(tied_head=True, embedding_std=0.02, matrix_std=0.02)
+    block = learner.classic_block(LAYERS, WIDTH, mlp_dim=MLP, **how)
+    return TransformerConfig(block=block, mechanisms=(mechanism,) * LAYERS, vocab_size=256)
+
+
+@functools.cache
+def rows_of(split: str, form: str) -> dict[str, np.ndarray]:
+    """All rows of a split, padded or packed."""
+    return FORMS[form](text.paragraphs(split), LENGTH)
+
+
+def share_of_text(split: str) -> float:
+    """f: of the targets of padded rows."""
+    return float(rows_of(split, "padded")["real"].mean())
+
+
+@functools.cache
+def held_out() -> dict[str, list[dict[str, np.ndarray]]]:
+    """Batches of held-out rows by how they are judged; `counts` is what a mean is taken over."""
+    found = {}
+    for name in JUDGED:
+        rows = rows_of("validation", "packed" if name == "packed" else "padded")
+        counts = np.ones_like(rows["real"]) if name == "counted" else rows["real"]
+        found[name] = learner.split(rows | dict(counts=counts), 128)
+    return found
+
+
+@functools.cache
+def _learner(tie: str, steps: int) -> Learner:
+    config, compute = transformer(tie), Compute(unroll=True)
+
+    def nats(model, batch):
+        return learner.nats(model.logits(model(batch["x"], compute=compute)), batch["y"])
+
+    recipe = learner.Recipe(steps=steps, learning_rate=2e-3, warm_up=steps // 10, clip=1.0)
+    return Learner(
+        lambda key: Transformer(config, key),
+        recipe,
+        lambda model, batch, _: jnp.mean(nats(model, batch)),  # padding counts, where there is some
+        lambda model, batch: (nats(model, batch), batch["counts"]),
+    )
+
+
+def train(tie: str, form: str, steps: int, seed: int) -> dict:
+    """Nats a target, however they are judged."""
+    model, rows = _learner(tie, steps), rows_of("train", form)
+    epochs = math.ceil(steps * BATCH / (len(rows["x"]) - BATCH))
+    found = model.train(seed, learner.in_order(rows, BATCH, epochs, seed))
+    nats = {name: model.accuracy(found, batches) for name, batches in held_out().items()}
+    return nats | dict(loss=found.loss)
+
+
+def cell(tie: str, form: str, steps: int) -> Cell:
+    weights = LAYERS * (4 * WIDTH**2 + 2 * WIDTH * MLP) + WIDTH * 256
+    products = LAYERS * 2 * LENGTH * WIDTH
+    return Cell(
+        name=f"{tie}_{form}_{steps}",
+        asked=dict(tie=tie, form=form, steps=steps),
+        train=functools.partial(train, tie, form, steps),
+        flops=6.0 * steps * BATCH * LENGTH * (weights + products),
+    )
+
+
+def _of(kept: Kept, one: Cell, figure: str) -> dict[int, float]:
+    return {seed: run[figure] for seed, run in in_process.runs_of(one, kept).items()}
+
+
+def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
+    """A row of each model: perplexities, and differences from QKV's in per cent."""
+    first = {c.asked["form"]: c for c in cells if c.asked["tie"] == FIRST}
+    found = []
+    for one in cells:
+        runs = in_process.runs_of(one, kept)
+        if not runs:
+            continue
+        form, perplexity, against = one.asked["form"], {}, {}
+        for name in JUDGED:
+            nats = _of(kept, one, name)
+            now = estimate([math.exp(x) for x in nats.values()])
+            perplexity[name] = dict(mean=now.mean, half_interval=now.half)
+            other = first.get(form)
+            if other is None or other is one:
+                continue
+            ratio = difference(nats, _of(kept, other, name))  # of logarithms
+            if ratio is not None:
+                against[name] = dict(percent=100 * math.expm1(ratio.mean), nats=ratio.mean)
+                against[name]["half_interval"] = ratio.half
+        found.append(
+            dict(
+                tie=one.asked["tie"],
+                trained=form,
+                share_of_text=share_of_text("validation"),
+                seeds=len(runs),
+                perplexity=perplexity,
+                against_first=against,
+            )
+        )
+    return found
+
+
+_HEADER = ("model", "trained on", "text, of targets", "seeds", "perplexity, padding counted")
+_HEADER += ("of the same text", "packed", "against QKV, nats: counted", "text", "packed")
+
+
+def _cells(row: Mapping) -> tuple:
+    shown = lambda x, form: Estimate(*x).shown(form)
+    perplexity = [
+        shown((p["mean"], p["half_interval"]), ".3f")
+        for p in (row["perplexity"][name] for name in JUDGED)
+    ]
+    against = [
+        shown((a["nats"], a["half_interval"]), "+.4f") if a else ""
+        for a in (row["against_first"].get(name) for name in JUDGED)
+    ]
+    share = f"{row['share_of_text']:.3f}"
+    return TIES[row["tie"]], row["trained"], share, row["seeds"], *perplexity, *against
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add, every = parser.add_argument, ",".join
+    add("--ties", default=every(TIES), help=f"of {', '.join(TIES)} (all)")
+    add("--forms", default=every(FORMS), help=f"of {', '.join(FORMS)} (all)")
+    add("--steps", type=int, default=STEPS, help=f"of {BATCH} rows of {LENGTH} bytes ({STEPS})")
+    in_process.add_options(parser, NAME, seeds=3)
+    options = parser.parse(arguments)
+    options.ties = lists.names("--ties", options.ties, TIES)
+    options.forms = lists.names("--forms", options.forms, FORMS)
+    at_least("--steps", options.steps, 10)
+    in_process.check(options)
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    options = _options(arguments)
+    runtime.start()
+    cells = [cell(tie, form, options.steps) for form in options.forms for tie in options.ties]
+    places = list(map(pathlib.Path, (__file__, text.__file__)))
+    told = lambda kept: dict(steps=options.steps, rows=rows(cells, kept))
+    found, out = in_process.study(NAME, cells, options, told, places), Output(options)
+    out.table(_HEADER, map(_cells, found["rows"]))
+    return in_process.end(NAME, found, out, save=options.save)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,150 @@
+"""Where LRKV's residuals fill their rank: ranks by layer, of the same bytes, from trained models.
+
+    python -m experiments.studies.rank_allocation [--runs=runs/studies] [--seeds=3] [--save]
+
+LRKV's future work is a rank for each layer or head (section 7). An obvious rule is to give rank to
+those that use it. This reads what `language_models --study=lrkv_layer_ranks` trained with one rank
+for all, takes the effective rank of every residual's weights, U_k B_k, keys and values, and divides
+the same number of ranks among layers in proportion. Heads of a layer are told as a range, of each
+seed and of keys and values apart, then its mean: if they do not differ, a rank for each of them has
+nothing to go by.
+"""
+
+import argparse
+from collections.abc import Sequence
+import pathlib
+
+from etils import epath
+import numpy as np
+
+from experiments import record
+from experiments.studies import side_by_side
+from experiments.studies.demo_size import STUDIES
+from experiments.studies.demo_size import UNIFORM
+from experiments.studies.grid import Run
+from kvjax.analysis import spectrum
+from kvjax.convert import model as model_lib
+from kvjax.foundation import command_line
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import between
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import estimate
+from kvjax.foundation.output import Output
+
+NAME = "rank_allocation"
+_PARTS = ("key", "value")
+
+
+def effective_ranks(model: model_lib.Model) -> np.ndarray:
+    """[L, 2, K] of U_k B_k, of keys and values.
+
+    Raises:
+      UserError: a layer has no residuals.
+    """
+    found = []
+    for index, config in enumerate(model.transformer.mechanisms):
+        weights = model_lib.read_layer(model, index, "attention")["mechanism"]
+        if not getattr(config, "rank", 0) or f"latent_{_PARTS[1]}" not in weights:
+            raise UserError(f"layer {index} of {model.name} has no residuals of keys and values")
+        found.append([_of_part(weights, part) for part in _PARTS])
+    return np.array(found)
+
+
+def _of_part(weights: dict, part: str) -> np.ndarray:
+    """[K]: singular values of U B are those of R_U R_Bᵀ, of the factors' triangles."""
+    latent_KDR = np.moveaxis(np.asarray(weights[f"latent_{part}"], np.float64), 1, 0)
+    expand_KRH = np.asarray(weights[f"expand_{part}"], np.float64)
+    left_KRR = np.linalg.qr(latent_KDR, mode="r")
+    return spectrum.effective_rank(np.linalg.svd(left_KRR @ expand_KRH, compute_uv=False) ** 2)
+
+
+def allocation(ranks_L: np.ndarray, total: int, most: int) -> list[int]:
+    """Whole numbers of 1 to `most` in proportion to effective ranks, `total` in all.
+
+    One each, then one more to whoever lacks most of its share.
+
+    Args:
+      total: of L to L·most.
+    """
+    share_L = ranks_L / ranks_L.sum() * total
+    found_L = np.ones(len(ranks_L), int)
+    while found_L.sum() < total:
+        open_L = np.where(found_L < most, share_L - found_L, -np.inf)
+        found_L[np.argmax(open_L)] += 1
+    return found_L.tolist()
+
+
+def told(ranks_SLPK: np.ndarray, rank: int, most: int) -> dict:
+    """A row of each layer, and how `rank` for all is divided instead.
+
+    Args:
+      ranks_SLPK: effective ranks by seed, layer, keys or values, head.
+      most: rank that a head can have.
+    """
+    by_layer_SL = ranks_SLPK.mean(axis=(2, 3))
+    ranks = allocation(by_layer_SL.mean(axis=0), rank * by_layer_SL.shape[1], most)
+    rows = []
+    for i, share in enumerate(ranks):
+        heads_SPK = ranks_SLPK[:, i]  # head k of two seeds are strangers: a range of each seed
+        least, most_of = heads_SPK.min(axis=2).mean(), heads_SPK.max(axis=2).mean()
+        now = estimate(by_layer_SL[:, i].tolist())
+        row = dict(layer=i, effective_rank=now.mean, half_interval=now.half)
+        row |= dict(least_head=least, most_head=most_of, rank=share)
+        rows.append(row)
+    return dict(rank=rank, seeds=len(ranks_SLPK), rows=rows)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--runs", default="runs/studies", help="where runs are (runs/studies)")
+    add("--seeds", type=int, default=3, help="runs (3)")
+    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    between("--seeds", options.seeds, 1, 1000)
+    options.runs = runtime.folder("--runs", options.runs)
+    record.check(options.save)
+    return options
+
+
+def workdir(folder: epath.Path, seed: int) -> epath.Path:
+    """Of the run whose layers have one rank; a UserError unless the folder of runs has it whole."""
+    study = STUDIES["lrkv_layer_ranks"]
+    cell = next(cell for cell in study.cells() if cell.name == UNIFORM)
+    name = Run(cell, seed, study.steps).name
+    run = folder / name
+    if study.steps not in side_by_side.curve(pathlib.Path(run)):
+        there = "an unfinished" if run.exists() else "no"
+        raise UserError(
+            f"--runs = {folder}: has {there} {name}; `python -m "
+            "experiments.studies.language_models --study=lrkv_layer_ranks` trains it"
+        )
+    return run
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures and prints; the exit status."""
+    options = _options(arguments)
+    runs = [workdir(options.runs, seed) for seed in range(options.seeds)]
+    models = [model_lib.open(str(run)) for run in runs]
+    mechanism = models[0].transformer.mechanisms[0]
+    most = min(mechanism.key_dim, mechanism.value_dim)
+    found = told(np.stack([effective_ranks(model) for model in models]), mechanism.rank, most)
+    out = Output(options)
+    headings = ("layer", "effective rank", "heads, least", "most", "rank at equal bytes")
+    shown = lambda row: (
+        row["layer"],
+        Estimate(row["effective_rank"], row["half_interval"]).shown(".2f"),
+        f"{row['least_head']:.2f}",
+        f"{row['most_head']:.2f}",
+        row["rank"],
+    )
+    out.table(headings, map(shown, found["rows"]))
+    record.record(NAME, found, out, save=options.save)
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)

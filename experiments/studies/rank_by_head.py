@@ -1,0 +1,238 @@
+"""A rank for each head: trained residuals cut to a half and a quarter of theirs, in four ways.
+
+    python -m experiments.studies.rank_by_head [--runs=runs/studies] [--ranks=8,4] [--save]
+
+LRKV's future work is a rank for each layer or head (section 7). Models that were trained with one
+rank for all (`language_models --study=lrkv_layer_ranks`) lose the smallest singular values of their
+residuals, U_k B_k, until so many ranks are left in all. These are divided equally; by layer, or by
+head, in proportion to effective rank (`rank_allocation`); or they are those of the largest singular
+values. By head and by singular value keys have as many in all as values. Nothing is trained again,
+and a cache with a rank for each head is not built: its bytes are counted as ranks. Prints bits per
+byte of held-out text, and what a division changes against equal ranks, seed by seed.
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import math
+
+from etils import epath
+from flax import nnx
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import record
+from experiments.studies.long_rows import rows_of
+from experiments.studies.rank_allocation import allocation
+from experiments.studies.rank_allocation import workdir
+from kvjax.analysis import spectrum
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import between
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import estimate
+from kvjax.foundation.output import Output
+from kvjax.model.loss import token_losses
+from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Transformer
+from kvjax.workdir import trained
+
+NAME = "rank_by_head"
+WAYS = ("equal", "by layer", "by head", "by singular value")
+WHOLE = "uncut"
+ROWS, LENGTH, BATCH = 192, 256, 8  # of held-out text
+_PARTS = ("key", "value")
+_MECHANISM = ("segments", 0, "attention", "mechanism")
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """U_k B_k of all layers as singular values and vectors, of keys and values, head by head."""
+
+    left: np.ndarray  # [L, 2, K, D, R]
+    singular: np.ndarray  # [L, 2, K, R], largest first
+    right: np.ndarray  # [L, 2, K, R, H]
+
+    @classmethod
+    def of(cls, weights: Mapping[str, np.ndarray]) -> "Residuals":
+        """Takes the products of a model's weights apart.
+
+        Args:
+          weights: latent_key and latent_value [L, D, K, R], expand_key, expand_value [L, K, R, H],
+            R at most H.
+        """
+        both = lambda name: [np.asarray(weights[f"{name}_{part}"], float) for part in _PARTS]
+        latent, expand = (np.stack(both(name), axis=1) for name in ("latent", "expand"))
+        q, left = np.linalg.qr(np.moveaxis(latent, 3, 2))  # [L, 2, K, D, R] and triangles
+        inner, singular, right = np.linalg.svd(left @ expand, full_matrices=False)
+        return cls(q @ inner, singular, right)
+
+    def cut(self, ranks_LPK: np.ndarray) -> dict[str, np.ndarray]:
+        """Weights as those given to `of`, whose products have these ranks and are nearest."""
+        kept = np.arange(self.singular.shape[-1]) < ranks_LPK[..., None]
+        latent = np.moveaxis(self.left * (self.singular * kept)[..., None, :], 2, 3)
+        found = {}
+        for i, part in enumerate(_PARTS):
+            found[f"latent_{part}"] = latent[:, i]
+            found[f"expand_{part}"] = self.right[:, i]
+        return found
+
+    def ranks(self, way: str, rank: int) -> np.ndarray:
+        """[L, 2, K]: as many in all as `rank` for every head."""
+        L, P, K, R = self.singular.shape
+        effective_LPK = spectrum.effective_rank(self.singular**2)
+        if way == "equal":
+            return np.full((L, P, K), rank)
+        if way == "by layer":
+            ranks_L = allocation(effective_LPK.mean(axis=(1, 2)), rank * L, R)
+            return np.broadcast_to(np.reshape(ranks_L, (L, 1, 1)), (L, P, K))
+        if way not in WAYS:
+            raise ValueError(f"way = {way!r}: must be one of {WAYS}")
+        found = np.zeros((L, P, K), int)
+        for part in range(P):  # a key and a value are of different size
+            if way == "by head":
+                flat = allocation(effective_LPK[:, part].ravel(), rank * L * K, R)
+            else:
+                largest = np.argsort(self.singular[:, part], axis=None)[::-1][: rank * L * K]
+                flat = np.bincount(largest // R, minlength=L * K)
+            found[:, part] = np.reshape(flat, (L, K))
+        return found
+
+
+class Judge:
+    """How well a model tells rows of text, with its own residuals or with others."""
+
+    def __init__(
+        self, model: Transformer, compute: Compute, rows: np.ndarray, bytes_per_token: float
+    ):
+        """
+        Args:
+          rows: tokens [rows, T + 1].
+
+        Raises:
+          UserError: no residuals of keys and values, or layers that differ.
+        """
+        self._graph, params = nnx.split(model)
+        self._params = traverse_util.flatten_dict(nnx.to_pure_dict(params))
+        self._rows, self._bytes = rows, bytes_per_token
+        self.rank = getattr(model.config.mechanisms[0], "rank", 0)
+        names = [f"{name}_{part}" for name in ("latent", "expand") for part in _PARTS]
+        weights = {name: self._params.get((*_MECHANISM, name)) for name in names}
+        alike = len(model.config.segments) == 1
+        if not alike or not self.rank or any(x is None for x in weights.values()):
+            raise UserError("--runs: needs layers of one kind with residuals of keys and values")
+        self.residuals = Residuals.of(weights)
+
+        @jax.jit
+        def nats(flat, x_BT, y_BT):
+            model = nnx.merge(self._graph, traverse_util.unflatten_dict(flat))
+            return token_losses(model, x_BT, y_BT, compute=compute)
+
+        self._nats = nats
+
+    def bits_per_byte(self, ranks_LPK: np.ndarray | None = None) -> float:
+        """With residuals cut to these ranks, or as it was trained."""
+        params = dict(self._params)
+        if ranks_LPK is not None:
+            for name, array in self.residuals.cut(ranks_LPK).items():
+                path = (*_MECHANISM, name)
+                params[path] = jnp.asarray(array, params[path].dtype)
+        parts = (self._rows[i : i + BATCH] for i in range(0, len(self._rows), BATCH))
+        nats = np.concatenate([self._nats(params, x[:, :-1], x[:, 1:]) for x in parts])
+        return float(nats.mean(dtype=np.float64)) / math.log(2) / self._bytes
+
+
+def judge(run: epath.Path) -> Judge:
+    """Of a trained run, on text that it has not seen."""
+    loaded = trained.load(run)
+    return Judge(loaded.model, loaded.compute, *rows_of(loaded.tokenizer, ROWS, LENGTH))
+
+
+def measure(model: Judge, ranks: Sequence[int]) -> list[dict]:
+    """A row of the whole model and of each rank and way, with the heads of least and most rank."""
+    whole = dict(rank=model.rank, way=WHOLE, least=model.rank, most=model.rank)
+    rows = [whole | dict(bpb=model.bits_per_byte())]
+    for rank in ranks:
+        for way in WAYS:
+            ranks_LPK = model.residuals.ranks(way, rank)
+            of_heads = dict(least=int(ranks_LPK.min()), most=int(ranks_LPK.max()))
+            rows.append(dict(rank=rank, way=way, bpb=model.bits_per_byte(ranks_LPK), **of_heads))
+    return rows
+
+
+def told(runs: Mapping[int, Sequence[Mapping]]) -> list[dict]:
+    """A row of each rank and way over seeds, and its difference from equal ranks.
+
+    Args:
+      runs: by seed what `measure` returns.
+    """
+    by = {}
+    for seed, rows in runs.items():
+        for row in rows:
+            by.setdefault((row["rank"], row["way"]), {})[seed] = row
+    found = []
+    for (rank, way), seeds in by.items():
+        bpb = {seed: row["bpb"] for seed, row in seeds.items()}
+        now, off = estimate(list(bpb.values())), None
+        if way in WAYS[1:]:
+            equal = {seed: row["bpb"] for seed, row in by[rank, WAYS[0]].items()}
+            off = difference(bpb, equal)
+        row = dict(rank=rank, way=way, seeds=len(seeds), bpb=now.mean, bpb_half_interval=now.half)
+        row |= dict(change=off and off.mean, change_half_interval=off and off.half)
+        row |= dict(least=min(r["least"] for r in seeds.values()))
+        found.append(row | dict(most=max(r["most"] for r in seeds.values())))
+    return found
+
+
+_HEADER = ("ranks a head", "divided", "bits per byte", "against equal", "a head has")
+
+
+def _cells(row: Mapping) -> tuple:
+    off = "" if row["change"] is None else Estimate(row["change"], row["change_half_interval"])
+    heads = f"{row['least']} to {row['most']}" if row["least"] < row["most"] else row["least"]
+    bpb = Estimate(row["bpb"], row["bpb_half_interval"]).shown(".4f")
+    return row["rank"], row["way"], bpb, off and off.shown("+.4f"), heads
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--runs", default="runs/studies", help="where runs are (runs/studies)")
+    add("--ranks", default="8,4", help="ranks that are left for each head, on average (8,4)")
+    add("--seeds", type=int, default=3, help="runs (3)")
+    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    between("--seeds", options.seeds, 1, 1000)
+    options.ranks = lists.integers("--ranks", options.ranks)
+    options.runs = runtime.folder("--runs", options.runs)
+    record.check(options.save)
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Cuts, judges and prints; the exit status."""
+    options = _options(arguments)
+    runtime.start()
+    runs = [workdir(options.runs, seed) for seed in range(options.seeds)]
+    by_seed = {}
+    for seed, run in enumerate(runs):
+        model = judge(run)
+        for rank in options.ranks:
+            between("--ranks", rank, 1, model.rank)
+        by_seed[seed] = measure(model, options.ranks)
+    found = dict(rows=told(by_seed), runs={str(seed): rows for seed, rows in by_seed.items()})
+    out = Output(options)
+    out.table(_HEADER, map(_cells, found["rows"]))
+    record.record(NAME, found, out, save=options.save)
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)

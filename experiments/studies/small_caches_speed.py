@@ -1,0 +1,104 @@
+"""How fast the mechanisms of `small_caches` train and decode: on a machine that does nothing else.
+
+    python -m experiments.studies.small_caches_speed [--mechanisms=mha,lrkv] [--save]
+
+The same configs with the same parameters. Training: whole steps of 32 x 256 tokens, Muon included,
+their median. Decoding: 8 sequences at once, 64 tokens after prompts of 64, from the cache, the
+median of three. Weights are new ones, which takes nothing from the time. What multiplies matrices
+at what rate is measured before and after each, so that a rate that fell tells of other work.
+`small_caches` has these figures in its table. Prints a table; about 20 s a mechanism.
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import statistics
+
+import jax
+
+from experiments import record
+from experiments.benchmarks import generate_benchmark
+from experiments.benchmarks import jax_training
+from experiments.studies import small_caches
+from experiments.studies.grid import Run
+from kvjax.decoding.generator import Generator
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.output import Output
+from kvjax.model.transformer import Transformer
+
+_DECODE = dict(prompt=64, new=64, repeats=3)
+_SEQUENCES = 8
+
+
+def measured(run: Run, steps: int) -> dict:
+    """Tokens/s of training and of decoding, and FLOP/s of matrix products before and after."""
+    keys = [f"{key}={value}" for key, value in run.overrides.items()]
+    found = jax_training.training_speed(str(run.cell.config), keys, steps)
+    tokens = run.experiment.tokens_per_step
+    rates = [tokens / seconds for seconds in found["seconds"]]
+    row = dict(
+        mechanism=run.cell.name,
+        training_tokens_per_second=statistics.median(rates),
+        slowest=min(rates),
+        fastest=max(rates),
+        decode_tokens_per_second=decoding(run),
+        matmul_gflops=[rate / 1e9 for rate in found["matmul_flops"]],
+    )
+    jax.clear_caches()
+    return row
+
+
+def decoding(run: Run) -> float:
+    """Tokens/s of all sequences together, with weights that are new."""
+    model = run.experiment.model
+    compute = run.experiment.compute.resolve(jax.default_backend(), model.block.num_layers)
+    generator = Generator(Transformer(model, jax.random.key(0)), compute)
+    found = generate_benchmark.measure(generator, _SEQUENCES, **_DECODE)
+    return found["decode_tokens_per_second"]
+
+
+_HEADER = ("config", "training tokens/s", "range", "decoding tokens/s", "matrix products, GFLOP/s")
+
+
+def _cells(r: Mapping) -> tuple:
+    ends = f"{r['slowest']:,.0f} to {r['fastest']:,.0f}"
+    rates = " and ".join(f"{rate:,.0f}" for rate in r["matmul_gflops"])
+    speeds = (r["training_tokens_per_second"], ends, r["decode_tokens_per_second"])
+    shown = (x if isinstance(x, str) else f"{x:,.0f}" for x in speeds)
+    return r["mechanism"], *shown, rates
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add, every = parser.add_argument, small_caches.EVERY
+    add("--mechanisms", default=",".join(every), help=f"tiny configs ({','.join(every)})")
+    add("--steps", type=int, default=8, help="timed (8)")
+    add("--save", action="store_true", help=f"write experiments/results/{small_caches.SPEED}.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    options.mechanisms = lists.names("--mechanisms", options.mechanisms, every)
+    at_least("--steps", options.steps, 1)
+    record.check(options.save)
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures, and prints."""
+    options = _options(arguments)
+    runtime.start()
+    rows, out = [], Output(options)
+    runs = small_caches.runs_of(options.mechanisms, 1, small_caches.STEPS)
+    with progress.waiting("timing") as doing:
+        for number, run in enumerate(runs, 1):
+            doing.at(f"{run.cell.name}, {number} of {len(runs)}")
+            rows.append(measured(run, options.steps))
+    out.table(_HEADER, map(_cells, rows))
+    record.record(small_caches.SPEED, dict(rows=rows), out, save=options.save)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,66 @@
+"""Queries that are keys, with the diagonal of K Kᵀ divided by its mean over the row.
+
+    S = K Kᵀ        S'_tt = S_tt / mean_s S_ss        # projection sharing (arXiv 2606.04032) fig. 5
+
+A token meets itself with its squared length, mostly more than it meets others with; that paper
+tried this against it (section 2.5). Logits are S' times 1/sqrt(H), as of any attention. A mean over
+the row is one of later tokens too: it is for models that see both ways, which cache nothing. Any
+attention kernel adds it: a key's further channels are its place in the row, one of T, and a query's
+hold S'_tt - S_tt at its own. T more channels than `query_dim` says, for short rows.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from kvjax.attention.grouped import Grouped
+from kvjax.attention.grouped import GroupedConfig
+from kvjax.attention.mechanism import require
+from kvjax.layers.rope import Positions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiagonalConfig(GroupedConfig):
+    """Q=K-V or Q=K=V."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        ties = "must be 'qk' or 'qkv' where the diagonal of K K' is normalised"
+        require(self.ties_queries, "tie", repr(self.tie), ties)
+        alone = "where the diagonal of K K' is normalised"
+        channels = self.position_channels
+        require(not channels, "position_channels", channels, f"must be 0 {alone}")
+        require(not self.alibi, "alibi", self.alibi, f"must be False {alone}")
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        return True
+
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Diagonal":
+        return Diagonal(self, d_model, rngs=rngs)
+
+
+class Diagonal(Grouped):
+    """The family's projections, and what turns S_tt into S'_tt."""
+
+    def queries(self, x_BTD: jax.Array, raw: dict, positions: Positions) -> jax.Array:
+        q_BTNH = super().queries(x_BTD, raw, positions)
+        own_BTN = jnp.sum(q_BTNH * q_BTNH, axis=-1)
+        mean_B1N = jnp.mean(own_BTN, axis=1, keepdims=True)
+        mean_B1N = jnp.where(mean_B1N > 0, mean_B1N, 1)  # of a row of zeros
+        change_BTN = own_BTN / mean_B1N - own_BTN
+        return _with_places(q_BTNH, change_BTN, positions)
+
+    def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        k_BTNH, v_BTNH = super().keys_values(raw, positions)
+        ones_BTN = jnp.ones(k_BTNH.shape[:3], k_BTNH.dtype)
+        return _with_places(k_BTNH, ones_BTN, positions), v_BTNH
+
+
+def _with_places(x_BTNH: jax.Array, at_BTN: jax.Array, positions: Positions) -> jax.Array:
+    """T further channels: nothing, but for one number at the token's place."""
+    T = x_BTNH.shape[1]
+    places_BTT = jax.nn.one_hot(jnp.asarray(positions.index), T, dtype=x_BTNH.dtype)
+    return jnp.concatenate([x_BTNH, at_BTN[..., None] * places_BTT[:, :, None]], axis=-1)

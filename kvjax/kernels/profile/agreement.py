@@ -1,0 +1,137 @@
+"""Whether implementations of decode attention compute its definition on the device present.
+
+One sequence of a batch is full, the others end anywhere; behind their ends lies garbage, larger
+than any entry. The definition is `reference.decode_attention` in float32, by the device's highest
+precision. Calls are repeated on the same arrays: bits that change are a race.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.foundation.output import Table
+from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
+from kvjax.kernels.decode_attention.readings.reading import Sizes
+from kvjax.kernels.profile import side_by_side
+from kvjax.kernels.profile.measured import Found
+from kvjax.kernels.profile.measured import Refusal
+from kvjax.kernels.profile.measured import Run
+from kvjax.kernels.profile.measured import or_why
+
+POINTS = ((1, 32_768), (8, 4096))  # (batch, length)
+REPEATS = 10
+# Of the output's largest entry: float32 to 1e-5, bfloat16 within two units in the last place.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2 * 2.0**-8}
+_GARBAGE = 100  # times what a cache holds
+_DEFINITION = ""  # among implementations' names
+
+
+def check(run: Run, found: Found = lambda row: None) -> list[dict]:
+    """A row per point, mechanism and implementation.
+
+    A row has `error` (|o - exact| / |exact|, 2-norms), `worst` (the largest difference over the
+    largest entry), `same` (whether all calls gave the same bits) and `agrees`; or `why` there is
+    no such figure, and unless it was refused `agrees`, which is False. A definition that cannot be
+    computed raises.
+    """
+    rows, names = [], (_DEFINITION, *run.implementations)
+    for batch, length in run.points:
+        made = {
+            mechanism: functools.partial(
+                problem, shapes.SHAPES[run.model][mechanism], batch, length, run.dtype
+            )
+            for mechanism in run.mechanisms
+        }
+        programs = side_by_side.compiled(
+            {(m, name): functools.partial(_lower, made[m], name) for m in made for name in names}
+        )
+        for mechanism in run.mechanisms:
+            arguments = made[mechanism]()
+            exact = programs[mechanism, _DEFINITION]()(*_wide(arguments))
+            exact = np.asarray(exact, np.float64)
+            for name in run.implementations:
+                program = programs[mechanism, name]
+                call = lambda program=program, arguments=arguments: program()(*arguments)
+                said = or_why(lambda call=call, exact=exact: _compared(call, exact, run.dtype))
+                row = dict(mechanism=mechanism, implementation=name, batch=batch, length=length)
+                if isinstance(said, str):
+                    said = dict(why=said) | (
+                        {} if isinstance(said, Refusal) else dict(agrees=False)
+                    )
+                rows.append(row | said)
+                found(rows[-1])
+    return rows
+
+
+def problem(shape: Sizes, batch: int, length: int, dtype: jnp.dtype) -> tuple:
+    """Operands, cache, and first_B [B], the last slot that each sequence has reached."""
+    first_B = np.random.default_rng(0).integers(0, length, batch, np.int32)
+    first_B[0] = length - 1
+    reached_BS = np.arange(length)[None] <= first_B[:, None]
+
+    @jax.jit
+    def draw(reached_BS):
+        sizes = dict(batch=batch, length=length, dtype=dtype)
+        operands, cache = shapes.problem(shape, **sizes)
+        reached = lambda x: reached_BS.reshape(batch, *(1,) * (x.ndim - 2), length)
+        return operands, {f: jnp.where(reached(x), x, _GARBAGE * x) for f, x in cache.items()}
+
+    return *draw(reached_BS), jnp.asarray(first_B)
+
+
+def _wide(arguments: tuple) -> tuple:
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), arguments)
+
+
+def _lower(made: Callable[[], tuple], name: str) -> jax.stages.Lowered:
+    arguments = jax.eval_shape(made)
+    if name == _DEFINITION:
+        arguments = jax.eval_shape(_wide, arguments)
+    return jax.jit(IMPLEMENTATIONS[name or "reference"]).lower(*arguments)
+
+
+def _compared(call: Callable[[], jax.Array], exact: np.ndarray, dtype: jnp.dtype) -> dict:
+    first, *again = (np.asarray(call()) for _ in range(REPEATS))
+    if not np.isfinite(first).all():
+        raise FloatingPointError("its output is not finite")
+    difference = first.astype(np.float64) - exact
+    worst = np.abs(difference).max() / np.abs(exact).max()
+    same = all(first.tobytes() == other.tobytes() for other in again)
+    return dict(
+        error=float(np.linalg.norm(difference) / np.linalg.norm(exact)),
+        worst=float(worst),
+        same=same,
+        agrees=bool(worst <= TOLERANCE[dtype.name] and same),
+    )
+
+
+def all_agree(rows: Sequence[dict]) -> bool:
+    """Whether something ran, and nothing was wrong or failed."""
+    return any("worst" in r for r in rows) and all(r.get("agrees", True) for r in rows)
+
+
+def table(rows: Sequence[dict], run: Run) -> Table:
+    """Rows as a table; one that did not run says why."""
+    tolerance = TOLERANCE[run.dtype.name]
+    title = (
+        f"{jax.devices()[0].device_kind}, {run.dtype}, {run.model}: against the definition in "
+        f"float32. The worst difference may be {tolerance:.1e} of the largest entry; {REPEATS} "
+        "calls must give the same bits"
+    )
+    header = ("mechanism", "by", "batch", "tokens", "error", "worst", "same bits", "agrees")
+    cells, notes = [], []
+    for r in rows:
+        names = [r["mechanism"], r["implementation"], f"{r['batch']}", f"{r['length']:,}"]
+        if "why" in r:
+            notes.append(f"{names[0]} {names[1]}, {names[2]} x {names[3]}: {r['why']}")
+            wrong = "NO" if "agrees" in r else "-"
+            cells.append(names + ["-"] * (len(header) - len(names) - 1) + [wrong])
+            continue
+        yes = ["yes" if r[key] else "NO" for key in ("same", "agrees")]
+        cells.append([*names, f"{r['error']:.1e}", f"{r['worst']:.1e}", *yes])
+    return Table(title, header, cells, notes)

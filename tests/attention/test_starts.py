@@ -1,0 +1,72 @@
+"""How weights of other authors' mechanisms start, before anything is learned."""
+
+from flax import nnx
+import numpy as np
+import pytest
+
+from kvjax.attention import BranchedLatentConfig
+from kvjax.attention import GroupedLatentConfig
+from kvjax.attention import LatentConfig
+from kvjax.attention import ResidualLatentConfig
+from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import TensorProductConfig
+
+D = 256
+LATENT = dict(num_heads=8, key_dim=32, value_dim=32, latent_dim=64, rope_key_dim=16)
+
+
+def _weights(config, seed=0):
+    built = config.build(D, rngs=nnx.Rngs(seed))
+    return {name: np.asarray(w) for name, w in nnx.to_pure_dict(nnx.state(built)).items()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GroupedLatentConfig(**LATENT, num_latents=2),
+        BranchedLatentConfig(**LATENT, num_branches=2, num_latents=2),
+    ],
+)
+def test_expansions_of_latents_start_by_the_latents_own_width(config):
+    """1/sqrt(C) of one latent: not of all together, not of the heads that read it."""
+    found = _weights(config)
+    for name in ("up_key", "up_value"):
+        assert np.std(found[name]) == pytest.approx(64**-0.5, rel=0.05)
+    count = found["down"].size // D  # channels of all latents
+    assert np.std(found["down"]) == pytest.approx(_linear(D, count), rel=0.05)
+
+
+def _linear(fan_in, fan_out):
+    return min(1.0, (fan_out / fan_in) ** 0.5) / fan_in**0.5
+
+
+def test_mfa_kr_starts_with_keys_as_values():
+    config = ReusedKeysConfig(num_heads=8, num_kv_heads=2, key_dim=32)
+    found = _weights(config)
+    assert not found["value_gate"].any() and found["value_map"].any()
+
+
+@pytest.mark.parametrize("residual_init, starts", [("zeros", False), ("linear", True)])
+def test_residuals_of_a_latent_start_as_asked(residual_init, starts):
+    """Beside MLA's weights of the same seed."""
+    config = ResidualLatentConfig(**LATENT, rank=4, residual_init=residual_init)
+    found, mla = _weights(config), _weights(LatentConfig(**LATENT))
+    for name in mla:
+        np.testing.assert_array_equal(found[name], mla[name])
+    for name in ("expand_key", "expand_value"):
+        assert found[name].any() == starts
+    assert found["latent_key"].any() and found["latent_value"].any()
+
+
+def test_xavier_is_that_of_values_too():
+    shape = dict(num_heads=6, key_dim=64, value_dim=32, query_factors=6, key_rank=2, value_rank=4)
+    found = _weights(TensorProductConfig(**shape, factor_init="xavier"))
+    assert np.std(found["value_head"]) == pytest.approx((2 / (4 * (6 + D))) ** 0.5, rel=0.1)
+    assert np.std(found["value_factor"]) == pytest.approx((2 / (32 * (4 + D))) ** 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("fixed, names", [("heads", "key_head"), ("channels", "value_factor")])
+def test_fixed_factors_start_as_normal_numbers(fixed, names):
+    shape = dict(num_heads=32, key_dim=64, value_dim=64, query_factors=0)
+    found = _weights(TensorProductConfig(**shape, key_rank=32, value_rank=32, fixed=fixed))
+    assert np.std(found[names]) == pytest.approx(1.0, rel=0.1)

@@ -1,0 +1,90 @@
+"""Padding that counts in a loss: rows in both forms, how they are judged, the result's rows."""
+
+import math
+import types
+
+import numpy as np
+import pytest
+
+from experiments.studies import padded_loss
+from experiments.tasks import text
+
+DOCUMENTS = [np.frombuffer(x, np.uint8) for x in (b"abc", b"defghijk", b"lm")]
+
+
+def test_a_document_is_a_padded_row():
+    rows = text.padded(DOCUMENTS, 5)
+    assert [bytes(row.astype(np.uint8)) for row in rows["x"]] == [b"abc\0\0", b"defgh", b"lm\0\0\0"]
+    assert [bytes(row.astype(np.uint8)) for row in rows["y"]] == [
+        b"bc\0\0\0",
+        b"efghi",
+        b"m\0\0\0\0",
+    ]
+    # The first EOS tells where a document ends; what is cut off is in no row.
+    np.testing.assert_array_equal(rows["real"].sum(axis=1), [3, 5, 2])
+
+
+def test_packed_rows_lose_nothing_but_the_streams_end():
+    rows = text.packed(DOCUMENTS, 5)
+    stream = b"abc\0defghijk\0lm\0"
+    assert bytes(rows["x"].ravel().astype(np.uint8)) == stream[:15]
+    assert bytes(rows["y"].ravel().astype(np.uint8)) == stream[1:16]
+    assert rows["real"].all()
+
+
+def test_the_books_have_no_eos_and_their_share_of_text_is_the_papers():
+    assert not (text.corpus("train") == text.EOS).any()
+    # The paper's, by its loss and its texts' lengths.
+    assert padded_loss.share_of_text("train") == pytest.approx(0.54, abs=0.05)
+    assert padded_loss.share_of_text("validation") == pytest.approx(0.54, abs=0.1)
+    held_out = padded_loss.held_out()
+    counts = {name: sum(b["counts"].sum() for b in held_out[name]) for name in held_out}
+    assert counts["text"] < counts["counted"] and counts["counted"] % padded_loss.LENGTH == 0
+
+
+@pytest.mark.slow
+def test_padding_is_learned_at_once_and_lowers_the_mean(monkeypatch):
+    monkeypatch.setattr(padded_loss, "LENGTH", 32)
+    monkeypatch.setattr(padded_loss, "LAYERS", 1)
+    few = {
+        form: lambda documents, T, make=make: make(documents[:600], T)
+        for form, make in padded_loss.FORMS.items()
+    }
+    monkeypatch.setattr(padded_loss, "FORMS", few)
+    caches = padded_loss.rows_of, padded_loss.held_out, padded_loss._learner
+    for cache in caches:
+        cache.cache_clear()
+    found = padded_loss.train("none", "padded", 150, seed=0)
+    rows = padded_loss.rows_of("validation", "padded")["real"]
+    for cache in caches:
+        cache.cache_clear()
+    assert found["text"] < math.log(256) - 1
+    share = rows.mean()
+    padding = (found["counted"] - share * found["text"]) / (1 - share)
+    assert 0 < padding < 0.25 * found["text"] and found["counted"] < found["text"]
+
+
+def test_rows_compare_with_the_first_of_the_same_form():
+    cells = [
+        padded_loss.cell(tie, form, 10) for form in ("padded", "packed") for tie in ("none", "kv")
+    ]
+    nats = lambda x: dict(counted=0.5 * x, text=x, packed=x)
+    runs = {
+        "none_padded_10": {0: nats(2.0), 1: nats(2.2)},
+        "kv_padded_10": {0: nats(2.1), 1: nats(2.3)},
+        "kv_packed_10": {0: nats(1.0)},
+    }
+    for cell in cells:
+        for run in runs.get(cell.name, {}).values():
+            run["identity"] = cell.identity
+    runs["kv_packed_10"][1] = nats(9.0) | dict(identity="asked otherwise")
+    first, second, third = padded_loss.rows(cells, types.SimpleNamespace(runs=runs))
+    assert first["against_first"] == {} and third["against_first"] == {}
+    assert first["perplexity"]["text"]["mean"] == pytest.approx((math.exp(2) + math.exp(2.2)) / 2)
+    against = second["against_first"]
+    assert against["text"]["nats"] == pytest.approx(0.1)
+    assert against["text"]["percent"] == pytest.approx(100 * math.expm1(0.1))
+    assert against["counted"]["nats"] == pytest.approx(0.05)
+    assert against["text"]["half_interval"] == pytest.approx(0, abs=1e-9)
+    assert padded_loss._cells(second)[7:9] == ("+0.0500 ± 0.0000", "+0.1000 ± 0.0000")
+    assert padded_loss._cells(third)[:2] == ("Q-K=V", "packed")

@@ -1,0 +1,127 @@
+"""Whether an implementation is right on the device present: what is found, and what is said."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.foundation import command_line
+from kvjax.kernels.decode_attention import reference
+from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.profile import __main__ as profile
+from kvjax.kernels.profile import agreement
+from kvjax.kernels.profile import measured
+
+
+def _run(**changes):
+    run = dict(mechanisms=("gqa",), points=((3, 64),), rounds=1, target=1e-3)
+    run |= dict(model="d12", implementations=("xla",), device="cpu") | changes
+    return measured.Run(**run)
+
+
+@pytest.fixture
+def implementation(monkeypatch):
+    """Puts a function in XLA's place."""
+    return lambda function: monkeypatch.setitem(agreement.IMPLEMENTATIONS, "xla", function)
+
+
+@pytest.mark.slow
+def test_one_that_is_right_agrees():
+    rows = agreement.check(_run(mechanisms=("mqa", "gqa"), points=((3, 64), (1, 32))))
+    assert [(r["mechanism"], r["batch"], r["length"]) for r in rows] == [
+        (name, *point) for point in ((3, 64), (1, 32)) for name in ("mqa", "gqa")
+    ]
+    for row in rows:
+        assert row["agrees"] and row["same"] and 0 < row["error"] < 1e-5
+
+
+def test_one_that_is_a_little_wrong_does_not(implementation):
+    implementation(lambda *arguments: 1.001 * reference.decode_attention(*arguments))
+    (row,) = agreement.check(_run())
+    assert row["same"] and not row["agrees"]
+    assert row["error"] == pytest.approx(1e-3, rel=0.01)
+    assert row["worst"] == pytest.approx(1e-3, rel=0.01)
+
+
+def test_one_that_sees_what_lies_behind_a_sequence_does_not(implementation):
+    whole = lambda o, cache, first_B: jnp.full_like(first_B, 63)
+    implementation(lambda *a: reference.decode_attention(*a[:2], whole(*a)))
+    (row,) = agreement.check(_run())
+    assert row["worst"] > 1 and not row["agrees"]
+
+
+def test_one_that_gives_other_bits_each_time_does_not(implementation):
+    calls = itertools.count()
+    noise = lambda: np.float32(1e-7 * next(calls))
+
+    def attend(*arguments):
+        added = jax.pure_callback(noise, jax.ShapeDtypeStruct((), jnp.float32))
+        return reference.decode_attention(*arguments) + added
+
+    implementation(attend)
+    (row,) = agreement.check(_run())
+    assert row["worst"] < 1e-5 and not row["same"] and not row["agrees"]
+
+
+def test_one_whose_output_is_no_number_does_not(implementation):
+    implementation(lambda *arguments: jnp.nan * reference.decode_attention(*arguments))
+    (row,) = agreement.check(_run())
+    assert not row["agrees"] and row["why"] == "FloatingPointError: its output is not finite"
+    assert not agreement.all_agree([row, dict(worst=0.0, agrees=True)])
+
+
+def test_where_nothing_ran_nothing_agrees():
+    assert not agreement.all_agree([dict(why="refused")])
+    assert agreement.all_agree([dict(why="refused"), dict(worst=0.0, agrees=True)])
+
+
+def test_the_definition_may_be_asked_for_itself(monkeypatch):
+    monkeypatch.setattr(measured.Run, "dtype", jnp.dtype(jnp.bfloat16))
+    (row,) = agreement.check(_run(implementations=("reference",)))
+    assert row["agrees"] and row["error"] < 1e-6
+
+
+def test_one_that_refuses_says_why():
+    rows = agreement.check(_run(implementations=("gpu", "xla")))
+    assert rows[0]["why"].startswith("the GPU kernel takes base_key in bfloat16")
+    assert rows[1]["agrees"]
+    table = agreement.table(rows, _run())
+    assert table.rows[0][4:] == ["-"] * 4 and table.rows[1][6:] == ["yes", "yes"]
+    assert table.notes == [f"gqa gpu, 3 x 64: {rows[0]['why']}"]
+
+
+def test_sequences_end_anywhere_and_garbage_follows():
+    shape = shapes.SHAPES["d12"]["gqa"]
+    _, cache, first_B = agreement.problem(shape, 3, 64, jnp.dtype(jnp.float32))
+    assert first_B[0] == 63 and len(set(first_B.tolist())) == 3
+    keys = np.abs(np.asarray(cache["base_key"]))
+    for b, first in enumerate(first_B.tolist()):
+        assert keys[b, ..., : first + 1].mean() < 1
+        assert first == 63 or keys[b, ..., first + 1 :].mean() > 50
+
+
+def test_the_command_ends_with_what_was_found(capsys, implementation):
+    options = ["--check", "--model=d12", "--mechanisms=gqa", "--batch=2", "--length=64", "--json"]
+    assert profile.main(options) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["agrees"]
+    implementation(lambda *arguments: -reference.decode_attention(*arguments))
+    assert profile.main(options) == 1
+    assert "NO" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--check", "--tune"], "--check --tune: one or the other"),
+        (["--check", "--plot=x.png"], "--check --plot=x.png: only of what is measured"),
+        (["--check", "--device=v5e"], "--check --device=v5e: needs the device"),
+        (["--check", "--implementations=cudnn"], "--check: is of xla, tpu, gpu, reference"),
+    ],
+)
+def test_what_it_cannot_be_asked_with(capsys, options, message):
+    assert command_line.status(profile.main, options) == 2
+    assert message in capsys.readouterr().err
