@@ -290,18 +290,19 @@ def test_prepared_rows_with_another_mask(source, whole, tmp_path):
 
 @pytest.mark.slow
 def test_letters_and_sums_are_learned(tmp_path):
-    """300 steps on 450 conversations; of 50 others a fourth of the letters is chance.
+    """500 steps of 4 rows on 450 conversations; of 100 others a fourth of the letters is chance.
 
-    Trained by their command lines, with all of XLA's optimisations.
+    Trained by their command lines, with all of XLA's optimisations. Rounding differs by machine:
+    300 steps of 8 rows gave 20 to 23 of 25 letters, these give all of 200 and are cheaper.
     """
-    from kvjax.conversation import mixture
     from kvjax.conversation.dialogue import Native
     from kvjax.decoding.answers import answers
     from kvjax.decoding.generator import Generator
 
     parent = ["lrkv_tiny.py", f"--workdir={tmp_path}/parent", "--config.train.stop_after=10"]
     child = ["mid/lrkv_tiny.py", f"--workdir={tmp_path}/mid"]
-    child += [f"--config.train.parent={tmp_path}/parent", "--config.train.num_steps=300"]
+    child += [f"--config.train.parent={tmp_path}/parent", "--config.train.num_steps=500"]
+    child += ["--config.train.batch_size=4", "--config.train.grad_accumulation=1"]
     for config, *flags in (parent, child):
         command = [sys.executable, "-m", "kvjax.main", f"--config={CONFIGS / config}", *flags]
         command += [f"--config.data.directory={tmp_path}/data"]
@@ -309,7 +310,7 @@ def test_letters_and_sums_are_learned(tmp_path):
     loaded = trained.load(epath.Path(tmp_path / "mid"))
     dialogue = Native(loaded.tokenizer, "the workdir")
     generator, right = Generator(loaded.model, loaded.compute), dict(letter=[], sum=[])
-    rows = [made_up.conversations()[i] for i in mixture.shuffled(made_up.COUNT, 42)[450:]]
+    rows = made_up.conversations(100, seed=1)
     prompts = [dialogue.prompt(row["messages"][:1]).ids for row in rows]
     for row, answer in zip(rows, answers(generator, dialogue, prompts, num_tokens=24), strict=True):
         content = row["messages"][1]["content"]
@@ -318,5 +319,5 @@ def test_letters_and_sums_are_learned(tmp_path):
         else:
             expected = content[-1]["text"].rpartition("#### ")[2]
             right["sum"].append(answer.text.rpartition("#### ")[2] == expected)
-    assert {name: len(found) for name, found in right.items()} == dict(letter=25, sum=25)
+    assert {name: len(found) for name, found in right.items()} == dict(letter=50, sum=50)
     assert np.mean(right["letter"]) > 0.8 and np.mean(right["sum"]) > 0.6, right
