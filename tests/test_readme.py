@@ -72,5 +72,6 @@ def test_tables_are_what_their_commands_print(capsys, table):
     assert printed in _text("experiments/README.md"), f"python -m {table.__name__}"
 
 
+@pytest.mark.slow
 def test_pictures_show_the_results(capsys):
     assert command_line.status(figures.main, ["--check"]) == 0, capsys.readouterr().out

@@ -58,6 +58,7 @@ def build(make_mechanism, randomise):
 
 
 @pytest.mark.parametrize("options", quick.only([OPTIONS[2]], OPTIONS), ids=_ids)
+@pytest.mark.parametrize("mechanism_name", quick.only(("mha", *quick.ALL_KINDS), MECHANISMS))
 def test_equals_the_reference(x64, build, mechanism_name, options):
     config, module, weights = build(
         mechanism_name, qk_norm=options["qk_norm"], bias=options["bias"], norm_epsilon=1e-2
@@ -72,6 +73,7 @@ def test_equals_the_reference(x64, build, mechanism_name, options):
 
 
 @pytest.mark.parametrize("options", quick.only([OPTIONS[0], OPTIONS[4]], OPTIONS), ids=_ids)
+@pytest.mark.parametrize("mechanism_name", quick.only(("mha", *quick.ALL_KINDS), MECHANISMS))
 def test_projections_equal_the_reference(x64, build, mechanism_name, options):
     """Queries, keys and values themselves: the output alone is blind to some changes of both."""
     config, module, weights = build(

@@ -135,6 +135,7 @@ def _rebuild(config, w, entry, on):
         [(qk_norm, on) for qk_norm in ("none", "rms", "rms_gain") for on in (True, False)],
     ),
 )
+@pytest.mark.parametrize("mechanism_name", quick.only(("mha", *quick.ALL_KINDS), TESTED))
 def test_keys_and_values_follow_from_the_entry(
     x64, make_mechanism, randomise, mechanism_name, qk_norm, on
 ):

@@ -68,6 +68,7 @@ def test_the_compiler_says_that_it_fits(note, target):
     assert found.result["mesh"] == target.mesh and not found.result["replicated"]
 
 
+@pytest.mark.slow
 def test_readme_and_lab_notes_say_what_the_results_say():
     changed = scaling_table.differences(scaling_table.written(list(NOTES.values())))
     assert not changed, f"run `python -m experiments.tables.scaling_table`:\n{changed}"

@@ -19,6 +19,7 @@ from tests import runs
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
+@pytest.mark.slow
 def test_documents_of_a_sample_are_told_apart_without_special_tokens(whole, tmp_path, monkeypatch):
     two = types.SimpleNamespace(texts=["is dead.<|bos|>Enter"])
     monkeypatch.setattr(ending, "generate", lambda *_, **__: two)

@@ -165,6 +165,7 @@ def test_a_study_from_runs_to_rows(trained, capfd):
     assert [name for name in trained.asked[before:] if "rising" not in name] == []
 
 
+@pytest.mark.slow
 def test_studies_are_listed(capfd):
     assert command_line.status(language_models.main, ["--list", "--json"]) == 0
     said = capfd.readouterr().err

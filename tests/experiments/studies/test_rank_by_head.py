@@ -103,6 +103,7 @@ def _model(**mechanism):
     return nnx.merge(graph, jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), params))
 
 
+@pytest.mark.slow
 def test_a_model_is_judged_with_other_residuals():
     model, compute = _model(), Compute()
     rows = np.random.default_rng(0).integers(0, 256, (12, 9)).astype(np.int32)
