@@ -110,6 +110,9 @@ def _once(options, target: epath.Path, out: Output, runs, left_out) -> dict:
         out.say(f"- left out: {one.name} {one.why}")
     for name, seeds in lacking.items():
         out.say(f"- {name} lacks seed {', '.join(map(str, seeds))}, which others have")
+    for group in groups:
+        if not len(group.curve.steps):
+            out.say(f"- {group.name} has no curve: no step was evaluated with all of its seeds")
     with progress.waiting("drawing"):
         made = report.sections(groups, reference, rows, saved, left_out, lacking)
         again = options.watch if not all(run.finished for run in runs) else 0

@@ -70,6 +70,7 @@ def rows(groups: Sequence[Group], reference: Group) -> list[dict]:
                 cache_bytes=group.costs["cache_bytes"],
                 seeds=sorted(group.runs),
                 finished=group.finished,
+                finished_seeds=sorted(group.finals),
                 tokens=group.tokens,
                 flops=group.tokens * group.costs["flops"],
                 flops_six_n=group.tokens * group.costs["six_n"],
@@ -91,6 +92,13 @@ def _shown(row: Mapping, name: str, digits: str) -> str:
     return Estimate(row[name], row[f"{name}_half_interval"]).shown(digits)
 
 
+def _of_some(row: Mapping) -> str:
+    """Which seeds a figure is of, where others have not ended."""
+    ended = row["finished_seeds"]
+    some = 0 < len(ended) < len(row["seeds"])
+    return f" (seed {','.join(map(str, ended))})" if some else ""
+
+
 def terminal(found: Sequence[Mapping], reference: Group) -> output.Table:
     """The rows for a terminal, or as Markdown."""
     unit, called = _unit(max(row["flops"] for row in found), _FLOPS)
@@ -106,7 +114,7 @@ def terminal(found: Sequence[Mapping], reference: Group) -> output.Table:
             f"{row['flops'] / unit:.4g}",
             f"{row['flops_six_n'] / unit:.4g}",
             f"{row['seconds']:,.0f}" if row["seconds"] else "-",
-            _shown(row, "bpb", ".4f"),
+            _shown(row, "bpb", ".4f") + _of_some(row),
             _shown(row, "against", "+.4f"),
         )
         for row in found
@@ -190,11 +198,12 @@ def _results(
     )
     columns = [Column("run"), Column("parameters", ",d"), Column("cache bytes per token", ",d")]
     columns += [Column("tokens", ",d"), Column("FLOPs", ".4g"), Column("as 6N", ".4g")]
-    columns += [Column("s", ",.0f"), Column("seeds", "d"), Column("bits per byte", ".4f")]
+    columns += [Column("s", ",.0f"), Column("seeds that ended", "d")]
+    columns += [Column("bits per byte", ".4f")]
     columns += [Column("±", ".4f"), Column(f"against {reference.name}", "+.4f"), Column("±", ".4f")]
     numbers = ("bpb", "bpb_half_interval", "against", "against_half_interval")
     made = [
-        [*(row[key] for key in plain), len(row["seeds"]), *(row[key] for key in numbers)]
+        [*(row[key] for key in plain), len(row["finished_seeds"]), *(row[key] for key in numbers)]
         for row in found
     ]
     tables = [Table(table.title, columns, made, text)]

@@ -32,6 +32,7 @@ _AT_ONCE = 16
 # that say when a run is looked at (`workdir.identity`).
 _COSMETIC = ("name", "train.seed")
 SEED, STEPS = "train.seed", "train.num_steps"
+_TOKENIZER, _DATA_SET, _UNKNOWN = "tokenizer", "data set", "missing"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +145,7 @@ def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
         experiment = trained.experiment_of(workdir)
     except UserError as error:
         return LeftOut(name, f"cannot be read: {error}")
-    records, broken = metrics.read_checked(workdir / metrics.METRICS)
-    if broken:
-        warn(f"{name}/{metrics.METRICS}: {broken}; such lines are left out")
+    records = _records(name, workdir, metrics.METRICS)
     evaluated = {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
     steps = np.array(sorted(evaluated), np.int64)
     if not len(steps):
@@ -168,9 +167,16 @@ def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
         data=_data(workdir, experiment),
         steps=steps,
         bpb=bpb,
-        seconds=_seconds(workdir, steps * experiment.tokens_per_step, steps),
+        seconds=_seconds(name, workdir, steps * experiment.tokens_per_step, steps),
         finished=finished,
     )
+
+
+def _records(name: str, workdir: epath.Path, file: str) -> list[dict]:
+    records, broken = metrics.read_checked(workdir / file)
+    if broken:
+        warn(f"{name}/{file}: {broken}; such lines are left out")
+    return records
 
 
 def _is_finished(workdir: epath.Path, experiment: experiment_lib.Experiment, last: int) -> bool:
@@ -182,16 +188,16 @@ def _is_finished(workdir: epath.Path, experiment: experiment_lib.Experiment, las
 
 def _data(workdir: epath.Path, experiment: experiment_lib.Experiment) -> dict[str, str]:
     digest = lambda path: (
-        hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else "missing"
+        hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else _UNKNOWN
     )
     return {
-        "tokenizer": digest(workdir / manifest.TOKENIZER),
-        "data set": digest(workdir / manifest.MANIFEST),
+        _TOKENIZER: digest(workdir / manifest.TOKENIZER),
+        _DATA_SET: digest(workdir / manifest.MANIFEST),
         "config.train.eval_rows": str(experiment.train.eval_rows or "all"),
     }
 
 
-def _seconds(workdir: epath.Path, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
+def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """Until each step: a process after another, each from its first step on.
 
     A record tells the rate since its process's first step, which is counted at that rate; steps
@@ -200,14 +206,14 @@ def _seconds(workdir: epath.Path, tokens: np.ndarray, steps: np.ndarray) -> np.n
     per_step = tokens[-1] / steps[-1]
     at, ends = [0], [0.0]
     first, before, rate = 1, 0.0, None
-    for record in metrics.read_records(workdir / metrics.TIMING):
+    for record in _records(name, workdir, metrics.TIMING):
         step = record["step"]
         if "seconds_to_first_step" in record:
             kept = [i for i, there in enumerate(at) if there < step]
             at, ends = [at[i] for i in kept], [ends[i] for i in kept]
             more = (step - 1 - at[-1]) * per_step / rate if rate else 0.0
             first, before = step, ends[-1] + more
-        elif record.get("tokens_per_second") and step > at[-1]:
+        elif record.get("tokens_per_second", 0) > 0 and step > at[-1]:
             rate = record["tokens_per_second"]
             at.append(step)
             ends.append(before + (step - first + 1) * per_step / rate)
@@ -218,8 +224,15 @@ def _seconds(workdir: epath.Path, tokens: np.ndarray, steps: np.ndarray) -> np.n
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
-    """Raises a UserError for runs whose bits per byte are of different things, naming two."""
+    """Raises a UserError for runs whose bits per byte are, or may be, of different things."""
     first = runs[0]
+    for run in runs if len(runs) > 1 else ():
+        for what, file in ((_TOKENIZER, manifest.TOKENIZER), (_DATA_SET, manifest.MANIFEST)):
+            if run.data[what] == _UNKNOWN:
+                raise UserError(
+                    f"{run.name} cannot be compared: {file} is missing, so nothing tells whether "
+                    f"its {what} is that of others. Restore it, or leave the run out"
+                )
     for run in runs[1:]:
         for name, digest in run.data.items():
             if digest != first.data[name]:

@@ -1,5 +1,6 @@
 """Runs beside each other: what is compared, means over seeds, who needs fewer tokens."""
 
+import contextlib
 import json
 import pathlib
 import re
@@ -145,6 +146,16 @@ def test_runs_of_other_things_are_not_compared(tmp_path, change, said):
         runs_lib.check_comparable(runs)
 
 
+@pytest.mark.parametrize("file", ["dataset.json", "tokenizer.json"])
+def test_what_tells_nothing_of_its_data_is_compared_with_nothing(tmp_path, file):
+    for seed, name in enumerate("ab"):
+        (write_run(tmp_path / name, seed=seed) / file).unlink()
+    runs, _ = read(tmp_path)
+    with pytest.raises(UserError, match=f"a cannot be compared: {file} is missing"):
+        runs_lib.check_comparable(runs)
+    runs_lib.check_comparable(runs[:1])
+
+
 def test_what_has_nothing_to_compare_is_left_out_by_name(tmp_path):
     good = write_run(tmp_path / "good")
     write_run(tmp_path / "unfinished", steps=(25,), bpb=(4,))
@@ -171,6 +182,17 @@ def test_a_damaged_line_is_told_by_file_and_number(tmp_path, capfd):
     assert run.steps.tolist() == list(STEPS)
     said = " ".join(capfd.readouterr().err.split())
     assert "a/metrics.jsonl: line 2 is no record: b'{garbage'" in said
+
+
+def test_damaged_rates_are_told_and_do_not_count(tmp_path, capfd):
+    file = write_run(tmp_path / "a") / "timing.jsonl"
+    ((plain,), _) = read(tmp_path / "a")
+    with file.open("a") as more:
+        more.write('{garbage\n{"step": 90, "tokens_per_second": -5.0}\n')
+    ((run,), _) = read(tmp_path / "a")
+    assert run.seconds.tolist() == plain.seconds.tolist()
+    said = " ".join(capfd.readouterr().err.split())
+    assert "a/timing.jsonl: line 5 is no record: b'{garbage'" in said
 
 
 def test_a_running_one_is_taken_as_far_as_it_is(tmp_path):
@@ -285,6 +307,22 @@ def test_watching_ends_when_all_runs_have(two, tmp_path, capfd, monkeypatch):
     assert "refresh" not in (out / "compare.html").read_text()
     assert json.loads((out / "compare.json").read_text())["rows"][1]["seeds"] == [0, 1, 7]
     assert "running" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_figure_says_of_which_seeds_it_is(two, tmp_path, capfd, monkeypatch):
+    """And a group whose seeds were never evaluated at one step has no curve, which is said."""
+    write_run(two / "l2", seed=2, steps=(30,), bpb=(4,))
+
+    def stop(_):
+        raise InterruptedError
+
+    monkeypatch.setattr(command.time, "sleep", stop)
+    with contextlib.suppress(InterruptedError):
+        run(two, f"--out={tmp_path / 'out'}", "--watch=5")
+    said = " ".join(capfd.readouterr().out.split())
+    assert "(seed 0,1)" in said
+    assert "lrkv_tiny has no curve: no step was evaluated with all of its seeds" in said
 
 
 @pytest.mark.slow
