@@ -228,7 +228,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     runtime.start()
     cells = [cell(kind, options.steps) for kind in options.kinds]
-    told = lambda kept: dict(steps=options.steps, rows=rows(cells, kept))
+    every = [cell(kind, options.steps) for kind in KINDS]
+    told = lambda kept: dict(steps=options.steps, rows=rows(every, kept))
     found = in_process.study(NAME, cells, options, told, [pathlib.Path(__file__)])
     out = Output(options)
     out.table(_HEADER, map(_cells, found["rows"]))

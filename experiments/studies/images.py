@@ -265,21 +265,22 @@ def main(arguments: Sequence[str]) -> int:
             f"of {BATCH}"
         )
     trainer = Trainer(options.set, images, options.epochs)
-    cells = [
+    every = [
         cell(options.set, trainer, variant, (width, layers, heads), size, rate)
         for width in options.widths
         for layers in options.layers
         for heads in options.heads
         for size in options.patches
         for rate in options.rates
-        for variant in options.variants
+        for variant in encoders.VARIANTS
     ]
+    cells = [one for one in every if one.asked["variant"] in options.variants]
     name = f"{FOLDER}/{options.set}"
 
     def told(kept: Kept) -> dict:
         keys = ("widths", "layers", "heads", "patches", "rates", "epochs")
         grid = {key: getattr(options, key) for key in keys}
-        return dict(set=options.set, grid=grid, rows=rows(options.set, cells, kept))
+        return dict(set=options.set, grid=grid, rows=rows(options.set, every, kept))
 
     places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, images_lib.__file__))]
     found, out = in_process.study(name, cells, options, told, places), Output(options)

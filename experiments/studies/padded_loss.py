@@ -193,7 +193,8 @@ def main(arguments: Sequence[str]) -> int:
     runtime.start()
     cells = [cell(tie, form, options.steps) for form in options.forms for tie in options.ties]
     places = list(map(pathlib.Path, (__file__, text.__file__)))
-    told = lambda kept: dict(steps=options.steps, rows=rows(cells, kept))
+    every = [cell(tie, form, options.steps) for form in FORMS for tie in TIES]
+    told = lambda kept: dict(steps=options.steps, rows=rows(every, kept))
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)
     out.table(_HEADER, map(_cells, found["rows"]))
     return in_process.end(NAME, found, out, save=options.save)

@@ -202,18 +202,22 @@ def main(arguments: Sequence[str]) -> int:
             f"--features={options.features}: {len(features.train[1])} images to train on, beside "
             f"those held out, are no batch of {BATCH}"
         )
-    cells = [
+    every = [
         cell(trainer, variant, (width, layers, heads), place)
         for width in options.widths
         for layers in options.layers
         for heads in options.heads
-        for place in options.places
-        for variant in options.variants
+        for place in anomalies.PLACES
+        for variant in encoders.VARIANTS
     ]
+    asked = lambda one: (
+        one.asked["place"] in options.places and one.asked["variant"] in options.variants
+    )
+    cells = list(filter(asked, every))
 
     def told(kept: Kept) -> dict:
         grid = {key: getattr(options, key) for key in ("widths", "layers", "heads", "epochs")}
-        return dict(features=features.digest, grid=grid, rows=rows(cells, kept))
+        return dict(features=features.digest, grid=grid, rows=rows(every, kept))
 
     places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, anomalies.__file__))]
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)

@@ -216,8 +216,9 @@ def main(arguments: Sequence[str]) -> int:
     name = f"{FOLDER}/{options.set}"
 
     def told(kept: Kept) -> dict:
+        every = [cell(trainer, n) for n in sorted({*CHANNELS, *options.channels})]
         about = dict(set=options.set, words=len(corpus.train), vocabulary=corpus.size)
-        return about | dict(epochs=options.epochs, rows=rows(options.set, cells, kept))
+        return about | dict(epochs=options.epochs, rows=rows(options.set, every, kept))
 
     places = [pathlib.Path(__file__), pathlib.Path(words.__file__)]
     found, out = in_process.study(name, cells, options, told, places), Output(options)

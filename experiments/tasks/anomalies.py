@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import pathlib
 import zipfile
+import zlib
 
 import numpy as np
 
@@ -64,10 +65,12 @@ def load(file: pathlib.Path) -> Features:
             f"{file} is missing: give an npz file of train [N, F], train_labels [N], test and "
             "test_labels, features of images such as a ResNet34's"
         )
+    if not zipfile.is_zipfile(file):  # numpy also opens other files
+        raise DataError(f"{file}: no npz file of arrays, as numpy.savez writes")
     try:
         with np.load(file) as arrays:
             found = dict(arrays)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{file}: no npz file of arrays ({error})") from error
 
     def part(name: str) -> Part:

@@ -15,6 +15,7 @@ import io
 import math
 import pathlib
 import pickle
+import zlib
 
 import numpy as np
 
@@ -156,7 +157,7 @@ def idx(file: pathlib.Path, files: dict[str, str]) -> np.ndarray:
     if file.suffix == ".gz":
         try:
             data = gzip.decompress(data)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{file}: no whole gzip file ({error})") from error
     if len(data) < 4 or data[:2] != b"\0\0":
         raise DataError(f"{file}, byte 0: no IDX file, which starts with two zero bytes")

@@ -8,8 +8,10 @@ import pytest
 
 from experiments import record
 from experiments.studies import code as code_lib
+from experiments.studies import cross_attention
 from experiments.studies import in_process
 from experiments.studies import sequence_tasks
+from experiments.studies import set_anomaly
 from experiments.studies.in_process import Cell
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
@@ -113,3 +115,20 @@ def test_rows_beside_the_papers(results, monkeypatch, capfd):
     assert told["rows"] == []  # other variants were not trained on it
     assert row["tasks"]["reverse"]["right"] == pytest.approx(0.75)
     assert row["tasks"]["reverse"]["seeds"] == 2 and row["published"]["reverse"] == 0.701
+
+
+@pytest.mark.slow
+def test_to_save_a_part_leaves_the_rows_of_the_rest(results, monkeypatch):
+    """Of what was trained alike before; the ledger reads them."""
+    monkeypatch.setattr(set_anomaly.Trainer, "train", lambda *_: dict(right=0.5, loss=1.0))
+    right = dict(right=1.0, steps=7, parameters=8, cached_bytes=9)
+    monkeypatch.setattr(cross_attention, "train", lambda *_: right)
+    for study, part in ((set_anomaly, "--places=last"), (cross_attention, "--kinds=mha")):
+        monkeypatch.setattr(study.runtime, "start", lambda: None)
+        named = lambda study=study: json.loads((results / f"{study.NAME}.json").read_text())["rows"]
+        assert command_line.status(study.main, ["--save", "--seeds=1"]) == 0
+        before = named()
+        assert command_line.status(study.main, [part, "--save", "--seeds=2"]) == 0
+        after = named()
+        assert [row.keys() for row in after] == [row.keys() for row in before] != []
+        assert after != before

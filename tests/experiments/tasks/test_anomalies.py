@@ -94,6 +94,15 @@ def test_missing_or_damaged_files_are_named(tmp_path):
     file.write_bytes(b"PK\x03\x04 nothing")
     with pytest.raises(DataError, match="no npz file"):
         anomalies.load(file)
+    with file.open("wb") as one:  # which numpy would open, as one array
+        np.save(one, _arrays()["train"])
+    with pytest.raises(DataError, match="no npz file"):
+        anomalies.load(file)
+    np.savez_compressed(file, **_arrays())
+    data = file.read_bytes()
+    file.write_bytes(data[:200] + b"\xff" * 400 + data[600:])
+    with pytest.raises(DataError, match="no npz file"):
+        anomalies.load(file)
     np.savez(file, **{k: v for k, v in _arrays().items() if k != "test"})
     with pytest.raises(DataError, match="lacks 'test'; it has train, train_labels"):
         anomalies.load(file)

@@ -56,6 +56,7 @@ def test_idx_gzipped_or_not(mnist):
         ("train-images-idx3-ubyte", lambda d: d[:3] + b"\1" + d[4:], "byte 3: 1 axes: must be 3"),
         ("train-images-idx3-ubyte", lambda d: d[:9], "byte 9: ends within the lengths"),
         ("t10k-labels-idx1-ubyte.gz", lambda d: d[:-9], "no whole gzip file"),
+        ("t10k-labels-idx1-ubyte.gz", lambda d: d[:10] + b"\xff" * 9, "no whole gzip file"),
         ("t10k-labels-idx1-ubyte.gz", lambda d: gzip.compress(_idx(_bytes(2))), "3 images in"),
         (
             "t10k-labels-idx1-ubyte.gz",
