@@ -103,6 +103,9 @@ def _heads() -> int:
     return 144 + 512 + 672 + 576 + 1024
 
 
+# Components of E for 90 %, as Table 2 prints them; heads of 64 and of 128.
+_GENERATED = {"GPT-2 (64)": 2, "LLaMA-1B (64)": 8}
+_GENERATED |= {"LLaMA-3B (128)": 11, "Qwen-3B (128)": 11, "Mistral-7B (128)": 10}
 _FIVE = "GPT-2, LLaMA-3.2 (1B, 3B), Qwen-2.5-3B and Mistral-7B"
 
 
@@ -145,12 +148,7 @@ CLAIMS = (
         "Table 2; section 4.2",
         "twice the channels of a head leave E at 10 to 11 components",
         "10-11",
-        Computed(
-            "10",
-            lambda: 2.0,
-            "Table 2's own GPT-2 and LLaMA-1B, with heads of 64, have 2 and 8; it is so for the "
-            "three models with heads of 128",
-        ),
+        within(lambda: _GENERATED, 10, 11),
         "",
     ),
     Claim(

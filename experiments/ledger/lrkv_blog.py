@@ -3,10 +3,11 @@
 import itertools
 
 from experiments.ledger import verdicts
+from experiments.ledger.lrkv_figures import SAVINGS
 from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
+from experiments.ledger.verdicts import Chain
 from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import NoResultError
 from experiments.ledger.verdicts import Tabulated
@@ -22,16 +23,14 @@ def _rank_rows() -> list[dict]:
     return [row for row in rows if row["cell"].startswith("lrkv_r")]
 
 
-def _monotone() -> dict[str, bool]:
+def _neighbours() -> dict[str, tuple[Estimate, int]]:
+    """Of ranks that follow each other, the larger one's bits per byte less the other's."""
     rows = sorted(_rank_rows(), key=lambda row: row["cache_bytes"])
-    pairs = itertools.pairwise(rows)
-    if any(len(row["seeds"]) < verdicts.SEEDS for row in rows):
-        raise NoResultError("lrkv_ranks")
-    return {f"{b['cell']} below {a['cell']}": b["bpb"] < a["bpb"] for a, b in pairs}
-
-
-def _ranks() -> str:
-    return ", ".join(f"{row['cell']} {row['bpb']:.4f}" for row in _rank_rows())
+    of = lambda row: row["cell"].removeprefix("lrkv_r")
+    return {
+        f"r = {of(b)} less {of(a)}:": verdicts.between("studies/lrkv_ranks", b["cell"], a["cell"])()
+        for a, b in itertools.pairwise(rows)
+    }
 
 
 def _overhead() -> dict[str, float]:
@@ -63,11 +62,7 @@ CLAIMS = (
         "Results",
         "LRKV reaches the others' quality with 18 to 25 % fewer steps",
         "18-25 %; above: 18-30 %, mean 23.6 %",
-        Computed(
-            "25",
-            lambda: 29.7,
-            "MQA's, the largest of the paper's four savings: the blog has two ranges",
-        ),
+        verdicts.within(lambda: SAVINGS, 18, 25, ".1f"),
         "",
     ),
     Claim(
@@ -117,7 +112,7 @@ CLAIMS = (
         "Results",
         "the residual's rank trades cache for loss monotonically",
         "",
-        Cases(_monotone, _ranks),
+        Chain(_neighbours, -1, "+.4f", "bits per byte, 1.3M parameters, 1.0M tokens"),
         _RANKS,
     ),
     Claim(

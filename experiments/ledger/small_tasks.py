@@ -8,6 +8,8 @@ from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import NoResultError
 from experiments.ledger.verdicts import Same
+from experiments.studies.images import EPOCHS
+from experiments.tasks.encoders import CALLED
 from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
 
@@ -74,7 +76,8 @@ def all_right(task: str) -> Cases:
         return {variant: now["right"] for variant, now in found.items()}
 
     def figures() -> str:
-        return ", ".join(f"{name} {right:.3f}" for name, right in of().items())
+        told = ", ".join(f"{CALLED[name]} {right:.3f}" for name, right in of().items())
+        return f"{told} ({_ENCODERS}, {verdicts.SEEDS} seeds or more)"
 
     return Cases(lambda: {name: right >= _SOLVED for name, right in of().items()}, figures)
 
@@ -83,6 +86,8 @@ def image(name: str, variant: str):
     """A variant less QKV in points of accuracy."""
 
     def of() -> tuple[Estimate, int]:
+        if verdicts.read(f"images/{name}")["grid"]["epochs"] != EPOCHS[name]:
+            raise NoResultError(f"images/{name}, of the paper's epochs")
         for row in verdicts.read(f"images/{name}")["rows"]:
             if row["variant"] == variant and row["from_qkv"] is not None:
                 off = Estimate(row["from_qkv"], row["from_qkv_half_interval"])
@@ -90,6 +95,15 @@ def image(name: str, variant: str):
         raise NoResultError(name)
 
     return of
+
+
+def _shape(name: str) -> str:
+    grid = verdicts.read(f"images/{name}")["grid"]
+    each = lambda key: " and ".join(map(str, grid[key]))
+    return (
+        f"of the paper's grid d = {each('widths')}, {each('layers')} layers, "
+        f"{each('heads')} heads, squares of {each('patches')}; its {grid['epochs']} epochs"
+    )
 
 
 _VARIANTS = ("qk_tied", "qk_tied_plus", "kv_tied", "qkv_tied", "qkv_tied_plus")
@@ -105,10 +119,12 @@ def within_a_point(name: str, variants: tuple[str, ...] = _VARIANTS) -> Cases:
         return {variant: estimate for variant, (estimate, _) in found.items()}
 
     def figures() -> str:
-        return ", ".join(f"{variant} {x.shown('+.2f')}" for variant, x in of().items())
+        told = ", ".join(f"{CALLED[variant]} {x.shown('+.2f')}" for variant, x in of().items())
+        seeds = min(image(name, variant)()[1] for variant in variants)
+        return f"{told} (points from QKV; {_shape(name)}, {seeds} seeds)"
 
     return Cases(
-        lambda: {variant: abs(x.mean) + x.half <= 1 for variant, x in of().items()}, figures
+        lambda: {CALLED[variant]: abs(x.mean) + x.half <= 1 for variant, x in of().items()}, figures
     )
 
 
@@ -188,7 +204,7 @@ class NoHelp:
     def _changes(self) -> dict[str, dict[str, Estimate]]:
         """By remedy, then by variant and task."""
         rows = [r for r in verdicts.read("diagonal")["rows"] if r["length"] == _DIAGONAL_LENGTH]
-        named = lambda row: f"{row['variant']} {row['task']}"
+        named = lambda row: f"{CALLED[row['variant']]} {row['task']}"
         plain = {named(row): 100 * row["right"] for row in rows if row["remedy"] == "none"}
         asked = {where for where, right in plain.items() if right < 100 - self.margin}
         found: dict[str, dict[str, Estimate]] = {"normalised": {}, "annealed": {}}
@@ -220,6 +236,19 @@ def padding() -> str:
         f"counting the others turns a perplexity of {of['text']:.2f} into {of['counted']:.2f}, "
         f"and what Q-K=V costs from {apart['text']:.1f} % into {apart['counted']:.1f} %"
     )
+
+
+def packed(tie: str):
+    """A model of bytes less QKV's in nats, trained and judged on packed rows."""
+
+    def of() -> tuple[Estimate, int]:
+        for row in verdicts.read("padded_loss")["rows"]:
+            now = row["against_first"].get("packed")
+            if (row["tie"], row["trained"]) == (tie, "packed") and now:
+                return Estimate(now["nats"], now["half_interval"]), row["seeds"]
+        raise NoResultError("padded_loss")
+
+    return of
 
 
 def symmetric() -> dict[str, bool]:

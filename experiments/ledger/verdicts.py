@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
-import json
 import typing
 from typing import NamedTuple
+
+from etils import epath
 
 from experiments import record
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
+from kvjax.foundation import json_text
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.estimate import Estimate
@@ -35,10 +37,11 @@ VERDICTS = {
     UNTOLD: "the interval of our difference contains 0, or reaches over the margin; or both "
     "solve the task whole",
     FAR: "of a size that was not trained here, or of weights, data or options that are not at "
-    "hand; what would settle it stands there, and what was found at demo size or in other models, "
-    "which settles nothing",
+    "hand; what would settle it stands there. What was found at demo size or in other models is "
+    "said too, and settles nothing",
     UNDEFINED: "the text does not say what it means, or not in a way that can be measured",
-    MISSING: "the command has not been run, or not with three seeds",
+    MISSING: "the command has not been run, or not with three seeds, or the study does not "
+    "record it",
 }
 SEEDS = 3  # that a claim between models needs at least
 _UTILISATION = 0.4  # of a chip's bfloat16 rate, for days of training
@@ -62,11 +65,11 @@ class NoResultError(Exception):
 
 
 def read(name: str) -> dict:
-    """A result; raises a NoResultError if it is not there."""
+    """A result; raises a NoResultError if it is not there, a UserError if it is damaged."""
     file = record.RESULTS / f"{name}.json"
     if not file.exists():
         raise NoResultError(name)
-    return json.loads(file.read_text("utf-8"))
+    return json_text.read_object(epath.Path(file), "restore it, or make it anew")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,13 +187,32 @@ class Cases:
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
-    """What was found where it can tell nothing, and why."""
+class Chain:
+    """Differences that must all have one sign, each with its interval over seeds.
 
-    figures: Callable[[], str]
+    Attributes:
+      of: by name, as `Differs.of` returns them.
+      sign, digits, scale: as of `Differs`.
+    """
+
+    of: Callable[[], Mapping[str, tuple[Estimate, int]]]
+    sign: int
+    digits: str
+    scale: str
 
     def judge(self) -> Found:
-        return Found(UNTOLD, self.figures())
+        found = self.of()
+        if not found or any(seeds < SEEDS for _, seeds in found.values()):
+            raise NoResultError("a chain of differences")
+        signs = [x.sign for x, _ in found.values()]
+        if -self.sign in signs:
+            verdict = PART if self.sign in signs else CONTRADICTED
+        elif 0 in signs:
+            verdict = PART if self.sign in signs else UNTOLD
+        else:
+            verdict = REPRODUCED
+        said = ", ".join(f"{name} {x.shown(self.digits)}" for name, (x, _) in found.items())
+        return Found(verdict, f"{said} ({self.scale}, {min(n for _, n in found.values())} seeds)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,13 +222,13 @@ class AtScale:
     Attributes:
       configs: in configs/, that would be trained, by their names.
       tokens: of each; by config, or of all alike.
-      seen: what the same question finds at demo size, if it was asked.
+      seen: what the same question finds at demo size, if it was asked; several by how.
       why: what else is to be said.
     """
 
     configs: Sequence[str]
     tokens: float | Sequence[float]
-    seen: Rule | None = None
+    seen: Rule | Mapping[str, Rule] | None = None
     why: str = ""
     chips: int = 16
     kind: str = "v5p"
@@ -247,15 +269,24 @@ def training_flops(config: str) -> int:
     return formulas.training_flops_per_token(experiment.model, experiment.data.sequence_length)
 
 
-def _seen(rule: Rule | None, where: str) -> str:
+# What is seen elsewhere settles nothing, so it is not said in the words of verdicts.
+_AS = {REPRODUCED: "as claimed", CONTRADICTED: "not as claimed", PART: "in part as claimed"}
+
+
+def _seen(seen: Rule | Mapping[str, Rule] | None, where: str) -> str:
     """What the same question finds in what could be trained here."""
-    if rule is None:
+    if seen is None:
         return ""
-    try:
-        found = rule.judge()
-    except NoResultError:
-        return f"{where} {MISSING}; "
-    return f"{where} {found.verdict}: {found.ours}; "
+    rules = seen if isinstance(seen, Mapping) else {"": seen}
+    said = []
+    for how, rule in rules.items():
+        try:
+            found = rule.judge()
+        except NoResultError:
+            found = Found(MISSING, "")
+        told = _AS.get(found.verdict, found.verdict) + (f", {found.ours}" if found.ours else "")
+        said.append(f"{how}: {told}" if how else told)
+    return f"{where} {'; '.join(said)}; "
 
 
 def within(
@@ -277,11 +308,21 @@ class Elsewhere:
     """
 
     needs: str
-    seen: Rule | None = None
+    seen: Rule | Mapping[str, Rule] | None = None
     where: str = ""
 
     def judge(self) -> Found:
         return Found(FAR, _seen(self.seen, self.where) + f"needs {self.needs}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unrecorded:
+    """What a study could record and does not."""
+
+    why: str
+
+    def judge(self) -> Found:
+        return Found(MISSING, self.why)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,11 +403,19 @@ def diversity(measure: str, mechanism: str) -> Callable[[], tuple[Estimate, int]
     """Of heads, a mechanism less MHA; see `experiments.studies.head_diversity`."""
 
     def of() -> tuple[Estimate, int]:
-        result = read("analysis/head_diversity")
-        found = result["estimates"][mechanism][measure]["against_mha"]
-        return Estimate(found["mean"], found["half_interval"]), len(result["seeds"])
+        found = heads_of(mechanism)[measure]["against_mha"]
+        seeds = len(read("analysis/head_diversity")["seeds"])
+        return Estimate(found["mean"], found["half_interval"]), seeds
 
     return of
+
+
+def heads_of(mechanism: str) -> dict:
+    """What `experiments.studies.head_diversity` found of a mechanism's heads, by measure."""
+    found = read("analysis/head_diversity")["estimates"]
+    if not {mechanism, "mha"} <= found.keys():
+        raise NoResultError(f"head_diversity of {mechanism}")
+    return found[mechanism]
 
 
 def orders(scale: str, measure: str) -> Cases:

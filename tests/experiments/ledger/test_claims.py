@@ -16,6 +16,7 @@ from experiments.ledger import thin_keys
 from experiments.ledger import verdicts
 from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
+from experiments.ledger.verdicts import Chain
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
@@ -24,6 +25,7 @@ from experiments.ledger.verdicts import Same
 from experiments.ledger.verdicts import Tabulated
 from experiments.ledger.verdicts import Undefined
 from kvjax.foundation.checkout import EXPERIMENTS
+from kvjax.foundation.errors import UserError
 from kvjax.foundation.estimate import Estimate
 
 # Numbered in the papers: how many tables, how many figures.
@@ -65,6 +67,9 @@ def test_no_table_and_no_figure_is_left_out(paper):
         ("at 6.3B ahead of the next", "blog"),
         ("bits per byte predict the combined score", "LRKV"),
         ("hybrid long-context cache", "LRKV"),
+        ("less training compute", "LRKV"),
+        ("every milestone of training compute", "LRKV"),
+        ("training throughput", "Projection"),
         ("5,888", "Logit"),
     ],
 )
@@ -167,13 +172,76 @@ def test_what_is_too_large_says_what_would_settle_it(results):
     two = ("lrkv_2p5b", "mha_2p5b")
     found = AtScale(two, 50e9, seen=seen, why="for a reason").judge()
     assert found.verdict == "out of reach"
-    assert found.ours.startswith("at demo size reproduced: -0.50 ± 0.20 (small, 3 seeds); for a ")
+    assert found.ours.startswith("at demo size as claimed, -0.50 ± 0.20 (small, 3 seeds); for a ")
     # 17.2 and 18.2 GFLOP a token: 1.8e21 of 16 x 459e12 x 0.4 FLOP/s
     assert "`lrkv_2p5b`, `mha_2p5b` of configs/, 50B tokens each: 6.4" in found.ours
     assert "days a seed on 16 v5p chips" in found.ours
     small = AtScale(("mha_128m", "mha_2p5b"), (1e9, 2e9), seen=Tabulated(("a",))).judge()
     assert small.ours.startswith("at demo size not measured yet; would take")
     assert "1B and 2B tokens each: 3." in small.ours and "hours a seed" in small.ours
+    both = AtScale(two, 50e9, seen={"one way": seen, "another": Tabulated(("a",))}).judge()
+    said = "at demo size one way: as claimed, -0.50 ± 0.20 (small, 3 seeds); another: not measured"
+    assert both.ours.startswith(said)
+
+
+@pytest.mark.parametrize(
+    "first, second, verdict",
+    [
+        ((-0.5, 0.2), (-0.4, 0.1), "reproduced"),
+        ((-0.5, 0.2), (-0.1, 0.2), "in part"),
+        ((-0.1, 0.2), (0.1, 0.2), "not told apart"),
+        ((-0.5, 0.2), (0.5, 0.2), "in part"),
+        ((-0.1, 0.2), (0.5, 0.2), "contradicted"),
+    ],
+)
+def test_a_chain_holds_where_every_link_is_told(first, second, verdict):
+    links = {"a": (Estimate(*first), 3), "b": (Estimate(*second), 4)}
+    found = Chain(lambda: links, -1, "+.1f", "small").judge()
+    assert found.verdict == verdict
+    assert found.ours.endswith("(small, 3 seeds)") and f"a {first[0]:+.1f}" in found.ours
+    few = Claim("Table 1", "", "", Chain(lambda: links | {"c": (Estimate(1, 1), 2)}, -1, "", ""))
+    assert few.judge().verdict == "not measured yet"
+
+
+@pytest.mark.parametrize(
+    "plain, centred, verdict",
+    [
+        (99, 75, "not told apart"),  # three of four heads are all that could be filled
+        (60, 70, "reproduced"),
+        (60, 50, "contradicted"),
+        (60, 60.5, "not told apart"),
+    ],
+)
+def test_centring_can_raise_what_is_not_full(results, plain, centred, verdict):
+    (results / "analysis").mkdir()
+    heads = {
+        name: dict(mean=x, half_interval=1.0)
+        for name, x in dict(share=plain, centred_share=centred).items()
+    }
+    result = dict(estimates=dict(mqa=heads, mha=heads))
+    (results / "analysis" / "head_diversity.json").write_text(json.dumps(result))
+    assert lrkv_figures.Rises("mqa", heads=4).judge().verdict == verdict
+    with pytest.raises(verdicts.NoResultError):
+        verdicts.heads_of("lrkv")
+
+
+def test_a_damaged_result_is_named(results):
+    (results / "small_caches.json").write_text('{"runs": ')
+    with pytest.raises(UserError, match=r"small_caches.json.*is not JSON.*make it anew"):
+        verdicts.read("small_caches")
+
+
+@pytest.mark.parametrize("epochs, verdict", [(20, "reproduced"), (1, "not measured yet")])
+def test_images_are_judged_at_the_papers_epochs(results, epochs, verdict):
+    (results / "images").mkdir()
+    row = lambda name: dict(variant=name, from_qkv=0.001, from_qkv_half_interval=0.001, seeds=3)
+    grid = dict(widths=[64], layers=[2], heads=[2], patches=[7], epochs=epochs)
+    result = dict(grid=grid, rows=list(map(row, ("qk_tied", "kv_tied"))))
+    (results / "images" / "mnist.json").write_text(json.dumps(result))
+    rule = small_tasks.within_a_point("mnist", ("qk_tied", "kv_tied"))
+    found = Claim("Table 3", "", "", rule).judge()
+    assert found.verdict == verdict
+    assert ("Q=K-V +0.10 ± 0.10" in found.ours) == (epochs == 20)
 
 
 @pytest.mark.parametrize("groups, needed", [(1, 0), (2, 16), (3, 22), (32, 31)])
@@ -237,8 +305,7 @@ def test_a_remedy_that_helps_everywhere_is_one(results):
     found = _remedies(results, helps, harms)
     assert found.verdict == verdicts.PART
     assert (
-        "normalised (contradicted): qk_tied reverse +10.0 ± 1.0, qk_tied swap +2.0 ± 1.0"
-        in found.ours
+        "normalised (contradicted): Q=K-V reverse +10.0 ± 1.0, Q=K-V swap +2.0 ± 1.0" in found.ours
     )
     assert "annealed from 4 to 1" in found.ours
     assert _remedies(results, helps, helps).verdict == verdicts.CONTRADICTED
