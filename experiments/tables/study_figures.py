@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
-from collections.abc import Sequence
-import dataclasses
 import json
 import pathlib
 import textwrap
@@ -12,118 +10,16 @@ from matplotlib.figure import Figure
 
 from experiments.studies import images
 from experiments.studies import thin_keys_tasks
+from experiments.studies import word_models
 from experiments.studies.demo_size import STUDIES
-from experiments.tables import cards
-from experiments.tables.cards import FULL
-from experiments.tables.cards import GRAY
-from experiments.tables.cards import INK
-from experiments.tables.cards import RESIDUAL
+from experiments.tables import model_figures
+from experiments.tables.panels import Panel
+from experiments.tables.panels import Row
+from experiments.tables.panels import lines
+from experiments.tables.panels import rows_of_points
 from experiments.tasks import encoders
 from experiments.tasks import sequences
 from kvjax.foundation.estimate import Estimate
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A point with its interval.
-
-    Attributes:
-      published: the paper's figure, drawn beside it.
-      off: coloured, because its interval leaves out what it is compared with.
-    """
-
-    label: str
-    value: Estimate
-    published: float | None = None
-    off: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """Rows under a heading, on an axis of their own.
-
-    Attributes:
-      zero: a value that is marked by a line.
-    """
-
-    heading: str
-    rows: Sequence[Row]
-    form: str
-    zero: float | None = None
-
-
-def rows_of_points(title: str, said: Sequence[str], panels: Sequence[Panel]) -> Figure:
-    """Panels below one another; a point's figures stand at the right."""
-    count = sum(len(panel.rows) for panel in panels)
-    height = 0.75 + 0.17 * len(said) + 0.26 * count + 0.75 * len(panels)
-    figure = cards.card(9.6, height)
-    cards.heading(figure, title, *said)
-    top = height - 0.6 - 0.17 * len(said)
-    drawn = []
-    for panel in panels:
-        high = 0.26 * len(panel.rows)
-        bottom = top - 0.3 - high
-        axes = figure.add_axes((0.235, bottom / height, 0.545, high / height))
-        _points(axes, panel)
-        drawn.append(axes)
-        figure.text(0.034, (top - 0.1) / height, panel.heading, weight="bold", va="center")
-        top = bottom - 0.45
-    if panels and all(panel.zero is not None for panel in panels):  # differences: one scale for all
-        limits = [edge for axes in drawn for edge in axes.get_xlim()]
-        for axes in drawn:
-            axes.set_xlim(min(limits), max(limits))
-    return figure
-
-
-def _points(axes, panel: Panel) -> None:
-    cards.plain_axes(axes)
-    if panel.zero is not None:
-        axes.axvline(panel.zero, color=GRAY, linewidth=0.8, linestyle="--")
-    for i, row in enumerate(panel.rows):
-        color = RESIDUAL if row.off else FULL
-        x, half = row.value.mean, row.value.half
-        axes.errorbar(x, i, xerr=half, fmt="o", color=color, capsize=3, markersize=6)
-        if row.published is not None:
-            axes.plot(row.published, i, "|", color=INK, markersize=13, markeredgewidth=1.6)
-        told = row.value.shown(panel.form)
-        axes.annotate(
-            told, (1.02, i), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=INK
-        )
-    axes.set_yticks(range(len(panel.rows)), [row.label for row in panel.rows], color=INK)
-    axes.set_ylim(len(panel.rows) - 0.4, -0.6)
-
-
-def lines(
-    title: str, said: Sequence[str], series: Mapping[str, Mapping[int, Estimate]], labels: tuple
-) -> Figure:
-    """A line with intervals for each series, on a logarithmic axis.
-
-    Args:
-      series: by name {x: y}.
-      labels: of both axes.
-    """
-    figure = cards.card(9.6, 5.0)
-    cards.heading(figure, title, *said)
-    axes = figure.add_axes((0.085, 0.125, 0.62, 0.83 - 0.15 - 0.034 * len(said)))
-    markers = "os^Dv<>P"
-    for i, (name, points) in enumerate(series.items()):
-        xs = sorted(points)
-        ys, halves = [points[x].mean for x in xs], [points[x].half or 0.0 for x in xs]
-        spread = [x * 1.02 ** (i - len(series) / 2) for x in xs]
-        how = dict(fmt=f"{markers[i % len(markers)]}-", capsize=3, markersize=5, linewidth=1.3)
-        axes.errorbar(spread, ys, halves, label=name, color=f"C{i}", **how)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({x for points in series.values() for x in points})
-    axes.set_xticks(ticks, [str(x) for x in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel(labels[0], color=GRAY)
-    axes.set_ylabel(labels[1], color=GRAY)
-    cards.plain_axes(axes)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize=9)
-    return figure
-
-
-# -- the studies -----------------------------------------------------------------------------------
 
 
 def language_models(found: Mapping) -> Figure:
@@ -287,6 +183,7 @@ _ALONE: Mapping[str, Callable[[Mapping], Figure]] = {
     "set_anomaly": set_anomaly,
     "diagonal": diagonal,
     "rank_by_head": rank_by_head,
+    **model_figures.ALONE,
 } | {f"studies/{name}": language_models for name in STUDIES}
 
 
@@ -297,11 +194,15 @@ def figures(results: pathlib.Path) -> dict[str, Figure]:
         file = results / f"{name}.json"
         if file.exists():
             result = json.loads(file.read_text())
-            if result["rows"]:
+            if result.get("rows", True):
                 found[name.rpartition("/")[2]] = draw(result)
-    files = {name: results / images.FOLDER / f"{name}.json" for name in images.EPOCHS}
-    there = {name: json.loads(f.read_text()) for name, f in files.items() if f.exists()}
-    there = {name: result for name, result in there.items() if result["rows"]}
-    if there:
-        found[images.FOLDER] = image_sets(there)
+    for folder, names, draw in (
+        (images.FOLDER, images.EPOCHS, image_sets),
+        (word_models.FOLDER, word_models.SETS, model_figures.word_models),
+    ):
+        files = {name: results / folder / f"{name}.json" for name in names}
+        there = {name: json.loads(f.read_text()) for name, f in files.items() if f.exists()}
+        there = {name: result for name, result in there.items() if result["rows"]}
+        if there:
+            found[folder] = draw(there)
     return found

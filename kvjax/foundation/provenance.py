@@ -8,6 +8,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+import time
 
 from etils import epath
 import jax
@@ -17,6 +18,7 @@ from kvjax.foundation.command_line import program
 from kvjax.foundation.command_line import say
 from kvjax.foundation.files import write_atomically
 
+_BEGUN = time.monotonic()  # about when the process was: this is imported before anything is done
 # What a commit is marked "+" for: changes but those of results, which do not change each other.
 _CHANGES = ("status", "--short", "--", ":/", ":(top,exclude)experiments/results")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -37,13 +39,14 @@ def provenance(*packages: str) -> dict:
 
 
 def save(file: pathlib.Path, result: dict, *packages: str) -> None:
-    """Writes a result with its `made_by`, whole or not at all, and says where.
+    """Writes a result with its `made_by` and wall time, whole or not at all, and says where.
 
     Args:
       packages: see `provenance`.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    whole = result | {"made_by": provenance(*packages)}
+    made_by = provenance(*packages) | {"wall_seconds": round(time.monotonic() - _BEGUN, 1)}
+    whole = result | {"made_by": made_by}
     write_atomically(epath.Path(file), json.dumps(whole, indent=1) + "\n")
     say(f"written: {os.path.relpath(file)}")
 

@@ -26,7 +26,7 @@ MODELS = dict(
 )
 
 
-def _points(axes):
+def points(axes):
     """By label mean and half an interval, as drawn."""
     found = {}
     labels = [label.get_text() for label in axes.get_yticklabels()]
@@ -39,7 +39,7 @@ def _points(axes):
 def test_differences_of_models_on_one_scale():
     figure = study_figures.language_models(MODELS)
     first, second = figure.axes
-    assert _points(first) == {
+    assert points(first) == {
         "lrkv_r0": (0.012, pytest.approx(0.004)),
         "lrkv_r16": (-0.003, pytest.approx(0.004)),
     }
@@ -64,7 +64,7 @@ def test_tasks_that_all_solve_have_no_panel():
     (axes,) = figure.axes
     heading = "sort: 2 cells of width 32 and 64, 2 layers, 2 heads, rows of 16"
     assert heading in [text.get_text() for text in figure.texts]
-    assert _points(axes) == {
+    assert points(axes) == {
         "QKV": (0.99, pytest.approx(0.01)),
         "Q-K=V": (1.0, pytest.approx(0.01)),
     }
@@ -104,7 +104,7 @@ ANOMALY = dict(
 
 def test_images_and_sets_are_per_cent():
     first, second = study_figures.image_sets(dict(mnist=IMAGES, cifar10=IMAGES)).axes
-    assert _points(first) == _points(second) == {"QKV": (98.0, pytest.approx(0.1))}
+    assert points(first) == points(second) == {"QKV": (98.0, pytest.approx(0.1))}
     drawn, last = study_figures.set_anomaly(ANOMALY).axes
     assert drawn.containers[0].lines[0].get_xdata()[0] == 90
     assert last.containers[0].lines[0].get_xdata()[0] == 80
@@ -122,7 +122,7 @@ def test_remedies_stand_beside_what_they_are_for():
     said = " ".join(text.get_text() for text in figure.texts)
     assert "3 seeds" in said and "falls from 5" in said.replace("\n", " ")
     (axes,) = figure.axes
-    assert set(_points(axes)) == {
+    assert set(points(axes)) == {
         "Q=K-V, as it is",
         "Q=K-V, normalised",
         "Q=K-V, annealed",
@@ -138,7 +138,7 @@ def test_ranks_of_heads_are_held_against_equal_ones():
     rows.append(other | dict(way="by layer", change=0.1, change_half_interval=0.3))
     figure = study_figures.rank_by_head(dict(rows=rows))
     (axes,) = figure.axes
-    assert _points(axes) == {
+    assert points(axes) == {
         "by head": (-0.2, pytest.approx(0.1)),
         "by layer": (0.1, pytest.approx(0.3)),
     }

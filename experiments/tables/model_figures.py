@@ -1,0 +1,174 @@
+"""Pictures of studies that judge whole models: by position, by layer, by head, by task."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import textwrap
+
+from matplotlib.figure import Figure
+
+from experiments.studies import linear_attention as linear_attention_study
+from experiments.studies import padded_loss as padded_loss_study
+from experiments.tables.panels import Panel
+from experiments.tables.panels import Row
+from experiments.tables.panels import lines
+from experiments.tables.panels import rows_of_points
+from kvjax.foundation.estimate import Estimate
+
+_TOLD = "Orange: the interval leaves 0 out."
+
+
+def _difference(label: str, mean: float, half: float | None) -> Row:
+    value = Estimate(mean, half)
+    return Row(label, value, off=bool(value.sign))
+
+
+def long_rows(found: Mapping) -> Figure:
+    """A panel for each length of rows that was trained on: by position, against MHA."""
+    panels = []
+    for length in sorted({row["length"] for row in found["rows"]}):
+        rows = [
+            _difference(
+                f"{row['mechanism']}, {place['positions'][0]} to {place['positions'][1] - 1}",
+                place["difference"],
+                place["difference_half_interval"],
+            )
+            for row in found["rows"]
+            if row["length"] == length
+            for place in row["places"]
+            if place["difference"] is not None
+        ]
+        if rows:
+            panels.append(Panel(f"trained on rows of {length:,}", rows, "+.4f", 0.0))
+    seeds = min(len(row["seeds"]) for row in found["rows"])
+    said = "Held-out bits per byte by position in rows of 1,024, less MHA's of the same rows; "
+    said += f"{seeds} seeds, {found['tokens'] / 1e6:.1f}M training tokens. {_TOLD}"
+    title = "What a token gains from what stands far before it"
+    return rows_of_points(title, textwrap.wrap(said, 110), panels)
+
+
+def rank_allocation(found: Mapping) -> Figure:
+    """A layer's effective rank, and the ranks that it is given."""
+    rows = [
+        Row(
+            f"layer {row['layer']}",
+            Estimate(row["effective_rank"], row["half_interval"]),
+            row["rank"],
+        )
+        for row in found["rows"]
+    ]
+    said = f"Means over heads, and {found['seeds']} seeds, of models with one rank for all. Bars: "
+    said += f"what of {found['rank']} ranks a layer, on average, it is given in proportion."
+    heading = "effective rank of what residuals add"
+    panels = [Panel(heading, rows, ".2f")]
+    return rows_of_points("A rank for each layer", textwrap.wrap(said, 110), panels)
+
+
+_OF_HEADS = {
+    "share": "effective rank of heads, % of their number",
+    "centred_share": "the same, centred",
+    "mean_similarity": "mean similarity of heads",
+}
+
+
+def head_diversity(found: Mapping) -> Figure:
+    """Three measures of each mechanism's heads."""
+    panels = []
+    for measure, heading in _OF_HEADS.items():
+        rows = []
+        for name, measures in found["estimates"].items():
+            if measure not in measures:
+                continue
+            now, against = measures[measure], measures[measure].get("against_mha")
+            off = against and Estimate(against["mean"], against["half_interval"]).sign
+            value = Estimate(now["mean"], now["half_interval"])
+            rows.append(Row(name, value, off=bool(off)))
+        panels.append(Panel(heading, rows, ".3f" if measure == "mean_similarity" else ".2f"))
+    said = f"{len(found['seeds'])} seeds. Orange: told apart from MHA, seed by seed."
+    return rows_of_points("How different heads are", [said], panels)
+
+
+def padded_loss(found: Mapping) -> Figure:
+    """A panel for each form of training rows: against QKV, by how it is judged."""
+    judged = {"counted": "padding counted", "text": "the same text", "packed": "packed rows"}
+    panels = []
+    for form in padded_loss_study.FORMS:
+        rows = [
+            _difference(
+                f"{padded_loss_study.TIES[row['tie']]}, {called}",
+                row["against_first"][name]["nats"],
+                row["against_first"][name]["half_interval"],
+            )
+            for row in found["rows"]
+            if row["trained"] == form
+            for name, called in judged.items()
+            if name in row["against_first"]
+        ]
+        if rows:
+            panels.append(Panel(f"trained on {form} rows", rows, "+.4f", 0.0))
+    seeds = min(row["seeds"] for row in found["rows"])
+    said = f"Nats a target, less QKV's: lower is better. {seeds} seeds. {_TOLD}"
+    return rows_of_points("What padding that counts does to a difference", [said], panels)
+
+
+def cross_attention(found: Mapping) -> Figure:
+    """How soon each mechanism answers, and how often it is right."""
+    there = [row for row in found["rows"] if row["steps"]]
+    steps = [Row(row["kind"], Estimate(row["steps"], row["steps_half_interval"])) for row in there]
+    right = [
+        Row(row["kind"], Estimate(row["right"], row["right_half_interval"]).times(100))
+        for row in found["rows"]
+    ]
+    panels = [
+        Panel("steps until 99 % of answers are right, of runs that got there", steps, ",.0f"),
+        Panel("held-out answers that are right at the end, %", right, ".1f"),
+    ]
+    seeds = min(row["runs"] for row in found["rows"])
+    return rows_of_points("Cross-attention from small caches", [f"{seeds} seeds."], panels)
+
+
+def linear_attention(found: Mapping) -> Figure:
+    """A panel for each task: what each form of attention learns of it."""
+    panels = []
+    for task in linear_attention_study.TASKS:
+        text = task == "language"
+        rows = [
+            Row(
+                row["kind"].replace("_", ", "),
+                Estimate(now["figure"], now["half_interval"]).times(1 if text else 100),
+            )
+            for row in found["rows"]
+            if (now := row["tasks"].get(task))
+        ]
+        unit = "bits per byte of held-out text" if text else "right, %"
+        if rows:
+            name = task.replace("_", " ")
+            panels.append(Panel(f"{name}: {unit}", rows, ".3f" if text else ".1f"))
+    seeds = min(now["seeds"] for row in found["rows"] for now in row["tasks"].values())
+    said = f"Width 64, 4 heads, 4 layers; {seeds} seeds. Decay: the state is multiplied by 0.9."
+    return rows_of_points("What linear attention learns", [said], panels)
+
+
+def word_models(results: Mapping[str, Mapping]) -> Figure:
+    """A line for each set: perplexity by channels of queries and keys."""
+    series = {
+        name: {
+            row["channels"]: Estimate(row["perplexity"], row["perplexity_half_interval"])
+            for row in found["rows"]
+        }
+        for name, found in results.items()
+    }
+    seeds = min(row["seeds"] for found in results.values() for row in found["rows"])
+    labels = ("channels of queries and keys, all heads (d_select)", "test perplexity of words")
+    said = [f"Means of {seeds} seeds and 95 % intervals, after the last epoch."]
+    return lines("Thin keys' models of words", said, series, labels)
+
+
+# By the name of its result.
+ALONE: Mapping[str, Callable[[Mapping], Figure]] = {
+    "analysis/head_diversity": head_diversity,
+    "cross_attention": cross_attention,
+    "linear_attention": linear_attention,
+    "long_rows": long_rows,
+    "padded_loss": padded_loss,
+    "rank_allocation": rank_allocation,
+}
