@@ -37,8 +37,9 @@ What five papers and a blog say, and what results here say of it. It is made fro
 them. Each verdict follows from a rule in [ledger/](ledger/) and a result, never from judgement.
 A claim between models needs three seeds here. ± are 95 % intervals over seeds.
 
-Demo size is what two CPU cores train in minutes: 4 layers of width 128, on the books that come with
-kvjax. d12 and d36 are the paper's scales of 128M and 2.5B parameters. v5p is a TPU.
+Demo size is what two CPU cores train in minutes: 4 layers of width 128 unless another is given, on
+the books that come with kvjax. d12 and d36 are the paper's scales of 128M and 2.5B parameters. v5p
+is a TPU.
 
 | verdict | means |
 |---|---|

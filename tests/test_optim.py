@@ -324,7 +324,10 @@ def test_weight_decay(make_mechanism, kind, key):
 
 @pytest.mark.parametrize(
     "clip_norm, scale, factor",
-    quick.every(2, [(1.0, 100.0, None), (1.0, 1e-4, 1.0), (0.0, 100.0, 1.0)]),
+    quick.only(
+        [(1.0, 100.0, None), (1.0, 1e-4, 1.0)],
+        [(1.0, 100.0, None), (1.0, 1e-4, 1.0), (0.0, 100.0, 1.0)],
+    ),
 )
 def test_clipping_is_of_the_whole_gradient(make_mechanism, clip_norm, scale, factor):
     """One factor for all weights, 1/norm or 1; read off the first moments after one step."""

@@ -1,11 +1,13 @@
 """What claims of LRKV come to: from shapes, from the paper's own figures, from tiny models."""
 
+from collections.abc import Sequence
 import dataclasses
 
 from experiments.ledger import verdicts
 from experiments.ledger.rotated import rotated
 from kvjax.costs import formulas
 from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
 
 # % of steps that LRKV needs fewer at 2.5B, of another's: as figure 3 (b) prints them.
 SAVINGS = {"MHA": 18.7, "MLA": 21.4, "GQA": 24.5, "MQA": 29.7}
@@ -155,27 +157,35 @@ def norms_said() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Rises:
-    """Whether centring raises the effective rank of a mechanism's heads, % of their number.
+    """Whether centring raises the effective rank of one mechanism's heads, and of no other's.
 
-    Centred heads fill at most all but one of their number, so where more are filled already nothing
-    could rise, and nothing is told.
+    In % of their number, seed by seed. Centred heads fill at most all but one of their number, so
+    where more are filled already nothing could rise, and nothing is told.
     """
 
     mechanism: str
+    others: Sequence[str]
     heads: int
 
     def judge(self) -> verdicts.Found:
-        found = verdicts.heads_of(self.mechanism)
-        plain, centred = found["share"], found["centred_share"]
+        moved = {name: self._moved(name) for name in (self.mechanism, *self.others)}
+        plain = verdicts.heads_of(self.mechanism)["share"]
         most = 100 * (self.heads - 1) / self.heads
-        said = (
-            f"{plain['mean']:.1f} to {centred['mean']:.1f} % of {self.heads} heads, of which "
-            f"centred ones fill at most {most:.0f} %"
-        )
+        said = ", ".join(f"{name} {x.shown('+.1f')}" for name, x in moved.items())
+        said += f" points; centred, {self.heads} heads fill at most {most:.0f} %"
         if plain["mean"] - plain["half_interval"] > most:
             return verdicts.Found(verdicts.UNTOLD, f"{said}: nothing could rise")
-        low, high = (Estimate(x["mean"], x["half_interval"]) for x in (plain, centred))
-        if high.mean - high.half > low.mean + low.half:
-            return verdicts.Found(verdicts.REPRODUCED, said)
-        falls = high.mean + high.half < low.mean - low.half
-        return verdicts.Found(verdicts.CONTRADICTED if falls else verdicts.UNTOLD, said)
+        mine = moved.pop(self.mechanism).sign
+        if mine > 0:
+            alone = not any(x.sign > 0 for x in moved.values())
+            return verdicts.Found(verdicts.REPRODUCED if alone else verdicts.PART, said)
+        return verdicts.Found(verdicts.CONTRADICTED if mine < 0 else verdicts.UNTOLD, said)
+
+    def _moved(self, name: str) -> Estimate:
+        """Centred less plain, points."""
+        runs = verdicts.read("analysis/head_diversity")["runs"].get(name, {})
+        of = lambda measure: {seed: run["trained"][measure] for seed, run in runs.items()}
+        found = difference(of("centred_share"), of("share"))
+        if found is None or len(runs) < verdicts.SEEDS:
+            raise verdicts.NoResultError(f"head_diversity of {name}")
+        return found

@@ -31,10 +31,10 @@ def _above(cell: str) -> AtScale:
     }
     if cell in _SHARED:
         of = between("small_caches", cell, "mha")
-        seen["by LRKV's recipe, twice as long"] = Differs(of, 1, "+.4f", _LONGER)
+        seen["by this project's recipe, twice as long"] = Differs(of, 1, "+.4f", _LONGER)
     if _SHARED.get(cell):
         of = small_tasks.packed(_SHARED[cell])
-        seen["models of bytes, packed rows"] = Differs(of, 1, "+.3f", "nats a byte, width 64")
+        seen["smaller, on packed rows of bytes"] = Differs(of, 1, "+.3f", "nats, width 64")
     return AtScale((f"papers/{cell}_300m", "papers/qkv_300m"), 10e9, seen=seen, why=_SLIMPAJAMA)
 
 

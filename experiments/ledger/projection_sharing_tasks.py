@@ -29,9 +29,7 @@ CLAIMS = (
         "Figure 3; section 3.1",
         "QKV's loss falls faster than that of Q=K-V and (Q=K-V)+",
         "",
-        Unrecorded(
-            "sequence_tasks keeps no curves of the loss; the text names the others as Q=K=V twice"
-        ),
+        Unrecorded("sequence_tasks keeps no curves of the loss"),
         "",
     ),
     Claim(

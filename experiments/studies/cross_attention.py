@@ -232,7 +232,8 @@ def main(arguments: Sequence[str]) -> int:
     told = lambda kept: dict(steps=options.steps, rows=rows(every, kept))
     found = in_process.study(NAME, cells, options, told, [pathlib.Path(__file__)])
     out = Output(options)
-    out.table(_HEADER, map(_cells, found["rows"]))
+    asked = [row for row in found["rows"] if row["kind"] in options.kinds]
+    out.table(_HEADER, map(_cells, asked))
     return in_process.end(NAME, found, out, save=options.save)
 
 

@@ -284,7 +284,8 @@ def main(arguments: Sequence[str]) -> int:
 
     places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, images_lib.__file__))]
     found, out = in_process.study(name, cells, options, told, places), Output(options)
-    out.table(_HEADER, map(_cells, found["rows"]))
+    asked = [row for row in found["rows"] if row["variant"] in options.variants]
+    out.table(_HEADER, map(_cells, asked))
     out.say("\nOf the test images; Table 3's figures are means over its grid of sizes and rates.")
     return in_process.end(name, found, out, save=options.save)
 

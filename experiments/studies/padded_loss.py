@@ -196,7 +196,8 @@ def main(arguments: Sequence[str]) -> int:
     every = [cell(tie, form, options.steps) for form in FORMS for tie in TIES]
     told = lambda kept: dict(steps=options.steps, rows=rows(every, kept))
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)
-    out.table(_HEADER, map(_cells, found["rows"]))
+    asked = lambda row: row["tie"] in options.ties and row["trained"] in options.forms
+    out.table(_HEADER, map(_cells, filter(asked, found["rows"])))
     return in_process.end(NAME, found, out, save=options.save)
 
 

@@ -221,7 +221,8 @@ def main(arguments: Sequence[str]) -> int:
 
     places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, anomalies.__file__))]
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)
-    out.table(_HEADER, map(_cells, found["rows"]))
+    shown = [row for row in found["rows"] if row["variant"] in options.variants]
+    out.table(_HEADER, map(_cells, shown))
     out.say("\nOf the test sets; Table 3's features are ResNet34's, and its anomaly is last.")
     return in_process.end(NAME, found, out, save=options.save)
 

@@ -222,7 +222,8 @@ def main(arguments: Sequence[str]) -> int:
 
     places = [pathlib.Path(__file__), pathlib.Path(words.__file__)]
     found, out = in_process.study(name, cells, options, told, places), Output(options)
-    out.table(_HEADER, map(_cells, found["rows"]))
+    asked = [row for row in found["rows"] if row["channels"] in options.channels]
+    out.table(_HEADER, map(_cells, asked))
     return in_process.end(name, found, out, save=options.save)
 
 

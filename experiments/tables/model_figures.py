@@ -113,7 +113,13 @@ def padded_loss(found: Mapping) -> Figure:
 def cross_attention(found: Mapping) -> Figure:
     """How soon each mechanism answers, and how often it is right."""
     there = [row for row in found["rows"] if row["steps"]]
-    steps = [Row(row["kind"], Estimate(row["steps"], row["steps_half_interval"])) for row in there]
+    steps = [
+        Row(
+            f"{row['kind']}, {row['became_right']} of {row['runs']} runs",
+            Estimate(row["steps"], row["steps_half_interval"]),
+        )
+        for row in there
+    ]
     right = [
         Row(row["kind"], Estimate(row["right"], row["right_half_interval"]).times(100))
         for row in found["rows"]

@@ -19,13 +19,13 @@ class Row:
     """A point with its interval.
 
     Attributes:
-      published: the paper's figure, drawn beside it.
+      mark: a figure that is drawn beside it, as the paper's.
       off: coloured, because its interval leaves out what it is compared with.
     """
 
     label: str
     value: Estimate
-    published: float | None = None
+    mark: float | None = None
     off: bool = False
 
 
@@ -74,8 +74,8 @@ def _points(axes, panel: Panel) -> None:
         color = RESIDUAL if row.off else FULL
         x, half = row.value.mean, row.value.half
         axes.errorbar(x, i, xerr=half, fmt="o", color=color, capsize=3, markersize=6)
-        if row.published is not None:
-            axes.plot(row.published, i, "|", color=INK, markersize=13, markeredgewidth=1.6)
+        if row.mark is not None:
+            axes.plot(row.mark, i, "|", color=INK, markersize=13, markeredgewidth=1.6)
         told = row.value.shown(panel.form)
         axes.annotate(
             told, (1.02, i), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=INK

@@ -99,6 +99,7 @@ def _once(options, target: epath.Path, out: Output, runs, left_out) -> dict:
         raise UserError(f"nothing to compare: {said}")
     runs_lib.check_comparable(runs)
     groups = groups_lib.groups(runs, options.group)
+    left_out = [*left_out, *groups_lib.without_curve(groups)]
     reference = _reference(options.against, groups)
     rows = report.rows(groups, reference)
     saved = savings_lib.savings(groups, reference)
@@ -110,9 +111,6 @@ def _once(options, target: epath.Path, out: Output, runs, left_out) -> dict:
         out.say(f"- left out: {one.name} {one.why}")
     for name, seeds in lacking.items():
         out.say(f"- {name} lacks seed {', '.join(map(str, seeds))}, which others have")
-    for group in groups:
-        if not len(group.curve.steps):
-            out.say(f"- {group.name} has no curve: no step was evaluated with all of its seeds")
     with progress.waiting("drawing"):
         made = report.sections(groups, reference, rows, saved, left_out, lacking)
         again = options.watch if not all(run.finished for run in runs) else 0

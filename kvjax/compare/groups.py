@@ -8,6 +8,7 @@ import json
 import numpy as np
 
 from kvjax.compare import runs as runs_lib
+from kvjax.compare.runs import LeftOut
 from kvjax.compare.runs import Run
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.estimate import Estimate
@@ -128,6 +129,12 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _differing(one: Run, other: Run) -> set[str]:
     keys = one.what.keys() | other.what.keys()
     return {key for key in keys if one.what.get(key) != other.what.get(key)}
+
+
+def without_curve(found: Sequence[Group]) -> list[LeftOut]:
+    """Groups whose seeds were never evaluated at one step."""
+    why = "has no curve: no step was evaluated with all of its seeds"
+    return [LeftOut(g.name, why, may_come=True) for g in found if not len(g.curve.steps)]
 
 
 def missing_seeds(found: Sequence[Group]) -> dict[str, list[int]]:

@@ -96,7 +96,12 @@ def _of_some(row: Mapping) -> str:
     """Which seeds a figure is of, where others have not ended."""
     ended = row["finished_seeds"]
     some = 0 < len(ended) < len(row["seeds"])
-    return f" (seed {','.join(map(str, ended))})" if some else ""
+    return f" (seed {_seeds(row)})" if some else ""
+
+
+def _seeds(row: Mapping) -> str:
+    """Those that have ended, which a final figure is of."""
+    return ",".join(map(str, row["finished_seeds"]))
 
 
 def terminal(found: Sequence[Mapping], reference: Group) -> output.Table:
@@ -198,13 +203,12 @@ def _results(
     )
     columns = [Column("run"), Column("parameters", ",d"), Column("cache bytes per token", ",d")]
     columns += [Column("tokens", ",d"), Column("FLOPs", ".4g"), Column("as 6N", ".4g")]
-    columns += [Column("s", ",.0f"), Column("seeds that ended", "d")]
+    columns += [Column("s", ",.0f"), Column("seeds that ended")]
     columns += [Column("bits per byte", ".4f")]
     columns += [Column("±", ".4f"), Column(f"against {reference.name}", "+.4f"), Column("±", ".4f")]
     numbers = ("bpb", "bpb_half_interval", "against", "against_half_interval")
     made = [
-        [*(row[key] for key in plain), len(row["finished_seeds"]), *(row[key] for key in numbers)]
-        for row in found
+        [*(row[key] for key in plain), _seeds(row), *(row[key] for key in numbers)] for row in found
     ]
     tables = [Table(table.title, columns, made, text)]
     said = [(one.name, one.why) for one in left_out]
@@ -213,10 +217,11 @@ def _results(
         text = Text("Runs that are not in the figures, and groups that lack a seed.", "")
         tables.append(Table("Left out", [Column("run"), Column("why")], said, text))
     finished = [row for row in found if row["bpb"] is not None]
-    lead = f"{len(found)} curves of {sum(len(row['seeds']) for row in found)} runs."
+    lead = f"{len(found)} rows of {sum(len(row['seeds']) for row in found)} runs."
     if finished:
         best = min(finished, key=lambda row: row["bpb"])
-        lead += f" The least: {best['name']}, {_shown(best, 'bpb', '.4f')} bits per byte."
+        lead += f" The least: {best['name']}, {_shown(best, 'bpb', '.4f')} bits per byte"
+        lead += f"{_of_some(best)}."
     return Section("results", "Results", lead, [], tables, dict(rows=list(found)))
 
 

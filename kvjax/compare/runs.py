@@ -225,8 +225,10 @@ def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarr
 
 def check_comparable(runs: Sequence[Run]) -> None:
     """Raises a UserError for runs whose bits per byte are, or may be, of different things."""
+    if len(runs) == 1:
+        return
     first = runs[0]
-    for run in runs if len(runs) > 1 else ():
+    for run in runs:
         for what, file in ((_TOKENIZER, manifest.TOKENIZER), (_DATA_SET, manifest.MANIFEST)):
             if run.data[what] == _UNKNOWN:
                 raise UserError(

@@ -18,7 +18,7 @@ from kvjax.foundation.command_line import program
 from kvjax.foundation.command_line import say
 from kvjax.foundation.files import write_atomically
 
-_BEGUN = time.monotonic()  # about when the process was: this is imported before anything is done
+_BEGUN = time.monotonic()  # about when the process began: imported before anything is done
 # What a commit is marked "+" for: changes but those of results, which do not change each other.
 _CHANGES = ("status", "--short", "--", ":/", ":(top,exclude)experiments/results")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -39,14 +39,17 @@ def provenance(*packages: str) -> dict:
 
 
 def save(file: pathlib.Path, result: dict, *packages: str) -> None:
-    """Writes a result with its `made_by` and wall time, whole or not at all, and says where.
+    """Writes a result with its `made_by`, whole or not at all, and says where.
+
+    With them goes how long the process has run, which is more than the result took where the
+    process made others before, and less where an earlier process made a part of it.
 
     Args:
       packages: see `provenance`.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    made_by = provenance(*packages) | {"wall_seconds": round(time.monotonic() - _BEGUN, 1)}
-    whole = result | {"made_by": made_by}
+    seconds = round(time.monotonic() - _BEGUN, 1)
+    whole = result | {"made_by": provenance(*packages) | {"process_seconds": seconds}}
     write_atomically(epath.Path(file), json.dumps(whole, indent=1) + "\n")
     say(f"written: {os.path.relpath(file)}")
 

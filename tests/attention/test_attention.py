@@ -73,7 +73,9 @@ def test_equals_the_reference(x64, build, mechanism_name, options):
 
 
 @pytest.mark.parametrize("options", quick.only([OPTIONS[0], OPTIONS[4]], OPTIONS), ids=_ids)
-@pytest.mark.parametrize("mechanism_name", quick.only(("mha", *quick.ALL_KINDS), MECHANISMS))
+@pytest.mark.parametrize(
+    "mechanism_name", quick.only(("mha", "lrkv_latent_bias", *quick.ALL_KINDS), MECHANISMS)
+)
 def test_projections_equal_the_reference(x64, build, mechanism_name, options):
     """Queries, keys and values themselves: the output alone is blind to some changes of both."""
     config, module, weights = build(

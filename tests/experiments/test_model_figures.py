@@ -66,12 +66,20 @@ def test_padding_is_a_panel_for_each_form_of_rows():
 
 
 def test_a_mechanism_that_never_answers_has_no_steps():
-    row = lambda kind, steps: dict(
-        kind=kind, steps=steps, steps_half_interval=9.0, runs=3, right=0.5, right_half_interval=0.1
+    row = lambda kind, steps: (
+        dict(
+            kind=kind,
+            steps=steps,
+            steps_half_interval=9.0,
+            runs=3,
+            right=0.5,
+            right_half_interval=0.1,
+        )
+        | dict(became_right=2 * bool(steps))
     )
     rows = [row("mha", 700.0), row("lrkv", None)]
     steps, right = model_figures.cross_attention(dict(rows=rows)).axes
-    assert points(steps) == {"mha": (700.0, 9.0)}
+    assert points(steps) == {"mha, 2 of 3 runs": (700.0, 9.0)}
     assert points(right).keys() == {"mha", "lrkv"}
 
 

@@ -204,25 +204,34 @@ def test_a_chain_holds_where_every_link_is_told(first, second, verdict):
 
 
 @pytest.mark.parametrize(
-    "plain, centred, verdict",
+    "plain, moved, others, verdict",
     [
-        (99, 75, "not told apart"),  # three of four heads are all that could be filled
-        (60, 70, "reproduced"),
-        (60, 50, "contradicted"),
-        (60, 60.5, "not told apart"),
+        (99, -24, -24, "not told apart"),  # three of four heads are all that could be filled
+        (60, 10, -5, "reproduced"),
+        (60, 10, 5, "in part"),
+        (60, -10, -5, "contradicted"),
+        (60, 0.5, -5, "not told apart"),
     ],
 )
-def test_centring_can_raise_what_is_not_full(results, plain, centred, verdict):
+def test_centring_can_raise_what_is_not_full(results, plain, moved, others, verdict):
     (results / "analysis").mkdir()
-    heads = {
-        name: dict(mean=x, half_interval=1.0)
-        for name, x in dict(share=plain, centred_share=centred).items()
-    }
-    result = dict(estimates=dict(mqa=heads, mha=heads))
+
+    def runs(moved):
+        each = [plain + seed for seed in (-0.5, 0, 0.5)]
+        centred = [x + moved + off for x, off in zip(each, (-0.5, 0.5, 0), strict=True)]
+        pairs = enumerate(zip(each, centred, strict=True))
+        return {str(i): dict(trained=dict(share=a, centred_share=b)) for i, (a, b) in pairs}
+
+    heads = dict(share=dict(mean=plain, half_interval=1.0))
+    result = dict(
+        estimates=dict(mqa=heads, mha=heads), runs=dict(mqa=runs(moved), mha=runs(others))
+    )
     (results / "analysis" / "head_diversity.json").write_text(json.dumps(result))
-    assert lrkv_figures.Rises("mqa", heads=4).judge().verdict == verdict
-    with pytest.raises(verdicts.NoResultError):
-        verdicts.heads_of("lrkv")
+    found = lrkv_figures.Rises("mqa", ("mha",), heads=4).judge()
+    assert found.verdict == verdict and f"mqa {moved:+.1f}" in found.ours
+    for name in ("lrkv", "gqa"):
+        with pytest.raises(verdicts.NoResultError):
+            verdicts.heads_of(name)
 
 
 def test_a_damaged_result_is_named(results):
@@ -381,3 +390,17 @@ def test_studies_are_read_by_cell(results):
     (results / "s.json").write_text(json.dumps(dict(runs=runs)))
     found, seeds = verdicts.between("s", "a", "b")()
     assert found.mean == pytest.approx(0.1) and found.half is None and seeds == 1
+
+
+@pytest.mark.parametrize(
+    "best, failed, verdict", [(0.9999, 0, "reproduced"), (0.999, 0, "in part"), (1.0, 1, "in part")]
+)
+def test_copying_is_judged_by_its_best_as_printed(results, best, failed, verdict):
+    """And what fails in the paper converges with no seed."""
+    row = dict(task="retrieval", right=0.5, right_half_interval=0.1, seeds=3)
+    rows = [row | dict(channels=4, converged_runs=failed), row | dict(channels=8, converged_runs=3)]
+    run = lambda right: {str(seed): dict(curve={"100": right, "200": 0.5}) for seed in range(3)}
+    runs = {"retrieval/d4": run(0.5), "retrieval/d8": run(best)}
+    (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows, runs=runs)))
+    found = thin_keys._reaches("retrieval", lambda n: n >= 8).judge()
+    assert found.verdict == verdict and "8: 50.0 ± 10.0 %, best" in found.ours
