@@ -38,6 +38,6 @@ def record(name: str, result: dict, out: Output, *, save: bool) -> None:
         keep(name, result)
 
 
-def keep(name: str, result: dict) -> None:
-    """Writes results/<name>.json: see `record`."""
-    provenance.save(RESULTS / f"{name}.json", result)
+def keep(name: str, result: dict, *, quiet: bool = False) -> None:
+    """Writes results/<name>.json: see `record`; says where unless `quiet`."""
+    provenance.save(RESULTS / f"{name}.json", result, quiet=quiet)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from experiments.ledger import verdicts
+from experiments.ledger.results import read
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
@@ -15,7 +15,7 @@ _SPECTRA = "python -m experiments.studies.logit_spectra --save"
 
 
 def _models() -> dict[str, dict]:
-    return verdicts.read("analysis/logit_spectra")["models"]
+    return read("analysis/logit_spectra")["models"]
 
 
 _AT = 256  # tokens, as in the paper's tables

@@ -3,27 +3,24 @@
 import statistics
 
 from experiments.ledger import lrkv_figures as figures
+from experiments.ledger import lrkv_heads
+from experiments.ledger.results import SMALL_CACHES
+from experiments.ledger.results import TINY
+from experiments.ledger.results import between
+from experiments.ledger.results import study
 from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Chain
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import Same
 from experiments.ledger.verdicts import Tabulated
 from experiments.ledger.verdicts import Undefined
-from experiments.ledger.verdicts import between
-from experiments.ledger.verdicts import diversity
-from experiments.ledger.verdicts import orders
-from experiments.ledger.verdicts import study
 from kvjax.foundation.estimate import Estimate
 
 TITLE = "LRKV (arXiv 2601.11471)"
 _TABLES = "python -m experiments.tables.paper_tables --save"
 _SMALL = "python -m experiments.studies.small_caches --save"
-_HEADS = "python -m experiments.studies.head_diversity --save"
-_DEMO = "1.3M parameters each, by the MLP's width, 2.1M tokens"
-_TINY = "1.3M parameters, 1.0M tokens"
 
 
 def _study(name: str) -> str:
@@ -32,7 +29,7 @@ def _study(name: str) -> str:
 
 def _less(first: str, second: str) -> Differs:
     """First has fewer bits per byte than second, at equal parameters."""
-    return Differs(between("small_caches", first, second), -1, "+.4f", _DEMO)
+    return Differs(between("small_caches", first, second), -1, "+.4f", SMALL_CACHES)
 
 
 def _half() -> dict[str, tuple[Estimate, int]]:
@@ -44,12 +41,6 @@ def _half() -> dict[str, tuple[Estimate, int]]:
 
 
 _MHA_ALONE = "there against MHA alone"
-_FOUR_HEADS = "four heads, hardly moved from where they start: all lie at 99 % or, centred, 75 %"
-
-
-def _five(scale: str) -> tuple[str, ...]:
-    """The paper's mechanisms."""
-    return tuple(f"{name}_{scale}" for name in ("lrkv", "mha", "gqa", "mqa", "mla_paper"))
 
 
 CLAIMS = (
@@ -108,14 +99,14 @@ CLAIMS = (
         "Table 2; Figure 2",
         "at 128M LRKV, r = 64, has the least bits per byte, below MHA",
         ".872 (text: .875); MLA .876, MHA .878",
-        AtScale(_five("128m"), 100e9, seen=_less("lrkv", "mha"), why=_MHA_ALONE),
+        AtScale(figures.five("128m"), 100e9, seen=_less("lrkv", "mha"), why=_MHA_ALONE),
         _SMALL,
     ),
     Claim(
         "Table 2; Figure 2",
         "at 2.5B too",
         ".719 against .723",
-        AtScale(_five("2p5b"), 50e9, seen=_less("lrkv", "mha"), why=_MHA_ALONE),
+        AtScale(figures.five("2p5b"), 50e9, seen=_less("lrkv", "mha"), why=_MHA_ALONE),
         _SMALL,
     ),
     Claim(
@@ -151,7 +142,7 @@ CLAIMS = (
         AtScale(
             ("mqa_2p5b", "mha_2p5b"),
             50e9,
-            seen=Differs(between("small_caches", "mqa", "mha"), 1, "+.4f", _DEMO),
+            seen=Differs(between("small_caches", "mqa", "mha"), 1, "+.4f", SMALL_CACHES),
         ),
         _SMALL,
     ),
@@ -162,7 +153,7 @@ CLAIMS = (
         AtScale(
             ("ranks/lrkv_r16_128m", "mha_128m"),
             100e9,
-            seen=Differs(study("lrkv_ranks", "lrkv_r4"), 1, "+.4f", _TINY),
+            seen=Differs(study("lrkv_ranks", "lrkv_r4"), 1, "+.4f", TINY),
         ),
         _study("lrkv_ranks"),
     ),
@@ -173,7 +164,7 @@ CLAIMS = (
         AtScale(
             ("lrkv_128m", "ranks/lrkv_r32_128m", "mha_128m"),
             100e9,
-            seen=Chain(_half, -1, "+.4f", _TINY),
+            seen=Chain(_half, -1, "+.4f", TINY),
         ),
         _study("lrkv_ranks"),
     ),
@@ -181,7 +172,7 @@ CLAIMS = (
         "Figure 3 (b)",
         "LRKV reaches others' ends with fewer steps: another's decayed end against its own middle",
         "18.7, 21.4, 24.5, 29.7 %, mean 23.6 %",
-        AtScale(_five("2p5b"), 50e9),
+        AtScale(figures.five("2p5b"), 50e9),
         "python -m kvjax.compare runs/mha runs/lrkv",
     ),
     Claim(
@@ -201,7 +192,7 @@ CLAIMS = (
         "abstract",
         "the quality of others with up to 20 to 25 % less training compute, in cumulative FLOPs",
         "20-25 %",
-        AtScale(_five("2p5b"), 50e9, why="Figure 3 (b) counts steps; Figure 4's text has 6 %"),
+        AtScale(figures.five("2p5b"), 50e9, why="Figure 3 (b) counts steps; Figure 4 has 6 %"),
         "python -m kvjax.compare runs/mha runs/lrkv",
     ),
     Claim(
@@ -215,7 +206,7 @@ CLAIMS = (
         "Figure 4",
         "at every milestone of training compute LRKV has less loss than all others",
         ".720 at 650 exaFLOPs; MQA .729 at 689",
-        AtScale(_five("2p5b"), 50e9),
+        AtScale(figures.five("2p5b"), 50e9),
         "python -m kvjax.compare runs/mha runs/lrkv",
     ),
     Claim(
@@ -279,7 +270,7 @@ CLAIMS = (
         "Table 3",
         "after mid-training LRKV has the best mean of five benchmarks at 2.5B, and leads four",
         "37.9 against 36.9 (MLA)",
-        AtScale(_five("2p5b"), 50e9, why="then `configs/mid/` of each"),
+        AtScale(figures.five("2p5b"), 50e9, why="then `configs/mid/` of each"),
         "python -m kvjax.evaluate",
     ),
     Claim(
@@ -292,114 +283,7 @@ CLAIMS = (
         ),
         "",
     ),
-    Claim(
-        "Table 5; Figure 6; Figure 15",
-        "order of heads' effective rank at 128M, uncentred",
-        "LRKV 96.2, MHA 95.4, GQA 90.5, MLA 83.9, MQA 72.6",
-        AtScale(_five("128m"), 100e9, seen=orders("128M", "share"), why=_FOUR_HEADS),
-        _HEADS,
-    ),
-    Claim(
-        "Table 5; Figure 6; Figure 14",
-        "the order at 2.5B, uncentred",
-        "MHA 98.9, LRKV 98.3, GQA 95.4, MLA 92.7, MQA 86.2",
-        AtScale(_five("2p5b"), 50e9, seen=orders("2.5B", "share"), why=_FOUR_HEADS),
-        _HEADS,
-    ),
-    Claim(
-        "Table 5; Figure 9; Figure 15",
-        "the order at 128M, centred",
-        "LRKV 83.0, MHA 82.4, GQA 79.6, MLA 78.5, MQA 78.4",
-        AtScale(_five("128m"), 100e9, seen=orders("128M", "centred_share"), why=_FOUR_HEADS),
-        _HEADS,
-    ),
-    Claim(
-        "Table 5; Figure 14",
-        "the order at 2.5B, centred",
-        "MHA 94.0, LRKV 93.5, GQA 91.7, MLA 91.6, MQA 91.0",
-        AtScale(_five("2p5b"), 50e9, seen=orders("2.5B", "centred_share"), why=_FOUR_HEADS),
-        _HEADS,
-    ),
-    Claim(
-        "Table 5; section 6.3",
-        "LRKV keeps heads as diverse as MHA's, within 1 %",
-        "0.6 and 0.5 points",
-        AtScale(
-            ("lrkv_2p5b", "mha_2p5b"),
-            50e9,
-            seen=Same(diversity("share", "lrkv"), 1, "+.2f", f"points, {_TINY}"),
-            why=_FOUR_HEADS,
-        ),
-        _HEADS,
-    ),
-    Claim(
-        "section 6.3; Figure 14; Figure 15",
-        "centring raises MQA's effective rank, and no other's",
-        "86.2 to 91.0",
-        AtScale(_five("2p5b"), 50e9, seen=figures.Rises("mqa", ("mha", "lrkv", "gqa"), heads=4)),
-        _HEADS,
-    ),
-    Claim(
-        "section 6.3",
-        "centring changes MHA's by -0.9 points, LRKV's -0.8, GQA's -3.7, MQA's +4.8",
-        "-0.9, -0.8, -3.7, +4.8",
-        Cases(
-            figures.centring,
-            lambda: "Table 5 itself and section C.6 have -4.9 for MHA and -4.8 for LRKV",
-        ),
-        "",
-    ),
-    Claim(
-        "Figure 7; Figure 18",
-        "heads of LRKV resemble each other as little as MHA's: mean similarity within 0.02-0.04",
-        "0.02-0.04",
-        AtScale(
-            ("lrkv_2p5b", "mha_2p5b", "lrkv_128m", "mha_128m"),
-            (50e9, 50e9, 100e9, 100e9),
-            seen=Same(diversity("mean_similarity", "lrkv"), 0.04, "+.4f", _TINY),
-        ),
-        _HEADS,
-    ),
-    Claim(
-        "Figure 10; Figure 11; Figure 16; Figure 17",
-        "spectra of heads' Gram matrices, LRKV's beside MHA's, are nearly identical",
-        "",
-        AtScale(
-            ("lrkv_2p5b", "mha_2p5b", "lrkv_128m", "mha_128m"),
-            (50e9, 50e9, 100e9, 100e9),
-            why="`python -m kvjax.analysis` draws them of any run",
-        ),
-        "python -m kvjax.analysis",
-    ),
-    Claim(
-        "section C.5",
-        "the first principal component explains 15 to 20 %",
-        "15-20 %",
-        Cases(figures.first_component, figures.first_component_said),
-        "",
-    ),
-    Claim(
-        "Figure 12; Figure 13",
-        "LRKV needs as many components for 90 % as MHA",
-        "16-17 of 18",
-        AtScale(
-            ("lrkv_2p5b", "mha_2p5b"),
-            50e9,
-            why="at demo size 4 heads have 3 components, whatever the mechanism",
-        ),
-        _HEADS,
-    ),
-    Claim(
-        "Figure 8",
-        "keys of LRKV, and their shared and residual parts each, are larger than MHA's",
-        "4.2x and 5.1x; the text: 6.7x and 4.8x",
-        AtScale(
-            ("lrkv_128m", "mha_128m", "lrkv_2p5b", "mha_2p5b"),
-            (100e9, 100e9, 50e9, 50e9),
-            seen=Cases(figures.magnitudes, figures.norms_said),
-        ),
-        _HEADS,
-    ),
+    *lrkv_heads.CLAIMS,
     Claim(
         "Table 4",
         "cache per token",

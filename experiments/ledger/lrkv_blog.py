@@ -4,12 +4,15 @@ import itertools
 
 from experiments.ledger import verdicts
 from experiments.ledger.lrkv_figures import SAVINGS
+from experiments.ledger.results import TINY
+from experiments.ledger.results import NoResultError
+from experiments.ledger.results import between
+from experiments.ledger.results import read
 from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Chain
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import NoResultError
 from experiments.ledger.verdicts import Tabulated
 from kvjax.foundation.estimate import Estimate
 
@@ -19,7 +22,7 @@ _RANKS = "python -m experiments.studies.language_models --study=lrkv_ranks --sav
 
 
 def _rank_rows() -> list[dict]:
-    rows = verdicts.read("studies/lrkv_ranks")["rows"]
+    rows = read("studies/lrkv_ranks")["rows"]
     return [row for row in rows if row["cell"].startswith("lrkv_r")]
 
 
@@ -28,7 +31,7 @@ def _neighbours() -> dict[str, tuple[Estimate, int]]:
     rows = sorted(_rank_rows(), key=lambda row: row["cache_bytes"])
     of = lambda row: row["cell"].removeprefix("lrkv_r")
     return {
-        f"r = {of(b)} less {of(a)}:": verdicts.between("studies/lrkv_ranks", b["cell"], a["cell"])()
+        f"r = {of(b)} less {of(a)}:": between("studies/lrkv_ranks", b["cell"], a["cell"])()
         for a, b in itertools.pairwise(rows)
     }
 
@@ -46,7 +49,7 @@ def _overhead() -> dict[str, float]:
 
 def _far_in_long_rows() -> tuple[Estimate, int]:
     """LRKV less MHA in bits per byte, where rows are longest."""
-    for row in verdicts.read("long_rows")["rows"]:
+    for row in read("long_rows")["rows"]:
         place = row["places"][-1]
         if (row["mechanism"], row["length"]) == ("lrkv", 1024) and place["difference"] is not None:
             found = Estimate(place["difference"], place["difference_half_interval"])
@@ -112,7 +115,7 @@ CLAIMS = (
         "Results",
         "the residual's rank trades cache for loss monotonically",
         "",
-        Chain(_neighbours, -1, "+.4f", "bits per byte, 1.3M parameters, 1.0M tokens"),
+        Chain(_neighbours, -1, "+.4f", f"bits per byte, {TINY}"),
         _RANKS,
     ),
     Claim(

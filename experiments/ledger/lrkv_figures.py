@@ -1,16 +1,16 @@
 """What claims of LRKV come to: from shapes, from the paper's own figures, from tiny models."""
 
-from collections.abc import Sequence
-import dataclasses
-
 from experiments.ledger import verdicts
 from experiments.ledger.rotated import rotated
 from kvjax.costs import formulas
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
 
 # % of steps that LRKV needs fewer at 2.5B, of another's: as figure 3 (b) prints them.
 SAVINGS = {"MHA": 18.7, "MLA": 21.4, "GQA": 24.5, "MQA": 29.7}
+
+
+def five(scale: str) -> tuple[str, ...]:
+    """Configs of the paper's mechanisms at a scale."""
+    return tuple(f"{name}_{scale}" for name in ("lrkv", "mha", "gqa", "mqa", "mla_paper"))
 
 
 def relative_flops(config: str) -> float:
@@ -100,92 +100,3 @@ def contained_said() -> str:
         f"{rank} of {dim}, a cache of {cached:.0f} % of MHA's, where GQA has "
         f"{100 * groups / heads:.0f} %. LRKV x GQA contains both"
     )
-
-
-def first_component() -> dict[str, bool]:
-    """Whether the largest share of variance can be at most 20 %, and at least 15.
-
-    An effective rank of n components, exp of their entropy, leaves the largest share at least 1/n;
-    Table 5's centred ones, of H heads.
-    """
-    ranks = {"128M, LRKV": 0.830 * 6, "2.5B, MHA": 0.940 * 18}
-    least = {name: 1 / rank for name, rank in ranks.items()}
-    return {
-        "128M: no more than 20 %": least["128M, LRKV"] <= 0.20,
-        "2.5B: no less than 15 %": most(0.940 * 18, 18) >= 0.15,
-    }
-
-
-def most(rank: float, heads: int) -> float:
-    """The largest first share that has this effective rank: all others alike, of heads - 1."""
-    import numpy as np
-
-    shares = np.linspace(1 / (heads - 1), 0.999, 10_000)
-    others = (1 - shares) / (heads - 2)
-    entropy = -shares * np.log(shares) - (heads - 2) * others * np.log(others)
-    return float(shares[np.exp(entropy) >= rank][-1])
-
-
-def first_component_said() -> str:
-    return (
-        f"by Table 5's centred effective ranks: at 128M it is at least {100 / (0.83 * 6):.0f} %, "
-        f"at 2.5B at most {100 * most(0.94 * 18, 18):.1f} % (MHA)"
-    )
-
-
-def centring() -> dict[str, bool]:
-    """Which changes that section 6.3 states are those of Table 5 at 2.5B, in points."""
-    table = {"MHA": (98.9, 94.0), "LRKV": (98.3, 93.5), "GQA": (95.4, 91.7), "MQA": (86.2, 91.0)}
-    text = {"MHA": -0.9, "LRKV": -0.8, "GQA": -3.7, "MQA": 4.8}
-    return {name: round(b - a, 1) == text[name] for name, (a, b) in table.items()}
-
-
-def magnitudes() -> dict[str, bool]:
-    """Whether parts of keys are larger than MHA's whole keys, in the tiny models."""
-    return {name.replace("_", " "): ratio > 1 for name, ratio in norms().items()}
-
-
-def norms() -> dict[str, float]:
-    found, whole = verdicts.heads_of("lrkv"), verdicts.heads_of("mha")["key_total_norm"]["mean"]
-    parts = ("key_base_norm", "key_residual_norm", "key_total_norm")
-    return {name: found[name]["mean"] / whole for name in parts}
-
-
-def norms_said() -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {x:.2f} of MHA's" for name, x in norms().items())
-
-
-@dataclasses.dataclass(frozen=True)
-class Rises:
-    """Whether centring raises the effective rank of one mechanism's heads, and of no other's.
-
-    In % of their number, seed by seed. Centred heads fill at most all but one of their number, so
-    where more are filled already nothing could rise, and nothing is told.
-    """
-
-    mechanism: str
-    others: Sequence[str]
-    heads: int
-
-    def judge(self) -> verdicts.Found:
-        moved = {name: self._moved(name) for name in (self.mechanism, *self.others)}
-        plain = verdicts.heads_of(self.mechanism)["share"]
-        most = 100 * (self.heads - 1) / self.heads
-        said = ", ".join(f"{name} {x.shown('+.1f')}" for name, x in moved.items())
-        said += f" points; centred, {self.heads} heads fill at most {most:.0f} %"
-        if plain["mean"] - plain["half_interval"] > most:
-            return verdicts.Found(verdicts.UNTOLD, f"{said}: nothing could rise")
-        mine = moved.pop(self.mechanism).sign
-        if mine > 0:
-            alone = not any(x.sign > 0 for x in moved.values())
-            return verdicts.Found(verdicts.REPRODUCED if alone else verdicts.PART, said)
-        return verdicts.Found(verdicts.CONTRADICTED if mine < 0 else verdicts.UNTOLD, said)
-
-    def _moved(self, name: str) -> Estimate:
-        """Centred less plain, points."""
-        runs = verdicts.read("analysis/head_diversity")["runs"].get(name, {})
-        of = lambda measure: {seed: run["trained"][measure] for seed, run in runs.items()}
-        found = difference(of("centred_share"), of("share"))
-        if found is None or len(runs) < verdicts.SEEDS:
-            raise verdicts.NoResultError(f"head_diversity of {name}")
-        return found

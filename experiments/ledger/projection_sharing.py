@@ -2,6 +2,9 @@
 
 from experiments.ledger import projection_sharing_tasks
 from experiments.ledger import small_tasks
+from experiments.ledger.results import SMALL_CACHES
+from experiments.ledger.results import between
+from experiments.ledger.results import study
 from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
@@ -10,8 +13,6 @@ from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import Elsewhere
 from experiments.ledger.verdicts import Tabulated
 from experiments.ledger.verdicts import Undefined
-from experiments.ledger.verdicts import between
-from experiments.ledger.verdicts import study
 from experiments.ledger.verdicts import training_flops
 
 TITLE = "Projection sharing (arXiv 2606.04032)"
@@ -19,7 +20,6 @@ _TABLES = "python -m experiments.tables.paper_tables --save"
 _MODELS = "python -m experiments.studies.language_models --study=projection_sharing_models --save"
 _STUDY = "projection_sharing_models"
 _DEMO = "width 128, 1.0M tokens, the paper's optimizer"
-_LONGER = "bits per byte, 1.3M parameters each, by the MLP's width, 2.1M tokens"
 
 
 def _above(cell: str) -> AtScale:
@@ -30,8 +30,8 @@ def _above(cell: str) -> AtScale:
         ),
     }
     if cell in _SHARED:
-        of = between("small_caches", cell, "mha")
-        seen["by this project's recipe, twice as long"] = Differs(of, 1, "+.4f", _LONGER)
+        of, scale = between("small_caches", cell, "mha"), f"bits per byte, {SMALL_CACHES}"
+        seen["by this project's recipe, twice as long"] = Differs(of, 1, "+.4f", scale)
     if _SHARED.get(cell):
         of = small_tasks.packed(_SHARED[cell])
         seen["smaller, on packed rows of bytes"] = Differs(of, 1, "+.3f", "nats, width 64")
@@ -40,8 +40,8 @@ def _above(cell: str) -> AtScale:
 
 def _slower() -> float:
     """% that QKV's training FLOPs a token are more than Q=K=V's at 300M."""
-    both = (training_flops(f"papers/{cell}_300m") for cell in ("qkv", "qkv_tied"))
-    return 100 * (next(both) / next(both) - 1)
+    qkv, tied = (training_flops(f"papers/{cell}_300m") for cell in ("qkv", "qkv_tied"))
+    return 100 * (qkv / tied - 1)
 
 
 _SLIMPAJAMA = "on SlimPajama"

@@ -4,9 +4,10 @@ import dataclasses
 import statistics
 
 from experiments.ledger import verdicts
+from experiments.ledger.results import NoResultError
+from experiments.ledger.results import read
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import NoResultError
 from experiments.ledger.verdicts import Same
 from experiments.studies.images import EPOCHS
 from experiments.tasks.encoders import CALLED
@@ -26,7 +27,7 @@ def _shares(task: str, variant: str) -> dict[int, float]:
     """
     mine = [
         seeds
-        for name, seeds in verdicts.read("sequence_tasks")["runs"].items()
+        for name, seeds in read("sequence_tasks")["runs"].items()
         if name.startswith(f"{task}/{variant}/") and int(name.rpartition("_t")[2]) >= _LENGTHS[task]
     ]
     common = set.intersection(*map(set, mine)) if mine else set()
@@ -68,7 +69,7 @@ def all_right(task: str) -> Cases:
     """Every variant labels at least 99.95 % of the positions: 1.000 as printed."""
 
     def of() -> dict[str, float]:
-        rows = verdicts.read("sequence_tasks")["rows"]
+        rows = read("sequence_tasks")["rows"]
         found = {r["variant"]: r["tasks"][task] for r in rows if task in r["tasks"]}
         few = any(now["seeds"] < verdicts.SEEDS for now in found.values())
         if few or found.keys() != {"qkv", *_VARIANTS}:
@@ -86,9 +87,9 @@ def image(name: str, variant: str):
     """A variant less QKV in points of accuracy."""
 
     def of() -> tuple[Estimate, int]:
-        if verdicts.read(f"images/{name}")["grid"]["epochs"] != EPOCHS[name]:
+        if read(f"images/{name}")["grid"]["epochs"] != EPOCHS[name]:
             raise NoResultError(f"images/{name}, of the paper's epochs")
-        for row in verdicts.read(f"images/{name}")["rows"]:
+        for row in read(f"images/{name}")["rows"]:
             if row["variant"] == variant and row["from_qkv"] is not None:
                 off = Estimate(row["from_qkv"], row["from_qkv_half_interval"])
                 return off.times(100), row["seeds"]
@@ -98,7 +99,7 @@ def image(name: str, variant: str):
 
 
 def _shape(name: str) -> str:
-    grid = verdicts.read(f"images/{name}")["grid"]
+    grid = read(f"images/{name}")["grid"]
     each = lambda key: " and ".join(map(str, grid[key]))
     return (
         f"of the paper's grid d = {each('widths')}, {each('layers')} layers, "
@@ -130,7 +131,7 @@ def within_a_point(name: str, variants: tuple[str, ...] = _VARIANTS) -> Cases:
 
 def _anomalies(place: str) -> dict[str, dict[str, float]]:
     """By variant and seed the accuracy in points, means over cells."""
-    runs, found = verdicts.read("set_anomaly")["runs"], {}
+    runs, found = read("set_anomaly")["runs"], {}
     for variant in ("qkv", *_VARIANTS):
         mine = [r for name, r in runs.items() if name.startswith(f"{place}/{variant}/")]
         common = set.intersection(*map(set, mine)) if mine else set()
@@ -189,7 +190,7 @@ class NoHelp:
             told.add(of_remedy := self._of(list(changes.values())))
             said.append(f"{remedy} ({of_remedy}): {', '.join(shown)}")
         verdict = told.pop() if len(told) == 1 else verdicts.PART
-        hottest = verdicts.read("diagonal")["hottest"]
+        hottest = read("diagonal")["hottest"]
         how = f"points of accuracy, {_DIAGONAL_LENGTH} numbers, margin {self.margin:g}"
         how += f"; annealed from {hottest:g} to 1 in half the steps"
         return verdicts.Found(verdict, f"{'; '.join(said)}; {how}")
@@ -203,7 +204,7 @@ class NoHelp:
 
     def _changes(self) -> dict[str, dict[str, Estimate]]:
         """By remedy, then by variant and task."""
-        rows = [r for r in verdicts.read("diagonal")["rows"] if r["length"] == _DIAGONAL_LENGTH]
+        rows = [r for r in read("diagonal")["rows"] if r["length"] == _DIAGONAL_LENGTH]
         named = lambda row: f"{CALLED[row['variant']]} {row['task']}"
         plain = {named(row): 100 * row["right"] for row in rows if row["remedy"] == "none"}
         asked = {where for where, right in plain.items() if right < 100 - self.margin}
@@ -225,7 +226,7 @@ _DIAGONAL_LENGTH = 64
 
 def padding() -> str:
     """What padding that counts does to a model's perplexity, and to a difference of two."""
-    rows = {(r["tie"], r["trained"]): r for r in verdicts.read("padded_loss")["rows"]}
+    rows = {(r["tie"], r["trained"]): r for r in read("padded_loss")["rows"]}
     if not {("none", "padded"), ("kv", "padded")} <= rows.keys():
         raise NoResultError("padded_loss")
     qkv, tied = rows["none", "padded"], rows["kv", "padded"]
@@ -242,7 +243,7 @@ def packed(tie: str):
     """A model of bytes less QKV's in nats, trained and judged on packed rows."""
 
     def of() -> tuple[Estimate, int]:
-        for row in verdicts.read("padded_loss")["rows"]:
+        for row in read("padded_loss")["rows"]:
             now = row["against_first"].get("packed")
             if (row["tie"], row["trained"]) == (tie, "packed") and now:
                 return Estimate(now["nats"], now["half_interval"]), row["seeds"]
@@ -309,7 +310,7 @@ def learned(task: str, first: str, second: str):
     """First less second in points, seed by seed, of `experiments.studies.linear_attention`."""
 
     def of() -> tuple[Estimate, int]:
-        runs = verdicts.read("linear_attention")["runs"]
+        runs = read("linear_attention")["runs"]
         by_seed = lambda kind: {
             seed: 100 * run["figure"] for seed, run in runs.get(f"{task}/{kind}", {}).items()
         }

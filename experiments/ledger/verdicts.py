@@ -12,16 +12,13 @@ import functools
 import typing
 from typing import NamedTuple
 
-from etils import epath
-
-from experiments import record
+from experiments.ledger.results import NoResultError
+from experiments.ledger.results import read
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
-from kvjax.foundation import json_text
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
 from kvjax.hardware import datasheets
 
 REPRODUCED, CONTRADICTED, PART = "reproduced", "contradicted", "in part"
@@ -58,18 +55,6 @@ class Rule(typing.Protocol):
     """What decides a claim."""
 
     def judge(self) -> Found: ...
-
-
-class NoResultError(Exception):
-    """A result that a rule needs is not there."""
-
-
-def read(name: str) -> dict:
-    """A result; raises a NoResultError if it is not there, a UserError if it is damaged."""
-    file = record.RESULTS / f"{name}.json"
-    if not file.exists():
-        raise NoResultError(name)
-    return json_text.read_object(epath.Path(file), "restore it, or make it anew")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,74 +351,3 @@ class Claim:
             return self.rule.judge()
         except NoResultError:
             return Found(MISSING, "")
-
-
-# -- results, as rules ask for them ----------------------------------------------------------------
-
-
-def study(name: str, cell: str) -> Callable[[], tuple[Estimate, int]]:
-    """A cell's difference in bits per byte from what it is compared with; see `demo_size`."""
-
-    def of() -> tuple[Estimate, int]:
-        for row in read(f"studies/{name}")["rows"]:
-            if row["cell"] == cell and row["difference"] is not None:
-                half = row["difference_half_interval"]
-                return Estimate(row["difference"], half), len(row["seeds"])
-        raise NoResultError(name)
-
-    return of
-
-
-def between(name: str, first: str, second: str) -> Callable[[], tuple[Estimate, int]]:
-    """First less second in bits per byte, seed by seed, of a study's runs."""
-
-    def of() -> tuple[Estimate, int]:
-        runs = read(name)["runs"]
-        by_seed = lambda cell: {seed: run["bpb"] for seed, run in runs.get(cell, {}).items()}
-        one, other = by_seed(first), by_seed(second)
-        found = difference(one, other)
-        if found is None:
-            raise NoResultError(name)
-        return found, len(one.keys() & other.keys())
-
-    return of
-
-
-def diversity(measure: str, mechanism: str) -> Callable[[], tuple[Estimate, int]]:
-    """Of heads, a mechanism less MHA; see `experiments.studies.head_diversity`."""
-
-    def of() -> tuple[Estimate, int]:
-        found = heads_of(mechanism)[measure]["against_mha"]
-        seeds = len(read("analysis/head_diversity")["seeds"])
-        return Estimate(found["mean"], found["half_interval"]), seeds
-
-    return of
-
-
-def heads_of(mechanism: str) -> dict:
-    """What `experiments.studies.head_diversity` found of a mechanism's heads, by measure."""
-    found = read("analysis/head_diversity")["estimates"]
-    if not {mechanism, "mha"} <= found.keys():
-        raise NoResultError(f"head_diversity of {mechanism}")
-    return found[mechanism]
-
-
-def orders(scale: str, measure: str) -> Cases:
-    """Neighbours in an order of mechanisms that Table 5 gives: which stand so here."""
-
-    def found() -> list[dict]:
-        rows = read("analysis/head_diversity")["orders"]
-        return [
-            row
-            for row in rows
-            if row["neighbours"] and (row["scale"], row["measure"]) == (scale, measure)
-        ]
-
-    def said(row: dict) -> str:
-        here = Estimate(row["here"]["mean"], row["here"]["half"])
-        return f"{row['first']} over {row['second']} {here.shown('+.2f')}"
-
-    return Cases(
-        lambda: {said(row): row["verdict"] == "as published" for row in found()},
-        lambda: ", ".join(map(said, found())),
-    )

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import json
-import os
 import pathlib
 import statistics
 import time
@@ -176,17 +175,8 @@ def train(
             asked = (cell.name, seed, cell.identity)
             kept.put(*asked, code, dict(made_by=made), seconds=seconds, **found)
             if options.save:
-                _write(file, name, result_of(kept, failed))
+                record.keep(name, result_of(kept, failed), quiet=True)  # there are hundreds
     return kept, failed
-
-
-def _write(file: pathlib.Path, name: str, result: dict) -> None:
-    """As `record.keep`, without a word: there are hundreds of runs."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    text = json.dumps(result | dict(made_by=provenance.provenance()), indent=1) + "\n"
-    temporary.write_text(text)
-    temporary.replace(file)
 
 
 class _Pace:

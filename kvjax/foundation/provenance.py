@@ -38,8 +38,8 @@ def provenance(*packages: str) -> dict:
     }
 
 
-def save(file: pathlib.Path, result: dict, *packages: str) -> None:
-    """Writes a result with its `made_by`, whole or not at all, and says where.
+def save(file: pathlib.Path, result: dict, *packages: str, quiet: bool = False) -> None:
+    """Writes a result with its `made_by`, whole or not at all, and says where unless `quiet`.
 
     With them goes how long the process has run, which is more than the result took where the
     process made others before, and less where an earlier process made a part of it.
@@ -51,7 +51,8 @@ def save(file: pathlib.Path, result: dict, *packages: str) -> None:
     seconds = round(time.monotonic() - _BEGUN, 1)
     whole = result | {"made_by": provenance(*packages) | {"process_seconds": seconds}}
     write_atomically(epath.Path(file), json.dumps(whole, indent=1) + "\n")
-    say(f"written: {os.path.relpath(file)}")
+    if not quiet:
+        say(f"written: {os.path.relpath(file)}")
 
 
 def _version(package: str) -> str | None:

@@ -10,9 +10,12 @@ from experiments import claims
 from experiments import record
 from experiments.ledger import lrkv
 from experiments.ledger import lrkv_figures
+from experiments.ledger import lrkv_heads
 from experiments.ledger import projection_sharing
+from experiments.ledger import results as results_lib
 from experiments.ledger import small_tasks
 from experiments.ledger import thin_keys
+from experiments.ledger import thin_keys_rules
 from experiments.ledger import verdicts
 from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
@@ -227,17 +230,17 @@ def test_centring_can_raise_what_is_not_full(results, plain, moved, others, verd
         estimates=dict(mqa=heads, mha=heads), runs=dict(mqa=runs(moved), mha=runs(others))
     )
     (results / "analysis" / "head_diversity.json").write_text(json.dumps(result))
-    found = lrkv_figures.Rises("mqa", ("mha",), heads=4).judge()
+    found = lrkv_heads.Rises("mqa", ("mha",), heads=4).judge()
     assert found.verdict == verdict and f"mqa {moved:+.1f}" in found.ours
     for name in ("lrkv", "gqa"):
-        with pytest.raises(verdicts.NoResultError):
-            verdicts.heads_of(name)
+        with pytest.raises(results_lib.NoResultError):
+            lrkv_heads.heads_of(name)
 
 
 def test_a_damaged_result_is_named(results):
     (results / "small_caches.json").write_text('{"runs": ')
     with pytest.raises(UserError, match=r"small_caches.json.*is not JSON.*make it anew"):
-        verdicts.read("small_caches")
+        results_lib.read("small_caches")
 
 
 @pytest.mark.parametrize("epochs, verdict", [(20, "reproduced"), (1, "not measured yet")])
@@ -260,22 +263,22 @@ def test_groups_need_residuals_of_d_h_less_its_part(groups, needed):
 
 def test_a_query_folds_into_b_without_rope_alone():
     assert lrkv_figures.fold_gap(rope=False) < 1e-9 < 1e-2 < lrkv_figures.fold_gap(rope=True)
-    assert thin_keys._absorbed_gap(rope=False) < 1e-9 < 1e-2
-    assert thin_keys._absorbed_gap(rope=True) > 1e-2
+    assert thin_keys_rules.absorbed_gap(rope=False) < 1e-9 < 1e-2
+    assert thin_keys_rules.absorbed_gap(rope=True) > 1e-2
 
 
 def test_the_largest_share_of_an_effective_rank():
     """Of 17 components: all alike, and one of a half with 16 alike."""
-    assert lrkv_figures.most(17 - 1e-9, 18) == pytest.approx(1 / 17, abs=1e-3)
+    assert lrkv_heads.most(17 - 1e-9, 18) == pytest.approx(1 / 17, abs=1e-3)
     entropy = 0.5 * math.log(2) + 0.5 * math.log(32)
-    assert lrkv_figures.most(math.exp(entropy), 18) == pytest.approx(0.5, abs=1e-3)
+    assert lrkv_heads.most(math.exp(entropy), 18) == pytest.approx(0.5, abs=1e-3)
 
 
 def test_rows_that_all_solve_tell_nothing(results):
     cell = lambda right: {str(seed): dict(right=right + seed / 100) for seed in range(3)}
     runs = {"swap/qkv/d32_l2_h2_t16": cell(0.9), "swap/qkv_tied/d32_l2_h2_t16": cell(0.9)}
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
-    with pytest.raises(verdicts.NoResultError):
+    with pytest.raises(results_lib.NoResultError):
         small_tasks.table_2("swap", "qkv_tied", "qkv")()
     runs |= {"swap/qkv/d32_l2_h2_t64": cell(0.6), "swap/qkv_tied/d32_l2_h2_t64": cell(0.4)}
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
@@ -328,13 +331,13 @@ def test_a_remedy_of_which_little_is_known_is_not_judged(results):
     harms = (0.1, 0.02, 0.1, -0.02)
     assert _remedies(results, harms, harms, half=20.0).verdict == verdicts.UNTOLD
     for few in (dict(length=8), dict(seeds=2)):
-        with pytest.raises(verdicts.NoResultError):
+        with pytest.raises(results_lib.NoResultError):
             _remedies(results, harms, harms, **few)
     solved = dict(plain=(1.0, 0.995, 0.999, 0.8))
-    with pytest.raises(verdicts.NoResultError):  # one cell alone has room
+    with pytest.raises(results_lib.NoResultError):  # one cell alone has room
         _remedies(results, harms, harms, **solved)
     for changes in ((), harms[:1]):  # one remedy alone, or not in all cells
-        with pytest.raises(verdicts.NoResultError):
+        with pytest.raises(results_lib.NoResultError):
             _remedies(results, harms, changes)
 
 
@@ -348,9 +351,9 @@ def test_what_few_variants_solve_is_not_solved_by_all(results):
     assert small_tasks.all_right("sub").judge().verdict == verdicts.REPRODUCED
     for variants, seeds in ((every[1:], 3), (every, 2), ((), 3)):
         write(variants, seeds)
-        with pytest.raises(verdicts.NoResultError):
+        with pytest.raises(results_lib.NoResultError):
             small_tasks.all_right("sub").judge()
-    with pytest.raises(verdicts.NoResultError):
+    with pytest.raises(results_lib.NoResultError):
         verdicts.Cases(dict, str).judge()
 
 
@@ -371,7 +374,7 @@ def test_without_a_result_nothing_is_said(results):
     assert Undefined("nobody knows").judge() == Found("undefined", "nobody knows")
     seen = Undefined("nobody knows", lambda: "here 2").judge()
     assert seen == Found("undefined", "nobody knows; here 2")
-    missing = Undefined("nobody knows", lambda: verdicts.read("no_such_result"))
+    missing = Undefined("nobody knows", lambda: results_lib.read("no_such_result"))
     assert missing.judge() == Found("undefined", "nobody knows")
 
 
@@ -382,13 +385,13 @@ def test_studies_are_read_by_cell(results):
     ]
     (results / "studies").mkdir()
     (results / "studies" / "s.json").write_text(json.dumps(dict(rows=rows)))
-    assert verdicts.study("s", "lrkv")() == (Estimate(-0.01, 0.002), 3)
+    assert results_lib.study("s", "lrkv")() == (Estimate(-0.01, 0.002), 3)
     for missing in (("s", "mha"), ("s", "mla"), ("t", "lrkv")):
-        with pytest.raises(verdicts.NoResultError):
-            verdicts.study(*missing)()
+        with pytest.raises(results_lib.NoResultError):
+            results_lib.study(*missing)()
     runs = dict(a={"0": dict(bpb=2.0), "1": dict(bpb=2.2)}, b={"1": dict(bpb=2.1)})
     (results / "s.json").write_text(json.dumps(dict(runs=runs)))
-    found, seeds = verdicts.between("s", "a", "b")()
+    found, seeds = results_lib.between("s", "a", "b")()
     assert found.mean == pytest.approx(0.1) and found.half is None and seeds == 1
 
 
@@ -402,5 +405,5 @@ def test_copying_is_judged_by_its_best_as_printed(results, best, failed, verdict
     run = lambda right: {str(seed): dict(curve={"100": right, "200": 0.5}) for seed in range(3)}
     runs = {"retrieval/d4": run(0.5), "retrieval/d8": run(best)}
     (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows, runs=runs)))
-    found = thin_keys._reaches("retrieval", lambda n: n >= 8).judge()
+    found = thin_keys_rules.reaches("retrieval", lambda n: n >= 8).judge()
     assert found.verdict == verdict and "8: 50.0 ± 10.0 %, best" in found.ours
