@@ -1,8 +1,8 @@
 """A trained model gets rows for tokens that its vocabulary lacked: embedding and head grow.
 
 New rows of the embedding are drawn as all were at first, those of the head are zero; so the logits
-of the tokens that were there stay what they are, to the bit where a product of the new width rounds
-as one of the old. With tied heads the embedding alone grows.
+of the tokens that were there stay what they are, to the bit where the processor sums a product of
+the new width in the order of the old. With tied heads the embedding alone grows.
 """
 
 import jax

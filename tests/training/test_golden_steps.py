@@ -33,6 +33,11 @@ CONFIGS = {
 CONFIGS = dict(sorted(CONFIGS.items()))
 B, T, STEPS = 2, 32, 5
 
+# What processors that round differently may differ by. Compiled for SSE4.2, AVX and AVX2 on another
+# processor, losses differed from these by 1.6e-6, gradients' norms by 1.8e-6 in four steps; and the
+# fifth norm, the first after queries and keys moved, by 2.3e-5.
+RTOL = np.array([[1e-5, 1e-5]] * (STEPS - 1) + [[1e-5, 1e-4]])
+
 
 def _figures(mechanism):
     """[loss, gradient norm] of each step. Queries and keys first move in the fourth."""
@@ -65,13 +70,13 @@ def _figures(mechanism):
 def test_golden_training_steps(mechanism):
     expected = json.loads(GOLDEN.read_text())[mechanism]
     assert expected[-1][0] < expected[0][0] - 0.1  # it learns
-    np.testing.assert_allclose(
-        _figures(mechanism),
-        expected,
-        rtol=1e-5,
-        err_msg=f"{mechanism}: [loss, gradient norm] by step. If a change of the model, its "
-        "initialisation or the optimizer is meant, run `python tests/training/test_golden_steps.py "
-        "--write` and say in the commit why the numbers moved; a refactoring must not move them.",
+    np.testing.assert_array_less(
+        np.abs(np.divide(_figures(mechanism), expected) - 1),
+        RTOL,
+        err_msg=f"{mechanism}: [loss, gradient norm] by step moved by these parts. If a change of "
+        "the model, its initialisation or the optimizer is meant, run `python "
+        "tests/training/test_golden_steps.py --write` and say in the commit why the numbers moved; "
+        "a refactoring must not move them.",
     )
 
 
