@@ -9,6 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _theirs = {name: os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "XLA_FLAGS", "NPROC")}
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # others wait for work in a loop, beside another worker
 
+from tests import draw
 from tests import quick
 
 quick.keep_to_own_cores()
@@ -61,7 +62,17 @@ _FIRST = ("test_notebooks.py", "test_mid_training.py", "test_fuzz.py", "test_mul
 _FIRST += ("test_scaling_table.py",)  # compiles a model, where it does
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    draw.add_options(parser)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if line := draw.said(config):
+        terminalreporter.write_line(line)
+
+
+def pytest_collection_modifyitems(config, items):
+    draw.deselect(config, items)
     items.sort(key=lambda item: item.path.name not in _FIRST)  # stable
 
 

@@ -1,21 +1,25 @@
 """Rules for claims of projection sharing that small models answer: tasks, images, sets, A.1."""
 
 import dataclasses
+import itertools
 import statistics
 
 from experiments.ledger import verdicts
 from experiments.ledger.results import NoResultError
 from experiments.ledger.results import read
 from experiments.ledger.verdicts import Cases
+from experiments.ledger.verdicts import Chain
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import Same
 from experiments.studies.images import EPOCHS
+from experiments.tasks import sequences
 from experiments.tasks.encoders import CALLED
 from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
 
 _ENCODERS = "a sample of the paper's grid"
 _SOLVED = 0.9995  # as printed, 1.000
+_CURVES_OF = "d32_l2_h2_t32"  # the cell whose losses are compared while models learn
 # Numbers in a row from which a task is told: all variants solve shorter ones to the last.
 _LENGTHS = {"sort": 16, "reverse": 64, "swap": 64}
 
@@ -41,6 +45,23 @@ def table_2(task: str, first: str, second: str):
 
 def tells(task: str, first: str, second: str, sign: int) -> Differs:
     return Differs(table_2(task, first, second), sign, "+.2f", _points(task))
+
+
+def falls_faster(first: str, others: tuple[str, ...]) -> Chain:
+    """The loss of one variant, mean over all of training, is below the others' on each task."""
+
+    def mean_losses(task: str, variant: str) -> dict[str, float]:
+        runs = read("sequence_tasks")["runs"].get(f"{task}/{variant}/{_CURVES_OF}", {})
+        return {s: statistics.mean(run["curve"]) for s, run in runs.items() if "curve" in run}
+
+    def of() -> dict[str, tuple[Estimate, int]]:
+        found = {}
+        for task, other in itertools.product(sequences.TASKS, others):
+            name = f"{task} from {CALLED[other]}'s"
+            found[name] = _between(mean_losses(task, first), mean_losses(task, other), name)
+        return found
+
+    return Chain(of, -1, "+.4f", "nats a number, mean over training, width 32, 32 numbers")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,8 +37,7 @@ VERDICTS = {
     "hand; what would settle it stands there. What was found at demo size or in other models is "
     "said too, and settles nothing",
     UNDEFINED: "the text does not say what it means, or not in a way that can be measured",
-    MISSING: "the command has not been run, or not with three seeds, or the study does not "
-    "record it",
+    MISSING: "the command has not been run, or not with three seeds",
 }
 SEEDS = 3  # that a claim between models needs at least
 _UTILISATION = 0.4  # of a chip's bfloat16 rate, for days of training
@@ -298,16 +297,6 @@ class Elsewhere:
 
     def judge(self) -> Found:
         return Found(FAR, _seen(self.seen, self.where) + f"needs {self.needs}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Unrecorded:
-    """What a study could record and does not."""
-
-    why: str
-
-    def judge(self) -> Found:
-        return Found(MISSING, self.why)
 
 
 @dataclasses.dataclass(frozen=True)

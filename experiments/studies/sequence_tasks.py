@@ -59,6 +59,7 @@ TRAINED_ON, EPOCHS, BATCH, TESTED_ON = 50_000, 2, 128, 10_000
 RECIPE = learner.Recipe(
     steps=TRAINED_ON // BATCH * EPOCHS, learning_rate=1e-3, warm_up=5, decay="cosine", clip=5.0
 )
+CURVE = 20  # steps whose mean loss is a point of a run's curve
 _TEST_SEED = 10**6  # of rows that are never trained on
 
 
@@ -111,7 +112,8 @@ def train(
         of = lambda step: dict(temperature=np.float32(temperature(step)))
         batches = (batch | of(step) for step, batch in enumerate(batches))
     found = model.train(seed, batches)
-    return dict(right=model.accuracy(found, learner.split(pack(others), 500)), loss=found.loss)
+    right = model.accuracy(found, learner.split(pack(others), 500))
+    return dict(right=right, loss=found.loss, curve=found.curve(CURVE))
 
 
 def cell(task: str, variant: str, width: int, layers: int, heads: int, length: int) -> Cell:
@@ -177,6 +179,23 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     return found
 
 
+def curves(kept: Kept) -> list[dict]:
+    """The loss while models learn, means over seeds: of cells whose every variant kept it."""
+    by_place: dict[tuple, dict[str, list]] = {}
+    for one in map(cell_of, kept.runs):
+        runs = in_process.runs_of(one, kept).values()
+        if mine := [run["curve"] for run in runs if "curve" in run]:
+            place = tuple(one.asked[key] for key in ("task", *_SIZES))
+            by_place.setdefault(place, {})[one.asked["variant"]] = mine
+    return [
+        dict(zip(("task", *_SIZES), place, strict=True), variant=variant)
+        | dict(every=CURVE, seeds=len(mine), loss=np.mean(mine, axis=0).round(5).tolist())
+        for place, by_variant in by_place.items()
+        if len(by_variant) == len(encoders.VARIANTS)
+        for variant, mine in by_variant.items()
+    ]
+
+
 def _cells(row: Mapping) -> tuple:
     def shown(task: str) -> str:
         now = row["tasks"].get(task)
@@ -234,7 +253,8 @@ def main(arguments: Sequence[str]) -> int:
     ]
 
     def told(kept: Kept) -> dict:
-        return dict(asked=rows(cells, kept), rows=rows(in_common(kept), kept))
+        shown = dict(asked=rows(cells, kept), rows=rows(in_common(kept), kept))
+        return shown | dict(curves=curves(kept))
 
     places = [pathlib.Path(__file__), *map(pathlib.Path, (encoders.__file__, sequences.__file__))]
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)

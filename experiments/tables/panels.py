@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import math
 
 from matplotlib.figure import Figure
 
@@ -111,4 +112,39 @@ def lines(
     axes.set_ylabel(labels[1], color=GRAY)
     cards.plain_axes(axes)
     axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize=9)
+    return figure
+
+
+def curves(
+    title: str,
+    said: Sequence[str],
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    labels: tuple[str, str],
+) -> Figure:
+    """Three panels in a row, of curves on a logarithmic axis; the legend is where the first is.
+
+    Args:
+      panels: by heading and name the points, as (x, y).
+      labels: of both axes.
+    """
+    columns = 3
+    rows = math.ceil(len(panels) / columns)
+    width, row = 9.6, 2.5
+    height = 0.95 + 0.17 * len(said) + row * rows
+    figure = cards.card(width, height)
+    cards.heading(figure, title, *said)
+    for i, (heading, by_name) in enumerate(panels.items()):
+        left = 0.075 + (i % columns) * 0.315
+        bottom = row * (rows - 1 - i // columns) + 0.55
+        axes = figure.add_axes((left, bottom / height, 0.25, (row - 0.8) / height))
+        for color, (name, points) in enumerate(by_name.items()):
+            axes.plot(*zip(*points, strict=True), label=name, color=f"C{color}", linewidth=1.3)
+        axes.set_yscale("log")
+        axes.set_title(heading, loc="left", fontsize=9, weight="bold", color=INK)
+        cards.plain_axes(axes)
+        if i % columns == 0:
+            axes.set_ylabel(labels[1], color=GRAY)
+        axes.set_xlabel(labels[0], color=GRAY)
+        if i == 0:
+            axes.legend(frameon=False, fontsize=9)
     return figure

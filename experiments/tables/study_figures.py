@@ -15,6 +15,7 @@ from experiments.studies.demo_size import STUDIES
 from experiments.tables import model_figures
 from experiments.tables.panels import Panel
 from experiments.tables.panels import Row
+from experiments.tables.panels import curves
 from experiments.tables.panels import lines
 from experiments.tables.panels import rows_of_points
 from experiments.tasks import encoders
@@ -71,6 +72,22 @@ def sequence_tasks(found: Mapping) -> Figure:
     return rows_of_points(title, textwrap.wrap(said, 110), panels)
 
 
+def sequence_task_losses(found: Mapping) -> Figure:
+    """A panel for each task: the loss while three variants learn, of the last cell that has it."""
+    panels: dict[str, dict] = {}
+    for row in found["curves"]:
+        if row["variant"] in _FIGURE_3:
+            points = [(row["every"] * (i + 0.5), loss) for i, loss in enumerate(row["loss"])]
+            panels.setdefault(row["task"], {})[encoders.CALLED[row["variant"]]] = points
+    row = found["curves"][-1]
+    said = f"Means of {min(one['seeds'] for one in found['curves'])} seeds, each point of "
+    said += f"{row['every']} steps; width {row['width']}, {row['layers']} layers, {row['heads']} "
+    said += f"heads, rows of {row['length']} numbers."
+    labels = ("steps", "nats a number")
+    title = "How fast projection sharing's tasks are learnt (its Figure 3)"
+    return curves(title, [said], panels, labels)
+
+
 def diagonal(found: Mapping) -> Figure:
     """A panel for each task: two remedies beside what they are for."""
     by_task: dict[str, list[Row]] = {}
@@ -108,6 +125,7 @@ def rank_by_head(found: Mapping) -> Figure:
     return rows_of_points("A rank for each head", textwrap.wrap(said, 110), panels)
 
 
+_FIGURE_3 = ("qkv", "qk_tied", "qk_tied_plus")
 _REMEDIES = {
     "none": "as it is",
     "normalised": "normalised",
@@ -196,6 +214,8 @@ def figures(results: pathlib.Path) -> dict[str, Figure]:
             result = json.loads(file.read_text())
             if result.get("rows", True):
                 found[name.rpartition("/")[2]] = draw(result)
+            if result.get("curves"):
+                found["sequence_task_losses"] = sequence_task_losses(result)
     for folder, names, draw in (
         (images.FOLDER, images.EPOCHS, image_sets),
         (word_models.FOLDER, word_models.SETS, model_figures.word_models),

@@ -148,12 +148,19 @@ class Learner:
             losses.append(values)
             at += count
             if every and at % every == 0:
-                loss = _finite(losses, at)
-                now = Trained(carry[0], at, time.perf_counter() - begun, loss)
+                now = self._trained(carry[0], losses, begun)
                 if evaluate(now):
                     return now
-        loss = _finite(losses, at)  # which waits until everything is computed
-        return Trained(carry[0], at, time.perf_counter() - begun, loss)
+        return self._trained(carry[0], losses, begun)
+
+    @staticmethod
+    def _trained(params: dict, losses: Sequence[jax.Array], begun: float) -> "Trained":
+        """A FloatingPointError if a loss is no number; waits until all are computed."""
+        found = np.concatenate([np.asarray(few) for few in losses])
+        bad = np.flatnonzero(~np.isfinite(found))
+        if len(bad):
+            raise FloatingPointError(f"the loss is no number from step {bad[0] + 1} on")
+        return Trained(params, time.perf_counter() - begun, found)
 
     def accuracy(self, trained: "Trained", batches: Sequence[Batch]) -> float:
         """The share of labels that are predicted, of those that count."""
@@ -161,24 +168,27 @@ class Learner:
         return float(sum(right for right, _ in sums) / sum(count for _, count in sums))
 
 
-def _finite(losses: Sequence[jax.Array], steps: int) -> float:
-    """The last loss of so many steps; a FloatingPointError if any is no number."""
-    found = np.concatenate([np.asarray(few) for few in losses])
-    bad = np.flatnonzero(~np.isfinite(found))
-    if len(bad):
-        first = steps - len(found) + int(bad[0]) + 1
-        raise FloatingPointError(f"the loss is no number from step {first} on")
-    return float(found[-1])
-
-
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A model after some steps: its parameters, seconds with compilation, and the last loss."""
+    """A model after some steps: parameters, seconds with compilation, the loss of each step."""
 
     params: dict
-    steps: int
     seconds: float
-    loss: float
+    losses: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+    @property
+    def loss(self) -> float:
+        """The last."""
+        return float(self.losses[-1])
+
+    def curve(self, every: int) -> list[float]:
+        """Means of the loss over so many steps each, the last over what is left."""
+        parts = range(0, self.steps, every)
+        return [round(float(np.mean(self.losses[i : i + every])), 5) for i in parts]
 
 
 def in_order(arrays: Batch, batch: int, epochs: int, seed: int) -> Iterator[dict[str, np.ndarray]]:

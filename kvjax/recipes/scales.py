@@ -65,7 +65,7 @@ def _sharing(
     """Projection sharing's language models (arXiv 2606.04032, section 3.3), from their code.
 
     GPT-2's form; 2,048 learned positions; AdamW, with weight decay on everything. The authors pad
-    each document to a row and count the padding; here documents are packed.
+    each document to a row and count the padding; here documents are packed, and none sees another.
 
     Args:
       rows: of 2,048 tokens per step, in so many parts.
@@ -92,6 +92,7 @@ def _sharing(
             eval_rows=4_608,  # 9.4M tokens of their 10M
             checkpoint_every=every,
             keep_checkpoints=3,
+            separate=True,
         ),
         compute=dict(remat="dots"),
     )

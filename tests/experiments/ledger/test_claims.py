@@ -27,6 +27,7 @@ from experiments.ledger.verdicts import Found
 from experiments.ledger.verdicts import Same
 from experiments.ledger.verdicts import Tabulated
 from experiments.ledger.verdicts import Undefined
+from experiments.tasks import sequences
 from kvjax.foundation.checkout import EXPERIMENTS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.estimate import Estimate
@@ -291,6 +292,26 @@ def test_rows_that_all_solve_tell_nothing(results):
         runs[f"swap/{variant}/d32_l2_h2_t64"] = solved
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
     assert alike.judge() == (verdicts.UNTOLD, f"both solve it ({small_tasks._points('swap')})")
+
+
+def test_a_loss_that_falls_faster_is_lower_on_the_mean(results):
+    rule = small_tasks.falls_faster("qkv", ("qk_tied",))
+    curve = lambda level: {
+        str(seed): dict(right=1.0, curve=[2 * level + seed / 100, 0.0]) for seed in range(3)
+    }
+    runs = {f"{task}/qkv/d32_l2_h2_t32": curve(1.0) for task in sequences.TASKS}
+    runs |= {f"{task}/qk_tied/d32_l2_h2_t32": curve(1.5) for task in sequences.TASKS}
+    file = results / "sequence_tasks.json"
+    file.write_text(json.dumps(dict(runs=runs)))
+    assert rule.judge().verdict == verdicts.REPRODUCED
+    assert "sort from Q=K-V's -0.5000" in rule.judge().ours
+    runs["copy/qkv/d32_l2_h2_t32"] = curve(2.0)
+    file.write_text(json.dumps(dict(runs=runs)))
+    assert rule.judge().verdict == verdicts.PART
+    runs["copy/qkv/d32_l2_h2_t32"] = {str(seed): dict(right=1.0) for seed in range(3)}
+    file.write_text(json.dumps(dict(runs=runs)))
+    with pytest.raises(results_lib.NoResultError):
+        rule.judge()
 
 
 def _remedies(

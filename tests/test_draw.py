@@ -1,0 +1,55 @@
+"""What is drawn of many slow cases: a part of each test, the same at a commit, in time all."""
+
+import types
+
+import pytest
+
+from tests import draw
+
+
+def test_a_few_are_all_run_and_a_part_of_many():
+    few, many = [f"t[{i}]" for i in range(draw.FEW)], [f"t[{i}]" for i in range(41)]
+    assert draw.drawn(few, 4, "a commit") == set(few)
+    found = draw.drawn(many, 4, "a commit")
+    assert len(found) == 11 and found < set(many) and found == draw.drawn(many, 4, "a commit")
+    assert len(draw.drawn(many[:7], 4, "a commit")) == draw.FEW
+
+
+def test_over_commits_every_case_is_run():
+    many = [f"t[{i}]" for i in range(41)]
+    found = [draw.drawn(many, 4, f"commit {i}") for i in range(40)]
+    assert set().union(*found) == set(many)
+    assert len({frozenset(cases) for cases in found}) == 40
+
+
+class _Item:
+    def __init__(self, nodeid, *marks):
+        self.nodeid, self._marks = nodeid, marks
+
+    def get_closest_marker(self, name):
+        return name in self._marks or None
+
+
+def _config(one_in, by, left_out):
+    hook = types.SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    options = dict(draw=one_in, draw_by=by)
+    return types.SimpleNamespace(getoption=options.__getitem__, hook=hook, rootpath=".")
+
+
+@pytest.mark.parametrize("one_in", [1, 5])
+def test_only_slow_cases_are_left_out(one_in):
+    quick = [_Item(f"t.py::many[q{i}]") for i in range(20)]
+    slow = [_Item(f"t.py::many[{i}]", "slow") for i in range(30)]
+    alone = [_Item("t.py::alone", "slow"), _Item("t.py::other[1]", "slow")]
+    items, left_out = [*slow, *quick, *alone], []
+    before = list(items)
+    config = _config(one_in, "a commit", left_out)
+    draw.deselect(config, items)
+    assert [item for item in before if item not in left_out] == items
+    assert set(quick + alone) < set(items)
+    assert len(left_out) == (0 if one_in == 1 else 24)
+    assert bool(draw.said(config)) == (one_in > 1)
+
+
+def test_what_is_said_repeats_it():
+    assert draw.said(_config(4, "648f8c0", [])).endswith("DRAW=4 BY=648f8c0")
