@@ -2,8 +2,8 @@
 
 Reproduces: projection sharing (arXiv 2606.04032), Table 10 and Figure 11. It planned 8,477 steps
 and reports 7,500 of them.
-Its perplexity counts padding, which costs next to nothing; documents are packed here, so figures
-are of the text alone, and higher.
+Its perplexity counts padding, which costs next to nothing; here documents are packed and none
+sees another, so figures are of the text alone, and higher.
 
     python -m kvjax.main --config=configs/papers/mqa_1p2b.py
 

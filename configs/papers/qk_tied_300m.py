@@ -1,8 +1,8 @@
 """Q=K-V: 20 layers, width 1024, 16 heads of 64.
 
 Reproduces: projection sharing (arXiv 2606.04032), Table 4: validation perplexity 5.36.
-That perplexity counts padding, which costs next to nothing; documents are packed here, so figures
-are of the text alone, and higher.
+That perplexity counts padding, which costs next to nothing; here documents are packed and none
+sees another, so figures are of the text alone, and higher.
 
     python -m kvjax.main --config=configs/papers/qk_tied_300m.py
 
