@@ -7,6 +7,7 @@ Runs of other code are not mixed: a run belongs to the code that trained it (`co
 config, both of which its folder names.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
 import functools
@@ -135,6 +136,7 @@ class Kept(kept_lib.Kept):
 
     def __init__(self, file: pathlib.Path, steps: int, *, mix: bool, fresh: bool):
         super().__init__(file, dict(steps=steps), code(), mix=mix, fresh=fresh)
+        self._mix, self._fresh = mix, fresh
 
     def of(self, run: Run) -> dict | None:
         """What is kept of a run; None of one that is not there, or was of another config."""
@@ -145,6 +147,31 @@ class Kept(kept_lib.Kept):
         made = about(workdir)
         code, _ = made.pop("code"), made.pop("identity")
         self.put(run.cell.name, run.seed, run.identity, code, made, **found)
+
+    def borrow(self, runs: Iterable[Run], files: Iterable[pathlib.Path]) -> list[str]:
+        """Takes runs of the same config from results of other studies, where code may be mixed.
+
+        Returns:
+          The names of those that were taken: none where a new result is begun.
+        """
+        taken, missing = [], [run for run in runs if self.of(run) is None]
+        for file in files:
+            if self._fresh or not missing or not file.exists():
+                continue
+            other = json_text.read_object(epath.Path(file), "move it away")
+            found = {
+                kept["identity"]: kept
+                for seeds in other.get("runs", {}).values()
+                for kept in seeds.values()
+                if self._mix or not code_lib.changed(other["codes"][kept["code"]], code())
+            }
+            for run in missing:
+                if kept := found.get(run.identity):
+                    self.runs.setdefault(run.cell.name, {})[run.seed] = kept
+                    self.codes[kept["code"]] = other["codes"][kept["code"]]
+                    taken.append(run.name)
+            missing = [run for run in missing if self.of(run) is None]
+        return taken
 
 
 def about(workdir: pathlib.Path) -> dict:

@@ -7,8 +7,8 @@
 Models of width 128 or so on the embedded corpus; which, says experiments/studies/demo_size.py. A
 seed draws initial weights and data order, the same for all models, so differences are taken seed
 by seed. All are trained with the first seed, then with the next, side by side; studies share runs
-that they have in common, and go on where they were stopped. Prints bits per byte with 95 %
-intervals (Student's t over seeds).
+that they have in common, from their folders or results, and go on where they were stopped. Prints
+bits per byte with 95 % intervals (Student's t over seeds).
 """
 
 import argparse
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from experiments import record
 from experiments.studies import grid
 from experiments.studies import side_by_side
+from experiments.studies.code import in_short
 from experiments.studies.demo_size import STUDIES
 from experiments.studies.grid import Cell
 from experiments.studies.grid import Kept
@@ -156,6 +157,10 @@ def main(arguments: Sequence[str]) -> int:
         record.RESULTS / f"{name}.json", options.steps, mix=options.mix, fresh=options.fresh
     )
     runs = [Run(cell, seed, options.steps) for seed in range(options.seeds) for cell in cells]
+
+    others = [record.RESULTS / FOLDER / f"{one}.json" for one in STUDIES if one != options.study]
+    if taken := kept.borrow(runs, others):
+        command_line.say(f"{len(taken)} runs from results of other studies: {in_short(taken)}")
 
     def result(failed: Mapping[str, str]) -> dict:
         seconds = sum(run["seconds"] or 0 for seeds in kept.runs.values() for run in seeds.values())
