@@ -86,8 +86,8 @@ def needed(groups: int) -> int:
 
 
 def contained() -> dict[str, bool]:
-    """Which mechanisms are points of LRKV at a rank below d_h = 32; MHA is r = d_h."""
-    return {name: needed(groups) < 32 for name, groups in (("MQA", 1), ("GQA-3", 3))}
+    """Which mechanisms are points of LRKV as the paper trains it, with r = d_h/2 of d_h = 32."""
+    return {name: needed(groups) <= 16 for name, groups in (("MQA", 1), ("GQA-3", 3))}
 
 
 def contained_said() -> str:
@@ -96,7 +96,68 @@ def contained_said() -> str:
     cached = 100 * (1 / heads + rank / dim)
     return (
         f"heads in one group need residuals of rank {needed(1)}, in three groups {needed(3)} of "
-        "d_h = 32: d_h less its G-th part. It pays nothing: at d36 six groups take r = "
-        f"{rank} of {dim}, a cache of {cached:.0f} % of MHA's, where GQA has "
+        "d_h = 32: d_h less its G-th part, more than the half that the paper trains. At d36 six "
+        f"groups take r = {rank} of {dim}, a cache of {cached:.0f} % of MHA's, where GQA has "
         f"{100 * groups / heads:.0f} %. LRKV x GQA contains both"
+    )
+
+
+# -- of the paper's own figures and shapes ---------------------------------------------------------
+
+_HEADS = {"128M": 6, "2.5B": 18, "6.3B": 25}
+
+
+def as_counted(name: str) -> bool:
+    """Whether a row of Table 2 is the mechanism as the paper counts it.
+
+    Without a RoPE key beside MLA's latent, and without the norms that QK-norm of LRKV keeps.
+    """
+    own_key = "latent" in name and "no RoPE key" not in name
+    return not own_key and "normed keys" not in name
+
+
+def saved() -> dict[str, float]:
+    """% of MHA's cache that LRKV saves with r = d_h/2, by equation 6."""
+    return {scale: 100 * (1 - 1 / heads - 0.5) for scale, heads in _HEADS.items()}
+
+
+def saved_said() -> str:
+    return ", ".join(f"{scale} {x:.0f} %" for scale, x in saved().items()) + " with r = 64"
+
+
+def smaller() -> dict[str, float]:
+    """How many times smaller LRKV's cache is than MHA's, by equation 6."""
+    return {scale: 1 / (1 / heads + 0.5) for scale, heads in _HEADS.items()}
+
+
+def ahead() -> dict[str, float]:
+    """% of bits per byte that LRKV has less than others at 2.5B, by Table 2."""
+    return {
+        name: 100 * (1 - 0.719 / bpb)
+        for name, bpb in (("MHA", 0.723), ("GQA", 0.725), ("MLA", 0.724), ("MQA", 0.729))
+    }
+
+
+def parameters() -> dict[str, float]:
+    """Of MHA in millions: by what the paper calls the size."""
+    count = lambda name: formulas.parameters(verdicts.experiment_of(name).model)["total"] / 1e6
+    return {"128M": count("mha_128m"), "2.5B": count("mha_2p5b")}
+
+
+def overhead() -> dict[str, float]:
+    """FLOPs per cached token beyond MHA's, of MHA's, of one layer at d36."""
+    models = {name: verdicts.experiment_of(f"{name}_2p5b").model for name in ("lrkv", "mha")}
+    bases = {"without RoPE": None, "under RoPE": models["mha"].block.angles_base}
+
+    def flops(name: str, base) -> float:
+        return models[name].mechanisms[0].decode_flops(base).per_key
+
+    return {how: flops("lrkv", base) / flops("mha", base) - 1 for how, base in bases.items()}
+
+
+def overhead_said() -> str:
+    found = ", ".join(f"{name} {more:.2f}" for name, more in overhead().items())
+    return (
+        f"{found} of MHA's FLOPs per cached token more at d36, as it is computed here exactly "
+        "(experiments/README.md, LRKV under RoPE)"
     )

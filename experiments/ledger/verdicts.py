@@ -61,11 +61,11 @@ class Tabulated:
     """Figures of `paper_tables` under these titles: how many agree, to the printed digit."""
 
     titles: Sequence[str]
-    only: str = ""  # of those figures whose name has this
+    only: Callable[[str], bool] = lambda _: True  # by their names, which of those figures
 
     def judge(self) -> Found:
         tables = read("paper_tables")["tables"]
-        rows = [row for title in self.titles for row in tables[title] if self.only in row["what"]]
+        rows = [row for title in self.titles for row in tables[title] if self.only(row["what"])]
         assert rows, self
         agree = sum(row["agrees"] for row in rows)
         first = next((row for row in rows if not row["agrees"]), None)
@@ -168,6 +168,24 @@ class Cases:
         held = sum(found.values())
         verdict = REPRODUCED if held == len(found) else PART if held else CONTRADICTED
         return Found(verdict, f"{held} of {len(found)} cases; {self.figures()}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Allows:
+    """A figure that others of the paper's bear out, as far as they are rounded: it is not ours.
+
+    Attributes:
+      least, most: what the others allow it to be, as they are printed.
+    """
+
+    published: float
+    least: Callable[[], float]
+    most: Callable[[], float]
+    figures: Callable[[], str]
+
+    def judge(self) -> Found:
+        inside = self.least() <= self.published <= self.most()
+        return Found(UNTOLD if inside else CONTRADICTED, self.figures())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from experiments.ledger import small_tasks
 from experiments.ledger import thin_keys
 from experiments.ledger import thin_keys_rules
 from experiments.ledger import verdicts
+from experiments.ledger.verdicts import Allows
 from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Chain
@@ -162,7 +163,43 @@ def test_tables_agree_wholly_in_part_or_not(results):
     assert Tabulated(("a",)).judge() == Found("reproduced", "2 of 2 figures agree")
     part = Tabulated(("b",)).judge()
     assert part.verdict == "in part" and "y: 1 there, 2 % here: it is 2" in part.ours
-    assert Tabulated(("b",), only="y").judge().verdict == "contradicted"
+    assert Tabulated(("b",), only="y".__eq__).judge().verdict == "contradicted"
+
+
+def test_what_others_figures_allow_is_borne_out_not_reproduced():
+    judge = lambda published: Allows(published, lambda: 0.69, lambda: 0.89, lambda: "").judge()
+    assert judge(0.786).verdict == "not told apart" and judge(0.9).verdict == "contradicted"
+
+
+def test_mechanisms_that_lrkv_contains_at_half_the_rank():
+    assert lrkv_figures.contained() == {"MQA": True, "GQA-3": False}
+
+
+def test_a_map_of_places_sees_the_order_of_a_set():
+    found = small_tasks.equivariant()
+    assert [name for name, held in found.items() if not held] == ["(Q=K-V)+", "(Q=K=V)+"]
+    assert len(found) == 6
+
+
+def test_channels_that_retrieval_needs_by_the_number_of_keys(results):
+    def rows(task, least):
+        return [
+            dict(task=task, channels=n, seeds=3, converged_runs=3 if n >= least else 1)
+            for n in (4, 8, 16, 32, 64)
+        ]
+
+    def judge(**least):
+        found = [row for task, n in least.items() for row in rows(task, n)]
+        (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=found)))
+        return thin_keys_rules.bound().judge()
+
+    found = judge(retrieval=16)
+    assert found.verdict == verdicts.CONTRADICTED
+    assert "16 keys: 16, predicted 8; 8, 32, 64 keys are not measured yet" in found.ours
+    assert judge(retrieval=8, retrieval_64_keys=8).verdict == verdicts.REPRODUCED  # 12 suffice
+    assert judge(retrieval=8, retrieval_32_keys=64).verdict == verdicts.PART
+    with pytest.raises(results_lib.NoResultError):
+        judge()
 
 
 def test_cases_hold_all_in_part_or_not():
@@ -342,6 +379,8 @@ def test_a_remedy_that_helps_everywhere_is_one(results):
     )
     assert "annealed from 4 to 1" in found.ours
     assert _remedies(results, helps, helps).verdict == verdicts.CONTRADICTED
+    here = _remedies(results, (0.1, 0.001, 0.1, 0.001), helps, half=0.005)
+    assert here.verdict == verdicts.PART and "normalised (not told apart)" in here.ours
     nothing = (0.001,) * 4
     assert _remedies(results, nothing, nothing, half=0.002).verdict == verdicts.REPRODUCED
     room = dict(plain=(0.8, 0.8, 0.8, 0.9999))  # what is solved has none
