@@ -5,7 +5,7 @@ LIVE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 DEMO_ARGS ?=
 DRAW ?= 1
-BY ?=
+BY ?= $(shell git rev-parse HEAD)
 
 export TF_CPP_MIN_LOG_LEVEL := 2
 unexport PYTHONDONTWRITEBYTECODE  # pytest takes 11 s to rewrite all asserts, where it may not keep them
@@ -18,8 +18,8 @@ demo: .venv/installed  ## trains configs/lrkv_tiny.py on the embedded corpus and
 test: .venv/installed  ## what guards each promise with the least to compile
 	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not slow and not aot and not beam and not lm_eval"
 
-test-all: .venv/installed  ## all tests, and which take longest; DRAW=4: a quarter of the many cases
-	$(BIN)/pytest -q -n 2 --dist=worksteal --draw=$(DRAW) --draw-by='$(BY)' --durations=40 --durations-min=5 -m "not aot and not beam and not lm_eval"
+test-all: .venv/installed  ## all tests, and which take longest; DRAW=4: see tests/draw.py
+	$(BIN)/pytest -q -n 2 --dist=worksteal --draw=$(or $(DRAW),1) --draw-by='$(BY)' --durations=40 --durations-min=5 -m "not aot and not beam and not lm_eval"
 
 test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there
 	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -q -n 2 -m aot

@@ -71,6 +71,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(line)
 
 
+@pytest.hookimpl(trylast=True)  # when what other markers leave out is out
 def pytest_collection_modifyitems(config, items):
     draw.deselect(config, items)
     items.sort(key=lambda item: item.path.name not in _FIRST)  # stable

@@ -1,9 +1,14 @@
 """What is drawn of many slow cases: a part of each test, the same at a commit, in time all."""
 
+import math
+import re
+import subprocess
+import sys
 import types
 
 import pytest
 
+from kvjax.foundation.checkout import ROOT
 from tests import draw
 
 
@@ -30,7 +35,7 @@ class _Item:
         return name in self._marks or None
 
 
-def _config(one_in, by, left_out):
+def _config(one_in, by, left_out=()):
     hook = types.SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
     options = dict(draw=one_in, draw_by=by)
     return types.SimpleNamespace(getoption=options.__getitem__, hook=hook, rootpath=".")
@@ -52,4 +57,31 @@ def test_only_slow_cases_are_left_out(one_in):
 
 
 def test_what_is_said_repeats_it():
-    assert draw.said(_config(4, "648f8c0", [])).endswith("DRAW=4 BY=648f8c0")
+    assert draw.said(_config(4, "648f8c0")).endswith("DRAW=4 BY=648f8c0")
+
+
+def test_a_whole_test_keeps_all():
+    items = [_Item(f"t.py::many[{i}]", "slow", "whole") for i in range(30)]
+    draw.deselect(_config(5, "a commit", []), items)
+    assert len(items) == 30
+
+
+def test_nothing_is_drawn_by_nothing():
+    with pytest.raises(pytest.UsageError, match="--draw: give --draw-by too"):
+        draw.deselect(_config(4, ""), [])
+
+
+@pytest.mark.slow
+def test_the_command_line_draws(tmp_path):
+    """On a test of this suite that has many slow cases, with workers."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-n", "2"]
+    command += ["tests/attention/test_mechanism.py", "-k", "keys_and_values_follow"]
+
+    def counted(*more):
+        done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        return int(re.search(r"(\d+) passed", done.stdout)[1]), done.stdout
+
+    every, _ = counted()
+    few, said = counted("--draw=20", "--draw-by=a commit")
+    assert few == math.ceil(every / 20) and "DRAW=20 BY=a commit" in said

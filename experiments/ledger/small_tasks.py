@@ -14,6 +14,7 @@ from experiments.ledger.verdicts import Chain
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import Same
 from experiments.studies.images import EPOCHS
+from experiments.studies.sequence_tasks import CURVES_OF
 from experiments.tasks import sequences
 from experiments.tasks.encoders import CALLED
 from kvjax.foundation.estimate import Estimate
@@ -21,28 +22,37 @@ from kvjax.foundation.estimate import difference
 
 _ENCODERS = "a sample of the paper's grid"
 _SOLVED = 0.9995  # as printed, 1.000
-_CURVES_OF = "d32_l2_h2_t32"  # the cell whose losses are compared while models learn
 # Numbers in a row from which a task is told: all variants solve shorter ones to the last.
 _LENGTHS = {"sort": 16, "reverse": 64, "swap": 64}
 
 
-def _shares(task: str, variant: str) -> dict[int, float]:
-    """By seed positions that are right, %: means over cells of long enough rows.
+def _shares(task: str, *variants: str) -> list[dict[int, float]]:
+    """By seed positions that are right, %: means over cells of long enough rows that all have.
 
     Cells are named TASK/VARIANT/dWIDTH_lLAYERS_hHEADS_tLENGTH.
     """
-    mine = [
-        seeds
-        for name, seeds in read("sequence_tasks")["runs"].items()
-        if name.startswith(f"{task}/{variant}/") and int(name.rpartition("_t")[2]) >= _LENGTHS[task]
-    ]
-    common = set.intersection(*map(set, mine)) if mine else set()
-    return {int(seed): 100 * sum(c[seed]["right"] for c in mine) / len(mine) for seed in common}
+    by_variant: list[dict[str, dict]] = []
+    for variant in variants:
+        start = f"{task}/{variant}/"
+        cells = {
+            name.removeprefix(start): seeds
+            for name, seeds in read("sequence_tasks")["runs"].items()
+            if name.startswith(start) and int(name.rpartition("_t")[2]) >= _LENGTHS[task]
+        }
+        by_variant.append(cells)
+    common = set.intersection(*map(set, by_variant))
+    return [_means([cells[name] for name in sorted(common)]) for cells in by_variant]
+
+
+def _means(cells: list[dict]) -> dict[int, float]:
+    """By seed that all cells have, %."""
+    seeds = set.intersection(*map(set, cells)) if cells else set()
+    return {int(seed): 100 * sum(c[seed]["right"] for c in cells) / len(cells) for seed in seeds}
 
 
 def table_2(task: str, first: str, second: str):
     """First less second in points of accuracy, seed by seed."""
-    return lambda: _between(_shares(task, first), _shares(task, second), task)
+    return lambda: _between(*_shares(task, first, second), task)
 
 
 def tells(task: str, first: str, second: str, sign: int) -> Differs:
@@ -53,8 +63,9 @@ def falls_faster(first: str, others: tuple[str, ...]) -> Chain:
     """The loss of one variant, mean over all of training, is below the others' on each task."""
 
     def mean_losses(task: str, variant: str) -> dict[str, float]:
-        runs = read("sequence_tasks")["runs"].get(f"{task}/{variant}/{_CURVES_OF}", {})
-        return {s: statistics.mean(run["curve"]) for s, run in runs.items() if "curve" in run}
+        runs = read("sequence_tasks")["runs"].get(f"{task}/{variant}/{CURVES_OF}", {})
+        kept = {seed: run["curve"] for seed, run in runs.items() if "curve" in run}
+        return {seed: statistics.mean(curve["loss"]) for seed, curve in kept.items()}
 
     def of() -> dict[str, tuple[Estimate, int]]:
         found = {}
@@ -63,7 +74,7 @@ def falls_faster(first: str, others: tuple[str, ...]) -> Chain:
             found[name] = _between(mean_losses(task, first), mean_losses(task, other), name)
         return found
 
-    return Chain(of, -1, "+.4f", "nats a number, mean over training, width 32, 32 numbers")
+    return Chain(of, -1, "+.4f", f"nats a number, mean over training, {CURVES_OF}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +87,7 @@ class Alike:
     margin: float
 
     def judge(self) -> verdicts.Found:
-        both = [_shares(self.task, variant) for variant in (self.first, self.second)]
+        both = _shares(self.task, self.first, self.second)
         if all(found and min(found.values()) >= 100 * _SOLVED for found in both):
             said = f"both solve it ({_points(self.task)})"
             return verdicts.Found(verdicts.UNTOLD, said)

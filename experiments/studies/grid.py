@@ -149,28 +149,27 @@ class Kept(kept_lib.Kept):
         self.put(run.cell.name, run.seed, run.identity, code, made, **found)
 
     def borrow(self, runs: Iterable[Run], files: Iterable[pathlib.Path]) -> list[str]:
-        """Takes runs of the same config from results of other studies, where code may be mixed.
+        """Takes runs of the same config from other studies: of the same code, or any with --mix.
 
         Returns:
           The names of those that were taken: none where a new result is begun.
         """
-        taken, missing = [], [run for run in runs if self.of(run) is None]
+        missing = {run.identity: run for run in runs if self.of(run) is None}
+        others = []
         for file in files:
-            if self._fresh or not missing or not file.exists():
-                continue
-            other = json_text.read_object(epath.Path(file), "move it away")
-            found = {
-                kept["identity"]: kept
-                for seeds in other.get("runs", {}).values()
-                for kept in seeds.values()
-                if self._mix or not code_lib.changed(other["codes"][kept["code"]], code())
-            }
-            for run in missing:
-                if kept := found.get(run.identity):
-                    self.runs.setdefault(run.cell.name, {})[run.seed] = kept
-                    self.codes[kept["code"]] = other["codes"][kept["code"]]
-                    taken.append(run.name)
-            missing = [run for run in missing if self.of(run) is None]
+            if missing and not self._fresh and file.exists():
+                other = json_text.read_object(epath.Path(file), "move it away")
+                codes = other.get("codes", {})
+                kept = [k for seeds in other.get("runs", {}).values() for k in seeds.values()]
+                others += [(k, codes[k["code"]]) for k in kept if k.get("code") in codes]
+        same = lambda kept: not code_lib.changed(kept[1], code())
+        taken = []
+        for kept, of in sorted(others, key=same, reverse=True):  # the same code comes first
+            if (self._mix or same((kept, of))) and kept["identity"] in missing:
+                run = missing.pop(kept["identity"])
+                self.runs.setdefault(run.cell.name, {})[run.seed] = kept
+                self.codes[kept["code"]] = of
+                taken.append(run.name)
         return taken
 
 

@@ -59,7 +59,9 @@ TRAINED_ON, EPOCHS, BATCH, TESTED_ON = 50_000, 2, 128, 10_000
 RECIPE = learner.Recipe(
     steps=TRAINED_ON // BATCH * EPOCHS, learning_rate=1e-3, warm_up=5, decay="cosine", clip=5.0
 )
-CURVE = 20  # steps whose mean loss is a point of a run's curve
+_CURVE = 20  # steps whose mean loss is a point of a run's curve
+# The cell whose curves are shown and judged, as it ends a name.
+CURVES_OF = "d32_l2_h2_t32"
 _TEST_SEED = 10**6  # of rows that are never trained on
 
 
@@ -98,7 +100,7 @@ def train(
     seed: int,
     temperature: Callable[[int], float] | None = None,
 ) -> dict:
-    """The share of positions that a model labels as it should.
+    """The share of positions that a model labels as it should, and its loss while it learned.
 
     Args:
       temperature: of attention in a step; 1 once it is trained.
@@ -113,7 +115,8 @@ def train(
         batches = (batch | of(step) for step, batch in enumerate(batches))
     found = model.train(seed, batches)
     right = model.accuracy(found, learner.split(pack(others), 500))
-    return dict(right=right, loss=found.loss, curve=found.curve(CURVE))
+    curve = dict(every=_CURVE, loss=found.curve(_CURVE))
+    return dict(right=right, loss=found.loss, curve=curve)
 
 
 def cell(task: str, variant: str, width: int, layers: int, heads: int, length: int) -> Cell:
@@ -180,20 +183,26 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
 
 
 def curves(kept: Kept) -> list[dict]:
-    """The loss while models learn, means over seeds: of cells whose every variant kept it."""
-    by_place: dict[tuple, dict[str, list]] = {}
-    for one in map(cell_of, kept.runs):
-        runs = in_process.runs_of(one, kept).values()
-        if mine := [run["curve"] for run in runs if "curve" in run]:
-            place = tuple(one.asked[key] for key in ("task", *_SIZES))
-            by_place.setdefault(place, {})[one.asked["variant"]] = mine
-    return [
-        dict(zip(("task", *_SIZES), place, strict=True), variant=variant)
-        | dict(every=CURVE, seeds=len(mine), loss=np.mean(mine, axis=0).round(5).tolist())
-        for place, by_variant in by_place.items()
-        if len(by_variant) == len(encoders.VARIANTS)
-        for variant, mine in by_variant.items()
-    ]
+    """The loss while models learn, by task and variant: of seeds that all variants have."""
+    found = []
+    for task in sequences.TASKS:
+        cells = {v: cell_of(f"{task}/{v}/{CURVES_OF}") for v in encoders.VARIANTS}
+        runs = {
+            variant: {
+                seed: run["curve"]
+                for seed, run in in_process.runs_of(one, kept).items()
+                if "curve" in run
+            }
+            for variant, one in cells.items()
+        }
+        common = sorted(set.intersection(*map(set, runs.values())))
+        for variant, one in cells.items() if common else ():
+            mine = [runs[variant][seed] for seed in common]
+            loss = np.mean([curve["loss"] for curve in mine], axis=0).round(5).tolist()
+            row = dict(task=task, variant=variant, seeds=len(common), loss=loss)
+            sizes = {key: one.asked[key] for key in _SIZES}
+            found.append(row | sizes | dict(every=mine[0]["every"]))
+    return found
 
 
 def _cells(row: Mapping) -> tuple:

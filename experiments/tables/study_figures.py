@@ -9,6 +9,7 @@ import textwrap
 from matplotlib.figure import Figure
 
 from experiments.studies import images
+from experiments.studies import sequence_tasks as sequence_tasks_study
 from experiments.studies import thin_keys_tasks
 from experiments.studies import word_models
 from experiments.studies.demo_size import STUDIES
@@ -73,7 +74,7 @@ def sequence_tasks(found: Mapping) -> Figure:
 
 
 def sequence_task_losses(found: Mapping) -> Figure:
-    """A panel for each task: the loss while three variants learn, of the last cell that has it."""
+    """A panel for each task: the loss while variants learn."""
     panels: dict[str, dict] = {}
     for row in found["curves"]:
         if row["variant"] in _FIGURE_3:
@@ -125,7 +126,7 @@ def rank_by_head(found: Mapping) -> Figure:
     return rows_of_points("A rank for each head", textwrap.wrap(said, 110), panels)
 
 
-_FIGURE_3 = ("qkv", "qk_tied", "qk_tied_plus")
+_FIGURE_3 = ("qkv", "qk_tied", "qk_tied_plus", "qkv_tied")  # in it, and in its text
 _REMEDIES = {
     "none": "as it is",
     "normalised": "normalised",
@@ -214,7 +215,7 @@ def figures(results: pathlib.Path) -> dict[str, Figure]:
             result = json.loads(file.read_text())
             if result.get("rows", True):
                 found[name.rpartition("/")[2]] = draw(result)
-            if result.get("curves"):
+            if name == sequence_tasks_study.NAME and result.get("curves"):
                 found["sequence_task_losses"] = sequence_task_losses(result)
     for folder, names, draw in (
         (images.FOLDER, images.EPOCHS, image_sets),

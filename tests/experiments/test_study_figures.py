@@ -73,17 +73,17 @@ def test_tasks_that_all_solve_have_no_panel():
     assert "Solved by all: copy" in " ".join(text.get_text() for text in figure.texts)
 
 
-def test_losses_of_three_variants_while_they_learn():
+def test_losses_of_variants_while_they_learn():
     sizes = dict(width=32, layers=2, heads=2, length=32, every=20, seeds=3)
     rows = [
         dict(task=task, variant=variant, loss=[2.0, 1.0], **sizes)
         for task in ("sort", "copy")
-        for variant in ("qkv", "qk_tied", "qk_tied_plus", "kv_tied")
+        for variant in ("qkv", "qk_tied", "qk_tied_plus", "kv_tied", "qkv_tied")
     ]
     figure = study_figures.sequence_task_losses(dict(curves=rows))
     assert [axes.get_title("left") for axes in figure.axes] == ["sort", "copy"]
     for axes in figure.axes:
-        assert [line.get_label() for line in axes.lines] == ["QKV", "Q=K-V", "(Q=K-V)+"]
+        assert [line.get_label() for line in axes.lines] == ["QKV", "Q=K-V", "(Q=K-V)+", "Q=K=V"]
         assert axes.lines[0].get_xydata().tolist() == [[10, 2], [30, 1]]
     assert "3 seeds, each point of 20 steps" in " ".join(text.get_text() for text in figure.texts)
 

@@ -145,7 +145,9 @@ def get_config():
 @pytest.mark.parametrize(
     "before, after", quick.only([(257, 265)], [(257, 265), (20, 21), (2048, 2056)])
 )
-def test_logits_of_old_tokens_stay_to_the_bit(make_mechanism, randomise, before, after, tied):
+def test_logits_of_old_tokens_stay_to_the_bit_at_their_width(
+    make_mechanism, randomise, before, after, tied
+):
     small, large = (
         TransformerConfig(
             block=BlockConfig(num_layers=2, d_model=16, mlp_dim=16, tied_head=tied),

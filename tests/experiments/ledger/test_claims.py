@@ -319,6 +319,7 @@ def test_rows_that_all_solve_tell_nothing(results):
     with pytest.raises(results_lib.NoResultError):
         small_tasks.table_2("swap", "qkv_tied", "qkv")()
     runs |= {"swap/qkv/d32_l2_h2_t64": cell(0.6), "swap/qkv_tied/d32_l2_h2_t64": cell(0.4)}
+    runs |= {"swap/qkv/d32_l2_h2_t128": cell(0.1)}  # which the other lacks
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
     found, seeds = small_tasks.table_2("swap", "qkv_tied", "qkv")()
     assert found.mean == pytest.approx(-20) and seeds == 3
@@ -334,7 +335,8 @@ def test_rows_that_all_solve_tell_nothing(results):
 def test_a_loss_that_falls_faster_is_lower_on_the_mean(results):
     rule = small_tasks.falls_faster("qkv", ("qk_tied",))
     curve = lambda level: {
-        str(seed): dict(right=1.0, curve=[2 * level + seed / 100, 0.0]) for seed in range(3)
+        str(seed): dict(right=1.0, curve=dict(every=20, loss=[2 * level + seed / 100, 0.0]))
+        for seed in range(3)
     }
     runs = {f"{task}/qkv/d32_l2_h2_t32": curve(1.0) for task in sequences.TASKS}
     runs |= {f"{task}/qk_tied/d32_l2_h2_t32": curve(1.5) for task in sequences.TASKS}

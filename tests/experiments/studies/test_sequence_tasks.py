@@ -37,18 +37,22 @@ def test_only_what_all_variants_have_is_compared(tmp_path):
         assert now["length"] == [16] and now["seeds"] == seeds
 
 
-def test_curves_are_of_cells_in_which_every_variant_kept_its_losses(tmp_path):
+def test_curves_are_of_seeds_that_every_variant_has(tmp_path):
     of = lambda variant, length: sequence_tasks.cell("sort", variant, 32, 2, 2, length)
-    kept = _kept(tmp_path, [(of(variant, 16), {0: 0.5}) for variant in encoders.VARIANTS])
-    assert sequence_tasks.curves(kept) == []
+    kept = _kept(tmp_path, [(of(variant, 32), {9: 0.5}) for variant in encoders.VARIANTS])
+    assert sequence_tasks.curves(kept) == []  # as older runs are
+
+    def put(variant, seed, length=32):
+        cell, curve = of(variant, length), dict(every=20, loss=[2.0 + seed, 1.0])
+        kept.put(cell.name, seed, cell.identity, {}, {}, right=0.5, seconds=1.0, curve=curve)
+
     for variant in encoders.VARIANTS:
-        for seed in range(2):
-            cell, curve = of(variant, 32), [2.0 + seed, 1.0]
-            kept.put(cell.name, seed, cell.identity, {}, {}, right=0.5, seconds=1.0, curve=curve)
-    cell = of("qkv", 64)
-    kept.put(cell.name, 0, cell.identity, {}, {}, right=0.5, seconds=1.0, curve=[1.0, 1.0])
+        put(variant, 0)
+        put(variant, 1)
+        put(variant, 0, length=16)  # another cell
+    put("qkv", 2)
     found = sequence_tasks.curves(kept)
-    assert {row["variant"] for row in found} == set(encoders.VARIANTS) and len(found) == 6
+    assert [row["variant"] for row in found] == list(encoders.VARIANTS)
     assert all(row["length"] == 32 and row["seeds"] == 2 for row in found)
     assert all(row["loss"] == [2.5, 1.0] and row["every"] == 20 for row in found)
 
