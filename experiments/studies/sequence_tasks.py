@@ -183,7 +183,7 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
 
 
 def curves(kept: Kept) -> list[dict]:
-    """The loss while models learn, by task and variant: of seeds that all variants have."""
+    """The loss while models learn, by task and variant: of seeds that all of the task's have."""
     found = []
     for task in sequences.TASKS:
         cells = {v: cell_of(f"{task}/{v}/{CURVES_OF}") for v in encoders.VARIANTS}
@@ -195,9 +195,10 @@ def curves(kept: Kept) -> list[dict]:
             }
             for variant, one in cells.items()
         }
-        common = sorted(set.intersection(*map(set, runs.values())))
-        for variant, one in cells.items() if common else ():
-            mine = [runs[variant][seed] for seed in common]
+        there = {variant: seeds for variant, seeds in runs.items() if seeds}
+        common = sorted(set.intersection(*map(set, there.values()))) if there else []
+        for variant in there if common else ():
+            mine, one = [runs[variant][seed] for seed in common], cells[variant]
             loss = np.mean([curve["loss"] for curve in mine], axis=0).round(5).tolist()
             row = dict(task=task, variant=variant, seeds=len(common), loss=loss)
             sizes = {key: one.asked[key] for key in _SIZES}

@@ -46,13 +46,14 @@ def test_curves_are_of_seeds_that_every_variant_has(tmp_path):
         cell, curve = of(variant, length), dict(every=20, loss=[2.0 + seed, 1.0])
         kept.put(cell.name, seed, cell.identity, {}, {}, right=0.5, seconds=1.0, curve=curve)
 
-    for variant in encoders.VARIANTS:
+    some = list(encoders.VARIANTS)[:4]
+    for variant in some:
         put(variant, 0)
         put(variant, 1)
         put(variant, 0, length=16)  # another cell
     put("qkv", 2)
     found = sequence_tasks.curves(kept)
-    assert [row["variant"] for row in found] == list(encoders.VARIANTS)
+    assert [row["variant"] for row in found] == some
     assert all(row["length"] == 32 and row["seeds"] == 2 for row in found)
     assert all(row["loss"] == [2.5, 1.0] and row["every"] == 20 for row in found)
 
