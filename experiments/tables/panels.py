@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from experiments.tables import cards
 from experiments.tables.cards import FULL
@@ -130,7 +131,7 @@ def curves(
     columns = 3
     rows = math.ceil(len(panels) / columns)
     width, row = 9.6, 2.5
-    height = 0.95 + 0.17 * len(said) + row * rows
+    height = 0.6 + 0.17 * len(said) + row * rows
     figure = cards.card(width, height)
     cards.heading(figure, title, *said)
     for i, (heading, by_name) in enumerate(panels.items()):
@@ -138,8 +139,10 @@ def curves(
         bottom = row * (rows - 1 - i // columns) + 0.55
         axes = figure.add_axes((left, bottom / height, 0.25, (row - 0.8) / height))
         for color, (name, points) in enumerate(by_name.items()):
-            axes.plot(*zip(*points, strict=True), label=name, color=f"C{color}", linewidth=1.3)
+            line = dict(color=f"C{color}", linestyle="-" if color % 3 < 2 else "--")
+            axes.plot(*zip(*points, strict=True), label=name, linewidth=1.3, **line)
         axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_title(heading, loc="left", fontsize=9, weight="bold", color=INK)
         cards.plain_axes(axes)
         if i % columns == 0:
