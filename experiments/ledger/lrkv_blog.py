@@ -49,6 +49,11 @@ def _far_in_long_rows() -> tuple[Estimate, int]:
 _NAMES = ("lrkv", "mha", "gqa", "mqa", "mla_paper")
 _AT_8K = ("lrkv", "gqa", "mqa", "mla")
 _BUDGET = "the blog does not say what 6.3B was trained on: 50B tokens assumed"
+_EVERY_SCALE = AtScale(
+    [f"{name}_{scale}" for scale in ("128m", "2p5b", "6p3b") for name in _NAMES],
+    [tokens for tokens in (100e9, 50e9, 50e9) for _ in _NAMES],
+    why=_BUDGET,
+)
 
 CLAIMS = (
     Claim(
@@ -76,11 +81,7 @@ CLAIMS = (
         "Results",
         "the best combined score at 128M, 2.5B and 6.3B",
         "18.9, 37.9, 40.2",
-        AtScale(
-            [f"{name}_{scale}" for scale in ("128m", "2p5b", "6p3b") for name in _NAMES],
-            [tokens for tokens in (100e9, 50e9, 50e9) for _ in _NAMES],
-            why=_BUDGET,
-        ),
+        _EVERY_SCALE,
         "",
     ),
     Claim(
@@ -103,11 +104,7 @@ CLAIMS = (
         "Downstream Task Performance",
         "MQA collapses on HumanEval at all three scales",
         "2.4, 3.7, 4.3 %",
-        AtScale(
-            [f"{name}_{scale}" for scale in ("128m", "2p5b", "6p3b") for name in _NAMES],
-            [tokens for tokens in (100e9, 50e9, 50e9) for _ in _NAMES],
-            why=_BUDGET,
-        ),
+        _EVERY_SCALE,
         "python -m kvjax.evaluate --tasks=humaneval",
     ),
     Claim(

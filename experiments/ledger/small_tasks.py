@@ -15,6 +15,7 @@ from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import Same
 from experiments.studies.images import EPOCHS
 from experiments.studies.sequence_tasks import CURVES_OF
+from experiments.tasks import encoders
 from experiments.tasks import sequences
 from experiments.tasks.encoders import CALLED
 from kvjax.foundation.estimate import Estimate
@@ -163,15 +164,12 @@ def within_a_point(name: str, variants: tuple[str, ...] = _VARIANTS) -> Cases:
     )
 
 
-def _anomalies(place: str) -> dict[str, dict[str, float]]:
+def _anomalies(place: str) -> dict[str, dict[int, float]]:
     """By variant and seed the accuracy in points, means over cells."""
     runs, found = read("set_anomaly")["runs"], {}
     for variant in ("qkv", *_VARIANTS):
         mine = [r for name, r in runs.items() if name.startswith(f"{place}/{variant}/")]
-        common = set.intersection(*map(set, mine)) if mine else set()
-        found[variant] = {
-            seed: 100 * sum(cell[seed]["right"] for cell in mine) / len(mine) for seed in common
-        }
+        found[variant] = _means(mine)
     return found
 
 
@@ -318,7 +316,6 @@ def moved() -> dict[str, float]:
     import jax
     import numpy as np
 
-    from experiments.tasks import encoders
     from kvjax.model.labeller import Labeller
 
     rng, found = np.random.default_rng(0), {}
