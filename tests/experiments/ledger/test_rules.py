@@ -1,0 +1,240 @@
+"""What single claims are judged by: small tasks, heads, ranks, the papers' own figures."""
+
+import json
+import math
+
+import pytest
+
+from experiments.ledger import lrkv_figures
+from experiments.ledger import lrkv_heads
+from experiments.ledger import results as results_lib
+from experiments.ledger import small_tasks
+from experiments.ledger import thin_keys_rules
+from experiments.ledger import verdicts
+from experiments.ledger.verdicts import Claim
+from experiments.tasks import sequences
+
+
+def test_mechanisms_that_lrkv_contains_at_half_the_rank():
+    assert lrkv_figures.contained() == {"MQA": True, "GQA-3": False}
+
+
+def test_a_map_of_places_sees_the_order_of_a_set():
+    found = small_tasks.equivariant()
+    assert [name for name, held in found.items() if not held] == ["(Q=K-V)+", "(Q=K=V)+"]
+    assert len(found) == 6
+
+
+def test_channels_that_retrieval_needs_by_the_number_of_keys(results):
+    def rows(task, least):
+        return [
+            dict(task=task, channels=n, seeds=3, converged_runs=3 if n >= least else 1)
+            for n in (4, 8, 16, 32, 64)
+        ]
+
+    def judge(**least):
+        found = [row for task, n in least.items() for row in rows(task, n)]
+        (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=found)))
+        return thin_keys_rules.bound().judge()
+
+    found = judge(retrieval=16)
+    assert found.verdict == verdicts.CONTRADICTED
+    assert "16 keys: 16, predicted 8; 8, 32, 64 keys are not measured yet" in found.ours
+    assert judge(retrieval=8, retrieval_64_keys=8).verdict == verdicts.REPRODUCED  # 12 suffice
+    assert judge(retrieval=8, retrieval_32_keys=64).verdict == verdicts.PART
+    with pytest.raises(results_lib.NoResultError):
+        judge()
+
+
+@pytest.mark.parametrize(
+    "plain, moved, others, verdict",
+    [
+        (99, -24, -24, "not told apart"),  # three of four heads are all that could be filled
+        (60, 10, -5, "reproduced"),
+        (60, 10, 5, "in part"),
+        (60, -10, -5, "contradicted"),
+        (60, 0.5, -5, "not told apart"),
+    ],
+)
+def test_centring_can_raise_what_is_not_full(results, plain, moved, others, verdict):
+    (results / "analysis").mkdir()
+
+    def runs(moved):
+        each = [plain + seed for seed in (-0.5, 0, 0.5)]
+        centred = [x + moved + off for x, off in zip(each, (-0.5, 0.5, 0), strict=True)]
+        pairs = enumerate(zip(each, centred, strict=True))
+        return {str(i): dict(trained=dict(share=a, centred_share=b)) for i, (a, b) in pairs}
+
+    heads = dict(share=dict(mean=plain, half_interval=1.0))
+    result = dict(
+        estimates=dict(mqa=heads, mha=heads), runs=dict(mqa=runs(moved), mha=runs(others))
+    )
+    (results / "analysis" / "head_diversity.json").write_text(json.dumps(result))
+    found = lrkv_heads.Rises("mqa", ("mha",), heads=4).judge()
+    assert found.verdict == verdict and f"mqa {moved:+.1f}" in found.ours
+    for name in ("lrkv", "gqa"):
+        with pytest.raises(results_lib.NoResultError):
+            lrkv_heads.heads_of(name)
+
+
+@pytest.mark.parametrize("epochs, verdict", [(20, "reproduced"), (1, "not measured yet")])
+def test_images_are_judged_at_the_papers_epochs(results, epochs, verdict):
+    (results / "images").mkdir()
+    row = lambda name: dict(variant=name, from_qkv=0.001, from_qkv_half_interval=0.001, seeds=3)
+    grid = dict(widths=[64], layers=[2], heads=[2], patches=[7], epochs=epochs)
+    result = dict(grid=grid, rows=list(map(row, ("qk_tied", "kv_tied"))))
+    (results / "images" / "mnist.json").write_text(json.dumps(result))
+    rule = small_tasks.within_a_point("mnist", ("qk_tied", "kv_tied"))
+    found = Claim("Table 3", "", "", rule).judge()
+    assert found.verdict == verdict
+    assert ("Q=K-V +0.10 ± 0.10" in found.ours) == (epochs == 20)
+
+
+@pytest.mark.parametrize("groups, needed", [(1, 0), (2, 16), (3, 22), (32, 31)])
+def test_groups_need_residuals_of_d_h_less_its_part(groups, needed):
+    assert lrkv_figures.needed(groups) == needed
+
+
+def test_a_query_folds_into_b_without_rope_alone():
+    assert lrkv_figures.fold_gap(rope=False) < 1e-9 < 1e-2 < lrkv_figures.fold_gap(rope=True)
+    assert thin_keys_rules.absorbed_gap(rope=False) < 1e-9 < 1e-2
+    assert thin_keys_rules.absorbed_gap(rope=True) > 1e-2
+
+
+def test_the_largest_share_of_an_effective_rank():
+    """Of 17 components: all alike, and one of a half with 16 alike."""
+    assert lrkv_heads.most(17 - 1e-9, 18) == pytest.approx(1 / 17, abs=1e-3)
+    entropy = 0.5 * math.log(2) + 0.5 * math.log(32)
+    assert lrkv_heads.most(math.exp(entropy), 18) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_rows_that_all_solve_tell_nothing(results):
+    cell = lambda right: {str(seed): dict(right=right + seed / 100) for seed in range(3)}
+    runs = {"swap/qkv/d32_l2_h2_t16": cell(0.9), "swap/qkv_tied/d32_l2_h2_t16": cell(0.9)}
+    (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
+    with pytest.raises(results_lib.NoResultError):
+        small_tasks.table_2("swap", "qkv_tied", "qkv")()
+    runs |= {"swap/qkv/d32_l2_h2_t64": cell(0.6), "swap/qkv_tied/d32_l2_h2_t64": cell(0.4)}
+    runs |= {"swap/qkv/d32_l2_h2_t128": cell(0.1)}  # which the other lacks
+    (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
+    found, seeds = small_tasks.table_2("swap", "qkv_tied", "qkv")()
+    assert found.mean == pytest.approx(-20) and seeds == 3
+    alike = small_tasks.Alike("swap", "qkv_tied", "qkv", 25.0)
+    assert alike.judge().verdict == verdicts.REPRODUCED
+    solved = {str(seed): dict(right=0.9999) for seed in range(3)}
+    for variant in ("qkv", "qkv_tied"):
+        runs[f"swap/{variant}/d32_l2_h2_t64"] = solved
+    (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
+    assert alike.judge() == (verdicts.UNTOLD, f"both solve it ({small_tasks._points('swap')})")
+
+
+def test_a_loss_that_falls_faster_is_lower_on_the_mean(results):
+    rule = small_tasks.falls_faster("qkv", ("qk_tied",))
+    curve = lambda level: {
+        str(seed): dict(right=1.0, curve=dict(every=20, loss=[2 * level + seed / 100, 0.0]))
+        for seed in range(3)
+    }
+    runs = {f"{task}/qkv/d32_l2_h2_t32": curve(1.0) for task in sequences.TASKS}
+    runs |= {f"{task}/qk_tied/d32_l2_h2_t32": curve(1.5) for task in sequences.TASKS}
+    file = results / "sequence_tasks.json"
+    file.write_text(json.dumps(dict(runs=runs)))
+    assert rule.judge().verdict == verdicts.REPRODUCED
+    assert "sort from Q=K-V's -0.5000" in rule.judge().ours
+    runs["copy/qkv/d32_l2_h2_t32"] = curve(2.0)
+    file.write_text(json.dumps(dict(runs=runs)))
+    assert rule.judge().verdict == verdicts.PART
+    runs["copy/qkv/d32_l2_h2_t32"] = {str(seed): dict(right=1.0) for seed in range(3)}
+    file.write_text(json.dumps(dict(runs=runs)))
+    with pytest.raises(results_lib.NoResultError):
+        rule.judge()
+
+
+def _remedies(
+    results, normalised, annealed, *, length=64, seeds=3, half=0.01, plain=(0.8, 0.8, 0.8, 0.8)
+):
+    """A result of changes by variant and task, in the order of `cells`, and the verdict on it."""
+    cells = [(v, task) for v in ("qk_tied", "qkv_tied") for task in ("reverse", "swap")]
+    rows = []
+    for (variant, task), right in zip(cells, plain, strict=True):
+        row = dict(task=task, variant=variant, remedy="none", length=length)
+        rows.append(row | dict(right=right, seeds_in_common=0, change=None))
+    for remedy, changes in dict(normalised=normalised, annealed=annealed).items():
+        for (variant, task), change in zip(cells, changes, strict=False):
+            row = dict(task=task, variant=variant, remedy=remedy, length=length)
+            row |= dict(seeds_in_common=seeds, change=change, change_half_interval=half)
+            rows.append(row)
+    (results / "diagonal.json").write_text(json.dumps(dict(hottest=4.0, rows=rows)))
+    return small_tasks.NoHelp(margin=1.0).judge()
+
+
+def test_a_remedy_that_helps_everywhere_is_one(results):
+    helps, harms = (0.1, 0.02, 0.1, 0.02), (0.1, 0.02, 0.1, -0.02)
+    assert _remedies(results, harms, harms).verdict == verdicts.REPRODUCED
+    found = _remedies(results, helps, harms)
+    assert found.verdict == verdicts.PART
+    assert (
+        "normalised (contradicted): Q=K-V reverse +10.0 ± 1.0, Q=K-V swap +2.0 ± 1.0" in found.ours
+    )
+    assert "annealed from 4 to 1" in found.ours
+    assert _remedies(results, helps, helps).verdict == verdicts.CONTRADICTED
+    here = _remedies(results, (0.1, 0.001, 0.1, 0.001), helps, half=0.005)
+    assert here.verdict == verdicts.PART and "normalised (not told apart)" in here.ours
+    nothing = (0.001,) * 4
+    assert _remedies(results, nothing, nothing, half=0.002).verdict == verdicts.REPRODUCED
+    room = dict(plain=(0.8, 0.8, 0.8, 0.9999))  # what is solved has none
+    assert _remedies(results, harms, harms, **room).verdict == verdicts.CONTRADICTED
+
+
+def test_a_remedy_of_which_little_is_known_is_not_judged(results):
+    harms = (0.1, 0.02, 0.1, -0.02)
+    assert _remedies(results, harms, harms, half=20.0).verdict == verdicts.UNTOLD
+    for few in (dict(length=8), dict(seeds=2)):
+        with pytest.raises(results_lib.NoResultError):
+            _remedies(results, harms, harms, **few)
+    solved = dict(plain=(1.0, 0.995, 0.999, 0.8))
+    with pytest.raises(results_lib.NoResultError):  # one cell alone has room
+        _remedies(results, harms, harms, **solved)
+    for changes in ((), harms[:1]):  # one remedy alone, or not in all cells
+        with pytest.raises(results_lib.NoResultError):
+            _remedies(results, harms, changes)
+
+
+def test_what_few_variants_solve_is_not_solved_by_all(results):
+    def write(variants, seeds):
+        rows = [dict(variant=v, tasks=dict(sub=dict(right=1.0, seeds=seeds))) for v in variants]
+        (results / "sequence_tasks.json").write_text(json.dumps(dict(rows=rows)))
+
+    every = ("qkv", "qk_tied", "qk_tied_plus", "kv_tied", "qkv_tied", "qkv_tied_plus")
+    write(every, 3)
+    assert small_tasks.all_right("sub").judge().verdict == verdicts.REPRODUCED
+    for variants, seeds in ((every[1:], 3), (every, 2), ((), 3)):
+        write(variants, seeds)
+        with pytest.raises(results_lib.NoResultError):
+            small_tasks.all_right("sub").judge()
+    with pytest.raises(results_lib.NoResultError):
+        verdicts.Cases(dict, str).judge()
+
+
+def test_the_best_of_a_set_is_compared_with_the_next_best(results):
+    right = dict(qkv=0.5, qk_tied=0.8, qk_tied_plus=0.7, kv_tied=0.6)
+    runs = {
+        f"last/{variant}/d64": {str(seed): dict(right=x + seed / 100) for seed in range(3)}
+        for variant, x in right.items()
+    }
+    (results / "set_anomaly.json").write_text(json.dumps(dict(runs=runs)))
+    found, seeds = small_tasks.best_anomaly("last")()
+    assert found.mean == pytest.approx(-10) and seeds == 3
+
+
+@pytest.mark.parametrize(
+    "best, failed, verdict", [(0.9999, 0, "reproduced"), (0.999, 0, "in part"), (1.0, 1, "in part")]
+)
+def test_copying_is_judged_by_its_best_as_printed(results, best, failed, verdict):
+    """And what fails in the paper converges with no seed."""
+    row = dict(task="retrieval", right=0.5, right_half_interval=0.1, seeds=3)
+    rows = [row | dict(channels=4, converged_runs=failed), row | dict(channels=8, converged_runs=3)]
+    run = lambda right: {str(seed): dict(curve={"100": right, "200": 0.5}) for seed in range(3)}
+    runs = {"retrieval/d4": run(0.5), "retrieval/d8": run(best)}
+    (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows, runs=runs)))
+    found = thin_keys_rules.reaches("retrieval", lambda n: n >= 8).judge()
+    assert found.verdict == verdict and "8: 50.0 ± 10.0 %, best" in found.ours
