@@ -1,4 +1,4 @@
-"""What is drawn of many slow cases: a part of each test, the same at a commit, in time all."""
+"""What is drawn of slow tests: a part of each, the same at a commit, in time all."""
 
 import math
 import re
@@ -12,12 +12,17 @@ from kvjax.foundation.checkout import ROOT
 from tests import draw
 
 
-def test_a_few_are_all_run_and_a_part_of_many():
-    few, many = [f"t[{i}]" for i in range(draw.FEW)], [f"t[{i}]" for i in range(41)]
-    assert draw.drawn(few, 4, "a commit") == set(few)
+def test_of_many_a_part_and_of_one_all():
+    many = [f"t[{i}]" for i in range(41)]
     found = draw.drawn(many, 4, "a commit")
     assert len(found) == 11 and found < set(many) and found == draw.drawn(many, 4, "a commit")
-    assert len(draw.drawn(many[:7], 4, "a commit")) == draw.FEW
+    assert draw.drawn(many[:1], 4, "a commit") == {"t[0]"}
+
+
+def test_tests_of_one_case_are_drawn_as_one_tests():
+    several, alone = ["a.py::t[0]", "a.py::t[1]"], ["a.py::u", "a.py::v[0]", "a.py::w"]
+    other = ["b.py::t"]
+    assert draw.groups([*alone[:2], *several, *other, alone[2]]) == [several, alone, other]
 
 
 def test_over_commits_every_case_is_run():
@@ -45,14 +50,14 @@ def _config(one_in, by, left_out=()):
 def test_only_slow_cases_are_left_out(one_in):
     quick = [_Item(f"t.py::many[q{i}]") for i in range(20)]
     slow = [_Item(f"t.py::many[{i}]", "slow") for i in range(30)]
-    alone = [_Item("t.py::alone", "slow"), _Item("t.py::other[1]", "slow")]
+    alone = [_Item(f"t.py::alone_{i}", "slow") for i in range(10)]
     items, left_out = [*slow, *quick, *alone], []
     before = list(items)
     config = _config(one_in, "a commit", left_out)
     draw.deselect(config, items)
     assert [item for item in before if item not in left_out] == items
-    assert set(quick + alone) < set(items)
-    assert len(left_out) == (0 if one_in == 1 else 24)
+    assert set(quick) < set(items)
+    assert [len(set(of) & set(items)) for of in (slow, alone)] == [30 // one_in, 10 // one_in]
     assert bool(draw.said(config)) == (one_in > 1)
 
 
