@@ -7,6 +7,7 @@ from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Elsewhere
+from experiments.ledger.verdicts import OfItself
 from experiments.ledger.verdicts import Rule
 from experiments.ledger.verdicts import within
 
@@ -175,12 +176,14 @@ CLAIMS = (
         "section 4.2",
         "the learned spectrum of M is flat in every case",
         "",
-        Cases(
-            lambda: {f"{n} of {d}": n >= 0.9 * 0.9 * d for n, d in _FLAT},
-            lambda: (
-                "components for 90 %; a flat spectrum takes 90 % of a head's channels, here asked "
-                "with a tenth off"
-            ),
+        OfItself(
+            Cases(
+                lambda: {f"{n} of {d}": n >= 0.9 * 0.9 * d for n, d in _FLAT},
+                lambda: (
+                    "components for 90 %; a flat spectrum takes 90 % of a head's channels, here "
+                    "asked with a tenth off"
+                ),
+            )
         ),
         "",
     ),
@@ -204,11 +207,15 @@ CLAIMS = (
         "Table 2; section 4.2",
         "twice the channels of a head roughly double the components of M",
         "38 and 49; 75, 70 and 66",
-        within(
-            lambda: {f"{wide} of {narrow}": wide / narrow for wide in _WIDE for narrow in _NARROW},
-            1.5,
-            2.5,
-            ".2f",
+        OfItself(
+            within(
+                lambda: {
+                    f"{wide} of {narrow}": wide / narrow for wide in _WIDE for narrow in _NARROW
+                },
+                1.5,
+                2.5,
+                ".2f",
+            )
         ),
         "",
     ),
@@ -216,9 +223,11 @@ CLAIMS = (
         "Table 2; section 4.2",
         "twice the channels of a head leave E at 10 to 11 components",
         "10-11",
-        Cases(
-            lambda: {"heads of 64": all(10 <= _GENERATED[name] <= 11 for name in _SMALL_HEADS)},
-            lambda: "Table 2 itself: " + ", ".join(f"{m} {n}" for m, n in _GENERATED.items()),
+        OfItself(
+            Cases(
+                lambda: {"heads of 64": all(10 <= _GENERATED[name] <= 11 for name in _SMALL_HEADS)},
+                lambda: "Table 2 itself: " + ", ".join(f"{m} {n}" for m, n in _GENERATED.items()),
+            )
         ),
         "",
     ),
@@ -282,10 +291,12 @@ CLAIMS = (
         "abstract",
         "5,888 KV heads in five models",
         "5,888",
-        Computed(
-            "5,888",
-            lambda: float(_heads()),
-            "query heads of the listed models; their KV heads are fewer",
+        OfItself(
+            Computed(
+                "5,888",
+                lambda: float(_heads()),
+                "query heads of the listed models; their KV heads are fewer",
+            )
         ),
         "",
     ),
@@ -293,9 +304,11 @@ CLAIMS = (
         "section 4.3",
         "at r = 20 the tail is 2 % of the variance",
         "2 %",
-        Cases(
-            lambda: {name: tail == 2 for name, tail in _TAILS.items()},
-            lambda: "Table 1 has " + ", ".join(f"{name} {x} %" for name, x in _TAILS.items()),
+        OfItself(
+            Cases(
+                lambda: {name: tail == 2 for name, tail in _TAILS.items()},
+                lambda: "Table 1 has " + ", ".join(f"{name} {x} %" for name, x in _TAILS.items()),
+            )
         ),
         "",
     ),

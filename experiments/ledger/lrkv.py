@@ -1,9 +1,8 @@
 """Claims of LRKV (arXiv 2601.11471 v1) and of its blog."""
 
-import statistics
-
 from experiments.ledger import lrkv_figures as figures
 from experiments.ledger import lrkv_heads
+from experiments.ledger import lrkv_training
 from experiments.ledger.results import SMALL_CACHES
 from experiments.ledger.results import TINY
 from experiments.ledger.results import between
@@ -15,6 +14,7 @@ from experiments.ledger.verdicts import Chain
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
+from experiments.ledger.verdicts import OfItself
 from experiments.ledger.verdicts import Tabulated
 from experiments.ledger.verdicts import Undefined
 from experiments.ledger.verdicts import within
@@ -43,10 +43,6 @@ def _half() -> dict[str, tuple[Estimate, int]]:
 
 
 _MHA_ALONE = "there against MHA alone"
-_STEPS_TIMES_FLOPS = (
-    "Figure 3 (b) counts steps, which Figure 4's FLOPs per token turn into 17.7 (MLA), 18.0 (MHA), "
-    "21.4 (GQA) and 24.6 % (MQA); Figure 4 itself has 6 %"
-)
 
 
 CLAIMS = (
@@ -183,104 +179,7 @@ CLAIMS = (
         ),
         _study("lrkv_ranks"),
     ),
-    Claim(
-        "Figure 3 (b)",
-        "LRKV reaches others' ends with fewer steps: another's decayed end against its own middle",
-        "18.7, 21.4, 24.5, 29.7 %, mean 23.6 %",
-        AtScale(figures.five("2p5b"), 50e9),
-        "python -m kvjax.compare runs/mha runs/lrkv",
-    ),
-    Claim(
-        "Figure 3 (b); section 6.1",
-        "the four savings lie between 18 and 30 %, with a mean of 23.6 %",
-        "18-30 %, mean 23.6 %",
-        Cases(
-            lambda: {
-                "18 to 30": all(18 <= x <= 30 for x in figures.SAVINGS.values()),
-                "mean": round(statistics.mean(figures.SAVINGS.values()), 1) == 23.6,
-            },
-            lambda: "of the figure's own four",
-        ),
-        "",
-    ),
-    Claim(
-        "abstract",
-        "the quality of others with up to 20 to 25 % less training compute, in cumulative FLOPs",
-        "20-25 %",
-        AtScale(figures.five("2p5b"), 50e9, why=_STEPS_TIMES_FLOPS),
-        "python -m kvjax.compare runs/mha runs/lrkv",
-    ),
-    Claim(
-        "Figure 4",
-        "better quality with 6 % less compute: .720 at 650 exaFLOPs, MQA .729 at 689",
-        "6 %",
-        Computed("6", lambda: 100 * (1 - 650 / 689), "by the two figures; of MQA's whole training"),
-        "",
-    ),
-    Claim(
-        "Figure 4",
-        "at every milestone of training compute LRKV has less loss than all others",
-        ".720 at 650 exaFLOPs; MQA .729 at 689",
-        AtScale(figures.five("2p5b"), 50e9),
-        "python -m kvjax.compare runs/mha runs/lrkv",
-    ),
-    Claim(
-        "Figure 4",
-        "MHA's training takes 733 exaFLOPs",
-        "733: MQA's printed 689 over .94",
-        Computed(
-            "733",
-            lambda: figures.six_n("mha_2p5b"),
-            "6 x 2.444B weights x 50B tokens, without input embedding and attention; the text's "
-            '"full budget" of others, 689 to 710, leaves it out',
-        ),
-        "python -m kvjax.compare",
-    ),
-    Claim(
-        "Figure 4",
-        "MQA's takes 689 exaFLOPs",
-        "689",
-        Computed("689", lambda: figures.six_n("mqa_2p5b"), "by the rule that gives MHA 733"),
-        "python -m kvjax.compare",
-    ),
-    Claim(
-        "Figure 4",
-        "LRKV takes 0.8 % more FLOPs per token than baselines, MHA among them",
-        "+0.8 %",
-        Computed(
-            "0.8", lambda: figures.relative_flops("lrkv_2p5b"), "from shapes, attention included"
-        ),
-        "python -m kvjax.costs --config=configs/lrkv_2p5b.py --all",
-    ),
-    Claim(
-        "Figure 4",
-        "MQA takes 6 % fewer",
-        "-6 %",
-        Computed(
-            "-6", lambda: figures.relative_flops("mqa_2p5b"), "from shapes, attention included"
-        ),
-        "python -m kvjax.costs --config=configs/lrkv_2p5b.py --all",
-    ),
-    Claim(
-        "Figure 4",
-        "GQA takes 3.2 % fewer",
-        "-3.2 %",
-        Computed(
-            "-3.2", lambda: figures.relative_flops("gqa_2p5b"), "from shapes, attention included"
-        ),
-        "python -m kvjax.costs --config=configs/lrkv_2p5b.py --all",
-    ),
-    Claim(
-        "Figure 4",
-        "MLA takes 3.7 % fewer",
-        "-3.7 %",
-        Computed(
-            "-3.7",
-            lambda: figures.relative_flops("mla_paper_2p5b"),
-            "from shapes, attention included",
-        ),
-        "python -m kvjax.costs --config=configs/lrkv_2p5b.py --all",
-    ),
+    *lrkv_training.CLAIMS,
     Claim(
         "Table 3",
         "after mid-training LRKV has the best mean of five benchmarks at 2.5B, and leads four",
@@ -292,11 +191,13 @@ CLAIMS = (
         "Figure 5",
         "bits per byte predict the combined score",
         "R² = .786",
-        Allows(
-            0.786,
-            lambda: figures.table_3()[1],
-            lambda: figures.table_3()[2],
-            figures.table_3_said,
+        OfItself(
+            Allows(
+                0.786,
+                lambda: figures.table_3()[1],
+                lambda: figures.table_3()[2],
+                figures.table_3_said,
+            )
         ),
         "",
     ),
@@ -361,13 +262,6 @@ CLAIMS = (
         "2-4x",
         within(figures.smaller, 2, 4, ".2f"),
         _TABLES,
-    ),
-    Claim(
-        "section 6.1",
-        "with equal compute it outperforms all methods by 0.5 to 1.0 % of bits per byte",
-        "0.5-1.0 %",
-        within(figures.ahead, 0.5, 1.0, ".2f"),
-        "",
     ),
     Claim(
         "section 1; section 5",

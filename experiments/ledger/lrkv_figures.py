@@ -21,6 +21,12 @@ def relative_flops(config: str) -> float:
     return 100 * (verdicts.training_flops(config) / verdicts.training_flops("mha_2p5b") - 1)
 
 
+def budgets() -> dict[str, float]:
+    """exaFLOPs of whole trainings by MQA's and by the costs per token that figure 4 prints."""
+    costs = {"MHA": 1.0, "GQA": 1 - 0.032, "MLA": 1 - 0.037, "MQA": 1 - 0.06}
+    return {name: round(689 / costs["MQA"] * cost) for name, cost in costs.items()}
+
+
 def six_n(config: str) -> float:
     """exaFLOPs of 6 N x 50B tokens; N: weights that multiply a token."""
     model = verdicts.experiment_of(config).model

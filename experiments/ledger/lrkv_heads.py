@@ -19,6 +19,7 @@ from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Found
+from experiments.ledger.verdicts import OfItself
 from experiments.ledger.verdicts import Same
 from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
@@ -210,9 +211,11 @@ CLAIMS = (
         "section 6.3",
         "centring changes MHA's by -0.9 points, LRKV's -0.8, GQA's -3.7, MQA's +4.8",
         "-0.9, -0.8, -3.7, +4.8",
-        Cases(
-            centring,
-            lambda: "Table 5 itself and section C.6 have -4.9 for MHA and -4.8 for LRKV",
+        OfItself(
+            Cases(
+                centring,
+                lambda: "Table 5 itself and section C.6 have -4.9 for MHA and -4.8 for LRKV",
+            )
         ),
         "",
     ),
@@ -243,17 +246,19 @@ CLAIMS = (
         "centring takes more of LRKV's effective rank at 128M than at 2.5B: smaller models rely "
         "more on what heads share",
         "13.2 and 4.8 points",
-        Cases(
-            lambda: {
-                "13.2": round(96.2 - 83.0, 1) == 13.2,
-                "4.8": round(98.3 - 93.5, 1) == 4.8,
-                "at 128M more than of heads that share nothing": 96.2 - 83.0 > 100 / 6,
-                "at 2.5B too": 98.3 - 93.5 > 100 / 18,
-            },
-            lambda: (
-                "centring leaves H heads H - 1 components: of any it takes up to "
-                f"{100 / 6:.1f} points of 6 heads and {100 / 18:.1f} of 18"
-            ),
+        OfItself(
+            Cases(
+                lambda: {
+                    "13.2": round(96.2 - 83.0, 1) == 13.2,
+                    "4.8": round(98.3 - 93.5, 1) == 4.8,
+                    "at 128M more than of heads that share nothing": 96.2 - 83.0 > 100 / 6,
+                    "at 2.5B too": 98.3 - 93.5 > 100 / 18,
+                },
+                lambda: (
+                    "centring leaves H heads H - 1 components: of any it takes up to "
+                    f"{100 / 6:.1f} points of 6 heads and {100 / 18:.1f} of 18"
+                ),
+            )
         ),
         "",
     ),
@@ -261,7 +266,7 @@ CLAIMS = (
         "section C.5",
         "the first principal component explains 15 to 20 %",
         "15-20 %",
-        Cases(first_component, first_component_said),
+        OfItself(Cases(first_component, first_component_said)),
         "",
     ),
     Claim(

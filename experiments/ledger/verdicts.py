@@ -23,6 +23,7 @@ from kvjax.hardware import datasheets
 
 REPRODUCED, CONTRADICTED, PART = "reproduced", "contradicted", "in part"
 UNTOLD, FAR, UNDEFINED = "not told apart", "out of reach", "undefined"
+CONSISTENT, INCONSISTENT = "consistent", "inconsistent"
 MISSING = "not measured yet"
 VERDICTS = {
     REPRODUCED: "ours, rounded to the paper's digits, is its figure; or our difference has the "
@@ -33,6 +34,9 @@ VERDICTS = {
     PART: "some of several figures agree, or some of several cases hold",
     UNTOLD: "the interval of our difference contains 0, or reaches over the margin; or both "
     "solve the task whole",
+    CONSISTENT: "the paper's own figures give it, as far as they are rounded; nothing was measured "
+    "or computed from shapes here",
+    INCONSISTENT: "they do not, or not in all cases",
     FAR: "of a size that was not trained here, or of weights, data or options that are not at "
     "hand; what would settle it stands there. What was found at demo size or in other models is "
     "said too, and settles nothing",
@@ -186,6 +190,29 @@ class Allows:
     def judge(self) -> Found:
         inside = self.least() <= self.published <= self.most()
         return Found(UNTOLD if inside else CONTRADICTED, self.figures())
+
+
+@dataclasses.dataclass(frozen=True)
+class OfItself:
+    """A claim that is judged by figures which the paper itself prints, and by arithmetic on them.
+
+    Attributes:
+      rule: reads no result and no shapes.
+    """
+
+    rule: Rule
+
+    def judge(self) -> Found:
+        verdict, ours = self.rule.judge()
+        return Found(_OF_ITSELF[verdict], ours)
+
+
+_OF_ITSELF = {
+    REPRODUCED: CONSISTENT,
+    UNTOLD: CONSISTENT,
+    PART: INCONSISTENT,
+    CONTRADICTED: INCONSISTENT,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,6 +73,8 @@ def test_every_verdict_is_explained_and_commands_are_there(ledger):
     for rows in ledger.values():
         for row in rows:
             assert row["verdict"] in verdicts.VERDICTS and row["says"]
+            own = row["verdict"] in (verdicts.CONSISTENT, verdicts.INCONSISTENT)
+            assert not (own and row["command"])  # nothing was run for it
             module = re.match(r"python -m ([\w.]+)", row["command"])
             if module:
                 path = EXPERIMENTS.parent / module[1].replace(".", "/")

@@ -14,6 +14,7 @@ from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import Found
+from experiments.ledger.verdicts import OfItself
 from experiments.ledger.verdicts import Same
 from experiments.ledger.verdicts import Tabulated
 from experiments.ledger.verdicts import Undefined
@@ -89,6 +90,33 @@ def test_cases_hold_all_in_part_or_not():
     judge = lambda *held: Cases(lambda: dict(enumerate(held)), lambda: "").judge().verdict
     assert judge(True, True) == "reproduced" and judge(False) == "contradicted"
     assert judge(True, False) == "in part"
+
+
+@pytest.mark.parametrize(
+    ("rule", "verdict"),
+    [
+        (Cases(lambda: dict(a=True, b=True), lambda: "x"), "consistent"),
+        (Cases(lambda: dict(a=True, b=False), lambda: "x"), "inconsistent"),
+        (Cases(lambda: dict(a=False, b=False), lambda: "x"), "inconsistent"),
+        (Computed("6", lambda: 5.66), "consistent"),
+        (Computed("5", lambda: 5.66), "inconsistent"),
+        (Allows(0.786, lambda: 0.69, lambda: 0.89, lambda: "x"), "consistent"),
+        (Allows(0.9, lambda: 0.69, lambda: 0.89, lambda: "x"), "inconsistent"),
+    ],
+)
+def test_figures_of_the_paper_alone_reproduce_nothing(rule, verdict):
+    assert OfItself(rule).judge() == Found(verdict, rule.judge().ours)
+    assert OfItself(rule).judge().verdict in verdicts.VERDICTS
+
+
+def test_of_cases_it_is_said_how_many_are_consistent():
+    rule = OfItself(Cases(lambda: dict(a=True, b=False, c=True), lambda: "x"))
+    assert rule.judge() == Found("inconsistent", "2 of 3 cases; x")
+
+
+def test_a_rule_that_reads_results_is_no_paper_of_itself(results):
+    claim = Claim("Table 1", "", "", OfItself(Tabulated(("a",))))
+    assert claim.judge() == Found("not measured yet", "")
 
 
 def test_what_is_too_large_says_what_would_settle_it(results):

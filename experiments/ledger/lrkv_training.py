@@ -1,0 +1,143 @@
+"""Claims of LRKV on what training takes: steps, FLOPs, what is reached for them."""
+
+import statistics
+
+from experiments.ledger import lrkv_figures as figures
+from experiments.ledger.verdicts import AtScale
+from experiments.ledger.verdicts import Cases
+from experiments.ledger.verdicts import Claim
+from experiments.ledger.verdicts import Computed
+from experiments.ledger.verdicts import OfItself
+from experiments.ledger.verdicts import within
+
+_STEPS_TIMES_FLOPS = (
+    "Figure 3 (b) counts steps, which Figure 4's FLOPs per token turn into 17.7 (MLA), 18.0 (MHA), "
+    "21.4 (GQA) and 24.6 % (MQA); Figure 4 itself has 6 %"
+)
+
+# exaFLOPs that MHA's training can take by MQA's, as both of MQA's figures are rounded.
+MHA_LEAST, MHA_MOST = 688.5 / 0.945, 689.5 / 0.935
+
+
+CLAIMS = (
+    Claim(
+        "Figure 3 (b)",
+        "LRKV reaches others' ends with fewer steps: another's decayed end against its own middle",
+        "18.7, 21.4, 24.5, 29.7 %, mean 23.6 %",
+        AtScale(figures.five("2p5b"), 50e9),
+        "python -m kvjax.compare runs/mha runs/lrkv",
+    ),
+    Claim(
+        "Figure 3 (b); section 6.1",
+        "the four savings lie between 18 and 30 %, with a mean of 23.6 %",
+        "18-30 %, mean 23.6 %",
+        OfItself(
+            Cases(
+                lambda: {
+                    "18 to 30": all(18 <= x <= 30 for x in figures.SAVINGS.values()),
+                    "mean": round(statistics.mean(figures.SAVINGS.values()), 1) == 23.6,
+                },
+                lambda: "of the figure's own four",
+            )
+        ),
+        "",
+    ),
+    Claim(
+        "abstract",
+        "the quality of others with up to 20 to 25 % less training compute, in cumulative FLOPs",
+        "20-25 %",
+        AtScale(figures.five("2p5b"), 50e9, why=_STEPS_TIMES_FLOPS),
+        "python -m kvjax.compare runs/mha runs/lrkv",
+    ),
+    Claim(
+        "Figure 4",
+        "better quality with 6 % less compute: .720 at 650 exaFLOPs, MQA .729 at 689",
+        "6 %",
+        OfItself(
+            Computed(
+                "6", lambda: 100 * (1 - 650 / 689), "by the two figures; of MQA's whole training"
+            )
+        ),
+        "",
+    ),
+    Claim(
+        "Figure 4",
+        "at every milestone of training compute LRKV has less loss than all others",
+        ".720 at 650 exaFLOPs; MQA .729 at 689",
+        AtScale(figures.five("2p5b"), 50e9),
+        "python -m kvjax.compare runs/mha runs/lrkv",
+    ),
+    Claim(
+        "Figure 4",
+        "MHA's training takes what MQA's 689 exaFLOPs and its -6 % make of it",
+        "689; -6 %; MHA's own is printed nowhere",
+        Cases(
+            lambda: {"MHA": MHA_LEAST <= figures.six_n("mha_2p5b") <= MHA_MOST},
+            lambda: (
+                f"{figures.six_n('mha_2p5b'):.0f} by 6 x 2.444B weights x 50B tokens, without "
+                "input embedding and attention; the two figures as rounded allow "
+                f"{MHA_LEAST:.0f} to {MHA_MOST:.0f}"
+            ),
+        ),
+        "python -m kvjax.compare",
+    ),
+    Claim(
+        "section 6.1",
+        "whole trainings of the baselines take 689 to 710 exaFLOPs",
+        "689-710",
+        OfItself(within(figures.budgets, 689, 710, ".0f")),
+        "",
+    ),
+    Claim(
+        "Figure 4",
+        "MQA's takes 689 exaFLOPs",
+        "689",
+        Computed("689", lambda: figures.six_n("mqa_2p5b"), "by the rule that gives MHA its"),
+        "python -m kvjax.compare",
+    ),
+    Claim(
+        "Figure 4",
+        "LRKV takes 0.8 % more FLOPs per token than baselines, MHA among them",
+        "+0.8 %",
+        Computed(
+            "0.8", lambda: figures.relative_flops("lrkv_2p5b"), "from shapes, attention included"
+        ),
+        "python -m kvjax.costs --config=configs/lrkv_2p5b.py --all",
+    ),
+    Claim(
+        "Figure 4",
+        "MQA takes 6 % fewer",
+        "-6 %",
+        Computed(
+            "-6", lambda: figures.relative_flops("mqa_2p5b"), "from shapes, attention included"
+        ),
+        "python -m kvjax.costs --config=configs/lrkv_2p5b.py --all",
+    ),
+    Claim(
+        "Figure 4",
+        "GQA takes 3.2 % fewer",
+        "-3.2 %",
+        Computed(
+            "-3.2", lambda: figures.relative_flops("gqa_2p5b"), "from shapes, attention included"
+        ),
+        "python -m kvjax.costs --config=configs/lrkv_2p5b.py --all",
+    ),
+    Claim(
+        "Figure 4",
+        "MLA takes 3.7 % fewer",
+        "-3.7 %",
+        Computed(
+            "-3.7",
+            lambda: figures.relative_flops("mla_paper_2p5b"),
+            "from shapes, attention included",
+        ),
+        "python -m kvjax.costs --config=configs/lrkv_2p5b.py --all",
+    ),
+    Claim(
+        "section 6.1",
+        "with equal compute it outperforms all methods by 0.5 to 1.0 % of bits per byte",
+        "0.5-1.0 %",
+        OfItself(within(figures.ahead, 0.5, 1.0, ".2f")),
+        "",
+    ),
+)
