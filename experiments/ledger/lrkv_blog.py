@@ -3,6 +3,7 @@
 import itertools
 
 from experiments.ledger import lrkv_figures
+from experiments.ledger import lrkv_heads
 from experiments.ledger import verdicts
 from experiments.ledger.results import TINY
 from experiments.ledger.results import NoResultError
@@ -12,9 +13,11 @@ from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Chain
 from experiments.ledger.verdicts import Claim
+from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import OfItself
 from experiments.ledger.verdicts import Tabulated
+from kvjax.costs import formulas
 from kvjax.foundation.estimate import Estimate
 
 TITLE = "LRKV's blog"
@@ -47,6 +50,13 @@ def _far_in_long_rows() -> tuple[Estimate, int]:
     raise NoResultError("long_rows")
 
 
+def _billions() -> dict[str, float]:
+    """Parameters of MHA's largest config."""
+    count = formulas.parameters(verdicts.experiment_of("mha_6p3b").model)
+    without = count["total"] - count["embedding"]
+    return {"in all": count["total"] / 1e9, "without the input embedding": without / 1e9}
+
+
 _NAMES = ("lrkv", "mha", "gqa", "mqa", "mla_paper")
 _AT_8K = ("lrkv", "gqa", "mqa", "mla")
 _BUDGET = "the blog does not say what 6.3B was trained on: 50B tokens assumed"
@@ -63,6 +73,39 @@ CLAIMS = (
         "18-25 %; above: 18-30 %, mean 23.6 %",
         OfItself(verdicts.within(lambda: lrkv_figures.SAVINGS, 18, 25, ".1f")),
         "",
+    ),
+    Claim(
+        "Background",
+        "MQA takes 75 % of keys' and values' parameters away, of the example's four heads",
+        "75 %",
+        OfItself(Computed("75", lambda: 100 * (1 - 1 / 4), "of as many heads as the example has")),
+    ),
+    Claim(
+        "Introduction; Results",
+        "at 6.3B too it has less test loss than MHA, GQA, MQA and MLA",
+        "",
+        AtScale([f"{name}_6p3b" for name in _NAMES], 50e9, why=_BUDGET),
+    ),
+    Claim(
+        "Results",
+        "the largest models have 6.3B parameters",
+        "6.3B",
+        Cases(
+            lambda: {how: f"{count:.1f}" == "6.3" for how, count in _billions().items()},
+            lambda: ", ".join(f"{count:.1f} {how}" for how, count in _billions().items()),
+        ),
+        "python -m experiments.tables.parameter_table",
+    ),
+    Claim(
+        "Effective rank across scales",
+        "at 2.5B LRKV is near MHA, GQA and MQA are behind; centring takes LRKV 4.8 points",
+        "98.3, 98.9, 95.4, 86.2; 91.0 centred",
+        AtScale(
+            [f"{name}_2p5b" for name in ("lrkv", "mha", "gqa", "mqa")],
+            50e9,
+            seen=lrkv_heads.orders("2.5B", "share"),
+        ),
+        "python -m experiments.studies.head_diversity --save",
     ),
     Claim(
         "Results",

@@ -150,6 +150,18 @@ def parameters() -> dict[str, float]:
     return {"128M": count("mha_128m"), "2.5B": count("mha_2p5b")}
 
 
+def key_value_weights() -> dict[str, float]:
+    """% of MHA's weights of keys and values that LRKV's have with r = 64, by equation 7."""
+    found = {}
+    for scale in ("128m", "2p5b"):
+        lrkv, mha = (verdicts.experiment_of(f"{name}_{scale}").model for name in ("lrkv", "mha"))
+        attention = lambda model: formulas.parameters(model)["attention"]
+        of_keys_and_values = attention(mha) / 2  # the other half: of queries and outputs
+        less = attention(mha) - attention(lrkv)
+        found[scale.upper().replace("P", ".")] = 100 * (1 - less / of_keys_and_values)
+    return found
+
+
 def overhead() -> dict[str, float]:
     """FLOPs per cached token beyond MHA's, of MHA's, of one layer at d36."""
     models = {name: verdicts.experiment_of(f"{name}_2p5b").model for name in ("lrkv", "mha")}

@@ -63,6 +63,26 @@ def centring() -> dict[str, bool]:
     return {name: round(b - a, 1) == text[name] for name, (a, b) in table.items()}
 
 
+def _layers() -> dict[str, Estimate]:
+    """By layer what LRKV's effective rank has less or more than MHA's, in % of heads."""
+    found, names = heads_of("lrkv"), [f"share_layer_{i}" for i in range(4)]
+    if len(read("analysis/head_diversity")["seeds"]) < SEEDS:
+        raise NoResultError("head_diversity")
+    against = {name: found[name]["against_mha"] for name in names}
+    return {
+        name.removeprefix("share_").replace("_", " "): Estimate(x["mean"], x["half_interval"])
+        for name, x in against.items()
+    }
+
+
+def every_layer() -> dict[str, bool]:
+    return {layer: abs(x.mean) + x.half <= 2 for layer, x in _layers().items()}
+
+
+def every_layer_said() -> str:
+    return ", ".join(f"{layer} {x.shown('+.2f')}" for layer, x in _layers().items()) + " points"
+
+
 def magnitudes() -> dict[str, bool]:
     """Whether parts of keys are larger than MHA's whole keys, in the tiny models."""
     return {name.replace("_", " "): ratio > 1 for name, ratio in norms().items()}
@@ -154,6 +174,7 @@ def orders(scale: str, measure: str) -> Cases:
     )
 
 
+_THREE = "at demo size 4 heads have 3 components, whatever the mechanism"
 _FOUR_COMMAND = "four heads, hardly moved from where they start: all lie at 99 % or, centred, 75 %"
 
 
@@ -276,9 +297,55 @@ CLAIMS = (
         AtScale(
             ("lrkv_2p5b", "mha_2p5b"),
             50e9,
-            why="at demo size 4 heads have 3 components, whatever the mechanism",
+            why=_THREE,
         ),
         _COMMAND,
+    ),
+    Claim(
+        "section C.5; Figure 12",
+        "at 2.5B GQA needs 15 to 16 components for 90 %, MQA and MLA 14 to 15",
+        "15-16; 14-15",
+        AtScale(("gqa_2p5b", "mqa_2p5b", "mla_paper_2p5b"), 50e9, why=_THREE),
+        _COMMAND,
+    ),
+    Claim(
+        "section C.5; Figure 13",
+        "at 128M MHA and LRKV need 5 of 6, MQA 4 to 5",
+        "5; 4-5",
+        AtScale(("mha_128m", "lrkv_128m", "mqa_128m"), 100e9, why=_THREE),
+        _COMMAND,
+    ),
+    Claim(
+        "section 6.3; section C.9; Figure 14",
+        "in every layer LRKV's effective rank lies within 2 % of MHA's, deeper ones too",
+        "1-2 %; above 17.5 of 18 heads at 2.5B, 5.7 to 5.9 of 6 early at 128M",
+        AtScale(
+            ("lrkv_2p5b", "mha_2p5b", "lrkv_128m", "mha_128m"),
+            (50e9, 50e9, 100e9, 100e9),
+            seen=Cases(every_layer, every_layer_said),
+        ),
+        _COMMAND,
+    ),
+    Claim(
+        "Table 5; Figure 6; Figure 9; section C.3; section C.9",
+        "with r = 16 heads are less diverse than with r = 64 and in MHA",
+        "88.8 against 96.2 and 95.4; centred 81.5 against 83.0 and 82.4",
+        AtScale(("ranks/lrkv_r16_128m", "lrkv_128m", "mha_128m"), 100e9),
+        "python -m kvjax.analysis",
+    ),
+    Claim(
+        "section C.8",
+        "heads that share keys and values in GQA resemble each other more than others",
+        "",
+        AtScale(("gqa_2p5b",), 50e9, why="`python -m kvjax.analysis` draws them of any run"),
+        "python -m kvjax.analysis",
+    ),
+    Claim(
+        "section 6.3",
+        "the larger the rank, the larger LRKV's keys beside MHA's, at 128M",
+        "3.1x with r = 16, 6.7x with r = 64",
+        AtScale(("ranks/lrkv_r16_128m", "lrkv_128m", "mha_128m"), 100e9),
+        "python -m kvjax.analysis",
     ),
     Claim(
         "Figure 8",

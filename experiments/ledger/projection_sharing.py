@@ -1,7 +1,12 @@
 """Claims of projection sharing (arXiv 2606.04032)."""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 
+from experiments.ledger import projection_sharing_caches
+from experiments.ledger import projection_sharing_stated
 from experiments.ledger import projection_sharing_tasks
 from experiments.ledger import small_tasks
 from experiments.ledger.results import SMALL_CACHES
@@ -11,7 +16,6 @@ from experiments.ledger.results import study
 from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import Elsewhere
 from experiments.ledger.verdicts import OfItself
@@ -45,25 +49,36 @@ def _above(cell: str) -> AtScale:
     return AtScale((f"papers/{cell}_300m", "papers/qkv_300m"), 10e9, seen=seen, why=_SLIMPAJAMA)
 
 
+def _map_adds(maps: int) -> float:
+    """Multiply-adds of w·(A + P) for so many attention maps A, in n²m, as XLA counts products."""
+    n, m = 32, 64
+    plus = jax.ShapeDtypeStruct((maps, n, n, m), jnp.float32)
+    w = jax.ShapeDtypeStruct((m,), jnp.float32)
+    lowered = jax.jit(lambda plus, w: plus @ w).lower(plus, w)
+    return lowered.cost_analysis()["flops"] / 2 / (n * n * m)
+
+
 def _slower() -> float:
     """% that QKV's training FLOPs a token are more than Q=K=V's at 300M."""
     qkv, tied = (training_flops(f"papers/{cell}_300m") for cell in ("qkv", "qkv_tied"))
     return 100 * (qkv / tied - 1)
 
 
+_TABLE_1 = "Projection sharing Table 1: projections of a layer"
 _TABLE_8 = "Projection sharing Table 8: attention's share of multiply-adds"
-_TABLE_7 = "Projection sharing Table 7: cache at 300M, 16 bits"
 _SLIMPAJAMA = "on SlimPajama"
 # By cell what `experiments.studies.padded_loss` calls it.
 _SHARED = {"kv_tied": "kv", "qk_tied": "", "qkv_tied": "qkv"}
 _1P2B = ("qkv", "kv_tied", "gqa", "mqa", "kv_tied_gqa", "kv_tied_mqa")
 
 
-def _smaller(name: str) -> float:
-    """How many times smaller a cache is than QKV's at 1.2B, from shapes."""
-    model = lambda name: experiment_of(f"papers/{name}_1p2b").model
-    cached = lambda name: formulas.cache_bytes_per_token(model(name), jnp.dtype(jnp.bfloat16))
-    return cached("qkv") / cached(name)
+_LENGTHS = (128, 512, 1024, 2048, 4096)
+
+
+def _saved(variant: str, length: int) -> float:
+    """% of all multiply-adds."""
+    rows = {row["what"]: row["ours"] for row in read("paper_tables")["tables"][_TABLE_8]}
+    return rows[f"{length}, {variant}: saved of all"]
 
 
 def _attention_at_4096() -> dict[str, float]:
@@ -86,20 +101,32 @@ def _projections() -> dict[str, float]:
     return found
 
 
-def _users(cached: int) -> int:
-    """Of 32,000 tokens each, with so many bytes a token, in 40 GB."""
-    return int(40e9 / (32_000 * cached))
-
-
 CLAIMS = (
     Claim(
         "Table 1; Figure 1",
-        "projections' parameters and computation",
+        "projections' parameters and computation, and the parameters that a + adds",
         "",
-        Tabulated(("Projection sharing Table 1: projections of a layer",)),
+        Tabulated((_TABLE_1,), only=lambda name: "computation more" not in name),
         _TABLES,
     ),
+    Claim(
+        "Table 1; section 2.4",
+        "a + adds n²m multiply-adds",
+        "n²m",
+        Cases(
+            lambda: {
+                "one attention map": _map_adds(maps=1) == 1,
+                "a layer of 16 heads": _map_adds(maps=16) == 1,
+            },
+            lambda: (
+                f"w·(A + P), as drawn, takes {_map_adds(maps=1):g} n²m for one attention map, "
+                f"{_map_adds(maps=16):g} n²m for those of 16 heads; in kvjax the map rides as m/2 "
+                "channels of each head's queries, half as much"
+            ),
+        ),
+    ),
     *projection_sharing_tasks.CLAIMS,
+    *projection_sharing_stated.CLAIMS,
     Claim(
         "Table 4; Figure 7; Figure 10",
         "a language model of 300M: Q-K=V is 3.1 % above QKV's perplexity",
@@ -193,18 +220,30 @@ CLAIMS = (
         Tabulated(("Projection sharing Table 6: multiply-adds of 2,048 tokens, all keys",)),
         _TABLES,
     ),
-    Claim(
-        "Table 7",
-        "cache at 300M; Q-K=V saves half",
-        "80 and 40 KB per token",
-        Tabulated((_TABLE_7,), only=lambda name: "section 2.3" not in name),
-        _TABLES,
-    ),
+    *projection_sharing_caches.CLAIMS,
     Claim(
         "Table 8",
         "attention's share of multiply-adds by length",
         "",
         Tabulated((_TABLE_8,)),
+        _TABLES,
+    ),
+    Claim(
+        "Table 8; section 3.3.4",
+        "longer contexts amplify what is saved",
+        "5.4 % at 2,048 tokens, 4.5 % at 4,096, of Q-K=V",
+        Cases(
+            lambda: {
+                f"{variant} at {longer}": _saved(variant, longer) > _saved(variant, shorter)
+                for variant in ("Q-K=V", "Q=K=V")
+                for shorter, longer in itertools.pairwise(_LENGTHS)
+            },
+            lambda: (
+                "% saved of multiply-adds, Q-K=V: "
+                + ", ".join(f"{_saved('Q-K=V', n):.1f} at {n}" for n in _LENGTHS)
+                + "; a token saves as many at any length, and half of its cache"
+            ),
+        ),
         _TABLES,
     ),
     Claim(
@@ -239,62 +278,6 @@ CLAIMS = (
         ),
         "",
     ),
-    *(
-        Claim(
-            "section 3.3.3",
-            f"100 users at 32K on A100s of 40 GB, {name}: {users} users a GPU, {gpus} GPUs",
-            f"{users}; {gpus}",
-            OfItself(
-                Cases(
-                    lambda cached=cached, users=users, gpus=gpus: {
-                        "users": _users(cached) == users,
-                        "GPUs": -(-100 // _users(cached)) == gpus,
-                    },
-                    lambda cached=cached: (
-                        f"{_users(cached)} users, {-(-100 // _users(cached))} GPUs: 40 GB / "
-                        f"{32_000 * cached / 1e9:.2f} GB, 0.61 GB of weights left out"
-                    ),
-                )
-            ),
-            "",
-        )
-        for name, cached, users, gpus in (
-            ("QKV", 80 * 1024, 15, 7),
-            ("Q-K=V", 40 * 1024, 30, 4),
-        )
-    ),
-    Claim(
-        "section 2.4",
-        "half the cache gives twice the throughput, which is users a GPU there",
-        "2x",
-        OfItself(
-            Computed(
-                "2",
-                lambda: _users(40 * 1024) / _users(80 * 1024),
-                "by section 3.3.3. Tokens/s are measured nowhere; under RoPE Q-K=V must rotate "
-                "keys as it reads them (experiments/README.md, Decode attention of one layer)",
-            )
-        ),
-        "",
-    ),
-    Claim(
-        "section 3.3.5",
-        "at 1.2B MQA's cache is 33 times smaller, Q-MQA's 67 times, nearly 100, saving 99 %",
-        "33x, 67x, nearly 100x, 99 %",
-        Cases(
-            lambda: {
-                "33x": _smaller("mqa") == 33,
-                "67x": _smaller("kv_tied_mqa") == 67,
-                "nearly 100x": _smaller("kv_tied_mqa") >= 90,
-                "99 %": round(100 - 100 / _smaller("kv_tied_mqa")) == 99,
-            },
-            lambda: (
-                f"{_smaller('mqa'):.0f} and {_smaller('kv_tied_mqa'):.0f} times, saving "
-                f"{100 - 100 / _smaller('kv_tied_mqa'):.1f} %"
-            ),
-        ),
-        _TABLES,
-    ),
     Claim(
         "section 3.3.5",
         "at 1.2B MQA slightly outperforms the baseline",
@@ -313,17 +296,20 @@ CLAIMS = (
         _TABLES,
     ),
     Claim(
+        "section 2.4",
+        "projections of attention are about 30 % of all parameters",
+        "~30 %",
+        Cases(
+            lambda: {size: round(share, -1) == 30 for size, share in _projections().items()},
+            lambda: ", ".join(f"{size} {share:.1f}" for size, share in _projections().items()),
+        ),
+        "python -m experiments.tables.parameter_table",
+    ),
+    Claim(
         "section 3.3.2",
         "projections of attention are about a third of all parameters",
         "one-third",
         within(_projections, 30, 37, ".1f"),
-        _TABLES,
-    ),
-    Claim(
-        "section 2.3",
-        "grouping saves 1 - 1/(2g) of the cache",
-        "",
-        Tabulated((_TABLE_7,), only=lambda name: "section 2.3" in name),
         _TABLES,
     ),
     Claim(

@@ -12,8 +12,11 @@ from experiments.ledger.verdicts import SEEDS
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import experiment_of
 from experiments.studies.thin_keys_tasks import CHANNELS
+from experiments.studies.thin_keys_tasks import EVERY
+from experiments.studies.thin_keys_tasks import TASKS
 from kvjax.costs import formulas
 from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
 
 
 def _rows(task: str) -> dict[int, dict]:
@@ -62,6 +65,51 @@ def _best(task: str) -> dict[int, float]:
         n: statistics.mean(max(run["curve"].values()) for run in runs[f"{task}/d{n}"].values())
         for n in _rows(task)
     }
+
+
+def later(task: str, few: int, many: int) -> Callable[[], tuple[Estimate, int]]:
+    """Batches until runs have converged, fewer channels less more, seed by seed."""
+
+    def by_seed(channels: int) -> dict[str, float]:
+        runs = read("thin_keys_tasks")["runs"].get(f"{task}/d{channels}", {})
+        return {seed: x["converged"] for seed, x in runs.items() if x["converged"] is not None}
+
+    def of() -> tuple[Estimate, int]:
+        one, other = by_seed(few), by_seed(many)
+        found = difference(one, other)
+        if found is None:
+            raise NoResultError(task)
+        return found, len(one.keys() & other.keys())
+
+    return of
+
+
+def converges(task: str) -> Cases:
+    """Which counts of channels converge when the paper has it: its number lies in our interval.
+
+    Where it has none no seed converges; elsewhere all do.
+    """
+
+    def close(row: dict) -> bool:
+        published = row["published_converged"]
+        if published is None:
+            return not row["converged_runs"]
+        all_do = row["converged_runs"] == row["seeds"]
+        return all_do and abs(row["converged"] - published) <= row["converged_half_interval"]
+
+    def said(row: dict) -> str:
+        if row["converged_half_interval"] is None:
+            return f"{row['converged_runs']} of {row['seeds']} seeds"
+        return Estimate(row["converged"], row["converged_half_interval"]).shown(".0f")
+
+    return Cases(
+        lambda: {f"d_select {n}": close(row) for n, row in _rows(task).items()},
+        lambda: (
+            f"batches (epochs, to the paper) until {100 * TASKS[task].converged:.0f} % are right, "
+            f"looked at every {EVERY}: "
+            + "; ".join(f"{n}: {said(row)}" for n, row in _rows(task).items())
+        ),
+    )
 
 
 _PARTS = ("key", "query")

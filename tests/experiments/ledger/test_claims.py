@@ -54,6 +54,18 @@ def test_no_table_and_no_figure_is_left_out(paper):
         ("every milestone of training compute", "LRKV"),
         ("training throughput", "Projection"),
         ("5,888", "Logit"),
+        ("largest change of a logit", "Logit"),
+        ("grouped query attention", "Logit"),
+        ("40, 35 and 32 minutes", "Projection"),
+        ("$14k and $8k", "Projection"),
+        ("189 GB", "Projection"),
+        ("longer contexts amplify", "Projection"),
+        ("when retrieval converges", "Thin"),
+        ("identical in both architectures", "Thin"),
+        ("at 6.3B too it has less test loss", "blog"),
+        ("fewer steps are so many tokens", "LRKV"),
+        ("5 of 6, MQA 4 to 5", "LRKV"),
+        ("MLA lies between GQA and MQA", "LRKV"),
     ],
 )
 def test_claims_of_the_texts_are_there(words):

@@ -1,0 +1,228 @@
+"""What the papers say of their own figures: what holds, and that another figure would not."""
+
+import json
+
+import pytest
+
+from experiments.ledger import logit_spectra
+from experiments.ledger import logit_spectra_proved
+from experiments.ledger import lrkv_figures
+from experiments.ledger import lrkv_heads
+from experiments.ledger import lrkv_stated
+from experiments.ledger import projection_sharing
+from experiments.ledger import projection_sharing_caches as caches
+from experiments.ledger import projection_sharing_stated
+from experiments.ledger import projection_sharing_tasks
+from experiments.ledger import results as results_lib
+from experiments.ledger import thin_keys_rules
+from experiments.ledger import thin_keys_stated
+from experiments.ledger import verdicts
+from kvjax.analysis import logits
+
+
+def _failing(cases):
+    assert cases
+    return [name for name, held in cases.items() if not held]
+
+
+@pytest.mark.parametrize(
+    "cases, failing",
+    [
+        (lrkv_stated.saved, []),
+        (lrkv_stated.entropies, ["128M, MLA", "128M, LRKV"]),
+        (lrkv_stated.means, []),
+        (lrkv_stated.layers, []),
+        (lrkv_stated.differences, []),
+        (lrkv_stated.narrows, []),
+        (lrkv_stated.steps, ["128M", "2.5B"]),
+        (projection_sharing_stated.means, ["Table 3, Q-K=V"]),
+        (projection_sharing_stated.exponentials, []),
+        (projection_sharing_stated.worse, []),
+        (projection_sharing_stated.least_loss, []),
+        (thin_keys_stated.percentages, []),
+        (thin_keys_stated.shares, []),
+        (thin_keys_stated.alike, []),
+        (caches._rent, []),
+        (logit_spectra._own_gaps, []),
+    ],
+)
+def test_which_figures_do_not_fit_their_own_tables(cases, failing):
+    assert _failing(cases()) == failing
+
+
+@pytest.mark.parametrize(
+    "module, table, row, changed, cases, failing",
+    [
+        (lrkv_stated, "_SAVED", "MHA", "9.9", "saved", ["MHA"]),
+        (lrkv_stated, "_TABLE_2", "2.5B, GQA", ("2.397", "0.727"), "entropies", ["2.5B, GQA"]),
+        (lrkv_stated, "_LARGE", "MQA", (91.0, 91.0), "layers", ["MQA, uncentred"]),
+        (lrkv_stated, "_SMALL", "MQA", (90.0, 83.0), "narrows", ["uncentred"]),
+        (
+            projection_sharing_stated,
+            "_TABLE_4",
+            "MQA",
+            ("1.72", "5.59", "1.65", "5.29"),
+            "exponentials",
+            ["MQA, validation"],
+        ),
+        (projection_sharing_stated, "_WORSE", "MQA", "2.5", "worse", ["MQA at 300M, %"]),
+        (
+            projection_sharing_stated,
+            "_TABLE_10",
+            "MQA",
+            ("5.057", "0.056", "1.06"),
+            "worse",
+            ["MQA at 1.2B"],
+        ),
+        (projection_sharing_stated, "_WORSE", "Q-MQA", "5.0", "least_loss", ["Q-MQA at 300M"]),
+        (
+            thin_keys_stated,
+            "_PERPLEXITIES",
+            "Table 8, 192",
+            ("23.77", "22.80", "4.4"),
+            "alike",
+            ["d/4"],
+        ),
+        (
+            thin_keys_stated,
+            "_PERPLEXITIES",
+            "Table 8, 96",
+            ("24.45", "22.80", "6.2"),
+            "percentages",
+            ["Table 8, 96"],
+        ),
+        (thin_keys_stated, "_SAVED", "Table 6, 512", (512 / 768, "17"), "shares", ["Table 6, 512"]),
+        (logit_spectra, "_LEARNED", "Qwen-3B (128)", 60, "_own_gaps", ["Qwen-3B (128)"]),
+    ],
+)
+def test_another_figure_would_not_fit(monkeypatch, module, table, row, changed, cases, failing):
+    before = _failing(getattr(module, cases)())
+    monkeypatch.setattr(module, table, getattr(module, table) | {row: changed})
+    after = _failing(getattr(module, cases)())
+    assert [name for name in after if name not in before] == failing
+
+
+def test_the_order_of_both_sizes_is_compared(monkeypatch):
+    small, large = projection_sharing_stated.orders()
+    assert small == large == ["QKV", "GQA", "MQA", "Q-K=V", "Q-GQA", "Q-MQA"]
+    swapped = projection_sharing_stated._TABLE_10 | {"MQA": ("5.300", "", "")}
+    monkeypatch.setattr(projection_sharing_stated, "_TABLE_10", swapped)
+    assert projection_sharing_stated.orders()[1][-1] == "MQA"
+
+
+def test_a_figure_that_is_printed_twice():
+    assert lrkv_stated._again("0.726", "0.73").judge().verdict == verdicts.CONSISTENT
+    found = lrkv_stated._again("0.726", "0.729").judge()
+    assert found == ("inconsistent", "0 of 1 cases; 0.726 here, 0.729 there")
+
+
+def test_whole_trainings_by_what_is_printed_of_mqa():
+    assert lrkv_figures.budgets() == dict(MHA=733, GQA=710, MLA=706, MQA=689)
+
+
+def test_weights_of_keys_and_values_are_those_of_equation_7():
+    """2·d·d_h + 2Hr(d + d_h) of 2·H·d·d_h, in %."""
+    found = lrkv_figures.key_value_weights()
+    for scale, d, heads in (("128M", 768, 6), ("2.5B", 2304, 18)):
+        ours = 2 * d * 128 + 2 * heads * 64 * (d + 128)
+        assert found[scale] == pytest.approx(100 * ours / (2 * heads * d * 128))
+
+
+def test_caches_of_groups_and_of_32_users_are_those_of_the_formulas():
+    for name, groups, heads in (
+        ("Q-GQA-4 at 300M", 4, 16),
+        ("Q-MQA at 300M", 1, 16),
+        ("Q-GQA-8 at 1.2B", 8, 32),
+        ("Q-MQA at 1.2B", 1, 32),
+    ):
+        said, ours = caches._grouped()[name]
+        assert said == pytest.approx(100 * (1 - 1 / (2 * groups)))
+        assert ours == pytest.approx(100 * (1 - groups / (2 * heads)))
+    for name, heads in (("QKV", 64), ("MQA", 2), ("Q-MQA", 1)):
+        ours = 32 * 32_768 * 22 * heads * 64 * 2 / 1e9  # layers, keys' and values' heads, bytes
+        assert caches._batch()[name][1] == pytest.approx(ours)
+
+
+def test_a_map_of_places_is_counted_once_for_each_attention_map():
+    assert projection_sharing._map_adds(maps=1) == 1
+    assert projection_sharing._map_adds(maps=3) == 3
+
+
+def test_epochs_of_images_go_by_multiply_adds_of_the_shapes():
+    """12 layers of 768: so many d x d matrices, and 2·T·d of 196 patches; and the labels' head."""
+    d, tokens = 768, 196
+    layer = lambda matrices: 12 * (matrices * d * d + 2 * tokens * d) + 200 * d
+    for variant, matrices in (("kv_tied", 11), ("qkv_tied", 10)):
+        expected = 40 * layer(matrices) / layer(12)
+        assert projection_sharing_tasks._minutes(variant) == pytest.approx(expected, rel=1e-2)
+
+
+def _tasks(results, task, published, converged):
+    """A result of retrieval by channels: the batch of each seed, None where it never converged."""
+    rows, runs = [], {}
+    for channels, batches in converged.items():
+        there = [x for x in batches if x is not None]
+        mean = sum(there) / len(there) if there else None
+        half = 50.0 if len(there) > 1 else None
+        row = dict(task=task, channels=channels, seeds=len(batches), converged_runs=len(there))
+        row |= dict(converged=mean, converged_half_interval=half)
+        rows.append(row | dict(published_converged=published[channels]))
+        runs[f"{task}/d{channels}"] = {str(i): dict(converged=x) for i, x in enumerate(batches)}
+    (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows, runs=runs)))
+
+
+def test_when_a_task_converges_is_told_by_all_seeds(results):
+    published = {4: None, 8: 200, 16: 200, 32: 200}
+    batches = {4: [None] * 3, 8: [200, 240, 250], 16: [200, None, 200], 32: [300, 300, 300]}
+    _tasks(results, "retrieval", published, batches)
+    rule = thin_keys_rules.converges("retrieval")
+    assert _failing(rule.of()) == ["d_select 16", "d_select 32"]
+    said = rule.judge().ours
+    assert "until 95 % are right" in said and "4: 0 of 3 seeds" in said and "8: 230 ± 50" in said
+    batches[4] = [None, 900, None]
+    _tasks(results, "retrieval", published, batches)
+    assert "d_select 4" in _failing(thin_keys_rules.converges("retrieval").of())
+
+
+def test_later_is_told_seed_by_seed(results):
+    _tasks(results, "copy_back_l2", {4: 300, 8: 200}, {4: [600, 700, 800], 8: [200, 300, None]})
+    found, seeds = thin_keys_rules.later("copy_back_l2", 4, 8)()
+    assert found.mean == pytest.approx(400) and seeds == 2
+    with pytest.raises(results_lib.NoResultError):
+        thin_keys_rules.later("copy_back_l2", 4, 16)()
+
+
+def test_every_layer_is_within_two_points(results):
+    (results / "analysis").mkdir()
+
+    def write(last, seeds=(0, 1, 2)):
+        means = [0.5, -0.5, 1.0, last]
+        layers = {
+            f"share_layer_{i}": dict(against_mha=dict(mean=mean, half_interval=0.5))
+            for i, mean in enumerate(means)
+        }
+        found = dict(estimates=dict(lrkv=layers, mha={}), seeds=list(seeds))
+        (results / "analysis" / "head_diversity.json").write_text(json.dumps(found))
+
+    write(-1.4)
+    assert _failing(lrkv_heads.every_layer()) == []
+    write(-1.6)
+    assert _failing(lrkv_heads.every_layer()) == ["layer 3"]
+    write(0, seeds=(0, 1))
+    with pytest.raises(results_lib.NoResultError):
+        lrkv_heads.every_layer()
+
+
+def test_each_random_head_is_held_against_its_own_bound(monkeypatch):
+    found = logit_spectra_proved.heads()
+    assert len(found) == 36 and all(0 < worst <= bound for worst, bound in found.values())
+    assert logit_spectra_proved.CLAIMS[0].judge().verdict == verdicts.REPRODUCED
+    whole = logits.softmax_bound
+    monkeypatch.setattr(logits, "softmax_bound", lambda field, rank: whole(field, rank) / 100)
+    assert logit_spectra_proved.CLAIMS[0].judge().verdict == verdicts.PART
+
+
+def test_softmax_moves_by_no_more_than_the_largest_change_of_a_logit():
+    found = logit_spectra_proved.lipschitz()
+    assert max(found.values()) <= 1 and found["two even logits"] == pytest.approx(1, abs=1e-5)
+    assert found["4,000 random pairs"] > 0.5
