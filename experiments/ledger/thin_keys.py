@@ -79,7 +79,7 @@ CLAIMS = (
     ),
     Claim(
         "Table 1",
-        "and with the rows and the depth of the authors' code",
+        "when it converges with the rows and the depth of the authors' code",
         "300, 200, 200, 200, 200",
         rules.converges("copy_back_periodic_l4"),
         _TASKS,
