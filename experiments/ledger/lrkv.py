@@ -43,6 +43,12 @@ def _half() -> dict[str, tuple[Estimate, int]]:
     }
 
 
+_BY_WIDTH = {
+    f"of width {width}": Differs(
+        study("lrkv_widths", f"lrkv_d{width}"), -1, "+.4f", "parameters within 4 %, 1.0M tokens"
+    )
+    for width in (64, 128, 256)
+}
 _MHA_ALONE = "there against MHA alone"
 
 
@@ -109,7 +115,12 @@ CLAIMS = (
         "Table 2; Figure 2",
         "at 2.5B too",
         ".719 against .723",
-        AtScale(figures.five("2p5b"), 50e9, seen=_less("lrkv", "mha"), why=_MHA_ALONE),
+        AtScale(
+            figures.five("2p5b"),
+            50e9,
+            seen={"with equal parameters": _less("lrkv", "mha")} | _BY_WIDTH,
+            why=_MHA_ALONE,
+        ),
         _SMALL,
     ),
     Claim(
