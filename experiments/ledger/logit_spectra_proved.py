@@ -90,7 +90,7 @@ CLAIMS = (
         "softmax moves at most by β/√L times the sum of what is cut",
         "",
         _at_most(heads, heads_said),
-        "python -m experiments.studies.logit_spectra --save",
+        "pytest tests/experiments/ledger",
     ),
     Claim(
         "Theorem A.1",

@@ -23,8 +23,8 @@ def relative_flops(config: str) -> float:
 
 def budgets() -> dict[str, float]:
     """exaFLOPs of whole trainings by MQA's and by the costs per token that figure 4 prints."""
-    costs = {"MHA": 1.0, "GQA": 1 - 0.032, "MLA": 1 - 0.037, "MQA": 1 - 0.06}
-    return {name: round(689 / costs["MQA"] * cost) for name, cost in costs.items()}
+    costs = {"MHA": 1.0, "GQA": 1 - 0.032, "MLA": 1 - 0.037}
+    return {name: round(689 / (1 - 0.06) * cost) for name, cost in costs.items()}
 
 
 def six_n(config: str) -> float:

@@ -63,26 +63,6 @@ def centring() -> dict[str, bool]:
     return {name: round(b - a, 1) == text[name] for name, (a, b) in table.items()}
 
 
-def _layers() -> dict[str, Estimate]:
-    """By layer what LRKV's effective rank has less or more than MHA's, in % of heads."""
-    found, names = heads_of("lrkv"), [f"share_layer_{i}" for i in range(4)]
-    if len(read("analysis/head_diversity")["seeds"]) < SEEDS:
-        raise NoResultError("head_diversity")
-    against = {name: found[name]["against_mha"] for name in names}
-    return {
-        name.removeprefix("share_").replace("_", " "): Estimate(x["mean"], x["half_interval"])
-        for name, x in against.items()
-    }
-
-
-def every_layer() -> dict[str, bool]:
-    return {layer: abs(x.mean) + x.half <= 2 for layer, x in _layers().items()}
-
-
-def every_layer_said() -> str:
-    return ", ".join(f"{layer} {x.shown('+.2f')}" for layer, x in _layers().items()) + " points"
-
-
 def magnitudes() -> dict[str, bool]:
     """Whether parts of keys are larger than MHA's whole keys, in the tiny models."""
     return {name.replace("_", " "): ratio > 1 for name, ratio in norms().items()}
@@ -322,7 +302,6 @@ CLAIMS = (
         AtScale(
             ("lrkv_2p5b", "mha_2p5b", "lrkv_128m", "mha_128m"),
             (50e9, 50e9, 100e9, 100e9),
-            seen=Cases(every_layer, every_layer_said),
         ),
         _COMMAND,
     ),

@@ -59,9 +59,7 @@ def _grouped() -> dict[str, tuple[float, float]]:
     found = {}
     for called, name, size in (
         ("Q-GQA-4 at 300M", "kv_tied_gqa", "300m"),
-        ("Q-MQA at 300M", "kv_tied_mqa", "300m"),
         ("Q-GQA-8 at 1.2B", "kv_tied_gqa", "1p2b"),
-        ("Q-MQA at 1.2B", "kv_tied_mqa", "1p2b"),
     ):
         groups = experiment_of(f"papers/{name}_{size}").model.mechanisms[0].num_kv_heads
         found[called] = 100 * (1 - 1 / (2 * groups)), 100 * (1 - 1 / _smaller(name, size))

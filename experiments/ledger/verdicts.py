@@ -1,7 +1,7 @@
 """Rules that turn results into verdicts; nothing here is decided by hand.
 
-A rule reads `experiments/results/` or computes from shapes. Without the result it needs, the
-verdict is "not measured yet".
+A rule reads `experiments/results/`, computes from shapes, or holds printed figures against each
+other (`OfItself`, `Allows`). Without the result it needs, the verdict is "not measured yet".
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ class Tabulated:
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """One number that follows from shapes, or from others that the paper prints.
+    """One number that follows from shapes, or inside `OfItself` from others that are printed.
 
     Attributes:
       published: as printed: its decimals are the precision compared.
@@ -176,7 +176,7 @@ class Cases:
 
 @dataclasses.dataclass(frozen=True)
 class Allows:
-    """A figure that others of the paper's bear out, as far as they are rounded: it is not ours.
+    """A figure that others of the paper's bear out, as far as they are rounded; as `OfItself`.
 
     Attributes:
       least, most: what the others allow it to be, as they are printed.
@@ -189,7 +189,7 @@ class Allows:
 
     def judge(self) -> Found:
         inside = self.least() <= self.published <= self.most()
-        return Found(UNTOLD if inside else CONTRADICTED, self.figures())
+        return Found(CONSISTENT if inside else INCONSISTENT, self.figures())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ class OfItself:
     """A claim that is judged by figures which the paper itself prints, and by arithmetic on them.
 
     Attributes:
-      rule: reads no result and no shapes.
+      rule: `Cases` or `Computed`, without a result and without shapes.
     """
 
     rule: Rule
@@ -209,7 +209,6 @@ class OfItself:
 
 _OF_ITSELF = {
     REPRODUCED: CONSISTENT,
-    UNTOLD: CONSISTENT,
     PART: INCONSISTENT,
     CONTRADICTED: INCONSISTENT,
 }

@@ -83,7 +83,7 @@ def test_tables_agree_wholly_in_part_or_not(results):
 
 def test_what_others_figures_allow_is_borne_out_not_reproduced():
     judge = lambda published: Allows(published, lambda: 0.69, lambda: 0.89, lambda: "").judge()
-    assert judge(0.786).verdict == "not told apart" and judge(0.9).verdict == "contradicted"
+    assert judge(0.786).verdict == "consistent" and judge(0.9).verdict == "inconsistent"
 
 
 def test_cases_hold_all_in_part_or_not():
@@ -100,8 +100,6 @@ def test_cases_hold_all_in_part_or_not():
         (Cases(lambda: dict(a=False, b=False), lambda: "x"), "inconsistent"),
         (Computed("6", lambda: 5.66), "consistent"),
         (Computed("5", lambda: 5.66), "inconsistent"),
-        (Allows(0.786, lambda: 0.69, lambda: 0.89, lambda: "x"), "consistent"),
-        (Allows(0.9, lambda: 0.69, lambda: 0.89, lambda: "x"), "inconsistent"),
     ],
 )
 def test_figures_of_the_paper_alone_reproduce_nothing(rule, verdict):
