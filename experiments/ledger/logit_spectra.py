@@ -113,10 +113,11 @@ def _heads() -> int:
 
 # Components of E for 90 %, as Table 2 prints them; heads of 64 and of 128.
 _SMALL_HEADS = ("GPT-2 (64)", "LLaMA-1B (64)")
-_NARROW, _WIDE = (38, 49), (75, 70, 66)  # components of M for 90 %, heads of 64 and of 128
+# Components for 90 %, of E and of M, heads of 64 and of 128.
 _GENERATED = dict(zip(_SMALL_HEADS, (2, 8), strict=True))
 _GENERATED |= {"LLaMA-3B (128)": 11, "Qwen-3B (128)": 11, "Mistral-7B (128)": 10}
 _LEARNED = dict(zip(_GENERATED, (49, 38, 75, 70, 66), strict=True))
+_NARROW, _WIDE = ([n for name, n in _LEARNED.items() if f"({d})" in name] for d in (64, 128))
 _FLAT = [(n, 64) for n in _NARROW] + [(n, 128) for n in _WIDE]
 _FIVE = "GPT-2, LLaMA-3.2 (1B, 3B), Qwen-2.5-3B and Mistral-7B"
 

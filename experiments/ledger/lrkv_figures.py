@@ -7,8 +7,39 @@ from kvjax.costs import formulas
 # % of steps that LRKV needs fewer at 2.5B, of another's: as figure 3 (b) prints them.
 SAVINGS = {"MHA": 18.7, "MLA": 21.4, "GQA": 24.5, "MQA": 29.7}
 
-# At 2.5B, as table 2 prints them, in the order of table 3.
-BPB = {"MHA": 0.723, "GQA": 0.725, "MQA": 0.729, "MLA": 0.724, "LRKV": 0.719}
+# Table 2: cross-entropy in nats and bits per byte.
+TABLE_2 = {
+    "128M, MHA": ("2.903", "0.878"),
+    "128M, GQA": ("2.918", "0.883"),
+    "128M, MQA": ("2.929", "0.886"),
+    "128M, MLA": ("2.901", "0.876"),
+    "128M, LRKV": ("2.893", "0.872"),
+    "2.5B, MHA": ("2.389", "0.723"),
+    "2.5B, GQA": ("2.397", "0.725"),
+    "2.5B, MQA": ("2.408", "0.729"),
+    "2.5B, MLA": ("2.392", "0.724"),
+    "2.5B, LRKV": ("2.376", "0.719"),
+}
+# Table 3: ARC-Easy, ARC-Challenge, MMLU, GSM8K, HumanEval, and what is called their mean.
+TABLE_3 = {
+    "MHA": (("66.6", "47.1", "39.3", "10.2", "13.4"), "35.3"),
+    "GQA": (("65.4", "49.6", "40.5", "10.0", "13.4"), "35.8"),
+    "MQA": (("65.2", "47.3", "40.2", "10.3", "3.7"), "33.3"),
+    "MLA": (("67.5", "51.5", "41.9", "10.8", "12.8"), "36.9"),
+    "LRKV": (("70.7", "53.8", "42.2", "11.3", "11.7"), "37.9"),
+}
+# Table 5 in % of heads: uncentred and centred, at 128M and at 2.5B.
+SMALL = {"MHA": (95.4, 82.4), "LRKV": (96.2, 83.0), "MLA": (83.9, 78.5), "MQA": (72.6, 78.4)}
+LARGE = {
+    "MHA": (98.9, 94.0),
+    "LRKV": (98.3, 93.5),
+    "GQA": (95.4, 91.7),
+    "MLA": (92.7, 91.6),
+    "MQA": (86.2, 91.0),
+}
+BPB = {name: float(TABLE_2[f"2.5B, {name}"][1]) for name in TABLE_3}  # at 2.5B
+# Of training FLOPs a token, MHA's 1, as figure 4 prints them.
+COSTS = {"MHA": 1.0, "GQA": 1 - 0.032, "MLA": 1 - 0.037, "MQA": 1 - 0.06, "LRKV": 1 + 0.008}
 
 
 def five(scale: str) -> tuple[str, ...]:
@@ -23,8 +54,13 @@ def relative_flops(config: str) -> float:
 
 def budgets() -> dict[str, float]:
     """exaFLOPs of whole trainings by MQA's and by the costs per token that figure 4 prints."""
-    costs = {"MHA": 1.0, "GQA": 1 - 0.032, "MLA": 1 - 0.037}
-    return {name: round(689 / (1 - 0.06) * cost) for name, cost in costs.items()}
+    return {name: round(689 / COSTS["MQA"] * COSTS[name]) for name in ("MHA", "GQA", "MLA")}
+
+
+def flops_saved() -> dict[str, float]:
+    """% of FLOPs that LRKV needs fewer, of another's, by its fewer steps."""
+    ratio = lambda name: COSTS["LRKV"] / COSTS[name]
+    return {name: 100 * (1 - (1 - x / 100) * ratio(name)) for name, x in SAVINGS.items()}
 
 
 def six_n(config: str) -> float:
@@ -49,7 +85,7 @@ def table_3() -> tuple[float, float, float]:
     import numpy as np
 
     bpb = np.array(list(BPB.values()))
-    combined = np.array([35.3, 35.8, 33.3, 36.9, 37.9])
+    combined = np.array([float(mean) for _, mean in TABLE_3.values()])
     of = lambda x, y: float(np.corrcoef(x, y)[0, 1] ** 2)
     rng = np.random.default_rng(0)
     draws = [
@@ -153,12 +189,12 @@ def parameters() -> dict[str, float]:
 def key_value_weights() -> dict[str, float]:
     """% of MHA's weights of keys and values that LRKV's have with r = 64, by equation 7."""
     found = {}
-    for scale in ("128m", "2p5b"):
+    for scale, called in (("128m", "128M"), ("2p5b", "2.5B")):
         lrkv, mha = (verdicts.experiment_of(f"{name}_{scale}").model for name in ("lrkv", "mha"))
         attention = lambda model: formulas.parameters(model)["attention"]
         of_keys_and_values = attention(mha) / 2  # the other half: of queries and outputs
         less = attention(mha) - attention(lrkv)
-        found[scale.upper().replace("P", ".")] = 100 * (1 - less / of_keys_and_values)
+        found[called] = 100 * (1 - less / of_keys_and_values)
     return found
 
 

@@ -3,42 +3,12 @@
 import math
 import statistics
 
+from experiments.ledger import lrkv_figures as figures
 from experiments.ledger import rounded
-from experiments.ledger.lrkv_figures import SAVINGS
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import OfItself
 
-# Table 2: cross-entropy in nats and bits per byte.
-_TABLE_2 = {
-    "128M, MHA": ("2.903", "0.878"),
-    "128M, GQA": ("2.918", "0.883"),
-    "128M, MQA": ("2.929", "0.886"),
-    "128M, MLA": ("2.901", "0.876"),
-    "128M, LRKV": ("2.893", "0.872"),
-    "2.5B, MHA": ("2.389", "0.723"),
-    "2.5B, GQA": ("2.397", "0.725"),
-    "2.5B, MQA": ("2.408", "0.729"),
-    "2.5B, MLA": ("2.392", "0.724"),
-    "2.5B, LRKV": ("2.376", "0.719"),
-}
-# Table 3: ARC-Easy, ARC-Challenge, MMLU, GSM8K, HumanEval, and what is called their mean.
-_TABLE_3 = {
-    "MHA": (("66.6", "47.1", "39.3", "10.2", "13.4"), "35.3"),
-    "GQA": (("65.4", "49.6", "40.5", "10.0", "13.4"), "35.8"),
-    "MQA": (("65.2", "47.3", "40.2", "10.3", "3.7"), "33.3"),
-    "MLA": (("67.5", "51.5", "41.9", "10.8", "12.8"), "36.9"),
-    "LRKV": (("70.7", "53.8", "42.2", "11.3", "11.7"), "37.9"),
-}
-# Table 5 in % of heads: uncentred and centred, at 128M and at 2.5B.
-_SMALL = {"MHA": (95.4, 82.4), "LRKV": (96.2, 83.0), "MLA": (83.9, 78.5), "MQA": (72.6, 78.4)}
-_LARGE = {
-    "MHA": (98.9, 94.0),
-    "LRKV": (98.3, 93.5),
-    "GQA": (95.4, 91.7),
-    "MLA": (92.7, 91.6),
-    "MQA": (86.2, 91.0),
-}
 # Section 6.1, billions of tokens of 50 that LRKV saves until another's end.
 _SAVED = {"MHA": "9.4", "MLA": "10.7", "GQA": "12.3", "MQA": "14.9"}
 # Of 18 heads, the ranges of Figure 14's captions.
@@ -51,9 +21,9 @@ _FIGURE_14 = {
 }
 
 
-def saved() -> dict[str, bool]:
+def tokens_saved() -> dict[str, bool]:
     """Whether tokens are the share of 50B that Figure 3 (b) prints."""
-    shares = {name: rounded.span(f"{share}") for name, share in SAVINGS.items()}
+    shares = {name: rounded.span(f"{share}") for name, share in figures.SAVINGS.items()}
     of_50 = {name: rounded.Span(s.least / 2, s.most / 2) for name, s in shares.items()}
     return {name: rounded.span(_SAVED[name]).meets(x) for name, x in of_50.items()}
 
@@ -62,19 +32,19 @@ def entropies() -> dict[str, bool]:
     """Whether nats a token over bits a byte are what most pairs of Table 2 have."""
     usual = _usual()
     fit = {}
-    for name, (nats, bits) in _TABLE_2.items():
+    for name, (nats, bits) in figures.TABLE_2.items():
         fit[name] = rounded.ratio(nats, bits).meets(rounded.Span(usual, usual))
     return fit
 
 
 def _usual() -> float:
-    return statistics.median(float(nats) / float(bits) for nats, bits in _TABLE_2.values())
+    return statistics.median(float(nats) / float(bits) for nats, bits in figures.TABLE_2.values())
 
 
 def entropies_said() -> str:
     usual = _usual()
     off = [name for name, fits in entropies().items() if not fits]
-    needed = ", ".join(f"{name} {float(_TABLE_2[name][0]) / usual:.3f}" for name in off)
+    needed = ", ".join(f"{name} {float(figures.TABLE_2[name][0]) / usual:.3f}" for name in off)
     return (
         f"{usual / math.log(2):.2f} bytes a token, the median of its ten pairs, would make {needed}"
     )
@@ -84,9 +54,11 @@ def means() -> dict[str, bool]:
     """Whether Table 3's last column is the mean of the five before it; what is said of both."""
     found = {
         f"mean of {name}": rounded.span(last).meets(rounded.mean(scores))
-        for name, (scores, last) in _TABLE_3.items()
+        for name, (scores, last) in figures.TABLE_3.items()
     }
-    best = [max(_TABLE_3, key=lambda name: float(_TABLE_3[name][0][i])) for i in range(5)]
+    best = [
+        max(figures.TABLE_3, key=lambda name: float(figures.TABLE_3[name][0][i])) for i in range(5)
+    ]
     found["first on four"] = best.count("LRKV") == 4
     found["2.6 points over MHA"] = round(37.9 - 35.3, 1) == 2.6
     return found
@@ -96,7 +68,9 @@ def layers() -> dict[str, bool]:
     """Whether means of Table 5 lie in the ranges of layers that Figure 14's caption has."""
     found = {}
     for name, ranges in _FIGURE_14.items():
-        for how, share, of in zip(("uncentred", "centred"), _LARGE[name], ranges, strict=True):
+        for how, share, of in zip(
+            ("uncentred", "centred"), figures.LARGE[name], ranges, strict=True
+        ):
             if of:
                 found[f"{name}, {how}"] = of[0] <= share / 100 * 18 <= of[1]
     return found
@@ -132,7 +106,8 @@ def narrows() -> dict[str, bool]:
     """Whether mechanisms lie nearer to each other at 2.5B, in % of heads."""
     width = lambda table, i: max(x[i] for x in table.values()) - min(x[i] for x in table.values())
     return {
-        how: width(_LARGE, i) < width(_SMALL, i) for i, how in enumerate(("uncentred", "centred"))
+        how: width(figures.LARGE, i) < width(figures.SMALL, i)
+        for i, how in enumerate(("uncentred", "centred"))
     }
 
 
@@ -147,26 +122,12 @@ def _tokens() -> int:
     return 190_000 * 16 * 2048
 
 
-def _same(printed: str, elsewhere: str) -> bool:
-    return rounded.span(printed).meets(rounded.span(elsewhere))
-
-
-def _again(printed: str, elsewhere: str) -> OfItself:
-    """A figure that is printed twice."""
-    return OfItself(
-        Cases(
-            lambda: {"one figure": _same(printed, elsewhere)},
-            lambda: f"{printed} here, {elsewhere} there",
-        )
-    )
-
-
 CLAIMS = (
     Claim(
         "Figure 3 (b); section 6.1",
         "its fewer steps are so many tokens of 50B",
         "9.4 (MHA), 10.7 (MLA), 12.3 (GQA), 14.9B (MQA)",
-        OfItself(Cases(saved, lambda: "of Figure 3's shares, as they are rounded")),
+        OfItself(Cases(tokens_saved, lambda: "of Figure 3's shares, as they are rounded")),
     ),
     Claim(
         "Table 2; section 6.1",
@@ -190,7 +151,7 @@ CLAIMS = (
         "section 5; Table 3",
         "MLA's latent at 2.5B",
         "768; Table 3: 384",
-        _again("768", "384"),
+        rounded.twice("768", "384"),
     ),
     Claim(
         "section 5",
@@ -202,7 +163,7 @@ CLAIMS = (
         "section 6.3",
         "MQA's bits per byte at 2.5B",
         ".726; Table 2: .729",
-        _again("0.726", "0.729"),
+        rounded.twice("0.726", "0.729"),
     ),
     Claim(
         "Figure 6; section 6.3; section C.2; section C.6; section C.9; Figure 15",
@@ -214,7 +175,7 @@ CLAIMS = (
         "Figure 6; Table 5",
         "GQA's effective rank at 128M, which was estimated",
         "89.50; Table 5: 90.5",
-        _again("89.50", "90.5"),
+        rounded.twice("89.50", "90.5"),
     ),
     Claim(
         "Figure 14",
@@ -242,8 +203,10 @@ CLAIMS = (
         OfItself(
             Cases(
                 lambda: {
-                    "2.5B": _LARGE["GQA"][1] > _LARGE["MLA"][1] > _LARGE["MQA"][1],
-                    "128M": _SMALL["MLA"][1] < _SMALL["MQA"][1],
+                    "2.5B": figures.LARGE["GQA"][1]
+                    > figures.LARGE["MLA"][1]
+                    > figures.LARGE["MQA"][1],
+                    "128M": figures.SMALL["MLA"][1] < figures.SMALL["MQA"][1],
                 },
                 lambda: "78.5 is above 78.4",
             )
@@ -255,7 +218,7 @@ CLAIMS = (
         "4.2 and 5.1 (figure); 6.7 and 4.8 (text)",
         OfItself(
             Cases(
-                lambda: {"128M": _same("4.2", "6.7"), "2.5B": _same("5.1", "4.8")},
+                lambda: {"128M": rounded.same("4.2", "6.7"), "2.5B": rounded.same("5.1", "4.8")},
                 lambda: "figure and text differ",
             )
         ),

@@ -1,7 +1,7 @@
 """Claims of projection sharing that its text makes of its own tables."""
 
-from collections.abc import Sequence
 import math
+import statistics
 
 from experiments.ledger import rounded
 from experiments.ledger.verdicts import Cases
@@ -27,6 +27,7 @@ _TABLE_3 = {
     "Q=K=V": (("0.978", "0.877", "0.672", "0.376", "0.933"), "0.767"),
     "(Q=K=V)+": (("0.977", "0.875", "0.669", "0.364", "0.961"), "0.769"),
 }
+_MEANS = {"Table 2": _TABLE_2, "Table 3": _TABLE_3}
 # Losses and perplexities, of training and of validation.
 _TABLE_4 = {
     "QKV": ("1.73", "5.64", "1.63", "5.11"),
@@ -61,10 +62,9 @@ _TABLE_10 = {
 def means() -> dict[str, bool]:
     """Whether the last columns of Tables 2 and 3 are means of the others."""
     found = {}
-    for table, rows in (("Table 2", _TABLE_2), ("Table 3", _TABLE_3)):
+    for table, rows in _MEANS.items():
         for name, (figures, last) in rows.items():
-            fits = rounded.span(last).meets(rounded.mean(figures))
-            found[f"{table}, {name}"] = fits
+            found[f"{table}, {name}"] = rounded.span(last).meets(rounded.mean(figures))
     return found
 
 
@@ -72,13 +72,9 @@ def means_said() -> str:
     said = []
     for name in (name for name, fits in means().items() if not fits):
         table, _, variant = name.partition(", ")
-        figures, last = dict([("Table 2", _TABLE_2), ("Table 3", _TABLE_3)])[table][variant]
-        said.append(f"{name}: {_mean(figures):.3f}, printed {last}")
+        figures, last = _MEANS[table][variant]
+        said.append(f"{name}: {statistics.mean(map(float, figures)):.3f}, printed {last}")
     return "; ".join(said)
-
-
-def _mean(figures: Sequence[str]) -> float:
-    return sum(map(float, figures)) / len(figures)
 
 
 def exponentials() -> dict[str, bool]:
@@ -147,12 +143,7 @@ CLAIMS = (
         "Table 4; Table 11; Figure 7; section 4",
         "how far Q=K-V is above QKV",
         "+4.9 % in the tables, 4.8 % in figure and text",
-        OfItself(
-            Cases(
-                lambda: {"one figure": rounded.span("4.8").meets(rounded.span(_WORSE["Q=K-V"]))},
-                lambda: "4.85 rounds to both",
-            )
-        ),
+        rounded.twice(_WORSE["Q=K-V"], "4.8"),
     ),
     Claim(
         "section 3.3.5; section 1.2",
@@ -183,12 +174,7 @@ CLAIMS = (
         "Table 10; abstract",
         "models of 1.2B were trained on 10B tokens",
         "10B; section 3.3: 8.85B",
-        OfItself(
-            Cases(
-                lambda: {"one number": rounded.span("10").meets(rounded.span("8.85"))},
-                lambda: "two numbers are given",
-            )
-        ),
+        rounded.twice("10", "8.85"),
     ),
     Claim(
         "section 1.2; section 4",

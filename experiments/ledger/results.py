@@ -1,6 +1,7 @@
 """Results as the ledger's rules ask for them."""
 
 from collections.abc import Callable
+from collections.abc import Mapping
 
 from etils import epath
 
@@ -46,9 +47,14 @@ def between(name: str, first: str, second: str) -> Callable[[], tuple[Estimate, 
         runs = read(name)["runs"]
         by_seed = lambda cell: {seed: run["bpb"] for seed, run in runs.get(cell, {}).items()}
         one, other = by_seed(first), by_seed(second)
-        found = difference(one, other)
-        if found is None:
-            raise NoResultError(name)
-        return found, len(one.keys() & other.keys())
+        return paired(one, other, name)
 
     return of
+
+
+def paired(one: Mapping, other: Mapping, what: str) -> tuple[Estimate, int]:
+    """One less other, by seed, and of how many; raises a NoResultError without a common one."""
+    found = difference(one, other)
+    if found is None:
+        raise NoResultError(what)
+    return found, len(one.keys() & other.keys())

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 import statistics
 from typing import NamedTuple
 
+from experiments.ledger.verdicts import Cases
+from experiments.ledger.verdicts import OfItself
+
 _EDGE = 1e-9  # a number on the edge rounds either way
 
 
@@ -47,3 +50,18 @@ def mean(printed: Sequence[str]) -> Span:
     """What the mean of several numbers can be."""
     spans = [span(number) for number in printed]
     return Span(statistics.mean(s.least for s in spans), statistics.mean(s.most for s in spans))
+
+
+def same(printed: str, elsewhere: str) -> bool:
+    """Whether both can be one number."""
+    return span(printed).meets(span(elsewhere))
+
+
+def twice(printed: str, elsewhere: str) -> OfItself:
+    """A figure that stands in two places."""
+    return OfItself(
+        Cases(
+            lambda: {"one figure": same(printed, elsewhere)},
+            lambda: f"{printed} here, {elsewhere} there",
+        )
+    )

@@ -9,6 +9,7 @@ from flax import nnx
 
 from experiments.ledger import verdicts
 from experiments.ledger.results import NoResultError
+from experiments.ledger.results import paired
 from experiments.ledger.results import read
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Chain
@@ -20,7 +21,6 @@ from experiments.tasks import encoders
 from experiments.tasks import sequences
 from experiments.tasks.encoders import CALLED
 from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
 
 _ENCODERS = "a sample of the paper's grid"
 _SOLVED = 0.9995  # as printed, 1.000
@@ -54,7 +54,7 @@ def _means(cells: list[dict]) -> dict[int, float]:
 
 def table_2(task: str, first: str, second: str):
     """First less second in points of accuracy, seed by seed."""
-    return lambda: _between(*_shares(task, first, second), task)
+    return lambda: paired(*_shares(task, first, second), task)
 
 
 def tells(task: str, first: str, second: str, sign: int) -> Differs:
@@ -73,7 +73,7 @@ def falls_faster(first: str, others: tuple[str, ...]) -> Chain:
         found = {}
         for task, other in itertools.product(sequences.TASKS, others):
             name = f"{task} from {CALLED[other]}'s"
-            found[name] = _between(mean_losses(task, first), mean_losses(task, other), name)
+            found[name] = paired(mean_losses(task, first), mean_losses(task, other), name)
         return found
 
     return Chain(of, -1, "+.4f", f"nats a number, mean over training, {CURVES_OF}")
@@ -174,13 +174,6 @@ def _anomalies(place: str) -> dict[str, dict[int, float]]:
     return found
 
 
-def _between(one: dict, other: dict, what: str) -> tuple[Estimate, int]:
-    found = difference(one, other)
-    if found is None:
-        raise NoResultError(what)
-    return found, len(one.keys() & other.keys())
-
-
 def best_anomaly(place: str):
     """(Q=K-V)+ less the best of the other variants, by their means, seed by seed."""
 
@@ -191,14 +184,14 @@ def best_anomaly(place: str):
         if not others:
             raise NoResultError(place)
         best = max(others, key=lambda by_seed: statistics.mean(by_seed.values()))
-        return _between(mine, best, place)
+        return paired(mine, best, place)
 
     return of
 
 
 def drawn_less_last(variant: str):
     """What drawing the anomaly's place does to a variant, in points."""
-    return lambda: _between(_anomalies("drawn")[variant], _anomalies("last")[variant], variant)
+    return lambda: paired(_anomalies("drawn")[variant], _anomalies("last")[variant], variant)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,7 +372,7 @@ def learned(task: str, first: str, second: str):
         by_seed = lambda kind: {
             seed: 100 * run["figure"] for seed, run in runs.get(f"{task}/{kind}", {}).items()
         }
-        return _between(by_seed(first), by_seed(second), task)
+        return paired(by_seed(first), by_seed(second), task)
 
     return of
 

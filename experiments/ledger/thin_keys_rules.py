@@ -7,6 +7,7 @@ import math
 import statistics
 
 from experiments.ledger.results import NoResultError
+from experiments.ledger.results import paired
 from experiments.ledger.results import read
 from experiments.ledger.rotated import rotated
 from experiments.ledger.verdicts import CONTRADICTED
@@ -22,7 +23,6 @@ from experiments.studies.thin_keys_tasks import EVERY
 from experiments.studies.thin_keys_tasks import TASKS
 from kvjax.costs import formulas
 from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
 
 
 def _rows(task: str) -> dict[int, dict]:
@@ -81,11 +81,7 @@ def later(task: str, few: int, many: int) -> Callable[[], tuple[Estimate, int]]:
         return {seed: x["converged"] for seed, x in runs.items() if x["converged"] is not None}
 
     def of() -> tuple[Estimate, int]:
-        one, other = by_seed(few), by_seed(many)
-        found = difference(one, other)
-        if found is None:
-            raise NoResultError(task)
-        return found, len(one.keys() & other.keys())
+        return paired(by_seed(few), by_seed(many), task)
 
     return of
 

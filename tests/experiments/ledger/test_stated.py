@@ -11,6 +11,7 @@ from experiments.ledger import lrkv_stated
 from experiments.ledger import projection_sharing_caches as caches
 from experiments.ledger import projection_sharing_stated
 from experiments.ledger import results as results_lib
+from experiments.ledger import rounded
 from experiments.ledger import thin_keys_rules
 from experiments.ledger import thin_keys_stated
 from experiments.ledger import verdicts
@@ -25,7 +26,7 @@ def _failing(cases):
 @pytest.mark.parametrize(
     "cases, failing",
     [
-        (lrkv_stated.saved, []),
+        (lrkv_stated.tokens_saved, []),
         (lrkv_stated.entropies, ["128M, MLA", "128M, LRKV"]),
         (lrkv_stated.means, []),
         (lrkv_stated.layers, []),
@@ -50,34 +51,55 @@ def test_which_figures_do_not_fit_their_own_tables(cases, failing):
 @pytest.mark.parametrize(
     "module, table, row, changed, cases, failing",
     [
-        (lrkv_stated, "_SAVED", "MHA", "9.9", "saved", ["MHA"]),
-        (lrkv_stated, "_TABLE_2", "2.5B, GQA", ("2.397", "0.727"), "entropies", ["2.5B, GQA"]),
-        (lrkv_stated, "_LARGE", "MQA", (91.0, 91.0), "layers", ["MQA, uncentred"]),
-        (lrkv_stated, "_SMALL", "MQA", (90.0, 83.0), "narrows", ["uncentred"]),
+        (lrkv_stated, "_SAVED", "MHA", "9.9", lrkv_stated.tokens_saved, ["MHA"]),
+        (
+            lrkv_figures,
+            "TABLE_2",
+            "2.5B, GQA",
+            ("2.397", "0.727"),
+            lrkv_stated.entropies,
+            ["2.5B, GQA"],
+        ),
+        (lrkv_figures, "LARGE", "MQA", (91.0, 91.0), lrkv_stated.layers, ["MQA, uncentred"]),
+        (lrkv_figures, "SMALL", "MQA", (90.0, 83.0), lrkv_stated.narrows, ["uncentred"]),
         (
             projection_sharing_stated,
             "_TABLE_4",
             "MQA",
             ("1.72", "5.59", "1.65", "5.29"),
-            "exponentials",
+            projection_sharing_stated.exponentials,
             ["MQA, validation"],
         ),
-        (projection_sharing_stated, "_WORSE", "MQA", "2.5", "worse", ["MQA at 300M, %"]),
+        (
+            projection_sharing_stated,
+            "_WORSE",
+            "MQA",
+            "2.5",
+            projection_sharing_stated.worse,
+            ["MQA at 300M, %"],
+        ),
         (
             projection_sharing_stated,
             "_TABLE_10",
             "MQA",
             ("5.057", "0.056", "1.06"),
-            "worse",
+            projection_sharing_stated.worse,
             ["MQA at 1.2B"],
         ),
-        (projection_sharing_stated, "_WORSE", "Q-MQA", "5.0", "least_loss", ["Q-MQA at 300M"]),
+        (
+            projection_sharing_stated,
+            "_WORSE",
+            "Q-MQA",
+            "5.0",
+            projection_sharing_stated.least_loss,
+            ["Q-MQA at 300M"],
+        ),
         (
             thin_keys_stated,
             "_PERPLEXITIES",
             "Table 8, 192",
             ("23.77", "22.80", "4.4"),
-            "alike",
+            thin_keys_stated.alike,
             ["d/4"],
         ),
         (
@@ -85,17 +107,31 @@ def test_which_figures_do_not_fit_their_own_tables(cases, failing):
             "_PERPLEXITIES",
             "Table 8, 96",
             ("24.45", "22.80", "6.2"),
-            "percentages",
+            thin_keys_stated.percentages,
             ["Table 8, 96"],
         ),
-        (thin_keys_stated, "_SAVED", "Table 6, 512", (512 / 768, "17"), "shares", ["Table 6, 512"]),
-        (logit_spectra, "_LEARNED", "Qwen-3B (128)", 60, "_own_gaps", ["Qwen-3B (128)"]),
+        (
+            thin_keys_stated,
+            "_SAVED",
+            "Table 6, 512",
+            (512 / 768, "17"),
+            thin_keys_stated.shares,
+            ["Table 6, 512"],
+        ),
+        (
+            logit_spectra,
+            "_LEARNED",
+            "Qwen-3B (128)",
+            60,
+            logit_spectra._own_gaps,
+            ["Qwen-3B (128)"],
+        ),
     ],
 )
 def test_another_figure_would_not_fit(monkeypatch, module, table, row, changed, cases, failing):
-    before = _failing(getattr(module, cases)())
+    before = _failing(cases())
     monkeypatch.setattr(module, table, getattr(module, table) | {row: changed})
-    after = _failing(getattr(module, cases)())
+    after = _failing(cases())
     assert [name for name in after if name not in before] == failing
 
 
@@ -108,8 +144,8 @@ def test_the_order_of_both_sizes_is_compared(monkeypatch):
 
 
 def test_a_figure_that_is_printed_twice():
-    assert lrkv_stated._again("0.726", "0.73").judge().verdict == verdicts.CONSISTENT
-    found = lrkv_stated._again("0.726", "0.729").judge()
+    assert rounded.twice("0.726", "0.73").judge().verdict == verdicts.CONSISTENT
+    found = rounded.twice("0.726", "0.729").judge()
     assert found == ("inconsistent", "0 of 1 cases; 0.726 here, 0.729 there")
 
 
