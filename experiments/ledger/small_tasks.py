@@ -211,16 +211,15 @@ class NoHelp:
 
     def judge(self) -> verdicts.Found:
         found, said = self._changes(), []
-        told = set()
+        told = []
         for remedy, changes in found.items():
             shown = (f"{where} {x.shown('+.1f')}" for where, x in changes.items())
-            told.add(of_remedy := self._of(list(changes.values())))
+            told.append(of_remedy := self._of(list(changes.values())))
             said.append(f"{remedy} ({of_remedy}): {', '.join(shown)}")
-        verdict = told.pop() if len(told) == 1 else verdicts.PART
         hottest = read("diagonal")["hottest"]
         how = f"points of accuracy, {_DIAGONAL_LENGTH} numbers, margin {self.margin:g}"
         how += f"; annealed from {hottest:g} to 1 in half the steps"
-        return verdicts.Found(verdict, f"{'; '.join(said)}; {how}")
+        return verdicts.Found(verdicts.of_all(told), f"{'; '.join(said)}; {how}")
 
     def _of(self, changes: list[Estimate]) -> str:
         """The verdict on one remedy."""

@@ -11,13 +11,13 @@ from experiments.ledger.results import paired
 from experiments.ledger.results import read
 from experiments.ledger.rotated import rotated
 from experiments.ledger.verdicts import CONTRADICTED
-from experiments.ledger.verdicts import PART
 from experiments.ledger.verdicts import REPRODUCED
 from experiments.ledger.verdicts import SEEDS
 from experiments.ledger.verdicts import UNTOLD
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Found
 from experiments.ledger.verdicts import experiment_of
+from experiments.ledger.verdicts import of_all
 from experiments.studies.thin_keys_tasks import CHANNELS
 from experiments.studies.thin_keys_tasks import EVERY
 from experiments.studies.thin_keys_tasks import TASKS
@@ -112,17 +112,13 @@ class Converges:
 
     def judge(self) -> Found:
         told = list(self.told().values())
-        if REPRODUCED in told:
-            verdict = REPRODUCED if set(told) == {REPRODUCED} else PART
-        else:
-            verdict = CONTRADICTED if CONTRADICTED in told else UNTOLD
         counts = f"{told.count(REPRODUCED)} of {len(told)} cases as there"
         if UNTOLD in told:
             counts += f", {told.count(UNTOLD)} not told apart"
         rows = "; ".join(f"{n}: {self._said(row)}" for n, row in _rows(self.task).items())
         of = f"{100 * TASKS[self.task].converged:.0f} % are right, looked at every {EVERY}"
         return Found(
-            verdict,
+            of_all(told),
             f"{counts}, margin {EVERY}; batches (epochs, to the paper) until {of}: {rows}",
         )
 

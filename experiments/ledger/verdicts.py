@@ -5,6 +5,7 @@ other (`OfItself`, `Allows`). Without the result it needs, the verdict is "not m
 """
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -60,6 +61,24 @@ class Rule(typing.Protocol):
     def judge(self) -> Found: ...
 
 
+def of_all(told: Collection[str]) -> str:
+    """One verdict on several cases: in part, if some are as claimed and some are not."""
+    if REPRODUCED in told:
+        return REPRODUCED if set(told) == {REPRODUCED} else PART
+    return CONTRADICTED if CONTRADICTED in told else UNTOLD
+
+
+def of_sign(found: int, claimed: int) -> str:
+    """The verdict on a difference, by the sign that its interval leaves it: 1, -1, or 0."""
+    if found == 0:
+        return UNTOLD
+    return REPRODUCED if found == claimed else CONTRADICTED
+
+
+def _of_case(holds: bool) -> str:
+    return REPRODUCED if holds else CONTRADICTED
+
+
 @dataclasses.dataclass(frozen=True)
 class Tabulated:
     """Figures of `paper_tables` under these titles: how many agree, to the printed digit."""
@@ -78,8 +97,7 @@ class Tabulated:
             unit = f" {first['unit']}" if first["unit"] else ""
             ours, why = f"{first['ours']:,.4g}", first["verdict"].removeprefix("differs: ")
             said += f"; {first['what']}: {first['paper']} there, {ours}{unit} here: {why}"
-        verdict = REPRODUCED if agree == len(rows) else PART if agree else CONTRADICTED
-        return Found(verdict, said)
+        return Found(of_all([_of_case(row["agrees"]) for row in rows]), said)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +115,8 @@ class Computed:
     def judge(self) -> Found:
         decimals = len(self.published.partition(".")[2])
         rounded = f"{self.ours():,.{decimals}f}"
-        agrees = rounded == self.published
         said = f"{rounded}: {self.why}" if self.why else rounded
-        return Found(REPRODUCED if agrees else CONTRADICTED, said)
+        return Found(_of_case(rounded == self.published), said)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +139,7 @@ class Differs:
         said = _over_seeds(found, seeds, self.digits, self.scale)
         if seeds < SEEDS:
             return Found(MISSING, said)
-        if found.sign == 0:
-            return Found(UNTOLD, said)
-        return Found(REPRODUCED if found.sign == self.sign else CONTRADICTED, said)
+        return Found(of_sign(found.sign, self.sign), said)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +184,8 @@ class Cases:
         found = self.of()
         if not found:
             raise NoResultError("no cases")
-        held = sum(found.values())
-        verdict = REPRODUCED if held == len(found) else PART if held else CONTRADICTED
-        return Found(verdict, f"{held} of {len(found)} cases; {self.figures()}")
+        verdict = of_all([_of_case(holds) for holds in found.values()])
+        return Found(verdict, f"{sum(found.values())} of {len(found)} cases; {self.figures()}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,13 +246,7 @@ class Chain:
         found = self.of()
         if not found or any(seeds < SEEDS for _, seeds in found.values()):
             raise NoResultError("a chain of differences")
-        signs = [x.sign for x, _ in found.values()]
-        if -self.sign in signs:
-            verdict = PART if self.sign in signs else CONTRADICTED
-        elif 0 in signs:
-            verdict = PART if self.sign in signs else UNTOLD
-        else:
-            verdict = REPRODUCED
+        verdict = of_all([of_sign(x.sign, self.sign) for x, _ in found.values()])
         said = ", ".join(f"{name} {x.shown(self.digits)}" for name, (x, _) in found.items())
         return Found(verdict, f"{said} ({self.scale}, {min(n for _, n in found.values())} seeds)")
 

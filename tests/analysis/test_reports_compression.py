@@ -152,6 +152,7 @@ def test_errors_and_spectra(model, measured):
     assert measured.spectra[key_measurements.SPECTRUM_LOGITS].shape == (4, 8, 3)
 
 
+@pytest.mark.slow
 def test_runs_are_those_of_the_ways(model, measured):
     """Each cut where it is found, at its rank; losses are of the second halves."""
     read = key_ways.windows(TEXTS, 16, 40)

@@ -360,6 +360,7 @@ def test_bad_input_is_one_line(two, capfd, arguments, said):
     assert re.search(said, message), message
 
 
+@pytest.mark.slow
 def test_a_bucket_is_read_and_written(bucket, capfd):
     write_run(bucket / "x" / "runs" / "a")
     write_run(bucket / "x" / "runs" / "b", config="mha_tiny")

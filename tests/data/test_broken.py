@@ -199,6 +199,7 @@ def test_a_broken_file_that_is_taken_away_costs_its_own_parts(interrupted, tmp_p
     assert found == _afresh(config, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_leaving_out_what_is_broken_costs_one_part(interrupted, tmp_path, monkeypatch):
     config, _, _ = interrupted
     made = []

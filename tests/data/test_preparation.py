@@ -339,6 +339,7 @@ def test_a_worker_that_is_killed_is_told_and_what_is_done_stays(config, tmp_path
 # -- where it goes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_bucket_gets_shards_as_they_are_made_and_the_manifest_last(
     config, expected, bucket, monkeypatch, tmp_path
 ):

@@ -197,6 +197,8 @@ def _collectives(text, scope):
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 def test_muon_sends_every_matrix_twice_and_gathers_nothing(compiled):
     """What a device sends is its part of the stack, padded from 3 layers to 8."""
     params, text = compiled("fsdp8")

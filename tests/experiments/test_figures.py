@@ -72,6 +72,7 @@ def test_all_mechanisms_are_points_with_numbers_best_first():
     assert said.index("lrkv") < said.index("gla_narrow") < said.index("mha")
 
 
+@pytest.mark.slow
 def test_they_are_drawn_once_every_run_is_there(tmp_path, monkeypatch):
     (tmp_path / "studies").mkdir()
     comparison = (RESULTS / "studies" / "mechanisms.json").read_text()

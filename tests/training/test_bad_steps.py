@@ -46,6 +46,8 @@ def leaves(tree):
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(source, tmp_path, monkeypatch):
     real = program.train_step
 

@@ -64,6 +64,8 @@ def test_the_sample_of_training_is_what_its_checkpoint_generates(workdir, loaded
     assert (workdir / "sample.txt").read_text() == f"The king {result.texts[0]}\n"
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 def test_a_loaded_model_is_compiled_once(loaded):
     """Its weights are bound to a device, and with them whatever a step returns."""
     generator = Generator(loaded.model, loaded.compute)
@@ -101,6 +103,7 @@ def test_a_workdir_without_a_checkpoint(run, copy):
     assert not (copy / "checkpoints").exists()  # looking made nothing
 
 
+@pytest.mark.slow
 def test_a_checkpoint_being_written_is_left_alone(run, copy):
     unfinished = copy / "checkpoints" / "12.orbax-checkpoint-tmp"
     (unfinished / "state").mkdir(parents=True)

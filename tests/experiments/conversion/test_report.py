@@ -47,6 +47,7 @@ def results():
             _write(name, settings=common | keys, **figures)
 
 
+@pytest.mark.slow
 def test_tables_and_findings_are_of_the_files(run, results):
     status, out, _ = run("--markdown")
     assert status == 0

@@ -74,6 +74,8 @@ def test_claims_of_the_texts_are_there(words):
     assert any(text in claim.says for claim in there)
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 def test_the_file_is_what_the_results_say(ledger):
     stored = (EXPERIMENTS / claims.FILE).read_text("utf-8")
     assert stored == claims.written(ledger), (

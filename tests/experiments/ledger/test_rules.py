@@ -19,6 +19,7 @@ def test_mechanisms_that_lrkv_contains_at_half_the_rank():
     assert lrkv_figures.contained() == {"MQA": True, "GQA-3": False}
 
 
+@pytest.mark.slow
 def test_a_map_of_places_sees_the_order_of_a_set():
     found = small_tasks.equivariant()
     assert [name for name, held in found.items() if not held] == ["(Q=K-V)+", "(Q=K=V)+"]
@@ -178,7 +179,7 @@ def test_a_remedy_that_helps_everywhere_is_one(results):
     assert "annealed from 4 to 1" in found.ours
     assert _remedies(results, helps, helps).verdict == verdicts.CONTRADICTED
     here = _remedies(results, (0.1, 0.001, 0.1, 0.001), helps, half=0.005)
-    assert here.verdict == verdicts.PART and "normalised (not told apart)" in here.ours
+    assert here.verdict == verdicts.CONTRADICTED and "normalised (not told apart)" in here.ours
     nothing = (0.001,) * 4
     assert _remedies(results, nothing, nothing, half=0.002).verdict == verdicts.REPRODUCED
     room = dict(plain=(0.8, 0.8, 0.8, 0.9999))  # what is solved has none

@@ -86,6 +86,20 @@ def test_what_others_figures_allow_is_borne_out_not_reproduced():
     assert judge(0.786).verdict == "consistent" and judge(0.9).verdict == "inconsistent"
 
 
+@pytest.mark.parametrize(
+    ("told", "verdict"),
+    [
+        ("reproduced, reproduced", "reproduced"),
+        ("reproduced, contradicted", "in part"),
+        ("reproduced, not told apart", "in part"),
+        ("contradicted, not told apart", "contradicted"),
+        ("not told apart, not told apart", "not told apart"),
+    ],
+)
+def test_several_cases_have_one_verdict(told, verdict):
+    assert verdicts.of_all(told.split(", ")) == verdict
+
+
 def test_cases_hold_all_in_part_or_not():
     judge = lambda *held: Cases(lambda: dict(enumerate(held)), lambda: "").judge().verdict
     assert judge(True, True) == "reproduced" and judge(False) == "contradicted"

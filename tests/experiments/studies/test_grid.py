@@ -221,6 +221,7 @@ def test_what_is_kept_is_of_the_same_config_and_code(trains, tmp_path, monkeypat
             Kept(file, STEPS, **options)
 
 
+@pytest.mark.slow
 def test_runs_of_other_studies_are_taken(trains, tmp_path, monkeypatch):
     file, own = tmp_path / "other.json", tmp_path / "own.json"
     _train([_run()], tmp_path)

@@ -52,6 +52,7 @@ def test_rows_and_what_follows():
     assert found["y"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
+@pytest.mark.slow
 def test_the_embedded_books_in_its_place():
     corpus = words.embedded(least=2)
     assert len(corpus.train) > 10 * len(corpus.valid) > 0 < len(corpus.test)
