@@ -6,6 +6,8 @@ BIN := .venv/bin
 DEMO_ARGS ?=
 DRAW ?= 1
 BY ?= $(shell git rev-parse HEAD)
+marked = $$(grep -rl --include='*.py' 'mark\.$(1)' tests)  # the files to read, of hundreds
+drawn = --draw=$(or $(DRAW),1) --draw-by='$(BY)'
 
 export TF_CPP_MIN_LOG_LEVEL := 2
 unexport PYTHONDONTWRITEBYTECODE  # pytest takes 11 s to rewrite all asserts, where it may not keep them
@@ -19,13 +21,13 @@ test: .venv/installed  ## what guards each promise with the least to compile
 	$(BIN)/pytest -q -n 2 --dist=worksteal -m "not slow and not aot and not beam and not lm_eval"
 
 test-all: .venv/installed  ## all tests, and which take longest; DRAW=4: see tests/draw.py
-	$(BIN)/pytest -q -n 2 --dist=worksteal --draw=$(or $(DRAW),1) --draw-by='$(BY)' --durations=40 --durations-min=5 -m "not aot and not beam and not lm_eval"
+	$(BIN)/pytest -q -n 2 --dist=worksteal $(drawn) --durations=40 --durations-min=5 -m "not aot and not beam and not lm_eval"
 
-test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there
-	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -q -n 2 -m aot
+test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there; DRAW as of test-all
+	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -q -n 2 $(drawn) -m aot $(call marked,aot)
 
 test-beam: .venv-beam/installed  ## prepares data with Apache Beam
-	.venv-beam/bin/pytest -q -m beam
+	.venv-beam/bin/pytest -q -m beam $(call marked,beam)
 
 test-lm-eval: .venv-lm-eval/installed  ## asks tasks of lm-evaluation-harness
 	.venv-lm-eval/bin/python -m pytest -q -m lm_eval tests/lm_eval

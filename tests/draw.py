@@ -2,6 +2,7 @@
 
     make test-all DRAW=4          # one in four of every test's slow cases, one at least
     make test-all DRAW=4 BY=648f  # those that were drawn at a commit
+    make test-aot DRAW=4          # the same of what compiles for TPUs and GPUs
 
 Slow tests of a single case are drawn as if they were the cases of one test of their file. A test
 that is marked `whole` keeps all.
@@ -17,7 +18,7 @@ import pytest
 
 def add_options(parser: pytest.Parser) -> None:
     add = parser.getgroup("kvjax").addoption
-    add("--draw", type=int, default=1, metavar="N", help="of slow tests run one in N (all)")
+    add("--draw", type=int, default=1, metavar="N", help="of slow and aot tests run one in N (all)")
     add("--draw-by", default="", metavar="TEXT", help="what decides which, as a commit")
 
 
@@ -47,7 +48,8 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not by:
         raise pytest.UsageError("--draw: give --draw-by too, as the commit")
     marked = lambda item, name: item.get_closest_marker(name) is not None
-    slow = lambda item: marked(item, "slow") and not marked(item, "whole")
+    long = lambda item: marked(item, "slow") or marked(item, "aot")
+    slow = lambda item: long(item) and not marked(item, "whole")
     asked = [item.nodeid for item in items if slow(item)]
     kept = {case for cases in groups(asked) for case in drawn(cases, one_in, by)}
     left_out = set(asked) - kept
@@ -60,4 +62,4 @@ def said(config: pytest.Config) -> str:
     one_in, by = config.getoption("draw"), config.getoption("draw_by")
     if one_in <= 1:
         return ""
-    return f"Of the slow tests 1 in {one_in} was drawn: DRAW={one_in} BY={by}"
+    return f"Of slow tests 1 in {one_in} was drawn: DRAW={one_in} BY={by}"

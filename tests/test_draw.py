@@ -46,11 +46,12 @@ def _config(one_in, by, left_out=()):
     return types.SimpleNamespace(getoption=options.__getitem__, hook=hook, rootpath=".")
 
 
+@pytest.mark.parametrize("mark", ["slow", "aot"])
 @pytest.mark.parametrize("one_in", [1, 5])
-def test_only_slow_cases_are_left_out(one_in):
+def test_only_slow_cases_are_left_out(one_in, mark):
     quick = [_Item(f"t.py::many[q{i}]") for i in range(20)]
-    slow = [_Item(f"t.py::many[{i}]", "slow") for i in range(30)]
-    alone = [_Item(f"t.py::alone_{i}", "slow") for i in range(10)]
+    slow = [_Item(f"t.py::many[{i}]", mark) for i in range(30)]
+    alone = [_Item(f"t.py::alone_{i}", mark) for i in range(10)]
     items, left_out = [*slow, *quick, *alone], []
     before = list(items)
     config = _config(one_in, "a commit", left_out)
