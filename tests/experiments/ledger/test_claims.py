@@ -83,6 +83,8 @@ def test_the_file_is_what_the_results_say(ledger):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 def test_every_verdict_is_explained_and_commands_are_there(ledger):
     for rows in ledger.values():
         for row in rows:
