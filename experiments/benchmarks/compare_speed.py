@@ -41,6 +41,7 @@ def write_run(
     data: str = "data",
     tokenizer: str = "tokenizer",
     rate: float = 8192.0,
+    length: int = 256,
     **overrides,
 ) -> pathlib.Path:
     """A workdir as a run leaves it, without checkpoints.
@@ -49,10 +50,12 @@ def write_run(
       steps, bpb: of evaluations.
       data, tokenizer: what dataset.json and tokenizer.json say.
       rate: tokens/s.
+      length: of rows.
       overrides: keys of config.train.
     """
     asked = load_config(CONFIGS / f"{config}.py")
     asked.train.update(num_steps=num_steps, **overrides)
+    asked.data.sequence_length = length
     tree = identity.identity(asked, jnp.dtype("float32"))
     each = asked.train.batch_size * asked.data.sequence_length
     workdir.mkdir(parents=True, exist_ok=True)

@@ -78,18 +78,39 @@ def main(arguments: list[str]) -> None:
 
 
 def _watched(options: argparse.Namespace, target: epath.Path, out: Output) -> dict:
-    """Compares once, or until no run is unfinished; what was found the last time."""
+    """Compares once, or until no run is unfinished; what was found the last time.
+
+    What can be compared at first must stay so for itself alone: a folder that goes, or a run that
+    comes and is of other things, is left out of later looks.
+    """
+    if not options.watch:
+        return _once(options, target, out, *_read(options.workdirs, running=False))
+    named, gone, later = list(options.workdirs), [], False
     while True:
-        with progress.waiting("reading runs"):
-            places = runs_lib.workdirs(options.workdirs)
-            runs, left_out = runs_lib.read(places, running=bool(options.watch))
+        if later:
+            lost = [name for name in named if not runs_lib.is_there(name)]
+            gone += [runs_lib.LeftOut(name, "is not there any more") for name in lost]
+            named = [name for name in named if name not in lost]
+        runs, left_out = _read(named, running=True) if named else ([], [])
+        if later:
+            unfit = runs_lib.incomparable(runs)
+            fit = [run for run in runs if run.name not in unfit]
+            unfit |= groups_lib.repeats(fit) if options.group == "seed" else {}
+            left_out += [runs_lib.LeftOut(name, why) for name, why in unfit.items()]
+            runs = [run for run in runs if run.name not in unfit]
         # What is evaluated for the first time comes later; what cannot be read stays so.
         waiting = [one for one in left_out if one.may_come]
-        if runs or not options.watch:
-            result = _once(options, target, out, runs, left_out)
-        if not options.watch or (runs and all(run.finished for run in runs) and not waiting):
+        ends = all(run.finished for run in runs) and not waiting
+        if runs or ends:
+            result, later = _once(options, target, out, runs, [*left_out, *gone]), True
+        if ends:
             return result
         time.sleep(options.watch)
+
+
+def _read(names: Sequence[str], *, running: bool):
+    with progress.waiting("reading runs"):
+        return runs_lib.read(runs_lib.workdirs(names), running=running)
 
 
 def _once(options, target: epath.Path, out: Output, runs, left_out) -> dict:
@@ -141,7 +162,7 @@ def _reference(name: str, groups: Sequence[Group]) -> Group:
 
 
 def _about(runs: Sequence[runs_lib.Run]) -> dict:
-    made = provenance.provenance("matplotlib")
+    made = provenance.software("matplotlib")  # a run that is watched may hold all devices
     return {
         "Runs": ", ".join(run.name for run in runs),
         "Data set": runs[0].data["data set"],

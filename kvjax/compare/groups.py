@@ -50,17 +50,27 @@ class Group:
     def finished(self) -> bool:
         return all(run.finished for run in self.runs.values())
 
+    @functools.cached_property
+    def ended(self) -> list[Run]:
+        """Those that its figures are of: that have ended or, while none has, all."""
+        return [run for run in self.runs.values() if run.finished] or list(self.runs.values())
+
     @property
     def tokens(self) -> int:
-        """That the shortest of them was trained on up to its last evaluation."""
-        return int(min(run.tokens[-1] for run in self.runs.values()))
+        """That the shortest of `ended` was trained on up to its last evaluation."""
+        return int(min(run.tokens[-1] for run in self.ended))
+
+    @property
+    def seconds(self) -> float:
+        """That training took until then, the mean of `ended`."""
+        return float(np.mean([run.seconds[-1] for run in self.ended]))
 
     @functools.cached_property
     def costs(self) -> dict[str, int]:
         experiment = self.one.experiment
         return runs_lib.costs(experiment.model, experiment.data.sequence_length)
 
-    @property
+    @functools.cached_property
     def family(self) -> str:
         """What is the same for runs of other lengths too."""
         what = {key: x for key, x in self.one.what.items() if key != runs_lib.STEPS}
@@ -100,26 +110,37 @@ def groups(runs: Sequence[Run], way: str) -> list[Group]:
     """
     if way == "none":
         return [Group(run.name, {run.seed: run}) for run in runs]
+    for repeat in repeats(runs).values():
+        raise UserError(f"{repeat}: give one of them, or --group=none")
     found: dict[str, dict[int, Run]] = {}
     for run in runs:
-        there = found.setdefault(json.dumps(run.what, sort_keys=True), {})
-        if run.seed in there:
-            raise UserError(
-                f"{there[run.seed].name} and {run.name} are the same config with the same seed "
-                f"({run.seed}): give one of them, or --group=none"
-            )
-        there[run.seed] = run
+        found.setdefault(json.dumps(run.what, sort_keys=True), {})[run.seed] = run
     members = [dict(sorted(there.items())) for there in found.values()]
     names = _names([next(iter(there.values())) for there in members])
     return [Group(name, there) for name, there in zip(names, members, strict=True)]
 
 
+def repeats(runs: Sequence[Run]) -> dict[str, str]:
+    """By name the runs that are an earlier one again, of its config and its seed; and which."""
+    first: dict[tuple[str, int], Run] = {}
+    found = {}
+    for run in runs:
+        before = first.setdefault((json.dumps(run.what, sort_keys=True), run.seed), run)
+        if before is not run:
+            same = f"are the same config with the same seed ({run.seed})"
+            found[run.name] = f"{before.name} and {run.name} {same}"
+    return found
+
+
 def _names(runs: Sequence[Run]) -> list[str]:
     """Of configs: what each is called, and where two are called alike, in what they differ."""
-    plain = [run.experiment.name for run in runs]
+    called: dict[str, list[Run]] = {}
+    for run in runs:
+        called.setdefault(run.experiment.name, []).append(run)
     found = []
-    for name, run in zip(plain, runs, strict=True):
-        alike = [other for other, called in zip(runs, plain, strict=True) if called == name]
+    for run in runs:
+        name = run.experiment.name
+        alike = called[name]
         keys = sorted({key for other in alike for key in _differing(run, other)})
         more = [f"{key.partition('.')[2]}={run.keys.get(key, 'default')}" for key in keys]
         found.append(" ".join([name, *more]))

@@ -62,7 +62,6 @@ def rows(groups: Sequence[Group], reference: Group) -> list[dict]:
         against = None
         if group is not reference and group.tokens == reference.tokens:
             against = difference(group.finals, reference.finals)
-        seconds = float(group.curve.seconds[-1]) if len(group.curve.steps) else math.nan
         found.append(
             dict(
                 name=group.name,
@@ -74,7 +73,7 @@ def rows(groups: Sequence[Group], reference: Group) -> list[dict]:
                 tokens=group.tokens,
                 flops=group.tokens * group.costs["flops"],
                 flops_six_n=group.tokens * group.costs["six_n"],
-                seconds=seconds if math.isfinite(seconds) else None,
+                seconds=group.seconds if math.isfinite(group.seconds) else None,
                 **_named("bpb", final),
                 **_named("against", against),
             )

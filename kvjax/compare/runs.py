@@ -7,6 +7,7 @@ from concurrent import futures
 import dataclasses
 import functools
 import hashlib
+import os
 
 from etils import epath
 from flax import traverse_util
@@ -16,10 +17,12 @@ import numpy as np
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
 from kvjax.data import manifest
+from kvjax.data.config import is_prepared
 from kvjax.foundation import json_text
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
+from kvjax.foundation.files import forget_listings
 from kvjax.workdir import checkpoint
 from kvjax.workdir import metrics
 from kvjax.workdir import storage
@@ -28,10 +31,12 @@ from kvjax.workdir import trained
 CONFIG = "config.json"
 # What is read by many at once: a bucket answers late, and each workdir has four small files.
 _AT_ONCE = 16
+_DEEPEST = 3  # folders below one that is named: a data set's have no end
+_MOST_STEPS = 2**53
 # Keys of a config that name a run, and change nothing that is computed. A workdir has none of those
 # that say when a run is looked at (`workdir.identity`).
 _COSMETIC = ("name", "train.seed")
-SEED, STEPS = "train.seed", "train.num_steps"
+SEED, STEPS, _SOURCE = "train.seed", "train.num_steps", "data.source"
 _TOKENIZER, _DATA_SET, _UNKNOWN = "tokenizer", "data set", "missing"
 
 
@@ -76,11 +81,14 @@ class Run:
         """Keys that decide what is computed, but for the seed; defaults, maybe newer, left out."""
         usual = experiment_lib.defaults(str(self.keys["attention.kind"]))
         same = lambda key, value: key in usual and value == _stored(usual[key])
-        return {
+        found = {
             key: value
             for key, value in self.keys.items()
             if key not in _COSMETIC and not same(key, value)
         }
+        if is_prepared(str(found.get(_SOURCE, ""))):  # it may have moved; `data` says what it is
+            del found[_SOURCE]
+        return found
 
 
 def _stored(value):
@@ -97,6 +105,13 @@ class LeftOut:
     may_come: bool = False
 
 
+def is_there(name: str) -> bool:
+    """Whether a folder that is named is there now."""
+    path = runtime.path("a workdir", name)
+    forget_listings(path)
+    return path.exists()
+
+
 def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
     """The workdirs that are named, or that lie in a folder that is.
 
@@ -106,21 +121,26 @@ def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
     found: dict[str, epath.Path] = {}
     for name in names:
         path = runtime.path("a workdir", name)
-        if not path.exists():
+        if not is_there(name):
             raise UserError(f"{name}: no such folder; give workdirs of runs, or a folder of them")
-        if path.is_dir():
-            found |= _in(name.rstrip("/"), path)
-    if not found:
-        raise UserError(f"{', '.join(names)}: no workdir of a run (each has a {CONFIG})")
+        if not path.is_dir():
+            raise UserError(f"{name}: is a file; give workdirs of runs, or a folder of them")
+        name = os.fsencode(name.rstrip("/")).decode(errors="backslashreplace")
+        # A workdir that was only begun has no config yet; the caller says that nothing is there.
+        found |= _in(name, path, _DEEPEST) or {name: path}
     return list(found.items())
 
 
-def _in(name: str, path: epath.Path) -> dict[str, epath.Path]:
+def _in(name: str, path: epath.Path, deep: int) -> dict[str, epath.Path]:
+    """Workdirs in a folder, and in its folders: a run may be called sweeps/a."""
     if (path / CONFIG).exists():
         return {name: path}
-    inside = sorted(p for p in path.iterdir() if p.is_dir() and (p / CONFIG).exists())
-    # A workdir that was only begun has no config yet; the caller says that nothing is there.
-    return {f"{name}/{p.name}": p for p in inside} or {name: path}
+    found: dict[str, epath.Path] = {}
+    for one in sorted(path.iterdir()) if deep else ():
+        if one.is_dir():
+            called = os.fsencode(one.name).decode(errors="backslashreplace")
+            found |= _in(f"{name}/{called}", one, deep - 1)
+    return found
 
 
 def read(
@@ -147,10 +167,18 @@ def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
         return LeftOut(name, f"cannot be read: {error}")
     records = _records(name, workdir, metrics.METRICS)
     evaluated = {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
+    if not evaluated:
+        # What was converted, and what ended, has a checkpoint that no training goes on from.
+        ended = not records or _is_finished(workdir, experiment, records[-1]["step"])
+        begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
+        return LeftOut(name, "was never evaluated", may_come=not (ended and begun))
+    if odd := [step for step in evaluated if not 0 <= step <= _MOST_STEPS]:
+        return LeftOut(name, f"has a record of step {odd[0]}, which is none")
     steps = np.array(sorted(evaluated), np.int64)
-    if not len(steps):
-        return LeftOut(name, "was never evaluated", may_come=True)
-    bpb = np.array([evaluated[step] for step in steps.tolist()])
+    try:
+        bpb = np.array([float(evaluated[step]) for step in steps.tolist()])
+    except OverflowError:
+        return LeftOut(name, "has bits per byte that no float holds")
     if not np.isfinite(bpb).all():
         bad = int(steps[~np.isfinite(bpb)][0])
         return LeftOut(name, f"has bits per byte that are no number, at step {bad}")
@@ -194,6 +222,8 @@ def _data(workdir: epath.Path, experiment: experiment_lib.Experiment) -> dict[st
         _TOKENIZER: digest(workdir / manifest.TOKENIZER),
         _DATA_SET: digest(workdir / manifest.MANIFEST),
         "config.train.eval_rows": str(experiment.train.eval_rows or "all"),
+        # Of longer rows that lie prepared a run reads as much as its own hold, in validation too.
+        "config.data.sequence_length": str(experiment.data.sequence_length),
     }
 
 
@@ -209,7 +239,7 @@ def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarr
     for record in _records(name, workdir, metrics.TIMING):
         step = record["step"]
         if "seconds_to_first_step" in record:
-            kept = [i for i, there in enumerate(at) if there < step]
+            kept = [i for i, there in enumerate(at) if there < max(step, 1)]
             at, ends = [at[i] for i in kept], [ends[i] for i in kept]
             more = (step - 1 - at[-1]) * per_step / rate if rate else 0.0
             first, before = step, ends[-1] + more
@@ -223,26 +253,33 @@ def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarr
     return np.interp(steps, at, ends) + beyond
 
 
-def check_comparable(runs: Sequence[Run]) -> None:
-    """Raises a UserError for runs whose bits per byte are, or may be, of different things."""
+def incomparable(runs: Sequence[Run]) -> dict[str, str]:
+    """By name the runs whose bits per byte are, or may be, of other things than the first's."""
     if len(runs) == 1:
-        return
-    first = runs[0]
+        return {}
+    first, found = runs[0], {}
     for run in runs:
         for what, file in ((_TOKENIZER, manifest.TOKENIZER), (_DATA_SET, manifest.MANIFEST)):
             if run.data[what] == _UNKNOWN:
-                raise UserError(
+                found[run.name] = (
                     f"{run.name} cannot be compared: {file} is missing, so nothing tells whether "
                     f"its {what} is that of others. Restore it, or leave the run out"
                 )
     for run in runs[1:]:
         for name, digest in run.data.items():
-            if digest != first.data[name]:
+            if digest != first.data[name] and run.name not in found and first.name not in found:
                 said = f" ({first.data[name]} and {digest})" if name.startswith("config") else ""
-                raise UserError(
+                found[run.name] = (
                     f"{first.name} and {run.name} cannot be compared: their {name} is not the "
                     f"same{said}. Compare runs on one data set, read alike"
                 )
+    return found
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Raises a UserError for runs whose bits per byte are, or may be, of different things."""
+    for why in incomparable(runs).values():
+        raise UserError(why)
 
 
 # -- what a model costs ----------------------------------------------------------------------------

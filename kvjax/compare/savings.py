@@ -41,6 +41,9 @@ def savings(groups: Sequence[Group], reference: Group) -> list[Saving]:
     """Of each group and the reference, equally long and finished: who leads, and by how much."""
     if reference.final is None:
         return []
+    families: dict[str, list[Group]] = {}
+    for group in groups:
+        families.setdefault(group.family, []).append(group)
     found = []
     for group in groups:
         alike = group.tokens == reference.tokens and group is not reference
@@ -48,8 +51,8 @@ def savings(groups: Sequence[Group], reference: Group) -> list[Saving]:
             continue
         leads = group.final.mean < reference.final.mean
         leader, behind = (group, reference) if leads else (reference, group)
-        family = [other for other in groups if other.family == leader.family]
-        within, equal = within_a_run(leader, behind), at_equal_horizon(family, behind)
+        within = within_a_run(leader, behind)
+        equal = at_equal_horizon(families[leader.family], behind)
         found.append(Saving(leader.name, behind.name, behind.tokens, within, equal))
     return found
 

@@ -26,13 +26,20 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 def provenance(*packages: str) -> dict:
     """JSON-able; `packages` are named beside the usual ones, where they are installed."""
+    found = software(*packages)
+    machine = f"{_processor()}, {os.cpu_count()} cores, {_memory() / 2**30:.0f} GiB"
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    first = {name: found.pop(name) for name in ("command", "date", "commit")}
+    return first | dict(machine=machine, devices=devices) | found
+
+
+def software(*packages: str) -> dict:
+    """The same without the machine: no device is asked, which another process may hold."""
     versions = {name: _version(name) for name in (*_PACKAGES, *packages)}
     return {
         "command": " ".join([program(), *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git(*_CHANGES) else ""),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {_memory() / 2**30:.0f} GiB",
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "python": platform.python_version(),
         "packages": {name: version for name, version in versions.items() if version},
     }

@@ -1,9 +1,11 @@
 """Runs beside each other: what is compared, means over seeds, who needs fewer tokens."""
 
-import contextlib
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,13 +13,15 @@ from scipy import stats
 
 from experiments.benchmarks.compare_speed import write_run
 from kvjax import experiment as experiment_lib
-from kvjax.compare import __main__ as command
 from kvjax.compare import groups as groups_lib
+from kvjax.compare import report
 from kvjax.compare import runs as runs_lib
 from kvjax.compare import savings as savings_lib
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
+from tests.compare.command import run
 
 STEPS = (25, 50, 75, 100)
 
@@ -136,6 +140,7 @@ def test_one_run_given_twice_is_refused(tmp_path):
         (dict(data="other"), "their data set is not the same"),
         (dict(tokenizer="other"), "their tokenizer is not the same"),
         (dict(eval_rows=5), r"their config.train.eval_rows is not the same \(all and 5\)"),
+        (dict(length=128), r"their config.data.sequence_length is not the same \(256 and 128\)"),
     ],
 )
 def test_runs_of_other_things_are_not_compared(tmp_path, change, said):
@@ -174,6 +179,48 @@ def test_what_has_nothing_to_compare_is_left_out_by_name(tmp_path):
     assert said["begun"] == "has no config.json: no run was begun there"
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ('{"step": 99999999999999999999, "validation_bpb": 1.0}', "a record of step 99999999"),
+        ('{"step": -1, "validation_bpb": 1.0}', "a record of step -1, which is none"),
+        (f'{{"step": 90, "validation_bpb": 1{"0" * 400}}}', "bits per byte that no float holds"),
+    ],
+)
+def test_a_figure_that_none_can_be_is_left_out_by_name(tmp_path, record, said):
+    write_run(tmp_path / "good")
+    with (write_run(tmp_path / "odd") / "metrics.jsonl").open("a") as more:
+        more.write(record + "\n")
+    (run,), (odd,) = read(tmp_path)
+    assert run.name.endswith("good") and odd.name.endswith("odd") and said in odd.why
+
+
+def test_a_first_step_of_0_is_a_first_step(tmp_path):
+    file = write_run(tmp_path / "a") / "timing.jsonl"
+    ((plain,), _) = read(tmp_path / "a")
+    file.write_text('{"step": 0, "seconds_to_first_step": 3.0}\n' + file.read_text())
+    ((run,), _) = read(tmp_path / "a")
+    np.testing.assert_allclose(run.seconds, plain.seconds, rtol=0.05)
+
+
+def test_runs_lie_in_folders_of_folders(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "sweeps" / "b", seed=1)
+    write_run(tmp_path / "sweeps" / "wide" / "c", seed=2)
+    names = [name for name, _ in runs_lib.workdirs([str(tmp_path)])]
+    assert names == [f"{tmp_path}/{name}" for name in ("a", "sweeps/b", "sweeps/wide/c")]
+
+
+def test_prepared_rows_that_moved_are_the_same(tmp_path):
+    for seed in range(2):
+        file = write_run(tmp_path / f"s{seed}", seed=seed) / "config.json"
+        tree = json.loads(file.read_text())
+        tree["data"]["source"] = f"prepared:/disk{seed}/rows"
+        file.write_text(json.dumps(tree))
+    (group,) = grouped(tmp_path)
+    assert list(group.runs) == [0, 1]
+
+
 def test_a_damaged_line_is_told_by_file_and_number(tmp_path, capfd):
     file = write_run(tmp_path / "a") / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -201,6 +248,31 @@ def test_a_running_one_is_taken_as_far_as_it_is(tmp_path):
     (group,) = grouped(tmp_path / "a", running=True)
     assert not group.finished and group.final is None
     assert group.curve.bpb.tolist() == [4, 3]
+
+
+def test_figures_are_of_what_has_ended(tmp_path):
+    """One seed of each still runs: lengths, differences and savings are those of the other."""
+    for config, bpb in (("lrkv_tiny", (4, 2.5, 2.4, 2.2)), ("mha_tiny", (4, 3.5, 3, 2.5))):
+        write_run(tmp_path / config / "s0", config=config, bpb=bpb)
+        half = dict(seed=1, steps=(25, 50), bpb=bpb[:2])
+        write_run(tmp_path / config / "s1", config=config, **half)
+    lrkv, mha = grouped(tmp_path, running=True)
+    assert lrkv.tokens == mha.tokens == 100 * 32 * 256
+    (saved,) = savings_lib.savings([lrkv, mha], mha)
+    assert saved.leader == "lrkv_tiny" and saved.within_a_run.mean == pytest.approx(0.5)
+    (row, _) = report.rows([lrkv, mha], mha)
+    assert row["against"] == pytest.approx(-0.3)
+    assert row["seconds"] == pytest.approx(100 * 32 * 256 / 8192.0)
+
+
+def test_other_lengths_are_not_alike_on_their_way(tmp_path):
+    write_run(tmp_path / "short", config="mha_tiny")
+    how = dict(num_steps=200, steps=(100, 200), bpb=(2, 1))
+    write_run(tmp_path / "long" / "s0", **how)
+    write_run(tmp_path / "long" / "s1", seed=1, num_steps=200, steps=(100,), bpb=(2,))
+    groups = grouped(tmp_path / "short", tmp_path / "long", running=True)
+    assert report.rows(groups, groups[0])[1]["against"] is None
+    assert savings_lib.savings(groups, groups[0]) == []
 
 
 def test_figure_3_is_where_a_curve_passes_the_others_end(tmp_path):
@@ -251,21 +323,6 @@ def test_curves_that_lead_from_the_start_save_all_that_is_known(tmp_path):
 # -- the command -----------------------------------------------------------------------------------
 
 
-def run(*arguments) -> int:
-    return command_line.status(command.main, list(map(str, arguments)))
-
-
-@pytest.fixture
-def two(tmp_path):
-    """Two mechanisms with two seeds, and one run that has not ended."""
-    for seed in range(2):
-        write_run(tmp_path / "runs" / f"l{seed}", seed=seed, bpb=(4, 3, 2.5, 2.2 + seed / 10))
-        how = dict(seed=seed, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
-        write_run(tmp_path / "runs" / f"m{seed}", **how)
-    write_run(tmp_path / "runs" / "z", seed=7, config="mha_tiny", steps=(25,), bpb=(4,))
-    return tmp_path / "runs"
-
-
 def test_the_command_prints_and_writes(two, tmp_path, capfd):
     out = tmp_path / "out"
     assert run(two, f"--out={out}", "--against=mha_tiny", "--json") == 0
@@ -293,49 +350,6 @@ def test_compute_is_counted_in_two_ways(two, tmp_path, capfd):
     assert found["flops"] > found["six_n"]
 
 
-@pytest.mark.slow
-def test_watching_ends_when_all_runs_have(two, tmp_path, capfd, monkeypatch):
-    """The unfinished run is a curve; while it is, the page reads itself again."""
-    out, looks = tmp_path / "out", []
-
-    def sleep(seconds):
-        looks.append((seconds, "refresh" in (out / "compare.html").read_text()))
-        write_run(two / "z", seed=7, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
-
-    monkeypatch.setattr(command.time, "sleep", sleep)
-    assert run(two, f"--out={out}", "--watch=5") == 0
-    assert looks == [(5, True)]
-    assert "refresh" not in (out / "compare.html").read_text()
-    assert json.loads((out / "compare.json").read_text())["rows"][1]["seeds"] == [0, 1, 7]
-    assert "running" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_figure_says_of_which_seeds_it_is(two, tmp_path, capfd, monkeypatch):
-    """And a group whose seeds were never evaluated at one step has no curve, which is said."""
-    write_run(two / "l2", seed=2, steps=(30,), bpb=(4,))
-
-    def stop(_):
-        raise InterruptedError
-
-    monkeypatch.setattr(command.time, "sleep", stop)
-    with contextlib.suppress(InterruptedError):
-        run(two, f"--out={tmp_path / 'out'}", "--watch=5")
-    said = " ".join(capfd.readouterr().out.split())
-    assert "(seed 0,1)" in said
-    assert "lrkv_tiny has no curve: no step was evaluated with all of its seeds" in said
-
-
-@pytest.mark.slow
-def test_watching_does_not_wait_for_what_cannot_be_read(two, tmp_path, capfd, monkeypatch):
-    write_run(two / "z", seed=7, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
-    write_run(two / "infinite", seed=8, bpb=(4, 3, float("nan"), 2))
-    monkeypatch.setattr(command.time, "sleep", lambda seconds: pytest.fail("it waits"))
-    assert run(two, f"--out={tmp_path / 'out'}", "--watch=5") == 0
-    said = " ".join(capfd.readouterr().out.split())
-    assert "infinite has bits per byte that are no number, at step 75" in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -346,7 +360,7 @@ def test_watching_does_not_wait_for_what_cannot_be_read(two, tmp_path, capfd, mo
         (["{runs}", "--against=mla"], "'mla' is none of lrkv_tiny, mha_tiny"),
         (["{runs}", "--watch=-1"], "--watch = -1"),
         (["{runs}/z"], "nothing to compare: .*z is unfinished"),
-        (["{runs}/l0/config.json"], "no workdir of a run"),
+        (["{runs}/l0", "{runs}/l0/config.json"], "l0/config.json: is a file; give workdirs"),
         (["{runs}", "--out={runs}/l0/config.json"], "must be a folder"),
         (["ftp://x/y"], "nothing here opens ftp://"),
     ],
@@ -369,3 +383,13 @@ def test_a_bucket_is_read_and_written(bucket, capfd):
     assert [row["name"] for row in rows] == ["lrkv_tiny", "mha_tiny"]
     written = {path.name for path in (bucket / "x" / "compared").iterdir()}
     assert written == {"compare.html", "compare.png", "compare.json"}
+
+
+@pytest.mark.slow
+def test_no_device_is_asked(two, tmp_path):
+    """The run that is watched may hold all of them: here there is none of the kind."""
+    command = [sys.executable, "-m", "kvjax.compare", str(two), f"--out={tmp_path / 'out'}"]
+    environment = os.environ | dict(JAX_PLATFORMS="tpu")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "compare.html").exists()

@@ -1,0 +1,8 @@
+"""The command, as a user gives it."""
+
+from kvjax.compare import __main__ as command
+from kvjax.foundation import command_line
+
+
+def run(*arguments) -> int:
+    return command_line.status(command.main, list(map(str, arguments)))

@@ -1,0 +1,16 @@
+"""Runs to compare."""
+
+import pytest
+
+from experiments.benchmarks.compare_speed import write_run
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two mechanisms with two seeds, and one run that has not ended."""
+    for seed in range(2):
+        write_run(tmp_path / "runs" / f"l{seed}", seed=seed, bpb=(4, 3, 2.5, 2.2 + seed / 10))
+        how = dict(seed=seed, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
+        write_run(tmp_path / "runs" / f"m{seed}", **how)
+    write_run(tmp_path / "runs" / "z", seed=7, config="mha_tiny", steps=(25,), bpb=(4,))
+    return tmp_path / "runs"
