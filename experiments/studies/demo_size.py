@@ -14,6 +14,7 @@ from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 
+TOKENS_PER_STEP = 32 * 256  # of the tiny configs, of long rows too
 TINY = lambda name: CONFIGS / f"{name}_tiny.py"
 UNIFORM = "lrkv_uniform"  # whose layers have one rank
 PER_HEAD = {"optimizer.orthogonalize": "per_head"}

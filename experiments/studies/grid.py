@@ -24,8 +24,11 @@ from experiments.studies import kept as kept_lib
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
 from kvjax.foundation import json_text
+from kvjax.foundation import provenance
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.command_line import load_config
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import write_atomically
 from kvjax.workdir import identity
 
 # What decides a run's numbers, in kvjax/.
@@ -134,8 +137,21 @@ def matched(config: pathlib.Path, parameters: int) -> dict[str, int]:
 class Kept(kept_lib.Kept):
     """Of runs that lie in folders of their own; see `kept.Kept`."""
 
-    def __init__(self, file: pathlib.Path, steps: int, *, mix: bool, fresh: bool):
-        super().__init__(file, dict(steps=steps), code(), mix=mix, fresh=fresh)
+    def __init__(
+        self,
+        file: pathlib.Path,
+        steps: int,
+        *,
+        mix: bool,
+        fresh: bool,
+        places: Iterable[pathlib.Path] = (),
+    ):
+        """
+        Args:
+          places: files that decide what is measured of a run, beside those that decide the run.
+        """
+        self._measures = code_lib.code_of(places)
+        super().__init__(file, dict(steps=steps), code() | self._measures, mix=mix, fresh=fresh)
         self._mix, self._fresh = mix, fresh
 
     def of(self, run: Run) -> dict | None:
@@ -143,10 +159,24 @@ class Kept(kept_lib.Kept):
         return self.found(run.cell.name, run.seed, run.identity)
 
     def keep(self, run: Run, workdir: pathlib.Path, **found) -> None:
-        """Keeps what a run came to, and what its folder says of code, data and machine."""
+        """Keeps what a run came to, and what its folder says of code, data and machine.
+
+        Raises:
+          UserError: it was trained on other data than another seed of its cell.
+        """
         made = about(workdir)
         code, _ = made.pop("code"), made.pop("identity")
-        self.put(run.cell.name, run.seed, run.identity, code, made, **found)
+        if others := self._data_of(run) - {"", made["data"]}:
+            raise UserError(
+                f"was trained on other data than other seeds of {run.cell.name} "
+                f"({made['data']} and {others.pop()}): begin a new result with --fresh"
+            )
+        self.put(run.cell.name, run.seed, run.identity, code | self._measures, made, **found)
+
+    def _data_of(self, run: Run) -> set[str]:
+        """Digests of the data of its cell's other seeds."""
+        others = self.runs.get(run.cell.name, {})
+        return {kept.get("data", "") for seed, kept in others.items() if seed != run.seed}
 
     def borrow(self, runs: Iterable[Run], files: Iterable[pathlib.Path]) -> list[str]:
         """Takes runs of the same config from other studies: of the same code, or any with --mix.
@@ -162,15 +192,27 @@ class Kept(kept_lib.Kept):
                 codes = other.get("codes", {})
                 kept = [k for seeds in other.get("runs", {}).values() for k in seeds.values()]
                 others += [(k, codes[k["code"]]) for k in kept if k.get("code") in codes]
-        same = lambda kept: not code_lib.changed(kept[1], code())
+        same = lambda kept: not code_lib.changed(kept[1], code() | self._measures)
         taken = []
         for kept, of in sorted(others, key=same, reverse=True):  # the same code comes first
             if (self._mix or same((kept, of))) and kept["identity"] in missing:
-                run = missing.pop(kept["identity"])
+                run = missing[kept["identity"]]
+                if self._data_of(run) - {"", kept.get("data", "")}:
+                    continue  # of other data
+                del missing[kept["identity"]]
                 self.runs.setdefault(run.cell.name, {})[run.seed] = kept
                 self.codes[kept["code"]] = of
                 taken.append(run.name)
         return taken
+
+
+def begin(run: Run, workdir: epath.Path) -> None:
+    """Writes what code and machine train a run into its folder, unless that says it."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not (workdir / ABOUT).exists():
+        made = {key: x for key, x in provenance.provenance().items() if key != "command"}
+        said = dict(identity=run.identity, code=code(), made_by=made)
+        write_atomically(workdir / ABOUT, json.dumps(said) + "\n")
 
 
 def about(workdir: pathlib.Path) -> dict:

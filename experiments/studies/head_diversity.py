@@ -11,16 +11,15 @@ are taken seed by seed. Runs go to --runs, resume, and keep what was measured of
 """
 
 import argparse
+from collections.abc import Iterable
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import functools
 import json
 import pathlib
 import sys
 
 from etils import epath
-import ml_collections
 
 from experiments import record
 from experiments.analysis import head_tables
@@ -28,9 +27,12 @@ from experiments.analysis import numbers as numbers_lib
 from experiments.analysis.head_tables import Findings
 from experiments.analysis.head_tables import Run
 from experiments.analysis.head_tables import Runs
+from experiments.studies import code as code_lib
 from experiments.studies import grid
+from experiments.studies import side_by_side
 from experiments.studies.demo_size import TINY
-from kvjax import experiment as experiment_lib
+from experiments.studies.demo_size import TOKENS_PER_STEP
+from experiments.studies.kept import claim
 from kvjax.analysis.words import mechanism_names
 from kvjax.convert import model as model_lib
 from kvjax.foundation import command_line
@@ -39,6 +41,8 @@ from kvjax.foundation import lists
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.checkout import EXPERIMENTS
+from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
@@ -54,29 +58,41 @@ OTHERS = (
 NAME = "analysis/head_diversity"  # of the result
 SNAPSHOTS = 4  # of a run, beside its first weights
 FILE = "head_diversity.json"  # in a workdir: what was measured of it
+_MEASURES = (PACKAGE / "analysis", EXPERIMENTS / "analysis")  # decide that
 
 
 # -- what is made ----------------------------------------------------------------------------------
 
 
-def config_of(mechanism: str, steps: int, seed: int) -> ml_collections.ConfigDict:
-    """That of a study's run, with snapshots."""
+def asked(mechanism: str, steps: int, seed: int) -> grid.Run:
+    """A study's run, with snapshots."""
     snapshots = {"train.snapshot_every": max(1, steps // SNAPSHOTS)}
-    return grid.Run(grid.Cell(mechanism, TINY(mechanism), snapshots), seed, steps).config
+    return grid.Run(grid.Cell(mechanism, TINY(mechanism), snapshots), seed, steps)
 
 
-def run(mechanism: str, steps: int, seed: int, folder: epath.Path) -> Run:
-    """Trains and measures what is not yet."""
-    workdir = folder / f"{mechanism}_seed{seed}_steps{steps}"
-    if not _finished(workdir, steps):
+def check(runs: Iterable[grid.Run], folder: epath.Path) -> None:
+    """Raises a UserError for folders of other configs, or whose runs other code trained."""
+    for one in runs:
+        if why := side_by_side.refused(one, folder, mix=False):
+            raise UserError(f"--runs = {folder}: {one.name} {why}; give another")
+
+
+def run(one: grid.Run, folder: epath.Path) -> Run:
+    """Trains and measures what is not yet, or was by other code."""
+    workdir = folder / one.name
+    if not _finished(workdir, one.steps):
+        grid.begin(one, workdir)
         with contextlib.redirect_stdout(sys.stderr):
-            loop.train(config_of(mechanism, steps, seed), workdir)
-    file = workdir / FILE
-    if not file.exists():
+            loop.train(one.config, workdir)
+    file, code = workdir / FILE, code_lib.code_of(_MEASURES)
+    kept = json_text.parse(file.read_text()) if file.exists() else {}
+    if kept.pop("code", None) != code:
         with progress.waiting(f"measuring {workdir.name}"):
-            found = dataclasses.asdict(measure(workdir))
-        write_atomically(file, json.dumps(found, indent=1) + "\n")
-    return _read(json_text.parse(file.read_text()))
+            kept = dataclasses.asdict(measure(workdir))
+        write_atomically(file, json.dumps(kept | dict(code=code), indent=1) + "\n")
+        kept = json_text.parse(file.read_text())
+        del kept["code"]
+    return _read(kept)
 
 
 def _read(found: dict) -> Run:
@@ -109,6 +125,8 @@ def _finished(workdir: epath.Path, steps: int) -> bool:
 def measure(workdir: epath.Path) -> Run:
     """Of a finished run."""
     snapshots = {one.step: model_lib.Trained(one) for one in trained.snapshots(workdir)}
+    if 0 not in snapshots:
+        raise UserError(f"{workdir} has no snapshot of its first weights: give another --runs")
     request = None  # effective ranks need no text
     records = metrics.read_records(workdir / metrics.METRICS)
     return Run(
@@ -147,7 +165,32 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if "://" not in str(options.runs):
         record.check_folder("--runs", pathlib.Path(options.runs))
     record.check(options.save)
+    if options.save and not options.saved:
+        _check_saved(options)
     return options
+
+
+def _check_saved(options: argparse.Namespace) -> None:
+    """Raises a UserError if a saved result has what this one would not."""
+    file = record.RESULTS / f"{NAME}.json"
+    claim(file)
+    if not file.exists():
+        return
+    runs, found = saved()
+    lost = [name for name in runs if name not in options.mechanisms]
+    seeds = max((seed for of in runs.values() for seed in of), default=-1) + 1
+    steps = found["tokens"] // TOKENS_PER_STEP
+    had = {
+        "mechanisms": f"{', '.join(lost)} too" if lost else "",
+        "seeds": f"{seeds} seeds" if options.seeds < seeds else "",
+        "steps": f"runs of {steps} steps" if options.steps != steps else "",
+    }
+    for option, more in had.items():
+        if more:
+            raise UserError(
+                f"--{option} --save: {file.name} has {more}, which would be lost: ask for them, "
+                "or move it away"
+            )
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -158,13 +201,14 @@ def main(arguments: Sequence[str]) -> None:
         _print(Findings(runs, before["mechanisms"]), before["tokens"], options)
         return
     runtime.start()
-    make = functools.partial(run, steps=options.steps, folder=options.runs)
+    order = [(name, seed) for seed in range(options.seeds) for name in options.mechanisms]
+    every = {(name, seed): asked(name, options.steps, seed) for name, seed in order}
+    check(every.values(), options.runs)
     runs: Runs = {name: {} for name in options.mechanisms}
-    for seed in range(options.seeds):
-        for name in options.mechanisms:
-            command_line.say(f"{name}, seed {seed} of {options.seeds}")
-            runs[name][seed] = make(name, seed=seed)
-    resolved = {m: experiment_lib.resolve(config_of(m, options.steps, 0)) for m in runs}
+    for (name, seed), one in every.items():
+        command_line.say(f"{name}, seed {seed} of {options.seeds}")
+        runs[name][seed] = run(one, options.runs)
+    resolved = {m: every[m, 0].experiment for m in runs}
     names = {m: mechanism_names(found.model.mechanisms) for m, found in resolved.items()}
     tokens = options.steps * next(iter(resolved.values())).tokens_per_step
     _print(Findings(runs, names), tokens, options)

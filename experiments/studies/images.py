@@ -211,7 +211,7 @@ def _cells(r: Mapping) -> tuple:
 
 def _rates(text: str) -> tuple[float, ...]:
     try:
-        found = tuple(map(float, text.split(",")))
+        found = tuple(dict.fromkeys(map(float, text.split(","))))
     except ValueError:
         found = (0.0,)
     if not all(0 < rate < 1 for rate in found):

@@ -17,6 +17,7 @@ import jax
 
 from experiments import record
 from experiments.studies import code as code_lib
+from experiments.studies import kept as kept_lib
 from experiments.studies.kept import Kept
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
@@ -151,8 +152,12 @@ def train(
     """
     code = code_lib.code_of((*_DECIDES, *places))
     file = record.RESULTS / f"{name}.json"
+    if options.save:
+        kept_lib.claim(file)
     kept = Kept(file, settings or {}, code, mix=options.mix, fresh=options.fresh)
     runs = [(cell, seed) for seed in range(options.seeds) for cell in cells]
+    if options.save:
+        kept.check((c.name, seed, c.identity) for c, seed in runs)
     missing = [(c, seed) for c, seed in runs if not kept.found(c.name, seed, c.identity)]
     made = {key: x for key, x in provenance.provenance().items() if key != "command"}
     failed: dict[str, str] = {}

@@ -1,15 +1,42 @@
 """What a study keeps of its finished runs, in its result: it goes on where it was stopped."""
 
+from collections.abc import Iterable
 from collections.abc import Mapping
+import fcntl
 import json
 import os
 import pathlib
+from typing import IO
 
 from etils import epath
 
 from experiments.studies import code as code_lib
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
+
+_CLAIMED: dict[pathlib.Path, IO] = {}  # locks, which go with the process
+
+
+def claim(file: pathlib.Path) -> None:
+    """Makes a result this process's own: to be called before it is read, by who will write it.
+
+    Raises:
+      UserError: another process writes it: each would write over the other's runs.
+    """
+    file = file.resolve()
+    if file in _CLAIMED:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = open(file.parent / f".{file.name}.lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise UserError(
+            f"--save: another process writes {os.path.relpath(file)}: wait until it has ended, or "
+            "leave out --save"
+        ) from error
+    _CLAIMED[file] = lock
 
 
 class Kept:
@@ -38,7 +65,7 @@ class Kept:
           settings: options that all runs share, as {"steps": 256}.
           code: of now, see `code_of`.
         """
-        self.settings = dict(settings)
+        self.settings, self._file = dict(settings), file
         self.runs: dict[str, dict[int, dict]] = {}
         self.codes: dict[str, dict[str, str]] = {}
         if fresh or not file.exists():
@@ -72,6 +99,21 @@ class Kept:
         """What is kept of a run; None of one that is not there, or was asked otherwise."""
         kept = self.runs.get(cell, {}).get(seed)
         return kept if kept and kept["identity"] == identity else None
+
+    def check(self, asked: Iterable[tuple[str, int, str]]) -> None:
+        """Raises a UserError if a run that is kept would be written over: asked otherwise then.
+
+        Args:
+          asked: cells, seeds and identities.
+        """
+        for cell, seed, identity in asked:
+            kept = self.runs.get(cell, {}).get(seed)
+            if kept and kept["identity"] != identity:
+                raise UserError(
+                    f"--save: {os.path.relpath(self._file)} has {cell}, seed {seed}, of other "
+                    "options or data: give those, leave out --save, or give --fresh to begin a "
+                    "new result"
+                )
 
     def put(
         self, cell: str, seed: int, identity: str, code: Mapping[str, str], made: Mapping, **found

@@ -23,9 +23,11 @@ from experiments.studies import grid
 from experiments.studies import side_by_side
 from experiments.studies.code import in_short
 from experiments.studies.demo_size import STUDIES
+from experiments.studies.demo_size import TOKENS_PER_STEP
 from experiments.studies.grid import Cell
 from experiments.studies.grid import Kept
 from experiments.studies.grid import Run
+from experiments.studies.kept import claim
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
@@ -37,7 +39,6 @@ from kvjax.foundation.estimate import difference
 from kvjax.foundation.estimate import estimate
 from kvjax.foundation.output import Output
 
-TOKENS_PER_STEP = 32 * 256  # of the tiny configs
 FOLDER = "studies"  # of results
 
 
@@ -153,9 +154,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     study, name = STUDIES[options.study], f"{FOLDER}/{options.study}"
     cells = options.chosen
-    kept = Kept(
-        record.RESULTS / f"{name}.json", options.steps, mix=options.mix, fresh=options.fresh
-    )
+    file = record.RESULTS / f"{name}.json"
+    if options.save:
+        claim(file)
+    kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh)
     runs = [Run(cell, seed, options.steps) for seed in range(options.seeds) for cell in cells]
 
     others = [record.RESULTS / FOLDER / f"{one}.json" for one in STUDIES if one != options.study]

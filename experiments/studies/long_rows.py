@@ -24,9 +24,11 @@ import numpy as np
 from experiments import record
 from experiments.studies import demo_size
 from experiments.studies import side_by_side
+from experiments.studies.demo_size import TOKENS_PER_STEP
 from experiments.studies.grid import Cell
 from experiments.studies.grid import Kept
 from experiments.studies.grid import Run
+from experiments.studies.kept import claim
 from experiments.tasks import text
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import command_line
@@ -47,7 +49,6 @@ LENGTHS = (256, 1024)  # tokens of a row that is trained on
 JUDGED = 1024  # tokens of a row that is judged
 EDGES = (0, 64, 256, 512, 1024)
 ROWS, BATCH = 96, 8
-TOKENS_PER_STEP = 8_192
 
 
 def cell(mechanism: str, length: int) -> Cell:
@@ -154,9 +155,11 @@ def main(arguments: Sequence[str]) -> int:
     """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
-    kept = Kept(
-        record.RESULTS / f"{NAME}.json", options.steps, mix=options.mix, fresh=options.fresh
-    )
+    file, places = record.RESULTS / f"{NAME}.json", map(pathlib.Path, (__file__, text.__file__))
+    if options.save:
+        claim(file)
+    how = dict(mix=options.mix, fresh=options.fresh, places=places)
+    kept = Kept(file, options.steps, **how)
     cells = [cell(name, length) for length in LENGTHS for name in options.mechanisms]
     runs = [Run(one, seed, options.steps) for seed in range(options.seeds) for one in cells]
 

@@ -113,9 +113,10 @@ def workdir(folder: epath.Path, seed: int) -> epath.Path:
     """Of the run whose layers have one rank; a UserError unless the folder of runs has it whole."""
     study = STUDIES["lrkv_layer_ranks"]
     cell = next(cell for cell in study.cells() if cell.name == UNIFORM)
-    name = Run(cell, seed, study.steps).name
+    asked = Run(cell, seed, study.steps)
+    name = asked.name
     run = folder / name
-    if study.steps not in side_by_side.curve(pathlib.Path(run)):
+    if not side_by_side.is_whole(asked, pathlib.Path(folder)):
         there = "an unfinished" if run.exists() else "no"
         raise UserError(
             f"--runs = {folder}: has {there} {name}; `python -m "

@@ -88,9 +88,8 @@ class Trainer:
     def train(self, variant: str, shape: tuple[int, ...], place: str, seed: int) -> dict:
         """The share of test sets that are right; of validation too, by step."""
         model, features = self._learner(variant, shape), self.features
-        fixed = lambda part: (
-            list(anomalies.batches(part, np.random.default_rng(42), place, size=500))
-            or list(anomalies.batches(part, np.random.default_rng(42), place, size=len(part[1])))
+        fixed = lambda part: list(
+            anomalies.batches(part, np.random.default_rng(42), place, size=500, whole=True)
         )
         validation, test = fixed(features.validation), fixed(features.test)
         curve: dict[int, float] = {}

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
 import contextlib
-import json
 import os
 import pathlib
 import queue
@@ -30,12 +29,13 @@ from experiments.studies.grid import Kept
 from experiments.studies.grid import Run
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
-from kvjax.foundation import provenance
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.files import write_atomically
+from kvjax.foundation.errors import first_line
+from kvjax.workdir import checkpoint
 from kvjax.workdir import metrics
+from kvjax.workdir import storage
 
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -102,37 +102,51 @@ def train_missing(
     """Trains the runs that are not kept, and keeps them; by run why it failed.
 
     Args:
-      options: those of `add_options`, with --runs as a path.
+      options: those of `add_options`, with --runs as a path, and --save.
       after: called after each run that is kept, with what has failed so far.
       more: what is kept of a run beside its `figures`, from its folder.
     """
     failed: dict[str, str] = {}
+    if options.save:
+        kept.check((run.cell.name, run.seed, run.identity) for run in runs)
     missing = [run for run in runs if not kept.of(run)]
     how = dict(processes=options.processes, mix=options.mix)
     with contextlib.closing(train(missing, options.runs, **how)) as ended:
         for run, why in ended:
+            workdir = options.runs / run.name
+            if not why:
+                try:
+                    kept.keep(run, workdir, **figures(run, options.runs), **more(workdir))
+                except UserError as error:
+                    why = first_line(error)
             if why:
                 failed[run.name] = why
                 command_line.say(f"{run.name}: {why}")
             else:
-                workdir = options.runs / run.name
-                kept.keep(run, workdir, **figures(run, options.runs), **more(workdir))
                 after(failed)
     return failed
 
 
-def _finished(run: Run, folder: pathlib.Path, *, mix: bool) -> tuple[bool, str]:
-    """Whether a run lies there whole, and why it may be neither taken nor gone on with."""
+def is_whole(run: Run, folder: pathlib.Path) -> bool:
+    """Whether a run has been evaluated at its end, and has the weights that were."""
     workdir = folder / run.name
+    if run.steps not in curve(workdir):
+        return False
+    return run.steps in storage.steps(epath.Path(workdir) / checkpoint.CHECKPOINTS)
+
+
+def refused(run: Run, folder: epath.PathLike, *, mix: bool) -> str:
+    """Why what lies there may be neither taken nor gone on with; "" if it may, or nothing does."""
+    workdir = epath.Path(folder) / run.name
     if not (workdir / grid.ABOUT).exists():
         begun = any(workdir.glob("*.jsonl")) if workdir.exists() else False
-        return False, "does not say what code trained it" if begun else ""
+        return "does not say what code trained it" if begun else ""
     about = grid.about(workdir)
     if about["identity"] != run.identity:
-        return False, "is of another config"
+        return "is of another config"
     if (files := code_lib.changed(about["code"], grid.code())) and not mix:
-        return False, f"was trained by other code ({code_lib.in_short(files)})"
-    return run.steps in curve(workdir), ""
+        return f"was trained by other code ({code_lib.in_short(files)})"
+    return ""
 
 
 def train(
@@ -150,15 +164,14 @@ def train(
       UserError: folders of other configs or of other code; before anything is trained.
     """
     grid.code()  # what every run must have been trained by
-    found = {run.name: _finished(run, folder, mix=mix) for run in runs}
-    refused = [f"{name} {why}" for name, (_, why) in found.items() if why]
-    if refused:
+    unfit = [f"{run.name} {why}" for run in runs if (why := refused(run, folder, mix=mix))]
+    if unfit:
         raise UserError(
-            f"{os.path.relpath(folder)}: {refused[0]}"
-            + (f", and {len(refused) - 1} more are like it" if len(refused) > 1 else "")
+            f"{os.path.relpath(folder)}: {unfit[0]}"
+            + (f", and {len(unfit) - 1} more are like it" if len(unfit) > 1 else "")
             + ". Give another --runs, or --mix if a change of code decides no number"
         )
-    there = {name: whole for name, (whole, _) in found.items()}
+    there = {run.name: is_whole(run, folder) for run in runs}
     missing = [run for run in runs if not there[run.name]]
     yield from ((run, "") for run in runs if there[run.name])
     if not missing:
@@ -186,7 +199,8 @@ def _ends_as_interrupted():
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, interrupt) for number in _ENDS}
+    heard = [number for number in _ENDS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:
@@ -234,10 +248,7 @@ class _Processes:
             return f"the code changed after the study began ({code_lib.in_short(files)})"
         workdir = self._folder / run.name
         workdir.mkdir(parents=True, exist_ok=True)
-        if not (workdir / grid.ABOUT).exists():
-            made = {key: x for key, x in provenance.provenance().items() if key != "command"}
-            about = dict(identity=run.identity, code=grid.code(), made_by=made)
-            write_atomically(epath.Path(workdir / grid.ABOUT), json.dumps(about) + "\n")
+        grid.begin(run, epath.Path(workdir))
         if cores:
             os.sched_setaffinity(0, cores)  # of this thread, and of the process that it begins
         log_file = self._folder / f"{run.name}.log"

@@ -21,9 +21,11 @@ import jax.numpy as jnp
 from experiments import record
 from experiments.studies import grid
 from experiments.studies import side_by_side
+from experiments.studies.demo_size import TOKENS_PER_STEP
 from experiments.studies.grid import Cell
 from experiments.studies.grid import Kept
 from experiments.studies.grid import Run
+from experiments.studies.kept import claim
 from kvjax import experiment as experiment_lib
 from kvjax.analysis.words import mechanism_names
 from kvjax.costs import formulas
@@ -48,7 +50,6 @@ _WIDE = ("mfa_kr", "tpa_kv_only", "tpa", "gta", "shared_kv", "mfa", "mla_lrkv")
 NARROW = tuple(f"{name}_narrow" for name in _NARROW)
 WIDE = tuple(f"{name}_wide" for name in _WIDE)
 EVERY = (*OWN, *NARROW, *WIDE)
-TOKENS_PER_STEP = 32 * 256  # of the tiny configs
 STEPS = 256  # 2.1M tokens
 NAME = "small_caches"
 SPEED = "small_caches_speed"  # the result of the study of that name
@@ -160,6 +161,8 @@ def main(arguments: Sequence[str]) -> int:
     runtime.start()
     out, file = Output(options), record.RESULTS / f"{NAME}.json"
     runs = runs_of(options.mechanisms, options.seeds, options.steps)
+    if options.save:
+        claim(file)
     kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh)
 
     def save(failed: Mapping[str, str]) -> None:

@@ -135,9 +135,13 @@ def sets(part: Part, rng: np.random.Generator, place: str) -> Iterator[tuple[np.
 
 
 def batches(
-    part: Part, rng: np.random.Generator, place: str, size: int
+    part: Part, rng: np.random.Generator, place: str, size: int, *, whole: bool = False
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Features [B, 10, F] and places [B]; what is left of an epoch is dropped."""
+    """Features [B, 10, F] and places [B].
+
+    Args:
+      whole: whether what is left of an epoch is a batch of its own; it is dropped otherwise.
+    """
     rows, places = [], []
     for row, at in sets(part, rng, place):
         rows.append(row)
@@ -145,3 +149,5 @@ def batches(
         if len(rows) == size:
             yield dict(x=part[0][np.stack(rows)], y=np.asarray(places, np.int32))
             rows, places = [], []
+    if whole and rows:
+        yield dict(x=part[0][np.stack(rows)], y=np.asarray(places, np.int32))

@@ -1,6 +1,7 @@
 """The study of head diversity: what it trains, keeps and says, on made-up runs."""
 
 import json
+import types
 
 from etils import epath
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from experiments import record
 from experiments.analysis import numbers as numbers_lib
 from experiments.analysis.head_tables import Run
+from experiments.studies import grid
 from experiments.studies import head_diversity
 from experiments.studies.demo_size import STUDIES
 from experiments.studies.grid import Run as GridRun
@@ -34,7 +36,11 @@ def run(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     drift = dict(lrkv=(0.0, 0.2, 0.1))
-    of = lambda name, steps, seed, folder: _made(name, seed, drift.get(name, (0.0,) * 3)[seed])
+
+    def of(one, folder):
+        name, seed = one.cell.name, one.seed
+        return _made(name, seed, drift.get(name, (0.0,) * 3)[seed])
+
     monkeypatch.setattr(head_diversity, "run", of)
 
     def run(*options):
@@ -108,7 +114,7 @@ def test_bad_values(run, option, message):
 
 
 def test_the_configs_are_those_of_the_study_of_mechanisms_with_snapshots():
-    found = head_diversity.config_of("lrkv", 8, 3)
+    found = head_diversity.asked("lrkv", 8, 3).config
     (cell,) = (cell for cell in STUDIES["mechanisms"].cells() if cell.name == "lrkv")
     expected = GridRun(cell, 3, 8).config
     assert found.train.snapshot_every == 2 and not expected.train.snapshot_every
@@ -121,25 +127,58 @@ def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(head_diversity, "_finished", lambda workdir, steps: True)
     monkeypatch.setattr(head_diversity, "measure", lambda workdir: made.append(0) or _made("mha"))
     (tmp_path / "mha_seed0_steps8").mkdir()
+    one = head_diversity.asked("mha", 8, 0)
     for _ in range(2):
-        assert head_diversity.run("mha", 8, 0, epath.Path(tmp_path)) == _made("mha")
+        assert head_diversity.run(one, epath.Path(tmp_path)) == _made("mha")
     assert len(made) == 1
+    monkeypatch.setattr(head_diversity.code_lib, "code_of", lambda _: {"analysis/spectrum.py": "x"})
+    for _ in range(2):
+        assert head_diversity.run(one, epath.Path(tmp_path)) == _made("mha")
+    assert len(made) == 2
+
+
+def test_folders_of_other_runs_are_refused(run, tmp_path):
+    """Of another config, and those that do not say what code trained them."""
+    folder = tmp_path / "runs"
+    grid.begin(head_diversity.asked("lrkv", 8, 1), epath.Path(folder / "mha_seed0_steps8"))
+    status, _, err = run("--mechanisms=mha", "--steps=8", "--seeds=1", f"--runs={folder}")
+    assert status == 2 and "mha_seed0_steps8 is of another config; give another" in err
+    (folder / "mha_seed0_steps8" / grid.ABOUT).unlink()
+    (folder / "mha_seed0_steps8" / "metrics.jsonl").write_text("")
+    status, _, err = run("--mechanisms=mha", "--steps=8", "--seeds=1", f"--runs={folder}")
+    assert status == 2 and "does not say what code trained it" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--mechanisms=mha,lrkv",), "--mechanisms --save: head_diversity.json has gqa, mqa, mla"),
+        ((FIVE, "--seeds=2"), "--seeds --save: head_diversity.json has 3 seeds, which would be"),
+        ((FIVE, "--steps=4"), "--steps --save: head_diversity.json has runs of 128 steps"),
+    ],
+)
+def test_a_saved_result_loses_nothing(run, options, said):
+    assert run(FIVE, "--save")[0] == 0
+    file = record.RESULTS / "analysis" / "head_diversity.json"
+    before = file.read_text()
+    status, _, err = run(*options, "--save")
+    assert status == 2 and said in " ".join(err.split()) and file.read_text() == before
 
 
 @pytest.mark.slow
 def test_a_run_is_trained_once_and_measured_at_its_ends(monkeypatch, tmp_path):
     config = runs.small_config(runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data"))
     config.train.update(num_steps=4, snapshot_every=2)
-    monkeypatch.setattr(head_diversity, "config_of", lambda *_: config)
+    one = types.SimpleNamespace(name="lrkv", steps=4, config=config, identity="x")
     of_model = lambda model, trained=True: dict(trained=float(trained))
     monkeypatch.setattr(numbers_lib, "of_model", of_model)
     folder = epath.Path(tmp_path)
-    found = head_diversity.run("lrkv", 4, 0, folder)
+    found = head_diversity.run(one, folder)
     assert sorted(found.steps) == [0, 2, 4] and 0 < found.steps[0]["share"] <= 100
     assert found.trained == dict(trained=1.0) and found.untrained == dict(trained=0.0)
     assert found.bits_per_byte > 0
     monkeypatch.setattr(head_diversity.loop, "train", None)  # it is finished
-    assert head_diversity.run("lrkv", 4, 0, folder) == found
+    assert head_diversity.run(one, folder) == found
 
 
 def test_a_saved_result_is_printed_as_it_was(run, monkeypatch):

@@ -1,8 +1,10 @@
 """Grids of runs: what a run is, which are trained again, what is never mixed."""
 
+import argparse
 import json
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import threading
@@ -33,6 +35,8 @@ if "mqa" in workdir.name and "seed1" in workdir.name:
 records = [dict(step=4, validation_bpb=2.5), dict(step=8, validation_bpb=2.0)]
 (workdir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\\n" for r in records))
 (workdir / "timing.jsonl").write_text(json.dumps(dict(step=8, tokens_per_second=1000.0)) + "\\n")
+(workdir / "checkpoints" / "8").mkdir(parents=True, exist_ok=True)
+(workdir / "checkpoints" / "8" / "_CHECKPOINT_METADATA").write_text("{}")
 """
 
 
@@ -162,6 +166,52 @@ def test_code_that_changes_while_a_study_runs(trains, tmp_path, monkeypatch):
     monkeypatch.setattr(grid, "code_now", lambda: {"optim.py": "changed"})
     (why,) = _train([_run()], tmp_path).values()
     assert why.startswith("the code changed after the study began (") and not trains
+
+
+@pytest.mark.slow
+def test_a_run_without_its_last_weights_goes_on(trains, tmp_path):
+    _train([_run()], tmp_path)
+    shutil.rmtree(tmp_path / "mha_seed0_steps8" / "checkpoints")
+    assert side_by_side.curve(tmp_path / "mha_seed0_steps8") and len(trains) == 1
+    assert _train([_run()], tmp_path) == {"mha_seed0_steps8": ""} and len(trains) == 2
+
+
+@pytest.mark.slow
+def test_what_cannot_be_measured_is_a_run_that_failed(trains, tmp_path):
+    """The others are kept; so is one of other data left out."""
+    (tmp_path / "runs").mkdir()
+    kept = Kept(tmp_path / "kept.json", STEPS, mix=False, fresh=False)
+    given = dict(runs=tmp_path / "runs", processes=1, mix=False, save=True)
+    options, after = argparse.Namespace(**given), []
+
+    def more(workdir):
+        (workdir / "dataset.json").write_text("other" if "seed2" in workdir.name else "data")
+        if "seed1" in workdir.name:
+            raise UserError("has no room")
+        return dict(more=1)
+
+    runs = [_run(seed=seed) for seed in range(3)]
+    failed = side_by_side.train_missing(runs[:2], kept, options, after.append, more)
+    assert failed == {"mha_seed1_steps8": "has no room"} and len(after) == 1
+    assert kept.of(runs[0])["more"] == 1 and kept.of(runs[1]) is None
+    more(tmp_path / "runs" / "mha_seed0_steps8")
+    kept.keep(runs[0], tmp_path / "runs" / "mha_seed0_steps8", bpb=2.0)
+    _train(runs[2:], tmp_path / "runs")
+    more(tmp_path / "runs" / "mha_seed2_steps8")
+    failed = side_by_side.train_missing(runs[2:], kept, options, after.append)
+    assert "other data than other seeds of mha" in failed["mha_seed2_steps8"]
+
+
+def test_what_nohup_ignores_ends_nothing(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with side_by_side._ends_as_interrupted():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_interrupted_study_interrupts_its_runs(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from experiments.studies import set_anomaly
 from experiments.tasks import anomalies
 from experiments.tasks import encoders
 from experiments.tasks import images as images_lib
+from kvjax.foundation.errors import UserError
 from kvjax.model.labeller import Labeller
 
 
@@ -74,6 +75,12 @@ def _state(make):
 
 def _kept(runs):
     return types.SimpleNamespace(runs=runs)
+
+
+def test_rates_are_numbers_each_once():
+    assert images._rates("0.001,1e-3,0.0001") == (0.001, 0.0001)
+    with pytest.raises(UserError, match="--rates=2: must be numbers between 0 and 1"):
+        images._rates("2")
 
 
 def test_rows_are_means_over_cells_of_seeds_that_all_have():

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -14,6 +16,7 @@ from experiments.studies import sequence_tasks
 from experiments.studies import set_anomaly
 from experiments.studies.in_process import Cell
 from kvjax.foundation import command_line
+from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 
 
@@ -52,8 +55,28 @@ def test_what_is_there_is_not_trained_again(results, capfd):
     _train([_cell("a", trained), _cell("b", trained)])
     assert trained == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert "3 runs of 4 to train" in capfd.readouterr().err
-    _train([_cell("a", trained, width=2)], seeds=1)  # another question
+    before = (results / "study.json").read_text()
+    with pytest.raises(UserError, match=r"study.json has a, seed 0, of other options or data"):
+        _train([_cell("a", trained, width=2)], seeds=1)
+    assert (results / "study.json").read_text() == before and len(trained) == 4
+    _train([_cell("a", trained, width=2)], seeds=1, save=False)  # nothing is written over
     assert trained[-1] == ("a", 0) and len(trained) == 5
+
+
+def test_a_result_has_one_writer(results):
+    """A second process would write over the first one's runs; the same one may go on."""
+    _train([_cell("a", [])], seeds=1)
+    claims = (
+        "import pathlib, sys\n"
+        "from experiments.studies import kept\n"
+        "from kvjax.foundation.errors import UserError\n"
+        "try: kept.claim(pathlib.Path(sys.argv[1]))\n"
+        "except UserError as error: print(error)\n"
+    )
+    command = [sys.executable, "-c", claims, str(results / "study.json")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "another process writes" in said and "leave out --save" in said
+    assert len(_train([_cell("a", []), _cell("b", [])], seeds=1)[0].runs) == 2
 
 
 def test_runs_of_other_code_are_not_mixed(results, monkeypatch):
@@ -96,7 +119,7 @@ def test_a_mean_is_over_runs_that_were_asked_alike(results):
     trained = []
     first, second = _cell("a", trained, data="one"), _cell("a", trained, data="another")
     _train([first], seeds=3)
-    kept, _ = _train([second], seeds=1)
+    kept, _ = _train([second], seeds=1, save=False)
     assert in_process.means([second], kept, "right", data="another") == {0: 0.0}
     assert in_process.means([first], kept, "right", data="one") == {1: 0.5, 2: 1.0}
 

@@ -82,4 +82,9 @@ def test_a_run_must_be_finished(tmp_path):
         if said:
             with pytest.raises(UserError, match=said):
                 rank_allocation.workdir(tmp_path, 1)
+    with pytest.raises(UserError, match="an unfinished lrkv_uniform_seed1"):  # without its weights
+        rank_allocation.workdir(tmp_path, 1)
+    saved = run / "checkpoints" / "128"
+    saved.mkdir(parents=True)
+    (saved / "_CHECKPOINT_METADATA").write_text("{}")
     assert rank_allocation.workdir(tmp_path, 1) == run

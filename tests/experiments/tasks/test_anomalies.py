@@ -36,6 +36,14 @@ def test_batches_hold_the_features_of_their_sets(features):
         assert at == expected and np.array_equal(x, features.train[0][row])
 
 
+def test_what_is_left_of_an_epoch_is_dropped_or_a_batch(features):
+    sizes = lambda **how: [
+        len(batch["y"])
+        for batch in anomalies.batches(features.test, np.random.default_rng(1), "last", 20, **how)
+    ]
+    assert sizes() == [20, 20] and sizes(whole=True) == [20, 20, 10]
+
+
 def test_a_tenth_of_each_class_is_held_out(features):
     for label in range(5):
         counts = [int((part[1] == label).sum()) for part in (features.train, features.validation)]
