@@ -7,7 +7,8 @@ embedded corpus (Shakespeare and the King James Bible).
 
 Parameters: 1,294,336 parameters, 1,032,192 without the input embedding; 512 cache bytes
 per token in bfloat16; 0.008 GFLOP per trained token.
-Hardware: two CPU cores, 4.1M tokens in five to seven minutes. Measured: see experiments/README.md.
+Hardware: two CPU cores, 4.1M tokens in five to seven minutes.
+Measured: see experiments/reports/lrkv.md.
 """
 
 from kvjax import recipes

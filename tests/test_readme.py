@@ -10,14 +10,23 @@ from experiments.tables import decode_roofline
 from experiments.tables import figures
 from experiments.tables import parameter_table
 from kvjax.foundation import command_line
+from kvjax.foundation.checkout import EXPERIMENTS
 from kvjax.foundation.checkout import ROOT
 
-FILES = ("README.md", "AGENTS.md", "configs/README.md", "experiments/README.md")
+PAGES = tuple(
+    f"experiments/reports/{f.name}" for f in sorted((EXPERIMENTS / "reports").glob("*.md"))
+)
+FILES = ("README.md", "AGENTS.md", "configs/README.md", "experiments/README.md", *PAGES)
 OURS = ("kvjax", "experiments", "configs", "tests", "notebooks")
 
 
 def _text(name):
     return (ROOT / name).read_text()
+
+
+def _links(name):
+    """Those that lead to files of the repository, or to places in them."""
+    return re.findall(r"\]\((?!https?:)([^)\s]+)\)", _text(name))
 
 
 def _anchors(text):
@@ -41,9 +50,13 @@ def test_the_readme_is_short():
     assert len(_text("README.md").splitlines()) <= 200
 
 
+def test_every_page_of_reports_is_found():
+    assert set(PAGES) <= {f"experiments/{link}" for link in _links("experiments/README.md")}
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_links_lead_somewhere(name):
-    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", _text(name)):
+    for link in _links(name):
         path, _, anchor = link.partition("#")
         target = (ROOT / name).parent / path if path else ROOT / name
         target = target.resolve().relative_to(ROOT.resolve())
@@ -65,11 +78,13 @@ def test_files_and_commands_that_are_named_are_there(name):
         assert target in targets, target
 
 
-@pytest.mark.parametrize("table", [parameter_table, decode_roofline])
-def test_tables_are_what_their_commands_print(capsys, table):
+@pytest.mark.parametrize(
+    ("table", "page"), [(parameter_table, "configs"), (decode_roofline, "mechanisms")]
+)
+def test_tables_are_what_their_commands_print(capsys, table, page):
     assert command_line.status(table.main, ["--markdown"]) == 0
     printed = capsys.readouterr().out.strip()
-    assert printed in _text("experiments/README.md"), f"python -m {table.__name__}"
+    assert printed in _text(f"experiments/reports/{page}.md"), f"python -m {table.__name__}"
 
 
 @pytest.mark.slow

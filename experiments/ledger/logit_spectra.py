@@ -208,7 +208,7 @@ CLAIMS = (
         "Table 1",
         "cumulative shares for five models",
         "",
-        Elsewhere(f"{_FIVE}; two other models stand in experiments/README.md"),
+        Elsewhere(f"{_FIVE}; two other models stand in experiments/reports/analysis.md"),
         _SPECTRA,
     ),
     Claim(
@@ -351,7 +351,7 @@ CLAIMS = (
         "",
         Elsewhere(
             "these models; thin keys' Tables 5 to 7 and LRKV compress with fixed projections, and "
-            "so do converted models in experiments/README.md (Converted models)"
+            "so do converted models in experiments/reports/conversion.md"
         ),
         "python -m experiments.studies.conversion",
     ),

@@ -87,7 +87,7 @@ CLAIMS = (
             },
             lambda: (
                 "under RoPE the rotation stands between B and R. kvjax decodes exactly at a cost "
-                "of its own (experiments/README.md, LRKV under RoPE)"
+                "of its own (experiments/reports/decoding.md, LRKV under RoPE)"
             ),
         ),
         "pytest tests/attention/test_law.py",

@@ -213,5 +213,5 @@ def overhead_said() -> str:
     found = ", ".join(f"{name} {more:.2f}" for name, more in overhead().items())
     return (
         f"{found} of MHA's FLOPs per cached token more at d36, as it is computed here exactly "
-        "(experiments/README.md, LRKV under RoPE)"
+        "(experiments/reports/decoding.md, LRKV under RoPE)"
     )

@@ -125,7 +125,8 @@ CLAIMS = (
                 "2",
                 lambda: _users(_KV_TIED) / _users(_QKV),
                 "by section 3.3.3. Tokens/s are measured nowhere; under RoPE Q-K=V must rotate "
-                "keys as it reads them (experiments/README.md, Decode attention of one layer)",
+                "keys as it reads them (experiments/reports/decoding.md, Decode attention of "
+                "one layer)",
             )
         ),
         "",

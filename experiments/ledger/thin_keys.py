@@ -25,7 +25,7 @@ _CONVERSION = "python -m experiments.studies.conversion"
 _DEMO = "bits per byte, width 128, 1.0M tokens"
 _GPT2 = (
     "GPT-2's weights and WikiText-2; the same cuts of SmolLM2 and Whisper stand in "
-    "experiments/README.md"
+    "experiments/reports/conversion.md"
 )
 _WIKITEXT = "WikiText"
 

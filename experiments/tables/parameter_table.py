@@ -3,8 +3,8 @@
     python -m experiments.tables.parameter_table [--markdown]
 
 Configs in folders of configs/ stand in the table of scaling_table.py. LRKV paper:
-section 5 (scales), Table 2 (cache), with the corrections in experiments/README.md, whose table is
-what --markdown prints.
+section 5 (scales), Table 2 (cache), with the corrections in experiments/reports/configs.md, whose
+table is what --markdown prints.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""What every paper-scale config needs of its chips: the table in experiments/README.md.
+"""What every paper-scale config needs of its chips: the table in experiments/reports/configs.md.
 
     python -m experiments.tables.scaling_table --compile            # minutes for each config
     python -m experiments.tables.scaling_table --compile --only='*_128m'
@@ -39,7 +39,7 @@ from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import identity
 
-README = ROOT / "experiments" / "README.md"
+PAGE = ROOT / "experiments" / "reports" / "configs.md"
 BEGIN = "<!-- written by `python -m experiments.tables.scaling_table` -->"
 END = "<!-- to here -->"
 # Keys that a training step does not depend on: a result outlives their change.
@@ -181,7 +181,7 @@ def row(note: LabNote, target: Target) -> list[str]:
     e = target.experiment
     axes = {name: n for name, n in target.mesh.items() if n > 1}
     flops = formulas.training_flops_per_token(e.model, e.data.sequence_length)
-    path = pathlib.Path(os.path.relpath(note.path, README.parent)).as_posix()
+    path = pathlib.Path(os.path.relpath(note.path, PAGE.parent)).as_posix()
     cells = dict.fromkeys(_COLUMNS, "") | {
         "config": f"[{note.name}]({path})",
         "parameters": f"{formulas.parameters(e.model)['total']:,}",
@@ -246,12 +246,12 @@ def time_line(target: Target, found: Outcome) -> str:
 
 
 def written(notes: Sequence[LabNote]) -> dict[pathlib.Path, str]:
-    """The README and every config as they must read.
+    """The page and every config as they must read.
 
     Raises:
       UserError: a file lacks the line, or the marks, between which to write.
     """
-    texts = {README: _replace(README, f"(?s)({BEGIN}\n).*?(\n{END})", f"\n{table(notes)}")}
+    texts = {PAGE: _replace(PAGE, f"(?s)({BEGIN}\n).*?(\n{END})", f"\n{table(notes)}")}
     for note in notes:
         line = time_line(note.targets[0], outcome(note, note.targets[0]))
         texts[note.path] = _replace(note.path, r"(?m)^()At least.*()$", line)

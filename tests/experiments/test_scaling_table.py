@@ -81,14 +81,14 @@ def test_readme_and_lab_notes_say_what_the_results_say():
 def place(tmp_path, monkeypatch):
     """A root with two configs, a README, no results, and a compiler that answers at once."""
     (tmp_path / "configs" / "long_context").mkdir(parents=True)
-    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "reports").mkdir(parents=True)
     for file in ("configs/mha_128m.py", "configs/long_context/lrkv_32k_2p5b.py"):
         shutil.copy(scaling_table.ROOT / file, tmp_path / file)
-    readme = tmp_path / "experiments" / "README.md"
-    readme.write_text(f"before\n{scaling_table.BEGIN}\nold\n{scaling_table.END}\nafter\n")
+    page = tmp_path / "experiments" / "reports" / "configs.md"
+    page.write_text(f"before\n{scaling_table.BEGIN}\nold\n{scaling_table.END}\nafter\n")
     results = tmp_path / "experiments" / "results" / "aot"
     monkeypatch.setattr(aot, "RESULTS", results)
-    for name, path in dict(ROOT=tmp_path, README=readme).items():
+    for name, path in dict(ROOT=tmp_path, PAGE=page).items():
         monkeypatch.setattr(scaling_table, name, path)
     read_all = lab_notes.read_all
     monkeypatch.setattr(lab_notes, "read_all", lambda: read_all(tmp_path / "configs"))
@@ -143,9 +143,9 @@ def _line(path):
 
 def test_compile_then_write_then_check(place, capsys):
     short, long = place / "configs/mha_128m.py", place / "configs/long_context/lrkv_32k_2p5b.py"
-    readme = place / "experiments" / "README.md"
+    page = place / "experiments" / "reports" / "configs.md"
     before = long.read_text()
-    assert "not compiled yet" in readme.read_text()
+    assert "not compiled yet" in page.read_text()
     capsys.readouterr()
     assert _run("--compile", "--only=*32k*") == 0
     out = capsys.readouterr().out
@@ -153,7 +153,7 @@ def test_compile_then_write_then_check(place, capsys):
     assert out.endswith("s, 50.0% of HBM\nall compiled, and all fit\n")
     assert _run("--check") == 1
     out = capsys.readouterr().out
-    assert "experiments/README.md (is)" in out and "-At least: not known" in out
+    assert "experiments/reports/configs.md (is)" in out and "-At least: not known" in out
     assert long.read_text() == before
     assert _run() == 0
     line = (
@@ -162,11 +162,11 @@ def test_compile_then_write_then_check(place, capsys):
     )
     assert long.read_text() == before.replace("At least: not known, not compiled yet.", line)
     assert _line(short) == "At least: not known, not compiled yet."
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith(f"before\n{scaling_table.BEGIN}\n\n| config |")
     assert text.endswith(f"|\n\n{scaling_table.END}\nafter\n")
     assert (
-        "| [lrkv_32k_2p5b](../configs/long_context/lrkv_32k_2p5b.py) | 2,435,973,120 | 186,912 "
+        "| [lrkv_32k_2p5b](../../configs/long_context/lrkv_32k_2p5b.py) | 2,435,973,120 | 186,912 "
         "| v5p:2x2x4 | fsdp 8 x sequence 2 | dots | 1 | 47.5 | 50.0% | 46.325 "
         "| all-gather 1.75, reduce-scatter 2.00 | 65.4% | 42.4% | compute | 12.35 | 2,316 |\n"
     ) in text
@@ -186,7 +186,7 @@ def test_several_targets(place):
         scaling_table.result_file(note.name, target.topology).write_text(json.dumps(result))
     assert _run() == 0
     assert _line(note.path).startswith("At least 1.00 days for 787 exaFLOPs: ")
-    lines = (place / "experiments" / "README.md").read_text().splitlines()
+    lines = (place / "experiments" / "reports" / "configs.md").read_text().splitlines()
     cells = [line.split(" | ") for line in lines if "[lrkv_2p5b]" in line]
     assert [(c[3], c[4], c[-2]) for c in cells] == [
         ("v5p:2x2x4", "fsdp 16", "1.00"),
@@ -279,7 +279,10 @@ def test_what_does_not_fit_says_so(place, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("mha_128m on v5e:4x4: does not fit, 97.3% of HBM\n")
     assert _run() == 0
     assert _line(note.path).endswith("bound by compute; does not fit, 97.3% of HBM.")
-    assert "| ≤ 47.5 | **≤ 97.3%: does not fit** |" in (place / "experiments/README.md").read_text()
+    assert (
+        "| ≤ 47.5 | **≤ 97.3%: does not fit** |"
+        in (place / "experiments/reports/configs.md").read_text()
+    )
 
 
 def test_the_command_is_aots():
@@ -319,11 +322,11 @@ def test_a_lab_note_that_cannot_be_read(place, capsys, old, new, message):
 
 
 def test_readme_without_marks(place, capsys):
-    readme = place / "experiments" / "README.md"
-    readme.write_text("before\nafter\n")
+    page = place / "experiments" / "reports" / "configs.md"
+    page.write_text("before\nafter\n")
     assert _run() == 2
-    assert "README.md: must have" in capsys.readouterr().err
-    assert readme.read_text() == "before\nafter\n"
+    assert "configs.md: must have" in capsys.readouterr().err
+    assert page.read_text() == "before\nafter\n"
 
 
 def test_a_pattern_that_matches_nothing(place, capsys):
