@@ -162,21 +162,28 @@ class Kept(kept_lib.Kept):
         """Keeps what a run came to, and what its folder says of code, data and machine.
 
         Raises:
-          UserError: it was trained on other data than another seed of its cell.
+          UserError: it was trained on other data than another seed of its cell, or than what its
+            cell is compared with.
         """
         made = about(workdir)
         code, _ = made.pop("code"), made.pop("identity")
         if others := self._data_of(run) - {"", made["data"]}:
             raise UserError(
-                f"was trained on other data than other seeds of {run.cell.name} "
-                f"({made['data']} and {others.pop()}): begin a new result with --fresh"
+                f"was trained on other data ({made['data'] or 'which it does not name'}) than runs "
+                f"that it is compared with ({others.pop()}): give another --runs"
             )
         self.put(run.cell.name, run.seed, run.identity, code | self._measures, made, **found)
 
     def _data_of(self, run: Run) -> set[str]:
-        """Digests of the data of its cell's other seeds."""
-        others = self.runs.get(run.cell.name, {})
-        return {kept.get("data", "") for seed, kept in others.items() if seed != run.seed}
+        """Digests of the data of its cell's other seeds, and of what it is compared with."""
+        cells = (run.cell.name, run.cell.against)
+        others = [
+            kept.get("data", "")
+            for cell in cells
+            for seed, kept in self.runs.get(cell, {}).items()
+            if (cell, seed) != (run.cell.name, run.seed)
+        ]
+        return set(others)
 
     def borrow(self, runs: Iterable[Run], files: Iterable[pathlib.Path]) -> list[str]:
         """Takes runs of the same config from other studies: of the same code, or any with --mix.
@@ -217,6 +224,11 @@ def begin(run: Run, workdir: epath.Path) -> None:
 
 def about(workdir: pathlib.Path) -> dict:
     """What a run's folder says of its code, its data and the machine that trained it."""
-    file, data = workdir / ABOUT, workdir / "dataset.json"
-    found = json_text.read_object(epath.Path(file), "train the run anew")
-    return found | dict(data=code_lib.digest(data.read_text()) if data.exists() else "")
+    found = json_text.read_object(epath.Path(workdir / ABOUT), "train the run anew")
+    return found | dict(data=data_of(workdir))
+
+
+def data_of(workdir: epath.PathLike) -> str:
+    """A digest of what a run was trained on; "" if its folder does not say."""
+    file = epath.Path(workdir) / "dataset.json"
+    return code_lib.digest(file.read_text()) if file.exists() else ""

@@ -58,7 +58,7 @@ OTHERS = (
 NAME = "analysis/head_diversity"  # of the result
 SNAPSHOTS = 4  # of a run, beside its first weights
 FILE = "head_diversity.json"  # in a workdir: what was measured of it
-_MEASURES = (PACKAGE / "analysis", EXPERIMENTS / "analysis")  # decide that
+_MEASURES = (PACKAGE / "analysis", EXPERIMENTS / "analysis", pathlib.Path(__file__))  # decide that
 
 
 # -- what is made ----------------------------------------------------------------------------------
@@ -205,9 +205,14 @@ def main(arguments: Sequence[str]) -> None:
     every = {(name, seed): asked(name, options.steps, seed) for name, seed in order}
     check(every.values(), options.runs)
     runs: Runs = {name: {} for name in options.mechanisms}
+    data: dict[str, str] = {}
     for (name, seed), one in every.items():
         command_line.say(f"{name}, seed {seed} of {options.seeds}")
         runs[name][seed] = run(one, options.runs)
+        first = data.setdefault(grid.data_of(options.runs / one.name), one.name)
+        if len(data) > 1:
+            was = f"{first} was trained on other data than {next(iter(data.values()))}"
+            raise UserError(f"--runs = {options.runs}: {was}; give another")
     resolved = {m: every[m, 0].experiment for m in runs}
     names = {m: mechanism_names(found.model.mechanisms) for m, found in resolved.items()}
     tokens = options.steps * next(iter(resolved.values())).tokens_per_step

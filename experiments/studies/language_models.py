@@ -160,6 +160,8 @@ def main(arguments: Sequence[str]) -> int:
     kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh)
     runs = [Run(cell, seed, options.steps) for seed in range(options.seeds) for cell in cells]
 
+    if options.save:
+        kept.check((run.cell.name, run.seed, run.identity) for run in runs)
     others = [record.RESULTS / FOLDER / f"{one}.json" for one in STUDIES if one != options.study]
     if taken := kept.borrow(runs, others):
         command_line.say(f"{len(taken)} runs from results of other studies: {in_short(taken)}")

@@ -14,12 +14,7 @@ import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
-import math
 import pathlib
-
-from etils import epath
-import jax
-import numpy as np
 
 from experiments import record
 from experiments.studies import demo_size
@@ -29,8 +24,10 @@ from experiments.studies.grid import Cell
 from experiments.studies.grid import Kept
 from experiments.studies.grid import Run
 from experiments.studies.kept import claim
+from experiments.tasks import positions
 from experiments.tasks import text
-from kvjax.data.tokenizer import Tokenizer
+from experiments.tasks.positions import EDGES
+from experiments.tasks.positions import by_position
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import runtime
@@ -39,16 +36,11 @@ from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
 from kvjax.foundation.estimate import estimate
 from kvjax.foundation.output import Output
-from kvjax.model.loss import token_losses
-from kvjax.workdir import trained
 
 NAME = "long_rows"
 MECHANISMS = ("mha", "lrkv", "gqa", "mqa", "mla")
 FIRST = "mha"
 LENGTHS = (256, 1024)  # tokens of a row that is trained on
-JUDGED = 1024  # tokens of a row that is judged
-EDGES = (0, 64, 256, 512, 1024)
-ROWS, BATCH = 96, 8
 
 
 def cell(mechanism: str, length: int) -> Cell:
@@ -62,26 +54,6 @@ def cell(mechanism: str, length: int) -> Cell:
 
 def _name(mechanism: str, length: int) -> str:
     return mechanism if length == 256 else f"{mechanism}_t{length}"
-
-
-def rows_of(tokenizer: Tokenizer, count: int, length: int) -> tuple[np.ndarray, float]:
-    """Rows [count, length + 1] spread evenly over held-out text, and bytes per token of it."""
-    held_out = text.books("validation")
-    ids = np.asarray(tokenizer.encode(held_out), np.int32)
-    starts = np.linspace(0, len(ids) - length - 1, count).astype(np.int64)
-    return ids[starts[:, None] + np.arange(length + 1)[None]], len(held_out.encode()) / len(ids)
-
-
-def by_position(workdir: pathlib.Path) -> dict:
-    """Bits per byte between `EDGES`, of a trained run."""
-    loaded = trained.load(epath.Path(workdir))
-    rows, bytes_per_token = rows_of(loaded.tokenizer, ROWS, JUDGED)
-    judge = jax.jit(lambda model, x, y: token_losses(model, x, y, compute=loaded.compute))
-    parts = [rows[i : i + BATCH] for i in range(0, ROWS, BATCH)]
-    nats_T = np.mean([judge(loaded.model, x[:, :-1], x[:, 1:]) for x in parts], axis=(0, 1))
-    between = itertools.pairwise(EDGES)
-    bits = [float(nats_T[a:b].mean()) / math.log(2) / bytes_per_token for a, b in between]
-    return dict(by_position=bits)
 
 
 def rows(seeds: Mapping[str, Mapping[int, dict]]) -> list[dict]:
@@ -155,7 +127,10 @@ def main(arguments: Sequence[str]) -> int:
     """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
-    file, places = record.RESULTS / f"{NAME}.json", map(pathlib.Path, (__file__, text.__file__))
+    file, places = (
+        record.RESULTS / f"{NAME}.json",
+        map(pathlib.Path, (positions.__file__, text.__file__)),
+    )
     if options.save:
         claim(file)
     how = dict(mix=options.mix, fresh=options.fresh, places=places)

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import record
-from experiments.studies.long_rows import rows_of
 from experiments.studies.rank_allocation import allocation
 from experiments.studies.rank_allocation import workdir
+from experiments.tasks.positions import rows_of
 from kvjax.analysis import spectrum
 from kvjax.foundation import command_line
 from kvjax.foundation import lists

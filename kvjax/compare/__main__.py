@@ -10,6 +10,7 @@ but what runs write down, so it works on buckets, other machines' runs and runs 
 """
 
 import argparse
+from collections.abc import Collection
 from collections.abc import Sequence
 import json
 import logging
@@ -26,6 +27,7 @@ from kvjax.compare import report
 from kvjax.compare import runs as runs_lib
 from kvjax.compare import savings as savings_lib
 from kvjax.compare.groups import Group
+from kvjax.compare.runs import LeftOut
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import progress
@@ -85,24 +87,25 @@ def _watched(options: argparse.Namespace, target: epath.Path, out: Output) -> di
     """
     if not options.watch:
         return _once(options, target, out, *_read(options.workdirs, running=False))
-    named, gone, later = list(options.workdirs), [], False
+    named, gone, first = list(options.workdirs), [], set()
     while True:
-        if later:
-            lost = [name for name in named if not runs_lib.is_there(name)]
-            gone += [runs_lib.LeftOut(name, "is not there any more") for name in lost]
-            named = [name for name in named if name not in lost]
+        lost = [name for name in named if first and not runs_lib.is_there(name)]
+        gone += [LeftOut(name, "is not there any more") for name in lost]
+        named = [name for name in named if name not in lost]
         runs, left_out = _read(named, running=True) if named else ([], [])
-        if later:
+        if first:
+            runs = sorted(runs, key=lambda run: run.name not in first)
             unfit = runs_lib.incomparable(runs)
             fit = [run for run in runs if run.name not in unfit]
             unfit |= groups_lib.repeats(fit) if options.group == "seed" else {}
-            left_out += [runs_lib.LeftOut(name, why) for name, why in unfit.items()]
+            left_out += [LeftOut(name, why) for name, why in unfit.items()]
             runs = [run for run in runs if run.name not in unfit]
         # What is evaluated for the first time comes later; what cannot be read stays so.
         waiting = [one for one in left_out if one.may_come]
         ends = all(run.finished for run in runs) and not waiting
         if runs or ends:
-            result, later = _once(options, target, out, runs, [*left_out, *gone]), True
+            result = _once(options, target, out, runs, [*left_out, *gone], first)
+            first = first or {run.name for run in runs}
         if ends:
             return result
         time.sleep(options.watch)
@@ -113,15 +116,19 @@ def _read(names: Sequence[str], *, running: bool):
         return runs_lib.read(runs_lib.workdirs(names), running=running)
 
 
-def _once(options, target: epath.Path, out: Output, runs, left_out) -> dict:
-    """Prints and writes what there is now."""
+def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozenset()) -> dict:
+    """Prints and writes what there is now.
+
+    Args:
+      first: names of the runs of the first look, if this is a later one.
+    """
     if not runs:
         said = "; ".join(f"{one.name} {one.why}" for one in left_out)
         raise UserError(f"nothing to compare: {said}")
     runs_lib.check_comparable(runs)
     groups = groups_lib.groups(runs, options.group)
     left_out = [*left_out, *groups_lib.without_curve(groups)]
-    reference = _reference(options.against, groups)
+    reference = _reference(options.against, groups, first)
     rows = report.rows(groups, reference)
     saved = savings_lib.savings(groups, reference)
     lacking = groups_lib.missing_seeds(groups) if options.group == "seed" else {}
@@ -154,9 +161,17 @@ def _once(options, target: epath.Path, out: Output, runs, left_out) -> dict:
     return target_lib.plain(dict(rows=rows, left_out=result["left_out"], lacking=lacking) | names)
 
 
-def _reference(name: str, groups: Sequence[Group]) -> Group:
+def _reference(name: str, groups: Sequence[Group], first: Collection[str]) -> Group:
+    """The group that others are compared with: the first, or what is named.
+
+    In later looks a name may have changed, as others of its config came, or be gone with its run.
+    """
     if not name:
         return groups[0]
+    called = lambda group: name in (group.name, group.one.experiment.name)
+    if first:
+        there = lambda group: any(run.name in first for run in group.runs.values())
+        return next((g for g in groups if called(g) and there(g)), groups[0])
     lists.one("--against", name, [group.name for group in groups])
     return next(group for group in groups if group.name == name)
 

@@ -110,8 +110,8 @@ def groups(runs: Sequence[Run], way: str) -> list[Group]:
     """
     if way == "none":
         return [Group(run.name, {run.seed: run}) for run in runs]
-    for repeat in repeats(runs).values():
-        raise UserError(f"{repeat}: give one of them, or --group=none")
+    for name, why in repeats(runs).items():
+        raise UserError(f"{name} {why}: give one of them, or --group=none")
     found: dict[str, dict[int, Run]] = {}
     for run in runs:
         found.setdefault(json.dumps(run.what, sort_keys=True), {})[run.seed] = run
@@ -121,14 +121,13 @@ def groups(runs: Sequence[Run], way: str) -> list[Group]:
 
 
 def repeats(runs: Sequence[Run]) -> dict[str, str]:
-    """By name the runs that are an earlier one again, of its config and its seed; and which."""
+    """By name the runs that are an earlier one again; why is said of the run, as "has ..."."""
     first: dict[tuple[str, int], Run] = {}
     found = {}
     for run in runs:
         before = first.setdefault((json.dumps(run.what, sort_keys=True), run.seed), run)
         if before is not run:
-            same = f"are the same config with the same seed ({run.seed})"
-            found[run.name] = f"{before.name} and {run.name} {same}"
+            found[run.name] = f"has the config and the seed ({run.seed}) of {before.name}"
     return found
 
 

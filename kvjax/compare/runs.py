@@ -32,12 +32,13 @@ CONFIG = "config.json"
 # What is read by many at once: a bucket answers late, and each workdir has four small files.
 _AT_ONCE = 16
 _DEEPEST = 3  # folders below one that is named: a data set's have no end
-_MOST_STEPS = 2**53
+_MOST_STEPS, _FASTEST = 2**53, 1e18  # tokens/s: beyond that no record is one
 # Keys of a config that name a run, and change nothing that is computed. A workdir has none of those
 # that say when a run is looked at (`workdir.identity`).
 _COSMETIC = ("name", "train.seed")
 SEED, STEPS, _SOURCE = "train.seed", "train.num_steps", "data.source"
 _TOKENIZER, _DATA_SET, _UNKNOWN = "tokenizer", "data set", "missing"
+_FILES = {_TOKENIZER: manifest.TOKENIZER, _DATA_SET: manifest.MANIFEST}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +116,10 @@ def is_there(name: str) -> bool:
 def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
     """The workdirs that are named, or that lie in a folder that is.
 
+    With them stand folders that have none, or have theirs further down: `read` says so.
+
     Raises:
-      UserError: there is nothing of that name, or no workdir in it.
+      UserError: there is nothing of that name, or a file.
     """
     found: dict[str, epath.Path] = {}
     for name in names:
@@ -132,15 +135,24 @@ def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
 
 
 def _in(name: str, path: epath.Path, deep: int) -> dict[str, epath.Path]:
-    """Workdirs in a folder, and in its folders: a run may be called sweeps/a."""
+    """Workdirs in a folder; where it has none itself, in its folders: a run may be sweeps/a.
+
+    Beside a folder's own workdirs stand those of its folders that have some.
+    """
     if (path / CONFIG).exists():
         return {name: path}
-    found: dict[str, epath.Path] = {}
+    own: dict[str, epath.Path] = {}
+    further: dict[str, dict[str, epath.Path]] = {}
     for one in sorted(path.iterdir()) if deep else ():
         if one.is_dir():
-            called = os.fsencode(one.name).decode(errors="backslashreplace")
-            found |= _in(f"{name}/{called}", one, deep - 1)
-    return found
+            called = f"{name}/{os.fsencode(one.name).decode(errors='backslashreplace')}"
+            if (one / CONFIG).exists():
+                own[called] = one
+            elif found := _in(called, one, deep - 1):
+                further[called] = found
+    if own:
+        return own | {called: path / called.rpartition("/")[2] for called in further}
+    return {called: place for found in further.values() for called, place in found.items()}
 
 
 def read(
@@ -159,6 +171,8 @@ def read(
 
 def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
     if not (workdir / CONFIG).exists():
+        if _in(name, workdir, _DEEPEST):
+            return LeftOut(name, "holds runs of its own: name it to compare them")
         return LeftOut(name, f"has no {CONFIG}: no run was begun there", may_come=True)
     try:
         tree = json_text.read_object(workdir / CONFIG, "restore it, or train again")
@@ -168,10 +182,12 @@ def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
     records = _records(name, workdir, metrics.METRICS)
     evaluated = {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
     if not evaluated:
-        # What was converted, and what ended, has a checkpoint that no training goes on from.
-        ended = not records or _is_finished(workdir, experiment, records[-1]["step"])
-        begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
-        return LeftOut(name, "was never evaluated", may_come=not (ended and begun))
+        # Training evaluates before it saves the last step, and has records from its first on; what
+        # was converted has weights alone.
+        saved = storage.steps(workdir / checkpoint.CHECKPOINTS)
+        converted = bool(saved) and not (workdir / metrics.METRICS).exists()
+        ended = converted or experiment.train.num_steps in saved
+        return LeftOut(name, "was never evaluated", may_come=not ended)
     if odd := [step for step in evaluated if not 0 <= step <= _MOST_STEPS]:
         return LeftOut(name, f"has a record of step {odd[0]}, which is none")
     steps = np.array(sorted(evaluated), np.int64)
@@ -237,13 +253,15 @@ def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarr
     at, ends = [0], [0.0]
     first, before, rate = 1, 0.0, None
     for record in _records(name, workdir, metrics.TIMING):
-        step = record["step"]
+        step = max(record["step"], 1)
+        if step > _MOST_STEPS:
+            continue
         if "seconds_to_first_step" in record:
-            kept = [i for i, there in enumerate(at) if there < max(step, 1)]
+            kept = [i for i, there in enumerate(at) if there < step]
             at, ends = [at[i] for i in kept], [ends[i] for i in kept]
             more = (step - 1 - at[-1]) * per_step / rate if rate else 0.0
             first, before = step, ends[-1] + more
-        elif record.get("tokens_per_second", 0) > 0 and step > at[-1]:
+        elif 0 < record.get("tokens_per_second", 0) < _FASTEST and step > at[-1]:
             rate = record["tokens_per_second"]
             at.append(step)
             ends.append(before + (step - first + 1) * per_step / rate)
@@ -254,32 +272,34 @@ def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarr
 
 
 def incomparable(runs: Sequence[Run]) -> dict[str, str]:
-    """By name the runs whose bits per byte are, or may be, of other things than the first's."""
+    """By name the runs whose bits per byte are, or may be, of other things than the first's.
+
+    Why is said of the run, as "cannot be compared ...".
+    """
     if len(runs) == 1:
         return {}
-    first, found = runs[0], {}
+    found: dict[str, str] = {}
+    first = None
     for run in runs:
-        for what, file in ((_TOKENIZER, manifest.TOKENIZER), (_DATA_SET, manifest.MANIFEST)):
-            if run.data[what] == _UNKNOWN:
-                found[run.name] = (
-                    f"{run.name} cannot be compared: {file} is missing, so nothing tells whether "
-                    f"its {what} is that of others. Restore it, or leave the run out"
-                )
-    for run in runs[1:]:
-        for name, digest in run.data.items():
-            if digest != first.data[name] and run.name not in found and first.name not in found:
-                said = f" ({first.data[name]} and {digest})" if name.startswith("config") else ""
-                found[run.name] = (
-                    f"{first.name} and {run.name} cannot be compared: their {name} is not the "
-                    f"same{said}. Compare runs on one data set, read alike"
-                )
+        missing = next((what for what in _FILES if run.data[what] == _UNKNOWN), None)
+        if missing:
+            found[run.name] = (
+                f"cannot be compared: {_FILES[missing]} is missing, so nothing tells whether its "
+                f"{missing} is that of others; restore it, or leave the run out"
+            )
+        elif first is None:
+            first = run
+        elif name := next((x for x, digest in run.data.items() if digest != first.data[x]), None):
+            both = f"{run.data[name]}, not {first.data[name]}"
+            other = both if name.startswith("config") else "another"
+            found[run.name] = f"cannot be compared with {first.name}: its {name} is {other}"
     return found
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
     """Raises a UserError for runs whose bits per byte are, or may be, of different things."""
-    for why in incomparable(runs).values():
-        raise UserError(why)
+    for name, why in incomparable(runs).items():
+        raise UserError(f"{name} {why}. Compare runs on one data set, read alike")
 
 
 # -- what a model costs ----------------------------------------------------------------------------

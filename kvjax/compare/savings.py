@@ -65,7 +65,7 @@ def within_a_run(leader: Group, behind: Group) -> Estimate | None:
     shares = [
         _share(leader.runs[seed], final, int(behind.tokens))
         for seed, final in behind.finals.items()
-        if seed in leader.runs
+        if seed in leader.finals
     ]
     return estimate(shares) if shares and None not in shares else None
 

@@ -130,24 +130,24 @@ def test_without_groups_each_run_is_a_curve(tmp_path):
 def test_one_run_given_twice_is_refused(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b")
-    with pytest.raises(UserError, match=r"a and .*b are the same config with the same seed \(0\)"):
+    with pytest.raises(UserError, match=r"b has the config and the seed \(0\) of .*a: give one"):
         grouped(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(data="other"), "their data set is not the same"),
-        (dict(tokenizer="other"), "their tokenizer is not the same"),
-        (dict(eval_rows=5), r"their config.train.eval_rows is not the same \(all and 5\)"),
-        (dict(length=128), r"their config.data.sequence_length is not the same \(256 and 128\)"),
+        (dict(data="other"), "its data set is another"),
+        (dict(tokenizer="other"), "its tokenizer is another"),
+        (dict(eval_rows=5), "its config.train.eval_rows is 5, not all"),
+        (dict(length=128), "its config.data.sequence_length is 128, not 256"),
     ],
 )
 def test_runs_of_other_things_are_not_compared(tmp_path, change, said):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", seed=1, **change)
     runs, _ = read(tmp_path)
-    with pytest.raises(UserError, match=f"a and .*b cannot be compared: {said}"):
+    with pytest.raises(UserError, match=f"b cannot be compared with .*a: {said}"):
         runs_lib.check_comparable(runs)
 
 
@@ -195,20 +195,37 @@ def test_a_figure_that_none_can_be_is_left_out_by_name(tmp_path, record, said):
     assert run.name.endswith("good") and odd.name.endswith("odd") and said in odd.why
 
 
-def test_a_first_step_of_0_is_a_first_step(tmp_path):
+@pytest.mark.parametrize(
+    "odd",
+    [
+        '{"step": 0, "seconds_to_first_step": 3.0}',
+        f'{{"step": 1{"0" * 400}, "tokens_per_second": 5.0}}',
+        f'{{"step": 90, "tokens_per_second": 1{"0" * 400}}}',
+    ],
+)
+def test_odd_times_change_no_others(tmp_path, odd):
     file = write_run(tmp_path / "a") / "timing.jsonl"
     ((plain,), _) = read(tmp_path / "a")
-    file.write_text('{"step": 0, "seconds_to_first_step": 3.0}\n' + file.read_text())
+    file.write_text(odd + "\n" + file.read_text())
     ((run,), _) = read(tmp_path / "a")
-    np.testing.assert_allclose(run.seconds, plain.seconds, rtol=0.05)
+    np.testing.assert_allclose(run.seconds, plain.seconds)
 
 
 def test_runs_lie_in_folders_of_folders(tmp_path):
-    write_run(tmp_path / "a")
-    write_run(tmp_path / "sweeps" / "b", seed=1)
-    write_run(tmp_path / "sweeps" / "wide" / "c", seed=2)
-    names = [name for name, _ in runs_lib.workdirs([str(tmp_path)])]
-    assert names == [f"{tmp_path}/{name}" for name in ("a", "sweeps/b", "sweeps/wide/c")]
+    """Those of a folder's own are enough; that others lie deeper is said."""
+    write_run(tmp_path / "runs" / "sweeps" / "b", seed=1)
+    write_run(tmp_path / "runs" / "sweeps" / "wide" / "c", seed=2)
+    write_run(tmp_path / "runs" / "tall" / "d", seed=3)
+    runs, left_out = read(tmp_path / "runs")
+    assert [pathlib.Path(run.name).name for run in runs] == ["b", "d"]
+    assert [(pathlib.Path(x.name).name, x.why[:22]) for x in left_out] == [
+        ("wide", "holds runs of its own:")
+    ]
+    write_run(tmp_path / "runs" / "a")
+    runs, left_out = read(tmp_path / "runs")
+    assert [run.seed for run in runs] == [0]
+    assert [pathlib.Path(one.name).name for one in left_out] == ["sweeps", "tall"]
+    assert not any(one.may_come for one in left_out)
 
 
 def test_prepared_rows_that_moved_are_the_same(tmp_path):
@@ -257,6 +274,12 @@ def test_figures_are_of_what_has_ended(tmp_path):
         half = dict(seed=1, steps=(25, 50), bpb=bpb[:2])
         write_run(tmp_path / config / "s1", config=config, **half)
     lrkv, mha = grouped(tmp_path, running=True)
+    far = dict(seed=1, steps=(25, 50, 75), bpb=(2.4, 2.3, 2.2))  # a seed that still runs counts not
+    write_run(tmp_path / "mha_tiny" / "s1", seed=1, config="mha_tiny", bpb=(4, 3.5, 3, 2.5))
+    write_run(tmp_path / "lrkv_tiny" / "s1", **far)
+    ahead, behind = grouped(tmp_path, running=True)
+    (saved,) = savings_lib.savings([ahead, behind], behind)
+    assert saved.within_a_run.mean == pytest.approx(0.5) and saved.within_a_run.half is None
     assert lrkv.tokens == mha.tokens == 100 * 32 * 256
     (saved,) = savings_lib.savings([lrkv, mha], mha)
     assert saved.leader == "lrkv_tiny" and saved.within_a_run.mean == pytest.approx(0.5)

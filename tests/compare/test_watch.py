@@ -8,6 +8,7 @@ import pytest
 
 from experiments.benchmarks.compare_speed import write_run
 from kvjax.compare import __main__ as command
+from kvjax.compare import runs as runs_lib
 from tests.compare.command import run
 
 
@@ -63,21 +64,31 @@ def test_what_goes_and_what_does_not_fit_is_left_out(two, tmp_path, capfd, monke
     def sleep(seconds):
         looks.append(seconds)
         shutil.rmtree(tmp_path / "named")
-        write_run(two / "other", seed=9, data="other")
-        write_run(two / "repeat", seed=0)
+        write_run(two / "a_other", seed=9, data="other")
+        (write_run(two / "a_third", seed=9) / "dataset.json").unlink()
+        write_run(two / "a_repeat", seed=0)
+        write_run(two / "longer", config="mha_tiny", num_steps=200, steps=(200,), bpb=(2,))
         write_run(two / "z", seed=7, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
 
     monkeypatch.setattr(command.time, "sleep", sleep)
-    assert run(tmp_path / "named", two, f"--out={out}", "--watch=5") == 0
+    asked = (tmp_path / "named", two, f"--out={out}", "--against=mha_tiny", "--watch=5")
+    assert run(*asked) == 0
     assert len(looks) == 1
-    said = " ".join(capfd.readouterr().out.split())
-    assert "left out: " + str(tmp_path / "named") + " is not there any more" in said
-    assert "other cannot be compared: their data set is not the same" in said
-    assert "repeat are the same config with the same seed (0)" in said
-    rows = {
-        row["name"]: row["seeds"] for row in json.loads((out / "compare.json").read_text())["rows"]
+    said = "".join(capfd.readouterr().out.split())  # lines end at hyphens too
+    for line in (
+        f"left out: {tmp_path / 'named'} is not there any more",
+        f"a_other cannot be compared with {two}/l0: its data set is another",
+        "a_third cannot be compared: dataset.json is missing",
+        f"a_repeat has the config and the seed (0) of {two}/l0",
+    ):
+        assert "".join(line.split()) in said
+    found = json.loads((out / "compare.json").read_text())["rows"]
+    assert {row["name"]: row["seeds"] for row in found} == {
+        "lrkv_tiny": [0, 1],
+        "mha_tiny num_steps=100": [0, 1, 7],
+        "mha_tiny num_steps=200": [0],
     }
-    assert rows == {"lrkv_tiny": [0, 1], "mha_tiny": [0, 1, 7]}
+    assert found[0]["against"] == pytest.approx(-0.35)
 
 
 def test_what_will_never_have_a_figure_ends_at_once(tmp_path, capfd, monkeypatch):
@@ -85,8 +96,21 @@ def test_what_will_never_have_a_figure_ends_at_once(tmp_path, capfd, monkeypatch
     monkeypatch.setattr(command.time, "sleep", lambda seconds: pytest.fail("it waits"))
     write_run(tmp_path / "runs" / "infinite", bpb=(4, 3, float("nan"), 2))
     converted = write_run(tmp_path / "runs" / "converted", steps=(), bpb=())
+    (converted / "metrics.jsonl").unlink()
     (converted / "checkpoints" / "100" / "state").mkdir(parents=True)
     (converted / "checkpoints" / "100" / "_CHECKPOINT_METADATA").write_text("{}")
     assert run(tmp_path / "runs", f"--out={tmp_path / 'out'}", "--watch=5") == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "nothing to compare" in said and "converted was never evaluated" in said
+
+
+@pytest.mark.parametrize("record", ["", '{"step": 100, "loss": 1.0}'])
+def test_what_is_being_evaluated_for_the_first_time_is_waited_for(tmp_path, record):
+    """Its checkpoint of a step before is there, and the record of the last step may be."""
+    workdir = write_run(tmp_path / "a", steps=(), bpb=())
+    (workdir / "metrics.jsonl").write_text(record and record + "\n")
+    for step in (50, 100):
+        (workdir / "checkpoints" / str(step)).mkdir(parents=True)
+        (workdir / "checkpoints" / str(step) / "_CHECKPOINT_METADATA").write_text("{}")
+        _, (one,) = runs_lib.read(runs_lib.workdirs([str(workdir)]), running=True)
+        assert one.why == "was never evaluated" and one.may_come == (step == 50)

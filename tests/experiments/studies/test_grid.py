@@ -199,7 +199,12 @@ def test_what_cannot_be_measured_is_a_run_that_failed(trains, tmp_path):
     _train(runs[2:], tmp_path / "runs")
     more(tmp_path / "runs" / "mha_seed2_steps8")
     failed = side_by_side.train_missing(runs[2:], kept, options, after.append)
-    assert "other data than other seeds of mha" in failed["mha_seed2_steps8"]
+    assert "was trained on other data" in failed["mha_seed2_steps8"]
+    against = Run(Cell("gqa", CONFIGS / "gqa_tiny.py", against="mha"), 2, STEPS)
+    _train([against], tmp_path / "runs")
+    more(tmp_path / "runs" / "gqa_seed2_steps8")
+    with pytest.raises(UserError, match="on other data .* give another --runs"):
+        kept.keep(against, tmp_path / "runs" / "gqa_seed2_steps8", bpb=2.0)
 
 
 def test_what_nohup_ignores_ends_nothing(monkeypatch):

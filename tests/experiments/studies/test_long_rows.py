@@ -8,6 +8,7 @@ import pytest
 
 from experiments.studies import long_rows
 from experiments.studies.grid import Run
+from experiments.tasks import positions
 from kvjax.model.loss import token_losses
 from kvjax.workdir import trained
 
@@ -24,10 +25,10 @@ def test_rows_are_longer_and_tokens_as_many():
 @pytest.mark.slow
 def test_bits_by_position_are_means_of_losses(workdir, monkeypatch):
     for name, value in dict(EDGES=(0, 8, 24), JUDGED=24, ROWS=4, BATCH=2).items():
-        monkeypatch.setattr(long_rows, name, value)
-    first, second = long_rows.by_position(pathlib.Path(workdir))["by_position"]
+        monkeypatch.setattr(positions, name, value)
+    first, second = positions.by_position(pathlib.Path(workdir))["by_position"]
     loaded = trained.load(workdir)
-    rows, bytes_per_token = long_rows.rows_of(loaded.tokenizer, 4, 24)
+    rows, bytes_per_token = positions.rows_of(loaded.tokenizer, 4, 24)
     assert rows.shape == (4, 25)
     nats = np.asarray(token_losses(loaded.model, rows[:, :-1], rows[:, 1:], compute=loaded.compute))
     bits = nats / math.log(2) / bytes_per_token
