@@ -27,7 +27,8 @@ from kvjax.foundation.estimate import Estimate
 
 def _rows(task: str) -> dict[int, dict]:
     """By channels, of rows with at least three seeds."""
-    found = {r["channels"]: r for r in read("thin_keys_tasks")["rows"] if r["task"] == task}
+    rows = [r for r in read("thin_keys_tasks")["rows"] if r.get("start", "fan_in") == "fan_in"]
+    found = {r["channels"]: r for r in rows if r["task"] == task}
     if not found or any(row["seeds"] < SEEDS for row in found.values()):
         raise NoResultError(task)
     return found

@@ -1,4 +1,4 @@
-"""Thin keys' copy-back and key-value retrieval (section 4), by channels of queries and keys.
+"""Thin keys' copy-back and retrieval (sections 3.1 and 3.2), by channels of queries and keys.
 
     python -m experiments.studies.thin_keys_tasks [--seeds=5] [--save]
     python -m experiments.studies.thin_keys_tasks --tasks=retrieval_8_keys,retrieval_64_keys
@@ -8,6 +8,10 @@ values 64. Copy-back with tokens that are all drawn, as the paper says, and with
 the authors' code has it, 2 layers (the paper) and 4 (the code). Retrieval with 16 keys, 4 layers,
 and with 8, 32 and 64: the paper's bound of log2 N channels rests on one N. Prints the accuracy at
 the end and the batches until a model "converged", means over seeds with 95 % intervals.
+
+The paper does not say how weights start. By fan-in, as this project's recipe has it, a matrix that
+is narrower than its input starts smaller, so logits of few channels do too; with --start=equal all
+matrices have deviation 1/8, as those of 64 channels have by fan-in.
 """
 
 import argparse
@@ -16,6 +20,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 import pathlib
 
 import jax.numpy as jnp
@@ -93,22 +98,25 @@ TASKS = {
     "retrieval_64_keys": _retrieval(64),
 }
 CHANNELS = (4, 8, 16, 32, 64)
+# Deviation of all matrices; 0: 1/sqrt(in), times the root of out/in where that is below 1.
+STARTS = {"fan_in": 0.0, "equal": WIDTH**-0.5}
 
 
-def transformer(task: Task, channels: int) -> TransformerConfig:
+def transformer(task: Task, channels: int, start: str = "fan_in") -> TransformerConfig:
     counts = dict(num_heads=HEADS, num_kv_heads=HEADS, num_bases=HEADS, rank=0)
     dims = dict(key_dim=channels // HEADS, value_dim=WIDTH // HEADS)
     mechanism = GroupedConfig(**counts, **dims, qk_norm="none", bias=True)
     how = dict(positions="learned", activation="gelu_exact", max_positions=task.length)
+    how |= dict(matrix_std=STARTS[start])
     block = learner.classic_block(task.layers, WIDTH, mlp_dim=MLP, **how)
     mechanisms = (mechanism,) * task.layers
     return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=task.words)
 
 
 @functools.cache
-def _learner(name: str, channels: int) -> Learner:
+def _learner(name: str, channels: int, start: str) -> Learner:
     task = TASKS[name]
-    config, compute = transformer(task, channels), Compute(unroll=True)
+    config, compute = transformer(task, channels, start), Compute(unroll=True)
 
     def logits(model, batch):
         return model.logits(model(batch["x"], compute=compute))
@@ -126,9 +134,9 @@ def _learner(name: str, channels: int) -> Learner:
     return Learner(lambda key: Transformer(config, key), recipe, loss, right, chunk=EVERY)
 
 
-def train(name: str, channels: int, seed: int) -> dict:
+def train(name: str, channels: int, start: str, seed: int) -> dict:
     """Accuracies by batch, the last, and the batch from which the model had converged."""
-    task, model = TASKS[name], _learner(name, channels)
+    task, model = TASKS[name], _learner(name, channels, start)
     held_out = [task.draw(np.random.default_rng(_TEST_SEED), task.tested_on)]
     curve = {}
 
@@ -145,15 +153,16 @@ def train(name: str, channels: int, seed: int) -> dict:
     return dict(right=curve[task.steps], converged=converged, curve=curve, loss=found.loss)
 
 
-def cell(name: str, channels: int) -> Cell:
+def cell(name: str, channels: int, start: str = "fan_in") -> Cell:
     task = TASKS[name]
     shape = dataclasses.asdict(task) | dict(published=None)
+    usual, asked = start == "fan_in", dict(task=name, channels=channels, shape=shape)
     weights = task.layers * (2 * WIDTH * channels + 2 * WIDTH**2 + 2 * WIDTH * MLP)
     products = task.layers * task.length * (channels + WIDTH)
     return Cell(
-        name=f"{name}/d{channels}",
-        asked=dict(task=name, channels=channels, shape=shape),
-        train=functools.partial(train, name, channels),
+        name=f"{name}/d{channels}" + ("" if usual else f"/{start}"),
+        asked=asked if usual else asked | dict(start=start),
+        train=functools.partial(train, name, channels, start),
         flops=6 * task.steps * task.batch * task.length * (weights + products),
     )
 
@@ -174,6 +183,7 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
             dict(
                 task=name,
                 channels=channels,
+                start=cell.asked.get("start", "fan_in"),
                 seeds=len(runs),
                 right=right.mean,
                 right_half_interval=right.half,
@@ -187,7 +197,8 @@ def rows(cells: Sequence[Cell], kept: Kept) -> list[dict]:
     return found
 
 
-_HEADER = ("task", "d_select", "right, %", "published", "converged", "after batches", "published")
+_HEADER = ("task", "start", "d_select", "right, %", "published")
+_HEADER += ("converged", "after batches", "published")
 
 
 def _cells(r: Mapping) -> tuple:
@@ -200,7 +211,7 @@ def _cells(r: Mapping) -> tuple:
         known = r["published_converged"]
         published_when = f"{known:,}" if known else "never"
     of = f"{r['converged_runs']} of {r['seeds']}"
-    return r["task"], r["channels"], right, published, of, when, published_when
+    return r["task"], r["start"], r["channels"], right, published, of, when, published_when
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -208,8 +219,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)} (all)")
     add("--channels", default=",".join(map(str, CHANNELS)), help="d_select (4,8,16,32,64)")
+    add("--start", default="fan_in", help=f"of weights: {' or '.join(STARTS)} (fan_in)")
     in_process.add_options(parser, NAME, seeds=5)
     options = parser.parse(arguments)
+    lists.one("--start", options.start, STARTS)
     options.tasks = lists.names("--tasks", options.tasks, TASKS)
     options.channels = lists.integers("--channels", options.channels)
     for channels in options.channels:
@@ -225,16 +238,18 @@ def main(arguments: Sequence[str]) -> int:
     """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
     options = _options(arguments)
     runtime.start()
-    cells = [cell(name, channels) for name in options.tasks for channels in options.channels]
+    start = options.start
+    cells = [cell(name, n, start) for name in options.tasks for n in options.channels]
 
     def told(kept: Kept) -> dict:
         every = sorted({*CHANNELS, *options.channels})
-        return dict(rows=rows([cell(name, n) for name in TASKS for n in every], kept))
+        grid = itertools.product(STARTS, TASKS, every)
+        return dict(rows=rows([cell(name, n, start) for start, name, n in grid], kept))
 
     places = [pathlib.Path(__file__), pathlib.Path(sequences.__file__)]
     found, out = in_process.study(NAME, cells, options, told, places), Output(options)
-    asked = {cell.name for cell in cells}
-    shown = [row for row in found["rows"] if f"{row['task']}/d{row['channels']}" in asked]
+    of = lambda row: row["task"] in options.tasks and row["channels"] in options.channels
+    shown = [row for row in found["rows"] if row["start"] == options.start and of(row)]
     out.table(_HEADER, map(_cells, shown))
     return in_process.end(NAME, found, out, save=options.save)
 

@@ -150,7 +150,9 @@ def thin_keys(found: Mapping) -> Figure:
     series: dict[str, dict[int, Estimate]] = {}
     for row in found["rows"]:
         value = Estimate(row["right"], row["right_half_interval"]).times(100)
-        series.setdefault(row["task"], {})[row["channels"]] = value
+        start = row.get("start", "fan_in")
+        name = row["task"] + ("" if start == "fan_in" else f", {start} start")
+        series.setdefault(name, {})[row["channels"]] = value
     said = [f"Means of {_seeds(found)} seeds and 95 % intervals, after the last batch."]
     labels = ("channels of queries and keys, all heads (d_select)", "right, %")
     return lines("Thin keys' tasks", said, series, labels)

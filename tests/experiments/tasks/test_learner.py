@@ -15,6 +15,7 @@ from experiments.tasks import encoders
 from experiments.tasks import learner
 from experiments.tasks import sequences
 from kvjax.model.labeller import Labeller
+from kvjax.model.transformer import Transformer
 from tests import quick
 
 
@@ -145,3 +146,19 @@ def test_thin_keys_models_are_causal_and_thin():
     assert (mechanism.key_dim, mechanism.value_dim) == (2, 16)
     assert mechanism.scale == pytest.approx(2**-0.5)  # 1/sqrt(d_select / heads)
     assert config.block.causal and config.vocab_size == 33 and len(config.mechanisms) == 4
+
+
+def test_an_equal_start_does_not_depend_on_channels():
+    """By fan-in matrices that are narrower than their input start smaller."""
+    task = thin_keys_tasks.TASKS["retrieval"]
+
+    def deviation(channels, start):
+        config = thin_keys_tasks.transformer(task, channels, start)
+        model = Transformer(config, jax.random.key(0))
+        return float(jnp.std(model.segments[0].attention.mechanism.base_key[...]))
+
+    assert deviation(4, "fan_in") < 0.3 * deviation(64, "fan_in")
+    assert deviation(4, "equal") == pytest.approx(1 / 8, rel=0.1)
+    assert deviation(64, "equal") == pytest.approx(1 / 8, rel=0.1)
+    names = {thin_keys_tasks.cell("retrieval", 8, start).name for start in thin_keys_tasks.STARTS}
+    assert names == {"retrieval/d8", "retrieval/d8/equal"}
