@@ -133,16 +133,25 @@ CLAIMS = (
     ),
     Claim(
         "Table 3",
-        "MNIST: all variants within a point of QKV",
+        "MNIST: all variants within half a point of QKV",
         ".981 .981 .982 .976 .978 .977",
-        small_tasks.within_a_point("mnist"),
+        small_tasks.images_alike("mnist", 0.5),
+        f"{_IMAGES} --set=mnist --save",
+    ),
+    Claim(
+        "Table 3; section 3.2",
+        "MNIST: Q=K=V slightly behind QKV",
+        ".978 against .981",
+        Differs(
+            small_tasks.image("mnist", "qkv_tied"), -1, "+.2f", f"points of accuracy, {_ENCODERS}"
+        ),
         f"{_IMAGES} --set=mnist --save",
     ),
     Claim(
         "Table 3",
-        "Fashion-MNIST: Q=K-V, (Q=K-V)+ and Q-K=V within a point of QKV",
+        "Fashion-MNIST: Q=K-V, (Q=K-V)+ and Q-K=V within .4 points of QKV",
         ".887 .885 .884 .883",
-        small_tasks.within_a_point("fashion_mnist", ("qk_tied", "qk_tied_plus", "kv_tied")),
+        small_tasks.images_alike("fashion_mnist", 0.4, ("qk_tied", "qk_tied_plus", "kv_tied")),
         f"{_IMAGES} --set=fashion_mnist --save",
     ),
     Claim(

@@ -1,5 +1,6 @@
 """Rules for claims of projection sharing that small models answer: tasks, images, sets, A.1."""
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 import itertools
@@ -146,22 +147,15 @@ def _shape(name: str) -> str:
 _VARIANTS = ("qk_tied", "qk_tied_plus", "kv_tied", "qkv_tied", "qkv_tied_plus")
 
 
-def within_a_point(name: str, variants: tuple[str, ...] = _VARIANTS) -> Cases:
-    """Whole intervals of what is less or more than QKV's, of as many seeds as a claim needs."""
-
-    def of() -> dict[str, Estimate]:
-        found = {variant: image(name, variant)() for variant in variants}
-        if any(seeds < verdicts.SEEDS for _, seeds in found.values()):
-            raise NoResultError(name)
-        return {variant: estimate for variant, (estimate, _) in found.items()}
-
-    def figures() -> str:
-        told = ", ".join(f"{CALLED[variant]} {x.shown('+.2f')}" for variant, x in of().items())
-        seeds = min(image(name, variant)()[1] for variant in variants)
-        return f"{told} (points from QKV; {_shape(name)}, {seeds} seeds)"
-
-    return Cases(
-        lambda: {CALLED[variant]: abs(x.mean) + x.half <= 1 for variant, x in of().items()}, figures
+def images_alike(
+    name: str, margin: float, variants: tuple[str, ...] = _VARIANTS
+) -> verdicts.AllSame:
+    """What is less or more than QKV's by no more than a margin, in points."""
+    return verdicts.AllSame(
+        lambda: {CALLED[variant]: image(name, variant)() for variant in variants},
+        margin,
+        "+.2f",
+        lambda: f"points from QKV; {_shape(name)}",
     )
 
 
@@ -374,6 +368,12 @@ def learned(task: str, first: str, second: str):
         return paired(by_seed(first), by_seed(second), task)
 
     return of
+
+
+def learned_less(pairs: Mapping[str, tuple[str, str, str]]) -> Chain:
+    """By name a task and two kinds of attention, of which the first learns it less well."""
+    of = lambda: {name: learned(*pair)() for name, pair in pairs.items()}
+    return Chain(of, -1, "+.1f", "points, 4 layers of 64")
 
 
 def rngs() -> nnx.Rngs:

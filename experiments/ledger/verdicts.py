@@ -162,10 +162,38 @@ class Same:
         said += f", margin {self.margin:g}"
         if seeds < SEEDS or found.half is None:
             return Found(MISSING, said)
-        if abs(found.mean) + found.half <= self.margin:
-            return Found(REPRODUCED, said)
-        beyond = abs(found.mean) - found.half > self.margin
-        return Found(CONTRADICTED if beyond else UNTOLD, said)
+        return Found(_of_margin(found, self.margin), said)
+
+
+def _of_margin(found: Estimate, margin: float) -> str:
+    if abs(found.mean) + found.half <= margin:
+        return REPRODUCED
+    return CONTRADICTED if abs(found.mean) - found.half > margin else UNTOLD
+
+
+@dataclasses.dataclass(frozen=True)
+class AllSame:
+    """Several such differences, all within one margin.
+
+    Attributes:
+      of: by name, as `Same.of` returns them.
+      margin, digits, scale: as of `Same`.
+    """
+
+    of: Callable[[], Mapping[str, tuple[Estimate, int]]]
+    margin: float
+    digits: str
+    scale: Callable[[], str]
+
+    def judge(self) -> Found:
+        found = self.of()
+        if not found or any(n < SEEDS or x.half is None for x, n in found.values()):
+            raise NoResultError("differences")
+        told = [_of_margin(x, self.margin) for x, _ in found.values()]
+        said = ", ".join(f"{name} {x.shown(self.digits)}" for name, (x, _) in found.items())
+        counts = f"{told.count(REPRODUCED)} of {len(told)} cases, margin {self.margin:g}"
+        seeds = min(n for _, n in found.values())
+        return Found(of_all(told), f"{counts}: {said} ({self.scale()}, {seeds} seeds)")
 
 
 def _over_seeds(found: Estimate, seeds: int, digits: str, scale: str) -> str:

@@ -197,7 +197,7 @@ def _adamw(rate: float, width: int, **keys) -> dict:
 
 
 def _key_dims() -> list[Cell]:
-    """d_select of 128, in both styles of thin keys' section 4."""
+    """d_select of 128, in both styles of thin keys, sections 3.3 to 3.6."""
     found = []
     llama = dict(adam_b2=0.95, final_fraction=0.1, weight_decay=0.1)
     for style, keys, more, dims in (
@@ -276,7 +276,7 @@ STUDIES = {
     ),
     "thin_keys_key_dims": Study(
         "How thin may queries and keys be in a language model?",
-        "Thin keys, section 4: +4.3 % perplexity at d/4 on WikiText-103",
+        "Thin keys, section 3.4: +4.3 % perplexity at d/4 on WikiText-103",
         _key_dims,
     ),
     "projection_sharing_models": Study(

@@ -5,7 +5,7 @@
 With queries, keys and values tied, linear attention is a recurrence with a state that does not
 grow. The paper says that it integrates over time, and expects it to fail where information must be
 routed sharply; it trains none. Here it learns to copy what stood 8 tokens before, to look up a
-value by its key (both of thin keys' section 4), and a language model of bytes, with and without
+value by its key (thin keys' sections 3.1 and 3.2), and a language model of bytes, with and without
 decay, beside the untied form and softmax attention, tied and not. Width 64, 4 heads, 4 layers,
 sinusoidal positions; a seed draws data, the same for all, and weights. Prints accuracies, and bits
 per byte of held-out text, means over seeds with 95 % intervals, and what each caches of a text.

@@ -1,4 +1,4 @@
-"""Thin keys' language models of words (section 4): perplexity by channels of queries and keys.
+"""Thin keys' language models of words (3.3, 3.4): perplexity by channels of queries and keys.
 
     python -m experiments.studies.word_models --set=wikitext2 --folder=FOLDER [--seeds=3] [--save]
     python -m experiments.studies.word_models --set=embedded --epochs=1      # the embedded books
@@ -137,6 +137,7 @@ def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
         runs = list(in_process.runs_of(one, kept).values())
         if runs:
             now = estimate([run["perplexity"] for run in runs])
+            held_out = estimate([min(run["validation"].values()) for run in runs])
             channels = one.asked["channels"]
             found.append(
                 dict(
@@ -145,19 +146,25 @@ def rows(name: str, cells: Sequence[Cell], kept: Kept) -> list[dict]:
                     seeds=len(runs),
                     perplexity=now.mean,
                     perplexity_half_interval=now.half,
+                    validation=held_out.mean,
+                    validation_half_interval=held_out.half,
                     published=dict(zip(CHANNELS, SETS[name][4], strict=True)).get(channels),
+                    published_split=_PUBLISHED.get(name, "test"),
                 )
             )
     return found
 
 
-_HEADER = ("d_select", "parameters of queries and keys", "seeds", "test perplexity", "published")
+_PUBLISHED = {"wikitext103": "validation"}  # the split of the paper's figures, where not the test
+_HEADER = ("d_select", "parameters of queries and keys", "seeds")
+_HEADER += ("test perplexity", "validation", "published")
 
 
 def _cells(r: Mapping) -> tuple:
-    shown = Estimate(r["perplexity"], r["perplexity_half_interval"]).shown(".2f")
-    published = "-" if r["published"] is None else f"{r['published']:.2f}"
-    return r["channels"], f"{r['query_and_key_parameters']:,}", r["seeds"], shown, published
+    of = lambda name: Estimate(r[name], r[f"{name}_half_interval"]).shown(".2f")
+    published = "-" if r["published"] is None else f"{r['published']:.2f} ({r['published_split']})"
+    both = of("perplexity"), of("validation")
+    return r["channels"], f"{r['query_and_key_parameters']:,}", r["seeds"], *both, published
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

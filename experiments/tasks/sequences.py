@@ -52,7 +52,7 @@ def labelled(task: str, count: int, length: int, seed: int) -> tuple[np.ndarray,
     return x_BT, np.ascontiguousarray(TASKS[task](x_BT))
 
 
-# -- thin keys, section 4 --------------------------------------------------------------------------
+# -- thin keys, 3.1 and 3.2 ------------------------------------------------------------------------
 
 COPY_BACK, COPY_WORDS = 8, 16  # tokens to look back; vocabulary
 PAIRS, KEYS = 8, 16  # of a retrieval; keys are tokens 0 to 15, values 16 to 31

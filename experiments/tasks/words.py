@@ -1,4 +1,4 @@
-"""Texts as words, as thin keys reads WikiText (section 4 and its code): from local files.
+"""Texts as words, as thin keys reads WikiText (section 3.3 and its code): from local files.
 
 Lines are stripped, empty ones and headings (starting with "=") dropped, the rest lower-cased and
 split at white space, each line followed by <eos>. The vocabulary is <pad>, <unk>, <eos> and then

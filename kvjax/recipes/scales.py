@@ -99,7 +99,7 @@ def _sharing(
 
 
 def _llama_125m() -> dict:
-    """Thin keys' LLaMA-style model (arXiv 2603.04427, section 4): WikiText-103, 5 epochs.
+    """Thin keys' LLaMA-style model (arXiv 2603.04427, section 3.6): WikiText-103, 5 epochs.
 
     The paper's words are its tokens, 21,800 or so (its parameters lie between 21,761 and 21,832).
     Here as many are learned by BPE, so that texts are encoded byte for byte.

@@ -7,6 +7,7 @@ import pytest
 from experiments.ledger import results as results_lib
 from experiments.ledger import verdicts
 from experiments.ledger.verdicts import Allows
+from experiments.ledger.verdicts import AllSame
 from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Chain
@@ -56,6 +57,24 @@ def test_equality_needs_a_margin(mean, half, seeds, verdict):
     found = Same(lambda: (Estimate(mean, half), seeds), 0.3, "+.2f", "small").judge()
     assert found.verdict == verdict and found.ours.endswith("margin 0.3")
     assert found.ours.startswith("so far ") is (seeds < 3)
+
+
+@pytest.mark.parametrize(
+    ("second", "verdict"),
+    [
+        (Estimate(0.1, 0.2), "reproduced"),
+        (Estimate(0.1, 0.6), "in part"),
+        (Estimate(-2.0, 0.6), "in part"),
+    ],
+)
+def test_several_equalities_have_one_margin(second, verdict):
+    of = lambda first: dict(a=(first, 3), b=(second, 3))
+    judge = lambda first: AllSame(lambda: of(first), 0.5, "+.1f", lambda: "points").judge()
+    found = judge(Estimate(0.0, 0.3))
+    assert found.verdict == verdict and "margin 0.5: a +0.0 ± 0.3, b" in found.ours
+    if verdict != "reproduced":
+        told = {0.6: "not told apart"} if second.mean > 0 else {0.6: "contradicted"}
+        assert judge(Estimate(0.3, 0.6)).verdict == told[second.half]
 
 
 def test_figures_within_a_printed_range():

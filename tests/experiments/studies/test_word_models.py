@@ -20,7 +20,8 @@ from kvjax.foundation import command_line
 def test_parameters_of_queries_and_keys_are_the_papers(channels, published):
     of = lambda n: formulas.parameters(word_models.transformer(n, 100))["total"]
     assert of(256) - of(channels) == 789_504 - published
-    runs = {f"d{channels}_e1": {0: dict(perplexity=2.0, identity="its own")}}
+    run = dict(perplexity=2.0, validation={"8": 3.0, "16": 2.5}, identity="its own")
+    runs = {f"d{channels}_e1": {0: run}}
     about = dict(asked=dict(channels=channels), identity="its own")
     cells = [types.SimpleNamespace(name=f"d{channels}_e1", **about)]
     (row,) = word_models.rows("wikitext2", cells, types.SimpleNamespace(runs=runs))
@@ -68,3 +69,14 @@ def test_cells_say_what_decides_them(small):
 def test_a_folder_is_of_wikitext(capsys):
     status = command_line.status(word_models.main, ["--set=embedded", "--folder=x"])
     assert status == 2 and "--folder: is of WikiText" in capsys.readouterr().err
+
+
+def test_figures_stand_beside_the_papers_split():
+    """Of WikiText-103 it gives perplexities of validation."""
+    run = dict(perplexity=2.0, validation={"8": 3.0, "16": 2.5}, identity="its own")
+    one = types.SimpleNamespace(name="d64_e1", asked=dict(channels=64), identity="its own")
+    kept = types.SimpleNamespace(runs={"d64_e1": {0: run}})
+    for name, published in (("wikitext103", "37.22 (validation)"), ("wikitext2", "122.24 (test)")):
+        (row,) = word_models.rows(name, [one], kept)
+        *_, test, validation, shown = word_models._cells(row)
+        assert (test, validation, shown) == ("2.00", "2.50", published)
