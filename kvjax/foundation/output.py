@@ -44,7 +44,9 @@ class Output:
           wrap: False: it stays one line, as what is to be typed must.
         """
         if wrap and not self._markdown:
-            text = "\n".join(textwrap.fill(line, width()) for line in text.split("\n"))
+            text = "\n".join(
+                textwrap.fill(line, width(), break_on_hyphens=False) for line in text.split("\n")
+            )
         print(text, file=self._stream, flush=True)
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence]) -> None:
