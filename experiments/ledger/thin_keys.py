@@ -51,7 +51,7 @@ CLAIMS = (
         "Table 1",
         "copy-back is solved with one channel per head, as drawn in the paper",
         "100 % at d_select 4 to 64",
-        rules.reaches("copy_back_l2", lambda _: True),
+        rules.BothStarts(lambda start: rules.reaches("copy_back_l2", lambda _: True, start)),
         _TASKS,
     ),
     Claim(
@@ -95,14 +95,14 @@ CLAIMS = (
         "Table 2",
         "retrieval of 16 keys fails with one channel per head and succeeds from two",
         "65.2 %, then 100 %",
-        rules.reaches("retrieval", lambda n: n >= 8),
+        rules.BothStarts(lambda start: rules.reaches("retrieval", lambda n: n >= 8, start)),
         _TASKS,
     ),
     Claim(
         "Table 10; section 3.2; section 4.1",
         "selecting among N keys takes a small multiple of log2 N channels, 2·log2 N at N = 16",
         "8 at N = 16, alone",
-        rules.bound(),
+        rules.BothStarts(rules.bound),
         _TASKS,
     ),
     Claim(

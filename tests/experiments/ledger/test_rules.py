@@ -40,11 +40,35 @@ def test_channels_that_retrieval_needs_by_the_number_of_keys(results):
 
     found = judge(retrieval=16)
     assert found.verdict == verdicts.CONTRADICTED
-    assert "16 keys: 16, predicted 8; 8, 32, 64 keys are not measured yet" in found.ours
+    assert "16 keys: 16, predicted 8; 8, 32, 64 keys are not measured" in found.ours
     assert judge(retrieval=8, retrieval_64_keys=8).verdict == verdicts.REPRODUCED  # 12 suffice
     assert judge(retrieval=8, retrieval_32_keys=64).verdict == verdicts.PART
+    found = judge(retrieval=8, retrieval_64_keys=128)  # too few batches for any
+    assert found.verdict == verdicts.REPRODUCED
+    assert "; 64 keys no d_select learns with every seed" in found.ours
     with pytest.raises(results_lib.NoResultError):
         judge()
+
+
+def test_a_claim_that_holds_from_one_start_holds_in_part(results):
+    rows = [
+        dict(task="retrieval", channels=n, seeds=3, converged_runs=3 if n >= least else 0)
+        | dict(start=start)
+        for start, least in (("fan_in", 16), ("equal", 8))
+        for n in (8, 16)
+    ]
+    judge = lambda rows: (
+        (results / "thin_keys_tasks.json").write_text(json.dumps(dict(rows=rows))),
+        thin_keys_rules.BothStarts(thin_keys_rules.bound).judge(),
+    )[1]
+    found = judge(rows)
+    assert found.verdict == verdicts.PART
+    assert "weights by fan-in: 0 of 1 cases" in found.ours
+    assert "matrices that start alike: 1 of 1 cases" in found.ours
+    assert judge(rows[2:]).verdict == verdicts.REPRODUCED
+    assert judge(rows[:2]).verdict == verdicts.CONTRADICTED
+    with pytest.raises(results_lib.NoResultError):
+        judge([])
 
 
 @pytest.mark.parametrize(
