@@ -94,8 +94,10 @@ def test_thin_keys_are_a_line_for_each_task():
         for task in ("copy_back_l2", "retrieval")
         for channels in (4, 64)
     ]
+    rows += [row | dict(start="equal") for row in rows[2:]]
     (axes,) = study_figures.thin_keys(dict(rows=rows, runs=dict(a={0: 1}))).axes
-    assert [bars.get_label() for bars in axes.containers] == ["copy_back_l2", "retrieval"]
+    expected = ["copying", "one of 16 keys", "one of 16 keys, matrices start alike"]
+    assert [bars.get_label() for bars in axes.containers] == expected
     assert list(axes.containers[0].lines[0].get_ydata()) == [6.25, 100]
 
 
