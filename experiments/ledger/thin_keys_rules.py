@@ -191,8 +191,7 @@ def keys_stand_it(objective: str) -> Cases:
 def bound(start: str = "fan_in") -> Cases:
     """The least d_select that converges, with N keys: no more than 2·log2 N, 8 for 16 keys.
 
-    Where not every seed converges with MHA's own channels either, the batches are too few, and
-    nothing is asked.
+    Where no d_select converges with every seed, the batches are too few, and nothing is asked.
     """
     tasks = {8: "retrieval_8_keys", 16: "retrieval", 32: "retrieval_32_keys"}
     tasks |= {64: "retrieval_64_keys"}
@@ -223,7 +222,6 @@ def bound(start: str = "fan_in") -> Cases:
         return min(n for n in CHANNELS if n >= 2 * math.log2(keys))
 
     def of() -> dict[str, bool]:
-        """None where no number of keys is measured."""
         return {f"{keys} keys": n <= predicted(keys) for keys, n in least().items()}
 
     def figures() -> str:

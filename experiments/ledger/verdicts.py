@@ -186,14 +186,20 @@ class AllSame:
     scale: Callable[[], str]
 
     def judge(self) -> Found:
-        found = self.of()
-        if not found or any(n < SEEDS or x.half is None for x, n in found.values()):
-            raise NoResultError("differences")
-        told = [_of_margin(x, self.margin) for x, _ in found.values()]
-        said = ", ".join(f"{name} {x.shown(self.digits)}" for name, (x, _) in found.items())
+        tell = lambda found: _of_margin(found, self.margin)
+        told, said, seeds = _several(self.of(), tell, self.digits)
         counts = f"{told.count(REPRODUCED)} of {len(told)} cases, margin {self.margin:g}"
-        seeds = min(n for _, n in found.values())
         return Found(of_all(told), f"{counts}: {said} ({self.scale()}, {seeds} seeds)")
+
+
+def _several(
+    found: Mapping[str, tuple[Estimate, int]], tell: Callable[[Estimate], str], digits: str
+) -> tuple[list[str], str, int]:
+    """Of differences by name: a verdict on each, what they are, the least seeds of one."""
+    if not found or any(n < SEEDS or x.half is None for x, n in found.values()):
+        raise NoResultError("differences")
+    said = ", ".join(f"{name} {x.shown(digits)}" for name, (x, _) in found.items())
+    return [tell(x) for x, _ in found.values()], said, min(n for _, n in found.values())
 
 
 def _over_seeds(found: Estimate, seeds: int, digits: str, scale: str) -> str:
@@ -271,12 +277,9 @@ class Chain:
     scale: str
 
     def judge(self) -> Found:
-        found = self.of()
-        if not found or any(seeds < SEEDS for _, seeds in found.values()):
-            raise NoResultError("a chain of differences")
-        verdict = of_all([of_sign(x.sign, self.sign) for x, _ in found.values()])
-        said = ", ".join(f"{name} {x.shown(self.digits)}" for name, (x, _) in found.items())
-        return Found(verdict, f"{said} ({self.scale}, {min(n for _, n in found.values())} seeds)")
+        tell = lambda found: of_sign(found.sign, self.sign)
+        told, said, seeds = _several(self.of(), tell, self.digits)
+        return Found(of_all(told), f"{said} ({self.scale}, {seeds} seeds)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ the end and the batches until a model "converged", means over seeds with 95 % in
 
 The paper does not say how weights start. By fan-in, as this project's recipe has it, a matrix that
 is narrower than its input starts smaller, so logits of few channels do too; with --start=equal all
-matrices have deviation 1/8, as those of 64 channels have by fan-in.
+matrices have deviation 1/8, as attention's of 64 channels have by fan-in; the MLP's second one then
+starts twice as large.
 """
 
 import argparse
