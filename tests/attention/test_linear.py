@@ -98,3 +98,12 @@ def test_the_module_in_chunks_and_token_by_token(x64, tie):
 def test_what_cannot_be(keys, said):
     with pytest.raises(UserError, match=said):
         LinearConfig(**dict(num_heads=2, key_dim=4, value_dim=4) | keys)
+
+
+@pytest.mark.parametrize("x", [-80.0, -17.5, -1.0, 0.0, 2.0])
+def test_features_are_positive_in_float32(x):
+    """exp(x) below 0, whose difference from 1 float32 would round to nothing."""
+    expected = x + 1 if x > 0 else np.exp(x)
+    found, slope = jax.value_and_grad(linear.feature_map)(jnp.float32(x))
+    assert float(found) == pytest.approx(expected, rel=1e-5) and found > 0
+    assert float(slope) == pytest.approx(min(1.0, np.exp(x)), rel=1e-5)
