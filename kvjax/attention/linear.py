@@ -62,7 +62,7 @@ class LinearConfig:
 
 def feature_map(x: jax.Array) -> jax.Array:
     """elu(x) + 1, positive: below 0 exp(x), which the difference of that and 1 would lose."""
-    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
 
 
 def parallel(
