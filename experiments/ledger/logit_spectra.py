@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import functools
 
 from experiments.ledger import logit_spectra_proved
+from experiments.ledger.out_of_reach import Elsewhere
 from experiments.ledger.results import read
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
-from experiments.ledger.verdicts import Elsewhere
 from experiments.ledger.verdicts import OfItself
 from experiments.ledger.verdicts import Rule
 from experiments.ledger.verdicts import within
@@ -208,7 +208,7 @@ CLAIMS = (
         "Table 1",
         "cumulative shares for five models",
         "",
-        Elsewhere(f"{_FIVE}; two other models stand in experiments/reports/analysis.md"),
+        Elsewhere(f"{_FIVE}; two other models stand in reports/analysis.md"),
         _SPECTRA,
     ),
     Claim(
@@ -351,7 +351,7 @@ CLAIMS = (
         "",
         Elsewhere(
             "these models; thin keys' Tables 5 to 7 and LRKV compress with fixed projections, and "
-            "so do converted models in experiments/reports/conversion.md"
+            "so do converted models in reports/conversion.md"
         ),
         "python -m experiments.studies.conversion",
     ),

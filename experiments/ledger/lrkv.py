@@ -4,19 +4,19 @@ from experiments.ledger import lrkv_figures as figures
 from experiments.ledger import lrkv_heads
 from experiments.ledger import lrkv_stated
 from experiments.ledger import lrkv_training
+from experiments.ledger.out_of_reach import AtScale
+from experiments.ledger.out_of_reach import Undefined
 from experiments.ledger.results import SMALL_CACHES
 from experiments.ledger.results import TINY
 from experiments.ledger.results import between
 from experiments.ledger.results import study
 from experiments.ledger.verdicts import Allows
-from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Chain
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import Tabulated
-from experiments.ledger.verdicts import Undefined
 from experiments.ledger.verdicts import within
 from kvjax.foundation.estimate import Estimate
 
@@ -87,7 +87,7 @@ CLAIMS = (
             },
             lambda: (
                 "under RoPE the rotation stands between B and R. kvjax decodes exactly at a cost "
-                "of its own (experiments/reports/decoding.md, LRKV under RoPE)"
+                "of its own (reports/decoding.md, LRKV under RoPE)"
             ),
         ),
         "pytest tests/attention/test_law.py",

@@ -4,12 +4,14 @@ import itertools
 
 from experiments.ledger import lrkv_figures
 from experiments.ledger import lrkv_heads
+from experiments.ledger import out_of_reach
 from experiments.ledger import verdicts
+from experiments.ledger.out_of_reach import AtScale
+from experiments.ledger.out_of_reach import Undefined
 from experiments.ledger.results import TINY
 from experiments.ledger.results import NoResultError
 from experiments.ledger.results import between
 from experiments.ledger.results import read
-from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Chain
 from experiments.ledger.verdicts import Claim
@@ -17,7 +19,6 @@ from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
 from experiments.ledger.verdicts import OfItself
 from experiments.ledger.verdicts import Tabulated
-from experiments.ledger.verdicts import Undefined
 from kvjax.costs import formulas
 from kvjax.foundation.estimate import Estimate
 
@@ -57,7 +58,7 @@ _NAMES = ("lrkv", "mha", "gqa", "mqa", "mla_paper")
 def _billions() -> str:
     """Parameters of the configs here that stand for that size."""
     totals = [
-        formulas.parameters(verdicts.experiment_of(f"{name}_6p3b").model)["total"] / 1e9
+        formulas.parameters(out_of_reach.experiment_of(f"{name}_6p3b").model)["total"] / 1e9
         for name in _NAMES
     ]
     return f"configs here have {min(totals):.1f}B to {max(totals):.1f}B, a width and layers of ours"

@@ -1,6 +1,6 @@
 """What claims of LRKV come to: from shapes, from the paper's own figures, from tiny models."""
 
-from experiments.ledger import verdicts
+from experiments.ledger import out_of_reach
 from experiments.ledger.rotated import rotated
 from kvjax.costs import formulas
 
@@ -49,7 +49,7 @@ def five(scale: str) -> tuple[str, ...]:
 
 def relative_flops(config: str) -> float:
     """% of a token's training FLOPs more than MHA's, at d36."""
-    return 100 * (verdicts.training_flops(config) / verdicts.training_flops("mha_2p5b") - 1)
+    return 100 * (out_of_reach.training_flops(config) / out_of_reach.training_flops("mha_2p5b") - 1)
 
 
 def budgets() -> dict[str, float]:
@@ -65,13 +65,13 @@ def flops_saved() -> dict[str, float]:
 
 def six_n(config: str) -> float:
     """exaFLOPs of 6 N x 50B tokens; N: weights that multiply a token."""
-    model = verdicts.experiment_of(config).model
+    model = out_of_reach.experiment_of(config).model
     return 6 * sum(formulas.matrix_weights(model).values()) * 50e9 / 1e18
 
 
 def lrkv_gqa() -> float:
     """The cache of LRKV x GQA beside MHA's, at d36."""
-    c = verdicts.experiment_of("lrkv_gqa_2p5b").model.mechanisms[0]
+    c = out_of_reach.experiment_of("lrkv_gqa_2p5b").model.mechanisms[0]
     cached = c.num_bases * c.key_dim + c.num_kv_heads * c.rank
     return cached / (c.num_heads * c.key_dim)
 
@@ -182,7 +182,7 @@ def ahead() -> dict[str, float]:
 
 def parameters() -> dict[str, float]:
     """Of MHA in millions: by what the paper calls the size."""
-    count = lambda name: formulas.parameters(verdicts.experiment_of(name).model)["total"] / 1e6
+    count = lambda name: formulas.parameters(out_of_reach.experiment_of(name).model)["total"] / 1e6
     return {"128M": count("mha_128m"), "2.5B": count("mha_2p5b")}
 
 
@@ -190,7 +190,9 @@ def key_value_weights() -> dict[str, float]:
     """% of MHA's weights of keys and values that LRKV's have with r = 64, by equation 7."""
     found = {}
     for scale, called in (("128m", "128M"), ("2p5b", "2.5B")):
-        lrkv, mha = (verdicts.experiment_of(f"{name}_{scale}").model for name in ("lrkv", "mha"))
+        lrkv, mha = (
+            out_of_reach.experiment_of(f"{name}_{scale}").model for name in ("lrkv", "mha")
+        )
         attention = lambda model: formulas.parameters(model)["attention"]
         of_keys_and_values = attention(mha) / 2  # the other half: of queries and outputs
         less = attention(mha) - attention(lrkv)
@@ -200,7 +202,7 @@ def key_value_weights() -> dict[str, float]:
 
 def overhead() -> dict[str, float]:
     """FLOPs per cached token beyond MHA's, of MHA's, of one layer at d36."""
-    models = {name: verdicts.experiment_of(f"{name}_2p5b").model for name in ("lrkv", "mha")}
+    models = {name: out_of_reach.experiment_of(f"{name}_2p5b").model for name in ("lrkv", "mha")}
     bases = {"without RoPE": None, "under RoPE": models["mha"].block.angles_base}
 
     def flops(name: str, base) -> float:
@@ -213,5 +215,5 @@ def overhead_said() -> str:
     found = ", ".join(f"{name} {more:.2f}" for name, more in overhead().items())
     return (
         f"{found} of MHA's FLOPs per cached token more at d36, as it is computed here exactly "
-        "(experiments/reports/decoding.md, LRKV under RoPE)"
+        "(reports/decoding.md, LRKV under RoPE)"
     )

@@ -9,6 +9,7 @@ import numpy as np
 from experiments.ledger.lrkv_figures import LARGE
 from experiments.ledger.lrkv_figures import SMALL
 from experiments.ledger.lrkv_figures import five
+from experiments.ledger.out_of_reach import AtScale
 from experiments.ledger.results import TINY
 from experiments.ledger.results import NoResultError
 from experiments.ledger.results import read
@@ -17,7 +18,6 @@ from experiments.ledger.verdicts import PART
 from experiments.ledger.verdicts import REPRODUCED
 from experiments.ledger.verdicts import SEEDS
 from experiments.ledger.verdicts import UNTOLD
-from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Found

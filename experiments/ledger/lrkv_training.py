@@ -3,7 +3,7 @@
 import statistics
 
 from experiments.ledger import lrkv_figures as figures
-from experiments.ledger.verdicts import AtScale
+from experiments.ledger.out_of_reach import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed

@@ -4,12 +4,12 @@ import math
 
 import jax.numpy as jnp
 
+from experiments.ledger.out_of_reach import experiment_of
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import OfItself
 from experiments.ledger.verdicts import Tabulated
-from experiments.ledger.verdicts import experiment_of
 from kvjax.costs import formulas
 
 _TABLES = "python -m experiments.tables.paper_tables --save"
@@ -125,7 +125,7 @@ CLAIMS = (
                 "2",
                 lambda: _users(_KV_TIED) / _users(_QKV),
                 "by section 3.3.3. Tokens/s are measured nowhere; under RoPE Q-K=V must rotate "
-                "keys as it reads them (experiments/reports/decoding.md, Decode attention of "
+                "keys as it reads them (reports/decoding.md, Decode attention of "
                 "one layer)",
             )
         ),

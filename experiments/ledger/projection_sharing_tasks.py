@@ -1,10 +1,10 @@
 """Claims of projection sharing (arXiv 2606.04032) on small tasks: its tables 2 and 3."""
 
 from experiments.ledger import small_tasks
+from experiments.ledger.out_of_reach import Elsewhere
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import Elsewhere
 
 _IMAGES = "python -m experiments.studies.images --folder=FOLDER"
 _TASKS = "python -m experiments.studies.sequence_tasks --save"

@@ -4,16 +4,16 @@ import math
 
 from experiments.ledger import thin_keys_rules as rules
 from experiments.ledger import thin_keys_stated
+from experiments.ledger.out_of_reach import AtScale
+from experiments.ledger.out_of_reach import Elsewhere
+from experiments.ledger.out_of_reach import Undefined
 from experiments.ledger.results import study
-from experiments.ledger.verdicts import AtScale
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
 from experiments.ledger.verdicts import Computed
 from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import Elsewhere
 from experiments.ledger.verdicts import OfItself
 from experiments.ledger.verdicts import Tabulated
-from experiments.ledger.verdicts import Undefined
 from experiments.ledger.verdicts import within
 
 TITLE = "Thin keys (arXiv 2603.04427)"
@@ -25,7 +25,7 @@ _CONVERSION = "python -m experiments.studies.conversion"
 _DEMO = "bits per byte, width 128, 1.0M tokens"
 _GPT2 = (
     "GPT-2's weights and WikiText-2; the same cuts of SmolLM2 and Whisper stand in "
-    "experiments/reports/conversion.md"
+    "reports/conversion.md"
 )
 _WIKITEXT = "WikiText"
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 
+from experiments.ledger.out_of_reach import experiment_of
 from experiments.ledger.results import NoResultError
 from experiments.ledger.results import paired
 from experiments.ledger.results import read
@@ -17,7 +18,6 @@ from experiments.ledger.verdicts import UNTOLD
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Found
 from experiments.ledger.verdicts import Rule
-from experiments.ledger.verdicts import experiment_of
 from experiments.ledger.verdicts import of_all
 from experiments.studies.thin_keys_tasks import CHANNELS
 from experiments.studies.thin_keys_tasks import EVERY
