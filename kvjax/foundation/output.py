@@ -93,8 +93,9 @@ def aligned(header: Sequence[str], rows: Iterable[Sequence]) -> list[str]:
     words = [[w for cell in column for w in cell.split()] or [""] for column in columns]
     least = [max(map(len, w)) for w in words]
     for i, figures in enumerate(right):
-        if figures:  # "1.9 ± 0.1" stays in one line
-            least[i] = max(least[i], *map(len, columns[i][1:]), 0)
+        longest = max(map(len, columns[i][1:]), default=0)
+        if figures and longest <= width() // 2:  # "1.9 ± 0.1" stays in one line, a sentence wraps
+            least[i] = max(least[i], longest)
         else:
             least[i] = min(least[i], max(NARROWEST, width() // 2))
     lines = []
