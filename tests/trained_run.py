@@ -18,8 +18,12 @@ from tests import runs
 STEPS = 10
 
 
-def train(folder: pathlib.Path) -> pathlib.Path:
+def trained(folder: pathlib.Path) -> pathlib.Path:
     """The workdir of a run of 10 steps, with checkpoints of steps 8 and 10; its data is gone."""
+    whole = folder / "whole"
+    if whole.exists():
+        return folder / "run"
+    folder.mkdir()
     config = runs.small_config(
         *(runs.write_text(folder / "text.txt"), str(folder / "data")),
         **dict(num_steps=STEPS, checkpoint_every=4, eval_rows=8, sample_tokens=4),
@@ -28,6 +32,7 @@ def train(folder: pathlib.Path) -> pathlib.Path:
         patch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
         loop.train(config, epath.Path(folder / "run"))
     shutil.rmtree(folder / "data")
+    whole.touch()
     return folder / "run"
 
 

@@ -89,6 +89,7 @@ def _check_plain(layer, *, rotates):
     assert differ == rotates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanism_name",
     quick.only(("mla_paper",), MECHANISMS),
@@ -144,6 +145,7 @@ def test_attention_is_changed_in_all_layers():
     )
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_named():
     model = _made(workdirs.grouped(4, 2))
     model.weights[("segments", 0, "attention", "mechanism", "base_value")][1, :, 1] = np.inf

@@ -21,6 +21,7 @@ from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
+from tests import quick
 from tests.convert import workdirs
 
 PLAIN = ("--lengths=8,16", "--out=out")
@@ -119,6 +120,7 @@ def test_lengths_are_those_that_the_model_knows(run, workdir, made):
     assert command._default_lengths(long) == (64, 256)
 
 
+@pytest.mark.slow
 def test_the_folder_has_the_name_of_the_model(run, workdir, made, tmp_path):
     status, out, err = run(f"--workdir={workdir}", "--lengths=8")
     assert status == 0, err
@@ -252,14 +254,25 @@ def test_what_is_no_model_is_named_by_its_option(run, workdir, made, tmp_path, o
         assert status == 2 and f"--{option}" in err and "--source" not in err
 
 
+_IN_LAYER_2 = ("segments", 0)
+
+
 @pytest.mark.parametrize(
     "path, said",
-    {
-        ("segments", 0, "attention", "mechanism", "base_key"): r"layer 2 of broken: .*base_key .*"
-        r"values that are not finite, of bases .* \[0\]:",
-        ("segments", 0, "mlp", "up"): "layer 2 of broken: .*mlp.up .*values that are not finite",
-        ("head",): "broken: .*head .*values that are not finite",
-    }.items(),
+    [
+        (
+            (*_IN_LAYER_2, "attention", "mechanism", "base_key"),
+            r"layer 2 of broken: .*base_key .*values that are not finite, of bases .* \[0\]:",
+        ),
+        pytest.param(
+            (*_IN_LAYER_2, "mlp", "up"),
+            "layer 2 of broken: .*mlp.up .*values that are not finite",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("head",), "broken: .*head .*values that are not finite", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_weights_that_are_not_finite_are_refused_before_any_work(run, made, tmp_path, path, said):
     block, mechanism, _ = workdirs.MODELS["lrkv"]
@@ -275,7 +288,7 @@ def test_weights_that_are_not_finite_are_refused_before_any_work(run, made, tmp_
 
 @pytest.mark.parametrize(
     "damaged, named",
-    {"checkpoints": "small", "snapshots": "the snapshot of step 0 of small"}.items(),
+    quick.every(2, [("checkpoints", "small"), ("snapshots", "the snapshot of step 0 of small")]),
 )
 def test_a_damaged_checkpoint_is_refused_before_any_work(
     run, workdir, made, tmp_path, damaged, named

@@ -35,6 +35,7 @@ def _projected(mechanism, x_TD, at, base=BASE):
     return [np.asarray(x[0]) for x in (q_BTNH, *mechanism.keys_values(raw, positions))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism_name", quick.only(("lrkv_gqa", "mla"), MECHANISMS))
 def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
     """Without norms and biases, at any distance, as the mechanism itself computes them."""
@@ -66,7 +67,7 @@ def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
     np.testing.assert_allclose(value_TKH, here[2] - nothing[2], atol=1e-9)
 
 
-@pytest.mark.parametrize("mechanism_name", quick.only(("lrkv_gqa", "mla", "tpa"), MECHANISMS))
+@pytest.mark.parametrize("mechanism_name", quick.only(("lrkv_gqa",), MECHANISMS))
 def test_norms_leave_their_gains(make_mechanism, mechanism_name, x64):
     """Weights are those of the mechanism without norms, each channel by the gains."""
     config = make_mechanism(mechanism_name, qk_norm="rms_gain")
@@ -95,6 +96,7 @@ def test_norms_leave_their_gains(make_mechanism, mechanism_name, x64):
         np.testing.assert_allclose(found.key_DKH, expected.key_DKH * keys, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism_name", quick.only(("lrkv_gqa", "mla", "mla_lrkv"), MECHANISMS))
 def test_norms_without_a_gain_leave_nothing(make_mechanism, mechanism_name, x64):
     config = make_mechanism(mechanism_name, qk_norm="rms")
@@ -111,6 +113,7 @@ def test_norms_without_a_gain_leave_nothing(make_mechanism, mechanism_name, x64)
     assert found.rotated == expected.rotated and found.scale == config.scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick.only(["mlra"], ["mlra", "mfa_kr", "shared_kv"]))
 def test_outputs_that_are_combined_before_they_are_projected(make_mechanism, name, x64):
     """One token, which sees itself alone, is its value times the output projection."""
@@ -129,6 +132,7 @@ def test_outputs_that_are_combined_before_they_are_projected(make_mechanism, nam
     np.testing.assert_allclose(got, expected, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_channels_that_rope_turns(make_mechanism):
     of = lambda name, base=BASE: heads_lib.read(
         _weights(make_mechanism(name))[0], make_mechanism(name), D, base

@@ -180,6 +180,7 @@ def test_turned_keys():
     np.testing.assert_allclose(key_subspaces.turned(x_TKH, ROPE), expected, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     quick.only(["qwen2_thin"], ["mha", "lrkv", "mistral_lrkv", "qwen2_thin", "gpt2_lrkv", "mla"]),

@@ -255,6 +255,7 @@ def test_windows_are_compared_with_those_of_another_text():
     assert pairs(20) == [1, 0] and pairs(10) == [0]
 
 
+@pytest.mark.slow
 def test_fewer_words_than_a_block_has():
     """What is repeated is then all of them."""
     transformer = dataclasses.replace(_model(num_layers=1).transformer, vocab_size=5)

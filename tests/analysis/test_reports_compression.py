@@ -202,6 +202,7 @@ def test_queries_weigh_as_keys_meet_them(model):
     assert np.abs(still.projectors(3) - expected[BEFORE].projectors(3)).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_drift(model, measured):
     """Of the longest rows; the last two errors are those of all tokens and of other text."""
     assert measured.drift_at == (5, 10, 20) and measured.drift_rank == 2
@@ -310,6 +311,7 @@ def test_runs_are_those_of_keys_cut_one_by_one(turned):
 # -- what is said ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_numbers_of_the_report(model, measured, section):
     """Medians over heads and rows, and perplexity with how sure it is."""
     rows = {(row["way"], row["where"], row["rank"]): row for row in section.data["ways"]}
@@ -339,6 +341,7 @@ def test_numbers_of_the_report(model, measured, section):
     assert section.data["perplexity"]["all"] == pytest.approx(math.exp(expected), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_report_is_a_page_and_json(section):
     json.dumps(section.data, allow_nan=False)
     assert page.page("t", "", [section], {}).count("<svg") == len(section.figures) == 6
@@ -356,6 +359,7 @@ def test_report_is_a_page_and_json(section):
     assert by_text.rows[0][0] == "the model" and drift.rows[-1][1] == "fixed"
 
 
+@pytest.mark.slow
 def test_data_has_every_head(measured, section):
     drift, spectra = section.data["drift"]["by_place"][AFTER], section.data["spectra"]
     assert spectra[W]["of_heads"] == measured.spectra[W][..., 0].tolist()
@@ -369,6 +373,7 @@ def test_data_has_every_head(measured, section):
     assert half[0][0][3] == [None, None] and half[0][0][2][0] > 0
 
 
+@pytest.mark.slow
 def test_what_is_shown_says_after(section):
     """Behind sounds as if it were a place; and errors are of so many queries as there are."""
     shown = page.page("t", "", [section], {})
@@ -471,6 +476,7 @@ def test_what_is_said_of_all_together_is_what_was_measured(lead, measured):
     assert report._lead(found).endswith("whether other texts tell the same is not measured.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanism", "together", "each"),
     [

@@ -114,6 +114,7 @@ def test_perplexities_are_of_the_first_rows_of_each_text(model, measured):
     assert found.perplexity[6, 0][0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_numbers_of_the_report(model, section):
     """Medians over heads and texts, quartiles of heads, and how texts differ."""
     made = logit_measurements.measure(model, TEXTS, LENGTHS)
@@ -167,6 +168,7 @@ def test_spread_leaves_out_what_is_not_there():
     assert spread(x_LBN[:, :1]).between_texts is None
 
 
+@pytest.mark.slow
 def test_report_is_a_page_and_json(section):
     """Each table beside the paper's numbers; each figure says its numbers in words."""
     json.dumps(section.data, allow_nan=False)
@@ -219,6 +221,7 @@ def test_layers_of_different_shapes():
     assert Results("one", REQUEST, logit_measurements.measure(one, TEXTS, LENGTHS)).num_heads == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "of_m, of_e, said",
     quick.every(
@@ -240,6 +243,7 @@ def test_the_papers_gap_is_held_beside(measured, of_m, of_e, said):
     assert "The paper has 5 to 25 times fewer" in lead
 
 
+@pytest.mark.slow
 def test_numbers_of_heads_are_there(measured, section):
     """Rounded to six digits: by layer, text and head."""
     (found,) = (

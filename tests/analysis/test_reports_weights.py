@@ -54,6 +54,7 @@ def _well_formed(section):
         assert table.rows and table.shown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", quick.only(("mla",), ("mha", "gpt2_lrkv", "lrkv_by_layer", *OTHERS))
 )
@@ -136,7 +137,7 @@ UNLIKE = dict(  # a model, one beside it, and which reports have nothing for the
 )
 
 
-@pytest.mark.parametrize("report", REPORTS)
+@pytest.mark.parametrize("report", quick.every(3, REPORTS))
 @pytest.mark.parametrize("case", quick.only(["not_linear"], UNLIKE))
 def test_what_a_report_has_nothing_for_is_refused_before_weights_are_read(
     report, case, monkeypatch
@@ -223,6 +224,7 @@ def test_stages():
     assert words.stages(1) == {"early, layer 0": 0}
 
 
+@pytest.mark.slow
 def test_geometry_has_the_numbers_of_every_layer_and_head():
     model, beside = _model("lrkv_gqa"), _model("mha", seed=1)
     section = geometry_report.section(model, Request({}, (), beside=beside))
@@ -371,6 +373,7 @@ def test_projections_of_other_channels_have_no_cosine():
     assert "no cosine" in section.lead
 
 
+@pytest.mark.slow
 def test_a_model_without_numbers_is_refused():
     for name in ("mha", "lrkv"):
         model = _model(name)

@@ -165,6 +165,7 @@ def test_a_sweep_in_which_nothing_fits_is_an_error(compiler):
         aot.sweep(experiment(MEDIUM), "v5e:8", 2, OUT)
 
 
+@pytest.mark.slow
 def test_advice_splits_weights_as_far_as_they_divide(compiler):
     """Whole tiles of 768 rows in 32 ways at most; chips beyond that are copies."""
     start = experiment(MEDIUM, "--config.compute.remat=full", "--config.train.batch_size=4096")

@@ -31,14 +31,17 @@ def covering(factors, make):
       factors: values by key.
       make: a function of a dict of one value each: None or False if there is no such thing.
     """
-    pairs = lambda row: frozenset(itertools.combinations(enumerate(row), 2))
     of = lambda row: dict(zip(factors, row, strict=True))
-    rows = {row: pairs(row) for row in itertools.product(*factors.values()) if make(of(row))}
-    left, chosen = frozenset().union(*rows.values()), []
+    bits = {}  # of pairs; a row's pairs are a number
+    rows, left, chosen = {}, 0, []
+    for row in filter(lambda row: make(of(row)), itertools.product(*factors.values())):
+        pairs = itertools.combinations(enumerate(row), 2)
+        rows[row] = sum(bits.setdefault(pair, 1 << len(bits)) for pair in pairs)
+        left |= rows[row]
     while left:
-        row = max(rows, key=lambda row: len(rows[row] & left))
+        row = max(rows, key=lambda row: (rows[row] & left).bit_count())
         chosen.append(row)
-        left -= rows[row]
+        left &= ~rows[row]
     return chosen
 
 

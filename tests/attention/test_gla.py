@@ -8,6 +8,7 @@ import pytest
 
 from kvjax.attention import BranchedLatentConfig
 from kvjax.attention import LatentConfig
+from tests import quick
 from tests.attention.one_layer import LATENT
 from tests.attention.one_layer import D
 from tests.attention.one_layer import H
@@ -28,7 +29,7 @@ from tests.attention.one_layer import weights
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.mark.parametrize("query_rank", [0, 5])
+@pytest.mark.parametrize("query_rank", quick.only([5], [0, 5]))
 def test_one_latent_is_mla(randomise, query_rank):
     options = dict(qk_norm="rms_gain", latent_scale=True, query_rank=query_rank)
     mla, gla = LatentConfig(**LATENT, **options), gla_config(1, **options)
@@ -66,6 +67,7 @@ def test_a_latent_moves_its_own_heads_and_the_rotated_key_all(randomise):
     assert moved(heads(gla, other), heads(gla, w), 2) == [True] * N
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [gla_config(2), BranchedLatentConfig(**LATENT, num_branches=2, num_latents=2)]
 )

@@ -49,6 +49,7 @@ def test_rank_0_is_mqa_bit_for_bit(make_mechanism, randomise):
     assert np.all(np.abs(outputs[0]).max(-1) > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bases", quick.only([2], [1, 2]))
 def test_zero_residuals_start_as_shared_heads(x64, make_mechanism, num_bases):
     """B = 0 makes LRKV the MQA (or, with 2 bases, GQA) of the same seed, until B is trained."""
@@ -77,6 +78,7 @@ def test_linear_residual_init_is_the_rule_of_every_matrix(make_mechanism):
     assert not np.array_equal(w["expand_key"], w["expand_value"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("J", [1, 2])
 def test_nearest_to_whole_heads(x64, J):
     """Means of groups, and of what is left as many components as fit: no more is lost than that."""
@@ -92,6 +94,7 @@ def test_nearest_to_whole_heads(x64, J):
     np.testing.assert_allclose(made, whole, atol=1e-12)  # R = H
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", ["none", "kv"])
 def test_a_start_from_components_is_that_of_mhas_heads(make_mechanism, tie):
     """At full rank heads are of MHA's size, and what has no residual is as with any other start."""
@@ -111,6 +114,7 @@ def test_a_start_from_components_is_that_of_mhas_heads(make_mechanism, tie):
         _initial(make_mechanism("lrkv", rank=30, key_dim=32, value_dim=32, residual_init="pca"))
 
 
+@pytest.mark.slow
 def test_equal_seeds_share_common_weights(make_mechanism):
     mqa, lrkv = _initial(make_mechanism("mqa")), _initial(make_mechanism("lrkv"))
     common = mqa["mechanism"]

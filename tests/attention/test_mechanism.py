@@ -135,7 +135,10 @@ def _rebuild(config, w, entry, on):
         [(qk_norm, on) for qk_norm in ("none", "rms", "rms_gain") for on in (True, False)],
     ),
 )
-@pytest.mark.parametrize("mechanism_name", quick.only(("mha", *quick.ALL_KINDS), TESTED))
+@pytest.mark.parametrize(
+    "mechanism_name",
+    quick.only(("lrkv_gqa", "lrkv_kv_tied", "mla", "mla_paper", "qk_tied_plus"), TESTED),
+)
 def test_keys_and_values_follow_from_the_entry(
     x64, make_mechanism, randomise, mechanism_name, qk_norm, on
 ):

@@ -61,6 +61,7 @@ def test_residuals_are_columns_of_a_latent_that_only_their_head_reads(
     close(run(config, w), run(mla, w | dict(mechanism=own)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["key", "value"])
 def test_a_residual_moves_its_own_head(randomise, kind):
     config = mla_lrkv_config(3)

@@ -101,7 +101,9 @@ def test_every_pair_of_options_that_can_meet_does():
 
 
 @pytest.mark.parametrize(
-    "kind, row", quick.every(30, _cases()), ids=lambda v: v if isinstance(v, str) else law.row_id(v)
+    "kind, row",
+    quick.every(100, _cases()),
+    ids=lambda v: v if isinstance(v, str) else law.row_id(v),
 )
 def test_the_law_for_pairs_of_options(x64, randomise, kind, row):
     law.check(randomise, *_make(kind, dict(zip(FACTORS[kind], row, strict=True))))

@@ -10,6 +10,7 @@ from kvjax.attention import LatentConfig
 from kvjax.attention import ResidualLatentConfig
 from kvjax.attention import ReusedKeysConfig
 from kvjax.attention import TensorProductConfig
+from tests import quick
 
 D = 256
 LATENT = dict(num_heads=8, key_dim=32, value_dim=32, latent_dim=64, rope_key_dim=16)
@@ -20,6 +21,7 @@ def _weights(config, seed=0):
     return {name: np.asarray(w) for name, w in nnx.to_pure_dict(nnx.state(built)).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -46,6 +48,7 @@ def test_mfa_kr_starts_with_keys_as_values():
     assert not found["value_gate"].any() and found["value_map"].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residual_init, starts", [("zeros", False), ("linear", True)])
 def test_residuals_of_a_latent_start_as_asked(residual_init, starts):
     """Beside MLA's weights of the same seed."""
@@ -58,6 +61,7 @@ def test_residuals_of_a_latent_start_as_asked(residual_init, starts):
     assert found["latent_key"].any() and found["latent_value"].any()
 
 
+@pytest.mark.slow
 def test_xavier_is_that_of_values_too():
     shape = dict(num_heads=6, key_dim=64, value_dim=32, query_factors=6, key_rank=2, value_rank=4)
     found = _weights(TensorProductConfig(**shape, factor_init="xavier"))
@@ -65,7 +69,9 @@ def test_xavier_is_that_of_values_too():
     assert np.std(found["value_factor"]) == pytest.approx((2 / (32 * (4 + D))) ** 0.5, rel=0.05)
 
 
-@pytest.mark.parametrize("fixed, names", [("heads", "key_head"), ("channels", "value_factor")])
+@pytest.mark.parametrize(
+    "fixed, names", quick.every(2, [("heads", "key_head"), ("channels", "value_factor")])
+)
 def test_fixed_factors_start_as_normal_numbers(fixed, names):
     shape = dict(num_heads=32, key_dim=64, value_dim=64, query_factors=0)
     found = _weights(TensorProductConfig(**shape, key_rank=32, value_rank=32, fixed=fixed))

@@ -9,6 +9,7 @@ import pytest
 
 from kvjax.attention import GroupedConfig
 from kvjax.attention import TensorProductConfig
+from tests import quick
 from tests.attention.one_layer import BOTH
 from tests.attention.one_layer import D
 from tests.attention.one_layer import N
@@ -23,7 +24,7 @@ from tests.attention.one_layer import weights
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.mark.parametrize("R", [1, 2, N])
+@pytest.mark.parametrize("R", quick.only([2], [1, 2, N]))
 def test_constant_head_factors_that_choose_are_gqa(randomise, R):
     """A constant channel of the input makes a = R·mask, where the mask says who reads which."""
     tpa = tpa_config(R)
@@ -91,6 +92,7 @@ def test_factors_that_are_rotated_are_keys_that_are(randomise):
     close(k, mechanism.keys_values(raw, positions(tpa))[0])
 
 
+@pytest.mark.slow
 def test_xavier_starts_factors_as_the_authors_do():
     config = TensorProductConfig(
         **dict(num_heads=6, key_dim=64, value_dim=64, query_factors=6, key_rank=2, value_rank=2),

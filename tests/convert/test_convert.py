@@ -247,6 +247,7 @@ def test_an_energy_that_no_rank_keeps(run, imported, tmp_path):
     assert "at rank 6" in errors
 
 
+@pytest.mark.slow
 def test_a_perplexity_that_is_no_number(run, text, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(comparison.PUBLISHED / "qwen3", source)

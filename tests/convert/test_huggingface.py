@@ -54,7 +54,7 @@ def test_a_published_model_is_published_again(tmp_path, name):
     assert after.chat_template == before.chat_template
 
 
-@pytest.mark.parametrize("name", quick.only(["lrkv_by_layer", "qwen3_thin"], workdirs.MODELS))
+@pytest.mark.parametrize("name", quick.only(["lrkv_by_layer"], workdirs.MODELS))
 def test_factors_are_multiplied_out(tmp_path, capsys, name):
     """The logits of the workdir's model, from dense keys and values, and what they cost."""
     block, mechanisms, title = workdirs.MODELS[name]
@@ -249,6 +249,7 @@ NARROW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block, mechanism", quick.only([NARROW[3]], NARROW))
 def test_narrow_heads_are_filled_with_nothing(tmp_path, block, mechanism):
     """As thin keys leave them where their second factor is folded away."""

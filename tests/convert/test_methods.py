@@ -85,7 +85,7 @@ FULL = [
 
 
 @pytest.mark.parametrize(
-    "method, source", quick.every(7, itertools.product(FULL, SOURCES)), ids=str
+    "method, source", quick.every(40, itertools.product(FULL, SOURCES)), ids=str
 )
 def test_full_rank_loses_nothing(x64, randomise, source, method):
     """Whatever is scaled, turned or dropped on the way changes no output."""
@@ -144,6 +144,7 @@ def test_a_layer_that_adds_nothing_keeps_its_values(x64, randomise):
         assert np.abs(values).max() > 0.01 and np.isfinite(values).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["key", "value", "key_value"])
 def test_folding_a_second_factor_changes_no_output(x64, randomise, part):
     config, weights, on = _source(randomise, "gpt2")
@@ -158,6 +159,7 @@ def test_folding_a_second_factor_changes_no_output(x64, randomise, part):
     np.testing.assert_allclose(outputs(True), outputs(False), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", quick.every(3, SOURCES))
 @pytest.mark.parametrize("method", [ThinKeys(rank=5), LowRankKV(rank=3)], ids=str)
 def test_objectives_that_know_more_lose_less(x64, randomise, source, method):

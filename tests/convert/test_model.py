@@ -65,6 +65,7 @@ def test_a_part_of_a_layer_is_read_alone(monkeypatch):
         np.testing.assert_array_equal(weight, whole["mechanism"][name])
 
 
+@pytest.mark.slow
 def test_a_workdir_is_what_was_published(imported):
     """Read as any run's: the same logits, tokenizer and chat template."""
     source = model_lib.open(str(comparison.PUBLISHED / "llama_tied_bias"))
@@ -121,6 +122,7 @@ RANKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, keys", quick.only([RANKS[0]], RANKS))
 def test_ranks_that_differ_by_layer(imported, tmp_path, method, keys):
     """Layers of other ranks are segments of their own; the config says `layer_ranks`."""

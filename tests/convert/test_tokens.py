@@ -198,7 +198,7 @@ _STEPS = dict(
 
 
 @pytest.mark.parametrize("special", quick.only([True], [True, False]))
-@pytest.mark.parametrize("step", _STEPS)
+@pytest.mark.parametrize("step", quick.every(3, _STEPS))
 def test_texts_are_encoded_as_by_the_source(source, tmp_path, step, special):
     """Whether or not it puts the token before texts that opens documents here."""
     rename(source, DEEPSEEK)

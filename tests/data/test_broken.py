@@ -114,6 +114,7 @@ def test_what_a_disk_or_a_network_fails_to_read_is_not_left_out(config, monkeypa
     assert info["left_out"] == dict(count=0, first=[])
 
 
+@pytest.mark.slow
 def test_a_text_of_another_encoding_is_left_out_as_a_whole(config):
     (pathlib.Path(config.source) / "3.txt").write_bytes("héllo\n".encode("utf-16"))
     with pytest.raises(DataError, match=r"3\.txt is UTF-16 text.*Convert it"):

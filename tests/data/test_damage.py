@@ -44,7 +44,7 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("how", quick.every(2, HOW))
+@pytest.mark.parametrize("how", quick.every(4, HOW))
 @pytest.mark.parametrize("file", quick.every(2, FILES))
 def test_damage_to_the_cache_is_set_aside_and_made_again(
     small_dataset, small_config, capsys, tmp_path, file, how

@@ -214,6 +214,7 @@ def _stop_after(monkeypatch, config, count):
             prepare.prepare(config, workers=1)
 
 
+@pytest.mark.slow
 def test_a_source_that_changed_between_attempts_is_refused(config, monkeypatch):
     _stop_after(monkeypatch, config, 4)
     path = pathlib.Path(config.source) / "1.jsonl"
@@ -453,6 +454,7 @@ def test_time_by_the_plan(config):
     assert found.seconds(1000) == pytest.approx(10 + 10)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_prepare_for_hours_without_a_word(config, monkeypatch):
     real = estimate.estimate
 

@@ -414,6 +414,7 @@ def test_a_log_hears_how_far_it_is(larger_config, monkeypatch, capsys):
     assert not told and capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_short_preparation_says_nothing_but_what_it_made(small_config, small_texts, tmp_path):
     process = start(dataclasses.replace(small_config, directory=str(tmp_path)))
     _, stderr = process.communicate()

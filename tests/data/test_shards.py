@@ -27,6 +27,7 @@ from kvjax.data import manifest
 from kvjax.data import packed_rows
 from kvjax.data import shards
 from kvjax.foundation.errors import DataError
+from tests import quick
 from tests.data.test_loader import take
 
 T, SHARDS = 5, 40
@@ -106,7 +107,7 @@ def test_a_row_opens_its_shard_and_no_other(dataset, written, opened):
             rows[index]
 
 
-@pytest.mark.parametrize("most", [1, 3, 100])
+@pytest.mark.parametrize("most", quick.only([3], [1, 3, 100]))
 def test_rows_in_any_order_from_several_threads_with_few_readers(
     dataset, written, opened, monkeypatch, most
 ):
@@ -234,6 +235,7 @@ def test_rows_that_tfds_wrote_are_read(tmp_path, dtype):
 # -- positions and permutations --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(first=st.integers(0, 60), process_count=st.sampled_from([1, 2, 4]))
 def test_resuming_is_skipping(written, first, process_count):

@@ -232,6 +232,7 @@ def _equations(jaxpr) -> int:
     return len(jaxpr.eqns) + sum(map(_equations, jax.extend.core.subjaxprs(jaxpr)))
 
 
+@pytest.mark.slow
 def test_who_asks_hears_of_compiling_and_of_prompts(make_model):
     generator, heard = Generator(make_model("lrkv"), chunk=5), []
     options = dict(
@@ -250,6 +251,7 @@ def test_who_asks_hears_of_compiling_and_of_prompts(make_model):
     assert heard == []
 
 
+@pytest.mark.slow
 def test_time_runs_from_the_call(generator, monkeypatch):
     tokens(generator, PROMPTS)
     real = generator._check_memory

@@ -92,6 +92,7 @@ def test_physical_bytes_count_padding(v5e):
     assert step["physical"] - 512 == 1024 * 2 * 2 * (128 + 18 * 48)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick.only(["LRKV"], ["MHA", "LRKV", "LRKV x GQA-6", "Q-K=V"]))
 def test_attention_on_the_cpu_makes_nothing_that_grows_like_the_cache(name):
     short, long = (decode_memory.attention_memory(name, s) for s in decode_memory.LENGTHS)

@@ -48,10 +48,15 @@ def params(config, randomise):
 def _nats(config, params, rows):
     """[B, T] of a batch by NumPy's own formula, of the model's logits in float64."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
-    model = nnx.merge(graph, jax.tree.map(jnp.asarray, params))
     compute = Compute(dtype=jnp.dtype(jnp.float64))
+
+    @jax.jit
+    def logits(params, tokens):
+        model = nnx.merge(graph, params)
+        return model.logits(model(tokens, compute=compute), compute=compute)
+
     tokens = np.where(rows < 0, ~rows, rows)
-    z_BTV = np.asarray(model.logits(model(tokens[:, :-1], compute=compute), compute=compute))
+    z_BTV = np.asarray(logits(params, tokens[:, :-1]))
     z_BTV = z_BTV - z_BTV.max(axis=-1, keepdims=True)
     log_p = z_BTV - np.log(np.exp(z_BTV).sum(axis=-1, keepdims=True))
     return -np.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]

@@ -242,6 +242,7 @@ def test_layers_are_dealt_whole(x64):
         assert seen[-2:] == [(1, 16, 8), (5, 16, 8)]
 
 
+@pytest.mark.slow
 def test_context_parallelism_sends_latents_not_keys(compiled):
     """LRKV's per token: two bases of H and 2·K·R, where keys and values are 2·N·H.
 

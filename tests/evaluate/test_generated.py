@@ -115,6 +115,7 @@ def test_a_prompt_alone_is_no_solution():
     assert not any(row["right"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_base_model_completes_the_prompt_and_is_stopped():
     def completion(prompt):
         assert prompt.startswith("<|bos|># sums")
@@ -135,6 +136,7 @@ def test_what_a_program_is_made_of():
     assert generated.completed(item, "    pass") == item.prompt + "    pass"
 
 
+@pytest.mark.slow
 def test_special_tokens_in_a_program_are_counted():
     ids = [oracles.DIALOGUE.specials.python_start, *oracles.said("def f(): pass")]
     rows = _programs(lambda prompt: list(ids))

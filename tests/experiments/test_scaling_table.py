@@ -31,7 +31,7 @@ TARGETS = [
 # -- the configs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("note, target", quick.every(4, TARGETS))
+@pytest.mark.parametrize("note, target", quick.every(12, TARGETS))
 def test_mesh_and_batch_divide_over_the_target(note, target):
     run, shape = target.experiment, target.mesh
     assert run.name == note.name and target.topology.partition(":")[0] in topology.SHAPES
@@ -206,6 +206,7 @@ def test_what_is_there_is_not_compiled_again(place, capsys):
     assert json.loads(file.read_text())["bound"]["days"] == 99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "old, new, stale",
     [

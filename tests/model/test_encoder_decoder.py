@@ -48,6 +48,7 @@ def _tokens():
     return rng.integers(0, V, (B, S), np.int32), rng.integers(0, V, (B, T), np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", quick.only(["lrkv"], KINDS))
 @pytest.mark.parametrize("positions", quick.only(["rope"], ["rope", "none"]))
 def test_from_its_caches_it_is_what_it_is_in_full(make, kind, positions):
@@ -163,6 +164,7 @@ def test_keys_without_meaning(keys, message):
         _config("lrkv", **keys)
 
 
+@pytest.mark.slow
 def test_no_more_tokens_than_there_is_room_for():
     model = EncoderDecoder(_config("lrkv"), jax.random.key(0))
     caches = jax.eval_shape(lambda s: model.remember(s, LENGTHS, T), _tokens()[0])

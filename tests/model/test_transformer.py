@@ -213,6 +213,7 @@ def _saved_bytes(config, remat):
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(saved))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", quick.only(["lrkv"], FAMILIES))
 def test_remat_policies_differ(make_mechanism, family):
     """ "full" keeps the layers' inputs, "dots" the products with weights too, "none" all."""
@@ -310,6 +311,7 @@ def test_dropout(make_mechanism, randomise):
     assert abs(np.mean(dropped == 0) - 0.25) < 4 * np.sqrt(0.25 * 0.75 / dropped.size)
 
 
+@pytest.mark.slow
 def test_seeds_differ(make_mechanism):
     config = _config(make_mechanism("mqa"))
     a, b = _initial(config, 0), _initial(config, 1)

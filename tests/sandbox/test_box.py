@@ -207,6 +207,7 @@ def test_cpu_time_ends(box):
     assert verdict.reason == "the candidate used up its CPU time"
 
 
+@pytest.mark.slow
 def test_verdicts_do_not_depend_on_how_many_are_judged_at_once(box):
     programs = (RIGHT, WRONG, "", "import os; os._exit(0)", RIGHT, "x = '\ud800'")
     problems = [sandbox.Problem(program, TEST, "add") for program in programs]

@@ -106,6 +106,7 @@ def test_it_is_seen_that_everything_passes(monkeypatch):
         sandbox.open("none")
 
 
+@pytest.mark.slow
 def test_it_is_seen_that_time_does_not_end(monkeypatch):
     monkeypatch.setattr(self_test, "_LOOP", "")
     monkeypatch.setattr(self_test, "_SECONDS", 60)

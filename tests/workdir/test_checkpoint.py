@@ -83,7 +83,7 @@ def corrupt(step_directory: epath.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", quick.every(2, ["overwritten", "truncated", "metadata gone", "{}", "[]"])
+    "how", quick.every(4, ["overwritten", "truncated", "metadata gone", "{}", "[]"])
 )
 def test_an_unreadable_latest_is_set_aside(saved, how, capfd):
     latest = saved / CHECKPOINTS / "3"
@@ -125,15 +125,18 @@ def names(folder: epath.Path) -> set[str]:
 
 @pytest.mark.parametrize(
     "error",
-    [
-        OSError(errno.EIO, "Input/output error"),
-        PermissionError(errno.EACCES, "Permission denied"),
-        MemoryError("no room"),
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"),
-        ValueError('UNKNOWN: Error reading local file "d/1": Input/output error'),
-        ValueError('PERMISSION_DENIED: Error opening local file "d/1": Permission denied'),
-        ConnectionResetError("the network"),
-    ],
+    quick.every(
+        3,
+        [
+            OSError(errno.EIO, "Input/output error"),
+            PermissionError(errno.EACCES, "Permission denied"),
+            MemoryError("no room"),
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"),
+            ValueError('UNKNOWN: Error reading local file "d/1": Input/output error'),
+            ValueError('PERMISSION_DENIED: Error opening local file "d/1": Permission denied'),
+            ConnectionResetError("the network"),
+        ],
+    ),
     ids=lambda error: f"{type(error).__name__}-{str(error)[:7]}",
 )
 def test_what_is_no_damage_stops_with_its_reason(saved, monkeypatch, error):
@@ -224,6 +227,7 @@ def trained_state(tmp_path_factory):
     return at, program.abstract_state
 
 
+@pytest.mark.slow
 def test_the_shapes_of_a_real_state(trained_state, tmp_path):
     at, abstract = trained_state
     folder = epath.Path(tmp_path) / "100% of it"

@@ -49,6 +49,7 @@ def test_effective_ranks_are_means_over_layers_in_percent(lrkv):
     assert found["share_of_values"] == pytest.approx(values)
 
 
+@pytest.mark.slow
 def test_only_residuals_have_a_geometry(lrkv):
     found = numbers.geometry(lrkv, REQUEST)
     splits = [geometry.split(geometry.of_layer(lrkv, i)["key"]) for i in range(2)]

@@ -141,6 +141,7 @@ def test_a_folder_is_read_in_float32(folder):
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_forward_is_the_definition(x64):
     variables = stand_in.variables(np.float64)
     params, config = whisper.from_variables(variables)

@@ -42,6 +42,7 @@ FULL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(["methods"], quick.every(6, [(m,) for m in FULL], first=2), ids=str)
 def test_full_rank_is_the_original(subject, methods):
     measured = subject.measure(methods)
@@ -49,6 +50,7 @@ def test_full_rank_is_the_original(subject, methods):
     assert all(lost < 1e-9 for errors in measured.errors for lost in errors.values())
 
 
+@pytest.mark.slow
 def test_methods_in_turn_make_both_thin(subject):
     params, mechanisms, errors = subject.converted(curves.keys_and_values(2, "outputs"))
     assert curves.cached(mechanisms) == 2 * 3 * (2 + 2) and len(errors) == 2
@@ -102,6 +104,7 @@ def test_ranks_of_whisper_are_measured_once(run, subject, monkeypatch):
     assert [[method.objective for method in methods] for methods in made] == [["weights"]] * 2
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused(run, subject, monkeypatch):
     options = ("--stage=whisper_ranks", "--whisper=folder", "--only=*/original")
     assert run(*options)[0] == 0

@@ -120,6 +120,7 @@ def test_a_model_is_judged_with_other_residuals():
     assert judge.bits_per_byte() == whole  # nothing of it stays
 
 
+@pytest.mark.slow
 def test_a_model_without_residuals_is_refused():
     rows = np.zeros((1, 9), np.int32)
     with pytest.raises(UserError, match="needs layers of one kind with residuals of keys"):

@@ -61,6 +61,7 @@ def test_every_config_is_there_and_has_mhas_parameters():
     assert max(counts) / min(counts) < 1.001 and len(runs) == len(names) == 31
 
 
+@pytest.mark.slow
 def test_differences_are_taken_seed_by_seed(run):
     status, out, err, trained = run(NAMES)
     assert status == 0, err
@@ -99,6 +100,7 @@ def test_what_failed_is_left_out_and_named(run):
     assert status == 1 and json.loads(out)["rows"] == []
 
 
+@pytest.mark.slow
 def test_what_is_kept_stays_in_the_table(run):
     """Also where others are asked for, and MHA is there to compare with."""
     run("--mechanisms=mha,lrkv", "--save")

@@ -107,6 +107,7 @@ def test_evaluations_come_at_their_steps_and_may_end_it():
     assert _small(7).train(0, _batches(), lambda now: now.steps >= 20, every=10).steps == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", quick.only(["qkv", "qkv_tied_plus"], encoders.VARIANTS))
 def test_encoders_of_projection_sharing(variant):
     """What is tied is not there twice; what a position says depends on all others."""
@@ -148,6 +149,7 @@ def test_thin_keys_models_are_causal_and_thin():
     assert config.block.causal and config.vocab_size == 33 and len(config.mechanisms) == 4
 
 
+@pytest.mark.slow
 def test_an_equal_start_does_not_depend_on_channels():
     """By fan-in matrices that are narrower than their input start smaller."""
     task = thin_keys_tasks.TASKS["retrieval"]

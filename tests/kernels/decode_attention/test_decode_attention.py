@@ -280,6 +280,7 @@ def test_either_way_through_a_cache_that_is_much_longer_than_a_tile(x64, name, f
     np.testing.assert_allclose(o, expected, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, way, T",
     quick.only(
@@ -306,6 +307,7 @@ def test_far_positions(x64, name, way, T):
     assert np.abs(o - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick.only(["lrkv"], ["lrkv", "mla", "kv_tied"]))
 def test_bfloat16_is_widened_first(name):
     """Products and sums of bfloat16 arrays are float32's, and so is the output."""

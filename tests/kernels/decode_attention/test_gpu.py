@@ -47,13 +47,13 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
     "shape, firsts, parameters",
     [
         (GroupedSizes(N=1, K=1), EDGES, dict(block=64, split=128)),
-        (GroupedSizes(N=10, K=1, H=64, Hv=64), (150,), dict()),  # more queries than eight
         (ResidualSizes(N=1, K=1, Hv=64), (0, 127, 128, 255), dict(split=128)),
-        (LatentSizes(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
         (LatentSizes(N=4, C=128, G=2, P=0, Hv=0), (255,), dict(slots=3)),  # shared KV, held whole
         *(
             pytest.param(*case, marks=slow)
             for case in (
+                (GroupedSizes(N=10, K=1, H=64, Hv=64), (150,), dict()),  # more queries than eight
+                (LatentSizes(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
                 (GroupedSizes(N=4, K=2), (255, 130), dict()),  # the defaults: one split
                 (
                     ResidualSizes(N=4, K=4, J=2, H=64, Hv=64, rope_base=None),

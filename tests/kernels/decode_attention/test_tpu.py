@@ -43,6 +43,7 @@ def _jitted(**options):
     return jax.jit(functools.partial(interpreted, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanism, dtype",
     quick.only(

@@ -55,6 +55,7 @@ def test_a_chain_reads_the_caches_where_they_are():
     assert compiled.memory_analysis().temp_size_in_bytes < one / 4
 
 
+@pytest.mark.slow
 def test_what_follows_an_output_leaves_weights_and_the_figures_as_they_are():
     operands, _ = shapes.problem(
         ResidualSizes(N=2, K=2, R=16), batch=1, length=8, dtype=jnp.bfloat16
@@ -166,6 +167,7 @@ def test_a_round_takes_milliseconds_however_small_the_caches():
     assert timing.passes(10**12, 1, 1e12) == timing.passes(10**9, 1, -1.0) == 1
 
 
+@pytest.mark.slow
 def test_a_contender_is_timed_by_the_program_that_was_compiled_before():
     sizes = dict(batch=2, length=64, dtype=jnp.dtype(jnp.float32))
     setup = contenders.Setup(shape=GroupedSizes(N=2, K=1), copies=3, passes=2, **sizes)
@@ -198,6 +200,7 @@ def test_programs_compile_side_by_side_and_failures_wait_until_asked():
         programs["fails"]()
 
 
+@pytest.mark.slow
 def test_a_problem_is_a_ring_of_full_caches_none_like_another():
     shape = ResidualSizes(N=2, K=2, R=16)
     sizes = dict(batch=2, length=3000, dtype=jnp.dtype(jnp.bfloat16))

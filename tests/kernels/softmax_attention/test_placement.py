@@ -45,6 +45,7 @@ def _expected_on_one_device(K, causal):
     return arrays, segments, cases.exact(arrays, causal=causal, segments_BS=segments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation, sizes, both, K, causal", MESHES, ids=str)
 def test_several_devices_equal_one(small_blocks, implementation, sizes, both, K, causal):
     """Zig-zag on a mesh, its devices' parts put back in order: output and gradients."""

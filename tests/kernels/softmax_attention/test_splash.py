@@ -42,6 +42,7 @@ def _case(B, N, K, H, Hv, causal, segmented, dtype=FLOAT32):
     return cases.arrays(B, N, K, H, Hv, dtype=dtype), options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SPLASH, ids=str)
 def test_splash_equals_xla_in_float64(small_blocks, case):
     """Sums of up to 384 float32 products, each of 24 to 192; rounding errors add up as roots."""
@@ -78,6 +79,7 @@ def test_splash_window(small_blocks, window):
     cases.assert_near(got, cases.exact(arrays, **options), 64 * np.finfo(np.float32).eps)
 
 
+@pytest.mark.slow
 def test_inside_a_shard_map(small_blocks):
     """Without a mesh, arrays are those of one device."""
     arrays, mesh = cases.arrays(2, 2, 2, 16, 16), cases.mesh(data=2)
