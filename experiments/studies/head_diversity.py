@@ -80,7 +80,7 @@ def check(runs: Iterable[grid.Run], folder: epath.Path) -> None:
 def run(one: grid.Run, folder: epath.Path) -> Run:
     """Trains and measures what is not yet, or was by other code."""
     workdir = folder / one.name
-    if not _finished(workdir, one.steps):
+    if not side_by_side.is_whole(one, folder):
         grid.begin(one, workdir)
         with contextlib.redirect_stdout(sys.stderr):
             loop.train(one.config, workdir)
@@ -113,13 +113,6 @@ def saved() -> tuple[Runs, dict]:
         m: {int(seed): _read(run) for seed, run in by.items()} for m, by in found["runs"].items()
     }
     return runs, found
-
-
-def _finished(workdir: epath.Path, steps: int) -> bool:
-    try:
-        return trained.find(workdir).step == steps
-    except UserError:  # there is none, or it has no checkpoint yet
-        return False
 
 
 def measure(workdir: epath.Path) -> Run:
