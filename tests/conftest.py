@@ -251,16 +251,16 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def workdir(tmp_path_factory):
+def workdir(request, tmp_path_factory):
     """A run of 10 steps, with checkpoints of steps 8 and 10; its prepared data is gone.
 
     All workers have the same: who needs it first trains it.
     """
     from tests import trained_run
 
-    name = "PYTEST_XDIST_WORKER"
     folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if name in os.environ else folder) / "trained"
+    among_workers = hasattr(request.config, "workerinput")
+    folder = (folder.parent if among_workers else folder) / "trained"
     with filelock.FileLock(folder.with_suffix(".lock")):
         return trained_run.trained(folder)
 

@@ -35,6 +35,7 @@ from tests import quick
             ),
             ("loose.py", "import json", "loose"),
         ],
+        first=1,
     ),
 )
 def test_imports_that_do_not_point_down(tmp_path, file, line, said):

@@ -1,10 +1,15 @@
-"""A case made slow stays the case that it was; workers share the cores."""
+"""A case made slow stays the case that it was; workers share the cores; marks say what is so."""
 
+import ast
 import os
+import pathlib
+import re
 
 import pytest
 
 from tests import quick
+
+TESTS = pathlib.Path(__file__).parent
 
 
 def test_a_slow_case_keeps_its_arguments_name_and_marks():
@@ -42,3 +47,17 @@ def test_each_worker_has_its_share_of_the_cores(monkeypatch, worker, count, own)
     )
     quick.keep_to_own_cores()
     assert chosen == ([] if own is None else [own])
+
+
+def test_no_slow_test_has_cases_that_look_quick():
+    """Of a test that is slow as a whole, `only` and `every` would say what is not so."""
+    found = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "quick." in text else ():
+            marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", ())]
+            if "pytest.mark.slow" in marks and any(
+                re.search(r"quick\.(only|every)\b", mark) for mark in marks
+            ):
+                found.append(f"{path.name}: {node.name}")
+    assert not found

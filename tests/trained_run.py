@@ -19,10 +19,14 @@ STEPS = 10
 
 
 def trained(folder: pathlib.Path) -> pathlib.Path:
-    """The workdir of a run of 10 steps, with checkpoints of steps 8 and 10; its data is gone."""
+    """The workdir of a run of 10 steps, with checkpoints of steps 8 and 10; its data is gone.
+
+    It is trained if it is not there yet, whole.
+    """
     whole = folder / "whole"
     if whole.exists():
         return folder / "run"
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     config = runs.small_config(
         *(runs.write_text(folder / "text.txt"), str(folder / "data")),

@@ -2,9 +2,10 @@
 
     python -m experiments.tables.study_times [--markdown]
 
-A run has a core to itself, so hours are those of a core. Studies share runs: the second column of
-hours leaves out runs that results further up hold too. The last is how long the command took that
-wrote the result, where it says so; it had only those runs to train that were not there yet.
+A run has a core to itself, so hours are those of a core. Of runs that kept no seconds, they are
+tokens by their rate of tokens. Studies share runs: the second column of hours leaves out runs that
+results further up hold too. Results that do not say how long their runs took are not here, as
+analysis/head_diversity.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import pathlib
+from typing import NamedTuple
 
 from experiments import record
 from kvjax.foundation import command_line
@@ -28,14 +30,14 @@ class Study:
       runs: how many it holds.
       seconds: of all of them, each on its core.
       own_seconds: of those that no study before has.
-      command_seconds: of the command that wrote the result; None if it does not say.
+      by_rate: how many of the runs kept no seconds, but a rate.
     """
 
     name: str
     runs: int
     seconds: float
     own_seconds: float
-    command_seconds: float | None
+    by_rate: int
 
 
 def studies(results: pathlib.Path) -> list[Study]:
@@ -50,29 +52,34 @@ def studies(results: pathlib.Path) -> list[Study]:
             Study(
                 name=path.relative_to(results).with_suffix("").as_posix(),
                 runs=len(timed),
-                seconds=sum(run[1] for run in timed),
-                own_seconds=sum(run[1] for run in timed if run not in seen),
-                command_seconds=result.get("made_by", {}).get("process_seconds"),
+                seconds=sum(run.seconds for run in timed),
+                own_seconds=sum(run.seconds for run in timed if run not in seen),
+                by_rate=sum(run.by_rate for run in timed),
             )
         )
         seen.update(timed)
     return found
 
 
-def _timed(result: dict) -> Iterator[tuple[str, float]]:
-    """What was asked of each run, and its seconds: both are the same of one run in two results.
+class _Run(NamedTuple):
+    """Equal of one run in two results."""
 
-    Those of a run that kept its rate alone are the result's tokens at that rate.
-    """
+    identity: str
+    seconds: float
+    by_rate: bool
+
+
+def _timed(result: dict) -> Iterator[_Run]:
     by_name = result.get("runs")
     for by_seed in by_name.values() if isinstance(by_name, dict) else ():
         for run in by_seed.values() if isinstance(by_seed, dict) else ():
             if not isinstance(run, dict) or "identity" not in run:
                 continue
             rate, tokens = run.get("tokens_per_second"), result.get("tokens")
-            seconds = run.get("seconds") or (tokens / rate if rate and tokens else None)
-            if seconds:
-                yield run["identity"], seconds
+            if run.get("seconds"):
+                yield _Run(run["identity"], run["seconds"], by_rate=False)
+            elif rate and tokens:
+                yield _Run(run["identity"], tokens / rate, by_rate=True)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -81,13 +88,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_output()
     out = Output(parser.parse(arguments))
     found = studies(RESULTS)
-    hours = lambda seconds: "" if seconds is None else f"{seconds / 3600:.1f}"
+    hours = lambda seconds: f"{seconds / 3600:.1f}"
     out.table(
-        ("result", "runs", "core hours", "not in results above", "the command, hours"),
-        [
-            (f"`{s.name}`", s.runs, *map(hours, (s.seconds, s.own_seconds, s.command_seconds)))
-            for s in found
-        ],
+        ("result", "runs", "of them by their rate", "core hours", "not in results above"),
+        [(f"`{s.name}`", s.runs, s.by_rate, hours(s.seconds), hours(s.own_seconds)) for s in found],
     )
     total = sum(study.own_seconds for study in found)
     out.say(f"\n{hours(total)} hours of a core in all, runs that studies share counted once.")

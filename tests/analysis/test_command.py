@@ -254,25 +254,22 @@ def test_what_is_no_model_is_named_by_its_option(run, workdir, made, tmp_path, o
         assert status == 2 and f"--{option}" in err and "--source" not in err
 
 
-_IN_LAYER_2 = ("segments", 0)
-
-
 @pytest.mark.parametrize(
     "path, said",
-    [
-        (
-            (*_IN_LAYER_2, "attention", "mechanism", "base_key"),
-            r"layer 2 of broken: .*base_key .*values that are not finite, of bases .* \[0\]:",
-        ),
-        pytest.param(
-            (*_IN_LAYER_2, "mlp", "up"),
-            "layer 2 of broken: .*mlp.up .*values that are not finite",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("head",), "broken: .*head .*values that are not finite", marks=pytest.mark.slow
-        ),
-    ],
+    quick.every(
+        3,
+        [
+            (
+                ("segments", 0, "attention", "mechanism", "base_key"),
+                r"layer 2 of broken: .*base_key .*values that are not finite, of bases .* \[0\]:",
+            ),
+            (
+                ("segments", 0, "mlp", "up"),
+                "layer 2 of broken: .*mlp.up .*values that are not finite",
+            ),
+            (("head",), "broken: .*head .*values that are not finite"),
+        ],
+    ),
 )
 def test_weights_that_are_not_finite_are_refused_before_any_work(run, made, tmp_path, path, said):
     block, mechanism, _ = workdirs.MODELS["lrkv"]

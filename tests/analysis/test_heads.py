@@ -35,8 +35,7 @@ def _projected(mechanism, x_TD, at, base=BASE):
     return [np.asarray(x[0]) for x in (q_BTNH, *mechanism.keys_values(raw, positions))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mechanism_name", quick.only(("lrkv_gqa", "mla"), MECHANISMS))
+@pytest.mark.parametrize("mechanism_name", quick.only(("mla",), MECHANISMS))
 def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
     """Without norms and biases, at any distance, as the mechanism itself computes them."""
     config = make_mechanism(mechanism_name, qk_norm="none")
@@ -97,7 +96,7 @@ def test_norms_leave_their_gains(make_mechanism, mechanism_name, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism_name", quick.only(("lrkv_gqa", "mla", "mla_lrkv"), MECHANISMS))
+@pytest.mark.parametrize("mechanism_name", MECHANISMS)
 def test_norms_without_a_gain_leave_nothing(make_mechanism, mechanism_name, x64):
     config = make_mechanism(mechanism_name, qk_norm="rms")
     weights, _ = _weights(config)
@@ -114,7 +113,7 @@ def test_norms_without_a_gain_leave_nothing(make_mechanism, mechanism_name, x64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick.only(["mlra"], ["mlra", "mfa_kr", "shared_kv"]))
+@pytest.mark.parametrize("name", ["mlra", "mfa_kr", "shared_kv"])
 def test_outputs_that_are_combined_before_they_are_projected(make_mechanism, name, x64):
     """One token, which sees itself alone, is its value times the output projection."""
     config = make_mechanism(name, qk_norm="none")

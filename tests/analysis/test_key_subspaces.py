@@ -14,7 +14,6 @@ from kvjax.analysis.activations import Layer
 from kvjax.analysis.activations import Mask
 from kvjax.analysis.key_subspaces import Rope
 from kvjax.layers import rope as rope_lib
-from tests import quick
 from tests.convert import workdirs
 
 B, T, N, K, H, SCALE = 2, 24, 4, 2, 6, 0.7
@@ -183,7 +182,7 @@ def test_turned_keys():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    quick.only(["qwen2_thin"], ["mha", "lrkv", "mistral_lrkv", "qwen2_thin", "gpt2_lrkv", "mla"]),
+    ["mha", "lrkv", "mistral_lrkv", "qwen2_thin", "gpt2_lrkv", "mla"],
 )
 def test_turned_keys_are_those_of_attention(name):
     """Of every mechanism, those that turn some channels only among them; with the bias of keys."""

@@ -205,7 +205,6 @@ def test_it_is_whole_and_the_same_every_time(html, tree):
     assert {a["href"][1:] for a in tree.all("a")} <= set(found)
 
 
-@pytest.mark.slow
 def test_nothing_is_asked_for(html, tree):
     for _, attributes in tree.tags:
         for name in ("href", "src", "xlink:href", "action", "srcset"):

@@ -22,7 +22,6 @@ from kvjax.analysis.behaviour_results import Results
 from kvjax.analysis.reports import behaviour as report
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
-from tests import quick
 from tests.convert import workdirs
 
 LENGTH = 20
@@ -219,7 +218,7 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick.only(["one head", "not linear"], MODELS))
+@pytest.mark.parametrize("name", MODELS)
 def test_other_models_and_one_short_text(name):
     """One sequence of one text: nothing to compare it with. Weights of some have no matrices."""
     block, mechanism = MODELS[name]

@@ -341,7 +341,6 @@ def test_numbers_of_the_report(model, measured, section):
     assert section.data["perplexity"]["all"] == pytest.approx(math.exp(expected), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_report_is_a_page_and_json(section):
     json.dumps(section.data, allow_nan=False)
     assert page.page("t", "", [section], {}).count("<svg") == len(section.figures) == 6

@@ -55,10 +55,8 @@ def _well_formed(section):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", quick.only(("mla",), ("mha", "gpt2_lrkv", "lrkv_by_layer", *OTHERS))
-)
-@pytest.mark.parametrize("report", quick.every(3, REPORTS))
+@pytest.mark.parametrize("model", ("mha", "gpt2_lrkv", "lrkv_by_layer", *OTHERS))
+@pytest.mark.parametrize("report", REPORTS)
 def test_reports_of_every_kind_of_mechanism(report, model):
     section = REPORTS[report].section(_model(model), NOTHING)
     assert section.name == report
@@ -224,7 +222,6 @@ def test_stages():
     assert words.stages(1) == {"early, layer 0": 0}
 
 
-@pytest.mark.slow
 def test_geometry_has_the_numbers_of_every_layer_and_head():
     model, beside = _model("lrkv_gqa"), _model("mha", seed=1)
     section = geometry_report.section(model, Request({}, (), beside=beside))
@@ -315,7 +312,7 @@ def test_a_base_that_alone_is_rotated_is_said_to_be():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick.only(("lrkv",), ("lrkv", "mha")))
+@pytest.mark.parametrize("name", ("lrkv", "mha"))
 def test_snapshots(name):
     snapshots = [(step, _model(name, seed)) for seed, step in enumerate((0, 50, 100))]
     request = Request({}, (), snapshots=snapshots)

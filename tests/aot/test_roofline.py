@@ -57,7 +57,7 @@ def traced(experiment: Experiment) -> int:
     return products(program.train_step.trace(program.abstract_state, rows).jaxpr.jaxpr)
 
 
-@pytest.mark.parametrize("remat", quick.only(["attention"], ["none", "attention", "full"]))
+@pytest.mark.parametrize("remat", quick.only(["attention", "full"], ["none", "attention", "full"]))
 @pytest.mark.parametrize("parts", quick.only([4], [1, 4]))
 def test_flops_are_those_of_the_traced_step(remat, parts):
     """Attention without a kernel. The embedding's gradient is no product."""

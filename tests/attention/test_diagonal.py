@@ -61,7 +61,6 @@ def test_what_a_token_makes_of_itself_is_divided_by_its_mean(x64, build, name, b
     assert np.abs(y - plain[1](jnp.asarray(x), positions, causal=False)).max() > 0.01
 
 
-@pytest.mark.slow
 def test_a_row_of_zeros_is_no_nan(build):
     _, module, _ = build(normalised=True, qk_norm="none")
     positions = rope.positions(np.arange(T)[None], 4, None)

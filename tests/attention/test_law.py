@@ -93,7 +93,7 @@ def test_the_law_for_latents(x64, make_mechanism, randomise, name, qk_norm, base
 
 @pytest.mark.parametrize(
     "mechanism_name",
-    quick.only(["lrkv_gqa", "lrkv_kv_tied", "mla_paper", "mla_lrkv", "qk_tied_plus"], MECHANISMS),
+    quick.only([*quick.READERS[1:4], "mla_paper", "mla_lrkv", "qk_tied_plus"], MECHANISMS),
 )
 def test_the_law_for_mechanisms(x64, make_mechanism, randomise, mechanism_name):
     law.check(randomise, make_mechanism(mechanism_name, qk_norm="rms_gain"), law.BASE)
@@ -132,7 +132,7 @@ def _exactly(run, x_BTD):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism_name", quick.only(["lrkv_gqa"], MECHANISMS))
+@pytest.mark.parametrize("mechanism_name", MECHANISMS)
 def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
     """To 1e-5 of the output's scale; what lies behind a sequence's end changes no bit."""
     config = make_mechanism(mechanism_name)
@@ -192,7 +192,7 @@ BFLOAT16_CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanism_name, options",
-    quick.only([("lrkv", BFLOAT16_OPTIONS[0])], BFLOAT16_CASES),
+    BFLOAT16_CASES,
     ids=str,
 )
 def test_bfloat16(make_mechanism, randomise, mechanism_name, options):

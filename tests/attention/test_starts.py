@@ -48,8 +48,9 @@ def test_mfa_kr_starts_with_keys_as_values():
     assert not found["value_gate"].any() and found["value_map"].any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("residual_init, starts", [("zeros", False), ("linear", True)])
+@pytest.mark.parametrize(
+    "residual_init, starts", quick.every(2, [("zeros", False), ("linear", True)])
+)
 def test_residuals_of_a_latent_start_as_asked(residual_init, starts):
     """Beside MLA's weights of the same seed."""
     config = ResidualLatentConfig(**LATENT, rank=4, residual_init=residual_init)
@@ -61,7 +62,6 @@ def test_residuals_of_a_latent_start_as_asked(residual_init, starts):
     assert found["latent_key"].any() and found["latent_value"].any()
 
 
-@pytest.mark.slow
 def test_xavier_is_that_of_values_too():
     shape = dict(num_heads=6, key_dim=64, value_dim=32, query_factors=6, key_rank=2, value_rank=4)
     found = _weights(TensorProductConfig(**shape, factor_init="xavier"))

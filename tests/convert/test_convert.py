@@ -23,7 +23,6 @@ from kvjax.experiment import resolve
 from kvjax.foundation import command_line
 from kvjax.model import decoder
 from kvjax.workdir import trained
-from tests import quick
 from tests.convert import comparison
 from tests.convert import workdirs
 
@@ -38,10 +37,7 @@ METHODS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "source, method",
-    quick.only(
-        [("qwen2", "lrkv")],
-        itertools.product(["llama_tied_bias", "gpt2", "qwen2"], METHODS),
-    ),
+    itertools.product(["llama_tied_bias", "gpt2", "qwen2"], METHODS),
 )
 def test_smaller_caches(run, imported, text, tmp_path, source, method):
     """What is claimed is what lies in memory, and decoding from it is the whole forward pass."""

@@ -249,7 +249,6 @@ NARROW = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block, mechanism", quick.only([NARROW[3]], NARROW))
 def test_narrow_heads_are_filled_with_nothing(tmp_path, block, mechanism):
     """As thin keys leave them where their second factor is folded away."""

@@ -122,7 +122,6 @@ RANKS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method, keys", quick.only([RANKS[0]], RANKS))
 def test_ranks_that_differ_by_layer(imported, tmp_path, method, keys):
     """Layers of other ranks are segments of their own; the config says `layer_ranks`."""

@@ -454,7 +454,6 @@ def test_time_by_the_plan(config):
     assert found.seconds(1000) == pytest.approx(10 + 10)
 
 
-@pytest.mark.slow
 def test_a_run_does_not_prepare_for_hours_without_a_word(config, monkeypatch):
     real = estimate.estimate
 

@@ -13,7 +13,6 @@ from kvjax.decoding import generator as generator_lib
 from kvjax.decoding import program
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
-from tests import quick
 from tests.decoding.prompts import GREEDY
 from tests.decoding.prompts import HOT
 from tests.decoding.prompts import PROMPTS
@@ -26,13 +25,10 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "block"),
-    [
-        ("lrkv", {}),
-        pytest.param("mla", {}, marks=pytest.mark.slow),
-        pytest.param("mha", dict(positions="learned", max_positions=40), marks=pytest.mark.slow),
-    ],
+    [("lrkv", {}), ("mla", {}), ("mha", dict(positions="learned", max_positions=40))],
 )
 def test_greedy_is_the_argmax_of_the_training_model(make_model, name, block):
     model = make_model(name, **block)
@@ -70,7 +66,7 @@ def test_equal_prompts_get_different_texts(generator):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", quick.only([128], [1, 128]))
+@pytest.mark.parametrize("chunk", [1, 128])
 def test_chunk_size_does_not_matter(generator, make_model, chunk):
     other = Generator(make_model("lrkv"), chunk=chunk)
     options = dict(sampling=HOT, seed=1)

@@ -115,7 +115,6 @@ def test_a_prompt_alone_is_no_solution():
     assert not any(row["right"] for row in rows)
 
 
-@pytest.mark.slow
 def test_a_base_model_completes_the_prompt_and_is_stopped():
     def completion(prompt):
         assert prompt.startswith("<|bos|># sums")

@@ -16,11 +16,8 @@ def results(tmp_path):
 
     one = dict(identity="one", seconds=100.0)
     write("a", runs=dict(mha={"0": one, "1": dict(identity="one", seconds=120.0)}))
-    write(
-        *("studies/b",),
-        **dict(tokens=4_000, made_by=dict(process_seconds=7.5)),
-        runs=dict(mha={"0": one}, mqa={"0": dict(identity="two", tokens_per_second=50.0)}),
-    )
+    by_rate = dict(identity="two", tokens_per_second=50.0)
+    write("studies/b", tokens=4_000, runs=dict(mha={"0": one}, mqa={"0": by_rate}))
     write("c", runs=dict(mha={"0": dict(bpb=1.0)}))  # nobody knows how long
     write("d", rows=[1, 2])
     (tmp_path / "e.json").write_text("[1]")
@@ -31,12 +28,12 @@ def test_hours_of_runs_that_studies_share_count_once(results):
     a, b = study_times.studies(results)
     assert (a.name, a.runs, a.seconds, a.own_seconds) == ("a", 2, 220.0, 220.0)
     assert (b.name, b.runs, b.seconds, b.own_seconds) == ("studies/b", 2, 180.0, 80.0)
-    assert (a.command_seconds, b.command_seconds) == (None, 7.5)
+    assert (a.by_rate, b.by_rate) == (0, 1)
 
 
 def test_the_sum_is_of_what_is_there(results, monkeypatch, capsys):
     monkeypatch.setattr(study_times, "RESULTS", results)
     study_times.main(["--json"])
-    said, found = capsys.readouterr()[::-1]
+    found, said = capsys.readouterr()
     assert json.loads(found)["seconds"] == 300.0
     assert "0.1 hours of a core in all" in said

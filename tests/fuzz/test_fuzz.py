@@ -17,7 +17,7 @@ from tests.fuzz.cases import cases_of
 from tests.fuzz.runner import ROOT
 from tests.fuzz.runner import Worker
 
-SAMPLE = {INSIDE: 700, FORKED: 400}  # one case of so many
+SAMPLE = {INSIDE: 550, FORKED: 300}  # one case of so many
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,8 @@ def _check(worker: Worker, cases: list[Case]) -> None:
     assert not failures, f"{len(failures)} of {len(cases)} cases:\n\n" + "\n\n".join(failures)
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 def test_a_sample_of_all_command_lines(worker):
     cases = [case for group in GROUPS for case in cases_of(group)]
     assert len(cases) > 1000
@@ -49,27 +51,23 @@ def test_every_command_line(worker, group):
     _check(worker, cases_of(group))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way, fault",
-    [
-        ("raises", "a traceback"),
-        ("empties", "lost: case/notes.txt"),
-        ("unnamed", "does not name way"),
-        ("none of these", None),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in {
-                "hoards": "1.2 GB more memory",
-                "accepts": "status 0, not 2",
-                "moves": "lost: case/notes.txt",
-                "two messages": "2 messages",
-                "noise": "something above the message",
-                "talks": "standard output beside a message",
-                "dies": "status -6, not 2",
-                "writes to shared": "lost: shared/a_file",
-            }.items()
-        ),
-    ],
+    {
+        "hoards": "1.2 GB more memory",
+        "raises": "a traceback",
+        "accepts": "status 0, not 2",
+        "empties": "lost: case/notes.txt",
+        "moves": "lost: case/notes.txt",
+        "two messages": "2 messages",
+        "noise": "something above the message",
+        "talks": "standard output beside a message",
+        "dies": "status -6, not 2",
+        "unnamed": "does not name way",
+        "writes to shared": "lost: shared/a_file",
+        "none of these": None,
+    }.items(),
 )
 def test_the_oracle_sees(worker, way, fault):
     case = Case(
@@ -79,6 +77,7 @@ def test_the_oracle_sees(worker, way, fault):
     assert (fault in found) if fault else not found, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way, status", {"raises": 1, "accepts": 0, "dies": -6}.items())
 def test_the_oracle_sees_a_process_of_its_own(worker, way, status):
     case = Case(command="tests.fuzz.faulty", arguments=(f"--way={way}",), how=FORKED, status=(2,))

@@ -184,7 +184,6 @@ def test_a_sequence_that_waits_is_left_alone(make_mechanism, randomise):
         assert not np.array_equal(a[1], b[1])
 
 
-@pytest.mark.slow
 def test_gains_outside_the_blocks_are_as_in_training(make_mechanism, randomise):
     """Which leaves them in float32; rounding them to bfloat16 would show in most channels."""
     mechanisms = (make_mechanism("gqa"),) * 2

@@ -48,7 +48,6 @@ def _tokens():
     return rng.integers(0, V, (B, S), np.int32), rng.integers(0, V, (B, T), np.int32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", quick.only(["lrkv"], KINDS))
 @pytest.mark.parametrize("positions", quick.only(["rope"], ["rope", "none"]))
 def test_from_its_caches_it_is_what_it_is_in_full(make, kind, positions):

@@ -29,7 +29,6 @@ def _tokens(count):
     return np.random.default_rng(0).integers(0, V, (2, count), np.int32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("positions", quick.only(["sinusoidal"], ["none", "sinusoidal"]))
 @pytest.mark.parametrize("tie", quick.only(["qkv"], ["none", "qkv"]))
 def test_token_by_token_it_is_what_it_is_in_full(tie, positions):

@@ -214,7 +214,7 @@ def _saved_bytes(config, remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", quick.only(["lrkv"], FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_remat_policies_differ(make_mechanism, family):
     """ "full" keeps the layers' inputs, "dots" the products with weights too, "none" all."""
     config = _config(make_mechanism(family))

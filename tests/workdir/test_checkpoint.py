@@ -126,7 +126,7 @@ def names(folder: epath.Path) -> set[str]:
 @pytest.mark.parametrize(
     "error",
     quick.every(
-        3,
+        4,
         [
             OSError(errno.EIO, "Input/output error"),
             PermissionError(errno.EACCES, "Permission denied"),

@@ -49,6 +49,7 @@ def test_resume_drops_later_and_half_written_records(tmp_path):
             b"1" * 5_000,
             b"",
         ],
+        first=1,
     ),
     ids=lambda line: line[:12].decode(errors="replace"),
 )

@@ -42,7 +42,6 @@ FULL = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(["methods"], quick.every(6, [(m,) for m in FULL], first=2), ids=str)
 def test_full_rank_is_the_original(subject, methods):
     measured = subject.measure(methods)

@@ -13,7 +13,6 @@ from experiments.conversion import whisper_tuning
 from experiments.conversion.whisper_tuning import Setting
 from kvjax.convert.methods import LowRankKV
 from kvjax.convert.methods import ThinKeys
-from tests import quick
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -37,7 +36,7 @@ def _tune(subject, setting, methods=(), steps=3, **keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tune", quick.only(["qk"], ["qk", "qkv"]))
+@pytest.mark.parametrize("tune", ["qk", "qkv"])
 def test_what_is_named_learns_and_nothing_else(subject, tune):
     setting = Setting(1e-2, tune, 0.0, ())
     before, mechanisms, (after, losses, count) = _tune(subject, setting, (LowRankKV(rank=2),))

@@ -61,7 +61,6 @@ def test_every_config_is_there_and_has_mhas_parameters():
     assert max(counts) / min(counts) < 1.001 and len(runs) == len(names) == 31
 
 
-@pytest.mark.slow
 def test_differences_are_taken_seed_by_seed(run):
     status, out, err, trained = run(NAMES)
     assert status == 0, err

@@ -107,8 +107,7 @@ def test_evaluations_come_at_their_steps_and_may_end_it():
     assert _small(7).train(0, _batches(), lambda now: now.steps >= 20, every=10).steps == 20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", quick.only(["qkv", "qkv_tied_plus"], encoders.VARIANTS))
+@pytest.mark.parametrize("variant", quick.only(["qkv_tied_plus"], encoders.VARIANTS))
 def test_encoders_of_projection_sharing(variant):
     """What is tied is not there twice; what a position says depends on all others."""
     config = sequence_tasks.transformer(variant, 16, 2, 2)

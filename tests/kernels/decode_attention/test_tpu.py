@@ -43,7 +43,6 @@ def _jitted(**options):
     return jax.jit(functools.partial(interpreted, **options))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanism, dtype",
     quick.only(
@@ -58,7 +57,7 @@ def test_equals_the_definition_at_d12(mechanism, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mechanism", "dtype"), quick.only([("mlra2", BFLOAT16)], OF_RIVALS))
+@pytest.mark.parametrize(("mechanism", "dtype"), OF_RIVALS)
 def test_rivals_equal_the_definition_at_d12(mechanism, dtype):
     """Several latents, queries that meet a part of a latent, values that are latents."""
     run = _jitted(block=128, scored=128)
