@@ -163,7 +163,7 @@ def thin_keys(found: Mapping) -> Figure:
     for task, name in _TASKS.items():
         for row in found["rows"]:
             if row["task"] == task:
-                alike = ", matrices start alike" if row.get("start") == "equal" else ""
+                alike = ", equal start" if row.get("start") == "equal" else ""
                 value = Estimate(row["right"], row["right_half_interval"]).times(100)
                 series.setdefault(name + alike, {})[row["channels"]] = value
     said = [f"Means of {_seeds(found)} seeds or more and 95 % intervals, after the last batch."]

@@ -96,7 +96,7 @@ def test_thin_keys_are_a_line_for_each_task():
     ]
     rows += [row | dict(start="equal") for row in rows[2:]]
     (axes,) = study_figures.thin_keys(dict(rows=rows, runs=dict(a={0: 1}))).axes
-    expected = ["copying", "one of 16 keys", "one of 16 keys, matrices start alike"]
+    expected = ["copying", "one of 16 keys", "one of 16 keys, equal start"]
     assert [bars.get_label() for bars in axes.containers] == expected
     assert list(axes.containers[0].lines[0].get_ydata()) == [6.25, 100]
 
