@@ -1,6 +1,9 @@
 """One attention layer of random weights, asked for outputs, heads and logits; what is close."""
 
+import functools
+
 from flax import nnx
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -42,8 +45,13 @@ def positions(config, base=BASE, first=0):
 
 def run(config, w, base=BASE, x=X, first=0):
     """[B, T, D]."""
-    attend = module(config, w)
-    return np.asarray(attend(jnp.asarray(x), positions(config, base, first), causal=True))
+    graph, arrays = nnx.split(module(config, w))
+    return np.asarray(_attend(graph, config, base, first, arrays, x))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _attend(graph, config, base, first, arrays, x_BTD):
+    return nnx.merge(graph, arrays)(x_BTD, positions(config, base, first), causal=True)
 
 
 def heads(config, w, base=BASE):

@@ -64,7 +64,8 @@ def test_equals_the_reference(x64, build, mechanism_name, options):
         mechanism_name, qk_norm=options["qk_norm"], bias=options["bias"], norm_epsilon=1e-2
     )
     x = _input()
-    y = module(jnp.asarray(x), _positions(config, options["rope"]), causal=options["causal"])
+    positions = _positions(config, options["rope"])
+    y = jax.jit(lambda x: module(x, positions, causal=options["causal"]))(x)
     expected = reference.attention(
         config, weights, x, base=BASE if options["rope"] else None, causal=options["causal"]
     )

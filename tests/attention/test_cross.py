@@ -107,7 +107,8 @@ def test_the_law(make, kind, qk_norm):
     close(jax.jit(lambda *a: module(*a))(x, memory, lengths))
     layer = _cache(module, memory, lengths)
     for implementation in ("xla", "reference"):
-        decode = lambda x, i=implementation: module.decode(x, layer, lengths, implementation=i)
+        how = dict(implementation=implementation)
+        decode = jax.jit(lambda x, how=how: module.decode(x, layer, lengths, **how))
         close(decode(jnp.asarray(x)))
         one_by_one = [decode(jnp.asarray(x[:, t : t + 1])) for t in range(T)]  # no causal mask left
         close(np.concatenate(one_by_one, axis=1))

@@ -1,5 +1,7 @@
 """Linear attention: three forms of one function, a state of one size, tied and not."""
 
+import functools
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -44,11 +46,11 @@ def test_three_forms_are_one_function(x64, decay, tied):
     config = LinearConfig(num_heads=N, key_dim=H, value_dim=v.shape[-1], decay=decay)
     start = config.start(B, jnp.float64)
     same = lambda y: np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-10)
-    same(linear.parallel(q, k, v, decay))
-    y, last = linear.recurrent(q, k, v, decay, start)
+    same(jax.jit(linear.parallel)(q, k, v, decay))
+    y, last = jax.jit(linear.recurrent)(q, k, v, decay, start)
     same(y)
     for chunk in (1, 5, 8, T, 64):  # some do not divide the length
-        y, behind = linear.chunked(q, k, v, decay, start, chunk=chunk)
+        y, behind = jax.jit(functools.partial(linear.chunked, chunk=chunk))(q, k, v, decay, start)
         same(y)
         for one, other in zip(behind, last, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10)

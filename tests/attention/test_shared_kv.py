@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ def test_only_relative_positions_count(randomise, monkeypatch):
     from kvjax.attention import shared_kv
 
     monkeypatch.setattr(shared_kv.SharedKV, "combine", lambda self, o, positions: o)
-    assert np.abs(run(shared, w, first=70) - run(shared, w)).max() > 0.01
+    with jax.disable_jit():  # what is compiled turns back
+        assert np.abs(run(shared, w, first=70) - run(shared, w)).max() > 0.01
 
 
 def test_without_rotation_values_are_normed_keys(randomise):

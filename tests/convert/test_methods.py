@@ -50,7 +50,8 @@ def _attend(config, weights, on, x_BTD=INPUTS):
     positions = rope.positions(np.arange(T, dtype=np.int32)[None], 8, BASE if on else None)
     positions = positions if config.key_dim == 8 else rope.Positions(positions.index, None)
     weights = jax.tree.map(jnp.asarray, weights)
-    return np.asarray(nnx.merge(graph, weights)(jnp.asarray(x_BTD), positions, causal=True))
+    attend = jax.jit(lambda w, x: nnx.merge(graph, w)(x, positions, causal=True))
+    return np.asarray(attend(weights, x_BTD))
 
 
 def _moment(config):
