@@ -2,10 +2,10 @@
 
     python -m experiments.tables.study_times [--markdown]
 
-A run has a core to itself, so hours are those of a core. Of runs that kept no seconds, they are
-tokens by their rate of tokens. Studies share runs: the second column of hours leaves out runs that
-results further up hold too. Results that do not say how long their runs took are not here, as
-analysis/head_diversity.
+Hours are those of each run, added up: most had one core, some two, or other work beside them. A run
+that kept no seconds took its tokens by its rate. Studies share runs: the second column of hours
+leaves out runs that results further up hold too. Results that do not say how long their runs took
+are not here, as analysis/head_diversity.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Study:
     Attributes:
       name: of the result, as in small_caches.
       runs: how many it holds.
-      seconds: of all of them, each on its core.
+      seconds: of all of them, one after another.
       own_seconds: of those that no study before has.
       by_rate: how many of the runs kept no seconds, but a rate.
     """
@@ -90,11 +90,11 @@ def main(arguments: Sequence[str]) -> None:
     found = studies(RESULTS)
     hours = lambda seconds: f"{seconds / 3600:.1f}"
     out.table(
-        ("result", "runs", "of them by their rate", "core hours", "not in results above"),
+        ("result", "runs", "of them by their rate", "hours", "not in results above"),
         [(f"`{s.name}`", s.runs, s.by_rate, hours(s.seconds), hours(s.own_seconds)) for s in found],
     )
     total = sum(study.own_seconds for study in found)
-    out.say(f"\n{hours(total)} hours of a core in all, runs that studies share counted once.")
+    out.say(f"\n{hours(total)} hours in all, runs that studies share counted once.")
     rows = [dataclasses.asdict(study) for study in found]
     record.record("study_times", dict(rows=rows, seconds=total), out, save=False)
 

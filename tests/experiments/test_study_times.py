@@ -36,4 +36,4 @@ def test_the_sum_is_of_what_is_there(results, monkeypatch, capsys):
     study_times.main(["--json"])
     found, said = capsys.readouterr()
     assert json.loads(found)["seconds"] == 300.0
-    assert "0.1 hours of a core in all" in said
+    assert "0.1 hours in all" in said
