@@ -23,6 +23,7 @@ from experiments.studies import code as code_lib
 from experiments.studies import kept as kept_lib
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
+from kvjax.data.config import is_prepared
 from kvjax.foundation import json_text
 from kvjax.foundation import provenance
 from kvjax.foundation.checkout import PACKAGE
@@ -73,10 +74,10 @@ class Run:
 
     @functools.cached_property
     def overrides(self) -> dict[str, object]:
-        train = dict(num_steps=self.steps, checkpoint_every=self.steps, sample_tokens=0)
-        train |= dict(eval_every=max(1, self.steps // EVALUATIONS), seed=self.seed)
-        fixed = {"compute.dtype": "float32"} | {f"train.{key}": x for key, x in train.items()}
-        return dict(self.cell.overrides) | fixed
+        usual = {"compute.dtype": "float32", "train.sample_tokens": 0}
+        usual |= {"train.eval_every": max(1, self.steps // EVALUATIONS)}
+        fixed = {"train.num_steps": self.steps, "train.seed": self.seed}
+        return usual | dict(self.cell.overrides) | fixed | {"train.checkpoint_every": self.steps}
 
     @functools.cached_property
     def config(self) -> ml_collections.ConfigDict:
@@ -100,11 +101,14 @@ class Run:
     def identity(self) -> str:
         """Of its config: what a run must have been trained with.
 
-        Keys that have their defaults, and may be newer than the run, do not count.
+        Keys that have their defaults, and may be newer than the run, do not count; nor does where
+        prepared data lies: what it is stands in the run's folder.
         """
         tree = identity.identity(self.config, jnp.dtype(self.config.compute.dtype))
         usual = experiment_lib.defaults(self.config.attention.kind)
         every = traverse_util.flatten_dict(tree, sep=".")
+        if is_prepared(every["data.source"]):
+            every["data.source"] = "prepared"
         own = {k: v for k, v in every.items() if k not in usual or v != usual[k]}
         return code_lib.digest(
             json.dumps(own | dict(steps=self.steps), sort_keys=True, default=str)

@@ -5,7 +5,7 @@ _BENCHMARKS = (
     *("beside_transformers", "checkpoint_memory", "checkpoint_speed", "conversion_memory"),
     *("data_preparation", "data_reading"),
     *("decode_benchmark", "decode_memory", "evaluation_speed", "exactness", "generate_benchmark"),
-    *("input_benchmark", "sandbox_cost", "train_benchmark"),
+    *("input_benchmark", "model_decode_benchmark", "sandbox_cost", "train_benchmark"),
 )
 _STUDIES = ("conversion", "head_diversity", "logit_spectra", "small_caches", "small_caches_speed")
 _STUDIES += (
@@ -22,6 +22,7 @@ _STUDIES += (
     "word_models",
     "language_models",
     "cross_attention",
+    "depth_8",
 )
 ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
@@ -30,7 +31,8 @@ _TABLES = ("figures", "paper_tables", "parameter_table", "scaling_table", "decod
 ROOMS |= dict.fromkeys((*_TABLES, "study_times"), "tables")
 ROOMS |= dict(claims="")  # the ledger is at the root
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
-_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", *_STUDIES[1:17])
+_OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", "depth_8")
+_OTHERS += _STUDIES[1:17]
 
 
 def module(name: str) -> str:
@@ -109,6 +111,10 @@ BAD = (  # command, options, what the line says
     ("rank_by_head", "--runs=nowhere", "nowhere: has no lrkv_uniform_seed0_steps128; "),
     ("rank_by_head", "--ranks=8,0", "--ranks '8,0': must be integers of 1 or more, as in 1,8"),
     ("set_anomaly", "--epochs=0", "--epochs = 0: must be at least 1"),
+    ("depth_8", "", "--data is missing: give a folder that `kvjax.data.prepare` wrote"),
+    ("depth_8", "--data=nowhere", "--data=nowhere: has no dataset.json: give what prepare wrote"),
+    ("depth_8", "--data=x --mechanisms=lkrv", "did you mean 'lrkv'?"),
+    ("depth_8", "--data=x --steps=0", "--steps = 0: must be at least 1"),
     ("linear_attention", "--kinds=lineal", "did you mean 'linear'?"),
     ("linear_attention", "--tasks=", "'' is none of copy_back, retrieval, language"),
     ("small_caches_speed", "--steps=0", "--steps = 0: must be at least 1"),
@@ -137,6 +143,10 @@ BAD = (  # command, options, what the line says
     ("data_reading", "--shards=0", "--shards = 0: must be at least 1"),
     ("data_reading", "--repeats=0", "--repeats = 0: must be at least 1"),
     ("data_reading", "--seconds=nan", "--seconds = nan: must be from 0.1 to 3600"),
+    ("model_decode_benchmark", "--points=4", "--points: '4' must be sequences x tokens, as 4x32"),
+    ("model_decode_benchmark", "--points=0x9", "--points: '0x9' must be sequences x tokens, as 4"),
+    ("model_decode_benchmark", "--mechanism=mha", "--mechanism: 'mha' is none of MHA, LRKV"),
+    ("model_decode_benchmark", "--layers=0", "--layers = 0: must be at least 1"),
     ("decode_benchmark", "--lengths=", "--lengths '': must be integers of 1 or more"),
     ("decode_benchmark", "--lengths=0,128", "--lengths '0,128': must be integers of 1 or more"),
     ("decode_benchmark", "--lengths=128", "--lengths=128: must be two or more numbers"),

@@ -23,6 +23,7 @@ from experiments.benchmarks import evaluation_speed
 from experiments.benchmarks import exactness
 from experiments.benchmarks import generate_benchmark
 from experiments.benchmarks import input_benchmark
+from experiments.benchmarks import model_decode_benchmark
 from experiments.benchmarks import random_model
 from experiments.benchmarks import sandbox_cost
 from experiments.benchmarks import train_benchmark
@@ -248,6 +249,20 @@ def printed(run, monkeypatch, tmp_path):
             attention_memory=lambda name, length: dict(logical=9216 * length, temporary=2e6),
             topology=types.SimpleNamespace(tpu_devices=lambda name: ["a chip"]),
             growth=lambda short, long: 0.001,
+        ),
+        model_decode_benchmark: dict(
+            Stepper=lambda *_: types.SimpleNamespace(
+                **dict(weight_bytes=4_569_956_352, cache_bytes=lambda b, n: b * n * 186_912),
+                **dict.fromkeys(("lower", "weights", "cache"), lambda *_: None),
+            ),
+            side_by_side=types.SimpleNamespace(
+                compiled=lambda lower: dict.fromkeys(lower, lambda: None)
+            ),
+            timing=types.SimpleNamespace(
+                **dict(copy=lambda target: (lambda: 1e-3, 10**9), memory_bytes=lambda: 85e9),
+                spread=model_decode_benchmark.timing.spread,
+            ),
+            seconds_per_step=lambda *_, **__: [0.0123, 0.0122, 0.0124],
         ),
         exactness: dict(
             held_out=lambda *_: types.SimpleNamespace(shape=(4, 512)),

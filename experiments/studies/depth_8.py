@@ -1,0 +1,221 @@
+"""LRKV's five mechanisms at depth 8: 30 times the parameters and tokens of demo size, on a GPU.
+
+    python -m kvjax.data.prepare --source='~/texts/*.jsonl' --vocab_size=8192 --sequence_length=1024
+    python -m experiments.studies.depth_8 --data=FOLDER [--seeds=3] [--save]
+
+The LRKV paper's models with its one dial, depth, at 8: width 512, 4 heads of 128, rank 64, a latent
+of 192 and a RoPE key of 64, two KV heads for GQA. Trained in bfloat16 by the recipe of
+configs/*_128m.py on rows of 1,024 tokens, 32 a step, each row once. --data is a folder that
+`kvjax.data.prepare` wrote. A seed draws initial weights and data order, the same for all, so
+differences from MHA are taken seed by seed. Prints bits per byte with 95 % intervals (Student's t
+over seeds), and the tokens after which a model was as good as MHA in the end.
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import json
+import pathlib
+import statistics
+
+import jax.numpy as jnp
+
+from experiments import record
+from experiments.studies import side_by_side
+from experiments.studies.grid import Cell
+from experiments.studies.grid import Kept
+from experiments.studies.grid import Run
+from experiments.studies.kept import claim
+from kvjax.costs import formulas
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import Estimate
+from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import estimate
+from kvjax.foundation.output import Output
+
+NAME = "depth_8"
+DEPTH, HEADS, LENGTH, ROWS, VOCABULARY = 8, 4, 1024, 32, 8192
+TOKENS_PER_STEP = LENGTH * ROWS
+EVALUATIONS = 10  # of a run, evenly spaced
+FIRST = "mha"
+# By mechanism what the configs for 128M parameters do not say.
+_HEADS = dict(num_heads=HEADS, num_kv_heads=HEADS, num_bases=HEADS)
+MECHANISMS = dict(
+    mha=_HEADS,
+    lrkv=_HEADS | dict(num_bases=1),
+    gqa=_HEADS | dict(num_kv_heads=2, num_bases=2),
+    mqa=_HEADS | dict(num_kv_heads=1, num_bases=1),
+    mla=dict(num_heads=HEADS, latent_dim=192),
+)
+
+
+def cell(mechanism: str, data: str, steps: int) -> Cell:
+    """A model, trained on prepared rows."""
+    sections = dict(
+        model=dict(num_layers=DEPTH, d_model=64 * DEPTH, mlp_dim=4 * 64 * DEPTH),
+        attention=MECHANISMS[mechanism],
+        data=dict(
+            source=f"prepared:{data}",
+            vocab_size=VOCABULARY,
+            sequence_length=LENGTH,
+            specials="bos",
+        ),
+        train=dict(
+            batch_size=ROWS,
+            grad_accumulation=1,
+            eval_every=max(1, steps // EVALUATIONS),
+            eval_rows=0,
+        ),
+        compute=dict(dtype="bfloat16", remat="none"),
+    )
+    keys = {f"{name}.{key}": x for name, section in sections.items() for key, x in section.items()}
+    against = "" if mechanism == FIRST else FIRST
+    return Cell(mechanism, CONFIGS / f"{mechanism}_128m.py", keys, against)
+
+
+def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
+    """A row of each mechanism that has runs."""
+    there = {
+        one.name: {
+            seed: run
+            for seed in sorted(kept.runs.get(one.name, {}))
+            if (run := kept.of(Run(one, seed, steps)))
+        }
+        for one in cells
+    }
+    bpb = lambda name: {seed: run["bpb"] for seed, run in there.get(name, {}).items()}
+    found = []
+    for one in cells:
+        if not (runs := there[one.name]):
+            continue
+        model = Run(one, 0, steps).experiment.model
+        now, parameters = estimate(list(bpb(one.name).values())), formulas.parameters(model)
+        off = difference(bpb(one.name), bpb(FIRST)) if one.against else None
+        shares = [
+            share
+            for seed, run in runs.items()
+            if one.against and seed in bpb(FIRST)
+            if (share := reached(run["curve"], bpb(FIRST)[seed], steps)) is not None
+        ]
+        shared = estimate(shares) if shares and len(shares) == len(runs) else None
+        found.append(
+            dict(
+                mechanism=one.name,
+                parameters=parameters["total"],
+                cache_bytes=formulas.cache_bytes_per_token(model, jnp.dtype(jnp.bfloat16)),
+                seeds=sorted(runs),
+                tokens_per_second=_median(runs.values()),
+                bpb=now.mean,
+                bpb_half_interval=now.half,
+                difference=off and off.mean,
+                difference_half_interval=off and off.half,
+                of_tokens=shared and shared.mean,
+                of_tokens_half_interval=shared and shared.half,
+            )
+        )
+    return found
+
+
+def reached(curve: Mapping, goal: float, steps: int) -> float | None:
+    """The share of the steps after which a curve is at or below `goal`, between evaluations by a
+    straight line; None if it never is."""
+    before = None
+    for step, bpb in sorted((int(step), bpb) for step, bpb in curve.items()):
+        if bpb <= goal:
+            if before is None:
+                return step / steps
+            (first, high), fall = before, before[1] - bpb
+            return (first + (step - first) * (high - goal) / fall) / steps
+        before = step, bpb
+    return None
+
+
+def _median(runs) -> float | None:
+    speeds = [run["tokens_per_second"] for run in runs if run["tokens_per_second"]]
+    return statistics.median(speeds) if speeds else None
+
+
+_HEADER = ("mechanism", "parameters", "cache bytes per token (bfloat16)", "seeds")
+_HEADER += ("bits per byte", "from MHA", "of the tokens, to be as good as MHA")
+
+
+def _cells(r: Mapping) -> tuple:
+    shown = lambda key, spec: (
+        "-" if r[key] is None else Estimate(r[key], r[f"{key}_half_interval"]).shown(spec)
+    )
+    sizes = (r["mechanism"], f"{r['parameters']:,}", f"{r['cache_bytes']:,}", len(r["seeds"]))
+    both = shown("bpb", ".4f"), shown("difference", "+.4f")
+    return *sizes, *both, shown("of_tokens", ".3f")
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    add("--data", default="", help="a folder that `kvjax.data.prepare` wrote")
+    add("--seeds", type=int, default=3, help="runs of each model (3)")
+    add("--steps", type=int, default=880, help="of 32,768 tokens (880: 28.8M)")
+    add("--mechanisms", default=",".join(MECHANISMS), help=f"({','.join(MECHANISMS)})")
+    side_by_side.add_options(parser, f"runs/{NAME}")
+    add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    options.mechanisms = lists.names("--mechanisms", options.mechanisms, tuple(MECHANISMS))
+    for key in ("seeds", "steps", "processes"):
+        at_least(f"--{key}", getattr(options, key), 1)
+    command_line.require(options, data="a folder that `kvjax.data.prepare` wrote")
+    if not (pathlib.Path(options.data) / "dataset.json").is_file():
+        raise UserError(f"--data={options.data}: has no dataset.json: give what prepare wrote")
+    options.runs = side_by_side.check_runs(options.runs)
+    record.check(options.save)
+    return options
+
+
+def _text(data: str) -> dict:
+    """What a prepared folder says of its text."""
+    told = json.loads((pathlib.Path(data) / "dataset.json").read_text())
+    source = pathlib.Path(told["config"]["source"]).name
+    kept = {key: told[key] for key in ("tokenizer", "splits", "xz_bits_per_byte") if key in told}
+    return dict(source=source) | kept
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
+    options = _options(arguments)
+    runtime.start()
+    file = record.RESULTS / f"{NAME}.json"
+    if options.save:
+        claim(file)
+    kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh)
+    every = {name: cell(name, options.data, options.steps) for name in MECHANISMS}
+    runs = [
+        Run(every[name], seed, options.steps)
+        for seed in range(options.seeds)
+        for name in options.mechanisms
+    ]
+
+    def result(failed: Mapping[str, str]) -> dict:
+        seconds = sum(run["seconds"] or 0 for of in kept.runs.values() for run in of.values())
+        told = dict(tokens=options.steps * TOKENS_PER_STEP, data=_text(options.data))
+        told |= dict(rows=rows(list(every.values()), options.steps, kept), seconds=seconds)
+        return told | dict(failed=dict(failed)) | kept.as_json()
+
+    def save(failed: Mapping[str, str]) -> None:
+        if options.save:
+            record.keep(NAME, result(failed))
+
+    failed = side_by_side.train_missing(runs, kept, options, save)
+    found, out = result(failed), Output(options)
+    out.table(_HEADER, map(_cells, found["rows"]))
+    for run, why in failed.items():
+        out.say(f"- left out: {run}, {why}")
+    record.record(NAME, found, out, save=options.save)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
