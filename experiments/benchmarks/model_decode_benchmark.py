@@ -12,6 +12,7 @@ Prints a table.
 
 import argparse
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -205,6 +206,27 @@ class Point:
         )
 
 
+def measured(points: Sequence[Point], there: float, rounds: int) -> Iterator[tuple[Point, dict]]:
+    """Each point with what `Point.measure` gives; programs are compiled side by side.
+
+    Args:
+      there: bytes of the device.
+    """
+    lower = {
+        i: functools.partial(point.stepper.lower, point.batch, point.capacity)
+        for i, point in enumerate(points)
+        if point.fits(there)
+    }
+    programs = side_by_side.compiled(lower)
+    for i, point in enumerate(points):
+        if i in programs:
+            yield point, point.measure(programs[i], rounds)
+        else:
+            size = f"{point.need / 1e9:,.1f} GB do not fit {there / 1e9:,.1f} GB"
+            yield point, dict(why=size)
+        gc.collect()
+
+
 _HEADER = ("mechanism", "sequences", "tokens of each", "ms a step", "from", "to", "tokens/s")
 _HEADER += ("GB of cache", "GB/s", "of copy", "MHA's time / its")
 
@@ -273,41 +295,29 @@ def main(arguments: Sequence[str]) -> int:
     copy, copy_bytes = timing.copy(target=0.05)
     copied = copy_bytes / timing.spread([copy() for _ in range(5)]).median
     there = timing.memory_bytes()
-    points = {
-        (name, batch, length): Point(stepper, batch, length, options.steps)
-        for name in options.mechanism
-        for stepper in [Stepper(model(name, options.layers), options.implementation)]
-        for batch, length in options.points
-    }
-    rows = []
-    with progress.waiting("compiling and decoding"):
-        lower = {
-            names: functools.partial(point.stepper.lower, point.batch, point.capacity)
-            for names, point in points.items()
-            if point.fits(there)
-        }
-        programs = side_by_side.compiled(lower)
-        for names, point in points.items():
-            if names in programs:
-                found = point.measure(programs[names], options.rounds)
-            else:
-                found = dict(why=f"{point.need / 1e9:,.1f} GB do not fit {there / 1e9:,.1f} GB")
-            if "gbps" in found:
-                found["of_copy"] = found["gbps"] * 1e9 / copied
-            rows.append(dict(zip(("mechanism", "batch", "length"), names, strict=True)))
-            rows[-1] |= point.read | found
-            told = found.get("why") or f"{1e3 * found['seconds']['median']:,.2f} ms a step"
-            command_line.say(f"{names[0]}, {point.batch} x {point.length:,}: {told}")
-            gc.collect()
-    rows, out = with_mha(rows), Output(options)
     kind = jax.devices()[0].device_kind
+    about = dict(device=kind, layers=options.layers, copy_gbps=copied / 1e9)
+    rows: list[dict] = []
+    with progress.waiting("compiling and decoding"):
+        for name in options.mechanism:
+            stepper = Stepper(model(name, options.layers), options.implementation)
+            points = [Point(stepper, *point, options.steps) for point in options.points]
+            for point, found in measured(points, there, options.rounds):
+                if "gbps" in found:
+                    found["of_copy"] = found["gbps"] * 1e9 / copied
+                names = dict(mechanism=name, batch=point.batch, length=point.length)
+                rows.append(names | point.read | found)
+                told = found.get("why") or f"{1e3 * found['seconds']['median']:,.2f} ms a step"
+                command_line.say(f"{name}, {point.batch} x {point.length:,}: {told}")
+                if options.save:  # what is stopped leaves its rows
+                    record.keep(NAME, about | dict(rows=with_mha(rows)), quiet=True)
+    rows, out = with_mha(rows), Output(options)
     out.say(f"{options.layers} layers of d36 on {kind}, bfloat16; a copy: {copied / 1e9:,.0f} GB/s")
     out.table(_HEADER, map(_cells, rows))
     for r in rows:
         if "why" in r:
             out.say(f"- {r['mechanism']}, {r['batch']} x {r['length']:,}: {r['why']}")
-    result = dict(device=kind, layers=options.layers, copy_gbps=copied / 1e9, rows=rows)
-    record.record(NAME, result, out, save=options.save)
+    record.record(NAME, about | dict(rows=rows), out, save=options.save)
     return 0 if any("seconds" in r for r in rows) else 1
 
 

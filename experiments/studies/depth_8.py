@@ -8,7 +8,8 @@ of 192 and a RoPE key of 64, two KV heads for GQA. Trained in bfloat16 by the re
 configs/*_128m.py on rows of 1,024 tokens, 32 a step, each row once. --data is a folder that
 `kvjax.data.prepare` wrote. A seed draws initial weights and data order, the same for all, so
 differences from MHA are taken seed by seed. Prints bits per byte with 95 % intervals (Student's t
-over seeds), and the tokens after which a model was as good as MHA in the end.
+over seeds), the tokens after which a model was as good as MHA in the end, and differences from MHA
+by step, of runs that were stopped too.
 """
 
 import argparse
@@ -121,6 +122,27 @@ def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
     return found
 
 
+def by_step(curves: Mapping[str, Mapping[int, Mapping[int, float]]]) -> list[dict]:
+    """Differences from MHA at every step at which both were judged, by mechanism.
+
+    Args:
+      curves: by mechanism, seed and step, bits per byte; of runs that were stopped what there is.
+    """
+    found = []
+    for name in curves:
+        steps = {step for curve in curves[name].values() for step in curve}
+        for step in sorted(steps) if name != FIRST else ():
+            mine, theirs = (
+                {seed: curve[step] for seed, curve in curves.get(one, {}).items() if step in curve}
+                for one in (name, FIRST)
+            )
+            if off := difference(mine, theirs):
+                seeds = sorted(mine.keys() & theirs.keys())
+                row = dict(mechanism=name, step=step, seeds=seeds, difference=off.mean)
+                found.append(row | dict(difference_half_interval=off.half))
+    return found
+
+
 def reached(curve: Mapping, goal: float, steps: int) -> float | None:
     """The share of the steps after which a curve is at or below `goal`, between evaluations by a
     straight line; None if it never is."""
@@ -153,6 +175,14 @@ def _cells(r: Mapping) -> tuple:
     return *sizes, *both, shown("of_tokens", ".3f")
 
 
+_STEP_HEADER = ("mechanism", "tokens", "seeds", "bits per byte, from MHA")
+
+
+def _step_cells(r: Mapping) -> tuple:
+    off = Estimate(r["difference"], r["difference_half_interval"]).shown("+.4f")
+    return r["mechanism"], f"{r['step'] * TOKENS_PER_STEP:,}", len(r["seeds"]), off
+
+
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
@@ -183,6 +213,13 @@ def _text(data: str) -> dict:
     return dict(source=source) | kept
 
 
+def _curves(runs: Mapping, stopped: Mapping) -> dict[str, dict[int, dict[int, float]]]:
+    """By mechanism, seed and step, of runs that are kept and of those that were stopped."""
+    whole = lambda curve: {int(step): bpb for step, bpb in curve.items()}
+    of = lambda name: {s: r["curve"] for s, r in runs.get(name, {}).items()} | stopped.get(name, {})
+    return {name: {seed: whole(curve) for seed, curve in of(name).items()} for name in MECHANISMS}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Trains what is not trained yet, and prints; the exit status: 1 if a run failed."""
     options = _options(arguments)
@@ -199,9 +236,14 @@ def main(arguments: Sequence[str]) -> int:
     ]
 
     def result(failed: Mapping[str, str]) -> dict:
+        stopped: dict[str, dict[int, dict]] = {}
+        for run in runs:
+            if not kept.of(run) and (found := side_by_side.curve(options.runs / run.name)):
+                stopped.setdefault(run.cell.name, {})[run.seed] = found
         seconds = sum(run["seconds"] or 0 for of in kept.runs.values() for run in of.values())
         told = dict(tokens=options.steps * TOKENS_PER_STEP, data=_text(options.data))
         told |= dict(rows=rows(list(every.values()), options.steps, kept), seconds=seconds)
+        told |= dict(by_step=by_step(_curves(kept.runs, stopped)), stopped=stopped)
         return told | dict(failed=dict(failed)) | kept.as_json()
 
     def save(failed: Mapping[str, str]) -> None:
@@ -211,6 +253,8 @@ def main(arguments: Sequence[str]) -> int:
     failed = side_by_side.train_missing(runs, kept, options, save)
     found, out = result(failed), Output(options)
     out.table(_HEADER, map(_cells, found["rows"]))
+    out.say("")
+    out.table(_STEP_HEADER, map(_step_cells, found["by_step"]))
     for run, why in failed.items():
         out.say(f"- left out: {run}, {why}")
     record.record(NAME, found, out, save=options.save)

@@ -1,0 +1,88 @@
+"""Depth 8: what is trained, differences by step, when a curve reaches another's end."""
+
+import json
+import math
+
+import jax.numpy as jnp
+import pytest
+
+from experiments.studies import depth_8
+from experiments.studies.grid import Kept
+from experiments.studies.grid import Run
+from experiments.tables import study_figures
+from kvjax.costs import formulas
+from kvjax.foundation.checkout import RESULTS
+
+
+def test_models_are_the_papers_at_depth_8():
+    runs = {name: Run(depth_8.cell(name, "folder", 880), 1, 880) for name in depth_8.MECHANISMS}
+    cached = {
+        name: formulas.cache_bytes_per_token(run.experiment.model, jnp.dtype(jnp.bfloat16))
+        for name, run in runs.items()
+    }
+    # Elements per layer: 2·4·128; 2·(128 + 4·64) and 1/rms of 4 keys; 2·2·128; 2·128; 192 + 64.
+    assert cached == {
+        "mha": 8 * 2 * 1024,
+        "lrkv": 8 * (2 * 768 + 4 * 4),
+        "gqa": 8 * 2 * 512,
+        "mqa": 8 * 2 * 256,
+        "mla": 8 * 2 * 256,
+    }
+    for name, run in runs.items():
+        one = run.experiment
+        assert (one.model.block.num_layers, one.model.block.d_model) == (8, 512)
+        assert one.tokens_per_step == depth_8.TOKENS_PER_STEP and one.train.seed == 1
+        assert one.compute.dtype == "bfloat16" and one.train.eval_every == 88
+        assert one.train.num_steps == one.train.checkpoint_every == 880
+        assert run.cell.against == ("" if name == "mha" else "mha")
+
+
+def test_a_prepared_folder_may_lie_elsewhere():
+    here, there = (Run(depth_8.cell("mha", at, 8), 0, 8).identity for at in ("/a", "/b/c"))
+    assert here == there != Run(depth_8.cell("mha", "/a", 9), 0, 9).identity
+
+
+def test_differences_by_step_are_of_seeds_that_both_have():
+    curves = {
+        "mha": {0: {60: 2.0, 120: 1.5}, 1: {60: 2.1, 120: 1.6}},
+        "lrkv": {0: {60: 1.9, 120: 1.6}, 1: {60: 1.9}, 2: {60: 1.0}},
+        "mla": {},
+    }
+    first, second = depth_8.by_step(curves)
+    assert (first["step"], first["seeds"]) == (60, [0, 1])
+    assert first["difference"] == pytest.approx(-0.15)
+    assert first["difference_half_interval"] == pytest.approx(12.706 * 0.05, rel=1e-3)  # t of one
+    assert (second["step"], second["seeds"], second["difference"]) == (120, [0], pytest.approx(0.1))
+    assert second["difference_half_interval"] is None
+
+
+def test_a_curve_reaches_another_ones_end_between_evaluations():
+    curve = {"100": 2.0, "200": 1.6, "300": 1.5}
+    assert depth_8.reached(curve, 1.7, 400) == pytest.approx(175 / 400)
+    assert depth_8.reached(curve, 1.6, 400) == 0.5
+    assert depth_8.reached(curve, 2.5, 400) == 0.25  # no earlier evaluation
+    assert depth_8.reached(curve, 1.4, 400) is None
+
+
+def test_the_result_follows_from_its_runs():
+    found = json.loads((RESULTS / "depth_8.json").read_text())
+    kept = Kept(RESULTS / "depth_8.json", found["steps"], mix=True, fresh=False)
+    cells = [depth_8.cell(name, "folder", found["steps"]) for name in depth_8.MECHANISMS]
+    assert json.loads(json.dumps(depth_8.rows(cells, found["steps"], kept))) == found["rows"]
+    curves = depth_8._curves(found["runs"], found["stopped"])
+    whole = {name: {int(seed): curve for seed, curve in of.items()} for name, of in curves.items()}
+    assert depth_8.by_step(whole) == found["by_step"]
+    assert [len(row["seeds"]) for row in found["by_step"]] == [3, 3, 3, *[2] * 6, 1]
+
+
+def test_the_picture_has_intervals_of_three_seeds_only():
+    def row(step, *seeds):
+        of = dict(mechanism="lrkv", step=step, seeds=list(seeds), difference=-0.01)
+        return of | dict(difference_half_interval=0.002 if len(seeds) > 1 else None)
+
+    found = dict(tokens=10 * depth_8.TOKENS_PER_STEP, by_step=[row(5, 0, 1, 2), row(10, 0, 1)])
+    (axes,) = study_figures.depth_8(found | dict(by_step=[*found["by_step"], row(10, 0)])).axes
+    bars = [bool(len(bars.lines[2][0].get_segments())) for bars in axes.containers if bars.has_xerr]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["0.2M tokens", "0.3M tokens, 2 seeds", "0.3M tokens, 1 seed"]
+    assert bars == [True] and math.isclose(axes.containers[0].lines[0].get_xdata()[0], -0.01)
