@@ -17,6 +17,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.model import decoder
 from tests import quick
+from tests.compiled import compiled
 from tests.conftest import MECHANISMS
 from tests.convert import workdirs
 
@@ -44,13 +45,17 @@ def _inputs(model):
     """What enters attention in each layer of the model as a whole, and its activations after."""
     whole, c = decoder.Decoder(model_lib.transformer(model)), model.transformer.block
     index = np.arange(LENGTH)[None]
-    x, found = whole.embed(jnp.asarray(ROWS_BT), index, workdirs.F32), []
-    for layer, mechanism in zip(whole.layers, model.transformer.mechanisms, strict=True):
-        found.append(np.asarray(layer.attention_norm(x)))
-        positions = rope.positions(index, mechanism.rope_dim, c.angles_base)
-        mask = dict(causal=c.causal, window=c.window)
-        x = layer(x, positions, **mask, compute=workdirs.F32)
-    return found
+
+    def inputs(rows_BT):
+        x, found = whole.embed(rows_BT, index, workdirs.F32), []
+        for layer, mechanism in zip(whole.layers, model.transformer.mechanisms, strict=True):
+            found.append(layer.attention_norm(x))
+            positions = rope.positions(index, mechanism.rope_dim, c.angles_base)
+            mask = dict(causal=c.causal, window=c.window)
+            x = layer(x, positions, **mask, compute=workdirs.F32)
+        return found
+
+    return list(map(np.asarray, compiled(inputs, ROWS_BT)))
 
 
 def _check(model):

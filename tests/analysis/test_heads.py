@@ -13,6 +13,7 @@ from kvjax.attention import Attention
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
+from tests.compiled import compiled
 from tests.conftest import MECHANISMS
 from tests.conftest import random_values
 from tests.convert import workdirs
@@ -31,8 +32,12 @@ def _weights(config, seed=0):
 def _projected(mechanism, x_TD, at, base=BASE):
     index = np.full((1, len(x_TD)), at, np.int32)
     positions = rope.positions(index, mechanism.config.rope_dim, base)
-    q_BTNH, raw = mechanism.project(jnp.asarray(x_TD)[None], positions)
-    return [np.asarray(x[0]) for x in (q_BTNH, *mechanism.keys_values(raw, positions))]
+
+    def projected(x_BTD):
+        q_BTNH, raw = mechanism.project(x_BTD, positions)
+        return q_BTNH, *mechanism.keys_values(raw, positions)
+
+    return [np.asarray(x[0]) for x in compiled(projected, x_TD[None])]
 
 
 @pytest.mark.parametrize("mechanism_name", quick.only(("mla",), MECHANISMS))

@@ -1,5 +1,6 @@
 """One attention layer of random weights, asked for outputs, heads and logits; what is close."""
 
+import contextlib
 import functools
 
 from flax import nnx
@@ -54,6 +55,28 @@ def _attend(graph, config, base, first, arrays, x_BTD):
     return nnx.merge(graph, arrays)(x_BTD, positions(config, base, first), causal=True)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _queries_keys(graph, config, base, arrays, x_BTD):
+    mechanism, at = nnx.merge(graph, arrays).mechanism, positions(config, base)
+    q, raw = mechanism.project(x_BTD, at)
+    return q, mechanism.keys_values(raw, at)[0]
+
+
+@contextlib.contextmanager
+def compiled_anew():
+    """What is compiled inside sees what a test has changed, and is forgotten after it."""
+    try:
+        _forget()
+        yield
+    finally:
+        _forget()
+
+
+def _forget():
+    _attend.clear_cache()
+    _queries_keys.clear_cache()
+
+
 def heads(config, w, base=BASE):
     """What the output projection gets of every head, [B, T, N, H]."""
     one_head = np.zeros((N, *w["out"].shape[1:]))
@@ -67,10 +90,8 @@ def heads(config, w, base=BASE):
 
 def logits(config, w, base=BASE, x=X):
     """[B, N, T, T] of all queries with all keys."""
-    mechanism = module(config, w).mechanism
-    at = positions(config, base)
-    q, raw = mechanism.project(jnp.asarray(x), at)
-    k, _ = mechanism.keys_values(raw, at)
+    graph, arrays = nnx.split(module(config, w))
+    q, k = map(np.asarray, _queries_keys(graph, config, base, arrays, x))
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     return config.scale * np.einsum("btnh,bsnh->bnts", q, k)
 

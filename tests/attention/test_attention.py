@@ -16,6 +16,7 @@ from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.layers import rope
 from tests import quick
 from tests import reference
+from tests.compiled import compiled
 from tests.conftest import FAMILIES
 from tests.conftest import MECHANISMS
 
@@ -83,8 +84,12 @@ def test_projections_equal_the_reference(x64, build, mechanism_name, options):
         mechanism_name, qk_norm=options["qk_norm"], bias=options["bias"], norm_epsilon=1e-2
     )
     x, positions = _input(), _positions(config, options["rope"])
-    q, raw = module.mechanism.project(jnp.asarray(x), positions)
-    k, v = module.mechanism.keys_values(raw, positions)
+
+    def projected(x):
+        q, raw = module.mechanism.project(x, positions)
+        return q, *module.mechanism.keys_values(raw, positions)
+
+    q, k, v = map(np.asarray, compiled(projected, x))
     given = (config, weights["mechanism"], x, np.arange(T), BASE if options["rope"] else None)
     expected = reference.queries_keys_values(*given)
     N, K = config.query_heads, k.shape[2]
@@ -296,8 +301,12 @@ def test_alibi_is_exact_in_bfloat16(make_mechanism, heads):
     graph, state = nnx.split(config.build(16, rngs=nnx.Rngs(0)))
     mechanism = nnx.merge(graph, jax.tree.map(lambda w: w.astype(jnp.bfloat16), state))
     x_BTD = jnp.zeros((1, 5, 16), jnp.bfloat16)
-    q_BTNH, raw = mechanism.project(x_BTD, places)
-    k_BTNH, _ = mechanism.keys_values(raw, places)
+
+    def projected(x_BTD):
+        q_BTNH, raw = mechanism.project(x_BTD, places)
+        return q_BTNH, mechanism.keys_values(raw, places)[0]
+
+    q_BTNH, k_BTNH = compiled(projected, x_BTD)
     assert q_BTNH.dtype == k_BTNH.dtype == jnp.bfloat16
     exact = lambda x: np.asarray(x, np.float64)
     z_NTS = config.scale * np.einsum("btnh,bsnh->nts", exact(q_BTNH), exact(k_BTNH))

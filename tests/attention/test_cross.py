@@ -14,6 +14,7 @@ from kvjax.attention.grouped import Grouped
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention import api
 from tests import quick
+from tests.compiled import compiled
 
 B, T, S, D, DM, N, H, R = 3, 4, 9, 16, 12, 4, 8, 3
 LENGTHS = np.array([9, 1, 5], np.int32)
@@ -54,7 +55,7 @@ def _inputs(seed=0):
 def _cache(module, memory, lengths, capacity=S):
     config = module.mechanism.config
     cache = cache_lib.allocate([config], batch=B, capacity=capacity, dtype=jnp.dtype(jnp.float64))
-    return module.encode(jnp.asarray(memory), lengths, cache.layers[0])
+    return compiled(module.encode, jnp.asarray(memory), lengths, cache.layers[0])
 
 
 def _numpy(module, x, memory, lengths):
@@ -133,14 +134,15 @@ def test_what_changes_nothing(make, kind):
     """The order of a memory's tokens, and NaN behind its length."""
     module = make(_config(kind))
     x, memory, lengths = _inputs()
-    expected = module(x, memory, lengths)
+    run = jax.jit(lambda *arrays: module(*arrays))
+    expected = run(x, memory, lengths)
     spoiled = memory.copy()
     for b, length in enumerate(LENGTHS):
         spoiled[b, length:] = np.nan
         spoiled[b, :length] = np.random.default_rng(1).permutation(memory[b, :length])
     assert np.isfinite(expected).all()
-    np.testing.assert_allclose(module(x, spoiled, lengths), expected, rtol=1e-11, atol=1e-11)
-    found = module.decode(jnp.asarray(x), _cache(module, spoiled, lengths), lengths)
+    np.testing.assert_allclose(run(x, spoiled, lengths), expected, rtol=1e-11, atol=1e-11)
+    found = compiled(module.decode, jnp.asarray(x), _cache(module, spoiled, lengths), lengths)
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -156,9 +158,10 @@ def test_an_empty_memory_gives_nothing(make):
     module = make(_config("lrkv"))
     x, memory, lengths = _inputs()
     none, layer = jnp.zeros_like(lengths), _cache(module, memory, lengths)  # whatever lies there
+    decode = jax.jit(lambda *arrays: module.decode(*arrays))
     for queries in (x, x[:, :1]):
-        assert np.any(module.decode(jnp.asarray(queries), layer, lengths))
-        assert not np.any(module.decode(jnp.asarray(queries), layer, none))
+        assert np.any(decode(jnp.asarray(queries), layer, lengths))
+        assert not np.any(decode(jnp.asarray(queries), layer, none))
 
 
 def test_lrkv_of_rank_0_is_mqa_and_of_full_rank_mha(make):
@@ -170,7 +173,8 @@ def test_lrkv_of_rank_0_is_mqa_and_of_full_rank_mha(make):
     zero.out[...] = mqa.out[...]
     for name in ("expand_key", "expand_value"):
         getattr(zero.mechanism, name)[...] = jnp.zeros((N, R, H))
-    np.testing.assert_allclose(zero(x, memory, lengths), mqa(x, memory, lengths), atol=1e-12)
+    of = lambda module: compiled(module, x, memory, lengths)
+    np.testing.assert_allclose(of(zero), of(mqa), atol=1e-12)
     mha, full = make(_config("mha")), make(_config("lrkv", rank=H))
     full.mechanism.query[...], full.out[...] = mha.mechanism.query[...], mha.out[...]
     for name in ("key", "value"):
@@ -179,7 +183,7 @@ def test_lrkv_of_rank_0_is_mqa_and_of_full_rank_mha(make):
         getattr(full.mechanism, f"latent_{name}")[...] = own[...]
         expand = getattr(full.mechanism, f"expand_{name}")
         expand[...] = jnp.broadcast_to(jnp.eye(H), (N, H, H))
-    np.testing.assert_allclose(full(x, memory, lengths), mha(x, memory, lengths), atol=1e-12)
+    np.testing.assert_allclose(of(full), of(mha), atol=1e-12)
 
 
 def test_parameters_and_cached_elements():

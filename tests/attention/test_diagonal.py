@@ -14,6 +14,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
 from tests import reference
+from tests.compiled import compiled
 
 B, T, D = 2, 5, 12
 
@@ -53,12 +54,13 @@ def test_what_a_token_makes_of_itself_is_divided_by_its_mean(x64, build, name, b
         for b in range(B):
             np.fill_diagonal(z_BTS[b], config.scale * own_BT[b] / own_BT[b].mean())
         heads.append(_softmax(z_BTS) @ v_BSV)
-    raw = module.mechanism.project(jnp.asarray(x), positions)
-    assert raw[0].shape[-1] == config.key_dim + T
+    run = lambda module: compiled(module, x, positions, causal=False)
+    query, _ = jax.eval_shape(module.mechanism.project, x, positions)
+    assert query.shape[-1] == config.key_dim + T
     expected = np.einsum("btnh,nhd->btd", np.stack(heads, axis=2), weights["out"])
-    y = module(jnp.asarray(x), positions, causal=False)
+    y = run(module)
     np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-10)
-    assert np.abs(y - plain[1](jnp.asarray(x), positions, causal=False)).max() > 0.01
+    assert np.abs(y - run(plain[1])).max() > 0.01
 
 
 def test_a_row_of_zeros_is_no_nan(build):
@@ -82,13 +84,14 @@ def test_a_temperature_divides_logits(x64, build, name):
     config, module, _ = build(name)
     x, positions = jnp.asarray(_input()), rope.positions(np.arange(T)[None], config.rope_dim, 100.0)
     given = dict(causal=True)
-    hot = module(x, positions, temperature=jnp.asarray(2.0), **given)
+    run = lambda t: compiled(lambda x, t: module(x, positions, temperature=t, **given), x, t)
+    hot = run(jnp.asarray(2.0))
     whole = [np.asarray(part) for part in _parts(module, x, positions)]
     z_BNTS = config.scale / 2 * np.einsum("btnh,bsnh->bnts", *whole[:2])
     z_BNTS = np.where(np.tri(T, dtype=bool), z_BNTS, -np.inf)
     o_BTNV = jnp.einsum("bnts,bsnv->btnv", _softmax(z_BNTS), whole[2])
     np.testing.assert_allclose(hot, module.project_out(o_BTNV, x, positions), atol=1e-10)
-    assert np.abs(hot - module(x, positions, **given)).max() > 1e-4
+    assert np.abs(hot - compiled(lambda x: module(x, positions, **given), x)).max() > 1e-4
 
 
 def _parts(module, x, positions):

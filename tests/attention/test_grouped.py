@@ -11,6 +11,7 @@ from kvjax.attention.nearest import nearest
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
+from tests.compiled import compiled
 
 B, T, D, N, H = 2, 6, 24, 4, 8
 NOWHERE = rope.positions(np.zeros((1, T), np.int32), H, None)
@@ -44,7 +45,7 @@ def test_rank_0_is_mqa_bit_for_bit(make_mechanism, randomise):
     outputs = []
     for config in (mqa, lrkv):
         module, _ = randomise(lambda c=config: Attention(c, D, rngs=nnx.Rngs(0)), dtype=np.float32)
-        outputs.append(module(_input(np.float32), _positions(), causal=True))
+        outputs.append(compiled(module, _input(np.float32), _positions(), causal=True))
     np.testing.assert_array_equal(*outputs)
     assert np.all(np.abs(outputs[0]).max(-1) > 0)
 
@@ -86,7 +87,7 @@ def test_nearest_to_whole_heads(x64, J):
     left = np.moveaxis((of_group - of_group.mean(2, keepdims=True)).reshape(24, 4, 8), 1, 0)
     lost = np.linalg.svd(left, compute_uv=False)  # [heads, components]
     for R in (1, 3, 8):
-        base, latent, expand = nearest(jnp.asarray(whole), J, R)
+        base, latent, expand = jax.jit(nearest, static_argnums=(1, 2))(whole, J, R)
         assert base.shape == (24, J, 8) and latent.shape == (24, 4, R) and expand.shape == (4, R, 8)
         made = np.repeat(base, 4 // J, axis=1) + np.einsum("dkr,krh->dkh", latent, expand)
         np.testing.assert_allclose(np.sum((whole - made) ** 2), np.sum(lost[:, R:] ** 2), atol=1e-9)
@@ -162,8 +163,8 @@ def test_key_and_value_factors_are_not_swapped(x64, make_mechanism, randomise):
         state = nnx.to_pure_dict(state)
         state[zeroed] = jnp.zeros_like(state[zeroed])
         part = nnx.merge(graph, state)
-        _, raw = part.project(_input(), NOWHERE)
-        k, v = part.keys_values(raw, NOWHERE)
+        of = lambda x, part=part: part.keys_values(part.project(x, NOWHERE)[1], NOWHERE)
+        k, v = compiled(of, _input())
         changed, same = (k, v) if zeroed == "expand_value" else (v, k)
         np.testing.assert_array_equal(same, jnp.broadcast_to(same[:, :, :1], same.shape))
         assert np.abs(changed[:, :, 1:] - changed[:, :, :1]).min() > 0

@@ -13,6 +13,7 @@ from kvjax.attention.linear import LinearAttention
 from kvjax.attention.linear import LinearConfig
 from kvjax.foundation.errors import UserError
 from tests import quick
+from tests.compiled import compiled
 
 B, T, N, H, V = 2, 23, 3, 4, 5
 DECAYS = (1.0, 0.9)
@@ -79,11 +80,11 @@ def test_the_module_in_chunks_and_token_by_token(x64, tie):
     nnx.update(layer, jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape)), state))
     assert hasattr(layer, "query") == (tie == "none")
     x = jnp.asarray(rng.normal(size=(B, T, 16)))
-    y, behind = layer(x, config.start(B, jnp.float64), chunk=8)
-    z, after = layer(x, config.start(B, jnp.float64), chunk=1)
+    run = lambda x, chunk: compiled(layer, x, config.start(B, jnp.float64), chunk=chunk)
+    (y, behind), (z, after) = (run(x, chunk) for chunk in (8, 1))
     np.testing.assert_allclose(y, z, rtol=1e-10)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), behind, after)
-    changed, _ = layer(x.at[:, 9].set(0), config.start(B, jnp.float64), chunk=8)
+    changed, _ = run(x.at[:, 9].set(0), 8)
     np.testing.assert_array_equal(changed[:, :9], y[:, :9])  # causal
     assert np.abs(changed[:, 9:] - y[:, 9:]).max() > 1e-6
 

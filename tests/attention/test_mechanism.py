@@ -21,6 +21,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
 from tests import reference
+from tests.compiled import compiled
 from tests.conftest import MECHANISMS as TESTED
 
 B, T, D, BASE = 2, 5, 16, 100.0
@@ -145,9 +146,12 @@ def test_keys_and_values_follow_from_the_entry(
     config = make_mechanism(mechanism_name, qk_norm=qk_norm, bias=True, norm_epsilon=1e-2)
     module, weights = randomise(lambda: config.build(D, rngs=nnx.Rngs(0)))
     x, positions = np.random.default_rng(0).standard_normal((B, T, D)), _positions(config, on)
-    _, raw = module.project(jnp.asarray(x), positions)
-    k, v = module.keys_values(raw, positions)
-    entry = {name: np.asarray(a) for name, a in module.encode(raw, positions).items()}
+
+    def parts(x):
+        _, raw = module.project(x, positions)
+        return module.keys_values(raw, positions), module.encode(raw, positions)
+
+    (k, v), entry = jax.tree.map(np.asarray, compiled(parts, x))
     rebuilt_k, rebuilt_v = _rebuild(config, weights, entry, on)
     # The position 65,536 is known to 1e-11 radians in float64.
     np.testing.assert_allclose(rebuilt_k, k, rtol=1e-10, atol=1e-10)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.layers import rope
+from tests.compiled import compiled
 
 B, T, D = 2, 6, 16
 
@@ -26,8 +27,8 @@ def test_absorbed_decoding_is_exact(x64, make_mechanism, randomise, qk_norm):
     config, module, w, _, positions, q, raw = _parts(
         make_mechanism, randomise, "mla", qk_norm=qk_norm
     )
-    entry = module.encode(raw, positions)
-    k, v = module.keys_values(raw, positions)
+    both = lambda raw: (module.encode(raw, positions), *module.keys_values(raw, positions))
+    entry, k, v = compiled(both, raw)
     H, C = config.key_dim, config.latent_dim
     absorbed = np.einsum("btnh,cnh->btnc", q[..., :H], w["up_key"])
     query = np.concatenate([absorbed, q[..., H:]], -1)
@@ -50,7 +51,7 @@ def test_a_query_in_bfloat16_is_folded_without_rounding(make_mechanism, randomis
     module = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), module)
     shape = B, T, config.num_heads, config.query_dim
     q = jnp.asarray(np.random.default_rng(2).standard_normal(shape), jnp.bfloat16)
-    o = module.decode_inputs(q, 100.0)
+    o = compiled(lambda q: module.decode_inputs(q, 100.0), q)
     content, up_key = (np.asarray(x, np.float64) for x in (q, module.up_key[...]))
     folded = np.einsum("btnh,cnh->btnc", content[..., : config.key_dim], up_key)
     assert o.query.dtype == jnp.float32

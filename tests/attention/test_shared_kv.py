@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from tests.attention.one_layer import BOTH
 from tests.attention.one_layer import P
 from tests.attention.one_layer import X
 from tests.attention.one_layer import close
+from tests.attention.one_layer import compiled_anew
 from tests.attention.one_layer import module
 from tests.attention.one_layer import positions
 from tests.attention.one_layer import run
@@ -30,7 +30,7 @@ def test_only_relative_positions_count(randomise, monkeypatch):
     from kvjax.attention import shared_kv
 
     monkeypatch.setattr(shared_kv.SharedKV, "combine", lambda self, o, positions: o)
-    with jax.disable_jit():  # what is compiled turns back
+    with compiled_anew():
         assert np.abs(run(shared, w, first=70) - run(shared, w)).max() > 0.01
 
 

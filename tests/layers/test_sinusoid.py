@@ -9,6 +9,7 @@ import pytest
 
 from kvjax.layers import sinusoid
 from tests import quick
+from tests.compiled import compiled
 
 POSITIONS = np.array([0, 1, 2, 511, 4095, 65_537, 2**20 - 1], np.int32)
 
@@ -24,7 +25,7 @@ def _expected(channels):
 
 @pytest.mark.parametrize("channels", quick.only([10, 25], [1, 2, 3, 10, 25]))
 def test_the_formula(x64, channels):
-    encoding = sinusoid.encoding(jnp.asarray(POSITIONS), channels)
+    encoding = compiled(sinusoid.encoding, jnp.asarray(POSITIONS), channels=channels)
     assert encoding.dtype == jnp.float64
     # An angle of a million radians is known to 1e-10.
     np.testing.assert_allclose(encoding, _expected(channels), rtol=0, atol=2e-10)
@@ -39,6 +40,7 @@ def test_float32_to_a_million_tokens(channels):
 
 def test_positions_of_any_shape(x64):
     index = jnp.asarray(POSITIONS[:6].reshape(2, 3))
-    encoding = sinusoid.encoding(index, 5)
+    encoding = compiled(sinusoid.encoding, index, channels=5)
     assert encoding.shape == (2, 3, 5)
-    np.testing.assert_array_equal(encoding.reshape(6, 5), sinusoid.encoding(index.ravel(), 5))
+    alone = compiled(sinusoid.encoding, index.ravel(), channels=5)
+    np.testing.assert_array_equal(encoding.reshape(6, 5), alone)

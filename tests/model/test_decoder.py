@@ -15,6 +15,7 @@ from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.model.transformer import used_as
 from tests import quick
+from tests.compiled import compiled
 
 B, T, D, M, V = 3, 24, 16, 24, 32
 CHUNK = 4
@@ -194,9 +195,11 @@ def test_gains_outside_the_blocks_are_as_in_training(make_mechanism, randomise):
     compute = Compute(dtype=jnp.dtype(jnp.bfloat16))
     part = decoder.Decoder(model, compute)
     tokens_BT, positions_BT = _tokens(), np.arange(T)[None]
-    x_BTD = model.embed(tokens_BT, positions_BT, compute)
-    np.testing.assert_array_equal(part.embed(tokens_BT, positions_BT, compute), x_BTD)
-    np.testing.assert_array_equal(part.final_norm(x_BTD), model.final_norm(x_BTD))
+    embed = lambda of: compiled(lambda t, at: of.embed(t, at, compute), tokens_BT, positions_BT)
+    x_BTD = embed(model)
+    np.testing.assert_array_equal(embed(part), x_BTD)
+    of_both = (compiled(of.final_norm, x_BTD) for of in (part, model))
+    np.testing.assert_array_equal(*of_both)
     weights = {name: nnx.to_pure_dict(nnx.state(m)) for name, m in (("own", part), ("of", model))}
     used = used_as(weights["of"], compute.dtype)
     for name in ("embedding", "head", "embedding_norm", "final_norm"):

@@ -113,9 +113,10 @@ def test_encoders_of_projection_sharing(variant):
     config = sequence_tasks.transformer(variant, 16, 2, 2)
     model = Labeller(config, jax.random.key(0), features=10)
     x = jax.nn.one_hot(np.arange(8)[None], 10)
-    z = model(x)
+    run = jax.jit(lambda x: model(x))
+    z = run(x)
     assert z.shape == (1, 8, 10)
-    changed = model(x.at[0, 7].set(0))
+    changed = run(x.at[0, 7].set(0))
     assert np.all(np.abs(z - changed).max(axis=-1) > 1e-6)
     names = set(vars(model.segments[0].attention.mechanism))
     tie, channels = encoders.VARIANTS[variant]

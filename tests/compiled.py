@@ -1,0 +1,8 @@
+"""One program for what a test calls once: without it each of its operations is compiled alone."""
+
+import jax
+
+
+def compiled(function, *arrays, **options):
+    """What a function makes of arrays, or trees of them; options are static."""
+    return jax.jit(lambda *arrays: function(*arrays, **options))(*arrays)
