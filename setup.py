@@ -66,6 +66,7 @@ setup(
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",
             "filelock>=4.2,<5",
+            "zstandard>=0.25,<0.26",  # JAX's compilation cache takes it where it is there
             "hypothesis>=6.170,<7",
             "ruff==0.17.6",  # another version formats differently
             "import-linter>=2.16,<3",

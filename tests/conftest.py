@@ -80,9 +80,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """What imports have left stays, and tracing leaves much: the collector would take 8 %."""
-    gc.collect()
     gc.freeze()
-    gc.set_threshold(2000)
+    gc.set_threshold(20_000)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -51,11 +51,14 @@ KINDS = (*READERS, "thin_keys", "lrkv_shared_rope", "qk_tied_plus")
 ALL_KINDS = ("lrkv", *KINDS, "tpa", "gla", "mlra", "gta", "shared_kv", "mfa_kr")
 
 
+_WRITTEN = 0.015  # seconds of compiling: to write a program down takes half as long
+
+
 def compilation_cache() -> dict:
-    """JAX's options for a cache that also holds programs that are compiled in no time."""
+    """JAX's options for a cache that also holds programs that are compiled in almost no time."""
     return dict(
         jax_compilation_cache_dir=str(runtime.cache_directory() / "compiled"),
-        jax_persistent_cache_min_compile_time_secs=0,
+        jax_persistent_cache_min_compile_time_secs=_WRITTEN,
         jax_persistent_cache_min_entry_size_bytes=-1,
     )
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import dataclasses
 
 import numpy as np
-from scipy import stats
 
 from kvjax.analysis.behaviour_measurements import Behaviour
 from kvjax.analysis.behaviour_measurements import Measured
@@ -228,6 +227,8 @@ class Results:
 
 def _rank_correlation(x_P: np.ndarray, y_P: np.ndarray) -> float | None:
     """Spearman's; None of fewer than three pairs, or where all are the same."""
+    from scipy import stats  # which takes a second to import
+
     known = np.isfinite(x_P) & np.isfinite(y_P)
     x_P, y_P = x_P[known], y_P[known]
     if len(x_P) < _FEWEST or np.ptp(x_P) == 0 or np.ptp(y_P) == 0:

@@ -1,5 +1,6 @@
 """A page of sections: whole, self-contained, told in words, and the same every time."""
 
+import functools
 from html.parser import HTMLParser
 import json
 import re
@@ -24,6 +25,7 @@ TEXT = Text(
 VOID = ("meta", "link", "br")
 
 
+@functools.cache
 def drawings() -> dict[str, str]:
     """Every kind of figure, with names and numbers of many sizes."""
     r = np.random.default_rng(0)

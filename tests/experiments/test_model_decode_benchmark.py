@@ -17,7 +17,7 @@ from kvjax.model import parameters
 
 @pytest.fixture(scope="module")
 def stepper():
-    config = load_config(CONFIGS / "lrkv_tiny.py", ["--config.model.num_layers=2"])
+    config = load_config(CONFIGS / "lrkv_tiny.py", ["--config.model.num_layers=1"])
     return benchmark.Stepper(experiment.resolve(config).model)
 
 

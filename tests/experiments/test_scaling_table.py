@@ -19,8 +19,9 @@ from kvjax.foundation.errors import UserError
 from kvjax.hardware import topology
 from kvjax.model import parameters
 from tests import quick
+from tests.experiments import notes
 
-NOTES = {note.name: note for note in lab_notes.read_all()}
+NOTES = {note.name: note for note in notes.every()}
 TARGETS = [
     pytest.param(note, target, id=f"{name}-{target.topology}")
     for name, note in NOTES.items()

@@ -34,17 +34,18 @@ def test_a_run_leaves_what_it_promises(whole):
     assert all(text in whole.output for text in ("bits per byte", "xz -9e", "--- sample ---"))
 
 
-def test_stopping_and_going_on_changes_nothing(source, tmp_path, monkeypatch):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    config = lambda **keys: runs.small_config(*source, num_steps=12, eval_every=6, **keys)
-    loop.train(config(), epath.Path(whole))
-    for stop_after in (7, 0):
-        loop.train(config(stop_after=stop_after), epath.Path(parts))
-    assert (parts / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
+def test_stopping_and_going_on_changes_nothing(whole, tmp_path, monkeypatch):
+    config = whole.config.copy_and_resolve_references()
+    config.train.sample_tokens = 0
+    for stop_after in (27, 0):
+        config.train.stop_after = stop_after
+        loop.train(config, epath.Path(tmp_path))
+    expected = (whole.workdir / metrics.METRICS).read_bytes()
+    assert (tmp_path / metrics.METRICS).read_bytes() == expected
     # Already complete: nothing is compiled, which takes minutes at scale.
     monkeypatch.setattr(loop.Run, "_train_step", lambda run: pytest.fail("compiled"))
-    assert loop.train(config(), epath.Path(parts))["step"] == 12
-    assert (parts / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
+    assert loop.train(config, epath.Path(tmp_path))["step"] == 40
+    assert (tmp_path / metrics.METRICS).read_bytes() == expected
 
 
 def test_what_a_bucket_refuses_after_the_last_checkpoint_is_a_warning(capsys):

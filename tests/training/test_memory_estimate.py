@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.tables import lab_notes
 from experiments.tables import scaling_table
 from experiments.tables.parameter_table import load
 from kvjax.costs import formulas
@@ -17,10 +16,11 @@ from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
 from kvjax.training import memory_estimate
 from kvjax.training.program import Program
+from tests.experiments import notes
 
 TPU_RESULTS = [
     pytest.param(target, found.result, id=f"{note.name}-{target.topology}")
-    for note in lab_notes.read_all()
+    for note in notes.every()
     for target in note.targets
     if (found := scaling_table.outcome(note, target)).result
     and not found.result["memory_is_upper_bound"]
