@@ -1,5 +1,6 @@
 """Models of random weights in any shape, for what depends on sizes alone."""
 
+import functools
 import zlib
 
 import ml_dtypes
@@ -11,6 +12,8 @@ from kvjax.data import tokenizer
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
+
+_DTYPE = np.dtype(ml_dtypes.bfloat16)
 
 
 class RandomModel:
@@ -26,11 +29,14 @@ class RandomModel:
         self.name, self.transformer, self.context = name, transformer, context
         self.tokenizer_json = tokenizer_json(transformer.vocab_size)
         self._shapes = parameters.shapes(transformer)
+
+    @functools.cached_property
+    def _numbers(self) -> np.ndarray:
         normal = np.random.default_rng(0).standard_normal(1 << 26, np.float32)
-        self._numbers = (0.02 * normal).astype(ml_dtypes.bfloat16)
+        return (0.02 * normal).astype(_DTYPE)
 
     def parameters(self) -> model_lib.Parameters:
-        return {path: (shape, self._numbers.dtype) for path, shape in self._shapes.items()}
+        return {path: (shape, _DTYPE) for path, shape in self._shapes.items()}
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
         shape = self._shapes[path] if layer is None else self._shapes[path][1:]

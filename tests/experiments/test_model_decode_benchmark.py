@@ -28,6 +28,7 @@ def test_a_step_reads_the_weights_but_the_embedding(stepper):
     assert stepper.cache_bytes(3, 5) == 15 * formulas.cache_bytes_per_token(c, benchmark.BF16)
 
 
+@pytest.mark.slow
 def test_a_step_appends_and_gives_the_most_likely_token(stepper):
     weights, cache = stepper.weights(), stepper.cache(2, 256)
     assert all(np.asarray(x, np.float32).all() for layer in cache.layers for x in layer.values())

@@ -113,6 +113,7 @@ def test_exaflops_and_timing(whole):
     assert "mfu" not in timing[-1] and "hbm_peak_bytes" not in timing[-1]  # a CPU tells neither
 
 
+@pytest.mark.slow
 def test_a_relative_workdir(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loop.train(runs.small_config(*source, num_steps=12, stop_after=10), epath.Path("runs/one"))

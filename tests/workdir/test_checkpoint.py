@@ -239,7 +239,7 @@ def test_the_shapes_of_a_real_state(trained_state, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")
-@pytest.mark.parametrize("flips", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_flipped_bits_are_noticed_or_harmless(trained_state, tmp_path, capfd, flips):
     """In any file: the step before is used and a line says so, or what is loaded is equal."""
     at, abstract = trained_state

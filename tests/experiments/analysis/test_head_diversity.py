@@ -122,6 +122,7 @@ def test_the_configs_are_those_of_the_study_of_mechanisms_with_snapshots():
     assert found.to_dict() == expected.to_dict()
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(head_diversity.side_by_side, "is_whole", lambda run, folder: True)
@@ -137,6 +138,7 @@ def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     assert len(made) == 2
 
 
+@pytest.mark.slow
 def test_folders_of_other_runs_are_refused(run, tmp_path):
     """Of another config, and those that do not say what code trained them."""
     folder = tmp_path / "runs"

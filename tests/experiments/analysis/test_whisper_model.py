@@ -56,6 +56,7 @@ def test_frames_count_and_losses_are_those_of_the_model(model):
     np.testing.assert_allclose(runs.losses(rows_BT[:, 1:])[None], expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_heads_have_the_weights_of_each_layer(model):
     for heads, w in zip(heads_lib.layers(model), model.whisper.params["layers"], strict=True):
         of = w["attention"]["mechanism"]

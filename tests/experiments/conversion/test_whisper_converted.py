@@ -14,7 +14,6 @@ from experiments.conversion import whisper as whisper_lib
 from experiments.conversion import whisper_converted
 from kvjax.convert.methods import LowRankKV
 from kvjax.convert.methods import ThinKeys
-from tests import quick
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -42,7 +41,8 @@ FULL = [
 ]
 
 
-@pytest.mark.parametrize(["methods"], quick.every(6, [(m,) for m in FULL], first=2), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(["methods"], [(m,) for m in FULL], ids=str)
 def test_full_rank_is_the_original(subject, methods):
     measured = subject.measure(methods)
     assert measured.perplexity == pytest.approx(subject.measure(()).perplexity, rel=1e-4)
@@ -113,6 +113,7 @@ def test_other_settings_are_refused(run, subject, monkeypatch):
     assert "original.json: was made with validation_rows = 3 (now 9); give the same, or" in err
 
 
+@pytest.mark.slow
 def test_a_failure_is_written_down_and_tried_again(run, subject, monkeypatch):
     options = ("--stage=whisper_ranks", "--whisper=folder", "--only=*/original")
 
