@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import gc
+import re
 import statistics
 import time
 
@@ -68,9 +69,12 @@ class Stepper:
     def weight_bytes(self) -> int:
         """What a step reads of the weights: all but the input embedding, of which it reads rows."""
         c = self.config
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._shapes)) - (
-            0 if c.block.tied_head else c.vocab_size * c.block.d_model * BF16.itemsize
-        )
+        embedding = c.vocab_size * c.block.d_model * BF16.itemsize
+        return self.all_weight_bytes - (0 if c.block.tied_head else embedding)
+
+    @property
+    def all_weight_bytes(self) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._shapes))
 
     def cache_bytes(self, batch: int, length: int) -> int:
         return batch * length * formulas.cache_bytes_per_token(self.config, BF16)
@@ -180,7 +184,8 @@ class Point:
 
     @property
     def need(self) -> int:
-        return self.stepper.weight_bytes + self.stepper.cache_bytes(self.batch, self.capacity)
+        """Bytes of what lies in memory."""
+        return self.stepper.all_weight_bytes + self.stepper.cache_bytes(self.batch, self.capacity)
 
     def fits(self, there: float) -> bool:
         return self.need <= _ROOM * there
@@ -196,7 +201,7 @@ class Point:
                 steps=self.steps,
                 rounds=rounds,
             )
-        except jax.errors.JaxRuntimeError as error:  # one that fails does not end the others
+        except Exception as error:  # one that fails does not end the others
             return dict(why=first_line(error))
         median = statistics.median(taken)
         return dict(
@@ -258,8 +263,9 @@ def with_mha(rows: Sequence[dict]) -> list[dict]:
 
 def _point(text: str) -> tuple[int, int]:
     batch, _, length = text.partition("x")
-    if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):
-        raise UserError(f"--points: {text!r} must be sequences x tokens, as 4x32768")
+    numbers = [n for n in (batch, length) if re.fullmatch("[1-9][0-9]{0,6}", n)]
+    if len(numbers) != 2:
+        raise UserError(f"--points: {text[:40]!r} must be sequences x tokens, as 4x32768")
     return int(batch), int(length)
 
 

@@ -1,24 +1,26 @@
-"""LRKV's five mechanisms at depth 8: 30 times the parameters and tokens of demo size, on a GPU.
+"""LRKV's five mechanisms at depth 8: 25 times the parameters of demo size, 19 times the tokens.
 
     python -m kvjax.data.prepare --source='~/texts/*.jsonl' --vocab_size=8192 --sequence_length=1024
-    python -m experiments.studies.depth_8 --data=FOLDER [--seeds=3] [--save]
+    python -m experiments.studies.depth_8 --data=FOLDER [--processes=3] [--save]  # on a GPU
 
 The LRKV paper's models with its one dial, depth, at 8: width 512, 4 heads of 128, rank 64, a latent
 of 192 and a RoPE key of 64, two KV heads for GQA. Trained in bfloat16 by the recipe of
-configs/*_128m.py on rows of 1,024 tokens, 32 a step, each row once. --data is a folder that
-`kvjax.data.prepare` wrote. A seed draws initial weights and data order, the same for all, so
-differences from MHA are taken seed by seed. Prints bits per byte with 95 % intervals (Student's t
-over seeds), the tokens after which a model was as good as MHA in the end, and differences from MHA
-by step, of runs that were stopped too.
+configs/*_128m.py on rows of 1,024 tokens, 32 a step, each row once at most. --data is a folder that
+`kvjax.data.prepare` wrote. Several runs on one GPU need XLA_PYTHON_CLIENT_PREALLOCATE=false. A seed
+draws initial weights and data order, the same for all, so differences from MHA are taken seed by
+seed. Prints bits per byte with 95 % intervals (Student's t over seeds), the tokens after which a
+model was as good as MHA in the end, and differences from MHA by step, of runs that were stopped
+too.
 """
 
 import argparse
 from collections.abc import Mapping
 from collections.abc import Sequence
-import json
+import os
 import pathlib
 import statistics
 
+from etils import epath
 import jax.numpy as jnp
 
 from experiments import record
@@ -29,6 +31,7 @@ from experiments.studies.grid import Run
 from experiments.studies.kept import claim
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
+from kvjax.foundation import json_text
 from kvjax.foundation import lists
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
@@ -188,7 +191,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", default="", help="a folder that `kvjax.data.prepare` wrote")
     add("--seeds", type=int, default=3, help="runs of each model (3)")
-    add("--steps", type=int, default=880, help="of 32,768 tokens (880: 28.8M)")
+    add("--steps", type=int, default=600, help="of 32,768 tokens (600: 19.7M)")
     add("--mechanisms", default=",".join(MECHANISMS), help=f"({','.join(MECHANISMS)})")
     side_by_side.add_options(parser, f"runs/{NAME}")
     add("--save", action="store_true", help=f"write experiments/results/{NAME}.json")
@@ -198,19 +201,63 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     for key in ("seeds", "steps", "processes"):
         at_least(f"--{key}", getattr(options, key), 1)
     command_line.require(options, data="a folder that `kvjax.data.prepare` wrote")
-    if not (pathlib.Path(options.data) / "dataset.json").is_file():
-        raise UserError(f"--data={options.data}: has no dataset.json: give what prepare wrote")
+    options.data = pathlib.Path(runtime.folder("--data", options.data))
+    options.text = text_of(options.data)
+    there = options.text["splits"]["train"]["rows"]
+    if options.steps * ROWS > there:
+        raise UserError(
+            f"--steps={options.steps}: takes {options.steps * ROWS:,} rows, {options.data} has "
+            f"{there:,} to train on: give at most {there // ROWS} steps, or more text"
+        )
     options.runs = side_by_side.check_runs(options.runs)
     record.check(options.save)
     return options
 
 
-def _text(data: str) -> dict:
-    """What a prepared folder says of its text."""
-    told = json.loads((pathlib.Path(data) / "dataset.json").read_text())
-    source = pathlib.Path(told["config"]["source"]).name
-    kept = {key: told[key] for key in ("tokenizer", "splits", "xz_bits_per_byte") if key in told}
-    return dict(source=source) | kept
+_ADVICE = "give a folder that `kvjax.data.prepare` wrote"
+
+
+def text_of(data: pathlib.Path) -> dict:
+    """What a prepared folder says of its text.
+
+    Raises:
+      UserError: it says nothing, or its rows or its vocabulary have other sizes.
+    """
+    file = epath.Path(data / "dataset.json")
+    told = json_text.read_object(file, _ADVICE)
+    try:
+        found = {key: told[key] for key in ("tokenizer", "splits", "xz_bits_per_byte")}
+        source = pathlib.Path(told["config"]["source"]).name
+        sizes = told["config"]["sequence_length"], found["tokenizer"]["vocab_size"]
+        found["splits"]["train"]["rows"] + 0
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{file} is no manifest of prepared rows: {_ADVICE}") from error
+    if sizes != (LENGTH, VOCABULARY):
+        raise UserError(
+            f"--data={data}: has rows of {sizes[0]} tokens of a vocabulary of {sizes[1]}: must be "
+            f"{LENGTH} and {VOCABULARY}"
+        )
+    return dict(source=source) | found
+
+
+def earlier(file: pathlib.Path, text: Mapping, *, fresh: bool) -> dict:
+    """By mechanism and seed the curves of runs that were stopped, of a result that is there.
+
+    Raises:
+      UserError: its runs were trained on another text.
+    """
+    if fresh or not file.exists():
+        return {}
+    found = json_text.read_object(epath.Path(file), "move it away, or give --fresh")
+    if found.get("data") != text:
+        raise UserError(
+            f"--data: has another text ({text['source']}) than the runs in "
+            f"{os.path.relpath(file)}: give theirs, or --fresh to begin a new result"
+        )
+    return {
+        name: {int(seed): curve for seed, curve in seeds.items()}
+        for name, seeds in found.get("stopped", {}).items()
+    }
 
 
 def _curves(runs: Mapping, stopped: Mapping) -> dict[str, dict[int, dict[int, float]]]:
@@ -228,7 +275,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.save:
         claim(file)
     kept = Kept(file, options.steps, mix=options.mix, fresh=options.fresh)
-    every = {name: cell(name, options.data, options.steps) for name in MECHANISMS}
+    before = earlier(file, options.text, fresh=options.fresh)
+    every = {name: cell(name, str(options.data), options.steps) for name in MECHANISMS}
     runs = [
         Run(every[name], seed, options.steps)
         for seed in range(options.seeds)
@@ -237,11 +285,15 @@ def main(arguments: Sequence[str]) -> int:
 
     def result(failed: Mapping[str, str]) -> dict:
         stopped: dict[str, dict[int, dict]] = {}
+        curves = {(m, seed): curve for m, of in before.items() for seed, curve in of.items()}
         for run in runs:
-            if not kept.of(run) and (found := side_by_side.curve(options.runs / run.name)):
-                stopped.setdefault(run.cell.name, {})[run.seed] = found
+            if found := side_by_side.curve(options.runs / run.name):
+                curves[run.cell.name, run.seed] = found
+        for (mechanism, seed), curve in curves.items():
+            if not kept.of(Run(every[mechanism], seed, options.steps)):
+                stopped.setdefault(mechanism, {})[seed] = curve
         seconds = sum(run["seconds"] or 0 for of in kept.runs.values() for run in of.values())
-        told = dict(tokens=options.steps * TOKENS_PER_STEP, data=_text(options.data))
+        told = dict(tokens=options.steps * TOKENS_PER_STEP, data=options.text)
         told |= dict(rows=rows(list(every.values()), options.steps, kept), seconds=seconds)
         told |= dict(by_step=by_step(_curves(kept.runs, stopped)), stopped=stopped)
         return told | dict(failed=dict(failed)) | kept.as_json()

@@ -47,7 +47,9 @@ class Cell:
     """What differs from run to run but for the seed.
 
     Attributes:
-      overrides: keys of the config, as "model.mlp_dim"; a section as a whole replaces the config's.
+      overrides: keys of the config, as "model.mlp_dim"; a section as a whole replaces the config's,
+        and what a run usually sets in it (`Run.overrides`). Steps, seed and when checkpoints are
+        written are the run's.
       against: the cell that it is compared with, seed by seed; "": none.
       before: the cell of the same model without the change that this cell and `against` have; what
         the change does to the difference is the difference less that cell's own; "": none.

@@ -252,7 +252,8 @@ def printed(run, monkeypatch, tmp_path):
         ),
         model_decode_benchmark: dict(
             Stepper=lambda *_: types.SimpleNamespace(
-                **dict(weight_bytes=4_569_956_352, cache_bytes=lambda b, n: b * n * 186_912),
+                **dict.fromkeys(("weight_bytes", "all_weight_bytes"), 4_569_956_352),
+                cache_bytes=lambda b, n: b * n * 186_912,
                 **dict.fromkeys(("lower", "weights", "cache"), lambda *_: None),
             ),
             side_by_side=types.SimpleNamespace(

@@ -1,5 +1,6 @@
 """A whole decode step, timed: what it reads, what it computes, how long chains are."""
 
+import dataclasses
 import math
 
 import jax
@@ -25,7 +26,17 @@ def test_a_step_reads_the_weights_but_the_embedding(stepper):
     c = stepper.config
     every = 2 * sum(math.prod(shape) for shape in parameters.shapes(c).values())
     assert stepper.weight_bytes == every - 2 * c.vocab_size * c.block.d_model
+    assert stepper.all_weight_bytes == every
+    block = dataclasses.replace(c.block, tied_head=True)  # then the embedding is the head
+    tied = benchmark.Stepper(dataclasses.replace(c, block=block))
+    assert tied.weight_bytes == tied.all_weight_bytes == stepper.weight_bytes
     assert stepper.cache_bytes(3, 5) == 15 * formulas.cache_bytes_per_token(c, benchmark.BF16)
+
+
+def test_the_cache_is_updated_in_place(stepper):
+    fields = len(jax.tree.leaves(stepper.cache(1, 128).layers))
+    text = stepper.lower(1, 128).as_text()
+    assert text.count("tf.aliasing_output") == fields + 1  # and the lengths
 
 
 @pytest.mark.slow

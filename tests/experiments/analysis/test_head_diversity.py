@@ -122,7 +122,6 @@ def test_the_configs_are_those_of_the_study_of_mechanisms_with_snapshots():
     assert found.to_dict() == expected.to_dict()
 
 
-@pytest.mark.slow
 def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(head_diversity.side_by_side, "is_whole", lambda run, folder: True)

@@ -12,6 +12,7 @@ from experiments.studies.grid import Run
 from experiments.tables import study_figures
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import RESULTS
+from kvjax.foundation.errors import UserError
 
 
 def test_models_are_the_papers_at_depth_8():
@@ -86,3 +87,40 @@ def test_the_picture_has_intervals_of_three_seeds_only():
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["0.2M tokens", "0.3M tokens, 2 seeds", "0.3M tokens, 1 seed"]
     assert bars == [True] and math.isclose(axes.containers[0].lines[0].get_xdata()[0], -0.01)
+
+
+def _manifest(folder, rows=100, length=1024, vocabulary=8192, **more):
+    folder.mkdir(exist_ok=True)
+    told = dict(config=dict(source="/somewhere/text.jsonl", sequence_length=length))
+    told |= dict(tokenizer=dict(vocab_size=vocabulary, sha256="a"), xz_bits_per_byte=2.2)
+    told |= dict(splits=dict(train=dict(rows=rows), validation=dict(rows=3))) | more
+    (folder / "dataset.json").write_text(json.dumps(told))
+    return folder
+
+
+def test_folders_that_cannot_be_trained_on_are_refused_first(tmp_path):
+    options = lambda *more: depth_8._options([f"--data={tmp_path}", *more])
+    refused = lambda match, *more: pytest.raises(UserError, match=match)
+    for broken in ("", "[]", "{}", '{"splits": 3}'):
+        (tmp_path / "dataset.json").write_text(broken)
+        with refused("give a folder that `kvjax.data.prepare` wrote"):
+            options()
+    _manifest(tmp_path, length=512)
+    with refused("rows of 512 tokens of a vocabulary of 8192: must be 1024 and 8192"):
+        options()
+    _manifest(tmp_path)
+    with refused(r"--steps=4: takes 128 rows, .* has 100 to train on: give at most 3 steps"):
+        options("--steps=4", f"--runs={tmp_path / 'runs'}")
+    assert options("--steps=3", f"--runs={tmp_path / 'runs'}").text["source"] == "text.jsonl"
+
+
+def test_stopped_curves_stay_and_another_text_is_refused(tmp_path):
+    text = depth_8.text_of(_manifest(tmp_path / "one"))
+    file = tmp_path / "result.json"
+    assert depth_8.earlier(file, text, fresh=False) == {}
+    file.write_text(json.dumps(dict(data=text, stopped=dict(lrkv={"1": {"60": 1.9}}))))
+    assert depth_8.earlier(file, text, fresh=False) == {"lrkv": {1: {"60": 1.9}}}
+    other = depth_8.text_of(_manifest(tmp_path / "two", rows=101))
+    with pytest.raises(UserError, match=r"--data: has another text \(text.jsonl\) than the runs"):
+        depth_8.earlier(file, other, fresh=False)
+    assert depth_8.earlier(file, other, fresh=True) == {}

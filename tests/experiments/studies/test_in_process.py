@@ -63,7 +63,6 @@ def test_what_is_there_is_not_trained_again(results, capfd):
     assert trained[-1] == ("a", 0) and len(trained) == 5
 
 
-@pytest.mark.slow
 def test_a_result_has_one_writer(results):
     """A second process would write over the first one's runs; the same one may go on."""
     _train([_cell("a", [])], seeds=1)
@@ -115,7 +114,6 @@ def test_a_result_may_lie_in_a_folder_that_is_not_there_yet(results):
     assert json.loads((results / "images" / "mnist.json").read_text())["runs"]["a"]
 
 
-@pytest.mark.slow
 def test_a_mean_is_over_runs_that_were_asked_alike(results):
     """A seed that was trained anew of other data is no seed of the first."""
     trained = []

@@ -19,11 +19,10 @@ from tests.kernels.softmax_attention import cases
 
 # Axes; whether keys lie as the queries do; KV heads of 4 query heads; whether causal.
 MESHES = [
-    ("splash", dict(sequence=2, tensor=2), True, 2, True),
+    ("splash", dict(sequence=2, tensor=2, fsdp=2), True, 2, True),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            ("splash", dict(sequence=2, tensor=2, fsdp=2), True, 2, True),
             ("xla", dict(sequence=2, tensor=2, fsdp=2), False, 2, True),
             ("splash", dict(sequence=4), False, 4, True),
             ("splash", dict(tensor=4, fsdp=2), True, 2, True),  # fewer KV heads than devices
