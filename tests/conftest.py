@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish(session):
     """What imports have left stays; tracing leaves much, and the collector would take 8 %."""
     gc.freeze()
-    gc.set_threshold(20_000)
+    gc.set_threshold(2000)
 
 
 @pytest.hookimpl(tryfirst=True)
