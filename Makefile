@@ -30,7 +30,7 @@ test-beam: .venv-beam/installed  ## prepares data with Apache Beam
 	.venv-beam/bin/pytest -q -m beam $(call marked,beam)
 
 test-lm-eval: .venv-lm-eval/installed  ## asks tasks of lm-evaluation-harness
-	.venv-lm-eval/bin/python -m pytest -q -m lm_eval tests/lm_eval
+	.venv-lm-eval/bin/python -m pytest -q -n 2 -m lm_eval tests/lm_eval
 
 test-live: .venv/installed .venv-live/installed .venv-lm-eval/installed  ## compares with transformers, on models made anew
 	$(BIN)/pytest -q tests/convert/live.py tests/conversation/live.py

@@ -27,17 +27,17 @@ import numpy as np
 import psutil
 import pytest
 
-from kvjax.attention import BranchedLatentConfig
 from kvjax.attention import FactoredConfig
+from kvjax.attention import GLAConfig
 from kvjax.attention import GroupedConfig
-from kvjax.attention import GroupedLatentConfig
-from kvjax.attention import LatentConfig
-from kvjax.attention import RebuiltLatentConfig
-from kvjax.attention import ResidualLatentConfig
-from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import GTAConfig
+from kvjax.attention import MFAKRConfig
+from kvjax.attention import MLAConfig
+from kvjax.attention import MLALRKVConfig
+from kvjax.attention import MLRAConfig
+from kvjax.attention import PaperMLAConfig
 from kvjax.attention import SharedKVConfig
-from kvjax.attention import TensorProductConfig
-from kvjax.attention import TiedLatentConfig
+from kvjax.attention import TPAConfig
 from kvjax.foundation import runtime
 from kvjax.layers.weight import Axes
 from tests.buckets import Buckets
@@ -139,29 +139,29 @@ MECHANISMS = {
         FactoredConfig,
         dict(num_kv_heads=2, num_latents=2, key_rank=0, value_rank=3),
     ),
-    "mla": (LatentConfig, dict(latent_dim=10, rope_key_dim=4, value_dim=6)),
+    "mla": (MLAConfig, dict(latent_dim=10, rope_key_dim=4, value_dim=6)),
     "mla_lrkv": (
-        ResidualLatentConfig,
+        MLALRKVConfig,
         dict(latent_dim=6, rope_key_dim=4, value_dim=6, rank=3),
     ),
-    "mla_paper": (RebuiltLatentConfig, dict(latent_dim=10)),
+    "mla_paper": (PaperMLAConfig, dict(latent_dim=10)),
     "mfa": (
         GroupedConfig,
         dict(num_kv_heads=1, num_bases=1, rank=0, query_rank=5, output_gate=True),
     ),
     "gla": (
-        GroupedLatentConfig,
+        GLAConfig,
         dict(num_latents=2, latent_dim=6, rope_key_dim=4, value_dim=6, query_rank=5),
     ),
     "mlra": (
-        BranchedLatentConfig,
+        MLRAConfig,
         dict(num_branches=2, num_latents=2, latent_dim=6, rope_key_dim=4, latent_scale=True),
     ),
-    "gta": (TiedLatentConfig, dict(num_kv_heads=2, rope_key_dim=4)),
+    "gta": (GTAConfig, dict(num_kv_heads=2, rope_key_dim=4)),
     "shared_kv": (SharedKVConfig, dict(num_kv_heads=2, rope_key_dim=4)),
-    "mfa_kr": (ReusedKeysConfig, dict(num_kv_heads=2)),
+    "mfa_kr": (MFAKRConfig, dict(num_kv_heads=2)),
     "tpa": (
-        TensorProductConfig,
+        TPAConfig,
         dict(query_factors=3, key_rank=2, value_rank=3, value_dim=6),
     ),
 }

@@ -76,7 +76,7 @@ def only(quick: Iterable, among: Iterable) -> list:
 
 
 def every(step: int, among: Iterable, first: int = 0) -> list:
-    """As `only`, of one case in so many."""
+    """All cases for `pytest.mark.parametrize`, slow but for one in `step` of them."""
     return [case if i % step == first else _slow(case) for i, case in enumerate(among)]
 
 

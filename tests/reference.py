@@ -10,17 +10,17 @@ import jax
 import numpy as np
 import scipy.special
 
-from kvjax.attention import BranchedLatentConfig
 from kvjax.attention import FactoredConfig
+from kvjax.attention import GLAConfig
 from kvjax.attention import GroupedConfig
-from kvjax.attention import GroupedLatentConfig
-from kvjax.attention import LatentConfig
-from kvjax.attention import RebuiltLatentConfig
-from kvjax.attention import ResidualLatentConfig
-from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import GTAConfig
+from kvjax.attention import MFAKRConfig
+from kvjax.attention import MLAConfig
+from kvjax.attention import MLALRKVConfig
+from kvjax.attention import MLRAConfig
+from kvjax.attention import PaperMLAConfig
 from kvjax.attention import SharedKVConfig
-from kvjax.attention import TensorProductConfig
-from kvjax.attention import TiedLatentConfig
+from kvjax.attention import TPAConfig
 from kvjax.layers.rope import Llama3
 from kvjax.layers.rope import Partial
 
@@ -152,7 +152,7 @@ def _grouped_latent(c, w, x_BTD, norm, rotate):
     each = c.num_heads // c.num_latents
     for branch in range(getattr(c, "num_branches", 1)):
         for n, q in enumerate(_latent_queries(c, w, x_BTD, norm, rotate)):
-            which = (n // each,) if type(c) is GroupedLatentConfig else (branch, n // each)
+            which = (n // each,) if type(c) is GLAConfig else (branch, n // each)
             latent = _normed_latent(c, w, x_BTD @ w["down"][:, *which], which)
             k = np.concatenate([latent @ w["up_key"][which][:, n % each], shared], -1)
             yield q, k, latent @ w["up_value"][which][:, n % each]
@@ -230,12 +230,12 @@ def _rebuilt_latent(c, w, x_BTD, norm, rotate):
 
 def _combined(c, w, outputs, turn_back):
     """What becomes of the softmaxes' outputs [B, T, Hv], a list over query heads."""
-    if type(c) is BranchedLatentConfig:
+    if type(c) is MLRAConfig:
         N, G = c.num_heads, c.num_branches
         return [sum(outputs[g * N + n] for g in range(G)) / math.sqrt(G) for n in range(N)]
     if type(c) is SharedKVConfig:
         return [_last_turned(o, c.rope_key_dim, turn_back) for o in outputs]
-    if type(c) is ReusedKeysConfig:
+    if type(c) is MFAKRConfig:
         return [o + w["value_gate"] * (o @ w["value_map"]) for o in outputs]
     return outputs
 
@@ -244,15 +244,15 @@ def _combined(c, w, outputs, turn_back):
 HEADS = {
     GroupedConfig: _grouped,
     FactoredConfig: _factored,
-    LatentConfig: _latent,
-    ResidualLatentConfig: _residual_latent,
-    RebuiltLatentConfig: _rebuilt_latent,
-    GroupedLatentConfig: _grouped_latent,
-    BranchedLatentConfig: _grouped_latent,
-    TiedLatentConfig: _tied_latent,
+    MLAConfig: _latent,
+    MLALRKVConfig: _residual_latent,
+    PaperMLAConfig: _rebuilt_latent,
+    GLAConfig: _grouped_latent,
+    MLRAConfig: _grouped_latent,
+    GTAConfig: _tied_latent,
     SharedKVConfig: _shared_kv,
-    ReusedKeysConfig: _reused_keys,
-    TensorProductConfig: _tensor_product,
+    MFAKRConfig: _reused_keys,
+    TPAConfig: _tensor_product,
 }
 
 
@@ -290,7 +290,7 @@ def attention_maps(config, w, x_BTD, positions_T, base):
     The "+" of projection sharing (section 2.2): P [T, S, m] is a fixed 2-D encoding; the map is
     broadcast over m channels, added to P, and mapped back by a 1x1 convolution, w/m.
     """
-    own_dim = config.query_dim if isinstance(config, LatentConfig) else config.key_dim
+    own_dim = config.query_dim if isinstance(config, MLAConfig) else config.key_dim
     m = getattr(config, "position_channels", 0)
     slopes = iter(alibi_slopes(config.num_heads))
     for q, k, _ in zip(*queries_keys_values(config, w, x_BTD, positions_T, base), strict=True):

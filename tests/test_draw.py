@@ -1,4 +1,4 @@
-"""What is drawn of slow tests: a part of each, the same at a commit, in time all."""
+"""What is drawn of slow tests: a part of each file's, the same at a commit, in time all."""
 
 import math
 import re
@@ -19,10 +19,9 @@ def test_of_many_a_part_and_of_one_all():
     assert draw.drawn(many[:1], 4, "a commit") == {"t[0]"}
 
 
-def test_tests_of_one_case_are_drawn_as_one_tests():
-    several, alone = ["a.py::t[0]", "a.py::t[1]"], ["a.py::u", "a.py::v[0]", "a.py::w"]
-    other = ["b.py::t"]
-    assert draw.groups([*alone[:2], *several, *other, alone[2]]) == [several, alone, other]
+def test_cases_of_a_file_are_one_group():
+    first, second = ["a.py::t[0]", "a.py::u", "a.py::t[1]"], ["b/a.py::t[0]"]
+    assert draw.by_file([*first[:2], *second, first[2]]) == [first, second]
 
 
 def test_over_commits_every_case_is_run():
@@ -51,14 +50,15 @@ def _config(one_in, by, left_out=()):
 def test_only_slow_cases_are_left_out(one_in, mark):
     quick = [_Item(f"t.py::many[q{i}]") for i in range(20)]
     slow = [_Item(f"t.py::many[{i}]", mark) for i in range(30)]
-    alone = [_Item(f"t.py::alone_{i}", mark) for i in range(10)]
-    items, left_out = [*slow, *quick, *alone], []
+    other = [_Item(f"other.py::alone_{i}", mark) for i in range(3)]
+    items, left_out = [*slow, *quick, *other], []
     before = list(items)
     config = _config(one_in, "a commit", left_out)
     draw.deselect(config, items)
     assert [item for item in before if item not in left_out] == items
     assert set(quick) < set(items)
-    assert [len(set(of) & set(items)) for of in (slow, alone)] == [30 // one_in, 10 // one_in]
+    assert len(set(slow) & set(items)) == 30 // one_in
+    assert len(set(other) & set(items)) == (3 if one_in == 1 else 1)
     assert bool(draw.said(config)) == (one_in > 1)
 
 

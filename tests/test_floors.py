@@ -17,31 +17,38 @@ from tests import quick
     quick.every(
         2,
         [
-            ("layers/norm.py", "", "0 broken"),
+            ("kvjax/layers/norm.py", "", "0 broken"),
             (
-                "foundation/errors.py",
+                "kvjax/foundation/errors.py",
                 "from kvjax.model import mlp",
                 "kvjax.foundation is not allowed",
             ),
             (
-                "kernels/decode_attention/api.py",
+                "kvjax/kernels/decode_attention/api.py",
                 "import kvjax.kernels.profile.timing",
                 "decode_att",
             ),
             (
-                "decoding/sampling.py",
+                "kvjax/decoding/sampling.py",
                 "from kvjax.decoding import text",
                 "No circles in a folder BROKEN",
             ),
-            ("loose.py", "import json", "loose"),
+            ("kvjax/loose.py", "import json", "loose"),
+            (
+                "experiments/benchmarks/machine.py",
+                "from experiments.tables import cards",
+                "experiments.benchmarks is not allowed",
+            ),
         ],
         first=1,
     ),
 )
 def test_imports_that_do_not_point_down(tmp_path, file, line, said):
-    shutil.copytree(PACKAGE, tmp_path / "kvjax", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("kvjax", "experiments"):
+        ignored = shutil.ignore_patterns("__pycache__", "results", "figures")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    path = tmp_path / "kvjax" / file
+    path = tmp_path / file
     path.write_text(f"{path.read_text() if path.exists() else ''}\n{line}\n")
     linter = pathlib.Path(sys.executable).with_name("lint-imports")
     run = subprocess.run(

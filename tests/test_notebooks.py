@@ -9,7 +9,7 @@ import pytest
 from tests import notebooks
 
 REPOSITORY = "https://github.com/kvjax/kvjax"
-PICTURES = dict(quickstart=2, kernels=5, launch=5, convert=1, analysis=4, evaluation=1, compare=1)
+PICTURES = dict(quickstart=2, kernels=6, launch=5, convert=1, analysis=4, evaluation=1, compare=1)
 MACHINE = re.compile(r"/(root|home|work|tmp|var|usr|opt|Users|site-packages)\b|https?://(?!github)")
 # On two CPU cores; a stored figure is no larger than it must be.
 MAX_BYTES = 400_000
@@ -126,10 +126,19 @@ CHECKS = dict(
 )
 
 
+_FIRST = ("quickstart", "kernels", "launch")  # whose execution no commit goes without
+
+
 @pytest.mark.slow
-@of_each
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.whole] * (path.stem in _FIRST))
+        for path in notebooks.NOTEBOOKS
+    ],
+)
 def test_runs_from_top_to_bottom(path: pathlib.Path, tmp_path):
-    """In a folder of its own; what others prepared or compiled is found, as a reader finds it."""
+    """Each has a folder of its own, and finds what others prepared or compiled, as readers do."""
     notebook = notebooks.execute(path, tmp_path)
     assert notebooks.pictures(notebook) == PICTURES[path.stem]
     CHECKS[path.stem](notebooks.text(notebook))

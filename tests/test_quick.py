@@ -50,7 +50,7 @@ def test_each_worker_has_its_share_of_the_cores(monkeypatch, worker, count, own)
 
 
 def test_no_slow_test_has_cases_that_look_quick():
-    """Of a test that is slow as a whole, `only` and `every` would say what is not so."""
+    """A test that is slow as a whole has no quick cases, whatever `only` and `every` say."""
     found = []
     for path in sorted(TESTS.rglob("test_*.py")):
         text = path.read_text()

@@ -25,7 +25,7 @@ from kvjax.foundation.errors import UserError
 
 Numbers = dict[str, float]  # by name; what a model has nothing for is not there
 
-# Of `diversity.Diversity`, in percent.
+# Attributes of `diversity.Diversity` that are given in percent.
 _PERCENT = ("share", "centred_share", "centred_share_of_possible")
 _GEOMETRY = ("total_norm", "base_norm", "residual_norm", "cosine", "overlap", "canonical_overlap")
 _STATISTICS = ("entropy", "first", "previous", "distance", "induction", "content")
@@ -139,7 +139,7 @@ def behaviour(model: Model, request: Request) -> Numbers:
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Of those that are numbers."""
+    """The mean of the values that are finite; nan where there is none."""
     found = np.asarray(list(values), np.float64)
     found = found[np.isfinite(found)]
     return float(found.mean()) if found.size else float("nan")

@@ -63,7 +63,7 @@ def write(model: Model, request: Request, folder: pathlib.Path, lead: str) -> No
 
 
 def _plain(data):
-    """As JSON has it: null for what is no number."""
+    """Data as JSON has it: null for what is no number."""
     if isinstance(data, Mapping):
         return {str(key): _plain(value) for key, value in data.items()}
     if isinstance(data, np.ndarray | np.generic):

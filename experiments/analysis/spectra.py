@@ -42,7 +42,7 @@ class Gap:
 
     @property
     def verdict(self) -> str:
-        """Of the ratio of medians, which is what the paper gives."""
+        """Whether the ratio of medians is below ("fewer"), in or above the paper's range."""
         if self.ratio < LEAST:
             return "fewer"
         return "holds" if self.ratio <= MOST else "more"
@@ -65,7 +65,7 @@ class Spectra:
         return any(one["matrix"] == matrix for one in self.data["spectra"])
 
     def gaps(self) -> Iterator[Gap]:
-        """Of each E at each length."""
+        """The gap of each E at each length."""
         of_m = self.ranks(logit_measurements.WEIGHTS)
         for matrix in filter(self.has, MATRICES):
             for tokens in self.lengths:

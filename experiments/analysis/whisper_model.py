@@ -107,7 +107,7 @@ class WhisperModel:
         self._layers = [traverse_util.flatten_dict(layer) for layer in whisper.params["layers"]]
 
     def parameters(self) -> Parameters:
-        """Of all layers in one segment: their mechanisms are equal."""
+        """Shape and dtype by path; all layers are one segment, as their mechanisms are equal."""
         of = lambda path, w, *front: (path, ((*front, *w.shape), np.dtype(w.dtype)))
         outer = traverse_util.flatten_dict(self._outer).items()
         layers = self._layers[0].items()
@@ -117,7 +117,7 @@ class WhisperModel:
         )
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
-        """In float32."""
+        """A parameter in float32, of one layer or of all."""
         if path[0] != "segments":
             return np.asarray(traverse_util.flatten_dict(self._outer)[path])
         of_layers = self._layers if layer is None else [self._layers[layer]]

@@ -20,7 +20,6 @@ from experiments.benchmarks import machine
 from experiments.benchmarks import watched
 from experiments.benchmarks.random_model import RandomModel
 from experiments.conversion import smollm2
-from experiments.tables.parameter_table import load_config
 from kvjax import experiment
 from kvjax.analysis.__main__ import HTML
 from kvjax.convert import into_workdir
@@ -30,6 +29,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 

@@ -44,7 +44,7 @@ _ROWS = 32_000  # of the embedding
 
 
 def mistral(layers: int) -> RandomModel:
-    """In the shape of Mistral 7B (arXiv 2310.06825)."""
+    """A random model of the shape of Mistral 7B (arXiv 2310.06825), with so many layers."""
     block = BlockConfig(
         **dict(num_layers=layers, d_model=4096, mlp_dim=14_336, norm_gain=True),
         **dict(embedding_norm=False, activation="swiglu", logit_softcap=0.0),

@@ -122,7 +122,7 @@ def _largest_part(prepared: pathlib.Path) -> int:
 
 
 def hours(found: estimate.Estimate) -> dict[str, float]:
-    """Of FineWeb-Edu's sample, by machine: what --plan would say with this text's rates."""
+    """Hours for FineWeb-Edu's sample, by machine, as --plan would say at this text's rates."""
     text_bytes = FINEWEB_TOKENS * found.text_bytes / found.tokens
     count = int(text_bytes // parts.PART_BYTES)
     large = dataclasses.replace(found, text_bytes=text_bytes, parts=count)

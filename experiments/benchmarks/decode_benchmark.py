@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 from experiments import record
 from experiments.benchmarks import machine
-from experiments.tables.d36 import MECHANISMS
-from experiments.tables.d36 import abstract_attention
-from experiments.tables.d36 import model
+from experiments.d36 import MECHANISMS
+from experiments.d36 import abstract_attention
+from experiments.d36 import model
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import progress

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from experiments import record
-from experiments.tables.d36 import MECHANISMS
-from experiments.tables.d36 import abstract_attention
-from experiments.tables.d36 import model
+from experiments.d36 import MECHANISMS
+from experiments.d36 import abstract_attention
+from experiments.d36 import model
 from kvjax import cache as cache_lib
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
@@ -134,7 +134,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--topology", default="v5e:2x2", help="of TPUs; one chip is used (v5e:2x2)")
     add("--batches", default="1,8", help="sequences decoded together (1,8)")
-    text = "a name of experiments/tables/d36.py; may be repeated (all)"
+    text = "a name of experiments/d36.py; may be repeated (all)"
     add("--mechanism", action="append", help=text)
     add("--save", action="store_true", help="write experiments/results/decode_memory.json")
     parser.add_output()

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from experiments import record
-from experiments.tables.d36 import MECHANISMS
-from experiments.tables.d36 import model
+from experiments.d36 import MECHANISMS
+from experiments.d36 import model
 from kvjax import cache as cache_lib
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
@@ -272,7 +272,7 @@ def _point(text: str) -> tuple[int, int]:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    text = "a name of experiments/tables/d36.py; may be repeated"
+    text = "a name of experiments/d36.py; may be repeated"
     add("--mechanism", action="append", help=f"{text} ({', '.join(_NAMES)})")
     add("--points", default="1x32768,4x32768", help="sequences x tokens (1x32768,4x32768)")
     add("--layers", type=int, default=LAYERS, help=f"of the model ({LAYERS})")

@@ -45,7 +45,7 @@ class RandomModel:
 
 
 def tokenizer_json(tokens: int) -> str:
-    """Of bytes, with tokens beside them that no text has."""
+    """A tokenizer of bytes, as JSON, filled up to so many tokens with some that no text has."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.byte_tokenizer().to_json())
     backend.add_tokens([f"<{i}>" for i in range(backend.get_vocab_size(), tokens)])
     return backend.to_str()

@@ -1,10 +1,10 @@
 """The recipe's MHA model in plain PyTorch, and its training step: what ours is measured against.
 
-The same function and the same optimizer step as `kvjax` (tests/experiments/test_torch_training.py),
-written as one would for `torch.compile`: float32 master weights, cast where used; scaled dot
-product attention by one named backend; logits and their gradient whole, not in slices; fused AdamW;
-Muon over stacks of matrices of one shape, compiled. Imports no JAX. `python -m
-experiments.benchmarks.train_benchmark --torch` runs this.
+The same function and the same optimizer step as `kvjax`
+(tests/experiments/benchmarks/test_torch_training.py), written as one would for `torch.compile`:
+float32 master weights, cast where used; scaled dot product attention by one named backend; logits
+and their gradient whole, not in slices; fused AdamW; Muon over stacks of matrices of one shape,
+compiled. Imports no JAX. `python -m experiments.benchmarks.train_benchmark --torch` runs this.
 """
 
 import contextlib

@@ -120,7 +120,7 @@ def all_curves(num_kv_heads: int, head_dim: int) -> list[Curve]:
     residual = [rank for rank in RESIDUAL_RANKS if rank < head_dim]
     found = []
     for part, objectives in curves.OF_PART.items():
-        # Of the controls only the paper's objective, and the last.
+        # Controls have only the paper's objective and the last.
         chosen = objectives if part == "key" else (objectives[0], objectives[-1])
         found += [curves.thin_keys(ranks, part, "per_head", objective) for objective in chosen]
     for objective in curves.LRKV_OBJECTIVES:

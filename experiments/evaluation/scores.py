@@ -48,7 +48,7 @@ def rows_of(name: str, one: Evaluated, first: Evaluated | None) -> list[dict]:
 
 
 def _mechanism(names: str) -> str:
-    """As it is, or in short where layers have many sizes."""
+    """A mechanism's name as it is, or in short where layers have many sizes."""
     first, *others = names.split("; ")
     return f"{first.partition(',')[0]}, by layer" if len(others) > 1 else names
 

@@ -17,7 +17,7 @@ _RANKS = (2, 4, 8)
 
 @functools.cache
 def _field() -> logits.Field:
-    """Of random queries and keys whose channels fall off more steeply from head to head."""
+    """E of random queries and keys; channels fall off more steeply from head to head."""
     rng = np.random.default_rng(0)
     steepness_N1 = np.linspace(0, 1.5, _HEADS)[:, None]
     size_NH = 4 * np.arange(1, _CHANNELS + 1) ** -steepness_N1
@@ -49,7 +49,7 @@ def heads_said() -> str:
 
 
 def _medians() -> str:
-    """Of the models that were measured; results keep medians over heads, not each head."""
+    """What medians over heads say of the measured models, whose results keep no single heads."""
     try:
         models = read("analysis/logit_spectra")["models"]
     except NoResultError:
@@ -74,7 +74,7 @@ def lipschitz() -> dict[str, float]:
 
 
 def rank() -> float:
-    """Of row-centred logits of random queries and keys, heads of 16."""
+    """The rank of row-centred logits of random queries and keys of 16 channels."""
     q_TH, k_TH = np.random.default_rng(0).normal(size=(2, 64, 16))
     z_TT = q_TH @ k_TH.T
     return float(np.linalg.matrix_rank(z_TT - z_TT.mean(axis=1, keepdims=True)))

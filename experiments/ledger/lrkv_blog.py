@@ -33,7 +33,7 @@ def _rank_rows() -> list[dict]:
 
 
 def _neighbours() -> dict[str, tuple[Estimate, int]]:
-    """Of ranks that follow each other, the larger one's bits per byte less the other's."""
+    """Bits per byte of each rank less those of the next smaller rank, by a name for the two."""
     rows = sorted(_rank_rows(), key=lambda row: row["cache_bytes"])
     of = lambda row: row["cell"].removeprefix("lrkv_r")
     return {

@@ -38,7 +38,7 @@ LARGE = {
     "MQA": (86.2, 91.0),
 }
 BPB = {name: float(TABLE_2[f"2.5B, {name}"][1]) for name in TABLE_3}  # at 2.5B
-# Of training FLOPs a token, MHA's 1, as figure 4 prints them.
+# Training FLOPs per token, MHA's being 1, as figure 4 prints them.
 COSTS = {"MHA": 1.0, "GQA": 1 - 0.032, "MLA": 1 - 0.037, "MQA": 1 - 0.06, "LRKV": 1 + 0.008}
 
 
@@ -181,7 +181,7 @@ def ahead() -> dict[str, float]:
 
 
 def parameters() -> dict[str, float]:
-    """Of MHA in millions: by what the paper calls the size."""
+    """Parameters of MHA in millions, by what the paper calls the size."""
     count = lambda name: formulas.parameters(out_of_reach.experiment_of(name).model)["total"] / 1e6
     return {"128M": count("mha_128m"), "2.5B": count("mha_2p5b")}
 

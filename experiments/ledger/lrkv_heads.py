@@ -128,7 +128,7 @@ class Rises:
 
 
 def diversity(measure: str, mechanism: str) -> Callable[[], tuple[Estimate, int]]:
-    """Of heads, a mechanism less MHA; see `experiments.studies.head_diversity`."""
+    """A function that gives a measure of a mechanism's heads less MHA's, and how many seeds."""
 
     def of() -> tuple[Estimate, int]:
         found = heads_of(mechanism)[measure]["against_mha"]

@@ -11,7 +11,7 @@ from experiments.ledger.verdicts import OfItself
 
 # Section 6.1, billions of tokens of 50 that LRKV saves until another's end.
 _SAVED = {"MHA": "9.4", "MLA": "10.7", "GQA": "12.3", "MQA": "14.9"}
-# Of 18 heads, the ranges of Figure 14's captions.
+# The ranges that Figure 14's captions give, of 18 heads.
 _FIGURE_14 = {
     "MHA": ((17, 18), (16, 17)),
     "LRKV": ((17, 18), (16, 17)),

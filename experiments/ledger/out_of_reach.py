@@ -26,7 +26,7 @@ _UTILISATION = 0.4  # of a chip's bfloat16 rate, for days of training
 
 @dataclasses.dataclass(frozen=True)
 class AtScale:
-    """Of models larger than what was trained here.
+    """A claim about models larger than those trained here: not settled, but what it would take.
 
     Attributes:
       configs: in configs/, that would be trained, by their names.
@@ -67,13 +67,13 @@ class AtScale:
 
 @functools.cache
 def experiment_of(config: str) -> experiment_lib.Experiment:
-    """Of a config by its name in configs/."""
+    """The experiment of a config, by the config's name in configs/."""
     return experiment_lib.resolve(load_config(CONFIGS / f"{config}.py"))
 
 
 @functools.cache
 def training_flops(config: str) -> int:
-    """Of one token, of a config by its name in configs/."""
+    """FLOPs of training on one token, by a config's name in configs/."""
     experiment = experiment_of(config)
     return formulas.training_flops_per_token(experiment.model, experiment.data.sequence_length)
 
@@ -100,7 +100,7 @@ def _seen(seen: Rule | Mapping[str, Rule] | None, where: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """Of models or data that are not at hand.
+    """A claim about models or data that are not at hand: not settled.
 
     Attributes:
       seen: what the same question finds `where`, if it was asked.

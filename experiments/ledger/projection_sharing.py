@@ -84,7 +84,7 @@ def _attention_at_4096() -> dict[str, float]:
 
 
 def _projections() -> dict[str, float]:
-    """Of attention, % of all parameters, by size."""
+    """The parameters of attention in % of all, by the model's size."""
     found = {}
     for called, size in (("300M", "300m"), ("1.2B", "1p2b")):
         count = formulas.parameters(experiment_of(f"papers/qkv_{size}").model)

@@ -35,7 +35,7 @@ def _thinner(style: str, dim: int) -> Differs:
 
 
 def _words(dim: int) -> Elsewhere:
-    """Of WikiText-103."""
+    """The rule for a claim about WikiText-103, with what other text shows here."""
     needs = f"{_WIKITEXT}-103, for the study word_models"
     return Elsewhere(needs, _thinner("vanilla", dim), "in models of the embedded books")
 

@@ -245,11 +245,12 @@ def parameters() -> dict[str, float]:
 
 
 def query_and_key_parameters() -> dict[int, int]:
-    """Of Table 3's model, six layers of width 256, with biases."""
+    """Parameters by channels, in Table 3's model: six layers of width 256, with biases."""
     return {n: 2 * 6 * (256 + 1) * n for n in (8, 16, 32, 64, 128, 256)}
 
 
-# Of Mistral-7B: 32 layers of 4,096, 32 query heads and 8 of keys, of 128 channels.
+# Weights of queries and keys in Mistral-7B: 32 layers of 4,096, 32 query heads and 8 of keys, of
+# 128 channels.
 MISTRAL_QK = 32 * 4096 * (32 + 8) * 128
 
 

@@ -188,7 +188,7 @@ class AllSame:
 def _several(
     found: Mapping[str, tuple[Estimate, int]], tell: Callable[[Estimate], str], digits: str
 ) -> tuple[list[str], str, int]:
-    """Of differences by name: a verdict on each, what they are, the least seeds of one."""
+    """The verdict on each of several differences, a text of them all, the fewest seeds of one."""
     if not found or any(n < SEEDS or x.half is None for x, n in found.values()):
         raise NoResultError("differences")
     said = ", ".join(f"{name} {x.shown(digits)}" for name, (x, _) in found.items())

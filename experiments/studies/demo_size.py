@@ -3,7 +3,6 @@ compared. `experiments.studies.language_models` trains them.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence
 import dataclasses
 
 from experiments.studies import grid
@@ -47,7 +46,7 @@ def _with(cell: Cell, suffix: str, against: str, before: str = "", **overrides) 
 
 
 def _ranks() -> list[Cell]:
-    """Of heads of 32 channels: 0 is MQA."""
+    """MHA, and LRKV of several ranks in heads of 32 channels; rank 0 is MQA."""
     of = lambda rank: _of(f"lrkv_r{rank}", "lrkv", "mha", rank=rank)
     return [_of("mha", "mha"), *(of(rank) for rank in (0, 2, 4, 8, 16, 24, 32))]
 
@@ -285,8 +284,3 @@ STUDIES = {
         _projections,
     ),
 }
-
-
-def cells_of(names: Sequence[str]) -> dict[str, list[Cell]]:
-    """By study its cells."""
-    return {name: STUDIES[name].cells() for name in names}

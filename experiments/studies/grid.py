@@ -94,14 +94,14 @@ class Run:
 
     @property
     def flops(self) -> float:
-        """Of its training, evaluations apart."""
+        """FLOPs of the run's training, without its evaluations."""
         one = self.experiment
         each = formulas.training_flops_per_token(one.model, one.data.sequence_length)
         return each * one.tokens_per_step * self.steps
 
     @property
     def identity(self) -> str:
-        """Of its config: what a run must have been trained with.
+        """A digest of its config: what a run must have been trained with.
 
         Keys that have their defaults, and may be newer than the run, do not count; nor does where
         prepared data lies: what it is stands in the run's folder.
@@ -141,7 +141,7 @@ def matched(config: pathlib.Path, parameters: int) -> dict[str, int]:
 
 
 class Kept(kept_lib.Kept):
-    """Of runs that lie in folders of their own; see `kept.Kept`."""
+    """What a study keeps of runs that lie in folders of their own; see `kept.Kept`."""
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ def saved() -> tuple[Runs, dict]:
 
 
 def measure(workdir: epath.Path) -> Run:
-    """Of a finished run."""
+    """The numbers of a finished run, from its metrics, its model and its snapshots."""
     snapshots = {one.step: model_lib.Trained(one) for one in trained.snapshots(workdir)}
     if 0 not in snapshots:
         raise UserError(f"{workdir} has no snapshot of its first weights: give another --runs")

@@ -36,7 +36,7 @@ _DECIDES = (
 )
 
 _MOST_SEEDS = 1000
-# Of one run, which the others need not share: a loss that is no number, no room, a bad size.
+# What may fail one run and not the others: a loss that is no number, no room, a bad size.
 _FAILURES = (FloatingPointError, OverflowError, MemoryError, UserError, jax.errors.JaxRuntimeError)
 
 

@@ -110,7 +110,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def workdir(folder: epath.Path, seed: int) -> epath.Path:
-    """Of the run whose layers have one rank; a UserError unless the folder of runs has it whole."""
+    """The workdir of the run whose layers have one rank; a UserError unless it is there, whole."""
     study = STUDIES["lrkv_layer_ranks"]
     cell = next(cell for cell in study.cells() if cell.name == UNIFORM)
     asked = Run(cell, seed, study.steps)

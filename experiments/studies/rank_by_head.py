@@ -149,7 +149,7 @@ class Judge:
 
 
 def judge(run: epath.Path) -> Judge:
-    """Of a trained run, on text that it has not seen."""
+    """The judge of a trained run's model, on text that the run has not seen."""
     loaded = trained.load(run)
     return Judge(loaded.model, loaded.compute, *rows_of(loaded.tokenizer, ROWS, LENGTH))
 

@@ -66,7 +66,7 @@ _TEST_SEED = 10**6  # of rows that are never trained on
 
 
 def transformer(variant: str, width: int, layers: int, heads: int, **how) -> TransformerConfig:
-    """As the course has it: blocks end in a LayerNorm, and an MLP of ReLU is twice as wide."""
+    """The course's model: blocks end in a LayerNorm, and an MLP of ReLU is twice as wide."""
     how |= dict(norm_after=True, positions="sinusoidal", activation="relu", mlp_dim=2 * width)
     shape = (width, layers, heads)
     return encoders.transformer(variant, 10, *shape, labels=sequences.NUMBERS, **how)
@@ -140,7 +140,7 @@ def cell_of(name: str) -> Cell:
 
 
 def flops(length: int, width: int, layers: int) -> float:
-    """Of training one model."""
+    """Approximate FLOPs of training one model."""
     return encoders.flops(RECIPE.steps * BATCH * length, length, width, layers, 2 * width)
 
 

@@ -62,14 +62,14 @@ def file_of(name: str) -> pathlib.Path:
 
 
 def cells(names: Sequence[str]) -> list[Cell]:
-    """Of these mechanisms, each with MHA's parameters."""
+    """The cells of these mechanisms, each with about as many parameters as MHA."""
     first = experiment_lib.resolve(load_config(file_of(FIRST)))
     count = formulas.parameters(first.model)["total"]
     return [Cell(name, file_of(name), grid.matched(file_of(name), count)) for name in names]
 
 
 def runs_of(names: Sequence[str], seeds: int, steps: int) -> list[Run]:
-    """In the order in which they are trained: every mechanism once, then again."""
+    """Runs in the order in which they are trained: each mechanism once, then with the next seed."""
     made = cells(names)
     return [Run(cell, seed, steps) for seed in range(seeds) for cell in made]
 
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _result(steps: int, kept: Kept, failed: Mapping) -> dict:
-    """Of all runs that are kept, asked for now or not."""
+    """The study's result from all runs that are kept, whether asked for now or not."""
     there: dict[str, dict[int, dict]] = {}
     every = {cell.name: cell for cell in cells(tuple(kept.runs))}
     for name, cell in every.items():

@@ -248,7 +248,7 @@ _ALONE: Mapping[str, Callable[[Mapping], Figure]] = {
 
 
 def figures(results: pathlib.Path) -> dict[str, Figure]:
-    """Of every study that has a result in a folder, by the study's name."""
+    """The figures of all studies that have a result in a folder, by the study's name."""
     found = {}
     for name, draw in _ALONE.items():
         file = results / f"{name}.json"

@@ -45,7 +45,7 @@ def multiply_adds(config: TransformerConfig, T: int) -> dict[str, float]:
 
 
 def table_1() -> dict[str, list[Figure]]:
-    """In units of d² (weights, and multiply-adds per token), without the output projection."""
+    """Table 1 in units of d²: weights and multiply-adds per token, less the output projection."""
     rows, d, m = [], 1024, 64
     plain = lambda v, **keys: sharing(v, **dict(bias=False) | keys)
     attention = lambda c: formulas.parameters(c)["attention"] / c.block.num_layers

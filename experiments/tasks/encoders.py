@@ -71,6 +71,6 @@ def read_sizes(options: argparse.Namespace, *more: str) -> None:
 
 
 def flops(tokens: int, length: int, width: int, layers: int, mlp_dim: int) -> float:
-    """Of training, about: what passes every token, and products of queries, keys and values."""
+    """Approximate FLOPs of training: by weights, and by products of queries, keys and values."""
     weights = layers * (4 * width**2 + 2 * width * mlp_dim)
     return 6.0 * tokens * (weights + layers * 2 * length * width)

@@ -42,7 +42,7 @@ class Recipe:
     weight_decay: float = 0.0
 
     def rate(self, step: jax.Array) -> jax.Array:
-        """Of a step, the first being 0."""
+        """The learning rate of a step, the first being 0."""
         factor = jnp.minimum(1.0, step / self.warm_up) if self.warm_up else 1.0
         if self.decay == "cosine":
             factor *= 0.5 * (1 + jnp.cos(math.pi * step / self.steps))

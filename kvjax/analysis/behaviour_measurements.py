@@ -28,7 +28,7 @@ STATISTICS = patterns.Statistics._fields  # and "content_N", "induction_N"
 
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
-    """Of one layer's heads.
+    """What the heads of one layer do: where they attend, and how far they differ.
 
     Attributes:
       num_kv_heads: query head n reads KV head n // (N / K).
@@ -71,7 +71,7 @@ class Behaviour:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Of a model.
+    """What the heads of a model do, layer by layer, and how it was measured.
 
     Attributes:
       length, sequences: tokens of each sequence, and how many there are.

@@ -108,8 +108,8 @@ class Results:
         return Pairs(len(found), low, median, high)
 
     def layers_where_sharing_is_alike(self, distance: str) -> tuple[int, int] | None:
-        """In how many layers the median of pairs that share a KV head is lower than that of the
-        others, and of how many that have both."""
+        """In how many layers pairs of heads that share a KV head have a lower median than other
+        pairs, and how many layers have both kinds of pairs; None if none has."""
         same_L, other_L = (self.of_pairs(distance, shared)[1] for shared in (True, False))
         both_L = np.isfinite(same_L) & np.isfinite(other_L)
         if not both_L.any():
@@ -144,7 +144,7 @@ class Results:
         return int(sum((x_N > above).sum() for x_N in self.measured.statistic(statistic)))
 
     def chosen(self, each: int = 1) -> list[Head]:
-        """For every role the heads that have most of it; each head stands once."""
+        """The heads that have most of each role; each head is chosen once."""
         found, taken = [], set()
         for role, (statistic, largest) in ROLES.items():
             by_layer = self.measured.statistic(statistic)

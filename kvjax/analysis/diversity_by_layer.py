@@ -44,7 +44,7 @@ def check(model: Model) -> None:
 
 
 def of_model(label: str, model: Model) -> Found:
-    """Of every layer of a model; the weights of one are in memory."""
+    """The diversity of heads in every layer; one layer's weights are in memory at a time."""
     plain, turning, values = [], [], []
     with few_threads(model.transformer.block.d_model):
         for heads in heads_lib.layers(model):

@@ -66,7 +66,7 @@ def live_lines(
     level: Mapping[str, float] | None = None,
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> tuple[str, list[Curve]]:
-    """As `lines`, and where each point lies in the drawing, for a page that follows the pointer."""
+    """The SVG of `lines`, and where its points lie in it, for a page that follows the pointer."""
     bands, found = bands or {}, []
 
     def note(axes: Axes, drawn: Mapping[str, Artist]) -> None:
@@ -221,7 +221,7 @@ def _label(axes: Axes, x: str, y: str, title: str) -> None:
 
 
 def _line_style(i: int, count: int) -> dict:
-    """Of the series with that index; many of them get colours in order, as layers do."""
+    """The style of the i-th series; many series, as those of layers, get colours in order."""
     if count > len(_COLORS):
         share = i / (count - 1)
         color = colors_lib.to_hex(matplotlib.colormaps["viridis"](0.85 * share))
@@ -328,7 +328,7 @@ def _scale(matrices: Iterable[np.ndarray], low: float | None, high: float | None
 
 
 def _columns(count: int) -> int:
-    """Of matrices side by side."""
+    """How many of so many matrices stand side by side."""
     return count if count <= 3 else 2 if count == 4 else 3 if count <= 9 else 4
 
 

@@ -36,7 +36,7 @@ Layers = list[dict[str, Part]]  # by part, of each layer
 
 
 def of_model(model: Model, beside: Model | None = None, seed: int | None = None) -> Layers:
-    """Of every layer; without a seed random factors are left out."""
+    """Norms and residuals of every layer; without a seed random factors are left out."""
     found = []
     with few_threads(model.transformer.block.d_model):
         for index, config in enumerate(model.transformer.mechanisms):
@@ -108,7 +108,7 @@ def _without_directions(split: Split) -> Split:
 
 
 def _both_gauges(parts: geometry.Parts) -> tuple[Split, Split, Optimal]:
-    """As learned, in the canonical gauge, and what the best residuals do for the same heads."""
+    """The split as learned, in the canonical gauge, and what the best residuals would lose."""
     raw, heads = geometry.split(parts), parts.canonical()
     canonical = geometry.split(heads)
     return raw, canonical, geometry.optimal(heads, canonical, parts, raw.reads)

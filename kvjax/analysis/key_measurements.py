@@ -30,7 +30,7 @@ from kvjax.foundation.errors import UserError
 
 SHARE = 0.9  # of the energy that components are counted for
 
-# Of what there are spectra.
+# What spectra are taken of.
 SPECTRUM_WEIGHTS = "W_K of each head"
 SPECTRUM_JOINT = "W_K of all heads together"
 SPECTRUM_INTERACTION = "M = W_Q W_K^T of each head"

@@ -77,7 +77,7 @@ class Results:
 
     @property
     def num_queries(self) -> int:
-        """Of each row, that errors are measured on."""
+        """The number of queries of each row that errors are measured on."""
         length = self.measured.length
         return len(range(*key_drift.later_queries(length).indices(length)))
 
@@ -87,7 +87,7 @@ class Results:
         return [i for i in range(errors.shape[2]) if not np.isnan(errors[:, :, i]).any()]
 
     def error(self, way: Way, i: int) -> dict[str, Spread]:
-        """Of logits and outputs at the i-th rank."""
+        """The spread of the errors of logits and of outputs at the i-th rank."""
         found_BNA = self._by_text(self.measured.errors[way][:, :, i])
         return {name: spread(found_BNA[None, ..., j]) for j, name in enumerate(("logit", "output"))}
 
@@ -110,7 +110,7 @@ class Results:
         return Times(*map(math.exp, (middle, middle - _SURE * error, middle + _SURE * error)))
 
     def perplexity(self, name: tuple[Way, float] | None) -> tuple[float, dict[str, float]]:
-        """Of all texts together, and of each."""
+        """The perplexity on all texts together, and on each by its name."""
         nats_BT = self.measured.nats[name].astype(np.float64)
         of_texts = self._by_text(nats_BT).mean(axis=1)
         each = dict(zip(self.texts, np.exp(of_texts).tolist(), strict=True))

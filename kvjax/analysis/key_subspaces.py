@@ -173,7 +173,7 @@ def bias(layer: Layer, heads: Heads) -> np.ndarray:
 
 
 class Errors(NamedTuple):
-    """Of each query head and of A cuts.
+    """What cutting keys in A ways changes for each query head.
 
     Attributes:
       logit_NA: |E - E_r| / |E|, Frobenius norms of logits centred over the keys that a query sees.

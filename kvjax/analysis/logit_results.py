@@ -39,7 +39,7 @@ class Spread:
 
 
 def spread(x_LBN: np.ndarray) -> Spread:
-    """Of numbers that are there."""
+    """The spread of numbers by [layers, texts, heads]; nan are left out."""
     low, median, high = np.nanquantile(x_LBN, (0.25, 0.5, 0.75))
     by_text_B = np.nanmedian(x_LBN, axis=(0, 2))
     between = float(np.std(by_text_B)) if len(by_text_B) > 1 else None
@@ -73,7 +73,7 @@ class Results:
         return spectrum.energy_rank(self.measured.energies[kind], share)
 
     def spread(self, kind: Kind, share: float = SHARE) -> Spread:
-        """Of `ranks`; weights are the same for all texts."""
+        """The spread of `ranks`; weights, the same for all texts, have no `between_texts`."""
         found = spread(self.ranks(kind, share))
         of_logits = kind[0] in (FIELD, CAUSAL, PLAIN)
         return found if of_logits else dataclasses.replace(found, between_texts=None)
@@ -107,7 +107,7 @@ class Results:
         )
 
     def gaps(self) -> list[dict]:
-        """Of every E."""
+        """The `gap` of every E that was measured, by kind and length."""
         kinds = [(name, length) for name in (FIELD, CAUSAL, PLAIN) for length in self.lengths]
         return [self.gap(kind) for kind in kinds if kind in self.measured.energies]
 

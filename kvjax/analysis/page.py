@@ -173,7 +173,7 @@ def _is_numeric(cells: Sequence[Cell]) -> bool:
 
 
 def _value(number: float) -> str:
-    """As JavaScript's Number reads it."""
+    """A number in the form that JavaScript's Number reads."""
     if math.isinf(number):
         return "Infinity" if number > 0 else "-Infinity"
     return str(int(number)) if isinstance(number, numbers.Integral) else repr(float(number))
@@ -190,5 +190,5 @@ def _list(about: Mapping[str, str | Mapping]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """As text or an attribute; a percent sign stays with its number."""
+    """Text escaped for HTML, also in attributes; a percent sign stays with its number."""
     return html.escape(text.replace(" %", "\N{NO-BREAK SPACE}%"))

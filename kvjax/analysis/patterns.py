@@ -11,7 +11,7 @@ from scipy import special
 
 
 class Statistics(NamedTuple):
-    """Of each head, means over queries.
+    """Where each head attends, as means over queries.
 
     Attributes:
       entropy_N: of rows, over the logarithm of the keys that the query sees: 0 where one key has

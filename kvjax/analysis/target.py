@@ -82,8 +82,8 @@ def write(target: epath.Path, files: Mapping[str, bytes]) -> None:
 
 
 def plain(data):
-    """As JSON has it: numpy's numbers and arrays as Python's, dataclasses as their fields; null for
-    what is no number."""
+    """Data as JSON has it: numpy's numbers and arrays as Python's, dataclasses as their fields,
+    null for what is no number."""
     if dataclasses.is_dataclass(data):
         return plain({field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
     if isinstance(data, Mapping):

@@ -23,7 +23,7 @@ _ROWS_AT_ONCE = 128  # few enough for a core's cache
 
 
 class Errors(NamedTuple):
-    """Of each head and rank, what cutting E at that rank changes.
+    """What cutting E changes, for each head and each rank that it is cut to.
 
     Attributes:
       mean_NR, worst_NR: |p - p_r|_1 of rows, at most 2.
@@ -67,7 +67,7 @@ def errors(found: logits.Field, value_LKH: np.ndarray, ranks: Sequence[int], mas
 def _of_rows(
     attend: Callable[[int | None], np.ndarray], value_SH: np.ndarray, ranks: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of some rows: |p - p_r|_1 and |o - o_r|² for each rank, and |o|²."""
+    """|p - p_r|_1 and |o - o_r|² of some rows for each rank, and |o|² of these rows."""
     p_TS = attend(None)
     each, lost = [], []
     for rank in ranks:

@@ -63,6 +63,10 @@ class FactoredConfig(MechanismConfig):
             require(0 <= getattr(self, key) <= most, key, getattr(self, key), allowed)
 
     @property
+    def title(self) -> str:
+        return f"low rank, keys {self.key_rank}, values {self.value_rank}"
+
+    @property
     def output_bias(self) -> bool:
         return self.bias and self.out_bias
 

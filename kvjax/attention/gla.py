@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from kvjax.attention.mechanism import check_divides
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import latent_norm
-from kvjax.attention.mla import Latent
-from kvjax.attention.mla import LatentConfig
+from kvjax.attention.mla import MLA
+from kvjax.attention.mla import MLAConfig
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import readings
 from kvjax.layers.rope import Base
@@ -25,7 +25,7 @@ from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedLatentConfig(LatentConfig):
+class GLAConfig(MLAConfig):
     """N, J, C, P, H and Hv."""
 
     num_latents: int  # latents, J; divides num_heads
@@ -36,20 +36,24 @@ class GroupedLatentConfig(LatentConfig):
         super().__post_init__()
         check_divides(self, "num_latents", "num_heads")
 
+    @property
+    def title(self) -> str:
+        return f"GLA-{self.num_latents}, latents {self.latent_dim}"
+
     def entry(self) -> dict[str, Field]:
         latents = (self.num_latents, self.latent_dim)
         return super().entry() | {"latent": Field("J C", latents)}
 
-    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "GroupedLatent":
-        return GroupedLatent(self, d_model, rngs=rngs)
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "GLA":
+        return GLA(self, d_model, rngs=rngs)
 
 
-class GroupedLatent(Latent):
+class GLA(MLA):
     """Content keys and values from the latent of a head's group, position from one shared key."""
 
     latents = "J"  # the axes that count latents
 
-    def __init__(self, config: GroupedLatentConfig, d_model: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: GLAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         counts = dict(zip(self.latents.split(), c.entry()["latent"].shape[:-1], strict=True))
         sizes = dict(D=d_model, C=c.latent_dim, H=c.key_dim, P=c.rope_key_dim, **counts)

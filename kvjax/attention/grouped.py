@@ -113,6 +113,19 @@ class GroupedConfig(MechanismConfig):
         require(self.rope == "full", "rope", repr(self.rope), "must be 'full' where keys are tied")
 
     @property
+    def title(self) -> str:
+        tied = {"none": "", "kv": "Q-K=V, ", "qk": "Q=K-V, ", "qkv": "Q=K=V, "}[self.tie]
+        bases = self.num_bases
+        if self.rank:
+            over = f" over {bases} bases" if bases > 1 else ""
+            return f"{tied}LRKV{over}, rank {self.rank}"
+        if bases == self.num_heads:
+            return f"{tied}MHA"
+        if bases == 1 and self.query_rank:
+            return f"{tied}MFA, queries of rank {self.query_rank}"
+        return f"{tied}MQA" if bases == 1 else f"{tied}GQA, {bases} KV heads"
+
+    @property
     def ties_values(self) -> bool:
         return self.tie in ("kv", "qkv")
 

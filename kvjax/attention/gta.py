@@ -32,7 +32,7 @@ from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TiedLatentConfig(MechanismConfig):
+class GTAConfig(MechanismConfig):
     """N, K, H and P."""
 
     num_kv_heads: int  # KV heads, K; divides num_heads
@@ -46,6 +46,10 @@ class TiedLatentConfig(MechanismConfig):
         allowed = f"must be even and lie in [0, {self.key_dim}), below key_dim"
         fits = 0 <= self.rope_key_dim < self.key_dim and self.rope_key_dim % 2 == 0
         require(fits, "rope_key_dim", self.rope_key_dim, allowed)
+
+    @property
+    def title(self) -> str:
+        return f"GTA, {self.num_kv_heads} KV heads"
 
     @property
     def value_dim(self) -> int:
@@ -75,14 +79,14 @@ class TiedLatentConfig(MechanismConfig):
         shape = dict(N=self.num_heads, C=self.key_dim, P=self.rope_key_dim)
         return LatentSizes(**shape, met=self.content_dim, Hv=0).flops()
 
-    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "TiedLatent":
-        return TiedLatent(self, d_model, rngs=rngs)
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "GTA":
+        return GTA(self, d_model, rngs=rngs)
 
 
-class TiedLatent(Mechanism):
+class GTA(Mechanism):
     """Values per KV head, whose first channels are keys too, and one shared rotated key."""
 
-    def __init__(self, config: TiedLatentConfig, d_model: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: GTAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, H=c.key_dim, P=c.rope_key_dim)
         self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)

@@ -55,7 +55,7 @@ class LinearConfig:
             require(self.key_dim == self.value_dim, "tie", repr(self.tie), same)
 
     def start(self, batch: int, dtype: jnp.dtype = jnp.float32) -> State:
-        """Of an empty text; its size does not depend on how long that becomes."""
+        """The state before the first token, all zeros; no length of a text makes it larger."""
         shape = (batch, self.num_heads, self.key_dim)
         return State(jnp.zeros((*shape, self.value_dim), dtype), jnp.zeros(shape, dtype))
 

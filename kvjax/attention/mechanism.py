@@ -45,6 +45,11 @@ class MechanismConfig:
     output_gate: bool = False
 
     @property
+    def title(self) -> str:
+        """The mechanism as reports call it, with the size that tells it from others of its kind."""
+        return f"{type(self).__name__.removesuffix('Config')}, {self.num_heads} heads"
+
+    @property
     def output_bias(self) -> bool:
         """Whether the output projection has a bias."""
         return self.bias

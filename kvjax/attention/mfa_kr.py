@@ -31,7 +31,7 @@ from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReusedKeysConfig(MechanismConfig):
+class MFAKRConfig(MechanismConfig):
     """N, K, H and Cq."""
 
     num_kv_heads: int  # KV heads, K; divides num_heads
@@ -40,6 +40,10 @@ class ReusedKeysConfig(MechanismConfig):
     def __post_init__(self):
         check_common(self, "num_kv_heads")
         check_divides(self, "num_kv_heads", "num_heads")
+
+    @property
+    def title(self) -> str:
+        return f"MFA-KR, {self.num_kv_heads} KV heads"
 
     @property
     def value_dim(self) -> int:
@@ -67,14 +71,14 @@ class ReusedKeysConfig(MechanismConfig):
         flops = TiedSizes(**heads, R=0, H=self.key_dim, **options).flops()
         return DecodeFlops(flops.per_query + self.product_flops, flops.per_key)
 
-    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "ReusedKeys":
-        return ReusedKeys(self, d_model, rngs=rngs)
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "MFAKR":
+        return MFAKR(self, d_model, rngs=rngs)
 
 
-class ReusedKeys(Mechanism):
+class MFAKR(Mechanism):
     """Queries, keys, and the map that makes values of keys."""
 
-    def __init__(self, config: ReusedKeysConfig, d_model: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: MFAKRConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, H=c.key_dim)
         self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)

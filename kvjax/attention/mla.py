@@ -33,7 +33,7 @@ from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentConfig(MechanismConfig):
+class MLAConfig(MechanismConfig):
     """N, C, P, H and Hv."""
 
     latent_dim: int  # channels of the latent, C
@@ -44,6 +44,10 @@ class LatentConfig(MechanismConfig):
 
     def __post_init__(self):
         check_common(self, "latent_dim", "rope_key_dim", "value_dim", has_latent=True)
+
+    @property
+    def title(self) -> str:
+        return f"MLA, latent {self.latent_dim}"
 
     @property
     def rope_dim(self) -> int:
@@ -68,14 +72,14 @@ class LatentConfig(MechanismConfig):
         shape = dict(N=self.query_heads, C=self.latent_dim, P=self.rope_key_dim, Hv=self.value_dim)
         return LatentSizes(**shape, folded=self.key_dim).flops()
 
-    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "Latent":
-        return Latent(self, d_model, rngs=rngs)
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "MLA":
+        return MLA(self, d_model, rngs=rngs)
 
 
-class Latent(Mechanism):
+class MLA(Mechanism):
     """Content keys and values from a normed latent, position from one shared key."""
 
-    def __init__(self, config: LatentConfig, d_model: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: MLAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, C=c.latent_dim, H=c.key_dim, P=c.rope_key_dim)
         self.query = self.query_weight("N H", d_model, rngs=rngs, **sizes)

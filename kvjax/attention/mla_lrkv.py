@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention.mechanism import check_residual
-from kvjax.attention.mla import Latent
-from kvjax.attention.mla import LatentConfig
+from kvjax.attention.mla import MLA
+from kvjax.attention.mla import MLAConfig
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention.readings import DecodeFlops
@@ -29,7 +29,7 @@ from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResidualLatentConfig(LatentConfig):
+class MLALRKVConfig(MLAConfig):
     """N, C, P, R, H and Hv."""
 
     rank: int  # rank of the residuals, R; 0: MLA
@@ -38,6 +38,10 @@ class ResidualLatentConfig(LatentConfig):
     def __post_init__(self):
         super().__post_init__()
         check_residual(self, "MLA", ("linear", "zeros"))
+
+    @property
+    def title(self) -> str:
+        return f"LRKV over a latent of {self.latent_dim}, rank {self.rank}"
 
     def entry(self) -> dict[str, Field]:
         if not self.rank:
@@ -55,14 +59,14 @@ class ResidualLatentConfig(LatentConfig):
         shape = dict(N=self.num_heads, C=self.latent_dim, P=self.rope_key_dim, R=self.rank)
         return LatentResidualSizes(**shape, H=self.key_dim, Hv=self.value_dim).flops()
 
-    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "ResidualLatent":
-        return ResidualLatent(self, d_model, rngs=rngs)
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "MLALRKV":
+        return MLALRKV(self, d_model, rngs=rngs)
 
 
-class ResidualLatent(Latent):
+class MLALRKV(MLA):
     """MLA whose heads have residuals that do not come from the latent."""
 
-    def __init__(self, config: ResidualLatentConfig, d_model: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: MLALRKVConfig, d_model: int, *, rngs: nnx.Rngs):
         super().__init__(config, d_model, rngs=rngs)
         if config.rank:  # drawn last, so that models of equal seed share what they have in common
             sizes = dict(D=d_model, N=config.num_heads, R=config.rank, H=config.key_dim)
@@ -88,7 +92,7 @@ class ResidualLatent(Latent):
         return k_BTNH, v_BTNH
 
     def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
-        """As in MLA; the content query times B meets the residual itself (LRKV eq. 3)."""
+        """MLA's reading; the content query times B meets the residual itself (LRKV eq. 3)."""
         of_latent = super().decode_inputs(q_BTNH, rope_base)
         if not self.config.rank:
             return of_latent

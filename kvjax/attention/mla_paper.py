@@ -28,7 +28,7 @@ from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RebuiltLatentConfig(MechanismConfig):
+class PaperMLAConfig(MechanismConfig):
     """N, C, H and Hv."""
 
     latent_dim: int  # channels of the latent, C
@@ -37,6 +37,10 @@ class RebuiltLatentConfig(MechanismConfig):
 
     def __post_init__(self):
         check_common(self, "latent_dim", "value_dim")
+
+    @property
+    def title(self) -> str:
+        return f"MLA without a RoPE key, latent {self.latent_dim}"
 
     def entry(self) -> dict[str, Field]:
         return {"latent": Field("C", (self.latent_dim,))}
@@ -50,14 +54,14 @@ class RebuiltLatentConfig(MechanismConfig):
         shape = dict(N=self.num_heads, C=self.latent_dim, H=self.key_dim, Hv=self.value_dim)
         return RebuiltSizes(**shape, rope_base=rope_base, normed=self.qk_norm != "none").flops()
 
-    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "RebuiltLatent":
-        return RebuiltLatent(self, d_model, rngs=rngs)
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "PaperMLA":
+        return PaperMLA(self, d_model, rngs=rngs)
 
 
-class RebuiltLatent(Mechanism):
+class PaperMLA(Mechanism):
     """W_K,h = W_down W_up,h (LRKV Table 1)."""
 
-    def __init__(self, config: RebuiltLatentConfig, d_model: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: PaperMLAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, C=c.latent_dim, H=c.key_dim)
         self.query = self.query_weight("N H", d_model, rngs=rngs, N=c.num_heads, H=c.key_dim)

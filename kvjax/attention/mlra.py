@@ -14,8 +14,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.gla import GroupedLatent
-from kvjax.attention.gla import GroupedLatentConfig
+from kvjax.attention.gla import GLA
+from kvjax.attention.gla import GLAConfig
 from kvjax.attention.mechanism import MAX_DIM
 from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between
@@ -23,7 +23,7 @@ from kvjax.layers.rope import Positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BranchedLatentConfig(GroupedLatentConfig):
+class MLRAConfig(GLAConfig):
     """N, G, J, C, P, H and Hv."""
 
     num_branches: int  # branches, G, each with a softmax per head
@@ -34,6 +34,10 @@ class BranchedLatentConfig(GroupedLatentConfig):
         between("config.attention.num_branches", self.num_branches, 1, MAX_DIM)
 
     @property
+    def title(self) -> str:
+        return f"MLRA-{self.num_branches}, latents {self.latent_dim}"
+
+    @property
     def query_heads(self) -> int:
         return self.num_branches * self.num_heads
 
@@ -41,11 +45,11 @@ class BranchedLatentConfig(GroupedLatentConfig):
         latents = (self.num_branches, self.num_latents, self.latent_dim)
         return super().entry() | {"latent": Field("G J C", latents)}
 
-    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "BranchedLatent":
-        return BranchedLatent(self, d_model, rngs=rngs)
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "MLRA":
+        return MLRA(self, d_model, rngs=rngs)
 
 
-class BranchedLatent(GroupedLatent):
+class MLRA(GLA):
     """Queries once for every branch, branches first; the mean of branches times sqrt(G)."""
 
     latents = "G J"

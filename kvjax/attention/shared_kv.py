@@ -49,6 +49,10 @@ class SharedKVConfig(MechanismConfig):
         require(fits, "rope_key_dim", self.rope_key_dim, allowed)
 
     @property
+    def title(self) -> str:
+        return f"shared KV, {self.num_kv_heads} KV heads"
+
+    @property
     def value_dim(self) -> int:
         return self.key_dim
 

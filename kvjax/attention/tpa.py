@@ -37,7 +37,7 @@ FACTOR_INITS = ("linear", "xavier")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorProductConfig(MechanismConfig):
+class TPAConfig(MechanismConfig):
     """N, the three ranks, H and Hv."""
 
     query_factors: int  # products of a query, R_Q; 0: queries are dense ("KV-only")
@@ -80,6 +80,10 @@ class TensorProductConfig(MechanismConfig):
             require(keys == values, "shared_factors", True, allowed)
             allowed = "needs factors that tokens have (fixed = 'channels' has none)"
             require(self.fixed != "channels", "shared_factors", True, allowed)
+
+    @property
+    def title(self) -> str:
+        return f"TPA, ranks {self.key_rank} and {self.value_rank}"
 
     @property
     def reads_factors(self) -> bool:
@@ -126,14 +130,14 @@ class TensorProductConfig(MechanismConfig):
             once += self.num_heads * self.key_dim * (2 * self.key_rank + 3)
         return DecodeFlops(flops.per_query + once, flops.per_key)
 
-    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "TensorProduct":
-        return TensorProduct(self, d_model, rngs=rngs)
+    def build(self, d_model: int, *, rngs: nnx.Rngs) -> "TPA":
+        return TPA(self, d_model, rngs=rngs)
 
 
-class TensorProduct(Mechanism):
+class TPA(Mechanism):
     """Factors by head and by channel, of queries, keys and values."""
 
-    def __init__(self, config: TensorProductConfig, d_model: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: TPAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, H=c.key_dim)
         if c.query_factors:

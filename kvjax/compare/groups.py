@@ -100,7 +100,7 @@ class Group:
 
 
 def groups(runs: Sequence[Run], way: str) -> list[Group]:
-    """In the order in which their first runs were given.
+    """Runs in groups, which stand in the order in which their first runs were given.
 
     Args:
       way: "seed": runs that differ by nothing else are one; "none": each by itself.
@@ -132,7 +132,7 @@ def repeats(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Of configs: what each is called, and where two are called alike, in what they differ."""
+    """The name of each run's config; where several have one name, with the keys that differ."""
     called: dict[str, list[Run]] = {}
     for run in runs:
         called.setdefault(run.experiment.name, []).append(run)

@@ -251,7 +251,7 @@ def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, st
 
 
 def _thinned(curve: Curve) -> Curve:
-    """As many points as can be seen, the last among them, more where the curve is steep."""
+    """The curve at as many points as can be seen: the last, and more where it is steep."""
     count = len(curve.steps)
     if count <= _MOST_POINTS:
         return curve
@@ -261,7 +261,7 @@ def _thinned(curve: Curve) -> Curve:
 
 
 def panels(groups: Sequence[Group]) -> list[dict]:
-    """Of the picture: arguments of `draw.lines` each."""
+    """The panels of the picture, one for each axis, as arguments of `draw.lines`."""
     return [_lines(groups, axis) for axis in _axes(groups)]
 
 

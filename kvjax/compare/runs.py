@@ -238,7 +238,7 @@ def _data(workdir: epath.Path, experiment: experiment_lib.Experiment) -> dict[st
         _TOKENIZER: digest(workdir / manifest.TOKENIZER),
         _DATA_SET: digest(workdir / manifest.MANIFEST),
         "config.train.eval_rows": str(experiment.train.eval_rows or "all"),
-        # Of longer rows that lie prepared a run reads as much as its own hold, in validation too.
+        # A run reads as much of longer prepared rows as its own hold, in validation too.
         "config.data.sequence_length": str(experiment.data.sequence_length),
     }
 
@@ -307,7 +307,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def costs(model, sequence_length: int) -> dict[str, int]:
-    """Of one token: the cache's bytes (bfloat16), FLOPs as counted here, and 6N.
+    """Parameters, and for one token the cache's bytes (bfloat16), FLOPs as counted here, and 6N.
 
     N is the weights that multiply a token: neither input embedding nor attention's products are
     in it, as in LRKV's figure 4, whose 733 exaFLOPs are 6 x 2.444B x 50B tokens.

@@ -38,7 +38,7 @@ class Saving:
 
 
 def savings(groups: Sequence[Group], reference: Group) -> list[Saving]:
-    """Of each group and the reference, equally long and finished: who leads, and by how much."""
+    """What the leader of each group and the reference saves; both ended, and are as long."""
     if reference.final is None:
         return []
     families: dict[str, list[Group]] = {}
@@ -71,7 +71,7 @@ def within_a_run(leader: Group, behind: Group) -> Estimate | None:
 
 
 def _share(run: Run, target: float, tokens: int) -> float | None:
-    """Of those tokens, that a run does without until it has reached a loss."""
+    """The share of `tokens` that is left when a run reaches a loss; None if it never does."""
     there = np.flatnonzero(run.bpb <= target)
     if not len(there):
         return None

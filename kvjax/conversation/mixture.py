@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
     @property
     def where(self) -> str:
-        """For messages: the key and its value."""
+        """The config's key and value that name this set, for messages."""
         rows = f"#{self.start}:{'' if self.stop is None else self.stop}"
         whole = not self.start and self.stop is None
         return f"config.mixture.{self.key} = {self.source + ('' if whole else rows)!r}"

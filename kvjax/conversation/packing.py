@@ -17,7 +17,7 @@ def write_stream(writer: ShardWriter, conversations: Iterable[Tokens]) -> None:
 
 
 def write_whole(writer: ShardWriter, conversations: Iterable[Tokens], row: int, fill: int) -> int:
-    """As many as fit in a row of `row` tokens, the largest that still fits next (best fit).
+    """Writes rows of `row` tokens of whole conversations, next the largest that fits (best fit).
 
     What is left of a row is filled with `fill`, which does not count. Rows begin with the
     conversation that has waited for longest, so the order stays about what it was.

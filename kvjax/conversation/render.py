@@ -64,10 +64,10 @@ class Renderer:
     def batch(
         self, conversations: Sequence[tuple[Conversation, str]], *, limit: int = LIMIT
     ) -> list[Rendered | DataError]:
-        """As `__call__`, of many conversations with their places, on all cores.
+        """Renders many conversations, each with its place, on all cores; see `__call__`.
 
         Returns:
-          Of each the tokens, or what is wrong with it.
+          The tokens of each, or what is wrong with it.
         """
         found, texts = [], []
         for conversation, place in conversations:
@@ -102,22 +102,6 @@ class Renderer:
                 start, end, trained = around[part["type"]]
                 yield from ((piece, trained) for piece in (start, part["text"], end))
             yield s.assistant_end, 1
-
-    def for_completion(
-        self, conversation: Conversation, *, limit: int = LIMIT, place: str = "conversation"
-    ) -> Rendered:
-        """What the assistant goes on from: all but its last message, and the token that opens one.
-
-        The cut comes first: what is longer than the limit loses the end of the user's message, and
-        `is_cut` says so.
-
-        Raises:
-          DataError: as `__call__`; a conversation whose last message is not the assistant's.
-        """
-        messages = checked(conversation, place)
-        if messages[-1]["role"] != "assistant":
-            raise DataError(f"{place}: the last message must be the assistant's, to be completed")
-        return self.prompt(messages[:-1], limit=limit, place=place)
 
     def prompt(
         self, messages: list[dict], *, limit: int = LIMIT, place: str = "conversation"

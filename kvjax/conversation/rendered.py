@@ -63,7 +63,7 @@ class RenderedSet:
         self.counts, self._order = counts, order
         self._limit, self._dtype, self._renderer = limit, dtype, renderer
         self._chunks: list[Tokens] = []
-        # Of each row: its chunk, and from where to where it stands there.
+        # For each row: its chunk, and where it begins and ends there.
         self._places = np.full((counts.rows, 3), -1, np.int64)
         wanted = np.zeros(counts.rows, bool)
         wanted[order] = True
@@ -145,7 +145,7 @@ class Compressor:
             self._out += len(self._xz.compress(content))
 
     def bits_per_byte(self) -> float:
-        """Of all that was added; nothing can be added any more."""
+        """Compressed bits per byte of all text that was added; nothing can be added afterwards."""
         return 8 * (self._out + len(self._xz.flush())) / max(self._in, 1)
 
 

@@ -27,9 +27,9 @@ class Choices(NamedTuple):
 def choices(
     config: TransformerConfig, method: Method, multiple: int, dtype: jnp.dtype
 ) -> list[Choices]:
-    """Of each layer, from its shapes: multiples of a number and the largest rank.
+    """The ranks to choose from in each layer: multiples of a number, and the largest rank.
 
-    Those that make no cache larger; see `check_smaller` of the least one.
+    Ranks that make its cache larger are left out; a UserError if even the least rank does.
     """
     found = []
     for mechanism in config.mechanisms:
@@ -82,7 +82,7 @@ def losses(
     moments: Sequence[np.ndarray] | None,
     layers: Sequence[Choices],
 ) -> list[list[float]]:
-    """Of each layer, the share of its energy that is lost at each of its choices.
+    """The share of a layer's energy that is lost at each of its choices, a list for each layer.
 
     Args:
       moments: see `converted.ConvertedModel`.

@@ -5,8 +5,8 @@ import math
 from kvjax.attention import MECHANISMS
 from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedConfig
-from kvjax.attention import LatentConfig
-from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import MLAConfig
+from kvjax.attention import PaperMLAConfig
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_plain
 from kvjax.foundation import output
@@ -235,7 +235,7 @@ def _factored(c: FactoredConfig, rope: bool) -> list[str]:
     ]
 
 
-def _latent(c: LatentConfig, rope: bool) -> list[str]:
+def _latent(c: MLAConfig, rope: bool) -> list[str]:
     normed = "z" if c.qk_norm == "none" else _norm(c)
     return [
         f"normed(z) = {normed}",
@@ -247,7 +247,7 @@ def _latent(c: LatentConfig, rope: bool) -> list[str]:
     ]
 
 
-def _rebuilt(c: RebuiltLatentConfig, rope: bool) -> list[str]:
+def _rebuilt(c: PaperMLAConfig, rope: bool) -> list[str]:
     return [
         _turned(c, rope),
         "latent = x down",
@@ -260,8 +260,8 @@ def _rebuilt(c: RebuiltLatentConfig, rope: bool) -> list[str]:
 KINDS = {
     GroupedConfig: _grouped,
     FactoredConfig: _factored,
-    LatentConfig: _latent,
-    RebuiltLatentConfig: _rebuilt,
+    MLAConfig: _latent,
+    PaperMLAConfig: _rebuilt,
 }
 
 
@@ -287,9 +287,9 @@ def _rope(block: BlockConfig, channels: int) -> str:
 
 def _holds(mechanism: MechanismConfig, rope: bool) -> dict[str, str]:
     """What each field of the cache is, in the words of the formulas."""
-    if isinstance(mechanism, LatentConfig):
+    if isinstance(mechanism, MLAConfig):
         return dict(latent="latent", rope_key="turned(x rope_key)")
-    if isinstance(mechanism, RebuiltLatentConfig):
+    if isinstance(mechanism, PaperMLAConfig):
         return dict(latent="latent")
     scale = dict(key_scale="1 / sqrt(mean(z²) + epsilon) of the whole key of head k")
     if isinstance(mechanism, FactoredConfig):

@@ -86,7 +86,7 @@ class _Nothing(nnx.Module):
 
 
 def few_rows(rows_BT: np.ndarray) -> list[np.ndarray]:
-    """As many at once as go through a layer together."""
+    """Rows in groups of as many as go through a layer together."""
     return [rows_BT[i : i + ROWS_AT_ONCE] for i in range(0, len(rows_BT), ROWS_AT_ONCE)]
 
 

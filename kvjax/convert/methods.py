@@ -143,12 +143,12 @@ class ThinKeys:
 
     @property
     def _key_rank(self) -> int | None:
-        """Of keys, where they are of low rank."""
+        """The rank of keys where they are of low rank, else None."""
         return self.rank if self.part in ("key", "both", "key_value") else None
 
     @property
     def _value_rank(self) -> int | None:
-        """Of values, where they are."""
+        """The rank of values where they are of low rank, else None."""
         if self.part == "key_value":
             return self.value_rank or self.rank
         return self.rank if self.part == "value" else None

@@ -70,7 +70,7 @@ class Estimate:
         return 1 / (self.reading + self.encoding + self.writing)
 
     def seconds(self, workers: int) -> float:
-        """Of the whole preparation by so many processes, each with a core."""
+        """How long the whole preparation takes with so many processes, each on a core."""
         learned = min(self.text_bytes, vocabulary.TOKENIZER_CHARACTERS)
         # The last parts leave some processes without work.
         rounds = -(-self.parts // workers) / self.parts

@@ -212,7 +212,7 @@ def train_batches(
             " batch_size, or prepare more text or shorter rows."
         )
     rows = dataset.rows("train")
-    # Of indices, not of rows: Grain fetches a batch's elements one by one.
+    # Batches of indices, not of rows: Grain fetches a batch's elements one by one.
     order = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat()
     batches = order[position + process_index :: process_count].batch(
         batch_size // process_count,

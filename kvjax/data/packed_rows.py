@@ -190,13 +190,8 @@ def heads(dtypes: Mapping[str, np.dtype], row_length: int) -> dict[str, bytes]:
     return dict(zip(sizes, _heads(sizes.items()), strict=True))
 
 
-def record_head(num_bytes: int) -> bytes:
-    """What stands before the bytes of a row that has tokens alone."""
-    return _heads([(FEATURE, num_bytes)])[0]
-
-
 def _heads(sizes: Iterable[tuple[str, int]]) -> list[bytes]:
-    """Of features in order, with their bytes."""
+    """What stands before the bytes of each feature, given (name, number of bytes) in order."""
     entries, total = [], 0
     for name, num_bytes in sizes:
         value = b"\x0a" + _varint(num_bytes)  # BytesList.value

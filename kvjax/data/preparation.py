@@ -68,7 +68,7 @@ class Corpus:
 
     @property
     def bytes(self) -> int:
-        """Of all sources, about, as they lie."""
+        """The size of all sources as they are stored, roughly."""
         return sum(part.bytes for part in self.parts)
 
     def under_way(self) -> UnderWay:
@@ -353,7 +353,7 @@ class _SoFar:
         self._begun = time.monotonic()
 
     def text(self, part: Part) -> str:
-        """For a progress line, when one more part is done."""
+        """Counts one more part as done; returns the text of a progress line."""
         self._done += part.bytes
         rate = self._done / max(time.monotonic() - self._begun, 1e-9)
         left = (self._total - self._before - self._done) / max(rate, 1e-9)

@@ -107,7 +107,7 @@ class Rows:
         self._dtypes = packed_rows.dtypes(description.dtype, description.masked)
         self._heads = packed_rows.heads(self._dtypes, self._length)
         self.in_bucket = in_bucket(self._folder)
-        # Of no method of this object: in a circle, readers would stay open until it is collected.
+        # Not a method of this object: in a circle, readers would stay open until it is collected.
         open_ = functools.partial(_open, self._folder, split, self._rows)
         self._readers = _Readers(open_, most_readers())
         self._take_long = self.in_bucket  # until rows of it show how long they take

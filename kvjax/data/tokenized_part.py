@@ -103,7 +103,7 @@ def write(
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """Of rows: the narrowest that holds every id."""
+    """The dtype of rows: the narrowest unsigned integers that hold every id of a tokenizer."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 

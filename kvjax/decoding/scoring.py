@@ -127,7 +127,7 @@ class Scorer:
         return found
 
     def _batches(self, fed: Sequence[Sequence[int]]) -> Iterator:
-        """For each batch its sequences, and the chunks that they are fed in, with their cache."""
+        """Yields each batch: the indices of its sequences, and the chunks that they are fed in."""
         order = sorted(range(len(fed)), key=lambda i: -len(fed[i]))
         for first in range(0, len(order), self._batch):
             chosen = order[first : first + self._batch]

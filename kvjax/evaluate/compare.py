@@ -136,7 +136,7 @@ def _check_alike(task: str, everyone: Sequence[Evaluated]) -> None:
 
 
 def table(found: Mapping[str, dict], one: Sequence[str], other: Sequence[str]) -> Table:
-    """For a terminal."""
+    """The differences as a table for a terminal."""
     percent = lambda share: f"{100 * share:.1f}"
     rows = []
     for task, entry in found.items():

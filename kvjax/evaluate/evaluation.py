@@ -168,7 +168,7 @@ def run(
 
 
 def names(plan: Plan) -> list[str]:
-    """Of everything that has rows of its own."""
+    """The names under which a plan keeps rows: those of question sets, then of CORE tasks."""
     return [*plan.questions, *map(core_tasks.label_of, plan.core)]
 
 

@@ -27,7 +27,7 @@ _FENCED = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
 
 
 class Verdict(NamedTuple):
-    """Of an answer: whether it is right, why not, and whether it was judged a second time."""
+    """What judging an answer gave: whether it is right, why not, whether it was judged twice."""
 
     right: bool
     reason: str = ""

@@ -19,8 +19,8 @@ from kvjax.foundation.files import write_atomically
 from kvjax.foundation.output import Table
 
 FILE = "summary.json"
-# Of rows: equal logits; answers without an end, prompts that were cut, special tokens in a program,
-# programs that were judged a second time.
+# Counts of rows with: equal logits; answers without an end; prompts that were cut; special tokens
+# in a program; programs that were judged a second time.
 _COUNTED = ("ties", "unfinished", "cut", "specials", "retried")
 _OF_HUMANEVAL = ("humaneval", "sandbox", "num_tokens")
 
@@ -91,7 +91,7 @@ def read(folder: epath.Path) -> dict:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """For a terminal."""
+    """The scores of a result as a table for a terminal."""
     rows = []
     for name, task in result["tasks"].items():
         low, high = task["interval"]

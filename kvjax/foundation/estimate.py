@@ -28,17 +28,17 @@ class Estimate:
         return 1 if self.mean > 0 else -1
 
     def times(self, factor: float) -> "Estimate":
-        """In another unit, as points of a share."""
+        """The estimate times a factor: in another unit, as points of a share."""
         return Estimate(factor * self.mean, None if self.half is None else factor * self.half)
 
     def shown(self, digits: str = ".2f") -> str:
-        """As cells have it: 98.12 ± 0.40."""
+        """The text that cells of a table have: 98.12 ± 0.40."""
         more = "" if self.half is None else f" ± {self.half:{digits.lstrip('+')}}"
         return f"{self.mean:{digits}}{more}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Of one value or more."""
+    """The mean of values, one for each seed, with its interval; a single value has none."""
     mean, half = over_seeds(np.array(values, float)[:, None])
     return Estimate(float(mean[0]), None if half is None else float(half[0]))
 

@@ -74,7 +74,7 @@ def cache_directory() -> epath.Path:
 
 
 def folder(key: str, text: epath.PathLike) -> epath.Path:
-    """As `path`, of a folder that is there or can be made; a UserError where a file stands."""
+    """The path (see `path`) of a folder that is there or can be made; a UserError for a file."""
     found = path(key, text)
     if not in_bucket(found):
         there = next(p for p in (found, *found.parents) if os.path.lexists(p))

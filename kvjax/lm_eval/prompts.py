@@ -37,7 +37,7 @@ class Prompts:
 
     @property
     def name(self) -> str:
-        """Of the tokenizer and the template, by their contents."""
+        """A name for the tokenizer with the template: a digest of their contents."""
         said = f"{self._tokenizer.to_json()}\0{self.template}"
         return f"kvjax-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
@@ -103,7 +103,7 @@ def _template(found: Found) -> str | None:
 
 
 def _native(messages: Sequence[Mapping], opens_answer: bool) -> str:
-    """As `kvjax.conversation.render` gives ids, the text of them."""
+    """The text of the ids that `kvjax.conversation.render` gives for a conversation."""
     bos, user_start, user_end, assistant_start, assistant_end = map(
         marked.special, specials.NAMES[:5]
     )

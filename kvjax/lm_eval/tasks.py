@@ -93,7 +93,7 @@ def _matching(names: Sequence[str], known: Sequence[str]) -> list[str]:
 def _configs(
     manager: TaskManager, name: str, seen: set[str] | None = None
 ) -> Iterator[tuple[str, Mapping]]:
-    """Of a task, or of all in a group or tag, what YAML says; nothing of one that is not there."""
+    """(name, YAML config) of a task, group or tag and of all its members; {} of unknown names."""
     seen = set() if seen is None else seen
     if name in seen:
         return

@@ -85,7 +85,8 @@ def recover(parent: str | os.PathLike, *, tune: str = "qk", teacher: str = "", *
     vocabulary = dict(
         tokenizer=str(parent / "tokenizer.json"), vocab_size=there["data"]["vocab_size"]
     )
-    train = TrainConfig(num_steps=3_662, batch_size=8, grad_accumulation=8)  # 3 · 10M tokens
+    # 60M tokens in rows of 2,048, 30M in rows of 1,024
+    train = TrainConfig(num_steps=3_662, batch_size=8, grad_accumulation=8)
     config = dict(
         name=f"{parent.name}_tuned",
         model=there["model"],

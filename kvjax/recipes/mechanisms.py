@@ -1,16 +1,16 @@
 """Attention sections: one function for each mechanism, of heads, ranks and widths."""
 
-from kvjax.attention import BranchedLatentConfig
 from kvjax.attention import FactoredConfig
+from kvjax.attention import GLAConfig
 from kvjax.attention import GroupedConfig
-from kvjax.attention import GroupedLatentConfig
-from kvjax.attention import LatentConfig
-from kvjax.attention import RebuiltLatentConfig
-from kvjax.attention import ResidualLatentConfig
-from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import GTAConfig
+from kvjax.attention import MFAKRConfig
+from kvjax.attention import MLAConfig
+from kvjax.attention import MLALRKVConfig
+from kvjax.attention import MLRAConfig
+from kvjax.attention import PaperMLAConfig
 from kvjax.attention import SharedKVConfig
-from kvjax.attention import TensorProductConfig
-from kvjax.attention import TiedLatentConfig
+from kvjax.attention import TPAConfig
 from kvjax.foundation.errors import UserError
 from kvjax.recipes.section import keys
 
@@ -63,7 +63,7 @@ def projection_sharing(
 def mla(num_heads: int, *, latent: int, rope_dim: int = HEAD_DIM // 2, dim: int = HEAD_DIM) -> dict:
     """Position from one key of rope_dim channels that is cached beside the latent."""
     shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
-    return dict(kind="mla") | keys(LatentConfig(**shape, rope_key_dim=rope_dim))
+    return dict(kind="mla") | keys(MLAConfig(**shape, rope_key_dim=rope_dim))
 
 
 def mla_lrkv(
@@ -76,14 +76,14 @@ def mla_lrkv(
 ) -> dict:
     """LRKV over MLA's latent: a latent for all heads and residuals of `rank` for each."""
     shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
-    config = ResidualLatentConfig(**shape, rope_key_dim=rope_dim, rank=rank)
+    config = MLALRKVConfig(**shape, rope_key_dim=rope_dim, rank=rank)
     return dict(kind="mla_lrkv") | keys(config)
 
 
 def mla_paper(num_heads: int, *, latent: int, dim: int = HEAD_DIM) -> dict:
     """Every head's keys are rebuilt from the latent and rotated, as the LRKV paper counts MLA."""
     shape = dict(num_heads=num_heads, latent_dim=latent, key_dim=dim, value_dim=dim)
-    return dict(kind="mla_paper") | keys(RebuiltLatentConfig(**shape))
+    return dict(kind="mla_paper") | keys(PaperMLAConfig(**shape))
 
 
 def factored(
@@ -118,7 +118,7 @@ def mfa(num_heads: int, *, query_rank: int, kv_heads: int = 1, dim: int = 256) -
 def mfa_kr(num_heads: int, *, query_rank: int, kv_heads: int = 1, dim: int = 256) -> dict:
     """MFA with keys reused as values."""
     shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, query_rank=query_rank)
-    return dict(kind="mfa_kr") | keys(ReusedKeysConfig(**shape))
+    return dict(kind="mfa_kr") | keys(MFAKRConfig(**shape))
 
 
 def gla(
@@ -133,7 +133,7 @@ def gla(
     """Grouped latent attention: several latents of `latent` channels, and a key of rope_dim."""
     shape = dict(num_heads=num_heads, num_latents=latents, latent_dim=latent, key_dim=dim)
     shape |= dict(value_dim=dim, rope_key_dim=rope_dim, query_rank=query_rank)
-    return dict(kind="gla") | keys(GroupedLatentConfig(**shape))
+    return dict(kind="gla") | keys(GLAConfig(**shape))
 
 
 def mlra(
@@ -150,7 +150,7 @@ def mlra(
         raise UserError(f"branches = {branches}: must be 1, 2 or 4, of four latents in all")
     shape = dict(num_heads=num_heads, num_branches=branches, num_latents=4 // branches)
     shape |= dict(latent_dim=latent, key_dim=dim, value_dim=dim)
-    config = BranchedLatentConfig(**shape, rope_key_dim=rope_dim, query_rank=query_rank)
+    config = MLRAConfig(**shape, rope_key_dim=rope_dim, query_rank=query_rank)
     return dict(kind="mlra") | keys(config)
 
 
@@ -158,7 +158,7 @@ def gta(num_heads: int, *, kv_heads: int, dim: int = HEAD_DIM, rope_dim: int | N
     """Grouped-tied attention; half of a key's channels are rotated, if nothing else is said."""
     rope_dim = dim // 2 if rope_dim is None else rope_dim
     shape = dict(num_heads=num_heads, num_kv_heads=kv_heads, key_dim=dim, rope_key_dim=rope_dim)
-    return dict(kind="gta") | keys(TiedLatentConfig(**shape))
+    return dict(kind="gta") | keys(GTAConfig(**shape))
 
 
 def shared_kv(
@@ -184,5 +184,5 @@ def tpa(
 ) -> dict:
     """Tensor product attention; query_factors = 0 is "KV-only"."""
     shape = dict(num_heads=num_heads, key_rank=key_rank, value_rank=value_rank)
-    config = TensorProductConfig(**shape, query_factors=query_factors, key_dim=dim, value_dim=dim)
+    config = TPAConfig(**shape, query_factors=query_factors, key_dim=dim, value_dim=dim)
     return dict(kind="tpa") | keys(config)

@@ -30,14 +30,14 @@ def text_of(name: str) -> str:
 
 @functools.cache
 def interpreter(*, locks_itself: bool) -> str:
-    """For `python -c`: both roles, and what locks a process of this machine."""
+    """The program for `python -c` of candidate and judge, with its own lock if `locks_itself`."""
     names = (*_EVERYWHERE, *(_LOCKED_BY_THE_KERNEL if locks_itself else ()), "start")
     return _program(names)
 
 
 @functools.cache
 def host() -> str:
-    """For `python -c`: what runs a guest in WebAssembly."""
+    """The program for `python -c` that runs a guest in WebAssembly."""
     return _program(("limits", "host"))
 
 

@@ -137,7 +137,7 @@ class Run:
             return state
         with self._waiting(f"reading {self.parent.workdir}"):
             asked = self.program.abstract_state["params"]
-            # Of those that are drawn only rows that the parent lacks are needed.
+            # Only those rows of the drawn weights are needed that the parent lacks.
             drawn = growth.grown_alone(state.pop("params"))
             place = growth.smaller(asked, self.parent.experiment.model.vocab_size)
             params = read_parameters(self.parent.checkpoints, self.parent.step, place)

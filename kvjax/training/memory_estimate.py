@@ -182,7 +182,7 @@ def kept(config: TransformerConfig, remat: str, *, kernel: bool) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Products:
-    """For one token and all layers: the products with weights that a backward pass reads."""
+    """The products with weights that a backward pass reads, for one token and all layers."""
 
     kept: int  # elements that the policy "dots" keeps: made by weights without a batch axis
     expansions: int  # multiply-adds with weights that have one

@@ -231,7 +231,7 @@ def check_models(
         before = conversations.before_growth(experiment, parent)
         shapes = parameters.abstract(before).shapes
         checkpoint.check_parameters(parent.checkpoints, parent.step, shapes)
-        # Of weights that are not drawn here, and of training.
+        # Keys of drawing weights, which are not drawn here, and of training.
         start = dict(matrix_std=0.0, embedding_std=1.0, zero_outputs=True, dropout=0.0)
         plain = lambda m: dataclasses.replace(m, block=dataclasses.replace(m.block, **start))
         if plain(parent.experiment.model) != plain(before):

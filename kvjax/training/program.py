@@ -203,20 +203,7 @@ def train_step(
         taught = dict(teacher=nnx.merge(teacher_graph, teacher), share=policy.teacher_share)
         return mean_taught_loss(model, tokens, targets, **taught, **options)
 
-    value_and_grad = jax.value_and_grad(loss)
-    if parts == 1:
-        value, grads = value_and_grad(learned, rows, dropout)
-    else:
-
-        def accumulate(total, part):
-            return jax.tree.map(jnp.add, total, value_and_grad(learned, *part)), None
-
-        # Part i takes rows i, i + parts, ...: each device keeps the rows it has.
-        by_part = rows.reshape(-1, parts, rows.shape[1]).swapaxes(0, 1)
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, learned))
-        keys = jax.random.split(dropout, parts) if drops else None
-        total, _ = jax.lax.scan(accumulate, zero, (by_part, keys))
-        value, grads = jax.tree.map(lambda x: x / parts, total)
+    value, grads = _mean_over_parts(jax.value_and_grad(loss), learned, rows, dropout, parts)
     updates, opt_state = optimizer.update(grads, state["optimizer"], learned)
     params = with_tuned(state["params"], optax.apply_updates(learned, updates))
     new = dict(
@@ -234,6 +221,27 @@ def train_step(
             for part in ("params", "optimizer"):
                 new[part] = jax.tree.map(stay, state[part], new[part])
     return new, metrics | dict(param_norm=optax.global_norm(new["params"]))
+
+
+def _mean_over_parts(value_and_grad, learned, rows, dropout, parts: int):
+    """The loss and its gradients, one part of the rows after another: gradient accumulation.
+
+    Args:
+      value_and_grad: (learned, rows, dropout's key or None) -> (value, gradients).
+      rows: [B, T + 1]; `parts` divides B.
+    """
+    if parts == 1:
+        return value_and_grad(learned, rows, dropout)
+
+    def accumulate(total, part):
+        return jax.tree.map(jnp.add, total, value_and_grad(learned, *part)), None
+
+    # Part i takes rows i, i + parts, ...: each device keeps the rows it has.
+    by_part = rows.reshape(-1, parts, rows.shape[1]).swapaxes(0, 1)
+    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, learned))
+    keys = None if dropout is None else jax.random.split(dropout, parts)
+    total, _ = jax.lax.scan(accumulate, zero, (by_part, keys))
+    return jax.tree.map(lambda x: x / parts, total)
 
 
 def judge(bad: dict, loss: jax.Array, grad_norm: jax.Array, policy: TrainConfig):

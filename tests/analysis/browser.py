@@ -94,7 +94,7 @@ class Browser:
             time.sleep(0.05)
 
     def value(self, expression: str):
-        """Of JavaScript, JSON-able."""
+        """The value of a JavaScript expression, which must be JSON-able."""
         found = self("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -109,7 +109,7 @@ class Browser:
         self("Emulation.setEmulatedMedia", media=kind, features=[feature])
 
     def picture(self, file: pathlib.Path) -> None:
-        """Of the whole page."""
+        """Writes a picture of the whole page to a file."""
         shot = self("Page.captureScreenshot", captureBeyondViewport=True, format="png")
         file.write_bytes(base64.b64decode(shot["data"]))
 

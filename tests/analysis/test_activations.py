@@ -99,7 +99,7 @@ def _check_plain(layer, *, rotates):
     quick.only(("mla_paper",), MECHANISMS),
 )
 def test_layers_are_those_of_the_model(make_mechanism, mechanism_name):
-    """Of every mechanism: inputs, probabilities, outputs."""
+    """Inputs, probabilities and outputs of attention are the model's, with every mechanism."""
     _check(_made(make_mechanism(mechanism_name)))
 
 

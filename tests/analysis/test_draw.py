@@ -73,7 +73,16 @@ def test_a_logarithmic_axis_names_several_numbers(low, high):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("numbers", [(0.0, 0.0), (-1.0, -2.0), (np.nan, np.nan), ()])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (0.0, 0.0),
+        *(
+            pytest.param(numbers, marks=pytest.mark.slow)
+            for numbers in ((-1.0, -2.0), (np.nan, np.nan), ())
+        ),
+    ],
+)
 def test_a_logarithmic_axis_without_numbers_above_zero_is_linear(numbers):
     """And matplotlib does not warn of it."""
     svg = draw.lines({"a": (numbers, numbers)}, x="x", y="y", log_x=True, log_y=True)
@@ -149,6 +158,7 @@ def test_what_is_not_finite_is_left_out():
         assert not re.search(r'd="[^"]*(nan|inf)', svg)
 
 
+@pytest.mark.slow
 def test_names_are_shown_as_they_are():
     names = ["$x^2$ & <b>", "_hidden", "文字", "x" * 60, ""]
     for svg in (
@@ -160,6 +170,7 @@ def test_names_are_shown_as_they_are():
             assert name.replace(" ", "") in told.replace(" ", ""), name
 
 
+@pytest.mark.slow
 def test_layers_by_the_dozen_keep_their_order():
     """More series than colours go from dark to light, and all are named."""
     names = [f"layer {i}" for i in range(30)]

@@ -41,6 +41,7 @@ def test_parts_add_up_to_the_heads(name, norm):
         np.testing.assert_allclose(found[part].total_DKH, total_DKH, atol=1e-9 * scale)
 
 
+@pytest.mark.slow
 def test_parts_of_a_base_that_alone_is_rotated():
     model = _model("lrkv", rope="shared")
     found, heads = geometry.of_layer(model, 0)["key"], heads_lib.of_layer(model, 0)
@@ -215,6 +216,7 @@ def test_distance_from_the_best_residual():
     assert np.isnan(_optimal(nothing.total_DKH, nothing).distance_K).all()
 
 
+@pytest.mark.slow
 def test_unrelated_residuals_as_large_as_the_best():
     """Their distance is sqrt(2) on average, as `Optimal` says."""
     squares = []

@@ -84,7 +84,7 @@ def test_queries_weigh():
 
 
 def test_rows_are_centred_each_alone_or_together():
-    """Of several rows the center is common, and what is best depends on whose mean is nothing."""
+    """The centre is common; which centring is best depends on whether row means are to count."""
     query_BTNH, key_BTKH, _ = _arrays()
     key_BTKH[1] += 10 * np.random.default_rng(5).normal(size=(K, H))
     each, together = (_of(query_BTNH, key_BTKH, each_row=flag) for flag in (True, False))
@@ -121,7 +121,7 @@ def test_keys_of_some_rank_keep_their_subspace(s):
 
 
 def test_overlap():
-    """Of a subspace in any basis 1, of orthogonal ones 0, of one angle its squared cosine."""
+    """It is 1 in any basis of one subspace, 0 if orthogonal, a squared cosine at one angle."""
     eye, rng = np.eye(H), np.random.default_rng(0)
     of = lambda *rows: key_subspaces.Subspaces(
         np.zeros((1, H)), np.stack(rows, axis=1)[None], np.stack(rows)[None]
@@ -185,7 +185,7 @@ def test_turned_keys():
     ["mha", "lrkv", "mistral_lrkv", "qwen2_thin", "gpt2_lrkv", "mla"],
 )
 def test_turned_keys_are_those_of_attention(name):
-    """Of every mechanism, those that turn some channels only among them; with the bias of keys."""
+    """Mechanisms that turn only some channels are among them, and biases of keys are found."""
     if name == "mla":
         block, mechanism = "nanochat", workdirs.mla()
     else:
@@ -310,14 +310,14 @@ def _later(layer, tokens, r):
 
 @pytest.mark.parametrize("tokens", [8, 16, 32])
 def test_few_tokens_do_no_more_harm_than_nothing_kept(tokens):
-    """Of independent ones: beyond their directions come those that queries weigh most, not
+    """Beyond the directions of few independent tokens come those that queries weigh most, not
     rounding errors that an oblique projection makes large. (Else: up to 27 times
     the logits.)"""
     assert _later(_process(0, 256, 64), tokens, 48).max() < 1
 
 
 def test_what_keys_do_not_tell_queries_do():
-    """Of a text with the same key everywhere, no direction is told: those of the queries remain."""
+    """The keys of two tokens tell one direction; behind it come those that queries weigh most."""
     query_BTNH, key_BTKH, _ = _arrays(rank=1)
     key_BTKH = np.concatenate([key_BTKH[:1, :1], key_BTKH[:1, 1:2]], axis=1)  # one direction
     found = _of(query_BTNH, key_BTKH)
@@ -361,7 +361,7 @@ def test_drift_is_told_from_sampling():
 
 
 def test_joint_rotations_of_queries_and_keys_change_nothing():
-    """Of each KV head its own: errors are the same, and overlaps."""
+    """Each KV head has a rotation of its own; errors and overlaps stay the same."""
     query_BTNH, key_BTKH, value_BTKH = _arrays()
     rng = np.random.default_rng(7)
     turn_KHH = np.stack([_orthogonal(rng) for _ in range(K)])

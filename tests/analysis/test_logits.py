@@ -36,7 +36,7 @@ def _softmax(z, visible):
 
 @pytest.fixture(params=[12, 5, 3])
 def arrays(request):
-    """Of more tokens than channels, as many, and fewer."""
+    """Queries and keys of more tokens than channels, of as many, and of fewer."""
     return _keys(request.param)
 
 
@@ -66,7 +66,7 @@ def test_field_is_the_svd_of_the_matrix(arrays):
 
 
 def test_a_known_spectrum():
-    """Of singular values 4, 2, 1, 1: shares .73, .91, .95, 1 of the energy."""
+    """Singular values 4, 2, 1 and 1 hold shares of .73, .91, .95 and 1 of the energy."""
     rng = np.random.default_rng(1)
     left_LR = np.linalg.qr(rng.normal(size=(9, 4)))[0]
     right_LR = np.linalg.qr(np.column_stack([np.ones(9), rng.normal(size=(9, 4))]))[0][:, 1:]
@@ -147,7 +147,7 @@ def _interactions(heads, distance):
 
 @pytest.mark.parametrize("d_model", [9, 4])
 def test_interaction_is_that_of_the_weights(d_model):
-    """As the SVD of D x D has it: without RoPE, at a distance, and over all pairs of tokens."""
+    """Energies are those of D x D matrices: without RoPE, at a distance, and over all pairs."""
     heads = _heads(d_model=d_model)
     found = logits.Interaction(heads)
 

@@ -193,6 +193,7 @@ def test_report_is_a_page_and_json(section):
     assert len(pairs.rows) == 3 * len(DISTANCES) and len(layers.rows) == 2
 
 
+@pytest.mark.slow
 def test_numbers_of_the_report(measured, section):
     layer = measured.layers[1]
     found = section.data["layers"][1]

@@ -169,7 +169,7 @@ def test_runs_are_those_of_the_ways(model, measured):
 
 
 def test_fixed_subspaces_of_each_text():
-    """For drift: one for each text, of its first row."""
+    """Drift takes one subspace for each text, that of its first row."""
     read = key_ways.windows({name: np.arange(32) for name in "ab"}, 15, 32)
     one, other = (
         key_subspaces.Subspaces(np.zeros((1, 4)), np.eye(4)[None], i * np.eye(4)[None])
@@ -204,7 +204,7 @@ def test_queries_weigh_as_keys_meet_them(model):
 
 @pytest.mark.slow
 def test_drift(model, measured):
-    """Of the longest rows; the last two errors are those of all tokens and of other text."""
+    """Drift on the longest rows; the last two errors are those of all tokens and of other text."""
     assert measured.drift_at == (5, 10, 20) and measured.drift_rank == 2
     rows_BT = np.stack([tokens_T[:40] for tokens_T in TEXTS.values()])
     read = key_ways.windows(TEXTS, 16, 40)
@@ -536,6 +536,7 @@ def test_models_without_rope_that_see_all_tokens():
     assert len(ways) == 6 and len(found.figures) == 4 and "After RoPE" not in found.lead
 
 
+@pytest.mark.slow
 def test_bad_input(model):
     with pytest.raises(UserError, match="lengths = 8: .* at least 16 tokens"):
         report.check(model, Request(TEXTS, (4, 8)))

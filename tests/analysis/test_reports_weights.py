@@ -15,7 +15,6 @@ from kvjax.analysis.reports import diversity as diversity_report
 from kvjax.analysis.reports import geometry as geometry_report
 from kvjax.analysis.reports import projections as projections_report
 from kvjax.analysis.request import Request
-from kvjax.attention import RebuiltLatentConfig
 from kvjax.foundation.errors import UserError
 from tests import quick
 from tests.convert import workdirs
@@ -101,7 +100,7 @@ def test_diversity_without_rope_has_no_means_over_positions():
 
 @pytest.mark.slow
 def test_random_heads_are_different_with_any_mechanism():
-    """As the text under the first figure says."""
+    """The text under the first figure says so."""
     for name in ("mha", "mqa", "lrkv", "mla"):
         data = diversity_report.section(_model(name), NOTHING).data["models"][name]
         assert all(one["share"] > 0.95 for one in data["key"])
@@ -198,20 +197,15 @@ def test_a_head_that_does_nothing_is_named():
 
 
 def test_names_of_mechanisms():
-    name = words.mechanism_name
     found = {
-        key: name(config)
+        key: config.title
         for key, (_, config, _) in workdirs.MODELS.items()
         if key != "lrkv_by_layer"
     }
     assert found["mha"] == "MHA" and found["mqa"] == "MQA" and found["gqa"] == "GQA, 2 KV heads"
     assert found["lrkv"] == "LRKV, rank 3" and found["lrkv_gqa"] == "LRKV over 2 bases, rank 3"
     assert found["thin_joint"] == "low rank, keys 5, values 4"
-    assert (
-        name(OTHERS["kv_tied"]) == "Q-K=V, LRKV, rank 3" and name(OTHERS["mla"]) == "MLA, latent 10"
-    )
-    rebuilt = RebuiltLatentConfig(num_heads=4, latent_dim=6, key_dim=8, value_dim=8)
-    assert name(rebuilt) == "MLA without a RoPE key, latent 6"
+    assert OTHERS["kv_tied"].title == "Q-K=V, LRKV, rank 3"
     several = words.mechanism_names(workdirs.MODELS["lrkv_by_layer"][1])
     assert several.split("; ")[1] == "GQA, 2 KV heads"
 
@@ -354,6 +348,7 @@ def test_projections_has_the_numbers_of_every_layer():
     assert rows["effective rank by squares, value"][2] == 702 / 1024
 
 
+@pytest.mark.slow
 def test_projections_of_keys_that_are_values():
     section = projections_report.section(_model("kv_tied"), NOTHING)
     found = section.data["layers"][0]

@@ -36,7 +36,7 @@ def test_turned_by_positions():
 
 
 def test_turns_are_diagonal():
-    """In channels of a unitary map, with the phases as diagonal."""
+    """In the channels that a unitary map leads to they are, with the phases as diagonal."""
     to_HH = rotary.diagonal(np.eye(H), ROTATED, 0)
     np.testing.assert_allclose(to_HH @ to_HH.conj().T, np.eye(H), atol=1e-15)
     phase_H = rotary.phases(H, ROTATED, FREQUENCIES_F)

@@ -99,7 +99,7 @@ def test_proposition_4_1_holds_where_it_is_tight(seed):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length", [L, 4])
 def test_attention_of_rank_is_that_of_the_definition(mask, length):
-    """In float32; of more tokens than channels, and of fewer."""
+    """In float32 it is, with more tokens than channels and with fewer."""
     both = [_arrays(seed, length) for seed in (0, 1)]
     q, k, v = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*both, strict=True))
     for rank in RANKS:
@@ -113,7 +113,7 @@ def test_attention_of_rank_is_that_of_the_definition(mask, length):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral_lrkv", "gpt2_lrkv"])
 def test_perplexity_under_logits_of_some_rank(name):
-    """Of full rank it is the model's."""
+    """At full rank it is the model's own perplexity."""
     block, mechanism, _ = workdirs.MODELS[name]
     model = workdirs.Made(workdirs.config(block, mechanism))
     rows_BT = np.random.default_rng(0).integers(0, 256, (2, 30)).astype(np.int32)

@@ -192,7 +192,7 @@ def test_meshes_of_whole_tiles_come_first():
 
 
 def test_gradients_of_broken_tiles_count_as_all_reduced():
-    """As v4's compiler sends them: 27.2 GB a step and chip with 36 rows each, 14.6 with 144."""
+    """v4's compiler sends 27.2 GB a step and chip with 36 rows each, and 14.6 with 144."""
     plain = experiment(CONFIGS / "lrkv_2p5b.py")
     wire = {}
     for data, fsdp in ((1, 64), (4, 16)):
@@ -217,12 +217,14 @@ def test_a_right_prediction_of_what_is_too_large_is_not_corrected(scale, says):
     assert search.corrections([candidate]) == expected
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_compiler_says_no_numbers(compiler):
     compiler.scale, compiler.says = 1e6, False
     with pytest.raises(UserError, match="none of 2 candidates fits. By how much.* does not say"):
         aot.sweep(experiment(MEDIUM), "v5e:8", 2, OUT)
 
 
+@pytest.mark.slow
 def test_the_nearest_candidate_is_one_with_a_number(compiler, monkeypatch):
     found = search.candidates(experiment(MEDIUM), datasheets.get("v5e"), 8)[:3]
     for candidate, needed in zip(found, (0, 30 * 10**9, 20 * 10**9), strict=True):

@@ -22,6 +22,6 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def without_latent_norms(monkeypatch):
-    """For what is equal but for the norm of latents, which there always is."""
+    """Latents are not normed: for mechanisms that are equal to others but for that norm."""
     for where in (mechanism, gla, mla, shared_kv):
         monkeypatch.setattr(where, "latent_norm", lambda *args, **options: lambda x: x)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.attention import Attention
-from kvjax.attention import BranchedLatentConfig
-from kvjax.attention import GroupedLatentConfig
-from kvjax.attention import ResidualLatentConfig
+from kvjax.attention import GLAConfig
+from kvjax.attention import GTAConfig
+from kvjax.attention import MLALRKVConfig
+from kvjax.attention import MLRAConfig
 from kvjax.attention import SharedKVConfig
-from kvjax.attention import TensorProductConfig
-from kvjax.attention import TiedLatentConfig
+from kvjax.attention import TPAConfig
 from kvjax.layers import rope
 
 B, T, D, N, H, P = 2, 6, 24, 4, 8, 4
@@ -116,19 +116,19 @@ def noise(shape, seed=1):
 
 
 def gla_config(J, **options):
-    return GroupedLatentConfig(**LATENT, num_latents=J, **options)
+    return GLAConfig(**LATENT, num_latents=J, **options)
 
 
 def mla_lrkv_config(R, **options):
-    return ResidualLatentConfig(**LATENT, rank=R, **options)
+    return MLALRKVConfig(**LATENT, rank=R, **options)
 
 
 def mlra_config(G, J, **options):
-    return BranchedLatentConfig(**LATENT, num_branches=G, num_latents=J, **options)
+    return MLRAConfig(**LATENT, num_branches=G, num_latents=J, **options)
 
 
 def gta_config(P, **options):
-    return TiedLatentConfig(**COMMON, num_kv_heads=2, rope_key_dim=P, **options)
+    return GTAConfig(**COMMON, num_kv_heads=2, rope_key_dim=P, **options)
 
 
 def shared_kv_config(P, **options):
@@ -137,4 +137,4 @@ def shared_kv_config(P, **options):
 
 def tpa_config(R, **options):
     options = dict(query_factors=0, qk_norm="none") | options
-    return TensorProductConfig(**BOTH, key_rank=R, value_rank=R, **options)
+    return TPAConfig(**BOTH, key_rank=R, value_rank=R, **options)

@@ -190,6 +190,7 @@ def test_query_chunk_changes_nothing(x64, ways, mechanism_name):
     assert np.abs(near["full"] - near["whole"]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_any_query_chunk_will_do(x64, build):
     config, module, _ = build("lrkv_gqa")
     positions, chunks = _positions(config), (0, 1, 2, 6, 7, 100)
@@ -224,7 +225,7 @@ def test_shifting_all_positions_changes_nothing(x64, ways, mechanism_name):
 @pytest.mark.parametrize("mechanism_name", quick.only(quick.READERS, MECHANISMS))
 @pytest.mark.parametrize("new", quick.only([1], [1, 4]), ids=["step", "prefill"])
 def test_products_over_a_cache_are_as_precise_as_the_model(build, mechanism_name, new):
-    """In the device's highest precision where it computes in float32, else in its default."""
+    """They have the device's highest precision if the model is in float32, else its default."""
     config, module, _ = build(mechanism_name)
     graph, state = nnx.split(module)
     first_B = jnp.zeros(B, jnp.int32)
@@ -251,7 +252,8 @@ def _precisions(jaxpr) -> list:
     return sum(map(_precisions, jax.extend.core.subjaxprs(jaxpr)), own)
 
 
-@pytest.mark.parametrize("family", quick.only(["lrkv"], FAMILIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_output_starts_at_zero(make_mechanism, family):
     config = make_mechanism(family, bias=True)
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import cache as cache_lib
 from kvjax.attention import GroupedConfig
-from kvjax.attention import LatentConfig
+from kvjax.attention import MLAConfig
 from kvjax.attention.cross import CrossAttention
 from kvjax.attention.grouped import Grouped
 from kvjax.foundation.errors import UserError
@@ -146,6 +146,7 @@ def test_what_changes_nothing(make, kind):
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_one_token_gives_its_value_to_every_query(make):
     module = make(_config("lrkv"))
     x, memory, _ = _inputs()
@@ -164,6 +165,7 @@ def test_an_empty_memory_gives_nothing(make):
         assert not np.any(decode(jnp.asarray(queries), layer, none))
 
 
+@pytest.mark.slow
 def test_lrkv_of_rank_0_is_mqa_and_of_full_rank_mha(make):
     """Base 0 and B the identity: each head has keys and values of its own."""
     x, memory, lengths = _inputs()
@@ -186,6 +188,7 @@ def test_lrkv_of_rank_0_is_mqa_and_of_full_rank_mha(make):
     np.testing.assert_allclose(of(full), of(mha), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_parameters_and_cached_elements():
     """RIVALS' formula: D N H + Dm(H + Hv + 2NR) + NR(H + Hv) + N Hv D; 2(H + NR) elements."""
     module = CrossAttention(_config("lrkv"), D, DM, rngs=nnx.Rngs(0))
@@ -213,8 +216,8 @@ def test_what_has_no_meaning(more, message):
 
 
 def test_a_latent_has_no_form_for_two_streams():
-    config = LatentConfig(num_heads=N, key_dim=8, value_dim=8, latent_dim=8, rope_key_dim=4)
-    with pytest.raises(UserError, match="by LatentConfig: must be a GroupedConfig"):
+    config = MLAConfig(num_heads=N, key_dim=8, value_dim=8, latent_dim=8, rope_key_dim=4)
+    with pytest.raises(UserError, match="by MLAConfig: must be a GroupedConfig"):
         CrossAttention(config, D, rngs=nnx.Rngs(0))
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import BranchedLatentConfig
-from kvjax.attention import LatentConfig
+from kvjax.attention import MLAConfig
+from kvjax.attention import MLRAConfig
 from tests import quick
 from tests.attention.one_layer import LATENT
 from tests.attention.one_layer import D
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("query_rank", quick.only([5], [0, 5]))
 def test_one_latent_is_mla(randomise, query_rank):
     options = dict(qk_norm="rms_gain", latent_scale=True, query_rank=query_rank)
-    mla, gla = LatentConfig(**LATENT, **options), gla_config(1, **options)
+    mla, gla = MLAConfig(**LATENT, **options), gla_config(1, **options)
     w = weights(randomise, mla)
     own = dict(w["mechanism"])
     own["down"] = own["down"][:, None]
@@ -52,7 +52,7 @@ def test_groups_are_mla_with_zeros_but_for_norms(randomise, without_latent_norms
         for j in range(2):
             up[j, :, 2 * j : 2 * j + 2] = own[name][j]
         own[name] = up.reshape(12, N, H)
-    mla = LatentConfig(**LATENT | dict(latent_dim=12))
+    mla = MLAConfig(**LATENT | dict(latent_dim=12))
     close(run(gla, w), run(mla, w | dict(mechanism=own)))
 
 
@@ -69,7 +69,7 @@ def test_a_latent_moves_its_own_heads_and_the_rotated_key_all(randomise):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config", [gla_config(2), BranchedLatentConfig(**LATENT, num_branches=2, num_latents=2)]
+    "config", [gla_config(2), MLRAConfig(**LATENT, num_branches=2, num_latents=2)]
 )
 def test_scales_are_of_whole_keys_and_of_a_latents_own_width(randomise, config):
     assert config.scale == (H + P) ** -0.5

@@ -8,14 +8,14 @@ import pytest
 
 from kvjax.attention import MECHANISMS
 from kvjax.attention import FactoredConfig
-from kvjax.attention import GroupedLatentConfig
-from kvjax.attention import LatentConfig
-from kvjax.attention import RebuiltLatentConfig
-from kvjax.attention import ResidualLatentConfig
-from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import GLAConfig
+from kvjax.attention import GTAConfig
+from kvjax.attention import MFAKRConfig
+from kvjax.attention import MLAConfig
+from kvjax.attention import MLALRKVConfig
+from kvjax.attention import PaperMLAConfig
 from kvjax.attention import SharedKVConfig
-from kvjax.attention import TensorProductConfig
-from kvjax.attention import TiedLatentConfig
+from kvjax.attention import TPAConfig
 from kvjax.cache.field import Field
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
@@ -48,7 +48,7 @@ def _rotated(x_BTKH, on):
 
 def _rebuild(config, w, entry, on):
     """Keys and values [B, T, K, ...] from nothing but the entry and weights behind the cache."""
-    if isinstance(config, GroupedLatentConfig):
+    if isinstance(config, GLAConfig):
         H = config.key_dim
         latent = entry["latent"].reshape(B, T, -1, config.latent_dim)
         up = lambda name: w[name].reshape(-1, *w[name].shape[-3:])
@@ -57,29 +57,29 @@ def _rebuild(config, w, entry, on):
         shared = np.broadcast_to(entry["rope_key"][:, :, None], (*k.shape[:3], config.rope_key_dim))
         v = of_heads("up_value").reshape(B, T, -1, config.value_dim)
         return np.concatenate([k, shared], -1), v
-    if isinstance(config, LatentConfig):
+    if isinstance(config, MLAConfig):
         latent, N = entry["latent"], config.num_heads
         k = np.einsum("btc,cnh->btnh", latent, w["up_key"])
         v = np.einsum("btc,cnh->btnh", latent, w["up_value"])
-        if isinstance(config, ResidualLatentConfig):
+        if isinstance(config, MLALRKVConfig):
             k += np.einsum("btnr,nrh->btnh", entry["residual_key"], w["expand_key"])
             v += np.einsum("btnr,nrh->btnh", entry["residual_value"], w["expand_value"])
         shared = np.broadcast_to(entry["rope_key"][:, :, None], (B, T, N, config.rope_key_dim))
         return np.concatenate([k, shared], -1), v
-    if isinstance(config, TiedLatentConfig):
+    if isinstance(config, GTAConfig):
         k = entry["latent"][..., : config.content_dim]
         shared = np.broadcast_to(entry["rope_key"][:, :, None], (*k.shape[:3], config.rope_key_dim))
         return np.concatenate([k, shared], -1), entry["latent"]
     if isinstance(config, SharedKVConfig):
         return entry["latent"], entry["latent"]
-    if isinstance(config, ReusedKeysConfig):
+    if isinstance(config, MFAKRConfig):
         k, gain = entry["base_key"], w["key_norm"]["gain"] if config.qk_norm == "rms_gain" else 1.0
         rms = np.sqrt((k**2).mean(-1, keepdims=True) + config.norm_epsilon)
         return _rotated(k / (1.0 if config.qk_norm == "none" else rms) * gain, on), k
-    if isinstance(config, TensorProductConfig):
+    if isinstance(config, TPAConfig):
         product = lambda a, b: np.einsum("btnr,btrh->btnh", entry[a], entry[b])
         return product("key_head", "key_factor"), product("value_head", "value_factor")
-    if isinstance(config, RebuiltLatentConfig):
+    if isinstance(config, PaperMLAConfig):
         k = np.einsum("btc,cnh->btnh", entry["latent"], w["up_key"])
         if config.qk_norm != "none":
             k = k / np.sqrt((k**2).mean(-1, keepdims=True) + config.norm_epsilon)

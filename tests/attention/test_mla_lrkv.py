@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax.attention import LatentConfig
+from kvjax.attention import MLAConfig
 from tests.attention.one_layer import LATENT
 from tests.attention.one_layer import D
 from tests.attention.one_layer import H
@@ -22,7 +22,7 @@ OWN = ("latent_key", "latent_value", "expand_key", "expand_value")
 
 
 def test_rank_0_is_mla(randomise):
-    mla, config = LatentConfig(**LATENT), mla_lrkv_config(0)
+    mla, config = MLAConfig(**LATENT), mla_lrkv_config(0)
     w = weights(randomise, mla)
     close(run(config, w), run(mla, w))
     assert config.entry() == mla.entry()
@@ -34,7 +34,7 @@ def test_residuals_of_zero_start_as_mla(randomise):
     for name in ("expand_key", "expand_value"):
         w = changed(w, name, np.zeros_like(w["mechanism"][name]))
     own = {name: value for name, value in w["mechanism"].items() if name not in OWN}
-    close(run(config, w), run(LatentConfig(**LATENT), w | dict(mechanism=own)))
+    close(run(config, w), run(MLAConfig(**LATENT), w | dict(mechanism=own)))
 
 
 def test_residuals_are_columns_of_a_latent_that_only_their_head_reads(
@@ -57,7 +57,7 @@ def test_residuals_are_columns_of_a_latent_that_only_their_head_reads(
         up_key[C + n * R : C + (n + 1) * R, n] = expand_key[n]
         up_value[C + (N + n) * R : C + (N + n + 1) * R, n] = expand_value[n]
     own |= dict(up_key=up_key, up_value=up_value)
-    mla = LatentConfig(**LATENT | dict(latent_dim=C + 2 * N * R))
+    mla = MLAConfig(**LATENT | dict(latent_dim=C + 2 * N * R))
     close(run(config, w), run(mla, w | dict(mechanism=own)))
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kvjax.attention import GroupedLatentConfig
-from kvjax.attention import LatentConfig
+from kvjax.attention import GLAConfig
+from kvjax.attention import MLAConfig
 from tests import quick
 from tests.attention.one_layer import LATENT
 from tests.attention.one_layer import D
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 @pytest.mark.parametrize("G, J", quick.only([(2, 2)], [(2, 2), (4, 1)]))
 def test_branches_are_gla_with_more_heads(randomise, G, J):
-    """Of G·N heads with the same queries, and the same output projection over sqrt(G)."""
+    """MLRA is GLA of G·N heads: G times its queries, and its output projection over sqrt(G)."""
     mlra = mlra_config(G, J)
     w = weights(randomise, mlra)
     own = dict(w["mechanism"])
@@ -35,7 +35,7 @@ def test_branches_are_gla_with_more_heads(randomise, G, J):
     for name in ("up_key", "up_value"):
         own[name] = own[name].reshape(G * J, *own[name].shape[2:])
     out = np.tile(w["out"], (G, 1, 1)) / np.sqrt(G)
-    gla = GroupedLatentConfig(**LATENT | dict(num_heads=G * N), num_latents=G * J)
+    gla = GLAConfig(**LATENT | dict(num_heads=G * N), num_latents=G * J)
     close(run(mlra, w), run(gla, w | dict(mechanism=own, out=out)))
 
 
@@ -63,7 +63,7 @@ def test_four_equal_branches_are_twice_one(randomise):
 
 def test_branches_are_not_mla(randomise, without_latent_norms):
     """The sum over blocks of the key stands outside of the softmax."""
-    mlra, mla = mlra_config(4, 1), LatentConfig(**LATENT | dict(latent_dim=24))
+    mlra, mla = mlra_config(4, 1), MLAConfig(**LATENT | dict(latent_dim=24))
     w = weights(randomise, mlra)
     own = dict(w["mechanism"])
     own["down"] = own["down"].reshape(D, 24)

@@ -13,6 +13,7 @@ import pytest
 
 from kvjax import attention
 from kvjax import experiment as experiment_lib
+from kvjax.analysis import __main__ as analysis
 from kvjax.attention.mechanism import Mechanism
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mechanism import check_common
@@ -38,7 +39,7 @@ from tests.attention import law
 
 
 @reading
-class FactoredReading(Reading):
+class OuterProductReading(Reading):
     """cache: key_head, value_head [B, R, N, S], key_factor [B, R, H, S], value_factor likewise."""
 
     query: jax.Array  # [B, T, N, H]
@@ -76,7 +77,7 @@ class _Tiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FactoredConfig(MechanismConfig):
+class OuterProductConfig(MechanismConfig):
     rank: int  # of keys and values, R
     key_dim: int  # channels of a key, H
     value_dim: int  # channels of a value, Hv
@@ -102,10 +103,10 @@ class FactoredConfig(MechanismConfig):
         return DecodeFlops(0, 2 * self.num_heads * self.rank * (self.key_dim + self.value_dim + 2))
 
     def build(self, d_model, *, rngs):
-        return Factored(self, d_model, rngs=rngs)
+        return OuterProduct(self, d_model, rngs=rngs)
 
 
-class Factored(Mechanism):
+class OuterProduct(Mechanism):
     def __init__(self, config, d_model, *, rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, R=c.rank, H=c.key_dim)
@@ -132,13 +133,13 @@ class Factored(Mechanism):
         return raw | dict(key_factor=factor)
 
     def decode_inputs(self, q_BTNH, rope_base):
-        return FactoredReading(query=q_BTNH, scale=self.config.scale)
+        return OuterProductReading(query=q_BTNH, scale=self.config.scale)
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """The line that a real one adds to `attention.MECHANISMS`."""
-    monkeypatch.setitem(attention.MECHANISMS, "factored", FactoredConfig)
+    monkeypatch.setitem(attention.MECHANISMS, "outer_product", OuterProductConfig)
 
 
 # -- what it gets for it ---------------------------------------------------------------------------
@@ -148,7 +149,7 @@ N, R, H = 4, 3, 8
 
 def run_config(tmp_path, **mesh):
     config = runs.small_config(runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data"))
-    attention = dict(kind="factored", num_heads=N, rank=R, key_dim=H, value_dim=H)
+    attention = dict(kind="outer_product", num_heads=N, rank=R, key_dim=H, value_dim=H)
     with config.unlocked():
         config.attention = attention
     config.data.update(tokenizer="bpe", vocab_size=320)  # which two devices divide
@@ -159,11 +160,11 @@ def run_config(tmp_path, **mesh):
 
 @pytest.mark.parametrize("base", quick.only([law.BASE], [None, law.BASE]))
 def test_it_obeys_the_law(x64, randomise, base):
-    law.check(randomise, FactoredConfig(num_heads=N, rank=R, key_dim=H, value_dim=6), base)
+    law.check(randomise, OuterProductConfig(num_heads=N, rank=R, key_dim=H, value_dim=6), base)
 
 
 @pytest.mark.slow
-def test_it_trains_on_one_and_eight_devices_and_generates(tmp_path, monkeypatch):
+def test_it_trains_on_one_and_eight_devices_generates_and_is_analysed(tmp_path, monkeypatch):
     mesh = dict(fsdp=2, sequence=2, tensor=2)
     eight = loop.train(run_config(tmp_path, **mesh), epath.Path(tmp_path / "eight"))
     monkeypatch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
@@ -172,6 +173,10 @@ def test_it_trains_on_one_and_eight_devices_and_generates(tmp_path, monkeypatch)
     loaded = load(epath.Path(tmp_path / "eight"))
     generation = Generator(loaded.model, loaded.compute).start([[1, 2, 3]], num_tokens=5)
     assert len(list(generation)) == 5
+    page = tmp_path / "page"
+    texts = f"--texts=text={tmp_path / 'text.txt'}"
+    analysis.main([f"--workdir={tmp_path / 'one'}", texts, "--lengths=8", f"--out={page}"])
+    assert "OuterProduct, 4 heads" in (page / "report.html").read_text("utf-8")
 
 
 def test_its_costs_and_sharding_follow(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.attention import GroupedConfig
-from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import MFAKRConfig
 from tests import reference
 from tests.attention.one_layer import BOTH
 from tests.attention.one_layer import COMMON
@@ -48,7 +48,7 @@ def test_a_latent_of_queries_is_normed_and_scaled(randomise):
 
 
 def test_reused_keys_without_their_gate_are_q_k_is_v(randomise):
-    reused = ReusedKeysConfig(**COMMON, num_kv_heads=2, query_rank=5)
+    reused = MFAKRConfig(**COMMON, num_kv_heads=2, query_rank=5)
     w = changed(weights(randomise, reused), "value_gate", np.zeros(H))
     own = {k: v for k, v in w["mechanism"].items() if not k.startswith("value")}
     tied = GroupedConfig(**BOTH, num_kv_heads=2, num_bases=2, rank=0, tie="kv", query_rank=5)
@@ -56,7 +56,7 @@ def test_reused_keys_without_their_gate_are_q_k_is_v(randomise):
 
 
 def test_gate_and_map_of_reused_keys_move_no_logit(randomise):
-    reused = ReusedKeysConfig(**COMMON, num_kv_heads=1)
+    reused = MFAKRConfig(**COMMON, num_kv_heads=1)
     w = weights(randomise, reused)
     for name, shape in (("value_gate", (H,)), ("value_map", (H, H))):
         other = changed(w, name, noise(shape))

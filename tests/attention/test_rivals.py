@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvjax.attention import ReusedKeysConfig
+from kvjax.attention import MFAKRConfig
 from tests import reference
 from tests.attention.one_layer import BASE
 from tests.attention.one_layer import COMMON
@@ -36,7 +36,7 @@ PARAMETERS = [  # of one layer without gates, norms' gains and the output projec
     (mla_lrkv_config(2), D * N * (H + P) + D * (6 + P) + 12 * N * H + 2 * N * 2 * (D + H)),
     (gta_config(P), D * N * H + D * 2 * H + D * P),
     (shared_kv_config(P), D * N * H + D * 2 * H),
-    (ReusedKeysConfig(**COMMON, num_kv_heads=1), D * N * H + D * H + H * H + H),
+    (MFAKRConfig(**COMMON, num_kv_heads=1), D * N * H + D * H + H * H + H),
     (tpa_config(2, query_factors=3), D * (N + H) * (3 + 2 + 2)),
     (tpa_config(2), D * (N + H) * (2 + 2) + D * N * H),
     (tpa_config(2, fixed="heads"), D * H * 4 + N * 4 + D * N * H),

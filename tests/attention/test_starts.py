@@ -4,12 +4,12 @@ from flax import nnx
 import numpy as np
 import pytest
 
-from kvjax.attention import BranchedLatentConfig
-from kvjax.attention import GroupedLatentConfig
-from kvjax.attention import LatentConfig
-from kvjax.attention import ResidualLatentConfig
-from kvjax.attention import ReusedKeysConfig
-from kvjax.attention import TensorProductConfig
+from kvjax.attention import GLAConfig
+from kvjax.attention import MFAKRConfig
+from kvjax.attention import MLAConfig
+from kvjax.attention import MLALRKVConfig
+from kvjax.attention import MLRAConfig
+from kvjax.attention import TPAConfig
 from tests import quick
 
 D = 256
@@ -25,8 +25,8 @@ def _weights(config, seed=0):
 @pytest.mark.parametrize(
     "config",
     [
-        GroupedLatentConfig(**LATENT, num_latents=2),
-        BranchedLatentConfig(**LATENT, num_branches=2, num_latents=2),
+        GLAConfig(**LATENT, num_latents=2),
+        MLRAConfig(**LATENT, num_branches=2, num_latents=2),
     ],
 )
 def test_expansions_of_latents_start_by_the_latents_own_width(config):
@@ -43,7 +43,7 @@ def _linear(fan_in, fan_out):
 
 
 def test_mfa_kr_starts_with_keys_as_values():
-    config = ReusedKeysConfig(num_heads=8, num_kv_heads=2, key_dim=32)
+    config = MFAKRConfig(num_heads=8, num_kv_heads=2, key_dim=32)
     found = _weights(config)
     assert not found["value_gate"].any() and found["value_map"].any()
 
@@ -53,8 +53,8 @@ def test_mfa_kr_starts_with_keys_as_values():
 )
 def test_residuals_of_a_latent_start_as_asked(residual_init, starts):
     """Beside MLA's weights of the same seed."""
-    config = ResidualLatentConfig(**LATENT, rank=4, residual_init=residual_init)
-    found, mla = _weights(config), _weights(LatentConfig(**LATENT))
+    config = MLALRKVConfig(**LATENT, rank=4, residual_init=residual_init)
+    found, mla = _weights(config), _weights(MLAConfig(**LATENT))
     for name in mla:
         np.testing.assert_array_equal(found[name], mla[name])
     for name in ("expand_key", "expand_value"):
@@ -62,9 +62,10 @@ def test_residuals_of_a_latent_start_as_asked(residual_init, starts):
     assert found["latent_key"].any() and found["latent_value"].any()
 
 
+@pytest.mark.slow
 def test_xavier_is_that_of_values_too():
     shape = dict(num_heads=6, key_dim=64, value_dim=32, query_factors=6, key_rank=2, value_rank=4)
-    found = _weights(TensorProductConfig(**shape, factor_init="xavier"))
+    found = _weights(TPAConfig(**shape, factor_init="xavier"))
     assert np.std(found["value_head"]) == pytest.approx((2 / (4 * (6 + D))) ** 0.5, rel=0.1)
     assert np.std(found["value_factor"]) == pytest.approx((2 / (32 * (4 + D))) ** 0.5, rel=0.05)
 
@@ -74,5 +75,5 @@ def test_xavier_is_that_of_values_too():
 )
 def test_fixed_factors_start_as_normal_numbers(fixed, names):
     shape = dict(num_heads=32, key_dim=64, value_dim=64, query_factors=0)
-    found = _weights(TensorProductConfig(**shape, key_rank=32, value_rank=32, fixed=fixed))
+    found = _weights(TPAConfig(**shape, key_rank=32, value_rank=32, fixed=fixed))
     assert np.std(found[names]) == pytest.approx(1.0, rel=0.1)

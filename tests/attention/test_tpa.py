@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.attention import GroupedConfig
-from kvjax.attention import TensorProductConfig
+from kvjax.attention import TPAConfig
 from tests import quick
 from tests.attention.one_layer import BOTH
 from tests.attention.one_layer import D
@@ -94,7 +94,7 @@ def test_factors_that_are_rotated_are_keys_that_are(randomise):
 
 @pytest.mark.slow
 def test_xavier_starts_factors_as_the_authors_do():
-    config = TensorProductConfig(
+    config = TPAConfig(
         **dict(num_heads=6, key_dim=64, value_dim=64, query_factors=6, key_rank=2, value_rank=2),
         factor_init="xavier",
     )

@@ -15,6 +15,7 @@ from kvjax import experiment
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
+from tests import quick
 
 FILES = {path.stem: path for path in sorted((ROOT / "configs").rglob("*.py"))}
 B, S = 3, 16
@@ -68,7 +69,9 @@ def _model(layer, entry, first, counts):
 _append = jax.jit(cache_lib.append)
 
 
-@pytest.mark.parametrize("S, T", [(S, 1), (S, 5), (S, S), (384, 1), (384, 5), (384, 130)])
+@pytest.mark.parametrize(
+    "S, T", quick.every(2, [(S, 5), (S, 1), (384, 5), (384, 1), (384, 130), (S, S)])
+)
 def test_append_writes_the_slots_it_says(S, T):
     """At the cache's end nothing wraps, and nothing that is held is overwritten."""
     rng = np.random.default_rng(0)
@@ -166,7 +169,7 @@ def test_capacity_is_checked_before_anything_is_lost():
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", quick.every(2, [jnp.bfloat16, jnp.float32]))
 def test_bytes_are_those_of_the_cost_model(name, dtype):
     config, dtype = _resolve(name).model, jnp.dtype(dtype)
     cache = cache_lib.abstract(config.mechanisms, batch=B, capacity=200, dtype=dtype)

@@ -93,16 +93,6 @@ def test_the_visible_text_is_the_conversation(renderer, contents):
     assert [i for i in ids if i > 255] == [256, *([257, 258, 259, 260] * 3)[: 2 * len(contents)]]
 
 
-def test_what_the_assistant_goes_on_from(renderer):
-    """Its last message is left out; the cut comes first."""
-    found = renderer.for_completion(_of("a", "b", "c", "d"))
-    assert (_signs(found.ids), sum(found.mask)) == ("①②a③④b⑤②c③④", 2)
-    found = renderer.for_completion(_of("abc", "d"), limit=4)
-    assert (_signs(found.ids), found.is_cut) == ("①②ab④", True)
-    with pytest.raises(DataError, match="row 3: the last message must be the assistant's"):
-        renderer.for_completion(_of("a", "b", "c"), place="row 3")
-
-
 @pytest.mark.parametrize(
     "conversation, message",
     [

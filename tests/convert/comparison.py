@@ -15,7 +15,7 @@ from kvjax.model.transformer import Transformer
 
 PUBLISHED = pathlib.Path(__file__).parent / "published"
 MODELS = sorted(path.parent.name for path in PUBLISHED.glob("*/logits.npz"))
-# Of the logits' standard deviation. Rounding of float32 leaves 1e-6 to 5e-6 of it; a GELU by tanh
+# In standard deviations of the logits: rounding of float32 leaves 1e-6 to 5e-6; a GELU by tanh
 # instead of erf, the smallest of the differences that options make, 4e-4.
 TOLERANCE = 3e-5
 

@@ -73,7 +73,7 @@ def _model(make_mechanism, name):
 
 
 def test_choices_are_the_ranks_that_make_no_cache_larger(make_mechanism):
-    """Of two KV heads of 8 channels: 32 elements, LRKV's are 2 · (8 + 2 · R)."""
+    """Two KV heads of 8 channels take 32 elements per token, LRKV's take 2 · (8 + 2 · R)."""
     gqa = _model(make_mechanism, "gqa")
     assert (
         budget.choices(gqa, ThinKeys(rank=1), 3, HALF)

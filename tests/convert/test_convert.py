@@ -233,6 +233,7 @@ def test_fewer_tokens_than_asked_are_told(run, imported, text, tmp_path):
     assert "--row_length = 32: llama was trained on rows of 24 tokens" in errors
 
 
+@pytest.mark.slow
 def test_an_energy_that_no_rank_keeps(run, imported, tmp_path):
     options = [f"--source={imported('qwen3')}", f"--out={tmp_path / 'out'}", *BY_WEIGHTS]
     status, _, errors = run(*options, "--method=thin_keys", "--energy=1", "--multiple=1")

@@ -66,7 +66,7 @@ def _error(w, found, moment, bases):
 
 
 def test_inputs_that_are_always_zero():
-    """As of a layer that was switched off: the search ends."""
+    """A layer that was switched off has such inputs; the search must end."""
     found = factors.base_and_residual(_w(), 1, np.zeros((E, E)), bases=1, turns="all")
     assert np.isfinite(found.base_EJH).all() and np.isfinite(found.latent_EKR).all()
     assert 0 <= found.error <= 1

@@ -157,7 +157,7 @@ def test_tensors_are_dequantised(tmp_path, kind, most):
 
 
 def test_llama3_rope_is_found_from_its_divisors(tmp_path):
-    """As the converter computes them, pair by pair."""
+    """The divisors are made as the converter computes them, pair by pair."""
     base, factor, low, high, original = 500_000.0, 8.0, 1.0, 4.0, 8192
 
     def scale(writer, written):

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 import tokenizers
 
-from kvjax.attention import RebuiltLatentConfig
+from kvjax.attention import PaperMLAConfig
 from kvjax.convert import huggingface
 from kvjax.convert import into_folder
 from kvjax.convert import into_workdir
@@ -156,7 +156,7 @@ def _block(name, **keys):
         ("nanochat", MLA, "attention.kind = 'mla': must be 'grouped' or 'factored'"),
         (
             "nanochat",
-            RebuiltLatentConfig(num_heads=4, latent_dim=10, key_dim=8, value_dim=8),
+            PaperMLAConfig(num_heads=4, latent_dim=10, key_dim=8, value_dim=8),
             "attention.kind = 'mla_paper': must be 'grouped'",
         ),
         ("nanochat", workdirs.grouped(4, 4, tie="kv"), "attention.tie = 'kv': must be 'none'"),
@@ -249,9 +249,10 @@ NARROW = [
 ]
 
 
-@pytest.mark.parametrize("block, mechanism", quick.only([NARROW[3]], NARROW))
+@pytest.mark.slow
+@pytest.mark.parametrize("block, mechanism", NARROW)
 def test_narrow_heads_are_filled_with_nothing(tmp_path, block, mechanism):
-    """As thin keys leave them where their second factor is folded away."""
+    """Thin keys leave such heads where their second factor is folded away."""
     made = workdirs.Made(workdirs.config(block, mechanism))
     plan = huggingface.plan(made, "F32")
     into_folder.write(plan, into_workdir.check(str(tmp_path / "out")), "F32")
@@ -278,7 +279,7 @@ def test_what_nanochat_has_beside_the_recipe():
 
 
 def test_a_context_is_not_that_of_shorter_rows(tmp_path):
-    """Of a run that tuned a model of longer ones, which is not there any more."""
+    """A run on shorter rows keeps the context of the model it tuned, though that is gone by now."""
     model = published.open(comparison.PUBLISHED / "llama")
     workdir = into_workdir.check(str(tmp_path / "workdir"))
     into_workdir.write(model, workdir, {})

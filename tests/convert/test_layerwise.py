@@ -18,7 +18,7 @@ from tests.convert import workdirs
 
 @pytest.mark.slow
 def test_perplexity_layer_by_layer_is_the_models(imported):
-    """Of the model as a whole; the last few rows are fewer."""
+    """It is that of the model as a whole, also where the last few rows are fewer."""
     rows_BT = np.random.default_rng(3).integers(0, 38, (5, 12)).astype(np.int32)
     for name in ("gpt2", "llama_tied_bias", "mistral_window"):
         source = model_lib.open(str(imported(name)))

@@ -32,7 +32,7 @@ def test_a_workdir_with_values_that_are_not_finite(tmp_path):
 
 
 def test_a_damaged_checkpoint_names_the_parameter(tmp_path):
-    """As a UserError, which commands show without a traceback."""
+    """The error is a UserError, which commands show without a traceback."""
     block, mechanism, _ = workdirs.MODELS["gqa"]
     workdir = workdirs.write(tmp_path / "out", workdirs.config(block, mechanism))
     source = model_lib.open(str(workdir))

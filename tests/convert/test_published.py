@@ -245,7 +245,7 @@ def test_rows_that_no_token_has(tokens, rows, fits):
 
 
 def test_values_that_are_not_finite_are_told_when_they_are_read(copied):
-    """In bfloat16; what stands beside the weights is not read."""
+    """Weights are in bfloat16; what stands beside them is not read."""
     folder, name = copied("qwen2"), "model.layers.1.self_attn.v_proj.weight"
 
     def change(tensors):

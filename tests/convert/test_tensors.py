@@ -60,7 +60,7 @@ def test_tensors_are_as_they_were_saved(tmp_path, arrays, sharded):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_values_that_are_not_finite_are_counted(tmp_path, dtype):
-    """In all parts that are looked at one after the other; the largest values are finite."""
+    """All parts of a tensor count, read one after the other; the largest values are finite."""
     array = np.full(finite._PART + 9, ml_dtypes.finfo(dtype).max, dtype)
     array[1::2] *= -1
     path = tmp_path / "model.safetensors"
@@ -161,7 +161,7 @@ def test_a_folder_without_safetensors(tmp_path, there):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_a_link_that_leads_nowhere(tmp_path, name):
-    """As in the hub's cache where a blob was removed."""
+    """The hub's cache has such a link where a blob was removed."""
     (tmp_path / name).symlink_to("../blobs/abc")
     with pytest.raises(UserError, match=f"{name} is a link to ../blobs/abc, which is not there"):
         open_folder(tmp_path)

@@ -75,6 +75,7 @@ def check(folder):
     assert read(folder / "generation_config.json") == GENERATION
 
 
+@pytest.mark.slow
 def test_turns_end_in_transformers_as_they_did(chat, tmp_path):
     workdir = write(published.open(chat), tmp_path / "workdir")
     workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
@@ -222,7 +223,7 @@ def test_texts_are_encoded_as_by_the_source(source, tmp_path, step, special):
 def test_a_tokenizer_of_sentencepiece_is_refused_before_anything_is_written(
     source, tmp_path, capsys
 ):
-    """As Llama 2's: the workdir could be written, and nothing could open it."""
+    """Llama 2's is one: the workdir could be written, and nothing could open it."""
     backend = tokenizers.Tokenizer.from_str((source / "tokenizer.json").read_text())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     (source / "tokenizer.json").write_text(backend.to_str())

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.attention import FactoredConfig
 from kvjax.attention import GroupedConfig
-from kvjax.attention import LatentConfig
+from kvjax.attention import MLAConfig
 from kvjax.convert import export as export_lib
 from kvjax.convert import into_workdir
 from kvjax.data import tokenizer
@@ -63,7 +63,7 @@ def factored(K, J, key_rank, value_rank=0, **keys):
 
 
 def mla(**keys):
-    return LatentConfig(**_DIMS | keys, latent_dim=10, rope_key_dim=4)
+    return MLAConfig(**_DIMS | keys, latent_dim=10, rope_key_dim=4)
 
 
 PLAIN = dict(qk_norm="none")

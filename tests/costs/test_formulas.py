@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.tables.d36 import MECHANISMS as D36
-from experiments.tables.d36 import model as d36_model
+from experiments.d36 import MECHANISMS as D36
+from experiments.d36 import model as d36_model
 from kvjax import cache as cache_lib
 from kvjax import experiment
 from kvjax import recipes

@@ -17,12 +17,12 @@ def files(folder) -> dict[str, bytes]:
 
 
 def num_parts(config) -> int:
-    """Of a corpus."""
+    """The number of parts of a corpus."""
     return len(parts.parts(config, sources.fingerprints(config)))
 
 
 def noting(made):
-    """As `pool.make_part`, and appends the part's index to a list."""
+    """A `pool.make_part` that appends the part's index to a list before it makes the part."""
     make_part = pool.make_part
 
     def make(config, part, *args, **kwargs):

@@ -69,6 +69,7 @@ def test_what_cannot_be_read_stops_a_preparation(broken):
         json.loads(content.partition(b"\n")[0])
 
 
+@pytest.mark.slow
 def test_skip_broken_leaves_it_out_and_lists_it(broken, small_texts):
     path = prepare.prepare(broken, workers=1, skip_broken=True)
     info = loader.open_dataset(path).info
@@ -123,7 +124,8 @@ def test_a_text_of_another_encoding_is_left_out_as_a_whole(config):
     assert info["left_out"]["count"] == 1 and "3.txt is UTF-16" in info["left_out"]["first"][0]
 
 
-@pytest.mark.parametrize("of_part, of_all", quick.every(2, [(3, 100), (100, 5)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("of_part, of_all", [(3, 100), (100, 5)])
 def test_of_much_that_is_left_out_some_messages_are_kept(config, monkeypatch, of_part, of_all):
     config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
     monkeypatch.setattr(tokenized_part, "QUOTED", of_part)
@@ -284,6 +286,7 @@ def test_the_second_to_take_over_finds_nothing(interrupted, monkeypatch):
     making.finish()
 
 
+@pytest.mark.slow
 def test_a_file_whose_name_begins_as_a_broken_one_s_is_not_mended(interrupted):
     config, path, _ = interrupted
     (folder,) = config.root.glob("datasets/.under-way-*")
@@ -292,6 +295,7 @@ def test_a_file_whose_name_begins_as_a_broken_one_s_is_not_mended(interrupted):
         assert not under_way.were_broken(folder, [other])
 
 
+@pytest.mark.slow
 def test_another_file_that_changed_is_no_mending(interrupted):
     config, path, whole = interrupted
     path.write_bytes(whole)
@@ -301,6 +305,7 @@ def test_another_file_that_changed_is_no_mending(interrupted):
         prepare.prepare(config, workers=1)
 
 
+@pytest.mark.slow
 def test_a_folder_in_which_somebody_works_is_not_removed(interrupted):
     config, path, whole = interrupted
     (folder,) = config.root.glob("datasets/.under-way-*")

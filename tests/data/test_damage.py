@@ -44,7 +44,7 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("how", quick.every(4, HOW))
+@pytest.mark.parametrize("how", quick.every(5, HOW))
 @pytest.mark.parametrize("file", quick.every(2, FILES))
 def test_damage_to_the_cache_is_set_aside_and_made_again(
     small_dataset, small_config, capsys, tmp_path, file, how
@@ -126,7 +126,7 @@ def test_data_prepared_before_there_were_digests_are_read(small_dataset, tmp_pat
         loader.open_dataset(path)
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", quick.every(3, HOW))
 def test_a_damaged_tokenizer_of_the_cache_is_trained_again(
     small_dataset, small_config, capsys, tmp_path, how
 ):

@@ -60,7 +60,7 @@ LARGE = [(name, 0, 0x10000) for name in SPLITS]
 LARGE += [("ours", p << 16, (p + 1) << 16) for p in (1, 2, 3, 4, 14, 16)]  # 5 to 13 are empty
 
 
-@pytest.mark.parametrize("name, first, stop", quick.only(SMALL, SMALL + LARGE))
+@pytest.mark.parametrize("name, first, stop", quick.only(SMALL[:2], SMALL + LARGE))
 def test_every_character_in_every_place(trained, name, first, stop):
     tokenizer = tokenizer_lib.Tokenizer(trained(name), name)
     characters = [chr(c) for c in range(first, stop) if not 0xD800 <= c < 0xE000]

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from kvjax.foundation.checkout import ROOT
 
 NOT_NEEDED = ("jax", "jaxlib", "flax", "grain", "orbax", "optax", "matplotlib", "tensorflow")
@@ -22,6 +24,7 @@ def test_importing_the_preparation_imports_nothing_of_jax():
     assert imported("import kvjax.data.prepare, kvjax.data.pool") == "[]"
 
 
+@pytest.mark.slow
 def test_preparing_imports_nothing_of_jax(tmp_path):
     """From Parquet and from JSON lines, a tokenizer trained: the launcher and a worker in one."""
     import pyarrow as pa

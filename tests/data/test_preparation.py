@@ -143,7 +143,7 @@ def test_two_training_processes_share_it(config, expected, tmp_path):
 
 @pytest.mark.slow
 def test_ten_kills_at_random_moments_change_nothing(config, expected, tmp_path):
-    """Of a preparation by three processes; none of them outlives it."""
+    """The preparation that is killed has three processes; none of them outlives it."""
     # However fast the machine, the first attempt makes four parts (and those in flight), the
     # second four more, and so on: every kill finds work to end.
     datasets, enough = tmp_path / "cache" / "datasets", tmp_path / "enough"
@@ -316,6 +316,7 @@ def test_other_code_does_not_go_on(config, monkeypatch):
         prepare.prepare(config, workers=1)
 
 
+@pytest.mark.slow
 def test_with_nothing_done_an_earlier_attempt_is_no_hindrance(config, monkeypatch):
     _stop_after(monkeypatch, config, 0)
     monkeypatch.setattr(preparation, "code", lambda: "other")
@@ -405,6 +406,7 @@ def test_a_target_without_room_is_told_before_and_when_it_happens(config, monkey
 # -- beforehand ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_plan_is_about_what_it_takes(config, capsys):
     arguments = [*config.command().split()[3:], "--plan", "--json", "--workers=2"]
     assert command_line.status(prepare.main, arguments) == 0
@@ -454,6 +456,7 @@ def test_time_by_the_plan(config):
     assert found.seconds(1000) == pytest.approx(10 + 10)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_prepare_for_hours_without_a_word(config, monkeypatch):
     real = estimate.estimate
 

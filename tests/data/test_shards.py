@@ -139,7 +139,7 @@ def test_the_shard_unused_for_longest_is_closed(dataset, opened, monkeypatch):
 
 
 def test_rows_that_take_long_are_read_at_once(dataset, written, monkeypatch):
-    """In a folder: as long as the last ones took long, and no longer."""
+    """In a folder rows are read at once while the last ones took long, and no longer."""
     together, threads = threading.Barrier(8), set()
 
     class Elsewhere(shards.ArrayRecordReader):
@@ -208,7 +208,7 @@ def test_rows_are_those_that_tfds_reads(written, dataset):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_rows_that_tfds_wrote_are_read(tmp_path, dtype):
-    """As all were until rows were written here."""
+    """All rows were written by TFDS before they were written here."""
     import tensorflow_datasets as tfds
 
     expected_NT = np.random.default_rng(0).integers(1 << 16, size=(20, T + 1)).astype(dtype)
@@ -269,7 +269,7 @@ class Virtual:
 
 @pytest.mark.slow
 def test_fifty_million_rows_are_permuted():
-    """Of 100,000 positions all over an epoch none has another's row: drawn at random 100 would."""
+    """100,000 positions all over an epoch have different rows; of random ones 100 would repeat."""
     dataset = Virtual(50_000_000)
     keys = dict(sequence_length=1, batch_size=1000, seed=7)
     asked, found = 0, []
@@ -348,8 +348,9 @@ def test_a_record_that_is_no_row_is_told(copy):
     file = copy / ROWS / packed_rows.shard_name("train", 1, SHARDS)
     count = loader.open_dataset(copy).rows("train")._rows[1]
     writer = packed_rows.ArrayRecordWriter(os.fspath(file), "group_size:1")
+    (head,) = packed_rows.heads({packed_rows.FEATURE: np.dtype("u2")}, T).values()
     for _ in range(count):
-        writer.write(packed_rows.record_head(2 * T) + bytes(2 * T + 2))
+        writer.write(head + bytes(2 * T + 2))
     writer.close()
     rows = loader.open_dataset(copy).rows("train")
     with pytest.raises(manifest.DamagedDataError, match="row 0 of .*-00001-of-00040 is no row"):

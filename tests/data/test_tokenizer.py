@@ -149,7 +149,7 @@ def test_split_pattern_keeps_words_and_pairs_of_digits():
 
 
 def test_training_is_deterministic(bpe, small_texts, tmp_path):
-    """In another process too, where hashes of strings differ."""
+    """Another process, where hashes of strings differ, trains the same tokenizer."""
     (tmp_path / "texts.json").write_text(json.dumps(small_texts))
     code = (
         "import json, sys; from kvjax.data import tokenizer\n"
@@ -223,7 +223,7 @@ def test_known_names_and_tokens_that_are_not_there_change_no_tokenizer(bpe):
 
 
 def test_an_added_token_that_opens_documents_becomes_special():
-    """As transformers makes it."""
+    """transformers makes it special too."""
     backend = tokenizers.Tokenizer.from_str(tokenizer_lib.byte_tokenizer().to_json())
     definition = json.loads(backend.to_str())
     definition["added_tokens"][0].update(content="a: $A", special=False)

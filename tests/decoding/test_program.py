@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments import d36
 from experiments.benchmarks import decode_memory
-from experiments.tables import d36
 from kvjax import experiment
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
@@ -71,7 +71,7 @@ def test_decode_step_writes_in_place_and_grows_with_nothing(
     ],
 )
 def test_caches_of_rivals_take_the_bytes_of_their_formulas(v5e, name, kernel_calls):
-    """In the compiled step, two layers, padding included."""
+    """The compiled step of two layers is counted, padding included."""
     loaded = load_config(CONFIGS / "rivals" / f"{name}.py", ["--config.model.num_layers=2"])
     config = experiment.resolve(loaded).model
     step = decode_memory.step_memory(config, batch=2, length=4096, device=v5e)

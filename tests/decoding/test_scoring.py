@@ -6,6 +6,7 @@ from flax import nnx
 import jax
 import numpy as np
 import pytest
+from scipy import special
 
 from kvjax.decoding import scoring
 from kvjax.decoding.generator import Generator
@@ -24,8 +25,8 @@ def _logits(graph, weights, tokens_BT):
 def _expected(model, sequence):
     """[T, V] log-probabilities of what follows each token."""
     padded = np.array([sequence + [0] * (20 - len(sequence))])  # one program for all
-    logits_TV = _logits(*nnx.split(model), padded)[0, : len(sequence)]
-    return np.asarray(jax.nn.log_softmax(logits_TV, axis=-1)), np.asarray(logits_TV)
+    logits_TV = np.asarray(_logits(*nnx.split(model), padded))[0, : len(sequence)]
+    return special.log_softmax(logits_TV, axis=-1), logits_TV
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_what_cannot_be_scored_is_refused(make_model):
 
 @pytest.mark.slow
 def test_short_sequences_are_read_in_narrow_chunks(make_model, monkeypatch):
-    """As wide as the longest needs: what is padded is computed too."""
+    """Chunks are as wide as the longest sequence needs, since padding is computed too."""
     widths = []
     chunks = scoring._chunks
 

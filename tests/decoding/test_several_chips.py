@@ -97,7 +97,7 @@ def test_chips_that_cannot_be(on_chips, make_model):
 
 @pytest.mark.slow
 def test_weights_that_training_has_split_generate_the_same(make_model):
-    """As a sample at the end of training on several devices, whose weights lie in parts."""
+    """A sample at the end of training on several devices has weights that lie in parts."""
     graph, params = nnx.split(make_model("lrkv"))
     devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("fsdp",))
 

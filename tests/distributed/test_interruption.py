@@ -88,7 +88,7 @@ def test_the_first_of_two_signals_counts(monkeypatch):
 
 
 def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
-    """As on the other processes, of which some have not heard of it."""
+    """The other processes end so too, and some of them have not heard of the signal."""
     state = types.SimpleNamespace(client=Store(), num_processes=2, process_id=0)
     monkeypatch.setattr(agreement, "_state", lambda: state)
     interruption = distributed.Interruption()

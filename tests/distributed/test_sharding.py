@@ -72,7 +72,7 @@ def test_state_lies_as_its_parameters_and_takes_its_share_of_bytes(config, rando
     assert split == 10 * 2 + 2 * 3
 
 
-@pytest.mark.parametrize("path", quick.every(3, CONFIGS), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", quick.every(6, CONFIGS), ids=lambda path: path.stem)
 def test_every_large_parameter_of_every_config_is_split(path):
     model = experiment_lib.resolve(command_line.load_config(path)).model
     shapes, axes = parameters.abstract(model)

@@ -15,6 +15,7 @@ from kvjax.evaluate import letters
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
+from tests import quick
 from tests.conversation import workdirs
 
 MMLU = [
@@ -218,7 +219,7 @@ def test_rows_of_another_checkpoint_are_refused(run, workdir, tmp_path):
 
 @pytest.fixture
 def checked(run, monkeypatch):
-    """As `run`, of what is checked before anything is read or compiled."""
+    """The same function as `run`; to read or compile anything is an error."""
 
     def enough(*given, **options):
         raise AssertionError("it would begin")
@@ -250,15 +251,22 @@ def test_what_is_wrong_is_one_line(checked, options, said):
 
 @pytest.mark.parametrize(
     ("task", "row", "said"),
-    [
-        ("mmlu", dict(question="a"), "line 6: lacks choices, answer"),
-        ("mmlu", dict(question="a", choices=["b", "c"], answer=2), "answer = 2 must be 0 to 1"),
-        ("mmlu", dict(question="a", choices="bc", answer=0), "choices must be a list"),
-        ("arc_easy", ARC[0] | dict(answerKey="9"), "answerKey = '9' is not among the labels"),
-        ("gsm8k", dict(question=1, answer="x"), "question must be text, not int"),
-        ("humaneval", dict(HUMANEVAL[0], test=None), "test must be text, not NoneType"),
-        ("humaneval", dict(HUMANEVAL[0], test="x = 1"), "test of f defines no check(candidate)"),
-    ],
+    quick.every(
+        3,
+        [
+            ("mmlu", dict(question="a"), "line 6: lacks choices, answer"),
+            ("mmlu", dict(question="a", choices=["b", "c"], answer=2), "answer = 2 must be 0 to 1"),
+            ("mmlu", dict(question="a", choices="bc", answer=0), "choices must be a list"),
+            ("arc_easy", ARC[0] | dict(answerKey="9"), "answerKey = '9' is not among the labels"),
+            ("gsm8k", dict(question=1, answer="x"), "question must be text, not int"),
+            ("humaneval", dict(HUMANEVAL[0], test=None), "test must be text, not NoneType"),
+            (
+                "humaneval",
+                dict(HUMANEVAL[0], test="x = 1"),
+                "test of f defines no check(candidate)",
+            ),
+        ],
+    ),
 )
 def test_a_malformed_row_is_named(checked, tmp_path, task, row, said):
     good = dict(mmlu=MMLU, arc_easy=ARC, gsm8k=GSM8K, humaneval=HUMANEVAL)[task]

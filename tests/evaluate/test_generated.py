@@ -110,11 +110,13 @@ def test_programs_are_run_and_judged():
     assert not other["right"] and "AssertionError" in other["reason"]
 
 
+@pytest.mark.slow
 def test_a_prompt_alone_is_no_solution():
     rows = _programs(lambda prompt: oracles.said(_question(prompt)))
     assert not any(row["right"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_base_model_completes_the_prompt_and_is_stopped():
     def completion(prompt):
         assert prompt.startswith("<|bos|># sums")

@@ -139,7 +139,7 @@ def _streams(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _quoted(word: str) -> str:
-    """As bash takes it; what is no UTF-8 as $'...'."""
+    """A word quoted for bash; as $'...' where it is no UTF-8."""
     try:
         word.encode()
         return shlex.quote(word)

@@ -60,7 +60,7 @@ def test_llama3_slows_down_slow_pairs(x64):
 
 @pytest.mark.parametrize("base", [BASE, rope.Llama3(500.0, 8.0, 1.0, 4.0, 64)])
 def test_partial_rope_turns_some_pairs_and_leaves_the_others(x64, base):
-    """As GPT-NeoX's rotary_pct: the channels that turn do as if they were all."""
+    """GPT-NeoX's rotary_pct is this: the channels that turn do as if they were all."""
     partial = rope.Partial(base, 0.25)
     found = rope.frequencies(32, partial)
     np.testing.assert_array_equal(found[:4], rope.frequencies(8, base))

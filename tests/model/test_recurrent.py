@@ -13,7 +13,6 @@ from kvjax.model.config import BlockConfig
 from kvjax.model.recurrent import RecurrentConfig
 from kvjax.model.recurrent import RecurrentTransformer
 from kvjax.model.recurrent import greedy
-from tests import quick
 
 V = 11
 
@@ -31,8 +30,9 @@ def _tokens(count):
     return np.random.default_rng(0).integers(0, V, (2, count), np.int32)
 
 
-@pytest.mark.parametrize("positions", quick.only(["sinusoidal"], ["none", "sinusoidal"]))
-@pytest.mark.parametrize("tie", quick.only(["qkv"], ["none", "qkv"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", ["none", "sinusoidal"])
+@pytest.mark.parametrize("tie", ["none", "qkv"])
 def test_token_by_token_it_is_what_it_is_in_full(tie, positions):
     model, tokens = _model(tie, positions, decay=0.9), _tokens(13)
     whole, last = jax.jit(functools.partial(model, chunk=4))(tokens)
@@ -45,6 +45,7 @@ def test_token_by_token_it_is_what_it_is_in_full(tie, positions):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), states, last)
 
 
+@pytest.mark.slow
 def test_the_state_has_one_size_from_1k_to_64k_tokens():
     """Bytes of live arrays behind texts that are gone through in parts."""
     model = _model(decay=0.99)

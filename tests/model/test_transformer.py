@@ -340,6 +340,7 @@ def test_causality(x64, make_mechanism, randomise, family):
     np.testing.assert_array_equal(reach(weights["embedding"]) != 0, expected)
 
 
+@pytest.mark.slow
 def test_positions_may_be_given(x64, make_mechanism, randomise):
     """Traced positions equal the default ones, and a shift of RoPE's changes nothing."""
     config = _config(make_mechanism("lrkv"), 2)

@@ -14,6 +14,7 @@ from kvjax import sandbox
 from kvjax.foundation.checkout import ROOT
 from kvjax.sandbox import box as box_lib
 from kvjax.sandbox import namespaces
+from tests import quick
 from tests.sandbox import attacks
 from tests.sandbox import outside
 
@@ -161,7 +162,7 @@ def around(tmp_path):
 SOME = (*SOME_BREACHES, *SOME_FORGERIES, *SOME_SIEGES)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", quick.every(2, SOME))
 def test_attacks_are_held(box, around, name):
     every = attacks.BREACHES | attacks.FORGERIES | attacks.SIEGES
     verdict = judged(box, attacks.filled(every[name], around.names))
@@ -187,6 +188,7 @@ def test_time_ends(box, program):
     assert (verdict.passed, verdict.reason) == (False, "out of time after 0.3 s")
 
 
+@pytest.mark.slow
 def test_a_sleep_is_tried_again_and_counted(box):
     again = box.with_limits(dataclasses.replace(box.limits, seconds=0.3, retries=1))
     verdict = judged(again, "import time; time.sleep(99)")
@@ -200,6 +202,7 @@ def test_what_had_a_core_is_not_tried_again(box, monkeypatch):
     assert not verdict.passed and not verdict.retried
 
 
+@pytest.mark.slow
 def test_cpu_time_ends(box):
     long = box.with_limits(dataclasses.replace(box.limits, cpu_seconds=1, seconds=60, retries=1))
     verdict = judged(long, "while True: pass")

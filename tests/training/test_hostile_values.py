@@ -94,7 +94,7 @@ def accepted(workdir):
     yield
 
 
-@pytest.mark.parametrize("name, key, value", quick.every(2, cases()))
+@pytest.mark.parametrize("name, key, value", quick.every(3, cases()))
 def test_a_value_is_refused_by_its_key_or_can_be(name, key, value, monkeypatch, tmp_path):
     monkeypatch.setattr(identity, "exclusive", accepted)
     config = changed(name, key, value)

@@ -130,6 +130,7 @@ def test_prepared_rows_that_are_too_short(source, tmp_path):
         loop.train(config, epath.Path(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_workdir_of_another_config_is_refused(source, tmp_path):
     config = lambda **keys: runs.small_config(*source, num_steps=12, **keys)
     loop.train(config(stop_after=10), epath.Path(tmp_path))

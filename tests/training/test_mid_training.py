@@ -61,7 +61,7 @@ def _mid(source, parent, *, mixture=MADE_UP, **train):
 
 
 def _files(folder):
-    """Of each file in a folder, its bytes and when it was written."""
+    """By path of each file in a folder, a digest of its bytes and when it was written."""
     paths = (path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file())
     return {p: (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in paths}
 

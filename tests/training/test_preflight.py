@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.tables.parameter_table import load_config
 import kvjax
 from kvjax import experiment as experiment_lib
 from kvjax.data import tokenizer
 from kvjax.distributed import sharding
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop
 from kvjax.training import memory_estimate

@@ -28,7 +28,7 @@ LENGTHS = (3, 1, 4)  # of the documents in a row
 
 
 def _row(seed):
-    """Of documents that begin with BOS, [T + 1]: what is left of one, LENGTHS, and a target."""
+    """[T + 1] tokens: the end of a document, documents of LENGTHS with their BOS, and a target."""
     rng = np.random.default_rng(seed)
     of = lambda length: [BOS, *rng.integers(1, small_step.V, length - 1)]
     left = [*rng.integers(1, small_step.V, 2)]
@@ -96,7 +96,7 @@ def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name,
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_run_is_told_by_its_tokenizer_where_documents_begin(tmp_path):
-    """Of documents shorter than rows; the loss is another one, and so is the run."""
+    """Rows hold several documents: to separate them makes another loss, and another run."""
     lines = pathlib.Path(runs.write_text(tmp_path / "text.txt")).read_text().splitlines()
     file = tmp_path / "lines.jsonl"
     file.write_text("".join(json.dumps(dict(text=line[:20])) + "\n" for line in lines))

@@ -241,7 +241,7 @@ def test_the_shapes_of_a_real_state(trained_state, tmp_path):
 @pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("flips", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_flipped_bits_are_noticed_or_harmless(trained_state, tmp_path, capfd, flips):
-    """In any file: the step before is used and a line says so, or what is loaded is equal."""
+    """Either the step before is used and a line says so, or what is loaded is equal."""
     at, abstract = trained_state
     workdir = epath.Path(tmp_path)
     checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
@@ -313,7 +313,7 @@ def test_half_written_checkpoints_are_not_found(saved):
 
 
 def abstract_parameters(dtype=jnp.float32, **shapes):
-    """As saved, but for shapes given, on another device than they were saved from."""
+    """The saved parameters' shapes, some replaced, on another device than they were saved from."""
     device = jax.devices()[-1]
     sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = {"w": (64, 8), "segments": {0: {"b": (3,)}}} | shapes

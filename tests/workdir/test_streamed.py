@@ -199,7 +199,7 @@ def test_the_layout_is_that_of_training(tmp_path, params, chunks, request):
 
 @pytest.mark.filterwarnings("ignore:coroutine")
 def test_flipped_bits_are_noticed_or_harmless(tmp_path):
-    """In any file; in weights nearly all are noticed, of which some bytes are of a former index."""
+    """In any file; of flips in weights nearly all are noticed, as some bytes are a former index."""
     folder, rng = epath.Path(tmp_path), np.random.default_rng(0)
     layers = dict(w=rng.standard_normal((2, 192, 128), np.float32), b=np.ones((2, 3), jnp.bfloat16))
     params = dict(segments={0: layers}, head=rng.standard_normal((128, 192), np.float32))
@@ -280,6 +280,7 @@ def test_a_refused_slice_can_be_written_rightly(tmp_path, params, shapes):
     assert_loads(epath.Path(tmp_path), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyError("of the source"), KeyboardInterrupt()], ids=repr)
 def test_an_exception_leaves_nothing(tmp_path, params, shapes, error, small_chunks):
     """Not even what was on its way to the disk."""
@@ -358,7 +359,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, params):
 
 
 def test_in_a_bucket_a_file_says_that_it_is_complete(bucket, monkeypatch, params, shapes):
-    """As of Orbax's own; TensorStore writes to the disk that stands for the bucket."""
+    """Orbax's own checkpoints have that file too; here a disk stands for the bucket."""
     path = lambda url: str(bucket / url.removeprefix("gs://"))
     gcs = streamed.tensorstore_utils.gcs_utils
     on_disk = lambda url: dict(driver="file", path=path(url))

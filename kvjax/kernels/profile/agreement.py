@@ -25,7 +25,7 @@ from kvjax.kernels.profile.measured import or_why
 
 POINTS = ((1, 32_768), (8, 4096))  # (batch, length)
 REPEATS = 10
-# Of the output's largest entry: float32 to 1e-5, bfloat16 within two units in the last place.
+# Relative to the output's largest entry: 1e-5 in float32, two units in the last place in bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2 * 2.0**-8}
 _GARBAGE = 100  # times what a cache holds
 _DEFINITION = ""  # among implementations' names

@@ -67,6 +67,7 @@ def test_heads_have_the_weights_of_each_layer(model):
         assert heads.rotated == slice(0, 0) and heads.scale == 0.5
 
 
+@pytest.mark.slow
 def test_parameters_are_read_as_they_are_listed(model):
     for path, (shape, dtype) in model.parameters().items():
         found = model.read(path)

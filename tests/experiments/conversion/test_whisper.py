@@ -46,7 +46,7 @@ def _gelu(x):
 
 
 def _attention(q, k, v, *, causal=False):
-    """Of one row: [T, D] queries, [S, D] keys and values, head by head."""
+    """Attention of one row, head by head: [T, D] queries, [S, D] keys and values."""
     out = []
     for head in range(N):
         part = np.s_[:, head * H : head * H + H]
@@ -124,6 +124,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_folder_is_read_in_float32(folder):
     model = whisper.load(folder)
     assert {x.dtype for x in jax.tree.leaves(model.params)} == {jnp.dtype(jnp.float32)}

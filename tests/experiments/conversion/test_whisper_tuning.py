@@ -97,7 +97,7 @@ def test_all_of_a_seed_see_the_same_rows(subject, monkeypatch):
 
 
 def test_variants_have_the_bytes_they_are_named_for():
-    """Of Whisper tiny.en's heads."""
+    """Elements of the cache per token, for the heads of Whisper tiny.en."""
     made = whisper_tuning.variants(6, 64)
     (mechanism,) = set(
         whisper_lib.WhisperConfig(

@@ -127,7 +127,7 @@ def test_a_query_folds_into_b_without_rope_alone():
 
 
 def test_the_largest_share_of_an_effective_rank():
-    """Of 17 components: all alike, and one of a half with 16 alike."""
+    """17 components that are all alike; and one that has half, with 16 that are alike."""
     assert lrkv_heads.most(17 - 1e-9, 18) == pytest.approx(1 / 17, abs=1e-3)
     entropy = 0.5 * math.log(2) + 0.5 * math.log(32)
     assert lrkv_heads.most(math.exp(entropy), 18) == pytest.approx(0.5, abs=1e-3)

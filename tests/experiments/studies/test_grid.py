@@ -219,6 +219,7 @@ def test_what_nohup_ignores_ends_nothing(monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_interrupts_its_runs(tmp_path, monkeypatch):
     """By SIGTERM too; a run that had not begun does not."""
     waits = "import time; print('begun', flush=True); time.sleep(60)"
@@ -249,6 +250,7 @@ def test_code_is_what_it_does():
     assert code_lib.changed(files, other) == ["new.py", "optim.py"]
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_of_the_same_config_and_code(trains, tmp_path, monkeypatch):
     file, options = tmp_path / "kept.json", dict(mix=False, fresh=False)
     _train([_run()], tmp_path)

@@ -49,6 +49,7 @@ def test_all_cells_with_a_seed_then_with_the_next(results):
     assert set(written["runs"]) == {"a", "b"} and written["made_by"]["commit"]
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_trained_again(results, capfd):
     trained = []
     _train([_cell("a", trained)], seeds=1)
@@ -142,7 +143,7 @@ def test_rows_beside_the_papers(results, monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_to_save_a_part_leaves_the_rows_of_the_rest(results, monkeypatch):
-    """Of what was trained alike before; the ledger reads them."""
+    """Rows of what was trained alike before stay in the result: the ledger reads them."""
     monkeypatch.setattr(set_anomaly.Trainer, "train", lambda *_: dict(right=0.5, loss=1.0))
     right = dict(right=1.0, steps=7, parameters=8, cached_bytes=9)
     monkeypatch.setattr(cross_attention, "train", lambda *_: right)

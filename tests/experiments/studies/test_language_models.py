@@ -1,12 +1,12 @@
 """Studies of small language models: their cells are what they say, and what is shown of them."""
 
+import functools
 import json
 import types
 
 import pytest
 
 from experiments import record
-from experiments.studies import demo_size
 from experiments.studies import grid
 from experiments.studies import language_models
 from experiments.studies import side_by_side
@@ -16,18 +16,24 @@ from kvjax.costs import formulas
 from kvjax.foundation import command_line
 
 
+@functools.cache
+def _cells():
+    """The cells of each study by its name; widths are matched to make them."""
+    return {name: study.cells() for name, study in STUDIES.items()}
+
+
 @pytest.fixture(scope="module")
 def models():
     """By study and cell the model."""
     found = {}
-    for name, cells in demo_size.cells_of(tuple(STUDIES)).items():
+    for name, cells in _cells().items():
         found[name] = {cell.name: Run(cell, 0, 128).experiment.model for cell in cells}
         assert len(found[name]) == len(cells)
     return found
 
 
 def test_whoever_is_compared_is_there():
-    for name, cells in demo_size.cells_of(tuple(STUDIES)).items():
+    for name, cells in _cells().items():
         names = {cell.name for cell in cells}
         assert {cell.against for cell in cells} <= names | {""}, name
         assert any(cell.against for cell in cells)
@@ -42,7 +48,7 @@ def test_some_of_a_study_bring_those_they_are_compared_with():
 
 def test_what_a_change_moves_is_of_one_pair_with_it_and_without():
     changed = 0
-    for cells in demo_size.cells_of(tuple(STUDIES)).values():
+    for cells in _cells().values():
         by_name = {cell.name: cell for cell in cells}
         for cell in filter(lambda cell: cell.before, cells):
             plain, mha = by_name[cell.before], by_name[cell.against]
@@ -73,7 +79,7 @@ def test_what_a_change_moves_is_taken_seed_by_seed():
 def test_a_name_is_one_config_in_all_studies():
     """They share runs."""
     seen = {}
-    for cells in demo_size.cells_of(tuple(STUDIES)).values():
+    for cells in _cells().values():
         for cell in cells:
             identity = Run(cell, 0, 128).identity
             assert seen.setdefault(cell.name, identity) == identity
@@ -150,6 +156,7 @@ def trained(tmp_path, monkeypatch):
     return types.SimpleNamespace(run=run, asked=asked, results=tmp_path / "results")
 
 
+@pytest.mark.slow
 def test_a_study_from_runs_to_rows(trained, capfd):
     assert trained.run("--seeds=2", "--save", "--json") == 1  # one model failed
     out, err = capfd.readouterr()

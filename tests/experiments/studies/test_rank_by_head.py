@@ -83,7 +83,7 @@ def test_whoever_has_more_gets_more(weights):
 
 
 def test_effective_ranks_are_of_energies(weights):
-    """Of squared singular values, as LRKV's appendix C.1 has them."""
+    """They are those of squared singular values, as in LRKV's appendix C.1."""
     weights["expand_key"][:] *= np.geomspace(1, 0.1, R)[:, None]
     weights["expand_key"][0, 1] = weights["expand_value"][0, 1]
     singular = np.linalg.svd(_products(weights, "key"), compute_uv=False)[..., :R]

@@ -94,7 +94,7 @@ def test_what_remedies_are_made_of():
 
 @pytest.mark.slow
 def test_models_under_remedies_are_others(monkeypatch):
-    """Of equal weights and rows; a temperature of 1 changes nothing."""
+    """Remedies lead from equal weights to other losses; a temperature of 1 changes nothing."""
     monkeypatch.setattr(sequence_tasks, "TRAINED_ON", 512)
     monkeypatch.setattr(sequence_tasks, "TESTED_ON", 500)
     recipe = sequence_tasks.learner.Recipe(steps=6, learning_rate=1e-3, decay="none")

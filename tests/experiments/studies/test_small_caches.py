@@ -79,6 +79,7 @@ def test_differences_are_taken_seed_by_seed(run):
     assert rows["lrkv"]["cache_bytes"] == 1600 and rows["gla_narrow"]["cache_bytes"] == 512
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_its_result(run):
     run(NAMES, "--seeds=1", "--save")
     file = record.RESULTS / "small_caches.json"

@@ -16,7 +16,6 @@ from experiments.tasks import learner
 from experiments.tasks import sequences
 from kvjax.model.labeller import Labeller
 from kvjax.model.transformer import Transformer
-from tests import quick
 
 
 def test_the_cosine_is_that_of_the_course():
@@ -107,7 +106,8 @@ def test_evaluations_come_at_their_steps_and_may_end_it():
     assert _small(7).train(0, _batches(), lambda now: now.steps >= 20, every=10).steps == 20
 
 
-@pytest.mark.parametrize("variant", quick.only(["qkv_tied_plus"], encoders.VARIANTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", encoders.VARIANTS)
 def test_encoders_of_projection_sharing(variant):
     """What is tied is not there twice; what a position says depends on all others."""
     config = sequence_tasks.transformer(variant, 16, 2, 2)

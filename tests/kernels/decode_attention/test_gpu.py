@@ -46,12 +46,14 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
 @pytest.mark.parametrize(
     "shape, firsts, parameters",
     [
-        (GroupedSizes(N=1, K=1), EDGES, dict(block=64, split=128)),
-        (ResidualSizes(N=1, K=1, Hv=64), (0, 127, 128, 255), dict(split=128)),
+        (GroupedSizes(N=1, K=1), (63, 128, 255), dict(block=64, split=128)),
+        (ResidualSizes(N=1, K=1, Hv=64), (127, 255), dict(split=128)),
         (LatentSizes(N=3, C=128), (255,), dict(split=128, slots=3)),
         *(
             pytest.param(*case, marks=slow)
             for case in (
+                (GroupedSizes(N=1, K=1), EDGES, dict(block=64, split=128)),
+                (ResidualSizes(N=1, K=1, Hv=64), (0, 127, 128, 255), dict(split=128)),
                 (GroupedSizes(N=10, K=1, H=64, Hv=64), (150,), dict()),  # more queries than eight
                 (LatentSizes(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
                 (LatentSizes(N=4, C=128, G=2, P=0, Hv=0), (255,), dict(slots=3)),  # held whole
@@ -165,7 +167,7 @@ def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
     [GroupedSizes(N=2, K=2, H=64), ResidualSizes(N=1, K=1), LatentSizes(N=2, C=64)],
 )
 def test_queries_in_float32_are_taken(shape):
-    """As absorbed MLA has them."""
+    """Absorbed MLA has such queries."""
 
     @jax.jit
     def run(operands, cache, first_B):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.tables import d36
+from experiments import d36
 from kvjax import cache as cache_lib
 from kvjax.aot import hlo
 from kvjax.attention import Attention

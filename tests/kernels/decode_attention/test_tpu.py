@@ -80,7 +80,7 @@ def test_rivals_equal_the_definition_at_d12(mechanism, dtype):
     ],
 )
 def test_splits_blocks_and_ways_of_weighing_change_nothing(mechanism, options):
-    """Of two splits of a short sequence, one has nothing to see."""
+    """In a short sequence one of two splits has nothing to see."""
     run = _jitted(**(dict(block=128, scored=128) | options))
     shape = SHAPES["d12"][mechanism]
     agreement.check(run, shape, firsts=(450, 100), length=512, dtype=FLOAT32)

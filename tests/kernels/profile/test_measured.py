@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.attention import GroupedConfig
-from kvjax.attention import LatentConfig
+from kvjax.attention import MLAConfig
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
@@ -80,7 +80,7 @@ def test_flops_are_those_of_the_costs():
         lrkv=grouped(18, 1, 64),
         lrkv_no_norm=grouped(18, 1, 64, qk_norm="none"),
         lrkv_gqa=grouped(6, 1, 64),
-        mla=LatentConfig(latent_dim=768, rope_key_dim=64, **widths),
+        mla=MLAConfig(latent_dim=768, rope_key_dim=64, **widths),
     )
     for name, config in configs.items():
         flops = config.decode_flops(10_000.0).per_key

@@ -33,6 +33,7 @@ def test_a_step_reads_the_weights_but_the_embedding(stepper):
     assert stepper.cache_bytes(3, 5) == 15 * formulas.cache_bytes_per_token(c, benchmark.BF16)
 
 
+@pytest.mark.slow
 def test_the_cache_is_updated_in_place(stepper):
     fields = len(jax.tree.leaves(stepper.cache(1, 128).layers))
     text = stepper.lower(1, 128).as_text()

@@ -2,7 +2,7 @@
 
 Skipped where PyTorch is not installed, which nothing else needs. To run them:
 
-    pip install torch && pytest tests/experiments/test_torch_training.py
+    pip install torch && pytest tests/experiments/benchmarks/test_torch_training.py
 """
 
 import json
@@ -138,7 +138,7 @@ def test_same_training_steps(run, randomise, parts):
 
 
 def test_muon_is_pytorchs(run):
-    """In bfloat16, as `torch.optim.Muon` always is, and with a constant momentum, as it has it."""
+    """Both are in bfloat16 and of constant momentum, as `torch.optim.Muon` always is."""
     recipe = run.arguments["recipe"] | dict(momentum_start=0.9, momentum_end=0.9)
     recipe = torch_training.Recipe(**recipe)
     generator = torch.Generator().manual_seed(0)

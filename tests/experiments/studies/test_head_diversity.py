@@ -16,7 +16,7 @@ from experiments.studies.grid import Run as GridRun
 from kvjax.foundation import command_line
 from tests import runs
 
-# Of seed 0, not centred: in the paper's order at 2.5B but for MLA.
+# Shares of seed 0, not centred: in the paper's order at 2.5B but for MLA.
 SHARES = dict(mha=99.0, lrkv=98.0, gqa=95.0, mqa=90.0, mla=99.5)
 
 
@@ -122,6 +122,7 @@ def test_the_configs_are_those_of_the_study_of_mechanisms_with_snapshots():
     assert found.to_dict() == expected.to_dict()
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(head_diversity.side_by_side, "is_whole", lambda run, folder: True)
@@ -139,7 +140,7 @@ def test_what_was_measured_is_kept(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_folders_of_other_runs_are_refused(run, tmp_path):
-    """Of another config, and those that do not say what code trained them."""
+    """Refused are those of another config, and those that do not say what code trained them."""
     folder = tmp_path / "runs"
     grid.begin(head_diversity.asked("lrkv", 8, 1), epath.Path(folder / "mha_seed0_steps8"))
     status, _, err = run("--mechanisms=mha", "--steps=8", "--seeds=1", f"--runs={folder}")

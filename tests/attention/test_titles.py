@@ -1,8 +1,7 @@
-"""The names that reports give to mechanisms."""
+"""A mechanism is called by what the field calls it, and by the size that tells it apart."""
 
 import pytest
 
-from kvjax.analysis import words
 from tests.conftest import MECHANISMS
 
 NAMES = {
@@ -24,5 +23,5 @@ NAMES = {
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_mechanism_has_a_name(make_mechanism, name):
-    said = words.mechanism_name(make_mechanism(name))
+    said = make_mechanism(name).title
     assert said == NAMES[name] if name in NAMES else len(said) > 2

@@ -5,7 +5,7 @@ import pytest
 from experiments.tables import cards
 from experiments.tables import model_figures
 from experiments.tables import study_figures
-from tests.experiments.test_study_figures import points
+from tests.experiments.tables.test_study_figures import points
 
 
 def _texts(figure):
