@@ -6,6 +6,7 @@ import shutil
 
 from etils import epath
 import jax
+import ml_collections
 import pytest
 
 from kvjax import generate as generate_lib
@@ -18,6 +19,14 @@ from tests import runs
 STEPS = 10
 
 
+def config_of(workdir: pathlib.Path) -> ml_collections.ConfigDict:
+    """The config of that run."""
+    return runs.small_config(
+        *(str(workdir.parent / "text.txt"), str(workdir.parent / "data")),
+        **dict(num_steps=STEPS, checkpoint_every=4, eval_rows=8, sample_tokens=4),
+    )
+
+
 def trained(folder: pathlib.Path) -> pathlib.Path:
     """The workdir of a run of 10 steps, with checkpoints of steps 8 and 10; its data is gone.
 
@@ -28,13 +37,10 @@ def trained(folder: pathlib.Path) -> pathlib.Path:
         return folder / "run"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    config = runs.small_config(
-        *(runs.write_text(folder / "text.txt"), str(folder / "data")),
-        **dict(num_steps=STEPS, checkpoint_every=4, eval_rows=8, sample_tokens=4),
-    )
+    runs.write_text(folder / "text.txt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
-        loop.train(config, epath.Path(folder / "run"))
+        loop.train(config_of(folder / "run"), epath.Path(folder / "run"))
     shutil.rmtree(folder / "data")
     whole.touch()
     return folder / "run"

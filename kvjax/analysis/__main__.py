@@ -25,6 +25,7 @@ from kvjax.analysis import page
 from kvjax.analysis import reports
 from kvjax.analysis import target as target_lib
 from kvjax.analysis import texts
+from kvjax.analysis import words
 from kvjax.analysis.request import Request
 from kvjax.analysis.section import Section
 from kvjax.convert import model as model_lib
@@ -308,8 +309,7 @@ def _attention(model: Model) -> Mapping | str:
         found = model_lib.attention_section(model.transformer)
         return {key: value for key, value in found.items() if value not in (False, "none", ())}
     except UserError:  # no config describes such layers
-        kinds = (type(config).__name__ for config in model.transformer.mechanisms)
-        return ", ".join(dict.fromkeys(kinds)) + ", layers of several kinds"
+        return f"layers of several kinds: {words.mechanism_names(model.transformer.mechanisms)}"
 
 
 def _write(

@@ -328,7 +328,7 @@ def _scale(matrices: Iterable[np.ndarray], low: float | None, high: float | None
 
 
 def _columns(count: int) -> int:
-    """How many of so many matrices stand side by side."""
+    """The columns of a grid of so many matrices."""
     return count if count <= 3 else 2 if count == 4 else 3 if count <= 9 else 4
 
 

@@ -108,7 +108,7 @@ def _without_directions(split: Split) -> Split:
 
 
 def _both_gauges(parts: geometry.Parts) -> tuple[Split, Split, Optimal]:
-    """The split as learned, in the canonical gauge, and what the best residuals would lose."""
+    """The split as learned, in the canonical gauge, and the best residuals beside it."""
     raw, heads = geometry.split(parts), parts.canonical()
     canonical = geometry.split(heads)
     return raw, canonical, geometry.optimal(heads, canonical, parts, raw.reads)

@@ -154,7 +154,7 @@ class _Gain(nnx.Module):
 def _without_norms(mechanism: Mechanism) -> Mechanism:
     for name, norm in list(vars(mechanism).items()):
         if isinstance(norm, Norm):
-            # Queries and keys need not have a norm (`head_norm`): then nothing is divided.
+            # A norm of queries or keys without a gain goes, as if there had been none.
             gone = norm.gain is None and name.endswith(("query_norm", "key_norm"))
             setattr(mechanism, name, None if gone else _Gain(norm))
     return mechanism

@@ -64,7 +64,8 @@ class FactoredConfig(MechanismConfig):
 
     @property
     def title(self) -> str:
-        return f"low rank, keys {self.key_rank}, values {self.value_rank}"
+        keys, values = (rank or "whole" for rank in (self.key_rank, self.value_rank))
+        return f"low rank, keys {keys}, values {values}"
 
     @property
     def output_bias(self) -> bool:

@@ -114,16 +114,24 @@ class GroupedConfig(MechanismConfig):
 
     @property
     def title(self) -> str:
-        tied = {"none": "", "kv": "Q-K=V, ", "qk": "Q=K-V, ", "qkv": "Q=K=V, "}[self.tie]
+        tied = {"none": "", "kv": "Q-K=V", "qk": "Q=K-V", "qkv": "Q=K=V"}[self.tie]
+        if tied:
+            tied = f"({tied})+, " if self.position_channels else f"{tied}, "
+        thin = f", keys of {self.key_dim}" if self.key_dim < self.value_dim else ""
+        return tied + self._shared + thin
+
+    @property
+    def _shared(self) -> str:
+        """What heads share, by the field's names."""
         bases = self.num_bases
         if self.rank:
             over = f" over {bases} bases" if bases > 1 else ""
-            return f"{tied}LRKV{over}, rank {self.rank}"
+            return f"LRKV{over}, rank {self.rank}"
         if bases == self.num_heads:
-            return f"{tied}MHA"
+            return "MHA"
         if bases == 1 and self.query_rank:
-            return f"{tied}MFA, queries of rank {self.query_rank}"
-        return f"{tied}MQA" if bases == 1 else f"{tied}GQA, {bases} KV heads"
+            return f"MFA, queries of rank {self.query_rank}"
+        return "MQA" if bases == 1 else f"GQA, {bases} KV heads"
 
     @property
     def ties_values(self) -> bool:

@@ -46,7 +46,7 @@ class MechanismConfig:
 
     @property
     def title(self) -> str:
-        """The mechanism as reports call it, with the size that tells it from others of its kind."""
+        """What reports call it: the field's name, and the size that its cache depends on."""
         return f"{type(self).__name__.removesuffix('Config')}, {self.num_heads} heads"
 
     @property

@@ -155,10 +155,7 @@ _HORIZON = (
 
 
 def _percent(found: Estimate | None) -> str:
-    if found is None:
-        return "-"
-    half = None if found.half is None else 100 * found.half
-    return Estimate(100 * found.mean, half).shown(".1f") + " %"
+    return "-" if found is None else f"{found.times(100).shown('.1f')} %"
 
 
 # -- the page --------------------------------------------------------------------------------------

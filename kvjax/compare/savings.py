@@ -38,7 +38,7 @@ class Saving:
 
 
 def savings(groups: Sequence[Group], reference: Group) -> list[Saving]:
-    """What the leader of each group and the reference saves; both ended, and are as long."""
+    """What the leader of each group and the reference saves, both having ended equally long."""
     if reference.final is None:
         return []
     families: dict[str, list[Group]] = {}

@@ -320,7 +320,6 @@ def test_a_report_is_written_whoever_listens(run, workdir, made, tmp_path, monke
     assert sorted(os.listdir(tmp_path / "out")) == ["report.html", "report.json"]
 
 
-@pytest.mark.slow
 def test_texts_are_tokens_of_their_files(workdir, tmp_path):
     """Documents follow each other; of a long text the first tokens are kept."""
     (tmp_path / "a.txt").write_text("\ufeffone\ftwo", "utf-8")

@@ -173,6 +173,18 @@ def test_turned_moments_are_those_that_queries_have_for_keys():
     assert found == pytest.approx(np.mean(squares))
 
 
+def test_tokens_spread_over_a_text_are_as_far_apart_as_they_are():
+    query_BTNH, key_BTKH, _ = _arrays()
+    layer, at_T = _layer(*_arrays(), mask=Mask()), np.array([1, 6, 7, 15, 22])
+    plain_KHH = key_subspaces.moments(query_BTNH[:1, at_T], K)
+    for span in (22, 5):
+        turned_KHH = key_subspaces.turned_moments(plain_KHH, ROPE, Mask(), span)
+        expected = key_subspaces.of_text(turned_KHH, key_BTKH[:1, at_T], each_row=False)
+        found = key_ways.of_rows(layer, ROPE, key_ways.BEFORE, [0], at_T)
+        same = [np.allclose(a, b) for a, b in zip(found, expected, strict=True)]
+        assert all(same) == (span == 22)
+
+
 def test_turned_keys():
     x_TKH = _arrays()[1][0]
     expected = np.stack([x_KH @ _turn(t).T for t, x_KH in enumerate(x_TKH)])

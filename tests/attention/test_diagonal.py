@@ -79,8 +79,7 @@ def test_a_row_is_one_text(build):
         module(jnp.zeros((B, T, D)), positions, causal=False, segments_BS=segments)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lrkv", "mla", "qk_tied_plus", "tpa"])
+@pytest.mark.parametrize("name", quick.only(["lrkv"], ["lrkv", "mla", "qk_tied_plus", "tpa"]))
 def test_a_temperature_divides_logits(x64, build, name):
     config, module, _ = build(name)
     x, positions = jnp.asarray(_input()), rope.positions(np.arange(T)[None], config.rope_dim, 100.0)

@@ -71,8 +71,7 @@ def test_a_text_goes_on_from_its_state(x64, decay):
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, rtol=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tie", ["none", "qkv"])
+@pytest.mark.parametrize("tie", quick.only(["qkv"], ["none", "qkv"]))
 def test_the_module_in_chunks_and_token_by_token(x64, tie):
     config = LinearConfig(num_heads=N, key_dim=H, value_dim=H, tie=tie, decay=0.95)
     layer = LinearAttention(config, 16, rngs=nnx.Rngs(0))

@@ -62,7 +62,6 @@ def test_residuals_of_a_latent_start_as_asked(residual_init, starts):
     assert found["latent_key"].any() and found["latent_value"].any()
 
 
-@pytest.mark.slow
 def test_xavier_is_that_of_values_too():
     shape = dict(num_heads=6, key_dim=64, value_dim=32, query_factors=6, key_rank=2, value_rank=4)
     found = _weights(TPAConfig(**shape, factor_init="xavier"))

@@ -7,6 +7,10 @@ from tests.conftest import MECHANISMS
 NAMES = {
     "mha": "MHA",
     "lrkv_gqa": "LRKV over 2 bases, rank 3",
+    "thin_keys": "GQA, 2 KV heads, keys of 4",
+    "factored_values": "low rank, keys whole, values 3",
+    "qk_tied": "Q=K-V, MHA",
+    "qkv_tied_plus": "(Q=K=V)+, MHA",
     "kv_tied_gqa": "Q-K=V, GQA, 2 KV heads",
     "mla": "MLA, latent 10",
     "mla_lrkv": "LRKV over a latent of 6, rank 3",

@@ -21,6 +21,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.estimate import Estimate
 from tests.compare.command import run
 
 STEPS = (25, 50, 75, 100)
@@ -344,6 +345,11 @@ def test_curves_that_lead_from_the_start_save_all_that_is_known(tmp_path):
 
 
 # -- the command -----------------------------------------------------------------------------------
+
+
+def test_a_saving_is_in_percent_with_its_interval():
+    assert report._percent(Estimate(0.184, 0.0213)) == "18.4 ± 2.1 %"
+    assert report._percent(Estimate(0.184, None)) == "18.4 %" and report._percent(None) == "-"
 
 
 def test_the_command_prints_and_writes(two, tmp_path, capfd):

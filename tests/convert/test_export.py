@@ -2,12 +2,16 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 
 from kvjax.convert import export
+from kvjax.convert import into_folder
 from kvjax.foundation import command_line
 from tests.convert import comparison
 from tests.convert import workdirs
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 @pytest.fixture
@@ -37,6 +41,14 @@ def test_auto(tmp_path, capsys, name, kind, said):
     printed = capsys.readouterr()
     assert json.loads(printed.out)["format"] == kind
     assert said in printed.err.replace("\n", " ")
+
+
+def test_the_dtype_is_one_that_holds_all():
+    embedding, attention = ("embedding",), ("attention", "query")
+    both = lambda one, other: {embedding: ((4, 2), one), attention: ((2, 2), other)}
+    assert into_folder.dtype_name(both(BF16, BF16)) == "BF16"
+    assert into_folder.dtype_name(both(BF16, F32)) == "F32"
+    assert into_folder.dtype_name(both(F32, BF16)) == "F32"
 
 
 def test_a_folder_that_is_there(small, tmp_path, told):

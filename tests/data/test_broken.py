@@ -295,7 +295,6 @@ def test_a_file_whose_name_begins_as_a_broken_one_s_is_not_mended(interrupted):
         assert not under_way.were_broken(folder, [other])
 
 
-@pytest.mark.slow
 def test_another_file_that_changed_is_no_mending(interrupted):
     config, path, whole = interrupted
     path.write_bytes(whole)
@@ -305,7 +304,6 @@ def test_another_file_that_changed_is_no_mending(interrupted):
         prepare.prepare(config, workers=1)
 
 
-@pytest.mark.slow
 def test_a_folder_in_which_somebody_works_is_not_removed(interrupted):
     config, path, whole = interrupted
     (folder,) = config.root.glob("datasets/.under-way-*")

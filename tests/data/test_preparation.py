@@ -456,7 +456,6 @@ def test_time_by_the_plan(config):
     assert found.seconds(1000) == pytest.approx(10 + 10)
 
 
-@pytest.mark.slow
 def test_a_run_does_not_prepare_for_hours_without_a_word(config, monkeypatch):
     real = estimate.estimate
 
@@ -469,4 +468,3 @@ def test_a_run_does_not_prepare_for_hours_without_a_word(config, monkeypatch):
     ):
         prepare.prepare(config, workers=2, hours=1.0)
     assert not list(config.root.glob("datasets/.under-way-*"))
-    prepare.prepare(config, workers=1, hours=1e9)

@@ -72,7 +72,6 @@ def test_bad_flags(started, given, message):
     assert not started
 
 
-@pytest.mark.slow
 def test_a_coordinator_that_does_not_answer(started):
     with socket.socket() as s:  # bound, not listening
         s.bind(("127.0.0.1", 0))

@@ -52,7 +52,6 @@ def test_what_ctrl_c_becomes(code):
 SWALLOWED = f"{QUIETLY}try: {CTRL_C}\n"
 
 
-@pytest.mark.slow
 def test_a_ctrl_c_that_a_library_swallowed_ends_the_process():
     code = SWALLOWED + "except BaseException: pass\nwhile True: time.sleep(0.1)"
     process = run(code)

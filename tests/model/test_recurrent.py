@@ -13,6 +13,7 @@ from kvjax.model.config import BlockConfig
 from kvjax.model.recurrent import RecurrentConfig
 from kvjax.model.recurrent import RecurrentTransformer
 from kvjax.model.recurrent import greedy
+from tests import quick
 
 V = 11
 
@@ -30,9 +31,8 @@ def _tokens(count):
     return np.random.default_rng(0).integers(0, V, (2, count), np.int32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("positions", ["none", "sinusoidal"])
-@pytest.mark.parametrize("tie", ["none", "qkv"])
+@pytest.mark.parametrize("positions", quick.only(["sinusoidal"], ["none", "sinusoidal"]))
+@pytest.mark.parametrize("tie", quick.only(["qkv"], ["none", "qkv"]))
 def test_token_by_token_it_is_what_it_is_in_full(tie, positions):
     model, tokens = _model(tie, positions, decay=0.9), _tokens(13)
     whole, last = jax.jit(functools.partial(model, chunk=4))(tokens)

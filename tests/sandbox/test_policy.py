@@ -89,7 +89,6 @@ def test_without_a_sandbox_results_say_so():
     assert box.judge(**RIGHT).passed
 
 
-@pytest.mark.slow
 def test_it_is_seen_that_layers_do_not_hold():
     with pytest.raises(sandbox.SandboxError, match="do not hold: AssertionError: writes a file"):
         self_test.check(Box(Layers()))

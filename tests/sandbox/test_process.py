@@ -51,11 +51,7 @@ def test_a_reply_to_the_request(started):
         ("sys.exit(3)", "ended with status 3"),
         ("os.kill(os.getpid(), 9)", "ended with signal 9"),
         ("raise ValueError", "wrote .*: Traceback"),
-        pytest.param(
-            "os.close(1); os.close(2); time.sleep(99)",
-            "closed its pipes",
-            marks=pytest.mark.slow,
-        ),
+        ("os.close(1); os.close(2); time.sleep(99)", "closed its pipes"),
     ],
 )
 def test_another_reply_is_a_failure(started, code, message):

@@ -62,6 +62,13 @@ def cases():
                     yield pytest.param(name, key, hostile, id=f"{name}-{key}-{shown}")
 
 
+def first_of_each_key():
+    """All cases, slow but for the first value of each key of a config."""
+    every = list(cases())
+    first = {case.values[:2]: case for case in reversed(every)}
+    return quick.only(first.values(), every)
+
+
 def changed(name, key, value):
     config = load_config(CONFIGS / f"{name}.py")
     config = ml_collections.ConfigDict(config.to_dict(), type_safe=False)
@@ -94,7 +101,7 @@ def accepted(workdir):
     yield
 
 
-@pytest.mark.parametrize("name, key, value", quick.every(3, cases()))
+@pytest.mark.parametrize("name, key, value", first_of_each_key())
 def test_a_value_is_refused_by_its_key_or_can_be(name, key, value, monkeypatch, tmp_path):
     monkeypatch.setattr(identity, "exclusive", accepted)
     config = changed(name, key, value)

@@ -11,3 +11,5 @@ def what_others_left_is_not_collected():
     gc.freeze()
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as at the start of the session
