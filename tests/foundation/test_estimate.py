@@ -25,6 +25,11 @@ def test_only_an_interval_without_zero_tells_apart():
     assert Estimate(2.0, None).shown() == "2.00"
 
 
+def test_another_unit_is_that_of_the_interval_too():
+    assert Estimate(0.25, 0.5).times(100) == Estimate(25.0, 50.0)
+    assert Estimate(0.25, None).times(100) == Estimate(25.0, None)
+
+
 def test_differences_are_taken_seed_by_seed():
     found = difference({0: 1.0, 1: 5.0, 2: 9.0}, {2: 8.0, 0: 0.0, 7: 3.0})
     assert found == Estimate(1.0, 0.0)  # seeds 0 and 2: 1 and 1, whatever the seeds' own spread
