@@ -1,6 +1,6 @@
 """A part of the slow tests, another at every commit: what CI runs of them.
 
-    make test-all DRAW=4          # of every file one in four slow cases, one at least
+    make test-all DRAW=4          # of every folder one in four slow cases, one at least
     make test-all DRAW=4 BY=648f  # those that were drawn at a commit
     make test-aot DRAW=4          # the same of what compiles for TPUs and GPUs
 
@@ -21,12 +21,12 @@ def add_options(parser: pytest.Parser) -> None:
     add("--draw-by", default="", metavar="TEXT", help="what decides which, as a commit")
 
 
-def by_file(cases: Iterable[str]) -> list[list[str]]:
-    """Cases in groups, those of a file in one."""
-    files: dict[str, list[str]] = {}
+def by_folder(cases: Iterable[str]) -> list[list[str]]:
+    """Cases in groups, those of a folder in one."""
+    folders: dict[str, list[str]] = {}
     for case in cases:
-        files.setdefault(case.partition("::")[0], []).append(case)
-    return list(files.values())
+        folders.setdefault(case.partition("::")[0].rpartition("/")[0], []).append(case)
+    return list(folders.values())
 
 
 def drawn(cases: Sequence[str], one_in: int, by: str) -> set[str]:
@@ -46,7 +46,7 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     long = lambda item: marked(item, "slow") or marked(item, "aot")
     slow = lambda item: long(item) and not marked(item, "whole")
     asked = [item.nodeid for item in items if slow(item)]
-    kept = {case for cases in by_file(asked) for case in drawn(cases, one_in, by)}
+    kept = {case for cases in by_folder(asked) for case in drawn(cases, one_in, by)}
     left_out = set(asked) - kept
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]

@@ -1,4 +1,4 @@
-"""What is drawn of slow tests: a part of each file's, the same at a commit, in time all."""
+"""What is drawn of slow tests: a part of each folder's, the same at a commit, in time all."""
 
 import math
 import re
@@ -19,9 +19,9 @@ def test_of_many_a_part_and_of_one_all():
     assert draw.drawn(many[:1], 4, "a commit") == {"t[0]"}
 
 
-def test_cases_of_a_file_are_one_group():
-    first, second = ["a.py::t[0]", "a.py::u", "a.py::t[1]"], ["b/a.py::t[0]"]
-    assert draw.by_file([*first[:2], *second, first[2]]) == [first, second]
+def test_cases_of_a_folder_are_one_group():
+    first, second = ["a/a.py::t[0]", "a/b.py::u", "a/a.py::t[1]"], ["a/b/a.py::t[x/y]"]
+    assert draw.by_folder([*first[:2], *second, first[2]]) == [first, second]
 
 
 def test_over_commits_every_case_is_run():
@@ -50,7 +50,7 @@ def _config(one_in, by, left_out=()):
 def test_only_slow_cases_are_left_out(one_in, mark):
     quick = [_Item(f"t.py::many[q{i}]") for i in range(20)]
     slow = [_Item(f"t.py::many[{i}]", mark) for i in range(30)]
-    other = [_Item(f"other.py::alone_{i}", mark) for i in range(3)]
+    other = [_Item(f"b/other.py::alone_{i}", mark) for i in range(3)]
     items, left_out = [*slow, *quick, *other], []
     before = list(items)
     config = _config(one_in, "a commit", left_out)

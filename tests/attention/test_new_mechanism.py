@@ -5,6 +5,7 @@ turns b. The first axis of its cache counts ranks, not heads, and no kernel know
 """
 
 import dataclasses
+import json
 
 from etils import epath
 import jax
@@ -175,8 +176,14 @@ def test_it_trains_on_one_and_eight_devices_generates_and_is_analysed(tmp_path, 
     assert len(list(generation)) == 5
     page = tmp_path / "page"
     texts = f"--texts=text={tmp_path / 'text.txt'}"
-    analysis.main([f"--workdir={tmp_path / 'one'}", texts, "--lengths=8", f"--out={page}"])
-    assert "OuterProduct, 4 heads" in (page / "report.html").read_text("utf-8")
+    analysis.main([f"--workdir={tmp_path / 'one'}", texts, "--lengths=16", f"--out={page}"])
+    reports = json.loads((page / "report.json").read_text("utf-8"))["reports"]
+    assert list(reports) == ["behaviour"]  # others ask for keys that are linear in the input
+
+
+def test_it_has_a_title():
+    config = OuterProductConfig(num_heads=N, rank=R, key_dim=H, value_dim=6)
+    assert config.title == "OuterProduct, 4 heads"
 
 
 def test_its_costs_and_sharding_follow(tmp_path):
