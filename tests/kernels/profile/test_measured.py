@@ -1,5 +1,6 @@
 """Rows of a measurement: what they say, whom they stand beside, what they leave out and why."""
 
+import gc
 import itertools
 import json
 import sys
@@ -19,6 +20,16 @@ from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.profile import contenders
 from kvjax.kernels.profile import measured
 from kvjax.kernels.profile import timing
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_others_left_is_not_collected():
+    """A measurement collects garbage often: over what all tests left, a second each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as at the start of the session
 
 
 def _run(**changes):
