@@ -22,7 +22,7 @@ from kvjax.optim import momentum_schedule
 from kvjax.optim import newton_schulz
 from kvjax.optim import scale_by_muon
 from tests import quick
-from tests.conftest import FAMILIES
+from tests.mechanisms import FAMILIES
 
 D = 12
 

@@ -1,6 +1,9 @@
 """A run trained once for all tests that read one, and the command line that generates from it."""
 
 from collections.abc import Callable
+import contextlib
+import io
+import json
 import pathlib
 import shutil
 
@@ -16,33 +19,34 @@ from kvjax.foundation import runtime
 from kvjax.training import loop
 from tests import runs
 
-STEPS = 10
+EARLIER, STEPS = 30, 40  # its checkpoints
 
 
 def config_of(workdir: pathlib.Path) -> ml_collections.ConfigDict:
-    """The config of that run."""
-    return runs.small_config(
-        *(str(workdir.parent / "text.txt"), str(workdir.parent / "data")),
-        **dict(num_steps=STEPS, checkpoint_every=4, eval_rows=8, sample_tokens=4),
-    )
+    """The config of that run: as a recipe has it, but small."""
+    data = str(workdir.parent / "text.txt"), str(workdir.parent / "data")
+    config = runs.small_config(*data, num_steps=STEPS, sample_tokens=4, log_every=2)
+    config.compute.update(unroll="auto", query_chunk=-1, loss_chunks=8)
+    config.optimizer.newton_schulz_steps = 5
+    return config
 
 
 def trained(folder: pathlib.Path) -> pathlib.Path:
-    """The workdir of a run of 10 steps, with checkpoints of steps 8 and 10; its data is gone.
+    """The workdir of the run, in a folder with `output.txt`, which it printed, and `last.json`.
 
     It is trained if it is not there yet, whole.
     """
-    whole = folder / "whole"
-    if whole.exists():
+    last = folder / "last.json"
+    if last.exists():
         return folder / "run"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     runs.write_text(folder / "text.txt")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         patch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
-        loop.train(config_of(folder / "run"), epath.Path(folder / "run"))
-    shutil.rmtree(folder / "data")
-    whole.touch()
+        figures = loop.train(config_of(folder / "run"), epath.Path(folder / "run"))
+    (folder / "output.txt").write_text(output.getvalue())
+    last.write_text(json.dumps(figures))
     return folder / "run"
 
 

@@ -18,8 +18,8 @@ from kvjax.layers import rope
 from kvjax.model import decoder
 from tests import quick
 from tests.compiled import compiled
-from tests.conftest import MECHANISMS
 from tests.convert import workdirs
+from tests.mechanisms import MECHANISMS
 
 LENGTH = 11
 ROWS_BT = np.random.default_rng(0).integers(0, 256, (5, LENGTH)).astype(np.int32)  # of two parts

@@ -14,9 +14,9 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
 from tests.compiled import compiled
-from tests.conftest import MECHANISMS
-from tests.conftest import random_values
 from tests.convert import workdirs
+from tests.mechanisms import MECHANISMS
+from tests.mechanisms import random_values
 
 D, BASE = 24, 100.0
 

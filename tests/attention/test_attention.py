@@ -17,8 +17,8 @@ from kvjax.layers import rope
 from tests import quick
 from tests import reference
 from tests.compiled import compiled
-from tests.conftest import FAMILIES
-from tests.conftest import MECHANISMS
+from tests.mechanisms import FAMILIES
+from tests.mechanisms import MECHANISMS
 
 B, T, D, BASE = 2, 7, 16, 100.0
 KINDS = ("lrkv_gqa", "qk_tied_plus")  # a base and a residual; channels of position

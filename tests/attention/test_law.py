@@ -14,7 +14,7 @@ from kvjax.foundation.errors import UserError
 from tests import quick
 from tests import reference
 from tests.attention import law
-from tests.conftest import MECHANISMS
+from tests.mechanisms import MECHANISMS
 
 # -- what is covered -------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from kvjax.layers import rope
 from tests import quick
 from tests import reference
 from tests.compiled import compiled
-from tests.conftest import MECHANISMS as TESTED
+from tests.mechanisms import MECHANISMS as TESTED
 
 B, T, D, BASE = 2, 5, 16, 100.0
 POSITIONS = np.array([[0, 1, 2, 3, 4], [9, 1000, 11, 12, 65_536]], np.int32)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvjax import attention
-from tests.conftest import MECHANISMS
+from tests.mechanisms import MECHANISMS
 
 NAMES = {
     "mha": "MHA",

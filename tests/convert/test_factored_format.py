@@ -16,9 +16,9 @@ from kvjax.convert import model as model_lib
 from kvjax.convert import published
 from kvjax.foundation.errors import UserError
 from tests import quick
-from tests.conftest import MECHANISMS
 from tests.convert import comparison
 from tests.convert import workdirs
+from tests.mechanisms import MECHANISMS
 
 DESCRIBED = [
     name

@@ -19,7 +19,7 @@ from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
-from tests.conftest import random_values
+from tests.mechanisms import random_values
 
 F32 = Compute()
 LAYERS, VOCABULARY, CONTEXT = 3, 260, 40  # the tokenizer has 257 tokens

@@ -12,10 +12,10 @@ from kvjax.distributed import sharding
 from kvjax.model import parameters
 from kvjax.model.transformer import Transformer
 from tests import quick
-from tests.conftest import MECHANISMS
 from tests.distributed import small_step
 from tests.distributed.small_step import MESHES
 from tests.distributed.small_step import Step
+from tests.mechanisms import MECHANISMS
 
 SEVERAL = tuple(MESHES)[1:]
 SPLIT = "data2_sequence2_tensor2"

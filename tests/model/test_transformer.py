@@ -21,7 +21,7 @@ from kvjax.model.transformer import Transformer
 from kvjax.model.transformer import through_blocks
 from tests import quick
 from tests import reference
-from tests.conftest import FAMILIES
+from tests.mechanisms import FAMILIES
 
 B, T, D, M, V, L = 2, 12, 16, 24, 32, 3
 F64 = jnp.dtype(jnp.float64)

@@ -1,18 +1,16 @@
 """A run on one device, from its first step to its sample; what runs of one kind compile once."""
 
-import contextlib
 import dataclasses
 import functools
-import io
+import json
 import types
 
-from etils import epath
 import jax
 import pytest
 
 from kvjax.training import loop
 from kvjax.training import program
-from tests import runs
+from tests import trained_run
 
 # Keys of config.train that say when to do what, which is no part of a program.
 WHEN = "log_every eval_every checkpoint_every keep_checkpoints snapshot_every stop_after".split()
@@ -51,15 +49,12 @@ def one_device(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def whole(source, tmp_path_factory):
-    """The workdir of a run as the recipe has it, from its first step to its sample; its figures."""
-    workdir = tmp_path_factory.mktemp("whole")
-    config = runs.small_config(*source, sample_tokens=4, log_every=2)
-    config.compute.update(unroll="auto", query_chunk=-1, loss_chunks=8)
-    config.optimizer.newton_schulz_steps = 5
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
-        patch.setattr(jax, "devices", lambda *a, real=jax.devices: real(*a)[:1])
-        last = loop.train(config, epath.Path(workdir))
+def whole(workdir):
+    """The run that all tests share, from its first step to its sample: its config and figures."""
+    output, last = (workdir.parent / name for name in ("output.txt", "last.json"))
     return types.SimpleNamespace(
-        config=config, workdir=workdir, last=last, output=output.getvalue()
+        config=trained_run.config_of(workdir),
+        workdir=workdir,
+        last=json.loads(last.read_text()),
+        output=output.read_text(),
     )

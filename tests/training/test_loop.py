@@ -149,16 +149,14 @@ def test_keys_that_change_no_number_may_change(source, tmp_path):
     assert loop.train(free, epath.Path(tmp_path))["step"] == 12
 
 
-def test_another_corpus_in_the_same_workdir_is_refused(source, tmp_path):
-    import pathlib
-
-    text = tmp_path / "text.txt"
-    text.write_text(pathlib.Path(source[0]).read_text())
-    config = lambda: runs.small_config(str(text), source[1], num_steps=12, stop_after=10)
-    loop.train(config(), epath.Path(tmp_path / "run"))
-    text.write_text("Another text.\n" * 5000)
+def test_another_corpus_in_the_same_workdir_is_refused(whole, tmp_path):
+    config = whole.config.copy_and_resolve_references()
+    config.train.update(stop_after=1, sample_tokens=0)
+    config.data.source = runs.write_text(tmp_path / "text.txt")
+    loop.train(config, epath.Path(tmp_path / "run"))
+    (tmp_path / "text.txt").write_text("Another text.\n" * 5000)
     with pytest.raises(UserError, match="dataset: there"):
-        loop.train(config(), epath.Path(tmp_path / "run"))
+        loop.train(config, epath.Path(tmp_path / "run"))
 
 
 def test_data_errors_come_before_training(source, tmp_path):

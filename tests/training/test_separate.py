@@ -17,9 +17,9 @@ from kvjax.model.transformer import Transformer
 from kvjax.training import loop
 from kvjax.training import program
 from tests import runs
-from tests.conftest import MECHANISMS
 from tests.distributed import small_step
 from tests.distributed.small_step import Step
+from tests.mechanisms import MECHANISMS
 from tests.runs import records
 
 BOS = 0

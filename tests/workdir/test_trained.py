@@ -18,6 +18,7 @@ from kvjax.workdir import trained
 from kvjax.workdir.trained import experiment_of
 from kvjax.workdir.trained import load
 from tests import trained_run
+from tests.trained_run import EARLIER
 from tests.trained_run import STEPS
 
 
@@ -33,9 +34,12 @@ def run(workdir, capsys, monkeypatch):
     return trained_run.command_line_of(workdir, capsys, monkeypatch)
 
 
-def test_a_workdir_is_all_that_is_needed(workdir, loaded):
-    path = workdir / "checkpoints" / str(STEPS)
-    state = ocp.load(path, checkpointable_name="state")
+def test_a_workdir_is_all_that_is_needed(copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["data"].update(source="/nowhere/text.txt", directory="/nowhere/data")
+    (copy / "config.json").write_text(json.dumps(config))
+    loaded = load(epath.Path(copy))
+    state = ocp.load(copy / "checkpoints" / str(STEPS), checkpointable_name="state")
     got = [np.asarray(x) for x in jax.tree.leaves(nnx.state(loaded.model))]
     want = [np.asarray(x) for x in jax.tree.leaves(state["params"])]
     jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -45,7 +49,7 @@ def test_a_workdir_is_all_that_is_needed(workdir, loaded):
 
 def test_an_earlier_step(workdir, loaded, monkeypatch):
     monkeypatch.chdir(workdir.parent)
-    earlier = load(epath.Path(workdir.name), step=8)
+    earlier = load(epath.Path(workdir.name), step=EARLIER)
     embeddings = [np.asarray(m.embedding[...]) for m in (loaded.model, earlier.model)]
     assert np.any(embeddings[0] != embeddings[1])
 
@@ -105,7 +109,7 @@ def test_a_workdir_without_a_checkpoint(run, copy):
 
 @pytest.mark.slow
 def test_a_checkpoint_being_written_is_left_alone(run, copy):
-    unfinished = copy / "checkpoints" / "12.orbax-checkpoint-tmp"
+    unfinished = copy / "checkpoints" / "50.orbax-checkpoint-tmp"
     (unfinished / "state").mkdir(parents=True)
     assert run("--prompt=a", workdir=copy)[0] == 0
     assert unfinished.exists()
@@ -140,10 +144,10 @@ def test_a_config_that_cannot_be_read(run, copy):
 
 @pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read(run, copy):
-    for file in (copy / "checkpoints" / "10" / "state").rglob("d/*"):
+    for file in (copy / "checkpoints" / str(STEPS) / "state").rglob("d/*"):
         file.write_bytes(b"\0" * file.stat().st_size)
-    expect(run, copy, "checkpoints/10 cannot be read", "other checkpoints there: steps [8]")
-    assert run("--prompt=a", "--step=8", workdir=copy)[0] == 0
+    expect(run, copy, f"checkpoints/{STEPS} cannot be read", f"steps [{EARLIER}]")
+    assert run("--prompt=a", f"--step={EARLIER}", workdir=copy)[0] == 0
 
 
 def test_the_tokenizer_of_a_workdir(run, copy):

@@ -31,8 +31,8 @@ from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.decode_attention.tpu import attention as tpu
 from kvjax.layers import rope
 from tests import quick
-from tests.conftest import MECHANISMS
 from tests.kernels.decode_attention import agreement
+from tests.mechanisms import MECHANISMS
 
 B, D, BASE = 3, 16, 100.0
 STRIPE, SLOTS = 8, 24  # of each chip
