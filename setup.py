@@ -27,7 +27,7 @@ setup(
     python_requires=">=3.12",
     packages=find_packages(include=["kvjax", "kvjax.*"]),
     package_data={
-        "kvjax.analysis": ["*.css", "*.js"],
+        "kvjax.analysis.page": ["*.css", "*.js"],
         "kvjax.data": ["corpus/*"],
         "kvjax.kernels.decode_attention": ["*.json"],
     },

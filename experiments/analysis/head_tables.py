@@ -11,7 +11,7 @@ from experiments.analysis import seeds as seeds_lib
 from experiments.analysis.numbers import Numbers
 from experiments.analysis.seeds import Estimate
 from experiments.analysis.seeds import Pair
-from kvjax.analysis.reports.diversity import PUBLISHED
+from kvjax.analysis.reports.diversity.report import PUBLISHED
 from kvjax.foundation.estimate import difference
 from kvjax.foundation.estimate import estimate
 from kvjax.foundation.output import Table

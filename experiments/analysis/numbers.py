@@ -9,16 +9,16 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvjax.analysis import behaviour_measurements
-from kvjax.analysis import diversity_by_layer
-from kvjax.analysis import geometry_by_layer
-from kvjax.analysis import key_measurements
-from kvjax.analysis import key_results
-from kvjax.analysis import key_ways
-from kvjax.analysis import logit_measurements
-from kvjax.analysis import logit_results
 from kvjax.analysis import reports
 from kvjax.analysis import texts as texts_lib
+from kvjax.analysis.measures import key_ways
+from kvjax.analysis.reports.behaviour import measurements as behaviour_measurements
+from kvjax.analysis.reports.compression import measurements as compression_measurements
+from kvjax.analysis.reports.compression import results as compression_results
+from kvjax.analysis.reports.diversity import measurements as diversity_measurements
+from kvjax.analysis.reports.geometry import measurements as geometry_measurements
+from kvjax.analysis.reports.logits import measurements as logit_measurements
+from kvjax.analysis.reports.logits import results as logit_results
 from kvjax.analysis.request import Request
 from kvjax.convert.model import Model
 from kvjax.foundation.errors import UserError
@@ -64,7 +64,7 @@ def _if_there(of: Callable[[Model, Request], Numbers], model: Model, request: Re
 
 def diversity(model: Model, _: Request) -> Numbers:
     """Effective ranks of heads' forms in percent, of keys, of keys with RoPE, and of values."""
-    found = diversity_by_layer.of_model(model.name, model)
+    found = diversity_measurements.of_model(model.name, model)
     kinds = {"": found.plain, "_with_rope": found.turning, "_of_values": found.values}
     numbers = {}
     for suffix, layers in kinds.items():
@@ -78,10 +78,10 @@ def diversity(model: Model, _: Request) -> Numbers:
 
 def geometry(model: Model, _: Request) -> Numbers:
     """Norms of keys; of residuals beside a base how much they share with it."""
-    layers = geometry_by_layer.of_model(model)
+    layers = geometry_measurements.of_model(model)
     numbers = {}
     for name in _GEOMETRY:
-        heads = [geometry_by_layer.measured(layer["key"], name) for layer in layers]
+        heads = [geometry_measurements.measured(layer["key"], name) for layer in layers]
         if (all_heads := np.concatenate(heads)).size:
             numbers[f"key_{name}"] = float(all_heads.mean())
     return numbers
@@ -108,8 +108,8 @@ def logits(model: Model, request: Request) -> Numbers:
 def compression(model: Model, request: Request) -> Numbers:
     """Perplexity added, in percent, by keys of half their rank in all layers."""
     longest = max(request.lengths)
-    measured = key_measurements.measure(model, request.texts, longest, longest)
-    found = key_results.Results(model.name, request, measured)
+    measured = compression_measurements.measure(model, request.texts, longest, longest)
+    found = compression_results.Results(model.name, request, measured)
     ways = {
         "half_rank_by_weights": key_ways.WEIGHTS,
         "half_rank_by_all_weights": key_ways.JOINT,

@@ -9,8 +9,8 @@ import time
 from etils import epath
 import numpy as np
 
-from kvjax.analysis import page
 from kvjax.analysis import reports
+from kvjax.analysis.page import document
 from kvjax.analysis.request import Request
 from kvjax.convert.model import Model
 from kvjax.foundation import command_line
@@ -56,7 +56,7 @@ def write(model: Model, request: Request, folder: pathlib.Path, lead: str) -> No
         name: dict(title=one.title, lead=one.lead, data=one.data) for name, one in sections.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    html = page.page(f"Attention in {model.name}", lead, list(sections.values()), about)
+    html = document.page(f"Attention in {model.name}", lead, list(sections.values()), about)
     write_atomically(epath.Path(folder / HTML), html)
     text = json.dumps(_plain(dict(about=about, reports=said))) + "\n"
     write_atomically(epath.Path(folder / JSON), text)

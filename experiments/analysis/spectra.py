@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.analysis import logit_measurements
-from kvjax.analysis.logit_tables import PUBLISHED_RANKS
+from kvjax.analysis.reports.logits import measurements
+from kvjax.analysis.reports.logits.tables import PUBLISHED_RANKS
 
-MATRICES = (logit_measurements.FIELD, logit_measurements.CAUSAL, logit_measurements.PLAIN)
+MATRICES = (measurements.FIELD, measurements.CAUSAL, measurements.PLAIN)
 # Logit spectra, table 2: M's components for 90 % of the energy over E's, "5 to 25 times".
 PUBLISHED = tuple(weights[1] / field[1] for _, weights, field in PUBLISHED_RANKS.values())
 LEAST, MOST = min(PUBLISHED), max(PUBLISHED)
@@ -49,7 +49,7 @@ class Gap:
 
 
 class Spectra:
-    """What `logit_tables.data` gave of a model."""
+    """What `tables.data` of the report on logits gave of a model."""
 
     def __init__(self, data: Mapping):
         self.data, self.model = data, data["model"]
@@ -66,7 +66,7 @@ class Spectra:
 
     def gaps(self) -> Iterator[Gap]:
         """The gap of each E at each length."""
-        of_m = self.ranks(logit_measurements.WEIGHTS)
+        of_m = self.ranks(measurements.WEIGHTS)
         for matrix in filter(self.has, MATRICES):
             for tokens in self.lengths:
                 of_e = self.ranks(matrix, tokens)
@@ -104,16 +104,16 @@ class Spectra:
 
     def causality(self) -> dict[int, list[float]]:
         """By length quartiles of the causal E's components over those of E over all keys."""
-        if not self.has(logit_measurements.CAUSAL):
+        if not self.has(measurements.CAUSAL):
             return {}
-        of = lambda n: ((logit_measurements.CAUSAL, n), (logit_measurements.FIELD, n))
+        of = lambda n: ((measurements.CAUSAL, n), (measurements.FIELD, n))
         return {n: self.times(*of(n)) for n in self.lengths}
 
     def rope(self) -> dict[int, list[float]]:
         """By length quartiles of E's components over those of E without RoPE."""
-        if not self.has(logit_measurements.PLAIN):
+        if not self.has(measurements.PLAIN):
             return {}
-        of = lambda n: ((logit_measurements.FIELD, n), (logit_measurements.PLAIN, n))
+        of = lambda n: ((measurements.FIELD, n), (measurements.PLAIN, n))
         return {n: self.times(*of(n)) for n in self.lengths}
 
     def weights(self) -> list[dict]:

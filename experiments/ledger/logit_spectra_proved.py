@@ -9,7 +9,7 @@ from experiments.ledger.results import NoResultError
 from experiments.ledger.results import read
 from experiments.ledger.verdicts import Cases
 from experiments.ledger.verdicts import Claim
-from kvjax.analysis import logits
+from kvjax.analysis.measures import logits
 
 _TOKENS, _HEADS, _CHANNELS = 64, 12, 16
 _RANKS = (2, 4, 8)
@@ -116,6 +116,6 @@ CLAIMS = (
                 "is the tight bound"
             ),
         ),
-        "pytest tests/analysis/test_logits.py",
+        "pytest tests/analysis/measures/test_logits.py",
     ),
 )

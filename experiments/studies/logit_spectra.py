@@ -27,7 +27,7 @@ from experiments.analysis.spectra import MOST
 from experiments.analysis.spectra import PUBLISHED
 from experiments.analysis.spectra import Spectra
 from kvjax.analysis import __main__ as analysis
-from kvjax.analysis.logit_tables import PUBLISHED_RANKS
+from kvjax.analysis.reports.logits.tables import PUBLISHED_RANKS
 from kvjax.analysis.request import Request
 from kvjax.convert import model as model_lib
 from kvjax.foundation import command_line

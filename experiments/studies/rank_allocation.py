@@ -22,7 +22,7 @@ from experiments.studies import side_by_side
 from experiments.studies.demo_size import STUDIES
 from experiments.studies.demo_size import UNIFORM
 from experiments.studies.grid import Run
-from kvjax.analysis import spectrum
+from kvjax.analysis.measures import spectrum
 from kvjax.convert import model as model_lib
 from kvjax.foundation import command_line
 from kvjax.foundation import runtime

@@ -28,7 +28,7 @@ from experiments import record
 from experiments.studies.rank_allocation import allocation
 from experiments.studies.rank_allocation import workdir
 from experiments.tasks.positions import rows_of
-from kvjax.analysis import spectrum
+from kvjax.analysis.measures import spectrum
 from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import runtime

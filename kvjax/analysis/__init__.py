@@ -1,6 +1,5 @@
 """What trained attention looks like inside: `python -m kvjax.analysis`.
 
-`heads` and `activations` give arrays in float64, one layer at a time; pure functions on those
-arrays stand in a module for each question (`diversity`, `geometry`, `logits`, ...); `reports` make
-a `section.Section` of each, and `page` one HTML file of them all.
+`measures` are pure functions on arrays in float64, a module for each question; `reports` measure a
+model with them and make a `page.section.Section` of each; `page` makes one HTML file of them all.
 """

@@ -21,13 +21,13 @@ import types
 
 from etils import epath
 
-from kvjax.analysis import page
 from kvjax.analysis import reports
 from kvjax.analysis import target as target_lib
 from kvjax.analysis import texts
 from kvjax.analysis import words
+from kvjax.analysis.page import document
+from kvjax.analysis.page.section import Section
 from kvjax.analysis.request import Request
-from kvjax.analysis.section import Section
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.costs import formulas
@@ -320,7 +320,7 @@ def _write(
     Raises:
       UserError: they cannot be written.
     """
-    html = page.page(f"Attention in {model.name}", _LEAD, list(sections.values()), about)
+    html = document.page(f"Attention in {model.name}", _LEAD, list(sections.values()), about)
     said = {
         name: dict(title=one.title, lead=one.lead, data=one.data) for name, one in sections.items()
     }

@@ -19,9 +19,9 @@ import time
 
 from etils import epath
 
-from kvjax.analysis import draw
-from kvjax.analysis import page
 from kvjax.analysis import target as target_lib
+from kvjax.analysis.page import document
+from kvjax.analysis.page import draw
 from kvjax.compare import groups as groups_lib
 from kvjax.compare import report
 from kvjax.compare import runs as runs_lib
@@ -143,7 +143,7 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
         made = report.sections(groups, reference, rows, saved, left_out, lacking)
         again = options.watch if not all(run.finished for run in runs) else 0
         about = _about(runs)
-        html = page.page("Runs compared", _LEAD, made, about, again=again)
+        html = document.page("Runs compared", _LEAD, made, about, again=again)
         result = dict(
             about=about,
             rows=rows,

@@ -7,12 +7,12 @@ import math
 
 import numpy as np
 
-from kvjax.analysis import draw
-from kvjax.analysis.section import Column
-from kvjax.analysis.section import Figure
-from kvjax.analysis.section import Section
-from kvjax.analysis.section import Table
-from kvjax.analysis.section import Text
+from kvjax.analysis.page import draw
+from kvjax.analysis.page.section import Column
+from kvjax.analysis.page.section import Figure
+from kvjax.analysis.page.section import Section
+from kvjax.analysis.page.section import Table
+from kvjax.analysis.page.section import Text
 from kvjax.compare.groups import Curve
 from kvjax.compare.groups import Group
 from kvjax.compare.runs import LeftOut

@@ -21,7 +21,7 @@ import time
 
 import pytest
 
-from tests.analysis.test_page import made_up
+from tests.analysis.page.test_document import made_up
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SIZES = dict(phone=(390, 844), desk=(1440, 900), paper=(680, 960))  # A4 without its margins

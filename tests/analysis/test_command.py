@@ -13,7 +13,7 @@ import pytest
 from kvjax.analysis import __main__ as command
 from kvjax.analysis import reports
 from kvjax.analysis import texts
-from kvjax.analysis.section import Section
+from kvjax.analysis.page.section import Section
 from kvjax.convert import model as model_lib
 from kvjax.data import tokenizer
 from kvjax.foundation import command_line

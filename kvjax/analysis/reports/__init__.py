@@ -1,8 +1,9 @@
-"""The reports: a module each, imported when it is asked for.
+"""The reports: a folder each, imported when it is asked for.
 
-A report has `section(model, request) -> section.Section`. It may have `check(model, request)`,
-which raises a `UserError` where the model has nothing for it, before any work starts: such a report
-is left out unless it was asked for by name.
+`report` of a folder has `section(model, request) -> section.Section`. It may have
+`check(model, request)`, which raises a `UserError` where the model has nothing for it, before any
+work starts: such a report is left out unless it was asked for by name. What is measured stands in
+`measurements`, the numbers that are shown in `results`, and long tables in `tables`.
 """
 
 import importlib
@@ -19,4 +20,4 @@ def there() -> tuple[str, ...]:
 
 def module(name: str) -> types.ModuleType:
     """A report, by its name."""
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.{name}.report")

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from experiments.analysis import numbers
-from kvjax.analysis import activations
-from kvjax.analysis import diversity
-from kvjax.analysis import geometry
-from kvjax.analysis import heads as heads_lib
-from kvjax.analysis import logits
-from kvjax.analysis import patterns
-from kvjax.analysis import spectrum
+from kvjax.analysis.measures import activations
+from kvjax.analysis.measures import diversity
+from kvjax.analysis.measures import geometry
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import logits
+from kvjax.analysis.measures import patterns
+from kvjax.analysis.measures import spectrum
 from kvjax.analysis.request import Request
 from tests.convert import workdirs
 

@@ -15,7 +15,7 @@ from experiments.ledger import rounded
 from experiments.ledger import thin_keys_rules
 from experiments.ledger import thin_keys_stated
 from experiments.ledger import verdicts
-from kvjax.analysis import logits
+from kvjax.analysis.measures import logits
 
 
 def _failing(cases):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.studies import rank_allocation
-from kvjax.analysis import spectrum
+from kvjax.analysis.measures import spectrum
 from kvjax.convert import model as model_lib
 from kvjax.foundation.errors import UserError
 

@@ -13,7 +13,7 @@ from experiments.studies.rank_allocation import allocation
 from experiments.studies.rank_by_head import Judge
 from experiments.studies.rank_by_head import Residuals
 from kvjax import experiment as experiment_lib
-from kvjax.analysis import spectrum
+from kvjax.analysis.measures import spectrum
 from kvjax.foundation.errors import UserError
 from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute

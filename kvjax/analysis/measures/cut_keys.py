@@ -1,0 +1,140 @@
+"""A model run with the keys of all layers cut, several ways side by side, one layer in memory."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+from typing import NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.analysis.measures import activations
+from kvjax.analysis.measures.activations import Mask
+from kvjax.analysis.measures.key_subspaces import Subspaces
+from kvjax.attention import Attention
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.convert import layerwise
+from kvjax.convert import model as model_lib
+from kvjax.convert.factors import few_threads
+from kvjax.convert.model import Model
+from kvjax.layers import rope
+from kvjax.model.transformer import Compute
+
+_COMPUTE = Compute()
+
+
+class Cut(NamedTuple):
+    """Which subspaces of keys are left, of each row of tokens.
+
+    Attributes:
+      turned: whether keys are cut after RoPE.
+    """
+
+    subspaces: Sequence[Subspaces]
+    rank: int
+    turned: bool
+
+
+class Runs:
+    """Rows of tokens on their way through the model, once for each name."""
+
+    def __init__(self, model: Model, rows_BT: np.ndarray, names: Sequence[str | tuple | None]):
+        self._model = model
+        self._pass = layerwise.Pass(model, rows_BT)
+        self._x = {name: list(self._pass.x) for name in names}
+        self._program = functools.cache(functools.partial(_program, model, rows_BT.shape[1]))
+
+    def layer(self, index: int, cuts: Mapping[str | tuple, Cut], rotated: slice) -> None:
+        """Takes the runs through one layer; those without a cut keep their keys.
+
+        Args:
+          rotated: the channels that RoPE turns.
+        """
+        mechanism = self._model.transformer.mechanisms[index]
+        weights = jax.tree.map(
+            lambda w: jnp.asarray(w, jnp.float32), model_lib.read_layer(self._model, index)
+        )
+        for name, parts in self._x.items():
+            cut = cuts.get(name)
+            program = self._program(
+                mechanism, (rotated.start, rotated.stop), cut is not None and cut.turned
+            )
+            arrays, first = cut and _arrays(cut), 0
+            for i, x_BTD in enumerate(parts):
+                rows = slice(first, first + len(x_BTD))
+                of_rows = arrays and tuple(x_BJC[rows] for x_BJC in arrays)
+                parts[i] = program(weights, x_BTD, of_rows)
+                first = rows.stop
+
+    def losses(self, targets_BT: np.ndarray) -> dict[str | tuple | None, np.ndarray]:
+        """By name [B, t] nats of the last t tokens' targets, after the last layer."""
+        last = [x_BTD[:, -targets_BT.shape[1] :] for parts in self._x.values() for x_BTD in parts]
+        self._pass.x = layerwise.few_rows(np.concatenate(last))
+        every = self._pass.losses(np.concatenate([targets_BT] * len(self._x)))
+        nats = np.split(np.concatenate(list(every)), len(self._x))
+        return dict(zip(self._x, nats, strict=True))
+
+
+def _arrays(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
+    """Centers [B, J, C] and projectors [B, J, C, C] of all rows, in float32; rows with the same
+    subspaces share the work."""
+    different = {id(each): each for each in cut.subspaces}
+    with few_threads(cut.subspaces[0].center_JC.shape[1]):
+        made = {at: each.projectors(cut.rank) for at, each in different.items()}
+    stacked = lambda arrays: np.stack([x.astype(np.float32) for x in arrays])
+    centers = stacked(each.center_JC for each in cut.subspaces)
+    return centers, stacked(made[id(each)] for each in cut.subspaces)
+
+
+def _program(model: Model, length: int, mechanism: MechanismConfig, rotated: tuple, turned: bool):
+    """A block's forward pass, compiled: of its weights, x and a cut, the new x."""
+    block = model.transformer.block
+    index = np.arange(length, dtype=np.int32)[None]
+    positions, still = (
+        rope.positions(index, mechanism.rope_dim, base) for base in (block.angles_base, None)
+    )
+
+    @jax.jit
+    def run(weights, x_BTD, cut):
+        class Cutting(Attention):
+            def __call__(self, h_BTD, positions, *, causal, window=0, **_):
+                q_BTNH, raw = self.mechanism.project(h_BTD, positions)
+                _, v_BTKH = self.mechanism.keys_values(raw, positions)
+                _, raw = self.mechanism.project(h_BTD, still)
+                k_BTKH, _ = self.mechanism.keys_values(raw, still)
+                k_BTKH = k_BTKH if cut is None or turned else _cut(k_BTKH, *cut)
+                k_BTKH = _turn(k_BTKH, rotated, positions.rotary)
+                k_BTKH = _cut(k_BTKH, *cut) if cut is not None and turned else k_BTKH
+                scale, mask = mechanism.scale, Mask(causal, window)
+                o_BTNH = activations.plain(q_BTNH, k_BTKH, v_BTKH, scale, mask)
+                return self.project_out(o_BTNH, h_BTD, positions)
+
+        def make():
+            found = layerwise.block_of(model)(block, mechanism, rngs=nnx.Rngs(0))
+            found.attention = Cutting(mechanism, block.d_model, rngs=nnx.Rngs(0))
+            return found
+
+        graph, _ = nnx.split(nnx.eval_shape(make))
+        mask = dict(causal=block.causal, window=block.window)
+        return nnx.merge(graph, weights)(x_BTD, positions, **mask, compute=_COMPUTE)
+
+    return run
+
+
+def _turn(k_BTKH: jax.Array, rotated: tuple[int, int], rotary: rope.Rotary | None) -> jax.Array:
+    """Keys with those channels turned by RoPE."""
+    first, last = rotated
+    if rotary is None or first == last:
+        return k_BTKH
+    return k_BTKH.at[..., first:last].set(rope.rotate(k_BTKH[..., first:last], rotary))
+
+
+def _cut(k_BTKH: jax.Array, center_BJC: jax.Array, projector_BJCC: jax.Array) -> jax.Array:
+    """`Subspaces.cut` of each row."""
+    B, T = k_BTKH.shape[:2]
+    center_B1JC = center_BJC[:, None]
+    k_BTJC = k_BTKH.reshape(B, T, center_BJC.shape[1], -1) - center_B1JC
+    found_BTJC = jnp.einsum("BTJC,BJCI->BTJI", k_BTJC, projector_BJCC) + center_B1JC
+    return found_BTJC.reshape(k_BTKH.shape)

@@ -1,0 +1,209 @@
+"""How different the heads of a layer are: their bilinear forms, compared by inner products.
+
+    A_h = W_Q,h W_K,h^T            <A_i, A_j> = tr(A_i^T A_j) = sum of (Q_i^T Q_j) * (K_i^T K_j)
+
+LRKV (arXiv 2601.11471), section 6.3 and appendix C. Forms do not change when queries and keys of a
+head are rotated together, as logits do not. They are D x D and are never made: what is summed are
+H x H blocks, of products N·H x D x N·H.
+
+Where the paper is of two minds: inner products are normalised before they are centred (appendix C;
+section 6.3 centres them raw), and what is left has a rank of N - 1 at most, so that it is given as
+a share of N, as there, and of N - 1.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+
+import numpy as np
+
+from kvjax.analysis.measures import rotary
+from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures.heads import Heads
+from kvjax.foundation.errors import UserError
+
+PARTS = ("key", "value")
+_ROUNDING = 1e-12  # of the trace: eigenvalues below it are none
+
+
+@dataclasses.dataclass(frozen=True)
+class Diversity:
+    """The forms of a layer's N heads, compared.
+
+    Attributes:
+      gram_NN: inner products as they are.
+      similarity_NN: the same over the norms of both forms, of -1 to 1.
+      uncentred_N: eigenvalues of the similarities, descending.
+      centred_N: those of the centred matrix: variances of principal components.
+      nothing: heads whose form is zero. They point nowhere: their similarity is 0, to themselves
+        too, and they are left out of both spectra, whose last values are zeros for them. So a
+        head that does nothing lowers both ranks.
+    """
+
+    gram_NN: np.ndarray
+    similarity_NN: np.ndarray
+    uncentred_N: np.ndarray
+    centred_N: np.ndarray
+    nothing: tuple[int, ...]
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.similarity_NN)
+
+    @property
+    def rank(self) -> float:
+        """Effective rank without centring, 1 to N (LRKV figure 6)."""
+        return float(spectrum.effective_rank(self.uncentred_N))
+
+    @property
+    def centred_rank(self) -> float:
+        """Effective rank of the centred matrix, at most N - 1; 0 of heads all alike (LRKV C.1)."""
+        return float(spectrum.effective_rank(self.centred_N))
+
+    @property
+    def share(self) -> float:
+        """Effective rank without centring over N."""
+        return self.rank / self.num_heads
+
+    @property
+    def centred_share(self) -> float:
+        """Centred effective rank over N, as the paper has it: at most (N - 1)/N."""
+        return self.centred_rank / self.num_heads
+
+    @property
+    def centred_share_of_possible(self) -> float:
+        """Centred effective rank over N - 1."""
+        return self.centred_rank / (self.num_heads - 1)
+
+    @property
+    def mean_similarity(self) -> float:
+        """Mean of the entries off the diagonal."""
+        N = self.num_heads
+        return float((self.similarity_NN.sum() - np.trace(self.similarity_NN)) / (N * (N - 1)))
+
+    def components(self, share: float = 0.9) -> int:
+        """Principal components that hold that share of the variance (LRKV C.5)."""
+        return int(spectrum.energy_rank(self.centred_N, share))
+
+
+def of_layer(heads: Heads, part: str = "key", *, distances: int = 0) -> Diversity:
+    """The heads of a layer, compared.
+
+    Args:
+      part: "key", forms of queries and keys, as in the paper; "value", forms W_V,h W_O,h of what
+        is read and where it is written, which the paper does not compare.
+      distances: 0, forms as they are without positions; n, inner products are means over the
+        relative positions 0 to n - 1, see `Products.mean_gram`. Nothing turns values.
+
+    Raises:
+      UserError: there is one head only.
+    """
+    plain, turning = with_and_without_turns(heads, part, distances)
+    return turning or plain
+
+
+def with_and_without_turns(
+    heads: Heads, part: str, distances: int
+) -> tuple[Diversity, Diversity | None]:
+    """`of_layer` without distances and with them, of the same products; None where nothing turns
+    or there are no distances."""
+    check(heads.num_heads)
+    if part == "value":
+        return of_gram(Products(heads.value_DKH, heads.out_NHD.transpose(2, 0, 1)).gram()), None
+    products = Products(heads.query_DNH, heads.key_DKH)
+    plain = of_gram(products.gram())
+    if not distances or not len(heads.frequencies_F):
+        return plain, None
+    turning = products.mean_gram(heads.rotated, heads.frequencies_F, distances)
+    return plain, of_gram(turning)
+
+
+def check(num_heads: int) -> None:
+    """Raises a UserError if there are no two heads to compare."""
+    if num_heads < 2:
+        raise UserError(
+            f"config.attention.num_heads = {num_heads}: diversity compares the heads of a layer "
+            "with each other and needs two at least; ask for the other reports"
+        )
+
+
+def of_gram(gram_NN: np.ndarray) -> Diversity:
+    """What the inner products of N forms say of them."""
+    something_N = np.diagonal(gram_NN) > 0
+    matrix_NN = similarity(gram_NN)
+    there = np.ix_(something_N, something_N)
+    spectra = []
+    for some in (matrix_NN[there], centred(matrix_NN[there])):
+        values = np.linalg.eigvalsh(some)[::-1]
+        values = np.where(values > _ROUNDING * np.trace(matrix_NN), values, 0.0)
+        spectra.append(np.concatenate([values, np.zeros(np.sum(~something_N))]))
+    nothing = tuple(np.flatnonzero(~something_N).tolist())
+    return Diversity(gram_NN, matrix_NN, *spectra, nothing)
+
+
+def similarity(gram_NN: np.ndarray) -> np.ndarray:
+    """[N, N] inner products over the norms of both forms (LRKV eq. 8); 0 where one is zero."""
+    norm_N = np.sqrt(np.maximum(np.diagonal(gram_NN), 0))
+    inverse_N = np.divide(1.0, norm_N, out=np.zeros_like(norm_N), where=norm_N > 0)
+    return gram_NN * inverse_N[:, None] * inverse_N
+
+
+def centred(gram_NN: np.ndarray) -> np.ndarray:
+    """[N, N] inner products of the forms less their mean (LRKV eq. 9)."""
+    if not gram_NN.size:
+        return gram_NN
+    row_N = gram_NN.mean(axis=1)
+    return gram_NN - row_N[:, None] - row_N + gram_NN.mean()
+
+
+class Products:
+    """Inner products of the channels of all heads with each other, of both sides of their forms.
+
+    Either side may have fewer heads that divide those of the other; each is read by as many.
+    """
+
+    def __init__(self, left_DNH: np.ndarray, right_DNH: np.ndarray):
+        N = max(left_DNH.shape[1], right_DNH.shape[1])
+        self._sides = []
+        for w_DKH in (left_DNH, right_DNH):
+            D, K, H = w_DKH.shape
+            flat_DC = w_DKH.reshape(D, K * H)
+            inner_KHKH = (flat_DC.T @ flat_DC).reshape(K, H, K, H)
+            self._sides.append((inner_KHKH, np.arange(N) * K // N))
+
+    def gram(self) -> np.ndarray:
+        """[N, N] inner products <A_i, A_j> of the forms A_h = left_h right_h^T (LRKV eq. 8)."""
+        return np.stack([np.einsum("ajb,ajb->j", *blocks) for blocks in self._blocks()])
+
+    def mean_gram(self, rotated: slice, frequencies_F: np.ndarray, distances: int) -> np.ndarray:
+        """[N, N] means of <A_i(d), A_j(d)> over d = 0 to n - 1, A_h(d) = W_Q,h R(d) W_K,h^T.
+
+        A_h(d) gives the logits of a query that stands d tokens after a key, under RoPE. Where
+        rotations are diagonal, e^{i·d·theta_a}, the mean is a weight on each product of two entries
+        of the Gram blocks, the mean of e^{i·d·(theta_b - theta_a)}: a closed form. Mechanisms with
+        other forms at other distances are not in the paper.
+
+        Args:
+          rotated, frequencies_F: as in `Heads`.
+          distances: n, at least 1.
+        """
+        H = self._sides[0][0].shape[-1]
+        phase_H = rotary.phases(H, rotated, frequencies_F)
+        weight_HH = _mean_turn(phase_H - phase_H[:, None], distances)
+        both = lambda x_HNH: rotary.diagonal(rotary.diagonal(x_HNH, rotated, 0).conj(), rotated)
+        rows = []
+        for left_HNH, right_HNH in self._blocks():
+            left_HNH = both(left_HNH) * weight_HH[:, None]
+            rows.append(np.einsum("ajb,ajb->j", left_HNH, both(right_HNH).conj()).real)
+        return np.stack(rows)
+
+    def _blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """For each head, its [H, N, H] inner products with all heads, of both sides."""
+        for i in range(len(self._sides[0][1])):
+            yield tuple(inner[of_N[i]][:, of_N] for inner, of_N in self._sides)
+
+
+def _mean_turn(angle: np.ndarray, distances: int) -> np.ndarray:
+    """Mean of e^{i·d·angle} over d = 0 to n - 1."""
+    half, sine = angle / 2, np.sin(angle / 2)
+    ratio = np.sin(distances * half) / (distances * np.where(sine == 0, 1.0, sine))
+    return np.where(sine == 0, 1.0, ratio * np.exp(1j * (distances - 1) * half))

@@ -1,0 +1,255 @@
+"""Base and residuals of LRKV's projections: how large they are, and whether they point apart.
+
+    W_k = base_j(k) + residual_k,        residual_k = U_k B_k^T of rank R            # LRKV eq. 1
+
+LRKV (arXiv 2601.11471), section 4 and figure 8. Where the base ends is a matter of convention: what
+all residuals of a base have in common can stand in either, W_k being the same. (The paper says any
+matrix can move; what is left in residuals must still have rank R.) So all is measured twice, with
+the parts as they were learned and in a canonical gauge that only W_k decides: the base is the mean
+of its heads, what is left of each head its residual, of any rank.
+
+Weights are as in `heads`: of keys each channel by its norm's gain, without biases.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.attention import GroupedConfig
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.convert import model as model_lib
+from kvjax.convert.factors import einsum
+from kvjax.convert.model import Model
+from kvjax.foundation.errors import UserError
+
+_SAME = 1e-13  # of a head's norm: what differs from the mean by less is rounding
+_ROUNDING = 1e-10  # of the largest singular value: a matrix has no direction below it
+
+
+class Parts(NamedTuple):
+    """The keys or values of a layer as J bases and K residuals."""
+
+    base_DJH: np.ndarray
+    residual_DKH: np.ndarray
+    rank: int  # R that the mechanism has, also in another gauge
+
+    @property
+    def base_DKH(self) -> np.ndarray:
+        """The base of each head."""
+        K, J = self.residual_DKH.shape[1], self.base_DJH.shape[1]
+        return np.repeat(self.base_DJH, K // J, axis=1)
+
+    @property
+    def total_DKH(self) -> np.ndarray:
+        return self.base_DKH + self.residual_DKH
+
+    def canonical(self) -> "Parts":
+        """The same heads, with the mean of each base's heads as the base."""
+        return in_canonical_gauge(self.total_DKH, self.base_DJH.shape[1], self.rank)
+
+
+def in_canonical_gauge(total_DKH: np.ndarray, bases: int, rank: int) -> Parts:
+    """Heads as J means and what differs from them; residuals have any rank."""
+    D, K, H = total_DKH.shape
+    base_DJH = total_DKH.reshape(D, bases, K // bases, H).mean(axis=2)
+    residual_DKH = total_DKH - np.repeat(base_DJH, K // bases, axis=1)
+    residual_DKH[:, norms(residual_DKH) <= _SAME * norms(total_DKH)] = 0  # heads all alike
+    return Parts(base_DJH, residual_DKH, rank)
+
+
+def random_like(parts: Parts, seed: int | Sequence[int]) -> Parts:
+    """Parts of independent normal factors, with the norms that these have: what to compare with."""
+    rng = np.random.default_rng(seed)
+    D, K, H = parts.residual_DKH.shape
+    R = parts.rank
+    base_DJH = rng.normal(size=parts.base_DJH.shape)
+    residual_DKH = einsum("DKR,KRH->DKH", rng.normal(size=(D, K, R)), rng.normal(size=(K, R, H)))
+    sized = lambda w, like: w * (norms(like) / norms(w))[:, None]
+    return Parts(sized(base_DJH, parts.base_DJH), sized(residual_DKH, parts.residual_DKH), R)
+
+
+def has_residuals(config: MechanismConfig) -> bool:
+    return isinstance(config, GroupedConfig) and config.rank > 0
+
+
+def of_layer(model: Model, index: int) -> dict[str, Parts]:
+    """The parts of a layer's "key" and "value"; none of values that are the keys.
+
+    Raises:
+      UserError: weights that are not finite.
+    """
+    weights = model_lib.read_layer(model, index, "attention", "mechanism")
+    found = read(weights, model.transformer.mechanisms[index])
+    for name, parts in found.items():
+        finite_K = np.isfinite(parts.total_DKH).all(axis=(0, 2))
+        if not finite_K.all():
+            raise UserError(
+                f"layer {index} of {model.name}: weights of {name}s are not finite, "
+                f"of heads {np.flatnonzero(~finite_K).tolist()}"
+            )
+    return found
+
+
+def read(weights: dict, config: GroupedConfig) -> dict[str, Parts]:
+    """The parts from a mechanism's weights, as a pure dict; see `has_residuals`."""
+    found = {}
+    for name in ("key",) if config.ties_values else ("key", "value"):
+        wide = lambda weight: np.asarray(weights[weight], np.float64)
+        gain = weights.get(f"{name}_norm", {}).get("gain", 1.0)
+        residual_DKH = einsum("DKR,KRH->DKH", wide(f"latent_{name}"), wide(f"expand_{name}"))
+        found[name] = Parts(wide(f"base_{name}") * gain, residual_DKH * gain, config.rank)
+    return found
+
+
+def totals(model: Model, index: int) -> dict[str, np.ndarray]:
+    """[D, K, H] keys and values of a layer of any mechanism; see `heads.of_layer`."""
+    heads = heads_lib.of_layer(model, index)
+    return dict(key=heads.key_DKH, value=heads.value_DKH)
+
+
+class Split(NamedTuple):
+    """Bases and residuals of a layer in one gauge, compared.
+
+    Attributes:
+      base_norm_J, residual_norm_K: Frobenius norms (LRKV figure 8).
+      cosine_K: of each residual and its base as vectors of D·H numbers; nan if one is zero. In the
+        canonical gauge residuals of a base sum to zero, and so do their products with it: cosines
+        have both signs, whatever the weights.
+      angles: for each head the cosines of the principal angles between the columns of its base
+        and the R strongest directions of the columns of its residual, descending. Columns are
+        what a part reads of the layer's input, subspaces of D channels.
+      overlap_K: means of their squares: the share of the residual's directions that lies in those
+        of the base; nan without a residual. By chance it is H/D on average for parts as they were
+        learned; in the canonical gauge it is more, as the mean has a part of every residual.
+      reads: orthonormal bases [D, R] of those directions of each residual.
+    """
+
+    base_norm_J: np.ndarray
+    residual_norm_K: np.ndarray
+    cosine_K: np.ndarray
+    angles: tuple[np.ndarray, ...]
+    overlap_K: np.ndarray
+    reads: tuple[np.ndarray, ...]
+
+
+def split(parts: Parts) -> Split:
+    """What is to be said of bases and residuals; see `Split`."""
+    bases = directions(parts.base_DJH)
+    of_K = np.arange(parts.residual_DKH.shape[1]) * len(bases) // parts.residual_DKH.shape[1]
+    residuals = directions(parts.residual_DKH, parts.rank)
+    angles = tuple(
+        principal_cosines(bases[j], residual) for j, residual in zip(of_K, residuals, strict=True)
+    )
+    return Split(
+        norms(parts.base_DJH),
+        norms(parts.residual_DKH),
+        cosines(parts.base_DKH, parts.residual_DKH),
+        angles,
+        np.array([overlap(each) for each in angles]),
+        tuple(residuals),
+    )
+
+
+class Optimal(NamedTuple):
+    """What the best matrices of rank R (Eckart-Young) do for heads W_k, in shares of |W_k|^2.
+
+    Learned residuals of rank R lose nothing of their own W_k, with the base that was learned beside
+    them. LRKV section 6.3 compares with "the optimal rank-r truncated SVD" and gives no figures.
+
+    Attributes:
+      alone_K: lost with the best matrix of rank R in place of W_k, without a base.
+      with_mean_K: lost with the mean of the base's heads and the best residuals of rank R.
+      overlap_K: share of the learned residual's directions (of columns) that lies in those of
+        that best residual; nan without a residual. By chance it is R/D on average for heads of
+        another model. Of their own heads it is far more for random factors too.
+      distance_K: |learned residual - best residual| over |best residual|, Frobenius norms; nan if
+        the best is zero. 0: the same; 1: a learned one that is zero; sqrt(2): on average that of
+        unrelated ones as large as the best.
+    """
+
+    alone_K: np.ndarray
+    with_mean_K: np.ndarray
+    overlap_K: np.ndarray
+    distance_K: np.ndarray
+
+
+def optimal(heads: Parts, found: Split, learned: Parts, reads: Sequence[np.ndarray]) -> Optimal:
+    """Heads, their own or those of another model, beside residuals that were learned.
+
+    Of another model the overlap says something only if head k of one belongs to head k of the
+    other: where one was made from the other, or both started from the same weights.
+
+    Args:
+      heads: in the canonical gauge.
+      found: their split.
+      learned: the parts as they were learned.
+      reads: the directions of their residuals, of their split.
+    """
+    total_DKH = heads.total_DKH
+    energy_K = norms(total_DKH) ** 2
+    both = zip(found.reads, reads, strict=True)
+    best_DKH = np.empty_like(total_DKH)
+    for k, best_DR in enumerate(found.reads):  # Eckart-Young: what those directions read
+        best_DKH[:, k] = best_DR @ (best_DR.T @ heads.residual_DKH[:, k])
+    return Optimal(
+        _over(lost(total_DKH, heads.rank), energy_K),
+        _over(lost(heads.residual_DKH, heads.rank), energy_K),
+        np.array([overlap(principal_cosines(best, own)) for best, own in both]),
+        _over(norms(learned.residual_DKH - best_DKH), norms(best_DKH)),
+    )
+
+
+def norms(w_DKH: np.ndarray) -> np.ndarray:
+    """[K] Frobenius norms."""
+    return np.sqrt(np.sum(w_DKH**2, axis=(0, 2)))
+
+
+def cosines(left_DKH: np.ndarray, right_DKH: np.ndarray) -> np.ndarray:
+    """[K] cosines of the heads' matrices as vectors of D·H numbers; nan if one is zero."""
+    size_K = norms(left_DKH) * norms(right_DKH)
+    return _over(np.sum(left_DKH * right_DKH, axis=(0, 2)), size_K)
+
+
+def _over(some_K: np.ndarray, size_K: np.ndarray) -> np.ndarray:
+    """Ratios; nan over zero."""
+    return np.divide(some_K, size_K, out=np.full(len(size_K), np.nan), where=size_K > 0)
+
+
+def directions(w_DKH: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
+    """For each head an orthonormal basis [D, R] of its columns: of all, or of the R strongest.
+
+    Directions that are no more than rounding are left out: there are fewer in a head of lower rank.
+    """
+    found = []
+    for w_DH in w_DKH.transpose(1, 0, 2):
+        left, values, _ = np.linalg.svd(w_DH, full_matrices=False)
+        there = np.sum(values > _ROUNDING * values[0])
+        found.append(left[:, : there if rank is None else min(there, rank)])
+    return found
+
+
+def principal_cosines(left_DA: np.ndarray, right_DB: np.ndarray) -> np.ndarray:
+    """Cosines of the principal angles between two subspaces given by orthonormal bases, descending.
+
+    Of the right one: as many as it has dimensions, zeros where the left one has fewer. Björck and
+    Golub 1973.
+    """
+    found = np.linalg.svd(left_DA.T @ right_DB, compute_uv=False) if left_DA.size else np.zeros(0)
+    cosines_B = np.zeros(right_DB.shape[1])
+    cosines_B[: len(found)] = np.minimum(found, 1.0)
+    return cosines_B
+
+
+def overlap(cosines_B: np.ndarray) -> float:
+    """Mean of the squares; nan of no direction."""
+    return float(np.mean(cosines_B**2)) if cosines_B.size else np.nan
+
+
+def lost(w_DKH: np.ndarray, rank: int) -> np.ndarray:
+    """[K] squares of Frobenius norms of what the best matrix of rank R leaves (Eckart-Young)."""
+    w_KDH = w_DKH.transpose(1, 0, 2)
+    gram_KHH = w_KDH.transpose(0, 2, 1) @ w_KDH
+    energies_KH = np.maximum(np.linalg.eigvalsh(gram_KHH), 0.0)  # ascending
+    return energies_KH[:, : max(0, energies_KH.shape[1] - rank)].sum(axis=1)

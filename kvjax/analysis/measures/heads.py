@@ -1,0 +1,220 @@
+"""A layer's attention as matrices of each head, in float64, whatever its mechanism.
+
+But for norms and RoPE, queries, keys and values are linear in a layer's input. Which maps they are
+is asked of the mechanism itself: it is given the unit vectors, without norms (gains stay) and
+without positions. A new mechanism needs nothing here.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.analysis.measures import rotary
+from kvjax.attention import Attention
+from kvjax.attention.mechanism import Mechanism
+from kvjax.attention.mechanism import MechanismConfig
+from kvjax.convert import model as model_lib
+from kvjax.convert.model import Model
+from kvjax.foundation.errors import UserError
+from kvjax.layers import rope
+from kvjax.layers.norm import Norm
+
+_TOLERANCE = 1e-9  # relative, of what is said to be linear
+_FEW_CHANNELS = 8  # of a layer's input, where any weights do
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Weights of one layer; biases, and gates of outputs, are left out.
+
+    A head is what has a softmax of its own: of MLRA, each branch of a head.
+
+    Attributes:
+      out_NHD: with what the mechanism makes of the heads' outputs before they are projected.
+      rotated: channels of queries and keys that RoPE turns, pairs half of them apart; an empty
+        slice without RoPE.
+      frequencies_F: radians per token of each pair.
+      scale: of logits.
+    """
+
+    query_DNH: np.ndarray
+    key_DKH: np.ndarray
+    value_DKH: np.ndarray
+    out_NHD: np.ndarray
+    rotated: slice
+    frequencies_F: np.ndarray
+    scale: float
+
+    @property
+    def num_heads(self) -> int:
+        return self.query_DNH.shape[1]
+
+    def of_queries(self, w_DKH: np.ndarray) -> np.ndarray:
+        """[D, N, H]: for each query head the keys or values that it reads."""
+        return np.repeat(w_DKH, self.num_heads // w_DKH.shape[1], axis=1)
+
+
+def layers(model: Model) -> Iterator[Heads]:
+    """The heads of every layer; the weights of one are in memory.
+
+    Raises:
+      UserError: a mechanism whose queries, keys or values are not linear but for norms and RoPE.
+    """
+    for index in range(len(model.transformer.mechanisms)):
+        yield of_layer(model, index)
+
+
+def of_layer(model: Model, index: int) -> Heads:
+    """The heads of one layer; see `layers`."""
+    config, block = model.transformer.mechanisms[index], model.transformer.block
+    weights = model_lib.read_layer(model, index, "attention")
+    with _naming(model, index):
+        return read(weights, config, block.d_model, block.angles_base)
+
+
+def check(model: Model, indices: Iterable[int] | None = None) -> None:
+    """Raises the UserError of `layers` for a mechanism, of which no weights are read.
+
+    Few random weights of the same mechanism stand for them.
+
+    Args:
+      indices: of layers; None: all.
+    """
+    block, mechanisms = model.transformer.block, model.transformer.mechanisms
+    indices = range(len(mechanisms)) if indices is None else indices
+    first = {mechanisms[index]: index for index in reversed(list(indices))}
+    rng = np.random.default_rng(0)
+    for config, index in first.items():
+        state = nnx.split(_shape(config, _FEW_CHANNELS))[1]
+        weights = jax.tree.map(lambda w: rng.normal(size=w.shape), nnx.to_pure_dict(state))
+        with _naming(model, index):
+            read(weights, config, _FEW_CHANNELS, block.angles_base)
+
+
+@contextlib.contextmanager
+def _naming(model: Model, index: int) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"layer {index} of {model.name}: {error}") from error
+
+
+def read(
+    weights: dict, config: MechanismConfig, d_model: int, rope_base: rope.Base | None
+) -> Heads:
+    """The heads of an `Attention`'s weights, as a pure dict of one layer.
+
+    Args:
+      rope_base: of the model's rotary positions, or None.
+    """
+    with jax.enable_x64(True):
+        mechanism = _without_norms(_merged(weights, config, d_model))
+        of = lambda x_TD, at=None: _projected(mechanism, x_TD, at, rope_base)
+        nothing = of(np.zeros((1, d_model)))
+        maps = [x - b for x, b in zip(of(np.eye(d_model)), nothing, strict=True)]
+        x_TD = np.random.default_rng(0).normal(size=(3, d_model))
+        _check_linear(maps, [x - b for x, b in zip(of(x_TD), nothing, strict=True)], x_TD)
+        rotated, frequencies_F = _rotation(of, x_TD, config, rope_base)
+        out_NHD = _outputs(mechanism, np.asarray(weights["out"], np.float64))
+    query_DNH, key_DKH, value_DKH = maps
+    return Heads(query_DNH, key_DKH, value_DKH, out_NHD, rotated, frequencies_F, config.scale)
+
+
+def _merged(weights: dict, config: MechanismConfig, d_model: int) -> nnx.Module:
+    """The mechanism with those weights in float64."""
+    graph, _ = nnx.split(_shape(config, d_model))
+    wide = jax.tree.map(lambda w: jnp.asarray(w, jnp.float64), weights)
+    return nnx.merge(graph, wide).mechanism
+
+
+def _shape(config: MechanismConfig, d_model: int) -> Attention:
+    """An `Attention` without numbers."""
+    return nnx.eval_shape(lambda: Attention(config, d_model, rngs=nnx.Rngs(0)))
+
+
+class _Gain(nnx.Module):
+    """What is left of a norm: each channel by its gain."""
+
+    def __init__(self, norm: Norm):
+        self.gain = norm.gain
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.gain is None:
+            return x
+        gain = self.gain[...]
+        return x * jnp.expand_dims(gain, range(x.ndim - gain.ndim))
+
+
+def _without_norms(mechanism: Mechanism) -> Mechanism:
+    for name, norm in list(vars(mechanism).items()):
+        if isinstance(norm, Norm):
+            # A norm of queries or keys without a gain goes, as if there had been none.
+            gone = norm.gain is None and name.endswith(("query_norm", "key_norm"))
+            setattr(mechanism, name, None if gone else _Gain(norm))
+    return mechanism
+
+
+def _projected(
+    mechanism: nnx.Module, x_TD: np.ndarray, at: int | None, rope_base: rope.Base | None
+) -> list[np.ndarray]:
+    """[T, N or K, H] queries, keys and values of inputs, all at one position or without any."""
+    index = np.full((1, len(x_TD)), at or 0, np.int32)
+    base = None if at is None else rope_base
+    positions = rope.positions(index, mechanism.config.rope_dim, base)
+    q_1TNH, raw = mechanism.project(jnp.asarray(x_TD)[None], positions)
+    return [np.asarray(x[0]) for x in (q_1TNH, *mechanism.keys_values(raw, positions))]
+
+
+def _outputs(mechanism: Mechanism, out_NHD: np.ndarray) -> np.ndarray:
+    """What each query head's output is multiplied by: what `combine` makes of unit vectors."""
+    if type(mechanism).combine is Mechanism.combine:
+        return out_NHD
+    heads, channels = mechanism.config.query_heads, mechanism.config.value_dim
+    out = np.empty((heads, channels, out_NHD.shape[-1]))
+    for head in range(heads):  # all at once are gigabytes in a large model
+        units_1TNH = jnp.zeros((1, channels, heads, channels)).at[0, :, head].set(jnp.eye(channels))
+        o_TNH = np.asarray(mechanism.combine(units_1TNH, rope.Positions(None, None))[0])
+        out[head] = np.einsum("TNH,NHD->TD", o_TNH, out_NHD)
+    return out
+
+
+def _check_linear(maps: list[np.ndarray], found: list[np.ndarray], x_TD: np.ndarray) -> None:
+    for name, w_DNH, y_TNH in zip(("queries", "keys", "values"), maps, found, strict=True):
+        expected_TNH = np.tensordot(x_TD, w_DNH, 1)
+        if not np.isfinite(expected_TNH).all():
+            heads = np.flatnonzero(~np.isfinite(w_DNH).all(axis=(0, 2))).tolist()
+            raise UserError(f"weights of {name} are not finite, of heads {heads}")
+        if np.abs(y_TNH - expected_TNH).max() > _TOLERANCE * np.abs(expected_TNH).max():
+            raise UserError(
+                f"{name} are not linear in the layer's input but for norms and RoPE: heads have no "
+                "matrices to compare. So it is of products of two projections (TPA), and with "
+                "qk_norm 'rms_gain' and rope 'shared'"
+            )
+
+
+def _rotation(of, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Base | None):
+    """The channels that RoPE turns and their frequencies, seen on queries of some inputs."""
+    if rope_base is None:
+        return slice(0, 0), np.zeros(0)
+    still_TNH, turned_TNH = of(x_TD)[0], of(x_TD, 1)[0]
+    channels = np.flatnonzero(np.abs(turned_TNH - still_TNH).max(axis=(0, 1)) > 0)
+    if not channels.size:  # queries are zero
+        return slice(0, 0), np.zeros(0)
+    frequencies_F = rope.frequencies(config.rope_dim, rope_base)
+    last = int(channels[-1]) + 1
+    rotated = slice(last - config.rope_dim, last)
+    expected_TNH = turn(still_TNH, rotated, frequencies_F)
+    if np.abs(expected_TNH - turned_TNH).max() > _TOLERANCE * np.abs(still_TNH).max():
+        raise UserError("RoPE turns channels in another way than pairs half of them apart")
+    return rotated, frequencies_F
+
+
+def turn(x_TNH: np.ndarray, rotated: slice, frequencies_F: np.ndarray) -> np.ndarray:
+    """Queries or keys turned by one token."""
+    return rotary.turned(x_TNH, rotated, np.exp(1j * frequencies_F))

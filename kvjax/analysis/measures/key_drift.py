@@ -1,0 +1,84 @@
+"""How the subspace of a text's first tokens drifts as the text grows.
+
+Few tokens of a text that stays the same tell its subspace badly too: the control is as many tokens
+spread evenly over all of it. What the first tokens are further from than those is drift.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.analysis.measures import key_subspaces
+from kvjax.analysis.measures import key_ways
+from kvjax.analysis.measures.activations import Layer
+from kvjax.analysis.measures.key_subspaces import Rope
+from kvjax.analysis.measures.key_subspaces import Subspaces
+from kvjax.convert.factors import few_threads
+
+SHARE = 1 / 4  # of a key's channels that are kept, if half the text tells so many
+QUERIES = 64  # that errors are measured on, at least where there are so many
+
+
+def rank(channels: int, length: int) -> int:
+    """Channels that are kept of so many, on texts of a length."""
+    return min(key_ways.rank(SHARE, channels), max(1, length // 4))
+
+
+def at(length: int, r: int) -> tuple[int, ...]:
+    """Half of all tokens, a quarter, and so on while they tell a subspace of that rank; least
+    first."""
+    halved = [length >> i for i in range(1, length.bit_length())]
+    return tuple(sorted(t for t in halved if key_ways.determines(t, r)))
+
+
+def spread(tokens: int, length: int) -> np.ndarray:
+    """So many places of a text, evenly, none of them at its ends."""
+    return ((2 * np.arange(tokens) + 1) * length) // (2 * tokens)
+
+
+class Grown(NamedTuple):
+    """Subspaces of a row's first tokens, of as many that are spread over it, and of all."""
+
+    first: list[Subspaces]
+    spread: list[Subspaces]
+    whole: Subspaces
+
+
+def grown(layer: Layer, rope: Rope, row: int, where: str, tokens: Sequence[int], r: int) -> Grown:
+    """Those of rank r, of so many tokens each."""
+    _, T, _, H = layer.key_BTKH.shape
+    of = lambda some: key_ways.of_rows(layer, rope, where, [row], some).first(r)
+    with few_threads(H):
+        return Grown(
+            [of(slice(t)) for t in tokens], [of(spread(t, T)) for t in tokens], of(slice(None))
+        )
+
+
+def overlaps(found: Grown) -> np.ndarray:
+    """[K, tokens, 2] with the subspace of all: of that of the first tokens, and of spread ones."""
+    with few_threads(found.whole.center_JC.shape[1]):
+        each = [
+            [key_subspaces.overlap(one, found.whole) for one in both]
+            for both in zip(found.first, found.spread, strict=True)
+        ]
+    return np.moveaxis(np.array(each), -1, 0)
+
+
+def later_errors(
+    layer: Layer, rope: Rope, row: int, where: str, of: Sequence[Subspaces | None], r: int
+) -> np.ndarray:
+    """[N, ...] errors of logits under each for queries of the second half; nan without one."""
+    _, T, _, H = layer.key_BTKH.shape
+    with few_threads(H):
+        cuts = [key_ways.cut(layer, rope, row, where, one, r) for one in of if one is not None]
+    found_NA = key_subspaces.errors(layer, row, cuts, later_queries(T)).logit_NA
+    there = np.array([one is not None for one in of])
+    every_NA = np.full((len(found_NA), len(of)), np.nan)
+    every_NA[:, there] = found_NA
+    return every_NA
+
+
+def later_queries(length: int) -> slice:
+    """Some of the second half, evenly."""
+    return slice(length // 2, None, max(1, length // 2 // QUERIES))

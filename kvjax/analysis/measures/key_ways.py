@@ -1,0 +1,215 @@
+"""The ways to choose a subspace of a head's keys, and the tokens that each may look at."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from kvjax.analysis.measures import key_subspaces
+from kvjax.analysis.measures.activations import Layer
+from kvjax.analysis.measures.heads import Heads
+from kvjax.analysis.measures.key_subspaces import Rope
+from kvjax.analysis.measures.key_subspaces import Subspaces
+from kvjax.attention.mechanism import MechanismConfig
+
+SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of a key's channels that are kept
+FEW_SHARES = (1 / 4, 1 / 2)  # of those what the whole model runs with in `FEW_RUNS` and after RoPE
+WINDOWS = 2  # of each text that are measured
+CALIBRATION = 4  # of each text that fixed subspaces are found on
+WIDEST = 2048  # channels of all heads together of which there is one SVD
+
+# How a subspace is chosen.
+JOINT = "SVD of W_K, all heads"
+WEIGHTS = "SVD of W_K, each head"
+WEIGHTS_MEAN = "SVD of W_K, mean kept"
+CALIBRATED = "fixed, from text"
+OTHERS = "fixed, from other texts"
+CONTEXT = "of this context"
+FIRST_HALF = "of its first half"
+NO_RUNS = (OTHERS, WEIGHTS_MEAN)  # what the whole model does not run with
+FEW_RUNS = (FIRST_HALF,)
+NAMES = (JOINT, WEIGHTS, WEIGHTS_MEAN, CALIBRATED, OTHERS, CONTEXT, FIRST_HALF)
+
+# Where keys are cut.
+BEFORE = "before RoPE"
+AFTER = "after RoPE"
+ANYWHERE = "as they are"  # in a model without RoPE
+
+Way = tuple[str, str]  # how and where
+
+
+def places(*, rotates: bool) -> tuple[str, ...]:
+    """Where keys can be cut; the first is where weights are."""
+    return (BEFORE, AFTER) if rotates else (ANYWHERE,)
+
+
+def rank(share: float, channels: int) -> int:
+    """Channels that are kept of so many."""
+    return max(1, int(share * channels + 0.5))
+
+
+def shares(channels: int) -> tuple[float, ...]:
+    """Those of `SHARES` that make different ranks, all below the channels there are."""
+    found = {}
+    for share in sorted(SHARES, key=lambda share: -abs(share - rank(share, channels) / channels)):
+        found[rank(share, channels)] = share  # of several the nearest one
+    return tuple(share for r, share in sorted(found.items()) if r < channels)
+
+
+def runs_with(way: Way, share: float) -> bool:
+    """Whether the whole model runs with keys cut so: a run costs as much as the model does."""
+    name, where = way
+    few = name in FEW_RUNS or where == AFTER
+    return name not in NO_RUNS and (share in FEW_SHARES or not few)
+
+
+def determines(tokens: int, r: int) -> bool:
+    """Whether so many tokens tell a subspace of that rank.
+
+    t keys have t - 1 directions, and so few queries hardly weigh them. Of 64 channels that fall as
+    1/i, with r = 16 and one query head, those of 32 independent tokens leave 1.8 times the error in
+    later logits that those of 512 do, and those of 16 tokens 6 times.
+    """
+    return tokens >= 2 * r
+
+
+def has_joint(mechanisms: Sequence[MechanismConfig]) -> bool:
+    """Whether there are heads that can share one SVD, and not too many."""
+    channels = max(one.key_heads * one.query_dim for one in mechanisms)
+    return max(one.key_heads for one in mechanisms) > 1 and channels <= WIDEST
+
+
+def rank_of(way: Way, share: float, heads: Heads) -> int:
+    """Channels that are kept of each KV head, or of all of them together."""
+    _, K, H = heads.key_DKH.shape
+    return rank(share, H) * (K if way[0] == JOINT else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """What is read of texts, in rows of T tokens.
+
+    Attributes:
+      measured_BT: [B, T + 1] the first tokens of each text, a text's rows one after the other;
+        a row's last token is a target only.
+      texts_B, texts_C: of which text a row is.
+      fixed_CT: what fixed subspaces are found on.
+      later: whether that comes after everything that is measured. Else it is what is measured, and
+        the fixed subspaces for a text are those of the other texts.
+    """
+
+    measured_BT: np.ndarray
+    texts_B: np.ndarray
+    fixed_CT: np.ndarray
+    texts_C: np.ndarray
+    later: bool
+
+    @property
+    def length(self) -> int:
+        return self.fixed_CT.shape[1]
+
+    def rows(self) -> np.ndarray:
+        """[B + C, T] what goes through the model."""
+        return np.concatenate([self.measured_BT[:, :-1], self.fixed_CT])
+
+    def pools(self, row: int) -> dict[str, tuple[int, ...]]:
+        """By way the rows of `rows` that fixed subspaces for a measured row are found on."""
+        after = np.arange(len(self.texts_C)) + len(self.texts_B)
+        others = after[self.texts_C != self.texts_B[row]]
+        found = {CALIBRATED: after, OTHERS: others} if self.later else {CALIBRATED: others}
+        return {name: tuple(pool.tolist()) for name, pool in found.items() if pool.size}
+
+    def determine(self, way: Way, r: int) -> bool:
+        """Whether the tokens that a way looks at tell subspaces of a head of that rank; those of a
+        whole context are measured on itself, where what it does not tell is nothing."""
+        rows = [self.pools(row).get(way[0]) for row in range(len(self.texts_B))]
+        tokens = [len(pool) * self.length for pool in rows if pool]
+        if way[0] == FIRST_HALF:
+            tokens = [self.length // 2]
+        return all(determines(count, r) for count in tokens)
+
+
+def windows(texts: Mapping[str, np.ndarray], length: int, longest: int) -> Windows:
+    """Rows of a length: measured ones from the first `longest` tokens of each text, and others from
+    after those, evenly over what is there; where a text has no such, the measured ones."""
+    width = min(length + 1, *map(len, texts.values()))
+    length = width - 1
+    count = max(1, min(WINDOWS, longest // width))
+    measured = [tokens_T[: count * width].reshape(count, width) for tokens_T in texts.values()]
+    measured_BT = np.concatenate(measured)
+    texts_B = np.repeat(np.arange(len(texts)), count)
+    first = max(longest, count * width)
+    rooms = [(len(tokens_T) - first) // length for tokens_T in texts.values()]
+    if min(rooms) < 1:
+        return Windows(measured_BT, texts_B, measured_BT[:, :-1], texts_B, later=False)
+    fixed, texts_C = [], []
+    for text, (tokens_T, room) in enumerate(zip(texts.values(), rooms, strict=True)):
+        for i in sorted({j * room // CALIBRATION for j in range(CALIBRATION)}):
+            fixed.append(tokens_T[first + i * length : first + (i + 1) * length])
+            texts_C.append(text)
+    return Windows(measured_BT, texts_B, np.stack(fixed), np.array(texts_C), later=True)
+
+
+def of_layer(
+    heads: Heads, layer: Layer, read: Windows, *, rotates: bool, joint: bool
+) -> dict[Way, list[Subspaces]]:
+    """By way the subspaces for each measured row.
+
+    Args:
+      layer: of `Windows.rows`.
+      joint: see `has_joint`.
+    """
+    B = len(read.texts_B)
+    rope, bias_KH = key_subspaces.rope_of(heads), key_subspaces.bias(layer, heads)
+    every, half = range(B), slice(read.length // 2)
+    found, first = {}, places(rotates=rotates)[0]
+    if joint:
+        of_all = key_subspaces.of_weights(heads.key_DKH, bias_KH, together=True)
+        found[JOINT, first] = [of_all] * B
+    plain = key_subspaces.of_weights(heads.key_DKH, bias_KH)
+    found[WEIGHTS, first] = [plain] * B
+    for where in places(rotates=rotates):
+        made = {}
+        for b in every:
+            for name, pool in read.pools(b).items():
+                if pool not in made:
+                    made[pool] = of_rows(layer, rope, where, pool)
+                found.setdefault((name, where), []).append(made[pool])
+        found[CONTEXT, where] = [of_rows(layer, rope, where, [b]) for b in every]
+        found[FIRST_HALF, where] = [of_rows(layer, rope, where, [b], half) for b in every]
+    if (CALIBRATED, first) in found:
+        found[WEIGHTS_MEAN, first] = [
+            plain._replace(center_JC=one.center_JC) for one in found[CALIBRATED, first]
+        ]
+    return found
+
+
+def of_rows(
+    layer: Layer,
+    rope: Rope,
+    where: str,
+    rows: Sequence[int],
+    tokens: slice | np.ndarray = slice(None),
+) -> Subspaces:
+    """`key_subspaces.of_text` for the keys and queries of some rows' tokens, a slice or places.
+
+    Before RoPE queries are taken as far from keys as such tokens are, and independent of them.
+    """
+    of = lambda x_BTNH: x_BTNH[list(rows)][:, tokens].astype(np.float64)
+    if where != BEFORE:
+        key_BTKH = of(layer.key_BTKH)
+        moment_KHH = key_subspaces.moments(of(layer.query_BTNH), key_BTKH.shape[2])
+        return key_subspaces.of_text(moment_KHH, key_BTKH, each_row=True)
+    key_BTKH = of(layer.plain_key_BTKH)
+    K, at_T = key_BTKH.shape[2], np.arange(layer.plain_key_BTKH.shape[1])[tokens]
+    moment_KHH = key_subspaces.moments(of(layer.plain_query_BTNH), K)
+    moment_KHH = key_subspaces.turned_moments(moment_KHH, rope, layer.mask, at_T[-1] + 1 - at_T[0])
+    return key_subspaces.of_text(moment_KHH, key_BTKH, each_row=False)
+
+
+def cut(layer: Layer, rope: Rope, row: int, where: str, of: Subspaces, r: int) -> np.ndarray:
+    """[T, K, H] a row's keys cut, as attention would use them."""
+    if where == BEFORE:
+        return key_subspaces.turned(of.cut(layer.plain_key_BTKH[row].astype(np.float64), r), rope)
+    return of.cut(layer.key_BTKH[row].astype(np.float64), r)

@@ -1,0 +1,102 @@
+"""Attention under logits of rank r: what softmax and outputs make of it, and the model.
+
+The logits are those of `logits.field`, of each text anew: the subspace is that of all L tokens, so
+that early queries have it from tokens that they do not see. Logits of a causal model are cut in
+that form too, before the mask: the triangle that is left has no low rank to cut, and the mask
+costs nothing.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.analysis.measures import activations
+from kvjax.analysis.measures import logits
+from kvjax.analysis.measures.activations import Attend
+from kvjax.analysis.measures.activations import Mask
+
+_ROWS_AT_ONCE = 128  # few enough for a core's cache
+
+
+class Errors(NamedTuple):
+    """What cutting E changes, for each head and each rank that it is cut to.
+
+    Attributes:
+      mean_NR, worst_NR: |p - p_r|_1 of rows, at most 2.
+      output_NR: |o - o_r| / |o|, Frobenius norms over a text's rows; 0 where there is no output.
+    """
+
+    mean_NR: np.ndarray
+    worst_NR: np.ndarray
+    output_NR: np.ndarray
+
+
+def errors(found: logits.Field, value_LKH: np.ndarray, ranks: Sequence[int], mask: Mask) -> Errors:
+    """What is lost of probabilities and outputs over the keys that each query sees.
+
+    Logit spectra, section 4.3, and its first open question. (2·R + 2·Hv)·L² FLOPs and L²
+    exponentials for each head and rank, half of it where attention is causal; heads side by side
+    on the cores.
+    """
+    N, length, _ = found.left_NLR.shape
+    K, visible_LL = value_LKH.shape[1], mask.visible(length)
+
+    def of(head):
+        value_LH = value_LKH[:, head * K // N].astype(np.float64)
+        parts = []
+        for first in range(0, length, _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            seen = slice(first + _ROWS_AT_ONCE if mask.causal else length)
+            attend = lambda rank, rows=rows, seen=seen: activations.softmax(
+                found.truncated(head, rank, rows, seen), visible_LL[rows, seen]
+            )
+            parts.append(_of_rows(attend, value_LH[seen], ranks))
+        each_RL, lost_RL, size_L = (np.concatenate(x, axis=-1) for x in zip(*parts, strict=True))
+        size = np.sqrt(size_L.sum())
+        output_R = np.sqrt(lost_RL.sum(axis=1)) / size if size else np.zeros(len(ranks))
+        return each_RL.mean(axis=1), each_RL.max(axis=1), output_R
+
+    by_head = logits.side_by_side(of, range(N))
+    return Errors(*map(np.stack, zip(*by_head, strict=True)))
+
+
+def _of_rows(
+    attend: Callable[[int | None], np.ndarray], value_SH: np.ndarray, ranks: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """|p - p_r|_1 and |o - o_r|² of some rows for each rank, and |o|² of these rows."""
+    p_TS = attend(None)
+    each, lost = [], []
+    for rank in ranks:
+        gap_TS = attend(rank) - p_TS
+        lost.append(((gap_TS @ value_SH) ** 2).sum(axis=1))
+        each.append(np.abs(gap_TS).sum(axis=1))
+    return np.stack(each), np.stack(lost), ((p_TS @ value_SH) ** 2).sum(axis=1)
+
+
+def attention_of_rank(rank: int) -> Attend:
+    """Attention under logits of that rank in each head: centred keys and queries are projected on
+    the first r right singular vectors of E, and meet there.
+
+    E_r = Q K_c^T V_r V_r^T has factors of r channels, Q (K_c^T V_r) and V_r. Where it runs on CPU,
+    LAPACK decomposes many small matrices: give BLAS one thread (`few_threads`).
+    """
+
+    def attend(q_BTNH, k_BTKH, v_BTKH, scale: float, mask: Mask) -> jax.Array:
+        N, K = q_BTNH.shape[2], k_BTKH.shape[2]
+        left_BNPH = jnp.linalg.qr(q_BTNH.swapaxes(1, 2), mode="r")
+        key_BKTH = k_BTKH.swapaxes(1, 2)
+        keys_BKTP, right_BKPH = jnp.linalg.qr(key_BKTH - key_BKTH.mean(axis=2, keepdims=True))
+        every = lambda x_BKTH: jnp.repeat(x_BKTH, N // K, axis=1)
+        right_BNPH = every(right_BKPH)
+        _, _, vectors_BNRP = jnp.linalg.svd(left_BNPH @ right_BNPH.swapaxes(2, 3))
+        vectors_BNRP = vectors_BNRP[:, :, :rank]
+        query_BTNR = jnp.einsum("BTNH,BNPH,BNRP->BTNR", q_BTNH, right_BNPH, vectors_BNRP)
+        key_BTNR = jnp.einsum("BNTP,BNRP->BTNR", every(keys_BKTP), vectors_BNRP)
+        value_BTNH = jnp.repeat(v_BTKH, N // K, axis=2)
+        return activations.plain(query_BTNR, key_BTNR, value_BTNH, scale, mask)
+
+    return attend

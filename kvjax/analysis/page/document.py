@@ -1,0 +1,194 @@
+"""Sections as one HTML file, which asks for nothing outside itself."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import html
+import json
+import math
+import numbers
+import pathlib
+
+from kvjax.analysis.page.section import Cell
+from kvjax.analysis.page.section import Column
+from kvjax.analysis.page.section import Figure
+from kvjax.analysis.page.section import Section
+from kvjax.analysis.page.section import Table
+from kvjax.analysis.page.section import Text
+from kvjax.analysis.page.section import shown
+
+_HERE = pathlib.Path(__file__).parent
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def page(
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    about: Mapping[str, str | Mapping],
+    *,
+    again: int = 0,
+) -> str:
+    """The text of an HTML file; the same arguments give the same text.
+
+    It reads on a phone and on paper, in light and dark, and without JavaScript, which sorts tables,
+    hides curves and tells the numbers of their points.
+
+    Args:
+      about: how it was made, by name; a mapping is told as its names and values.
+      again: seconds after which a browser reads the file anew; 0: never.
+    """
+    links = [(section.name, section.title) for section in sections]
+    links.append(("about", "About this report"))
+    parts = [
+        "<!DOCTYPE html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<link rel="icon" href="data:,">',
+        *([f'<meta http-equiv="refresh" content="{again}">'] if again else []),
+        f"<title>{_escaped(title)}</title>",
+        f"<style>\n{(_HERE / 'page.css').read_text('utf-8')}</style>",
+        "</head>",
+        "<body>",
+        f'<header id="top"><h1>{_escaped(title)}</h1>{_lead(lead)}</header>',
+        '<nav aria-label="Contents" id="contents"><h2>Contents</h2><ul>',
+        *(f'<li><a href="#{_escaped(to)}">{_escaped(text)}</a></li>' for to, text in links),
+        "</ul></nav>",
+        "<main>",
+        *map(_section, sections),
+        "</main>",
+        f"<footer>{_opening('about', 'About this report')}{_list(about)}</section></footer>",
+        f"<script>\n{(_HERE / 'page.js').read_text('utf-8')}</script>",
+        "</body>",
+        "</html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _section(section: Section) -> str:
+    parts = [_opening(section.name, section.title), _lead(section.lead)]
+    if section.figures:
+        ids = [f"{section.name}-figure-{i + 1}" for i in range(len(section.figures))]
+        figures = map(_figure, ids, section.figures)
+        parts += ['<div class="figures">', *figures, "</div>"]
+    for i, table in enumerate(section.tables):
+        parts.append(_table(f"{section.name}-table-{i + 1}", table))
+    parts += ['<p class="top"><a href="#contents">Contents</a></p>', "</section>"]
+    return "\n".join(parts)
+
+
+def _opening(name: str, title: str) -> str:
+    name = _escaped(name)
+    heading = f'<h2 id="{name}-title">{_escaped(title)}</h2>'
+    return f'<section id="{name}" aria-labelledby="{name}-title">\n{heading}'
+
+
+def _lead(text: str) -> str:
+    return f'<p class="lead">{_escaped(text)}</p>' if text else ""
+
+
+def _figure(name: str, figure: Figure) -> str:
+    alternative = _escaped(f"{figure.title}. {figure.alternative}")
+    drawing = figure.svg.replace("<svg", f'<svg role="img" aria-label="{alternative}"', 1)
+    return (
+        f'<figure id="{_escaped(name)}"><h3>{_escaped(figure.title)}</h3>\n'
+        f'<div class="card">{drawing}</div>\n{_curves(figure)}{_text(figure.text)}</figure>'
+    )
+
+
+def _curves(figure: Figure) -> str:
+    """What page.js reads of a drawing whose points it tells."""
+    if not figure.curves:
+        return ""
+    short = lambda point: [*(round(place, 1) for place in point[:2]), *(_six(x) for x in point[2:])]
+    found = [
+        dict(name=curve.name, color=curve.color, points=[short(point) for point in curve.points])
+        for curve in figure.curves
+    ]
+    text = json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" class="curves">{text}</script>\n'
+
+
+def _six(number: float) -> float:
+    """To six digits."""
+    return float(f"{number:.6g}")
+
+
+def _text(text: Text) -> str:
+    """What is shown, how to read it, what the paper found."""
+    parts = [
+        f"<p>{label}{_escaped(said)}</p>"
+        for label, said in (
+            ("", text.shows),
+            ("<b>How to read it.</b> ", text.read),
+            ("<b>The paper.</b> ", text.paper),
+        )
+        if said
+    ]
+    return f"<figcaption>{''.join(parts)}</figcaption>"
+
+
+def _table(name: str, table: Table) -> str:
+    name = _escaped(name)
+    numeric = [_is_numeric([row[i] for row in table.rows]) for i in range(len(table.columns))]
+    classes = [' class="number"' if is_number else "" for is_number in numeric]
+    head = "".join(
+        f'<th scope="col"{of}>{_escaped(column.name)}</th>'
+        for column, of in zip(table.columns, classes, strict=True)
+    )
+    rows = "\n".join(_row(row, table.columns, numeric) for row in table.rows)
+    return (
+        f'<figure class="table"><h3 id="{name}">{_escaped(table.title)}</h3>\n'
+        f'<div class="scroll" role="region" tabindex="0" aria-labelledby="{name}">'
+        f'<table aria-labelledby="{name}">\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>\n{_text(table.text)}</figure>"
+    )
+
+
+def _row(row: Sequence[Cell], columns: Sequence[Column], numeric: Sequence[bool]) -> str:
+    """The first cell says what the row is."""
+    cells = []
+    for i, (cell, column) in enumerate(zip(row, columns, strict=True)):
+        tag = "td" if i else "th"
+        names = ["number"] * numeric[i] + ["missing"] * _is_missing(cell)
+        more = ' scope="row"' * (not i)
+        more += f' class="{" ".join(names)}"' if names else ""
+        if isinstance(cell, numbers.Real) and not _is_missing(cell):
+            more += f' data-value="{_value(cell)}"'
+        text = shown(None if _is_missing(cell) else cell, column)
+        cells.append(f"<{tag}{more}>{_escaped(text)}</{tag}>")
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _is_missing(cell: Cell) -> bool:
+    return cell is None or (isinstance(cell, numbers.Real) and math.isnan(cell))
+
+
+def _is_numeric(cells: Sequence[Cell]) -> bool:
+    """Whether a column has numbers, and nothing else but what is missing."""
+    there = [cell for cell in cells if cell is not None]
+    return bool(there) and all(isinstance(cell, numbers.Real) for cell in there)
+
+
+def _value(number: float) -> str:
+    """A number in the form that JavaScript's Number reads."""
+    if math.isinf(number):
+        return "Infinity" if number > 0 else "-Infinity"
+    return str(int(number)) if isinstance(number, numbers.Integral) else repr(float(number))
+
+
+def _list(about: Mapping[str, str | Mapping]) -> str:
+    said = lambda value: (
+        ", ".join(f"{name} {one}" for name, one in value.items())
+        if isinstance(value, Mapping)
+        else str(value)
+    )
+    rows = (f"<dt>{_escaped(k)}</dt><dd>{_escaped(said(v))}</dd>" for k, v in about.items() if v)
+    return f"\n<dl>{''.join(rows)}</dl>\n"
+
+
+def _escaped(text: str) -> str:
+    """Text escaped for HTML, also in attributes; a percent sign stays with its number."""
+    return html.escape(text.replace(" %", "\N{NO-BREAK SPACE}%"))

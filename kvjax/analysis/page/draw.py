@@ -1,0 +1,373 @@
+"""Figures as SVG text for a page: lines and heatmaps.
+
+The text has no outside reference, its fonts are those of the page, and the same numbers give the
+same bytes. It is drawn for a page between a phone and half a screen wide. Series differ by marker
+and dash beside their colour. Numbers that are not finite are left out.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import textwrap
+
+import matplotlib
+from matplotlib import colors as colors_lib
+from matplotlib import ticker
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+import numpy as np
+
+from kvjax.analysis.page import svg
+from kvjax.analysis.page.section import Curve
+
+_WIDTH = 6.0  # inches: 432 units of the SVG, in which fonts are at least 11
+# Okabe and Ito's, without those too light for a line on white.
+_COLORS = ("#0072b2", "#d55e00", "#008a64", "#b0508f", "#3d3d3d", "#9a7400", "#5f5fc4", "#a11d1d")
+_MARKERS = "osD^vPX*"
+_DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.4, 1.5)))
+_SHADES = 255  # and gray: a byte tells them apart
+_MARKED = 12  # points of a line with a marker, at most
+_TICKED = 8  # values of a logarithmic axis that are all named, at most
+
+
+def lines(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    title: str = "",
+    log_x: bool = False,
+    log_y: bool = False,
+    level: Mapping[str, float] | None = None,
+    bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+) -> str:
+    """SVG text of curves.
+
+    Args:
+      series: by name (xs, ys).
+      x, y: the axes' labels.
+      log_x, log_y: where a series has a number above zero; else the axis stays linear.
+      level: by name dashed horizontal lines.
+      bands: by a series' name (lows, highs) at its xs.
+    """
+    return _lines(series, x, y, title, log_x, log_y, level or {}, bands or {}, lambda *_: None)
+
+
+def live_lines(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    level: Mapping[str, float] | None = None,
+    bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+) -> tuple[str, list[Curve]]:
+    """The SVG of `lines`, and where its points lie in it, for a page that follows the pointer."""
+    bands, found = bands or {}, []
+
+    def note(axes: Axes, drawn: Mapping[str, Artist]) -> None:
+        figure = axes.figure
+        figure.draw_without_rendering()  # the layout is decided when it is drawn
+        scale, height = 72 / figure.dpi, 72 * figure.get_figheight()
+        for i, (name, (xs, ys)) in enumerate(series.items()):
+            drawn[name].set_gid(f"{svg.SERIES}{i}")
+            xs, ys = _finite(xs), _finite(ys)
+            low, high = map(_finite, bands.get(name, (ys, ys)))
+            at = scale * axes.transData.transform(np.stack([xs, ys], axis=1))
+            rows = np.stack([at[:, 0], height - at[:, 1], xs, ys, (high - low) / 2], axis=1)
+            there = rows[np.isfinite(rows[:, :4]).all(axis=1)]
+            color = colors_lib.to_hex(drawn[name].get_color())
+            found.append(Curve(name, color, np.nan_to_num(there).tolist()))
+
+    text = _lines(series, x, y, "", log_x, log_y, level or {}, bands, note)
+    return text, found
+
+
+def picture(panels: Sequence[Mapping], columns: int = 2) -> bytes:
+    """A PNG of several panels with lines, with one legend; each has arguments of `lines`."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel["series"]))
+    rows = -(-len(panels) // columns)
+
+    def draw(figure: Figure) -> None:
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        drawn = {}
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            panel = dict(level={}, bands={}, log_x=False, log_y=False) | panel
+            _label(axes, panel.pop("x"), panel.pop("y"), panel.pop("title", ""))
+            drawn = _plot(axes, **panel, styles=names) | drawn
+        _legend(figure, {name: drawn[name] for name in [*names, *(drawn.keys() - names)]})
+
+    return svg.png(_WIDTH * columns, draw, 3.4 * rows + _legend_height(names))
+
+
+def _lines(series, x, y, title, log_x, log_y, level, bands, note: Callable) -> str:
+    """See `lines`.
+
+    Args:
+      note: is called with the axes and what is drawn, by name, at the end.
+    """
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        _label(axes, x, y, title)
+        drawn = _plot(axes, series, log_x, log_y, level, bands, list(series))
+        _legend(figure, drawn)
+        note(axes, drawn)
+
+    return svg.text(_WIDTH, draw, 3.4 + _legend_height([*series, *level]))
+
+
+def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Sequence[str]) -> dict:
+    """Lines, bands and levels on axes; what is drawn, by name.
+
+    Args:
+      styles: all names that have a style, in order; those of `series` are among them.
+    """
+    log_x = log_x and _any_above_zero(xs for xs, _ in series.values())
+    log_y = log_y and _any_above_zero(ys for _, ys in series.values())
+    # Before anything is drawn: what has no logarithm is left out, not put at the edge.
+    axes.set_xscale("log" if log_x else "linear", **(dict(nonpositive="mask") if log_x else {}))
+    axes.set_yscale("log" if log_y else "linear", **(dict(nonpositive="mask") if log_y else {}))
+    drawn = {}
+    for name, (xs, ys) in series.items():
+        xs, ys, i = _finite(xs), _finite(ys), styles.index(name)
+        style = _line_style(i, len(styles))
+        if name in bands:
+            low, high = map(_finite, bands[name])
+            axes.fill_between(xs, low, high, color=style["color"], alpha=0.16, linewidth=0)
+        (drawn[name],) = axes.plot(xs, ys, markevery=_marked(i, len(xs)), **style)
+    for i, (name, height) in enumerate(level.items()):
+        dashes = (0, (4 + 3 * i, 3))
+        style = dict(color=svg.GRAY, linewidth=1.2, linestyle=dashes)
+        drawn[f"{name} "] = axes.axhline(height, **style)  # a series may be called so too
+    _name_ticks(axes, [value for xs, _ in series.values() for value in xs], log_x)
+    if log_y:
+        _name_powers(axes.yaxis)
+    return drawn
+
+
+def heatmaps(
+    matrices: Mapping[str, np.ndarray],
+    *,
+    x: str,
+    y: str,
+    low: float | None = None,
+    high: float | None = None,
+    bar: str = "",
+) -> str:
+    """SVG text of matrices side by side, in one colour scale; what is not finite is gray.
+
+    Colours part at zero where numbers of both signs are shown.
+
+    Args:
+      matrices: by title [rows, columns].
+      x, y: what columns and rows are.
+      low, high: the ends of the scale; None: those of the numbers.
+      bar: what the colours measure.
+    """
+    matrices = {name: _finite(matrix) for name, matrix in matrices.items()}
+    norm, colors = _scale(matrices.values(), low, high)
+    columns = _columns(len(matrices))
+    rows = -(-len(matrices) // columns)
+    shape = np.max([matrix.shape for matrix in matrices.values()], axis=0)
+    tall = float(np.clip(shape[0] / shape[1], 0.35, 1.5))
+    width = min(_WIDTH / columns, 4.2)
+    written = len(matrices) <= 2 and max(shape) <= 8
+
+    alike = len({matrix.shape for matrix in matrices.values()}) == 1
+
+    def draw(figure: Figure) -> None:
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes in grid.flat[len(matrices) :]:
+            axes.set_axis_off()
+        for i, (axes, (name, matrix)) in enumerate(zip(grid.flat, matrices.items(), strict=False)):
+            axes.imshow(matrix, norm=norm, cmap=colors, interpolation="none", aspect="auto")
+            axes.set_box_aspect(tall)
+            axes.set_title(_wrapped(name, 56 // columns), fontsize=12 if columns < 4 else 11)
+            axes.spines[:].set_visible(False)
+            below, left = i + columns >= len(matrices), i % columns == 0
+            axes.set_xlabel(_wrapped(x, 56 // columns) if below else "")
+            axes.set_ylabel(_wrapped(y, max(8, round(7.6 * width * tall))) if left else "")
+            outer = (below, left) if alike else (True, True)
+            for axis, count, named in zip(
+                (axes.xaxis, axes.yaxis), matrix.shape[::-1], outer, strict=True
+            ):
+                axis.set_ticks(_indices(count, 6 if columns == 1 else 4 if columns == 2 else 2))
+                hidden = {} if named else dict(length=0, labelbottom=False, labelleft=False)
+                axis.set_tick_params(**hidden)
+            if written:
+                _write(axes, matrix, norm, colors)
+        _color_bar(figure, norm, colors, bar)
+
+    titled = max(_wrapped(name, 56 // columns).count("\n") + 1 for name in matrices)
+    height = rows * (0.9 * width * tall + 0.2 * titled + (0.12 if alike else 0.38)) + 1.3
+    return svg.text(_WIDTH, draw, height)
+
+
+# -- parts of a figure -----------------------------------------------------------------------------
+
+
+def _label(axes: Axes, x: str, y: str, title: str) -> None:
+    axes.set(xlabel=_wrapped(x, 56), ylabel=_wrapped(y, 28))
+    axes.set_title(_wrapped(title, 50), loc="left", weight="bold")
+    axes.grid(color="#d1d9e0", linewidth=0.7)
+    axes.set_axisbelow(True)
+
+
+def _line_style(i: int, count: int) -> dict:
+    """The style of the i-th series; many series, as those of layers, get colours in order."""
+    if count > len(_COLORS):
+        share = i / (count - 1)
+        color = colors_lib.to_hex(matplotlib.colormaps["viridis"](0.85 * share))
+    else:
+        color = _COLORS[i]
+    return dict(
+        color=color,
+        linestyle=_DASHES[i % len(_DASHES)],
+        marker=_MARKERS[i % len(_MARKERS)],
+        markersize=5,
+        linewidth=1.7,
+    )
+
+
+def _any_above_zero(values: Iterable[Sequence[float]]) -> bool:
+    """Otherwise matplotlib warns of a logarithmic axis that has nothing to show."""
+    return any((_finite(some) > 0).any() for some in values)
+
+
+def _marked(i: int, count: int) -> tuple[int, int]:
+    """(first, every): the points of a series with a marker, others than those of the next."""
+    every = max(1, -(-count // _MARKED))
+    return i % every, every
+
+
+def _name_ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
+    """Whole numbers on an axis of whole numbers; few values of a logarithmic one by name."""
+    values = _finite(values)
+    values = np.unique(values[np.isfinite(values)])
+    if log and len(values) <= _TICKED:
+        axes.xaxis.set_major_locator(ticker.FixedLocator(values))
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.4g}"))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+    elif log:
+        _name_powers(axes.xaxis)
+    elif len(values) and (values == np.round(values)).all():
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True))
+
+
+def _name_powers(axis: Axis) -> None:
+    """Powers of ten; 2 and 5 times them, or round numbers, where there are hardly two of them."""
+    low, high = axis.get_view_interval()
+    if high < 8 * low:
+        axis.set_major_locator(ticker.MaxNLocator(6, steps=(1, 2, 2.5, 5, 10)))
+    else:
+        subs = (1, 2, 5) if high < 100 * low else (1,)
+        axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=8))
+    axis.set_minor_locator(ticker.NullLocator())
+    axis.set_major_formatter(ticker.FuncFormatter(_power))
+
+
+def _power(value: float, _) -> str:
+    """A power of ten in plain text: 0.1, 1, 100, 10⁻⁵."""
+    if value <= 0:
+        return ""
+    if 1e-3 < value < 1e5:
+        return f"{value:,.6g}"
+    exponent = int(np.floor(np.log10(value) + 1e-9))
+    digits = str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    mantissa = value / 10.0**exponent
+    return f"10{digits}" if abs(mantissa - 1) < 1e-6 else f"{mantissa:.2g}·10{digits}"
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(text, width, break_on_hyphens=False)) or text
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    longest = max((len(name) for name in names), default=1)
+    return max(1, min(len(names), 4, int(58 / (longest + 6))))
+
+
+def _legend_height(names: Sequence[str]) -> float:
+    """Inches."""
+    lines = max((_wrapped(name, 52).count("\n") + 1 for name in names), default=0)
+    return 0.1 + 0.22 * lines * -(-len(names) // _legend_columns(names)) if names else 0.0
+
+
+def _legend(figure: Figure, drawn: Mapping[str, Artist]) -> None:
+    """Under the axes, where it hides nothing."""
+    if not drawn:
+        return
+    style = dict(handlelength=3.2, columnspacing=1.4, fontsize=11.5)
+    style |= dict(loc="outside lower center", ncols=_legend_columns(list(drawn)))
+    legend = figure.legend(list(drawn.values()), [" "] * len(drawn), **style)
+    for text, name in zip(legend.get_texts(), drawn, strict=True):
+        text.set_text(_wrapped(name.strip(), 52))  # names may begin with "_", which hides them
+
+
+def _scale(matrices: Iterable[np.ndarray], low: float | None, high: float | None):
+    """The norm and the colours that all matrices share."""
+    found = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices] or [np.zeros(1)])
+    found = found if found.size else np.zeros(1)
+    low = float(found.min()) if low is None else low
+    high = float(found.max()) if high is None else high
+    if low < 0 < high:
+        most = max(-low, high)
+        low, high, name = -most, most, "RdBu_r"
+    else:
+        name = "viridis"
+    high = high if high > low else low + 1.0
+    colors = matplotlib.colormaps[name].resampled(_SHADES).with_extremes(bad="#b8bec6")
+    return colors_lib.Normalize(low, high), colors
+
+
+def _columns(count: int) -> int:
+    """The columns of a grid of so many matrices."""
+    return count if count <= 3 else 2 if count == 4 else 3 if count <= 9 else 4
+
+
+def _indices(count: int, most: int) -> list[int]:
+    """The first, the last, and some between, a round number apart."""
+    if count <= most:
+        return list(range(count))
+    if most <= 2:
+        return [0, count - 1]
+    step = next(s * 10**e for e in range(9) for s in (1, 2, 5) if count / (s * 10**e) <= most)
+    return list(range(0, count, step))
+
+
+def _write(axes: Axes, matrix: np.ndarray, norm, colors) -> None:
+    """Each number in its cell, in black or white as reads better."""
+    for (row, column), value in np.ndenumerate(matrix):
+        if np.isfinite(value):
+            red, green, blue, _ = colors(norm(value))
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+            ink = dict(color="white" if dark else svg.INK, fontsize=11)
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", **ink)
+
+
+def _color_bar(figure: Figure, norm, colors, label: str) -> None:
+    """Under all matrices; a raster, where matplotlib's own is hundreds of shapes."""
+    height = figure.get_figheight()
+    figure.get_layout_engine().set(rect=(0, 0.72 / height, 1, 1 - 0.72 / height))
+    axes = figure.add_axes((0.2, 0.47 / height, 0.6, 0.14 / height))
+    axes.set_in_layout(False)
+    shades = np.linspace(norm.vmin, norm.vmax, _SHADES)[None]
+    extent = (norm.vmin, norm.vmax, 0, 1)
+    axes.imshow(shades, norm=norm, cmap=colors, aspect="auto", extent=extent, interpolation="none")
+    axes.set_yticks([])
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5, steps=(1, 2, 2.5, 5, 10)))
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel(label, labelpad=1)
+
+
+def _finite(values) -> np.ndarray:
+    """Float64, with nan for what is not finite or not there."""
+    found = np.array(values, np.float64)
+    return np.where(np.isfinite(found), found, np.nan)

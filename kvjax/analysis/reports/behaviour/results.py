@@ -1,0 +1,253 @@
+"""What was measured of a model's heads on texts, in the numbers that figures and tables show."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from kvjax.analysis.reports.behaviour.measurements import Behaviour
+from kvjax.analysis.reports.behaviour.measurements import Measured
+
+# What heads may be noticed for: the statistic, and whether the largest is meant.
+ROLES = {
+    "token before": ("previous_N", True),
+    "first token": ("first_N", True),
+    "nearest": ("distance_N", False),
+    "broadest": ("entropy_N", True),
+    "by the text": ("content_N", True),
+    "induction": ("induction_N", True),
+}
+DISTANCES = ("divergence_NN", "without_first_NN", "outputs_NN")
+_FEWEST = 3  # pairs of which there is a rank correlation
+_DIGITS = 6  # of numbers in `data`
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """One that stands out, or was asked for: `layer.head`, as it is called in the report.
+
+    Attributes:
+      role: a key of `ROLES`; "" of one that was asked for.
+    """
+
+    role: str
+    layer: int
+    head: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}.{self.head}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.role}: {self.name}" if self.role else f"head {self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Relation:
+    """Rank correlations within layers, and how they lie over layers."""
+
+    by_layer: tuple[float | None, ...]
+    low: float
+    median: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """A distance of all pairs of heads of one kind, within layers."""
+
+    count: int
+    low: float
+    median: float
+    high: float
+
+
+class Results:
+    """What was measured of one model."""
+
+    def __init__(self, name: str, measured: Measured, heads: Sequence[tuple[int, int]] = ()):
+        """With the (layer, head) that maps are asked of."""
+        self.name, self.measured = name, measured
+        self._asked = [Head("", layer, head) for layer, head in heads]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.measured.layers)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether heads have others to be compared with in some layer."""
+        return any(layer.num_heads > 1 for layer in self.measured.layers)
+
+    @property
+    def shares_some(self) -> bool:
+        """Whether some heads of a layer share a KV head and others do not."""
+        return any(1 < layer.num_kv_heads < layer.num_heads for layer in self.measured.layers)
+
+    def quartiles(self, statistic: str) -> np.ndarray:
+        """[3, L] of each layer's heads."""
+        return _quartiles(self.measured.statistic(statistic))
+
+    def of_pairs(self, distance: str, shared: bool | None = None) -> np.ndarray:
+        """[3, L] quartiles of each layer's pairs; nan where there are none."""
+        return _quartiles(
+            [layer.pairs(getattr(layer, distance), shared) for layer in self.measured.layers]
+        )
+
+    def pairs(self, distance: str, shared: bool | None = None) -> Pairs | None:
+        """Over all layers."""
+        found = np.concatenate(
+            [layer.pairs(getattr(layer, distance), shared) for layer in self.measured.layers]
+        )
+        found = found[np.isfinite(found)]
+        if not found.size:
+            return None
+        low, median, high = np.quantile(found, (0.25, 0.5, 0.75)).tolist()
+        return Pairs(len(found), low, median, high)
+
+    def layers_where_sharing_is_alike(self, distance: str) -> tuple[int, int] | None:
+        """In how many layers pairs of heads that share a KV head have a lower median than other
+        pairs, and how many layers have both kinds of pairs; None if none has."""
+        same_L, other_L = (self.of_pairs(distance, shared)[1] for shared in (True, False))
+        both_L = np.isfinite(same_L) & np.isfinite(other_L)
+        if not both_L.any():
+            return None
+        return int((same_L < other_L)[both_L].sum()), int(both_L.sum())
+
+    def relation(self, distance: str) -> Relation | None:
+        """Spearman's correlation, over a layer's pairs of heads, of the similarity of their weights
+        and a distance of what they do; None where no layer has three pairs that differ."""
+        found = [
+            _rank_correlation(layer.pairs(layer.weights_NN), layer.pairs(getattr(layer, distance)))
+            if layer.weights_NN is not None
+            else None
+            for layer in self.measured.layers
+        ]
+        there = [value for value in found if value is not None]
+        if not there:
+            return None
+        low, median, high = np.quantile(there, (0.25, 0.5, 0.75)).tolist()
+        return Relation(tuple(found), low, median, high)
+
+    def by_head(self, statistic: str) -> np.ndarray:
+        """[L, N] with nan where a layer has fewer heads than another."""
+        by_layer = self.measured.statistic(statistic)
+        most = max(map(len, by_layer))
+        return np.stack(
+            [np.pad(x_N, (0, most - len(x_N)), constant_values=np.nan) for x_N in by_layer]
+        )
+
+    def count(self, statistic: str, above: float) -> int:
+        """Heads whose statistic is above that."""
+        return int(sum((x_N > above).sum() for x_N in self.measured.statistic(statistic)))
+
+    def chosen(self, each: int = 1) -> list[Head]:
+        """The heads that have most of each role; each head is chosen once."""
+        found, taken = [], set()
+        for role, (statistic, largest) in ROLES.items():
+            by_layer = self.measured.statistic(statistic)
+            rated = [
+                (-value if largest else value, i, head)
+                for i, x_N in enumerate(by_layer)
+                for head, value in enumerate(x_N)
+                if np.isfinite(value) and (i, head) not in taken
+            ]
+            for _, i, head in sorted(rated)[:each]:
+                taken.add((i, head))
+                found.append(Head(role, i, head))
+        return found
+
+    def shown(self) -> list[Head]:
+        """Those with a map: what was asked for, or what stands out."""
+        return self._asked or self.chosen()
+
+    def behaviour(self, head: Head) -> Behaviour:
+        return self.measured.layers[head.layer]
+
+    def statistics(self, head: Head) -> dict[str, float]:
+        """By name, of one head."""
+        return {
+            name: float(x_N[head.head]) for name, x_N in self.behaviour(head).statistics.items()
+        }
+
+    def stands_out(self, head: Head) -> float:
+        """The statistic that it stands out for."""
+        return self.statistics(head)[ROLES[head.role][0]]
+
+    def map(self, head: Head) -> np.ndarray:
+        """[T, T] float64 of the first tokens; nan where a query does not see a key."""
+        layer = self.behaviour(head)
+        maps_NTT = layer.repeated_NTT if head.role == "induction" else layer.text_NTT
+        p_TT = maps_NTT[head.head].astype(np.float64)
+        visible_TT = self.measured.mask.visible(len(p_TT))
+        return np.where(visible_TT, p_TT, np.nan)
+
+    def data(self) -> dict:
+        """Every number, by layer and head."""
+        m = self.measured
+        plain = lambda x, digits=_DIGITS: _plain(np.round(np.asarray(x, np.float64), digits))
+        layers = [
+            dict(
+                num_kv_heads=layer.num_kv_heads,
+                heads={name.removesuffix("_N"): plain(x) for name, x in layer.statistics.items()},
+                **{name.removesuffix("_NN"): plain(getattr(layer, name)) for name in DISTANCES},
+                weights=None if layer.weights_NN is None else plain(layer.weights_NN),
+            )
+            for layer in m.layers
+        ]
+        kinds = dict(all=None, same_kv_head=True, other_kv_head=False)
+        pairs = {
+            name.removesuffix("_NN"): {
+                kind: found and dataclasses.asdict(found)
+                for kind, found in ((k, self.pairs(name, shared)) for k, shared in kinds.items())
+            }
+            for name in DISTANCES
+        }
+        maps = [
+            dict(role=head.role, head=head.name, map=plain(self.map(head), 4))
+            for head in self.shown()
+        ]
+        return dict(
+            tokens=m.length,
+            sequences=m.sequences,
+            block=m.block,
+            induction_by_chance=m.induction_by_chance,
+            layers=layers,
+            pairs=pairs,
+            weights_and_behaviour={
+                name.removesuffix("_NN"): found and dataclasses.asdict(found)
+                for name, found in ((name, self.relation(name)) for name in DISTANCES)
+            },
+            maps=maps,
+            cka_between_layers=dict(inputs=plain(m.inputs_LL), outputs=plain(m.outputs_LL)),
+        )
+
+
+def _rank_correlation(x_P: np.ndarray, y_P: np.ndarray) -> float | None:
+    """Spearman's; None of fewer than three pairs, or where all are the same."""
+    from scipy import stats  # which takes a second to import
+
+    known = np.isfinite(x_P) & np.isfinite(y_P)
+    x_P, y_P = x_P[known], y_P[known]
+    if len(x_P) < _FEWEST or np.ptp(x_P) == 0 or np.ptp(y_P) == 0:
+        return None
+    return float(stats.spearmanr(x_P, y_P).statistic)
+
+
+def there(values) -> list[float | None]:
+    """Numbers as lists, None where there is none."""
+    return _plain(np.asarray(values, np.float64))
+
+
+def _quartiles(by_layer: list[np.ndarray]) -> np.ndarray:
+    none = np.full(3, np.nan)
+    finite = (x[np.isfinite(x)] for x in by_layer)
+    return np.stack([np.quantile(x, (0.25, 0.5, 0.75)) if x.size else none for x in finite], axis=1)
+
+
+def _plain(x: np.ndarray | float | Mapping):
+    if isinstance(x, np.ndarray) and x.ndim:
+        return [_plain(each) for each in x]
+    return float(x) if np.isfinite(x) else None

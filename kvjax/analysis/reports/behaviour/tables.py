@@ -1,0 +1,119 @@
+"""Tables of the report on what heads do."""
+
+import numpy as np
+
+from kvjax.analysis.page.section import Cell
+from kvjax.analysis.page.section import Column
+from kvjax.analysis.page.section import Table
+from kvjax.analysis.page.section import Text
+from kvjax.analysis.reports.behaviour.results import Head
+from kvjax.analysis.reports.behaviour.results import Results
+from kvjax.analysis.reports.behaviour.results import there
+
+_EACH = 3  # heads of a role
+_STATISTICS = {
+    "first token": "first_N",
+    "token before": "previous_N",
+    "own token": "itself_N",
+    "entropy": "entropy_N",
+    "keys": "keys_N",
+    "distance": "distance_N",
+    "between passages": "content_N",
+    "induction": "induction_N",
+}
+_FORMATS = {"keys": ".1f", "distance": ".1f"}
+_KINDS = {"all pairs": None, "sharing a KV head": True, "with two KV heads": False}
+_DISTANCES = {
+    "divergence of patterns, nats": "divergence_NN",
+    "the same without the first token": "without_first_NN",
+    "CKA of outputs": "outputs_NN",
+}
+
+
+def tables(found: Results) -> list[Table]:
+    """All of the report's."""
+    pairs = [_pairs(found)] if found.has_pairs else []
+    return [_heads(found), *pairs, _layers(found)]
+
+
+def _columns(names: dict[str, str]) -> list[Column]:
+    return [Column(name, _FORMATS.get(name, ".2f")) for name in names]
+
+
+def _cell(x: float) -> Cell:
+    return float(x) if np.isfinite(x) else None
+
+
+def _heads(found: Results) -> Table:
+    rows = [_head(found, head) for head in found.chosen(_EACH)]
+    return Table(
+        "Heads that stand out",
+        [Column("for"), Column("head"), *_columns(_STATISTICS)],
+        rows,
+        Text(
+            f"The {_EACH} heads that have most of something (of distance, least), called "
+            "layer.head, and what else is known of them: means over queries and texts.",
+            "Shares of attention on the first token, the one before and the query's own; entropy "
+            "of rows over the most possible; keys, as many as have this entropy if all have equal "
+            "shares; distance in tokens; divergence between two passages (of two texts, if there "
+            "are several) in nats; and the share after the earlier occurrence, on repeated tokens.",
+            "Not in the papers.",
+        ),
+    )
+
+
+def _head(found: Results, head: Head) -> list[Cell]:
+    of = found.statistics(head)
+    return [head.role, head.name, *(_cell(of[name]) for name in _STATISTICS.values())]
+
+
+def _pairs(found: Results) -> Table:
+    rows = []
+    for said, distance in _DISTANCES.items():
+        for kind, shared in _KINDS.items():
+            of = found.pairs(distance, shared)
+            if of is not None and (shared is None or found.shares_some):
+                rows.append([said, kind, of.count, of.low, of.median, of.high])
+    return Table(
+        "How different the heads of a layer are in what they do",
+        [Column("measure"), Column("pairs"), Column("count", ",d")]
+        + [Column(name) for name in ("lower quartile", "median", "upper quartile")],
+        rows,
+        Text(
+            "Over all pairs of heads within layers: the Jensen-Shannon divergence of their "
+            "patterns, and the centred kernel alignment (CKA) of what they put out.",
+            "Divergence: 0 alike, 0.69 nothing in common. CKA: 1 alike, 0 unrelated, a little "
+            "below by chance.",
+            "LRKV, appendix C.10, names both as earlier measures and gives no numbers.",
+        ),
+    )
+
+
+def _layers(found: Results) -> Table:
+    medians = {
+        name: there(found.quartiles(statistic)[1]) for name, statistic in _STATISTICS.items()
+    }
+    pairs = {name: there(found.of_pairs(x_NN)[1]) for name, x_NN in _DISTANCES.items()}
+    relations = {name: found.relation(x_NN) for name, x_NN in _DISTANCES.items()}
+    columns = [Column("layer", "d"), *_columns(_STATISTICS)]
+    columns += [Column(f"{name}, pairs" if "pairs" not in name else name) for name in pairs]
+    columns += [Column(f"weights and {name}", "+.2f") for name in relations]
+    rows = [
+        [i, *(x[i] for x in medians.values()), *(x[i] for x in pairs.values())]
+        + [of.by_layer[i] if of else None for of in relations.values()]
+        for i in range(found.num_layers)
+    ]
+    return Table(
+        "Layers",
+        columns,
+        rows,
+        Text(
+            "Medians over the heads of each layer and over their pairs; and Spearman's rank "
+            "correlation, over pairs, between the similarity of two heads' weights W_Q W_Kᵀ "
+            "(without positions) and each measure of what they do.",
+            "Were weights to tell what heads do, the correlation would be -1 with divergences and "
+            "+1 with CKA; 0 is no relation. It is of few pairs where there are few heads.",
+            "Asked for in LRKV, appendix C.11: how diversity of parameters and of behaviour are "
+            "related.",
+        ),
+    )

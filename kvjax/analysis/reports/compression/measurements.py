@@ -1,0 +1,259 @@
+"""Keys of every head cut at equal rank in several ways, on texts: what the report shows."""
+
+import collections
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from kvjax.analysis.measures import activations
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import key_drift
+from kvjax.analysis.measures import key_subspaces
+from kvjax.analysis.measures import key_ways
+from kvjax.analysis.measures import logits
+from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures.activations import Layer
+from kvjax.analysis.measures.cut_keys import Cut
+from kvjax.analysis.measures.cut_keys import Runs
+from kvjax.analysis.measures.heads import Heads
+from kvjax.analysis.measures.key_subspaces import Rope
+from kvjax.analysis.measures.key_subspaces import Subspaces
+from kvjax.analysis.measures.key_ways import AFTER
+from kvjax.analysis.measures.key_ways import CALIBRATED
+from kvjax.analysis.measures.key_ways import Way
+from kvjax.convert.factors import few_threads
+from kvjax.convert.model import Model
+from kvjax.foundation import progress
+from kvjax.foundation.errors import UserError
+
+SHARE = 0.9  # of the energy that components are counted for
+
+# What spectra are taken of.
+SPECTRUM_WEIGHTS = "W_K of each head"
+SPECTRUM_JOINT = "W_K of all heads together"
+SPECTRUM_INTERACTION = "M = W_Q W_K^T of each head"
+SPECTRUM_KEYS = "keys of each head on a text"
+SPECTRUM_CENTRED = "the same less their mean"
+SPECTRUM_LOGITS = "logits E of each head on a text"
+OF_WEIGHTS = (SPECTRUM_WEIGHTS, SPECTRUM_JOINT, SPECTRUM_INTERACTION)
+_ROUNDING = 1e-9  # of the largest singular value: what a smaller one is
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Numbers by way, of all layers' heads one after the other; rows are those of `Windows`.
+
+    Attributes:
+      key_dim: H of the widest heads, as are `ranks`.
+      shares: of a key's channels that are kept.
+      length: of the rows, in tokens; errors and losses are those of their second halves.
+      texts_B: of which text a row is.
+      later: see `Windows`.
+      errors: [B, heads, ranks, 2] of `key_subspaces.Errors`; nan where a way's tokens do not tell
+        a subspace of that rank.
+      nats: by way and share, and of the whole model by None: [B, tokens].
+      spectra: by matrix [B or 1, heads, 3] components for 90 % of the energy, the rank of weights
+        as their mechanism makes them (of what is no weight: channels), and channels.
+      drift_at: so many tokens of `drift_length`.
+      overlap: by place [texts, KV heads, tokens, 2] with the subspace of all: of that of the first
+        tokens, and of that of as many spread evenly.
+      drift_error: by place [texts, heads, 2 tokens + 2] of later logits: under the subspaces of the
+        first tokens, then of spread ones, of all, and the fixed one (nan: there is none).
+    """
+
+    key_dim: int
+    shares: tuple[float, ...]
+    ranks: tuple[int, ...]
+    length: int
+    texts_B: np.ndarray
+    later: bool
+    errors: Mapping[Way, np.ndarray]
+    nats: Mapping[tuple[Way, float] | None, np.ndarray]
+    spectra: Mapping[str, np.ndarray]
+    drift_rank: int
+    drift_length: int
+    drift_at: tuple[int, ...]
+    overlap: Mapping[str, np.ndarray]
+    drift_error: Mapping[str, np.ndarray]
+
+
+def measure(model: Model, texts: Mapping[str, np.ndarray], length: int, longest: int) -> Measured:
+    """All of it; subspaces are found on the model as it is.
+
+    Args:
+      length: of rows; `longest`: of those that drift is measured on.
+
+    Raises:
+      UserError: activations or losses that are not finite.
+    """
+    read = key_ways.windows(texts, length, longest)
+    dims = [mechanism.query_dim for mechanism in model.transformer.mechanisms]
+    kept, H = key_ways.shares(min(dims)), max(dims)
+    found = collections.defaultdict(list)
+    with progress.waiting("keys of low rank") as doing:
+        ropes, fixed, nats = _by_way(model, read, kept, found, doing)
+        doing.now("drift of subspaces")
+        r = key_drift.rank(H, longest)
+        at = key_drift.at(longest, r)
+        longest_BT = np.stack([tokens_T[:longest] for tokens_T in texts.values()])
+        for i, layer in enumerate(activations.layers(model, longest_BT)):
+            doing.at(f"{i + 1} of {len(dims)} layers")
+            _drift(layer, ropes[i], fixed[i], at, found)
+    named = lambda name: {
+        key[1]: np.concatenate(arrays, axis=1) for key, arrays in found.items() if key[0] == name
+    }
+    return Measured(
+        key_dim=H,
+        shares=kept,
+        ranks=tuple(key_ways.rank(share, H) for share in kept),
+        length=read.length,
+        texts_B=read.texts_B,
+        later=read.later,
+        errors=named("errors"),
+        nats=nats,
+        spectra=named("spectrum"),
+        drift_rank=r,
+        drift_length=longest,
+        drift_at=at,
+        overlap=named("overlap"),
+        drift_error=named("drift"),
+    )
+
+
+def _by_way(
+    model: Model,
+    read: key_ways.Windows,
+    kept: Sequence[float],
+    found: Mapping[tuple[str, Way | str], list],
+    doing: progress.waiting,
+) -> tuple[list[Rope], list[dict[str, list[Subspaces | None]]], dict]:
+    """Errors and spectra of each layer into `found`.
+
+    Returns:
+      By layer RoPE, and by place the fixed subspaces of each text or None; and the nats of each
+      run.
+    """
+    joint = key_ways.has_joint(model.transformer.mechanisms)
+    rotates = model.transformer.block.angles_base is not None
+    ropes, fixed, runs = [], [], None
+    layers = zip(heads_lib.layers(model), activations.layers(model, read.rows()), strict=True)
+    for i, (heads, layer) in enumerate(layers):
+        doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
+        with few_threads(heads.key_DKH.shape[2]):
+            ways = key_ways.of_layer(heads, layer, read, rotates=rotates, joint=joint)
+            for name, numbers in _spectra(heads, layer, len(read.texts_B), joint).items():
+                found["spectrum", name].append(numbers)
+        for way, errors in _errors(heads, layer, ways, kept, read).items():
+            found["errors", way].append(errors)
+        cuts = {
+            (way, share): Cut(of_rows, key_ways.rank_of(way, share, heads), way[1] == AFTER)
+            for way, of_rows in ways.items()
+            for share in kept
+            if key_ways.runs_with(way, share) and _tells(read, way, share, heads)
+        }
+        runs = runs or Runs(model, read.measured_BT[:, :-1], [None, *cuts])
+        runs.layer(i, cuts, heads.rotated)
+        ropes.append(key_subspaces.rope_of(heads))
+        fixed.append(_fixed(ways, read))
+    doing.now("perplexity with keys of low rank")
+    targets_BT = read.measured_BT[:, 1:][:, read.length // 2 :]
+    nats = runs.losses(targets_BT)
+    if not all(np.isfinite(nats_BT).all() for nats_BT in nats.values()):
+        raise UserError(f"losses of {model.name} on the text are not finite: check its weights")
+    return ropes, fixed, nats
+
+
+def _tells(read: key_ways.Windows, way: Way, share: float, heads: Heads) -> bool:
+    """Whether a way's tokens tell subspaces of so much of a head."""
+    return read.determine(way, key_ways.rank(share, heads.key_DKH.shape[2]))
+
+
+def _fixed(
+    ways: Mapping[Way, Sequence[Subspaces]], read: key_ways.Windows
+) -> dict[str, list[Subspaces | None]]:
+    """By place the fixed subspaces of each text; None: there are none."""
+    _, first = np.unique(read.texts_B, return_index=True)
+    no = [None] * len(read.texts_B)
+    return {
+        where: [ways.get((CALIBRATED, where), no)[b] for b in first]
+        for where in dict.fromkeys(where for _, where in ways)
+    }
+
+
+def _errors(
+    heads: Heads,
+    layer: Layer,
+    ways: Mapping[Way, Sequence[Subspaces]],
+    kept: Sequence[float],
+    read: key_ways.Windows,
+) -> dict[Way, np.ndarray]:
+    """By way [B, N, ranks, 2] of queries of the second half; nan: see `Measured`."""
+    length, rope = layer.key_BTKH.shape[1], key_subspaces.rope_of(heads)
+    queries, found = key_drift.later_queries(length), collections.defaultdict(list)
+    for b in range(len(next(iter(ways.values())))):
+        with few_threads(heads.key_DKH.shape[2]):
+            cuts = [
+                key_ways.cut(
+                    layer, rope, b, way[1], of_rows[b], key_ways.rank_of(way, share, heads)
+                )
+                for way, of_rows in ways.items()
+                for share in kept
+            ]
+        errors_NA2 = np.stack(key_subspaces.errors(layer, b, cuts, queries), axis=-1)
+        for way, of_way in zip(ways, np.split(errors_NA2, len(ways), axis=1), strict=True):
+            told = np.array([_tells(read, way, share, heads) for share in kept])
+            found[way].append(np.where(told[:, None], of_way, np.nan))
+    return {way: np.stack(arrays) for way, arrays in found.items()}
+
+
+def _spectra(heads: Heads, layer: Layer, B: int, joint: bool) -> dict[str, np.ndarray]:
+    """By matrix [B or 1, heads, 3]: see `Measured`."""
+    D, K, H = heads.key_DKH.shape
+    energies = lambda x_LH: np.linalg.svd(np.linalg.qr(x_LH, mode="r"), compute_uv=False) ** 2
+    found = {SPECTRUM_WEIGHTS: energies(heads.key_DKH.swapaxes(0, 1))[None]}
+    if joint:
+        found[SPECTRUM_JOINT] = energies(heads.key_DKH.reshape(1, 1, D, K * H))
+    found[SPECTRUM_INTERACTION] = logits.Interaction(heads).energies()[None]
+    key_BKTH = layer.plain_key_BTKH[:B].astype(np.float64).swapaxes(1, 2)
+    found[SPECTRUM_KEYS] = energies(key_BKTH)
+    found[SPECTRUM_CENTRED] = energies(key_BKTH - key_BKTH.mean(axis=2, keepdims=True))
+    of = zip(layer.query_BTNH[:B], layer.key_BTKH, strict=False)
+    found[SPECTRUM_LOGITS] = np.stack(
+        [logits.field(query, key, layer.scale).energies_NR for query, key in of]
+    )
+    made = {}
+    for name, energy in found.items():
+        ranks = spectrum.energy_rank(energy, SHARE)
+        channels = np.full(ranks.shape, K * H if name == SPECTRUM_JOINT else H)
+        possible = _rank(energy) if name in OF_WEIGHTS else channels
+        made[name] = np.stack([ranks, possible, channels], axis=-1)
+    return made
+
+
+def _rank(energies: np.ndarray) -> np.ndarray:
+    """[...] of matrices with those spectra, but for float64's rounding: what the factors that make
+    them leave, where there are some; else all their channels that are not exactly nothing."""
+    return (energies > _ROUNDING**2 * energies.max(axis=-1, keepdims=True)).sum(axis=-1)
+
+
+def _drift(
+    layer: Layer,
+    rope: Rope,
+    fixed: Mapping[str, Sequence[Subspaces | None]],
+    at: Sequence[int],
+    found: Mapping[tuple[str, str], list],
+) -> None:
+    """Overlaps and later errors of a layer into `found`."""
+    _, length, _, H = layer.key_BTKH.shape
+    r = key_drift.rank(H, length)
+    for where, ends in fixed.items():
+        overlaps, errors = [], []
+        for b, end in enumerate(ends):
+            grown = key_drift.grown(layer, rope, b, where, at, r)
+            overlaps.append(key_drift.overlaps(grown))
+            of = [*grown.first, *grown.spread, grown.whole, end]
+            errors.append(key_drift.later_errors(layer, rope, b, where, of, r))
+        found["overlap", where].append(np.stack(overlaps))
+        found["drift", where].append(np.stack(errors))

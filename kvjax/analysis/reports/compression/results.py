@@ -1,0 +1,174 @@
+"""What was measured of keys cut at low rank, in the numbers that figures and tables show."""
+
+from collections.abc import Iterator
+import dataclasses
+import math
+
+import numpy as np
+
+from kvjax.analysis.measures import key_drift
+from kvjax.analysis.measures import key_ways
+from kvjax.analysis.measures.key_ways import Way
+from kvjax.analysis.reports.compression.measurements import Measured
+from kvjax.analysis.reports.logits.results import Spread
+from kvjax.analysis.reports.logits.results import spread
+from kvjax.analysis.request import Request
+
+_SURE = 1.96  # standard errors to either side: 95 %
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Perplexity over another one, of all texts together.
+
+    Attributes:
+      low, high: 95 % of tokens drawn anew, taken as if each were independent of the others.
+    """
+
+    times: float
+    low: float
+    high: float
+
+    def is_over(self, more: float) -> bool | None:
+        """Whether it is more than so much above 1; None where that cannot be told."""
+        line = 1 + more
+        return None if self.low <= line < self.high else self.low > line
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """Errors of later logits by the tokens that a subspace is found on.
+
+    Attributes:
+      fixed: on text that is not measured; None: there is none.
+    """
+
+    first: list[Spread]
+    spread: list[Spread]
+    whole: Spread
+    fixed: Spread | None
+
+
+class Results:
+    """What was measured, in the numbers that figures and tables show."""
+
+    def __init__(self, name: str, request: Request, measured: Measured):
+        self.name, self.texts, self.measured = name, tuple(request.texts), measured
+        shares = measured.shares
+        self.half = min(range(len(shares)), key=lambda i: abs(shares[i] - 0.5))
+
+    def ways(self) -> list[Way]:
+        """Before RoPE first, in the order of `key_ways.NAMES`."""
+        where = (key_ways.BEFORE, key_ways.AFTER, key_ways.ANYWHERE)
+        order = lambda way: (where.index(way[1]), key_ways.NAMES.index(way[0]))
+        return sorted(self.measured.errors, key=order)
+
+    def places(self) -> list[str]:
+        return list(dict.fromkeys(where for _, where in self.ways()))
+
+    @property
+    def at_weights(self) -> str:
+        """Where weights' subspaces are cut: before RoPE."""
+        return self.places()[0]
+
+    @property
+    def num_heads(self) -> int:
+        return next(iter(self.measured.errors.values())).shape[1]
+
+    @property
+    def num_queries(self) -> int:
+        """The number of queries of each row that errors are measured on."""
+        length = self.measured.length
+        return len(range(*key_drift.later_queries(length).indices(length)))
+
+    def told(self, way: Way) -> list[int]:
+        """Which of the ranks the tokens that a way looks at tell."""
+        errors = self.measured.errors[way]
+        return [i for i in range(errors.shape[2]) if not np.isnan(errors[:, :, i]).any()]
+
+    def error(self, way: Way, i: int) -> dict[str, Spread]:
+        """The spread of the errors of logits and of outputs at the i-th rank."""
+        found_BNA = self._by_text(self.measured.errors[way][:, :, i])
+        return {name: spread(found_BNA[None, ..., j]) for j, name in enumerate(("logit", "output"))}
+
+    def runs(self, way: Way) -> list[int]:
+        """Which of the ranks the whole model ran with."""
+        shares = self.measured.shares
+        return [i for i in range(len(shares)) if (way, shares[i]) in self.measured.nats]
+
+    def times(self, way: Way, i: int, over: Way | None = None) -> Times | None:
+        """At the i-th rank, over the model's own or over that of another way; None where the model
+        did not run so."""
+        share = self.measured.shares[i]
+        nats_BT = self.measured.nats.get((way, share))
+        base_BT = self.measured.nats.get(over and (over, share))
+        if nats_BT is None or base_BT is None:
+            return None
+        more_BT = nats_BT.astype(np.float64) - base_BT
+        error = more_BT.std() / math.sqrt(more_BT.size)
+        middle = more_BT.mean()
+        return Times(*map(math.exp, (middle, middle - _SURE * error, middle + _SURE * error)))
+
+    def perplexity(self, name: tuple[Way, float] | None) -> tuple[float, dict[str, float]]:
+        """The perplexity on all texts together, and on each by its name."""
+        nats_BT = self.measured.nats[name].astype(np.float64)
+        of_texts = self._by_text(nats_BT).mean(axis=1)
+        each = dict(zip(self.texts, np.exp(of_texts).tolist(), strict=True))
+        return math.exp(nats_BT.mean()), each
+
+    def rows(self) -> Iterator[dict]:
+        """Every way at every rank that its tokens tell."""
+        for way in self.ways():
+            for i in self.told(way):
+                yield dict(
+                    way=way[0],
+                    where=way[1],
+                    rank=self.measured.ranks[i],
+                    share=self.measured.shares[i],
+                    **{name: dataclasses.asdict(x) for name, x in self.error(way, i).items()},
+                    perplexity=self._run(way, i),
+                )
+
+    def _run(self, way: Way, i: int) -> dict | None:
+        times = self.times(way, i)
+        if times is None:
+            return None
+        perplexity, by_text = self.perplexity((way, self.measured.shares[i]))
+        return dict(**dataclasses.asdict(times), perplexity=perplexity, by_text=by_text)
+
+    def spectrum(self, name: str) -> Spread | None:
+        """Components for 90 % of the energy, over heads and texts."""
+        found_BN2 = self.measured.spectra.get(name)
+        if found_BN2 is None:
+            return None
+        found = spread(found_BN2[None, ..., 0])
+        return found if len(found_BN2) > 1 else dataclasses.replace(found, between_texts=None)
+
+    def possible(self, name: str) -> int:
+        """The most components that a matrix can have: of weights as their mechanism makes them."""
+        return int(self.measured.spectra[name][..., 1].max())
+
+    def channels(self, name: str) -> int:
+        return int(self.measured.spectra[name][..., 2].max())
+
+    def overlaps(self, where: str) -> tuple[list[Spread], list[Spread]]:
+        """With the subspace of all, by tokens: of the first ones, and of as many spread evenly."""
+        first, even = np.moveaxis(self.measured.overlap[where], (3, 2), (0, 1))
+        return [spread(one[None]) for one in first], [spread(one[None]) for one in even]
+
+    def drifts(self, where: str) -> list[Spread]:
+        """By tokens, how much less the overlap of the first ones is than that of spread ones."""
+        gap_BKT = np.diff(self.measured.overlap[where], axis=3)[..., 0]
+        return [spread(gap_BK[None]) for gap_BK in np.moveaxis(gap_BKT, 2, 0)]
+
+    def later(self, where: str) -> Drift:
+        """Errors of later logits."""
+        found_XBN = np.moveaxis(self.measured.drift_error[where], 2, 0)
+        count = len(self.measured.drift_at)
+        *each, whole = [spread(one[None]) for one in found_XBN[:-1]]
+        fixed = None if np.isnan(found_XBN[-1]).any() else spread(found_XBN[-1:])
+        return Drift(each[:count], each[count:], whole, fixed)
+
+    def _by_text(self, x_BN: np.ndarray) -> np.ndarray:
+        """[texts, ...]: a text's rows one after the other."""
+        return x_BN.reshape(len(self.texts), -1, *x_BN.shape[2:])

@@ -1,0 +1,1 @@
+"""How different the heads of a layer are."""

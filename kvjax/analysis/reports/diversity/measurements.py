@@ -1,0 +1,79 @@
+"""How different the heads of every layer are: what the report on diversity shows."""
+
+import dataclasses
+
+from kvjax.analysis.measures import diversity
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures.diversity import Diversity
+from kvjax.analysis.words import mechanism_names
+from kvjax.convert.factors import few_threads
+from kvjax.convert.model import Model
+from kvjax.foundation.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What was measured of a model, layer by layer."""
+
+    label: str
+    mechanism: str
+    distances: int
+    plain: list[Diversity]
+    turning: list[Diversity] | None  # with RoPE; None without
+    values: list[Diversity]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.plain)
+
+    @property
+    def num_heads(self) -> tuple[int, ...]:
+        """N, ascending: one number where all layers have as many heads."""
+        return tuple(sorted({one.num_heads for one in self.plain}))
+
+
+def check(model: Model) -> None:
+    """Raises a UserError for a layer with one head, or with heads that have no matrices."""
+    for index, config in enumerate(model.transformer.mechanisms):
+        try:
+            diversity.check(config.query_heads)
+        except UserError as error:
+            raise UserError(f"layer {index} of {model.name}: {error}") from error
+    heads_lib.check(model)
+
+
+def of_model(label: str, model: Model) -> Found:
+    """The diversity of heads in every layer; one layer's weights are in memory at a time."""
+    plain, turning, values = [], [], []
+    with few_threads(model.transformer.block.d_model):
+        for heads in heads_lib.layers(model):
+            still, turned = diversity.with_and_without_turns(heads, "key", model.context)
+            plain.append(still)
+            turning += [turned] if turned else []
+            values.append(diversity.of_layer(heads, "value"))
+    names = mechanism_names(model.transformer.mechanisms)
+    rotated = turning if len(turning) == len(plain) else None
+    return Found(label, names, model.context, plain, rotated, values)
+
+
+def numbers(one: Found) -> dict:
+    """All that was measured of a model, as JSON has it."""
+    kinds = dict(key=one.plain, key_with_rope=one.turning or [], value=one.values)
+    return dict(
+        mechanism=one.mechanism,
+        distances=one.distances if one.turning else None,
+        **{name: list(map(_numbers, layers)) for name, layers in kinds.items()},
+    )
+
+
+def _numbers(one: Diversity) -> dict:
+    names = ("rank", "share", "centred_rank", "centred_share", "centred_share_of_possible")
+    return {name: getattr(one, name) for name in (*names, "mean_similarity")} | dict(
+        components={f"{share:g}": one.components(share) for share in spectrum.SHARES},
+        uncentred=one.uncentred_N.tolist(),
+        centred=one.centred_N.tolist(),
+        similarity=one.similarity_NN.tolist(),
+        gram=one.gram_NN.tolist(),
+        nothing=list(one.nothing),
+    )

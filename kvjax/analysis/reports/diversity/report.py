@@ -1,0 +1,367 @@
+"""The report on how different heads are: figures 6, 7 and 9 to 18 of LRKV (arXiv 2601.11471)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures.diversity import Diversity
+from kvjax.analysis.page import draw
+from kvjax.analysis.page.section import Column
+from kvjax.analysis.page.section import Figure
+from kvjax.analysis.page.section import Section
+from kvjax.analysis.page.section import Table
+from kvjax.analysis.page.section import Text
+from kvjax.analysis.reports.diversity import measurements
+from kvjax.analysis.reports.diversity.measurements import Found
+from kvjax.analysis.request import Request
+from kvjax.analysis.words import in_words
+from kvjax.analysis.words import stages
+from kvjax.convert.model import Model
+
+_SHARE = 0.9  # of the variance, for which components are counted
+# LRKV table 5: mechanism, scale, heads, effective rank without centring and centred in % of heads.
+PUBLISHED = (
+    ("MHA", "128M", 6, 95.4, 82.4),
+    ("LRKV, rank 64", "128M", 6, 96.2, 83.0),
+    ("LRKV, rank 16", "128M", 6, 88.8, 81.5),
+    ("GQA, 3 KV heads (estimated by the paper)", "128M", 6, 90.5, 79.6),
+    ("MQA", "128M", 6, 72.6, 78.4),
+    ("MLA", "128M", 6, 83.9, 78.5),
+    ("MHA", "2.5B", 18, 98.9, 94.0),
+    ("LRKV, rank 64", "2.5B", 18, 98.3, 93.5),
+    ("GQA, 6 KV heads", "2.5B", 18, 95.4, 91.7),
+    ("MQA", "2.5B", 18, 86.2, 91.0),
+    ("MLA", "2.5B", 18, 92.7, 91.6),
+)
+
+
+def check(model: Model, request: Request) -> None:
+    """Raises a UserError for heads of which there is one only, or that have no matrices (see
+    `heads.read`)."""
+    for one in _models(model, request).values():
+        measurements.check(one)
+
+
+def section(model: Model, request: Request) -> Section:
+    """How different the heads of each layer are, by their bilinear forms.
+
+    Raises:
+      UserError: see `check`; weights that are not finite.
+    """
+    check(model, request)
+    models = _models(model, request)
+    found = [measurements.of_model(label, one) for label, one in models.items()]
+    return Section(
+        name="diversity",
+        title="How different heads are",
+        lead=_lead(found),
+        figures=[*_rank_figures(found), *_layer_figures(found), _value_figure(found)],
+        tables=[_published_table(found), *map(_layer_table, found)],
+        data=dict(
+            models={one.label: measurements.numbers(one) for one in found},
+            published=_published_data(),
+        ),
+    )
+
+
+def _models(model: Model, request: Request) -> dict[str, Model]:
+    """What is compared, by what figures and tables call it."""
+    beside = request.beside
+    return {model.name: model} | ({f"{beside.name} (beside)": beside} if beside else {})
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def _percent(layers: Sequence[Diversity], name: str) -> list[float]:
+    return [100 * getattr(one, name) for one in layers]
+
+
+def _prefixes(found: list[Found]) -> list[tuple[str, Found]]:
+    """What stands before the name of a series: which model's it is, if there are two."""
+    return [(f"{one.label}: " if len(found) > 1 else "", one) for one in found]
+
+
+def _heads(one: Found) -> str:
+    return f"{' or '.join(map(str, one.num_heads))} heads"
+
+
+def _over_layers(series: dict[str, list[float]]) -> dict[str, tuple[list[int], list[float]]]:
+    return {name: (list(range(len(ys))), ys) for name, ys in series.items()}
+
+
+def _words(series: dict[str, list[float]], **how) -> str:
+    return "; ".join(f"{name}: {in_words(ys, **how)}" for name, ys in series.items()) + "."
+
+
+def _rank_figures(found: list[Found]) -> list[Figure]:
+    """Figures 6, 9, 14 and 15."""
+    plain, centred, both = {}, {}, {}
+    for of, one in _prefixes(found):
+        plain[f"{of}without positions"] = _percent(one.plain, "share")
+        centred[f"{of}% of N - 1"] = _percent(one.plain, "centred_share_of_possible")
+        centred[f"{of}% of N"] = _percent(one.plain, "centred_share")
+        both[f"{of}not centred"] = [each.rank for each in one.plain]
+        both[f"{of}centred"] = [each.centred_rank for each in one.plain]
+        if one.turning:
+            plain[f"{of}with RoPE"] = _percent(one.turning, "share")
+            name = f"{of}with RoPE, % of N - 1"
+            centred[name] = _percent(one.turning, "centred_share_of_possible")
+    counts = {N for one in found for N in one.num_heads}
+    (N,) = counts if len(counts) == 1 else (None,)  # without one there are no levels
+    heads = "; ".join(f"{of}{_heads(one)}" for of, one in _prefixes(found))
+    rope = (
+        " With RoPE: similarities are means over relative positions from 0 to the length that the "
+        "model was trained on; the paper leaves positions out."
+        if any(one.turning for one in found)
+        else ""
+    )
+    return [
+        Figure(
+            "Effective rank of heads, not centred",
+            draw.lines(_over_layers(plain), x="layer", y="% of N heads"),
+            f"Percent of N heads by layer. {_words(plain)}",
+            Text(
+                "Over layers, how many directions the N forms W_Q W_Kᵀ of a layer's heads fill: "
+                "exp of the entropy of their similarity matrix's eigenvalues, in percent of N."
+                + rope,
+                "100 % means that no two heads compute alike logits; 1/N that all compute the "
+                "same. Independent random weights give nearly 100 % with any mechanism, so what "
+                "is missing was learned.",
+                "LRKV figure 6 and table 5, means over layers: at 2.5B MHA 98.9 %, LRKV 98.3 %, "
+                "GQA 95.4 %, MLA 92.7 %, MQA 86.2 %.",
+            ),
+        ),
+        Figure(
+            "Effective rank of heads, centred (principal components)",
+            draw.lines(
+                _over_layers(centred),
+                x="layer",
+                y="% of heads",
+                level={"most possible of N": 100 * (N - 1) / N} if N else {},
+            ),
+            f"Percent by layer. {_words(centred)}",
+            Text(
+                "The same of what differs from the mean of a layer's heads: the effective number "
+                "of principal components.",
+                "N heads have at most N - 1 components about their mean, so the share of N that "
+                "the paper gives cannot reach 100 %; the share of N - 1 can. Forms have norm 1 "
+                "before they are centred.",
+                "LRKV figure 9 and table 5, in % of N: at 2.5B MHA 94.0 %, LRKV 93.5 %, GQA "
+                "91.7 %, MLA 91.6 %, MQA 91.0 %; the most possible there is 94.4 %.",
+            ),
+        ),
+        Figure(
+            "Both effective ranks, layer by layer",
+            draw.lines(
+                _over_layers(both),
+                x="layer",
+                y="effective rank",
+                level={"N": N, "N - 1": N - 1} if N else {},
+            ),
+            f"Effective rank by layer; {heads}. {_words(both, digits='.2f')}",
+            Text(
+                "Effective ranks as numbers of heads, before and after the mean is taken away.",
+                "Where the upper curve drops and the lower does not, heads share one common form "
+                "and differ well around it: queries make up for shared keys.",
+                "LRKV figures 14 and 15: for MQA with 6 heads 4.36 and 4.70, which it calls "
+                "compensation; with 18 heads MHA and LRKV have 17 to 18 before centring.",
+            ),
+        ),
+    ]
+
+
+def _layer_figures(found: list[Found]) -> list[Figure]:
+    """Figures 7, 10 to 13, and 16 to 18: early, middle and late layers."""
+    few = {
+        f"{of}{name}": one.plain[index]
+        for of, one in _prefixes(found)
+        for name, index in stages(one.num_layers).items()
+    }
+    numbered = lambda ys, first=1: (list(range(first, first + len(ys))), list(map(float, ys)))
+    centred = {name: numbered(one.centred_N[:-1]) for name, one in few.items()}
+    uncentred = {name: numbered(one.uncentred_N) for name, one in few.items()}
+    held = {
+        name: numbered(100 * spectrum.cumulative(one.centred_N[:-1])) for name, one in few.items()
+    }
+    listed = lambda series: "; ".join(
+        f"{name}: {', '.join(f'{y:.3g}' for y in ys)}" for name, (_, ys) in series.items()
+    )
+    counted = "; ".join(f"{name}: {one.components(_SHARE)}" for name, one in few.items())
+    similar = "; ".join(f"{name}: {one.mean_similarity:.3f}" for name, one in few.items())
+    matrices = {name: one.similarity_NN for name, one in few.items()}
+    return [
+        Figure(
+            "Similarity of heads",
+            draw.heatmaps(matrices, x="head", y="head", low=-1, high=1, bar="similarity"),
+            f"Mean similarity of two heads, by layer: {similar}.",
+            Text(
+                "Inner products of the heads' forms over both norms, in an early, a middle and a "
+                "late layer.",
+                "1 is the same form up to its size, 0 an unrelated one, and a row of zeros a head "
+                "that does nothing. Blocks along the diagonal are heads that resemble each other, "
+                "as those that share a KV head may.",
+                "LRKV figures 7 and 18: low off the diagonal for MHA and LRKV, higher for MQA; "
+                "the mean of LRKV lies within 0.02 to 0.04 of that of MHA (appendix C.8).",
+            ),
+        ),
+        Figure(
+            "Variance of principal components",
+            draw.lines(centred, x="component", y="eigenvalue, centred"),
+            f"Eigenvalues, descending. {listed(centred)}.",
+            Text(
+                "Eigenvalues of the centred similarity matrix, in an early, a middle and a late "
+                "layer.",
+                "A flat curve means that heads differ in as many ways as they can, a steep one "
+                "that most of their differences lie along a few forms.",
+                "LRKV figures 10 and 11: LRKV's curves are close to those of MHA at all depths, "
+                "and early layers have slightly higher first eigenvalues.",
+            ),
+        ),
+        Figure(
+            "Eigenvalues of similarity, not centred",
+            draw.lines(uncentred, x="component", y="eigenvalue"),
+            f"Eigenvalues, descending. {listed(uncentred)}.",
+            Text(
+                "Eigenvalues of the similarity matrix as it is; they sum to the number of heads.",
+                "A first value well above the others is a form that all heads have in common, "
+                "which centring takes away.",
+                "LRKV figures 16 and 17: MQA's first eigenvalue is the highest, LRKV's curves are "
+                "nearly those of MHA.",
+            ),
+        ),
+        Figure(
+            "Share of the variance that components hold",
+            draw.lines(held, x="components", y="% of variance", level={"90 %": 90}),
+            f"Components for {_SHARE:.0%} of the variance: {counted}.",
+            Text(
+                "The share of the variance between heads that the first components hold together.",
+                "Where a curve crosses the dashed line is the number of components for 90 %. "
+                "There are N - 1 of them.",
+                "LRKV figures 12 and 13: with 18 heads about 16 to 17 for MHA and LRKV, 15 to 16 "
+                "for GQA, 14 to 15 for MQA and MLA; with 6 heads about 5, for MQA 4 to 5.",
+            ),
+        ),
+    ]
+
+
+def _value_figure(found: list[Found]) -> Figure:
+    series = {}
+    for of, one in _prefixes(found):
+        series[f"{of}not centred, % of N"] = _percent(one.values, "share")
+        name = f"{of}centred, % of N - 1"
+        series[name] = _percent(one.values, "centred_share_of_possible")
+    return Figure(
+        "Effective rank of what heads read and write (not in the paper)",
+        draw.lines(_over_layers(series), x="layer", y="% of heads"),
+        f"Percent by layer. {_words(series)}",
+        Text(
+            "The same two ranks of the forms W_V W_O: what a head reads where it attends, and "
+            "where it writes that.",
+            "As above: 100 % means that no two heads move the same. Positions do not enter.",
+            "The paper compares forms of queries and keys only.",
+        ),
+    )
+
+
+# -- tables and numbers ----------------------------------------------------------------------------
+
+
+def _published_table(found: list[Found]) -> Table:
+    rows = []
+    for one in found:
+        N = one.num_heads[0] if len(one.num_heads) == 1 else _heads(one)
+        kinds = {"": one.plain} | ({", with RoPE": one.turning} if one.turning else {})
+        for suffix, layers in kinds.items():
+            means = [
+                float(np.mean(_percent(layers, name)))
+                for name in ("share", "centred_share", "centred_share_of_possible")
+            ]
+            rows.append([f"{one.label}{suffix}", one.mechanism, "here", N, *means])
+    rows += [
+        ["LRKV, table 5", name, scale, N, plain, centred, centred * N / (N - 1)]
+        for name, scale, N, plain, centred in PUBLISHED
+    ]
+    return Table(
+        "Means over layers, beside the paper's",
+        [
+            Column("source"),
+            Column("mechanism"),
+            Column("scale"),
+            Column("N", "d"),
+            Column("not centred, % of N", ".1f"),
+            Column("centred, % of N", ".1f"),
+            Column("centred, % of N - 1", ".1f"),
+        ],
+        rows,
+        Text(
+            "Effective ranks, means over all layers, and those of the paper's models.",
+            "Models differ in size, data and number of heads: only the order of mechanisms within "
+            "one scale may be compared, not percentages. The last column of the paper's rows is "
+            "computed from the one before.",
+            "LRKV table 5; the GQA row at 128M is marked there as estimated. Its text says that "
+            "centring lowers MHA and LRKV by 0.9 and 0.8 points at 2.5B; its table, by 4.9 and "
+            "4.8.",
+        ),
+    )
+
+
+def _layer_table(one: Found) -> Table:
+    columns = [
+        Column("layer", "d"),
+        Column("rank, not centred"),
+        Column("% of N", ".1f"),
+        Column("rank, centred"),
+        Column("centred, % of N", ".1f"),
+        Column("centred, % of N - 1", ".1f"),
+        Column("components for 90 %", "d"),
+        Column("first component, %", ".1f"),
+        Column("mean similarity", ".3f"),
+        Column("with RoPE, % of N", ".1f"),
+        Column("with RoPE, centred, % of N - 1", ".1f"),
+        Column("heads whose form is zero"),
+    ]
+    rows = []
+    for index, each in enumerate(one.plain):
+        turning = one.turning[index] if one.turning else None
+        row = [index, each.rank, 100 * each.share, each.centred_rank, 100 * each.centred_share]
+        row += [100 * each.centred_share_of_possible, each.components(_SHARE)]
+        row += [100 * float(spectrum.cumulative(each.centred_N)[0]), each.mean_similarity]
+        row += [100 * turning.share if turning else None]
+        row += [100 * turning.centred_share_of_possible if turning else None]
+        rows.append([*row, ", ".join(map(str, each.nothing)) or None])
+    return Table(
+        f"Layers of {one.label}",
+        columns,
+        rows,
+        Text(
+            f"The numbers of the figures for each layer of {one.label} ({one.mechanism}).",
+            "Components are principal components of the heads' forms about their mean. Heads whose "
+            "form is zero count as no direction.",
+        ),
+    )
+
+
+def _lead(found: list[Found]) -> str:
+    said = []
+    for one in found:
+        share = np.mean(_percent(one.plain, "share"))
+        possible = np.mean(_percent(one.plain, "centred_share_of_possible"))
+        said.append(
+            f"In {one.label} ({one.mechanism}, {_heads(one)} in {one.num_layers} layers) heads "
+            f"fill {share:.1f} % of N directions on average, and {possible:.1f} % of the N - 1 "
+            "that are possible around their mean."
+        )
+        silent = sum(len(each.nothing) for each in one.plain)
+        if silent:
+            said.append(f"Heads whose form is zero: {silent}; the table names them.")
+    return (
+        "Do heads of a layer compute different attention logits? Each head's form W_Q W_Kᵀ is "
+        "compared with the others'; no text is involved. " + " ".join(said)
+    )
+
+
+def _published_data() -> list[dict]:
+    keys = ("mechanism", "scale", "heads", "uncentred_percent", "centred_percent")
+    return [dict(zip(keys, row, strict=True)) for row in PUBLISHED]

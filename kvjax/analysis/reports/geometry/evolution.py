@@ -1,0 +1,136 @@
+"""Bases, residuals and the diversity of heads over the snapshots of a run (LRKV's future work 4 and
+appendix C.11)."""
+
+from collections.abc import Mapping
+
+from kvjax.analysis.measures import diversity
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import spectrum
+from kvjax.analysis.page import draw
+from kvjax.analysis.page.section import Figure
+from kvjax.analysis.page.section import Text
+from kvjax.analysis.reports.diversity import measurements as diversity_measurements
+from kvjax.analysis.reports.geometry import measurements as geometry_measurements
+from kvjax.analysis.reports.geometry.measurements import MEASURES
+from kvjax.analysis.reports.geometry.measurements import PARTS
+from kvjax.analysis.reports.geometry.measurements import mean
+from kvjax.convert.factors import few_threads
+from kvjax.convert.model import Model
+from kvjax.foundation.errors import UserError
+
+_LEADING = 3  # eigenvalues that are followed
+
+
+def moment(model: Model) -> dict:
+    """A snapshot in numbers: means over layers and heads, and the spectra of every layer."""
+    layers = geometry_measurements.of_model(model)
+    found = {}
+    for name in PARTS:
+        for measure, pick in MEASURES.items():
+            means = [mean(pick(layer[name])) for layer in layers if name in layer]
+            found[f"{name}_{measure}"] = mean([x for x in means if x is not None])
+    spectra = []
+    if _compares_heads(model):
+        with few_threads(model.transformer.block.d_model):
+            spectra = [diversity.of_layer(heads) for heads in heads_lib.layers(model)]
+    for measure in ("share", "centred_share", "centred_share_of_possible"):
+        found[measure] = mean([getattr(one, measure) for one in spectra])
+    for measure in ("uncentred", "centred"):
+        found[measure] = [getattr(one, f"{measure}_N").tolist() for one in spectra]
+    return found
+
+
+def _compares_heads(model: Model) -> bool:
+    """Whether there are heads to compare: two in each layer, which have matrices."""
+    try:
+        diversity_measurements.check(model)
+    except UserError:
+        return False
+    return True
+
+
+def figures(evolution: list[tuple[int, dict]], apart: bool) -> list[Figure]:
+    """Curves over the steps of a run.
+
+    Args:
+      evolution: steps, ascending, and the `moment` of each.
+      apart: whether heads have a base and a residual.
+    """
+    steps = [step for step, _ in evolution]
+
+    def over_steps(wanted: Mapping[str, str], y: str) -> tuple[str, str]:
+        curves = {label: [moment[key] for _, moment in evolution] for label, key in wanted.items()}
+        there = {k: ys for k, ys in curves.items() if any(x is not None for x in ys)}
+        shown = lambda x: "none" if x is None else f"{x:.3g}"
+        words = "; ".join(f"{k}: {shown(ys[0])} to {shown(ys[-1])}" for k, ys in there.items())
+        series = {label: (steps, ys) for label, ys in there.items()}
+        span = f"From step {steps[0]} to {steps[-1]}, means over layers. {words}."
+        return draw.lines(series, x="step", y=y), span
+
+    each = lambda *measures: {
+        f"{name}s, {measure.replace('_', ' ')}": f"{name}_{measure}"
+        for name in PARTS
+        for measure in measures
+    }
+    norms = ("total_norm", *(("base_norm", "residual_norm") if apart else ()))
+    found = [
+        Figure(
+            "Norms over training",
+            *over_steps(each(*norms), "Frobenius norm of a head"),
+            Text(
+                "Norms of keys and values, of the whole and of their parts, at every snapshot.",
+                "Parts that grow at one pace keep their roles; a crossing is a change of roles.",
+                "LRKV names this as future work 4.",
+            ),
+        )
+    ]
+    if apart:
+        found.append(
+            Figure(
+                "Base and residual over training",
+                *over_steps(each("cosine", "overlap", "canonical_overlap"), "cosine or its square"),
+                Text(
+                    "Cosine of base and residual, and the share of the residual's input directions "
+                    "that lies in the base's, as learned and in the canonical gauge.",
+                    "Curves that fall show residuals that move away from what the base has.",
+                    "LRKV names this as future work 4.",
+                ),
+            )
+        )
+    if any(moment["centred"] for _, moment in evolution):
+        leading = {}
+        for i in range(_LEADING):
+            for kind in ("uncentred", "centred"):
+                shares = [spectrum.fractions(moment[kind])[:, i : i + 1] for _, moment in evolution]
+                means = [float(x.mean()) if x.size else None for x in shares]
+                leading[f"{kind} {i + 1}"] = (steps, means)
+        ends = "; ".join(
+            f"{k}: {ys[0]:.3f} to {ys[-1]:.3f}" for k, (_, ys) in leading.items() if None not in ys
+        )
+        ranks = {
+            "not centred, share of N": "share",
+            "centred, share of N - 1": "centred_share_of_possible",
+        }
+        found += [
+            Figure(
+                "Effective rank of heads over training",
+                *over_steps(ranks, "share of heads"),
+                Text(
+                    "How many directions the heads' forms fill, at every snapshot.",
+                    "See the report on diversity; random weights begin near 1.",
+                    "LRKV analyses final checkpoints only and names this as an extension (C.11).",
+                ),
+            ),
+            Figure(
+                "Leading eigenvalues over training",
+                draw.lines(leading, x="step", y="share of the sum"),
+                f"From step {steps[0]} to {steps[-1]}, means over layers. {ends}.",
+                Text(
+                    f"The {_LEADING} largest eigenvalues of the heads' similarity, over their sum.",
+                    "A first value that grows is a form that heads come to have in common; after "
+                    "centring, a way in which most of them come to differ.",
+                    "LRKV names this as an extension (C.11).",
+                ),
+            ),
+        ]
+    return found

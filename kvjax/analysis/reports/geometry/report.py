@@ -1,0 +1,359 @@
+"""The report on LRKV's bases and residuals (arXiv 2601.11471, section 4 and figure 8), over layers
+and, of a run that kept snapshots, over steps (its future work 4 and appendix C.11).
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvjax.analysis.page import draw
+from kvjax.analysis.page.section import Column
+from kvjax.analysis.page.section import Figure
+from kvjax.analysis.page.section import Section
+from kvjax.analysis.page.section import Table
+from kvjax.analysis.page.section import Text
+from kvjax.analysis.reports.geometry import evolution
+from kvjax.analysis.reports.geometry import measurements
+from kvjax.analysis.reports.geometry.measurements import PARTS
+from kvjax.analysis.reports.geometry.measurements import Layers
+from kvjax.analysis.reports.geometry.measurements import mean
+from kvjax.analysis.reports.geometry.measurements import measured
+from kvjax.analysis.request import Request
+from kvjax.analysis.words import in_words
+from kvjax.analysis.words import mechanism_names
+from kvjax.analysis.words import stages
+from kvjax.convert.model import Model
+
+
+def check(model: Model, request: Request) -> None:
+    """Raises a UserError for heads that have no matrices (see `heads.read`), of the model beside
+    or of layers without residuals: those of LRKV are read from its factors."""
+    measurements.check(model, request.beside)
+
+
+def section(model: Model, request: Request) -> Section:
+    """Norms of keys and values; of mechanisms with residuals, their geometry.
+
+    Raises:
+      UserError: weights that are not finite or no matrices of heads (see `heads.read`).
+    """
+    layers = measurements.of_model(model, request.beside, request.seed)
+    moments = [(step, evolution.moment(snapshot)) for step, snapshot in request.snapshots]
+    apart = any(part.raw for layer in layers for part in layer.values())
+    there = [name for name in PARTS if any(name in layer for layer in layers)]
+    beside = request.beside.name if request.beside else None
+    figures = [_norm_figure(layers, name, beside) for name in there]
+    if apart:
+        figures += [_cosine_figure(layers), _overlap_figure(layers), _angle_figure(layers)]
+        figures += [_optimal_figure(layers, name, beside) for name in there]
+        figures += [_best_figure(layers, beside), _distance_figure(layers, beside)]
+    return Section(
+        name="geometry",
+        title="Bases and residuals",
+        lead=_lead(model, request, layers, apart),
+        figures=[*figures, *(evolution.figures(moments, apart) if moments else [])],
+        tables=[_table(layers, name, apart) for name in there],
+        data=dict(
+            mechanism=mechanism_names(model.transformer.mechanisms),
+            beside=beside,
+            layers=measurements.numbers(layers),
+            snapshots=[dict(step=step) | moment for step, moment in moments],
+        ),
+    )
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def _drawn(
+    layers: Layers,
+    wanted: Mapping[str, tuple[str, str]],
+    *,
+    y: str,
+    scale: float = 1.0,
+    level: Mapping[str, float] | None = None,
+    digits: str = ".2f",
+) -> tuple[str, str]:
+    """Curves over layers, with a band from the lowest head to the highest; and in words.
+
+    Args:
+      wanted: by the series' name, the part and what of it (see `measurements.MEASURES`).
+    """
+    series, bands, words = {}, {}, []
+    for label, (name, measure) in wanted.items():
+        found = [
+            (i, measured(layer[name], measure) * scale)
+            for i, layer in enumerate(layers)
+            if name in layer
+        ]
+        found = [(i, x) for i, x in found if x.size]
+        if not found:
+            continue
+        series[label] = ([i for i, _ in found], [float(x.mean()) for _, x in found])
+        bands[label] = ([float(x.min()) for _, x in found], [float(x.max()) for _, x in found])
+        by_layer = [None] * len(layers)
+        for i, x in found:
+            by_layer[i] = float(x.mean())
+        words.append(f"{label}: {in_words(by_layer, digits=digits)}")
+    return draw.lines(series, x="layer", y=y, bands=bands, level=level), "; ".join(
+        words or ["no residuals"]
+    ) + "."
+
+
+def _both_gauges(measure: str) -> dict[str, tuple[str, str]]:
+    """Series of keys and values, as learned and in the canonical gauge."""
+    gauges = {"": measure, ", canonical": f"canonical_{measure}"}
+    return {f"{part}s{gauge}": (part, name) for gauge, name in gauges.items() for part in PARTS}
+
+
+def _norm_figure(layers: Layers, name: str, beside: str | None) -> Figure:
+    measures = {
+        "whole": "total_norm",
+        "base": "base_norm",
+        "residual": "residual_norm",
+        "base, canonical": "canonical_base_norm",
+        "residual, canonical": "canonical_residual_norm",
+    } | ({f"whole, {beside}": "beside_norm"} if beside else {})
+    wanted = {label: (name, measure) for label, measure in measures.items()}
+    svg, words = _drawn(layers, wanted, y="Frobenius norm of a head")
+    return Figure(
+        f"Norms of {name} projections",
+        svg,
+        f"Norms by layer, means over heads. {words}",
+        Text(
+            f"Frobenius norms of each head's {name} projection by layer, and of base and residual "
+            "where it has them; bands go from the lowest head to the highest.",
+            "Base and residual are drawn as they were learned and in the canonical gauge, where "
+            "the base is the mean of its heads; the whole is the same in both. Norms of keys "
+            "have no effect where keys are normed.",
+            "LRKV figure 8: base and residual each exceed the norm of MHA; whole keys at rank 64 "
+            "are 4.2 (128M) and 5.1 times (2.5B) as large by its caption, 6.7 and 4.8 times by "
+            "section 6.3.",
+        ),
+    )
+
+
+def _cosine_figure(layers: Layers) -> Figure:
+    svg, words = _drawn(layers, _both_gauges("cosine"), y="cosine", digits="z.3f")
+    return Figure(
+        "Cosine of base and residual",
+        svg,
+        f"Cosines by layer, means over heads. {words}",
+        Text(
+            "The cosine of each head's residual and its base, each taken as one long vector; bands "
+            "go from the lowest head to the highest.",
+            "Near 0, residuals add what the base does not have; below 0, they take some of it "
+            "back. In the canonical gauge residuals sum to zero over heads, so their mean is "
+            "about 0 whatever was learned, and only its band says something.",
+            "LRKV section 6.3 speaks of moderate orthogonality and gives no number.",
+        ),
+    )
+
+
+def _overlap_figure(layers: Layers) -> Figure:
+    wanted = _both_gauges("overlap")
+    wanted["random factors"] = ("key", "random_overlap")
+    wanted["random factors, canonical"] = ("key", "random_canonical_overlap")
+    svg, words = _drawn(layers, wanted, y="mean squared cosine", digits=".3f")
+    return Figure(
+        "Input directions that base and residual share",
+        svg,
+        f"Mean squared cosines of principal angles by layer, means over heads. {words}",
+        Text(
+            "How much of what a residual reads of the layer's input lies in what its base reads: "
+            "the mean squared cosine of the principal angles between their column spaces, in the "
+            "canonical gauge between the base's and the R strongest of the residual's.",
+            "1: the residual reads directions that the base reads too; 0: all of them are others. "
+            "Random factors are of keys of the same norms: H/D, and more in the canonical gauge, "
+            "where the mean has a part of every residual. Compare like with like.",
+            "LRKV section 4 names such angles as a diagnostic of low overlap and gives no number.",
+        ),
+    )
+
+
+def _angle_figure(layers: Layers) -> Figure:
+    series, words = {}, []
+    for label, index in stages(len(layers)).items():
+        part = layers[index].get("key")
+        for gauge, split in (("", part.raw), (", canonical", part.canonical)):
+            angles = [each for each in split.angles if each.size] if split else []
+            if not angles:
+                continue
+            few = min(map(len, angles))
+            ys = np.mean([each[:few] for each in angles], axis=0).tolist()
+            series[label + gauge] = (list(range(1, few + 1)), ys)
+            words.append(f"{label + gauge}: first {ys[0]:.2f}, last {ys[-1]:.2f}")
+    return Figure(
+        "Principal angles between base and residual of keys",
+        draw.lines(series, x="principal angle", y="cosine"),
+        f"Cosines of the first and last angle, means over heads. {'; '.join(words)}.",
+        Text(
+            "Cosines of the principal angles between the column spaces of a head's base and "
+            "residual, one after the other, means over heads.",
+            "1 is a direction that both read, 0 one that the base does not read.",
+            "LRKV section 6.3 measures overlap so and shows no figure.",
+        ),
+    )
+
+
+def _optimal_figure(layers: Layers, name: str, beside: str | None) -> Figure:
+    own = {"no base": "lost_alone", "the mean as base": "lost_with_mean"}
+    measures = own | {f"random factors, {label}": f"random_{m}" for label, m in own.items()}
+    if beside:
+        measures |= {f"{beside}, {label}": f"beside_{m}" for label, m in own.items()}
+    wanted = {label: (name, measure) for label, measure in measures.items()}
+    svg, words = _drawn(layers, wanted, y="% of the energy lost", scale=100, digits=".1f")
+    return Figure(
+        f"What the best residuals of the same rank lose of {name}s",
+        svg,
+        f"Percent of the squared norm by layer, means over heads. {words}",
+        Text(
+            f"The share of each head's {name} projection that is lost if it is replaced by the "
+            "best matrix of the residuals' rank R (a truncated SVD), alone or beside the mean of "
+            "the heads; bands go from the lowest head to the highest.",
+            "Learned base and residual lose nothing of their own heads. Where the mean with the "
+            "best residuals loses little, the learned base is close to the mean but for what R "
+            "directions hold; where it loses much, training found another split. Random factors "
+            "have the norms of the learned ones. Curves of another model say how well its heads "
+            "fit the form.",
+            "LRKV section 6.3 announces a comparison with the truncated SVD of MHA and shows none.",
+        ),
+    )
+
+
+def _best_figure(layers: Layers, beside: str | None) -> Figure:
+    wanted = {f"{name}s": (name, "best_overlap") for name in PARTS}
+    wanted["random factors"] = ("key", "random_best_overlap")
+    chances, level = set(), {}
+    if beside:
+        wanted |= {f"{name}s, {beside}": (name, "beside_best_overlap") for name in PARTS}
+        chances = {part.best_chance for layer in layers for part in layer.values() if part.beside}
+    if len(chances) == 1:
+        level = {f"{beside}, by chance": chances.pop()}
+    svg, words = _drawn(layers, wanted, y="mean squared cosine", level=level, digits=".3f")
+    return Figure(
+        "Learned residuals beside the best of their rank",
+        svg,
+        f"Mean squared cosines by layer, means over heads. {words}",
+        Text(
+            "How much of the input directions that a learned residual reads lies in those of the "
+            "best residual of rank R about the mean of the heads.",
+            "1: both read the same directions. They are of the same heads, so random factors come "
+            "close to each other too. Against the best residuals of another model, where chance "
+            "gives R/D, it means something only if one was made from the other or both started "
+            "from the same weights: else no head belongs to a head.",
+            "Not in the paper as a number.",
+        ),
+    )
+
+
+def _distance_figure(layers: Layers, beside: str | None) -> Figure:
+    wanted = {f"{name}s": (name, "best_distance") for name in PARTS}
+    wanted["random factors"] = ("key", "random_best_distance")
+    if beside:
+        wanted |= {f"{name}s, {beside}": (name, "beside_best_distance") for name in PARTS}
+    svg, words = _drawn(layers, wanted, y="distance over the best's norm")
+    return Figure(
+        "Distance of learned residuals from the best of their rank",
+        svg,
+        f"Relative distances by layer, means over heads. {words}",
+        Text(
+            "The Frobenius norm of what differs between a head's learned residual and the best "
+            "residual of rank R about the mean of the heads (a truncated SVD), over the norm of "
+            "the best.",
+            "0: training found the truncated SVD; 1: the difference is as large as the best "
+            "itself; more: the learned one is larger, or is another. A part that all residuals "
+            "have in common counts, though it could as well stand in the base. Of another model "
+            "the caution of the figure before applies.",
+            "LRKV section 6.3 announces this comparison with MHA's truncated SVD and shows none.",
+        ),
+    )
+
+
+# -- table and words -------------------------------------------------------------------------------
+
+
+def _table(layers: Layers, name: str, apart: bool) -> Table:
+    shown = {"total_norm": ("norm", ".2f")}
+    if any(name in layer and layer[name].beside_norm_K is not None for layer in layers):
+        shown |= {"beside_norm": ("norm, beside", ".2f")}
+    if apart:
+        shown |= {
+            "base_norm": ("base", ".2f"),
+            "residual_norm": ("residual", ".2f"),
+            "canonical_base_norm": ("base, canonical", ".2f"),
+            "canonical_residual_norm": ("residual, canonical", ".2f"),
+            "cosine": ("cosine", "z.3f"),
+            "canonical_cosine": ("cosine, canonical", "z.3f"),
+            "overlap": ("overlap", ".3f"),
+            "canonical_overlap": ("overlap, canonical", ".3f"),
+            "lost_alone": ("lost without base", ".3f"),
+            "lost_with_mean": ("lost with the mean", ".3f"),
+            "best_overlap": ("overlap with the best", ".3f"),
+            "best_distance": ("distance from the best", ".2f"),
+        }
+    spread = {"total_norm", "residual_norm", "cosine", "canonical_cosine"} & set(shown)
+    columns, rows = [Column("layer", "d"), *([Column("rank", "d")] if apart else [])], []
+    for measure, (title, digits) in shown.items():
+        columns.append(Column(title, digits))
+        if measure in spread:
+            columns.append(Column(f"{title}, ± over heads", digits))
+    for index, layer in enumerate(layers):
+        part = layer.get(name)
+        if part is None:
+            continue
+        row = [index, *([part.rank] if apart else [])]
+        for measure in shown:
+            values = measured(part, measure)
+            row.append(mean(values))
+            if measure in spread:
+                row.append(float(values.std()) if values.size else None)
+        rows.append(row)
+    return Table(
+        f"{name.capitalize()} projections by layer",
+        columns,
+        rows,
+        Text(
+            "Means over heads of the numbers in the figures, and standard deviations over heads.",
+            "Norms are Frobenius norms of a head's D x H matrix; overlaps are mean squared cosines "
+            "of principal angles; losses are shares of the squared norm, distances from the best "
+            "residual of its norm.",
+        ),
+    )
+
+
+def _lead(model: Model, request: Request, layers: Layers, apart: bool) -> str:
+    mechanisms = mechanism_names(model.transformer.mechanisms)
+    if apart:
+        over_heads = lambda measure: mean(
+            np.concatenate([measured(layer["key"], measure) for layer in layers])
+        )
+        names = ("base_norm", "residual_norm", "overlap")
+        found = {name: over_heads(name) for name in names}
+        shown = {name: "none" if x is None else f"{x:.3g}" for name, x in found.items()}
+        said = [
+            f"Each head of {model.name} ({mechanisms}) has a shared base and a residual of low "
+            "rank. Where one ends is a convention, so both are shown as learned and with the mean "
+            f"of the heads as the base. Of keys, as learned, the mean norm is {shown['base_norm']} "
+            f"(base) and {shown['residual_norm']} (residual), and {shown['overlap']} of what "
+            "residuals read lies in what the base reads."
+        ]
+        if any(getattr(c, "splits_rope", False) for c in model.transformer.mechanisms):
+            said.append(
+                "RoPE turns the base alone here, so that moving a common part between both is "
+                "another model: the canonical gauge describes sums of weights only."
+            )
+    else:
+        said = [
+            f"{model.name} ({mechanisms}) has no residuals beside a shared base, so there is "
+            "nothing to take apart: what follows are the norms of its whole keys and values."
+        ]
+    compared = any(part.beside for layer in layers for part in layer.values())
+    if request.beside is not None and apart and not compared:
+        said.append(
+            f"{request.beside.name} has other numbers of channels or KV heads: only norms are "
+            "compared with it."
+        )
+    if not request.snapshots:
+        said.append("There are no snapshots of its training, so nothing is shown over steps.")
+    return " ".join(said)

@@ -1,0 +1,212 @@
+"""The logits of every head of a model, on texts at several lengths: what the report shows."""
+
+import collections
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from kvjax.analysis.measures import activations
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import logits
+from kvjax.analysis.measures import truncation
+from kvjax.analysis.measures.activations import Layer
+from kvjax.analysis.measures.activations import Mask
+from kvjax.convert.factors import few_threads
+from kvjax.convert.model import Model
+from kvjax.foundation import progress
+from kvjax.foundation.errors import UserError
+
+RANKS = (10, 20, 40)  # logit spectra, section 4.3
+_ALL_KEYS = Mask(causal=False)
+
+# Which matrix a spectrum is of.
+WEIGHTS = "M, without RoPE"
+AT_DISTANCES = "M, at distances"
+AVERAGED = "M, mean over pairs"
+FIELD = "E"
+CAUSAL = "E, causal"
+PLAIN = "E, without RoPE"
+
+Kind = tuple[str, int]  # one of these and the tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Numbers by [layers, texts, heads, ...], with nan where a layer has fewer of something.
+
+    Attributes:
+      energies: [layers, texts, N, R], descending, 0 where there are fewer. Those of weights have in
+        the place of texts one matrix, or one for each distance.
+      errors: by tokens and whether causal, [layers, texts, N, ranks, 3] of `truncation.Errors`.
+      bounds: by tokens, [layers, texts, N, ranks].
+      delocalisation: by tokens, [layers, texts, N, R].
+      keys: by tokens, [layers, texts, K, 2] of `logits.KeyGeometry`.
+      perplexity: by tokens and rank, [texts]; rank 0 is the model as it is.
+    """
+
+    ranks: tuple[int, ...]
+    key_dim: int
+    energies: Mapping[Kind, np.ndarray]
+    errors: Mapping[tuple[int, bool], np.ndarray]
+    bounds: Mapping[int, np.ndarray]
+    delocalisation: Mapping[int, np.ndarray]
+    keys: Mapping[int, np.ndarray]
+    perplexity: Mapping[tuple[int, int], np.ndarray]
+
+
+def check(model: Model, texts: Mapping[str, np.ndarray], lengths: Sequence[int]) -> None:
+    """Raises a UserError for texts that are too short, and lengths that a model does not take."""
+    if min(lengths) < 2:
+        raise UserError(f"lengths = {min(lengths)}: must be at least 2 tokens")
+    for name, tokens_T in texts.items():
+        if len(tokens_T) < max(lengths):
+            raise UserError(
+                f"text {name!r} has {len(tokens_T):,} tokens, fewer than the length "
+                f"{max(lengths):,}: give a longer text, or shorter lengths"
+            )
+    try:
+        model.transformer.check_length(max(lengths))
+    except UserError as error:
+        at = str(error).replace("config.data.sequence_length", "lengths")
+        raise UserError(f"{at}: give shorter lengths") from error
+
+
+def measure(
+    model: Model,
+    texts: Mapping[str, np.ndarray],
+    lengths: Sequence[int],
+    *,
+    perplexity_at: Sequence[int] = (),
+    perplexity_tokens: int = 1024,
+) -> Measured:
+    """All of it, on the first tokens of each text.
+
+    Args:
+      perplexity_at: lengths of rows at which the model runs under logits of each rank.
+      perplexity_tokens: of each text, in as many rows as they make.
+
+    Raises:
+      UserError: see `check`; weights or activations that are not finite.
+    """
+    check(model, texts, lengths)
+    found = collections.defaultdict(list)
+    with progress.waiting("logit spectra") as doing:
+        rotates = model.transformer.block.angles_base is not None
+        for heads in heads_lib.layers(model):
+            for kind, energies_ANR in _of_weights(heads, max(lengths) if rotates else 0):
+                found["energies", kind].append(energies_ANR)
+        key_dim = heads.key_DKH.shape[-1]
+        ranks = _ranks(key_dim)
+        # Tokens of a causal model do not see what follows: the longest rows have the shorter ones.
+        causal = model.transformer.block.causal
+        passes = [tuple(lengths)] if causal else [(length,) for length in lengths]
+        for together in passes:
+            rows_BT = _rows(texts, max(together))
+            for i, layer in enumerate(activations.layers(model, rows_BT)):
+                doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
+                for length in together:
+                    for key, array in _of_layer(layer, length, ranks, rotates).items():
+                        found[key].append(array)
+        doing.now("perplexity under logits of low rank")
+        perplexity = {}
+        for length in perplexity_at:
+            for rank in (0, *ranks):
+                doing.at(f"rank {rank or key_dim} at {length} tokens")
+                tokens = max(perplexity_tokens, length)
+                perplexity[length, rank] = _perplexities(model, texts, length, tokens, rank)
+    named = lambda name, fill: {
+        key[1]: _stacked(arrays, fill) for key, arrays in found.items() if key[0] == name
+    }
+    return Measured(
+        ranks=ranks,
+        key_dim=key_dim,
+        energies=named("energies", 0.0),
+        errors=named("errors", np.nan),
+        bounds=named("bounds", np.nan),
+        delocalisation=named("delocalisation", np.nan),
+        keys=named("keys", np.nan),
+        perplexity=perplexity,
+    )
+
+
+def _ranks(key_dim: int) -> tuple[int, ...]:
+    """The paper's that cut something; of narrow heads a quarter and a half of their channels."""
+    narrow = {max(1, key_dim // 4), max(1, key_dim // 2)}
+    return tuple(r for r in RANKS if r < key_dim) or tuple(sorted(narrow))
+
+
+def distances(length: int) -> list[int]:
+    """Tokens between query and key: 0, 1 and powers of two up to a length."""
+    return [0] + [1 << i for i in range((length - 1).bit_length())]
+
+
+def _of_weights(heads: heads_lib.Heads, length: int) -> Iterator[tuple[Kind, np.ndarray]]:
+    """[matrices, N, R] energies of each kind.
+
+    Args:
+      length: the distances that RoPE turns by are below it; 0 without RoPE.
+    """
+    with few_threads(len(heads.query_DNH)):
+        found = logits.Interaction(heads)
+        yield (WEIGHTS, 0), found.energies()[None]
+        if length:
+            yield (AT_DISTANCES, length), np.stack(list(map(found.energies_at, distances(length))))
+            yield (AVERAGED, length), found.energies_averaged(length)[None]
+
+
+def _of_layer(
+    layer: Layer, length: int, ranks: Sequence[int], rotates: bool
+) -> dict[tuple, np.ndarray]:
+    """What is measured of a layer at a length, by name and kind: [texts, N or K, ...]."""
+    found, causal = collections.defaultdict(list), layer.mask.causal
+    for b in range(len(layer.query_BTNH)):
+        query, key, value = (
+            x[b, :length] for x in (layer.query_BTNH, layer.key_BTKH, layer.value_BTKH)
+        )
+        with few_threads(length):
+            field = logits.field(query, key, layer.scale)
+            found["energies", (FIELD, length)].append(field.energies_NR)
+            if rotates:
+                plain = (layer.plain_query_BTNH[b, :length], layer.plain_key_BTKH[b, :length])
+                found["energies", (PLAIN, length)].append(logits.energies(*plain, layer.scale))
+            bounds = [logits.softmax_bound(field, rank) for rank in ranks]
+            found["bounds", length].append(np.stack(bounds, axis=-1))
+            found["delocalisation", length].append(logits.delocalisation(field))
+            found["keys", length].append(np.stack(logits.key_geometry(key), axis=-1))
+        for mask in (_ALL_KEYS, layer.mask) if causal else (_ALL_KEYS,):
+            errors = truncation.errors(field, value, ranks, mask)
+            found["errors", (length, mask.causal)].append(np.stack(errors, axis=-1))
+        if causal:
+            energies_NL = logits.masked_energies(query, key, layer.scale, layer.mask)
+            found["energies", (CAUSAL, length)].append(energies_NL)
+    return {name: np.stack(arrays) for name, arrays in found.items()}
+
+
+def _stacked(arrays: list[np.ndarray], fill: float) -> np.ndarray:
+    """[layers, ...], filled up where a layer is smaller."""
+    shape = np.max([x.shape for x in arrays], axis=0)
+    found = np.full((len(arrays), *shape), fill)
+    for i, x in enumerate(arrays):
+        found[(i, *map(slice, x.shape))] = x
+    return found
+
+
+def _rows(texts: Mapping[str, np.ndarray], length: int) -> np.ndarray:
+    return np.stack([tokens_T[:length] for tokens_T in texts.values()])
+
+
+def _perplexities(
+    model: Model, texts: Mapping[str, np.ndarray], length: int, tokens: int, rank: int
+) -> np.ndarray:
+    """[texts]: of rows of that many tokens, which see no other row; a text may be a token short."""
+    shortest = min(map(len, texts.values()))
+    width = min(length + 1, shortest)
+    count = min(tokens // length, shortest // width)
+    rows_BT = _rows(texts, count * width).reshape(-1, width)
+    attend = truncation.attention_of_rank(rank) if rank else None
+    with few_threads(width):
+        nats_BT = activations.losses(model, rows_BT, attend)
+    return np.exp(nats_BT.reshape(len(texts), -1).mean(axis=1, dtype=np.float64))

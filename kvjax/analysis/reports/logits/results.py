@@ -1,0 +1,166 @@
+"""What was measured of a model's logits, in the numbers that figures and tables show."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import math
+
+import numpy as np
+
+from kvjax.analysis.measures import spectrum
+from kvjax.analysis.reports.logits.measurements import AT_DISTANCES
+from kvjax.analysis.reports.logits.measurements import AVERAGED
+from kvjax.analysis.reports.logits.measurements import CAUSAL
+from kvjax.analysis.reports.logits.measurements import FIELD
+from kvjax.analysis.reports.logits.measurements import PLAIN
+from kvjax.analysis.reports.logits.measurements import WEIGHTS
+from kvjax.analysis.reports.logits.measurements import Kind
+from kvjax.analysis.reports.logits.measurements import Measured
+from kvjax.analysis.request import Request
+
+SHARE = 0.9
+PAPER_LENGTH = 256
+COMPONENTS = (1, 2, 5, 10, 20, 40)  # of table 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Numbers by [layers, texts, heads]: the median of all, and how they lie around it.
+
+    Attributes:
+      low, high: quartiles over heads, of all layers and texts.
+      between_texts: the standard deviation of each text's median; None of one text.
+    """
+
+    median: float
+    low: float
+    high: float
+    between_texts: float | None
+
+
+def spread(x_LBN: np.ndarray) -> Spread:
+    """The spread of numbers by [layers, texts, heads]; nan are left out."""
+    low, median, high = np.nanquantile(x_LBN, (0.25, 0.5, 0.75))
+    by_text_B = np.nanmedian(x_LBN, axis=(0, 2))
+    between = float(np.std(by_text_B)) if len(by_text_B) > 1 else None
+    return Spread(float(median), float(low), float(high), between)
+
+
+class Results:
+    """What was measured, in the numbers that figures and tables show."""
+
+    def __init__(self, name: str, request: Request, measured: Measured):
+        self.name, self.texts, self.lengths = name, tuple(request.texts), tuple(request.lengths)
+        self.measured = measured
+        self.at = reference_length(request.lengths)
+
+    @property
+    def num_heads(self) -> int:
+        layers, _, heads, _ = self.measured.energies[WEIGHTS, 0].shape
+        return layers * heads
+
+    @property
+    def is_causal(self) -> bool:
+        return (CAUSAL, self.at) in self.measured.energies
+
+    def kinds(self) -> list[Kind]:
+        """Those of weights, then those of logits, each by length."""
+        order = (WEIGHTS, AT_DISTANCES, AVERAGED, FIELD, CAUSAL, PLAIN)
+        return sorted(self.measured.energies, key=lambda kind: (order.index(kind[0]), kind[1]))
+
+    def ranks(self, kind: Kind, share: float = SHARE) -> np.ndarray:
+        """[layers, texts, N] components that hold that share of the energy."""
+        return spectrum.energy_rank(self.measured.energies[kind], share)
+
+    def spread(self, kind: Kind, share: float = SHARE) -> Spread:
+        """The spread of `ranks`; weights, the same for all texts, have no `between_texts`."""
+        found = spread(self.ranks(kind, share))
+        of_logits = kind[0] in (FIELD, CAUSAL, PLAIN)
+        return found if of_logits else dataclasses.replace(found, between_texts=None)
+
+    def curve(self, kind: Kind) -> np.ndarray:
+        """[layers, texts, N, H] share that the first 1, 2, ... H hold."""
+        held = spectrum.cumulative(self.measured.energies[kind])[..., : self.measured.key_dim]
+        more = self.measured.key_dim - held.shape[-1]
+        return np.pad(held, [(0, 0)] * 3 + [(0, more)], mode="edge")
+
+    def median(self, kind: Kind, share: float = SHARE) -> float:
+        return float(np.median(self.ranks(kind, share)))
+
+    def gap(self, kind: Kind) -> dict:
+        """How many times fewer components an E needs than M without RoPE."""
+        weights_L1N, field_LBN = self.ranks((WEIGHTS, 0)), self.ranks(kind)
+        of_heads = (weights_L1N / np.maximum(field_LBN, 1))[field_LBN > 0]
+        here, there = self.median((WEIGHTS, 0)), self.median(kind)
+        by_text_B = np.median(field_LBN, axis=(0, 2))
+        return dict(
+            matrix=kind[0],
+            tokens=kind[1],
+            of_m=here,
+            of_e=there,
+            ratio=here / there if there else None,
+            of_heads=np.quantile(of_heads, (0.25, 0.75)).tolist() if of_heads.size else None,
+            by_text={
+                name: here / one if one else None
+                for name, one in zip(self.texts, by_text_B.tolist(), strict=True)
+            },
+        )
+
+    def gaps(self) -> list[dict]:
+        """The `gap` of every E that was measured, by kind and length."""
+        kinds = [(name, length) for name in (FIELD, CAUSAL, PLAIN) for length in self.lengths]
+        return [self.gap(kind) for kind in kinds if kind in self.measured.energies]
+
+    def errors(self) -> list[dict]:
+        """By length, mask and rank: medians of `truncation.Errors`, and of the bound."""
+        middle = lambda x: np.nanmedian(x, axis=(0, 1, 2)).tolist()
+        rows = []
+        for (tokens, causal), errors in self.measured.errors.items():
+            bounds = middle(self.measured.bounds[tokens])
+            of_ranks = zip(self.measured.ranks, middle(errors), bounds, strict=True)
+            for rank, (mean, worst, output), bound in of_ranks:
+                about = dict(tokens=tokens, causal=causal, rank=rank)
+                rows.append(about | dict(mean=mean, worst=worst, output=output, bound=bound))
+        return rows
+
+    def betas(self, length: int) -> np.ndarray:
+        """[layers, texts, N] the largest delocalisation of each head."""
+        return np.nan_to_num(self.measured.delocalisation[length]).max(axis=-1)
+
+    def geometry(self) -> list[dict]:
+        """By length: beta of heads (the largest of its vectors) and of vectors, and of keys."""
+        rows = []
+        for length in self.lengths:
+            spread_LBNR, beta_LBN = self.measured.delocalisation[length], self.betas(length)
+            row = dict(tokens=length, beta=float(np.median(beta_LBN)))
+            there = spread_LBNR[~np.isnan(spread_LBNR)]
+            row["of_vectors"] = float(np.median(there)) if there.size else None
+            row["beta_most"] = float(beta_LBN.max())
+            keys = np.moveaxis(self.measured.keys[length], -1, 0)
+            for name, x_LBK in zip(("incoherence", "condition"), keys, strict=True):
+                row |= {name: _there(np.nanmedian(x_LBK)), f"{name}_most": _there(np.nanmax(x_LBK))}
+            rows.append(row)
+        return rows
+
+    def perplexities(self) -> Iterator[dict]:
+        """By length and rank, of all texts together; rank None is the model as it is."""
+        for (tokens, rank), found_B in self.measured.perplexity.items():
+            plain_B = self.measured.perplexity[tokens, 0]
+            mean = lambda x_B: math.exp(np.log(x_B).mean())
+            yield dict(
+                tokens=tokens,
+                rank=rank or None,
+                perplexity=mean(found_B),
+                times=mean(found_B / plain_B),
+                by_text=dict(zip(self.texts, found_B.tolist(), strict=True)),
+            )
+
+
+def reference_length(lengths: Sequence[int]) -> int:
+    """The paper's length, or that nearest to it."""
+    return min(lengths, key=lambda length: abs(math.log(length / PAPER_LENGTH)))
+
+
+def _there(x: float) -> float | None:
+    """A number for JSON, None where there is none."""
+    return float(x) if np.isfinite(x) else None

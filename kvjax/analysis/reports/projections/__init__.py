@@ -1,0 +1,1 @@
+"""How alike the query, key and value projections of a layer are."""

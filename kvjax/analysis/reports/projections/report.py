@@ -1,0 +1,275 @@
+"""A report on how alike W_Q, W_K and W_V are: projection sharing (arXiv 2606.04032), section 4."""
+
+import dataclasses
+
+import numpy as np
+
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import projections
+from kvjax.analysis.measures.heads import Heads
+from kvjax.analysis.measures.projections import NAMES
+from kvjax.analysis.measures.projections import PAIRS
+from kvjax.analysis.page import draw
+from kvjax.analysis.page.section import Cell
+from kvjax.analysis.page.section import Column
+from kvjax.analysis.page.section import Figure
+from kvjax.analysis.page.section import Section
+from kvjax.analysis.page.section import Table
+from kvjax.analysis.page.section import Text
+from kvjax.analysis.request import Request
+from kvjax.analysis.words import in_words
+from kvjax.analysis.words import mechanism_names
+from kvjax.convert.factors import few_threads
+from kvjax.convert.model import Model
+
+# Projection sharing, section 4, means over the layers of a trained QKV model of width 1,024.
+PUBLISHED = {("key", "value"): 0.73, ("query", "key"): 0.42, ("query", "value"): 0.31}
+PUBLISHED_RANKS, PUBLISHED_POSSIBLE = {"key": 687, "value": 702}, 1024
+_PAPER = (
+    "Projection sharing, section 4, mean cosines over layers: keys and values 0.73, queries and "
+    "keys 0.42, queries and values 0.31."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One layer's numbers, by pair and by projection."""
+
+    cosine: dict[tuple[str, str], float | None]
+    cosine_by_chance: dict[tuple[str, str], float | None]
+    overlap: dict[tuple[str, str], float | None]
+    overlap_by_chance: dict[tuple[str, str], float | None]
+    by_values: dict[str, float]  # effective rank over the largest possible
+    by_squares: dict[str, float]
+    by_values_by_chance: dict[str, float]
+    by_squares_by_chance: dict[str, float]
+    possible: dict[str, int]
+
+
+def check(model: Model, request: Request) -> None:
+    """Raises a UserError for heads that have no matrices (see `heads.read`)."""
+    del request
+    heads_lib.check(model)
+
+
+def section(model: Model, request: Request) -> Section:
+    """Likeness of the query, key and value projections of each layer, and their effective ranks.
+
+    Raises:
+      UserError: weights that are not finite or no matrices of heads (see `heads.read`).
+    """
+    del request
+    with few_threads(model.transformer.block.d_model):
+        layers = [_measure(heads) for heads in heads_lib.layers(model)]
+    names = mechanism_names(model.transformer.mechanisms)
+    drawn = any(x is not None for layer in layers for x in layer.cosine.values())
+    return Section(
+        name="projections",
+        title="How alike queries, keys and values are projected",
+        lead=_lead(model.name, names, layers),
+        figures=[
+            *([_cosine_figure(layers)] if drawn else []),
+            _overlap_figure(layers),
+            *map(lambda kind: _rank_figure(layers, kind), ("by_values", "by_squares")),
+        ],
+        tables=[_mean_table(layers), _layer_table(layers)],
+        data=dict(mechanism=names, layers=list(map(_plain, layers)), published=_published()),
+    )
+
+
+def _measure(heads: Heads) -> _Layer:
+    found = projections.of_heads(heads)
+    products = projections.Products(found)
+    possible = {name: products.possible_rank(name) for name in NAMES}
+    ranks = {name: products.effective_ranks(name) for name in NAMES}
+    columns = {name: w.shape[1] * w.shape[2] for name, w in found.items()}
+    D = len(heads.query_DNH)
+    random = {n: projections.effective_ranks_by_chance(D, columns[n]) for n in NAMES}
+    share = lambda ranks, i: {name: ranks[name][i] / possible[name] for name in NAMES}
+    cosine = {(a, b): projections.cosine(found[a], found[b]) for a, b in PAIRS}
+    chance = {
+        (a, b): None if cosine[a, b] is None else (D * max(columns[a], columns[b])) ** -0.5
+        for a, b in PAIRS
+    }
+    return _Layer(
+        cosine=cosine,
+        cosine_by_chance=chance,
+        overlap={pair: products.overlap(*pair) for pair in PAIRS},
+        overlap_by_chance={pair: products.overlap_by_chance(*pair) for pair in PAIRS},
+        by_values=share(ranks, 0),
+        by_squares=share(ranks, 1),
+        by_values_by_chance=share(random, 0),
+        by_squares_by_chance=share(random, 1),
+        possible=possible,
+    )
+
+
+def _label(pair: tuple[str, str]) -> str:
+    return f"{pair[0]} and {pair[1]}"
+
+
+def _pick(layers: list[_Layer], kind: str, key) -> list[float | None]:
+    return [getattr(layer, kind)[key] for layer in layers]
+
+
+def _mean(values: list[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return float(np.mean(there)) if there else None
+
+
+def _curves(series: dict[str, list[float | None]], y: str, digits: str) -> tuple[str, str]:
+    """The figure of curves over layers, and in words."""
+    there = {k: ys for k, ys in series.items() if any(value is not None for value in ys)}
+    over_layers = {k: (list(range(len(ys))), ys) for k, ys in there.items()}
+    svg = draw.lines(over_layers, x="layer", y=y)
+    return svg, "; ".join(f"{k}: {in_words(ys, digits=digits)}" for k, ys in there.items()) + "."
+
+
+def _cosine_figure(layers: list[_Layer]) -> Figure:
+    series = {_label(pair): _pick(layers, "cosine", pair) for pair in PAIRS}
+    svg, words = _curves(series, "cosine", "z.3f")
+    return Figure(
+        "Cosine of the projections",
+        svg,
+        f"Cosines by layer. {words}",
+        Text(
+            "Cosines of W_Q, W_K and W_V of each layer, each as one long vector; where query heads "
+            "share KV heads, keys and values stand once for each of them.",
+            "It depends on how a head's channels happen to lie: turning values and outputs "
+            "together leaves the model as it is and changes these cosines. Values far from 0 "
+            "say that both are alike channel by channel; values near 0 say nothing.",
+            _PAPER,
+        ),
+    )
+
+
+def _overlap_figure(layers: list[_Layer]) -> Figure:
+    series = {_label(pair): _pick(layers, "overlap", pair) for pair in PAIRS}
+    series |= {
+        f"{_label(pair)}, by chance": _pick(layers, "overlap_by_chance", pair) for pair in PAIRS
+    }
+    svg, words = _curves(series, "overlap", ".3f")
+    return Figure(
+        "Input directions that projections share",
+        svg,
+        f"Overlap by layer. {words}",
+        Text(
+            "|W_aᵀ W_b|² over |W_aᵀ W_a| |W_bᵀ W_b|: whether two projections read the same "
+            "directions of the layer's input with the same strength (linear CKA without "
+            "centring). Turning channels does not change it.",
+            "1 is the same directions. The measure is well above 0 for unrelated matrices too: "
+            "compare each curve with its own by chance, the mean over random directions with the "
+            "same singular values.",
+            "The paper does not measure it; its cosines are in the figure and table beside.",
+        ),
+    )
+
+
+def _rank_figure(layers: list[_Layer], kind: str) -> Figure:
+    of = dict(by_values="singular values", by_squares="squares of singular values")[kind]
+    percent = lambda kind, name: [100 * x for x in _pick(layers, kind, name)]
+    series = {name: percent(kind, name) for name in NAMES}
+    by_chance: dict[tuple[float, ...], list[str]] = {}
+    for name in NAMES:
+        by_chance.setdefault(tuple(percent(f"{kind}_by_chance", name)), []).append(name)
+    series |= {f"by chance, {' and '.join(names)}": list(x) for x, names in by_chance.items()}
+    svg, words = _curves(series, "% of the largest possible", ".1f")
+    return Figure(
+        f"Effective ranks of projections, by {of}",
+        svg,
+        f"Percent by layer. {words}",
+        Text(
+            f"exp of the entropy of the {of} of each projection, over the most that a matrix of "
+            "its shape can have.",
+            "100 %: all directions count alike; by chance: a matrix of independent normal numbers, "
+            "as those of MHA begin.",
+            "Projection sharing, section 4: 687 (keys) and 702 (values) of 1,024, 67.1 and "
+            "68.6 %; it does not say whether of singular values or of their squares.",
+        ),
+    )
+
+
+def _mean_table(layers: list[_Layer]) -> Table:
+    rows: list[list[Cell]] = []
+    for pair in PAIRS:
+        measured = [_mean(_pick(layers, kind, pair)) for kind in ("cosine", "cosine_by_chance")]
+        rows.append([f"cosine, {_label(pair)}", *measured, PUBLISHED[pair]])
+    for pair in PAIRS:
+        measured = [_mean(_pick(layers, kind, pair)) for kind in ("overlap", "overlap_by_chance")]
+        rows.append([f"overlap, {_label(pair)}", *measured, None])
+    for kind, of in (("by_values", "singular values"), ("by_squares", "squares")):
+        for name in NAMES:
+            measured = [_mean(_pick(layers, k, name)) for k in (kind, f"{kind}_by_chance")]
+            paper = PUBLISHED_RANKS[name] / PUBLISHED_POSSIBLE if name in PUBLISHED_RANKS else None
+            rows.append([f"effective rank by {of}, {name}", *measured, paper])
+    return Table(
+        "Means over layers, beside the paper's",
+        [
+            Column("measure"),
+            Column("here", ".3f"),
+            Column("by chance", ".3f"),
+            Column("paper", ".3f"),
+        ],
+        rows,
+        Text(
+            "Means over layers; effective ranks as shares of the largest possible. By chance: the "
+            "size of a random cosine, the mean overlap of random directions, the rank of random "
+            "weights.",
+            "The paper's model is another one: a cosine near its own would mean as much alike "
+            "channel by channel. Its effective rank stands in both rows, as it may mean either.",
+            _PAPER + " Effective ranks 687 (keys) and 702 (values) of 1,024.",
+        ),
+    )
+
+
+def _layer_table(layers: list[_Layer]) -> Table:
+    columns = [Column("layer", "d"), *(Column(f"cosine, {_label(p)}", "z.3f") for p in PAIRS)]
+    columns += [Column(f"overlap, {_label(p)}", ".3f") for p in PAIRS]
+    columns += [Column(f"{name}, rank by values, %", ".1f") for name in NAMES]
+    columns += [Column(f"{name}, rank by squares, %", ".1f") for name in NAMES]
+    rows = []
+    for index, layer in enumerate(layers):
+        row = [index, *layer.cosine.values(), *layer.overlap.values()]
+        for kind in (layer.by_values, layer.by_squares):
+            row += [100 * kind[name] for name in NAMES]
+        rows.append(row)
+    return Table(
+        "Projections by layer",
+        columns,
+        rows,
+        Text(
+            "The numbers of the figures for each layer.",
+            "A dash: the two have other numbers of channels, so that there is no cosine.",
+        ),
+    )
+
+
+def _lead(name: str, mechanisms: str, layers: list[_Layer]) -> str:
+    cosine, overlap, chance = (
+        _mean(_pick(layers, kind, ("key", "value")))
+        for kind in ("cosine", "overlap", "overlap_by_chance")
+    )
+    first = (
+        f"cosine {cosine:z.3f} on average over layers"
+        if cosine is not None
+        else "other channels, so that there is no cosine"
+    )
+    second = "" if overlap is None else f", overlap {overlap:.3f} where chance gives {chance:.3f}"
+    return (
+        "May values be the keys, as projection sharing proposes because both are projected alike? "
+        f"In {name} ({mechanisms}) keys and values have {first}{second}. Cosines of weights depend "
+        "on how channels lie and overlaps do not, so both are shown."
+    )
+
+
+def _plain(layer: _Layer) -> dict:
+    named = lambda key: "_".join(key) if isinstance(key, tuple) else key
+    return {
+        name: {named(key): value for key, value in numbers.items()}
+        for name, numbers in dataclasses.asdict(layer).items()
+    }
+
+
+def _published() -> dict:
+    cosines = {"_".join(pair): value for pair, value in PUBLISHED.items()}
+    return dict(cosine=cosines, effective_rank=PUBLISHED_RANKS, possible=PUBLISHED_POSSIBLE)

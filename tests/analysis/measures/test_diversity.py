@@ -1,0 +1,178 @@
+"""Diversity of heads, against its definition on whole forms and against what must hold of it."""
+
+import numpy as np
+import pytest
+
+from kvjax.analysis.measures import diversity
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures.heads import Heads
+from kvjax.foundation.errors import UserError
+from kvjax.layers import rope
+
+D, N, H = 12, 4, 6
+
+
+def _heads(K=N, rotated=slice(0, 0), D=D, seed=0):
+    rng = np.random.default_rng(seed)
+    frequencies = rope.frequencies(rotated.stop - rotated.start, 50.0)
+    draw = lambda *shape: rng.normal(size=shape)
+    weights = draw(D, N, H), draw(D, K, H), draw(D, K, H), draw(N, H, D)
+    return Heads(*weights, rotated, frequencies, H**-0.5)
+
+
+def _rotations(count, seed=1):
+    return np.linalg.qr(np.random.default_rng(seed).normal(size=(count, H, H)))[0]
+
+
+def _turned(w_DNH, turns_NHH):
+    return np.einsum("DNH,NHG->DNG", w_DNH, turns_NHH)
+
+
+def _gram(left_DNH, right_DNH):
+    return diversity.Products(left_DNH, right_DNH).gram()
+
+
+def _of_forms(forms_NDD):
+    return np.einsum("iab,jab->ij", forms_NDD, forms_NDD)
+
+
+@pytest.mark.parametrize("K", (4, 2, 1))
+def test_inner_products_are_those_of_whole_forms(K):
+    heads = _heads(K)
+    keys_DNH = np.repeat(heads.key_DKH, N // K, axis=1)
+    forms = np.einsum("DNH,ENH->NDE", heads.query_DNH, keys_DNH)
+    found = _gram(heads.query_DNH, heads.key_DKH)
+    np.testing.assert_allclose(found, _of_forms(forms), rtol=1e-12)
+
+    values_DNH = np.repeat(heads.value_DKH, N // K, axis=1)
+    circuits = np.einsum("DNH,NHE->NDE", values_DNH, heads.out_NHD)
+    found = diversity.of_layer(heads, "value").gram_NN
+    np.testing.assert_allclose(found, _of_forms(circuits), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rotated", (slice(0, 0), slice(0, 6), slice(0, 4), slice(2, 6)))
+@pytest.mark.parametrize("K", (4, 2))
+def test_means_over_distances_are_the_means_of_sums(rotated, K):
+    heads = _heads(K, rotated)
+    keys_DNH, turned_DNH, total = np.repeat(heads.key_DKH, N // K, axis=1), heads.query_DNH, 0
+    for _ in range(7):
+        total = total + _of_forms(np.einsum("DNH,ENH->NDE", turned_DNH, keys_DNH))
+        turned_DNH = heads_lib.turn(turned_DNH, heads.rotated, heads.frequencies_F)
+    of = lambda n: diversity.of_layer(heads, distances=n).gram_NN
+    np.testing.assert_allclose(of(7), total / 7, rtol=1e-11)
+    np.testing.assert_allclose(of(1), of(0), rtol=1e-11)
+
+
+def test_both_are_of_the_same_products():
+    heads = _heads(rotated=slice(0, 6))
+    plain, turning = diversity.with_and_without_turns(heads, "key", 7)
+    assert plain.rank == diversity.of_layer(heads).rank
+    assert turning.rank == diversity.of_layer(heads, distances=7).rank != plain.rank
+    assert diversity.with_and_without_turns(_heads(), "key", 7)[1] is None
+    assert diversity.with_and_without_turns(heads, "value", 7)[1] is None
+
+
+def test_a_pair_that_turns_as_another_does():
+    """Equal frequencies, of which a difference is zero."""
+    heads = _heads(rotated=slice(0, 6))
+    same = np.full(3, 0.7)
+    products = diversity.Products(heads.query_DNH, heads.key_DKH)
+    found = products.mean_gram(heads.rotated, same, 5)
+    turned_DNH, total = heads.query_DNH, 0
+    for _ in range(5):
+        total = total + _gram(turned_DNH, heads.key_DKH)
+        turned_DNH = heads_lib.turn(turned_DNH, heads.rotated, same)
+    np.testing.assert_allclose(found, total / 5, rtol=1e-11)
+
+
+def test_rotations_of_queries_and_keys_together_change_nothing():
+    heads, turns = _heads(), _rotations(N)
+    turned = _gram(_turned(heads.query_DNH, turns), _turned(heads.key_DKH, turns))
+    plain = _gram(heads.query_DNH, heads.key_DKH)
+    np.testing.assert_allclose(turned, plain, rtol=1e-12)
+    alone = _gram(_turned(heads.query_DNH, turns), heads.key_DKH)
+    assert np.abs(alone - plain).max() > 0.1 * np.abs(plain).max()
+
+
+def test_the_order_of_heads_changes_nothing():
+    heads, order = _heads(), [2, 0, 3, 1]
+    plain = diversity.of_layer(heads)
+    moved = diversity.of_gram(_gram(heads.query_DNH[:, order], heads.key_DKH[:, order]))
+    expected = plain.similarity_NN[np.ix_(order, order)]
+    np.testing.assert_allclose(moved.similarity_NN, expected, rtol=1e-12)
+    np.testing.assert_allclose(moved.uncentred_N, plain.uncentred_N, rtol=1e-12)
+    np.testing.assert_allclose(moved.centred_N, plain.centred_N, rtol=1e-10, atol=1e-14)
+
+
+def test_heads_that_share_nothing():
+    """Each reads channels of its own: all of N, and all of N - 1 when centred."""
+    blocks = np.zeros((N * H, N, H))
+    for i in range(N):
+        blocks[i * H : (i + 1) * H, i] = np.eye(H) * (i + 1)  # of other sizes
+    found = diversity.of_gram(_gram(blocks, blocks))
+    np.testing.assert_allclose(found.similarity_NN, np.eye(N), atol=1e-15)
+    assert found.rank == pytest.approx(N) and found.share == pytest.approx(1)
+    assert found.centred_rank == pytest.approx(N - 1)
+    assert found.centred_share == pytest.approx((N - 1) / N)
+    assert found.centred_share_of_possible == pytest.approx(1)
+    assert found.components() == N - 1 and found.components(0.6) == 2
+    assert found.mean_similarity == pytest.approx(0)
+
+
+def test_heads_alike():
+    """But for rotations and sizes of their own: one direction, and none when centred."""
+    heads, turns = _heads(), _rotations(N)
+    sizes = np.array([1.0, 2.0, 0.5, 3.0])[:, None, None]
+    of = lambda w_DNH: np.repeat(w_DNH[:, :1], N, axis=1)
+    query, key = _turned(of(heads.query_DNH), turns * sizes), _turned(of(heads.key_DKH), turns)
+    found = diversity.of_gram(_gram(query, key))
+    np.testing.assert_allclose(found.similarity_NN, np.ones((N, N)), rtol=1e-12)
+    assert found.rank == pytest.approx(1) and found.centred_rank == 0
+    assert found.components() == 0 and found.mean_similarity == pytest.approx(1)
+    raw = diversity.centred(found.gram_NN)
+    assert np.linalg.matrix_rank(raw) == 1  # sizes differ along one direction
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_centred_matrices(seed):
+    """Rows sum to zero, the rank is at most N - 1, and it is the Gram matrix less the mean."""
+    heads = _heads(seed=seed)
+    found = diversity.of_layer(heads)
+    matrix = diversity.centred(found.similarity_NN)
+    np.testing.assert_allclose(matrix.sum(axis=0), 0, atol=1e-13)
+    np.testing.assert_allclose(matrix.sum(axis=1), 0, atol=1e-13)
+    assert np.sum(found.centred_N > 0) <= N - 1
+    assert found.centred_rank <= N - 1
+    forms = np.einsum("DNH,ENH->NDE", heads.query_DNH, heads.key_DKH)
+    forms /= np.linalg.norm(forms, axis=(1, 2))[:, None, None]
+    np.testing.assert_allclose(matrix, _of_forms(forms - forms.mean(axis=0)), atol=1e-13)
+
+
+def test_a_head_of_nothing_is_named_and_adds_no_diversity():
+    heads = _heads()
+    heads.query_DNH[:, 2] = 0
+    found = diversity.of_layer(heads)
+    assert found.nothing == (2,)
+    np.testing.assert_array_equal(found.similarity_NN[2], 0)
+    rest = [0, 1, 3]
+    alone = diversity.of_gram(_gram(heads.query_DNH[:, rest], heads.key_DKH[:, rest]))
+    assert found.rank == pytest.approx(alone.rank) and alone.nothing == ()
+    assert found.centred_rank == pytest.approx(alone.centred_rank)
+    assert len(found.uncentred_N) == len(found.centred_N) == N and found.share < alone.share
+
+    heads.query_DNH[:] = 0
+    nothing = diversity.of_layer(heads)
+    assert nothing.rank == nothing.centred_rank == 0 and nothing.nothing == (0, 1, 2, 3)
+
+
+def test_one_head_is_refused():
+    heads = _heads()
+    one = Heads(
+        *(w[:, :1] for w in (heads.query_DNH, heads.key_DKH, heads.value_DKH)),
+        heads.out_NHD[:1],
+        heads.rotated,
+        heads.frequencies_F,
+        heads.scale,
+    )
+    with pytest.raises(UserError, match="num_heads = 1: diversity .* needs two"):
+        diversity.of_layer(one)

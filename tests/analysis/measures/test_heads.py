@@ -1,0 +1,190 @@
+"""The matrices of heads, against what the mechanism computes."""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.attention import Attention
+from kvjax.foundation.errors import UserError
+from kvjax.layers import rope
+from tests import quick
+from tests.compiled import compiled
+from tests.convert import workdirs
+from tests.mechanisms import MECHANISMS
+from tests.mechanisms import random_values
+
+D, BASE = 24, 100.0
+
+
+def _weights(config, seed=0):
+    """Random weights of an `Attention`, and the module that has them in float64."""
+    module = nnx.eval_shape(lambda: Attention(config, D, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(module)
+    weights = random_values(state, seed)
+    return weights, nnx.merge(graph, jax.tree.map(jnp.asarray, weights)).mechanism
+
+
+def _projected(mechanism, x_TD, at, base=BASE):
+    index = np.full((1, len(x_TD)), at, np.int32)
+    positions = rope.positions(index, mechanism.config.rope_dim, base)
+
+    def projected(x_BTD):
+        q_BTNH, raw = mechanism.project(x_BTD, positions)
+        return q_BTNH, *mechanism.keys_values(raw, positions)
+
+    return [np.asarray(x[0]) for x in compiled(projected, x_TD[None])]
+
+
+@pytest.mark.parametrize("mechanism_name", quick.only(("mla",), MECHANISMS))
+def test_products_of_queries_and_keys(make_mechanism, mechanism_name, x64):
+    """Without norms and biases, at any distance, as the mechanism itself computes them."""
+    config = make_mechanism(mechanism_name, qk_norm="none")
+    weights, module = _weights(config)
+    for name in ("latent_norm", "query_latent_norm"):  # there whatever the config says
+        if hasattr(module, name):
+            gain = weights["mechanism"].get(name, {}).get("gain", 1.0)
+            setattr(module, name, lambda latent, gain=gain: latent * gain)
+    if mechanism_name == "tpa":
+        with pytest.raises(UserError, match="are not linear in the layer's input"):
+            heads_lib.read(weights, config, D, BASE)
+        return
+    found = heads_lib.read(weights, config, D, BASE)
+    x_TD = np.random.default_rng(1).normal(size=(5, D))
+    away, here = (_projected(module, x_TD, at) for at in (3, 0))
+    nothing_away, nothing = (_projected(module, 0 * x_TD, at) for at in (3, 0))
+    q_TNH, k_TKH = away[0] - nothing_away[0], here[1] - nothing[1]
+    k_TNH = np.repeat(k_TKH, q_TNH.shape[1] // k_TKH.shape[1], axis=1)
+    expected_NTS = np.einsum("TNH,SNH->NTS", q_TNH, k_TNH)
+
+    turned_TNH = np.tensordot(x_TD, found.query_DNH, 1)
+    for _ in range(3):
+        turned_TNH = heads_lib.turn(turned_TNH, found.rotated, found.frequencies_F)
+    key_TNH = np.tensordot(x_TD, found.of_queries(found.key_DKH), 1)
+    got_NTS = np.einsum("TNH,SNH->NTS", turned_TNH, key_TNH)
+    np.testing.assert_allclose(got_NTS, expected_NTS, atol=1e-9 * np.abs(expected_NTS).max())
+    value_TKH = np.tensordot(x_TD, found.value_DKH, 1)
+    np.testing.assert_allclose(value_TKH, here[2] - nothing[2], atol=1e-9)
+
+
+@pytest.mark.parametrize("mechanism_name", quick.only(("lrkv_gqa",), MECHANISMS))
+def test_norms_leave_their_gains(make_mechanism, mechanism_name, x64):
+    """Weights are those of the mechanism without norms, each channel by the gains."""
+    config = make_mechanism(mechanism_name, qk_norm="rms_gain")
+    weights, _ = _weights(config)
+    if mechanism_name in ("lrkv_shared_rope", "tpa"):
+        with pytest.raises(UserError, match="are not linear in the layer's input"):
+            heads_lib.read(weights, config, D, BASE)
+        return
+    found = heads_lib.read(weights, config, D, BASE)
+    plain = dataclasses.replace(config, qk_norm="none")
+    inner = {k: w for k, w in weights["mechanism"].items() if not k.endswith("_norm")}
+    if config.query_rank:
+        gain_C = weights["mechanism"]["query_latent_norm"]["gain"]
+        for name in {"query", "rope_query"} & inner.keys():
+            inner[name] = inner[name] * gain_C[:, None, None]
+    expected = heads_lib.read(weights | dict(mechanism=inner), plain, D, None)
+    gain = lambda *names: np.concatenate(
+        [np.ones(0)]
+        + [weights["mechanism"][name]["gain"] for name in names if name in weights["mechanism"]]
+    )
+    queries, keys = gain("query_norm", "rope_query_norm"), gain("key_norm", "rope_key_norm")
+    more = found.query_DNH.shape[-1] - len(queries)  # the "+" of projection sharing
+    queries = np.concatenate([queries, np.ones(more)])
+    np.testing.assert_allclose(found.query_DNH, expected.query_DNH * queries, atol=1e-12)
+    if len(keys) == found.key_DKH.shape[-1]:
+        np.testing.assert_allclose(found.key_DKH, expected.key_DKH * keys, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism_name", MECHANISMS)
+def test_norms_without_a_gain_leave_nothing(make_mechanism, mechanism_name, x64):
+    config = make_mechanism(mechanism_name, qk_norm="rms")
+    weights, _ = _weights(config)
+    if mechanism_name == "tpa":  # products of two linear maps
+        with pytest.raises(UserError, match=r"products of two projections \(TPA\)"):
+            heads_lib.read(weights, config, D, BASE)
+        return
+    found = heads_lib.read(weights, config, D, BASE)
+    plain = dataclasses.replace(config, qk_norm="none")
+    expected = heads_lib.read(weights, plain, D, BASE)
+    for name in ("query_DNH", "key_DKH", "value_DKH", "out_NHD"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    assert found.rotated == expected.rotated and found.scale == config.scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlra", "mfa_kr", "shared_kv"])
+def test_outputs_that_are_combined_before_they_are_projected(make_mechanism, name, x64):
+    """One token, which sees itself alone, is its value times the output projection."""
+    config = make_mechanism(name, qk_norm="none")
+    weights, module = _weights(config)
+    module.latent_norm = lambda latent: latent
+    found = heads_lib.read(weights, config, D, BASE)
+    x_1D = np.random.default_rng(1).normal(size=(1, D))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Attention(config, D, rngs=nnx.Rngs(0))))
+    attention = nnx.merge(graph, jax.tree.map(jnp.asarray, weights))
+    attention.mechanism = module
+    positions = rope.positions(np.zeros((1, 1), np.int32), config.rope_dim, BASE)
+    expected = attention(jnp.asarray(x_1D)[None], positions, causal=True)[0]
+    value_DNH = found.of_queries(found.value_DKH)
+    got = np.einsum("TD,DNH,NHE->TE", x_1D, value_DNH, found.out_NHD)
+    np.testing.assert_allclose(got, expected, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_channels_that_rope_turns(make_mechanism):
+    of = lambda name, base=BASE: heads_lib.read(
+        _weights(make_mechanism(name))[0], make_mechanism(name), D, base
+    )
+    assert of("mha").rotated == slice(0, 8) and len(of("mha").frequencies_F) == 4
+    assert of("mha", None).rotated == slice(0, 0)
+    c = make_mechanism("mla")
+    assert of("mla").rotated == slice(c.key_dim, c.key_dim + c.rope_key_dim)
+    assert of("lrkv_shared_rope").rotated == slice(0, 8)  # of 16: the residual's are not
+
+
+def test_weights_that_are_not_finite_are_named(make_mechanism):
+    config = make_mechanism("mha")
+    weights, _ = _weights(config)
+    weights["mechanism"]["base_key"][3, 2, 1] = np.nan
+    with pytest.raises(UserError, match=r"weights of keys are not finite, of heads \[2\]"):
+        heads_lib.read(weights, config, D, BASE)
+
+
+def _model(config):
+    return workdirs.Made(workdirs.config("nanochat", config))
+
+
+def test_only_attention_is_read(make_mechanism, monkeypatch):
+    model = _model(make_mechanism("mha"))
+    read, asked = model.read, []
+    monkeypatch.setattr(model, "read", lambda path, *at: (asked.append(path), read(path, *at))[1])
+    heads_lib.of_layer(model, 1)
+    assert asked and all(path[2] == "attention" for path in asked)
+
+
+@pytest.mark.slow
+def test_check_reads_no_weights(make_mechanism, mechanism_name, monkeypatch):
+    """And refuses what reading would; a layer that is not asked for may be anything."""
+    plain = make_mechanism("mha")
+    for norm in ("none", "rms", "rms_gain"):
+        config = make_mechanism(mechanism_name, qk_norm=norm)
+        model = _model([plain, config, config])
+        try:
+            heads_lib.of_layer(model, 1)
+            said = None
+        except UserError as error:
+            said = str(error)
+        monkeypatch.setattr(model, "read", None)
+        if said is None:
+            heads_lib.check(model)
+            continue
+        with pytest.raises(UserError) as refused:
+            heads_lib.check(model)
+        assert str(refused.value) == said and said.startswith("layer 1 of made: ")
+        heads_lib.check(model, [0])

@@ -1,0 +1,401 @@
+"""Subspaces of keys against what is known of them, and of random ones."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.analysis.measures import activations
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import key_drift
+from kvjax.analysis.measures import key_subspaces
+from kvjax.analysis.measures import key_ways
+from kvjax.analysis.measures import logits
+from kvjax.analysis.measures.activations import Layer
+from kvjax.analysis.measures.activations import Mask
+from kvjax.analysis.measures.key_subspaces import Rope
+from kvjax.layers import rope as rope_lib
+from tests.convert import workdirs
+
+B, T, N, K, H, SCALE = 2, 24, 4, 2, 6, 0.7
+ROPE = Rope(2, (1.0, 0.3))  # channels 2 to 5
+ALL = Mask(causal=False)
+
+
+def _orthogonal(rng, n=H):
+    return np.linalg.qr(rng.normal(size=(n, n)))[0]
+
+
+def _arrays(seed=0, rank=H):
+    """Queries, keys with a mean and of some rank besides, values."""
+    rng = np.random.default_rng(seed)
+    scale_H = 2.0 ** -np.arange(H)
+    query_BTNH = rng.normal(size=(B, T, N, H)) * scale_H @ _orthogonal(rng)
+    inner_BTKR = rng.normal(size=(B, T, K, rank))
+    key_BTKH = inner_BTKR @ rng.normal(size=(rank, H)) + rng.normal(size=(K, H))
+    return query_BTNH, key_BTKH, rng.normal(size=(B, T, K, 3))
+
+
+def _layer(query_BTNH, key_BTKH, value_BTKH, mask=ALL, input_BTD=None):
+    return Layer(query_BTNH, key_BTKH, value_BTKH, query_BTNH, key_BTKH, input_BTD, SCALE, mask)
+
+
+def _of(query_BTNH, key_BTKH, each_row=True):
+    return key_subspaces.of_text(key_subspaces.moments(query_BTNH, K), key_BTKH, each_row=each_row)
+
+
+def _lost(query_TNH, key_TKH, cut_TKH):
+    """[K] squared errors of a KV head's centred logits, by its queries' T x T matrices."""
+    lost_K = np.zeros(K)
+    for n in range(N):
+        z_TT = query_TNH[:, n] @ (cut_TKH - key_TKH)[:, n * K // N].T
+        lost_K[n * K // N] += ((z_TT - z_TT.mean(axis=1, keepdims=True)) ** 2).sum()
+    return lost_K
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+def test_subspaces_of_a_text_are_its_truncated_svd(r):
+    """Nothing of that rank is better: not the SVD's own error, nor one of 50 random subspaces."""
+    query_BTNH, key_BTKH, _ = _arrays()
+    query_TNH, key_TKH = query_BTNH[0], key_BTKH[0]
+    found = _of(query_BTNH[:1], key_BTKH[:1])
+    lost_K = _lost(query_TNH, key_TKH, found.cut(key_TKH, r))
+    for k in range(K):
+        query_XH = query_TNH[:, 2 * k : 2 * k + 2].reshape(-1, H)
+        z_XT = query_XH @ key_TKH[:, k].T
+        energies = np.linalg.svd(z_XT - z_XT.mean(axis=1, keepdims=True), compute_uv=False) ** 2
+        assert lost_K[k] == pytest.approx(energies[r:].sum(), rel=1e-6)
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        q_KHH = np.stack([_orthogonal(rng) for _ in range(K)])
+        other = key_subspaces.Subspaces(found.center_JC, q_KHH, q_KHH.swapaxes(1, 2))
+        assert (_lost(query_TNH, key_TKH, other.cut(key_TKH, r)) > lost_K).all()
+
+
+def test_queries_weigh():
+    """The principal directions of the keys alone are worse, where queries are not alike."""
+    query_BTNH, key_BTKH, _ = _arrays()
+    eye_KHH = np.broadcast_to(np.eye(H), (K, H, H))
+    alone = key_subspaces.of_text(eye_KHH, key_BTKH[:1], each_row=True)
+    lost = [
+        _lost(query_BTNH[0], key_BTKH[0], of.cut(key_BTKH[0], 2))
+        for of in (_of(query_BTNH[:1], key_BTKH[:1]), alone)
+    ]
+    assert (lost[1] > 1.5 * lost[0]).all()
+
+
+def test_rows_are_centred_each_alone_or_together():
+    """The centre is common; which centring is best depends on whether row means are to count."""
+    query_BTNH, key_BTKH, _ = _arrays()
+    key_BTKH[1] += 10 * np.random.default_rng(5).normal(size=(K, H))
+    each, together = (_of(query_BTNH, key_BTKH, each_row=flag) for flag in (True, False))
+    np.testing.assert_allclose(each.center_JC, key_BTKH.mean(axis=(0, 1)))
+    lost = lambda of: sum(
+        _lost(q, k, of.cut(k, 2)) for q, k in zip(query_BTNH, key_BTKH, strict=True)
+    )
+    assert (lost(each) < 0.9 * lost(together)).all()
+    whole = lambda of: sum(
+        ((q[:, 2 * k : 2 * k + 2] @ (of.cut(x, 2) - x)[:, k].T) ** 2).sum()
+        for q, x in zip(query_BTNH, key_BTKH, strict=True)
+        for k in range(K)
+    )
+    assert whole(together) < whole(each)
+
+
+@pytest.mark.parametrize("s", [1, 3])
+def test_keys_of_some_rank_keep_their_subspace(s):
+    """A stationary process: what the first tokens use is what all use. No drift, nothing lost."""
+    query_BTNH, key_BTKH, _ = _arrays(rank=s)
+    few, whole = (_of(query_BTNH[:1, :t], key_BTKH[:1, :t]) for t in (8, T))
+    np.testing.assert_allclose(key_subspaces.overlap(few.first(s), whole.first(s)), 1, atol=1e-9)
+    centred_TKH = key_BTKH[0] - key_BTKH[0].mean(axis=0)
+    written_KSH = few.first(s).write_JRC
+    for k in range(K):
+        left_TH = centred_TKH[:, k] @ np.linalg.pinv(written_KSH[k]) @ written_KSH[k]
+        np.testing.assert_allclose(left_TH, centred_TKH[:, k], atol=1e-9)
+    for r in (s, s + 1, H):
+        assert _lost(query_BTNH[0], key_BTKH[0], few.cut(key_BTKH[0], r)).max() < 1e-16 * T**2
+    if s > 1:
+        assert _lost(query_BTNH[0], key_BTKH[0], few.cut(key_BTKH[0], s - 1)).min() > 1e-3
+    other = _of(query_BTNH[:1, :8], _arrays(3, rank=s)[1][:1, :8])
+    assert key_subspaces.overlap(few.first(s), other.first(s)).max() < 0.95
+
+
+def test_overlap():
+    """It is 1 in any basis of one subspace, 0 if orthogonal, a squared cosine at one angle."""
+    eye, rng = np.eye(H), np.random.default_rng(0)
+    of = lambda *rows: key_subspaces.Subspaces(
+        np.zeros((1, H)), np.stack(rows, axis=1)[None], np.stack(rows)[None]
+    )
+    mixed = rng.normal(size=(2, 2)) @ eye[:2]
+    assert key_subspaces.overlap(of(*eye[:2]), of(*mixed))[0] == pytest.approx(1)
+    assert key_subspaces.overlap(of(*eye[:2]), of(*eye[2:4]))[0] == pytest.approx(0)
+    tilted = np.cos(0.3) * eye[0] + np.sin(0.3) * eye[4]
+    angle = key_subspaces.overlap(of(eye[0], eye[1]), of(tilted, eye[2]))[0]
+    assert angle == pytest.approx(np.cos(0.3) ** 2 / 2)
+
+
+def test_turned_moments_are_the_mean_over_pairs():
+    """Against each pair's own turn; a window leaves out the far ones."""
+    query_BTNH = _arrays()[0][0, :, :, None].swapaxes(1, 2).reshape(T, N, H)
+    plain_KHH = key_subspaces.moments(query_BTNH[None], K)
+    for mask in (Mask(), Mask(window=3), ALL):
+        found_KHH = key_subspaces.turned_moments(plain_KHH, ROPE, mask, 7)
+        expected_KHH, visible = np.zeros((K, H, H)), np.argwhere(mask.visible(7))
+        for t, s in visible:
+            turns_HH = _turn(t - s)
+            expected_KHH += turns_HH @ plain_KHH @ turns_HH.T / len(visible)
+        np.testing.assert_allclose(found_KHH, expected_KHH, atol=1e-12)
+    nothing = Rope(0, ())
+    same_KHH = key_subspaces.turned_moments(plain_KHH, nothing, Mask(), 7)
+    np.testing.assert_allclose(same_KHH, plain_KHH, atol=1e-12)
+
+
+def _turn(distance):
+    """[H, H] of a vector's channels."""
+    found = np.eye(H)
+    for f, angle in enumerate(np.array(ROPE.frequencies) * distance):
+        at = np.ix_([2 + f, 4 + f], [2 + f, 4 + f])
+        found[at] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    return found
+
+
+def test_turned_moments_are_those_that_queries_have_for_keys():
+    """The error that a key's change makes in the mean over queries at all distances."""
+    rng = np.random.default_rng(0)
+    query_TH, error_H = rng.normal(size=(T, H)), rng.normal(size=H)
+    moment = key_subspaces.moments(query_TH[None, :, None], 1)
+    found = error_H @ key_subspaces.turned_moments(moment, ROPE, Mask(), T)[0] @ error_H
+    squares = [
+        ((query_TH @ _turn(t).T @ _turn(s) @ error_H) ** 2).mean()
+        for t in range(T)
+        for s in range(t + 1)
+    ]
+    assert found == pytest.approx(np.mean(squares))
+
+
+def test_tokens_spread_over_a_text_are_as_far_apart_as_they_are():
+    query_BTNH, key_BTKH, _ = _arrays()
+    layer, at_T = _layer(*_arrays(), mask=Mask()), np.array([1, 6, 7, 15, 22])
+    plain_KHH = key_subspaces.moments(query_BTNH[:1, at_T], K)
+    for span in (22, 5):
+        turned_KHH = key_subspaces.turned_moments(plain_KHH, ROPE, Mask(), span)
+        expected = key_subspaces.of_text(turned_KHH, key_BTKH[:1, at_T], each_row=False)
+        found = key_ways.of_rows(layer, ROPE, key_ways.BEFORE, [0], at_T)
+        same = [np.allclose(a, b) for a, b in zip(found, expected, strict=True)]
+        assert all(same) == (span == 22)
+
+
+def test_turned_keys():
+    x_TKH = _arrays()[1][0]
+    expected = np.stack([x_KH @ _turn(t).T for t, x_KH in enumerate(x_TKH)])
+    np.testing.assert_allclose(key_subspaces.turned(x_TKH, ROPE), expected, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["mha", "lrkv", "mistral_lrkv", "qwen2_thin", "gpt2_lrkv", "mla"],
+)
+def test_turned_keys_are_those_of_attention(name):
+    """Mechanisms that turn only some channels are among them, and biases of keys are found."""
+    if name == "mla":
+        block, mechanism = "nanochat", workdirs.mla()
+    else:
+        block, mechanism, _ = workdirs.MODELS[name]
+    model = workdirs.Made(workdirs.config(block, mechanism))
+    rows_BT = np.random.default_rng(0).integers(0, 256, (2, 12)).astype(np.int32)
+    read = zip(heads_lib.layers(model), activations.layers(model, rows_BT), strict=True)
+    for i, (heads, layer) in enumerate(read):
+        if len(heads.frequencies_F):
+            found = key_subspaces.turned(layer.plain_key_BTKH[0], key_subspaces.rope_of(heads))
+            np.testing.assert_allclose(found, layer.key_BTKH[0], atol=1e-4)
+        made_KH = key_subspaces.bias(layer, heads)
+        inner = model.weights.get(("segments", 0, "attention", "mechanism", "base_key_bias"))
+        if name == "gpt2_lrkv":
+            latent = ("segments", 0, "attention", "mechanism")
+            more = model.weights[*latent, "latent_key_bias"][i]
+            expand = model.weights[*latent, "expand_key"][i]
+            expected = inner[i] + np.einsum("KR,KRH->KH", more, expand)
+            np.testing.assert_allclose(made_KH, expected, atol=1e-4)
+        elif name != "qwen2_thin":
+            assert np.abs(made_KH).max() < 1e-4
+        else:
+            assert np.abs(made_KH).max() > 0.1
+
+
+def test_subspaces_of_weights():
+    """The best of any input of which nothing is known; together, for all heads at once."""
+    rng = np.random.default_rng(0)
+    key_DKH, bias_KH, x_TD = rng.normal(size=(9, K, H)), rng.normal(size=(K, H)), np.eye(9)
+    key_TKH = np.tensordot(x_TD, key_DKH, 1) + bias_KH
+    for r in (1, 3, H):
+        cut = key_subspaces.of_weights(key_DKH, bias_KH).cut(key_TKH, r) - bias_KH
+        for k in range(K):
+            u, s, v = np.linalg.svd(key_DKH[:, k], full_matrices=False)
+            np.testing.assert_allclose(cut[:, k], (u[:, :r] * s[:r]) @ v[:r], atol=1e-12)
+    together = key_subspaces.of_weights(key_DKH, bias_KH, together=True)
+    u, s, v = np.linalg.svd(key_DKH.reshape(9, -1), full_matrices=False)
+    cut = (together.cut(key_TKH, 5) - bias_KH).reshape(9, -1)
+    np.testing.assert_allclose(cut, (u[:, :5] * s[:5]) @ v[:5], atol=1e-12)
+    wide = key_subspaces.of_weights(key_DKH[:4], bias_KH)  # fewer inputs than channels
+    np.testing.assert_allclose(wide.cut(key_TKH[:4], 4), key_TKH[:4], atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=5), ALL])
+def test_errors_are_those_of_the_definition(mask):
+    query_BTNH, key_BTKH, value_BTKH = _arrays()
+    layer, queries = _layer(query_BTNH, key_BTKH, value_BTKH, mask), slice(9, None, 2)
+    of = _of(query_BTNH, key_BTKH)
+    cuts = [of.cut(key_BTKH[1], r) for r in (1, 3, H)]
+    found = key_subspaces.errors(layer, 1, cuts, queries)
+    visible_TT = mask.visible(T)[queries]
+    for n in range(N):
+        made = []
+        for key_TKH in (key_BTKH[1], *cuts):
+            z_TT = SCALE * query_BTNH[1, queries, n] @ key_TKH[:, n // 2].T
+            z_TT = np.where(visible_TT, z_TT, np.nan)
+            e_TT = np.nan_to_num(z_TT - np.nanmean(z_TT, axis=1, keepdims=True))
+            p_TT = np.where(visible_TT, np.exp(e_TT), 0)
+            made.append((e_TT, p_TT / p_TT.sum(axis=1, keepdims=True) @ value_BTKH[1, :, n // 2]))
+        for a in range(3):
+            for said, j in ((found.logit_NA, 0), (found.output_NA, 1)):
+                expected = np.linalg.norm(made[a + 1][j] - made[0][j]) / np.linalg.norm(made[0][j])
+                assert said[n, a] == pytest.approx(expected, abs=1e-12)
+    assert found.logit_NA[:, 0].min() > 0.1 and found.logit_NA[:, 2].max() < 1e-12
+    still = key_subspaces.errors(layer._replace(value_BTKH=0 * value_BTKH), 1, cuts, queries)
+    np.testing.assert_array_equal(still.output_NA, 0)
+
+
+def test_the_whole_context_is_best_on_itself():
+    """Over all its queries and keys: no worse than of its first half, of other text, of weights;
+    and no worse than that of the logits' own SVD says."""
+    query_BTNH, key_BTKH, value_BTKH = _arrays()
+    layer = _layer(query_BTNH, key_BTKH, value_BTKH)
+    ways = dict(
+        context=_of(query_BTNH[:1], key_BTKH[:1]),
+        half=_of(query_BTNH[:1, : T // 2], key_BTKH[:1, : T // 2]),
+        other=_of(query_BTNH[1:], key_BTKH[1:]),
+        weights=key_subspaces.of_weights(key_BTKH[1], np.zeros((K, H))),
+    )
+    whole_K = _lost(query_BTNH[0], key_BTKH[0], 0 * key_BTKH[0])
+    for r in (1, 2, 4):
+        lost = {
+            name: _lost(query_BTNH[0], key_BTKH[0], of.cut(key_BTKH[0], r)) / whole_K
+            for name, of in ways.items()
+        }
+        for name in ("half", "other", "weights"):
+            assert (lost["context"] < lost[name]).all()
+        found = key_subspaces.errors(layer, 0, [ways["context"].cut(key_BTKH[0], r)])
+        field = logits.field(query_BTNH[0], key_BTKH[0], SCALE)
+        least_N = np.sqrt(field.energies_NR[:, r:].sum(axis=1) / field.energies_NR.sum(axis=1))
+        assert (found.logit_NA[:, 0] >= least_N - 1e-9).all()
+
+
+def test_full_rank_is_nothing_lost_on_any_text():
+    """Also on keys of which the text that subspaces are found on had none, or one token."""
+    query_BTNH, key_BTKH, _ = _arrays()
+    for of in (
+        _of(*(x[:1, :2] for x in _arrays(1, rank=1)[:2])),
+        _of(0 * query_BTNH[:, :1], key_BTKH[:, :1]),
+    ):
+        np.testing.assert_allclose(of.cut(key_BTKH[0], H), key_BTKH[0], atol=1e-9)
+
+
+def _process(seed, T, H, turn_HH=None, heads=3):
+    """A row of independent queries and keys, channels falling as 1/i; with a turn the second
+    half's keys have other directions."""
+    rng, scale_H = np.random.default_rng(seed), 1 / np.arange(1, H + 1)
+    query_TNH = rng.normal(size=(T, heads, H)) * scale_H @ _orthogonal(rng, H)
+    key_TKH = rng.normal(size=(T, heads, H)) * scale_H
+    if turn_HH is not None:
+        key_TKH[T // 2 :] = key_TKH[T // 2 :] @ turn_HH
+    value_TKH = np.ones((T, heads, 1))
+    return _layer(query_TNH[None], key_TKH[None], value_TKH[None], Mask())
+
+
+def _later(layer, tokens, r):
+    """[N] errors of later logits under the subspace of the first tokens."""
+    nothing, where = Rope(0, ()), key_ways.ANYWHERE
+    of = key_ways.of_rows(layer, nothing, where, [0], slice(tokens))
+    return key_drift.later_errors(layer, nothing, 0, where, [of], r)[:, 0]
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32])
+def test_few_tokens_do_no_more_harm_than_nothing_kept(tokens):
+    """Beyond the directions of few independent tokens come those that queries weigh most, not
+    rounding errors that an oblique projection makes large. (Else: up to 27 times
+    the logits.)"""
+    assert _later(_process(0, 256, 64), tokens, 48).max() < 1
+
+
+def test_what_keys_do_not_tell_queries_do():
+    """The keys of two tokens tell one direction; behind it come those that queries weigh most."""
+    query_BTNH, key_BTKH, _ = _arrays(rank=1)
+    key_BTKH = np.concatenate([key_BTKH[:1, :1], key_BTKH[:1, 1:2]], axis=1)  # one direction
+    found = _of(query_BTNH, key_BTKH)
+    weighs_KHH = key_subspaces.moments(query_BTNH, K)
+    told_KH = key_BTKH[0, 1] - key_BTKH[0, 0]
+    for k in range(K):
+        values_R, vectors_HR = np.linalg.eigh(weighs_KHH[k])
+        root_HH = (vectors_HR * np.sqrt(values_R)) @ vectors_HR.T
+        first_H = root_HH @ told_KH[k] / np.linalg.norm(root_HH @ told_KH[k])
+        rest_HH = np.eye(H) - np.outer(first_H, first_H)
+        next_H = np.linalg.eigh(rest_HH @ weighs_KHH[k] @ rest_HH)[1][:, -1]
+        u_HR = np.linalg.solve(root_HH, found.read_JCR[k])
+        assert abs(first_H @ u_HR[:, 0]) == pytest.approx(1, abs=1e-6)
+        assert abs(next_H @ u_HR[:, 1]) == pytest.approx(1, abs=1e-6)
+
+
+def test_drift_is_told_from_sampling():
+    """A process that stays as it is has none, although few tokens do not tell its subspace; one
+    that turns has."""
+    T, H, r, nothing, where = 256, 16, 4, Rope(0, ()), key_ways.ANYWHERE
+    at = key_drift.at(T, r)
+    turn_HH = np.roll(np.eye(H), H // 2, axis=0)
+
+    def measured(turn_HH):
+        overlaps, errors = [], []
+        for seed in range(6):
+            layer = _process(seed, T, H, turn_HH)
+            grown = key_drift.grown(layer, nothing, 0, where, at, r)
+            overlaps.append(key_drift.overlaps(grown))
+            both = [*grown.first, *grown.spread]
+            errors.append(key_drift.later_errors(layer, nothing, 0, where, both, r))
+        errors_T = np.mean(errors, axis=(0, 1)).reshape(2, len(at))
+        return np.mean(overlaps, axis=(0, 1)).T, errors_T
+
+    (first_T, spread_T), (error_T, control_T) = measured(None)
+    assert at == (8, 16, 32, 64, 128) and first_T[0] < 0.75 and error_T[0] > 1.5 * error_T[-1]
+    assert np.abs(spread_T - first_T).max() < 0.03
+    np.testing.assert_allclose(error_T, control_T, rtol=0.06)
+    (first_T, spread_T), (error_T, control_T) = measured(turn_HH)
+    assert (spread_T - first_T).min() > 0.1 and (error_T / control_T).min() > 1.1
+
+
+def test_joint_rotations_of_queries_and_keys_change_nothing():
+    """Each KV head has a rotation of its own; errors and overlaps stay the same."""
+    query_BTNH, key_BTKH, value_BTKH = _arrays()
+    rng = np.random.default_rng(7)
+    turn_KHH = np.stack([_orthogonal(rng) for _ in range(K)])
+    turned_q = np.einsum("BTNH,NHI->BTNI", query_BTNH, np.repeat(turn_KHH, N // K, axis=0))
+    turned_k = np.einsum("BTKH,KHI->BTKI", key_BTKH, turn_KHH)
+    found = []
+    for query, key in ((query_BTNH, key_BTKH), (turned_q, turned_k)):
+        layer = _layer(query, key, value_BTKH, Mask())
+        half = _of(query[:1, : T // 2], key[:1, : T // 2])
+        weights = key_subspaces.of_weights(key[1], np.zeros((K, H)))
+        cuts = [of.cut(key[0], r) for of in (half, weights) for r in (1, 3)]
+        errors = key_subspaces.errors(layer, 0, cuts)
+        overlap = key_subspaces.overlap(half.first(2), _of(query[:1], key[:1]).first(2))
+        found.append([errors.logit_NA, errors.output_NA, overlap])
+    for before, behind in zip(*found, strict=True):
+        np.testing.assert_allclose(behind, before, rtol=1e-8)
+
+
+def test_turns_are_those_of_the_model():
+    """`turned` against `rope.rotate`."""
+    x_BTKH = _arrays()[1]
+    rotary = rope_lib.rotary(np.arange(T)[None], H, 100.0)
+    expected = rope_lib.rotate(jnp.asarray(x_BTKH[:1]), rotary)[0]
+    made = Rope(0, tuple(rope_lib.frequencies(H, 100.0)))
+    np.testing.assert_allclose(key_subspaces.turned(x_BTKH[0], made), expected, atol=1e-5)

@@ -1,0 +1,149 @@
+"""Patterns of attention: statistics and distances against their definitions, and known ones."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.spatial import distance
+
+from kvjax.analysis.measures import patterns
+from kvjax.analysis.measures.activations import Mask
+from kvjax.analysis.measures.activations import softmax
+
+T, N = 12, 4
+MASKS = [Mask(), Mask(window=5), Mask(causal=False)]
+
+
+def _patterns(mask, seed=0, scale=2.0):
+    z_NTT = scale * np.random.default_rng(seed).normal(size=(N, T, T))
+    return softmax(z_NTT, mask.visible(T))
+
+
+def _even(mask):
+    visible_TT = mask.visible(T)
+    return np.broadcast_to(visible_TT / visible_TT.sum(axis=1, keepdims=True), (1, T, T))
+
+
+def _one_key(mask, key_of):
+    """[1, T, T] all attention on one key of each query."""
+    p_1TT = np.zeros((1, T, T))
+    for t in range(T):
+        p_1TT[0, t, key_of(t)] = 1
+    assert (p_1TT[0][~mask.visible(T)] == 0).all()
+    return p_1TT
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_statistics_are_those_of_the_definition(mask):
+    p_NTT, visible_TT = _patterns(mask), mask.visible(T)
+    found = patterns.statistics(p_NTT, visible_TT)
+    rows = [t for t in range(T) if visible_TT[t].sum() > 1]
+    for n in range(N):
+        entropies = [-sum(p * math.log(p) for p in p_NTT[n, t] if p > 0) for t in rows]
+        most = [math.log(visible_TT[t].sum()) for t in rows]
+        behind = [t for t in rows if t > 0]
+        expected = dict(
+            entropy_N=np.mean(np.divide(entropies, most)),
+            keys_N=np.mean(np.exp(entropies)),
+            first_N=np.mean([p_NTT[n, t, 0] for t in behind if visible_TT[t, 0]]),
+            itself_N=np.mean([p_NTT[n, t, t] for t in rows]),
+            previous_N=np.mean([p_NTT[n, t, t - 1] for t in behind]),
+            distance_N=np.mean([sum(abs(t - s) * p_NTT[n, t, s] for s in range(T)) for t in rows]),
+        )
+        for name, value in expected.items():
+            assert getattr(found, name)[n] == pytest.approx(value), name
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_patterns_that_are_known(mask):
+    visible_TT = mask.visible(T)
+    even = patterns.statistics(_even(mask), visible_TT)
+    assert even.entropy_N[0] == pytest.approx(1)
+    own = patterns.statistics(_one_key(mask, lambda t: t), visible_TT)
+    assert own.itself_N[0] == 1 and own.previous_N[0] == own.distance_N[0] == 0
+    assert own.entropy_N[0] == 0 and own.keys_N[0] == 1
+    before = patterns.statistics(_one_key(mask, lambda t: max(t - 1, 0)), visible_TT)
+    assert before.previous_N[0] == 1
+    seen = lambda t: 0 if visible_TT[t, 0] else t
+    assert patterns.statistics(_one_key(mask, seen), visible_TT).first_N[0] == 1
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_divergences_are_those_of_the_definition(mask):
+    """Against scipy's distance, which is the root of it; symmetric, 0 to itself, ln 2 at most."""
+    p_NTT, visible_TT = _patterns(mask), mask.visible(T)
+    rows_T = patterns.choosing(visible_TT)
+    found_NN = patterns.divergences(p_NTT, visible_TT)
+    for i in range(N):
+        for j in range(N):
+            apart_T = distance.jensenshannon(p_NTT[i], p_NTT[j], axis=1) ** 2
+            assert found_NN[i, j] == pytest.approx(np.nan_to_num(apart_T)[rows_T].mean(), abs=1e-7)
+    np.testing.assert_array_equal(found_NN, found_NN.T)
+    assert (np.diagonal(found_NN) == 0).all() and found_NN.max() < math.log(2)
+    other_NTT = _patterns(mask, seed=1)
+    found_N = patterns.divergence(p_NTT, other_NTT, visible_TT)
+    for n in range(N):
+        apart_T = distance.jensenshannon(p_NTT[n], other_NTT[n], axis=1) ** 2
+        assert found_N[n] == pytest.approx(np.nan_to_num(apart_T)[rows_T].mean(), abs=1e-7)
+
+
+def test_patterns_with_no_key_in_common():
+    both = np.concatenate([_one_key(Mask(), lambda t: t), _one_key(Mask(), lambda t: 0)])
+    apart = patterns.divergences(both, Mask().visible(T))[0, 1]
+    assert apart == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_without_the_first_token(mask):
+    """The rest has the shares that it had of what is left; where nothing is, all alike."""
+    p_NTT, visible_TT = _patterns(mask), mask.visible(T)
+    left_NTT, others_TT = patterns.without_first(p_NTT, visible_TT)
+    assert not others_TT[:, 0].any() and (others_TT[:, 1:] == visible_TT[:, 1:]).all()
+    rows_T = others_TT.any(axis=1)
+    np.testing.assert_allclose(left_NTT.sum(axis=2)[:, rows_T], 1)
+    t = T - 1
+    np.testing.assert_allclose(
+        left_NTT[:, t, 1:], p_NTT[:, t, 1:] / (1 - p_NTT[:, t, :1]), rtol=1e-9
+    )
+    if not mask.window:
+        resting, _ = patterns.without_first(_one_key(mask, lambda t: 0), visible_TT)
+        seen = int(others_TT[t].sum())
+        np.testing.assert_allclose(resting[0, t, 1 : 1 + seen], 1 / seen)
+
+
+def test_heads_that_rest_on_the_first_token_are_told_apart_behind_it():
+    """Two heads with 98 % there hardly differ, and much where that is left out."""
+    rest, visible_TT = 0.98, Mask().visible(T)
+    heads = [_one_key(Mask(), lambda t: t), _one_key(Mask(), lambda t: max(t - 1, 0))]
+    p_NTT = np.concatenate([(1 - rest) * p + rest * _one_key(Mask(), lambda t: 0) for p in heads])
+    apart = patterns.divergences(p_NTT, visible_TT)[0, 1]
+    behind = patterns.divergences(*patterns.without_first(p_NTT, visible_TT))[0, 1]
+    assert apart < 0.03 and behind > 0.6
+
+
+def test_repeated_tokens_and_induction():
+    """A block of different tokens twice; the score is 1 of a head that looks behind the earlier
+    occurrence, and by chance that of even attention."""
+    tokens_A, block = np.arange(100, 160), T // 2
+    rows_BT = patterns.repeated(tokens_A, block, 3, seed=5)
+    assert rows_BT.shape == (3, T) and rows_BT.dtype == np.int32
+    for row_T in rows_BT:
+        assert len(set(row_T[:block].tolist())) == block and set(row_T.tolist()) <= set(tokens_A)
+        np.testing.assert_array_equal(row_T[:block], row_T[block:])
+    assert (rows_BT[0] != rows_BT[1]).any()
+    np.testing.assert_array_equal(rows_BT, patterns.repeated(tokens_A, block, 3, seed=5))
+    behind = _one_key(Mask(), lambda t: max(t - block + 1, 0))
+    assert patterns.induction(behind, block)[0] == 1
+    assert patterns.induction(_one_key(Mask(), lambda t: max(t - block, 0)), block)[0] == 0
+    for mask in MASKS[::2]:
+        chance = patterns.induction_by_chance(mask.visible(T), block)
+        assert patterns.induction(_even(mask), block)[0] == pytest.approx(chance)
+
+
+def test_a_query_that_sees_one_key_counts_for_nothing():
+    """Its row may be changed: it has no choice. With a window of one token no query has."""
+    visible_TT, p_NTT = Mask().visible(T), _patterns(Mask())
+    before = patterns.divergences(p_NTT, visible_TT)
+    assert not patterns.choosing(visible_TT)[0] and patterns.choosing(visible_TT)[1:].all()
+    p_NTT[1, 0] = 0
+    np.testing.assert_array_equal(patterns.divergences(p_NTT, visible_TT), before)

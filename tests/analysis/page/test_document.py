@@ -1,0 +1,330 @@
+"""A page of sections: whole, self-contained, told in words, and the same every time."""
+
+import functools
+from html.parser import HTMLParser
+import json
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from kvjax.analysis.page import document
+from kvjax.analysis.page import draw
+from kvjax.analysis.page.section import Column
+from kvjax.analysis.page.section import Figure
+from kvjax.analysis.page.section import Section
+from kvjax.analysis.page.section import Table
+from kvjax.analysis.page.section import Text
+
+TEXT = Text(
+    "The effective rank of the heads of each layer, uncentered and centered.",
+    "100 % means that all heads of a layer are independent; low values that they repeat others.",
+    "Table 5 has 98.9 % for MHA and 98.3 % for LRKV with 2.5B parameters.",
+)
+VOID = ("meta", "link", "br")
+
+
+@functools.cache
+def drawings() -> dict[str, str]:
+    """Every kind of figure, with names and numbers of many sizes."""
+    r = np.random.default_rng(0)
+    walk = lambda count: (range(count), r.normal(size=count).cumsum() + 90)
+    causal = [
+        f"{text}, {how}"
+        for text in ("Shakespeare", "King James Bible")
+        for how in ("causal", "all")
+    ]
+    stages = ("early, layer 0", "middle, layer 15", "late, layer 29")
+    maps = lambda *shape: {f"layer {i}": r.random(shape[1:]) for i in range(shape[0])}
+    triangle = np.where(np.tri(48) > 0, 1.0, np.nan)
+    return {
+        "Curves over layers": draw.lines(
+            {name: walk(30) for name in ("uncentered", "centered", "centered, of H - 1")},
+            x="layer",
+            y="effective rank, % of heads",
+            level={"MHA in the paper": 98.9, "LRKV in the paper": 98.3},
+            bands={"centered": (np.full(30, 86.0), np.full(30, 91.0))},
+        ),
+        "Curves over lengths": draw.lines(
+            {name: ((64, 256, 1024), r.uniform(5, 60, 3)) for name in causal},
+            x="tokens",
+            y="components for 90 % of the energy",
+            log_x=True,
+        ),
+        "Spectra": draw.lines(
+            {f"layer {i}": (range(1, 65), np.exp(-np.arange(64) / (3 + i))) for i in range(12)},
+            x="component",
+            y="share of the energy",
+            title="Each layer",
+            log_y=True,
+        ),
+        "Within a decade": draw.lines(
+            {"_measured": ((10, 20, 40), (3.1, 2.2, 1.6))},
+            x="rank",
+            y="error",
+            log_x=True,
+            log_y=True,
+        ),
+        "One matrix": draw.heatmaps(
+            {"cosine": r.uniform(-1, 1, (3, 3))}, x="head", y="head", low=-1, high=1, bar="cosine"
+        ),
+        "Similarity": draw.heatmaps(maps(3, 9, 9), x="head", y="head", low=0, high=1, bar="cosine"),
+        "Two models": draw.heatmaps(
+            {
+                f"{model}: {at}": r.random((9, 9))
+                for model in ("ours", "MHA (beside)")
+                for at in stages
+            },
+            x="head",
+            y="head",
+            bar="cosine",
+        ),
+        "Layers and heads": draw.heatmaps({"": r.random((30, 9))}, x="head", y="layer", bar="rank"),
+        "Wide": draw.heatmaps(maps(2, 4, 64), x="component", y="layer", bar="share"),
+        "Attention": draw.heatmaps(
+            {f"head {i}": r.random((48, 48)) * triangle for i in range(14)},
+            x="key",
+            y="query",
+            bar="probability",
+        ),
+    }
+
+
+def tables() -> list[Table]:
+    """A narrow one and a wide one, with what is not there and what must be escaped."""
+    r = np.random.default_rng(0)
+    names = [f"{name} at {share} %, without RoPE" for name in "EM" for share in (80, 99)]
+    wide = [
+        (i, "Shakespeare" if i % 2 else "King James Bible", *r.uniform(0, 1e4, 3), None)
+        for i in range(30)
+    ]
+    wide[3] = (*wide[3][:-1], -4.5)
+    wide[7] = (*wide[7][:-1], 12.25)
+    narrow = [
+        ("MHA", 95.4, 98.9, "yes"),
+        ('LRKV <64> & "co"', np.float64(94.5), 98.3, "no"),
+        ("MQA", np.float32(9.25), float("nan"), None),
+    ]
+    return [
+        Table(
+            "Mechanisms",
+            [
+                Column("mechanism"),
+                Column("ours, %"),
+                Column("the paper, %", ".1f"),
+                Column("agree?"),
+            ],
+            narrow,
+            TEXT,
+        ),
+        Table(
+            "Energy ranks", [Column("layer", "d"), Column("text"), *map(Column, names)], wide, TEXT
+        ),
+    ]
+
+
+def sections() -> list[Section]:
+    drawn = [
+        Figure(title, svg, f"{title}: from 1 to 3, 2 in the mean.", TEXT)
+        for title, svg in drawings().items()
+    ]
+    lead = "Are heads independent of each other? They fill 95.4 % of the directions there are."
+    of = lambda name, title, figures, tables: Section(name, title, lead, figures, tables, {})
+    return [
+        of("diversity", "Diversity of heads", drawn[:4], tables()[:1]),
+        of("geometry", "Geometry & <factors>", drawn[4:], tables()[1:]),
+        of("words", "Words alone", [], []),
+        of("live", "Curves to point at", [live()], []),
+    ]
+
+
+def live(name: str = "three </script> seeds") -> Figure:
+    """Curves whose points a page tells; one with a band, one that stops early."""
+    series = {name: ((1, 2, 4), (3.0, 2.5, 2.25)), "one": ((1, 2, 4), (3.5, float("nan"), 2.0))}
+    bands = {name: ((2.9, 2.4, 2.2), (3.1, 2.6, 2.3))}
+    svg, curves = draw.live_lines(series, x="tokens", y="bits", bands=bands)
+    return Figure("Curves", svg, "Curves: from 1 to 3, 2 in the mean.", TEXT, curves)
+
+
+def made_up() -> str:
+    """The page."""
+    about = {
+        "Command": "python -m kvjax.analysis --model=~/models/A&B/" + "long_" * 30,
+        "Packages": {"jax": "0.11.2", "numpy": "2.4"},
+        "Nothing": "",
+    }
+    return document.page("SmolLM2: attention <inside>", "What is there to see.", sections(), about)
+
+
+class _Tree(HTMLParser):
+    """Checks that what is opened is closed, and keeps what there is."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data.replace("\N{NO-BREAK SPACE}", " "))
+
+    def all(self, *names: str) -> list[dict]:
+        return [attributes for tag, attributes in self.tags if tag in names]
+
+
+@pytest.fixture(scope="module")
+def html():
+    return made_up()
+
+
+@pytest.fixture(scope="module")
+def tree(html):
+    return _Tree(html)
+
+
+@pytest.mark.slow
+def test_it_is_whole_and_the_same_every_time(html, tree):
+    assert html == made_up()
+    assert html.startswith("<!DOCTYPE html>\n") and tree.all("html") == [{"lang": "en"}]
+    assert len(tree.all("h1")) == 1 and len(tree.all("title")) == 1
+    found = [attributes["id"] for _, attributes in tree.tags if "id" in attributes]
+    assert len(found) == len(set(found))
+    assert {a["href"][1:] for a in tree.all("a")} == {
+        *("diversity", "geometry", "words", "live", "about", "contents")
+    }
+    assert {a["href"][1:] for a in tree.all("a")} <= set(found)
+
+
+def test_nothing_is_asked_for(html, tree):
+    for _, attributes in tree.tags:
+        for name in ("href", "src", "xlink:href", "action", "srcset"):
+            assert attributes.get(name, "#").startswith(("#", "data:"))
+    rest = re.sub(r'"data:[^"]*"', "", html)
+    rest = rest.replace("http://www.w3.org/2000/svg", "")  # a name, which nobody loads
+    assert not re.search(r"https?:|//[a-z]|@import|@font-face|url\((?!#)", rest)
+    policy = next(m["content"] for m in tree.all("meta") if "http-equiv" in m)
+    assert policy.startswith("default-src 'none';") and "http" not in policy
+
+
+def test_what_it_is_given_is_escaped(html, tree):
+    assert "attention &lt;inside&gt;" in html and "Geometry &amp; &lt;factors&gt;" in html
+    assert "LRKV &lt;64&gt; &amp; &quot;co&quot;" in html
+    hostile = "</title></style></script><script>alert(1)</script>\"' onload=x"
+    text = Text(hostile, hostile, hostile)
+    figure = Figure(
+        hostile, draw.lines({hostile: ((0, 1), (0, 1))}, x=hostile, y=hostile), hostile, text
+    )
+    table = Table(hostile, [Column(hostile)], [(hostile,)], text)
+    section = Section(hostile, hostile, hostile, [figure], [table], {})
+    found = _Tree(document.page(hostile, hostile, [section], {hostile: hostile}))
+    assert len(found.all("script")) == 1 and len(found.all("style")) == 1
+    assert not any(name.startswith("on") for _, of in found.tags for name in of)
+    assert found.texts.count(hostile) > 5
+
+
+def test_a_page_knows_its_curves_points(html):
+    """Numbers as given, at the places where the drawing has them; its lines can be found."""
+    (text,) = re.findall(r'<script type="application/json" class="curves">(.*?)</script>', html)
+    first, second = json.loads(text)
+    assert first["name"] == "three </script> seeds" and "</script>" not in text
+    assert [point[2:] for point in first["points"]] == [[1, 3, 0.1], [2, 2.5, 0.1], [4, 2.25, 0.05]]
+    assert [point[2:] for point in second["points"]] == [[1, 3.5, 0], [4, 2, 0]]  # no nan
+    (drawing,) = (svg for svg in re.findall(r"<svg.*?</svg>", html, re.S) if "data-series" in svg)
+    root = ElementTree.fromstring(drawing)
+    for i, curve in enumerate((first, second)):
+        (line,) = (node for node in root.iter() if node.get("data-series") == str(i))
+        path = next(node for node in line.iter() if node.tag.endswith("path")).get("d")
+        at = [list(map(float, pair)) for pair in re.findall(r"[ML] ?([\d.]+) ([\d.]+)", path)]
+        assert np.allclose(at, [point[:2] for point in curve["points"]], atol=0.5)
+
+
+def test_a_page_of_what_goes_on_is_read_again():
+    of = lambda **more: document.page("t", "", [], {}, **more)
+    assert '<meta http-equiv="refresh" content="30">' in of(again=30)
+    assert "refresh" not in of()
+
+
+@pytest.mark.slow
+def test_figures_are_told_in_words(tree):
+    drawn = tree.all("svg")
+    titles = [*drawings(), "Curves"]
+    assert len(drawn) == len(titles)
+    for svg, title in zip(drawn, titles, strict=True):
+        assert svg["role"] == "img"
+        assert svg["aria-label"] == f"{title}. {title}: from 1 to 3, 2 in the mean."
+        assert "width" not in svg and "height" not in svg and "viewbox" in svg
+    assert len(tree.all("figure")) == len(tree.all("figcaption")) == len(drawn) + len(tables())
+    for said in (TEXT.shows, TEXT.read, TEXT.paper):
+        assert "".join(tree.texts).count(said) == len(tree.all("figure"))
+
+
+def test_a_sentence_that_there_is_none_of_leaves_nothing():
+    figure = Figure(
+        "t", draw.lines({"a": ((0, 1), (0, 1))}, x="x", y="y"), "", Text("Shown.", "Read.")
+    )
+    html = document.page("t", "", [Section("s", "S", "", [figure], [], {})], {})
+    assert "The paper." not in html and "<p></p>" not in html and 'class="lead"' not in html
+
+
+def test_tables_have_headers_and_values_to_sort_by(html):
+    root = [ElementTree.fromstring(t) for t in re.findall(r"<table.*?</table>", html, re.S)]
+    assert len(root) == 2
+    for table, given in zip(root, tables(), strict=True):
+        headers = table.findall("thead/tr/th")
+        assert [h.text.replace("\N{NO-BREAK SPACE}", " ") for h in headers] == [
+            column.name for column in given.columns
+        ]
+        assert all(h.get("scope") == "col" for h in headers)
+        rows = table.findall("tbody/tr")
+        assert len(rows) == len(given.rows)
+        for row, cells in zip(rows, given.rows, strict=True):
+            assert row[0].tag == "th" and row[0].get("scope") == "row"
+            assert [cell.tag for cell in row[1:]] == ["td"] * (len(cells) - 1)
+            for shown, cell in zip(row, cells, strict=True):
+                value = shown.get("data-value")
+                missing = cell is None or cell != cell
+                assert (shown.text == "–") == missing == ("missing" in shown.get("class", ""))
+                assert (value is None) == (missing or isinstance(cell, str))
+                assert value is None or float(value) == cell
+    assert [cell.text for cell in root[0].findall("tbody/tr")[0]] == ["MHA", "95.40", "98.9", "yes"]
+    right = [h.get("class") == "number" for h in root[0].findall("thead/tr/th")]
+    assert right == [False, True, True, False]
+
+
+@pytest.mark.parametrize("value, text", [(float("inf"), "Infinity"), (-float("inf"), "-Infinity")])
+def test_what_is_infinite_is_sorted_too(value, text):
+    table = Table("t", [Column("a"), Column("b")], [("x", value)], Text("", ""))
+    html = document.page("t", "", [Section("s", "S", "", [], [table], {})], {})
+    assert f'data-value="{text}"' in html
+
+
+def test_about_tells_what_there_is(html):
+    assert "<dt>Packages</dt><dd>jax 0.11.2, numpy 2.4</dd>" in html
+    assert "<dt>Nothing</dt>" not in html
+
+
+@pytest.mark.slow
+def test_forty_figures_are_small():
+    """With thirty-five heatmaps of a hundred heads, and five of thirty layers each."""
+    r = np.random.default_rng(0)
+    figures = []
+    for i in range(40):
+        matrices = {f"{i} {n}": r.random((9, 9)) for n in range(30)}
+        if i % 8:
+            matrices = {f"{i}": r.random((100, 100))}
+        svg = draw.heatmaps(matrices, x="x", y="y")
+        figures.append(Figure(f"{i}", svg, "none", TEXT))
+    html = document.page("t", "", [Section("s", "S", "", figures, [], {})], {})
+    assert len(html.encode()) < 4e6

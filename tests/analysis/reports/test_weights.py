@@ -1,0 +1,375 @@
+"""The reports on weights, of tiny models: every number is there, and what they say of odd ones."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from kvjax.analysis import words
+from kvjax.analysis.measures import diversity
+from kvjax.analysis.measures import geometry
+from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import projections
+from kvjax.analysis.reports.diversity import report as diversity_report
+from kvjax.analysis.reports.geometry import report as geometry_report
+from kvjax.analysis.reports.projections import report as projections_report
+from kvjax.analysis.request import Request
+from kvjax.foundation.errors import UserError
+from tests import quick
+from tests.convert import workdirs
+from tests.convert.workdirs import grouped
+
+NOTHING = Request(texts={}, lengths=())
+REPORTS = dict(diversity=diversity_report, geometry=geometry_report, projections=projections_report)
+OTHERS = {
+    "mla": workdirs.mla(),
+    "kv_tied": grouped(4, 1, 3, tie="kv"),
+    "wide_values": grouped(4, 1, 3, value_dim=12),
+}
+
+
+def _model(name, seed=0, block="nanochat"):
+    mechanisms = OTHERS.get(name)
+    if mechanisms is None:
+        block, mechanisms, _ = workdirs.MODELS[name]
+    return _made(mechanisms, seed, name, block)
+
+
+def _made(mechanisms, seed=0, name="made", block="nanochat"):
+    model = workdirs.Made(workdirs.config(block, mechanisms), seed)
+    model.name = name
+    return model
+
+
+def _well_formed(section):
+    json.dumps(section.data, allow_nan=False)
+    assert section.lead and section.figures and section.tables
+    for figure in section.figures:
+        assert figure.svg.startswith("<svg") and figure.text.shows and figure.text.read
+        words = figure.alternative
+        assert re.search(r"\d", words) and not re.search(r"\bnan\b|None|no number", words), words
+    for table in section.tables:
+        assert table.rows and table.shown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ("mha", "gpt2_lrkv", "lrkv_by_layer", *OTHERS))
+@pytest.mark.parametrize("report", REPORTS)
+def test_reports_of_every_kind_of_mechanism(report, model):
+    section = REPORTS[report].section(_model(model), NOTHING)
+    assert section.name == report
+    _well_formed(section)
+    assert len(section.tables[-1].rows) == workdirs.LAYERS
+
+
+def test_diversity_has_the_numbers_of_every_layer():
+    model, beside = _model("gqa"), _model("mha", seed=1)
+    section = diversity_report.section(model, Request({}, (), beside=beside))
+    _well_formed(section)
+    assert list(section.data["models"]) == ["gqa", "mha (beside)"]
+    data = section.data["models"]["gqa"]
+    for index, heads in enumerate(heads_lib.layers(model)):
+        plain = diversity.of_layer(heads)
+        turning = diversity.of_layer(heads, distances=model.context)
+        found = data["key"][index]
+        assert found["share"] == plain.share
+        assert found["centred_share_of_possible"] == plain.centred_share_of_possible
+        assert found["similarity"] == plain.similarity_NN.tolist()
+        assert found["gram"] == plain.gram_NN.tolist() != found["similarity"]
+        assert data["key_with_rope"][index]["gram"] == turning.gram_NN.tolist()
+        assert found["components"]["0.9"] == plain.components()
+        assert data["key_with_rope"][index]["share"] == turning.share != plain.share
+        assert data["value"][index]["rank"] == diversity.of_layer(heads, "value").rank
+        row = section.tables[1].rows[index]
+        assert row[:3] == [index, plain.rank, 100 * plain.share]
+        assert row[9] == 100 * turning.share
+    means, *published = section.tables[0].rows
+    assert means[4] == pytest.approx(100 * np.mean([one["share"] for one in data["key"]]))
+    row = next(row for row in published if row[1:3] == ["MHA", "2.5B"])
+    assert row[3:6] == [18, 98.9, 94.0] and row[6] == pytest.approx(94.0 * 18 / 17)
+
+
+@pytest.mark.slow
+def test_diversity_without_rope_has_no_means_over_positions():
+    section = diversity_report.section(_model("gpt2_lrkv"), NOTHING)
+    data = section.data["models"]["gpt2_lrkv"]
+    assert data["key_with_rope"] == [] and data["distances"] is None
+    assert "With RoPE" not in section.figures[0].text.shows
+
+
+@pytest.mark.slow
+def test_random_heads_are_different_with_any_mechanism():
+    """The text under the first figure says so."""
+    for name in ("mha", "mqa", "lrkv", "mla"):
+        data = diversity_report.section(_model(name), NOTHING).data["models"][name]
+        assert all(one["share"] > 0.95 for one in data["key"])
+
+
+@pytest.mark.slow
+def test_one_head_has_no_diversity():
+    one = grouped(1, 1, num_heads=1)
+    with pytest.raises(UserError, match=r"layer 0 of made: .*num_heads = 1: .* needs two"):
+        diversity_report.section(_made(one), NOTHING)
+    with pytest.raises(UserError, match="layer 0 of other"):
+        request = Request({}, (), beside=_made(one, name="other"))
+        diversity_report.section(_model("mha"), request)
+    _well_formed(geometry_report.section(_made(one), NOTHING))
+    _well_formed(projections_report.section(_made(one), NOTHING))
+
+
+UNLIKE = dict(  # a model, one beside it, and which reports have nothing for them
+    one_head=(grouped(1, 1, num_heads=1), None, {"diversity"}),
+    one_head_beside=(grouped(4, 4), grouped(1, 1, num_heads=1), {"diversity"}),
+    not_linear=(
+        grouped(4, 1, 3, rope="shared", qk_norm="rms_gain"),
+        None,
+        {"diversity", "projections"},
+    ),
+    not_linear_beside=(
+        grouped(4, 4),
+        grouped(4, 1, 3, rope="shared", qk_norm="rms_gain"),
+        {"diversity", "geometry"},
+    ),
+)
+
+
+@pytest.mark.parametrize("report", quick.every(3, REPORTS))
+@pytest.mark.parametrize("case", quick.only(["not_linear"], UNLIKE))
+def test_what_a_report_has_nothing_for_is_refused_before_weights_are_read(
+    report, case, monkeypatch
+):
+    mechanism, other, refusing = UNLIKE[case]
+    models = [_made(mechanism), other and _made(other, name="other")]
+    request = Request({}, (), beside=models[1])
+    with monkeypatch.context() as patched:
+        patched.setattr(workdirs.Made, "read", None)
+        if report in refusing:
+            with pytest.raises(UserError, match=f"layer 0 of {'other' if other else 'made'}"):
+                REPORTS[report].check(models[0], request)
+        else:
+            REPORTS[report].check(models[0], request)
+    if report not in refusing:
+        _well_formed(REPORTS[report].section(models[0], request))
+
+
+@pytest.mark.slow
+def test_snapshots_of_heads_without_matrices_have_no_diversity():
+    model = _made(grouped(4, 1, 3, rope="shared", qk_norm="rms_gain"))
+    section = geometry_report.section(model, Request({}, (), snapshots=[(0, model), (5, model)]))
+    _well_formed(section)
+    assert section.data["snapshots"][0]["share"] is None
+    assert section.data["snapshots"][0]["key_total_norm"] > 0
+
+
+@pytest.mark.slow
+def test_levels_of_n_heads_are_there_for_models_of_one_n():
+    """Words are of each model's own."""
+    two = grouped(2, 2, num_heads=2)
+    same, other, mixed = (
+        diversity_report.section(_model("mha"), Request({}, (), beside=_made(mechanism)))
+        for mechanism in (grouped(2, 2), two, [two, grouped(4, 4), two])
+    )
+    levels = lambda section: [
+        name
+        for figure in section.figures[:3]
+        for name in ("most possible of N", "N", "N - 1")
+        if f">{name}</text>" in figure.svg
+    ]
+    assert levels(same) == ["most possible of N", "N", "N - 1"]
+    assert not levels(other) and not levels(mixed)
+    assert "mha: 4 heads; made (beside): 2 heads" in other.figures[2].alternative
+    assert "mha: 4 heads; made (beside): 2 or 4 heads" in mixed.figures[2].alternative
+    assert "4 heads in 3 layers" in other.lead and "2 heads in 3 layers" in other.lead
+    rows = {row[0]: row[3] for row in mixed.tables[0].rows if row[2] == "here"}
+    assert rows["mha"] == 4 and rows["made (beside)"] == "2 or 4 heads"
+    assert mixed.tables[0].shown()
+
+
+@pytest.mark.slow
+def test_a_head_that_does_nothing_is_named():
+    model = _model("mha")
+    model.weights["segments", 0, "attention", "mechanism", "query"][1, :, 2] = 0
+    section = diversity_report.section(model, NOTHING)
+    _well_formed(section)
+    assert "Heads whose form is zero: 1;" in section.lead
+    assert [row[-1] for row in section.tables[1].rows] == [None, "2", None]
+
+
+def test_names_of_mechanisms():
+    found = {
+        key: config.title
+        for key, (_, config, _) in workdirs.MODELS.items()
+        if key != "lrkv_by_layer"
+    }
+    assert found["mha"] == "MHA" and found["mqa"] == "MQA" and found["gqa"] == "GQA, 2 KV heads"
+    assert found["lrkv"] == "LRKV, rank 3" and found["lrkv_gqa"] == "LRKV over 2 bases, rank 3"
+    assert found["thin_joint"] == "low rank, keys 5, values 4"
+    assert OTHERS["kv_tied"].title == "Q-K=V, LRKV, rank 3"
+    several = words.mechanism_names(workdirs.MODELS["lrkv_by_layer"][1])
+    assert several.split("; ")[1] == "GQA, 2 KV heads"
+
+
+def test_stages():
+    assert list(words.stages(30).values()) == [0, 15, 29]
+    assert list(words.stages(2).values()) == [0, 1]
+    assert words.stages(1) == {"early, layer 0": 0}
+
+
+def test_geometry_has_the_numbers_of_every_layer_and_head():
+    model, beside = _model("lrkv_gqa"), _model("mha", seed=1)
+    section = geometry_report.section(model, Request({}, (), beside=beside))
+    _well_formed(section)
+    for index in range(workdirs.LAYERS):
+        parts, whole = geometry.of_layer(model, index), geometry.totals(beside, index)
+        for name, each in parts.items():
+            found = section.data["layers"][index][name]
+            raw, mean = geometry.split(each), geometry.split(each.canonical())
+            assert found["base_norm"] == raw.base_norm_J.tolist()
+            assert found["canonical_residual_norm"] == mean.residual_norm_K.tolist()
+            assert found["cosine"] == raw.cosine_K.tolist()
+            assert found["overlap"] == raw.overlap_K.tolist() != found["random_overlap"]
+            assert found["canonical_overlap"] == mean.overlap_K.tolist()
+            assert found["angles"] == [angles.tolist() for angles in raw.angles]
+            own = geometry.optimal(each.canonical(), mean, each, raw.reads)
+            there = geometry.in_canonical_gauge(whole[name], 2, 3)
+            other = geometry.optimal(there, geometry.split(there), each, raw.reads)
+            assert found["lost_with_mean"] == own.with_mean_K.tolist()
+            assert found["beside_lost_alone"] == other.alone_K.tolist()
+            assert found["beside_best_overlap"] == other.overlap_K.tolist()
+            assert found["best_distance"] == own.distance_K.tolist()
+            assert found["beside_best_distance"] == other.distance_K.tolist()
+            assert found["random_best_distance"] != found["best_distance"]
+            assert found["beside_norm"] == geometry.norms(whole[name]).tolist()
+        row = section.tables[0].rows[index]
+        norm_K = geometry.norms(parts["key"].total_DKH)
+        assert row[:4] == [index, 3, pytest.approx(norm_K.mean()), pytest.approx(norm_K.std())]
+        assert row[4] == pytest.approx(geometry.norms(whole["key"]).mean())
+
+
+@pytest.mark.slow
+def test_random_factors_are_of_the_seed():
+    of = lambda seed: geometry_report.section(_model("lrkv"), Request({}, (), seed=seed)).data
+    layers = [of(seed)["layers"] for seed in (0, 0, 1)]
+    drawn = [[layer["key"]["random_overlap"] for layer in found] for found in layers]
+    assert drawn[0] == drawn[1]
+    assert not np.allclose(drawn[0], drawn[2])
+    assert not np.allclose(drawn[0][0], drawn[0][1])  # layers have their own
+
+
+@pytest.mark.slow
+def test_geometry_beside_a_model_of_other_heads_compares_norms_only():
+    request = Request({}, (), beside=_model("gqa", seed=1))
+    section = geometry_report.section(_model("lrkv"), request)
+    _well_formed(section)
+    assert "only norms are compared" in section.lead
+    key = section.data["layers"][0]["key"]
+    assert key["beside_lost_alone"] is None and len(key["beside_norm"]) == 2
+
+
+def test_geometry_without_residuals_shows_norms_only():
+    model = _model("mha")
+    section = geometry_report.section(model, NOTHING)
+    assert "nothing to take apart" in section.lead and len(section.figures) == 2
+    found = section.data["layers"][1]["value"]
+    norms = geometry.norms(geometry.totals(model, 1)["value"])
+    assert found["total_norm"] == norms.tolist() and found["base_norm"] is None
+
+
+@pytest.mark.slow
+def test_layers_without_residuals_are_left_out_of_curves():
+    section = geometry_report.section(_model("lrkv_by_layer"), NOTHING)
+    assert "nothing to take apart" not in section.lead
+    key = [layer["key"] for layer in section.data["layers"]]
+    assert [one["rank"] for one in key] == [3, 0, 5] and key[1]["cosine"] is None
+    cosine = next(f for f in section.figures if f.title.startswith("Cosine"))
+    assert "layer 1" not in cosine.alternative
+
+
+@pytest.mark.slow
+def test_residuals_of_nothing_as_training_may_begin():
+    model = _model("lrkv")
+    for name in ("expand_key", "expand_value"):
+        model.weights["segments", 0, "attention", "mechanism", name][:] = 0
+    section = geometry_report.section(model, Request({}, (), snapshots=[(0, model)]))
+    json.dumps(section.data, allow_nan=False)
+    key = section.data["layers"][0]["key"]
+    assert key["overlap"] == key["canonical_overlap"] == [None] * 4
+    assert key["canonical_residual_norm"] == key["residual_norm"] == [0.0] * 4
+
+
+@pytest.mark.slow
+def test_a_base_that_alone_is_rotated_is_said_to_be():
+    of = lambda **keys: geometry_report.section(_made(grouped(4, 1, 3, **keys)), NOTHING).lead
+    assert "turns the base alone" in of(rope="shared")
+    assert "turns the base alone" not in of()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("lrkv", "mha"))
+def test_snapshots(name):
+    snapshots = [(step, _model(name, seed)) for seed, step in enumerate((0, 50, 100))]
+    request = Request({}, (), snapshots=snapshots)
+    section = geometry_report.section(snapshots[-1][1], request)
+    _well_formed(section)
+    assert "no snapshots" not in section.lead
+    found = section.data["snapshots"]
+    assert [moment["step"] for moment in found] == [0, 50, 100]
+    for moment, (_, model) in zip(found, snapshots, strict=True):
+        layers = [diversity.of_layer(heads) for heads in heads_lib.layers(model)]
+        assert moment["share"] == pytest.approx(np.mean([one.share for one in layers]))
+        assert moment["centred"] == [one.centred_N.tolist() for one in layers]
+        whole = [geometry.totals(model, i) for i in range(workdirs.LAYERS)]
+        for part in ("key", "value"):
+            norms = [geometry.norms(layer[part]).mean() for layer in whole]
+            assert moment[f"{part}_total_norm"] == pytest.approx(np.mean(norms))
+        assert (moment["key_overlap"] is None) == (name == "mha")
+    over = [f.title for f in section.figures if f.title.endswith("over training")]
+    assert len(over) == (4 if name == "lrkv" else 3)
+
+
+def test_projections_has_the_numbers_of_every_layer():
+    model = _model("gqa")
+    section = projections_report.section(model, NOTHING)
+    for index, heads in enumerate(heads_lib.layers(model)):
+        of = projections.of_heads(heads)
+        products, found = projections.Products(of), section.data["layers"][index]
+        assert found["cosine"]["query_key"] == projections.cosine(of["query"], of["key"])
+        assert found["overlap"]["key_value"] == products.overlap("key", "value")
+        by_values, by_squares = products.effective_ranks("value")
+        assert found["by_values"]["value"] == by_values / 16
+        assert found["by_squares"]["value"] == by_squares / 16
+        assert found["possible"] == dict(query=24, key=16, value=16)
+        chance = found["cosine_by_chance"]
+        assert chance["query_key"] == (24 * 32) ** -0.5 and chance["key_value"] == (24 * 16) ** -0.5
+    rows = {row[0]: row[1:] for row in section.tables[0].rows}
+    mean = np.mean([layer["cosine"]["key_value"] for layer in section.data["layers"]])
+    assert rows["cosine, key and value"] == pytest.approx([mean, 384**-0.5, 0.73])
+    assert rows["effective rank by squares, value"][2] == 702 / 1024
+
+
+@pytest.mark.slow
+def test_projections_of_keys_that_are_values():
+    section = projections_report.section(_model("kv_tied"), NOTHING)
+    found = section.data["layers"][0]
+    assert found["cosine"]["key_value"] == pytest.approx(1)
+    assert found["overlap"]["key_value"] == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_projections_of_other_channels_have_no_cosine():
+    section = projections_report.section(_model("wide_values"), NOTHING)
+    found = section.data["layers"][0]
+    assert found["cosine"]["key_value"] is None and found["cosine"]["query_key"] is not None
+    assert found["overlap"]["key_value"] is not None
+    assert "no cosine" in section.lead
+
+
+@pytest.mark.slow
+def test_a_model_without_numbers_is_refused():
+    for name in ("mha", "lrkv"):
+        model = _model(name)
+        model.weights["segments", 0, "attention", "mechanism", "base_key"][2] = np.nan
+        for report in REPORTS.values():
+            with pytest.raises(UserError, match=f"layer 2 of {name}.*keys.* not finite"):
+                report.section(model, NOTHING)
