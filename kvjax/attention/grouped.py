@@ -118,20 +118,22 @@ class GroupedConfig(MechanismConfig):
         if tied:
             tied = f"({tied})+, " if self.position_channels else f"{tied}, "
         thin = f", keys of {self.key_dim}" if self.key_dim < self.value_dim else ""
-        return tied + self._shared + thin
+        low = f", queries of rank {self.query_rank}" if self.query_rank else ""
+        return tied + self._shared + thin + low
 
     @property
     def _shared(self) -> str:
         """What heads share, by the field's names."""
-        bases = self.num_bases
+        bases, heads = self.num_bases, self.num_kv_heads
         if self.rank:
             over = f" over {bases} bases" if bases > 1 else ""
-            return f"LRKV{over}, rank {self.rank}"
+            grouped = f", {heads} KV heads" if heads < self.num_heads else ""
+            return f"LRKV{over}{grouped}, rank {self.rank}"
         if bases == self.num_heads:
             return "MHA"
-        if bases == 1 and self.query_rank:
-            return f"MFA, queries of rank {self.query_rank}"
-        return "MQA" if bases == 1 else f"GQA, {bases} KV heads"
+        if bases == 1:
+            return "MFA" if self.query_rank else "MQA"
+        return f"GQA, {bases} KV heads"
 
     @property
     def ties_values(self) -> bool:

@@ -7,7 +7,7 @@ from tests.mechanisms import MECHANISMS
 
 NAMES = {
     "mha": "MHA",
-    "lrkv_gqa": "LRKV over 2 bases, rank 3",
+    "lrkv_gqa": "LRKV over 2 bases, 4 KV heads, rank 3",
     "thin_keys": "GQA, 2 KV heads, keys of 4",
     "factored_values": "low rank, keys whole, values 3",
     "qk_tied": "Q=K-V, MHA",
@@ -29,6 +29,12 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_title(make_mechanism, name):
     assert make_mechanism(name).title == NAMES[name]
+
+
+def test_low_rank_queries_are_told_whatever_heads_share(make_mechanism):
+    low = lambda name: make_mechanism(name, query_rank=5).title
+    assert low("gqa") == "GQA, 2 KV heads, queries of rank 5"
+    assert low("lrkv") == "LRKV, rank 3, queries of rank 5"
 
 
 def test_every_kind_has_one_of_its_own():
