@@ -203,10 +203,7 @@ def test_names_of_mechanisms():
         if key != "lrkv_by_layer"
     }
     assert found["mha"] == "MHA" and found["mqa"] == "MQA" and found["gqa"] == "GQA, 2 KV heads"
-    assert (
-        found["lrkv"] == "LRKV, rank 3"
-        and found["lrkv_gqa"] == "LRKV over 2 bases, 4 KV heads, rank 3"
-    )
+    assert found["lrkv"] == "LRKV, rank 3" and found["lrkv_gqa"] == "LRKV over 2 bases, rank 3"
     assert found["thin_joint"] == "low rank, keys 5, values 4"
     assert OTHERS["kv_tied"].title == "Q-K=V, LRKV, rank 3"
     several = words.mechanism_names(workdirs.MODELS["lrkv_by_layer"][1])
