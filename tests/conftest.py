@@ -4,23 +4,24 @@ Of several processes, the one that only tells workers what to run has no use for
 """
 
 import gc
+import importlib
 import os
+import re
+import signal
+import traceback
+
+import pytest
+
+from tests import draw
+from tests import quick
 
 gc.disable()  # until all tests are collected
 _theirs = {name: os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "XLA_FLAGS", "NPROC")}
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # others wait for work in a loop, beside another worker
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-from tests import draw
-from tests import quick
-
 quick.keep_to_own_cores()
 os.environ.update(quick.cpu_devices(8, f"{quick.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"))
-
-import signal
-
-import pytest
 
 # Under nohup, or in the background of a script, these are ignored, also by what tests start.
 for _signal in (signal.SIGHUP, signal.SIGINT):
@@ -31,7 +32,6 @@ for _signal in (signal.SIGHUP, signal.SIGINT):
 # Files with cases of minutes: begun last, one of them would keep one worker busy and others idle.
 _FIRST = ("test_notebooks.py", "test_mid_training.py", "test_fuzz.py", "test_multihost.py")
 _FIRST += ("test_scaling_table.py",)  # compiles a model, where it does
-_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 
 
 def pytest_addoption(parser):
@@ -40,13 +40,31 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Loads fixtures, and with them JAX; what tests start sees the machine as it is."""
-    only_tells_workers = config.option.dist != "no" and not config.option.collectonly
-    if _WORKER or not only_tells_workers:
-        config.pluginmanager.import_plugin("tests.fixtures")
+    draw.check_options(config)
+    if _is_worker(config) or not _tells_workers(config):
+        try:
+            fixtures = importlib.import_module("tests.fixtures")
+        except Exception as error:
+            if _is_worker(config):
+                raise  # after an exit, the others would say that there are no tests
+            pytest.exit("".join(traceback.format_exception(error)), returncode=3)
+        config.pluginmanager.register(fixtures)
     for name, value in _theirs.items():
-        os.environ.pop(name)
+        os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+def _is_worker(config) -> bool:
+    """Whether this is one of several processes of pytest-xdist that run tests."""
+    return hasattr(config, "workerinput")
+
+
+def _tells_workers(config) -> bool:
+    """Whether other processes run the tests."""
+    option = lambda name: getattr(config.option, name, None)  # none without pytest-xdist
+    only_reads = option("collectonly") or option("showfixtures")
+    return option("dist") not in (None, "no") and bool(option("tx")) and not only_reads
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -62,8 +80,9 @@ class _FromTheEnd(pytest.Dir):
 
 
 def pytest_collect_directory(path, parent):
-    """Workers that read from both ends rewrite half of all asserts each, where nobody has yet."""
-    if _WORKER.endswith(tuple("13579")):
+    """Folders are read from both ends: each worker rewrites half of the asserts, where none are."""
+    worker = getattr(parent.config, "workerinput", {}).get("workerid", "")
+    if re.fullmatch(r"gw\d*[13579]", worker):
         return _FromTheEnd.from_parent(parent, path=path)
     return None
 
@@ -71,7 +90,9 @@ def pytest_collect_directory(path, parent):
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """All workers have the same order; draws when what other markers leave out is out."""
-    items.sort(key=lambda item: (item.path.name not in _FIRST, item.path))  # stable
+    if _is_worker(config):
+        items.sort(key=lambda item: item.path)
+    items.sort(key=lambda item: item.path.name not in _FIRST)  # stable, as the other
     result = yield
     draw.deselect(config, items)
     return result

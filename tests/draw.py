@@ -21,6 +21,12 @@ def add_options(parser: pytest.Parser) -> None:
     add("--draw-by", default="", metavar="TEXT", help="what decides which, as a commit")
 
 
+def check_options(config: pytest.Config) -> None:
+    """Raises a UsageError if nothing decides which cases are drawn."""
+    if config.getoption("draw") > 1 and not config.getoption("draw_by"):
+        raise pytest.UsageError("--draw: give --draw-by too, as the commit")
+
+
 def by_folder(cases: Iterable[str]) -> list[list[str]]:
     """Cases in groups, those of a folder in one."""
     folders: dict[str, list[str]] = {}
@@ -36,12 +42,10 @@ def drawn(cases: Sequence[str], one_in: int, by: str) -> set[str]:
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out slow cases that are not drawn; a UsageError if nothing decides which are."""
+    """Leaves out slow cases that are not drawn."""
     one_in, by = config.getoption("draw"), config.getoption("draw_by")
     if one_in <= 1:
         return
-    if not by:
-        raise pytest.UsageError("--draw: give --draw-by too, as the commit")
     marked = lambda item, name: item.get_closest_marker(name) is not None
     long = lambda item: marked(item, "slow") or marked(item, "aot")
     slow = lambda item: long(item) and not marked(item, "whole")

@@ -38,12 +38,12 @@ def no_program_outlives_its_tests():
         jax.clear_caches()
         gc.collect()
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
-            trim(0)  # else what is free stays with the process, and all is forgotten each time
+            trim(0)  # else it counts as this process's still: each module would forget all again
 
 
 @pytest.fixture(scope="session")
 def make_mechanism():
-    """A function of a name above and config keys: the mechanism's config, 4 heads of 8."""
+    """A function of a name of MECHANISMS and config keys: the mechanism's config, 4 heads of 8."""
 
     def make(name, **keys):
         cls, own = MECHANISMS[name]

@@ -105,12 +105,17 @@ def _known(tree: pathlib.Path, mutation: dict) -> Iterator[list[str]]:
 
 
 def _rooms(tree: pathlib.Path, file: str) -> Iterator[list[str]]:
-    """Where to look first, and then: the file's own tests, its folder's, all."""
+    """Where to look first, and then: the file's own tests, its folder's, all.
+
+    A folder of files that are tested together has one file of tests, or that of the folder above.
+    """
     path = pathlib.PurePath(file)
     folder = pathlib.PurePath("tests", *path.parts[1:-1])
-    near = [folder / f"test_{path.stem.strip('_')}.py", folder]
-    if len(path.parts) == 2:  # at the root: `tests/` itself is all
-        near = near[:1]
+    near = [folder / f"test_{path.stem.strip('_')}.py"]
+    if len(path.parts) > 2:  # at the root `tests/` itself is all
+        near += [folder, folder.with_name(f"test_{folder.name}.py")]
+    if len(path.parts) > 3:
+        near.append(folder.parent)
     yield from ([str(p)] for p in near if (tree / p).exists())
     yield ["tests"]
 

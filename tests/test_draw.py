@@ -74,7 +74,8 @@ def test_a_whole_test_keeps_all():
 
 def test_nothing_is_drawn_by_nothing():
     with pytest.raises(pytest.UsageError, match="--draw: give --draw-by too"):
-        draw.deselect(_config(4, ""), [])
+        draw.check_options(_config(4, ""))
+    draw.check_options(_config(1, ""))
 
 
 @pytest.mark.slow

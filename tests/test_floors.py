@@ -39,6 +39,11 @@ from tests import quick
                 "from experiments.tables import cards",
                 "experiments.benchmarks is not allowed",
             ),
+            (
+                "kvjax/analysis/measures/logits.py",
+                "from kvjax.analysis.page import draw",
+                "kvjax.analysis.measures is not allowed to import kvjax.analysis.page",
+            ),
         ],
         first=1,
     ),

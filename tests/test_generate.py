@@ -41,7 +41,7 @@ def warm(run, loaded, generator, monkeypatch):
     return run
 
 
-def test_one_prompt(run, loaded, generator, monkeypatch):
+def test_one_prompt(run, workdir, loaded, generator, monkeypatch):
     def compiled(model, compute, implementation, mesh):
         weights = [jax.tree.leaves(nnx.state(each)) for each in (model, loaded.model)]
         assert all(np.array_equal(one, other) for one, other in zip(*weights, strict=True))
@@ -53,6 +53,8 @@ def test_one_prompt(run, loaded, generator, monkeypatch):
     result = generate(generator, loaded.tokenizer, ["The king "], num_tokens=6, seed=3)
     assert (status, out) == (0, f"The king {result.texts[0]}\n")
     assert run("--prompt=The king ", "--seed=4")[1] != out
+    sample = (workdir / "sample.txt").read_text()  # of training
+    assert run("--prompt=The king ", "--num_tokens=4")[:2] == (0, sample)
     assert re.fullmatch(
         r"kvjax: first token after [\d.,]+ ms, then [\d,]+ tokens/s \(without the [\d.]+ s of "
         r"compiling before\); cache 51,200 bytes = 1 x 128 tokens x 400\n",

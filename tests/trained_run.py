@@ -32,9 +32,9 @@ def config_of(workdir: pathlib.Path) -> ml_collections.ConfigDict:
 
 
 def trained(folder: pathlib.Path) -> pathlib.Path:
-    """The workdir of the run, in a folder with `output.txt`, which it printed, and `last.json`.
+    """The workdir of the run, in a folder with `output.txt`, which it printed.
 
-    It is trained if it is not there yet, whole.
+    Trained unless a whole one is there: `last.json`, its last figures, is written last.
     """
     last = folder / "last.json"
     if last.exists():

@@ -166,7 +166,7 @@ def build(shared: pathlib.Path) -> None:
     config.data.update(source="../shared/text.txt")
     config.train.update(batch_size=2, checkpoint_every=1)
     loop.train(config, epath.Path("trained"))
-    from tests.conversation import workdirs  # asks for eight devices, too late
+    from tests.conversation import workdirs
 
     workdirs.write(shared / "talking")
     (shared / "questions").mkdir()

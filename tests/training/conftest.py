@@ -50,7 +50,7 @@ def one_device(monkeypatch):
 
 @pytest.fixture(scope="session")
 def whole(workdir):
-    """The run that all tests share, from its first step to its sample: its config and figures."""
+    """The run that all tests share, its config, workdir, last figures and what it printed."""
     output, last = (workdir.parent / name for name in ("output.txt", "last.json"))
     return types.SimpleNamespace(
         config=trained_run.config_of(workdir),

@@ -153,6 +153,7 @@ def test_another_corpus_in_the_same_workdir_is_refused(whole, tmp_path):
     config = whole.config.copy_and_resolve_references()
     config.train.update(stop_after=1, sample_tokens=0)
     config.data.source = runs.write_text(tmp_path / "text.txt")
+    config.data.directory = str(tmp_path / "data")
     loop.train(config, epath.Path(tmp_path / "run"))
     (tmp_path / "text.txt").write_text("Another text.\n" * 5000)
     with pytest.raises(UserError, match="dataset: there"):

@@ -24,8 +24,12 @@ from tests.trained_run import STEPS
 
 @pytest.fixture
 def copy(workdir, tmp_path):
-    """A copy of the workdir, to be broken."""
-    return pathlib.Path(shutil.copytree(workdir, tmp_path / "copy"))
+    """A copy of the workdir, to be broken; what it was trained on is gone."""
+    copy = pathlib.Path(shutil.copytree(workdir, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    config["data"]["source"] = "/nowhere/text.txt"
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
 
 
 @pytest.fixture
@@ -35,9 +39,6 @@ def run(workdir, capsys, monkeypatch):
 
 
 def test_a_workdir_is_all_that_is_needed(copy):
-    config = json.loads((copy / "config.json").read_text())
-    config["data"].update(source="/nowhere/text.txt", directory="/nowhere/data")
-    (copy / "config.json").write_text(json.dumps(config))
     loaded = load(epath.Path(copy))
     state = ocp.load(copy / "checkpoints" / str(STEPS), checkpointable_name="state")
     got = [np.asarray(x) for x in jax.tree.leaves(nnx.state(loaded.model))]
@@ -146,7 +147,12 @@ def test_a_config_that_cannot_be_read(run, copy):
 def test_a_checkpoint_that_cannot_be_read(run, copy):
     for file in (copy / "checkpoints" / str(STEPS) / "state").rglob("d/*"):
         file.write_bytes(b"\0" * file.stat().st_size)
-    expect(run, copy, f"checkpoints/{STEPS} cannot be read", f"steps [{EARLIER}]")
+    expect(
+        run,
+        copy,
+        f"checkpoints/{STEPS} cannot be read",
+        f"other checkpoints there: steps [{EARLIER}]",
+    )
     assert run("--prompt=a", f"--step={EARLIER}", workdir=copy)[0] == 0
 
 

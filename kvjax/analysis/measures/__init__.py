@@ -1,5 +1,6 @@
-"""What can be asked of attention, as pure functions on arrays in float64, one layer at a time.
+"""What can be asked of attention, one layer at a time.
 
-`heads` gives a layer's weights as matrices of each head, `activations` what they make of a text;
-the others answer a question each.
+`heads` reads a model's weights as matrices of each head, `activations` what they make of a text,
+and `cut_keys` runs a model with less of its keys; the others are pure functions on such arrays, in
+float64.
 """

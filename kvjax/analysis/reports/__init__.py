@@ -1,9 +1,10 @@
 """The reports: a folder each, imported when it is asked for.
 
-`report` of a folder has `section(model, request) -> section.Section`. It may have
+`report` of a folder has `section(model, request) -> page.section.Section`. It may have
 `check(model, request)`, which raises a `UserError` where the model has nothing for it, before any
-work starts: such a report is left out unless it was asked for by name. What is measured stands in
-`measurements`, the numbers that are shown in `results`, and long tables in `tables`.
+work starts: such a report is left out unless it was asked for by name. Where that is more than fits
+in one file, what is measured stands in `measurements`, the numbers that are shown in `results`, and
+long tables in `tables`.
 """
 
 import importlib
@@ -15,7 +16,7 @@ NAMES = ("diversity", "geometry", "projections", "logits", "compression", "behav
 
 def there() -> tuple[str, ...]:
     """The names of the reports, in the order of the page."""
-    return tuple(name for name in NAMES if importlib.util.find_spec(f"{__name__}.{name}"))
+    return tuple(name for name in NAMES if importlib.util.find_spec(f"{__name__}.{name}.report"))
 
 
 def module(name: str) -> types.ModuleType:

@@ -14,13 +14,13 @@ from kvjax.analysis.measures import logits
 from kvjax.analysis.measures import spectrum
 from kvjax.analysis.measures import truncation
 from kvjax.analysis.measures.activations import Mask
+from kvjax.analysis.measures.spread import spread
 from kvjax.analysis.page import document
 from kvjax.analysis.reports.logits import measurements
 from kvjax.analysis.reports.logits import report as report
 from kvjax.analysis.reports.logits.results import Results
-from kvjax.analysis.reports.logits.results import reference_length
-from kvjax.analysis.reports.logits.results import spread
 from kvjax.analysis.request import Request
+from kvjax.analysis.request import reference_length
 from kvjax.foundation.errors import UserError
 from tests.convert import workdirs
 

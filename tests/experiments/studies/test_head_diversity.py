@@ -132,7 +132,9 @@ def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     for _ in range(2):
         assert head_diversity.run(one, epath.Path(tmp_path)) == _made("mha")
     assert len(made) == 1
-    monkeypatch.setattr(head_diversity.code_lib, "code_of", lambda _: {"analysis/spectrum.py": "x"})
+    monkeypatch.setattr(
+        head_diversity.code_lib, "code_of", lambda _: {"analysis/measures/spectrum.py": "x"}
+    )
     for _ in range(2):
         assert head_diversity.run(one, epath.Path(tmp_path)) == _made("mha")
     assert len(made) == 2

@@ -19,9 +19,9 @@ from kvjax.analysis.reports.behaviour import tables
 from kvjax.analysis.reports.behaviour.results import Head
 from kvjax.analysis.reports.behaviour.results import Results
 from kvjax.analysis.reports.behaviour.results import there
-from kvjax.analysis.reports.logits import measurements as logit_measurements
-from kvjax.analysis.reports.logits.results import reference_length
 from kvjax.analysis.request import Request
+from kvjax.analysis.request import check_texts
+from kvjax.analysis.request import reference_length
 from kvjax.analysis.words import in_words
 from kvjax.analysis.words import stages
 from kvjax.convert.model import Model
@@ -49,7 +49,7 @@ def section(model: Model, request: Request) -> Section:
       UserError: a text shorter than the longest length; weights or activations that are not finite.
     """
     check(model, request)
-    logit_measurements.check(model, request.texts, request.lengths)
+    check_texts(model, request.texts, request.lengths)
     length = reference_length([length for length in request.lengths if length >= _SHORTEST])
     measured = measurements.measure(model, request.texts, length, request.seed)
     return _section(Results(model.name, measured, request.heads))

@@ -2,6 +2,7 @@
 
 from kvjax.analysis.measures import heads as heads_lib
 from kvjax.analysis.measures import key_ways
+from kvjax.analysis.measures.spread import Spread
 from kvjax.analysis.page import draw
 from kvjax.analysis.page.section import Figure
 from kvjax.analysis.page.section import Section
@@ -10,10 +11,9 @@ from kvjax.analysis.reports.compression import measurements
 from kvjax.analysis.reports.compression import tables
 from kvjax.analysis.reports.compression.results import Results
 from kvjax.analysis.reports.compression.results import Times
-from kvjax.analysis.reports.logits import measurements as logit_measurements
-from kvjax.analysis.reports.logits.results import Spread
-from kvjax.analysis.reports.logits.results import reference_length
 from kvjax.analysis.request import Request
+from kvjax.analysis.request import check_texts
+from kvjax.analysis.request import reference_length
 from kvjax.convert.model import Model
 from kvjax.foundation.errors import UserError
 
@@ -55,7 +55,7 @@ def section(model: Model, request: Request) -> Section:
       UserError: a text shorter than the longest length; weights or activations that are not finite.
     """
     check(model, request)
-    logit_measurements.check(model, request.texts, request.lengths)
+    check_texts(model, request.texts, request.lengths)
     long_enough = [length for length in request.lengths if length >= _SHORTEST]
     length, longest = reference_length(long_enough), max(request.lengths)
     measured = measurements.measure(model, request.texts, length, longest)

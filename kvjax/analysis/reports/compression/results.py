@@ -9,9 +9,9 @@ import numpy as np
 from kvjax.analysis.measures import key_drift
 from kvjax.analysis.measures import key_ways
 from kvjax.analysis.measures.key_ways import Way
+from kvjax.analysis.measures.spread import Spread
+from kvjax.analysis.measures.spread import spread
 from kvjax.analysis.reports.compression.measurements import Measured
-from kvjax.analysis.reports.logits.results import Spread
-from kvjax.analysis.reports.logits.results import spread
 from kvjax.analysis.request import Request
 
 _SURE = 1.96  # standard errors to either side: 95 %

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.analysis.measures.spread import Spread
 from kvjax.analysis.page.section import Column
 from kvjax.analysis.page.section import Table
 from kvjax.analysis.page.section import Text
 from kvjax.analysis.reports.compression import measurements
 from kvjax.analysis.reports.compression.results import Results
-from kvjax.analysis.reports.logits.results import Spread
 from kvjax.analysis.reports.logits.tables import PUBLISHED_RANKS
 
 # Thin keys, table 5: truncated SVD of GPT-2's W_K, all heads together: rank of 768, perplexity.

@@ -14,10 +14,10 @@ from kvjax.analysis.measures import logits
 from kvjax.analysis.measures import truncation
 from kvjax.analysis.measures.activations import Layer
 from kvjax.analysis.measures.activations import Mask
+from kvjax.analysis.request import check_texts
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model
 from kvjax.foundation import progress
-from kvjax.foundation.errors import UserError
 
 RANKS = (10, 20, 40)  # logit spectra, section 4.3
 _ALL_KEYS = Mask(causal=False)
@@ -57,23 +57,6 @@ class Measured:
     perplexity: Mapping[tuple[int, int], np.ndarray]
 
 
-def check(model: Model, texts: Mapping[str, np.ndarray], lengths: Sequence[int]) -> None:
-    """Raises a UserError for texts that are too short, and lengths that a model does not take."""
-    if min(lengths) < 2:
-        raise UserError(f"lengths = {min(lengths)}: must be at least 2 tokens")
-    for name, tokens_T in texts.items():
-        if len(tokens_T) < max(lengths):
-            raise UserError(
-                f"text {name!r} has {len(tokens_T):,} tokens, fewer than the length "
-                f"{max(lengths):,}: give a longer text, or shorter lengths"
-            )
-    try:
-        model.transformer.check_length(max(lengths))
-    except UserError as error:
-        at = str(error).replace("config.data.sequence_length", "lengths")
-        raise UserError(f"{at}: give shorter lengths") from error
-
-
 def measure(
     model: Model,
     texts: Mapping[str, np.ndarray],
@@ -91,7 +74,7 @@ def measure(
     Raises:
       UserError: see `check`; weights or activations that are not finite.
     """
-    check(model, texts, lengths)
+    check_texts(model, texts, lengths)
     found = collections.defaultdict(list)
     with progress.waiting("logit spectra") as doing:
         rotates = model.transformer.block.angles_base is not None

@@ -19,8 +19,8 @@ from kvjax.analysis.reports.logits.measurements import Kind
 from kvjax.analysis.reports.logits.results import COMPONENTS
 from kvjax.analysis.reports.logits.results import SHARE
 from kvjax.analysis.reports.logits.results import Results
-from kvjax.analysis.reports.logits.results import reference_length
 from kvjax.analysis.request import Request
+from kvjax.analysis.request import reference_length
 from kvjax.convert.model import Model
 
 

@@ -1,13 +1,14 @@
 """What was measured of a model's logits, in the numbers that figures and tables show."""
 
 from collections.abc import Iterator
-from collections.abc import Sequence
 import dataclasses
 import math
 
 import numpy as np
 
 from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures.spread import Spread
+from kvjax.analysis.measures.spread import spread
 from kvjax.analysis.reports.logits.measurements import AT_DISTANCES
 from kvjax.analysis.reports.logits.measurements import AVERAGED
 from kvjax.analysis.reports.logits.measurements import CAUSAL
@@ -17,33 +18,10 @@ from kvjax.analysis.reports.logits.measurements import WEIGHTS
 from kvjax.analysis.reports.logits.measurements import Kind
 from kvjax.analysis.reports.logits.measurements import Measured
 from kvjax.analysis.request import Request
+from kvjax.analysis.request import reference_length
 
 SHARE = 0.9
-PAPER_LENGTH = 256
 COMPONENTS = (1, 2, 5, 10, 20, 40)  # of table 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Numbers by [layers, texts, heads]: the median of all, and how they lie around it.
-
-    Attributes:
-      low, high: quartiles over heads, of all layers and texts.
-      between_texts: the standard deviation of each text's median; None of one text.
-    """
-
-    median: float
-    low: float
-    high: float
-    between_texts: float | None
-
-
-def spread(x_LBN: np.ndarray) -> Spread:
-    """The spread of numbers by [layers, texts, heads]; nan are left out."""
-    low, median, high = np.nanquantile(x_LBN, (0.25, 0.5, 0.75))
-    by_text_B = np.nanmedian(x_LBN, axis=(0, 2))
-    between = float(np.std(by_text_B)) if len(by_text_B) > 1 else None
-    return Spread(float(median), float(low), float(high), between)
 
 
 class Results:
@@ -154,11 +132,6 @@ class Results:
                 times=mean(found_B / plain_B),
                 by_text=dict(zip(self.texts, found_B.tolist(), strict=True)),
             )
-
-
-def reference_length(lengths: Sequence[int]) -> int:
-    """The paper's length, or that nearest to it."""
-    return min(lengths, key=lambda length: abs(math.log(length / PAPER_LENGTH)))
 
 
 def _there(x: float) -> float | None:

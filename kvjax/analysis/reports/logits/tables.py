@@ -13,8 +13,8 @@ from kvjax.analysis.reports.logits.measurements import FIELD
 from kvjax.analysis.reports.logits.measurements import WEIGHTS
 from kvjax.analysis.reports.logits.measurements import Kind
 from kvjax.analysis.reports.logits.results import COMPONENTS
-from kvjax.analysis.reports.logits.results import PAPER_LENGTH
 from kvjax.analysis.reports.logits.results import Results
+from kvjax.analysis.request import PAPER_LENGTH
 
 # Table 2, components for 80, 90, 95 and 99 % of the energy: channels of a head, M, E.
 PUBLISHED_RANKS = {
