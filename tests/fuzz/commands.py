@@ -56,6 +56,7 @@ WORKING = {
         ("--workdir=../shared/talking", f"--python={sys.executable}"),
         "",
     ),
+    "experiments.studies.depth_8": (("--data=../shared/rows",), ""),
     "experiments.studies.language_models": (("--study=lrkv_ranks",), ""),
     "experiments.studies.word_models": (("--set=wikitext2", "--folder=folder"), ""),
     "experiments.studies.images": (("--set=mnist", "--folder=folder"), ""),

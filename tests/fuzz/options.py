@@ -43,8 +43,8 @@ _STARTS_WORK = {
         [
             f"experiments.studies.{study} runs"
             for study in (
-                *("head_diversity", "small_caches"),
-                *("language_models", "long_rows"),
+                *("depth_8", "head_diversity", "language_models"),
+                *("long_rows", "small_caches"),
             )
         ],
         frozenset((LONG, "../x", "a\x01b", SNOWMAN, FOLDER, MISSING, "x")),
