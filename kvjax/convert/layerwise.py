@@ -16,6 +16,7 @@ from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.layers import rope
 from kvjax.model import loss
+from kvjax.model import parameters
 from kvjax.model.transformer import Block
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
@@ -92,12 +93,11 @@ def few_rows(rows_BT: np.ndarray) -> list[np.ndarray]:
 
 def _outer(model: Model, names: Collection[str]) -> Transformer:
     """The model with the weights of some of its parts; the others are shapes."""
-    make = lambda: Transformer(model.transformer, jax.random.key(0))
-    graph, state = nnx.split(nnx.eval_shape(make))
-    flat = traverse_util.flatten_dict(nnx.to_pure_dict(state))
+    flat = traverse_util.flatten_dict(parameters.abstract(model.transformer).shapes)
     for path in flat:
         if path[0] in names:
             flat[path] = jnp.asarray(model.read(path), jnp.float32)
+    graph = parameters.graph(model.transformer)
     return nnx.merge(graph, traverse_util.unflatten_dict(flat))
 
 

@@ -151,7 +151,6 @@ def read_layer(model: Model, index: int, *part: str) -> dict:
 
 def transformer(model: Model) -> Transformer:
     """The whole model in memory, in float32."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(model.transformer, jax.random.key(0))))
     flat = {}
     for path, (shape, _) in model.parameters().items():
         if path[0] != "segments":
@@ -163,7 +162,8 @@ def transformer(model: Model) -> Transformer:
             for path, stacked in flat.items():
                 if path[:2] == ("segments", segment):
                     stacked[layer] = model.read(path, layer)
-    return nnx.merge(graph, jax.tree.map(jnp.asarray, traverse_util.unflatten_dict(flat)))
+    weights = jax.tree.map(jnp.asarray, traverse_util.unflatten_dict(flat))
+    return nnx.merge(parameters.graph(model.transformer), weights)
 
 
 def attention_section(config: TransformerConfig) -> dict:

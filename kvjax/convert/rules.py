@@ -7,16 +7,12 @@ from collections.abc import Sequence
 import dataclasses
 import math
 
-from flax import nnx
-from flax import traverse_util
-import jax
 import numpy as np
 
 from kvjax.layers.weight import Axes
-from kvjax.layers.weight import axes_of
+from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
-from kvjax.model.transformer import Transformer
 
 BLOCK: Path = ("segments", 0)  # where the layers are: all of them alike, stacked in front
 
@@ -44,13 +40,12 @@ class Weight:
 
 def weights_of(config: TransformerConfig) -> dict[Path, Weight]:
     """The weights of a model whose layers are all alike; nothing is computed."""
-    state = nnx.state(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
-    axes = traverse_util.flatten_dict(axes_of(state))
-    weights = {}
-    for path, variable in traverse_util.flatten_dict(nnx.to_pure_dict(state)).items():
-        shape = variable.shape[1:] if path[: len(BLOCK)] == BLOCK else variable.shape
-        weights[path] = Weight(tuple(shape), Axes.parse(axes[path]))
-    return weights
+    axes = parameters.axes(config)
+    one = lambda path, shape: shape[1:] if path[: len(BLOCK)] == BLOCK else shape  # layer
+    return {
+        path: Weight(one(path, shape), axes[path])
+        for path, shape in parameters.shapes(config).items()
+    }
 
 
 # -- rules: published tensors and the weights in them ----------------------------------------------

@@ -72,19 +72,23 @@ class Axes:
         return Axes(self.batch + heads, keep(self.reduction), keep(self.output))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Draws:
     """Random keys, and how weights start that say no more than what they are.
 
-    It stands wherever nnx.Rngs do, which start as the defaults here.
+    It stands wherever nnx.Rngs do, which start as the defaults here, and gives the keys of
+    nnx.Rngs(key). Its count is a number: of an array, every weight would trace an addition.
     """
 
-    rngs: nnx.Rngs
+    key: jax.Array
     matrix_std: float = 0.0  # of matrices; 0: by their sizes
     zero_outputs: bool = True  # whether projections into the residual stream, and the head, are 0
+    count: int = 0  # keys given
 
     def params(self) -> jax.Array:
-        return self.rngs.params()
+        """The next key."""
+        self.count += 1
+        return jax.random.fold_in(self.key, self.count - 1)
 
 
 def weight(
@@ -106,25 +110,31 @@ def weight(
     """
     parsed = Axes.parse(axes)
     shape = tuple(sizes[name] for name in parsed.names)
-    draws = rngs if isinstance(rngs, Draws) else Draws(rngs)
+    start = rngs if isinstance(rngs, Draws) else Draws
     if init == "output":
-        init = "zeros" if draws.zero_outputs else "linear"
-    if init == "linear" and parsed.is_matrix and draws.matrix_std:
-        init = draws.matrix_std
+        init = "zeros" if start.zero_outputs else "linear"
+    if init == "linear" and parsed.is_matrix and start.matrix_std:
+        init = start.matrix_std
     if init in ("zeros", "ones"):
         value = jnp.full(shape, float(init == "ones"), dtype)
     elif init == "normal" or not isinstance(init, str):
         std = 1.0 if init == "normal" else init
-        value = std * jax.random.normal(rngs.params(), shape, dtype)
+        value = _normal(rngs.params(), std, shape, dtype)
     elif init == "linear":
         fan_in = math.prod(sizes[name] for name in parsed.reduction)
         fan_out = math.prod(sizes[name] for name in parsed.output)
         std = min(1.0, math.sqrt(fan_out / fan_in)) / math.sqrt(fan_in)
-        value = std * jax.random.normal(rngs.params(), shape, dtype)
+        value = _normal(rngs.params(), std, shape, dtype)
     else:
         allowed = "'linear', 'output', 'normal', 'zeros', 'ones', or a number"
         raise ValueError(f"init={init!r}: allowed are {allowed}")
     return nnx.Param(value, axes=axes)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: jax.Array, std: float, shape: tuple[int, ...], dtype) -> jax.Array:
+    """N(0, std)."""
+    return std * jax.random.normal(key, shape, dtype)
 
 
 def axes_of(state: nnx.State) -> dict:

@@ -117,7 +117,7 @@ class EncoderDecoder(nnx.Module):
     def __init__(self, config: EncoderDecoderConfig, key: jax.Array):
         self.config, c = config, config.block
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
-        rngs = Draws(nnx.Rngs(key), **start)
+        rngs = Draws(key, **start)
         sizes = dict(V=config.vocab_size, D=c.d_model)
         self.embedding = weight("V D", rngs, init="normal", **sizes)
         self.head = weight("D -> V", rngs, init="output", **sizes)

@@ -53,7 +53,7 @@ class Labeller(nnx.Module):
         self.config, c = config, config.block
         self.input_dropout = input_dropout
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
-        draws = lambda layer: Draws(nnx.Rngs(jax.random.fold_in(key, layer)), **start)
+        draws = lambda layer: Draws(jax.random.fold_in(key, layer), **start)
         rngs = draws(c.num_layers)
         sizes = dict(C=features, D=c.d_model, M=c.d_model, V=config.vocab_size, T=c.max_positions)
         self.input = weight("C -> D", rngs, **sizes)

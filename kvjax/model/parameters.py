@@ -1,4 +1,4 @@
-"""A Transformer's parameters as shapes and axes, without any array."""
+"""A Transformer without any array: its parameters as shapes and axes, and what makes it whole."""
 
 import functools
 from typing import NamedTuple
@@ -25,8 +25,18 @@ class Parameters(NamedTuple):
 @functools.cache
 def abstract(config: TransformerConfig) -> Parameters:
     """What `Transformer(config, key)` would hold."""
-    state = nnx.state(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    _, state = _split(config)
     return Parameters(nnx.to_pure_dict(state), axes_of(state))
+
+
+def graph(config: TransformerConfig) -> nnx.GraphDef:
+    """What `nnx.merge` needs beside the parameters."""
+    return _split(config)[0]
+
+
+@functools.cache
+def _split(config: TransformerConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
 
 
 def shapes(config: TransformerConfig) -> dict[Path, tuple[int, ...]]:

@@ -65,7 +65,7 @@ class RecurrentTransformer(nnx.Module):
     def __init__(self, config: RecurrentConfig, key: jax.Array):
         self.config, c = config, config.block
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
-        draws = lambda layer: Draws(nnx.Rngs(jax.random.fold_in(key, layer)), **start)
+        draws = lambda layer: Draws(jax.random.fold_in(key, layer), **start)
         rngs = draws(c.num_layers)
         sizes = dict(V=config.vocab_size, D=c.d_model)
         self.embedding = weight("V D", rngs, init=c.embedding_std, **sizes)

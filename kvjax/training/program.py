@@ -99,7 +99,7 @@ class Program:
         rows = (experiment.train.batch_size, experiment.data.sequence_length + 1)
         split = sharding.batch_sharding(mesh)
         self.abstract_rows = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=split)
-        self.graph = _graph(model)
+        self.graph = parameters.graph(model)
         self.abstract_teacher, of_teacher = None, {}
         if teacher is not None:
             whole = parameters.abstract(teacher)
@@ -107,7 +107,7 @@ class Program:
             dtypes = used_as(whole.shapes, compute.dtype)
             place = lambda x, dtype, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at)
             self.abstract_teacher = jax.tree.map(place, whole.shapes, dtypes, places)
-            of_teacher = dict(teacher_graph=_graph(teacher))
+            of_teacher = dict(teacher_graph=parameters.graph(teacher))
         self.init = jax.jit(init, out_shardings=shardings)
         static = dict(graph=self.graph, compute=compute, masked=experiment.is_masked)
         static |= dict(begins=bos_id if experiment.train.separate else None)
@@ -136,11 +136,6 @@ class Program:
         train = self.lowered_step()
         evaluate = self.eval_step.lower(params, self._abstract_part, self._token_bytes)
         return {"training step": train, "evaluation step": evaluate}
-
-
-def _graph(config: TransformerConfig):
-    """What `nnx.merge` needs beside a model's params."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))[0]
 
 
 def train_step(

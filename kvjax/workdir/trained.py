@@ -15,6 +15,7 @@ from kvjax.foundation import json_text
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
+from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.model.transformer import used_as
@@ -63,16 +64,15 @@ def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> Lo
     """
     found = find(workdir, step=step)
     config, compute = found.experiment.model, compute_of(found, dtype)
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = nnx.to_pure_dict(abstract)
+    abstract = parameters.abstract(config).shapes
     place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
     params = checkpoint.read_parameters(
         found.checkpoints,
         found.step,
         jax.tree.map(place, abstract, used_as(abstract, compute.dtype)),
     )
-    model = nnx.merge(graph, params)
+    model = nnx.merge(parameters.graph(config), params)
     return Loaded(model, compute, found.tokenizer, found.context, found.step)
 
 

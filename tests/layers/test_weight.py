@@ -94,15 +94,17 @@ def test_other_inits():
 def test_draws_say_how_matrices_and_outputs_start():
     """A vector, or a start of its own, is as it was."""
     std = lambda *args, **options: float(np.std(np.asarray(weight(*args, **options, **SIZES)[...])))
-    narrow = Draws(nnx.Rngs(0), matrix_std=0.02)
+    narrow = Draws(jax.random.key(0), matrix_std=0.02)
     for axes in ("D -> M", "M -> D"):
         assert std(axes, narrow) == pytest.approx(0.02, rel=0.05)
         assert std(axes, narrow, init="output") == 0
         assert std(axes, dataclasses.replace(narrow, zero_outputs=False), init="output") > 0.019
     assert std("M D", narrow, init="normal") == pytest.approx(1, rel=0.05)
     assert std("D -> M", narrow, init=0.5) == pytest.approx(0.5, rel=0.05)
-    own = weight("D -> M", Draws(nnx.Rngs(0)), **SIZES)[...]
-    np.testing.assert_array_equal(own, weight("D -> M", nnx.Rngs(0), **SIZES)[...])
+    both = Draws(jax.random.key(3)), nnx.Rngs(3)
+    for axes in ("D -> M", "M -> D"):  # key after key
+        own, usual = (weight(axes, rngs, **SIZES)[...] for rngs in both)
+        np.testing.assert_array_equal(own, usual)
 
 
 @pytest.mark.parametrize("init", ["zeros", "ones"])
