@@ -16,6 +16,7 @@ import math
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 HEAD_AXES = frozenset("NKJ")  # letters that count heads
 LETTERS = dict(
@@ -131,10 +132,10 @@ def weight(
     return nnx.Param(value, axes=axes)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(key: jax.Array, std: float, shape: tuple[int, ...], dtype) -> jax.Array:
     """N(0, std)."""
-    return std * jax.random.normal(key, shape, dtype)
+    value = jax.random.normal(key, shape, dtype)
+    return jax.lax.mul(value, np.asarray(std, value.dtype))  # traced in half the time of a `*`
 
 
 def axes_of(state: nnx.State) -> dict:

@@ -107,6 +107,14 @@ def test_draws_say_how_matrices_and_outputs_start():
         np.testing.assert_array_equal(own, usual)
 
 
+def test_to_the_bit_as_ever():
+    """A seed's weights stay what they were: in one program with the normal numbers, XLA would
+    round the product otherwise."""
+    own = weight("M D", Draws(jax.random.key(7)), init=0.02, **SIZES)[...]
+    normal = jax.random.normal(nnx.Rngs(7).params(), (SIZES["M"], SIZES["D"]))
+    np.testing.assert_array_equal(own, 0.02 * normal)
+
+
 @pytest.mark.parametrize("init", ["zeros", "ones"])
 def test_constant_inits_draw_no_random_numbers(init):
     """A bias or zero head must not shift the weights drawn after it."""
