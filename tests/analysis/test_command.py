@@ -19,12 +19,14 @@ from kvjax.data import tokenizer
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
+from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from tests import quick
 from tests.convert import workdirs
 
-PLAIN = ("--lengths=8,16", "--out=out")
+SHORT = f"--texts=license={ROOT / 'LICENSE'}"  # the embedded books are 400,000 characters
+PLAIN = ("--lengths=8,16", "--out=out", SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +125,7 @@ def test_lengths_are_those_that_the_model_knows(run, workdir, made):
 
 @pytest.mark.slow
 def test_the_folder_has_the_name_of_the_model(run, workdir, made, tmp_path):
-    status, out, err = run(f"--workdir={workdir}", "--lengths=8")
+    status, out, err = run(f"--workdir={workdir}", "--lengths=8", SHORT)
     assert status == 0, err
     assert (tmp_path / "runs/analysis/small/report.html").exists()
     assert "written: runs/analysis/small/report.html" in out
@@ -193,7 +195,10 @@ def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
         ("--lengths=1",): "--lengths '1': must be integers of 2 or more",
         ("--lengths=x",): "--lengths 'x': must be integers of 2 or more",
         ("--lengths=2000000",): "--lengths = 2000000: rope positions reach 1048576 tokens in small",
-        ("--lengths=500000",): "'Shakespeare' has 199,990 tokens of small, and the longest of "
+        (
+            "--lengths=500000",
+            "--texts=embedded",
+        ): "'Shakespeare' has 199,990 tokens of small, and the longest of "
         "--lengths is 500,000: give a longer text, or shorter --lengths",
         ("--texts=a=short.txt", "--lengths=9,4"): "'a' has 5 tokens of small, and the longest of "
         "--lengths is 9",
@@ -228,7 +233,7 @@ def test_what_is_refused_before_any_work(run, workdir, made, tmp_path, options, 
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "rows.jsonl").write_text('{"words": "a"}\n')
     made.modules["first"].section = made.modules["second"].section = _never
-    given = [] if not options else [f"--workdir={workdir}"]
+    given = [] if not options else [f"--workdir={workdir}", SHORT]
     status, out, err = run(*given, *options)
     assert status == 2 and out == ""
     assert said.format(here=tmp_path) in err and err.count("kvjax: ") == 1
@@ -279,7 +284,7 @@ def test_weights_that_are_not_finite_are_refused_before_any_work(run, made, tmp_
     model.weights[path][2, ..., 0] = np.nan
     workdirs.into_workdir.write(model, command.epath.Path(tmp_path / "broken"), {})
     made.modules["first"].section = _never
-    status, _, err = run("--workdir=broken", "--lengths=8")
+    status, _, err = run("--workdir=broken", "--lengths=8", SHORT)
     assert status == 2 and re.match(f"kvjax: {said}", err)
     assert not (tmp_path / "runs").exists()
 
