@@ -32,6 +32,7 @@ for _signal in (signal.SIGHUP, signal.SIGINT):
 # Files with cases of minutes: begun last, one of them would keep one worker busy and others idle.
 _FIRST = ("test_notebooks.py", "test_mid_training.py", "test_fuzz.py", "test_multihost.py")
 _FIRST += ("test_scaling_table.py",)  # compiles a model, where it does
+_FIRST += ("test_generate.py",)  # trains the run that tests of other workers would wait for
 
 
 def pytest_addoption(parser):
