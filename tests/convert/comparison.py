@@ -4,12 +4,12 @@ import pathlib
 
 from flax import nnx
 from flax import traverse_util
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.convert import published
 from kvjax.convert.model import Model
+from kvjax.model import parameters
 from kvjax.model.parameters import Path
 from kvjax.model.transformer import Transformer
 
@@ -22,7 +22,7 @@ TOLERANCE = 3e-5
 
 def model_of(source: Model) -> Transformer:
     """The model with its parameters, in float32."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(source.transformer, jax.random.key(0))))
+    graph = parameters.graph(source.transformer)
     weights = {path: jnp.asarray(w, jnp.float32) for path, w in whole(source).items()}
     return nnx.merge(graph, traverse_util.unflatten_dict(weights))
 

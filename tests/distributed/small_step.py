@@ -3,7 +3,6 @@
 import functools
 import math
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,6 @@ from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
 from kvjax.optim import OptimizerConfig
 from kvjax.optim import make_optimizer
 from kvjax.training.program import train_step
@@ -72,7 +70,7 @@ class Step:
         own = jax.jit(optimizer.init)(params)
         state = dict(params=params, optimizer=own, step=np.int32(0), key=key)
         shardings = sharding.state_shardings(mesh, shapes, axes, state)
-        graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+        graph = parameters.graph(config)
         compute = dict(loss_chunks=2) | compute
         compute = Compute(dtype=jnp.dtype(dtype), mesh=mesh if several else None, **compute)
         options = dict(graph=graph, optimizer=optimizer, compute=compute, parts=parts)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.model import parameters
 from kvjax.model.loss import mean_loss
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
@@ -47,7 +48,7 @@ def params(config, randomise):
 
 def _nats(config, params, rows):
     """[B, T] of a batch by NumPy's own formula, of the model's logits in float64."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    graph = parameters.graph(config)
     compute = Compute(dtype=jnp.dtype(jnp.float64))
 
     @jax.jit
@@ -64,7 +65,7 @@ def _nats(config, params, rows):
 
 def _loss(config, dtype):
     """A function of parameters and rows, and maybe weights and scale: the mean loss."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    graph = parameters.graph(config)
     compute = Compute(dtype=jnp.dtype(dtype), loss_chunks=2)
 
     def loss(params, rows, weights_BT=None, scale=None):
@@ -85,7 +86,7 @@ def test_the_loss_is_the_mean_over_what_counts(x64, config, params):
     plain = jax.jit(_loss(config, jnp.float64))(params, rows)
     assert plain == pytest.approx(nats.mean(), rel=1e-12)
     sizes = np.random.default_rng(2).integers(0, 4, small_step.V)
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    graph = parameters.graph(config)
     options = dict(graph=graph, compute=Compute(dtype=jnp.dtype(jnp.float64)), masked=True)
     evaluate = jax.jit(functools.partial(program.eval_step, **options))
     found = evaluate(params, rows, jnp.asarray(sizes))

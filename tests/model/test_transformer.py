@@ -12,6 +12,7 @@ import pytest
 
 from kvjax.layers.weight import Axes
 from kvjax.model import loss as loss_lib
+from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.loss import mean_loss
@@ -115,10 +116,6 @@ def _tokens(seed=0):
     return rng.integers(0, V, (B, T), np.int32), rng.integers(0, V, (B, T), np.int32)
 
 
-def _graph(config):
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))[0]
-
-
 @functools.cache
 def _init(config):
     return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(Transformer(config, key))))
@@ -138,7 +135,7 @@ def test_equals_the_reference(x64, make_mechanism, randomise, name):
     config = _config(mechanism, norm_epsilon=1e-3, **block)
     _, weights = randomise(lambda: Transformer(config, jax.random.key(0)))
     tokens, targets = _tokens()
-    graph, compute = _graph(config), Compute(dtype=F64, loss_chunks=4)
+    graph, compute = parameters.graph(config), Compute(dtype=F64, loss_chunks=4)
 
     @jax.jit
     def run(weights, tokens, targets):
@@ -162,7 +159,7 @@ def plain(x64, make_mechanism, randomise):
     lrkv = make_mechanism("lrkv")
     config = _config((lrkv, lrkv, make_mechanism("mla")), 3)
     _, weights = randomise(lambda: Transformer(config, jax.random.key(0)))
-    graph, batch = _graph(config), _tokens()
+    graph, batch = parameters.graph(config), _tokens()
 
     def loss(weights):
         model = nnx.merge(graph, weights)
@@ -257,7 +254,7 @@ def test_initialisation(make_mechanism):
         assert abs(np.std(table) - 1) < 6 / math.sqrt(2 * table.size)
     up = np.asarray(segment["mlp"]["up"])
     assert abs(up.std() * math.sqrt(D) - 1) < 6 / math.sqrt(2 * up.size)
-    model = nnx.merge(_graph(config), weights)
+    model = nnx.merge(parameters.graph(config), weights)
     nats, mean = jax.jit(lambda *rows: (token_losses(model, *rows), mean_loss(model, *rows)))(
         *_tokens()
     )
@@ -289,7 +286,7 @@ def test_dropout(make_mechanism, randomise):
     make = lambda **keys: _config(make_mechanism("mha"), num_layers=1, d_model=64, **keys)
     config, plain = make(dropout=0.25), make()
     model, weights = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(plain, jax.random.key(0))))
+    graph = parameters.graph(plain)
     without = nnx.merge(graph, jax.tree.map(jnp.asarray, weights))
     x_BTD = np.random.default_rng(0).normal(size=(8, T, 64)).astype(np.float32)
     places = np.arange(T)[None]
@@ -325,7 +322,7 @@ def test_causality(x64, make_mechanism, randomise, family):
     """Output t has a gradient by the embedding of token s if and only if s <= t."""
     config = _config(make_mechanism(family), 2)
     _, weights = randomise(lambda: Transformer(config, jax.random.key(0)))
-    graph, length = _graph(config), 6
+    graph, length = parameters.graph(config), 6
     tokens = np.arange(length, dtype=np.int32)[None]  # each token stands in one place
 
     @jax.jit

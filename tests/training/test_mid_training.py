@@ -28,6 +28,7 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import MissingDataError
 from kvjax.foundation.errors import UserError
+from kvjax.model import parameters
 from kvjax.model import transformer
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
@@ -170,7 +171,7 @@ def test_logits_of_old_tokens_stay_to_the_bit_at_their_width(
 
     def logits(config, params, width):
         """By a product of that width: libraries have others for 2,048 columns than 2,056."""
-        graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+        graph = parameters.graph(config)
         model, compute = nnx.merge(graph, params), Compute()
         activations = jax.jit(lambda: model(tokens, compute=compute))()
         head_DV = model.head_weight(compute)[:, :width]

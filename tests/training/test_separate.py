@@ -4,7 +4,6 @@ import json
 import pathlib
 
 from etils import epath
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from kvjax import experiment as experiment_lib
 from kvjax.foundation.errors import UserError
+from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.training import loop
@@ -83,7 +83,7 @@ def test_any_mesh_takes_the_same_step(x64, make_mechanism, randomise, mesh_name,
 
     found, expected = train(mesh_name, begins=BOS, parts=parts), train("one", begins=BOS)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    graph = parameters.graph(config)
     compute = dict(graph=graph, compute=Compute(dtype=F64), masked=masked)
     evaluate = lambda begins: program.eval_step(
         params, rows[0], jnp.ones(small_step.V, jnp.int32), begins=begins, **compute
