@@ -32,7 +32,8 @@ for _signal in (signal.SIGHUP, signal.SIGINT):
 # Files with cases of minutes: begun last, one of them would keep one worker busy and others idle.
 _FIRST = ("test_notebooks.py", "test_mid_training.py", "test_fuzz.py", "test_multihost.py")
 _FIRST += ("test_scaling_table.py",)  # compiles a model, where it does
-_FIRST += ("test_generate.py",)  # trains the run that tests of other workers would wait for
+# Its first test trains a run: tests of another worker that read it would wait for it.
+_VERY_FIRST = "test_generate.py"
 
 
 def pytest_addoption(parser):
@@ -93,7 +94,8 @@ def pytest_collection_modifyitems(config, items):
     """All workers have the same order; draws when what other markers leave out is out."""
     if _is_worker(config):
         items.sort(key=lambda item: item.path)
-    items.sort(key=lambda item: item.path.name not in _FIRST)  # stable, as the other
+    rank = lambda name: 0 if name == _VERY_FIRST else 1 if name in _FIRST else 2
+    items.sort(key=lambda item: rank(item.path.name))  # stable, as the other
     result = yield
     draw.deselect(config, items)
     return result

@@ -204,17 +204,19 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.data = pathlib.Path(runtime.folder("--data", options.data))
     options.text = text_of(options.data)
     there = options.text["splits"]["train"]["rows"]
+    if there < ROWS:
+        raise UserError(
+            f"--data={options.data}: has {there} rows to train on, and a step takes {ROWS}: "
+            "prepare more text"
+        )
     if options.steps * ROWS > there:
         raise UserError(
             f"--steps={options.steps}: takes {options.steps * ROWS:,} rows, {options.data} has "
             f"{there:,} to train on: give at most {there // ROWS} steps, or more text"
         )
-    options.runs = side_by_side.check_runs(options.runs)
     record.check(options.save)
+    options.runs = side_by_side.check_runs(options.runs)
     return options
-
-
-_ADVICE = "give a folder that `kvjax.data.prepare` wrote"
 
 
 def text_of(data: pathlib.Path) -> dict:
@@ -224,14 +226,15 @@ def text_of(data: pathlib.Path) -> dict:
       UserError: it says nothing, or its rows or its vocabulary have other sizes.
     """
     file = epath.Path(data / "dataset.json")
-    told = json_text.read_object(file, _ADVICE)
+    advice = f"--data={data}: give a folder that `kvjax.data.prepare` wrote"
+    told = json_text.read_object(file, advice)
     try:
         found = {key: told[key] for key in ("tokenizer", "splits", "xz_bits_per_byte")}
         source = pathlib.Path(told["config"]["source"]).name
         sizes = told["config"]["sequence_length"], found["tokenizer"]["vocab_size"]
         found["splits"]["train"]["rows"] + 0
     except (KeyError, TypeError) as error:
-        raise UserError(f"{file} is no manifest of prepared rows: {_ADVICE}") from error
+        raise UserError(f"{file} is no manifest of prepared rows: {advice}") from error
     if sizes != (LENGTH, VOCABULARY):
         raise UserError(
             f"--data={data}: has rows of {sizes[0]} tokens of a vocabulary of {sizes[1]}: must be "

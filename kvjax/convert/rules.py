@@ -41,9 +41,9 @@ class Weight:
 def weights_of(config: TransformerConfig) -> dict[Path, Weight]:
     """The weights of a model whose layers are all alike; nothing is computed."""
     axes = parameters.axes(config)
-    one = lambda path, shape: shape[1:] if path[: len(BLOCK)] == BLOCK else shape  # layer
+    of_layer = lambda path, shape: shape[1:] if path[: len(BLOCK)] == BLOCK else shape
     return {
-        path: Weight(one(path, shape), axes[path])
+        path: Weight(of_layer(path, shape), axes[path])
         for path, shape in parameters.shapes(config).items()
     }
 

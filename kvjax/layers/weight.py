@@ -73,12 +73,13 @@ class Axes:
         return Axes(self.batch + heads, keep(self.reduction), keep(self.output))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Draws:
     """Random keys, and how weights start that say no more than what they are.
 
-    It stands wherever nnx.Rngs do, which start as the defaults here, and gives the keys of
-    nnx.Rngs(key). Its count is a number: of an array, every weight would trace an addition.
+    It stands wherever `weight` takes nnx.Rngs, which start as the defaults here, and gives the keys
+    of nnx.Rngs(key). It counts while a program is traced, in a Python number (an array would be an
+    addition in every program, for each weight): make one inside what is compiled or mapped.
     """
 
     key: jax.Array
@@ -111,7 +112,7 @@ def weight(
     """
     parsed = Axes.parse(axes)
     shape = tuple(sizes[name] for name in parsed.names)
-    start = rngs if isinstance(rngs, Draws) else Draws
+    start = rngs if isinstance(rngs, Draws) else Draws  # the class has its defaults
     if init == "output":
         init = "zeros" if start.zero_outputs else "linear"
     if init == "linear" and parsed.is_matrix and start.matrix_std:
@@ -135,7 +136,7 @@ def weight(
 def _normal(key: jax.Array, std: float, shape: tuple[int, ...], dtype) -> jax.Array:
     """N(0, std)."""
     value = jax.random.normal(key, shape, dtype)
-    return jax.lax.mul(value, np.asarray(std, value.dtype))  # traced in half the time of a `*`
+    return jax.lax.mul(value, np.asarray(std, value.dtype))  # sooner traced than a `*`
 
 
 def axes_of(state: nnx.State) -> dict:

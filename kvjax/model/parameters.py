@@ -22,21 +22,21 @@ class Parameters(NamedTuple):
     axes: dict  # axes strings, see `kvjax.layers.weight`
 
 
-@functools.cache
 def abstract(config: TransformerConfig) -> Parameters:
-    """What `Transformer(config, key)` would hold."""
-    _, state = _split(config)
-    return Parameters(nnx.to_pure_dict(state), axes_of(state))
+    """What `Transformer(config, key)` would hold; of equal configs the same object, to be read."""
+    return _split(config)[1]
 
 
 def graph(config: TransformerConfig) -> nnx.GraphDef:
-    """What `nnx.merge` needs beside the parameters."""
+    """What `nnx.merge` needs beside the parameters; of equal configs the same object."""
     return _split(config)[0]
 
 
 @functools.cache
-def _split(config: TransformerConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+def _split(config: TransformerConfig) -> tuple[nnx.GraphDef, Parameters]:
+    made = nnx.eval_shape(lambda: Transformer(config, jax.random.key(0)))
+    definition, state = nnx.split(made)
+    return definition, Parameters(nnx.to_pure_dict(state), axes_of(state))
 
 
 def shapes(config: TransformerConfig) -> dict[Path, tuple[int, ...]]:

@@ -158,7 +158,7 @@ def test_a_failure_leaves_no_folder(run, workdir, made, tmp_path):
         raise UserError("no")
 
     made.modules["second"].section = broken
-    assert run(f"--workdir={workdir}", "--lengths=8", "--out=new/inner")[0] == 2
+    assert run(f"--workdir={workdir}", "--lengths=8", "--out=new/inner", SHORT)[0] == 2
     assert os.listdir(tmp_path) == []
 
 

@@ -112,7 +112,7 @@ BAD = (  # command, options, what the line says
     ("rank_by_head", "--ranks=8,0", "--ranks '8,0': must be integers of 1 or more, as in 1,8"),
     ("set_anomaly", "--epochs=0", "--epochs = 0: must be at least 1"),
     ("depth_8", "", "--data is missing: give a folder that `kvjax.data.prepare` wrote"),
-    ("depth_8", "--data=nowhere", "nowhere/dataset.json is missing: give a folder that"),
+    ("depth_8", "--data=nowhere", "nowhere: give a folder that `kvjax.data.prepare` wrote"),
     ("depth_8", "--data=x --processes=0", "--processes = 0: must be at least 1"),
     ("depth_8", "--data=x --mechanisms=lkrv", "did you mean 'lrkv'?"),
     ("depth_8", "--data=x --steps=0", "--steps = 0: must be at least 1"),

@@ -108,11 +108,20 @@ def test_draws_say_how_matrices_and_outputs_start():
 
 
 def test_to_the_bit_as_ever():
-    """A seed's weights stay what they were: in one program with the normal numbers, XLA would
-    round the product otherwise."""
-    own = weight("M D", Draws(jax.random.key(7)), init=0.02, **SIZES)[...]
-    normal = jax.random.normal(nnx.Rngs(7).params(), (SIZES["M"], SIZES["D"]))
-    np.testing.assert_array_equal(own, 0.02 * normal)
+    """A seed's weights stay what they were. XLA rounds the product otherwise where it is in one
+    program with the normal numbers, as in training."""
+
+    def own(key):
+        return weight("M D", Draws(key), init=0.02, **SIZES)[...]
+
+    def expected(key):
+        return 0.02 * jax.random.normal(nnx.Rngs(key).params(), (SIZES["M"], SIZES["D"]))
+
+    key, keys = jax.random.key(7), jax.random.split(jax.random.key(7), 2)
+    np.testing.assert_array_equal(own(key), expected(key))
+    alone, mapped = jax.jit, lambda function: jax.jit(jax.vmap(function))
+    np.testing.assert_array_equal(alone(own)(key), alone(expected)(key))
+    np.testing.assert_array_equal(mapped(own)(keys), mapped(expected)(keys))
 
 
 @pytest.mark.parametrize("init", ["zeros", "ones"])

@@ -262,6 +262,15 @@ def test_initialisation(make_mechanism):
     np.testing.assert_allclose(mean, math.log(V), rtol=2e-7)
 
 
+def test_equal_configs_share_one_graph(make_mechanism):
+    """Which is that of the module."""
+    one, equal = (_config(make_mechanism("lrkv")) for _ in range(2))
+    made = nnx.eval_shape(lambda: Transformer(one, jax.random.key(0)))
+    assert one is not equal and parameters.graph(one) is parameters.graph(equal)
+    assert parameters.graph(one) == nnx.graphdef(made)
+    assert parameters.graph(_config(make_mechanism("mla"))) != nnx.graphdef(made)
+
+
 @pytest.mark.slow
 def test_initialisation_by_keys(make_mechanism):
     """Every matrix at one deviation, outputs and head too; tables, gains and biases as before."""
@@ -270,9 +279,7 @@ def test_initialisation_by_keys(make_mechanism):
         for keys in ({}, dict(matrix_std=0.02, zero_outputs=False))
     )
     before, weights = _initial(plain), _initial(config)
-    axes = nnx.state(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
-    is_variable = lambda v: isinstance(v, nnx.Variable)
-    axes = nnx.to_pure_dict(jax.tree.map(lambda v: v.axes, axes, is_leaf=is_variable))
+    axes = parameters.abstract(config).axes
     for text, old, new in zip(*map(jax.tree.leaves, (axes, before, weights)), strict=True):
         if Axes.parse(text).is_matrix:
             assert abs(np.std(new) / 0.02 - 1) < 6 / math.sqrt(2 * new.size)

@@ -49,7 +49,7 @@ def _figures(mechanism):
         num_steps=run.train.num_steps,
     )
     make = lambda key: Transformer(run.model, key)
-    graph, _ = nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))
+    graph = parameters.graph(run.model)
     init = jax.jit(lambda key: nnx.to_pure_dict(nnx.state(make(key))))
     params = jax.tree.map(jnp.float64, init(jax.random.key(run.train.seed)))
     compute = Compute(dtype=jnp.dtype(jnp.float64))

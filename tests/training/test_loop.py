@@ -12,7 +12,7 @@ from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
 from kvjax.foundation.errors import UserError
-from kvjax.model.transformer import Transformer
+from kvjax.model import parameters
 from kvjax.training import ending
 from kvjax.training import loop
 from kvjax.workdir import metrics
@@ -73,11 +73,9 @@ def test_bits_per_byte_is_what_its_definition_says(whole):
 
     checkpointer = ocp.training.Checkpointer(whole.workdir / "checkpoints")
     state = checkpointer.load_checkpointables()["state"]
-    graph, abstract = nnx.split(
-        nnx.eval_shape(lambda: Transformer(experiment.model, jax.random.key(0)))
-    )
+    graph = parameters.graph(experiment.model)
     leaves = jax.tree.leaves(state["params"])
-    structure = jax.tree.structure(nnx.to_pure_dict(abstract))
+    structure = jax.tree.structure(parameters.abstract(experiment.model).shapes)
     model = nnx.merge(graph, jax.tree.unflatten(structure, leaves))
     logits_of = jax.jit(lambda tokens: model.logits(model(tokens)))
     nats = num_bytes = 0.0

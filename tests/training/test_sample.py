@@ -10,6 +10,7 @@ import pytest
 
 from kvjax import experiment as experiment_lib
 from kvjax.data import tokenizer
+from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.training import ending
@@ -65,7 +66,7 @@ def test_a_sample_ends_where_positions_do(source, prompt):
     config.model.update(positions="learned", max_positions=32)
     experiment = experiment_lib.resolve(config)
     make = lambda: Transformer(experiment.model, jax.random.key(0))
-    graph, _ = nnx.split(nnx.eval_shape(make))
+    graph = parameters.graph(experiment.model)
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make())))()
     given = types.SimpleNamespace(
         experiment=experiment,

@@ -16,6 +16,7 @@ import pytest
 from kvjax import experiment as experiment_lib
 from kvjax import optim
 from kvjax.foundation.errors import UserError
+from kvjax.model import parameters
 from kvjax.model.loss import mean_taught_loss
 from kvjax.model.loss import token_losses
 from kvjax.model.transformer import Compute
@@ -145,9 +146,9 @@ def test_the_taught_loss_is_its_formula(x64, make_mechanism, share):
         mechanisms=(make_mechanism("lrkv"),),
         vocab_size=11,
     )
-    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, jax.random.key(0))))
+    graph, shapes = parameters.graph(config), parameters.abstract(config).shapes
     draw = lambda w: jnp.asarray(0.5 * rng.standard_normal(w.shape))
-    student, teacher = (jax.tree.map(draw, nnx.to_pure_dict(state)) for _ in range(2))
+    student, teacher = (jax.tree.map(draw, shapes) for _ in range(2))
     tokens, targets = rng.integers(0, 11, (2, 2, 6))
     compute = Compute(dtype=jnp.dtype(jnp.float64), loss_chunks=3)
 

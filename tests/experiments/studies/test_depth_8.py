@@ -103,8 +103,11 @@ def test_folders_that_cannot_be_trained_on_are_refused_first(tmp_path):
     refused = lambda match, *more: pytest.raises(UserError, match=match)
     for broken in ("", "[]", "{}", '{"splits": 3}'):
         (tmp_path / "dataset.json").write_text(broken)
-        with refused("give a folder that `kvjax.data.prepare` wrote"):
+        with refused("--data=.*: give a folder that `kvjax.data.prepare` wrote"):
             options()
+    _manifest(tmp_path, rows=31)
+    with refused("has 31 rows to train on, and a step takes 32: prepare more text"):
+        options()
     _manifest(tmp_path, length=512)
     with refused("rows of 512 tokens of a vocabulary of 8192: must be 1024 and 8192"):
         options()
