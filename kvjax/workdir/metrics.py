@@ -297,6 +297,9 @@ def draw_curves(
         right.axhline(yardstick, color="gray", linestyle="--", label="xz -9e")
     right.set(xlabel="tokens", ylabel="validation bits per byte")
     right.legend()
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
+        axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 50k, 1.5M
     figure.suptitle(title)
     path = workdir / "curves.png"
     with path.open("wb") as file:
