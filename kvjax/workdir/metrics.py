@@ -298,7 +298,7 @@ def draw_curves(
     right.set(xlabel="tokens", ylabel="validation bits per byte")
     right.legend()
     for axes in (left, right):
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 50k, 1.5M
     figure.suptitle(title)
     path = workdir / "curves.png"

@@ -42,10 +42,7 @@ _STARTS_WORK = {
     **dict.fromkeys(
         [
             f"experiments.studies.{study} runs"
-            for study in (
-                *("depth_8", "head_diversity", "language_models"),
-                *("long_rows", "small_caches"),
-            )
+            for study in "depth_8 head_diversity language_models long_rows small_caches".split()
         ],
         frozenset(("../x", "a\x01b", SNOWMAN, FOLDER, MISSING, "x")),
     ),

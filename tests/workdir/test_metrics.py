@@ -4,6 +4,7 @@ import json
 import types
 
 from etils import epath
+from matplotlib.figure import Figure
 import pytest
 
 from kvjax.workdir import metrics
@@ -78,15 +79,23 @@ def test_a_file_that_is_renamed_meanwhile_is_none(tmp_path):
     assert metrics.read_checked(Renamed()) == ([], "")
 
 
-def test_curves_are_a_picture(tmp_path):
+@pytest.mark.parametrize("tokens, label", [(1, "2"), (102_400, "200k"), (10**9, "2G")])
+def test_curves_are_a_picture(tmp_path, monkeypatch, tokens, label):
+    """Numbers of tokens are short: written out, those of a run stand one in another."""
+    drawn, real = [], Figure.savefig
+    noted = lambda figure, *args, **options: (drawn.append(figure), real(figure, *args, **options))
+    monkeypatch.setattr(Figure, "savefig", noted)
     workdir = epath.Path(tmp_path)
     writer = metrics.MetricsWriter(workdir, resume_step=0)
     for step in (1, 2):
-        writer.write(step, tokens=step, loss=2.0 / step)
-    writer.write(2, tokens=2, validation_bpb=2.0)
+        writer.write(step, tokens=step * tokens, loss=2.0 / step)
+        writer.write(step, tokens=step * tokens, validation_bpb=2.0)
     writer.close()
     path = metrics.draw_curves(workdir, title="test", yardstick=2.5)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().length > 5000
+    for axes in drawn[0].axes:
+        labels = [text.get_text() for text in axes.get_xticklabels()]
+        assert label in labels and max(map(len, labels)) <= 5, labels
 
 
 def test_a_workdir_in_a_bucket(bucket):
