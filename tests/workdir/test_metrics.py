@@ -96,6 +96,7 @@ def test_curves_are_a_picture(tmp_path, monkeypatch, tokens, label):
     for axes in drawn[0].axes:
         labels = [text.get_text() for text in axes.get_xticklabels()]
         assert label in labels and max(map(len, labels)) <= 5, labels
+        assert all(text.isdigit() or text[-1] in "kMG" for text in labels), labels  # whole numbers
 
 
 def test_a_workdir_in_a_bucket(bucket):
