@@ -1,6 +1,6 @@
 """GQA with 3 KV heads: 12 layers, width 768, 6 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.883.
+The paper's: LRKV (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.883.
 
     python -m kvjax.main --config=configs/gqa_128m.py
 

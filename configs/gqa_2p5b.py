@@ -1,6 +1,6 @@
 """GQA with 6 KV heads: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.725.
+The paper's: LRKV (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.725.
 
     python -m kvjax.main --config=configs/gqa_2p5b.py
 

@@ -1,6 +1,6 @@
 """LRKV of rank 16: 4 layers, width 128, 4 heads of 32.
 
-Reproduces no paper: the smallest model on which all mechanisms can be compared, trained on the
+No paper: the smallest model on which all mechanisms can be compared, trained on the
 embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/lrkv_tiny.py

@@ -1,6 +1,6 @@
 """MHA: 50 layers, width 3200, 25 heads of 128.
 
-Reproduces: the LRKV blog post at "6.3B"; head groups, latent and budget
+The paper's: the LRKV blog post at "6.3B"; head groups, latent and budget
 are not stated there; those here are ours.
 
     python -m kvjax.main --config=configs/mha_6p3b.py

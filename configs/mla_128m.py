@@ -1,6 +1,6 @@
 """MLA with a latent of 256 and a decoupled RoPE key of 64: 12 layers, width 768, 6 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.876.
+The paper's: LRKV (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.876.
 
     python -m kvjax.main --config=configs/mla_128m.py
 

@@ -1,6 +1,6 @@
 """MLA with a latent of 768 and a decoupled RoPE key of 64: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.724.
+The paper's: LRKV (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.724.
 
     python -m kvjax.main --config=configs/mla_2p5b.py
 

@@ -1,6 +1,6 @@
 """MLA with a latent of 768 and no RoPE key: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), MLA of Table 2 and Figure 2: test BPB 0.724, counted as
+The paper's: LRKV (arXiv 2601.11471), MLA of Table 2 and Figure 2: test BPB 0.724, counted as
 there, a cache of 16.7 % of MHA's: RoPE and norm on keys rebuilt from the latent. mla_2p5b is MLA
 as it is deployed.
 

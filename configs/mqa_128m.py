@@ -1,6 +1,6 @@
 """MQA: 12 layers, width 768, 6 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.886.
+The paper's: LRKV (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.886.
 
     python -m kvjax.main --config=configs/mqa_128m.py
 

@@ -56,8 +56,13 @@ LONG = {
     f"{name}_2p5b": f"{name.partition('_')[0]}_2p5b"
     for name in ("mha_8k", "gqa_8k", "mqa_8k", "mla_8k", "lrkv_8k")
 }
-LONG |= {f"lrkv_{length}_2p5b": "lrkv_2p5b" for length in ("32k", "128k")}
-MID_TRAINING = [f"{MID}{m}_{s}" for s in SCALES[1:] for m in MECHANISMS[:5]] + [f"{MID}lrkv_tiny"]
+LONG |= {
+    f"{m}_{length}_2p5b": f"{m}_2p5b"
+    for m in ("lrkv", "mha", "gqa", "mla")
+    for length in ("32k", "128k")
+}
+MID_TRAINING = [f"{MID}{m}_{s}" for s in SCALES[1:] for m in MECHANISMS]
+MID_TRAINING += [f"{MID}mla_l384_2p5b", f"{MID}lrkv_tiny"]
 # Caches as small as LRKV's of rank 64 and as MLA's, in elements per token and layer.
 _WIDE = {"tiny": 192, "128m": 1024, "2p5b": 2560}
 _NARROW = {"tiny": 64, "128m": 320, "2p5b": 832}
@@ -363,9 +368,11 @@ def test_docstring(name):
     if run.train.num_steps == 0:
         pattern = r"One pass .*, about 700 steps of ([\d,]+) tokens: about ([\d,]+)\s+petaFLOPs"
         assert _integers(pattern, doc) == (run.tokens_per_step, round(tokens * flops / 1e15))
-    elif budget := re.search(r"Budget: (\d+)B tokens in steps of ([\d,]+): ([\d,]+) exaFLOPs", doc):
-        billions, step, exaflops = (int(n.replace(",", "")) for n in budget.groups())
-        assert round(tokens / 1e9) == billions
+    elif budget := re.search(
+        r"Budget: ([\d.]+)B tokens in steps of ([\d,]+): ([\d,]+) exaFLOPs", doc
+    ):
+        assert f"{tokens / 1e9:.3g}" == budget[1]
+        step, exaflops = (int(n.replace(",", "")) for n in budget.groups()[1:])
         assert run.tokens_per_step == step
         assert round(tokens * flops / 1e18) == exaflops
     elif budget := re.search(r"Budget: ([\d.]+)M tokens in .* ([\d,]+): ([\d,]+) petaFLOPs", doc):

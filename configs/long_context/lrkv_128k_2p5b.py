@@ -1,6 +1,6 @@
 """LRKV of rank 64, rows of 131,072 tokens: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces no figure: the LRKV paper (arXiv 2601.11471, section 7) leaves contexts from 32K on to
+No paper's figure: the LRKV paper (arXiv 2601.11471, section 7) leaves contexts from 32K on to
 future work. RoPE's base is 500,000: with 10,000 its longest wave, 54,410 tokens, would turn more
 than twice.
 

@@ -1,6 +1,6 @@
 """LRKV of rank 64, rows of 32,768 tokens: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces no figure: the LRKV paper (arXiv 2601.11471, section 7) leaves contexts from 32K on to
+No paper's figure: the LRKV paper (arXiv 2601.11471, section 7) leaves contexts from 32K on to
 future work.
 
     python -m kvjax.main --config=configs/long_context/lrkv_32k_2p5b.py

@@ -1,6 +1,6 @@
 """MLA with a latent of 768, rows of 8,192 tokens: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces: the long-context comparison of the LRKV blog post, pretraining at 8K, shown without
+The paper's: the long-context comparison of the LRKV blog post, pretraining at 8K, shown without
 its numbers; scale and budget are not stated there; those here are ours.
 
     python -m kvjax.main --config=configs/long_context/mla_8k_2p5b.py

@@ -1,6 +1,6 @@
 """GQA with 9 KV heads: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces no figure: the rival of LRKV (arXiv 2601.11471) with as many bytes of cache. LRKV of
+No paper's figure: the rival of LRKV (arXiv 2601.11471) with as many bytes of cache. LRKV of
 rank 64 caches what 10 KV heads do; 10 does not divide 18, 9 does, and rank 56 has its bytes.
 
     python -m kvjax.main --config=configs/matched/gqa9_2p5b.py

@@ -1,6 +1,6 @@
 """GQA with 6 KV heads, parameters as MHA: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces no figure: the LRKV paper (arXiv 2601.11471) compares mechanisms of different sizes;
+No paper's figure: the LRKV paper (arXiv 2601.11471) compares mechanisms of different sizes;
 here the MLP makes up for what attention saves.
 
     python -m kvjax.main --config=configs/matched/gqa_matched_2p5b.py

@@ -1,6 +1,6 @@
 """LRKV of rank 64, parameters as MHA: 12 layers, width 768, 6 heads of 128.
 
-Reproduces no figure: the LRKV paper (arXiv 2601.11471) compares mechanisms of different sizes;
+No paper's figure: the LRKV paper (arXiv 2601.11471) compares mechanisms of different sizes;
 here the MLP makes up for what attention saves.
 
     python -m kvjax.main --config=configs/matched/lrkv_matched_128m.py

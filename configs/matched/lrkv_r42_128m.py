@@ -1,6 +1,6 @@
 """LRKV of rank 42: 12 layers, width 768, 6 heads of 128.
 
-Reproduces no figure: LRKV (arXiv 2601.11471) with the cache of GQA-3. Rank 64 caches what 4 KV
+No paper's figure: LRKV (arXiv 2601.11471) with the cache of GQA-3. Rank 64 caches what 4 KV
 heads do; 4 does not divide 6, 3 does.
 
     python -m kvjax.main --config=configs/matched/lrkv_r42_128m.py

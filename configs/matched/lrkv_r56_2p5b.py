@@ -1,6 +1,6 @@
 """LRKV of rank 56: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces no figure: LRKV (arXiv 2601.11471) with the cache of GQA-9, the nearest number of KV
+No paper's figure: LRKV (arXiv 2601.11471) with the cache of GQA-9, the nearest number of KV
 heads to rank 64's cache (10) that divides 18.
 
     python -m kvjax.main --config=configs/matched/lrkv_r56_2p5b.py

@@ -1,6 +1,6 @@
 """MLA with a latent of 1024, parameters as MHA: 50 layers, width 3200, 25 heads of 128.
 
-Reproduces no figure: the LRKV paper (arXiv 2601.11471) compares mechanisms of different sizes;
+No paper's figure: the LRKV paper (arXiv 2601.11471) compares mechanisms of different sizes;
 here the MLP makes up for what attention saves.
 
     python -m kvjax.main --config=configs/matched/mla_matched_6p3b.py

@@ -1,6 +1,6 @@
 """GQA with 6 KV heads, on conversations: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 3: ARC-Easy 65.4, ARC-Challenge 49.6, MMLU
+The paper's: LRKV (arXiv 2601.11471), Table 3: ARC-Easy 65.4, ARC-Challenge 49.6, MMLU
 40.5, GSM8K 10.0, HumanEval 13.4, the mean of the five 35.8.
 
     python -m kvjax.main --config=configs/mid/gqa_2p5b.py

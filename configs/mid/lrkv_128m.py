@@ -1,6 +1,6 @@
 """LRKV of rank 64, on conversations: 12 layers, width 768, 6 heads of 128.
 
-Reproduces: the LRKV blog post at "128M": the mean of five evaluations 18.9.
+The paper's: the LRKV blog post at "128M": the mean of five evaluations 18.9.
 
     python -m kvjax.main --config=configs/mid/lrkv_128m.py
 

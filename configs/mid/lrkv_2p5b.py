@@ -1,6 +1,6 @@
 """LRKV of rank 64, on conversations: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 3: ARC-Easy 70.7, ARC-Challenge 53.8, MMLU
+The paper's: LRKV (arXiv 2601.11471), Table 3: ARC-Easy 70.7, ARC-Challenge 53.8, MMLU
 42.2, GSM8K 11.3, HumanEval 11.7, the mean of the five 37.9.
 
     python -m kvjax.main --config=configs/mid/lrkv_2p5b.py

@@ -1,6 +1,6 @@
 """LRKV of rank 64, on conversations: 50 layers, width 3200, 25 heads of 128.
 
-Reproduces: the LRKV blog post at "6.3B": the mean of five evaluations 40.2.
+The paper's: the LRKV blog post at "6.3B": the mean of five evaluations 40.2.
 
     python -m kvjax.main --config=configs/mid/lrkv_6p3b.py
 

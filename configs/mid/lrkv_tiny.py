@@ -1,6 +1,6 @@
 """LRKV of rank 16, on conversations: 4 layers, width 128, 4 heads of 32.
 
-Reproduces no paper: mid-training in minutes, on 500 conversations that are made up (letters, and
+No paper: mid-training in minutes, on 500 conversations that are made up (letters, and
 small sums with calls of the calculator). The vocabulary of its parent grows by eight tokens.
 
     python -m kvjax.main --config=configs/lrkv_tiny.py

@@ -1,6 +1,6 @@
 """MHA, on conversations: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 3: ARC-Easy 66.6, ARC-Challenge 47.1, MMLU
+The paper's: LRKV (arXiv 2601.11471), Table 3: ARC-Easy 66.6, ARC-Challenge 47.1, MMLU
 39.3, GSM8K 10.2, HumanEval 13.4, the mean of the five 35.3.
 
     python -m kvjax.main --config=configs/mid/mha_2p5b.py

@@ -1,6 +1,6 @@
 """MHA, on conversations: 50 layers, width 3200, 25 heads of 128.
 
-Reproduces: the LRKV blog post at "6.3B", beside which the mean of LRKV is 40.2.
+The paper's: the LRKV blog post at "6.3B", beside which the mean of LRKV is 40.2.
 
     python -m kvjax.main --config=configs/mid/mha_6p3b.py
 

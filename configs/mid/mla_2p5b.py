@@ -1,6 +1,6 @@
 """MLA of latent 768 and RoPE key 64, on conversations: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 3: ARC-Easy 67.5, ARC-Challenge 51.5, MMLU
+The paper's: LRKV (arXiv 2601.11471), Table 3: ARC-Easy 67.5, ARC-Challenge 51.5, MMLU
 41.9, GSM8K 10.8, HumanEval 12.8, the mean of the five 36.9.
 
     python -m kvjax.main --config=configs/mid/mla_2p5b.py

@@ -1,6 +1,6 @@
 """MLA of latent 1024 and RoPE key 64, on conversations: 50 layers, width 3200, 25 heads of 128.
 
-Reproduces: the LRKV blog post at "6.3B", beside which the mean of LRKV is 40.2.
+The paper's: the LRKV blog post at "6.3B", beside which the mean of LRKV is 40.2.
 
     python -m kvjax.main --config=configs/mid/mla_6p3b.py
 

@@ -1,6 +1,6 @@
 """MQA, on conversations: 12 layers, width 768, 6 heads of 128.
 
-Reproduces: the LRKV blog post at "128M", beside which the mean of LRKV is 18.9.
+The paper's: the LRKV blog post at "128M", beside which the mean of LRKV is 18.9.
 
     python -m kvjax.main --config=configs/mid/mqa_128m.py
 

@@ -1,6 +1,6 @@
 """MQA, on conversations: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 3: ARC-Easy 65.2, ARC-Challenge 47.3, MMLU
+The paper's: LRKV (arXiv 2601.11471), Table 3: ARC-Easy 65.2, ARC-Challenge 47.3, MMLU
 40.2, GSM8K 10.3, HumanEval 3.7, the mean of the five 33.3.
 
     python -m kvjax.main --config=configs/mid/mqa_2p5b.py

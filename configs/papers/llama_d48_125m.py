@@ -1,6 +1,6 @@
 """Thin keys of 4 channels, SwiGLU and RoPE: 12 layers, width 768, 12 heads of 64.
 
-Reproduces: thin keys (arXiv 2603.04427), section 3.6, LLaMA-style "125M": validation perplexity
+The paper's: thin keys (arXiv 2603.04427), section 3.6, LLaMA-style "125M": validation perplexity
 25.30 by word. Here texts are encoded by BPE of as many tokens as the paper has words, so bits
 per byte compare, and perplexities do not.
 

@@ -1,6 +1,6 @@
 """MLA with a latent of 128 and a decoupled RoPE key of 64: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), Table 4: its MLA has a latent of 128, where section 5
+The paper's: LRKV (arXiv 2601.11471), Table 4: its MLA has a latent of 128, where section 5
 says 768 at this scale.
 
     python -m kvjax.main --config=configs/papers/mla_l128_2p5b.py

@@ -1,6 +1,6 @@
 """Q=K-V: 20 layers, width 1024, 16 heads of 64.
 
-Reproduces: projection sharing (arXiv 2606.04032), Table 4: validation perplexity 5.36.
+The paper's: projection sharing (arXiv 2606.04032), Table 4: validation perplexity 5.36.
 That perplexity counts padding, which costs next to nothing; here documents are packed and none
 sees another, so figures are of the text alone, and higher.
 

@@ -1,6 +1,6 @@
 """LRKV of rank 0: 12 layers, width 768, 6 heads of 128.
 
-Reproduces no figure: the end of the rank ablation that the LRKV blog post shows without its
+No paper's figure: the end of the rank ablation that the LRKV blog post shows without its
 numbers. Without a residual this is MQA, the model of mqa_128m.
 
     python -m kvjax.main --config=configs/ranks/lrkv_r0_128m.py

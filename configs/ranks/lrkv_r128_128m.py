@@ -1,6 +1,6 @@
 """LRKV of rank 128: 12 layers, width 768, 6 heads of 128.
 
-Reproduces no figure: the end of the rank ablation that the LRKV blog post shows without its
+No paper's figure: the end of the rank ablation that the LRKV blog post shows without its
 numbers. The residual is of full rank: every head is free, and the cache larger than MHA's.
 
     python -m kvjax.main --config=configs/ranks/lrkv_r128_128m.py

@@ -1,6 +1,6 @@
 """LRKV of rank 16: 12 layers, width 768, 6 heads of 128.
 
-Reproduces: LRKV paper (arXiv 2601.11471), section 6.3, Table 5 and Figure 9, r = 16: test BPB
+The paper's: LRKV (arXiv 2601.11471), section 6.3, Table 5 and Figure 9, r = 16: test BPB
 0.881.
 
     python -m kvjax.main --config=configs/ranks/lrkv_r16_128m.py

@@ -1,6 +1,6 @@
 """LRKV of rank 16: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces no figure: LRKV (arXiv 2601.11471) at 2.5B with the paper's small rank, which it trains
+No paper's figure: LRKV (arXiv 2601.11471) at 2.5B with the paper's small rank, which it trains
 at d12 only.
 
     python -m kvjax.main --config=configs/ranks/lrkv_r16_2p5b.py

@@ -1,6 +1,6 @@
 """LRKV of rank 16: 50 layers, width 3200, 25 heads of 128.
 
-Reproduces no figure: LRKV (arXiv 2601.11471) at 6.3B with the paper's small rank, which it trains
+No paper's figure: LRKV (arXiv 2601.11471) at 6.3B with the paper's small rank, which it trains
 at d12 only.
 
     python -m kvjax.main --config=configs/ranks/lrkv_r16_6p3b.py

@@ -1,6 +1,6 @@
 """LRKV of rank 46: 12 layers, width 768, 6 heads of 128.
 
-Reproduces: the rank ablation of the LRKV blog post, shown without its numbers; 0.36 of the head
+The paper's: the rank ablation of the LRKV blog post, shown without its numbers; 0.36 of the head
 dim. The cache of 52.6 % that the paper (arXiv 2601.11471) gives to r = 64 is this one's, by its
 eq. 6.
 

@@ -1,6 +1,6 @@
 """LRKV of rank 46: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces no figure: LRKV (arXiv 2601.11471) at 2.5B with 0.36 of the head dim, the least of the
+No paper's figure: LRKV (arXiv 2601.11471) at 2.5B with 0.36 of the head dim, the least of the
 ranks that the blog post recommends.
 
     python -m kvjax.main --config=configs/ranks/lrkv_r46_2p5b.py

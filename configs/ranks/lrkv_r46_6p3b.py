@@ -1,6 +1,6 @@
 """LRKV of rank 46: 50 layers, width 3200, 25 heads of 128.
 
-Reproduces no figure: LRKV (arXiv 2601.11471) at 6.3B with 0.36 of the head dim, the least of the
+No paper's figure: LRKV (arXiv 2601.11471) at 6.3B with 0.36 of the head dim, the least of the
 ranks that the blog post recommends.
 
     python -m kvjax.main --config=configs/ranks/lrkv_r46_6p3b.py

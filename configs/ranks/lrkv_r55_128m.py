@@ -1,6 +1,6 @@
 """LRKV of rank 55: 12 layers, width 768, 6 heads of 128.
 
-Reproduces: the rank ablation of the LRKV blog post, shown without its numbers; 0.43 of the head
+The paper's: the rank ablation of the LRKV blog post, shown without its numbers; 0.43 of the head
 dim.
 
     python -m kvjax.main --config=configs/ranks/lrkv_r55_128m.py

@@ -1,6 +1,6 @@
 """LRKV of rank 55: 36 layers, width 2304, 18 heads of 128.
 
-Reproduces no figure: LRKV (arXiv 2601.11471) at 2.5B with 0.43 of the head dim, the most of the
+No paper's figure: LRKV (arXiv 2601.11471) at 2.5B with 0.43 of the head dim, the most of the
 ranks that the blog post recommends (its 48.4 % of MHA's cache at this scale would be r = 54.8).
 
     python -m kvjax.main --config=configs/ranks/lrkv_r55_2p5b.py

@@ -1,6 +1,6 @@
 """LRKV of rank 55: 50 layers, width 3200, 25 heads of 128.
 
-Reproduces no figure: LRKV (arXiv 2601.11471) at 6.3B with 0.43 of the head dim, the most of the
+No paper's figure: LRKV (arXiv 2601.11471) at 6.3B with 0.43 of the head dim, the most of the
 ranks that the blog post recommends.
 
     python -m kvjax.main --config=configs/ranks/lrkv_r55_6p3b.py

@@ -1,6 +1,6 @@
 """LRKV of rank 8: 12 layers, width 768, 6 heads of 128.
 
-Reproduces: the rank ablation of the LRKV blog post, shown without its numbers.
+The paper's: the rank ablation of the LRKV blog post, shown without its numbers.
 
     python -m kvjax.main --config=configs/ranks/lrkv_r8_128m.py
 

@@ -46,7 +46,7 @@ END = "<!-- to here -->"
 _UNSEEN = {
     *("name", "data.source", "data.validation_source", "data.validation_fraction"),
     *("data.text_key", "data.tokenizer", "data.specials", "data.directory"),
-    *("train.seed", "train.eval_rows"),
+    *("train.seed", "train.eval_rows", "train.num_steps"),
     *(f"train.{key}" for key in identity.WHEN),
 }
 _MISSING = "not compiled yet"
@@ -59,11 +59,17 @@ _COLUMNS = (
 _WORDS = ("config", "target", "mesh", "remat", "GB sent per step and chip", "bound by")
 
 
-def _days(days: float) -> str:
+def _days(target: Target, result: dict) -> str:
+    """Least days for the config's steps now; a result outlives a change of their number."""
+    days = target.experiment.train.num_steps * result["bound"]["seconds"] / 86_400
     return f"{days:.2f}" if days >= 0.01 else f"{days:.4f}"
 
 
-def _exaflops(exaflops: float) -> str:
+def _exaflops(target: Target) -> str:
+    """Model FLOPs of the whole run, 10^18."""
+    e = target.experiment
+    per_token = formulas.training_flops_per_token(e.model, e.data.sequence_length)
+    exaflops = per_token * e.tokens_per_step * e.train.num_steps / 1e18
     return f"{exaflops:,.0f}" if exaflops >= 1 else f"{exaflops:.2f}"
 
 
@@ -191,13 +197,14 @@ def row(note: LabNote, target: Target) -> list[str]:
         "remat": e.compute.remat,
         "parts": str(e.train.grad_accumulation),
         "GFLOP per token": f"{flops / 1e9:.3f}",
-        "exaFLOPs": _exaflops(flops * e.tokens_per_step * e.train.num_steps / 1e18),
+        "exaFLOPs": _exaflops(target),
     }
     found = outcome(note, target)
     if found.result is None:
         cells["GB per chip"] = found.why
     else:
         cells |= _compiled_cells(found.result)
+        cells["days at least"] = _days(target, found.result)
         cells["without masked keys"] = f"{_causal_mfu(target, found.result):.1%}"
     return list(cells.values())
 
@@ -216,7 +223,6 @@ def _compiled_cells(result: dict) -> dict[str, str]:
         "GB sent per step and chip": ", ".join(shown),
         "MFU at most": f"{bound['mfu']:.1%}",
         "bound by": bound["by"],
-        "days at least": _days(bound["days"]),
     }
 
 
@@ -236,13 +242,13 @@ def time_line(target: Target, found: Outcome) -> str:
     """The lab note's line on the least time, on its first target."""
     if found.result is None:
         return f"At least: not known, {found.why}."
-    bound = found.result["bound"]
-    days, exaflops = _days(bound["days"]), _exaflops(bound["exaflops"])
+    result = found.result
+    mfu, by = _causal_mfu(target, result), result["bound"]["by"]
     line = (
-        f"At least {days} days for {exaflops} exaFLOPs: at most "
-        f"{_causal_mfu(target, found.result):.1%} MFU without masked keys, bound by {bound['by']}"
+        f"At least {_days(target, result)} days for {_exaflops(target)} exaFLOPs: at most "
+        f"{mfu:.1%} MFU without masked keys, bound by {by}"
     )
-    return f"{line}." if found.result["fits"] else f"{line}; {_too_large(found.result)}."
+    return f"{line}." if result["fits"] else f"{line}; {_too_large(result)}."
 
 
 def written(notes: Sequence[LabNote]) -> dict[pathlib.Path, str]:

@@ -135,7 +135,7 @@ SCALES = {
         20, 1024, rate=2e-4, warmup=500, rows=1152, parts=18, steps=4_238, every=200
     ),
     "1p2b": lambda: _sharing(
-        22, 2048, rate=6e-5, warmup=1_000, rows=576, parts=4, steps=8_477, every=500
+        22, 2048, rate=6e-5, warmup=1_000, rows=576, parts=4, steps=7_500, every=500
     ),
     "125m": _llama_125m,
 }

@@ -116,7 +116,7 @@ def _result(note, target, **changes):
                 dict(kind="all-gather", scope="muon", wire_bytes=0.5e9),
                 dict(kind="all-reduce", scope="loss", wire_bytes=4e6),
             ],
-            bound=dict(mfu=0.6543, by="compute", days=12.3456, exaflops=2315.6),
+            bound=dict(mfu=0.6543, by="compute", seconds=5.5922),
         )
         | changes
     )
@@ -182,7 +182,7 @@ def test_several_targets(place):
     note = lab_notes.read(place / "configs" / "lrkv_2p5b.py")
     aot.RESULTS.mkdir(parents=True)
     for days, target in enumerate(note.targets, start=1):
-        bound = dict(mfu=0.5, by="hbm", days=days, exaflops=787)
+        bound = dict(mfu=0.5, by="hbm", seconds=days * 86_400 / note.experiment.train.num_steps)
         result = _result(note, target, bound=bound, resolved=target.resolved)
         scaling_table.result_file(note.name, target.topology).write_text(json.dumps(result))
     assert _run() == 0
@@ -201,10 +201,10 @@ def test_what_is_there_is_not_compiled_again(place, capsys):
     assert _run("--compile") == 0
     assert "2 of 2 to compile" in capsys.readouterr().out
     file = scaling_table.result_file("mha_128m", "v5e:4x4")
-    file.write_text(file.read_text().replace("12.3456", "99"))
+    file.write_text(file.read_text().replace("5.5922", "99"))
     assert _run("--compile") == 0
     assert capsys.readouterr().out.startswith("0 of 2 to compile\n")
-    assert json.loads(file.read_text())["bound"]["days"] == 99
+    assert json.loads(file.read_text())["bound"]["seconds"] == 99
 
 
 @pytest.mark.slow
