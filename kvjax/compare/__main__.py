@@ -3,6 +3,7 @@
     python -m kvjax.compare runs/a runs/b                 # workdirs, or folders of them
     python -m kvjax.compare runs/studies --out=runs/compare/tiny
     python -m kvjax.compare runs/now runs/before --watch  # as long as something is being trained
+    python -m kvjax.compare runs/base --scores=runs/mid   # with scores after mid-training
 
 Runs that differ by nothing but their seed become one curve with a 95 % band. Prints a table and
 writes compare.html, one file that needs no network, compare.png and compare.json. Nothing is loaded
@@ -22,6 +23,7 @@ from etils import epath
 from kvjax.analysis import target as target_lib
 from kvjax.analysis.page import document
 from kvjax.analysis.page import draw
+from kvjax.compare import downstream
 from kvjax.compare import groups as groups_lib
 from kvjax.compare import report
 from kvjax.compare import runs as runs_lib
@@ -54,6 +56,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     text = "seed: runs that differ by their seed are one curve; none: each is one (seed)"
     add("--group", default="seed", help=text)
     add("--against", default="", help="the curve that others are compared with (the first)")
+    text = "workdirs, separated by commas, whose evaluations count for the run they started from"
+    add("--scores", default="", help=text)
     add("--out", default="runs/compare", help="the folder to write (runs/compare)")
     text = f"look again after so many seconds ({_WATCH}) until every run has ended"
     add("--watch", type=int, nargs="?", const=_WATCH, default=0, metavar="SECONDS", help=text)
@@ -127,7 +131,9 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
         raise UserError(f"nothing to compare: {said}")
     runs_lib.check_comparable(runs)
     groups = groups_lib.groups(runs, options.group)
-    left_out = [*left_out, *groups_lib.without_curve(groups)]
+    names = [name for name in options.scores.split(",") if name]
+    scores, unscored = downstream.read(runs, names)
+    left_out = [*left_out, *groups_lib.without_curve(groups), *unscored]
     reference = _reference(options.against, groups, first)
     rows = report.rows(groups, reference)
     saved = savings_lib.savings(groups, reference)
@@ -140,7 +146,7 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
     for name, seeds in lacking.items():
         out.say(f"- {name} lacks seed {', '.join(map(str, seeds))}, which others have")
     with progress.waiting("drawing"):
-        made = report.sections(groups, reference, rows, saved, left_out, lacking)
+        made = report.sections(groups, reference, rows, saved, left_out, lacking, scores)
         again = options.watch if not all(run.finished for run in runs) else 0
         about = _about(runs)
         html = document.page("Runs compared", _LEAD, made, about, again=again)
@@ -149,11 +155,12 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
             rows=rows,
             curves=made[1].data,
             savings=[vars(one) for one in saved],
+            scores=scores,
             left_out=[vars(one) for one in left_out],
             lacking=lacking,
         )
         text = json.dumps(target_lib.plain(result)) + "\n"
-        picture = draw.picture(report.panels(groups))
+        picture = draw.picture(report.panels(groups, scores))
         target_lib.write(target, {HTML: html.encode(), PNG: picture, JSON: text.encode()})
     shown = target if in_bucket(target) else os.path.relpath(target)
     out.say(f"\nwritten: {shown}/{HTML}, {len(html) / 1e6:.2f} MB, {PNG} and {JSON}", wrap=False)

@@ -13,6 +13,8 @@ from kvjax.analysis.page.section import Figure
 from kvjax.analysis.page.section import Section
 from kvjax.analysis.page.section import Table
 from kvjax.analysis.page.section import Text
+from kvjax.compare import downstream
+from kvjax.compare.downstream import Scores
 from kvjax.compare.groups import Curve
 from kvjax.compare.groups import Group
 from kvjax.compare.runs import LeftOut
@@ -20,6 +22,7 @@ from kvjax.compare.savings import Saving
 from kvjax.foundation import output
 from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import estimate
 
 _MOST_POINTS = 200  # of a curve in a drawing: more cannot be seen, and would have to be sent
 _BPB = "validation bits per byte"
@@ -168,8 +171,10 @@ def sections(
     saved: Sequence[Saving],
     left_out: Sequence[LeftOut],
     lacking: Mapping[str, Sequence[int]],
+    scores: Scores,
 ) -> list[Section]:
     """The page's parts."""
+    ends = _cache_points(groups), *_score_points(groups, scores)
     return [
         _results(found, reference, left_out, lacking),
         Section(
@@ -181,6 +186,7 @@ def sections(
             data={group.name: _data(group) for group in groups},
         ),
         *([_savings(saved)] if saved else []),
+        *([_ends([panel for panel in ends if panel])] if ends[0] else []),
     ]
 
 
@@ -257,9 +263,70 @@ def _thinned(curve: Curve) -> Curve:
     return Curve(*(getattr(curve, name)[kept] for name in Curve.__dataclass_fields__))
 
 
-def panels(groups: Sequence[Group]) -> list[dict]:
-    """The panels of the picture, one for each axis, as arguments of `draw.lines`."""
-    return [_lines(groups, axis) for axis in _axes(groups)]
+def panels(groups: Sequence[Group], scores: Scores) -> list[dict]:
+    """The panels of the picture as arguments of `draw.lines`: curves, then ends of runs."""
+    ends = _cache_points(groups), *_score_points(groups, scores)
+    return [_lines(groups, axis) for axis in _axes(groups)] + [panel for panel in ends if panel]
+
+
+def _cache_points(groups: Sequence[Group]) -> dict:
+    """Arguments of `draw.lines`: final bits per byte against cache bytes; {} while no run ended."""
+    ended = [(group, group.final) for group in groups if group.final]
+    if not ended:
+        return {}
+    return dict(
+        series={g.name: ([g.costs["cache_bytes"]], [final.mean]) for g, final in ended},
+        bands={g.name: _interval(final) for g, final in ended if final.half is not None},
+        x="cache bytes per token, bfloat16",
+        y=_BPB,
+    )
+
+
+def _score_points(groups: Sequence[Group], scores: Scores) -> list[dict]:
+    """Arguments of `draw.lines` for each measure that a group has, against bits per byte."""
+    panels = []
+    by_name = {group.name: group for group in groups}
+    for measure, (label, _) in downstream.MEASURES.items():
+        series, bands = {}, {}
+        for name, by_seed in downstream.points(groups, scores, measure).items():
+            score = estimate(list(by_seed.values()))
+            bpb = estimate([by_name[name].finals[seed] for seed in by_seed])
+            series[name] = ([bpb.mean], [score.mean])
+            if score.half is not None:
+                bands[name] = _interval(score)
+        if series:
+            panels.append(dict(series=series, bands=bands, x=_BPB, y=label))
+    return panels
+
+
+def _interval(found: Estimate) -> tuple[list[float], list[float]]:
+    return [found.mean - found.half], [found.mean + found.half]
+
+
+def _ends(panels: Sequence[dict]) -> Section:
+    """A figure for each panel of points: a point is a run's end, or the mean of its seeds'."""
+    figures, data = [], {}
+    for arguments in panels:
+        svg, curves = draw.live_lines(**arguments)
+        points = {name: (x[0], y[0]) for name, (x, y) in arguments["series"].items()}
+        said = "; ".join(f"{name}: {y:.4g} at {x:.6g}" for name, (x, y) in points.items())
+        title = f"{arguments['y'][0].upper()}{arguments['y'][1:]} against {arguments['x']}"
+        figures.append(Figure(title, svg, said, _text_of_points(arguments["x"], points), curves))
+        data[title] = points
+    lead = "Where runs that have ended stand: a point each, or the mean of their seeds."
+    return Section("ends", "Cache and scores", lead, figures, [], data)
+
+
+def _text_of_points(x: str, points: Mapping[str, tuple[float, float]]) -> Text:
+    bars = "Bars are 95 % intervals over seeds."
+    if x != _BPB:
+        return Text("What a small cache costs.", f"Lower and further left is better. {bars}")
+    xs, ys = np.array(list(points.values())).T
+    shown = "Whether better pretraining gives better scores."
+    if len(xs) > 2 and np.ptp(xs) and np.ptp(ys):
+        shown += f" R² = {np.corrcoef(xs, ys)[0, 1] ** 2:.3f} over {len(xs)} points."
+    paper = "LRKV's figure 5 gives R² = 0.786 over five mechanisms at 2.5B."
+    return Text(shown, f"Higher and further left is better. {bars}", paper)
 
 
 def _figure(groups: Sequence[Group], axis: str) -> Figure:

@@ -55,6 +55,7 @@ class Run:
     """
 
     name: str
+    workdir: epath.Path
     experiment: experiment_lib.Experiment
     keys: Mapping[str, object]
     data: Mapping[str, str]
@@ -206,6 +207,7 @@ def _read(name: str, workdir: epath.Path, *, running: bool) -> Run | LeftOut:
         return LeftOut(name, why, may_come=True)
     return Run(
         name=name,
+        workdir=workdir,
         experiment=experiment,
         keys=traverse_util.flatten_dict(tree, sep="."),
         data=_data(workdir, experiment),

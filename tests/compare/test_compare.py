@@ -366,7 +366,7 @@ def test_the_command_prints_and_writes(two, tmp_path, capfd):
     assert stored["curves"]["lrkv_tiny"]["bpb"][-1] == pytest.approx(2.25)
     assert stored["rows"] == result["rows"]
     html = (out / "compare.html").read_text()
-    assert html.count('class="curves"') == 4 and 'data-series="1"' in html
+    assert html.count('class="curves"') == 5 and 'data-series="1"' in html
     assert 'http-equiv="refresh"' not in html
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
 
@@ -422,3 +422,41 @@ def test_no_device_is_asked(two, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "compare.html").exists()
+
+
+def _evaluated(workdir: pathlib.Path, step: int, **scores) -> None:
+    folder = workdir / "evaluations" / str(step)
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps(scores))
+
+
+def test_ends_stand_against_caches_and_scores(tmp_path, capfd):
+    """LRKV's figure 5: a run has its own score, or that of the run which started from it."""
+    base, mid, out = (tmp_path / name for name in ("base", "mid", "out"))
+    bpb_and_score = {
+        "mha": (2.2, 0.35),
+        "lrkv": (2.1, 0.37),
+        "mqa": (2.4, 0.31),
+        "gqa": (2.3, 0.34),
+    }
+    for mechanism, (bpb, score) in bpb_and_score.items():
+        run_of = write_run(base / mechanism, config=f"{mechanism}_tiny", bpb=(4, 3, 2.5, bpb))
+        child = mid / mechanism
+        _evaluated(child, 300, combined=dict(value=0.1))  # an earlier step
+        _evaluated(child, 700, combined=dict(value=score))
+        (child / "config.json").write_text("{}")
+        (child / "parent.json").write_text(json.dumps(dict(workdir=str(run_of), step=100)))
+    write_run(mid / "other")
+    _evaluated(mid / "other", 100, combined=dict(value=0.9))
+    assert run(base, f"--scores={mid}", f"--out={out}", "--json") == 0
+    assert "other is evaluated, but no compared run" in " ".join(capfd.readouterr().err.split())
+    stored = json.loads((out / "compare.json").read_text())
+    scores = {pathlib.Path(name).name: found for name, found in stored["scores"].items()}
+    assert scores == {name: dict(combined=100 * y) for name, (_, y) in bpb_and_score.items()}
+    html = (out / "compare.html").read_text()
+    expected = stats.linregress(*zip(*bpb_and_score.values(), strict=True)).rvalue ** 2
+    assert f"R² = {expected:.3f} over 4 points" in html
+    assert "mqa_tiny: 2.4 at 512" in html and "lrkv_tiny: 37 at 2.1" in html
+    (mid / "mha" / "evaluations" / "700" / "summary.json").write_text('{"combined": 3}')
+    assert run(base, f"--scores={mid}", f"--out={out}") == 2
+    assert "700/summary.json is damaged" in " ".join(capfd.readouterr().err.split())

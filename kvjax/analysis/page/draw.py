@@ -51,7 +51,7 @@ def lines(
       x, y: the axes' labels.
       log_x, log_y: where a series has a number above zero; else the axis stays linear.
       level: by name dashed horizontal lines.
-      bands: by a series' name (lows, highs) at its xs.
+      bands: by a series' name (lows, highs) at its xs; a series of one point gets an error bar.
     """
     return _lines(series, x, y, title, log_x, log_y, level or {}, bands or {}, lambda *_: None)
 
@@ -140,7 +140,10 @@ def _plot(axes: Axes, series, log_x, log_y, level, bands, styles: Sequence[str])
         style = _line_style(i, len(styles))
         if name in bands:
             low, high = map(_finite, bands[name])
-            axes.fill_between(xs, low, high, color=style["color"], alpha=0.16, linewidth=0)
+            if len(xs) == 1:
+                axes.vlines(xs, low, high, color=style["color"], linewidth=1.2)
+            else:
+                axes.fill_between(xs, low, high, color=style["color"], alpha=0.16, linewidth=0)
         (drawn[name],) = axes.plot(xs, ys, markevery=_marked(i, len(xs)), **style)
     for i, (name, height) in enumerate(level.items()):
         dashes = (0, (4 + 3 * i, 3))

@@ -1,0 +1,100 @@
+"""Scores of evaluations that belong to compared runs: the vertical axis of LRKV's figure 5.
+
+`kvjax.evaluate` leaves WORKDIR/evaluations/STEP/summary.json. A compared run has the scores of its
+own workdir, or those of a run that started from it (mid-training: parent.json names the parent).
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from etils import epath
+
+from kvjax.compare import runs as runs_lib
+from kvjax.compare.groups import Group
+from kvjax.compare.runs import LeftOut
+from kvjax.compare.runs import Run
+from kvjax.foundation import json_text
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from kvjax.workdir import lineage
+
+_EVALUATIONS, _SUMMARY = "evaluations", "summary.json"
+_RESTORE = "evaluate again, or remove it"
+# Scores by the key of summary.json: their name, and how to read one in percent.
+MEASURES = {
+    "combined": ("mean of the five tasks, %", lambda found: 100 * found["combined"]["value"]),
+    "core": ("CORE, %", lambda found: 100 * found["core"]),
+}
+Scores = Mapping[str, Mapping[str, float]]  # by run, by measure
+
+
+def read(runs: Sequence[Run], names: Sequence[str]) -> tuple[Scores, list[LeftOut]]:
+    """Returns the scores of the compared runs, and the scored workdirs that belong to none of them.
+
+    Args:
+      runs: the compared runs.
+      names: further workdirs with evaluations, or folders of workdirs.
+
+    Raises:
+      UserError: a name is no folder, or a summary is damaged.
+    """
+    by_workdir = {_resolved(run.workdir): run.name for run in runs}
+    scores: dict[str, Mapping[str, float]] = {}
+    left_out = []
+    for name, workdir in [(run.name, run.workdir) for run in runs] + runs_lib.workdirs(names):
+        found = _latest(workdir)
+        if found is None:
+            if name not in by_workdir.values():
+                left_out.append(LeftOut(name, "has no evaluation", may_come=True))
+            continue
+        owner = by_workdir.get(_resolved(workdir)) or by_workdir.get(_parent(workdir))
+        if owner is None:
+            left_out.append(LeftOut(name, "is evaluated, but no compared run nor its child"))
+        elif owner in scores and name != owner:
+            left_out.append(LeftOut(name, f"is a second evaluation of {owner}"))
+        else:
+            scores[owner] = found
+    return scores, left_out
+
+
+def points(groups: Sequence[Group], scores: Scores, measure: str) -> dict[str, dict[int, float]]:
+    """Returns a score for each seed that has ended, by group; groups without one are left out."""
+    found = {
+        group.name: {
+            seed: scores[run.name][measure]
+            for seed, run in group.runs.items()
+            if run.finished and measure in scores.get(run.name, {})
+        }
+        for group in groups
+    }
+    return {name: by_seed for name, by_seed in found.items() if by_seed}
+
+
+def _latest(workdir: epath.Path) -> dict[str, float] | None:
+    """The scores of the latest evaluated step, by measure; None without an evaluation."""
+    folder = workdir / _EVALUATIONS
+    steps = [int(x.name) for x in folder.iterdir() if x.name.isdecimal()] if folder.exists() else []
+    for step in sorted(steps, reverse=True):
+        file = folder / str(step) / _SUMMARY
+        if file.exists():
+            summary = json_text.read_object(file, _RESTORE)
+            try:
+                return {
+                    m: float(read(summary)) for m, (_, read) in MEASURES.items() if m in summary
+                }
+            except (KeyError, TypeError, ValueError) as error:
+                raise UserError(f"{file} is damaged ({error!r}): {_RESTORE}") from error
+    return None
+
+
+def _parent(workdir: epath.Path) -> str | None:
+    """The resolved path of the workdir that a run started from; None if it started from nothing."""
+    file = workdir / lineage.PARENT
+    if not file.exists():
+        return None
+    parent = json_text.read_object(file, "restore it").get("workdir", "")
+    return _resolved(runtime.path(str(file), str(parent)))
+
+
+def _resolved(path: epath.Path) -> str:
+    return str(path.resolve())
