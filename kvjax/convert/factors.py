@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
-import threadpoolctl
+
+from kvjax.foundation import runtime
 
 SWEEPS = 100  # of an alternation, at most
 TOLERANCE = 1e-5  # share of the energy: one that lowers the error by less is the last
@@ -26,7 +27,7 @@ def few_threads(rows: int):
     30 layers of 576 channels took 42.6 s with two threads on two cores that another process used
     too, and 1.0 s with one thread.
     """
-    return threadpoolctl.threadpool_limits(1 if rows < _SMALL else None, "blas")
+    return runtime.blas_threads(1 if rows < _SMALL else None)
 
 
 class Factors(NamedTuple):
@@ -128,7 +129,7 @@ def base_and_residual(
       sweeps: through the three at each rank, at most.
       tolerance: it ends when a sweep lowers the error by less than this share of the energy.
     """
-    with threadpoolctl.threadpool_limits(1, "blas"):  # many small products
+    with runtime.blas_threads(1):  # many small products
         found = _Alternation(w_EKH, moment_EE, bases, turns)
         through = range(step, rank, step) if step else ()
         for each in (0, *through, rank) if rank else (0,):
@@ -144,7 +145,7 @@ def losses_by_rank(
     Args:
       ranks: ascending multiples of its `step`; the last may be none.
     """
-    with threadpoolctl.threadpool_limits(1, "blas"):
+    with runtime.blas_threads(1):
         found, lost = _Alternation(w_EKH, moment_EE, bases, turns), []
         found.improve(0, SWEEPS, TOLERANCE)
         for rank in ranks:

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 from etils import epath
+import gguf
 import numpy as np
 import tokenizers
 
@@ -15,11 +16,6 @@ from kvjax.data.fast_encoding import PUBLISHED_SPLITS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.layers import rope
-
-try:
-    import gguf
-except ImportError as error:
-    raise UserError(f"GGUF files need gguf ({error}): pip install -e '.[convert]'") from error
 
 _, _LLAMA3_SPLIT, _QWEN2_SPLIT = PUBLISHED_SPLITS
 _FREQUENCIES = "rope_freqs.weight"  # by what RoPE's frequencies are divided

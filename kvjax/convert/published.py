@@ -11,13 +11,13 @@ not finite, when these are read.
 
 from collections.abc import Mapping
 import dataclasses
+import os
 
 from etils import epath
 import numpy as np
 import tokenizers
 
 from kvjax.convert import architectures
-from kvjax.convert import gguf_file
 from kvjax.convert import rules as rules_lib
 from kvjax.convert import tokens
 from kvjax.convert.architectures import Family
@@ -30,6 +30,7 @@ from kvjax.convert.tensors import dtype_of
 from kvjax.convert.tensors import json_object
 from kvjax.convert.tensors import open_folder
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.foundation import extras
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
@@ -181,6 +182,9 @@ def open(source: epath.PathLike) -> Published:
 
 
 def _open_gguf(path: epath.Path) -> Published:
+    extras.require(os.fspath(path), "gguf")
+    from kvjax.convert import gguf_file
+
     file = gguf_file.File(path)
     return Published(
         path,

@@ -11,17 +11,11 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.convert import finite
+from kvjax.foundation import extras
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.layers.weight import Axes
-
-try:
-    import safetensors
-except ImportError as error:
-    raise UserError(
-        f"published models need safetensors ({error}): pip install -e '.[convert]'"
-    ) from error
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -101,6 +95,9 @@ def _index(path: epath.Path) -> Mapping[str, str]:
 
 
 def _open_files(folder: epath.Path, names: list[str]) -> dict[str, Stored]:
+    extras.require(os.fspath(folder), "safetensors")
+    import safetensors
+
     missing = [name for name in names if not (folder / name).exists()]
     files, broken = {}, []
     for name in names:
@@ -120,7 +117,7 @@ def _open_files(folder: epath.Path, names: list[str]) -> dict[str, Stored]:
     }
 
 
-def _stored(file: safetensors.safe_open, path: epath.Path, key: str) -> Stored:
+def _stored(file, path: epath.Path, key: str) -> Stored:
     part = file.get_slice(key)
     load = lambda: file.get_tensor(key)
     return Stored(path, key, tuple(part.get_shape()), part.get_dtype(), load)

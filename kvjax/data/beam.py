@@ -12,6 +12,10 @@ import importlib.util
 import io
 from typing import Any
 
+import apache_beam as beam
+from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.options.pipeline_options import StandardOptions
+
 from kvjax.data import pool
 from kvjax.data import preparation
 from kvjax.data import readers
@@ -21,16 +25,6 @@ from kvjax.data.parts import Part
 from kvjax.data.preparation import Preparation
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
-
-try:
-    import apache_beam as beam
-    from apache_beam.options.pipeline_options import PipelineOptions
-    from apache_beam.options.pipeline_options import StandardOptions
-except ImportError as error:
-    raise UserError(
-        "--beam_pipeline_options needs apache-beam: pip install -c constraints-beam.txt "
-        "-e '.[beam]' (in an environment of its own), or leave it out"
-    ) from error
 
 _NOT_SEEN = (
     "is not seen by a Beam worker: --output must be a bucket, or a folder that all workers mount"

@@ -20,6 +20,7 @@ from kvjax.data import folders
 from kvjax.data import manifest
 from kvjax.data import preparation
 from kvjax.foundation import command_line
+from kvjax.foundation import extras
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.config_keys import keys
@@ -70,7 +71,8 @@ def prepare(
     if not corpus.parts:
         return corpus.path
     if beam_options:
-        from kvjax.data import beam  # an extra
+        extras.require("--beam_pipeline_options", "apache_beam")
+        from kvjax.data import beam
 
         beam.pipeline(beam_options)  # raises
     if not (beam_options and in_bucket(corpus.path)):

@@ -46,8 +46,8 @@ from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
 from kvjax.foundation.output import Output
+from kvjax.workdir import checkpoint
 from kvjax.workdir import dialogue as dialogue_lib
-from kvjax.workdir import storage
 from kvjax.workdir import trained
 
 BATCH = 8
@@ -224,7 +224,7 @@ def _about(options, found: trained.Found, data: Mapping, dialogue, box) -> dict[
         model=dict(
             workdir=str(found.workdir),
             step=found.step,
-            checkpoint=storage.fingerprint(found.checkpoints / str(found.step) / "state"),
+            checkpoint=checkpoint.fingerprint(found.checkpoints, found.step),
             tokenizer=tokenizer,
         ),
         data=data,

@@ -10,10 +10,13 @@ import dataclasses
 from etils import epath
 import numpy as np
 
+from kvjax.evaluate import paired
 from kvjax.evaluate import rows as rows_lib
-from kvjax.evaluate import scores
+from kvjax.evaluate import summary
+from kvjax.evaluate.paired import Difference
 from kvjax.evaluate.scores import Score
 from kvjax.evaluate.task import TASKS
+from kvjax.foundation import estimate
 from kvjax.foundation import json_text
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
@@ -25,11 +28,16 @@ _OF_MODEL = ("checkpoint", "tokenizer")
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """The rows of one checkpoint: by task its identity and verdicts by row."""
+    """The rows of one checkpoint: by task its identity and verdicts by row.
+
+    Attributes:
+      chances: by task of CORE the accuracy of guessing, if its summary has all of CORE.
+    """
 
     name: str
     identities: Mapping[str, dict]
     verdicts: Mapping[str, Mapping[int, bool]]
+    chances: Mapping[str, float]
 
 
 def groups(option: str) -> tuple[list[str], list[str]]:
@@ -84,7 +92,7 @@ def _read(name: str, folder: epath.Path) -> Evaluated:
         for part in sorted(folder.glob(f"{task}.*jsonl")):
             found |= {row["index"]: bool(row["right"]) for row in rows_lib.of_file(part)}
         verdicts[task] = found
-    return Evaluated(name, identities, verdicts)
+    return Evaluated(name, identities, verdicts, summary.chances_of_core(summary.read(folder)))
 
 
 def _folders(root: epath.Path) -> list[epath.Path]:
@@ -92,35 +100,51 @@ def _folders(root: epath.Path) -> list[epath.Path]:
 
 
 def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, dict]:
-    """By task what both have of it: each side's share, the difference, its interval.
+    """Compares the answers to the questions that all have, by task; then means of tasks.
+
+    Each entry has the score of either side and the difference with its interval; of a task also the
+    number of questions and, of two single models, the questions that only one got right with the
+    p-value of McNemar's exact test. `combined` is the mean of the five tasks, `core` CORE's mean of
+    centred accuracies, each if all of its tasks are there.
 
     Raises:
       UserError: nothing in common, or other data or options.
     """
     everyone = [*one, *other]
     shared = [t for t in everyone[0].verdicts if all(t in e.verdicts for e in everyone)]
-    found, samples, bootstrap = {}, {}, scores.Bootstrap(len(one), len(other))
+    found, differences = {}, {}
     for task in shared:
         _check_alike(task, everyone)
         rows = sorted(set.intersection(*(set(e.verdicts[task]) for e in everyone)))
         if not rows:
             continue
-        sides = [
-            [np.array([e.verdicts[task][i] for i in rows]) for e in side] for side in (one, other)
-        ]
-        samples[task] = bootstrap.differences(*sides)
-        found[task] = _entry(*(float(np.mean(side)) for side in sides), samples[task])
-        found[task] |= dict(rows=len(rows))
+        sides = [np.array([[e.verdicts[task][i] for i in rows] for e in s]) for s in (one, other)]
+        differences[task] = paired.difference(*sides)
+        found[task] = _entry(differences[task]) | {"rows": len(rows)}
+        if len(one) == len(other) == 1:
+            found[task] |= _tested(*(side[0] for side in sides))
     if not found:
         raise UserError("--compare: the two sides have no question of a task in common")
     if found.keys() >= TASKS.keys():
-        means = [float(np.mean([found[t][key] for t in TASKS])) for key in ("one", "other")]
-        found["combined"] = _entry(*means, np.mean([samples[t] for t in TASKS], axis=0))
+        found["combined"] = _entry(paired.mean([differences[t] for t in TASKS]))
+    chances = everyone[0].chances
+    if chances and found.keys() >= chances.keys() and all(e.chances == chances for e in everyone):
+        centred = [differences[t].centred(chance) for t, chance in chances.items()]
+        found["core"] = _entry(paired.mean(centred))
     return found
 
 
-def _entry(one: float, other: float, samples: np.ndarray) -> dict:
-    return dict(one=one, other=other, difference=scores.interval(one - other, samples)._asdict())
+def _entry(difference: Difference) -> dict:
+    return {
+        "one": float(np.mean(difference.first_S)),
+        "other": float(np.mean(difference.second_S)),
+        "difference": difference.score._asdict(),
+    }
+
+
+def _tested(first_Q: np.ndarray, second_Q: np.ndarray) -> dict:
+    counts = int((first_Q & ~second_Q).sum()), int((second_Q & ~first_Q).sum())
+    return {"only_one": counts[0], "only_other": counts[1], "p": paired.p_value(*counts)}
 
 
 def _check_alike(task: str, everyone: Sequence[Evaluated]) -> None:
@@ -137,25 +161,33 @@ def _check_alike(task: str, everyone: Sequence[Evaluated]) -> None:
 
 def table(found: Mapping[str, dict], one: Sequence[str], other: Sequence[str]) -> Table:
     """The differences as a table for a terminal."""
-    percent = lambda share: f"{100 * share:.1f}"
     rows = []
     for task, entry in found.items():
         score = Score(**entry["difference"])
-        interval = f"{100 * score.low:+.1f} to {100 * score.high:+.1f}"
-        count = f"{entry['rows']:,}" if "rows" in entry else "-"
         rows.append(
             (
                 task,
-                percent(entry["one"]),
-                percent(entry["other"]),
+                f"{100 * entry['one']:.1f}",
+                f"{100 * entry['other']:.1f}",
                 f"{100 * score.value:+.1f}",
-                interval,
-                count,
+                f"{100 * score.low:+.1f} to {100 * score.high:+.1f}",
+                f"{entry['p']:.2g}" if "p" in entry else "-",
+                f"{entry['rows']:,}" if "rows" in entry else "-",
             )
         )
-    seeds = min(len(one), len(other))
-    notes = ["The same questions are drawn for both (10,000 times); intervals hold 95 %."]
-    if seeds < 3:
+    header = ("task", "first, %", "second, %", "difference", "interval", "p", "questions")
+    notes = ["Intervals hold 95 %.", *_tests(found)]
+    if min(len(one), len(other)) < 3:
         notes.append("A claim between mechanisms needs three seeds of each.")
-    header = ("task", "first, %", "second, %", "difference", "interval", "questions")
     return Table(f"{'+'.join(one)} beside {'+'.join(other)}", header, rows, notes)
+
+
+def _tests(found: Mapping[str, dict]) -> list[str]:
+    """Says which tests reject after Holm's correction."""
+    p_values = {task: entry["p"] for task, entry in found.items() if "p" in entry}
+    if not p_values:
+        return ["They are over questions and seeds (Welch's t)."]
+    adjusted = estimate.holm(list(p_values.values()))
+    apart = [task for task, p in zip(p_values, adjusted, strict=True) if p <= estimate.LEVEL]
+    text = f"p: McNemar's exact test. {', '.join(apart) or 'No task'} differs at 5 %"
+    return [text + (f" after Holm's correction for {len(p_values)}." if len(p_values) > 1 else ".")]

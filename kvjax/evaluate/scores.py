@@ -1,7 +1,6 @@
-"""From verdicts to scores: accuracies with intervals, combined, ChatCORE, pass@k, differences."""
+"""Scores from verdicts: accuracies with intervals, combined, ChatCORE; `paired` has differences."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 import math
 from typing import NamedTuple
 
@@ -56,47 +55,6 @@ def chat_core(found: Mapping[str, tuple[int, int]]) -> float | None:
     )
 
 
-def centred(share: float, chance: float) -> float:
+def centred(share: float | np.ndarray, chance: float) -> float | np.ndarray:
     """0 for guessing, 1 for everything right."""
     return (share - chance) / (1 - chance)
-
-
-class Bootstrap:
-    """Differences between two models over drawn questions, of any number of tasks.
-
-    A model's seeds are drawn once for all tasks: a seed that is lucky is lucky in all of them.
-
-    Args:
-      one, other: how many seeds each model has.
-    """
-
-    def __init__(self, one: int, other: int, *, samples: int = 10_000, seed: int = 0):
-        self._rng, self._samples = np.random.default_rng(seed), samples
-        self._seeds_SK = [self._rng.integers(K, size=(samples, K)) for K in (one, other)]
-
-    def differences(self, one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> np.ndarray:
-        """[S] shares of right answers of the first less those of the second, of one task.
-
-        Questions are drawn anew, for both alike.
-
-        Args:
-          one, other: per seed, [Q] verdicts of the same questions, 0 or 1.
-        """
-        # Questions with the same verdicts are alike: how many of each kind are drawn is enough.
-        verdicts_QK = np.stack([*one, *other], axis=1).astype(np.int8)
-        kinds_PK, counts_P = np.unique(verdicts_QK, axis=0, return_counts=True)
-        Q = len(verdicts_QK)
-        drawn_SP = self._rng.multinomial(Q, counts_P / Q, size=self._samples)
-        by_seed_SK = drawn_SP @ kinds_PK / Q
-        sides = (by_seed_SK[:, : len(one)], by_seed_SK[:, len(one) :])
-        first_S, second_S = (
-            np.take_along_axis(side_SK, seeds_SK, axis=1).mean(axis=1)
-            for side_SK, seeds_SK in zip(sides, self._seeds_SK, strict=True)
-        )
-        return first_S - second_S
-
-
-def interval(value: float, samples: np.ndarray) -> Score:
-    """A value, and what holds 95 % of the samples of it."""
-    low, high = np.quantile(samples, [0.025, 0.975])
-    return Score(value, float(low), float(high))

@@ -53,11 +53,20 @@ def of(
     }
     if (mean := scores.combined(whole)) is not None:
         result |= dict(combined=mean._asdict(), chat_core=scores.chat_core(whole))
-    base = {name: task["chance"] for name, task in tasks.items() if "chance" in task}
+    base = _chances(tasks)
     if base and base.keys() <= whole.keys():
         each = [scores.centred(whole[n][0] / whole[n][1], chance) for n, chance in base.items()]
         result |= dict(core=float(np.mean(each)), core_tasks=len(each))
     return result
+
+
+def _chances(tasks: Mapping[str, Mapping]) -> dict[str, float]:
+    return {name: task["chance"] for name, task in tasks.items() if "chance" in task}
+
+
+def chances_of_core(result: Mapping[str, Any]) -> dict[str, float]:
+    """By task of CORE the accuracy of guessing; {} unless the summary has a score of CORE."""
+    return _chances(result.get("tasks", {})) if "core" in result else {}
 
 
 def _task(done: Done) -> dict[str, Any]:

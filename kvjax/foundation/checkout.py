@@ -1,6 +1,7 @@
 """The folder of this package, and the folders beside it in a checkout.
 
-An installed package has only PACKAGE. Code that needs another says so if it is missing.
+An installed package has only PACKAGE, with the configs in it. Code that needs another folder says
+so if it is missing.
 """
 
 import pathlib
@@ -9,6 +10,7 @@ import kvjax
 
 PACKAGE = pathlib.Path(kvjax.__file__).parent
 ROOT = PACKAGE.parent
-CONFIGS = ROOT / "configs"
+CONFIGS = PACKAGE / "configs"  # of an installed package; a checkout has them beside it
+CONFIGS = CONFIGS if CONFIGS.is_dir() else ROOT / "configs"
 EXPERIMENTS = ROOT / "experiments"
 RESULTS = EXPERIMENTS / "results"

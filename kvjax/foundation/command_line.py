@@ -26,6 +26,7 @@ import typing
 from typing import NoReturn
 
 from kvjax import __version__
+from kvjax.foundation import extras
 from kvjax.foundation import interrupted
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import UserError
@@ -86,6 +87,8 @@ def reason_of(error: Exception) -> str | None:
     text = str(error)
     if isinstance(error, (UserError, NotImplementedError)):
         return text
+    if isinstance(error, ModuleNotFoundError) and (missing := extras.missing(error)):
+        return missing
     if isinstance(error, OSError):
         return text or type(error).__name__
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
@@ -224,7 +227,20 @@ class Parser(argparse.ArgumentParser):
 def _config_file(text: str) -> pathlib.Path:
     if not text:
         raise UserError(f"{PREFIX}=: give a file, as in {PREFIX}=configs/lrkv_tiny.py")
-    return pathlib.Path(text)
+    return config_file(pathlib.Path(text))
+
+
+def config_file(file: pathlib.Path) -> pathlib.Path:
+    """Returns the file itself if it exists, else the shipped config of that name, if there is one.
+
+    `configs/lrkv_tiny.py` is found from any folder, and in an installed package.
+    """
+    first, *rest = file.parts or ("",)
+    shipped = CONFIGS.joinpath(*rest)
+    with contextlib.suppress(OSError):  # a name that is too long
+        if first == CONFIGS.name and not file.exists() and shipped.exists():
+            return shipped
+    return file
 
 
 class _Help(argparse.HelpFormatter):
@@ -271,7 +287,7 @@ def load_config(file: pathlib.Path, overrides: Sequence[str] = ()) -> "ml_collec
       UserError: the file, or a key of an override, is not there (the message says what is), or a
         value has another type.
     """
-    config = _config_of(pathlib.Path(file))
+    config = _config_of(config_file(pathlib.Path(file)))
     if not overrides:
         return config
     from absl import flags
@@ -321,8 +337,13 @@ def _no_file(file: pathlib.Path) -> str:
         return f"is a folder; give a file. There: {there}"
     close = difflib.get_close_matches(file.stem, ours, n=1, cutoff=0.7)
     if close:
-        return f"no such file; did you mean {PREFIX}={os.path.relpath(ours[close[0]])}?"
-    return f"no such file; in {os.path.relpath(CONFIGS)} there are {', '.join(sorted(ours))}"
+        return f"no such file; did you mean {PREFIX}={_shipped_name(ours[close[0]])}?"
+    return f"no such file; in {CONFIGS.name} there are {', '.join(sorted(ours))}"
+
+
+def _shipped_name(file: pathlib.Path) -> str:
+    """A shipped config as `config_file` finds it: configs/ranks/lrkv_tiny.py."""
+    return str(file.relative_to(CONFIGS.parent))
 
 
 def _check(override: str, config: "ml_collections.ConfigDict") -> None:

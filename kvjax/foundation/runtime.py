@@ -10,13 +10,14 @@ import time
 
 from etils import epath
 
+from kvjax.foundation import extras
 from kvjax.foundation.configuration import check_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
 
 # Schemes of paths, what opens them, and the command that installs it.
 BUCKETS = {
-    "gs": ("gcsfs", "pip install -e '.[gcs]'"),
+    "gs": ("gcsfs", extras.command("gcsfs")),
     "s3": ("s3fs", "pip install 'etils[epath-s3]'"),
 }
 
@@ -153,6 +154,13 @@ def cores() -> int:
     except (OSError, ValueError):
         return found
     return found if quota == "max" else max(1, min(found, int(quota) // int(period)))
+
+
+def blas_threads(count: int | None):
+    """Returns a context in which BLAS uses that many threads; None: as many as it likes."""
+    import threadpoolctl
+
+    return threadpoolctl.threadpool_limits(count, "blas")
 
 
 def memory_per_device() -> int:

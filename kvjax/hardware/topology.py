@@ -1,12 +1,12 @@
 """Devices to compile for, by a name: TPUs and GPUs that this machine need not have."""
 
-import importlib.util
 import os
 
 import jax
 from jax.experimental import topologies
 import numpy as np
 
+from kvjax.foundation import extras
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.hardware import datasheets
@@ -67,8 +67,7 @@ def tpu_devices(name: str) -> list[jax.Device]:
     kind, _, shape = name.partition(":")
     if kind not in KINDS or not shape:
         raise UserError(_unknown(name))
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError("compiling for a TPU needs libtpu: pip install -e '.[aot]'")
+    extras.require("compiling for a TPU", "libtpu")
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     try:
@@ -109,8 +108,7 @@ def gpu_devices(name: str) -> list[jax.Device]:
     kind, _, count = name.partition(":")
     if kind not in GPUS or not count.isdecimal() or not 1 <= int(count) <= GPUS_PER_HOST:
         raise UserError(_unknown(name))
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        raise UserError("compiling for a GPU needs JAX's CUDA plugin: pip install -e '.[aot]'")
+    extras.require("compiling for a GPU", "jax_cuda13_plugin")
     device = datasheets.get(kind)
     target = _HOPPER.format(
         memory=device.hbm_bytes, bandwidth=int(device.bandwidth), name=kind.upper()

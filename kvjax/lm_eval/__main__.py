@@ -4,13 +4,12 @@
     python -m kvjax.lm_eval --workdir=runs/x --include_path=~/tasks --tasks=mine --num_fewshot=5
 
 The tasks are the library's own, whose data it downloads, or those of a folder of YAML files, which
-may name files that are there. It is an extra: pip install -c constraints-lm-eval.txt -e
-'.[lm-eval]'. What tasks would run of a model's programs is refused: kvjax.evaluate has a sandbox.
+may name files that are there. The library is an extra: pip install 'kvjax[lm-eval]'. Tasks that run
+programs of a model are refused: kvjax.evaluate has a sandbox.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -19,6 +18,7 @@ import sys
 from kvjax import __version__
 from kvjax.decoding.scoring import BATCH
 from kvjax.foundation import command_line
+from kvjax.foundation import extras
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import at_least
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     found = options_lib.find(runtime.workdir(options.workdir), step=options.step, **sizes)
     if options.apply_chat_template and prompts.Prompts(found).template is None:
         raise UserError(prompts.no_template())
-    _check_installed()
+    extras.require("--tasks", "lm_eval")
     with progress.waiting("importing lm-evaluation-harness"):
         import lm_eval
 
@@ -113,14 +113,6 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         out.say(f"\nwritten: {options.out}", wrap=False)
     said.pop("samples", None)
     out.result(json.loads(json.dumps(said, default=str)))
-
-
-def _check_installed() -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "--tasks needs lm-evaluation-harness: pip install -c constraints-lm-eval.txt "
-            "-e '.[lm-eval]'"
-        )
 
 
 def _checked(options: argparse.Namespace) -> list[str]:

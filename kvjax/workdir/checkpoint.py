@@ -235,6 +235,13 @@ def _whole(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
 
 
+def fingerprint(directory: epath.Path, step: int) -> str:
+    """Returns the `storage.fingerprint` of a checkpoint's state; a UserError if it is not whole."""
+    path = directory / str(step)
+    with _reading(path):
+        return storage.fingerprint(path / "state")
+
+
 def check_parameters(directory: epath.Path, step: int, abstract_params: Any) -> None:
     """Raises the UserErrors of `read_parameters` that are known without reading any array."""
     path = directory / str(step)

@@ -38,6 +38,7 @@ _OF_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE")
 _OF_CODEC = re.compile("ZSTD_|checksum|[Dd]igest")  # FAILED_PRECONDITION, as where a disk says no
 _CODE = re.compile("[A-Z_]+(?=: )")
 _ARRAY = re.compile('"([^"]+)/(?:zarr\\.json|c(?:/[0-9]+)*)"')
+_INDEX = "manifest.ocdbt"  # of an item: names every file of its data
 _DETAILS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code).*", re.DOTALL)
 
 
@@ -97,7 +98,13 @@ def shapes(item: epath.Path) -> dict[str, tuple[int, ...]]:
 
     Args:
       item: a folder in a checkpoint: its training state, say.
+
+    Raises:
+      FileNotFoundError: the folder or its index is missing, as after an interrupted copy.
     """
+    index = item / _INDEX
+    if not index.exists():  # TensorStore takes it for an empty store
+        raise FileNotFoundError(f"{index} is not there: was the checkpoint copied whole?")
     store = tensorstore.KvStore.open(dict(driver="ocdbt", base=_base(item))).result()
     end = "/zarr.json"
     keys = [key.decode() for key in store.list().result()]
@@ -111,7 +118,7 @@ def fingerprint(item: epath.Path) -> str:
 
     Of the index, which names every file of data, drawn anew by each save: no array is read.
     """
-    return hashlib.sha256((item / "manifest.ocdbt").read_bytes()).hexdigest()
+    return hashlib.sha256((item / _INDEX).read_bytes()).hexdigest()
 
 
 def _base(item: epath.Path) -> str | dict:

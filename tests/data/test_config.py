@@ -20,7 +20,7 @@ from kvjax.foundation.errors import UserError
         ("sequence_length", 99_999_999_999, "at most 16,777,216"),
         ("vocab_size", 1 << 25, "at most 16,777,216"),
         ("source", "a.txt,hdfs://host/x", "'hdfs://host/x': nothing here opens hdfs://"),
-        ("source", "prepared:gs://bucket/x", "gs:// needs .*pip install -e '.\\[gcs\\]'"),
+        ("source", "prepared:gs://bucket/x", "gs:// needs .*pip install 'kvjax.gcs.'"),
         ("validation_source", "s3://bucket/x.txt", "s3:// needs .*pip install .*epath-s3"),
         ("tokenizer", "gs://bucket/tokenizer.json", "gs:// needs"),
         ("directory", "gs://bucket/x", "gs:// needs"),

@@ -314,6 +314,7 @@ def test_two_models_are_compared(run, workdir, tmp_path, capsys):
     assert tasks["arc_easy"]["difference"]["value"] == 0
     assert tasks["mmlu"]["other"] == 1 and tasks["mmlu"]["rows"] == 5
     assert tasks["mmlu"]["difference"]["value"] == tasks["mmlu"]["one"] - 1 < 0
+    assert tasks["mmlu"]["only_one"] == 0 and tasks["mmlu"]["p"] > 0.05
     assert "needs three seeds" in err
     status, _, err = compare(f"--compare={workdir},{tmp_path / 'none'}")
     assert status == 2 and "has no evaluation" in err

@@ -51,39 +51,3 @@ def test_the_interval_of_combined_is_that_of_a_mean():
     assert mean.high - mean.value == pytest.approx((each.high - each.value) / math.sqrt(5))
     none = scores.combined({name: (0, 100) for name in TASKS})
     assert none.low == pytest.approx(0, abs=1e-12) and none.high > 0.01  # as each task's own
-
-
-def test_differences_are_paired():
-    """Two models that differ in 20 of 200 questions: the interval is that of those questions."""
-    rng = np.random.default_rng(0)
-    one = rng.random(200) < 0.5
-    other = one.copy()
-    other[np.flatnonzero(one)[:20]] = False
-    found = scores.interval(0.1, scores.Bootstrap(1, 1).differences([one], [other]))
-    half = 1.96 * math.sqrt(0.1 * 0.9 / 200)
-    assert found.low == pytest.approx(0.1 - half, abs=0.01)
-    assert found.high == pytest.approx(0.1 + half, abs=0.01)
-    assert np.ptp(scores.Bootstrap(1, 1).differences([one], [one])) == 0
-
-
-def test_seeds_are_drawn_too():
-    """Seeds that differ make the interval wider than questions alone do."""
-    alike = [np.arange(100) % 2 == 0] * 3
-    far = [np.full(100, False), np.arange(100) % 2 == 0, np.full(100, True)]
-    narrow, wide = (
-        np.ptp(scores.Bootstrap(3, 3).differences(side, alike)) for side in (alike, far)
-    )
-    assert wide > 2 * narrow
-
-
-def test_tasks_are_drawn_apart_and_seeds_together():
-    """Five tasks alike: their mean varies less by questions, and not less by seeds."""
-    rng = np.random.default_rng(1)
-    one, other = rng.random(400) < 0.6, rng.random(400) < 0.4
-    bootstrap = scores.Bootstrap(1, 1)
-    tasks = [bootstrap.differences([one], [other]) for _ in range(5)]
-    assert np.std(np.mean(tasks, axis=0)) < 0.55 * np.std(tasks[0])  # 1/sqrt(5) = 0.45
-    far = [np.full(400, False), np.full(400, True), np.full(400, True)]
-    bootstrap = scores.Bootstrap(3, 3)
-    tasks = [bootstrap.differences(far, [one] * 3) for _ in range(5)]
-    assert np.std(np.mean(tasks, axis=0)) > 0.9 * np.std(tasks[0])

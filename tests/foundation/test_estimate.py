@@ -6,6 +6,7 @@ from scipy import stats
 from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
 from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import holm
 
 
 def test_an_estimate_is_the_mean_with_students_interval():
@@ -34,3 +35,9 @@ def test_differences_are_taken_seed_by_seed():
     found = difference({0: 1.0, 1: 5.0, 2: 9.0}, {2: 8.0, 0: 0.0, 7: 3.0})
     assert found == Estimate(1.0, 0.0)  # seeds 0 and 2: 1 and 1, whatever the seeds' own spread
     assert difference({0: 1.0}, {1: 1.0}) is None
+
+
+def test_holms_correction():
+    """The smallest p-value is multiplied by all tests, the next by one less; none falls again."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.6]) == [1.0, 1.0] and holm([0.04]) == [0.04]

@@ -14,7 +14,7 @@ from kvjax.foundation.errors import UserError
 @pytest.mark.parametrize(
     "given, message",
     [
-        ("gs://bucket/x", r"gs:// needs the package gcsfs: pip install -e '\.\[gcs\]'"),
+        ("gs://bucket/x", r"gs:// needs the package gcsfs: pip install 'kvjax\[gcs\]'"),
         ("s3://bucket/x", "s3:// needs the package s3fs: pip install"),
         ("hdfs://host/x", "nothing here opens hdfs://; give a local path, gs://BUCKET"),
         ("://x", "nothing here opens ://"),

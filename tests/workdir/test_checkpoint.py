@@ -5,6 +5,7 @@ import errno
 import pathlib
 import random
 import re
+import shutil
 
 from etils import epath
 import jax
@@ -82,33 +83,70 @@ def corrupt(step_directory: epath.Path) -> None:
         file.write_bytes(b"\0" * file.stat().st_size)
 
 
-@pytest.mark.parametrize(
-    "how", quick.every(4, ["overwritten", "truncated", "metadata gone", "{}", "[]"])
-)
-def test_an_unreadable_latest_is_set_aside(saved, how, capfd):
-    latest = saved / CHECKPOINTS / "3"
-    if how == "overwritten":
-        corrupt(latest)
-    elif how == "truncated":
-        for file in array_files(latest):
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    elif how == "metadata gone":
-        (latest / "state" / "_METADATA").unlink()
-    else:
-        (latest / "state" / "_METADATA").write_text(how)
-    (restored, position, step), steps = restore(saved)
-    assert (step, position, steps) == (2, 20, [2])
-    jax.tree.map(np.testing.assert_array_equal, restored, state(2.0))
-    assert (saved / "unreadable-checkpoint-3").exists()  # nothing is lost
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == 2 and told[0].startswith("WARNING: checkpoint of step 3 cannot be read")
-    if how == "overwritten":  # of all that TensorStore says: the array, and what is wrong
-        assert re.search(r'read: DATA_LOSS: params\.[\w.]+: Error decoding [^\["]+$', told[0])
-    assert "going on from step 2; step 3 was moved" in told[1]
-    again = Checkpoints(saved / CHECKPOINTS, keep=2)
-    again.save(3, state(33.0), position=30)  # the step is free again
-    again.close()
-    assert restore(saved)[0][2] == 3
+def remove(path: pathlib.Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def empty(path: pathlib.Path) -> None:
+    for child in path.iterdir() if path.is_dir() else ():
+        remove(child)
+    if path.is_file():
+        path.write_bytes(b"")
+
+
+def halve(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def hollow(path: pathlib.Path) -> None:
+    path.write_text("{}")
+
+
+# Parts of a checkpoint without which it cannot be read, and damage to each.
+NEEDED = [(".", empty), ("data", remove), ("data/_METADATA", empty), ("state/d", remove)]
+NEEDED += [(part, how) for part in ("state", "state/_METADATA") for how in (remove, empty)]
+NEEDED += [("state/manifest.ocdbt", how) for how in (remove, empty, halve)]
+NEEDED += [("state/_METADATA", halve), ("state/_METADATA", hollow), (".", corrupt)]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.parametrize("parts", ["needed", pytest.param("all", marks=pytest.mark.slow)])
+def test_a_damaged_part_is_noticed_or_harmless(saved, capfd, parts):
+    """A folder as an interrupted copy leaves it: the step before is used, and a line says so."""
+    latest, aside = saved / CHECKPOINTS / "3", saved / "unreadable-checkpoint-3"
+    inside = sorted(pathlib.Path(latest).rglob("*"))
+    damage = list(NEEDED)
+    if parts == "all":
+        damage += [(p.relative_to(latest), how) for p in inside for how in (remove, empty)]
+        damage += [(p.relative_to(latest), halve) for p in inside if p.is_file()]
+    shutil.copytree(latest, saved / "whole")
+    for part, how in damage:
+        how(pathlib.Path(latest, part))
+        told = None
+        try:
+            params = read_parameters(saved / CHECKPOINTS, 3, abstract_parameters())
+            jax.tree.map(np.testing.assert_array_equal, params, state(3.0)["params"])
+        except UserError as error:
+            told = str(error)
+            assert re.search(
+                r"/3 cannot be read (?s:.*)other checkpoints there: steps \[2\]$", told
+            )
+        (restored, position, step), steps = restore(saved)
+        jax.tree.map(np.testing.assert_array_equal, restored, state(float(step)))
+        lines = capfd.readouterr().err.splitlines()
+        if step == 2:
+            assert (position, steps) == (20, [2]) and aside.exists(), part  # nothing is lost
+            assert len(lines) == 2 and "going on from step 2; step 3 was moved" in lines[1]
+            assert lines[0].startswith("WARNING: checkpoint of step 3 cannot be read"), part
+            if how is corrupt:  # of all that TensorStore says: the array, and what is wrong
+                assert re.search(
+                    r'read: DATA_LOSS: params\.[\w.]+: Error decoding [^\["]+$', lines[0]
+                )
+            shutil.rmtree(aside)
+        else:
+            assert (part, how) not in NEEDED and not told and not lines, part
+            shutil.rmtree(latest)
+        shutil.copytree(saved / "whole", latest)
 
 
 def test_none_can_be_read(saved):
@@ -181,7 +219,7 @@ def test_other_arrays_are_no_damage(saved, leaf):
     assert names(saved / CHECKPOINTS) == {"2", "3"}
 
 
-def test_what_was_set_aside_before_stays(saved):
+def test_what_was_set_aside_before_stays_and_its_step_is_free(saved):
     before = saved / "unreadable-checkpoint-3"
     before.mkdir()
     (before / "note").write_text("mine")
@@ -189,6 +227,10 @@ def test_what_was_set_aside_before_stays(saved):
     assert restore(saved)[0][2] == 2
     assert (before / "note").read_text() == "mine"
     assert names(saved / "unreadable-checkpoint-3-2") >= {"state", "data"}
+    again = Checkpoints(saved / CHECKPOINTS, keep=2)
+    again.save(3, state(33.0), position=30)
+    again.close()
+    assert restore(saved)[0][2] == 3
 
 
 def test_checkpoints_whose_names_were_swapped(tmp_path):
@@ -341,13 +383,6 @@ def test_parameters_of_another_model(saved):
     message = str(error.value)
     assert "w: checkpoint (64, 8), config (64, 9)" in message
     assert "v: checkpoint none, config (1,)" in message and "segments" not in message
-
-
-def test_parameters_that_cannot_be_read(saved):
-    corrupt(saved / CHECKPOINTS / "3")
-    with pytest.raises(UserError, match=r"checkpoints/3 cannot be read .*steps \[2\]"):
-        read_parameters(saved / CHECKPOINTS, 3, abstract_parameters())
-    assert storage.steps(saved / CHECKPOINTS) == [2, 3]  # nothing is set aside
 
 
 def test_listing_steps_changes_nothing(saved):

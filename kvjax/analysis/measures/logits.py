@@ -13,7 +13,6 @@ from concurrent import futures
 from typing import NamedTuple
 
 import numpy as np
-import threadpoolctl
 
 from kvjax.analysis.measures import rotary
 from kvjax.analysis.measures.activations import Mask
@@ -118,7 +117,7 @@ def masked_energies(
 def side_by_side(function: Callable, items: Iterable) -> list:
     """What a function makes of each item, one item to a core; BLAS has one thread."""
     with (
-        threadpoolctl.threadpool_limits(1, "blas"),
+        runtime.blas_threads(1),
         futures.ThreadPoolExecutor(runtime.cores()) as pool,
     ):
         return list(pool.map(function, items))

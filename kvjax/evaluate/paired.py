@@ -1,0 +1,154 @@
+"""Differences between two models that answered the same questions, with 95 % intervals.
+
+One model against one: McNemar's exact test, and the interval of Fay and Lumbard (Statistics in
+Medicine 40, 2021), which excludes 0 if and only if that test rejects at 5 %. Means of several tasks
+add the squares of distances to bounds (Zou and Donner, 2008). Several seeds of a model add the
+square of Welch's t interval over seeds.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+
+from kvjax.evaluate import scores
+from kvjax.evaluate.scores import Score
+
+_TAIL = 0.025  # on either side of a 95 % interval
+_NODES = 500
+
+
+def p_value(only_first: int, only_second: int) -> float:
+    """Returns the two-sided p-value of McNemar's exact test; 1 without discordant questions.
+
+    Args:
+      only_first, only_second: questions that only the first, or only the second model got right.
+    """
+    from scipy import stats
+
+    discordant = only_first + only_second
+    return float(stats.binomtest(only_first, discordant).pvalue) if discordant else 1.0
+
+
+def interval(only_first: int, only_second: int, questions: int) -> tuple[float, float]:
+    """Returns the 95 % interval of the first model's share of right answers less the second's."""
+    return (
+        _lower_bound(only_first, only_second, questions),
+        -_lower_bound(only_second, only_first, questions),
+    )
+
+
+def _lower_bound(only_first: int, only_second: int, questions: int) -> float:
+    """Returns the 2.5 % quantile of s·(2t - 1), with confidence distributions for s and t.
+
+    t is the first model's share of the discordant questions, Beta(b, c + 1) as in Clopper-Pearson's
+    lower bound; s is the share of discordant questions, from its upper bound's distribution where
+    the product is negative and from its lower bound's where it is positive.
+    """
+    from scipy import optimize
+    from scipy import special
+
+    discordant = only_first + only_second
+    levels = (np.arange(_NODES) + 0.5) / _NODES
+    concordant = questions - discordant
+    if not only_first:  # t = 0
+        return (
+            -float(special.betaincinv(discordant + 1, concordant, 1 - _TAIL))
+            if concordant
+            else -1.0
+        )
+    most = special.betaincinv(discordant + 1, concordant, levels) if concordant else np.ones(_NODES)
+    least = special.betaincinv(discordant, concordant + 1, levels)
+
+    def excess(bound: float) -> float:
+        shares = most if bound < 0 else least
+        at_most = np.clip((1 + bound / shares) / 2, 0, 1)
+        return float(special.betainc(only_first, only_second + 1, at_most).mean()) - _TAIL
+
+    return float(optimize.brentq(excess, -1, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A score of one model less that of another.
+
+    Attributes:
+      first_S, second_S: scores of each model's seeds.
+      below, above: distances from the difference to the bounds that follow from the questions.
+    """
+
+    first_S: np.ndarray
+    second_S: np.ndarray
+    below: float
+    above: float
+
+    @property
+    def score(self) -> Score:
+        """The difference of means over seeds, with its interval over questions and seeds."""
+        value = float(np.mean(self.first_S) - np.mean(self.second_S))
+        seeds = _welch_half(self.first_S, self.second_S)
+        return Score(
+            value, value - math.hypot(self.below, seeds), value + math.hypot(self.above, seeds)
+        )
+
+    def centred(self, chance: float) -> "Difference":
+        """The difference of scores of which 0 is guessing and 1 everything right."""
+        return Difference(
+            scores.centred(self.first_S, chance),
+            scores.centred(self.second_S, chance),
+            self.below / (1 - chance),
+            self.above / (1 - chance),
+        )
+
+
+def difference(first_SQ: np.ndarray, second_SQ: np.ndarray) -> Difference:
+    """Returns the difference of shares of right answers of one task.
+
+    Distances are means over pairs of a seed of each model, scaled by how much less the difference
+    of means over seeds varies from question to question than those of pairs.
+
+    Args:
+      first_SQ, second_SQ: verdicts, 0 or 1, of each model's seeds on the same questions.
+    """
+    questions = first_SQ.shape[1]
+    distances, deviations = [], []
+    for first_Q, second_Q in itertools.product(first_SQ.astype(int), second_SQ.astype(int)):
+        each_Q = first_Q - second_Q
+        low, high = interval(int((each_Q > 0).sum()), int((each_Q < 0).sum()), questions)
+        distances.append((each_Q.mean() - low, high - each_Q.mean()))
+        deviations.append(each_Q.std())
+    mean_Q = first_SQ.mean(axis=0) - second_SQ.mean(axis=0)
+    scale = mean_Q.std() / np.mean(deviations) if np.any(deviations) else 1.0
+    below, above = scale * np.mean(distances, axis=0)
+    return Difference(first_SQ.mean(axis=1), second_SQ.mean(axis=1), float(below), float(above))
+
+
+def mean(differences: Sequence[Difference]) -> Difference:
+    """Returns the difference of the plain means of several tasks' scores.
+
+    Tasks have other questions, so that their distances add in squares; a seed has one mean.
+    """
+    return Difference(
+        np.mean([each.first_S for each in differences], axis=0),
+        np.mean([each.second_S for each in differences], axis=0),
+        math.hypot(*(each.below for each in differences)) / len(differences),
+        math.hypot(*(each.above for each in differences)) / len(differences),
+    )
+
+
+def _welch_half(first_S: np.ndarray, second_S: np.ndarray) -> float:
+    """Returns half of Welch's 95 % interval over seeds; 0 where no model has several seeds."""
+    from scipy import special
+
+    parts = [
+        (np.var(each, ddof=1) / len(each), len(each) - 1)
+        for each in (first_S, second_S)
+        if len(each) > 1
+    ]
+    variance = sum(part for part, _ in parts)
+    if not variance:
+        return 0.0
+    freedom = variance**2 / sum(part**2 / count for part, count in parts)
+    return float(special.stdtrit(freedom, 1 - _TAIL) * math.sqrt(variance))

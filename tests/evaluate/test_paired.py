@@ -1,0 +1,110 @@
+"""Differences between models on the same questions: exact tests, and intervals that agree."""
+
+import itertools
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from kvjax.evaluate import compare
+from kvjax.evaluate import paired
+from kvjax.evaluate.task import TASKS
+
+
+def _verdicts(both: int, only_first: int, only_second: int, neither: int) -> np.ndarray:
+    """Verdicts [2, 1, questions] of two models of one seed each."""
+    kinds, counts = [(1, 1), (1, 0), (0, 1), (0, 0)], (both, only_first, only_second, neither)
+    return np.repeat(kinds, counts, axis=0).T[:, None]
+
+
+def test_an_interval_leaves_out_0_where_mcnemars_exact_test_rejects():
+    for first, second in itertools.product(range(14), repeat=2):
+        low, high = paired.interval(first, second, 48)
+        p = paired.p_value(first, second)
+        assert (low <= 0 <= high) == (p > 0.05), (first, second)
+        if first + second:
+            assert p == scipy.stats.binomtest(first, first + second).pvalue
+    assert paired.p_value(4, 0) == 0.125 and paired.p_value(0, 0) == 1
+    # Without discordant questions it is the bound of a share of which none was seen.
+    assert paired.interval(0, 0, 48)[1] == pytest.approx(1 - 0.025 ** (1 / 48))
+    assert paired.interval(7, 0, 7)[1] == 1 and paired.interval(0, 7, 7)[0] == -1
+
+
+def test_intervals_hold_the_difference_in_95_percent_of_all_tables():
+    """Enumerates the tables of a few questions under many pairs of models."""
+    for questions in (5, 16):
+        tables = np.array([(b, c) for b in range(questions + 1) for c in range(questions + 1 - b)])
+        bounds = np.array([paired.interval(b, c, questions) for b, c in tables])
+        cells = np.column_stack([tables, questions - tables.sum(axis=1)])
+        coverage = []
+        for b, c in itertools.product(np.linspace(0, 1, 14), repeat=2):
+            if b + c <= 1:
+                chances = scipy.stats.multinomial.pmf(cells, questions, [b, c, max(0, 1 - b - c)])
+                inside = (bounds[:, 0] <= b - c + 1e-9) & (bounds[:, 1] >= b - c - 1e-9)
+                coverage.append(chances[inside].sum())
+        assert 0.95 <= min(coverage) and np.mean(coverage) < 0.995
+
+
+def test_seeds_that_are_alike_add_nothing_and_seeds_alone_are_welchs():
+    first, second = _verdicts(10, 9, 2, 9)
+    one = paired.difference(first, second)
+    low, high = paired.interval(9, 2, 30)
+    assert one.score == pytest.approx((7 / 30, low, high))
+    alike = paired.difference(np.repeat(first, 3, axis=0), np.repeat(second, 2, axis=0))
+    assert alike.score == pytest.approx(one.score)
+
+    shares = np.array([0.2, 0.5, 0.45, 0.6]), np.array([0.3, 0.25, 0.1])
+    welch = scipy.stats.ttest_ind(*shares, equal_var=False).confidence_interval()
+    found = paired.Difference(*shares, below=0, above=0).score
+    assert found[1:] == pytest.approx(tuple(welch))
+    both = paired.Difference(*shares, below=0.3, above=0.4).score
+    assert (both.value - both.low) ** 2 == pytest.approx(0.3**2 + (found.value - found.low) ** 2)
+
+
+def test_seeds_with_errors_of_their_own_narrow_what_questions_add():
+    """Verdicts drawn at random for each of four seeds: questions add about half as much."""
+    rng = np.random.default_rng(0)
+    first, second = rng.random((2, 4, 2000)) < 0.5
+    many = paired.difference(first, second)
+    one = paired.difference(first[:1], second[:1])
+    assert many.below == pytest.approx(one.below / 2, rel=0.1)
+
+
+def test_means_of_tasks_add_in_squares_and_seeds_stay_together():
+    first, second = _verdicts(10, 9, 2, 9)
+    task = paired.difference(first, second)
+    mean = paired.mean([task] * 4)
+    assert mean.score.value == task.score.value and mean.below == pytest.approx(task.below / 2)
+    # A seed that is lucky is lucky in all tasks: the interval over seeds is no narrower.
+    seeds = paired.Difference(np.array([0.2, 0.6]), np.array([0.3, 0.1]), 0, 0)
+    assert paired.mean([seeds] * 4).score == pytest.approx(seeds.score)
+    centred = task.centred(0.25)
+    np.testing.assert_allclose(centred.score, np.array(task.score) / 0.75)
+
+
+def _evaluated(right: dict[str, int], questions: int = 48) -> compare.Evaluated:
+    """A model that gets the first so many questions of each task right."""
+    verdicts = {t: {i: i < count for i in range(questions)} for t, count in right.items()}
+    chances = {"core_a": 0.25, "core_b": 0.5}
+    return compare.Evaluated("runs/x", {task: {} for task in right}, verdicts, chances)
+
+
+def test_a_comparison_of_two_models_and_of_seeds():
+    """Four questions of one task apart: no test rejects; means of tasks follow."""
+    both = dict.fromkeys([*TASKS, "core_a", "core_b"], 24)
+    one = _evaluated(both | {"mmlu": 28, "core_a": 36, "gsm8k": 0})
+    other = _evaluated(both | {"gsm8k": 6})
+    found = compare.compare([one], [other])
+    assert found["mmlu"]["p"] == 0.125 and found["mmlu"]["only_one"] == 4
+    assert found["mmlu"]["difference"]["low"] < 0 < found["mmlu"]["difference"]["value"]
+    assert found["combined"]["difference"]["value"] == pytest.approx((4 - 6) / 48 / 5)
+    assert found["core"]["one"] == pytest.approx(((0.75 - 0.25) / 0.75 + 0) / 2)
+    assert found["core"]["difference"]["low"] > 0
+    # gsm8k's 6 against 0 has p = 0.031: alone it counts, among seven tests it does not.
+    assert found["gsm8k"]["p"] < 0.05
+    notes = " ".join(compare.table(found, ["a"], ["b"]).notes)
+    assert "core_a differs at 5 % after Holm's correction for 7." in notes
+    seeds = compare.compare([one, one], [other, other])
+    assert "p" not in seeds["mmlu"] and seeds["mmlu"]["difference"] == pytest.approx(
+        found["mmlu"]["difference"]
+    )

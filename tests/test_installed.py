@@ -1,0 +1,106 @@
+"""kvjax as pip installs it: outside its checkout, and without the packages of its extras."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import jax
+import pytest
+
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.checkout import PACKAGE
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.extras import EXTRAS
+
+PUBLISHED = ROOT / "tests" / "convert" / "published" / "llama"
+# Command lines, their exit status, and what they say.
+LINES = [
+    ("kvjax", 0, "configs/rivals/"),
+    ("kvjax.costs --config=configs/lrkv_tiny.py", 0, "lrkv_tiny"),
+    ("kvjax.costs --config=configs/lrkv_tny.py", 2, "mean --config=configs/lrkv_tiny.py?"),
+    ("kvjax.main --config=configs/mid/lrkv_tiny.py --config.train.seed=x", 2, "a whole number"),
+    ("kvjax.convert --source=published --out=x", 2, "kvjax[convert]"),
+    ("kvjax.convert --source=model.gguf --out=x", 2, "kvjax[convert]"),
+    ("kvjax.analysis --model=published", 2, "kvjax[convert]"),
+    ("kvjax.convert.export --workdir=nowhere --out=x", 2, "nowhere is no workdir"),
+    ("kvjax.aot --config=configs/lrkv_tiny.py --topology=v5e:2x2", 2, "kvjax[aot]"),
+    ("kvjax.aot --config=configs/lrkv_tiny.py --topology=h200:8", 2, "kvjax[aot]"),
+    ("kvjax.kernels.profile --device=v5e", 2, "kvjax[aot]"),
+    ("kvjax.data.prepare --beam_pipeline_options=runner=DirectRunner", 2, "kvjax[beam]"),
+    ("kvjax.data.prepare --source=gs://bucket/x", 2, "kvjax[gcs]"),
+    ("kvjax.evaluate --help", 0, "--humaneval"),
+    ("kvjax.chat --help", 0, "--temperature"),
+    ("kvjax.generate --help", 0, "--prompt_file"),
+    ("kvjax.compare --help", 0, "--json"),
+    ("kvjax.lm_eval --help", 0, "kvjax[lm-eval]"),
+]
+RUN = """
+import contextlib, importlib, importlib.util, io, json, sys, traceback
+from kvjax.foundation import command_line
+for line in json.loads(sys.argv[1]):
+    name, *arguments = line.split()
+    name += ".__main__" if importlib.util.find_spec(name).submodule_search_locations else ""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            status = command_line.status(importlib.import_module(name).main, arguments)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+    print(json.dumps([status, said.getvalue()]))
+"""
+
+
+def test_commands_find_configs_and_name_the_extra_that_they_lack(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    for path in pathlib.Path(jax.__file__).parents[1].iterdir():
+        if path.name not in {*EXTRAS, "kvjax"}:
+            (site / path.name).symlink_to(path)
+    shutil.copytree(PACKAGE, site / "kvjax", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(CONFIGS, site / "kvjax" / "configs")
+    (tmp_path / "published").symlink_to(PUBLISHED)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    run = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", RUN, json.dumps([line for line, *_ in LINES])],
+        cwd=tmp_path,
+        env=os.environ | dict(PYTHONPATH=str(site), JAX_PLATFORMS="cpu"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for (line, status, said), outcome in zip(LINES, run.stdout.splitlines(), strict=True):
+        found, text = json.loads(outcome)
+        assert (found, said in text, "Traceback" in text) == (status, True, False), (line, text)
+        *_, last = text.strip().splitlines()
+        assert status == 0 or (last.startswith("kvjax: ") and said in last), (line, text)
+
+
+@pytest.mark.slow
+def test_the_wheel_has_all_configs_and_extras(tmp_path):
+    """Skipped where pip cannot fetch setuptools."""
+    source = tmp_path / "source"
+    shutil.copytree(PACKAGE, source / "kvjax", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(CONFIGS, source / "configs", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path)]
+    run = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    if run.returncode and "setuptools" in run.stderr:
+        pytest.skip(run.stderr.strip().splitlines()[-1])
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        files = set(archive.namelist())
+        (metadata,) = (name for name in files if name.endswith("/METADATA"))
+        text = archive.read(metadata).decode()
+    for folder, there in ((CONFIGS, "kvjax/configs"), (PACKAGE, "kvjax")):
+        assert {f"{there}/{path.relative_to(folder)}" for path in folder.rglob("*.py")} <= files
+    installs = set(re.findall(r'(?m)^Requires-Dist: ([\w-]+).*extra == "(.+)"', text))
+    normal = lambda name: name.replace("_", "-")
+    assert {(normal(m), extra) for m, extra in EXTRAS.items() if m != "gcsfs"} <= installs
+    assert ("etils", "gcs") in installs  # which installs gcsfs
