@@ -17,13 +17,14 @@ from kvjax.foundation.estimate import estimate
 from kvjax.foundation.output import Table
 
 # Those of the paper first, and how their rows of its table 5 begin. LRKV has residuals of half a
-# head's channels there as here, and GQA at 128M half as many KV heads as heads.
+# head's channels there as here, and GQA at 128M half as many KV heads as heads. The paper's MLA has
+# no RoPE key of its own (its cache is the latent alone), so that `mla` is not in the table.
 ROWS = {
     "mha": "MHA",
     "lrkv": "LRKV, rank 64",
     "gqa": "GQA",
     "mqa": "MQA",
-    "mla": "MLA",
+    "mla_paper": "MLA",
 }
 SCALES = ("128M", "2.5B")
 FIRST = "mha"  # what the others are compared with

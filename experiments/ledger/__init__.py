@@ -1,1 +1,1 @@
-"""What five papers claim, and the rules by which results decide; see `experiments.claims`."""
+"""Claims of four papers and a blog, and the rules by which results judge them."""

@@ -47,9 +47,39 @@ def five(scale: str) -> tuple[str, ...]:
     return tuple(f"{name}_{scale}" for name in ("lrkv", "mha", "gqa", "mqa", "mla_paper"))
 
 
-def relative_flops(config: str) -> float:
-    """% of a token's training FLOPs more than MHA's, at d36."""
-    return 100 * (out_of_reach.training_flops(config) / out_of_reach.training_flops("mha_2p5b") - 1)
+def relative_flops(config: str, more: float = 0) -> float:
+    """Returns the % of a token's training FLOPs that a config takes more than MHA, at d36.
+
+    Args:
+      more: FLOPs that the config's own formula does not count.
+    """
+    flops = out_of_reach.training_flops(config) + more
+    return 100 * (flops / out_of_reach.training_flops("mha_2p5b") - 1)
+
+
+def by_equations_3_and_4() -> float:
+    """Returns the same of LRKV where no head's keys and values are made, but latents are attended.
+
+    Per head and cached token its r latents then cost as much as so many channels more, of keys and
+    of values; as in `formulas.training_flops_per_token`, every token attends to all.
+    """
+    experiment = out_of_reach.experiment_of("lrkv_2p5b")
+    latents = sum(2 * c.num_heads * c.rank for c in experiment.model.mechanisms)
+    return relative_flops("lrkv_2p5b", 6 * experiment.data.sequence_length * latents)
+
+
+def lrkv_flops() -> dict[str, bool]:
+    """Which parts of Figure 4's claim hold by equations 3 and 4."""
+    more = by_equations_3_and_4()
+    return {"more than MHA": more > 0, "0.8 %": round(more, 1) == 0.8}
+
+
+def lrkv_flops_said() -> str:
+    return (
+        f"{by_equations_3_and_4():+.1f} by its equations 3 and 4, of 2,048 keys, and "
+        f"{relative_flops('lrkv_2p5b'):+.1f} with each head's keys and values made, as training "
+        "does here; from shapes, attention included"
+    )
 
 
 def budgets() -> dict[str, float]:
@@ -180,10 +210,17 @@ def ahead() -> dict[str, float]:
     return {name: 100 * (1 - BPB["LRKV"] / bpb) for name, bpb in BPB.items() if name != "LRKV"}
 
 
-def parameters() -> dict[str, float]:
-    """Parameters of MHA in millions, by what the paper calls the size."""
-    count = lambda name: formulas.parameters(out_of_reach.experiment_of(name).model)["total"] / 1e6
-    return {"128M": count("mha_128m"), "2.5B": count("mha_2p5b")}
+def parameters_said() -> str:
+    """Says how many parameters MHA has here, at both scales, by which weights are counted."""
+    said = []
+    for name in ("mha_128m", "mha_2p5b"):
+        model = out_of_reach.experiment_of(name).model
+        counts = formulas.parameters(model)
+        layers, head = (counts["attention"] + counts["mlp"]) / 1e6, counts["head"] / 1e6
+        said.append(f"{layers:,.0f}M in layers, {layers + head:,.0f}M with the head")
+        said[-1] += f", {counts['total'] / 1e6:,.0f}M in all"
+    vocabulary = out_of_reach.experiment_of("mha_2p5b").model.vocab_size
+    return f"here, with a vocabulary of {vocabulary:,}, MHA has {'; '.join(said)}"
 
 
 def key_value_weights() -> dict[str, float]:

@@ -87,9 +87,7 @@ CLAIMS = (
         "Figure 4",
         "LRKV takes 0.8 % more FLOPs per token than baselines, MHA among them",
         "+0.8 %",
-        Computed(
-            "0.8", lambda: figures.relative_flops("lrkv_2p5b"), "from shapes, attention included"
-        ),
+        Cases(figures.lrkv_flops, figures.lrkv_flops_said),
         "python -m kvjax.costs --config=configs/lrkv_2p5b.py --all",
     ),
     Claim(

@@ -52,6 +52,19 @@ def between(name: str, first: str, second: str) -> Callable[[], tuple[Estimate, 
     return of
 
 
+def depth_8(step: int) -> Callable[[], tuple[Estimate, int]]:
+    """LRKV less MHA in bits per byte at a step of `experiments.studies.depth_8`."""
+
+    def of() -> tuple[Estimate, int]:
+        for row in read("depth_8")["by_step"]:
+            if (row["mechanism"], row["step"]) == ("lrkv", step):
+                found = Estimate(row["difference"], row["difference_half_interval"])
+                return found, len(row["seeds"])
+        raise NoResultError(f"depth_8 at step {step}")
+
+    return of
+
+
 def paired(one: Mapping, other: Mapping, what: str) -> tuple[Estimate, int]:
     """One less other, by seed, and of how many; raises a NoResultError without a common one."""
     found = difference(one, other)

@@ -1,6 +1,6 @@
 """How different the heads of tiny models are, by mechanism, beside LRKV's table 5: three seeds.
 
-    python -m experiments.studies.head_diversity [--mechanisms=mha,lrkv,gqa,mqa,mla] [--save]
+    python -m experiments.studies.head_diversity [--mechanisms=mha,lrkv,gqa,mqa] [--save]
     python -m experiments.studies.head_diversity --saved   # what was saved; trains nothing
 
 Trains the tiny configs as `language_models` does and keeps their parameters of a few steps, the
@@ -52,7 +52,7 @@ from kvjax.workdir import metrics
 from kvjax.workdir import trained
 
 OTHERS = (
-    *("mla_paper", "kv_tied", "qk_tied", "qkv_tied", "thin_keys", "factored", "lrkv_gqa"),
+    *("mla", "kv_tied", "qk_tied", "qkv_tied", "thin_keys", "factored", "lrkv_gqa"),
     *("lrkv_shared_rope", "lrkv_no_rope", "kv_tied_gqa", "kv_tied_mqa"),
 )
 NAME = "analysis/head_diversity"  # of the result

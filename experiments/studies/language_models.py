@@ -8,7 +8,8 @@ Models of width 128 or so on the embedded corpus; which, says experiments/studie
 seed draws initial weights and data order, the same for all models, so differences are taken seed
 by seed. All are trained with the first seed, then with the next, side by side; studies share runs
 that they have in common, from their folders or results, and go on where they were stopped. Prints
-bits per byte with 95 % intervals (Student's t over seeds).
+bits per byte with 95 % intervals (Student's t over seeds), and p-values of the differences that
+Holm's method corrects for their number.
 """
 
 import argparse
@@ -37,6 +38,8 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
 from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import holm
+from kvjax.foundation.estimate import p_value
 from kvjax.foundation.output import Output
 
 FOLDER = "studies"  # of results
@@ -86,16 +89,25 @@ def rows(cells: Sequence[Cell], steps: int, kept: Kept) -> list[dict]:
 
 
 _HEADER = ("model", "parameters", "cache bytes per token (bfloat16)", "seeds", "bits per byte")
-_HEADER += ("difference", "from", "moved by the change")
+_HEADER += ("difference", "from", "p by Holm", "moved by the change")
 
 
-def _cells(r: Mapping) -> tuple:
+def corrected(rows: Sequence[Mapping]) -> dict[str, float]:
+    """By cell the p-value of its difference, after Holm's correction for all of the rows'."""
+    told = [row for row in rows if row["difference_half_interval"] is not None]
+    each = [Estimate(r["difference"], r["difference_half_interval"]) for r in told]
+    found = holm([p_value(x, len(r["seeds"])) for x, r in zip(each, told, strict=True)])
+    return {row["cell"]: p for row, p in zip(told, found, strict=True)}
+
+
+def _cells(r: Mapping, corrected: Mapping[str, float]) -> tuple:
     shown = lambda x, half: "-" if x is None else Estimate(x, half).shown("+.4f")
     apart = shown(r["difference"], r["difference_half_interval"])
     moved = shown(r["moved"], r["moved_half_interval"])
     bpb = Estimate(r["bpb"], r["bpb_half_interval"]).shown(".4f")
     sizes = (f"{r['parameters']:,}", f"{r['cache_bytes']:,}", len(r["seeds"]))
-    return r["cell"], *sizes, bpb, apart, r["against"], moved
+    p = f"{corrected[r['cell']]:.2g}" if r["cell"] in corrected else ""
+    return r["cell"], *sizes, bpb, apart, r["against"], p, moved
 
 
 def chosen(cells: Sequence[Cell], names: str) -> list[Cell]:
@@ -179,7 +191,8 @@ def main(arguments: Sequence[str]) -> int:
     failed = side_by_side.train_missing(runs, kept, options, save)
     found = result(failed)
     out.say(f"{study.asks} ({study.claim}.)")
-    out.table(_HEADER, map(_cells, found["rows"]))
+    p_values = corrected(found["rows"])
+    out.table(_HEADER, [_cells(row, p_values) for row in found["rows"]])
     for run, why in failed.items():
         out.say(f"- left out: {run}, {why}")
     record.record(name, found, out, save=options.save)

@@ -72,6 +72,15 @@ def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estim
     return estimate(both) if both else None
 
 
+def p_value(found: Estimate, count: int) -> float:
+    """Returns the two-sided p-value of Student's t test that a mean over `count` seeds is 0."""
+    from scipy import special
+
+    if not found.half:
+        return 0.0 if found.mean else 1.0
+    return float(2 * special.stdtr(count - 1, -abs(found.mean) / found.half * _t(count)))
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Returns p-values adjusted for their number by Holm's step-down method, in the given order."""
     order = np.argsort(p_values)

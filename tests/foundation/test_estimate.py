@@ -7,6 +7,7 @@ from kvjax.foundation.estimate import Estimate
 from kvjax.foundation.estimate import difference
 from kvjax.foundation.estimate import estimate
 from kvjax.foundation.estimate import holm
+from kvjax.foundation.estimate import p_value
 
 
 def test_an_estimate_is_the_mean_with_students_interval():
@@ -15,6 +16,9 @@ def test_an_estimate_is_the_mean_with_students_interval():
     low, high = stats.t.interval(0.95, 2, loc=6.0, scale=stats.sem(values))
     assert found.mean == 6.0 and found.half == pytest.approx((high - low) / 2)
     assert estimate([4.0]) == Estimate(4.0, None)
+    assert p_value(found, 3) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    assert p_value(Estimate(found.half, found.half), 3) == pytest.approx(0.05)
+    assert p_value(Estimate(-1.0, 0.0), 3) == 0 and p_value(Estimate(0.0, 0.0), 3) == 1
 
 
 def test_only_an_interval_without_zero_tells_apart():

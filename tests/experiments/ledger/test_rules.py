@@ -133,12 +133,14 @@ def test_the_largest_share_of_an_effective_rank():
     assert lrkv_heads.most(math.exp(entropy), 18) == pytest.approx(0.5, abs=1e-3)
 
 
-def test_rows_that_all_solve_tell_nothing(results):
+def test_rows_that_all_solve_tell_nothing_and_what_the_paper_did_not_train_neither(results):
     cell = lambda right: {str(seed): dict(right=right + seed / 100) for seed in range(3)}
     runs = {"swap/qkv/d32_l2_h2_t16": cell(0.9), "swap/qkv_tied/d32_l2_h2_t16": cell(0.9)}
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))
     with pytest.raises(results_lib.NoResultError):
         small_tasks.table_2("swap", "qkv_tied", "qkv")()
+    for outside in ("d32_l2_h2_t32", "d32_l2_h2_t96", "d48_l2_h2_t64", "d32_l3_h2_t64"):
+        runs |= {f"swap/qkv/{outside}": cell(0.9), f"swap/qkv_tied/{outside}": cell(0.1)}
     runs |= {"swap/qkv/d32_l2_h2_t64": cell(0.6), "swap/qkv_tied/d32_l2_h2_t64": cell(0.4)}
     runs |= {"swap/qkv/d32_l2_h2_t128": cell(0.1)}  # which the other lacks
     (results / "sequence_tasks.json").write_text(json.dumps(dict(runs=runs)))

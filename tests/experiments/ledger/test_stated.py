@@ -153,6 +153,16 @@ def test_whole_trainings_by_what_is_printed_of_mqa():
     assert lrkv_figures.budgets() == dict(MHA=733, GQA=710, MLA=706)
 
 
+def test_lrkvs_training_by_equations_3_and_4():
+    """Each head's products with r latents instead of weights that make its keys and values."""
+    d, heads, layers, rank, tokens = 2304, 18, 36, 64, 2048
+    mha = layers * (12 * d * d + 2 * tokens * d) + 65_536 * d
+    weights = 2 * d * 128 + 2 * heads * rank * (d + 128) - 2 * d * d
+    more = layers * (weights + 2 * tokens * heads * rank)
+    assert lrkv_figures.by_equations_3_and_4() == pytest.approx(100 * more / mha)
+    assert lrkv_figures.lrkv_flops() == {"more than MHA": True, "0.8 %": False}
+
+
 def test_weights_of_keys_and_values_are_those_of_equation_7():
     """2·d·d_h + 2Hr(d + d_h) of 2·H·d·d_h, in %."""
     found = lrkv_figures.key_value_weights()

@@ -74,6 +74,10 @@ def test_what_a_change_moves_is_taken_seed_by_seed():
     assert changed["difference"] == pytest.approx(-0.05)
     assert changed["moved"] == pytest.approx(0.05)  # of seeds: 0.1 and 0.0
     assert changed["moved_half_interval"] == pytest.approx(12.706 * 0.05, rel=1e-3)
+    # LRKV is 0.1 below MHA with both seeds: of three differences this p-value is the smallest.
+    p_values = language_models.corrected(rows.values())
+    assert p_values.keys() == rows.keys() - {"mha"} and p_values["lrkv"] < 1e-6
+    assert p_values["mha_per_head"] == pytest.approx(2 * 0.2048, abs=1e-3)
 
 
 def test_a_name_is_one_config_in_all_studies():
