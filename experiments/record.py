@@ -13,6 +13,7 @@ def check(save: bool) -> None:
     """Raises a UserError if what is measured could not be saved: to be called before."""
     if save:
         check_folder("--save", RESULTS)
+        provenance.check_commit("--save", RESULTS)
 
 
 def check_folder(option: str, folder: pathlib.Path) -> None:

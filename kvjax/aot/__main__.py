@@ -268,6 +268,8 @@ def _named(experiment: Experiment, name: str, advice: Callable[[int], str]) -> I
 def main(arguments: list[str]) -> int:
     """The exit status, see the module's docstring."""
     options = _options(arguments)
+    if options.save:
+        provenance.check_commit("--save", RESULTS)
     out = Output(options)
     runtime.start(compilation_cache=False)  # what is compiled here cannot be read back here
     with command_line.naming_options(options):

@@ -1,6 +1,8 @@
 """Results saved with what somebody needs to make them again: command, commit, machine, versions."""
 
+from collections.abc import Mapping
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -14,13 +16,16 @@ from etils import epath
 import jax
 
 from kvjax.foundation.checkout import PACKAGE
+from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.command_line import program
 from kvjax.foundation.command_line import say
+from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
 
 _BEGUN = time.monotonic()  # about when the process began: imported before anything is done
 # What a commit is marked "+" for: changes but those of results, which do not change each other.
 _CHANGES = ("status", "--short", "--", ":/", ":(top,exclude)experiments/results")
+CODE = ("kvjax", "experiments")  # folders whose Python files decide a result
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -29,7 +34,7 @@ def provenance(*packages: str) -> dict:
     found = software(*packages)
     machine = f"{_processor()}, {os.cpu_count()} cores, {_memory() / 2**30:.0f} GiB"
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    first = {name: found.pop(name) for name in ("command", "date", "commit")}
+    first = {name: found.pop(name) for name in ("command", "date", "commit", "code")}
     return first | dict(machine=machine, devices=devices) | found
 
 
@@ -40,6 +45,7 @@ def software(*packages: str) -> dict:
         "command": " ".join([program(), *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git(*_CHANGES) else ""),
+        "code": code_on_disk(),
         "python": platform.python_version(),
         "packages": {name: version for name, version in versions.items() if version},
     }
@@ -60,6 +66,49 @@ def save(file: pathlib.Path, result: dict, *packages: str, quiet: bool = False) 
     write_atomically(epath.Path(file), json.dumps(whole, indent=1) + "\n")
     if not quiet:
         say(f"written: {os.path.relpath(file)}")
+
+
+def check_commit(option: str, folder: pathlib.Path) -> None:
+    """Raises a UserError if results for a folder of the checkout would come from no commit.
+
+    Args:
+      option: that asks for them; the message names it.
+      folder: of the results; outside of the checkout nothing is asked of it.
+    """
+    if folder.is_relative_to(ROOT) and (changes := _git(*_CHANGES)):
+        first = changes.splitlines()[0].strip()
+        raise UserError(
+            f"{option}: the checkout has changes that no commit has ({first}), so the result could "
+            "not be made again; commit them first, or leave the option out"
+        )
+
+
+def code_on_disk() -> dict[str, str]:
+    """Digests of the Python files of each folder in CODE as they are on disk now.
+
+    A result made before a commit was rewritten can be matched by them with the commit that landed.
+    """
+    return {
+        folder: code_digest({_name(path): _blob(path) for path in (ROOT / folder).rglob("*.py")})
+        for folder in CODE
+        if (ROOT / folder).is_dir()
+    }
+
+
+def code_digest(blobs: Mapping[str, str]) -> str:
+    """A digest of files by their names and git's ids of what they hold (`git ls-tree -r`)."""
+    lines = (f"{name} {blob}\n" for name, blob in sorted(blobs.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def _name(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _blob(path: pathlib.Path) -> str:
+    """Git's id of a file's content."""
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def _version(package: str) -> str | None:

@@ -197,6 +197,7 @@ def _check_files(o: argparse.Namespace) -> None:
             raise UserError(f"--plot={o.plot}: {file.parent} is not there")
     if o.save:
         _check_results()
+        provenance.check_commit("--save", RESULTS)
 
 
 def _check_results() -> None:

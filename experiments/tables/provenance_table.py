@@ -1,0 +1,147 @@
+"""Writes which results can be made again from a commit, and which cannot: reports/provenance.md.
+
+    python -m experiments.tables.provenance_table            # writes the page
+    python -m experiments.tables.provenance_table --check    # status 1 if the page differs
+
+Reads the `made_by` of every file in experiments/results and the history of this checkout. Needs git
+and the whole history (no shallow clone).
+"""
+
+import collections
+from collections.abc import Iterable
+import json
+import subprocess
+
+from kvjax.foundation import command_line
+from kvjax.foundation import provenance
+from kvjax.foundation.checkout import RESULTS
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
+
+PAGE = ROOT / "experiments" / "reports" / "provenance.md"
+# Kinds of results by what is known of their code, and what each means.
+KINDS = {
+    "commit": "made by a commit of this history",
+    "same code": "its commit was rewritten before it landed; a commit of this history has its code",
+    "changed": "made by a commit of this history with changes that were not committed",
+    "gone": "its commit is not in this history: it was rewritten before it landed",
+    "several": "names a commit for each row",
+}
+MARKS = ("<!-- written by `python -m experiments.tables.provenance_table` -->", "<!-- to here -->")
+
+
+def kind(made_by: dict, commits: frozenset[str], codes: Iterable[dict[str, str]]) -> str:
+    """Returns the key in KINDS of a result.
+
+    Args:
+      made_by: the result's.
+      commits: full names of all commits of the history.
+      codes: `made_by.code` as each commit of the history would write it.
+    """
+    name = made_by.get("commit", "")
+    short = name.rstrip("+")
+    if not short or " " in short:
+        return "several"
+    if any(commit.startswith(short) for commit in commits):
+        return "changed" if name.endswith("+") else "commit"
+    code = made_by.get("code")
+    return "same code" if code and code in codes else "gone"
+
+
+def tables(results: dict[str, dict], commits: frozenset[str], codes: list[dict[str, str]]) -> str:
+    """Returns the page's tables: a count of each kind, and the files that no commit makes again.
+
+    Args:
+      results: `made_by` by the file's name below experiments/results.
+      commits, codes: see `kind`.
+    """
+    found = {name: kind(made_by, commits, codes) for name, made_by in results.items()}
+    counts = collections.Counter(found.values())
+    lines = ["| files | what is known |", "|---:|---|"]
+    lines += [f"| {counts[key]} | {text} |" for key, text in KINDS.items() if counts[key]]
+    lines += ["", "Files that no commit of this history makes again, by the commit they name:", ""]
+    lines += ["| commit | files |", "|---|---|"]
+    by_commit = collections.defaultdict(list)
+    for name, key in sorted(found.items()):
+        if key in ("changed", "gone"):
+            called = f"{results[name]['commit']}{', gone' if key == 'gone' else ''}"
+            by_commit[called].append(name.removesuffix(".json"))
+    lines += [f"| {called} | {_listed(names)} |" for called, names in sorted(by_commit.items())]
+    return "\n".join(lines)
+
+
+def _listed(names: list[str]) -> str:
+    """File names, each folder's together."""
+    folders = collections.defaultdict(list)
+    for name in names:
+        folder, _, file = name.rpartition("/")
+        folders[folder].append(file)
+    return "; ".join(
+        f"{folder}/: {', '.join(files)}" if folder else ", ".join(files)
+        for folder, files in folders.items()
+    )
+
+
+def _results() -> dict[str, dict]:
+    return {
+        path.relative_to(RESULTS).as_posix(): json.loads(path.read_text()).get("made_by", {})
+        for path in sorted(RESULTS.rglob("*.json"))
+    }
+
+
+def _git(*arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise UserError(f"git {' '.join(arguments)} failed: {run.stderr.strip()}")
+    return run.stdout
+
+
+def _codes(commits: frozenset[str]) -> list[dict[str, str]]:
+    """`made_by.code` of each commit."""
+    digests: dict[str, str] = {}
+
+    def digest(tree: str, folder: str) -> str:
+        if tree not in digests:
+            entries = (line.split("\t") for line in _git("ls-tree", "-r", tree).splitlines())
+            digests[tree] = provenance.code_digest(
+                {f"{folder}/{n}": e.split()[2] for e, n in entries if n.endswith(".py")}
+            )
+        return digests[tree]
+
+    found = []
+    for commit in commits:
+        entries = (line.split() for line in _git("ls-tree", commit, *provenance.CODE).splitlines())
+        found.append({entry[3]: digest(entry[2], entry[3]) for entry in entries})
+    return found
+
+
+def _page() -> str:
+    if _git("rev-parse", "--is-shallow-repository").strip() == "true":
+        raise UserError("this clone is shallow; run `git fetch --unshallow` first")
+    commits = frozenset(_git("rev-list", "HEAD").split())
+    results = _results()
+    wanted = [made_by for made_by in results.values() if made_by.get("code")]
+    unknown = [m for m in wanted if kind(m, commits, ()) == "gone"]
+    begin, end = MARKS
+    before, rest = PAGE.read_text().split(begin)
+    written = tables(results, commits, _codes(commits) if unknown else [])
+    return f"{before}{begin}\n\n{written}\n\n{end}{rest.split(end)[1]}"
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status; see the module's docstring."""
+    parser = command_line.Parser(__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if the page differs")
+    options = parser.parse(arguments)
+    text = _page()
+    if options.check:
+        same = PAGE.exists() and PAGE.read_text() == text
+        print("nothing differs" if same else f"{PAGE.relative_to(ROOT)} differs")
+        return 0 if same else 1
+    PAGE.write_text(text)
+    print(f"written: {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
