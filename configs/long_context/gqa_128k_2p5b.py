@@ -12,7 +12,7 @@ per token in bfloat16; 143.596 GFLOP per trained token.
 Rows: 2 of 131,072 tokens per step, each split over 8 chips.
 Budget: 50B tokens in steps of 262,144: 7,180 exaFLOPs.
 Target: v5p:2x2x4 (16 chips).
-At least: not known, not compiled yet.
+At least 7.06 days for 7,180 exaFLOPs: at most 87.4% MFU without masked keys, bound by compute.
 Measured: nothing yet.
 """
 

@@ -28,11 +28,11 @@ ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
 ROOMS |= dict.fromkeys(("agreement", "at_hand", "scores"), "evaluation")
 _TABLES = ("figures", "paper_tables", "parameter_table", "scaling_table", "decode_roofline")
-ROOMS |= dict.fromkeys((*_TABLES, "study_times"), "tables")
+ROOMS |= dict.fromkeys((*_TABLES, "study_times", "provenance_table"), "tables")
 ROOMS |= dict(claims="")  # the ledger is at the root
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
 _OTHERS = ("at_hand", "conversion", "figures", "scaling_table", "scores", "depth_8")
-_OTHERS += _STUDIES[1:17]
+_OTHERS += ("provenance_table", *_STUDIES[1:17])
 
 
 def module(name: str) -> str:
