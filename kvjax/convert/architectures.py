@@ -9,6 +9,7 @@ import dataclasses
 import re
 
 from kvjax.attention import GroupedConfig
+from kvjax.convert import config_keys
 from kvjax.convert import rules as rules_lib
 from kvjax.convert.rules import Rule
 from kvjax.foundation.configuration import checked
@@ -139,6 +140,7 @@ def _gpt2(o: Options) -> Sections:
 
 def _llama(o: Options) -> Sections:
     bias = o.flag("attention_bias", False)
+    _no_window(o)
     return _gated(o, attention=dict(qk_norm="none", bias=bias), window=0)
 
 
@@ -209,46 +211,81 @@ def _head_dim(o: Options, width: int, heads: int, width_key: str, heads_key: str
 
 
 _ROPE_TYPE = ("rope_type", "type")  # the key by its name, and by the one that it had before
+_ROPE_SECTIONS = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5
+_ROPE_KEYS = frozenset(
+    "rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor "
+    "original_max_position_embeddings "
+    # Of ways to scale that kvjax does not have; without those, transformers does not read them.
+    "attention_factor beta_fast beta_slow short_factor long_factor mscale mscale_all_dim".split()
+)
 
 
 def _rope(o: Options) -> dict:
-    """The keys of RoPE, from `rope_parameters` (transformers 5) or what stood there before."""
-    key = "rope_scaling" if o.section("rope_scaling") else "rope_parameters"
-    scaling = Options(
-        {f"{key}.{k}": v for k, v in (o.section("rope_parameters") | o.section(key)).items()},
-        o.source,
-    )
-    given = lambda name: f"{key}.{name}"
-    if any(isinstance(value, dict) for value in scaling.values.values()):
-        raise o.error(key, "layers have angles of their own; kvjax has models of equal layers")
-    _check_type(o, "rope_scaling")
-    _check_type(o, "rope_parameters")
-    kinds = dict(default=False, llama3=True)
-    name = next((n for n in _ROPE_TYPE if given(n) in scaling.values), _ROPE_TYPE[0])
-    scaled = scaling.one_of(given(name), kinds, "default")
-    partial = "RoPE rotates some channels only"
-    scaling.require(given("partial_rotary_factor"), 1.0, partial)
-    keys = dict(rope_base=scaling.number(given("rope_theta"), o.number("rope_theta", 10_000.0)))
+    """Returns the keys of RoPE, from one section or from both where they agree."""
+    given = {}  # by name, the key that has it and its value
+    for section in _ROPE_SECTIONS:
+        for name, (own, value) in _rope_section(o, section).items():
+            key, there = given.setdefault(name, (own, value))
+            if there != value:
+                raise _disagree(o, own, value, key, there)
+    if "rope_theta" in o.values:
+        base = o.number("rope_theta")
+        key, there = given.setdefault("rope_theta", ("rope_theta", base))
+        if there != base:
+            raise _disagree(o, key, there, "rope_theta", base)
+    section = _ROPE_SECTIONS[0] if o.section(_ROPE_SECTIONS[0]) else _ROPE_SECTIONS[1]
+    names = {name: f"{section}.{name}" for name in _ROPE_KEYS}
+    names |= {name: key for name, (key, _) in given.items()}
+    scaling = Options({name: value for name, (_, value) in given.items()}, o.source, names)
+    scaled = scaling.one_of("rope_type", dict(default=False, llama3=True), "default")
+    scaling.require("partial_rotary_factor", 1.0, "RoPE rotates some channels only")
+    keys = dict(rope_base=scaling.number("rope_theta", 10_000.0))
     if scaled:
         keys |= dict(
-            rope_factor=scaling.number(given("factor")),
-            rope_low=scaling.number(given("low_freq_factor")),
-            rope_high=scaling.number(given("high_freq_factor")),
-            rope_original=scaling.integer(given("original_max_position_embeddings")),
+            rope_factor=scaling.number("factor"),
+            rope_low=scaling.number("low_freq_factor"),
+            rope_high=scaling.number("high_freq_factor"),
+            rope_original=scaling.integer("original_max_position_embeddings"),
         )
     return keys
 
 
-def _check_type(o: Options, key: str) -> None:
-    """Raises a UserError if a section scales RoPE, and does not say how."""
-    section = {name for name, value in o.section(key).items() if value is not None}
-    unclear = section - {"rope_theta", "partial_rotary_factor"}
-    if unclear and not section & set(_ROPE_TYPE):
+def _rope_section(o: Options, section: str) -> dict[str, tuple[str, object]]:
+    """Returns by name the key and the value of a section that describes RoPE, without nulls."""
+    found = {name: value for name, value in o.section(section).items() if value is not None}
+    if any(isinstance(value, dict) for value in found.values()):
+        raise o.error(section, "layers have angles of their own; kvjax has models of equal layers")
+    if unknown := set(found) - _ROPE_KEYS - {*_ROPE_TYPE}:
+        raise o.error(section, f"{min(unknown)} is not known here, and may change the angles")
+    types = {name: found.pop(name) for name in _ROPE_TYPE if name in found}
+    if len({*map(repr, types.values())}) > 1:
+        raise o.error(section, "rope_type and type are two names of one key: give one of them")
+    if not types and (unclear := set(found) - {"rope_theta", "partial_rotary_factor"}):
         raise o.error(
-            key,
-            f"{key}.rope_type is missing, which says what {min(unclear)} means: give 'default' "
+            section,
+            f"{section}.rope_type is missing, which says what {min(unclear)} means: give 'default' "
             "(no scaling) or 'llama3', as the model was trained",
         )
+    keys = {name: (f"{section}.{name}", value) for name, value in found.items()}
+    for name, kind in types.items():
+        keys.setdefault("rope_type", (f"{section}.{name}", kind))
+    return keys
+
+
+def _disagree(o: Options, key: str, value, other: str, there) -> UserError:
+    return UserError(
+        f"{o.source}: {key} = {value!r}, and {other} = {there!r}: they disagree: keep the one that "
+        "the model was trained with, and remove the other"
+    )
+
+
+def _no_window(o: Options) -> None:
+    """Raises a UserError for a sliding window, in a model whose family has none."""
+    on = o.flag("use_sliding_window", "sliding_window" in o.values)
+    if on and o.integer("sliding_window") < o.integer("max_position_embeddings"):
+        raise o.error("sliding_window", "no model of this family has a window: is it a mistral?")
+    if set(o.get("layer_types", list, [])) - {"full_attention"}:
+        raise o.error("layer_types", "layers of this family are all full_attention")
 
 
 def _window(o: Options) -> int:
@@ -289,19 +326,51 @@ class Family:
     rules: tuple[Rule, ...]
     prefix: str  # of all tensors but the head's; a model that was saved without a head has it not
     buffers: str  # tensors that are no weights: a regular expression
+    keys: frozenset[str]  # of the config, that `sections` reads
 
 
 _ROTARY = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 _MASKS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
-_kin = lambda sections: Family(sections, rules_lib.llama_rules(), prefix="model.", buffers=_ROTARY)
-
+_GPT2_KEYS = frozenset(
+    "vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon "
+    "tie_word_embeddings scale_attn_weights scale_attn_by_inverse_layer_idx "
+    "add_cross_attention".split()
+)
+_ROTATED_KEYS = frozenset(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings "
+    "hidden_act attention_bias rope_theta rope_scaling rope_parameters".split()
+)
+_GATED_KEYS = _ROTATED_KEYS | {"mlp_bias", "partial_rotary_factor"}
+_WINDOW_KEYS = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+_LLAMA = Family(
+    _llama,
+    rules_lib.llama_rules(),
+    prefix="model.",
+    buffers=_ROTARY,
+    keys=_GATED_KEYS | _WINDOW_KEYS,
+)
 FAMILIES = {
-    "gpt2": Family(_gpt2, rules_lib.gpt2_rules(), prefix="transformer.", buffers=_MASKS),
-    "llama": _kin(_llama),
-    "mistral": _kin(_mistral),
-    "qwen2": _kin(_qwen2),
-    "qwen3": _kin(_qwen3),
-    "nanochat": Family(_nanochat, rules_lib.nanochat_rules(), prefix="model.", buffers=_ROTARY),
+    "gpt2": Family(
+        _gpt2,
+        rules_lib.gpt2_rules(),
+        prefix="transformer.",
+        buffers=_MASKS,
+        keys=_GPT2_KEYS,
+    ),
+    "llama": _LLAMA,
+    "mistral": dataclasses.replace(
+        _LLAMA, sections=_mistral, keys=_GATED_KEYS | {"sliding_window"}
+    ),
+    "qwen2": dataclasses.replace(_LLAMA, sections=_qwen2),
+    "qwen3": dataclasses.replace(_LLAMA, sections=_qwen3),
+    "nanochat": Family(
+        _nanochat,
+        rules_lib.nanochat_rules(),
+        prefix="model.",
+        buffers=_ROTARY,
+        keys=_ROTATED_KEYS | {"final_logit_softcapping"},
+    ),
 }
 
 
@@ -311,12 +380,27 @@ def family_of(o: Options) -> Family:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise o.error("model_type", f"must be one of {', '.join(FAMILIES)}")
     quantised = "weights are quantised: load the model with transformers, dequantise it and save it"
-    if "quantization_config" in o.values:
-        raise o.error("quantization_config", f"{quantised} in bfloat16 first")
+    for key in ("quantization_config", "quantization"):  # the latter as MLX has it
+        if key in o.values:
+            raise o.error(key, f"{quantised} in bfloat16 first")
     if "AutoModelForCausalLM" in o.section("auto_map"):
         raise o.error("auto_map", f"the model brings code of its own: it is no {kind}")
     o.require("is_causal", True, "tokens see those after them")
+    _check_keys(o, FAMILIES[kind])
     return FAMILIES[kind]
+
+
+def _check_keys(o: Options, family: Family) -> None:
+    """Raises a UserError for a key that may change the model, and that its family does not have."""
+    for key, value in o.values.items():
+        neutral = key in config_keys.NEUTRAL and value == config_keys.NEUTRAL[key]
+        if not (key in family.keys or key in config_keys.HARMLESS or neutral):
+            kind = o.values["model_type"]
+            raise o.error(
+                key,
+                f"no key of a {kind}: it may change what the model computes, as one of another "
+                f"family does that is called {kind} here. If it changes nothing, remove it",
+            )
 
 
 def is_buffer(family: Family, name: str) -> bool:

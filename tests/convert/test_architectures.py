@@ -138,7 +138,8 @@ def test_rope_that_is_not_scaled(keys):
         (MISTRAL, 4096),
         ({**MISTRAL, "sliding_window": None}, 0),
         (MISTRAL | dict(sliding_window=5), 5),
-        (LLAMA | dict(sliding_window=5), 0),  # Llama's code has no window
+        (LLAMA | dict(sliding_window=64), 0),  # as long as the context
+        (LLAMA | dict(sliding_window=5, use_sliding_window=False, max_window_layers=1), 0),
         (QWEN2 | dict(sliding_window=5), 0),
         (QWEN2 | dict(sliding_window=5, use_sliding_window=True), 0),  # from layer 28 on
         (QWEN3 | dict(sliding_window=5, use_sliding_window=True, max_window_layers=0), 5),
@@ -213,6 +214,42 @@ def test_windows(config, window):
             "rope_parameters = {'full_attention': {'rope_type': 'default'}}: layers have angles",
         ),
         (
+            LLAMA | dict(quantization=dict(bits=4)),
+            "quantization = {'bits': 4}: weights are quantise",
+        ),
+        (
+            LLAMA | dict(sliding_window=5),
+            "sliding_window = 5: no model of this family has a window",
+        ),
+        (
+            LLAMA | dict(layer_types=["full_attention", "sliding_attention"]),
+            "layer_types = ['full_attention', 'sliding_attention']: layers of this family are all",
+        ),
+        (
+            LLAMA | dict(rope_theta=5.0, rope_parameters=dict(rope_theta=6.0)),
+            "rope_parameters.rope_theta = 6.0, and rope_theta = 5.0: they disagree: keep the one",
+        ),
+        (
+            LLAMA | dict(rope_theta=5, rope_scaling=dict(SCALED, rope_theta=6.0)),
+            "rope_scaling.rope_theta = 6.0, and rope_theta = 5.0: they disagree: keep the one",
+        ),
+        (
+            LLAMA | dict(rope_scaling=SCALED, rope_parameters=SCALED | dict(factor=4.0)),
+            "rope_parameters.factor = 4.0, and rope_scaling.factor = 8.0: they disagree",
+        ),
+        (
+            LLAMA | dict(rope_scaling=SCALED, rope_parameters=dict(rope_type="default")),
+            "rope_parameters.rope_type = 'default', and rope_scaling.rope_type = 'llama3': th",
+        ),
+        (
+            LLAMA | dict(rope_scaling=SCALED | dict(type="linear")),
+            "rope_type and type are two names of one key: give one of them",
+        ),
+        (
+            LLAMA | dict(rope_scaling=dict(type="default", mrope_section=[1, 1])),
+            "mrope_section is not known here, and may change the angles",
+        ),
+        (
             LLAMA | dict(rope_scaling=dict(rope_type="llama3", factor=8.0)),
             "rope_scaling.low_freq_factor is missing",
         ),
@@ -252,6 +289,67 @@ def test_what_kvjax_does_not_compute_is_named(config, said):
     with pytest.raises(UserError) as error:
         sections(config)
     assert str(error.value).startswith("config.json: ") and said in str(error.value)
+
+
+# Keys that published configs have beside those above; null and those of older versions among them.
+OF_V4 = dict(architectures=["X"], bos_token_id=1, eos_token_id=[2, 3], initializer_range=0.02)
+OF_V4 |= dict(torch_dtype="bfloat16", transformers_version="4.40.1", use_cache=True)
+GATED = OF_V4 | dict(hidden_act="silu", attention_dropout=0.0, rope_theta=5e5, rope_scaling=None)
+OF_QWEN = GATED | dict(max_window_layers=28, sliding_window=9, use_sliding_window=False)
+SAMPLED = dict(n_ctx=7, task_specific_params={"text-generation": dict(do_sample=True)})
+REAL = {
+    "Llama 1, Vicuna": LLAMA | OF_V4 | dict(max_sequence_length=2048, pad_token_id=0),
+    "Llama 2, CodeLlama, TinyLlama": LLAMA
+    | GATED
+    | dict(_name_or_path="x", pretraining_tp=1, tie_word_embeddings=False),
+    "Llama 3.2": LLAMA
+    | GATED
+    | dict(rope_scaling=SCALED, head_dim=2, mlp_bias=False, attention_bias=False),
+    "SmolLM 2": LLAMA
+    | GATED
+    | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}},
+    "Falcon 3": LLAMA | GATED | dict(activation="swiglu"),
+    "fine-tuned": LLAMA | GATED | dict(unsloth_version="2025.1", pad_token_id=0),
+    "Mistral": MISTRAL | GATED | dict(sliding_window=4096, head_dim=128),
+    "Qwen 2": QWEN2 | OF_QWEN,
+    "Qwen 2.5, DeepSeek-R1-Distill-Qwen": QWEN2 | OF_QWEN | dict(use_mrope=False),
+    "Qwen 3": QWEN3 | OF_QWEN | dict(attention_bias=False, head_dim=128),
+    "GPT-2": GPT2
+    | SAMPLED
+    | dict(attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1, summary_type="cls_index")
+    | dict(summary_first_dropout=0.1, summary_proj_to_labels=True, summary_use_proj=True)
+    | dict(layer_norm_epsilon=1e-05, output_past=True, summary_activation=None),
+    "DistilGPT2": GPT2 | SAMPLED | dict(_num_labels=1, id2label={"0": "x"}, label2id={"x": 0}),
+    "of transformers 4.2": GPT2 | dict(n_special=0, predict_special_tokens=True, pruned_heads={}),
+}
+# By family, keys that change what its models compute.
+FOREIGN = dict(
+    granite=dict(
+        attention_multiplier=0.1, embedding_multiplier=12, logits_scaling=8, residual_multiplier=0.2
+    ),
+    smollm3=dict(no_rope_layers=[1, 0], no_rope_layer_interval=4),
+    gemma=dict(query_pre_attn_scalar=256, attn_logit_softcapping=50.0, hidden_activation="gelu"),
+    gemma2=dict(final_logit_softcapping=30.0, sliding_window_pattern=6, rope_local_base_freq=1e4),
+    cohere=dict(logit_scale=0.06, use_qk_norm=True, layer_norm_eps=1e-5),
+    olmo=dict(clip_qkv=8.0),
+    phi3=dict(original_max_position_embeddings=4096),
+    neox=dict(rotary_pct=0.25, use_parallel_residual=True, rotary_emb_base=10_000),
+    mixtral=dict(num_local_experts=8),
+    minicpm=dict(scale_emb=12, scale_depth=1.4, dim_model_base=256),
+    qwen_1m=dict(dual_chunk_attention_config=dict(chunk_size=9)),
+    vision=dict(vision_config={}, use_mrope=True),
+    nanotron=dict(rope_interleaved=True),
+    encoder=dict(is_encoder_decoder=True, pruned_heads={"0": [1]}),
+)
+
+
+def test_keys_of_published_configs_and_of_other_families():
+    for config in REAL.values():
+        sections(config)
+        for key, value in (pair for keys in FOREIGN.values() for pair in keys.items()):
+            sections(config | {key: None})
+            with pytest.raises(UserError, match=f"^config.json: {key} = .*: no key of a "):
+                sections(config | {key: value})
 
 
 @pytest.mark.parametrize("name", MODELS)

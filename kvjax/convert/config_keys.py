@@ -1,0 +1,49 @@
+"""Keys of a published config.json that change nothing in a model.
+
+Any other key is read by a family or refused: a config may carry keys of another family under a
+known `model_type`, and transformers passes over them in silence. The names are those of
+transformers' configuration classes (4.46 and 5.14) and of published configs.
+"""
+
+_OF_ANY_MODEL = """
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
+    _name_or_path _num_labels architectures attn_implementation auto_map chunk_size_feed_forward
+    cross_attention_hidden_size dtype finetuning_task gradient_checkpointing id2label is_causal
+    is_decoder keys_to_ignore_at_inference label2id model_type name_or_path num_labels
+    output_attentions output_hidden_states prefix problem_type return_dict task_specific_params
+    tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers_version
+    transformers.js_config unsloth_fixed unsloth_version use_bfloat16 use_cache xla_device
+"""
+_OF_TOKENS = """
+    bos_token bos_token_id decoder_start_token_id eos_token eos_token_id pad_token pad_token_id
+    sep_token_id unk_token_id
+"""
+_OF_GENERATION = """
+    bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores
+    remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens temperature
+    top_k top_p typical_p
+"""
+_OF_TRAINING = """
+    attention_dropout attn_pdrop classifier_dropout embd_pdrop hidden_dropout initializer_range
+    pretraining_tp resid_pdrop reorder_and_upcast_attn
+"""
+_OF_FAMILIES = """
+    is_llama_config max_sequence_length model_max_length n_ctx n_special output_past
+    predict_special_tokens summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj
+"""
+HARMLESS = frozenset(
+    f"{_OF_ANY_MODEL} {_OF_TOKENS} {_OF_GENERATION} {_OF_TRAINING} {_OF_FAMILIES}".split()
+)
+# Keys that change nothing with this value.
+NEUTRAL = dict(
+    activation="swiglu",  # Falcon 3, beside hidden_act
+    add_cross_attention=False,
+    is_encoder_decoder=False,
+    pruned_heads={},
+    rope_interleaved=False,  # SmolLM2
+    use_mrope=False,  # Qwen 2.5
+)
