@@ -16,6 +16,7 @@ import numpy as np
 
 from kvjax import experiment
 from kvjax import recipes
+from kvjax.convert import source as source_lib
 from kvjax.convert.published import check_tokenizer
 from kvjax.convert.published import check_vocabulary
 from kvjax.convert.published import text_of
@@ -77,7 +78,7 @@ class FactoredModel:
         Raises:
           UserError: another version, keys or tensors that are not its own, files that are missing.
         """
-        self.name = folder.name
+        self.name = source_lib.name(folder)
         self.transformer, self.context = _config(folder)
         self.tokenizer_json = text_of(folder / manifest.TOKENIZER)
         check_vocabulary(folder, self.tokenizer_json, self.transformer.vocab_size)

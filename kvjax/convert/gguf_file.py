@@ -15,6 +15,7 @@ from kvjax.convert.tensors import Stored
 from kvjax.data.fast_encoding import PUBLISHED_SPLITS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import panics_as_errors
 from kvjax.layers import rope
 
 _, _LLAMA3_SPLIT, _QWEN2_SPLIT = PUBLISHED_SPLITS
@@ -232,13 +233,14 @@ class File:
                 # A row of the embedding that no token has.
                 if not (kind == gguf.TokenType.UNUSED and token == f"[PAD{i}]")
             ]
-            backend = tokenizers.Tokenizer(
-                tokenizers.models.BPE(
-                    vocab={token: i for token, i, _ in numbered},
-                    merges=[tuple(merge.split(" ", 1)) for merge in merges],
-                    ignore_merges=get("pre") == "llama-bpe",
+            with panics_as_errors():
+                backend = tokenizers.Tokenizer(
+                    tokenizers.models.BPE(
+                        vocab={token: i for token, i, _ in numbered},
+                        merges=[tuple(merge.split(" ", 1)) for merge in merges],
+                        ignore_merges=get("pre") == "llama-bpe",
+                    )
                 )
-            )
             for token, _, kind in numbered:
                 added = tokenizers.AddedToken(token, normalized=False)
                 if kind == gguf.TokenType.CONTROL:

@@ -261,7 +261,7 @@ def _tokens(model: Model) -> tuple[dict[str, str | None], dict[str, int | list[i
     texts = {kind: token and token[0] for kind, token in used}
     size = model.transformer.vocab_size
     texts |= tokens_lib.texts(model.token_files, model.tokenizer_json, size)
-    backend = tokenizers.Tokenizer.from_str(model.tokenizer_json)
+    backend = tokenizer_lib.parse(model.tokenizer_json)
     ids = {kind: backend.token_to_id(text or "") for kind, text in texts.items()}
     for kind in ids:
         if said := origin.token_ids(model.token_files, kind, size):
@@ -284,7 +284,7 @@ def _tokenizer(tokenizer_json: str, bos: str | None) -> str:
     """tokenizer.json; of kvjax's own it puts BOS before a text, as every document had it."""
     if bos != tokenizer_lib.BOS or json.loads(tokenizer_json)["post_processor"]:
         return tokenizer_json
-    backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+    backend = tokenizer_lib.parse(tokenizer_json)
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"{bos} $A",
         pair=f"{bos} $A $B",

@@ -23,6 +23,7 @@ from kvjax.convert import finite
 from kvjax.data import manifest
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import in_bucket
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
@@ -71,9 +72,11 @@ def open(source: str) -> Model:
         return Trained(path)
     from kvjax.convert import factored_format  # whose readers are an extra
     from kvjax.convert import published
+    from kvjax.convert import source as source_lib
 
-    if factored_format.is_there(path):
-        return factored_format.FactoredModel(path)
+    folder = path if in_bucket(path) else source_lib.located(path)
+    if factored_format.is_there(folder):
+        return factored_format.FactoredModel(folder)
     return published.open(source)
 
 

@@ -15,10 +15,10 @@ import os
 
 from etils import epath
 import numpy as np
-import tokenizers
 
 from kvjax.convert import architectures
 from kvjax.convert import rules as rules_lib
+from kvjax.convert import source as source_lib
 from kvjax.convert import tokens
 from kvjax.convert.architectures import Family
 from kvjax.convert.architectures import Options
@@ -67,7 +67,7 @@ class Published:
         chat_template: str | None,
         token_files: TokenFiles,
     ):
-        self.name = source.name.removesuffix(".gguf")
+        self.name = source_lib.name(source)
         self.chat_template = chat_template
         self.token_files = token_files
         self.config = _config(options, family)
@@ -164,7 +164,8 @@ class Published:
 
 
 def open(source: epath.PathLike) -> Published:
-    """The model of a local folder (config.json, safetensors, tokenizer.json), or a GGUF file.
+    """The model of a local folder (config.json, safetensors, tokenizer.json), of a folder of the
+    hub's cache, or of a GGUF file, alone in its folder or not.
 
     Raises:
       UserError: no such model, files that are missing, cut off or do not belong together, a family
@@ -178,6 +179,7 @@ def open(source: epath.PathLike) -> Published:
             f"--source = {str(source)!r}: there is no such folder or file; download a published "
             "model first, and give its folder or its .gguf file"
         )
+    path = source_lib.located(path)
     return _open_folder(path) if path.is_dir() else _open_gguf(path)
 
 
@@ -200,12 +202,7 @@ def _open_gguf(path: epath.Path) -> Published:
 def _open_folder(folder: epath.Path) -> Published:
     options = Options(json_object(folder / "config.json"), str(folder / "config.json"))
     family = architectures.family_of(options)
-    tokenizer = folder / "tokenizer.json"
-    if not tokenizer.exists():
-        raise UserError(
-            f"{tokenizer} is missing: load the tokenizer with transformers (AutoTokenizer) and "
-            "save it beside the weights with save_pretrained"
-        )
+    source_lib.check_tokenizer_file(folder)
     about = folder / TOKENIZER_CONFIG
     about = json_object(about) if about.exists() else {}
     return Published(
@@ -213,7 +210,7 @@ def _open_folder(folder: epath.Path) -> Published:
         options,
         family,
         open_folder(folder),
-        tokenizer_json=text_of(tokenizer),
+        tokenizer_json=text_of(folder / "tokenizer.json"),
         chat_template=_chat_template(folder / CHAT_TEMPLATE, about.get("chat_template")),
         token_files=tokens.of_folder(folder, options.values),
     )
@@ -275,11 +272,9 @@ def check_vocabulary(source: epath.Path, tokenizer_json: str, rows: int) -> None
     reserve. What is more than `_SPARE_ROWS` and `_SPARE_SHARE` is another model's.
     """
     try:
-        backend = tokenizers.Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(
-            f"{source}: its tokenizer.json cannot be read ({first_line(error)}): download it again"
-        ) from error
+        backend = tokenizer_lib.parse(tokenizer_json)
+    except DataError as error:
+        raise UserError(f"{source}: its {error}: download it again") from error
     tokens = 1 + max(backend.get_vocab().values(), default=-1)
     if tokens > rows or rows - tokens > max(_SPARE_ROWS, _SPARE_SHARE * rows):
         raise UserError(

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
 import os
+import re
 
 from etils import epath
 import ml_dtypes
@@ -53,6 +54,9 @@ def open_folder(folder: epath.Path) -> dict[str, Stored]:
     if (folder / SINGLE).exists():
         return _open_files(folder, [SINGLE])
     if not (folder / INDEX).exists():
+        named = [path.name for path in folder.glob("[!.]*.safetensors")]
+        if len(named) == 1 and not _is_part(named[0]) and not os.path.islink(folder / SINGLE):
+            return _open_files(folder, named)
         for name in (SINGLE, INDEX):
             if os.path.islink(folder / name):
                 raise UserError(
@@ -75,6 +79,12 @@ def open_folder(folder: epath.Path) -> dict[str, Stored]:
                 f"{folder / INDEX} {what}: {shown}. It belongs to other files: download both again"
             )
     return tensors
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file is called one of several, as model-00001-of-00003.safetensors is."""
+    found = re.search(r"-(\d+)-of-(\d+)\.safetensors$", name)
+    return found is not None and int(found[2]) > 1
 
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")

@@ -7,9 +7,9 @@ generation_config.json, which may name several that end a text.
 from collections.abc import Mapping
 
 from etils import epath
-import tokenizers
 
 from kvjax.convert.tensors import json_object
+from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.workdir import origin
 from kvjax.workdir.origin import GENERATION_CONFIG
 from kvjax.workdir.origin import TOKENIZER_CONFIG
@@ -49,7 +49,7 @@ def of_gguf(metadata: Mapping) -> dict[str, dict]:
 
 def texts(files: TokenFiles, tokenizer_json: str, vocab_size: int) -> dict[str, str | None]:
     """By kind, the tokens that files name; those of which they say nothing are not there."""
-    backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+    backend = tokenizer_lib.parse(tokenizer_json)
     said, found = files.get(TOKENIZER_CONFIG, {}), {}
     for kind in KINDS:
         ids = origin.token_ids(files, kind, vocab_size)

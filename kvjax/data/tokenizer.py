@@ -17,6 +17,8 @@ import tokenizers
 from kvjax.data import fast_encoding
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import panics_as_errors
 from kvjax.foundation.errors import warn
 
 BOS = "<|bos|>"
@@ -192,15 +194,31 @@ class Tokenizer:
         return grown
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without BOS."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        """The token ids of a text, without BOS.
+
+        Raises:
+          DataError: the library gives up, as on millions of blanks in a row.
+        """
+        try:
+            with panics_as_errors():
+                return self._backend.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"a text of {len(text):,} characters cannot be split into tokens "
+                f"({first_line(error)}): has it a very long run of blanks, or is the tokenizer's "
+                f"pattern at fault? It begins {text[:40]!r}"
+            ) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The token ids of each text, uint32, encoded on all cores; as `encode`, but faster."""
-        if self._encode_fast is not None:
-            return self._encode_fast(texts)
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        try:
+            with panics_as_errors():
+                if self._encode_fast is not None:
+                    return self._encode_fast(texts)
+                encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+                return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        except (ValueError, RuntimeError):  # `encode` takes longer texts, or names the one at fault
+            return [np.array(self.encode(text), np.uint32) for text in texts]
 
     @functools.cached_property
     def _encode_fast(self) -> fast_encoding.Encode | None:
@@ -268,7 +286,14 @@ def train(
         initial_alphabet=_byte_characters(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    try:
+        with panics_as_errors():
+            backend.train_from_iterator(texts, trainer)
+    except RuntimeError as error:
+        raise DataError(
+            f"a text cannot be split into words ({first_line(error)}): has one a very long run of "
+            "blanks?"
+        ) from error
     reached = backend.get_vocab_size()
     if reached != vocab_size:
         raise DataError(
@@ -291,9 +316,18 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, "the byte tokenizer")
 
 
+def parse(text: str) -> tokenizers.Tokenizer:
+    """Returns the library's tokenizer of a `tokenizer.json`; a DataError if it cannot be read."""
+    try:
+        with panics_as_errors():
+            return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"tokenizer.json cannot be read ({first_line(error)})") from error
+
+
 def from_json(text: str, name: str, threads: int = 0) -> Tokenizer:
     """The tokenizer that `Tokenizer.to_json` wrote; see `Tokenizer` for the arguments."""
-    return Tokenizer(tokenizers.Tokenizer.from_str(text), name, threads)
+    return Tokenizer(parse(text), name, threads)
 
 
 def load(path: epath.PathLike, key: str = "tokenizer") -> Tokenizer:
@@ -311,7 +345,7 @@ def load(path: epath.PathLike, key: str = "tokenizer") -> Tokenizer:
     if not path.exists():
         raise MissingDataError(f"{key} = {os.fspath(path)!r}: there is no such file")
     try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text())
-    except Exception as error:  # The library raises bare Exception.
+        backend = parse(path.read_text())
+    except (OSError, ValueError) as error:
         raise DataError(f"{key} = {os.fspath(path)!r}: is not a tokenizer.json: {error}") from error
     return Tokenizer(backend, os.fspath(path))

@@ -1,5 +1,7 @@
 """Exceptions that are a message to the user, not a bug; other exceptions in a line; warnings."""
 
+from collections.abc import Iterator
+import contextlib
 import sys
 
 
@@ -25,6 +27,17 @@ def first_line(error: BaseException | str) -> str:
     Runtimes put pages after it: the program, addresses, advice.
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Around calls of a library in Rust: raises a RuntimeError for its panic, a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # its class cannot be imported
+            raise
+        raise RuntimeError(first_line(error)) from error
 
 
 def warn(text: str) -> None:

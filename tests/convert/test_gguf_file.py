@@ -5,6 +5,7 @@ The files are written here as llama.cpp's converter writes them.
 
 import math
 import os
+import shutil
 
 from etils import epath
 import gguf
@@ -13,6 +14,7 @@ import pytest
 import tokenizers
 
 from kvjax.convert import gguf_file
+from kvjax.convert import model as model_lib
 from kvjax.convert import published
 from kvjax.convert import tensors
 from kvjax.data import tokenizer
@@ -131,6 +133,17 @@ def test_a_file_holds_the_model_of_its_folder(tmp_path, name):
         if key == ("head",):
             array = np.resize(array.T, found[key].shape[::-1]).T
         np.testing.assert_array_equal(found[key], array.astype(np.float32))
+
+
+def test_a_folder_of_files(tmp_path):
+    """One is read, also beside a config.json; of several one must be given."""
+    (tmp_path / "m").mkdir()
+    write(tmp_path / "m" / "tiny.gguf", comparison.PUBLISHED / "llama", "llama")
+    shutil.copy(comparison.PUBLISHED / "llama" / "config.json", tmp_path / "m")
+    assert model_lib.open(str(tmp_path / "m")).name == "tiny"
+    shutil.copy(tmp_path / "m" / "tiny.gguf", tmp_path / "m" / "other.gguf")
+    with pytest.raises(UserError, match="several GGUF files: give one of them: other.gguf, tiny.g"):
+        model_lib.open(str(tmp_path / "m"))
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,10 @@ def test_a_token_that_is_put_before_texts_is_so_once():
         ),
         ({"added_tokens": []}, r"one of <\|bos\|>.* must be there; there are none"),
         ({"model": 1}, "is not a tokenizer.json"),
+        (  # on which the library panics
+            {"model": dict(type="BPE", vocab={"a": 0, "b": 0}, merges=[["a", "b"]])},
+            "is not a tokenizer.json.* out of range",
+        ),
     ],
 )
 def test_unusable_tokenizer_is_named(bpe, tmp_path, change, message):
@@ -281,6 +285,19 @@ def test_unusable_tokenizer_is_named(bpe, tmp_path, change, message):
     path.write_text(json.dumps(json.loads(bpe.to_json()) | change))
     with pytest.raises(ValueError, match=rf"other\.json.*{message}"):
         tokenizer_lib.load(path)
+
+
+def test_a_text_that_the_library_gives_up_on_is_named(bpe):
+    """A panic of either library, or an error; the slower one is asked where the faster gives up."""
+    definition = json.loads(bpe.to_json())
+    definition["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$"
+    backtracking, text = tokenizer_lib.from_json(json.dumps(definition), "a name"), "a" * 24 + "x"
+    for encode in (backtracking.encode, lambda text: backtracking.encode_batch(["ok", text])):
+        with pytest.raises(DataError, match=r"a text of 25 characters cannot be split .*'aaaa"):
+            encode(text)
+    other = tokenizer_lib.from_json(bpe.to_json(), "a name")
+    other._encode_fast = lambda texts: [].index(0)  # a ValueError
+    assert other.encode_batch(["the cat"])[0].tolist() == bpe.encode("the cat")
 
 
 def test_missing_tokenizer_is_named(tmp_path):

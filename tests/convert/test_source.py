@@ -1,0 +1,89 @@
+"""Published models where people have them: a hub's cache, any file name, and what is no model."""
+
+import os
+import shutil
+
+from etils import epath
+import pytest
+
+from kvjax.convert import model as model_lib
+from kvjax.foundation.errors import UserError
+from tests.convert import comparison
+
+MODEL = comparison.PUBLISHED / "llama_tied_bias"
+WEIGHTS = "model.safetensors"
+OLD, NEW = "0" * 40, "1" * 40
+
+
+def plain(folder, **files):
+    """The model's folder; `files` are written beside it, or removed (None)."""
+    shutil.copytree(MODEL, folder)
+    for name, text in files.items():
+        (folder / name).unlink(missing_ok=True)
+        if text is not None:
+            (folder / name).write_text(text)
+    return folder
+
+
+def named(folder, name):
+    plain(folder)
+    os.rename(folder / WEIGHTS, folder / name)
+    return folder
+
+
+def cached(folder, *commits, main=None):
+    """A folder of the hub's cache: snapshots are links to blobs, as the hub's library has them."""
+    plain(folder / "blobs")
+    for commit in commits:
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        for file in (folder / "blobs").iterdir():
+            os.symlink(f"../../blobs/{file.name}", folder / "snapshots" / commit / file.name)
+    (folder / "snapshots").mkdir(exist_ok=True)
+    if main:
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(main)
+    return folder
+
+
+HUB = "models--owner--A-model"
+
+
+def test_models_that_are_found(tmp_path):
+    for source, name in (
+        (named(tmp_path / "a", "consolidated.safetensors"), "a"),
+        (named(tmp_path / "b", "model-00001-of-00001.safetensors"), "b"),
+        (cached(tmp_path / "c" / HUB, NEW), "A-model"),
+        (cached(tmp_path / "d" / HUB, OLD, NEW, main=NEW), "A-model"),
+        (tmp_path / "d" / HUB / "snapshots" / OLD, "A-model"),
+    ):
+        model = model_lib.open(str(source))
+        assert model.name == name
+        comparison.exactly(model, model_lib.open(str(MODEL)))
+
+
+def test_what_is_no_model_is_called_what_it_is(tmp_path):
+    at = lambda name: tmp_path / name
+    no_tokenizer = {"tokenizer.json": None}
+    several = named(at("several"), "a.safetensors")
+    shutil.copy(several / "a.safetensors", several / "b.safetensors")
+    for source, said in (
+        (plain(at("a"), **{"adapter_config.json": "{}"}), "holds an adapter"),
+        (plain(at("b"), **no_tokenizer, **{"tokenizer.model": "x"}), "tokenizer.model is Sentence"),
+        (
+            plain(at("c"), **no_tokenizer, **{"vocab.txt": "x"}),
+            "vocab.txt is WordPiece's, which kv",
+        ),
+        (plain(at("d"), **no_tokenizer), "tokenizer.json is missing: load the tokenizer with"),
+        (named(at("e"), "model-00001-of-00002.safetensors"), "has neither model.safetensors nor"),
+        (several, "(weights there: a.safetensors, b.safetensors)"),
+        (
+            cached(at("f") / HUB, OLD, NEW, main="2" * 40),
+            f"give one of them: snapshots/{OLD}, snap",
+        ),
+        (cached(at("g") / HUB), "with 0 snapshots, of which refs/main names none: download"),
+        (at("f"), f"is the hub's cache: give a folder of it: {HUB}"),
+        (at("a") / WEIGHTS, "is one file of a model: give its folder"),
+    ):
+        with pytest.raises(UserError) as error:
+            model_lib.open(str(epath.Path(source)))
+        assert said in str(error.value)
