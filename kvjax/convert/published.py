@@ -15,6 +15,7 @@ import os
 
 from etils import epath
 import numpy as np
+import tokenizers
 
 from kvjax.convert import architectures
 from kvjax.convert import rules as rules_lib
@@ -28,6 +29,7 @@ from kvjax.convert.rules import Rule
 from kvjax.convert.tensors import check
 from kvjax.convert.tensors import dtype_of
 from kvjax.convert.tensors import json_object
+from kvjax.convert.tensors import listed
 from kvjax.convert.tensors import open_folder
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation import extras
@@ -35,6 +37,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import warn
 from kvjax.foundation.files import in_bucket
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
@@ -72,6 +75,8 @@ class Published:
         self.token_files = token_files
         self.config = _config(options, family)
         self._tensors = tensors
+        self._stored = rules_lib.weights_of(self.config.transformer)
+        self.config = _with_rows(source, self.config, tokenizer_json, chat_template, token_files)
         self._weights = rules_lib.weights_of(self.config.transformer)
         self._rules = {
             path: rule
@@ -118,8 +123,9 @@ class Published:
         rule = self._rules[path]
         assert rule.in_block == (layer is not None)
         stored = self._tensors[rule.tensor.format(i=layer)]
-        weights = [self._weights[each] for each in rule.weights]
+        weights = [self._stored[each] for each in rule.weights]
         found = rules_lib.from_tensor(rule, stored.load(), weights)[rule.weights.index(path)]
+        found = _grown(found, self._weights[path].shape)
         found = np.ascontiguousarray(found, self._dtype(path))
         return stored.checked(found, self._weights[path].axes)
 
@@ -138,7 +144,7 @@ class Published:
         """Raises a UserError unless the tensors are those of the config, in dtypes of weights."""
         shapes = {}
         for rule in dict.fromkeys(self._rules.values()):
-            weights = [self._weights[path] for path in rule.weights]
+            weights = [self._stored[path] for path in rule.weights]
             shapes |= dict.fromkeys(self._names(rule), rules_lib.tensor_shape(rule, weights))
         copy = self._copy_of_embedding(family)
         if copy is not None:
@@ -253,6 +259,55 @@ def _config(options: Options, family: Family) -> Sections:
     return config
 
 
+def _with_rows(
+    source: epath.Path,
+    config: Sections,
+    tokenizer_json: str,
+    chat_template: str | None,
+    token_files: TokenFiles,
+) -> Sections:
+    """Returns a config whose embedding has a row for every token that was added to the vocabulary.
+
+    Of a token without a row, as one for padding, the published model knows nothing: it is never
+    asked for. Its row here is the mean of the others (`_grown`), and a warning says so.
+
+    Raises:
+      UserError: such a token opens or ends a text, or the chat template writes it.
+    """
+    backend, rows = _parsed(source, tokenizer_json), config.vocab_size
+    beyond = {token for token, i in backend.get_vocab().items() if i >= rows}
+    added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
+    if not beyond or len(beyond) > _SPARE_ROWS or not beyond <= added.keys():
+        return config  # `check_vocabulary` says what is wrong
+    missing = sorted(beyond, key=added.get)
+    named = token_files.get(TOKENIZER_CONFIG, {})
+    for token in missing:
+        if token in (named.get("bos_token"), named.get("eos_token"), tokenizer_lib.BOS):
+            use = "opens or ends a text"
+        elif token in (chat_template or ""):
+            use = "is written by the chat template"
+        else:
+            continue
+        raise UserError(
+            f"{source}: its embedding has {rows} rows and none for {token}, which {use}: give the "
+            "weights of the model that was trained with it"
+        )
+    warn(
+        f"{source}: its embedding has {rows} rows and none for {listed(missing)}, which is never "
+        "used: a row is added, the mean of the others"
+    )
+    return dataclasses.replace(config, vocab_size=1 + max(added[token] for token in missing))
+
+
+def _grown(found: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a weight with as many rows as asked for, new ones the mean of those it has."""
+    for axis, (there, asked) in enumerate(zip(found.shape, shape, strict=True)):
+        if asked > there:
+            mean = found.mean(axis=axis, keepdims=True, dtype=np.float32).astype(found.dtype)
+            found = np.concatenate([found, np.repeat(mean, asked - there, axis=axis)], axis=axis)
+    return found
+
+
 def check_tokenizer(source: epath.Path, tokenizer_json: str) -> None:
     """Raises a UserError for a tokenizer that `data.tokenizer` cannot use."""
     try:
@@ -271,13 +326,17 @@ def check_vocabulary(source: epath.Path, tokenizer_json: str, rows: int) -> None
     Published embeddings have rows that no token has: to a multiple of some power of 2, or in
     reserve. What is more than `_SPARE_ROWS` and `_SPARE_SHARE` is another model's.
     """
-    try:
-        backend = tokenizer_lib.parse(tokenizer_json)
-    except DataError as error:
-        raise UserError(f"{source}: its {error}: download it again") from error
+    backend = _parsed(source, tokenizer_json)
     tokens = 1 + max(backend.get_vocab().values(), default=-1)
     if tokens > rows or rows - tokens > max(_SPARE_ROWS, _SPARE_SHARE * rows):
         raise UserError(
             f"{source}: its tokenizer has {tokens} tokens and its embedding {rows} rows: give the "
             "tokenizer that belongs to the weights"
         )
+
+
+def _parsed(source: epath.Path, tokenizer_json: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizer_lib.parse(tokenizer_json)
+    except DataError as error:
+        raise UserError(f"{source}: its {error}: download it again") from error

@@ -218,6 +218,38 @@ def test_a_tokenizer_of_another_model(copied):
         published.open(folder)
 
 
+@pytest.mark.parametrize("name", ["llama_tied_bias", "llama"])  # with a head of its own
+def test_an_added_token_without_a_row_gets_the_mean(copied, capsys, name):
+    """Others are as they were; a token that is used must have a row."""
+    folder = copied(name)
+    before = published.open(folder)
+
+    def add(token, about):
+        definition = json.loads((comparison.PUBLISHED / name / "tokenizer.json").read_text())
+        flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+        for i, content in ((38, "<a>"), (39, "<b>"), (40, token)):
+            definition["added_tokens"].append(dict(id=i, content=content, special=True, **flags))
+        (folder / "tokenizer.json").write_text(json.dumps(definition))
+        (folder / "tokenizer_config.json").write_text(json.dumps(about))
+        return published.open(folder)
+
+    found = add("[PAD]", dict(pad_token="[PAD]"))
+    assert "has 40 rows and none for [PAD], which is never used" in capsys.readouterr().err
+    assert found.config.vocab_size == found.transformer.vocab_size == 41
+    there, now = comparison.whole(before), comparison.whole(found)
+    for path, weight in there.items():
+        new = now[path].T if path == ("head",) else now[path]
+        old = weight.T if path == ("head",) else weight
+        np.testing.assert_array_equal(new[: len(old)], old)
+        if path[-1] in ("embedding", "head"):
+            assert len(new) == 41
+            mean = old.astype(np.float32).mean(axis=0)
+            np.testing.assert_allclose(new[40].astype(np.float32), mean, rtol=0.01)
+    for about in (dict(bos_token="<x>"), dict(eos_token="<x>"), dict(chat_template="a<x>b")):
+        with pytest.raises(UserError, match="has 40 rows and none for <x>, which .*: give the wei"):
+            add("<x>", about)
+
+
 @pytest.mark.parametrize(
     "tokens, rows, fits",
     [
