@@ -55,6 +55,24 @@ _GPT2_KEYS = {
 _KEYS = dict(gpt2=_GPT2_KEYS, llama=_LLAMA_KEYS, qwen2=_LLAMA_KEYS, qwen3=_LLAMA_KEYS)
 
 
+_MOST_VALUES = 1 << 22  # in a header: a vocabulary of 256K tokens with its merges has 2M
+
+
+class _Reader(gguf.GGUFReader):
+    """The library's reader, which believes any count: here none goes beyond the file, or memory."""
+
+    _values = 0
+
+    def _get(self, offset, dtype, count=1, override_order=None):
+        self._values += 1
+        if self._values > _MOST_VALUES:
+            raise ValueError(f"its header has more than {_MOST_VALUES:,} values")
+        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+        if end > len(self.data):
+            raise ValueError(f"it has {len(self.data):,} bytes, and says that it has {end:,}")
+        return super()._get(offset, dtype, count, override_order)
+
+
 class File:
     """A GGUF file, memory-mapped; data are read and dequantised one tensor at a time.
 
@@ -66,7 +84,7 @@ class File:
     def __init__(self, path: epath.Path):
         self.path = path
         try:
-            reader = gguf.GGUFReader(path)
+            reader = _Reader(path)
             fields = {name: field.contents() for name, field in reader.fields.items()}
         except FileNotFoundError as error:
             raise UserError(f"{path}: there is no such file") from error
@@ -222,7 +240,7 @@ class File:
         if get("pre") not in list(_PRE_TOKENIZERS):
             raise UserError(
                 f"{self.path}: tokenizer.ggml.pre = {get('pre')!r}: how it splits a text into words"
-                f" is not known here; known: {', '.join(_PRE_TOKENIZERS)}"
+                f" is not known here; known: {', '.join(sorted(_PRE_TOKENIZERS))}"
             )
         tokens, merges = get("tokens") or [], get("merges") or []
         kinds = get("token_type") or [gguf.TokenType.NORMAL] * len(tokens)
@@ -238,7 +256,7 @@ class File:
                     tokenizers.models.BPE(
                         vocab={token: i for token, i, _ in numbered},
                         merges=[tuple(merge.split(" ", 1)) for merge in merges],
-                        ignore_merges=get("pre") == "llama-bpe",
+                        ignore_merges=get("pre") in _LLAMA3,
                     )
                 )
             for token, _, kind in numbered:
@@ -287,9 +305,25 @@ def _split(pattern: str) -> tokenizers.pre_tokenizers.Split:
     return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
 
 
-_PRE_TOKENIZERS = {
-    "gpt-2": _pre_tokenizer(None),
-    "llama-bpe": _pre_tokenizer(_split(_LLAMA3_SPLIT)),
-    "qwen2": _pre_tokenizer(_split(_QWEN2_SPLIT)),
-    "smollm": _pre_tokenizer(tokenizers.pre_tokenizers.Digits(individual_digits=True)),
-}
+# By tokenizer.ggml.pre, the names of llama.cpp (src/llama-vocab.cpp) for the same split into words.
+_LLAMA3 = (  # whose words that are tokens are not merged
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2".split()
+)
+_PRE_TOKENIZERS = (
+    dict.fromkeys(
+        "gpt-2 phi-2 mpt olmo jais gigachat a.x-4.0 mellum exaone4 trillion".split(),
+        _pre_tokenizer(None),
+    )
+    | dict.fromkeys(
+        [*_LLAMA3, *"dbrx smaug-bpe glm4 chatglm-bpe".split()],
+        _pre_tokenizer(_split(_LLAMA3_SPLIT)),
+    )
+    | dict.fromkeys(
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan".split(),
+        _pre_tokenizer(_split(_QWEN2_SPLIT)),
+    )
+    | dict.fromkeys(
+        "smollm starcoder refact command-r codeshell exaone minerva-7b".split(),
+        _pre_tokenizer(tokenizers.pre_tokenizers.Digits(individual_digits=True)),
+    )
+)

@@ -6,6 +6,7 @@ The files are written here as llama.cpp's converter writes them.
 import math
 import os
 import shutil
+import struct
 
 from etils import epath
 import gguf
@@ -276,8 +277,8 @@ def test_values_that_are_not_finite(tmp_path, value, kind):
     [
         ("gpt-2", ["ab", "Ġ1212", "ĠABc", "'s"]),
         ("smollm", ["ab", "Ġ", "1", "2", "1", "2", "ĠABc", "'s"]),
-        ("llama-bpe", ["ab", "Ġ", "121", "2", "ĠABc", "'s"]),
-        ("qwen2", ["ab", "Ġ", "1", "2", "1", "2", "ĠABc", "'s"]),
+        ("llama-v3", ["ab", "Ġ", "121", "2", "ĠABc", "'s"]),
+        ("deepseek-r1-qwen", ["ab", "Ġ", "1", "2", "1", "2", "ĠABc", "'s"]),
     ],
 )
 def test_tokenizers(tmp_path, pre, words):
@@ -323,7 +324,7 @@ def without(name):
         (text("general.architecture", "gemma3"), "general.architecture = 'gemma3': must be one of"),
         (text("tokenizer.ggml.model", "llama"), "tokenizer.ggml.model = 'llama': must be 'gpt2'"),
         (text("tokenizer.ggml.pre", "tekken"), "tokenizer.ggml.pre = 'tekken': how it splits a"),
-        (text("tokenizer.ggml.pre", "tekken"), "known: gpt-2, llama-bpe, qwen2, smollm"),
+        (text("tokenizer.ggml.pre", "tekken"), "known: a.x-4.0, chatglm-bpe, codeshell, command-r"),
         (text("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = 'yarn': kvjax has"),
         (text("llama.rope.scaling.type", "yarn"), "only: RoPE is not scaled (linear by 1), or by "),
         (scaling({"factor": 2.0}), "llama.rope.scaling.factor = 2.0: kvjax has models with 0 or 1"),
@@ -381,6 +382,32 @@ def test_a_file_that_is_cut_off_anywhere(tmp_path, part):
     write(path, comparison.PUBLISHED / "llama_tied_bias", "llama")
     os.truncate(path, int(part * path.stat().st_size))
     with pytest.raises(UserError, match="is no GGUF file, or cut off or damaged"):
+        published.open(path)
+
+
+def test_counts_beyond_the_file_take_no_memory(tmp_path, monkeypatch):
+    """Of tensors, keys, values, characters, axes and bytes; also more values than a header has."""
+    path, huge = tmp_path / "tiny.gguf", struct.pack("<Q", 1 << 35)
+    key = struct.pack("<Q1sI", 1, b"a", gguf.GGUFValueType.ARRAY)
+    of_bytes = key + struct.pack("<I", gguf.GGUFValueType.UINT8)
+    start, one, none = struct.pack("<4sI", b"GGUF", 3), struct.pack("<Q", 1), struct.pack("<Q", 0)
+    tensor = struct.pack("<Q1sI", 1, b"a", 1)
+    for data in (
+        huge + none,
+        none + huge,
+        none + one + huge,
+        none + one + of_bytes + huge,
+        none + one + key + struct.pack("<I", gguf.GGUFValueType.ARRAY) + huge,
+        one + none + struct.pack("<Q1sI", 1, b"a", 1 << 31),
+        one + none + tensor + huge + struct.pack("<IQ", 0, 0),
+        one + none + tensor + one + struct.pack("<IQ", 0, 1 << 35),
+    ):
+        path.write_bytes(start + data + bytes(500))
+        with pytest.raises(UserError, match=r"damaged \((it has [\d,]+ bytes, and|'Duplicate)"):
+            published.open(path)
+    monkeypatch.setattr(gguf_file, "_MOST_VALUES", 300)
+    path.write_bytes(start + none + one + of_bytes + struct.pack("<Q", 400) + bytes(500))
+    with pytest.raises(UserError, match="its header has more than 300 values"):
         published.open(path)
 
 
