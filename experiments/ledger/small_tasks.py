@@ -1,6 +1,7 @@
 """Rules for claims of projection sharing that small models answer: tasks, images, sets, A.1."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
@@ -25,8 +26,15 @@ from kvjax.foundation.estimate import Estimate
 
 _ENCODERS = "a sample of the paper's grid"
 _SOLVED = 0.9995  # as printed, 1.000
-# The paper's grid (section 3.1). What was trained outside of it is no sample of it.
-_GRID = {"d": (32, 64, 256), "l": (2, 4), "h": (2, 4), "t": (16, 64, 128)}
+# The paper's grids (sections 3.1 and 3.2). What was trained outside of them is no sample of them.
+_GRID = {"width": (32, 64, 256), "layers": (2, 4), "heads": (2, 4), "length": (16, 64, 128)}
+_GRID_OF_IMAGES = {
+    "widths": (64, 256, 512),
+    "layers": (2, 4),
+    "heads": (2, 4),
+    "patches": (4, 7),
+    "rates": (1e-3, 1e-4),
+}
 # Numbers in a row from which a task is told: all variants solve shorter ones to the last.
 _LENGTHS = {"sort": 16, "reverse": 64, "swap": 64}
 
@@ -51,8 +59,13 @@ def _shares(task: str, *variants: str) -> list[dict[int, float]]:
 
 def _counts(cell: str, least: int) -> bool:
     """True if a cell is of the paper's grid, and of rows of at least so many numbers."""
-    sizes = {part[0]: int(part[1:]) for part in cell.split("_")}
-    return sizes["t"] >= least and all(sizes[key] in _GRID[key] for key in _GRID)
+    sizes = dict(zip(_GRID, ([int(part[1:])] for part in cell.split("_")), strict=True))
+    return sizes["length"][0] >= least and _within(sizes, _GRID)
+
+
+def _within(sizes: Mapping[str, Sequence], grid: Mapping[str, Sequence]) -> bool:
+    """True if all sizes that were trained, by their names, are of a grid."""
+    return all(set(sizes[key]) <= set(values) for key, values in grid.items())
 
 
 def _means(cells: list[dict]) -> dict[int, float]:
@@ -118,7 +131,8 @@ def all_right(task: str) -> Cases:
         rows = read("sequence_tasks")["rows"]
         found = {r["variant"]: r["tasks"][task] for r in rows if task in r["tasks"]}
         few = any(now["seeds"] < verdicts.SEEDS for now in found.values())
-        if few or found.keys() != {"qkv", *_VARIANTS}:
+        outside = not all(_within(now, _GRID) for now in found.values())
+        if few or outside or found.keys() != {"qkv", *_VARIANTS}:
             raise NoResultError(f"sequence_tasks, {task}")
         return {variant: now["right"] for variant, now in found.items()}
 
@@ -133,8 +147,9 @@ def image(name: str, variant: str):
     """A variant less QKV in points of accuracy."""
 
     def of() -> tuple[Estimate, int]:
-        if read(f"images/{name}")["grid"]["epochs"] != EPOCHS[name]:
-            raise NoResultError(f"images/{name}, of the paper's epochs")
+        grid = read(f"images/{name}")["grid"]
+        if grid["epochs"] != EPOCHS[name] or not _within(grid, _GRID_OF_IMAGES):
+            raise NoResultError(f"images/{name}, of the paper's grid and epochs")
         for row in read(f"images/{name}")["rows"]:
             if row["variant"] == variant and row["from_qkv"] is not None:
                 off = Estimate(row["from_qkv"], row["from_qkv_half_interval"])

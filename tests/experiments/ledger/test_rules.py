@@ -102,17 +102,22 @@ def test_centring_can_raise_what_is_not_full(results, plain, moved, others, verd
             lrkv_heads.heads_of(name)
 
 
-@pytest.mark.parametrize("epochs, verdict", [(20, "reproduced"), (1, "not measured yet")])
-def test_images_are_judged_at_the_papers_epochs(results, epochs, verdict):
+def test_images_are_judged_at_the_papers_epochs_and_grid(results):
     (results / "images").mkdir()
     row = lambda name: dict(variant=name, from_qkv=0.001, from_qkv_half_interval=0.001, seeds=3)
-    grid = dict(widths=[64], layers=[2], heads=[2], patches=[7], epochs=epochs)
-    result = dict(grid=grid, rows=list(map(row, ("qk_tied", "kv_tied"))))
-    (results / "images" / "mnist.json").write_text(json.dumps(result))
+    rows = list(map(row, ("qk_tied", "kv_tied")))
+    grid = dict(widths=[64], layers=[2], heads=[2], patches=[7], rates=[1e-3], epochs=20)
     rule = small_tasks.images_alike("mnist", 0.5, ("qk_tied", "kv_tied"))
-    found = Claim("Table 3", "", "", rule).judge()
-    assert found.verdict == verdict
-    assert ("Q=K-V +0.10 ± 0.10" in found.ours) == (epochs == 20)
+
+    def judge(**other):
+        result = dict(grid=grid | other, rows=rows)
+        (results / "images" / "mnist.json").write_text(json.dumps(result))
+        return Claim("Table 3", "", "", rule).judge()
+
+    found = judge()
+    assert found.verdict == "reproduced" and "Q=K-V +0.10 ± 0.10" in found.ours
+    for other in (dict(epochs=1), dict(widths=[64, 32]), dict(patches=[14]), dict(rates=[1e-2])):
+        assert judge(**other) == ("not measured yet", "")
 
 
 @pytest.mark.parametrize("groups, needed", [(1, 0), (2, 16), (3, 22), (32, 31)])
@@ -227,15 +232,19 @@ def test_a_remedy_of_which_little_is_known_is_not_judged(results):
 
 
 def test_what_few_variants_solve_is_not_solved_by_all(results):
-    def write(variants, seeds):
-        rows = [dict(variant=v, tasks=dict(sub=dict(right=1.0, seeds=seeds))) for v in variants]
+    grid = dict(width=[32, 64], layers=[2], heads=[2], length=[16])
+
+    def write(variants, seeds, **sizes):
+        found = dict(right=1.0, seeds=seeds) | grid | sizes
+        rows = [dict(variant=v, tasks=dict(sub=found)) for v in variants]
         (results / "sequence_tasks.json").write_text(json.dumps(dict(rows=rows)))
 
     every = ("qkv", "qk_tied", "qk_tied_plus", "kv_tied", "qkv_tied", "qkv_tied_plus")
     write(every, 3)
     assert small_tasks.all_right("sub").judge().verdict == verdicts.REPRODUCED
-    for variants, seeds in ((every[1:], 3), (every, 2), ((), 3)):
-        write(variants, seeds)
+    cases = ((every[1:], 3, {}), (every, 2, {}), ((), 3, {}), (every, 3, dict(length=[16, 32])))
+    for variants, seeds, sizes in cases:
+        write(variants, seeds, **sizes)
         with pytest.raises(results_lib.NoResultError):
             small_tasks.all_right("sub").judge()
     with pytest.raises(results_lib.NoResultError):
