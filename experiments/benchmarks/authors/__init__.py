@@ -1,0 +1,1 @@
+"""Attention modules of other authors beside kvjax's: clones, their side, the comparisons."""

@@ -1,0 +1,51 @@
+"""The repositories that are compared, and the commit of each."""
+
+import dataclasses
+import pathlib
+import subprocess
+
+from kvjax.foundation.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A repository of other authors at a commit."""
+
+    owner: str
+    commit: str  # the first 7 digits
+
+    def name(self, repository: str) -> str:
+        """As the table has it."""
+        return f"{self.owner}/{repository} at {self.commit}"
+
+    def check(self, folder: pathlib.Path) -> None:
+        """Raises a UserError unless `folder` is a clone of it at that commit, unchanged."""
+        url = f"https://github.com/{self.owner}/{folder.name}"
+        checkout = f"git -C {folder} checkout {self.commit}"
+        if not (folder / ".git").exists():
+            raise UserError(f"{folder} is no clone: git clone {url} {folder} && {checkout}")
+        found = _git(folder, "rev-parse", "HEAD")
+        if not found.startswith(self.commit):
+            fetch = f"git -C {folder} fetch && {checkout}"
+            raise UserError(f"{folder} is at {found[:7]}, not at {self.commit}: {fetch}")
+        if _git(folder, "status", "--porcelain", "--untracked-files=no"):
+            restore = f"git -C {folder} restore --staged --worktree ."
+            raise UserError(f"{folder} has changed files: {restore}")
+
+
+PEERS = {  # by the name of the repository
+    "MLRA": Peer("SongtaoLiu0823", "7e0eb5c"),
+    "TPA": Peer("tensorgi", "3d7f51d"),
+    "grouped-latent-attention": Peer("Dao-AILab", "17889db"),
+    "Do-Transformers-Need-3-Projections": Peer("Brainchip-Inc", "ffedd92"),
+    "nanochat": Peer("karpathy", "0f00788"),
+}
+
+
+def _git(folder: pathlib.Path, *arguments: str) -> str:
+    command = ["git", "-C", folder, *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
+        raise UserError(f"{folder}: git cannot read it ({said})") from error

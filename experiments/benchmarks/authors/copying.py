@@ -1,0 +1,195 @@
+"""Weights of the authors' attention modules as kvjax's mechanisms hold them.
+
+A matrix of PyTorch's `Linear` is [out, in], ours [in, heads, channels]. A gain behind a norm and in
+front of a matrix is multiplied into the matrix. `order` permutes a head's rotated channels where
+pairs are others than kvjax's (i, i + H/2) or turn the other way.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.attention import GroupedConfig
+from kvjax.attention import GTAConfig
+from kvjax.attention import MLAConfig
+from kvjax.attention import SharedKVConfig
+from kvjax.attention import TPAConfig
+
+Weights = Mapping[str, np.ndarray]  # by the authors' names
+Order = Callable[[int], np.ndarray]  # of a head's rotated channels, by how many there are
+
+
+def as_ours(channels: int) -> np.ndarray:
+    """Pairs (i, i + H/2) that turn by +t."""
+    return np.arange(channels)
+
+
+def backwards(channels: int) -> np.ndarray:
+    """Pairs (i, i + H/2) that turn by -t: sine and cosine change places."""
+    return np.roll(np.arange(channels), channels // 2)
+
+
+def interleaved(channels: int) -> np.ndarray:
+    """Pairs (2i, 2i + 1)."""
+    return np.arange(channels).reshape(-1, 2).T.ravel()
+
+
+def first_backwards(channels: int, rotated: int) -> np.ndarray:
+    """Of the first channels, pairs as in `backwards`; the others do not turn."""
+    sine, cosine = np.split(np.arange(rotated), 2)
+    still = np.split(np.arange(rotated, channels), 2)
+    return np.concatenate([cosine, still[0], sine, still[1]])
+
+
+def _heads(weights: Weights, name: str, heads: int) -> np.ndarray:
+    """[in, heads, channels], or [heads, channels] of a bias."""
+    matrix = weights[name].T
+    return matrix.reshape(*matrix.shape[:-1], heads, -1)
+
+
+def _output(weights: Weights, name: str, heads: int) -> dict[str, np.ndarray]:
+    """[heads, channels, D], and a bias where there is one."""
+    matrix = weights[f"{name}.weight"].T
+    found = {"out": matrix.reshape(heads, -1, matrix.shape[-1])}
+    return found | ({"out_bias": weights[f"{name}.bias"]} if f"{name}.bias" in weights else {})
+
+
+def grouped(
+    weights: Weights,
+    config: GroupedConfig,
+    *,
+    names: str = "c_q c_k c_v c_proj",
+    order: Order = as_ours,
+    gate: str = "",
+) -> dict[str, np.ndarray]:
+    """Of MHA, GQA, MQA, MFA and projection sharing.
+
+    Args:
+      names: of queries, keys, values and the output; "-" for those that are another's.
+    """
+    query, key, value, output = names.split()
+    found = _output(weights, output, config.num_heads)
+    turned = order(config.key_dim)
+    for ours, name, heads in (
+        ("query", query, config.num_heads),
+        ("base_key", key, config.num_bases),
+        ("base_value", value, config.num_bases),
+    ):
+        if name != "-":
+            kept = slice(None) if ours == "base_value" else turned
+            for suffix, kind in (("", "weight"), ("_bias", "bias")):
+                if f"{name}.{kind}" in weights:
+                    found[ours + suffix] = _heads(weights, f"{name}.{kind}", heads)[..., kept]
+    if gate:
+        found["gate"] = _heads(weights, f"{gate}.weight", config.num_heads)
+    return found
+
+
+def mfa(weights: Weights, config: GroupedConfig) -> dict[str, np.ndarray]:
+    """Of MLRA's MFA: queries of a normed latent."""
+    up = weights["w_q.weight"] * weights["q_layernorm.weight"]
+    found = grouped(dict(weights) | {"w_q.weight": up}, config, names="w_q c_k c_v c_proj")
+    return found | {"query_down": weights["c_q.weight"].T}
+
+
+def split(weights: Weights, name: str, parts: str) -> dict[str, np.ndarray]:
+    """Weights where one matrix, and its bias, is several one above the other."""
+    found = dict(weights)
+    for kind in ("weight", "bias"):
+        if f"{name}.{kind}" in weights:
+            pieces = np.split(found.pop(f"{name}.{kind}"), len(parts.split()))
+            found |= {f"{part}.{kind}": x for part, x in zip(parts.split(), pieces, strict=True)}
+    return found
+
+
+def latent(
+    weights: Weights,
+    config: MLAConfig,
+    *,
+    ups: Sequence[tuple[str, np.ndarray]],
+    order: Order = as_ours,
+    output: str = "c_proj",
+    gate: str = "",
+    scale: float = 1.0,
+) -> dict[str, np.ndarray]:
+    """Of MLA, GLA and MLRA, with DeepSeek's names.
+
+    Args:
+      ups: for each latent the name of its norm's gain, and its matrix [C, n (H + Hv)].
+      scale: what outputs are multiplied by beyond kvjax's.
+    """
+    N, H, P = config.num_heads, config.key_dim, config.rope_key_dim
+    turned = order(P)
+    found = {}
+    if config.query_rank:
+        found["query_down"] = weights["q_a_proj.weight"].T
+        query = weights["q_b_proj.weight"] * weights["q_a_layernorm.weight"]
+    else:
+        query = weights["q_proj.weight"]
+    query = query.T.reshape(-1, N, H + P)
+    found |= {"query": query[..., :H], "rope_query": query[..., H:][..., turned]}
+    down, rope_key = np.split(weights["kv_a_proj_with_mqa.weight"].T, [-P], axis=1)
+    latents = config.entry()["latent"].shape
+    found |= {"down": down.reshape(-1, *latents), "rope_key": rope_key[:, turned]}
+    up = np.stack([weights[gain][:, None] * matrix for gain, matrix in ups])
+    up = up.reshape(*latents, -1, H + config.value_dim)
+    found |= {"up_key": up[..., :H], "up_value": up[..., H:]}
+    out = _output(weights, output, N)["out"]
+    if gate:
+        found["gate"] = _heads(weights, f"{gate}.weight", N)
+    return found | {"out": out * scale}
+
+
+def gta(weights: Weights, config: GTAConfig, *, names: str = "c_q c_proj") -> dict[str, np.ndarray]:
+    """Of GTA.
+
+    Args:
+      names: of queries and the output.
+    """
+    query, output = names.split()
+    found = _output(weights, output, config.num_heads)
+    found["query"] = _heads(weights, f"{query}.weight", config.num_heads)
+    found["latent"] = _heads(weights, "kv_proj.weight", config.num_kv_heads)
+    return found | {"rope_key": weights["W_rope_k.weight"].T}
+
+
+def tpa(
+    weights: Weights,
+    config: TPAConfig,
+    *,
+    order: Order = backwards,
+    prefix: str = "c_qkv.",
+    output: str = "c_proj",
+) -> dict[str, np.ndarray]:
+    """Of TPA."""
+    N, turned = config.num_heads, order(config.key_dim)
+    found = _output(weights, output, N)
+    of = lambda name, heads: _heads(weights, f"{prefix}{name}.weight", heads)
+    if config.query_factors:
+        found["query_head"] = of("W_A_q", N)
+        found["query_factor"] = of("W_B_q", config.query_factors)[..., turned]
+    else:
+        found["query"] = of("c_q", N)[..., turned]
+    found |= {"key_head": of("W_A_k", N), "value_head": of("W_A_v", N)}
+    found["key_factor"] = of("W_B_k", config.key_rank)[..., turned]
+    return found | {"value_factor": of("W_B_v", config.value_rank)}
+
+
+def deepseek_v4(weights: Weights, config: SharedKVConfig, *, groups: int) -> dict[str, np.ndarray]:
+    """Of DeepSeek-V4's attention without compression; its output in two steps becomes one."""
+    N, H, P = config.num_heads, config.key_dim, config.rope_key_dim
+    turned = np.concatenate([np.arange(H - P), H - P + interleaved(P)])
+    first = weights["o_a_proj.weight"]  # [groups * R, N * H / groups]
+    second = np.split(weights["o_b_proj.weight"], groups, axis=1)
+    whole = [a.T @ b.T for a, b in zip(np.split(first, groups), second, strict=True)]
+    found = {
+        "query_down": weights["q_a_proj.weight"].T,
+        "query_latent_norm.gain": weights["q_a_norm.weight"],
+        "query": _heads(weights, "q_b_proj.weight", N)[..., turned],
+        "query_norm.gain": np.ones(H),
+        "latent": weights["kv_proj.weight"].T[:, None, turned],
+        "latent_norm.gain": weights["kv_norm.weight"][None, turned],
+    }
+    return found | {"out": np.concatenate(whole).reshape(N, H, -1)[:, turned]}

@@ -1,0 +1,260 @@
+"""kvjax's mechanisms against the code of their authors: the same weights, the same outputs.
+
+    make .venv-live/installed
+    python -m experiments.benchmarks.authors_code --peers=FOLDER [--only=MLRA,TPA] [--save]
+
+Loads attention modules from clones that you have in FOLDER, each named as its repository, at the
+commits of `authors/clones.py`, and DeepSeek's from transformers; without a clone it says what makes
+it. Their code runs in the environment of --python, with random weights, in float64. kvjax takes the
+weights over and computes whole rows, and tokens one by one from its cache; where the authors have a
+cache, their tokens from it are compared as well. A difference is the largest of an output, as a
+part of the token's largest. Exits with 1 if one is not as known. FlashAttention and packages that
+their attention does not need are replaced; the tables name them. None of their code is kept here.
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import json
+import pathlib
+import subprocess
+import tempfile
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import record
+from experiments.benchmarks.authors import clones
+from experiments.benchmarks.authors.comparisons import ALL
+from experiments.benchmarks.authors.comparisons import Comparison
+from experiments.benchmarks.beside_transformers import check_python
+from kvjax import cache as cache_lib
+from kvjax.attention import Attention
+from kvjax.foundation import command_line
+from kvjax.foundation import lists
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.foundation.output import Table
+from kvjax.layers import rope
+
+EQUAL = 1e-12  # float64's rounding, some thousand times
+_CHILD = "import sys; from experiments.benchmarks.authors import theirs; theirs.main(sys.argv[1])"
+HEADER = dict(rows="whole rows", cache="our cache", their_cache="their cache")
+
+
+def attention(comparison: Comparison, weights: Mapping[str, np.ndarray], width: int) -> Attention:
+    """kvjax's module with the authors' weights, float64.
+
+    Raises:
+      ValueError: a weight is missing, has another shape, or has no place.
+    """
+    module = nnx.eval_shape(lambda: Attention(comparison.config, width, rngs=nnx.Rngs(0)))
+    given = comparison.copy(dict(weights), comparison.config)
+    state = nnx.state(module)
+    variables = {
+        ".".join(path).removeprefix("mechanism."): variable
+        for path, variable in nnx.to_flat_state(state)
+    }
+    shapes = {name: value.shape for name, value in given.items()}
+    expected = {name: variable.shape for name, variable in variables.items()}
+    if shapes != expected:
+        different = sorted(name for name, _ in shapes.items() ^ expected.items())
+        raise ValueError(f"copied otherwise than kvjax has them: {', '.join(different)}")
+    for name, variable in variables.items():
+        variable.set_value(jnp.asarray(given[name], jnp.float64))
+    nnx.update(module, state)
+    return module
+
+
+def outputs(comparison: Comparison, module: Attention, x_BTD: np.ndarray) -> tuple[np.ndarray, ...]:
+    """[B, T, D] of whole rows, and the same from the cache."""
+    graph, weights = nnx.split(module)
+    config, base, window = comparison.config, comparison.rope, comparison.window
+    B, T, _ = x_BTD.shape
+
+    @jax.jit
+    def rows(weights, x_BTD):
+        positions = rope.positions(np.arange(T, dtype=np.int32)[None], config.rope_dim, base)
+        return nnx.merge(graph, weights)(x_BTD, positions, causal=True, window=window)
+
+    @jax.jit
+    def step(weights, x_B1D, layer, t):
+        positions = rope.positions(jnp.full((B, 1), t, jnp.int32), config.rope_dim, base)
+        options = dict(rope_base=base, window=window)
+        one_B = jnp.ones((B,), jnp.int32)
+        return nnx.merge(graph, weights).decode(x_B1D, positions, layer, one_B, **options)
+
+    layer = cache_lib.allocate([config], batch=B, capacity=T, dtype=jnp.float64).layers[0]
+    decoded = []
+    for t in range(T):
+        y_B1D, layer = step(weights, x_BTD[:, t : t + 1], layer, t)
+        decoded.append(y_B1D)
+    return np.asarray(rows(weights, x_BTD)), np.concatenate(decoded, axis=1)
+
+
+def difference(ours_BTD: np.ndarray, theirs_BTD: np.ndarray) -> float:
+    """The largest difference of an output, as a part of the row's largest."""
+    scale_BT1 = np.abs(theirs_BTD).max(-1, keepdims=True)
+    return float((np.abs(ours_BTD - theirs_BTD) / scale_BT1).max())
+
+
+def compare(comparison: Comparison, found: Mapping[str, np.ndarray]) -> dict:
+    """Differences of whole rows and of both caches from the authors' whole rows.
+
+    Args:
+      found: what `theirs.outputs` makes.
+    """
+    start = "weights/"
+    weights = {n.removeprefix(start): w for n, w in found.items() if n.startswith(start)}
+    x_BTD, y_BTD = found["x"], found["y"]
+    with jax.enable_x64(True):
+        module = attention(comparison, weights, x_BTD.shape[-1])
+        rows_BTD, cached_BTD = outputs(comparison, module, x_BTD)
+    result = dict(rows=difference(rows_BTD, y_BTD), cache=difference(cached_BTD, y_BTD))
+    if "cached" in found:
+        result["their_cache"] = difference(rows_BTD, found["cached"])
+    if "cached_error" in found:
+        result["their_cache"] = str(found["cached_error"])
+    return result
+
+
+def _theirs(python: str, cases: Sequence[dict], out: pathlib.Path) -> dict:
+    """Runs the cases of one repository in a process of its own; what it says about itself."""
+    ran = subprocess.run(
+        [python, "-c", _CHILD, out],
+        input=json.dumps(cases),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    about = out / "about.json"
+    if ran.returncode or not about.is_file():
+        last = ran.stderr.strip().rpartition("\n")[2]
+        raise UserError(f"--python={python} ended with status {ran.returncode}: {last}")
+    return json.loads(about.read_text())
+
+
+def measure(
+    python: str, folder: pathlib.Path, peers: Sequence[str]
+) -> tuple[list[dict], dict[str, dict]]:
+    """A row for each comparison, and what each repository is: name, versions, what was replaced.
+
+    Where their code raises, the text stands in the place of the difference.
+    """
+    results, about = [], {}
+    with progress.waiting("comparing") as doing, tempfile.TemporaryDirectory() as parent:
+        for peer in peers:
+            chosen = {str(i): c for i, c in enumerate(ALL) if c.peer == peer}
+            doing.now(f"{peer}: {len(chosen)} modules of theirs")
+            out = pathlib.Path(parent, peer)
+            out.mkdir()
+            cases = [c.case(int(i), str(folder / peer)) for i, c in chosen.items()]
+            said = _theirs(python, cases, out)
+            errors = said.pop("errors")
+            name = clones.PEERS[peer].name(peer) if peer in clones.PEERS else peer
+            about[peer] = dict(name=name) | said
+            for i, comparison in chosen.items():
+                doing.now(f"{peer}: {comparison.title}")
+                if i in errors:
+                    found = dict(rows=errors[i])
+                else:
+                    with np.load(out / f"{i}.npz") as arrays:
+                        found = compare(comparison, dict(arrays))
+                keys = ("peer", "title", "file", "outcome", "why")
+                results.append({key: getattr(comparison, key) for key in keys} | found)
+    return results, about
+
+
+def outcome(row: dict) -> str:
+    """Says "raises", "equal" or "differs"; with ", its cache raises" where the authors' does."""
+    if isinstance(row["rows"], str):
+        return "raises"
+    numbers = [row[key] for key in HEADER if isinstance(row.get(key), float)]
+    said = "equal" if max(numbers) < EQUAL else "differs"
+    return said + (", its cache raises" if isinstance(row.get("their_cache"), str) else "")
+
+
+def tables(result: dict) -> list[Table]:
+    """A table for each repository; below it why some modules of theirs differ or raise."""
+    made = []
+    for peer, about in result["peers"].items():
+        rows = [row for row in result["results"] if row["peer"] == peer]
+        cells, notes = [], []
+        for row in rows:
+            values = [row.get(key, "") for key in HEADER]
+            cells.append((row["title"], _stem(row["file"]), *map(_shown, values)))
+            said = [text for text in (row["why"], *values) if isinstance(text, str) and text]
+            if said:
+                notes.append(f"{row['title']}: {'; '.join(said)}")
+        title = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        if about["replaced"]:
+            title += f"; replaced: {', '.join(about['replaced'])}"
+        header = ("compared", "file", *HEADER.values())
+        made.append(Table(f"\n{about['name']}: {title}", header, cells, notes))
+    return made
+
+
+def _stem(file: str) -> str:
+    return file.removesuffix(".py").replace("/", ".").rpartition(".")[2]
+
+
+def _shown(value: float | str) -> str:
+    return f"{value:.1e}" if isinstance(value, float) else "raises" if value else ""
+
+
+def show(result: dict, out: Output) -> None:
+    """Prints the tables and how many comparisons are equal."""
+    for table in tables(result):
+        out.show(table)
+    rows = result["results"]
+    same = sum(outcome(row).startswith("equal") for row in rows)
+    out.say(f"\n{same} of {len(rows)} are equal to {EQUAL:.0e} of a row's largest output.")
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = command_line.Parser(__doc__)
+    add = parser.add_argument
+    known = (*clones.PEERS, "transformers")
+    add("--peers", default="", help="folder of the clones; --only=transformers needs none")
+    add("--only", default=",".join(known), help="repositories, separated by commas (all)")
+    text = "of an environment with torch and transformers (.venv-live/bin/python)"
+    add("--python", default=str(ROOT / ".venv-live/bin/python"), help=text)
+    add("--save", action="store_true", help="write experiments/results/authors_code.json")
+    parser.add_output()
+    options = parser.parse(arguments)
+    record.check(options.save)
+    options.only = lists.names("--only", options.only, known)
+    if options.save and set(options.only) != set(known):
+        raise UserError("--save: a result has all repositories; leave --only out")
+    cloned = [name for name in options.only if name in clones.PEERS]
+    if cloned and not options.peers:
+        raise UserError(f"--peers is missing: give the folder with clones of {', '.join(cloned)}")
+    for name in cloned:
+        clones.PEERS[name].check(pathlib.Path(options.peers, name))
+    check_python(options.python)
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status: 1 if a comparison is not as it is known to be."""
+    options = _options(arguments)
+    runtime.start()
+    results, peers = measure(options.python, pathlib.Path(options.peers), options.only)
+    result, out = dict(peers=peers, results=results), Output(options)
+    show(result, out)
+    wrong = [row["title"] for row in results if outcome(row) != row["outcome"]]
+    if wrong:
+        out.say(f"Not as known: {', '.join(wrong)}")
+    record.record("authors_code", result, out, save=options.save)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
