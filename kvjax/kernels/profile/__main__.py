@@ -42,6 +42,7 @@ DEVICES = (*datasheets.DEVICES, "cpu")
 RESULTS = checkout.RESULTS / "kernels"
 _LENGTHS = (1024, 4096, 16384, 65536, 131072)
 _BATCHES, _BATCHES_LENGTH = (1, 2, 4, 8, 16, 32, 64), 32_768
+_CPU_LENGTHS = (1024, 4096)  # a minute, and less than 1 GB
 _MECHANISMS = "mha,gqa,lrkv,lrkv_no_rope,mla"
 
 
@@ -76,10 +77,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device", default="", choices=DEVICES, help="(the one present)")
     add("--model", default="d36", choices=tuple(shapes.SHAPES), help="(d36)")
     add("--batch", help="sequences, as in 1,8,64; with --length, each by each")
-    add("--length", help="cached tokens of each; neither: lengths, then batches")
+    text = "cached tokens of each; neither: lengths, then batches, on a CPU few and short ones"
+    add("--length", help=text)
     add("--implementations", help=f"of {', '.join(contenders.NAMES)}")
     add("--blocks", default="512,1024", help="the two block sizes that a static TPU profile takes")
-    add("--rounds", default="7", help="measurements of each, taken in turns")
+    add("--rounds", help="measurements of each, taken in turns (7; on a CPU 3)")
     add("--milliseconds", default="50", help="a measurement takes about as long")
     add("--tune", action="store_true", help="search block sizes and write tuned.json")
     text = "compare outputs with the definition's; the exit status is 1 if one is wrong, or none is"
@@ -91,13 +93,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     o.mechanisms = lists.names("--mechanisms", o.mechanisms, tuple(shapes.SHAPES[o.model]))
     if o.implementations is not None:
         o.implementations = lists.names("--implementations", o.implementations, contenders.NAMES)
-    o.points = _points(o.batch, o.length)
-    if o.check and o.batch is None and o.length is None:
-        o.points = agreement.POINTS
+    for name in ("batch", "length", "rounds", "milliseconds"):
+        if (given := getattr(o, name)) is not None:
+            setattr(o, name, lists.integers(f"--{name}", given))
     o.blocks = lists.integers("--blocks", o.blocks, 128)
-    (o.rounds, *_), (o.milliseconds, *_) = (
-        lists.integers(f"--{name}", getattr(o, name)) for name in ("rounds", "milliseconds")
-    )
     if len(o.blocks) != 2 or o.blocks[0] >= o.blocks[1]:
         raise UserError(f"--blocks {o.blocks}: must be two sizes, the smaller first")
     for name in ("tune", "check"):
@@ -110,18 +109,20 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return o
 
 
-def _points(batches: str | None, lengths: str | None) -> tuple[tuple[int, int], ...]:
+def _points(o: argparse.Namespace, *, on_cpu: bool) -> tuple[tuple[int, int], ...]:
     """(batch, length) of each point: what is asked for, each by each; or lengths, then batches."""
-    if batches is not None or lengths is not None:
-        batches = (1,) if batches is None else lists.integers("--batch", batches)
-        lengths = _LENGTHS if lengths is None else lists.integers("--length", lengths)
-        return tuple(itertools.product(batches, lengths))
-    return (*((1, length) for length in _LENGTHS), *((b, _BATCHES_LENGTH) for b in _BATCHES))
+    lengths = _CPU_LENGTHS if on_cpu else _LENGTHS
+    if o.batch or o.length:
+        return tuple(itertools.product(o.batch or (1,), o.length or lengths))
+    if o.check:
+        return agreement.CPU_POINTS if on_cpu else agreement.POINTS
+    batches = () if on_cpu else _BATCHES
+    return (*((1, length) for length in lengths), *((b, _BATCHES_LENGTH) for b in batches))
 
 
 def _measured(o: argparse.Namespace, name: str | None, out: Output) -> dict:
     platform = jax.default_backend()
-    usual = contenders.default(platform)
+    usual, rounds = contenders.default(platform), (3 if platform == "cpu" else 7,)
     if o.check:
         usual = tuple(name for name in usual if name in IMPLEMENTATIONS)
     run = measured.Run(
@@ -129,8 +130,8 @@ def _measured(o: argparse.Namespace, name: str | None, out: Output) -> dict:
         mechanisms=o.mechanisms,
         points=o.points,
         implementations=o.implementations or (usual[:1] if o.tune else usual),
-        rounds=o.rounds,
-        target=o.milliseconds / 1e3,
+        rounds=(o.rounds or rounds)[0],
+        target=o.milliseconds[0] / 1e3,
         device=name,
     )
     if o.tune:
@@ -223,6 +224,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--check --device={o.device}: needs the device, which is not here")
     if is_static and o.plot:
         raise UserError(f"--plot={o.plot}: only of what is measured; {o.device} is not here")
+    on_cpu = not is_static and present == "cpu"
+    o.points = _points(o, on_cpu=on_cpu)
     _check_files(o)
     out = Output(o)
     with progress.waiting("compiling" if is_static else "measuring"):

@@ -24,6 +24,7 @@ from kvjax.kernels.profile.measured import Run
 from kvjax.kernels.profile.measured import or_why
 
 POINTS = ((1, 32_768), (8, 4096))  # (batch, length)
+CPU_POINTS = ((1, 4096), (8, 512))
 REPEATS = 10
 # Relative to the output's largest entry: 1e-5 in float32, two units in the last place in bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2 * 2.0**-8}

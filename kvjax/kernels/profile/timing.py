@@ -45,6 +45,7 @@ RING = 8  # times what the chip keeps on itself: an L2 does not forget the oldes
 LAUNCHES = 20e-6  # seconds of a call that launching its kernels on a GPU may take
 _ROUND = 5e-3  # seconds of a round: the host looks at its end, which costs some 15 us of them
 _COPY_BYTES, _COPIES = 2**29, 4  # copied, and how often in a round
+_CPU_COPY_BYTES = 2**27  # a CPU takes longer, and its cache is smaller
 
 
 def ring(cache_bytes: int, on_chip_bytes: float) -> int:
@@ -123,8 +124,10 @@ def slope(
     return lambda: (seconds(long) - seconds(short)) / (more * calls)
 
 
-def copy(*, target: float, num_bytes: int = _COPY_BYTES) -> tuple[Sample, int]:
+def copy(*, target: float, num_bytes: int | None = None) -> tuple[Sample, int]:
     """Samples seconds of reading and writing an array once; and the bytes that this moves."""
+    on_cpu = jax.default_backend() == "cpu"
+    num_bytes = num_bytes or (_CPU_COPY_BYTES if on_cpu else _COPY_BYTES)
     array = jnp.zeros(num_bytes // 4, jnp.int32)
 
     def make(rounds):

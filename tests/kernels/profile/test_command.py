@@ -18,6 +18,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.profile import __main__ as profile
+from kvjax.kernels.profile import agreement
 from kvjax.kernels.profile import measured
 from kvjax.kernels.profile import static
 from kvjax.kernels.profile import tpu_static
@@ -195,7 +196,19 @@ def nothing_measured(monkeypatch, tmp_path):
     return runs
 
 
-def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_measured):
+def test_a_cpu_is_asked_little_without_options(command, nothing_measured, monkeypatch):
+    monkeypatch.setattr(agreement, "check", lambda run, _: nothing_measured.append(run) or [])
+    for options in ([], ["--check"], ["--tune"], ["--batch=1"]):
+        profile.main(options)
+        run = nothing_measured.pop()
+        assert run.rounds == 3 and len(run.points) == 2
+        for batch, length in run.points:
+            rings = [measured._ring_bytes(run, name, batch, length) for name in run.mechanisms]
+            assert sum(sorted(rings)[-2:]) < 1 << 30, (options, batch, length)
+
+
+def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_measured, monkeypatch):
+    monkeypatch.setattr(profile.datasheets, "of", lambda device: datasheets.get("h200"))
     for options in ([], ["--batch=2"], ["--length=8,9"], ["--batch=2,3", "--length=8"]):
         command(*options)
     usual, *asked = nothing_measured
