@@ -186,7 +186,7 @@ def main(arguments: list[str]) -> None:
     add("--batch", type=int, default=1, help="sequences decoded together (1)")
     add("--chips", type=int, default=1, help="that a cache is split over (1)")
     add("--dtype", default="bfloat16", help=f"of weights and cache: {', '.join(_DTYPES)}")
-    add("--all", action="store_true", help="every config of the same scale")
+    add("--all", action="store_true", help="beside it, every config of the same scale")
     parser.add_output()
     options = parser.parse(arguments)
     at_least("--batch", options.batch, 1)
@@ -198,8 +198,9 @@ def main(arguments: list[str]) -> None:
     on = [datasheets.get(name) for name in names]
     file = options.config
     files = [file]
-    if options.all and file.is_file():
-        files = sorted(file.parent.glob(f"*_{file.stem.rpartition('_')[2]}.py"))
+    if options.all:  # the file first: what is wrong with it is told of it
+        beside = sorted(file.parent.glob(f"*_{file.stem.rpartition('_')[2]}.py"))
+        files += [path for path in beside if path.name != file.name]
     shape = dict(batch=options.batch, chips=options.chips)
     shape |= dict(dtype=jnp.dtype(options.dtype), on=on)
     reports = []

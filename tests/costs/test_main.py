@@ -11,6 +11,7 @@ from kvjax.costs import __main__ as cost_report
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
 
 
@@ -65,6 +66,11 @@ def test_all_configs_of_a_scale_by_cache(run, tmp_path):
     _, result = run(f"--config={tmp_path / 'lrkv_tiny.py'}", "--all")
     assert [r["config"] for r in result["configs"]] == ["mha_tiny", "lrkv_tiny", "gqa_tiny"]
     assert list(result["configs"][0]["decode"][0]["largest_batch"]) == list(datasheets.DEVICES)
+    mine = shutil.copy(CONFIGS / "mqa_tiny.py", tmp_path / "mine.py")  # which names no scale
+    assert [r["config"] for r in run(f"--config={mine}", "--all")[1]["configs"]] == ["mqa_tiny"]
+    (tmp_path / "lrkv_tiny.py").write_text("import no_such_module\n")
+    with pytest.raises(UserError, match=r"lrkv_tiny.py: ModuleNotFoundError: No module named"):
+        run(f"--config={tmp_path / 'lrkv_tiny.py'}", "--all")
 
 
 def test_a_cache_on_several_chips(run):
