@@ -72,6 +72,9 @@ def _parser() -> command_line.Parser:
     add("--calculator", default=calculator.MODES[0], help=text)
     text = "chat: the whole function is asked for; completion: the prompt goes on (chat)"
     add("--humaneval", default=generated.MODES[0], help=text)
+    text = "whose helpers 3 of its tests call: the program's, as in the original, or the prompt's, "
+    text += "which no program can bend to a wrong answer (program)"
+    add("--humaneval_helpers", default=generated.HELPERS[0], help=text)
     add("--sandbox", default="auto", help="auto, linux or wasm (auto: what holds here)")
     text = "run HumanEval's programs with no sandbox but limits; results say so"
     add("--allow_unsandboxed_code", action="store_true", help=text)
@@ -111,6 +114,7 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
         at_least(key, getattr(options, key), least)
     one_of("calculator", options.calculator, calculator.MODES)
     one_of("humaneval", options.humaneval, generated.MODES)
+    one_of("humaneval_helpers", options.humaneval_helpers, generated.HELPERS)
     one_of("sandbox", options.sandbox, ("auto", "linux", "wasm"))
     files = datasets.asked(options.file)
     for name in lists.names("--file", ",".join(files), task_lib.TASKS) if files else ():
@@ -200,7 +204,9 @@ def _asked(options: argparse.Namespace, box) -> Asked:
             raise UserError(f"humaneval: the sandbox failed: {error}. Run it again") from error
         return [Verdict(v.passed, v.reason, v.retried) for v in verdicts]
 
-    return Asked(options.num_tokens, options.calculator, options.humaneval, judge)
+    return Asked(
+        options.num_tokens, options.calculator, options.humaneval, options.humaneval_helpers, judge
+    )
 
 
 def _dialogue(found: trained.Found, names: tuple[str, ...], mode: str) -> Dialogue:
@@ -220,6 +226,7 @@ def _folder(found: trained.Found) -> epath.Path:
 
 def _about(options, found: trained.Found, data: Mapping, dialogue, box) -> dict[str, Any]:
     tokenizer = hashlib.sha256(found.tokenizer.to_json().encode()).hexdigest()
+    helpers = options.humaneval_helpers  # named where it is another than that of earlier results
     return dict(
         model=dict(
             workdir=str(found.workdir),
@@ -233,6 +240,7 @@ def _about(options, found: trained.Found, data: Mapping, dialogue, box) -> dict[
             num_tokens=options.num_tokens,
             calculator=options.calculator,
             humaneval=options.humaneval,
+            **({} if helpers == generated.HELPERS[0] else dict(humaneval_helpers=helpers)),
             sandbox=" + ".join(box.layers) if box else "",
             dtype=str(trained.compute_of(found, options.dtype).dtype),
             limit=options.limit,
@@ -256,7 +264,8 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
         if name == "gsm8k":
             found |= dict(calculator=options["calculator"])
         else:
-            found |= dict(humaneval=options["humaneval"], sandbox=options["sandbox"])
+            keys = ("humaneval", "humaneval_helpers", "sandbox")
+            found |= {key: options[key] for key in keys if key in options}
     return found
 
 

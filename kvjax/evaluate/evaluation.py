@@ -84,17 +84,18 @@ def check(model: Described | Model, plan: Plan, context: int) -> list[str]:
             prompts, more = [letters.prompt(model, item) for item in items], 0
         else:
             if name == "humaneval":
-                _check_tests(items, found.places)
+                _check_tests(items, found.places, plan.asked.helpers)
             prompts = [generated.prompt(model, item, plan.asked.mode) for item in items]
             more = plan.asked.num_tokens
         said += _lengths(model, name, found.places, prompts, more, context)
     return said
 
 
-def _check_tests(items, places) -> None:
+def _check_tests(items, places, helpers: str) -> None:
     for item, place in zip(items, places, strict=False):  # of a limit, the first places
         try:
-            sandbox.check(sandbox.Problem("", item.test, item.entry_point))
+            test = generated.test(item, helpers)
+            sandbox.check(sandbox.Problem("", test, item.entry_point))
         except sandbox.SandboxError as error:
             raise UserError(f"{place}: {error}") from error
 

@@ -3,14 +3,20 @@
 GSM8K is right if the number after the first `#### ` is the reference's, compared as text once its
 commas are gone: `18.0` for 18 is wrong, and so is no marker. HumanEval is right if the program runs
 through the set's test, in a sandbox (see `kvjax.sandbox`).
+
+The tests of HumanEval/32, 38 and 50 call a helper of the prompt (`poly`, `encode_cyclic`,
+`encode_shift`). In the original they call the program's, so that a program passes which redefines
+the helper to fit a wrong answer. HELPERS chooses: the program's, or the prompt's own.
 """
 
+import ast
 from collections.abc import Callable
 from collections.abc import Sequence
 import re
 from typing import Any
 from typing import NamedTuple
 
+from kvjax import sandbox
 from kvjax.conversation.questions import Problem
 from kvjax.conversation.questions import Sum
 from kvjax.decoding.answers import Answer
@@ -19,6 +25,7 @@ from kvjax.evaluate.model import Model
 
 NUM_TOKENS = 512
 MODES = ("chat", "completion")  # of HumanEval
+HELPERS = ("program", "prompt")  # whose helpers HumanEval's tests call
 # What ends a function that a model completes (Chen et al., 2021).
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
@@ -44,6 +51,7 @@ class Asked(NamedTuple):
     num_tokens: int = NUM_TOKENS
     calculator: str = "nanochat"  # see `kvjax.conversation.calculator`
     mode: str = "chat"  # of HumanEval, one of MODES
+    helpers: str = "program"  # of HumanEval, one of HELPERS
     judge: Judge | None = None  # of programs
 
 
@@ -71,7 +79,7 @@ def ask(
     else:
         make = completed if is_completed else program
         programs = [
-            (make(item, row["text"]), item.test, item.entry_point)
+            (make(item, row["text"]), test(item, asked.helpers), item.entry_point)
             for row, item in zip(rows, chosen, strict=True)
         ]
         verdicts = asked.judge(programs)
@@ -129,6 +137,25 @@ def program(item: Problem, text: str) -> str:
 def completed(item: Problem, text: str) -> str:
     """A prompt and what follows it."""
     return item.prompt + text
+
+
+def test(item: Problem, helpers: str) -> str:
+    """Returns the test of a problem; with the prompt's helpers before it, if these are chosen.
+
+    Raises:
+      SandboxError: test or prompt are not Python.
+    """
+    asked = set(sandbox.asked_names(sandbox.Problem("", item.test, item.entry_point)))
+    if helpers == "program" or not asked - {item.entry_point}:
+        return item.test
+    try:
+        tree = ast.parse(item.prompt)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise sandbox.SandboxError(
+            f"prompt of {item.entry_point} is not Python: {error}"
+        ) from error
+    own = [node for node in tree.body if getattr(node, "name", "") != item.entry_point]
+    return f"{ast.unparse(ast.Module(own, []))}\n\n{item.test}"
 
 
 def code(text: str) -> str:

@@ -22,7 +22,7 @@ FILE = "summary.json"
 # Counts of rows with: equal logits; answers without an end; prompts that were cut; special tokens
 # in a program; programs that were judged a second time.
 _COUNTED = ("ties", "unfinished", "cut", "specials", "retried")
-_OF_HUMANEVAL = ("humaneval", "sandbox", "num_tokens")
+_OF_HUMANEVAL = ("humaneval", "humaneval_helpers", "sandbox", "num_tokens")
 
 
 def of(
@@ -86,7 +86,7 @@ def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
     """What a task's score depends on beside model and data."""
     options = about["options"]
     keys = dict(gsm8k=("calculator", "num_tokens"), humaneval=_OF_HUMANEVAL).get(name, ())
-    found = {key: options[key] for key in ("dialogue", "dtype", *keys)}
+    found = {key: options[key] for key in ("dialogue", "dtype", *keys) if key in options}
     return found | (dict(limit=options["limit"]) if options["limit"] else {})
 
 
@@ -157,6 +157,8 @@ def said(result: Mapping[str, Any]) -> str:
     if "humaneval" in tasks:
         task = tasks["humaneval"]
         parts.append(f"HumanEval as {task['humaneval']}, sandbox: {task['sandbox']}")
+        if "humaneval_helpers" in task:
+            parts[-1] += f", helpers of the {task['humaneval_helpers']}"
     return "; ".join(parts) + "."
 
 

@@ -21,6 +21,7 @@ from kvjax.sandbox.errors import SandboxError
 from kvjax.sandbox.limits import Limits
 from kvjax.sandbox.policy import open_box as open
 from kvjax.sandbox.problem import Problem
+from kvjax.sandbox.problem import asked_names
 from kvjax.sandbox.problem import check
 
-__all__ = ["Box", "Limits", "Problem", "SandboxError", "Verdict", "check", "open"]
+__all__ = ["Box", "Limits", "Problem", "SandboxError", "Verdict", "asked_names", "check", "open"]

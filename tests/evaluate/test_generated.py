@@ -110,6 +110,24 @@ def test_programs_are_run_and_judged():
     assert not other["right"] and "AssertionError" in other["reason"]
 
 
+def test_a_program_cannot_bend_the_helpers_of_the_prompt():
+    """As in HumanEval/32, 38 and 50, whose tests call a helper that stands in the prompt."""
+    prompt = (
+        'import math\n\ndef twice(x):\n    return math.prod((x, 2))\n\ndef half(x):\n    """."""\n'
+    )
+    calls = "candidate(twice(3)) == 3 and candidate(twice(5)) == 5 and half(0) == 0"
+    item = Problem("t/2", prompt, "half", "", f"def check(candidate):\n    assert {calls}\n")
+    tests = [generated.test(item, helpers) for helpers in generated.HELPERS]
+    for program, *right in (
+        (prompt + "    return x // 2", True, True),
+        (prompt + "    return x // 3", False, False),
+        ("def half(x): return x // 2", False, True),
+        ("def twice(x): return x\ndef half(x): return x", True, False),
+    ):
+        found = _judge([(program, test, item.entry_point) for test in tests])
+        assert [verdict.right for verdict in found] == right, program
+
+
 @pytest.mark.slow
 def test_a_prompt_alone_is_no_solution():
     rows = _programs(lambda prompt: oracles.said(_question(prompt)))

@@ -8,6 +8,8 @@ import pathlib
 import pytest
 
 from kvjax import sandbox
+from kvjax.conversation.questions import Problem
+from kvjax.evaluate import generated
 
 pytestmark = pytest.mark.slow
 CONSTANTS = ("None", "True", "False", "0", "[]", "''", None)
@@ -41,6 +43,24 @@ def test_every_canonical_solution_passes(box, rows):
         if not verdict.passed
     }
     assert len(verdicts) == 164 and not failed
+
+
+def test_cheats_pass_only_where_the_test_calls_their_helpers(box, rows):
+    """A helper redefined so that a wrong answer fits passes in the original, and not strictly."""
+    cheats = {
+        "HumanEval/32": "def poly(xs, x): return 0\ndef find_zero(xs): return 0",
+        "HumanEval/38": "def encode_cyclic(s): return s\ndef decode_cyclic(s): return s",
+        "HumanEval/50": "def encode_shift(s): return s\ndef decode_shift(s): return s",
+    }
+    items = [Problem(*(row[name] for name in Problem._fields)) for row in rows]
+    items = [item for item in items if generated.test(item, "prompt") != item.test]
+    assert [item.task_id for item in items] == list(cheats)
+    for item in items:
+        whole = item.prompt + item.canonical_solution
+        tests = [generated.test(item, helpers) for helpers in generated.HELPERS]
+        for program, right in ((whole, [True, True]), (cheats[item.task_id], [True, False])):
+            asked = [sandbox.Problem(program, test, item.entry_point) for test in tests]
+            assert [verdict.passed for verdict in box.judge_all(asked)] == right, item.task_id
 
 
 @pytest.mark.parametrize("constant", CONSTANTS)
