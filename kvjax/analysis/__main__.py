@@ -32,6 +32,7 @@ from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
+from kvjax.foundation import json_text
 from kvjax.foundation import lists
 from kvjax.foundation import progress
 from kvjax.foundation import provenance
@@ -324,7 +325,7 @@ def _write(
     said = {
         name: dict(title=one.title, lead=one.lead, data=one.data) for name, one in sections.items()
     }
-    text = json.dumps(target_lib.plain(dict(about=about, reports=said))) + "\n"
+    text = json.dumps(json_text.plain(dict(about=about, reports=said))) + "\n"
     found = {HTML: html.encode(), JSON: text.encode()}
     target_lib.write(target, found)
     return {name: len(content) for name, content in found.items()}

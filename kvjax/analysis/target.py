@@ -4,13 +4,10 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
-import dataclasses
-import math
 import os
 import tempfile
 
 from etils import epath
-import numpy as np
 
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
@@ -79,19 +76,3 @@ def write(target: epath.Path, files: Mapping[str, bytes]) -> None:
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
-
-
-def plain(data):
-    """Data as JSON has it: numpy's numbers and arrays as Python's, dataclasses as their fields,
-    null for what is no number."""
-    if dataclasses.is_dataclass(data):
-        return plain({field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
-    if isinstance(data, Mapping):
-        return {str(key): plain(value) for key, value in data.items()}
-    if isinstance(data, np.ndarray | np.generic):
-        data = data.tolist()
-    if isinstance(data, list | tuple):
-        return [plain(value) for value in data]
-    if isinstance(data, float) and not math.isfinite(data):
-        return None
-    return data

@@ -31,6 +31,7 @@ from kvjax.compare import savings as savings_lib
 from kvjax.compare.groups import Group
 from kvjax.compare.runs import LeftOut
 from kvjax.foundation import command_line
+from kvjax.foundation import json_text
 from kvjax.foundation import lists
 from kvjax.foundation import progress
 from kvjax.foundation import provenance
@@ -159,13 +160,13 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
             left_out=[vars(one) for one in left_out],
             lacking=lacking,
         )
-        text = json.dumps(target_lib.plain(result)) + "\n"
+        text = json.dumps(json_text.plain(result)) + "\n"
         picture = draw.picture(report.panels(groups, scores))
         target_lib.write(target, {HTML: html.encode(), PNG: picture, JSON: text.encode()})
     shown = target if in_bucket(target) else os.path.relpath(target)
     out.say(f"\nwritten: {shown}/{HTML}, {len(html) / 1e6:.2f} MB, {PNG} and {JSON}", wrap=False)
     names = {name.rpartition(".")[2]: str(target / name) for name in (HTML, PNG, JSON)}
-    return target_lib.plain(dict(rows=rows, left_out=result["left_out"], lacking=lacking) | names)
+    return json_text.plain(dict(rows=rows, left_out=result["left_out"], lacking=lacking) | names)
 
 
 def _reference(name: str, groups: Sequence[Group], first: Collection[str]) -> Group:

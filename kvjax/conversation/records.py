@@ -5,8 +5,10 @@ import contextlib
 import csv
 import hashlib
 import io
+import json
 import lzma
 import os
+import re
 import zlib
 
 from etils import epath
@@ -18,6 +20,9 @@ from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import first_line
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet", ".csv")
+
+# May be half a surrogate pair in JSON: its escape, or bytes that Python's reader lets pass.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 Row = dict | list[str]  # an object; the cells of a line of CSV
 
@@ -69,6 +74,8 @@ def _jsonl(path: epath.Path) -> Iterator[tuple[str, dict]]:
                     row = json_text.parse(line)
                 except ValueError as error:  # also what isn't UTF-8
                     raise DataError(f"{place} is no JSON: {first_line(error)}") from error
+                if _SURROGATE.search(line) and not _is_text(row):
+                    raise DataError(f"{place}: holds half a surrogate pair, which is no text")
                 if not isinstance(row, dict):
                     raise DataError(f"{place} must be an object, not {type(row).__name__}")
                 yield place, row
@@ -77,6 +84,15 @@ def _jsonl(path: epath.Path) -> Iterator[tuple[str, dict]]:
                 f"{name} can't be decompressed: {first_line(error)}. Is it truncated? Fetch it "
                 "again"
             ) from error
+
+
+def _is_text(row: object) -> bool:
+    """True if all texts of a row, keys too, can be written as UTF-8."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parquet(path: epath.Path) -> Iterator[tuple[str, dict]]:

@@ -27,6 +27,7 @@ from kvjax import recipes
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.data import manifest
+from kvjax.foundation import json_text
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import to_text
@@ -197,7 +198,7 @@ def _write(model: Model, workdir: epath.Path, name: str, record: dict) -> None:
 
 def write_record(workdir: epath.Path, record: dict) -> None:
     """Writes conversion.json, as a whole."""
-    write_atomically(workdir / RECORD, json.dumps(record, indent=1) + "\n")
+    write_atomically(workdir / RECORD, json.dumps(json_text.plain(record), indent=1) + "\n")
 
 
 _RECOVERY_LENGTH = 2048  # tokens of a row, as in thin keys, section 3.7

@@ -97,7 +97,7 @@ class Scorer:
             for b, i in enumerate(chosen):
                 size = len(asked[i][1])
                 of = lambda parts, size=size: _last(np.concatenate(parts), size)
-                found[i] = Scored(of(nats[b]), of(greedy[b]))
+                found[i] = Scored(_finite(of(nats[b])), of(greedy[b]))
         return found
 
     def choices(
@@ -123,7 +123,7 @@ class Scorer:
                 logits_BC = jax.device_get(logits_BC)
                 for b, i in enumerate(chosen):
                     if counts_B[b] and start + counts_B[b] == len(prompts[i]):
-                        found[i] = logits_BC[b, : len(candidates[i])]
+                        found[i] = _finite(logits_BC[b, : len(candidates[i])])
         return found
 
     def _batches(self, fed: Sequence[Sequence[int]]) -> Iterator:
@@ -149,6 +149,16 @@ class Scorer:
                 raise UserError(
                     f"sequence {i} has {len(sequence)} tokens, and the model positions for {limit}"
                 )
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    """Returns the values; a UserError if one is NaN or infinite: nothing follows from them."""
+    if not np.isfinite(values).all():
+        raise UserError(
+            "the model's logits are NaN or infinite: its weights are damaged, or its training "
+            "diverged: take an earlier --step, or --dtype=float32"
+        )
+    return values
 
 
 @dataclasses.dataclass

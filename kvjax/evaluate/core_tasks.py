@@ -6,11 +6,16 @@ shots and its question; of several the one of fewest mean nats per token wins. C
 (accuracy - chance)/(1 - chance).
 """
 
+import collections
+from collections.abc import Mapping
 from collections.abc import Sequence
 import csv
 import dataclasses
+import io
+import math
 import os
 import random
+import re
 from typing import Any
 
 from etils import epath
@@ -20,6 +25,7 @@ from kvjax.conversation import records
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate.letters import prompt_hash
 from kvjax.evaluate.model import Model
+from kvjax.foundation.configuration import check_text
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
 from kvjax.foundation.errors import first_line
@@ -31,6 +37,8 @@ _KEYS = {
     "language_modeling": ("context", "continuation"),
 }
 COUNT = 22
+_BASELINE = "Random baseline"
+_LABEL = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 Asked = list[tuple[list[int], list[int]]]
 
 
@@ -70,8 +78,12 @@ def read(folder: epath.Path) -> list[CoreTask]:
                 "core.yaml, eval_meta_data.csv and eval_data/. Where there is a network: "
                 "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip, 162 MB"
             )
-    chances = _chances(folder / "eval_meta_data.csv")
-    return [_task(folder, entry, chances) for entry in _entries(folder / "core.yaml")]
+    baselines = _baselines(folder / "eval_meta_data.csv")
+    tasks = [_task(folder, entry, baselines) for entry in _entries(folder / "core.yaml")]
+    for label, count in collections.Counter(task.label for task in tasks).items():
+        if count > 1:
+            raise DataError(f"{os.fspath(folder / 'core.yaml')}: {count} tasks are named {label}")
+    return tasks
 
 
 def digest(folder: epath.Path, tasks: Sequence[CoreTask]) -> str:
@@ -86,44 +98,85 @@ def _entries(path: epath.Path) -> list[dict]:
     keys = {"label", "dataset_uri", "num_fewshot", "icl_task_type"}
     try:
         found = yaml.safe_load(path.read_text())["icl_tasks"]
-        if not all(isinstance(entry, dict) and keys <= entry.keys() for entry in found):
-            raise ValueError(f"each of icl_tasks needs {', '.join(sorted(keys))}")
+        if not isinstance(found, list) or not found:
+            raise ValueError("icl_tasks must be a list of one task or more")
+        for number, entry in enumerate(found, 1):
+            if not isinstance(entry, dict) or not keys <= entry.keys():
+                raise ValueError(f"task {number} of icl_tasks needs {', '.join(sorted(keys))}")
         return found
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{os.fspath(path)} lists no tasks: {first_line(error)}") from error
 
 
-def _chances(path: epath.Path) -> dict[str, float]:
+def _baselines(path: epath.Path) -> dict[str, tuple[str, str | None]]:
+    """By task, its row of the file and what stands there as the accuracy of guessing, in %."""
+    name, label = os.fspath(path), "Eval Task"
     try:
-        rows = list(csv.DictReader(path.read_text().splitlines()))
-        return {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
-    except (KeyError, TypeError, ValueError) as error:
+        rows = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8-sig"), newline=""))
+        if not {label, _BASELINE} <= set(rows.fieldnames or ()):
+            raise DataError(f'{name} must have columns "{label}" and "{_BASELINE}"')
+        return {row[label]: (f"{name}, line {rows.line_num}", row[_BASELINE]) for row in rows}
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{name} is no CSV in UTF-8: {first_line(error)}") from error
+
+
+def _task(folder: epath.Path, entry: dict, baselines: Mapping) -> CoreTask:
+    label, kind, uri = entry["label"], entry["icl_task_type"], entry["dataset_uri"]
+    if not isinstance(label, str) or not _LABEL.fullmatch(label):
         raise DataError(
-            f'{os.fspath(path)} must have columns "Eval Task" and "Random baseline", in %: '
-            f"{first_line(error)}"
-        ) from error
-
-
-def _task(folder: epath.Path, entry: dict, chances: dict[str, float]) -> CoreTask:
-    label, kind = str(entry["label"]), entry["icl_task_type"]
+            f"{os.fspath(folder / 'core.yaml')}: label = {label!r:.200}: names files: must be up "
+            "to 100 letters, digits, '_', '-' and '.'"
+        )
+    place = f"{os.fspath(folder / 'core.yaml')}: {label}"
     if kind not in KINDS:
-        raise DataError(f"core.yaml: {label}: icl_task_type = {kind!r}: must be one of {KINDS}")
-    if label not in chances:
-        raise DataError(f"eval_meta_data.csv has no row of {label}: what does guessing score?")
-    path = folder / "eval_data" / entry["dataset_uri"]
-    if not path.exists():
-        raise MissingDataError(f"core: {os.fspath(path)} is missing: fetch the bundle again")
+        raise DataError(f"{place}: icl_task_type = {kind!r:.200}: must be one of {KINDS}")
+    delimiter = entry.get("continuation_delimiter", " ")
+    for key, text in dict(dataset_uri=uri, continuation_delimiter=delimiter).items():
+        if not isinstance(text, str):
+            raise DataError(f"{place}: {key} = {text!r:.200}: must be text")
+        check_text(f"{place}: {key}", text)
+    if label not in baselines:
+        raise DataError(
+            f"{os.fspath(folder / 'eval_meta_data.csv')} has no row of {label}: what does guessing "
+            "score?"
+        )
+    path = folder / "eval_data" / uri
+    if not path.is_file():
+        raise MissingDataError(
+            f"{place}: dataset_uri = {uri!r}: {os.fspath(path)} is no file: fetch the bundle again"
+        )
+    chance = _chance(*baselines[label])
     pairs = [(item, place) for place, item in records.read(path)]
-    for item, place in pairs:
-        _check_row(item, kind, place)
+    for item, place_of_item in pairs:
+        _check_row(item, kind, place_of_item)
+    shots = _shots(place, entry["num_fewshot"], path, len(pairs))
     random.Random(1337).shuffle(pairs)
-    shots = entry["num_fewshot"]
-    shots = int(shots[0] if isinstance(shots, list) else shots)
-    if shots >= len(pairs):
-        raise DataError(f"{os.fspath(path)}: has {len(pairs)} rows; {shots} shots need more")
-    delimiter = str(entry.get("continuation_delimiter", " "))
     items, places = zip(*pairs, strict=True)
-    return CoreTask(label, kind, shots, delimiter, chances[label], items, places, path)
+    return CoreTask(label, kind, shots, delimiter, chance, items, places, path)
+
+
+def _chance(place: str, text: str | None) -> float:
+    """The accuracy of guessing, of its cell in %."""
+    try:
+        chance = float(text or "") / 100
+    except ValueError:
+        chance = math.nan
+    if not 0 <= chance < 1:
+        raise DataError(f"{place}: {_BASELINE} = {text!r}: must be a number from 0 to below 100")
+    return chance
+
+
+def _shots(place: str, given: object, path: epath.Path, rows: int) -> int:
+    """How many rows are shown before each question: a number, or a list whose first counts."""
+    shots = given[0] if isinstance(given, list) and given else given
+    if type(shots) is not int or shots < 0:
+        raise DataError(f"{place}: num_fewshot = {given!r:.200}: must be a whole number from 0")
+    if shots >= rows:
+        raise DataError(
+            f"{place}: num_fewshot = {shots}: {os.fspath(path)} has {rows} rows; each needs as "
+            "many others"
+        )
+    return shots
 
 
 def _check_row(item, kind: str, place: str) -> None:
@@ -135,7 +188,8 @@ def _check_row(item, kind: str, place: str) -> None:
     for key in keys:
         if key in ("choices", "context_options"):
             several = item[key]
-            if not isinstance(several, list) or not all(isinstance(x, str) for x in several):
+            is_list = isinstance(several, list) and len(several) > 0
+            if not is_list or not all(isinstance(x, str) for x in several):
                 raise DataError(f"{place}: {key} must be a list of texts, not {several!r:.80}")
             if type(item["gold"]) is not int or item["gold"] not in range(len(several)):
                 raise DataError(
@@ -143,6 +197,8 @@ def _check_row(item, kind: str, place: str) -> None:
                 )
         elif key != "gold" and not isinstance(item[key], str):
             raise DataError(f"{place}: {key} must be text, not {type(item[key]).__name__}")
+    if kind == "language_modeling" and not item["continuation"].strip():
+        raise DataError(f"{place}: continuation is blank: there is nothing to score")
 
 
 def ask(model: Model, task: CoreTask, indices: Sequence[int]) -> list[dict[str, Any]]:

@@ -1,8 +1,12 @@
-"""Reads JSON from files that may hold anything."""
+"""Reads JSON from files that may hold anything, and makes data what JSON can hold."""
 
+from collections.abc import Mapping
+import dataclasses
 import json
+import math
 
 from etils import epath
+import numpy as np
 
 from kvjax.foundation.errors import UserError
 
@@ -39,3 +43,21 @@ def read_object(path: epath.Path, advice: str) -> dict:
     if not isinstance(tree, dict):
         raise UserError(f"{path} is no JSON object: {advice}")
     return tree
+
+
+def plain(data):
+    """Returns data as JSON has it.
+
+    Numpy's numbers and arrays become Python's, dataclasses their fields, NaN and infinity null.
+    """
+    if dataclasses.is_dataclass(data):
+        return plain({field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
+    if isinstance(data, Mapping):
+        return {str(key): plain(value) for key, value in data.items()}
+    if isinstance(data, np.ndarray | np.generic):
+        data = data.tolist()
+    if isinstance(data, list | tuple):
+        return [plain(value) for value in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    return data

@@ -9,6 +9,8 @@ import shutil
 import sys
 import textwrap
 
+from kvjax.foundation import json_text
+
 GAP = "  "
 NARROWEST = 12  # columns that words are broken into at least, where even words do not fit
 
@@ -64,7 +66,7 @@ class Output:
     def result(self, result: dict) -> None:
         """One line of JSON, if it was asked for."""
         if self._json:
-            print(json.dumps(result), flush=True)
+            print(json.dumps(json_text.plain(result)), flush=True)
 
 
 def width() -> int:

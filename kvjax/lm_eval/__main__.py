@@ -19,6 +19,7 @@ from kvjax import __version__
 from kvjax.decoding.scoring import BATCH
 from kvjax.foundation import command_line
 from kvjax.foundation import extras
+from kvjax.foundation import json_text
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import at_least
@@ -104,7 +105,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             apply_chat_template=options.apply_chat_template,
             bootstrap_iters=_RESAMPLED,
         )
-    said = _said(results, model, options)
+    said = json_text.plain(_said(results, model, options))
     if options.out:
         text = json.dumps(said, default=str, ensure_ascii=False, indent=1)
         write_atomically(runtime.path("--out", options.out), text + "\n")

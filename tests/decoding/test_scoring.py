@@ -59,6 +59,12 @@ def test_scores_are_those_of_the_whole_sequence(make_model, narrow, name):
 
 def test_what_cannot_be_scored_is_refused(make_model):
     scorer = Scorer(Generator(make_model("lrkv")))
+    broken = make_model("lrkv")
+    broken.embedding[...] = np.nan * broken.embedding[...]
+    broken = Scorer(Generator(broken))
+    for ask in (lambda: broken.continuations([([1], [2])]), lambda: broken.choices([[1]], [[2]])):
+        with pytest.raises(UserError, match="logits are NaN or infinite"):
+            ask()
     with pytest.raises(UserError, match="sequence 2 has an empty context"):
         scorer.continuations([([1], [2]), ([], [2])])
     with pytest.raises(UserError, match=f"sequence 1: the vocabulary has ids 0 to {V - 1}"):

@@ -9,11 +9,9 @@ import yaml
 
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate import core_tasks
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import UserError
 from tests.evaluate.oracles import TOKENIZER
 
-_CHOICE = '{"query": "a", "choices": %s, "gold": %s}\n'
 ORDER = (1, 0, 3, 2, 5, 4)  # of six rows that Random(1337) shuffles
 ROWS = {
     "choice.jsonl": [
@@ -147,30 +145,61 @@ def test_what_is_longer_than_the_positions_keeps_its_end(bundle):
     assert TOKENIZER.decode(continuation).strip() == task.items[0]["continuation"]
 
 
-@pytest.mark.parametrize("name", ["core.yaml", "eval_meta_data.csv", "eval_data/choice.jsonl"])
-def test_a_part_of_the_bundle_that_is_missing_is_named(bundle, name):
-    (bundle / name).unlink()
-    with pytest.raises(MissingDataError, match=name.rpartition("/")[2]):
-        core_tasks.read(bundle)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("core.yaml", "a: b", "core.yaml lists no tasks"),
-        ("core.yaml", "icl_tasks: [{label: x}]", "each of icl_tasks needs"),
-        ("core.yaml", "[", "core.yaml lists no tasks"),
-        ("eval_meta_data.csv", "x\n", "has no row of choice"),
-        ("eval_meta_data.csv", "Eval Task,Random baseline\nchoice,x\n", "must have columns"),
-        ("eval_data/choice.jsonl", '{"query": "a"}\n', "choice.jsonl, line 1: lacks choices, gold"),
-        ("eval_data/choice.jsonl", "", "has 0 rows"),
-        ("eval_data/choice.jsonl", _CHOICE % ('["a", "b"]', "2"), "gold = 2: must be 0 to 1"),
-        ("eval_data/choice.jsonl", _CHOICE % ('["a", "b"]', '"1"'), "gold = '1': must be 0 to 1"),
-        ("eval_data/choice.jsonl", _CHOICE % ('"ab"', "0"), "choices must be a list of texts"),
-        ("eval_data/words.jsonl", '{"context": 1, "continuation": "a"}\n', "context must be text"),
-    ],
-)
-def test_a_bundle_that_is_none_is_refused_with_the_place(bundle, name, text, said):
-    (bundle / name).write_text(text)
-    with pytest.raises(DataError, match=said):
-        core_tasks.read(bundle)
+def test_a_bundle_that_is_none_is_refused_with_file_and_row(bundle):
+    """Each of these in the place of one file; None: the file is missing."""
+    yaml_of = lambda **changed: yaml.safe_dump(dict(icl_tasks=[TASKS[0] | changed]))
+    csv_of = lambda cell: f"Eval Task,Random baseline\nwords,0\nchoice,{cell}\n"
+    core, baselines, choice = "core.yaml", "eval_meta_data.csv", "eval_data/choice.jsonl"
+    label, row_2 = "core.yaml: label = ", "eval_meta_data.csv, line 3: Random baseline = "
+    row = lambda choices, gold: f'{{"query": "a", "choices": {choices}, "gold": {gold}}}\n'
+    blank = '{"context": "a", "continuation": " "}'
+    cases = [
+        (core, None, "core.yaml is missing"),
+        (core, "a: b", "core.yaml lists no tasks"),
+        (core, "[", "core.yaml lists no tasks"),
+        (core, "[" * 9999, "core.yaml lists no tasks"),
+        (core, "icl_tasks: []", "a list of one task or more"),
+        (core, "icl_tasks: {a: b}", "a list of one task or more"),
+        (core, "icl_tasks: [{label: x}]", "core.yaml lists no tasks: task 1 of icl_tasks needs"),
+        (core, yaml.safe_dump(dict(icl_tasks=[TASKS[0]] * 2)), "2 tasks are named choice"),
+        *((core, yaml_of(label=x), label) for x in ("", "../x", "a/b", "a b", "é", ["a"], None, 7)),
+        (core, yaml_of(label="a" * 101), label),
+        (core, yaml_of(label="other"), "has no row of other"),
+        *(
+            (core, yaml_of(icl_task_type=x), "choice: icl_task_type")
+            for x in ("x", None, ["schema"])
+        ),
+        *((core, yaml_of(num_fewshot=x), "core.yaml: choice: num_fewshot = ") for x in (-1, [-1])),
+        *((core, yaml_of(num_fewshot=x), "from 0") for x in ("x", [], None, 2.0, True, [[1]])),
+        *((core, yaml_of(num_fewshot=x), "choice.jsonl has 6 rows") for x in (6, 10**30)),
+        *((core, yaml_of(dataset_uri=x), "must be text") for x in (3, None, ["choice.jsonl"])),
+        *((core, yaml_of(dataset_uri=x), "is no file") for x in ("", "..", "x.jsonl", "a" * 99)),
+        (core, yaml_of(dataset_uri="a\0b"), "NUL"),
+        (core, yaml_of(dataset_uri="../core.yaml"), "core.yaml: must end in one of"),
+        (core, yaml_of(continuation_delimiter=None), "continuation_delimiter = None: must be text"),
+        (baselines, None, "eval_meta_data.csv is missing"),
+        (baselines, "x\n", "must have columns"),
+        (baselines, "", "must have columns"),
+        (baselines, "Eval Task,Random baseline\n", "has no row of choice"),
+        (baselines, "Eval Task,Random baseline\nchoice\n", "line 2: Random baseline = None"),
+        *((baselines, csv_of(x), row_2) for x in ("", "x", "nan", "inf", "-1", "100", "1e999")),
+        (choice, None, "choice.jsonl is no file"),
+        (choice, "", "has 0 rows"),
+        (choice, '{"query": "a"}\n', "choice.jsonl, line 1: lacks choices, gold"),
+        (choice, "\n[1]\n", "choice.jsonl, line 2 must be an object"),
+        (choice, row('["a", "b"]', 2), "line 1: gold = 2: must be 0 to 1"),
+        *((choice, row('["a", "b"]', x), "gold = ") for x in ('"1"', "-1", "true", "NaN", "null")),
+        *((choice, row(x, 0), "choices must be a list of texts") for x in ('"ab"', "[]", "[1]")),
+        (choice, row('["a", "\\ud800"]', 0), "choice.jsonl, line 1: holds half a surrogate pair"),
+        (choice, row('["a", "\\ud83d\\ude00"]', 0), "has 1 rows"),  # a whole pair
+        ("eval_data/words.jsonl", '{"context": 1, "continuation": "a"}', "context must be text"),
+        ("eval_data/words.jsonl", blank, "line 1: continuation is blank"),
+    ]
+    before = {name: (bundle / name).read_text() for name, *_ in cases}
+    for name, text, said in cases:
+        (bundle / name).unlink() if text is None else (bundle / name).write_text(text)
+        with pytest.raises(UserError) as refused:
+            core_tasks.read(bundle)
+        assert said in str(refused.value), (name, text, said)
+        (bundle / name).write_text(before[name])
+    assert len(core_tasks.read(bundle)) == len(TASKS)
