@@ -1,0 +1,78 @@
+"""Shares of mutants that tests notice, as Markdown."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+
+from kvjax.evaluate import scores
+from tests.mutants import sample
+
+_LEVELS = dict(folder=("folder",), quick=("folder", "quick"), slow=("folder", "quick", "slow"))
+
+
+def table(content: dict) -> str:
+    """Shares by folder and by operator, of mutants that are not equivalent, with 95 % intervals.
+
+    A mutant counts where tests were asked that far: columns may have different numbers of them.
+    """
+    mutants = content["mutants"]
+    folders = _rows(mutants, lambda m: sample.folder(m["file"]))
+    operators = _rows(mutants, lambda m: m["operator"])
+    head = (
+        "| {} | drawn | equivalent | quick tests of its folder | all quick tests | and slow ones |"
+    )
+    line = "|---|---|---|---|---|---|"
+    whole = _row("all", mutants)
+    weighted = ", ".join(
+        f"{name} {100 * share:.1f} %"
+        for name in _LEVELS
+        if (share := _weighted(content, name)) is not None
+    )
+    return "\n".join(
+        [
+            *(head.format("folder"), line, *folders, whole, ""),
+            *(head.format("operator"), line, *operators, ""),
+            f"By the places of each folder: {weighted}.",
+        ]
+    )
+
+
+def _rows(mutants: list[dict], group: Callable[[dict], str]) -> list[str]:
+    return [
+        _row(name, [m for m in mutants if group(m) == name])
+        for name in sorted({group(m) for m in mutants})
+    ]
+
+
+def _row(name: str, mutants: list[dict]) -> str:
+    cells = [name, len(mutants), sum(bool(m.get("equivalent")) for m in mutants)]
+    for level in _LEVELS:
+        noticed, count = counts(mutants, level)
+        cells.append(_share(noticed, count) if count else "")
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _share(noticed: int, count: int) -> str:
+    value, low, high = (100 * x for x in scores.accuracy(noticed, count))
+    return f"{noticed} of {count}: {value:.0f} % ({low:.0f} to {high:.0f})"
+
+
+def counts(mutants: Iterable[dict], level: str) -> tuple[int, int]:
+    """Mutants that are noticed by a level's tests, and those that were tried so far."""
+    tried = [m for m in mutants if not m.get("equivalent") and _is_tried(m, level)]
+    return sum(m.get("noticed_by") in _LEVELS[level] for m in tried), len(tried)
+
+
+def _is_tried(mutant: dict, level: str) -> bool:
+    return "noticed_by" in mutant or level in mutant.get("asked", ())
+
+
+def _weighted(content: dict, level: str) -> float | None:
+    """The share of all mutants that could be drawn, from the shares of folders."""
+    shares = []
+    for name, places in content["places"].items():
+        here = [m for m in content["mutants"] if sample.folder(m["file"]) == name]
+        noticed, count = counts(here, level)
+        if count:
+            shares.append((places, noticed / count))
+    total = sum(places for places, _ in shares)
+    return sum(places * share for places, share in shares) / total if total else None
