@@ -11,7 +11,6 @@ import pytest
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.evaluate import __main__ as evaluate
 from kvjax.evaluate import evaluation
-from kvjax.evaluate import letters
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
@@ -132,50 +131,6 @@ def test_all_five_tasks(run, workdir):
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_goes_on_and_finds_the_same(run, workdir, monkeypatch):
-    whole = run("--tasks=mmlu,arc_easy", "--json", f"--out={workdir}/whole")
-    real, asked = letters.ask, []
-
-    def ask(model, items, indices):
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        asked.append(list(indices))
-        return real(model, items, indices)
-
-    monkeypatch.setattr(letters, "BLOCK", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(letters, "ask", ask)
-        assert run("--tasks=mmlu,arc_easy", "--batch=2")[0] == 130
-    assert asked == [[0, 1], [2, 3]]
-    status, out, _ = run("--tasks=mmlu,arc_easy", "--batch=2", "--json")
-    tasks = json.loads(out)["tasks"]
-    assert status == 0 and tasks["mmlu"]["asked_now"] == 1 and tasks["arc_easy"]["asked_now"] == 5
-    right = lambda text: {n: t["right"] for n, t in json.loads(text)["tasks"].items()}
-    assert right(out) == right(whole[1])
-
-
-@pytest.mark.slow
-def test_processes_share_the_rows(run, tmp_path):
-    alone = json.loads(run("--tasks=mmlu", "--json", f"--out={tmp_path}/alone")[1])
-    first = json.loads(run("--tasks=mmlu", "--json", "--share=0/2")[1])
-    assert first["tasks"]["mmlu"]["rows"] == 3
-    both = json.loads(run("--tasks=mmlu", "--json", "--share=1/2")[1])
-    assert both["tasks"]["mmlu"]["rows"] == 5
-    assert both["tasks"]["mmlu"]["right"] == alone["tasks"]["mmlu"]["right"]
-
-
-@pytest.mark.slow
-def test_tasks_asked_one_by_one_come_together(run, workdir):
-    for name in ("mmlu", "arc_easy", "arc_challenge", "gsm8k", "humaneval"):
-        status, out, err = run(f"--tasks={name}", "--json")
-        assert status == 0, err
-    result = json.loads(out)
-    assert len(result["tasks"]) == len(result["data"]) == 5 and "combined" in result
-    assert result["tasks"]["gsm8k"]["calculator"] == "nanochat"
-    assert result["tasks"]["humaneval"]["sandbox"]
-
-
-@pytest.mark.slow
 def test_core(run, tmp_path):
     """With a model that knows no conversations."""
     (tmp_path / "eval_data").mkdir()
@@ -193,19 +148,6 @@ def test_core(run, tmp_path):
     result = json.loads(out)
     assert result["tasks"]["core_x"]["rows"] == 6 and "core" in result
     assert "The published CORE has 22 tasks" in err
-
-
-@pytest.mark.slow
-def test_a_limit(run):
-    status, out, _ = run("--tasks=mmlu", "--limit=2", "--json")
-    assert status == 0 and json.loads(out)["tasks"]["mmlu"]["rows"] == 2
-
-
-@pytest.mark.slow
-def test_rows_of_other_options_are_refused(run):
-    assert run("--tasks=gsm8k", "--limit=1")[0] == 0
-    status, _, err = run("--tasks=gsm8k", "--calculator=dataset")
-    assert status == 2 and "calculator = 'nanochat', and now it is 'dataset'" in err
 
 
 @pytest.mark.slow
@@ -295,30 +237,3 @@ def test_no_sandbox_is_no_humaneval(checked, monkeypatch):
     monkeypatch.setattr(evaluate.sandbox, "open", refuse)
     status, _, err = checked("--tasks=humaneval")
     assert status == 2 and "ENOSYS (errno 38)" in err and "--allow_unsandboxed_code" in err
-
-
-@pytest.mark.slow
-def test_two_models_are_compared(run, workdir, tmp_path, capsys):
-    assert run("--tasks=mmlu,arc_easy")[0] == 0
-    shutil.copytree(workdir, tmp_path / "b")
-    path = tmp_path / "b" / "evaluations" / "0" / "mmlu.jsonl"
-    rows = [json.loads(line) | dict(right=True) for line in path.read_text().splitlines()]
-    _lines(path, rows)
-    compare = lambda *given: (
-        command_line.status(evaluate.main, list(given)),
-        *capsys.readouterr(),
-    )
-    status, out, err = compare(f"--compare={workdir},{tmp_path / 'b'}", "--json")
-    assert status == 0, err
-    tasks = json.loads(out)["tasks"]
-    assert tasks["arc_easy"]["difference"]["value"] == 0
-    assert tasks["mmlu"]["other"] == 1 and tasks["mmlu"]["rows"] == 5
-    assert tasks["mmlu"]["difference"]["value"] == tasks["mmlu"]["one"] - 1 < 0
-    assert tasks["mmlu"]["only_one"] == 0 and tasks["mmlu"]["p"] > 0.05
-    assert "needs three seeds" in err
-    status, _, err = compare(f"--compare={workdir},{tmp_path / 'none'}")
-    assert status == 2 and "has no evaluation" in err
-    identity = tmp_path / "b" / "evaluations" / "0" / "mmlu.json"
-    identity.write_text(json.dumps(json.loads(identity.read_text()) | dict(data="other")))
-    status, _, err = compare(f"--compare={workdir},{tmp_path / 'b'}")
-    assert status == 2 and "mmlu was asked with data = " in err

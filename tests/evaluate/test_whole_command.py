@@ -1,0 +1,262 @@
+"""The whole command with a model that knows some answers: scores, tables, rows that are shared."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from kvjax import sandbox
+from kvjax.decoding.scoring import Scored
+from kvjax.evaluate import __main__ as evaluate
+from kvjax.foundation import command_line
+from kvjax.foundation import progress
+from kvjax.foundation import runtime
+from tests.conversation import workdirs
+from tests.evaluate import oracles
+
+COUNTS = dict(arc_easy=5, arc_challenge=4, mmlu=8, gsm8k=5, humaneval=3, core_x=6, core_y=4)
+# Of each set the first so many are answered right.
+RIGHT = dict(arc_easy=3, arc_challenge=1, mmlu=6, gsm8k=2, humaneval=2, core_x=4, core_y=3)
+FIVE = [name for name in COUNTS if not name.startswith("core")]
+ALL = f"--tasks={','.join(FIVE)},core"
+CORE = """\
+icl_tasks:
+- {label: x, dataset_uri: x.jsonl, num_fewshot: [1], icl_task_type: multiple_choice}
+- {label: y, dataset_uri: y.jsonl, num_fewshot: [0], icl_task_type: multiple_choice}
+"""
+TABLE = """\
+task              %  95 % interval   right  minutes
+-------------  ----  -------------  ------  -------
+arc_easy       60.0   23.1 to 88.2  3 of 5      0.0
+arc_challenge  25.0    4.6 to 69.9  1 of 4      0.0
+mmlu           75.0   40.9 to 92.9  6 of 8      0.0
+gsm8k          40.0   11.8 to 76.9  2 of 5      0.0
+humaneval      66.7   20.8 to 93.9  2 of 3      0.0
+core_x         66.7   30.0 to 90.3  4 of 6      0.0
+core_y         75.0   30.1 to 95.4  3 of 4      0.0
+combined       53.3   38.0 to 67.8       -        -
+
+ChatCORE 0.440: guessing counts as 0.
+
+CORE 0.5000, of 2 tasks.
+
+The published CORE has 22 tasks: not comparable.
+
+Not the published set, or not all of it: arc_easy, arc_challenge, mmlu, gsm8k,
+humaneval.
+
+Rows with unfinished: gsm8k 3.
+
+Rows with retried: humaneval 3.
+
+Prompts: nanochat; calculator: nanochat; HumanEval as chat, sandbox: a box + a
+lock.
+"""
+
+
+def _row(name: str, i: int) -> dict:
+    question = f"{name} {i}?"
+    if name == "mmlu":
+        return dict(question=question, choices=["a", "b", "c", "d"], answer=i % 4)
+    if name == "gsm8k":
+        return dict(question=question, answer=f"So it is.\n#### {i}")
+    if name == "humaneval":
+        tests = f"def check(candidate):\n    assert candidate() == {i}\n"
+        prompt = dict(task_id=f"x/{i}", prompt=question, canonical_solution="")
+        return prompt | dict(entry_point="f", test=tests)
+    if name.startswith("core"):
+        return dict(query=question, choices=["yes", "no"], gold=i % 2)
+    choices = dict(text=["a", "b", "c"], label=["1", "2", "3"])
+    return dict(id=str(i), question=question, choices=choices, answerKey=str(i % 3 + 1))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "eval_data").mkdir()
+    (folder / "core.yaml").write_text(CORE)
+    (folder / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nx,50\ny,25\n")
+    for name, count in COUNTS.items():
+        file = f"eval_data/{name[-1]}.jsonl" if name.startswith("core") else f"{name}.jsonl"
+        lines = [json.dumps(_row(name, i)) for i in range(count)]
+        (folder / file).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+class Knows(oracles.Oracle):
+    """Right in the first rows of each set, as RIGHT has it, and `more` of them.
+
+    Attributes:
+      asked: of what rows it was.
+      until: how many; after those it is interrupted.
+    """
+
+    def __init__(self, tokenizer, dialogue, batch: int, more: int, until: int):
+        super().__init__(self._chosen, self._said)
+        self.tokenizer, self.dialogue, self.batch = tokenizer, dialogue, batch
+        self._more, self._until, self.asked = more, until, []
+
+    def _place(self, text: str) -> tuple[str, int, bool]:
+        """The set, the row, and whether it is answered right."""
+        name = max((n for n in COUNTS if f"{n} " in text), key=len)
+        place = int(text.rpartition(f"{name} ")[2].partition("?")[0])
+        if len(self.asked) == self._until:
+            raise KeyboardInterrupt
+        self.asked.append(f"{name} {place}")
+        return name, place, place < RIGHT[name] + self._more
+
+    def _chosen(self, text, count):
+        _, place, is_right = self._place(text)
+        return np.eye(count)[(place + (not is_right)) % count]
+
+    def _said(self, text):
+        name, place, is_right = self._place(text)
+        if name == "gsm8k":
+            return oracles.said(f"#### {place}" if is_right else "I do not know, nor do you.")
+        return oracles.said("good" if is_right else "bad")
+
+    def continuations(self, asked):
+        found = []
+        for before, after in asked:
+            _, place, is_right = self._place(self.tokenizer.decode(before))
+            is_gold = self.tokenizer.decode(after).strip() == ("yes", "no")[place % 2]
+            likely = is_gold == is_right
+            nats = np.full(len(after), 1.0 if likely else 2.0)
+            found.append(Scored(nats, np.full(len(after), likely)))
+        return found
+
+
+class Box:
+    """A sandbox that takes good programs, the second time."""
+
+    layers = ("a box", "a lock")
+
+    def judge_all(self, problems):
+        good = ["good" in problem.program for problem in problems]
+        return [sandbox.Verdict(g, "" if g else "bad", 0.0, True) for g in good]
+
+
+@pytest.fixture
+def run(data, tmp_path, monkeypatch, capsys):
+    """A function of flags, and of Knows: (standard output, standard error, rows that are asked)."""
+    workdir = workdirs.write(tmp_path / "run")
+    monkeypatch.setattr(runtime, "start", lambda: None)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
+    monkeypatch.setattr(evaluate, "_box", lambda options: Box())
+
+    def command(*given, more=0, until=-1, status=0):
+        models = []
+
+        def served(generator, tokenizer, dialogue, *, batch):
+            models.append(Knows(tokenizer, dialogue, batch, more, until))
+            return models[0]
+
+        monkeypatch.setattr(evaluate, "Served", served)
+        arguments = [f"--workdir={workdir}", f"--data={data}", "--num_tokens=10", *given]
+        found = command_line.status(evaluate.main, arguments)
+        out, err = capsys.readouterr()
+        assert found == status, err
+        return out, err, models[0].asked if models else []
+
+    command.workdir = workdir
+    return command
+
+
+def _tasks(out: str) -> dict:
+    """Of a result, what does not say how long it took."""
+    tasks = json.loads(out)["tasks"]
+    drop = lambda task: {key: value for key, value in task.items() if not key.endswith("_now")}
+    return {name: drop(task) for name, task in tasks.items()}
+
+
+def test_scores_of_all_tasks_at_once_and_one_by_one(run, data):
+    out, err, asked = run(ALL, "--json", "--batch=2")
+    result, tasks = json.loads(out), _tasks(out)
+    assert {name: task["right"] for name, task in tasks.items()} == RIGHT
+    assert {name: (task["rows"], task["of"]) for name, task in tasks.items()} == {
+        name: (count, count) for name, count in COUNTS.items()
+    }
+    assert len(asked) == sum(COUNTS.values()) + COUNTS["core_x"] + COUNTS["core_y"]
+    assert TABLE in err and err.startswith(
+        f"WARNING: arc_easy: {data}/arc_easy.jsonl has 5 rows, and the published set 2,376: "
+    )
+    own = dict(arc_easy={}, gsm8k=dict(unfinished=3, calculator="nanochat", num_tokens=10))
+    own["humaneval"] = dict(retried=3, humaneval="chat", sandbox="a box + a lock", num_tokens=10)
+    own["core_y"] = dict(chance=0.25)
+    scores = ("rows", "of", "right", "accuracy", "interval")
+    for name, expected in own.items():
+        found = {key: value for key, value in tasks[name].items() if key not in scores}
+        assert found == expected | dict(dialogue="nanochat", dtype="float32"), name
+    written = json.loads((run.workdir / "evaluations" / "0" / "summary.json").read_text())
+    assert written.pop("made_by") and written == result
+
+    for name in (*FIVE, "core"):
+        out, *_ = run(f"--tasks={name}", "--json", f"--out={run.workdir}/apart")
+    assert _tasks(out) == tasks
+    same = ("model", "data", "combined", "chat_core", "core", "core_tasks")
+    assert {key: json.loads(out)[key] for key in same} == {key: result[key] for key in same}
+
+
+def test_rows_are_asked_once_by_whoever_has_them(run):
+    asked = lambda *given, **how: [int(row.split()[1]) for row in run(*given, **how)[2]]
+    two = ("--tasks=mmlu", "--batch=2")
+    assert asked(*two, "--share=1/3") == [1, 4, 7]
+    assert asked(*two, "--share=0/3", "--limit=4") == [0, 3]
+    out, err, _ = run(*two, "--share=0/3", "--json")
+    (task,) = _tasks(out).values()
+    assert (task["rows"], task["right"], task["of"]) == (6, 4, 8)
+    assert "Not all rows are done of mmlu." in err and "combined" not in json.loads(out)
+    assert asked(*two) == [2, 5] and asked(*two) == []
+
+    generated = ("--tasks=gsm8k", "--batch=2")
+    assert asked(*generated, until=3, status=130) == [0, 1, 2]
+    assert asked(*generated) == [2, 3, 4]  # row 2 was not written
+    assert _tasks(run(*generated, "--json")[0])["gsm8k"]["right"] == RIGHT["gsm8k"]
+    _, err, _ = run("--tasks=gsm8k", "--calculator=dataset", status=2)
+    assert "calculator = 'nanochat', and now it is 'dataset'" in err
+
+
+def test_a_summary_keeps_tasks_of_the_same_model_alone(run, tmp_path):
+    run("--tasks=mmlu")
+    path = run.workdir / "evaluations" / "0" / "summary.json"
+    before = json.loads(path.read_text())
+    before["model"]["checkpoint"] = "another"
+    path.write_text(json.dumps(before))
+    assert _tasks(run("--tasks=gsm8k", "--json")[0]).keys() == {"gsm8k"}
+    path.write_text("[half")
+    assert _tasks(run("--tasks=arc_easy", "--json")[0]).keys() == {"arc_easy"}
+
+
+def test_two_models_on_the_questions_of_both(run, tmp_path, capsys):
+    run(ALL)
+    other = tmp_path / "other"
+    run(ALL, f"--out={other}", more=1)
+    sides = f"--compare={run.workdir},{other}"
+    assert command_line.status(evaluate.main, [sides, "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["first"], found["second"]) == ([str(run.workdir)], [str(other)])
+    for name, count in COUNTS.items():
+        entry = found["tasks"][name]
+        assert entry["rows"] == count
+        assert entry["one"] == pytest.approx(RIGHT[name] / count)
+        assert entry["other"] == pytest.approx((RIGHT[name] + 1) / count)
+        assert entry["difference"]["value"] == pytest.approx(-1 / count)
+        assert (entry["only_one"], entry["only_other"], entry["p"]) == (0, 1, 1)
+    means = [np.mean([(RIGHT[n] + more) / COUNTS[n] for n in FIVE]) for more in (0, 1)]
+    combined = found["tasks"]["combined"]
+    assert [combined["one"], combined["other"]] == pytest.approx(means)
+    assert combined["difference"]["value"] == pytest.approx(means[0] - means[1])
+    core = found["tasks"]["core"]
+    assert [core["one"], core["other"]] == pytest.approx([0.5, 5 / 6])
+    assert "needs three seeds of each" in err
+    assert f"{run.workdir} beside {other}" in " ".join(err.split())
+
+    kept = json.loads((other / "mmlu.json").read_text())
+    (other / "mmlu.json").write_text(json.dumps(kept | dict(data="other")))
+    assert command_line.status(evaluate.main, [sides]) == 2
+    assert "mmlu was asked with data = " in capsys.readouterr()[1]
+    shutil.rmtree(other)
+    assert command_line.status(evaluate.main, [sides]) == 2
+    assert "has no evaluation" in capsys.readouterr()[1]
