@@ -22,7 +22,6 @@ import types
 from etils import epath
 
 from kvjax.analysis import reports
-from kvjax.analysis import target as target_lib
 from kvjax.analysis import texts
 from kvjax.analysis import words
 from kvjax.analysis.page import document
@@ -37,6 +36,7 @@ from kvjax.foundation import lists
 from kvjax.foundation import progress
 from kvjax.foundation import provenance
 from kvjax.foundation import runtime
+from kvjax.foundation import target as target_lib
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
 from kvjax.foundation.output import Output

@@ -33,6 +33,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import provenance
 from kvjax.foundation import runtime
+from kvjax.foundation import target
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.configuration import to_text
@@ -191,10 +192,12 @@ def result_file(config: str, topology: str, step: str = "train") -> pathlib.Path
 
 
 def _save(result: dict, output: str, save: bool) -> None:
-    if output or save:
-        names = (result[key] for key in ("config", "topology", "step"))
-        file = pathlib.Path(output) if output else result_file(*names)
-        provenance.save(file, result, "libtpu", "jax-cuda13-plugin")
+    if not output and not save:
+        return
+    names = (result[key] for key in ("config", "topology", "step"))
+    file = target.check_file("--output", output) if output else result_file(*names)
+    option = "--output" if output else "--save"
+    provenance.save(file, result, "libtpu", "jax-cuda13-plugin", option=option)
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -212,6 +215,10 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_output()
     options = parser.parse(arguments)
     one_of("--step", options.step, STEPS)
+    if options.output:
+        target.check_file("--output", options.output)
+    elif options.save:
+        target.check(str(RESULTS), (), "--save")
     decode = options.step == "decode"
     if decode and options.sweep:
         raise UserError("--sweep: is of --step=train; of a decode step give --batch and --chips")

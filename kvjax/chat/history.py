@@ -9,6 +9,7 @@ from kvjax.conversation.dialogue import Dialogue
 from kvjax.conversation.specials import Specials
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import in_bucket
 
 
 class History:
@@ -72,8 +73,10 @@ class History:
         whole = len(self.turns) // 2 * 2
         line = json.dumps(dict(messages=[*self._system, *self.turns[:whole]])) + "\n"
         try:
-            before = path.read_text() if path.exists() else ""
-            path.write_text(before + line)
+            if in_bucket(path):  # where nothing can be added to a file
+                line = (path.read_text() if path.exists() else "") + line
+            with path.open("w" if in_bucket(path) else "a") as file:
+                file.write(line)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be written: {error}") from error
 

@@ -20,7 +20,6 @@ import time
 
 from etils import epath
 
-from kvjax.analysis import target as target_lib
 from kvjax.analysis.page import document
 from kvjax.analysis.page import draw
 from kvjax.compare import downstream
@@ -35,6 +34,7 @@ from kvjax.foundation import json_text
 from kvjax.foundation import lists
 from kvjax.foundation import progress
 from kvjax.foundation import provenance
+from kvjax.foundation import target as target_lib
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket

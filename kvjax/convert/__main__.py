@@ -93,6 +93,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         wanted = method or options.evaluate != _parser().get_default("evaluate")
         options.evaluate_tokens = 16_384 if wanted else 0
     target = into_workdir.check(options.out)
+    runtime.check_checkpoints("--out", target)
     runtime.start()
     source = model = _opened(options.source)
     if method is not None:
@@ -124,7 +125,10 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         except UserError as error:
             raise UserError(f"{options.out} was written; {error}") from error
         record["perplexity"] = before | dict(after=after)
-        into_workdir.write_record(target, record)
+        try:
+            into_workdir.write_record(target, record)
+        except OSError as error:
+            warn(f"{target / into_workdir.RECORD} lacks the perplexity: {error.strerror or error}")
     _report(out, options, source, record)
 
 

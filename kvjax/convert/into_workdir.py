@@ -30,6 +30,7 @@ from kvjax.data import manifest
 from kvjax.foundation import json_text
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
+from kvjax.foundation import target
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
@@ -55,17 +56,14 @@ def check(out: str) -> epath.Path:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"--out = {out!r}: is there already: give another, or move it away")
     experiment.check_name("--out", path.name)
-    if "\\" in path.name or re.search(r"@\d+$", path.name):
-        raise UserError(
-            f"--out = {out!r}: must have no backslash and no @NUMBER at its end, which means a step"
-        )
+    if re.search(r"@\d+$", path.name):
+        raise UserError(f"--out = {out!r}: must have no @NUMBER at its end, which means a step")
     if pathlib.Path.cwd().is_relative_to(path):
         raise UserError(f"--out = {out!r}: is the folder you are in: give a new one in it")
     if os.path.ismount(path):
         raise UserError(f"--out = {out!r}: is a mount point: give a folder in it")
-    there = next(folder for folder in path.parents if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"--out = {out!r}: cannot be written: nothing can be made in {there}")
+    runtime.folder("--out", path.parent)
+    target.try_files(f"--out = {out!r}", path.parent, [_lock_of(_staging(path)).name])
     return path
 
 
@@ -94,7 +92,7 @@ def staged(out: epath.Path) -> Iterator[epath.Path]:
     Raises:
       UserError, OSError: it cannot be written; nothing is left then.
     """
-    staging = out.parent / f"{_STAGING}{out.name}-{uuid.uuid4().hex}"
+    staging = _staging(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(out.parent)
@@ -128,6 +126,10 @@ def _name(staging: epath.Path, out: epath.Path) -> None:
         raise UserError(
             f"--out = {str(out)!r}: something was put there meanwhile; what was made is {free}"
         )
+
+
+def _staging(out: epath.Path) -> epath.Path:
+    return out.parent / f"{_STAGING}{uuid.uuid4().hex}"
 
 
 def _lock_of(staging: epath.Path) -> epath.Path:

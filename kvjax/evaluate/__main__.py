@@ -159,8 +159,8 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
         model = Served(generator, found.tokenizer, dialogue, batch=options.batch)
         done = evaluation.run(model, plan, stores)
     result = summary.of(done, core, about, summary.read(epath.Path(folder)))
-    path = summary.write(epath.Path(folder), result)
     out.show(summary.table(result))
+    path = summary.write(epath.Path(folder), result)
     out.say(f"\nwritten: {path}", wrap=False)
     out.result(result)
 

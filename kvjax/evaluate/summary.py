@@ -13,9 +13,11 @@ from kvjax.evaluate import scores
 from kvjax.evaluate.core_tasks import CoreTask
 from kvjax.evaluate.evaluation import Done
 from kvjax.evaluate.task import TASKS
+from kvjax.foundation import json_text
 from kvjax.foundation import provenance
+from kvjax.foundation import target
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.files import write_atomically
+from kvjax.foundation.errors import warn
 from kvjax.foundation.output import Table
 
 FILE = "summary.json"
@@ -91,12 +93,17 @@ def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: epath.Path) -> dict:
-    """An earlier summary of the same folder; {} without one that can be read."""
-    try:
-        found = json.loads((folder / FILE).read_text())
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
+    """An earlier summary of the same folder; {} without one, or with a warning if it is damaged."""
+    if not (folder / FILE).exists():
         return {}
+    try:
+        advice = "the scores of tasks that are not asked now are left out of it"
+        return json_text.without_checksum(json_text.read_object(folder / FILE, advice))
+    except ValueError as error:
+        warn(f"{folder / FILE} is damaged ({error}): {advice}")
+    except UserError as error:
+        warn(str(error))
+    return {}
 
 
 def table(result: Mapping[str, Any]) -> Table:
@@ -164,10 +171,6 @@ def said(result: Mapping[str, Any]) -> str:
 
 def write(folder: epath.Path, result: Mapping[str, Any]) -> epath.Path:
     """Writes summary.json with the machine, versions and command."""
-    path = folder / FILE
-    made = dict(result, made_by=provenance.provenance())
-    try:
-        write_atomically(path, json.dumps(made, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
-    return path
+    made = json_text.with_checksum(dict(result, made_by=provenance.provenance()))
+    target.write(folder, {FILE: f"{json.dumps(made, indent=1)}\n".encode()})
+    return folder / FILE

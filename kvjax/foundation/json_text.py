@@ -1,14 +1,17 @@
-"""Reads JSON from files that may hold anything, and makes data what JSON can hold."""
+"""Reads JSON from files that hold anything, makes data what JSON can hold, guards records."""
 
 from collections.abc import Mapping
 import dataclasses
 import json
 import math
+import zlib
 
 from etils import epath
 import numpy as np
 
 from kvjax.foundation.errors import UserError
+
+CHECKSUM = "crc32"
 
 
 def parse(text: str | bytes):
@@ -61,3 +64,37 @@ def plain(data):
     if isinstance(data, float) and not math.isfinite(data):
         return None
     return data
+
+
+def with_checksum(record: Mapping) -> dict:
+    """Returns a record with a last key that holds the CRC-32 of its JSON.
+
+    CRC-32 reveals every change within 32 bits in a row, so any flipped bit and any wrong byte, and
+    all but one in 2^32 of other changes. It is no guard against somebody who means it.
+    """
+    return dict(record) | {CHECKSUM: _crc32(record)}
+
+
+def without_checksum(record: dict) -> dict:
+    """Returns what `with_checksum` was given, or as it is a record that never had a checksum.
+
+    Raises:
+      ValueError: the record is not what its checksum was made of.
+    """
+    if not record:
+        return record
+    rest = dict(record)
+    name, value = rest.popitem()
+    is_right = value == _crc32(rest)
+    if name == CHECKSUM and is_right:
+        return rest
+    if CHECKSUM in record or is_right:  # right under another name: the name is damaged
+        raise ValueError("its checksum is not that of its content")
+    return record
+
+
+def _crc32(record: Mapping) -> int:
+    try:
+        return zlib.crc32(json.dumps(record).encode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None

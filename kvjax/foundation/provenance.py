@@ -15,12 +15,12 @@ import time
 from etils import epath
 import jax
 
+from kvjax.foundation import target
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.command_line import program
 from kvjax.foundation.command_line import say
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.files import write_atomically
 
 _BEGUN = time.monotonic()  # about when the process began: imported before anything is done
 # What a commit is marked "+" for: changes but those of results, which do not change each other.
@@ -51,7 +51,9 @@ def software(*packages: str) -> dict:
     }
 
 
-def save(file: pathlib.Path, result: dict, *packages: str, quiet: bool = False) -> None:
+def save(
+    file: pathlib.Path, result: dict, *packages: str, quiet: bool = False, option: str = "--save"
+) -> None:
     """Writes a result with its `made_by`, whole or not at all, and says where unless `quiet`.
 
     With them goes how long the process has run, which is more than the result took where the
@@ -59,11 +61,15 @@ def save(file: pathlib.Path, result: dict, *packages: str, quiet: bool = False) 
 
     Args:
       packages: see `provenance`.
+      option: that asked for the file.
+
+    Raises:
+      UserError: it cannot be written there; says where it was written instead.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
     seconds = round(time.monotonic() - _BEGUN, 1)
     whole = result | {"made_by": provenance(*packages) | {"process_seconds": seconds}}
-    write_atomically(epath.Path(file), json.dumps(whole, indent=1) + "\n")
+    text = f"{json.dumps(whole, indent=1)}\n"
+    target.write(epath.Path(file.parent), {file.name: text.encode()}, option)
     if not quiet:
         say(f"written: {os.path.relpath(file)}")
 

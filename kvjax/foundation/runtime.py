@@ -24,6 +24,8 @@ BUCKETS = {
 _CPU_QUOTA = epath.Path("/sys/fs/cgroup/cpu.max")
 _DEVICE_COUNT = r"--xla_force_host_platform_device_count=(\d+)"
 _THREADS_PER_DEVICE = 16
+_LONGEST_PATH = 3_800  # bytes: Linux's 4,096, without what a checkpoint's files add
+_DEEPEST_PATH = 200  # folders, for pathlib makes each by a call in the call for the next
 
 
 def path(key: str, text: epath.PathLike) -> epath.Path:
@@ -34,7 +36,7 @@ def path(key: str, text: epath.PathLike) -> epath.Path:
 
     Raises:
       UserError: a scheme that nothing here opens, or whose package is not installed; a `~name` of
-        no user.
+        no user; a path that is too long.
     """
     text = os.fspath(text)
     check_text(key, text)
@@ -44,7 +46,13 @@ def path(key: str, text: epath.PathLike) -> epath.Path:
         if expanded.startswith("~"):
             user = text.split("/")[0]
             raise UserError(f"{key} = {text!r}: there is no user {user}; by name, give ./{text}")
-        return epath.Path(os.path.abspath(expanded))
+        found = epath.Path(os.path.abspath(expanded))
+        if len(os.fsencode(found)) > _LONGEST_PATH or len(found.parts) > _DEEPEST_PATH:
+            raise UserError(
+                f"{key} = {text!r}: must be a path of at most {_LONGEST_PATH:,} bytes and "
+                f"{_DEEPEST_PATH} folders"
+            )
+        return found
     if scheme not in BUCKETS:
         known = " or ".join(f"{name}://BUCKET/..." for name in BUCKETS)
         raise UserError(
@@ -136,7 +144,19 @@ def give_collectives_threads() -> None:
 
 def workdir(text: epath.PathLike) -> epath.Path:
     """The folder of a run, as `path` makes it; a UserError where a file stands."""
-    return folder("--workdir", text)
+    found = folder("--workdir", text)
+    check_checkpoints("--workdir", found)
+    return found
+
+
+def check_checkpoints(key: str, path: epath.Path) -> None:
+    """Raises a UserError for a folder in which TensorStore would not find its own files."""
+    text = os.fspath(path)
+    if "\\" in text:
+        raise UserError(
+            f"{key} = {text!r}: holds a backslash, which TensorStore takes for a slash: "
+            "checkpoints would lie elsewhere; give a path without one (a link without one will do)"
+        )
 
 
 def seconds_since_launch() -> float:

@@ -22,9 +22,9 @@ from kvjax.foundation import extras
 from kvjax.foundation import json_text
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
+from kvjax.foundation import target as target_lib
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.files import write_atomically
 from kvjax.foundation.output import Output
 
 _RESAMPLED = 1000  # draws for a standard error that has no formula
@@ -106,11 +106,11 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             bootstrap_iters=_RESAMPLED,
         )
     said = json_text.plain(_said(results, model, options))
-    if options.out:
-        text = json.dumps(said, default=str, ensure_ascii=False, indent=1)
-        write_atomically(runtime.path("--out", options.out), text + "\n")
     out.table(*_table(results))
     if options.out:
+        text = json.dumps(said, default=str, indent=1)  # in ASCII: tasks may hold surrogates
+        file = target_lib.check_file("--out", options.out)
+        target_lib.write(file.parent, {file.name: text.encode() + b"\n"})
         out.say(f"\nwritten: {options.out}", wrap=False)
     said.pop("samples", None)
     out.result(json.loads(json.dumps(said, default=str)))
@@ -134,7 +134,7 @@ def _checked(options: argparse.Namespace) -> list[str]:
     if options.include_path:
         options.include_path = _folder(options.include_path)
     if options.out:
-        _check_file(options.out)
+        target_lib.check_file("--out", options.out)
     return names
 
 
@@ -150,14 +150,6 @@ def _folder(include_path: str) -> str:
             f"--include_path={include_path}: must be a folder here, with tasks as .yaml files"
         )
     return folder
-
-
-def _check_file(out: str) -> None:
-    """Raises a UserError where a file cannot be written."""
-    path = runtime.path("--out", out)
-    if path.is_dir():
-        raise UserError(f"--out={out}: is a folder: give a file in it")
-    runtime.folder("--out", path.parent)
 
 
 def _said(results: dict, model, options: argparse.Namespace) -> dict:

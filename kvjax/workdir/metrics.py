@@ -1,19 +1,23 @@
 """What a run writes down: metrics.jsonl, timing.jsonl, TensorBoard events, curves.png.
 
 metrics.jsonl is a function of config and data alone: a run that was killed and resumed has the
-same bytes in it as one that was not. What depends on the clock goes to timing.jsonl.
+same bytes in it as one that was not. What depends on the clock goes to timing.jsonl. Every record
+ends with a checksum of itself (`json_text.with_checksum`), which older ones lack.
 """
 
 import contextlib
 import errno
+import io
 import json
 import pathlib
 import tempfile
 import time
+import warnings
 
 from etils import epath
 import numpy as np
 
+from kvjax.foundation import json_text
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.errors import warn
 from kvjax.foundation.files import in_bucket
@@ -221,19 +225,20 @@ class Events:
 
 
 def _line(record: dict) -> str:
-    return json.dumps(record) + "\n"
+    return json.dumps(json_text.with_checksum(record)) + "\n"
 
 
 def read_records(path: epath.Path) -> list[dict]:
     """The records of a .jsonl file, if there is one; lines that are none are left out.
 
-    A record has a step and numbers. The last line of a run that was killed may be half-written.
+    A record has a step and numbers. The last line of a run that was killed may be half-written: it
+    is none, unless only its end of line is damaged.
     """
     return read_checked(path)[0]
 
 
 def read_checked(path: epath.Path) -> tuple[list[dict], str]:
-    """`read_records`, and which line is none, the last one apart, or ""."""
+    """`read_records`, and which line is none, a half-written last one apart, or ""."""
     try:  # another process may be renaming it
         content = path.read_bytes() if path.exists() else b""
     except FileNotFoundError:
@@ -244,15 +249,16 @@ def read_checked(path: epath.Path) -> tuple[list[dict], str]:
         record = _record(line)
         if record is not None:
             records.append(record)
-        elif number < len(lines) and not broken:  # what has no end of line was being written
+        elif not broken and (number < len(lines) or _record(line[:-1]) is not None):
             broken = f"line {number} is no record: {line[:40]!r}"
     return records, broken
 
 
 def _record(line: bytes) -> dict | None:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = json_text.parse(line)
+        record = json_text.without_checksum(record) if isinstance(record, dict) else None
+    except ValueError:
         return None
     is_number = lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
@@ -300,8 +306,10 @@ def draw_curves(
     for axes in (left, right):
         axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))  # 50k, 1.5M
-    figure.suptitle(title)
-    path = workdir / "curves.png"
-    with path.open("wb") as file:
-        figure.savefig(file, format="png", dpi=120)
+    figure.suptitle(title, parse_math=False)  # a name is no TeX
+    picture, path = io.BytesIO(), workdir / "curves.png"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure.savefig(picture, format="png", dpi=120)
+    path.write_bytes(picture.getvalue())
     return path

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from kvjax.convert import __main__ as convert
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
@@ -20,6 +21,8 @@ from kvjax.foundation.errors import UserError
         ("://x", "nothing here opens ://"),
         ("~nobody-at-all/x", "there is no user ~nobody-at-all"),
         ("a\0b", "NUL"),
+        ("x" * 4_000, "at most 3,800 bytes and 200 folders"),
+        ("x/" * 300, "at most 3,800 bytes and 200 folders"),
         ("\udcff", "is not UTF-8 text"),
     ],
 )
@@ -39,6 +42,22 @@ def test_a_path_is_absolute_and_a_bucket_as_it_is(bucket, monkeypatch, tmp_path)
     assert str(runtime.path("--workdir", "gs://bucket/b")) == "gs://bucket/b"
     with pytest.raises(UserError, match="names no bucket"):
         runtime.path("--workdir", "gs://")
+
+
+@pytest.mark.parametrize("name", ["a\\b", "a\\", "\\"])
+def test_a_workdir_in_which_checkpoints_would_be_lost(monkeypatch, tmp_path, name):
+    """Wherever a backslash stands: in the path, or in that of the folder a command runs in."""
+    (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    monkeypatch.chdir(tmp_path / name)
+    monkeypatch.setitem(runtime.BUCKETS, "gs", ("json", ""))
+    for given in ("run", f"{tmp_path}/{name}", f"{tmp_path}/{name}/run", f"gs://bucket/{name}"):
+        with pytest.raises(UserError, match="^--workdir = .*backslash"):
+            runtime.workdir(given)
+    for given in (f"{tmp_path}/{name}/m", f"{tmp_path}/link/m"):
+        with pytest.raises(UserError, match="^--out = .*backslash"):
+            convert.main([f"--source={tmp_path}", f"--out={given}"])
+    assert runtime.workdir(tmp_path / "link" / "run")  # TensorStore follows it
 
 
 def test_a_cache_that_is_a_file_is_told_and_a_relative_one_stays(monkeypatch, tmp_path):

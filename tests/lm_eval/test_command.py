@@ -72,7 +72,8 @@ def test_without_the_library_it_says_how_to_install_it(refused, monkeypatch):
         (dict(step=7), "--step = 7: "),
         (dict(dtype="float8"), "--dtype = "),
         (dict(chips=0), "chips = 0"),
-        (dict(out="."), "--out=.: is a folder"),
+        (dict(out="."), "--out = '.': "),
+        (dict(out="/dev/null/x.json"), "--out = '/dev/null': must be a folder"),
         (dict(system="be kind"), "--system: is for conversations"),
         (dict(seed=-1), "--seed = -1"),
     ],
@@ -87,7 +88,7 @@ def test_a_model_without_conversations(refused):
 
 @pytest.mark.lm_eval
 def test_results_as_a_table_json_and_a_file(run, tmp_path):
-    file = tmp_path / "results.json"
+    file = tmp_path / "a new" / "results.json"
     names = ",".join(local_tasks.TASKS)
     status, out, err = run("--json", tasks=names, max_length=48, out=file, limit=3, batch_size=2)
     assert status == 0, err

@@ -7,8 +7,10 @@ from etils import epath
 from matplotlib.figure import Figure
 import pytest
 
+from kvjax.foundation import json_text
 from kvjax.workdir import metrics
 from kvjax.workdir.identity import write_identity
+from tests import damage
 from tests import quick
 
 
@@ -27,7 +29,8 @@ def test_resume_drops_later_and_half_written_records(tmp_path):
     writer.close()
     after = (workdir / metrics.METRICS).read_text().splitlines()
     assert after[:2] == before[:2]
-    assert json.loads(after[2]) == {"step": 3, "tokens": 30, "loss": 0.5}
+    third = json_text.without_checksum(json.loads(after[2]))
+    assert third == {"step": 3, "tokens": 30, "loss": 0.5}
     assert len(after) == 3
     assert metrics.read_records(workdir / metrics.TIMING) == []
     assert list((tmp_path / "events").glob("events*"))
@@ -66,9 +69,23 @@ def test_lines_that_are_no_records_are_set_aside(tmp_path, capsys, name, line):
     assert told.startswith(f"WARNING: {tmp_path / name}: line 2 is no record") and (
         told.count("\n") == 1 and len(told) < 1000
     )
-    assert (tmp_path / name).read_bytes() == b"\n".join([*good, b""])
+    assert metrics.read_records(workdir / name) == [json.loads(line) for line in good]
     metrics.MetricsWriter(workdir, resume_step=3).close()
     assert not capsys.readouterr().err and len(list(tmp_path.glob("unreadable-*"))) == 1
+
+
+def test_a_flipped_bit_is_told_or_harmless(tmp_path):
+    """Also one of the end of the last line, which is not half-written then."""
+    workdir, file = epath.Path(tmp_path), tmp_path / metrics.METRICS
+    writer = metrics.MetricsWriter(workdir, resume_step=0)
+    for step in (1, 2):
+        writer.write(step, tokens=10 * step, loss=1 / step)
+    writer.close()
+    content, records = file.read_bytes(), metrics.read_records(epath.Path(file))
+    for broken in damage.flipped(content):
+        file.write_bytes(broken)
+        found, told = metrics.read_checked(epath.Path(file))
+        assert told or found == records, broken
 
 
 def test_a_file_that_is_renamed_meanwhile_is_none(tmp_path):
@@ -79,8 +96,17 @@ def test_a_file_that_is_renamed_meanwhile_is_none(tmp_path):
     assert metrics.read_checked(Renamed()) == ([], "")
 
 
-@pytest.mark.parametrize("tokens, label", [(1, "2"), (102_400, "200k"), (10**9, "2G")])
-def test_curves_are_a_picture(tmp_path, monkeypatch, tokens, label):
+# With names that are no TeX, or that the font has no letters of.
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "tokens, label, title",
+    [
+        (1, "2", "lr $x_$"),
+        (102_400, "200k", "$\\frac{$ 日本 {a}^% \t # \x7f"),
+        (10**9, "2G", "a$b^c_d$"),
+    ],
+)
+def test_curves_are_a_picture(tmp_path, monkeypatch, tokens, label, title):
     """Numbers of tokens are short: written out, those of a run stand one in another."""
     drawn, real = [], Figure.savefig
     noted = lambda figure, *args, **options: (drawn.append(figure), real(figure, *args, **options))
@@ -91,7 +117,7 @@ def test_curves_are_a_picture(tmp_path, monkeypatch, tokens, label):
         writer.write(step, tokens=step * tokens, loss=2.0 / step)
         writer.write(step, tokens=step * tokens, validation_bpb=2.0)
     writer.close()
-    path = metrics.draw_curves(workdir, title="test", yardstick=2.5)
+    path = metrics.draw_curves(workdir, title=title, yardstick=2.5)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().length > 5000
     for axes in drawn[0].axes:
         labels = [text.get_text() for text in axes.get_xticklabels()]

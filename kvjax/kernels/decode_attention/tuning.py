@@ -15,8 +15,10 @@ import math
 import pathlib
 import re
 
+from etils import epath
 import jax
 
+from kvjax.foundation.files import write_atomically
 from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention.readings import Reading
 
@@ -92,7 +94,8 @@ def save(key: str, device_kind: str, parameters: Mapping[str, int], *, source: s
     everything = json.loads(FILE.read_text()) if FILE.exists() else {}
     entry = dict(parameters=dict(parameters), source=source) | facts
     everything.setdefault(device_kind, {})[key] = entry
-    FILE.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
+    text = json.dumps(everything, indent=1, sort_keys=True) + "\n"
+    write_atomically(epath.Path(FILE), text)
     _read.cache_clear()
 
 

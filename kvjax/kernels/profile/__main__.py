@@ -14,11 +14,13 @@ token against the cycles the token's bytes take; a GPU's gives registers, spills
 
 import argparse
 from collections.abc import Sequence
+import io
 import itertools
 import os
 import pathlib
 import sys
 
+from etils import epath
 import jax
 
 from kvjax.foundation import checkout
@@ -26,10 +28,12 @@ from kvjax.foundation import command_line
 from kvjax.foundation import lists
 from kvjax.foundation import progress
 from kvjax.foundation import provenance
+from kvjax.foundation import target
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.kernels.profile import agreement
 from kvjax.kernels.profile import contenders
@@ -58,7 +62,9 @@ def plot(rows: Sequence[dict], file: pathlib.Path) -> None:
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set(xscale="log", xlabel="cached tokens", ylabel="GB/s of cache")
     axes.legend(fontsize="small")
-    axes.figure.savefig(file, dpi=150)
+    picture = io.BytesIO()
+    axes.figure.savefig(picture, format="png", dpi=150)
+    target.write(epath.Path(file.parent), {file.name: picture.getvalue()}, "--plot")
 
 
 def _matplotlib(file: pathlib.Path):
@@ -193,11 +199,13 @@ def _static(o: argparse.Namespace, out: Output) -> dict:
 def _check_files(o: argparse.Namespace) -> None:
     """Raises UserError for what could not be written in the end."""
     if o.plot:
-        _matplotlib(file := pathlib.Path(o.plot))
-        if not file.parent.is_dir():
-            raise UserError(f"--plot={o.plot}: {file.parent} is not there")
+        _matplotlib(pathlib.Path(o.plot))
+        target.check_file("--plot", o.plot)
+    if o.tune:
+        target.check(str(tuning.FILE.parent), [tuning.FILE.name], "--tune")
     if o.save:
         _check_results()
+        target.check(str(RESULTS), (), "--save")
         provenance.check_commit("--save", RESULTS)
 
 
@@ -237,7 +245,7 @@ def main(arguments: list[str]) -> int:
         what = "_static" * is_static + "_tuned" * o.tune + "_check" * o.check
         _save(result, RESULTS / f"{name}_{o.op}{what}.json")
     if o.plot:
-        plot(result["rows"], pathlib.Path(o.plot))
+        plot(result["rows"], target.check_file("--plot", o.plot))
     return 1 if o.check and not agreement.all_agree(result["rows"]) else 0
 
 

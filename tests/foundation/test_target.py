@@ -1,0 +1,64 @@
+"""Outputs are tried before any work, and what was made is never lost."""
+
+import os
+import re
+
+from etils import epath
+import pytest
+
+from kvjax.foundation import target
+from kvjax.foundation.errors import UserError
+
+
+def test_a_file_that_can_be_written(tmp_path):
+    """In a folder that is not there, over a file, through a link; nothing changes before."""
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "old")
+    before = sorted(tmp_path.rglob("*"))
+    for given, meant in {"no/dir/x.json": "no/dir/x.json", "old": "old", "link": "old"}.items():
+        path = target.check_file("--out", f"{tmp_path}/{given}")
+        assert str(path) == f"{tmp_path}/{meant}"
+        assert sorted(tmp_path.rglob("*")) == before
+        target.write(path.parent, {path.name: b"new"})
+        assert path.read_text() == "new"
+        if given == "no/dir/x.json":
+            target._remove([path.parent, path.parent.parent])
+            before = sorted(tmp_path.rglob("*"))
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (".", "is a folder"),
+        ("/dev/null", "is no regular file"),
+        ("pipe", "is no regular file"),
+        ("file/x", "must be a folder, and .*file is none"),
+        ("x" * 300, "File name too long"),
+        ("y" * 300 + "/x", "File name too long"),
+        ("y/" * 2500 + "x", "at most 3,800 bytes"),
+        ("/proc/x/y", "nothing can be made in /proc/x"),
+        ("a\0b", "NUL"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_a_file_that_cannot_be_written(monkeypatch, tmp_path, given, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=f"(?s)^--plot = .*{said}"):
+        target.check_file("--plot", given)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_cannot_be_written_in_the_end_is_kept_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(target.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="^--out: .*cannot be written .*Nothing is lost: ") as told:
+        target.write(epath.Path(tmp_path / "file"), {"a.html": b"one", "b.json": b"two"})
+    kept = re.findall(r"/\S+\.(?:html|json)\b", str(told.value).partition("lost: ")[2])
+    assert [open(path, "rb").read() for path in kept] == [b"one", b"two"]
+    monkeypatch.setattr(target.tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="Nor could anything be written to "):
+        target.write(epath.Path(tmp_path / "file"), {"a.html": b"one"})
