@@ -17,6 +17,7 @@ from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.convert import digests
 from kvjax.convert import factored_format
 from kvjax.convert import factored_readme
 from kvjax.convert import huggingface
@@ -113,12 +114,13 @@ def factored(model: Model) -> Plan:
     files = {
         "config.json": factored_format.config_json(config, attention, context=model.context),
         manifest.TOKENIZER: model.tokenizer_json,
-        "README.md": factored_readme.text(model.name, config, context=model.context),
     }
     if model.chat_template is not None:
         files[origin.CHAT_TEMPLATE] = model.chat_template
     for file, said in model.token_files.items():
         files[file] = json.dumps(said, indent=2) + "\n"
+    files[digests.FILE] = digests.of_files(files)
+    files["README.md"] = factored_readme.text(model.name, config, context=model.context)
     return Plan("kvjax's factors", config, tensors, files)
 
 

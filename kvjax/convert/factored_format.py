@@ -2,7 +2,8 @@
 
 Tensors have the dotted names of kvjax's parameters, with layers numbered through:
 "layers.3.attention.mechanism.latent_key". config.json has the sections model and attention of a
-workdir's, README.md says what they mean.
+workdir's, README.md says what they mean. Digests of tensors and files reveal damage (`digests`);
+exports of older kvjax have none.
 
     model = factored_format.FactoredModel(folder)  # reads one parameter of one layer at a time
 """
@@ -16,6 +17,7 @@ import numpy as np
 
 from kvjax import experiment
 from kvjax import recipes
+from kvjax.convert import digests
 from kvjax.convert import source as source_lib
 from kvjax.convert.published import check_tokenizer
 from kvjax.convert.published import check_vocabulary
@@ -76,7 +78,8 @@ class FactoredModel:
     def __init__(self, folder: epath.Path):
         """
         Raises:
-          UserError: another version, keys or tensors that are not its own, files that are missing.
+          UserError: another version, keys or tensors that are not its own, files that are missing
+            or have other bytes than were written.
         """
         self.name = source_lib.name(folder)
         self.transformer, self.context = _config(folder)
@@ -90,6 +93,7 @@ class FactoredModel:
         self._shapes = parameters.shapes(self.transformer)
         self._axes = parameters.axes(self.transformer)
         self._check(folder)
+        digests.check_files(folder)  # last: what is wrong otherwise is told more exactly
 
     def parameters(self) -> dict[Path, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of every parameter, layers of a segment in front."""

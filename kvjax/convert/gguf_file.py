@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import tokenizers
 
+from kvjax.convert import digests
 from kvjax.convert.architectures import FAMILIES
 from kvjax.convert.architectures import Family
 from kvjax.convert.architectures import Options
@@ -83,6 +84,7 @@ class File:
 
     def __init__(self, path: epath.Path):
         self.path = path
+        digests.check_download(path)
         try:
             reader = _Reader(path)
             fields = {name: field.contents() for name, field in reader.fields.items()}

@@ -14,6 +14,7 @@ import math
 from etils import epath
 import numpy as np
 
+from kvjax.convert import digests
 from kvjax.convert import into_workdir
 from kvjax.convert.model import Parameters
 from kvjax.convert.tensors import DTYPES
@@ -112,19 +113,33 @@ def _index(files: Sequence[str], shards: Sequence[Sequence[str]], total: int) ->
 def _write_file(path: epath.Path, tensors: Mapping[str, Tensor], dtype: str) -> Iterator[None]:
     """Writes safetensors' format: the header's length, the header in JSON, the tensors' bytes.
 
-    Yields before each tensor. The library's own `save_file` takes all of them at once.
+    The header's metadata has a digest of each tensor. Yields before each tensor. The library's own
+    `save_file` takes all of them at once.
     """
-    header, end = {"__metadata__": {"format": "pt"}}, 0  # transformers wants to be told
+    empty = digests.of_array(np.zeros(0))  # as long as those that come in its place
+    metadata = {"format": "pt"} | {digests.key_of(name): empty for name in tensors}
+    with open(path, "wb") as file:
+        file.write(_header(tensors, dtype, metadata))
+        for name, tensor in tensors.items():
+            yield
+            array = np.ascontiguousarray(tensor.read(), DTYPES[dtype])
+            assert array.shape == tensor.shape, name
+            metadata[digests.key_of(name)] = digests.of_array(array)
+            file.write(array.reshape(-1).view(np.uint8))
+        file.seek(0)
+        file.write(_header(tensors, dtype, metadata))
+
+
+def _header(tensors: Mapping[str, Tensor], dtype: str, metadata: Mapping[str, str]) -> bytes:
+    """What stands before the tensors in safetensors' format.
+
+    Args:
+      metadata: with "format", which transformers wants to be told.
+    """
+    header, end = {"__metadata__": metadata}, 0
     for name, tensor in tensors.items():
         start, end = end, end + _bytes(tensor, dtype)
         header[name] = dict(dtype=dtype, shape=tensor.shape, data_offsets=(start, end))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin where their elements are aligned
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for name, tensor in tensors.items():
-            yield
-            array = np.ascontiguousarray(tensor.read(), DTYPES[dtype])
-            assert array.shape == tensor.shape, name
-            file.write(array.reshape(-1).view(np.uint8))
+    return len(text).to_bytes(8, "little") + text

@@ -11,6 +11,7 @@ from etils import epath
 import ml_dtypes
 import numpy as np
 
+from kvjax.convert import digests
 from kvjax.convert import finite
 from kvjax.foundation import extras
 from kvjax.foundation import json_text
@@ -113,6 +114,7 @@ def _open_files(folder: epath.Path, names: list[str]) -> dict[str, Stored]:
     for name in names:
         try:
             if name not in missing:
+                digests.check_download(folder / name)
                 files[name] = safetensors.safe_open(folder / name, framework="numpy")
         except (OSError, safetensors.SafetensorError) as error:
             broken.append(f"{name} ({first_line(error)})")
@@ -129,7 +131,14 @@ def _open_files(folder: epath.Path, names: list[str]) -> dict[str, Stored]:
 
 def _stored(file, path: epath.Path, key: str) -> Stored:
     part = file.get_slice(key)
-    load = lambda: file.get_tensor(key)
+    digest = (file.metadata() or {}).get(digests.key_of(key))
+
+    def load() -> np.ndarray:
+        array = file.get_tensor(key)
+        if digest is not None and digests.of_array(array) != digest:
+            raise UserError(f"{path}: {key} has other bytes than were written: copy the file again")
+        return array
+
     return Stored(path, key, tuple(part.get_shape()), part.get_dtype(), load)
 
 

@@ -89,7 +89,7 @@ def _read(name: str, folder: epath.Path) -> Evaluated:
             continue
         identities[task] = json_text.read_object(file, "evaluate again")
         found = {}
-        for part in sorted(folder.glob(f"{task}.*jsonl")):
+        for part in rows_lib.files_of(folder, task):
             found |= {row["index"]: bool(row["right"]) for row in rows_lib.of_file(part)}
         verdicts[task] = found
     return Evaluated(name, identities, verdicts, summary.chances_of_core(summary.read(folder)))

@@ -1,14 +1,17 @@
 """Rows that are done, on disk: one line of JSON each, flushed at once, never lost.
 
+A row ends with a checksum of itself (`json_text.with_checksum`), which older ones lack.
 WORKDIR/evaluations/STEP/TASK.jsonl, or TASK.I-of-N.jsonl where several processes share the rows.
 Beside them TASK.json says what was asked of which model: rows of another are refused.
 """
 
 from collections.abc import Iterable
 from collections.abc import Mapping
+import contextlib
 import fcntl
 import json
 import os
+import re
 from typing import IO
 from typing import Any
 
@@ -35,6 +38,8 @@ class Rows:
     def __init__(
         self, folder: epath.Path, task: str, identity: Mapping[str, Any], share: tuple[int, int]
     ):
+        if "/" in task:
+            raise UserError(f"{task}: must hold no '/', for its rows are in files of that name")
         self._folder, self._task, self._share = folder, task, share
         i, n = share
         name = task if n == 1 else f"{task}.{i}-of-{n}"
@@ -64,7 +69,7 @@ class Rows:
           UserError: they cannot be written; what was written before stays.
         """
         found = list(found)
-        text = "".join(json.dumps(row) + "\n" for row in found)
+        text = "".join(json.dumps(json_text.with_checksum(row)) + "\n" for row in found)
         try:
             if in_bucket(self.path):  # where nothing can be added to a file
                 before = self.path.read_text() if self.path.exists() else ""
@@ -84,7 +89,7 @@ class Rows:
     def _check(self, identity: Mapping[str, Any]) -> None:
         """Raises a UserError where rows of something else are there."""
         path = self._folder / f"{self._task}.json"
-        files = [os.fspath(file) for file in self._folder.glob(f"{self._task}.*jsonl")]
+        files = [os.fspath(file) for file in files_of(self._folder, self._task)]
         if files and not path.exists():
             raise UserError(
                 f"{path} is missing, and does not say which model {', '.join(files)} are of: "
@@ -108,35 +113,49 @@ class Rows:
 
     def _read(self) -> dict[int, dict]:
         found = {}
-        for path in sorted(self._folder.glob(f"{self._task}.*jsonl")):
+        for path in files_of(self._folder, self._task):
             if path == self.path and not in_bucket(path):
                 _mend(path)
             found |= {row["index"]: row for row in of_file(path)}
         return dict(sorted(found.items()))
 
 
+def files_of(folder: epath.Path, task: str) -> list[epath.Path]:
+    """Returns the files with a task's rows, of all shares."""
+    name = re.compile(rf"{re.escape(task)}(\.\d+-of-\d+)?\.jsonl")
+    return sorted(path for path in folder.glob("*.jsonl") if name.fullmatch(path.name))
+
+
 def of_file(path: epath.Path) -> list[dict]:
     """The rows of a file, but for a last line that is half-written.
 
     Raises:
-      UserError: another line that is no row.
+      UserError: another line that is no row, or not the row that was written.
     """
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    *lines, last = path.read_bytes().split(b"\n")
+    with contextlib.suppress(ValueError):
+        _row(last[:-1])
+        lines.append(last)  # a whole row, with a damaged end of line
     rows = []
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
-            row = json_text.parse(line)
-            if not isinstance(row, dict) or type(row.get("index")) is not int:
-                raise ValueError("no object with an index")
-            if type(row.get("right")) is not bool:
-                raise ValueError("it has no verdict")
-            rows.append(row)
+            rows.append(_row(line))
         except ValueError as error:
             raise UserError(
                 f"{path}, line {number} is no row ({first_line(error)}): remove that line, and its "
                 "question is asked again"
             ) from error
     return rows
+
+
+def _row(line: bytes) -> dict:
+    """The row of a line; a ValueError if there is none."""
+    row = json_text.parse(line)
+    if not isinstance(row, dict) or type(row.get("index")) is not int:
+        raise ValueError("no object with an index")
+    if type(row.get("right")) is not bool:
+        raise ValueError("it has no verdict")
+    return json_text.without_checksum(row)
 
 
 def _locked(lock: epath.Path, path: epath.Path) -> IO:

@@ -81,9 +81,8 @@ def find(interpreter: str) -> Runtime:
         raise SandboxError(f"{file} has SHA-256 {digest}: must be {SHA256}")
     version = importlib.metadata.version("wasmtime")
     kind = f"{digest[:16]}-wasmtime-{version}-{sys.platform}-{platform.machine()}"
-    compiled = _cache() / f"{kind}.cwasm"
-    if not compiled.exists():
-        _compile(interpreter, packages, file, compiled)
+    cache = _cache()
+    compiled = _whole(cache, kind) or _compile(interpreter, packages, file, cache, kind)
     return Runtime(str(packages), str(compiled), f"wasmtime {version}, {_PYTHON}")
 
 
@@ -109,10 +108,33 @@ def _cache() -> pathlib.Path:
     return folder
 
 
+def _whole(cache: pathlib.Path, kind: str) -> pathlib.Path | None:
+    """The code that was compiled before, if it is as its name says; damaged code is removed."""
+    found = None
+    for file in cache.glob(f"{kind}*.cwasm"):
+        try:
+            if file.name == _name(kind, file):
+                found = file
+            else:
+                file.unlink()
+        except FileNotFoundError:  # another process has removed it
+            continue
+        except OSError as error:
+            raise SandboxError(f"cannot read {file} ({error.strerror}): remove it") from error
+    return found
+
+
+def _name(kind: str, file: pathlib.Path) -> str:
+    """The name of compiled code in the cache, with the digest that reveals any damage to it."""
+    digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    return f"{kind}-{digest}.cwasm"
+
+
 def _compile(
-    interpreter: str, packages: pathlib.Path, file: pathlib.Path, compiled: pathlib.Path
-) -> None:
-    with tempfile.TemporaryDirectory(dir=compiled.parent) as folder:
+    interpreter: str, packages: pathlib.Path, file: pathlib.Path, cache: pathlib.Path, kind: str
+) -> pathlib.Path:
+    """Compiles the interpreter into the cache; the file with the code."""
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = os.path.join(folder, "compiled")
         try:
             run = subprocess.run(
@@ -127,4 +149,6 @@ def _compile(
         if run.returncode:
             said = (run.stderr.strip().splitlines() or [f"status {run.returncode}"])[-1]
             raise SandboxError(f"cannot compile {file}: {said}")
+        compiled = cache / _name(kind, pathlib.Path(made))
         os.replace(made, compiled)
+        return compiled

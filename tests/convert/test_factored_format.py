@@ -15,6 +15,7 @@ from kvjax.convert import into_workdir
 from kvjax.convert import model as model_lib
 from kvjax.convert import published
 from kvjax.foundation.errors import UserError
+from tests import damage
 from tests import quick
 from tests.convert import comparison
 from tests.convert import workdirs
@@ -93,6 +94,32 @@ def test_a_chat_template_comes_along(tmp_path):
     after = model_lib.open(str(tmp_path / "out"))
     assert after.chat_template == before.chat_template
     comparison.exactly(after, before)  # in bfloat16, as it was
+
+
+@pytest.mark.parametrize("flips", [40, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_a_flipped_bit_is_refused_or_harmless(tmp_path, capsys, flips):
+    """In any file, weights and digests among them; README.md says nothing to a program."""
+    workdir = into_workdir.check(str(tmp_path / "workdir"))
+    into_workdir.write(published.open(comparison.PUBLISHED / "qwen2"), workdir, {})
+    out = tmp_path / "out"
+    workdirs.export(workdir, out, "--format=factored")
+    before = model_lib.open(str(out))
+    parts = ("tokenizer_json", "chat_template", "token_files", "transformer", "context")
+    files = sorted(path for path in out.iterdir() if path.name != "README.md")
+    assert {"digests.json", "chat_template.jinja"} < {path.name for path in files}
+    refused = 0
+    for file in damage.flips(files, flips):
+        try:
+            after = model_lib.open(str(out))
+            comparison.exactly(after, before)
+            assert all(getattr(after, part) == getattr(before, part) for part in parts), file
+        except UserError:
+            refused += 1
+    assert refused > 0.8 * flips
+    (out / "digests.json").unlink()  # older exports have none, nor any in the metadata
+    tensors = load_file(out / "model.safetensors")
+    save_file(tensors, out / "model.safetensors")
+    comparison.exactly(model_lib.open(str(out)), before)
 
 
 @pytest.mark.parametrize(

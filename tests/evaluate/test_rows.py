@@ -7,6 +7,7 @@ import pytest
 
 from kvjax.evaluate import rows as rows_lib
 from kvjax.foundation.errors import UserError
+from tests import damage
 
 IDENTITY = dict(checkpoint="a", data="b")
 
@@ -53,6 +54,29 @@ def test_a_half_written_row_is_asked_again(folder, opened):
         rows.add([_row(i) for i in rows.missing(2)])
         assert opened(folder, "mmlu", IDENTITY, (0, 1)).done == {0: _row(0), 1: _row(1)}
         assert path.read_bytes().count(b"\n") == 2
+
+
+def test_a_flipped_bit_is_refused_or_harmless(folder, opened):
+    asked = [_row(i) | dict(answer=f'"J" {i}, é') for i in (0, 1)]
+    opened(folder, "mmlu", IDENTITY, (0, 1)).add(asked)
+    path = folder / "mmlu.jsonl"
+    content = path.read_bytes()
+    for broken in damage.flipped(content):
+        path.write_bytes(broken)
+        try:
+            assert rows_lib.of_file(path) == asked, broken
+        except UserError as error:
+            assert "mmlu.jsonl, line " in str(error) and "is asked again" in str(error)
+    path.write_bytes(content + json.dumps(_row(2)).encode() + b"\n")  # as older ones were written
+    assert rows_lib.of_file(path) == [*asked, _row(2)]
+
+
+def test_names_of_tasks_that_begin_alike(folder, opened):
+    for i, name in enumerate(("core_a", "core_a.b", "core_[a]", "core_*", "core_a.0-of-1x")):
+        opened(folder, name, IDENTITY, (0, 1)).add([_row(i)])
+        assert opened(folder, name, IDENTITY, (0, 1)).done == {i: _row(i)}
+    with pytest.raises(UserError, match="core_a/b: must hold no '/'"):
+        opened(folder, "core_a/b", IDENTITY, (0, 1))
 
 
 def test_several_processes_share_the_rows(folder, opened):

