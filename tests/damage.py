@@ -5,9 +5,9 @@ import pathlib
 import random
 
 
-def flipped(content: bytes) -> Iterator[bytes]:
-    """Every content that differs by one bit."""
-    for place in range(8 * len(content)):
+def flipped(content: bytes, step: int = 1) -> Iterator[bytes]:
+    """Contents that differ by one bit, one in `step`; an odd step flips bits of all weights."""
+    for place in range(0, 8 * len(content), step):
         yield _flip(content, place)
 
 

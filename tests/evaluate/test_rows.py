@@ -6,6 +6,7 @@ from etils import epath
 import pytest
 
 from kvjax.evaluate import rows as rows_lib
+from kvjax.evaluate import summary
 from kvjax.foundation.errors import UserError
 from tests import damage
 
@@ -61,7 +62,7 @@ def test_a_flipped_bit_is_refused_or_harmless(folder, opened):
     opened(folder, "mmlu", IDENTITY, (0, 1)).add(asked)
     path = folder / "mmlu.jsonl"
     content = path.read_bytes()
-    for broken in damage.flipped(content):
+    for broken in damage.flipped(content, step=5):
         path.write_bytes(broken)
         try:
             assert rows_lib.of_file(path) == asked, broken
@@ -131,3 +132,17 @@ def test_rows_that_nothing_says_anything_of_are_refused(folder, opened):
     (folder / "mmlu.json").unlink()
     with pytest.raises(UserError, match="mmlu.json is missing"):
         opened(folder, "mmlu", IDENTITY, (0, 1))
+
+
+def test_a_flipped_bit_of_a_summary_is_told_or_harmless(tmp_path, capsys):
+    folder = epath.Path(tmp_path)
+    assert summary.read(folder) == {}
+    path = summary.write(folder, dict(model=dict(step=8), tasks=dict(mmlu=dict(right=3, rows=5))))
+    content, written = path.read_bytes(), summary.read(folder)
+    assert written["tasks"] == dict(mmlu=dict(right=3, rows=5))
+    for broken in damage.flipped(content, step=31):
+        path.write_bytes(broken)
+        found, told = summary.read(folder), capsys.readouterr().err
+        assert found == written or (found == {} and "summary.json " in told), broken
+    path.write_text(json.dumps(written))  # as older ones were written
+    assert summary.read(folder) == written and not capsys.readouterr().err
