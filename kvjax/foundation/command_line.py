@@ -26,6 +26,7 @@ import typing
 from typing import NoReturn
 
 from kvjax import __version__
+from kvjax.foundation import environment
 from kvjax.foundation import extras
 from kvjax.foundation import interrupted
 from kvjax.foundation.checkout import CONFIGS
@@ -43,9 +44,14 @@ Command = Callable[[list[str]], int | None]
 
 def run(command: Command) -> NoReturn:
     """Runs a command with this process's arguments and ends the process with its status."""
+
+    def checked(arguments: list[str]) -> int | None:
+        environment.check()
+        return command(arguments)
+
     interrupted.quietly()
     _open_standard_streams()
-    sys.exit(status(command, sys.argv[1:]))
+    sys.exit(status(checked, sys.argv[1:]))
 
 
 def status(command: Command, arguments: Sequence[str]) -> int:
@@ -93,10 +99,7 @@ def reason_of(error: Exception) -> str | None:
         return text or type(error).__name__
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         return f"out of memory ({first_line(error)}): ask for less at once, or a larger machine"
-    if isinstance(error, RuntimeError) and "Unable to initialize backend" in text:
-        chosen = f"JAX_PLATFORMS={p}" if (p := os.environ.get("JAX_PLATFORMS")) else "JAX"
-        return f"{chosen}: {first_line(error)}. JAX_PLATFORMS=cpu runs on the CPU"
-    return None
+    return environment.refused(error)
 
 
 @contextlib.contextmanager

@@ -100,7 +100,9 @@ def start(*, compilation_cache: bool = True) -> None:
     import jax  # after the allocator is set
 
     quiet_libraries()
-    if compilation_cache and not jax.config.jax_compilation_cache_dir:
+    if given := jax.config.jax_compilation_cache_dir:
+        folder("JAX_COMPILATION_CACHE_DIR", given)
+    elif compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 

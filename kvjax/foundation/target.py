@@ -50,10 +50,11 @@ def try_files(given: str, path: epath.Path, names: Iterable[str]) -> None:
     for name in names:
         there = path / name
         if os.path.isdir(there):
-            raise UserError(f"{given}: {there} is a folder: give another, or move it")
+            raise UserError(f"{given}: {name} is a folder there: give another, or move it")
         if os.path.exists(there) and not os.path.isfile(there):
-            raise UserError(f"{given}: {there} is no regular file: give another")
+            raise UserError(f"{given}: {name} is no regular file: give another")
     new = _missing(path)
+    last = next(one for one in (path, *path.parents) if one not in new)
     try:
         path.mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -61,7 +62,7 @@ def try_files(given: str, path: epath.Path, names: Iterable[str]) -> None:
                 with open(_temporary(path / name), "x"):
                     os.unlink(_temporary(path / name))
     except OSError as error:
-        why = f"nothing can be made in {path} ({error.strerror or error})"
+        why = f"nothing can be made in {last} ({error.strerror or error})"
         raise UserError(f"{given}: cannot be written: {why}") from error
     finally:
         _remove(new)

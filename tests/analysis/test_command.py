@@ -221,7 +221,7 @@ def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
         ("--out=short.txt",): "--out = 'short.txt': must be a folder",
         ("--out=taken",): "--out = 'taken': report.html is a folder there",
         ("--out=/proc",): "--out = '/proc': cannot be written: nothing can be made in /",
-        ("--out=" + "x" * 300,): "cannot be made: File name too long",
+        ("--out=" + "x" * 300,): "File name too long",
         ("--step=3",): "unknown option --step",
     }.items(),
 )

@@ -37,7 +37,7 @@ def test_a_file_that_can_be_written(tmp_path):
         ("x" * 300, "File name too long"),
         ("y" * 300 + "/x", "File name too long"),
         ("y/" * 2500 + "x", "at most 3,800 bytes"),
-        ("/proc/x/y", "nothing can be made in /proc/x"),
+        ("/proc/x/y", "nothing can be made in /proc ."),
         ("a\0b", "NUL"),
     ],
     ids=lambda text: text[:12],

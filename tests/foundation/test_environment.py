@@ -1,0 +1,40 @@
+"""Bad values of JAX's and XLA's environment variables: one line, status 2, whatever the command."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import quick
+
+# A variable, its value, and what is said; the first is refused as JAX is imported, the second by
+# XLA, which ends the process.
+BAD = [
+    ("JAX_ENABLE_X64", "maybe", "JAX does not take it (invalid truth value 'maybe'"),
+    ("XLA_FLAGS", "--no_such_flag=1", "Unknown flag in XLA_FLAGS: --no_such_flag=1"),
+    ("JAX_NUM_CPU_DEVICES", "two", "JAX does not take it (Invalid value"),
+    ("JAX_NUM_CPU_DEVICES", "-1", "must be from 1 to 4,096"),
+    ("JAX_DEFAULT_DEVICE", "abacus", "JAX does not take it (jax.default_device must be"),
+    ("JAX_DEFAULT_MATMUL_PRECISION", "some", "JAX does not take it (Invalid value"),
+    ("JAX_PLATFORMS", "abacus", "Unable to initialize backend 'abacus'"),
+    ("JAX_PLATFORM_NAME", "abacus", "Unknown backend abacus"),
+    ("JAX_COMPILATION_CACHE_DIR", "/dev/null", "must be a folder"),
+    ("XLA_FLAGS", "no_such_file", 'Could not open file "no_such_file"'),
+    ("XLA_FLAGS", "--xla_dump_to", "Unknown flag in XLA_FLAGS: --xla_dump_to"),
+    ("XLA_FLAGS", "--xla_backend_optimization_level=x", "Couldn't interpret value x for flag"),
+    ("XLA_FLAGS", "--xla_force_host_platform_device_count=0", "must be from 1 to 4,096"),
+    ("XLA_FLAGS", "--xla_force_host_platform_device_count=1e9", "must be from 1 to 4,096"),
+]
+
+
+@pytest.mark.parametrize("name, value, said", quick.only(BAD[:2], BAD))
+def test_a_bad_value_is_told_in_one_line(name, value, said):
+    # Looks at the devices before anything else.
+    command = [sys.executable, "-m", "kvjax.lm_eval", "--workdir=no", "--tasks=no"]
+    environment = os.environ | {name: value}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr.startswith("kvjax: ") and run.stderr.count("\n") == 1 and name in run.stderr
+    assert f"={value}" in run.stderr or repr(value) in run.stderr or "device_count" in value
+    assert said in run.stderr
