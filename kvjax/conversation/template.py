@@ -6,20 +6,11 @@ Templates see what transformers shows them (5.23), so that a conversation has th
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import datetime
-import functools
-import json
 
-import jinja2
-from jinja2 import ext
-from jinja2 import nodes
-from jinja2 import sandbox
-
+from kvjax.conversation import jinja_process
 from kvjax.conversation import marked
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
 
 _FILE = "tokenizer_config.json"  # names the special tokens that templates write
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -62,7 +53,8 @@ class Template:
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str, token_files: Mapping[str, Mapping]):
-        self._template, self._marks = _compiled(text), marked.of(tokenizer)
+        jinja_process.check(text)
+        self._text, self._marks = text, marked.of(tokenizer)
         self._tokens = _named_tokens(token_files.get(_FILE, {}))
 
     def render(
@@ -79,18 +71,14 @@ class Template:
 
         Raises:
           DataError: messages that the template refuses.
+          UserError: it takes too much memory or time.
         """
         hidden = [self._marks.hide(message) for message in messages]
         if go_on:
             hidden[-1] = hidden[-1] | dict(content=f"{hidden[-1]['content']}{_HERE} ")
         given = dict(messages=hidden, tools=None, documents=None)
         given |= dict(add_generation_prompt=add_generation_prompt)
-        try:
-            text = self._template.render(**self._tokens, **given)
-        except Exception as error:  # a template may do anything to its messages
-            raise DataError(
-                f"the chat template refuses a conversation: {first_line(error)}"
-            ) from error
+        text = jinja_process.render(self._text, self._tokens | given)
         if go_on:
             before, here, after = text.rpartition(_HERE)
             if not here:
@@ -112,38 +100,3 @@ def _named_tokens(said: Mapping) -> dict[str, str]:
         if isinstance(value, str):
             found[name] = value
     return found
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(text: str) -> jinja2.Template:
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateError as error:
-        raise UserError(f"chat_template.jinja is no template: {first_line(error)}") from error
-
-
-class _Generation(ext.Extension):
-    """{% generation %}, around what an assistant is trained on: here a block like others."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-def _refuse(message: str):
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own escapes what HTML does not allow."""
-    options = dict(indent=indent, separators=separators, sort_keys=sort_keys)
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -176,7 +176,8 @@ def table(found: Mapping[str, dict], one: Sequence[str], other: Sequence[str]) -
             )
         )
     header = ("task", "first, %", "second, %", "difference", "interval", "p", "questions")
-    notes = ["Intervals hold 95 %.", *_tests(found)]
+    notes = ["Intervals hold 95 %; of means of tasks the squares of their halves are added."]
+    notes += _tests(found)
     if min(len(one), len(other)) < 3:
         notes.append("A claim between mechanisms needs three seeds of each.")
     return Table(f"{'+'.join(one)} beside {'+'.join(other)}", header, rows, notes)

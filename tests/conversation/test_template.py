@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvjax.conversation import jinja_process
 from kvjax.conversation import marked
 from kvjax.conversation import template as template_lib
 from kvjax.conversation.template import Template
@@ -137,3 +138,30 @@ def test_what_is_refused(tokenizer):
         with pytest.raises(DataError, match="the chat template refuses a conversation"):
             refuse(text)
     assert Template(tokenizer, "{{ messages[0].content.format.__self__ }}", {}).render([USER]) == ""
+
+
+def test_a_template_has_a_limit_of_memory_and_time(tokenizer, monkeypatch):
+    """Each ends the process that renders; the next one starts again. Folded when it is compiled,
+    or met in a message."""
+    monkeypatch.setattr(jinja_process, "_SECONDS", 0.3)
+    jinja_process._worker.cache_clear()
+    blocks = "{% if true %}" * 3000 + "{% endif %}" * 3000
+    with pytest.raises(UserError, match="is no template: maximum recursion depth"):
+        Template(tokenizer, blocks, {})
+    for text in (
+        "{{ 'x' * 10**10 }}",
+        "{{ messages[0].content * 10**10 }}",
+        "{{ 10 ** (10 ** 8) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set n = namespace(x='xx') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}",
+        "{{ range(99999) | list * 99999 }}",
+    ):
+        with pytest.raises(UserError, match="takes more than 1 GiB of memory, 0.3 seconds or 16,7"):
+            Template(tokenizer, text, {}).render([USER])
+        assert Template(tokenizer, "ok", {}).render([USER]) == "ok"
+    with pytest.raises(DataError, match="refuses a conversation: maximum recursion depth"):
+        text = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
+        Template(tokenizer, text, {}).render([USER])
+    jinja_process._worker.cache_clear()

@@ -18,7 +18,7 @@ def _verdicts(both: int, only_first: int, only_second: int, neither: int) -> np.
 
 
 def test_an_interval_leaves_out_0_where_mcnemars_exact_test_rejects():
-    for first, second in itertools.product(range(14), repeat=2):
+    for first, second in itertools.product(range(10), repeat=2):
         low, high = paired.interval(first, second, 48)
         p = paired.p_value(first, second)
         assert (low <= 0 <= high) == (p > 0.05), (first, second)
@@ -32,7 +32,7 @@ def test_an_interval_leaves_out_0_where_mcnemars_exact_test_rejects():
 
 def test_intervals_hold_the_difference_in_95_percent_of_all_tables():
     """Enumerates the tables of a few questions under many pairs of models."""
-    for questions in (5, 16):
+    for questions in (5, 12):
         tables = np.array([(b, c) for b in range(questions + 1) for c in range(questions + 1 - b)])
         bounds = np.array([paired.interval(b, c, questions) for b, c in tables])
         cells = np.column_stack([tables, questions - tables.sum(axis=1)])

@@ -1,0 +1,96 @@
+"""Renders chat templates in a process of its own, which has little memory and little time.
+
+It is run as a file, by `jinja_process`, and imports nothing of kvjax. A line of JSON on standard
+input is a request: {template, values, day}; a line on standard output is the answer: {text}, or
+{error} of rendering, or {broken} of what is no template. Without an answer it was too much.
+"""
+
+import datetime
+import functools
+import json
+import resource
+import signal
+import sys
+
+import jinja2
+from jinja2 import ext
+from jinja2 import nodes
+from jinja2 import sandbox
+
+
+def main() -> None:
+    memory, characters, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor; it ends the process
+        answer = _answer(json.loads(line))
+        if len(answer.get("text", "")) > characters:
+            return
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _answer(request: dict) -> dict[str, str]:
+    try:
+        template = _compiled(request["template"])
+    except MemoryError:
+        raise
+    except Exception as error:  # also of Python's compiler, where blocks are nested too deeply
+        return dict(broken=str(error) or type(error).__name__)
+    if request["values"] is None:
+        return {}
+    _Day.now = datetime.datetime.fromisoformat(request["day"]) if request["day"] else None
+    try:
+        return dict(text=template.render(**request["values"]))
+    except MemoryError:
+        raise
+    except Exception as error:  # a template may do anything to its messages
+        return dict(error=str(error) or type(error).__name__)
+
+
+class _Day:
+    """The day that templates are told."""
+
+    now: datetime.datetime | None = None
+
+    @classmethod
+    def written(cls, form: str) -> str:
+        return (cls.now or datetime.datetime.now()).strftime(form)
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(text: str) -> jinja2.Template:
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _Day.written
+    return environment.from_string(text)
+
+
+class _Generation(ext.Extension):
+    """{% generation %}, around what an assistant is trained on: here a block like others."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _refuse(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Jinja's own escapes what HTML does not allow."""
+    options = dict(indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+if __name__ == "__main__":
+    main()
