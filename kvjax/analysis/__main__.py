@@ -65,6 +65,7 @@ def _parser() -> command_line.Parser:
     add("--reports", default="", help=f"some of {names} (all that the model has something for)")
     text = "NAME=FILE,...; embedded: parts of two books that no run trains on (embedded)"
     add("--texts", default=texts.EMBEDDED, help=text)
+    add("--text_key", default="text", help="of texts in JSON lines and Parquet, the key (text)")
     text = (
         f"tokens that texts are read in ({','.join(map(str, LENGTHS))}, as far as the model goes)"
     )
@@ -91,7 +92,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     heads = _heads(options.heads)
     if heads and "behaviour" not in names:
         raise UserError(f"--heads={options.heads}: is of the report behaviour: add it to --reports")
-    sources = texts.sources(options.texts)
+    sources = texts.sources(options.texts, options.text_key)
     if options.out:
         target_lib.check(options.out, (HTML, JSON))
     runtime.start()

@@ -3,34 +3,33 @@
 from collections.abc import Iterator
 from collections.abc import Mapping
 import os
-import re
 
 import numpy as np
 
 from kvjax.convert.model import Model
+from kvjax.data import config as config_lib
+from kvjax.data import formats
 from kvjax.data import readers
 from kvjax.data import source_kinds
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.data.source_kinds import Source
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.files import in_bucket
 
 EMBEDDED = "embedded"
 MOST_TOKENS = 1 << 18  # of a text: what comes behind them is not read
 _BOOKS = dict(zip(("Shakespeare", "King James Bible"), source_kinds.BOOKS, strict=True))
-_KEY = "text"  # of records
-_OTHER_KEY = re.compile(r"Set\s+text_key.*", re.DOTALL)  # what readers advise: no option is here
-_RECORDS = (*source_kinds.JSONL, ".parquet")
+_RECORDS = tuple(end for end in (*formats.LINES, formats.PARQUET) if end not in formats.NAMED_ONLY)
 _GIVE = "give NAME=FILE, several with commas between, or 'embedded'"
 
 
-def sources(option: str) -> dict[str, Source]:
-    """The texts of an option, by name; their files are there.
+def sources(option: str, text_key: str) -> dict[str, Source]:
+    """Returns the texts of an option, by name; their files are there.
 
     Args:
-      option: `NAME=FILE,...`, of text, JSON Lines or Parquet; `embedded` stands for the held-out
+      option: `NAME=FILE,...`, of text, JSON lines or Parquet; `embedded` stands for the held-out
         parts of both books, which no run has trained on.
+      text_key: of JSON lines and Parquet, see config.data.
 
     Raises:
       UserError: an item that is neither, a name given twice, or a file that is not there.
@@ -40,7 +39,7 @@ def sources(option: str) -> dict[str, Source]:
         name, equals, file = item.partition("=")
         if item == EMBEDDED:
             named = {
-                name: source_kinds.named(source_kinds.EMBEDDED + book, _KEY, "--texts")
+                name: source_kinds.named(source_kinds.EMBEDDED + book, text_key, "--texts")
                 for name, book in _BOOKS.items()
             }
         elif not (equals and name.strip() and file):
@@ -48,7 +47,7 @@ def sources(option: str) -> dict[str, Source]:
         elif not name.isprintable():
             raise UserError(f"--texts={option}: {name!r} cannot be printed: {_GIVE}")
         else:
-            named = {name: _file(name, file)}
+            named = {name: _file(name, file, text_key)}
         for name in named:
             if name in found:
                 raise UserError(f"--texts={option}: {name!r} is there twice: give another name")
@@ -56,18 +55,17 @@ def sources(option: str) -> dict[str, Source]:
     return found
 
 
-def _file(name: str, file: str) -> Source:
+def _file(name: str, file: str, text_key: str) -> Source:
     path = runtime.path("--texts", file)
     wrong = {
         "a folder": path.is_dir(),
         "not there": not path.exists(),
-        "no file": not (in_bucket(path) or os.path.isfile(path)),  # a pipe has no size
     }
     for what, is_so in wrong.items():
         if is_so:
             raise UserError(f"--texts={name}={file}: is {what}: give a file of text")
-    if path.name.endswith(_RECORDS):
-        return source_kinds.named(os.fspath(path), _KEY, "--texts")
+    if formats.suffix(path.name, _RECORDS):
+        return source_kinds.named(os.fspath(path), text_key, "--texts")
     return source_kinds.TextFile(path)
 
 
@@ -88,7 +86,7 @@ def tokens(sources: Mapping[str, Source], model: Model, longest: int) -> dict[st
         except OSError as error:
             raise UserError(f"--texts: {name!r}: cannot be read: {error}") from error
         except UserError as error:
-            said = _OTHER_KEY.sub(f"Texts must be under {_KEY!r}.", str(error))
+            said = config_lib.as_options(str(error))
             raise UserError(f"--texts: {name!r}: {said}") from error
         if len(found[name]) < longest:
             raise UserError(

@@ -51,10 +51,10 @@ class Part(NamedTuple):
 class MixtureConfig:
     """Sets of conversations, each shuffled, mixed and packed into rows.
 
-    A value is comma-separated; each part of it is a set: a file, folder or glob (.jsonl, also .gz,
-    .xz, .zst; .parquet; .csv), or tfds:NAME#SPLIT, and behind it #START:STOP where not all of its
-    rows, as they are shuffled, are wanted. Empty: none of that kind. `conversations` may also be
-    "embedded", 500 that are made up.
+    A value is comma-separated; each part of it is a set: a file, folder or glob (JSON lines as
+    config.data has them, .parquet, .csv), or tfds:NAME#SPLIT, and behind it #START:STOP where not
+    all of its rows, as they are shuffled, are wanted. Empty: none of that kind. `conversations` may
+    also be "embedded", 500 that are made up.
     """
 
     smoltalk: str = ""  # rows with `messages`, as SmolTalk has them

@@ -5,6 +5,7 @@ Each function takes a row as its files have it, and a place for messages (a file
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import math
 import re
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ def conversation(question: str, answer) -> dict:
 def mmlu(row: Mapping, place: str) -> Choices:
     """A row of MMLU: question, choices, answer (0 to 3, or a letter); or wrapped in `train`.
 
-    Choices may be numbers or empty: they are written as they are.
+    Choices may be numbers or empty text: they are written as they are.
     """
     if set(row) == {"train"} and isinstance(row["train"], Mapping):
         row = row["train"]
@@ -78,13 +79,13 @@ def arc(row: Mapping, place: str) -> Choices:
     question, answer = _keys(row, ("question", "answerKey"), place)
     if isinstance(question, Mapping):  # {stem, choices: [{text, label}]}
         stem, found = _keys(question, ("stem", "choices"), place)
-        choices = [_keys(choice, ("text", "label"), place) for choice in found]
+        choices = [_keys(choice, ("text", "label"), place) for choice in _list(found, place)]
         texts, labels = zip(*choices, strict=True) if choices else ((), ())
     else:
         stem = question
         (found,) = _keys(row, ("choices",), place)
         texts, labels = _keys(found, ("text", "label"), place)
-    texts, labels = _choices(texts, place), tuple(map(str, labels))
+    texts, labels = _choices(texts, place), _written(_list(labels, place), place)
     if len(texts) != len(labels) or str(answer) not in labels:
         raise DataError(
             f"{place}: answerKey = {answer!r} is not among the labels {list(labels)} of "
@@ -163,11 +164,25 @@ def _keys(row, keys: Sequence[str], place: str) -> list:
 
 
 def _choices(choices, place: str) -> tuple[str, ...]:
-    if isinstance(choices, (str, bytes)) or not isinstance(choices, Sequence):
-        raise DataError(f"{place}: choices must be a list, not {choices!r:.80}")
+    choices = _list(choices, place)
     if not 2 <= len(choices) <= len(_LETTERS):
         raise DataError(f"{place}: has {len(choices)} choices; 2 to {len(_LETTERS)} can be asked")
-    return tuple(map(str, choices))
+    return _written(choices, place)
+
+
+def _list(value, place: str) -> Sequence:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise DataError(f"{place}: choices must be a list, not {value!r:.80}")
+    return value
+
+
+def _written(values: Sequence, place: str) -> tuple[str, ...]:
+    """Choices or their labels as text; null, NaN and objects are none."""
+    for value in values:
+        number = isinstance(value, (int, float)) and math.isfinite(value)
+        if not (isinstance(value, str) or number):
+            raise DataError(f"{place}: a choice must be text or a number, not {value!r:.80}")
+    return tuple(map(str, values))
 
 
 def _text(value, key: str, place: str) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 
 from kvjax.conversation import made_up
 from kvjax.conversation import questions
-from kvjax.conversation import records
 from kvjax.conversation.mixture import Part
+from kvjax.data import matching
+from kvjax.data import records
 from kvjax.data import source_kinds
-from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
 from kvjax.foundation.errors import first_line
@@ -126,7 +126,10 @@ class Set:
                 example = examples[i]
             except Exception as error:  # damage, or a network: its libraries' errors do not tell
                 raise DataError(f"{place} cannot be read: {first_line(error)}") from error
-            yield place, _plain(example, features)
+            try:
+                yield place, _plain(example, features)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place} is not UTF-8: {error}") from error
 
 
 def conversation(kind: str, row, place: str) -> dict:
@@ -162,28 +165,9 @@ def _plain(value, feature):
 
 
 def _files(part: Part) -> list[epath.Path]:
-    """The files of a path, folder (those directly in it) or glob, sorted; no shard is missing."""
-    pattern = part.source
-    path = runtime.path(f"config.mixture.{part.key}", pattern)
-    try:
-        if any(c in pattern for c in "*?["):
-            first = next(i for i, name in enumerate(path.parts) if any(c in name for c in "*?["))
-            folder = epath.Path(*path.parts[:first])
-            found = folder.glob("/".join(path.parts[first:])) if folder.exists() else []
-        elif path.is_dir():
-            found = [p for p in path.iterdir() if p.name.endswith(records.SUFFIXES)]
-        else:
-            found = [path] if path.exists() else []
-        found = sorted(p for p in found if not p.is_dir())
-    except OSError as error:
-        raise DataError(f"{part.where}: cannot be opened: {first_line(error)}") from error
-    if not found:
-        raise MissingDataError(f"{part.where}: matches no file: {_advice(part)}")
+    """Returns the files of a path, folder or pattern; no shard is missing."""
+    found = matching.files(part.source, records.SUFFIXES, part.where, f": {_advice(part)}")
     for file in found:
-        if not file.name.endswith(records.SUFFIXES):
-            raise DataError(
-                f"{part.where}: {os.fspath(file)} ends in none of {', '.join(records.SUFFIXES)}"
-            )
         if shard := _SHARD.fullmatch(file.name):
             _check_shards(part, found, file, *shard.groups())
     return found

@@ -74,6 +74,7 @@ def _parser() -> command_line.Parser:
     text = "of it; 0: no perplexity (16384 with a method, else 0)"
     add("--evaluate_tokens", type=int, help=text)
     add("--row_length", type=int, default=512, help="tokens of a row of either (512)")
+    add("--text_key", default="text", help="JSON key or Parquet column of either's text (text)")
     return parser
 
 
@@ -233,7 +234,7 @@ def _rows(options: argparse.Namespace, model: Model, *, key: str, split: str) ->
         raise UserError(f"--{key}='': give text, as 'embedded' or a file")
     with _tokenizer_file(model) as tokenizer:
         asked_for = dict(split=split, length=options.row_length, tokens=tokens, key=key)
-        rows_BT = perplexity.rows(source, tokenizer, **asked_for)
+        rows_BT = perplexity.rows(source, tokenizer, text_key=options.text_key, **asked_for)
     if options.row_length > model.context:
         warn(
             f"--row_length = {options.row_length}: {model.name} was trained on rows of "

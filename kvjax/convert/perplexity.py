@@ -19,7 +19,14 @@ _MOST_NATS = 700  # exp of more is no float64
 
 
 def rows(
-    source: str, tokenizer: epath.Path, *, split: str, length: int, tokens: int, key: str
+    source: str,
+    tokenizer: epath.Path,
+    *,
+    split: str,
+    length: int,
+    tokens: int,
+    key: str,
+    text_key: str = DataConfig.text_key,
 ) -> np.ndarray:
     """[B, T + 1] tokens of a text, int32: about as many targets as asked, or all there are.
 
@@ -28,12 +35,14 @@ def rows(
       tokenizer: a file.
       split: "train", of rows spread over it; or "validation", of its first ones.
       key: for messages: the option that names the source.
+      text_key: as config.data.text_key.
 
     Raises:
       UserError: no such source, or a text too short for one row.
     """
     try:
-        config = DataConfig(source=source, tokenizer=str(tokenizer), sequence_length=length)
+        text = dict(source=source, text_key=text_key)
+        config = DataConfig(**text, tokenizer=str(tokenizer), sequence_length=length)
         dataset = loader.open_dataset(prepare.prepare(config))
     except UserError as error:
         said = as_options(str(error), key)
@@ -58,7 +67,7 @@ def as_options(message: str, key: str) -> str:
     Args:
       key: the option that names the text.
     """
-    names = dict(source=f"--{key}", sequence_length="--row_length")
+    names = dict(source=f"--{key}", sequence_length="--row_length", text_key="--text_key")
     names["tokenizer"] = "the source's tokenizer"
     return re.sub(r"config\.data\.(\w+)", lambda found: names.get(found[1], found[1]), message)
 

@@ -29,16 +29,19 @@ FLAG_NAMES = {"directory": "output"}
 class DataConfig:
     """A data set as asked for; checked when made, before anything is read.
 
-    source: comma-separated; each is `embedded`, a file, folder or glob (.txt, .jsonl, .jsonl.gz,
-      .jsonl.xz, .jsonl.zst, .parquet), or `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`. A path has no
-      comma; `gs://` works wherever a local path does. Or `prepared:FOLDER`, what `prepare` wrote
+    source: comma-separated; each is `embedded`, a file, folder or glob (.txt, .parquet, and JSON
+      lines: .jsonl, .ndjson, .json, also with .gz, .bz2, .xz, .zst behind it), or
+      `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`. A path has no comma, and is taken as it stands if it
+      is there; a folder's hidden files and its .json are passed over. `gs://` works wherever a
+      local path does. Or `prepared:FOLDER`, what `prepare` wrote
       elsewhere, of which only `vocab_size` and `sequence_length` are checked. Or, in a run on
       conversations, `mixture`: those that config.mixture names.
     validation_source: the same for validation; then all of `source` is for training. Empty: a part
       of `source` is held out.
     validation_fraction: the share held out of files and TFDS; the embedded corpus always holds out
       200,000 bytes a book.
-    text_key: where the text is: JSON key, Parquet column or TFDS feature.
+    text_key: where the text is: JSON key, Parquet column or TFDS feature. Records in which it is
+      null are skipped, and counted.
     tokenizer: `bpe` (trained here on the training split), `byte`, or the path of a
       `tokenizer.json`. For conversations also `parent`, that of config.train.parent.
     vocab_size: tokens of the trained BPE, specials included; not used by the other tokenizers.

@@ -93,7 +93,7 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
     if not any(texts):
         raise DataError(
             f"{_named(corpus)}: has no text that can be read in the {len(sampled)} parts that were "
-            "sampled. Is text_key right?"
+            "sampled. Is config.data.text_key right?"
         )
     tokenizer, training = _tokenizer(corpus, texts)
     with concurrent.futures.ThreadPoolExecutor(side_by_side) as pool:  # cores share their memory

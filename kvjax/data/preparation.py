@@ -178,6 +178,9 @@ class Preparation:
             for split in SPLITS
         }
         info = self._info(total) | (_said(left_out) if self.corpus.skip_broken else {})
+        if nulls := sum(left.nulls for left in left_out):
+            warn(f"{nulls:,} records have no text ({config.text_key!r} is null): skipped")
+            info["nulls"] = nulls
         dtype = tokenized_part.dtype_of(self.tokenizer)
         with self.under_way.work() as work, folders.writing(self.under_way.folder):
             rows = work / manifest.ROWS / manifest.ROWS_VERSION

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from etils import epath
 
 from kvjax.foundation.errors import DataError
+from kvjax.foundation.files import special
 
 BLOCK_BYTES = 1 << 20
 PIECE_CHARACTERS = 1 << 16
@@ -44,17 +45,22 @@ class SourceError(DataError):
     """A source that can't be used as it is: says which file, where in it, and what to do."""
 
 
+class NullTextError(SourceError):
+    """A record whose text is null: no document, and nothing wrong."""
+
+
 class EmptySplitError(SourceError):
     """Documents, and none of them in the split that was asked for."""
 
 
 def refuse(error: SourceError) -> None:
-    """What readers do with what cannot be read, unless told to leave it out."""
-    raise error
+    """Raises what cannot be read, as readers do unless told to leave it out; skips nulls."""
+    if not isinstance(error, NullTextError):
+        raise error
 
 
-# Called with what cannot be read: a line, a row group, the rest of a file. If it returns, the
-# reader goes on behind that.
+# Called with what cannot be read (a line, a row, a row group, the rest of a file) and with null
+# texts. If it returns, the reader goes on behind that.
 Broken = Callable[[SourceError], None]
 
 
@@ -154,7 +160,9 @@ def line_start(path: epath.Path, offset: int) -> int:
 
 
 def open_file(path: epath.Path) -> BinaryIO:
-    """The file, opened for reading bytes; a DataError where it is gone, or may not be read."""
+    """Returns the file, opened for reading bytes; a DataError where that cannot be done."""
+    if kind := special(path):
+        raise DataError(f"{os.fspath(path)} is {kind}: give a file")
     try:
         return path.open("rb")
     except FileNotFoundError as error:

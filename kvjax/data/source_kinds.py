@@ -6,7 +6,7 @@ What is held out is decided before anything is packed:
 |---|---|
 | `embedded` | the last 200,000 bytes of each of the two books, from the next line on |
 | .txt | the last `validation_fraction` of each file's bytes, from the next line on |
-| .jsonl, .parquet, TFDS | the documents whose hash falls in `validation_fraction` |
+| JSON lines, .parquet, TFDS | the documents whose hash falls in `validation_fraction` |
 
 So equal records are on the same side. With a `validation_source`, that is validation, and all of
 `source` is for training.
@@ -18,11 +18,13 @@ import functools
 import hashlib
 import lzma
 import os
+import shlex
 from typing import NamedTuple
 from typing import Protocol
 
 from etils import epath
 
+from kvjax.data import formats
 from kvjax.data import readers
 from kvjax.data import record_readers
 from kvjax.data.manifest import SPLITS
@@ -33,10 +35,14 @@ EMBEDDED_VALIDATION_BYTES = 200_000
 CORPUS = epath.Path(__file__).parent / "corpus"
 EMBEDDED = "embedded:"
 BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
-JSONL = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
-SUFFIXES = (".txt", *JSONL, ".parquet")
+SUFFIXES = (formats.TEXT, formats.PARQUET, *formats.LINES)
 # Files up to here are told apart by all their bytes, larger ones by size, time and both ends.
 HASHED_BYTES = 64 << 20
+# The command `tfds` imports all of these, whatever it does.
+_TFDS_ENVIRONMENT = (
+    "in an environment of its own (pip install tensorflow tensorflow-datasets array-record "
+    "apache-beam mlcroissant importlib_resources)"
+)
 
 
 class Range(NamedTuple):
@@ -215,12 +221,12 @@ def named(name: str, text_key: str, where: str) -> Source:
 
 
 def _file_source(path: epath.Path, text_key: str) -> Source:
-    if path.name.endswith(".txt"):
+    kind = formats.suffix(path.name, SUFFIXES)
+    if kind == formats.TEXT:
         return TextFile(path)
-    kind = next(suffix for suffix in SUFFIXES if path.name.endswith(suffix))
-    if kind == ".parquet":
+    if kind == formats.PARQUET:
         ranges, read = record_readers.parquet_ranges, record_readers.read_parquet
-    elif kind == ".jsonl":
+    elif kind in formats.PLAIN_LINES:
         ranges, read = record_readers.line_ranges, record_readers.read_jsonl
     else:  # compressed: from the start on or not at all
         ranges, read = _whole, record_readers.read_jsonl
@@ -230,7 +236,7 @@ def _file_source(path: epath.Path, text_key: str) -> Source:
         lambda: _file_stamp(path),
         lambda limit: (Range(*range) for range in ranges(path, text_key, limit)),
         functools.partial(read, path, text_key),
-        None if kind == ".parquet" else lambda: record_readers.jsonl_density(path, text_key),
+        None if kind == formats.PARQUET else lambda: record_readers.jsonl_density(path, text_key),
     )
 
 
@@ -270,22 +276,41 @@ def _tfds_source(item: str, text_key: str, where: str) -> Source:
 
 @functools.cache
 def tfds_builder(name: str):
-    """The builder of a TFDS data set that is prepared as ArrayRecord; a SourceError where not."""
+    """Returns the builder of a TFDS data set that is prepared as ArrayRecord.
+
+    It is not prepared from here: most data sets' code needs TensorFlow, and hours.
+
+    Raises:
+      SourceError: none of that name, or not as ArrayRecord; with the command that makes it.
+    """
     import tensorflow_datasets as tfds  # Takes 0.5 s, and most runs read no TFDS source.
 
-    folder = os.environ.get("TFDS_DATA_DIR")
+    folder = os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datasets")
+    build = f"tfds build {shlex.quote(name)} --file_format=array_record --data_dir="
+    build = f"{_TFDS_ENVIRONMENT}: {build}{shlex.quote(folder)}"
+    elsewhere = "Set TFDS_DATA_DIR to the folder it is in, or build it where there is a network,"
     try:
-        builder = tfds.builder(name, data_dir=folder, file_format="array_record")
+        builder = tfds.builder(name, data_dir=folder)
+    except tfds.core.DatasetNotFoundError as error:
+        raise readers.SourceError(
+            f"tfds:{name} can't be opened: it is not in {folder}, and TFDS finds no such name "
+            f"(without TensorFlow it finds some only). {elsewhere} {build}"
+        ) from error
     except Exception as error:  # Whatever the data set's own code raises.
         raise readers.SourceError(
-            f"tfds:{name} can't be opened: {type(error).__name__}: {first_line(error)}"
+            f"tfds:{name} can't be opened: {type(error).__name__}: {first_line(error)}; give "
+            f"tfds:NAME[/CONFIG][:VERSION][#SPLIT] of what is in {folder}"
         ) from error
     if not builder.is_prepared():
-        # Not prepared from here: most data sets' code needs TensorFlow, and hours.
         raise readers.SourceError(
-            f"tfds:{name} is not prepared as ArrayRecord in {builder.data_dir}. Where there is a"
-            f" network, run: tfds build {name} --file_format=array_record --data_dir=FOLDER; then"
-            " set TFDS_DATA_DIR=FOLDER."
+            f"tfds:{name} is not prepared in {builder.data_dir}. {elsewhere} {build}"
+        )
+    there = [found.value for found in builder.info.available_file_formats()]
+    if "array_record" not in there:
+        raise readers.SourceError(
+            f"tfds:{name} is prepared as {', '.join(there)} in {builder.data_dir}, and ArrayRecord "
+            f"is read. Convert it {_TFDS_ENVIRONMENT}: tfds convert_format --dataset_version_dir="
+            f"{shlex.quote(os.fspath(builder.data_dir))} --out_file_format=array_record"
         )
     return builder
 

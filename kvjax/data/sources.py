@@ -11,15 +11,13 @@ import contextlib
 import dataclasses
 import os
 
-from etils import epath
-
 from kvjax.data import config as config_lib
+from kvjax.data import formats
+from kvjax.data import matching
 from kvjax.data import readers
 from kvjax.data import source_kinds
 from kvjax.data.manifest import SPLITS
-from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket
@@ -231,44 +229,11 @@ def _sources(config: config_lib.DataConfig, key: str) -> Sequence[source_kinds.S
         elif item.startswith("tfds:"):
             names = [item]
         else:
-            names = [os.fspath(path) for path in _files(item, where)]
+            advice = (
+                "; give 'embedded', 'tfds:NAME', or a file, glob or folder of files ending in "
+                f"{formats.listed(source_kinds.SUFFIXES)}"
+            )
+            found_files = matching.files(item, source_kinds.SUFFIXES, where, advice)
+            names = [os.fspath(path) for path in found_files]
         found += [source_kinds.named(name, config.text_key, where) for name in names]
     return found
-
-
-def _files(pattern: str, where: str) -> list[epath.Path]:
-    """The files of a path, folder (those directly in it) or glob, sorted.
-
-    Args:
-      where: for messages: the key and its value.
-    """
-    try:
-        found = _matching(pattern, where)
-    except OSError as error:  # a name too long, a folder that may not be listed
-        raise readers.SourceError(f"{where}: cannot be opened: {error}") from error
-    if not found:
-        raise MissingDataError(
-            f"{where}: matches no file; give 'embedded', 'tfds:NAME', or a file, glob or folder of "
-            f"files ending in {', '.join(source_kinds.SUFFIXES)}"
-        )
-    for file in found:
-        if not file.name.endswith(source_kinds.SUFFIXES):
-            raise readers.SourceError(
-                f"{where}: {os.fspath(file)} ends in none of {', '.join(source_kinds.SUFFIXES)}: "
-                "convert or rename it"
-            )
-    return found
-
-
-def _matching(pattern: str, where: str) -> list[epath.Path]:
-    path = runtime.path(where.partition(" = ")[0], pattern)
-    if any(c in pattern for c in "*?["):
-        parts = path.parts
-        first = next(i for i, part in enumerate(parts) if any(c in part for c in "*?["))
-        folder = epath.Path(*parts[:first])
-        return sorted(p for p in folder.glob("/".join(parts[first:])) if not p.is_dir())
-    if path.is_dir():
-        return sorted(
-            p for p in path.iterdir() if p.name.endswith(source_kinds.SUFFIXES) and not p.is_dir()
-        )
-    return [path] if path.exists() else []

@@ -45,10 +45,11 @@ class Counts:
 
 
 class Left(NamedTuple):
-    """What could not be read."""
+    """What could not be read, and records without a text."""
 
     count: int = 0
     first: tuple[str, ...] = ()  # messages, of the first ones
+    nulls: int = 0
 
 
 class Made(NamedTuple):
@@ -108,13 +109,16 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype:
 
 
 class LeftOut:
-    """What to do with what cannot be read: leave it out if that is allowed; a `readers.Broken`."""
+    """Leaves out what cannot be read, if that is allowed, and null texts; a `readers.Broken`."""
 
     def __init__(self, allowed: bool):
         self._allowed = allowed
-        self._count, self._first = 0, {}
+        self._count, self._first, self._nulls = 0, {}, 0
 
     def __call__(self, error: readers.SourceError) -> None:
+        if isinstance(error, readers.NullTextError):
+            self._nulls += 1
+            return
         if not self._allowed:
             raise error
         text = first_line(error)
@@ -124,7 +128,7 @@ class LeftOut:
 
     def said(self) -> Left:
         """What was left out."""
-        return Left(self._count, tuple(self._first))
+        return Left(self._count, tuple(self._first), self._nulls)
 
 
 class _Stream:

@@ -351,8 +351,9 @@ def _made_of(mark: dict[str, Any]) -> Made | None:
     """What a mark says of its part; None if it is not as it was written."""
     try:
         counts = {split: Counts(**mark["counts"][split]) for split in SPLITS}
-        count, first = mark["left_out"]
-        return Made(counts, Left(int(count), tuple(first))) if mark["digest"] else None
+        count, first, *nulls = mark["left_out"]  # which older marks do not count
+        left_out = Left(int(count), tuple(first), *map(int, nulls))
+        return Made(counts, left_out) if mark["digest"] else None
     except (ValueError, TypeError, KeyError):
         return None
 

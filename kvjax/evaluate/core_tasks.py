@@ -21,7 +21,7 @@ from typing import Any
 from etils import epath
 import numpy as np
 
-from kvjax.conversation import records
+from kvjax.data import records
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate.letters import prompt_hash
 from kvjax.evaluate.model import Model

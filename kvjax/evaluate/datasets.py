@@ -9,7 +9,9 @@ from typing import Any
 
 from etils import epath
 
-from kvjax.conversation import records
+from kvjax.data import formats
+from kvjax.data import matching
+from kvjax.data import records
 from kvjax.evaluate.task import Task
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError
@@ -40,7 +42,7 @@ def read(task: Task, folder: str, given: str = "") -> Questions:
 
     Args:
       folder: of all tasks' data, see `Task.patterns`.
-      given: instead: a file, or a glob.
+      given: instead: a file, a folder or a pattern.
 
     Raises:
       MissingDataError: no file; what to fetch and where to put it.
@@ -87,17 +89,14 @@ def asked(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _given(task: Task, given: str) -> list[epath.Path]:
-    path = runtime.path(f"--file={task.name}", given)
-    files = [path] if path.is_file() else _matching(path.parent, path.name)
-    if not files:
-        raise MissingDataError(f"--file={task.name}={given}: there is no such file")
-    return files
+    where = f"--file={task.name} = {given!r}"
+    return matching.files(given, records.SUFFIXES, where, "; give a file, a folder or a pattern")
 
 
 def _found(task: Task, folder: str) -> list[epath.Path]:
     root = runtime.path("--data", folder)
     for pattern in task.patterns:
-        if files := _matching(root, pattern):
+        if files := _matching(root / pattern):
             return files
     repository, name = task.fetch
     looked = ", ".join(task.patterns)
@@ -108,12 +107,12 @@ def _found(task: Task, folder: str) -> list[epath.Path]:
     )
 
 
-def _matching(root: epath.Path, pattern: str) -> list[epath.Path]:
+def _matching(pattern: epath.Path) -> list[epath.Path]:
     try:
-        found = sorted(root.glob(pattern))
+        found = matching.matching(pattern, records.SUFFIXES)
     except OSError:
         return []
-    return [path for path in found if path.is_file() and path.name.endswith(records.SUFFIXES)]
+    return [path for path in found if formats.suffix(path.name, records.SUFFIXES)]
 
 
 def described(all_questions: Mapping[str, Questions]) -> dict[str, dict]:

@@ -32,6 +32,7 @@ from kvjax.foundation import interrupted
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.files import special
 
 if typing.TYPE_CHECKING:
     import ml_collections
@@ -338,6 +339,8 @@ def _no_file(file: pathlib.Path) -> str:
     if file.is_dir():
         there = ", ".join(path.name for path in sorted(file.glob("*.py"))) or "no .py file"
         return f"is a folder; give a file. There: {there}"
+    if kind := special(file):
+        return f"is {kind}; give a file"
     close = difflib.get_close_matches(file.stem, ours, n=1, cutoff=0.7)
     if close:
         return f"no such file; did you mean {PREFIX}={_shipped_name(ours[close[0]])}?"

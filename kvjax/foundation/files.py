@@ -1,6 +1,7 @@
 """Reads and writes files of a workdir, local or in a bucket, so that nothing is lost."""
 
 import os
+import stat
 
 from etils import epath
 
@@ -8,6 +9,27 @@ from etils import epath
 def in_bucket(path: epath.PathLike) -> bool:
     """Whether a path names something in a bucket (gs://, s3://), not on a disk."""
     return "://" in os.fspath(path)
+
+
+_SPECIAL = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def special(path: epath.PathLike) -> str:
+    """Returns the kind of what is neither a file nor a folder ("a pipe"); else "".
+
+    Whoever opens a pipe waits until somebody writes to it, maybe for ever.
+    """
+    if in_bucket(path):
+        return ""
+    try:
+        return _SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode), "")
+    except OSError:  # not there, or not to be looked at: who opens it says so
+        return ""
 
 
 def size(path: epath.PathLike) -> int | None:

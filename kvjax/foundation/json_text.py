@@ -4,12 +4,17 @@ from collections.abc import Mapping
 import dataclasses
 import json
 import math
+import re
 import zlib
 
 from etils import epath
 import numpy as np
 
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import special
+
+# May be half a surrogate pair: its escape, or bytes that Python's reader lets pass.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 CHECKSUM = "crc32"
 
@@ -26,6 +31,47 @@ def parse(text: str | bytes):
         raise ValueError("nested too deeply") from None
 
 
+def parse_strictly(text: bytes):
+    """Returns what the text says, where all readers of JSON agree on it.
+
+    Raises:
+      ValueError: see `parse`; NaN or Infinity, a key that stands twice in an object, half a
+        surrogate pair.
+    """
+    try:
+        found = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        if _SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"holds half a surrogate pair, which is no text ({error})") from error
+
+
+def check_once(text: str | bytes, key: str) -> None:
+    """Raises a ValueError for an object that has a key twice: Python would take the last."""
+    try:
+        pairs = json.loads(text, object_pairs_hook=tuple)
+    except RecursionError:
+        return  # told by who parses it
+    if isinstance(pairs, tuple) and sum(name == key for name, _ in pairs) > 1:
+        raise ValueError(f"the key {key!r} stands there twice")
+
+
+def _refuse_constant(name: str):
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+def _unique(pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return found
+
+
 def read_object(path: epath.Path, advice: str) -> dict:
     """The object that a file holds.
 
@@ -35,6 +81,8 @@ def read_object(path: epath.Path, advice: str) -> dict:
     Raises:
       UserError: it is missing, cannot be read, or holds no JSON object.
     """
+    if kind := special(path):
+        raise UserError(f"{path} is {kind}: {advice}")
     try:
         tree = parse(path.read_bytes())
     except FileNotFoundError as error:

@@ -14,6 +14,7 @@ from kvjax.foundation import extras
 from kvjax.foundation.configuration import check_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
+from kvjax.foundation.files import special
 
 # Schemes of paths, what opens them, and the command that installs it.
 BUCKETS = {
@@ -21,6 +22,7 @@ BUCKETS = {
     "s3": ("s3fs", "pip install 'etils[epath-s3]'"),
 }
 
+_DESCRIPTORS = ("/dev/fd/", "/dev/stdin")  # as <(command) of a shell: its writer is there
 _CPU_QUOTA = epath.Path("/sys/fs/cgroup/cpu.max")
 _DEVICE_COUNT = r"--xla_force_host_platform_device_count=(\d+)"
 _THREADS_PER_DEVICE = 16
@@ -36,7 +38,7 @@ def path(key: str, text: epath.PathLike) -> epath.Path:
 
     Raises:
       UserError: a scheme that nothing here opens, or whose package is not installed; a `~name` of
-        no user; a path that is too long.
+        no user; a path that is too long; a pipe, a socket or a device.
     """
     text = os.fspath(text)
     check_text(key, text)
@@ -46,6 +48,8 @@ def path(key: str, text: epath.PathLike) -> epath.Path:
         if expanded.startswith("~"):
             user = text.split("/")[0]
             raise UserError(f"{key} = {text!r}: there is no user {user}; by name, give ./{text}")
+        if (kind := special(expanded)) and not expanded.startswith(_DESCRIPTORS):
+            raise UserError(f"{key} = {text!r}: is {kind}; give a file or a folder")
         found = epath.Path(os.path.abspath(expanded))
         if len(os.fsencode(found)) > _LONGEST_PATH or len(found.parts) > _DEEPEST_PATH:
             raise UserError(

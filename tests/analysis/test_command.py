@@ -206,9 +206,9 @@ def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
         ("--texts=a=latin.txt",): "'a': {here}/latin.txt is not UTF-8: unexpected end of data at "
         "byte 3. Convert it",
         ("--texts=a=rows.jsonl",): "'a': {here}/rows.jsonl, line 1 has no key 'text'; it has "
-        "['words']. Texts must be under 'text'.\n",
+        "['words']. Set --text_key to the key with the text.\n",
         ("--texts=a=missing.txt",): "--texts=a=missing.txt: is not there: give a file of text",
-        ("--texts=a=/dev/null",): "--texts=a=/dev/null: is no file: give a file of text",
+        ("--texts=a=/dev/null",): "--texts = '/dev/null': is a device; give a file",
         ("--texts=a=folder",): "--texts=a=folder: is a folder: give a file of text",
         ("--texts=a=" + "x" * 300,): "x: is not there: give a file of text",
         ("--texts=short.txt",): "'short.txt' is no text: give NAME=FILE",
@@ -328,10 +328,10 @@ def test_a_report_is_written_whoever_listens(run, workdir, made, tmp_path, monke
 def test_texts_are_tokens_of_their_files(workdir, tmp_path):
     """Documents follow each other; of a long text the first tokens are kept."""
     (tmp_path / "a.txt").write_text("\ufeffone\ftwo", "utf-8")
-    (tmp_path / "b.jsonl").write_text('{"text": "three"}\n{"text": "four"}\n')
+    (tmp_path / "b.jsonl").write_text('{"said": "three"}\n{"said": null}\n{"said": "four"}\n')
     (tmp_path / "c").write_text("five\n" * 70_000)
     option = ",".join(f"{name}={tmp_path / name}" for name in ("a.txt", "b.jsonl", "c"))
-    found = texts.tokens(texts.sources(option), model_lib.open(workdir), 4)
+    found = texts.tokens(texts.sources(option, "said"), model_lib.open(workdir), 4)
     assert bytes(found["a.txt"].tolist()) == b"onetwo"
     assert bytes(found["b.jsonl"].tolist()) == b"threefour"
     assert bytes(found["c"].tolist()) == (b"five\n" * 70_000)[: texts.MOST_TOKENS]

@@ -143,24 +143,80 @@ def test_smoltalk(tmp_path, write):
     assert found == [[m["content"] for m in messages] for messages in SMOLTALK]
 
 
-@pytest.mark.parametrize(
-    "kind, row, message",
-    [
-        ("smoltalk", dict(text="a"), "lacks messages; it has text"),
-        ("mmlu", dict(question="Q", choices=["a"], answer=0), "has 1 choices; 2 to 26"),
-        ("mmlu", dict(question="Q", choices=["a", "b"], answer=2), "answer = 2 must be 0 to 1"),
-        ("mmlu", dict(question="Q", choices="ab", answer=0), "choices must be a list"),
-        ("mmlu", dict(choices=["a", "b"], answer=0), "lacks question"),
-        ("arc", ARC[0] | dict(answerKey="E"), "answerKey = 'E' is not among the labels"),
-        ("gsm8k", dict(question="Q", answer=7), "answer must be text, not int"),
-    ],
-)
-def test_a_row_of_another_kind_is_told_with_file_and_row(tmp_path, kind, row, message):
-    good = dict(smoltalk=dict(messages=[]), mmlu=MMLU[0], arc=ARC[0], gsm8k=GSM8K[0])[kind]
-    path = _jsonl(tmp_path / "x.jsonl", [good, row])
-    with pytest.raises(DataError, match=rf"x.jsonl, line 3: {message}"):
-        for place, found in sets.Set(Part("train", kind, kind, path)).rows():
+NAN = float("nan")
+OF_TWO = dict(question="Q", choices=["a", "b"], answer=0)
+NO_ROWS = [
+    ("smoltalk", dict(text="a"), "lacks messages; it has text"),
+    ("mmlu", OF_TWO | dict(choices=["a"]), "has 1 choices; 2 to 26"),
+    ("mmlu", OF_TWO | dict(answer=2), "answer = 2 must be 0 to 1"),
+    ("mmlu", OF_TWO | dict(answer=None), "answer = None must be 0 to 1"),
+    ("mmlu", OF_TWO | dict(choices="ab"), "choices must be a list"),
+    ("mmlu", OF_TWO | dict(choices=None), "choices must be a list"),
+    ("mmlu", OF_TWO | dict(choices=["a", None]), "a choice must be text or a number, not None"),
+    ("mmlu", OF_TWO | dict(question=None), "question must be text, not NoneType"),
+    ("mmlu", dict(choices=["a", "b"], answer=0), "lacks question"),
+    ("arc", ARC[0] | dict(answerKey="E"), "answerKey = 'E' is not among the labels"),
+    ("arc", ARC[0] | dict(answerKey=None), "answerKey = None is not among the labels"),
+    ("arc", ARC[0] | dict(choices=dict(text=["a", "b"], label=None)), "choices must be a list"),
+    ("arc", ARC[0] | dict(choices=None), "must be an object with text, label, not None"),
+    ("gsm8k", dict(question="Q", answer=7), "answer must be text, not int"),
+    ("gsm8k", dict(question="Q", answer=None), "answer must be text, not NoneType"),
+]
+NO_JSON = [
+    ("mmlu", OF_TWO | dict(choices=["a", NAN]), "is no JSON: NaN is no number"),
+    ("mmlu", OF_TWO | dict(choices=["a", float("inf")]), "is no JSON: Infinity is no number"),
+    ("mmlu", OF_TWO | dict(choices=["a", ["b"]]), "a choice must be text or a number"),
+    ("arc", dict(question=dict(stem="Q", choices=None), answerKey="A"), "choices must be a list"),
+    ("gsm8k", dict(question="Q", answer="\ud83d"), "is no JSON: holds half a surrogate pair"),
+    ("smoltalk", [SMOLTALK[0]], "must be an object, not list"),
+]
+
+
+def _told(kind, path, message):
+    with pytest.raises(DataError, match=message):
+        for place, found in sets.Set(Part("train", kind, kind, str(path))).rows():
             sets.conversation(kind, found, place)
+
+
+def test_a_row_of_another_kind_is_told_with_file_and_row(tmp_path):
+    """The same in JSON lines and Parquet, but for what JSON alone can hold."""
+    good = dict(smoltalk=dict(messages=[]), mmlu=MMLU[0], arc=ARC[0], gsm8k=GSM8K[0])
+    for kind, row, message in (*NO_ROWS, *NO_JSON):
+        path = _jsonl(tmp_path / "x.jsonl", [good[kind], row])
+        _told(kind, path, rf"x.jsonl, line 3:? {message}")
+    for kind, row, message in NO_ROWS:
+        _told(kind, _parquet(tmp_path / "x.parquet", [row]), rf"x.parquet, row 1: {message}")
+    number = dict(question="Q", choices=[1.0, NAN], answer=0)
+    _told("mmlu", _parquet(tmp_path / "x.parquet", [number]), "row 1: a choice .* not nan")
+    twice = '{"question": "Q", "answer": "1", "in": {"a": 1, "a": 2}}'
+    (tmp_path / "x.jsonl").write_text(twice)
+    _told("gsm8k", tmp_path / "x.jsonl", "line 1 is no JSON: the key 'a' stands there twice")
+
+
+def test_rows_are_the_same_in_every_type_of_parquet(tmp_path):
+    """And text that is not UTF-8, or two columns of one name, are told with file and row."""
+    path = tmp_path / "x.parquet"
+    texts = pa.array([row["question"] for row in GSM8K]), pa.array([r["answer"] for r in GSM8K])
+    for kind in (pa.large_string(), pa.string_view(), pa.binary(), pa.binary_view()):
+        columns = [column.cast(pa.string()).cast(kind) for column in texts]
+        pq.write_table(pa.table(columns, names=["question", "answer"]), path)
+        assert [q for q, _ in _read("gsm8k", str(path))] == texts[0].to_pylist()
+        message = pa.struct([("role", kind), ("content", kind)])
+        tables = [pa.table({"messages": pa.array([x], pa.list_(message))}) for x in SMOLTALK]
+        with pq.ParquetWriter(path, tables[0].schema, compression="zstd") as writer:
+            for table in tables:  # one by one: pyarrow does not write more views
+                writer.write_table(table)
+        found = _read("smoltalk", str(path))
+        assert found == [[m["content"] for m in messages] for messages in SMOLTALK]
+    bad = pa.array([b"a"] * 4 + [b"b\xe9"]).view(pa.string())  # as some writers leave it
+    pq.write_table(pa.table({"question": texts[0], "answer": bad}), path)
+    _told("gsm8k", path, "x.parquet, row 5: 'answer' is not UTF-8")
+    choices = pa.ListArray.from_arrays([0, 2, 4, 6, 8, 10], pa.concat_arrays([texts[0], bad]))
+    columns = {"question": texts[0], "choices": choices, "answer": [0] * 5}
+    pq.write_table(pa.table(columns), path)
+    _told("mmlu", path, "x.parquet, row 5: 'choices' is not UTF-8")
+    pq.write_table(pa.table([*texts, bad], names=["question", "answer", "answer"]), path)
+    _told("gsm8k", path, "x.parquet has 2 columns named 'answer'")
 
 
 def test_what_is_not_there_is_told_with_what_to_fetch(tmp_path):

@@ -294,10 +294,15 @@ def test_shapes_are_checked_before_text_is_read(run, imported, tmp_path, monkeyp
 
 def test_text_that_is_too_short_names_the_options(run, imported, tmp_path):
     (tmp_path / "short.txt").write_text("a few words")
+    (tmp_path / "a.jsonl").write_text('{"said": "a few words"}\n')
     options = [f"--source={imported('llama_tied_bias')}", f"--out={tmp_path / 'out'}"]
-    options += ["--method=lrkv", "--rank=1", f"--calibrate={tmp_path / 'short.txt'}"]
-    status, _, errors = run(*options)
-    assert status == 2 and f"--calibrate={tmp_path / 'short.txt'}: whole documents" in errors, (
-        errors
-    )
+    options += ["--method=lrkv", "--rank=1"]
+    for name, more, message in (
+        ("short.txt", [], "whole documents"),
+        ("a.jsonl", [], "a.jsonl, line 1 has no key 'text'; it has ['said']. Set --text_key"),
+        ("a.jsonl", ["--text_key=said"], "whole documents"),
+    ):
+        status, _, errors = run(*options, f"--calibrate={tmp_path / name}", *more)
+        assert status == 2 and f"--calibrate={tmp_path / name}: " in errors, errors
+        assert message in errors, errors
     assert not re.search(r"--(source|tokenizer|sequence_length)|validation", errors), errors

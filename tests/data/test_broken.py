@@ -83,6 +83,27 @@ def test_skip_broken_leaves_it_out_and_lists_it(broken, small_texts):
         prepare.prepare(broken, workers=1)
 
 
+def test_records_without_a_text_are_counted_in_whatever_format(config, capsys):
+    """The tokenizer and all counts are the same."""
+    folder, counted = pathlib.Path(config.source), []
+    texts = [json.loads(x)["text"] for x in (folder / "0.jsonl").read_text().splitlines()]
+    texts = [text for i in range(0, len(texts), 5) for text in [*texts[i : i + 5], None]]
+    (folder / "nulls.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    pq.write_table(pa.table({"text": texts}), folder / "nulls.parquet", row_group_size=7)
+    for name in ("nulls.jsonl", "nulls.parquet"):
+        asked = dataclasses.replace(config, source=str(folder / name), vocab_size=300)
+        assert num_parts(asked) > 1
+        info = loader.open_dataset(prepare.prepare(asked, workers=1)).info
+        counted.append({key: info[key] for key in ("nulls", "xz_bits_per_byte", "tokenizer")})
+        splits = info["splits"].values()
+        counted[-1]["sizes"] = [(x["documents"], x["bytes"], x["tokens"]) for x in splits]
+        said = f"{texts.count(None)} records have no text ('text' is null): skipped"
+        assert said in capsys.readouterr().err
+    assert counted[0]["nulls"] == texts.count(None) > 5
+    assert counted[0]["tokenizer"] == counted[1]["tokenizer"]
+    assert counted[0]["sizes"] == counted[1]["sizes"]
+
+
 @pytest.mark.parametrize(
     "failure, said",
     quick.every(

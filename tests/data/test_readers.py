@@ -1,5 +1,6 @@
 """Files are streamed whole, in pieces that change no token, and errors name file and place."""
 
+import bz2
 import codecs
 import gzip
 import json
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from kvjax.data import readers
 from kvjax.data import record_readers
+from kvjax.data import source_kinds
+from kvjax.data import tokenized_part
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.errors import DataError
 
@@ -75,70 +79,165 @@ def test_line_start_is_the_next_line(tmp_path):
     assert starts == [0, 3, 3, 3, 6, 6, 6, 8, 8]
 
 
-def compressed(suffix, content):
-    """`content` compressed as `suffix` says."""
-    if suffix == ".zst":
-        sink = pa.BufferOutputStream()
-        with pa.CompressedOutputStream(sink, "zstd") as out:
-            out.write(content)
-        return sink.getvalue().to_pybytes()
-    return {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix](content)
+PACK = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: zstandard.ZstdCompressor().compress(content),
+}
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".zst"])
-def test_jsonl_gives_its_texts(tmp_path, suffix):
-    path = epath.Path(tmp_path / f"texts.jsonl{suffix}")
-    lines = [json.dumps({"id": 1, "content": text}) for text in TEXTS]
-    path.write_bytes(compressed(suffix, ("\n\n".join(lines) + "\n").encode()))
-    assert list(record_readers.read_jsonl(path, "content")) == TEXTS
+def _parquet(kind, **options):
+    """A function that writes texts as a column of this type, between two columns of one name."""
+
+    def write(path, texts):
+        if pa.types.is_dictionary(kind):
+            values = pa.array(sorted({t for t in texts if t is not None}), kind.value_type)
+            places = {t: i for i, t in enumerate(values.to_pylist())}
+            column = [places.get(t) for t in texts]
+            column = pa.DictionaryArray.from_arrays(pa.array(column, kind.index_type), values)
+        else:
+            column = pa.array(texts, kind)
+        columns = [pa.array(range(len(texts))), column, pa.array(["x"] * len(texts))]
+        table = pa.table(columns, names=["id", "content", "id"])
+        pq.write_table(table, path, row_group_size=100, **options)
+
+    return write
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def _json_lines(pack, line_end="\n"):
+    def write(path, texts):
+        lines = [json.dumps({"id": 1, "content": text, "x": float("nan")}) for text in texts]
+        path.write_bytes(pack((line_end * 2).join([*lines, ""]).encode()))
+
+    return write
+
+
+PARQUET = {
+    **{
+        str(kind): _parquet(kind)
+        for kind in (
+            *(pa.string(), pa.large_string(), pa.string_view()),
+            *(pa.binary(), pa.large_binary(), pa.binary_view()),
+            *(pa.dictionary(index, pa.string()) for index in (pa.int8(), pa.int64(), pa.uint64())),
+            pa.dictionary(pa.int32(), pa.large_string()),
+            pa.json_(),
+        )
+    },
+    **{
+        packed: _parquet(pa.string(), compression=packed)
+        for packed in ("zstd", "brotli", "lz4", "gzip", "none")
+    },
+    "dictionary pages": _parquet(pa.string(), use_dictionary=["content"]),
+}
+
+
+@pytest.mark.parametrize("kind", ["lines", "parquet"])
+def test_texts_are_the_same_in_every_format_and_nulls_are_counted(tmp_path, kind):
+    texts = [None, *TEXTS] * 300
+    writers = {f"a-{name}.parquet": write for name, write in PARQUET.items()}
+    if kind == "lines":
+        writers = {
+            f"a{end}{packed}": _json_lines(pack)
+            for end in (".jsonl", ".NDJSON", ".json")
+            for packed, pack in PACK.items()
+        } | {"crlf.JSONL": _json_lines(bytes, "\r\n")}
+    for name, write in writers.items():
+        path = epath.Path(tmp_path / name)
+        write(path, texts)
+        source = source_kinds.named(str(path), "content", "")
+        left_out = tokenized_part.LeftOut(False)
+        found = [
+            piece.text
+            for part in source.ranges(4096)
+            for _, piece in source.split(0.0, part, left_out)
+        ]
+        assert found == TEXTS * 300, name
+        assert left_out.said() == tokenized_part.Left(nulls=300), name
+        assert [piece.text for piece in source.pieces("all", 0.0)] == TEXTS * 300, name
+        assert source.density() > 0
+
+
+def test_columns_of_nulls_and_files_without_rows_hold_no_text(tmp_path):
+    for name, column in (("nulls", pa.nulls(3)), ("empty", pa.array([], pa.string()))):
+        path = epath.Path(tmp_path / f"{name}.parquet")
+        with pq.ParquetWriter(path, pa.schema({"text": column.type})) as writer:
+            for rows in (column[:0], column, column[:0]):  # row groups of no row too
+                writer.write_table(pa.table({"text": rows}))
+        left_out = tokenized_part.LeftOut(False)
+        assert list(record_readers.read_parquet(path, "text", broken=left_out)) == []
+        assert left_out.said().nulls == len(column)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 def test_truncated_compressed_file_is_named(tmp_path, suffix):
     path = epath.Path(tmp_path / f"cut.jsonl{suffix}")
     lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(20_000))
-    content = compressed(suffix, lines.encode())
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(readers.SourceError, match=r"cut\.jsonl.* can't be decompressed"):
+    content = PACK[suffix](lines.encode())
+    for size in (len(content) // 2, 0):
+        path.write_bytes(content[:size])
+        with pytest.raises(readers.SourceError, match=r"cut\.jsonl.* can't be decompressed"):
+            list(record_readers.read_jsonl(path, "text"))
+
+
+def test_a_long_window_is_told_with_what_to_do(tmp_path):
+    path = epath.Path(tmp_path / "long.jsonl.zst")
+    options = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    packer = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    path.write_bytes(packer.compress(b'{"text": "a"}\n') + packer.flush())
+    with pytest.raises(readers.SourceError, match=r"window .* zstd -dc --long=31 \S+long.jsonl"):
         list(record_readers.read_jsonl(path, "text"))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "a"', "line 2 is no JSON"),
-        ('{"body": "a"}', r"line 2 has no key 'text'; it has \['body'\]. Set text_key"),
-        ('["a"]', "line 2 has no key 'text'; it has list"),
-        ('{"text": 1}', "line 2: 'text' is int, not text"),
-        ('{"text": "\\ud800"}', "line 2: 'text' holds half a surrogate pair"),
-    ],
-)
-def test_bad_json_line_is_named(tmp_path, line, message):
+BAD_LINES = [
+    (b'{"text": "a"', "is no JSON.*jq -c"),
+    (b"[" * 200_000, "is no JSON: nested too deeply"),
+    (b'{"text": ' * 200_000, "is no JSON: nested too deeply"),
+    (b'{"text": "\xe9"}', "is no JSON: 'utf-8' codec can't decode"),
+    (b'{"body": "a"}', r"has no key 'text'; it has \['body'\]. Set config.data.text_key"),
+    (b'["a"]', "must be an object, not list.*jq -c"),
+    (b'{"text": 1}', "'text' is int, not text"),
+    (b'{"text": NaN}', r"'text' is float, not text. Mend it \(null for no text\)"),
+    (b'{"text": "\\ud800"}', "'text' holds half a surrogate pair"),
+    (b'{"text": "a", "text": "b"}', "is no JSON: the key 'text' stands there twice"),
+]
+
+
+def test_a_bad_json_line_is_named_and_may_be_left_out(tmp_path):
     path = epath.Path(tmp_path / "bad.jsonl")
-    path.write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(readers.SourceError, match=r"bad\.jsonl, " + message):
-        list(record_readers.read_jsonl(path, "text"))
-
-
-@pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
-)
-def test_parquet_gives_its_texts(tmp_path, kind):
-    path = epath.Path(tmp_path / "shard.parquet")
-    texts = [None, *TEXTS] * 300
-    pq.write_table(pa.table({"id": range(1200), "text": pa.array(texts).cast(kind)}), path)
-    assert list(record_readers.read_parquet(path, "text")) == TEXTS * 300
+    good = b'{"text": "\\"text\\" twice", "in": {"text": 1, "text": 2}}\n'
+    for line, message in BAD_LINES:
+        path.write_bytes(good + line + b"\n" + good)
+        with pytest.raises(readers.SourceError, match=r"bad\.jsonl, line 2:? " + message):
+            list(record_readers.read_jsonl(path, "text"))
+        left_out = tokenized_part.LeftOut(True)
+        found = list(record_readers.read_jsonl(path, "text", broken=left_out))
+        assert found == ['"text" twice'] * 2 and left_out.said().count == 1
 
 
 def test_bad_parquet_is_named(tmp_path):
     path = epath.Path(tmp_path / "shard.parquet")
-    pq.write_table(pa.table({"id": [1], "body": ["a"], "raw": [b"\xff"]}), path)
-    with pytest.raises(
-        readers.SourceError, match=r"has no column 'text'; it has \['id', 'body', 'raw'\]"
+    raw = pa.array([b"a"] * 300 + [b"\xff"] + [b"b"] * 9)
+    names, columns = ["id", "raw", "text", "two", "two"], [pa.array(range(310)), *([raw] * 4)]
+    columns[2] = raw.view(pa.string())  # as writers that do not look leave it
+    pq.write_table(pa.table(columns, names=names), path, row_group_size=200)
+    for column, message in (
+        ("none", r"has no column 'none'; it has \['id', 'raw', 'text', 'two', 'two'\]"),
+        ("id", "column 'id' is int64, not text"),
+        ("two", "has 2 columns named 'two'"),
+        ("raw", "row 301: 'raw' is not UTF-8"),
+        ("text", "row 301: 'text' is not UTF-8"),
     ):
-        list(record_readers.read_parquet(path, "text"))
-    with pytest.raises(readers.SourceError, match=r"column 'id' is int64, not text"):
-        list(record_readers.read_parquet(path, "id"))
+        for read in (record_readers.read_parquet, record_readers.parquet_ranges):
+            if column in ("raw", "text") and read is record_readers.parquet_ranges:
+                continue
+            with pytest.raises(readers.SourceError, match=rf"shard\.parquet:?,? {message}"):
+                list(read(path, column, 1))
+    for column in ("raw", "text"):  # of a bad row no other is lost
+        left_out = tokenized_part.LeftOut(True)
+        found = list(record_readers.read_parquet(path, column, broken=left_out))
+        assert found == ["a"] * 300 + ["b"] * 9 and left_out.said().count == 1
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(readers.SourceError, match=r"shard\.parquet is no whole Parquet file"):
         list(record_readers.read_parquet(path, "body"))
@@ -185,14 +284,6 @@ def test_a_mark_of_another_encoding_is_told(tmp_path, name, encoding):
         readers.SourceError, match=f"{name} is {encoding.upper()} .*iconv -f {encoding}"
     ):
         list(read)
-
-
-def test_deep_nesting_is_no_json(tmp_path):
-    path = epath.Path(tmp_path / "deep.jsonl")
-    for line in ("[" * 200_000, '{"text": ' * 200_000, '{"text": ' + "[" * 200_000):
-        path.write_text('{"text": "a"}\n' + line + "\n")
-        with pytest.raises(readers.SourceError, match="line 2 is no JSON"):
-            list(record_readers.read_jsonl(path, "text"))
 
 
 def test_a_parquet_column_may_have_a_dot_in_its_name(tmp_path):

@@ -2,8 +2,10 @@
 
 import collections
 import hashlib
+import json
 import lzma
 import os
+import shutil
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvjax.data import config as config_lib
+from kvjax.data import matching
 from kvjax.data import readers
 from kvjax.data import source_kinds
 from kvjax.data import sources
@@ -106,6 +109,40 @@ def test_globs_folders_and_lists_are_read_in_order(documents, tmp_path):
     assert documents("validation", source=both, **held_out) == ["c"]
 
 
+def test_what_is_there_is_meant_and_hidden_files_are_not(tmp_path):
+    """Names as they stand come before patterns; patterns and folders leave out what shells do."""
+    for name in (
+        *("data[1].jsonl", "data1.jsonl", "B.JSONL", "c.json.gz", "d.ndjson", "e.parquet"),
+        *("._d.ndjson", ".hidden.jsonl", "_SUCCESS", ".e.parquet.crc", "info.json", "notes.md"),
+        *("in[2]/a.jsonl", "in[2]/b*.jsonl", "in[2]/bc.jsonl", ".cache/x.jsonl", "f.parquet/x"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    of_folder = ["B.JSONL", "c.json.gz", "d.ndjson", "data1.jsonl", "data[1].jsonl", "e.parquet"]
+    for pattern, expected in {
+        "": of_folder,
+        "data[1].jsonl": ["data[1].jsonl"],
+        "data[[]1].jsonl": ["data[1].jsonl"],
+        "data[12].jsonl": ["data1.jsonl"],
+        "data?.jsonl": ["data1.jsonl"],
+        "*.jsonl": ["data1.jsonl", "data[1].jsonl"],
+        "[!in]*": of_folder,
+        ".h*": [".hidden.jsonl"],
+        ".hidden.jsonl": [".hidden.jsonl"],
+        "info.json": ["info.json"],
+        "in[2]": ["in[2]/a.jsonl", "in[2]/b*.jsonl", "in[2]/bc.jsonl"],
+        "in[2]/a*": ["in[2]/a.jsonl"],
+        "in[2]/b*.jsonl": ["in[2]/b*.jsonl"],
+        "*/*.jsonl": ["in[2]/a.jsonl", "in[2]/b*.jsonl", "in[2]/bc.jsonl"],
+        ".cache/*": [".cache/x.jsonl"],
+        "**/[Bb]*": ["B.JSONL", "in[2]/b*.jsonl", "in[2]/bc.jsonl"],
+    }.items():
+        (tmp_path / "notes.md").unlink(missing_ok=True)
+        found = matching.files(f"{tmp_path}/{pattern}", source_kinds.SUFFIXES, "source = x", "")
+        names = [path.relative_to(tmp_path).as_posix() for path in found]
+        assert names == expected, pattern
+
+
 def test_source_that_matches_nothing_is_named(documents, tmp_path):
     for source in (f"{tmp_path}/*.parquet", f"{tmp_path}/none.txt", str(tmp_path)):
         with pytest.raises(
@@ -113,8 +150,16 @@ def test_source_that_matches_nothing_is_named(documents, tmp_path):
         ):
             documents("train", source=source)
     (tmp_path / "data.csv").write_text("a")
-    with pytest.raises(readers.SourceError, match=r"data\.csv ends in none of \.txt"):
-        documents("train", source=f"{tmp_path}/data.csv")
+    os.mkfifo(tmp_path / "pipe.jsonl")  # whoever opens it waits
+    for source, message in (
+        ("data.csv", r"data\.csv ends in none of \.txt"),
+        ("data[.]csv", r"data\.csv ends in none of \.txt"),
+        ("", r"pipe\.jsonl is a pipe: give files"),
+        ("*.jsonl", r"pipe\.jsonl is a pipe: give files"),
+        ("**x", r"cannot be opened: Invalid pattern"),
+    ):
+        with pytest.raises(readers.SourceError, match=f"config.data.source = .*{message}"):
+            documents("train", source=f"{tmp_path}/{source}")
 
 
 @pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
@@ -128,7 +173,7 @@ def test_empty_file_is_named(documents, tmp_path, name):
     "spec, message",
     [
         ("none.txt", "'none.txt': matches no file"),
-        ("tfds:no_such_thing", "'tfds:no_such_thing': .*can't be opened"),
+        ("tfds:no_such_name", "'tfds:no_such_name': .*can't be opened"),
         ("EMPTY", "has no documents"),
         ("{folder}/data.csv", "ends in none of"),
     ],
@@ -233,23 +278,38 @@ def test_tfds_by_name(documents, split_texts, tfds_folder, monkeypatch):
     assert test == [f"test é {i}\n" for i in range(30)]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (dict(source="tfds:small_words#dev"), r"no split 'dev'; it has \['train', 'test'\]"),
-        (
-            dict(source="tfds:small_words", text_key="body"),
-            "no feature 'body'; it has .*Set text_key",
-        ),
-        (dict(source="tfds:small_words", text_key="number"), "'number' is int, not text"),
-        (dict(source="tfds:mnist"), "mnist is not prepared as ArrayRecord in .*tfds build mnist"),
-        (dict(source="tfds:no_such_thing"), "no_such_thing can't be opened"),
-    ],
-)
-def test_tfds_that_cannot_be_used_is_named(documents, tfds_folder, monkeypatch, keys, message):
+def test_tfds_that_cannot_be_used_is_told_with_what_to_do(documents, tfds_folder, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_folder))
-    with pytest.raises(readers.SourceError, match=message):
-        documents("train", **keys)
+    packages = "pip install tensorflow .*array-record apache-beam mlcroissant importlib_resources"
+    build = rf"{packages}\): tfds build %s --file_format=array_record --data_dir={tfds_folder}$"
+    info = tfds_folder / "small_words" / "1.0.0" / "dataset_info.json"
+    for name, formats in (("as_tfrecord", []), ("converted", ["array_record"])):
+        shutil.copytree(info.parent, tfds_folder / name / "1.0.0")
+        told = json.loads(info.read_text()) | dict(name=name, fileFormat="tfrecord")
+        told |= dict(alternativeFileFormats=formats) if formats else {}
+        (tfds_folder / name / "1.0.0" / info.name).write_text(json.dumps(told))
+        for file in (tfds_folder / name / "1.0.0").glob("small_words-*"):
+            file.rename(file.with_name(file.name.replace("small_words", name)))
+    for source, text_key, message in (
+        ("small_words#dev", "text", r"no split 'dev'; it has \['train', 'test'\]"),
+        ("small_words", "body", "no feature 'body'; it has .*Set config.data.text_key"),
+        ("small_words", "number", "'number' is int, not text"),
+        ("mnist", "text", f"mnist is not prepared in .*Set TFDS_DATA_DIR .*{build % 'mnist'}"),
+        ("no_such_thing", "text", f"it is not in .*Set TFDS_DATA_DIR .*{build % 'no_such_thing'}"),
+        ("a b", "text", "can't be opened: ValueError: .*give tfds:NAME"),
+        (
+            *("as_tfrecord", "text"),
+            rf"as_tfrecord is prepared as tfrecord in .*{packages}\): tfds convert_format "
+            rf"--dataset_version_dir={tfds_folder}/as_tfrecord/1.0.0 "
+            "--out_file_format=array_record$",
+        ),
+    ):
+        with pytest.raises(readers.SourceError, match=message):
+            documents("train", source=f"tfds:{source}", text_key=text_key)
+    # As that command leaves it: the info names the old format, and the new one beside it.
+    assert documents("train", source="tfds:converted", validation_source="embedded") == [
+        f"train é {i}\n" for i in range(30)
+    ]
 
 
 def test_buckets_are_read_through_epath(bucket, documents, write_jsonl):

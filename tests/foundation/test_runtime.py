@@ -1,12 +1,17 @@
 """Where things lie, and what is said of a path or a cache that cannot be used."""
 
 import os
+import pathlib
+import socket
 import subprocess
 import sys
 
+from etils import epath
 import pytest
 
 from kvjax.convert import __main__ as convert
+from kvjax.foundation import command_line
+from kvjax.foundation import json_text
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
@@ -32,6 +37,25 @@ def test_a_path_that_nothing_opens(monkeypatch, given, message):
         message = message.replace("gcsfs", "gcsfs_")
     with pytest.raises(UserError, match=f"^--workdir = .*{message}"):
         runtime.path("--workdir", given)
+
+
+def test_pipes_sockets_and_devices_are_no_files(tmp_path, monkeypatch):
+    """Who opens a pipe waits; only what a shell puts in a command line's place is let through."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.symlink("pipe", "link")
+    socket.socket(socket.AF_UNIX).bind("socket")
+    for text, kind in dict(pipe="a pipe", link="a pipe", socket="a socket").items():
+        with pytest.raises(UserError, match=f"^--a = '{text}': is {kind}; give a file or a folder"):
+            runtime.path("--a", text)
+    with pytest.raises(UserError, match="is a device"):
+        runtime.path("--a", "/dev/null")
+    with pytest.raises(UserError, match=r"^--config=pipe: is a pipe"):
+        command_line.load_config(pathlib.Path("pipe"))
+    with pytest.raises(UserError, match=r"pipe is a pipe: mend it"):
+        json_text.read_object(epath.Path("pipe"), "mend it")
+    read, _ = os.pipe()
+    assert str(runtime.path("--a", f"/dev/fd/{read}")) == f"/dev/fd/{read}"
 
 
 def test_a_path_is_absolute_and_a_bucket_as_it_is(bucket, monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ EXPERIMENTS = tuple(
 )
 
 MISSING, FOLDER, FILE = "../shared/missing", "folder", "notes.txt"
+PIPE = "../shared/pipe"  # nobody writes to it: who opens it waits
 LONG, NO_UTF8, SURROGATE, SNOWMAN = "x" * 1000, "\udcff", "\ud800", "\u2603"
 HUGE = str(2**63)
 EMPTY = ""

@@ -13,6 +13,7 @@ from tests.fuzz.commands import HUGE
 from tests.fuzz.commands import LONG
 from tests.fuzz.commands import MISSING
 from tests.fuzz.commands import NO_UTF8
+from tests.fuzz.commands import PIPE
 from tests.fuzz.commands import PRODUCT
 from tests.fuzz.commands import SNOWMAN
 from tests.fuzz.commands import SURROGATE
@@ -56,9 +57,9 @@ _FREE = {
     "kvjax.main": ("workdir", "coordinator"),
     "kvjax.generate": ("prompt", "stop", "prompt_file", "dtype", "implementation", "workdir"),
     "kvjax.aot": ("output",),
-    "kvjax.convert": ("out",),
+    "kvjax.convert": ("out", "text_key"),
     "kvjax.convert.export": ("out", "dtype"),
-    "kvjax.analysis": ("workdir", "out"),
+    "kvjax.analysis": ("workdir", "out", "text_key"),
     "kvjax.evaluate": ("workdir", "out", "dtype"),
     "kvjax.compare": ("out",),
     "kvjax.chat": ("workdir", "system", "dtype"),
@@ -69,7 +70,8 @@ _FREE = {
 _WHOLE = (HUGE, "0", "1000000000", "1000000000000")
 _NO_INTEGER = ("", "x", "1.5", "-1", "nan", "inf", SNOWMAN, NO_UTF8, "1,2", "-" + HUGE)
 _NO_NUMBER = ("", "x", "-1", "nan", "inf", "-inf", SNOWMAN, NO_UTF8)
-_TEXTS = (LONG, "../x", "a\x01b", SNOWMAN, NO_UTF8, SURROGATE, "/dev/null", FOLDER, FILE, MISSING)
+_FILES = ("/dev/null", PIPE, FOLDER, FILE, MISSING)
+_TEXTS = (LONG, "../x", "a\x01b", SNOWMAN, NO_UTF8, SURROGATE, *_FILES)
 
 
 def option_cases(command: str) -> Iterator[Case]:

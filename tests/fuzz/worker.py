@@ -177,6 +177,7 @@ def build(shared: pathlib.Path) -> None:
     told |= dict(config=dict(source="a", sequence_length=1024), xz_bits_per_byte=2.0)
     (shared / "rows" / "dataset.json").write_text(json.dumps(told))
     (shared / "a_file").write_text("text\n")
+    os.mkfifo(shared / "pipe")
     (shared / "binary.py").write_bytes(bytes(range(256)))
     (shared / "empty.txt").write_text("")
     (shared / "marked.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())

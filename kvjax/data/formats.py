@@ -1,0 +1,64 @@
+"""Formats of files, by the ends of their names in any case, and their decompression."""
+
+import bz2
+from collections.abc import Sequence
+import gzip
+import io
+import lzma
+import shlex
+from typing import BinaryIO
+import zlib
+
+BLOCK_BYTES = 1 << 20
+TEXT, PARQUET, CSV = ".txt", ".parquet", ".csv"
+PLAIN_LINES = (".jsonl", ".ndjson", ".json")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED_LINES = tuple(end + packed for end in PLAIN_LINES for packed in COMPRESSIONS)
+LINES = (*PLAIN_LINES, *COMPRESSED_LINES)
+# Read where it is named. In a folder it mostly describes the files beside it.
+NAMED_ONLY = (".json",)
+# Raised by `decompressed` files that are damaged or cut off; disks and networks raise OSErrors too.
+DECOMPRESSION_ERRORS = (EOFError, lzma.LZMAError, zlib.error, OSError)
+
+
+def suffix(name: str, among: Sequence[str]) -> str:
+    """Returns which of these ends a file's name has, in any case; "" for none."""
+    return next((end for end in among if name.lower().endswith(end)), "")
+
+
+def listed(suffixes: Sequence[str]) -> str:
+    """Names suffixes in a message: the compressed ones in a few words."""
+    plain = ", ".join(end for end in suffixes if end not in COMPRESSED_LINES)
+    packed = f" ({', '.join(PLAIN_LINES)} also with {', '.join(COMPRESSIONS)} behind it)"
+    return plain + (packed if set(suffixes) & set(COMPRESSED_LINES) else "")
+
+
+def decompressed(file: BinaryIO, name: str) -> BinaryIO:
+    """Returns a file's bytes, decompressed as its name says; see DECOMPRESSION_ERRORS."""
+    packed = suffix(name, COMPRESSIONS)
+    if packed and not file.read(1):  # of gzip and zstd libraries take it for a whole file
+        raise EOFError("it is empty")
+    if packed:
+        file.seek(0)
+    if packed == ".gz":
+        return gzip.open(file, "rb")
+    if packed == ".bz2":
+        return bz2.open(file, "rb")
+    if packed == ".xz":
+        return lzma.open(file, "rb")
+    if packed == ".zst":
+        import pyarrow  # Takes 0.3 s.
+
+        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
+        return io.BufferedReader(stream, BLOCK_BYTES)
+    return file
+
+
+def not_decompressed(name: str, error: Exception) -> str:
+    """Returns a message: why a file cannot be decompressed, and what to do."""
+    if "too much memory" in str(error):  # zstd --long=28 and above
+        return (
+            f"{name} can't be decompressed: it was made with a window of more than 128 MiB. "
+            f"Compress it again: zstd -dc --long=31 {shlex.quote(name)} | zstd -o OTHER.jsonl.zst"
+        )
+    return f"{name} can't be decompressed: {error}. Is it truncated? Fetch it again."
