@@ -334,6 +334,46 @@ def test_checkpoints_without_checksums_still_load(saved, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, restored, state(4.0))
 
 
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("move", "was moved to {top}/new while .*with --workdir={top}/new goes on from step 3$"),
+        ("move above", "was moved to {top}-new/run while .*={top}-new/run goes on from step 3$"),
+        ("replace", "was moved to {top}/new while .*={top}/new goes on from step 3$"),
+        ("remove", "was moved or removed while .*The same command begins anew"),
+        ("link elsewhere", "was moved to {top}/run while .*={top}/run goes on from step 3$"),
+    ],
+)
+def test_a_workdir_that_is_moved_or_removed_is_noticed(saved, tmp_path_factory, change, said):
+    """When the next checkpoint is due, and no folder is made in its place."""
+    top = pathlib.Path(tmp_path_factory.mktemp("top"))
+    workdir = top / "run"
+    shutil.copytree(saved, workdir)
+    if change == "link elsewhere":
+        (top / "link").symlink_to(workdir)
+        workdir = top / "link"
+    checkpoints = Checkpoints(epath.Path(workdir) / CHECKPOINTS, keep=2)
+    checkpoints.check_workdir(4)
+    if change == "move above":
+        top.rename(f"{top}-new")
+    elif change == "remove":
+        shutil.rmtree(workdir)
+    elif change == "link elsewhere":
+        workdir.unlink()
+        workdir.symlink_to(saved)
+    else:
+        workdir.rename(top / "new")
+    if change == "replace":
+        workdir.mkdir()
+    before = sorted(top.rglob("*"))
+    with pytest.raises(UserError, match=said.format(top=top)) as told:
+        checkpoints.save(4, state(4.0), position=40)
+    assert str(told.value).startswith(f"{workdir} was moved")
+    assert "stopped at step 4, which was not saved" in str(told.value)
+    assert sorted(top.rglob("*")) == before
+    checkpoints.close()
+
+
 def test_last_words_about_a_bucket(saved, monkeypatch):
     """Nothing is asked of the bucket: this is said while a process is aborted."""
     checkpoints = Checkpoints(saved / CHECKPOINTS, keep=2)
