@@ -141,6 +141,10 @@ class ThinKeys:
             names = dict(query=layer.query_ENH, key=layer.key_EKH, value=layer.value_EKH)
         return Converted(_weights(layer, names, **expand), errors)
 
+    def alone(self, part: str) -> "ThinKeys":
+        """Returns this method for one part, as "key"."""
+        return dataclasses.replace(self, part=part, value_rank=0)
+
     @property
     def _key_rank(self) -> int | None:
         """The rank of keys where they are of low rank, else None."""

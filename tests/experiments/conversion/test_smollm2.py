@@ -85,10 +85,12 @@ def test_ranks_of_smollm2(run, small_smollm2):
     status, _, err = run("--stage=smollm2_ranks", *small_smollm2)
     assert status == 0, err
     found = kept.named("smollm2/before")
-    assert len(found) == 14
+    assert len(found) == 15
     before = lambda name: found[f"smollm2/before/{name}"]
     assert before("key_per_head_outputs")["points"][0]["share"] < 1
     assert before("key_value_joint_weights")["points"][0]["share"] == 0.5
+    (split,) = before("key_value_split_outputs")["points"]
+    assert split["share"] <= 0.5 and sum(split["ranks"]) <= 8
     assert before("query_per_head_weights")["points"][0]["share"] == 1
     assert before("lrkv_weights")["points"][0]["lost"].keys() == {"key", "value"}
     assert before("original")["lost"] == {}
