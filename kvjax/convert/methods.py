@@ -2,7 +2,8 @@
 
 Thin keys (sections 2.3 and 3.5): keys of low rank, their latents cached, per head or of all heads
 together. LRKV: a base that KV heads share and a low-rank residual for each. Both have three
-objectives: the error of the `weights`, as in the papers; of keys and values on `inputs` of
+objectives: the error of the `weights`, as in the papers (but for biases, which are factored as a
+row of the matrix, and which thin keys' authors keep whole); of keys and values on `inputs` of
 calibration text; of logits and `outputs` on it.
 """
 
