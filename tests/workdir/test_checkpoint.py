@@ -6,6 +6,7 @@ import pathlib
 import random
 import re
 import shutil
+import time
 
 from etils import epath
 import jax
@@ -372,6 +373,18 @@ def test_a_workdir_that_is_moved_or_removed_is_noticed(saved, tmp_path_factory, 
     assert "stopped at step 4, which was not saved" in str(told.value)
     assert sorted(top.rglob("*")) == before
     checkpoints.close()
+
+
+def test_a_save_outlives_a_wall_clock_that_jumps(saved, monkeypatch):
+    real, begun = time.time, time.monotonic()
+    jumps = lambda: real() + 10_000 * int((time.monotonic() - begun) / 0.01)
+    checkpoints = Checkpoints(saved / CHECKPOINTS, keep=2)
+    monkeypatch.setattr(time, "time", jumps)
+    for step in (4, 5, 6):
+        checkpoints.save(step, state(float(step)), position=10 * step)
+    checkpoints.close()
+    monkeypatch.undo()
+    assert restore(saved)[0][1:] == (60, 6)
 
 
 def test_last_words_about_a_bucket(saved, monkeypatch):
