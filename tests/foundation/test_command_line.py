@@ -96,6 +96,7 @@ def test_what_is_said_of_a_value_names_the_option_it_was_given_as():
             2,
             "kvjax: JAX_PLATFORMS=x: Unable to initialize backend 'x': y. JAX_PLATFORMS=cpu runs",
         ),
+        (type("PanicException", (BaseException,), {})("at 7\nmore"), 2, "native code: at 7. Is"),
         (KeyboardInterrupt(), 130, "kvjax: interrupted\n"),
         (BrokenPipeError(), 1, ""),
         (SystemExit(75), 75, ""),
