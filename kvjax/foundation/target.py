@@ -14,6 +14,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket
+from kvjax.foundation.files import special
 
 
 def check(out: str, names: Iterable[str], option: str = "--out") -> epath.Path:
@@ -51,8 +52,8 @@ def try_files(given: str, path: epath.Path, names: Iterable[str]) -> None:
         there = path / name
         if os.path.isdir(there):
             raise UserError(f"{given}: {name} is a folder there: give another, or move it")
-        if os.path.exists(there) and not os.path.isfile(there):
-            raise UserError(f"{given}: {name} is no regular file: give another")
+        if kind := special(there):
+            raise UserError(f"{given}: {name} is {kind}: give another")
     new = _missing(path)
     last = next(one for one in (path, *path.parents) if one not in new)
     try:
