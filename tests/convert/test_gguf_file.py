@@ -343,6 +343,7 @@ def without(name):
         ),
         (scaling({"attn_factor": 0.5}), "llama.rope.scaling.attn_factor = 0.5: kvjax has models"),
         (scaling({"yarn_ext_factor": 1.0}), "yarn_ext_factor = 1.0: not known here, and may cha"),
+        (text("general.type", "adapter"), "is an adapter (LoRA), which changes another model"),
         (key("llama.expert_count", 8), "llama.expert_count = 8: not known here, and may change"),
         (key("split.count", 3), "split.count = 3: merge the parts first"),
         (without("blk.1.attn_q.weight"), "lacks tensors that its config describes: blk.1.attn_q.w"),

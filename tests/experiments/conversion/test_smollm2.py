@@ -72,6 +72,7 @@ def small_smollm2(workdir, monkeypatch):
     monkeypatch.setattr(smollm2, "ROW_LENGTH", 16)
     monkeypatch.setattr(smollm2, "CALIBRATION_TOKENS", 64)
     monkeypatch.setattr(smollm2, "RANKS", (2,))
+    monkeypatch.setattr(smollm2, "SPLIT_RANKS", (2,))
     monkeypatch.setattr(smollm2, "RESIDUAL_RANKS", (2,))
     variants = dict(control=(), thin_r2=(ThinKeys(rank=2),), lrkv_r2=(LowRankKV(rank=2),))
     monkeypatch.setattr(smollm2, "TUNED", variants)
