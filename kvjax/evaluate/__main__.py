@@ -163,8 +163,10 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
         model = Served(generator, found.tokenizer, dialogue, batch=options.batch)
         done = evaluation.run(model, plan, stores)
     result = summary.of(done, core, about, summary.read(epath.Path(folder)))
-    out.show(summary.table(result))
-    path = summary.write(epath.Path(folder), result)
+    try:
+        path = summary.write(epath.Path(folder), result)
+    finally:  # whether it could be written or not
+        out.show(summary.table(result))
     out.say(f"\nwritten: {path}", wrap=False)
     out.result(result)
 

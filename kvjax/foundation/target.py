@@ -119,7 +119,7 @@ def write(target: epath.Path, files: Mapping[str, bytes], option: str = "--out")
             written.replace(path)
     except Exception as error:  # clients of buckets raise types of their own
         raise UserError(
-            f"{option}: {target} cannot be written ({first_line(error)}). {_elsewhere(files)}"
+            f"{option}: {target} cannot be written ({first_line(error)}). {elsewhere(files)}"
         ) from error
     finally:
         for path in temporary.values():
@@ -127,7 +127,7 @@ def write(target: epath.Path, files: Mapping[str, bytes], option: str = "--out")
                 path.unlink(missing_ok=True)
 
 
-def _elsewhere(files: Mapping[str, bytes]) -> str:
+def elsewhere(files: Mapping[str, bytes]) -> str:
     """Writes files into a new temporary folder; returns a sentence that says where they are."""
     try:
         rescue = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-"))
