@@ -36,7 +36,7 @@ def check_file(option: str, text: str) -> epath.Path:
     """Returns the file that an option names, links followed, after trying to make it.
 
     Raises:
-      UserError: it cannot be written, or is a folder or a device, which it would replace.
+      UserError: it cannot be written, or is a folder.
     """
     path = runtime.path(option, text)
     if not in_bucket(path):
@@ -49,10 +49,9 @@ def check_file(option: str, text: str) -> epath.Path:
 def try_files(given: str, path: epath.Path, names: Iterable[str]) -> None:
     """Raises a UserError unless these files can be written; leaves what is there as it is."""
     for name in names:
-        there = path / name
-        if os.path.isdir(there):
+        if os.path.isdir(path / name):
             raise UserError(f"{given}: {name} is a folder there: give another, or move it")
-        if kind := special(there):
+        if kind := special(path / name):
             raise UserError(f"{given}: {name} is {kind}: give another")
     new = _missing(path)
     last = next(one for one in (path, *path.parents) if one not in new)
