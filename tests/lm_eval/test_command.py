@@ -74,7 +74,7 @@ def test_without_the_library_it_says_how_to_install_it(refused, monkeypatch):
         (dict(dtype="float8"), "--dtype = "),
         (dict(chips=0), "chips = 0"),
         (dict(out="."), "--out = '.': "),
-        (dict(out="/dev/null/x.json"), "--out = '/dev/null': is a device"),
+        (dict(out="/dev/null/x.json"), "--out = '/dev/null': "),
         (dict(system="be kind"), "--system: is for conversations"),
         (dict(seed=-1), "--seed = -1"),
     ],
