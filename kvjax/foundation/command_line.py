@@ -241,7 +241,7 @@ class Parser(argparse.ArgumentParser):
 def _config_file(text: str) -> pathlib.Path:
     if not text:
         raise UserError(f"{PREFIX}=: give a file, as in {PREFIX}=configs/lrkv_tiny.py")
-    return config_file(pathlib.Path(text))
+    return config_file(pathlib.Path(os.path.expanduser(text)))
 
 
 def config_file(file: pathlib.Path) -> pathlib.Path:
