@@ -354,7 +354,6 @@ def test_a_workdir_that_is_moved_or_removed_is_noticed(saved, tmp_path_factory, 
         (top / "link").symlink_to(workdir)
         workdir = top / "link"
     checkpoints = Checkpoints(epath.Path(workdir) / CHECKPOINTS, keep=2)
-    checkpoints.check_workdir(4)
     if change == "move above":
         top.rename(f"{top}-new")
     elif change == "remove":
