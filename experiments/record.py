@@ -34,9 +34,11 @@ def record(name: str, result: dict, out: Output, *, save: bool) -> None:
       name: file name, may contain folders.
       result: JSON-able.
     """
-    out.result({"name": name} | result)
-    if save:
-        keep(name, result)
+    try:
+        if save:
+            keep(name, result)
+    finally:  # whether it could be written or not
+        out.result({"name": name} | result)
 
 
 def keep(name: str, result: dict, *, quiet: bool = False) -> None:

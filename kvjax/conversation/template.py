@@ -1,12 +1,16 @@
 """The chat templates that models are published with: Jinja, rendered in a sandbox.
 
 Templates see what transformers shows them (5.23), so that a conversation has the ids that its
-`apply_chat_template` gives; but special tokens written out in a message stay ordinary text.
+`apply_chat_template` gives; but control tokens written out in a message stay ordinary text (see
+`controls`). In an assistant's message those of an answer's format are the tokens, as </think>.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import hashlib
+import json
 
+from kvjax.conversation import controls
 from kvjax.conversation import jinja_process
 from kvjax.conversation import marked
 from kvjax.data.tokenizer import Tokenizer
@@ -14,6 +18,8 @@ from kvjax.foundation.errors import DataError
 
 _FILE = "tokenizer_config.json"  # names the special tokens that templates write
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_ROLES = ("system", "developer", "user", "assistant", "tool")  # which templates tell apart
+_DATED = "strftime_now"  # by which templates ask for the day
 _HERE = "\ufddc"  # where a message is to be continued
 
 
@@ -47,15 +53,33 @@ class Template:
     Args:
       text: a workdir's chat_template.jinja.
       token_files: of the model, see `kvjax.workdir.origin`.
+      day: that the template is told, as 2026-11-27; "": the present one.
+
+    Attributes:
+      tokenizer: with the template's control tokens; its `ends` have the one that ends a turn.
+      lost: tokens that the model's files name, the template writes and the tokenizer lacks.
+      digest: of its text and the tokens that it names, SHA-256.
+      is_dated: whether it may write the day.
 
     Raises:
       UserError: a template that is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, text: str, token_files: Mapping[str, Mapping]):
+    def __init__(
+        self, tokenizer: Tokenizer, text: str, token_files: Mapping[str, Mapping], *, day: str = ""
+    ):
         jinja_process.check(text)
-        self._text, self._marks = text, marked.of(tokenizer)
+        self._text, self._day = text, day
         self._tokens = _named_tokens(token_files.get(_FILE, {}))
+        said = json.dumps([text, {k: v for k, v in self._tokens.items() if k in text}])
+        self.digest, self.is_dated = hashlib.sha256(said.encode()).hexdigest(), _DATED in text
+        found = controls.find(tokenizer, text, self._tokens.values(), self._tried)
+        self.lost = sorted(found.lost)
+        self.tokenizer, self._inner = tokenizer.controlled(found.names), found.inner
+        if found.end is not None:
+            end = self.tokenizer.special(found.end)
+            self.tokenizer.ends = tuple(sorted({*tokenizer.ends, end}))
+        self._marks = marked.of(self.tokenizer)
 
     def render(
         self,
@@ -73,12 +97,10 @@ class Template:
           DataError: messages that the template refuses.
           UserError: it takes too much memory or time.
         """
-        hidden = [self._marks.hide(message) for message in messages]
+        hidden = [self._hidden(message) for message in messages]
         if go_on:
             hidden[-1] = hidden[-1] | dict(content=f"{hidden[-1]['content']}{_HERE} ")
-        given = dict(messages=hidden, tools=None, documents=None)
-        given |= dict(add_generation_prompt=add_generation_prompt)
-        text = jinja_process.render(self._text, self._tokens | given)
+        text = self._rendered(hidden, add_generation_prompt)
         if go_on:
             before, here, after = text.rpartition(_HERE)
             if not here:
@@ -89,6 +111,30 @@ class Template:
     def encode(self, text: str) -> list[int]:
         """The ids of a marked text."""
         return self._marks.encode(text)
+
+    def _hidden(self, message: Mapping) -> dict:
+        """A message in which no text is the name of a control token."""
+        role = message.get("role")
+        hidden = self._marks.hide(message, self._inner if role == "assistant" else frozenset())
+        return hidden | (dict(role=role) if role in _ROLES else {})
+
+    def _rendered(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
+        """The template's own text of messages.
+
+        Raises:
+          DataError: the template refuses them.
+          UserError: it takes too much memory or time.
+        """
+        given = dict(messages=messages, tools=None, documents=None)
+        given |= dict(add_generation_prompt=opens_answer)
+        return jinja_process.render(self._text, self._tokens | given, self._day)
+
+    def _tried(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
+        """The template's own text of messages; "" where it refuses them."""
+        try:
+            return self._rendered(messages, opens_answer)
+        except DataError:
+            return ""
 
 
 def _named_tokens(said: Mapping) -> dict[str, str]:

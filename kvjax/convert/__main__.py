@@ -1,6 +1,7 @@
 """A published model in, a workdir out; its KV cache made smaller on the way, if asked.
 
     python -m kvjax.convert --source=~/models/SmolLM2-135M --out=runs/smollm2
+    python -m kvjax.convert --source=runs/smollm2 --out=runs/half --cache=0.5
     python -m kvjax.convert --source=runs/smollm2 --out=runs/thin --method=thin_keys --rank=32
     python -m kvjax.convert --source=runs/smollm2 --out=runs/lrkv --method=lrkv --rank=16
 
@@ -30,6 +31,7 @@ from kvjax.convert import perplexity
 from kvjax.convert.budget import Choices
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import Method
+from kvjax.convert.methods import ThinKeys
 from kvjax.convert.model import Model
 from kvjax.costs import formulas
 from kvjax.data import manifest
@@ -50,18 +52,21 @@ def _parser() -> command_line.Parser:
     add = parser.add_argument
     add("--source", default="", help="a folder, a .gguf file, or a workdir")
     add("--out", default="", help="the workdir to write; nothing may be there")
-    add("--method", default="none", help=f"{', '.join(asked.METHODS)} (none: as it is)")
+    text = "(none: as it is; with --cache thin_keys)"
+    add("--method", default="none", help=f"{', '.join(asked.METHODS)} {text}")
     group = parser.add_argument_group("thin_keys and lrkv")
     add = group.add_argument
     add("--rank", type=int, help="channels of a latent, or of a head's residual")
-    text = "what counts: errors of the weights, of keys and values (inputs), of logits and outputs"
     add("--energy", type=float, help="instead: the share that every layer keeps, of its own rank")
-    add("--cache", type=float, help="instead: the share of the cache, its ranks by energy")
+    text = "instead: the share of the cache; its ranks are those that cost outputs least"
+    add("--cache", type=float, help=text)
     add("--multiple", type=int, default=8, help="of which ranks by energy are (8)")
+    text = "what counts: errors of the weights, of keys and values (inputs), of logits and outputs"
     add("--objective", default="outputs", help=f"{text} (outputs)")
-    add("--mode", default="per_head", help="thin_keys: a latent per_head, or one joint (per_head)")
-    text = "thin_keys: key, or key_value; query, both (it and the key), value as controls (key)"
-    add("--part", default="key", help=text)
+    text = "thin_keys: a latent per_head, or one joint (joint; with --rank per_head)"
+    add("--mode", help=text)
+    text = "thin_keys: key, or key_value; query, both (it and the key), value as controls"
+    add("--part", help=f"{text} (key; with --cache key_value)")
     add("--value_rank", type=int, help="thin_keys: of values, with --part=key_value (as keys)")
     add("--bases", type=int, default=1, help="lrkv: bases that KV heads share (1)")
     text = "lrkv: turn heads towards each other first (yes)"
@@ -88,7 +93,7 @@ def main(arguments: list[str]) -> None:
 def _run(options: argparse.Namespace, out: Output) -> None:
     source = "a folder, a .gguf file or a workdir"
     command_line.require(options, source=source, out="a new folder")
-    asked.check(options, _parser().get_default)
+    asked.settle(options, _parser().get_default)
     method = asked.method(options)
     if options.evaluate_tokens is None:
         wanted = method or options.evaluate != _parser().get_default("evaluate")
@@ -107,7 +112,10 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         evaluated_BT = _rows(options, source, key="evaluate", split="validation")
     if calibrating_BT is not None:
         moments = calibration.moments(source, calibrating_BT[:, :-1])
-    if method is not None:
+    if method is not None and asked.splits(options):
+        method = _split(options, method, source, moments, calibrating_BT)
+        model = _converted(source, method, moments)
+    elif method is not None:
         model = _converted(
             source, method, moments, _ranks(options, method, source, moments, layers)
         )
@@ -196,6 +204,21 @@ def _ranks(
     return budget.within(layers, lost, _allowed(options, source))
 
 
+def _split(
+    options: argparse.Namespace,
+    method: ThinKeys,
+    source: Model,
+    moments: list | None,
+    calibrating_BT: np.ndarray | None,
+) -> ThinKeys:
+    """Returns the method with its ranks of keys and of values, the same in every layer."""
+    sensitivities = None
+    if method.objective == "outputs":
+        sensitivities = calibration.sensitivities(source, calibrating_BT[:, :-1])
+    limits = dict(multiple=options.multiple, budget=_allowed(options, source), dtype=_DTYPE)
+    return budget.split(source, method, moments, sensitivities, **limits)
+
+
 def _warn_of_less(
     layers: list[Choices], lost: list[list[float]], ranks: list[int], energy: float
 ) -> None:
@@ -253,12 +276,15 @@ def _record(
         source=source.name,
         method=options.method,
         cache_bytes_per_token=dict(before=_cache_bytes(source), after=_cache_bytes(model)),
+        cache_dtype=_DTYPE.name,
         made_by=provenance.provenance(),
     )
     if method is None:
         return record
-    given = asked.given(options)
-    return record | dict(options=given, ranks=model.ranks, errors=model.errors)
+    record |= dict(options=asked.given(options), ranks=model.ranks, errors=model.errors)
+    if asked.splits(options):
+        record["value_ranks"] = [method.value_rank] * len(model.ranks)  # 0: values as they are
+    return record
 
 
 def _report(out: Output, options: argparse.Namespace, source: Model, result: dict) -> None:
@@ -268,6 +294,9 @@ def _report(out: Output, options: argparse.Namespace, source: Model, result: dic
     if "calibrated" in result:
         found = result["calibrated"]
         out.say(f"calibrated on {found['tokens']:,} tokens ({found['text']})")
+    if "value_ranks" in result:
+        of_values = result["value_ranks"][0] or "that of the source"
+        out.say(f"in every layer keys have rank {result['ranks'][0]}, values {of_values}")
     if options.method != "none":
         names = list(result["errors"][0])
         rows = [

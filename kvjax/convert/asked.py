@@ -21,12 +21,32 @@ _OF_METHODS = dict(  # options by the methods that have them
 )
 
 
-def check(options: argparse.Namespace, default: Callable[[str], object]) -> None:
-    """Raises a UserError for values that cannot be, and options that the method does not have.
+def settle(options: argparse.Namespace, default: Callable[[str], object]) -> None:
+    """Fills in what follows from the options that were given.
+
+    --cache alone asks for keys and values of low rank. A rank is a head's unless a mode is given,
+    as thin keys has it; a latent of all heads loses less in a cache of the same size.
 
     Args:
       default: of the option of that name.
+
+    Raises:
+      UserError: values that cannot be, and options that the method does not have.
     """
+    if options.method == "none" and options.cache is not None:
+        options.method = "thin_keys"
+    _check(options, default)
+    if options.method == "thin_keys":
+        options.mode = options.mode or ("per_head" if options.rank is not None else "joint")
+        options.part = options.part or ("key" if options.cache is None else "key_value")
+
+
+def splits(options: argparse.Namespace) -> bool:
+    """True if a budget of the cache is split between keys and values."""
+    return options.cache is not None and options.part == "key_value"
+
+
+def _check(options: argparse.Namespace, default: Callable[[str], object]) -> None:
     one_of("method", options.method, METHODS)
     for name in ("calibrate_tokens", "row_length", "multiple"):
         at_least(name, getattr(options, name), 1)
@@ -70,8 +90,8 @@ def method(options: argparse.Namespace) -> Method | None:
     """The method, of rank 1 where layers get their own; None: the model is kept as it is."""
     if options.method == "none":
         return None
-    by_layer = options.rank is None
-    shared = dict(rank=1 if by_layer else options.rank, objective=options.objective)
+    by_layer = options.rank is None and not splits(options)
+    shared = dict(rank=1 if options.rank is None else options.rank, objective=options.objective)
     if options.method == "lrkv":
         step = options.multiple if by_layer else 0
         return LowRankKV(**shared, bases=options.bases, align=options.align, step=step)

@@ -1,5 +1,11 @@
-"""Ranks that differ by layer: by the share of energy they keep, or under a budget of the cache."""
+"""Ranks by the share of energy they keep, or under a budget of the cache.
 
+They differ by layer; where keys and values are both of low rank the budget is split between them
+instead, and all layers have the same two ranks: their caches stay alike, and one program computes
+them all.
+"""
+
+import collections
 from collections.abc import Sequence
 import dataclasses
 from typing import NamedTuple
@@ -9,7 +15,9 @@ import numpy as np
 
 from kvjax.convert import converted
 from kvjax.convert import factors
+from kvjax.convert import layer as layer_lib
 from kvjax.convert.methods import Method
+from kvjax.convert.methods import ThinKeys
 from kvjax.convert.model import Model
 from kvjax.costs import formulas
 from kvjax.foundation import progress
@@ -133,6 +141,66 @@ def within(layers: Sequence[Choices], lost: Sequence[Sequence[float]], budget: i
             return [layer.ranks[now] for layer, now in zip(layers, at, strict=True)]
         i, cost = best
         at[i], used = at[i] + 1, used + cost
+
+
+def split(
+    model: Model,
+    method: ThinKeys,
+    moments: Sequence[np.ndarray] | None,
+    sensitivities: Sequence[float] | None,
+    *,
+    multiple: int,
+    budget: int,
+    dtype: jnp.dtype,
+) -> ThinKeys:
+    """Returns a method for keys and values with the two ranks that cost outputs least.
+
+    Summed over layers is the share of the values' energy that is lost, and of keys the variance of
+    logits' errors times the layer's sensitivity: both are squared errors of outputs, in one unit
+    (`calibration.sensitivities`). Where that is not measured, the shares of energies are summed.
+
+    Args:
+      sensitivities: None: of the objectives "weights" and "inputs".
+      multiple: of which ranks are; the largest rank may be none.
+      budget: bytes per token, of all layers.
+
+    Raises:
+      UserError: see `check_least`.
+    """
+    config = model.transformer
+    keys, values = method.alone("key"), method.alone("value")
+    ranks = {part: _ranks(config, part, multiple) for part in (keys, values)}
+    least = dataclasses.replace(method, rank=ranks[keys][0], value_rank=ranks[values][0])
+    of_least = (_bytes(config, m, least, least.rank, dtype) for m in config.mechanisms)
+    check_least([Choices([least.rank], [size]) for size in of_least], budget)
+    lost = {part: np.zeros(len(ranks[part])) for part in (keys, values)}
+    with progress.waiting("looking for ranks") as doing:
+        for i in range(len(config.mechanisms)):
+            doing.at(f"{i} of {len(config.mechanisms)} layers")
+            layer, moment_EE = converted.read_layer(model, i, moments)
+            with factors.few_threads(len(moment_EE)):
+                unit = 1.0
+                if sensitivities is not None:
+                    unit = sensitivities[i] * layer_lib.logit_variance(layer, moment_EE)
+                lost[keys] += unit * np.array(keys.losses(layer, moment_EE, ranks[keys]))
+                lost[values] += values.losses(layer, moment_EE, ranks[values])
+    best, count = None, collections.Counter(config.mechanisms)
+    for key_rank, of_keys in zip(ranks[keys], lost[keys], strict=True):
+        for value_rank, of_values in zip(ranks[values], lost[values], strict=True):
+            found = dataclasses.replace(method, rank=key_rank, value_rank=value_rank)
+            used = sum(n * _bytes(config, m, found, key_rank, dtype) for m, n in count.items())
+            if used <= budget and (best is None or of_keys + of_values < best[0]):
+                best = of_keys + of_values, found
+    found = best[1]
+    if found.value_rank == ranks[values][-1] and found.rank < ranks[keys][-1]:
+        return dataclasses.replace(keys, rank=found.rank)  # values as they are take as much
+    return found
+
+
+def _ranks(config: TransformerConfig, method: Method, multiple: int) -> list[int]:
+    """Multiples of a number, and the largest rank of all layers."""
+    most = min(method.most_rank(mechanism) for mechanism in config.mechanisms)
+    return [*range(multiple, most, multiple), most]
 
 
 def _bytes(

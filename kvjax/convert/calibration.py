@@ -1,9 +1,10 @@
-"""Second moments of what enters each layer's attention, on calibration text."""
+"""Calibration text in a model: what enters each layer's attention, and what changes its outputs."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.attention import Attention
 from kvjax.convert.layerwise import Pass
 from kvjax.convert.model import Model
 from kvjax.foundation import progress
@@ -30,7 +31,57 @@ def moments(model: Model, rows_BT: np.ndarray) -> list[np.ndarray]:
     return found
 
 
-def _products(h_BTD: jax.Array) -> jax.Array:
+_SENSITIVE_ROWS, _SENSITIVE_TOKENS = 8, 512  # of the text; [N, T, T] probabilities are in memory
+
+
+def sensitivities(model: Model, rows_BT: np.ndarray) -> list[float]:
+    """Returns how much errors of keys count in each layer, as against errors of values.
+
+    To first order, and with errors of tokens independent of each other, a query's output changes by
+    sum_s p_s e_s (v_s - o) where logits have the errors e, and by sum_s p_s d_s where values have
+    the errors d. With V(e) the variance of logits' errors and S the share of the values' energy
+    that is lost, the squared errors of all heads' outputs are as V(e) w to S. This is w.
+    """
+    rows_BT, found = rows_BT[:_SENSITIVE_ROWS, :_SENSITIVE_TOKENS], []
+    with progress.waiting("comparing keys and values") as doing:
+        for i, sums in enumerate(Pass(model, rows_BT).layers(_changes)):
+            doing.at(f"{i + 1} of {len(model.transformer.mechanisms)} layers")
+            of_logits, squared, energy = np.sum(np.asarray(sums, np.float64), axis=0)  # [N] each
+            mean = energy / rows_BT.size
+            total = np.sum(squared * mean)
+            found.append(float(np.sum(of_logits) / total) if total > 0 else 0.0)
+    return found
+
+
+def _changes(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
+    """[3, N] sums over queries of sum_s p_s^2 |v_s - o|^2 and of sum_s p_s^2, over keys of |v_s|^2.
+
+    Values are multiplied by their head's output projection.
+    """
+    q_BTNH, raw = attention.mechanism.project(h_BTD, positions)
+    k_BSKH, v_BSKH = attention.mechanism.keys_values(raw, positions)
+    G, T = q_BTNH.shape[2] // k_BSKH.shape[2], q_BTNH.shape[1]
+    k_BSNH, v_BSNH = (jnp.repeat(x, G, axis=2) for x in (k_BSKH, v_BSKH))
+    logits_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * attention.mechanism.config.scale
+    seen = np.tri(T, dtype=bool) if mask["causal"] else np.ones((T, T), bool)
+    if mask["window"]:
+        seen &= ~np.tri(T, k=-mask["window"], dtype=bool)
+    p_BNTS = jax.nn.softmax(jnp.where(seen, logits_BNTS, -jnp.inf), axis=-1)
+    gram_NHH = jnp.einsum("NHD,NID->NHI", attention.out[...], attention.out[...])
+    norm = lambda x, y: jnp.einsum("B...NH,NHI,B...NI->B...N", x, gram_NHH, y)
+    o_BTNH = jnp.einsum("BNTS,BSNH->BTNH", p_BNTS, v_BSNH)
+    energy_BSN, square_BNTS = norm(v_BSNH, v_BSNH), p_BNTS**2
+    summed_BTN = jnp.einsum("BNTS->BTN", square_BNTS)
+    of_logits_BTN = (
+        jnp.einsum("BNTS,BSN->BTN", square_BNTS, energy_BSN)
+        - 2 * norm(jnp.einsum("BNTS,BSNH->BTNH", square_BNTS, v_BSNH), o_BTNH)
+        + summed_BTN * norm(o_BTNH, o_BTNH)
+    )
+    return jnp.stack([x.sum(axis=(0, 1)) for x in (of_logits_BTN, summed_BTN, energy_BSN)])
+
+
+def _products(attention: Attention, h_BTD: jax.Array, positions, mask: dict) -> jax.Array:
     """[E, E]: the sum of x x^T, a 1 after x."""
+    del attention, positions, mask
     h_BTE = jnp.concatenate([h_BTD, jnp.ones_like(h_BTD[..., :1])], axis=-1)
     return jnp.einsum("BTE,BTF->EF", h_BTE, h_BTE, precision="highest")

@@ -85,8 +85,7 @@ class FactoredModel:
         self.transformer, self.context = _config(folder)
         self.tokenizer_json = text_of(folder / manifest.TOKENIZER)
         check_vocabulary(folder, self.tokenizer_json, self.transformer.vocab_size)
-        template = folder / origin.CHAT_TEMPLATE
-        self.chat_template = text_of(template) if template.exists() else None
+        self.chat_template = origin.chat_template(folder)
         self.token_files = origin.token_files(folder)
         check_tokenizer(folder, self.tokenizer_json)
         self._tensors = open_folder(folder)

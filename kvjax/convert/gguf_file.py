@@ -103,6 +103,11 @@ class File:
                 f"{path}: split.count = {fields['split.count']}: merge the parts first "
                 "(llama-gguf-split --merge)"
             )
+        if fields.get("general.type") == "adapter":
+            raise UserError(
+                f"{path} is an adapter (LoRA), which changes another model and is none: merge the "
+                "two first (llama-export-lora)"
+            )
         self.architecture = fields.get("general.architecture")
         if self.architecture not in list(_KEYS):
             raise UserError(

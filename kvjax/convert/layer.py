@@ -163,6 +163,21 @@ def alike(layer: Layer, moment_EE: np.ndarray) -> tuple[Gauge, Gauge]:
     return key, Gauge(*roots(einsum("KGHD,KGID->KHI", out_KGHD, out_KGHD)))
 
 
+def logit_variance(layer: Layer, moment_EE: np.ndarray) -> float:
+    """Returns the mean square of a logit, over heads and over keys and queries of any two inputs.
+
+    A share of the energy of keys, in the coordinates of `alike`, is that share of it. Under RoPE it
+    is the mean over rotations. Keys and queries that are normed have mean squares of 1 before their
+    gains.
+    """
+    N, H = layer.query_ENH.shape[1:]
+    if layer.qk_norm != "none":
+        gains = [layer.gains.get(name, np.ones(H)) for name in ("query_norm", "key_norm")]
+        return float(np.mean(np.prod(gains, axis=0) ** 2))
+    key_EKH = alike(layer, moment_EE)[0].of(layer.key_EKH)
+    return float(einsum("EKH,EF,FKH->", key_EKH, moment_EE, key_EKH)) / (N * H)
+
+
 def changed(layer: Layer, key: Gauge, value: Gauge) -> Layer:
     """The same attention in other coordinates."""
     K = layer.key_EKH.shape[1]

@@ -43,11 +43,12 @@ class Pass:
         index = np.arange(rows_BT.shape[1], dtype=np.int32)[None]
         self.x = [first.embed(few, index, _COMPUTE) for few in few_rows(rows_BT)]
 
-    def layers(self, see: Callable[[jax.Array], jax.Array] | None = None) -> Iterator[list]:
+    def layers(self, see: Callable[..., jax.Array] | None = None) -> Iterator[list]:
         """Goes through the layers; yields what `see` makes of attention's inputs, by few rows.
 
         Args:
-          see: a function of [B, T, D].
+          see: a function of a layer's attention, its inputs [B, T, D], their positions, and which
+            keys a query sees, {causal, window}.
         """
         length = self.x[0].shape[1]
         program = functools.cache(  # layers alike share one
@@ -121,9 +122,11 @@ def _program(model: Model, mechanism, attention: type[Attention], length: int, s
     @jax.jit
     def run(weights, x_BTD):
         block = nnx.merge(graph, weights)
-        seen = see(block.attention_input(x_BTD)) if see else ()
         positions = rope.positions(index, mechanism.rope_dim, c.angles_base)
         mask = dict(causal=c.causal, window=c.window)
+        seen = ()
+        if see:
+            seen = see(block.attention, block.attention_input(x_BTD), positions, mask)
         return seen, block(x_BTD, positions, **mask, compute=_COMPUTE)
 
     return run

@@ -2,7 +2,8 @@
 
 Thin keys (sections 2.3 and 3.5): keys of low rank, their latents cached, per head or of all heads
 together. LRKV: a base that KV heads share and a low-rank residual for each. Both have three
-objectives: the error of the `weights`, as in the papers; of keys and values on `inputs` of
+objectives: the error of the `weights`, as in the papers (but for biases, which are factored as a
+row of the matrix, and which thin keys' authors keep whole); of keys and values on `inputs` of
 calibration text; of logits and `outputs` on it.
 """
 
@@ -140,6 +141,10 @@ class ThinKeys:
         if expand:
             names = dict(query=layer.query_ENH, key=layer.key_EKH, value=layer.value_EKH)
         return Converted(_weights(layer, names, **expand), errors)
+
+    def alone(self, part: str) -> "ThinKeys":
+        """Returns this method for one part, as "key"."""
+        return dataclasses.replace(self, part=part, value_rank=0)
 
     @property
     def _key_rank(self) -> int | None:

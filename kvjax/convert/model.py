@@ -89,8 +89,7 @@ class Trained:
         self.transformer = found.experiment.model
         self.context, self.token_files = found.context, found.token_files
         self.tokenizer_json = (found.workdir / manifest.TOKENIZER).read_text()
-        template = found.workdir / origin.CHAT_TEMPLATE
-        self.chat_template = origin.text_of(template) if template.exists() else None
+        self.chat_template = found.template
         self._item = found.checkpoints / str(found.step) / "state"
         self._shapes = parameters.shapes(self.transformer)
         self._axes = parameters.axes(self.transformer)

@@ -17,6 +17,7 @@ from etils import epath
 import numpy as np
 import tokenizers
 
+from kvjax.conversation.template import Template
 from kvjax.convert import architectures
 from kvjax.convert import rules as rules_lib
 from kvjax.convert import source as source_lib
@@ -88,7 +89,29 @@ class Published:
         check_vocabulary(source, tokenizer_json, self.config.vocab_size)
         self.tokenizer_json = tokenizer_lib.opened_by(tokenizer_json, self.bos_token)
         check_tokenizer(source, self.tokenizer_json)
+        if chat_template is not None:
+            self.tokenizer_json = self._controlled(source, chat_template)
         self._check(source, family)
+
+    def _controlled(self, source: epath.Path, chat_template: str) -> str:
+        """The tokenizer.json in which each control token of the template is one token.
+
+        Raises:
+          UserError: the template writes a token that the source names and does not have.
+        """
+        tokenizer = tokenizer_lib.from_json(self.tokenizer_json, str(source))
+        try:
+            template = Template(tokenizer, chat_template, self.token_files)
+        except UserError:  # a template that is none: who talks by it is told
+            return self.tokenizer_json
+        if template.lost:
+            raise UserError(
+                f"{source}: its chat template writes {', '.join(template.lost)}, which "
+                f"{TOKENIZER_CONFIG} names, and no file has its id: download tokenizer.json and "
+                f"{tokens.ADDED_TOKENS} again, from the same model"
+            )
+        found = template.tokenizer.to_json()
+        return self.tokenizer_json if found == tokenizer.to_json() else found
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -199,7 +222,9 @@ def _open_gguf(path: epath.Path) -> Published:
         file.options(),
         file.family(),
         file.tensors,
-        tokenizer_json=file.tokenizer_json(),
+        tokenizer_json=tokens.completed(
+            file.tokenizer_json(), tokens.named_in_gguf(file.metadata), path
+        ),
         chat_template=file.chat_template,
         token_files=tokens.of_gguf(file.metadata),
     )
@@ -216,7 +241,12 @@ def _open_folder(folder: epath.Path) -> Published:
         options,
         family,
         open_folder(folder),
-        tokenizer_json=text_of(folder / "tokenizer.json"),
+        tokenizer_json=tokens.completed(
+            text_of(folder / "tokenizer.json"),
+            tokens.named_in_folder(folder),
+            folder / "tokenizer.json",
+            tokens.added(folder),
+        ),
         chat_template=_chat_template(folder / CHAT_TEMPLATE, about.get("chat_template")),
         token_files=tokens.of_folder(folder, options.values),
     )

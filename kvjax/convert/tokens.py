@@ -1,29 +1,40 @@
-"""Which tokens open and end a text, as a published model's own files say it.
+"""Which tokens a published model has beside its vocabulary, and which open and end a text.
 
-`origin.TokenFiles` hold it: the texts of tokens as in tokenizer_config.json, ids as in
-generation_config.json, which may name several that end a text.
+A folder has added tokens in tokenizer.json, and in older or edited folders in others alone (see
+`added`). What opens and ends a text `origin.TokenFiles` hold: the texts of tokens as in
+tokenizer_config.json, ids as in generation_config.json, which may name several that end a text.
 """
 
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
+import json
 
 from etils import epath
 
 from kvjax.convert.tensors import json_object
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.foundation.errors import UserError
 from kvjax.workdir import origin
 from kvjax.workdir.origin import GENERATION_CONFIG
 from kvjax.workdir.origin import TOKENIZER_CONFIG
 from kvjax.workdir.origin import TokenFiles
 
+ADDED_TOKENS = "added_tokens.json"
 KINDS = ("bos", "eos", "pad", "unk")
+_SPECIAL_TOKENS = "special_tokens_map.json"
+_DECODER = "added_tokens_decoder"  # of TOKENIZER_CONFIG: flags of added tokens, by id
+_MORE = ("sep_token", "cls_token", "mask_token", "additional_special_tokens")
+_MORE += ("extra_special_tokens",)  # its name in transformers 5
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _GGUF = dict(bos=("bos",), eos=("eos", "eot", "eom"), pad=("padding",), unk=("unknown",))
 
 
 def of_folder(folder: epath.Path, config: Mapping) -> dict[str, dict]:
     """What the files of a published folder say; without generation_config.json its config does."""
     files = {}
-    if (folder / TOKENIZER_CONFIG).exists():
-        about = json_object(folder / TOKENIZER_CONFIG)
+    about = _about(folder)
+    if about or (folder / TOKENIZER_CONFIG).exists():
         keys = [f"{kind}_token" for kind in KINDS]
         files[TOKENIZER_CONFIG] = {key: _text(about[key]) for key in keys if key in about}
     if (folder / GENERATION_CONFIG).exists():
@@ -31,6 +42,86 @@ def of_folder(folder: epath.Path, config: Mapping) -> dict[str, dict]:
     elif found := _ids(config):
         files[GENERATION_CONFIG] = found
     return files
+
+
+def named_in_folder(folder: epath.Path) -> set[str]:
+    """The texts of a published folder's special tokens, as far as its files name them."""
+    about, found = _about(folder), set()
+    for key in (*(f"{kind}_token" for kind in KINDS), *_MORE):
+        value = about.get(key)
+        if isinstance(value, Mapping) and "content" not in value:  # by names of its own
+            value = list(value.values())
+        found |= {_text(each) for each in (value if isinstance(value, list) else [value])}
+    return found - {None}
+
+
+def named_in_gguf(metadata: Mapping) -> set[str]:
+    """The texts of the special tokens that a GGUF file names."""
+    tokens = dict(enumerate(metadata.get("tokenizer.ggml.tokens") or []))
+    keys = [f"tokenizer.ggml.{name}_token_id" for names in _GGUF.values() for name in names]
+    ids = [metadata.get(key) for key in keys]
+    return {tokens[i] for i in ids if type(i) is int and i in tokens}
+
+
+def added(folder: epath.Path) -> list[dict]:
+    """The added tokens that other files of a published folder than tokenizer.json have.
+
+    As transformers has it: those of tokenizer_config.json with their flags, or else those of
+    added_tokens.json, which has none.
+
+    Raises:
+      UserError: a token without a text or an id.
+    """
+    decoder = _about(folder).get(_DECODER)
+    if isinstance(decoder, Mapping):
+        return list(_in_decoder(folder / TOKENIZER_CONFIG, decoder))
+    path = folder / ADDED_TOKENS
+    if not path.exists():
+        return []
+    return [_token(path, text, i) for text, i in json_object(path).items()]
+
+
+def completed(
+    tokenizer_json: str, named: Iterable[str], source: epath.Path, more: Iterable[Mapping] = ()
+) -> str:
+    """Returns a tokenizer.json with all its model's added tokens, those that are named special.
+
+    Args:
+      named: texts of special tokens; a token that texts are encoded as, as "!", stays ordinary.
+      source: for messages.
+      more: added tokens of other files; their flags count, those they have.
+
+    Raises:
+      UserError: another id than in tokenizer.json, or the id of another token.
+    """
+    try:
+        definition = json.loads(tokenizer_json)
+        ids = dict(definition["model"]["vocab"])
+        listed = {token["content"]: token for token in definition.get("added_tokens") or []}
+        ids |= {text: int(token["id"]) for text, token in listed.items()}
+    except (ValueError, TypeError, KeyError):  # SentencePiece's, or none: refused by who uses it
+        return tokenizer_json
+    texts = {i: text for text, i in ids.items()}
+    tokens = {}
+    for token in more:
+        text, i = token["content"], token["id"]
+        if ids.get(text, i) != i or texts.get(i, text) != text:
+            there = f"{text!r} is {ids[text]}" if text in ids else f"{i} is {texts[i]!r}"
+            raise UserError(
+                f"{source}: {there}, and in {ADDED_TOKENS} or {TOKENIZER_CONFIG} {text!r} is {i}: "
+                "download the tokenizer's files again, all of the same model"
+            )
+        ids[text], texts[i] = i, text
+        tokens[text] = dict(special=False) | listed.get(text, {}) | token
+    for text in named:
+        token = tokens.get(text, listed.get(text))
+        if token is None and text in ids and not _is_text(tokenizer_json, text, ids[text]):
+            token = dict(content=text, id=ids[text])
+        if token is not None:
+            tokens[text] = dict(token, special=True)
+    if all(listed.get(text) == token for text, token in tokens.items()):
+        return tokenizer_json
+    return json.dumps(tokenizer_lib.with_added(definition, tokens.values()), ensure_ascii=False)
 
 
 def of_gguf(metadata: Mapping) -> dict[str, dict]:
@@ -75,3 +166,31 @@ def _text(value) -> str | None:
     if not isinstance(value, str) or any("\ud800" <= c <= "\udfff" for c in value):
         return None  # halves of a character are in no vocabulary
     return value
+
+
+def _about(folder: epath.Path) -> dict:
+    """tokenizer_config.json; where it has no added tokens, with special_tokens_map.json."""
+    paths = (folder / TOKENIZER_CONFIG, folder / _SPECIAL_TOKENS)
+    about, special = (json_object(path) if path.exists() else {} for path in paths)
+    return about if _DECODER in about else about | special
+
+
+def _in_decoder(path: epath.Path, decoder: Mapping) -> Iterator[dict]:
+    for key, token in decoder.items():
+        i = int(key) if key.isdecimal() and len(key) < 10 else None
+        flags = token if isinstance(token, Mapping) else {}
+        kept = {flag: flags[flag] for flag in _FLAGS if type(flags.get(flag)) is bool}
+        yield _token(path, token, i) | kept
+
+
+def _token(path: epath.Path, text, i) -> dict:
+    content = _text(text)
+    if not content or type(i) is not int or i < 0:
+        raise UserError(f"{path}: an added token {text!r:.80} with id {i!r}: download it again")
+    return dict(id=i, content=content)
+
+
+def _is_text(tokenizer_json: str, token: str, i: int) -> bool:
+    """True if the text of a token is encoded as that token, so that it may be any text's."""
+    backend = tokenizer_lib.parse(tokenizer_json)
+    return backend.encode(token, add_special_tokens=False).ids == [i]

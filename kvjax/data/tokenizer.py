@@ -1,7 +1,10 @@
 """Byte-level BPE tokenizers: trained here, bytes alone, or read from a `tokenizer.json`."""
 
+from collections.abc import Collection
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
+import copy
 import functools
 import json
 import os
@@ -108,13 +111,30 @@ def opened_by(text: str, bos: str | None) -> str:
     return json.dumps(definition, ensure_ascii=False)
 
 
+def with_added(definition: Mapping, tokens: Iterable[Mapping]) -> dict:
+    """Returns a tokenizer.json with more added tokens, each in place of one of the same content.
+
+    Args:
+      tokens: as `added_tokens` has them, with id, content and special; other flags may be left out.
+    """
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+    tokens = {token["content"]: flags | dict(token) for token in tokens}
+    there = definition.get("added_tokens") or []
+    by_name = {token["content"]: token for token in there} | tokens
+    added = sorted(by_name.values(), key=lambda token: token["id"])
+    # The library numbers what its model does not know by itself, and holes mislead it.
+    vocab = definition["model"]["vocab"] | {token["content"]: token["id"] for token in added}
+    return dict(definition, added_tokens=added, model=definition["model"] | dict(vocab=vocab))
+
+
 class Tokenizer:
     """Text to token ids and back; the raw bytes of a text's tokens are its UTF-8 bytes.
 
-    A special token written out in a text is encoded as the ordinary characters it is made of.
+    A control token written out in a text is encoded as the ordinary characters it is made of.
 
     Attributes:
       bos_id: of the token that opens a document.
+      controls: texts of the control tokens: the special ones, and others (see `controlled`).
       ends: ids of tokens that end a text beside the specials, as where a model was published.
     """
 
@@ -156,19 +176,41 @@ class Tokenizer:
                 " that the post_processor puts before a text, must be there; there are"
                 f" {sorted(specials) or 'none'}."
             )
-        self._backend, self._threads = backend, threads
+        self._backend, self._encoder, self._threads = backend, backend, threads
         self._specials = specials
+        self.controls = frozenset(specials)
         self.bos_id: int = backend.token_to_id(bos)
         self.vocab_size: int = 1 + max(backend.get_vocab().values())
         self.ends: tuple[int, ...] = ()
 
     def written_out(self, text: str) -> list[str]:
-        """The special tokens whose names stand in a text, where they are ordinary characters."""
-        return sorted(special for special in self._specials if special in text)
+        """The control tokens whose names stand in a text, where they are ordinary characters."""
+        return sorted(name for name in self.controls if name in text)
 
     def special(self, name: str) -> int | None:
-        """The id of a special token; None if there is none of that name."""
-        return self._backend.token_to_id(name) if name in self._specials else None
+        """The id of a control token; None if there is none of that name."""
+        return self._backend.token_to_id(name) if name in self.controls else None
+
+    def controlled(self, names: Collection[str]) -> "Tokenizer":
+        """Returns this tokenizer with more control tokens, as which it encodes no text.
+
+        Added tokens keep their flags: others read the same tokens as before. An ordinary token of
+        the vocabulary becomes a special one.
+        """
+        if self.controls.issuperset(names):
+            return copy.copy(self)
+        is_special = {name: token.special for name, token in self.added_tokens().items()}
+        ordinary = [name for name in names if name not in is_special]
+        found = self.with_specials(ordinary) if ordinary else copy.copy(self)
+        found.controls = self.controls | set(names)
+        if hidden := [name for name in found.controls if not is_special.get(name, True)]:
+            found.__dict__.pop("_encode_fast", None)
+            found._encoder = parse(found.to_json())
+            found._encoder.encode_special_tokens = True
+            found._encoder.add_special_tokens(
+                [tokenizers.AddedToken(name, normalized=False) for name in hidden]
+            )
+        return found
 
     def with_specials(self, names: Sequence[str]) -> "Tokenizer":
         """This tokenizer with more special tokens, behind all ids; those it has stay as they are.
@@ -176,17 +218,11 @@ class Tokenizer:
         Published vocabularies may have holes: new tokens take the ids after the last. A token of
         such a name that was no special one becomes it, with the id that it has.
         """
-        definition = json.loads(self.to_json())
-        flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-        added, there = definition["added_tokens"], self._backend.get_vocab()
+        added, there = self._specials, self._backend.get_vocab()
         new = [name for name in names if name not in there]
         ids = there | {name: self.vocab_size + i for i, name in enumerate(new)}
-        added[:] = [token for token in added if token["content"] not in names or token["special"]]
-        have = {token["content"] for token in added}
-        added += [dict(id=ids[name], content=name, **flags) for name in names if name not in have]
-        added.sort(key=lambda token: token["id"])
-        # The library numbers what its model does not know by itself, and holes mislead it.
-        definition["model"]["vocab"] |= {token["content"]: token["id"] for token in added}
+        tokens = [dict(id=ids[n], content=n, special=True) for n in names if n not in added]
+        definition = with_added(json.loads(self.to_json()), tokens)
         grown = from_json(
             json.dumps(definition, ensure_ascii=False), "the tokenizer", self._threads
         )
@@ -201,7 +237,7 @@ class Tokenizer:
         """
         try:
             with panics_as_errors():
-                return self._backend.encode(text, add_special_tokens=False).ids
+                return self._encoder.encode(text, add_special_tokens=False).ids
         except Exception as error:  # the library raises bare Exception
             raise DataError(
                 f"a text of {len(text):,} characters cannot be split into tokens "
@@ -215,7 +251,7 @@ class Tokenizer:
             with panics_as_errors():
                 if self._encode_fast is not None:
                     return self._encode_fast(texts)
-                encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+                encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
                 return [np.array(encoding.ids, np.uint32) for encoding in encodings]
         except (ValueError, RuntimeError):  # `encode` takes longer texts, or names the one at fault
             return [np.array(self.encode(text), np.uint32) for text in texts]
@@ -230,7 +266,8 @@ class Tokenizer:
             if i not in added and byte_of.keys() >= set(token)
         }
         splits = (SPLIT_PATTERN, *fast_encoding.PUBLISHED_SPLITS)
-        return fast_encoding.encoder(json.loads(self.to_json()), token_bytes, splits, self._threads)
+        definition = json.loads(self._encoder.to_str(pretty=False))
+        return fast_encoding.encoder(definition, token_bytes, splits, self._threads)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, specials by name; bytes that aren't UTF-8 become U+FFFD."""
@@ -246,6 +283,11 @@ class Tokenizer:
             elif token not in self._specials:
                 bytes_V[i] = len(token.encode())
         return bytes_V
+
+    def added_tokens(self) -> dict[str, tokenizers.AddedToken]:
+        """The added tokens with their flags, by their texts."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return {token.content: token for token in added}
 
     def vocabulary(self) -> dict[str, int]:
         """Every token and its id, in the order of the ids."""

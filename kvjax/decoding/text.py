@@ -29,6 +29,7 @@ class Result:
     timing: Timing
     capacity: int
     cache_bytes: int  # of the live arrays
+    cache_dtype: str
     chips: int = 1  # that they are split over
 
     def summary(self) -> str:
@@ -41,7 +42,7 @@ class Result:
             + (f", then {rate:,.0f} tokens/s" if rate else "")
             + (f" (without the {compiling:.1f} s of compiling before)" if compiling else "")
             + f"; cache {self.cache_bytes:,} bytes = {len(self.texts)} x {self.capacity:,} tokens "
-            f"x {per_token:,.0f}"
+            f"x {per_token:,.0f} in {self.cache_dtype}"
             + (f", {self.cache_bytes // self.chips:,} on each chip" if self.chips > 1 else "")
         )
 
@@ -113,6 +114,7 @@ def generate(
         generation.timing,
         generation.cache.capacity,
         cache_lib.live_bytes(generation.cache),
+        str(generator.compute.dtype),
         generator.chips,
     )
 

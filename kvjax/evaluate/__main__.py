@@ -11,6 +11,7 @@ programs run in a sandbox. --compare asks nothing: it reads the rows of two mode
 
 import argparse
 from collections.abc import Mapping
+import datetime
 import hashlib
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvjax.evaluate import core_tasks
 from kvjax.evaluate import datasets
 from kvjax.evaluate import evaluation
 from kvjax.evaluate import generated
+from kvjax.evaluate import rows
 from kvjax.evaluate import summary
 from kvjax.evaluate import task as task_lib
 from kvjax.evaluate.evaluation import Plan
@@ -48,6 +50,7 @@ from kvjax.foundation.errors import warn
 from kvjax.foundation.output import Output
 from kvjax.workdir import checkpoint
 from kvjax.workdir import dialogue as dialogue_lib
+from kvjax.workdir import origin
 from kvjax.workdir import trained
 
 BATCH = 8
@@ -139,19 +142,20 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
             core_digest = core_tasks.digest(bundle, core)
     box = _box(options) if "humaneval" in names else None
     plan = Plan(questions, core, _asked(options, box), options.limit, share)
-    dialogue = _dialogue(found, names, options.humaneval)
+    dialogue = _dialogue(
+        found, names, options.humaneval, rows.day(epath.Path(folder)) or str(datetime.date.today())
+    )
     described = Described(found.tokenizer, dialogue, max_positions(found.experiment.model))
-    for text in [
-        *evaluation.check(described, plan, found.context),
-        *datasets.other_counts(questions.values()),
-    ]:
+    checked = evaluation.check(described, plan, found.context)
+    for text in [*checked.warnings, *datasets.other_counts(questions.values())]:
         warn(text)
     data = datasets.described(questions)
     if core:
         data[task_lib.CORE] = dict(sha256=core_digest, tasks=len(core))
     about = _about(options, found, data, dialogue, box)
     identity = lambda name: _identity(name, about, data)
-    with evaluation.opened(plan, epath.Path(folder), identity) as stores:
+    said = dict(unsaid=_unsaid(found, about["options"]), prompts=checked.prompts)
+    with evaluation.opened(plan, epath.Path(folder), identity, **said) as stores:
         with progress.waiting("reading the model"):
             loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
             generator = Generator(loaded.model, loaded.compute)
@@ -159,8 +163,10 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
         model = Served(generator, found.tokenizer, dialogue, batch=options.batch)
         done = evaluation.run(model, plan, stores)
     result = summary.of(done, core, about, summary.read(epath.Path(folder)))
-    out.show(summary.table(result))
-    path = summary.write(epath.Path(folder), result)
+    try:
+        path = summary.write(epath.Path(folder), result)
+    finally:  # whether it could be written or not
+        out.show(summary.table(result))
     out.say(f"\nwritten: {path}", wrap=False)
     out.result(result)
 
@@ -209,12 +215,16 @@ def _asked(options: argparse.Namespace, box) -> Asked:
     )
 
 
-def _dialogue(found: trained.Found, names: tuple[str, ...], mode: str) -> Dialogue:
-    """How the model is talked to; not at all, if it cannot be and no task needs it."""
+def _dialogue(found: trained.Found, names: tuple[str, ...], mode: str, day: str) -> Dialogue:
+    """How the model is talked to; not at all, if it cannot be and no task needs it.
+
+    Args:
+      day: that its template is told.
+    """
     plain = {task_lib.CORE, *(["humaneval"] if mode == "completion" else [])}
     if set(names) <= plain and specials_lib.missing(found.tokenizer):
         return Plain(found.tokenizer)
-    return dialogue_lib.of(found)
+    return dialogue_lib.of(found, day=day)
 
 
 def _folder(found: trained.Found) -> epath.Path:
@@ -237,6 +247,9 @@ def _about(options, found: trained.Found, data: Mapping, dialogue, box) -> dict[
         data=data,
         options=dict(
             dialogue=dialogue.name,
+            template=dialogue.digest,
+            day=dialogue.day,
+            ends=sorted(dialogue.ends),
             num_tokens=options.num_tokens,
             calculator=options.calculator,
             humaneval=options.humaneval,
@@ -259,14 +272,29 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
         dtype=options["dtype"],
         dialogue=options["dialogue"],
     )
+    if task_lib.is_conversation(name, options["humaneval"]):
+        found |= dict(template=options["template"], day=options["day"])
     if task is not None and task.kind == task_lib.GENERATED:
-        found |= dict(num_tokens=options["num_tokens"])
-        if name == "gsm8k":
-            found |= dict(calculator=options["calculator"])
-        else:
-            keys = ("humaneval", "humaneval_helpers", "sandbox")
-            found |= {key: options[key] for key in keys if key in options}
+        found |= {key: options[key] for key in ("num_tokens", "ends", "calculator")}
+    if name == "humaneval":
+        keys = ("humaneval", "humaneval_helpers", "sandbox")
+        found |= {key: options[key] for key in keys if key in options}
     return found
+
+
+def _unsaid(found: trained.Found, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of keys of an identity, for rows from before these were written.
+
+    Template and day count as the same: the prompt of each row tells. Answers ended at what the
+    model's files name, and the calculator, where HumanEval had one, is taken to be nanochat's.
+    """
+    ends = options["ends"]
+    if options["dialogue"] != "nanochat":
+        vocab_size = found.experiment.model.vocab_size
+        named = origin.ends(found.token_files, found.tokenizer, vocab_size)
+        ends = sorted({*named, found.tokenizer.bos_id})
+    same = {key: options[key] for key in ("template", "day")}
+    return same | dict(ends=ends, calculator=calculator.MODES[0])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import dataclasses
 from etils import epath
 import numpy as np
 
+from kvjax.conversation import calculator
 from kvjax.evaluate import paired
 from kvjax.evaluate import rows as rows_lib
 from kvjax.evaluate import summary
@@ -23,7 +24,8 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Table
 
 # What may differ between two models that are compared.
-_OF_MODEL = ("checkpoint", "tokenizer")
+_OF_MODEL = ("checkpoint", "tokenizer", "template", "day", "ends")
+_UNSAID = dict(calculator=calculator.MODES[0])  # where earlier versions did not write it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _tested(first_Q: np.ndarray, second_Q: np.ndarray) -> dict:
 def _check_alike(task: str, everyone: Sequence[Evaluated]) -> None:
     first = everyone[0]
     for e in everyone[1:]:
-        a, b = first.identities[task], e.identities[task]
+        a, b = _UNSAID | first.identities[task], _UNSAID | e.identities[task]
         for key in sorted(a.keys() | b.keys()):
             if key not in _OF_MODEL and a.get(key) != b.get(key):
                 raise UserError(

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import time
 from typing import Any
+from typing import NamedTuple
 
 from etils import epath
 
@@ -67,8 +68,15 @@ class Done:
         return sum(row["right"] for row in self.rows.values())
 
 
-def check(model: Described | Model, plan: Plan, context: int) -> list[str]:
-    """What to warn of, before anything expensive.
+class Checked(NamedTuple):
+    """What was found of a plan: what to warn of, and by task the digests of its rows' prompts."""
+
+    warnings: list[str]
+    prompts: dict[str, list[str]]
+
+
+def check(model: Described | Model, plan: Plan, context: int) -> Checked:
+    """Checks what can be, before anything expensive.
 
     Args:
       context: tokens that the model was trained on: what goes beyond is warned of.
@@ -76,7 +84,7 @@ def check(model: Described | Model, plan: Plan, context: int) -> list[str]:
     Raises:
       UserError: what cannot be asked.
     """
-    said = []
+    said, digests = [], {}
     for name, found in plan.questions.items():
         items = found.items[: plan.count(len(found.items))]
         if found.task.kind == LETTERS:
@@ -88,7 +96,8 @@ def check(model: Described | Model, plan: Plan, context: int) -> list[str]:
             prompts = [generated.prompt(model, item, plan.asked.mode) for item in items]
             more = plan.asked.num_tokens
         said += _lengths(model, name, found.places, prompts, more, context)
-    return said
+        digests[name] = [letters.prompt_hash(ids) for ids, _ in prompts]
+    return Checked(said, digests)
 
 
 def _check_tests(items, places, helpers: str) -> None:
@@ -123,13 +132,20 @@ def _lengths(model, name, places, prompts, more: int, context: int) -> list[str]
 
 @contextlib.contextmanager
 def opened(
-    plan: Plan, folder: epath.Path, identity: Callable[[str], Mapping[str, Any]]
+    plan: Plan,
+    folder: epath.Path,
+    identity: Callable[[str], Mapping[str, Any]],
+    *,
+    unsaid: Mapping[str, Any] | None = None,
+    prompts: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[dict[str, Rows]]:
     """The rows that are there, by task; this process's alone to add to.
 
     Args:
       folder: of the checkpoint's evaluations.
       identity: of a task, see `Rows`.
+      unsaid: see `Rows`.
+      prompts: by task, see `Rows`.
 
     Raises:
       UserError: rows of something else are there, or rows cannot be written.
@@ -137,7 +153,8 @@ def opened(
     with contextlib.ExitStack() as stack:
         stores = {}
         for name in names(plan):
-            stores[name] = Rows(folder, name, identity(name), plan.share)
+            more = dict(unsaid=unsaid, prompts=(prompts or {}).get(name, ()))
+            stores[name] = Rows(folder, name, identity(name), plan.share, **more)
             stack.callback(stores[name].close)
         yield stores
 

@@ -2,12 +2,15 @@
 
 A row ends with a checksum of itself (`json_text.with_checksum`), which older ones lack.
 WORKDIR/evaluations/STEP/TASK.jsonl, or TASK.I-of-N.jsonl where several processes share the rows.
-Beside them TASK.json says what was asked of which model: rows of another are refused.
+Beside them TASK.json says what was asked of which model: rows of another are refused, and so is a
+row whose prompt, by its digest, is another than it would be now.
 """
 
 from collections.abc import Iterable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
+import datetime
 import fcntl
 import json
 import os
@@ -24,6 +27,8 @@ from kvjax.foundation.files import in_bucket
 from kvjax.foundation.files import write_atomically
 
 FOLDER = "evaluations"
+SUMMARY = "summary.json"  # of all tasks of a folder
+_ANEW = "remove the folder to begin anew"
 
 
 class Rows:
@@ -33,18 +38,26 @@ class Rows:
       folder: of the evaluations of one checkpoint.
       identity: what decides the verdicts: model, data, options.
       share: (i, n): the rows i mod n are this process's.
+      unsaid: what keys stand for that earlier versions did not write.
+      prompts: digests of the rows' prompts as they are now, of the first rows or of none.
     """
 
     def __init__(
-        self, folder: epath.Path, task: str, identity: Mapping[str, Any], share: tuple[int, int]
+        self,
+        folder: epath.Path,
+        task: str,
+        identity: Mapping[str, Any],
+        share: tuple[int, int],
+        unsaid: Mapping[str, Any] | None = None,
+        prompts: Sequence[str] = (),
     ):
         if "/" in task:
             raise UserError(f"{task}: must hold no '/', for its rows are in files of that name")
-        self._folder, self._task, self._share = folder, task, share
+        self._folder, self._task, self._share, self._prompts = folder, task, share, prompts
         i, n = share
         name = task if n == 1 else f"{task}.{i}-of-{n}"
         self.path = folder / f"{name}.jsonl"
-        self._check(identity)
+        self._check(identity, unsaid or {})
         self._lock = None if in_bucket(folder) else _locked(folder / f".{name}.lock", self.path)
         self.done = self._read()
 
@@ -86,23 +99,23 @@ class Rows:
             ) from error
         self.done |= {row["index"]: row for row in found}
 
-    def _check(self, identity: Mapping[str, Any]) -> None:
+    def _check(self, identity: Mapping[str, Any], unsaid: Mapping[str, Any]) -> None:
         """Raises a UserError where rows of something else are there."""
-        path = self._folder / f"{self._task}.json"
-        files = [os.fspath(file) for file in files_of(self._folder, self._task)]
+        path, *files = self._files()
         if files and not path.exists():
             raise UserError(
-                f"{path} is missing, and does not say which model {', '.join(files)} are of: "
+                f"{path} is missing, and does not say which model {_listed(files)} are of: "
                 "restore it, or remove those to begin anew"
             )
         if path.exists():
-            there = json_text.read_object(path, "remove the folder to begin anew")
+            there = {key: value for key, value in unsaid.items() if key in identity}
+            there |= json_text.read_object(path, _ANEW)
             for key in sorted(there.keys() | identity.keys()):
                 if there.get(key) != identity.get(key):
                     raise UserError(
                         f"{self._folder}: rows of {self._task} are there with {key} = "
-                        f"{there.get(key)!r}, and now it is {identity.get(key)!r}. Give another "
-                        f"--out, or remove {', '.join([os.fspath(path), *files])} to begin anew"
+                        f"{there.get(key)!r}, and now it is {identity.get(key)!r}. "
+                        f"{self._advice()}"
                     )
             return
         try:
@@ -113,11 +126,46 @@ class Rows:
 
     def _read(self) -> dict[int, dict]:
         found = {}
-        for path in files_of(self._folder, self._task):
+        for path in self._files()[1:]:
             if path == self.path and not in_bucket(path):
                 _mend(path)
             found |= {row["index"]: row for row in of_file(path)}
+        self._check_prompts(found)
         return dict(sorted(found.items()))
+
+    def _check_prompts(self, found: Mapping[int, Mapping[str, Any]]) -> None:
+        """Raises a UserError for a row that was asked otherwise than it would be now."""
+        for i, prompt in enumerate(self._prompts):
+            there = found.get(i, {}).get("prompt", prompt)
+            if there != prompt:
+                raise UserError(
+                    f"{self._folder}: row {i} of {self._task} was asked with a prompt of digest "
+                    f"{there}, and now it is {prompt}: by another chat template, or another kvjax. "
+                    f"{self._advice()}"
+                )
+
+    def _files(self) -> list[epath.Path]:
+        """The file that says what was asked, whether or not it is there, and those of rows."""
+        return [self._folder / f"{self._task}.json", *files_of(self._folder, self._task)]
+
+    def _advice(self) -> str:
+        return f"Give another --out, or remove {_listed(self._files())} to begin anew"
+
+
+def _listed(files: Iterable[epath.Path]) -> str:
+    return ", ".join(map(os.fspath, files))
+
+
+def day(folder: epath.Path) -> str:
+    """The day that the prompts of a folder's rows have in them, as 2026-11-27; "" without one."""
+    for path in sorted(folder.glob("*.json")) if folder.exists() else ():
+        said = json_text.read_object(path, _ANEW).get("day") if path.name != SUMMARY else None
+        try:
+            if said:
+                return str(datetime.date.fromisoformat(said))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path}: day = {said!r} is no date: {_ANEW}") from error
+    return ""
 
 
 def files_of(folder: epath.Path, task: str) -> list[epath.Path]:

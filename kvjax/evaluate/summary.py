@@ -12,7 +12,9 @@ from kvjax.evaluate import core_tasks
 from kvjax.evaluate import scores
 from kvjax.evaluate.core_tasks import CoreTask
 from kvjax.evaluate.evaluation import Done
+from kvjax.evaluate.rows import SUMMARY
 from kvjax.evaluate.task import TASKS
+from kvjax.evaluate.task import is_conversation
 from kvjax.foundation import json_text
 from kvjax.foundation import provenance
 from kvjax.foundation import target
@@ -20,7 +22,6 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
 from kvjax.foundation.output import Table
 
-FILE = "summary.json"
 # Counts of rows with: equal logits; answers without an end; prompts that were cut; special tokens
 # in a program; programs that were judged a second time.
 _COUNTED = ("ties", "unfinished", "cut", "specials", "retried")
@@ -37,11 +38,12 @@ def of(
 
     Args:
       about: model, data, options.
-      earlier: an earlier summary; of the same model its other tasks are kept.
+      earlier: an earlier summary; of the same model its other tasks are kept, unless they were
+        asked by another chat template.
     """
     before = earlier if earlier.get("model") == about["model"] else {}
     chances = {core_tasks.label_of(task): task.chance for task in core}
-    tasks = dict(before.get("tasks", {}))
+    tasks = _of_template(before.get("tasks", {}), about["options"]["template"])
     for name, done in found.items():
         if done.rows:
             tasks[name] = _task(done) | _options(name, about)
@@ -71,6 +73,13 @@ def chances_of_core(result: Mapping[str, Any]) -> dict[str, float]:
     return _chances(result.get("tasks", {})) if "core" in result else {}
 
 
+def _of_template(tasks: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Tasks that were not asked by another chat template, as far as both say which it was."""
+    same = ("", template)
+    kept = lambda task: not template or task.get("template", "") in same
+    return {name: task for name, task in tasks.items() if kept(task)}
+
+
 def _task(done: Done) -> dict[str, Any]:
     count, right = len(done.rows), done.right
     rows = done.rows.values()
@@ -88,19 +97,21 @@ def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
     """What a task's score depends on beside model and data."""
     options = about["options"]
     keys = dict(gsm8k=("calculator", "num_tokens"), humaneval=_OF_HUMANEVAL).get(name, ())
+    if options["template"] and is_conversation(name, options["humaneval"]):
+        keys = ("template", *keys)
     found = {key: options[key] for key in ("dialogue", "dtype", *keys) if key in options}
     return found | (dict(limit=options["limit"]) if options["limit"] else {})
 
 
 def read(folder: epath.Path) -> dict:
     """An earlier summary of the same folder; {} without one, or with a warning if it is damaged."""
-    if not (folder / FILE).exists():
+    if not (folder / SUMMARY).exists():
         return {}
     try:
         advice = "the scores of tasks that are not asked now are left out of it"
-        return json_text.without_checksum(json_text.read_object(folder / FILE, advice))
+        return json_text.without_checksum(json_text.read_object(folder / SUMMARY, advice))
     except ValueError as error:
-        warn(f"{folder / FILE} is damaged ({error}): {advice}")
+        warn(f"{folder / SUMMARY} is damaged ({error}): {advice}")
     except UserError as error:
         warn(str(error))
     return {}
@@ -172,5 +183,5 @@ def said(result: Mapping[str, Any]) -> str:
 def write(folder: epath.Path, result: Mapping[str, Any]) -> epath.Path:
     """Writes summary.json with the machine, versions and command."""
     made = json_text.with_checksum(dict(result, made_by=provenance.provenance()))
-    target.write(folder, {FILE: f"{json.dumps(made, indent=1)}\n".encode()})
-    return folder / FILE
+    target.write(folder, {SUMMARY: f"{json.dumps(made, indent=1)}\n".encode()})
+    return folder / SUMMARY

@@ -91,3 +91,12 @@ TASKS = {
 }
 CORE = "core"
 NAMES = (*TASKS, CORE)
+
+
+def is_conversation(name: str, humaneval: str) -> bool:
+    """True if a task is asked in a conversation, so that a chat template makes its prompts.
+
+    Args:
+      humaneval: how HumanEval is asked, see `generated.MODES`.
+    """
+    return name in TASKS and (name != "humaneval" or humaneval == "chat")

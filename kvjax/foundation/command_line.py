@@ -22,6 +22,7 @@ import re
 import runpy
 import sys
 import textwrap
+import traceback
 import typing
 from typing import NoReturn
 
@@ -30,8 +31,10 @@ from kvjax.foundation import environment
 from kvjax.foundation import extras
 from kvjax.foundation import interrupted
 from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.errors import NativePanicError
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import panics_as_errors
 from kvjax.foundation.files import special
 
 if typing.TYPE_CHECKING:
@@ -62,7 +65,8 @@ def status(command: Command, arguments: Sequence[str]) -> int:
             stream.reconfigure(errors="replace")
     try:
         try:
-            code = command(list(arguments)) or 0
+            with panics_as_errors():
+                code = command(list(arguments)) or 0
         except SystemExit as error:  # --help, or a run that stopped on a signal
             code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         sys.stdout.flush()
@@ -98,6 +102,12 @@ def reason_of(error: Exception) -> str | None:
         return missing
     if isinstance(error, OSError):
         return text or type(error).__name__
+    if isinstance(error, NativePanicError):
+        place = traceback.extract_tb(error.__cause__.__traceback__)[-1]
+        return (
+            f"a library that {place.filename} calls (line {place.lineno}) failed in its native "
+            f"code: {text}. Is what it was given damaged?"
+        )
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         return f"out of memory ({first_line(error)}): ask for less at once, or a larger machine"
     return environment.refused(error)
@@ -231,7 +241,7 @@ class Parser(argparse.ArgumentParser):
 def _config_file(text: str) -> pathlib.Path:
     if not text:
         raise UserError(f"{PREFIX}=: give a file, as in {PREFIX}=configs/lrkv_tiny.py")
-    return config_file(pathlib.Path(text))
+    return config_file(pathlib.Path(os.path.expanduser(text)))
 
 
 def config_file(file: pathlib.Path) -> pathlib.Path:

@@ -29,15 +29,19 @@ def first_line(error: BaseException | str) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
+class NativePanicError(RuntimeError):
+    """A panic of a library in Rust, which is a BaseException as the library raises it."""
+
+
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Around calls of a library in Rust: raises a RuntimeError for its panic, a BaseException."""
+    """Around calls of a library in Rust: raises a NativePanicError for its panic."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # its class cannot be imported
             raise
-        raise RuntimeError(first_line(error)) from error
+        raise NativePanicError(first_line(error)) from error
 
 
 def warn(text: str) -> None:

@@ -56,6 +56,41 @@ def unused(path: epath.Path) -> epath.Path:
     return candidate
 
 
+class Watched:
+    """A local folder that is to stay where it is; of a bucket nothing is watched.
+
+    Args:
+      path: of a folder that is there.
+    """
+
+    def __init__(self, path: epath.Path):
+        self.path = path
+        self._open = None if in_bucket(path) else os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def change(self) -> tuple[str, epath.Path | None]:
+        """Returns a phrase that says where the folder is now, and that path; "" if it stayed."""
+        if self._open is None:
+            return "", None
+        try:
+            if os.path.samestat(os.stat(self.path), os.fstat(self._open)):
+                return "", None
+        except OSError:
+            pass
+        try:  # Linux knows where it is
+            new = epath.Path(os.readlink(f"/proc/self/fd/{self._open}"))
+            if os.path.samestat(os.stat(new), os.fstat(self._open)):
+                return f"was moved to {new}", new
+        except OSError:
+            pass
+        return "was moved or removed", None
+
+    def close(self) -> None:
+        """Stops watching."""
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
+
+
 def forget_listings(path: epath.Path) -> None:
     """Makes the next look at a bucket see what other processes wrote; nothing on a disk."""
     if in_bucket(path):

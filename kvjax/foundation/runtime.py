@@ -40,6 +40,14 @@ def path(key: str, text: epath.PathLike) -> epath.Path:
       UserError: a scheme that nothing here opens, or whose package is not installed; a `~name` of
         no user; a path that is too long; a pipe, a socket or a device.
     """
+    found = _located(key, text)
+    if (kind := special(found)) and not os.fspath(found).startswith(_DESCRIPTORS):
+        raise UserError(f"{key} = {os.fspath(text)!r}: is {kind}; give a file or a folder")
+    return found
+
+
+def _located(key: str, text: epath.PathLike) -> epath.Path:
+    """Returns the path that a user gave, whatever is there; see `path`."""
     text = os.fspath(text)
     check_text(key, text)
     scheme, separator, rest = text.partition("://")
@@ -48,8 +56,6 @@ def path(key: str, text: epath.PathLike) -> epath.Path:
         if expanded.startswith("~"):
             user = text.split("/")[0]
             raise UserError(f"{key} = {text!r}: there is no user {user}; by name, give ./{text}")
-        if (kind := special(expanded)) and not expanded.startswith(_DESCRIPTORS):
-            raise UserError(f"{key} = {text!r}: is {kind}; give a file or a folder")
         found = epath.Path(os.path.abspath(expanded))
         if len(os.fsencode(found)) > _LONGEST_PATH or len(found.parts) > _DEEPEST_PATH:
             raise UserError(
@@ -88,7 +94,7 @@ def cache_directory() -> epath.Path:
 
 def folder(key: str, text: epath.PathLike) -> epath.Path:
     """The path (see `path`) of a folder that is there or can be made; a UserError for a file."""
-    found = path(key, text)
+    found = _located(key, text)
     if not in_bucket(found):
         there = next(p for p in (found, *found.parents) if os.path.lexists(p))
         if not there.is_dir():

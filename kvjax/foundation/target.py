@@ -14,6 +14,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket
+from kvjax.foundation.files import special
 
 
 def check(out: str, names: Iterable[str], option: str = "--out") -> epath.Path:
@@ -35,7 +36,7 @@ def check_file(option: str, text: str) -> epath.Path:
     """Returns the file that an option names, links followed, after trying to make it.
 
     Raises:
-      UserError: it cannot be written, or is a folder or a device, which it would replace.
+      UserError: it cannot be written, or is a folder.
     """
     path = runtime.path(option, text)
     if not in_bucket(path):
@@ -48,11 +49,10 @@ def check_file(option: str, text: str) -> epath.Path:
 def try_files(given: str, path: epath.Path, names: Iterable[str]) -> None:
     """Raises a UserError unless these files can be written; leaves what is there as it is."""
     for name in names:
-        there = path / name
-        if os.path.isdir(there):
+        if os.path.isdir(path / name):
             raise UserError(f"{given}: {name} is a folder there: give another, or move it")
-        if os.path.exists(there) and not os.path.isfile(there):
-            raise UserError(f"{given}: {name} is no regular file: give another")
+        if kind := special(path / name):
+            raise UserError(f"{given}: {name} is {kind}: give another")
     new = _missing(path)
     last = next(one for one in (path, *path.parents) if one not in new)
     try:
@@ -118,7 +118,7 @@ def write(target: epath.Path, files: Mapping[str, bytes], option: str = "--out")
             written.replace(path)
     except Exception as error:  # clients of buckets raise types of their own
         raise UserError(
-            f"{option}: {target} cannot be written ({first_line(error)}). {_elsewhere(files)}"
+            f"{option}: {target} cannot be written ({first_line(error)}). {elsewhere(files)}"
         ) from error
     finally:
         for path in temporary.values():
@@ -126,7 +126,7 @@ def write(target: epath.Path, files: Mapping[str, bytes], option: str = "--out")
                 path.unlink(missing_ok=True)
 
 
-def _elsewhere(files: Mapping[str, bytes]) -> str:
+def elsewhere(files: Mapping[str, bytes]) -> str:
     """Writes files into a new temporary folder; returns a sentence that says where they are."""
     try:
         rescue = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-"))

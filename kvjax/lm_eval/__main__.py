@@ -106,14 +106,28 @@ def _run(options: argparse.Namespace, out: Output) -> None:
             bootstrap_iters=_RESAMPLED,
         )
     said = json_text.plain(_said(results, model, options))
-    out.table(*_table(results))
+    text = json.dumps(said, default=str, indent=1) + "\n"  # in ASCII: tasks may hold surrogates
+    try:
+        if options.out:
+            file = target_lib.check_file("--out", options.out)
+            target_lib.write(file.parent, {file.name: text.encode()})
+    finally:  # whether it could be written or not
+        _print(results, text, out, kept=bool(options.out))
     if options.out:
-        text = json.dumps(said, default=str, indent=1)  # in ASCII: tasks may hold surrogates
-        file = target_lib.check_file("--out", options.out)
-        target_lib.write(file.parent, {file.name: text.encode() + b"\n"})
         out.say(f"\nwritten: {options.out}", wrap=False)
     said.pop("samples", None)
     out.result(json.loads(json.dumps(said, default=str)))
+
+
+def _print(results: dict, text: str, out: Output, *, kept: bool) -> None:
+    """Prints the table; where that fails and nothing is kept, writes the results elsewhere."""
+    try:
+        out.table(*_table(results))
+    except OSError as error:
+        if kept or isinstance(error, BrokenPipeError):
+            raise
+        where = target_lib.elsewhere({"results.json": text.encode()})
+        raise UserError(f"the table cannot be printed ({error.strerror}). {where}") from error
 
 
 def _checked(options: argparse.Namespace) -> list[str]:

@@ -100,6 +100,7 @@ class Model(TemplateLM):
         return dict(
             workdir=str(self._found.workdir),
             step=self._found.step,
+            tokenizer=self.prompts.name,  # with the chat template
             dtype=self.generator.compute.dtype,
             max_length=self._max_length,
             calculator=calculator.MODES[0],  # of models that call it, in conversation

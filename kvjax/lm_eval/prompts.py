@@ -6,14 +6,15 @@ are read with their marks (see `kvjax.conversation.marked`) and no other text is
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import hashlib
+import json
 
 from kvjax.conversation import marked
 from kvjax.conversation import render
 from kvjax.conversation import specials
 from kvjax.conversation.template import Template
 from kvjax.foundation.errors import UserError
-from kvjax.workdir import dialogue
 from kvjax.workdir import origin
 from kvjax.workdir.trained import Found
 
@@ -27,8 +28,7 @@ class Prompts:
     def __init__(self, found: Found):
         self._tokenizer, self._marks = found.tokenizer, marked.of(found.tokenizer)
         self._bos = found.tokenizer.decode([found.tokenizer.bos_id])
-        self.template = _template(found)
-        self._files = found.token_files
+        self.template, self._files = _template(found), found.token_files
 
     @property
     def is_native(self) -> bool:
@@ -37,8 +37,8 @@ class Prompts:
 
     @property
     def name(self) -> str:
-        """A name for the tokenizer with the template: a digest of their contents."""
-        said = f"{self._tokenizer.to_json()}\0{self.template}"
+        """A name for the tokenizer with the template: a digest of what their prompts depend on."""
+        said = f"{self._tokenizer.to_json()}\0{self.template}\0{json.dumps(self._files)}"
         return f"kvjax-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
     def encode(self, text: str, *, opened: bool = True) -> list[int]:
@@ -76,9 +76,12 @@ class Prompts:
             raise UserError(no_template())
         if self.is_native:
             return _RENDERED + _native(messages, opens_answer)
-        template = Template(self._tokenizer, self.template, self._files)
         options = dict(add_generation_prompt=opens_answer, go_on=not opens_answer)
-        return _RENDERED + template.render(messages, **options)
+        return _RENDERED + self._published.render(messages, **options)
+
+    @functools.cached_property
+    def _published(self) -> Template:
+        return Template(self._tokenizer, self.template, self._files)
 
 
 def no_template() -> str:
@@ -99,7 +102,7 @@ def _template(found: Found) -> str | None:
     """The text of the template; a description where conversations are rendered without one."""
     if not specials.missing(found.tokenizer):
         return _NATIVE
-    return dialogue.template_of(found)
+    return found.template
 
 
 def _native(messages: Sequence[Mapping], opens_answer: bool) -> str:

@@ -329,6 +329,7 @@ class Run:
         In a job of several processes it ends the run: the others cannot know of it.
         """
         position = step * self.experiment.train.batch_size
+        self.checkpoints.check_workdir(step)  # whose records would be missed first
         self.writer.flush()
         try:
             self.checkpoints.save(step, state, position)

@@ -19,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 from kvjax import distributed
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
+from kvjax.foundation.files import Watched
 from kvjax.foundation.files import unused
 from kvjax.workdir import storage
 
@@ -41,6 +42,7 @@ class Checkpoints:
         self._keep = keep
         self._pending = None  # (step, response) of a save under way
         self._open()
+        self._workdir = Watched(directory.parent)
 
     def _open(self) -> None:
         policies = ocp.training
@@ -68,8 +70,11 @@ class Checkpoints:
     def save(self, step: int, state: Any, position: int) -> None:
         """Starts a save; returns once the arrays are copied off the devices.
 
-        Raises OSError if the save before this one failed (see `wait`).
+        Raises:
+          UserError: the workdir was moved or removed meanwhile: Orbax would make another one.
+          OSError: the save before this one failed (see `wait`).
         """
+        self.check_workdir(step)
         self.wait()
         if step in self.steps():
             return
@@ -78,6 +83,27 @@ class Checkpoints:
             response = self._checkpointer.save_checkpointables_async(step, items, force=True)
             self._pending = (step, response)
             response.on_complete(lambda _: self._complete.add(step))
+
+    def check_workdir(self, step: int) -> None:
+        """Raises a UserError if the workdir was moved or removed since it was opened.
+
+        Args:
+          step: of the state that is not saved then.
+        """
+        change, new = self._workdir.change()
+        if not change:
+            return
+        workdir = self.directory.parent
+        there = storage.steps(new / self.directory.name) if new else []
+        advice = (
+            f"--workdir={new} goes on from step {there[-1]}"
+            if there
+            else "begins anew: it has no checkpoint any more"
+        )
+        raise UserError(
+            f"{workdir} {change} while the run went on: stopped at step {step}, which was not "
+            f"saved. The same command {'with ' if there else ''}{advice}"
+        )
 
     def wait(self) -> None:
         """Waits for the save under way.
@@ -187,6 +213,7 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._checkpointer.close()
+        self._workdir.close()
 
 
 def check_step(path: epath.Path, state: dict) -> None:

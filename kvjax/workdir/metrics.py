@@ -9,6 +9,7 @@ import contextlib
 import errno
 import io
 import json
+import os
 import pathlib
 import tempfile
 import time
@@ -73,8 +74,15 @@ class MetricsWriter:
                 self._events.write(key, value, record["step"])
 
     def flush(self) -> None:
-        """Raises OSError for a local disk that is full; a bucket that fails is a warning."""
+        """Raises OSError for a local disk that is full, or a file that was moved or removed.
+
+        A bucket that fails is a warning.
+        """
         self._events.flush()
+        for name, file in self._files.items():
+            there = self._local / name
+            if not (there.exists() and os.path.samestat(there.stat(), os.fstat(file.fileno()))):
+                raise OSError(f"{there} was moved or removed while the run went on")
         if failure := self._copy():
             warn(
                 f"records were not copied to {self._remote}: {failure}; they are in {self._local}, "

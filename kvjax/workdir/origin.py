@@ -77,6 +77,16 @@ def context(workdir: epath.Path, row: int) -> int:
     return max(row, before)
 
 
+def chat_template(folder: epath.Path) -> str | None:
+    """The chat template that its model was published with, in Jinja; None: without.
+
+    Raises:
+      UserError: it is no text.
+    """
+    path = folder / CHAT_TEMPLATE
+    return text_of(path) if path.exists() else None
+
+
 def token_files(folder: epath.Path) -> dict[str, dict]:
     """Those of a folder that are there.
 

@@ -1,11 +1,12 @@
 """How checkpoints are stored: Orbax's format, with a checksum of every byte that loading uses.
 
-Importing this module changes two things in Orbax 0.12 that it has no option for. Every chunk of an
-array is a zstd frame with its checksum (XXH64 of the content, 32 bits kept), which whoever reads it
-verifies: the whole array or a part of it, on any mesh. (Orbax leaves it out, and has checksums of
-the index and of OCDBT's nodes only; a chunk may decode to other numbers.) And a failure is told
+Importing this module changes three things in Orbax 0.12 that it has no option for. Every chunk of
+an array is a zstd frame with its checksum (XXH64 of the content, 32 bits kept), which whoever reads
+it verifies: the whole array or a part of it, on any mesh. (Orbax leaves it out, and has checksums
+of the index and of OCDBT's nodes only; a chunk may decode to other numbers.) A failure is told
 once, by who asked: not in Orbax's log with every thread's traceback, nor by event loops that ended
-before their last read.
+before their last read. And time-outs are measured by a clock that nobody sets: by the wall clock,
+a save fails when that jumps.
 """
 
 import functools
@@ -14,6 +15,7 @@ import json
 import logging
 import re
 import sys
+import time
 import traceback
 import types
 import warnings
@@ -21,8 +23,12 @@ import warnings
 from etils import epath
 import jax
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.futures import future
+from orbax.checkpoint._src.futures import signaling_client
 from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.serialization import tensorstore_utils
+from orbax.checkpoint.experimental.v1._src.handlers import pytree_handler
+from orbax.checkpoint.experimental.v1._src.synchronization import compatibility
 import tensorstore
 
 from kvjax import distributed
@@ -58,6 +64,19 @@ def _with_checksums(describe):
 
 
 tensorstore_utils._build_zarr3_metadata = _with_checksums(tensorstore_utils._build_zarr3_metadata)
+
+
+class _SteadyTime(types.ModuleType):
+    """The module `time` with a `time()` that counts seconds since some moment and never jumps."""
+
+    time = staticmethod(time.monotonic)
+
+    def __getattr__(self, name: str):
+        return getattr(time, name)
+
+
+for _module in (compatibility, future, pytree_handler, signaling_client):
+    _module.time = _SteadyTime("time")  # which they subtract and compare
 
 
 def _is_told_elsewhere(record: logging.LogRecord) -> bool:

@@ -1,5 +1,6 @@
 """A trained model from its workdir."""
 
+import contextlib
 import dataclasses
 
 from etils import epath
@@ -8,6 +9,8 @@ import jax
 import ml_collections
 
 from kvjax import experiment as experiment_lib
+from kvjax.conversation import specials
+from kvjax.conversation.template import Template
 from kvjax.data import manifest
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.data.tokenizer import Tokenizer
@@ -31,9 +34,10 @@ class Found:
     workdir: epath.Path
     step: int
     experiment: experiment_lib.Experiment
-    tokenizer: Tokenizer  # with the ends that its model was published with
+    tokenizer: Tokenizer  # with the ends and control tokens that its model was published with
     context: int  # tokens that the model was trained on, in this run or before
     token_files: origin.TokenFiles
+    template: str | None  # of conversations, in Jinja
     folder: str = checkpoint.CHECKPOINTS  # in the workdir; or that of snapshots
 
     @property
@@ -107,6 +111,10 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:
     tokenizer = _tokenizer(workdir, experiment.model.vocab_size)
     token_files = origin.token_files(workdir)
     tokenizer.ends = origin.ends(token_files, tokenizer, experiment.model.vocab_size)
+    template = origin.chat_template(workdir)
+    if template is not None and specials.missing(tokenizer):
+        with contextlib.suppress(UserError):  # a template that is none: who talks by it is told
+            tokenizer = Template(tokenizer, template, token_files).tokenizer
     return Found(
         workdir,
         steps[-1] if step is None else step,
@@ -114,6 +122,7 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:
         tokenizer,
         context=origin.context(workdir, experiment.data.sequence_length),
         token_files=token_files,
+        template=template,
     )
 
 

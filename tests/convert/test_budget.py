@@ -12,12 +12,15 @@ from kvjax.attention import Attention
 from kvjax.attention import GroupedConfig
 from kvjax.convert import budget
 from kvjax.convert import layer as layer_lib
+from kvjax.convert import model as model_lib
 from kvjax.convert.budget import Choices
+from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import LowRankKV
 from kvjax.convert.methods import ThinKeys
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
+from tests.convert import comparison
 
 HALF = jnp.dtype("bfloat16")
 
@@ -127,3 +130,71 @@ def test_losses_are_what_a_conversion_loses(x64, randomise, method):
     lost = [np.mean(list(at(rank).convert(layer, moment).errors.values())) for rank in ranks]
     assert found == pytest.approx(lost, abs=1e-9)
     assert found[0] > 0.02 and found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("mode", ["joint", "per_head"])
+def test_a_split_costs_least_of_all_that_fit(mode):
+    """Against the errors of every conversion; keys that count much more or less get all or none."""
+    source = model_lib.open(str(comparison.PUBLISHED / "llama_tied_bias"))
+    method, layers = ThinKeys(rank=1, mode=mode, part="key_value"), range(2)
+    rng = np.random.default_rng(0)
+    moments = [(x := rng.standard_normal((40, 17))).T @ x / 40 for _ in layers]
+    limits = dict(multiple=1, dtype=HALF)
+    find = lambda size, w: budget.split(source, method, moments, w, budget=size, **limits)
+
+    def cost(found):
+        model = ConvertedModel(source, [found] * 2, moments)
+        for layer in layers:
+            model_lib.read_layer(model, layer, "attention")
+        return sum(sum(errors.values()) for errors in model.errors.values())
+
+    most = 8 if mode == "joint" else 4
+    ranks = range(1, most + 1)
+    every = [dataclasses.replace(method, rank=k, value_rank=v) for k in ranks for v in ranks]
+    costs = {(found.rank, found.value_rank): cost(found) for found in every}
+    size = 2 * 2 * (8 // most)  # bytes of a rank, of both layers
+    for total in range(2, 2 * most):
+        found = find(size * total, None)
+        value_rank = found.value_rank or most
+        assert found.rank + value_rank <= total
+        least = min(cost for pair, cost in costs.items() if sum(pair) <= total)
+        assert costs[found.rank, value_rank] == pytest.approx(least)
+    much, little = find(size * most, [1e9] * 2), find(size * most, [1e-9] * 2)
+    assert (much.rank, much.value_rank, little.rank, little.value_rank) == (
+        most - 1,
+        1,
+        1,
+        most - 1,
+    )
+    whole = find(size * (most + 1), [1e-9] * 2)
+    assert (whole.part, whole.rank) == ("key", 1)  # values as they are
+
+
+@pytest.mark.parametrize(
+    "name, rope", [("gpt2", False), ("llama_tied_bias", True), ("qwen3", True)]
+)
+def test_logit_variance(name, rope):
+    """Against the logits of drawn inputs at any two positions."""
+    source, rng = model_lib.open(str(comparison.PUBLISHED / name)), np.random.default_rng(1)
+    mechanism = source.transformer.mechanisms[0]
+    layer = layer_lib.read(model_lib.read_layer(source, 0, "attention"), mechanism, rope=rope)
+    x, y = rng.standard_normal((2, 4000, 16))
+    one = np.ones((4000, 1))[:, : layer.query_ENH.shape[0] - 16]
+    x, y = np.concatenate([x, one], axis=1), np.concatenate([y, one], axis=1)
+    key_KH = np.einsum("BE,EKH->BKH", x, layer.key_EKH)
+    query_NH = np.einsum("BE,ENH->BNH", y, layer.query_ENH)
+    H = mechanism.key_dim
+    if mechanism.qk_norm != "none":
+        of = lambda z, gain: gain * z / np.sqrt(np.mean(z**2, axis=-1, keepdims=True))
+        key_KH, query_NH = (
+            of(key_KH, layer.gains["key_norm"]),
+            of(query_NH, layer.gains["query_norm"]),
+        )
+    if rope:
+        turn = np.exp(1j * rng.uniform(0, 2 * np.pi, (4000, 1, H // 2)))
+        pairs = (key_KH[..., : H // 2] + 1j * key_KH[..., H // 2 :]) * turn
+        key_KH = np.concatenate([pairs.real, pairs.imag], axis=-1)
+    key_NH = np.repeat(key_KH, query_NH.shape[1] // key_KH.shape[1], axis=1)
+    logits = np.sum(query_NH * key_NH, axis=-1) * mechanism.scale
+    moment = x.T @ x / len(x) / 2 + y.T @ y / len(y) / 2
+    assert layer_lib.logit_variance(layer, moment) == pytest.approx(np.mean(logits**2), rel=0.15)

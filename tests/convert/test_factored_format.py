@@ -106,7 +106,7 @@ def test_a_flipped_bit_is_refused_or_harmless(tmp_path, capsys, flips):
     before = model_lib.open(str(out))
     parts = ("tokenizer_json", "chat_template", "token_files", "transformer", "context")
     files = sorted(path for path in out.iterdir() if path.name != "README.md")
-    assert {"digests.json", "chat_template.jinja"} < {path.name for path in files}
+    assert "chat_template.jinja" in {path.name for path in files}
     refused = 0
     for file in damage.flips(files, flips):
         try:

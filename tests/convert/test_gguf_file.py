@@ -49,7 +49,16 @@ def permuted(array, heads):
     return split.swapaxes(1, 2).reshape(array.shape)
 
 
-def write(path, folder, architecture, *, rows=300, quantise=None, edit=lambda writer, t: None):
+def write(
+    path,
+    folder,
+    architecture,
+    *,
+    rows=300,
+    quantise=None,
+    template="{{ messages }}",
+    edit=lambda writer, t: None,
+):
     """A folder of Hugging Face's as a GGUF file, its vocabulary made longer; returns the tensors.
 
     Args:
@@ -85,7 +94,7 @@ def write(path, folder, architecture, *, rows=300, quantise=None, edit=lambda wr
     writer.add_token_types([kind for _, kind in tokens])
     writer.add_token_merges(["a b", "1 2"])
     writer.add_bos_token_id(0)
-    writer.add_chat_template("{{ messages }}")
+    writer.add_chat_template(template)
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, layers)
     written = {}
@@ -334,6 +343,7 @@ def without(name):
         ),
         (scaling({"attn_factor": 0.5}), "llama.rope.scaling.attn_factor = 0.5: kvjax has models"),
         (scaling({"yarn_ext_factor": 1.0}), "yarn_ext_factor = 1.0: not known here, and may cha"),
+        (text("general.type", "adapter"), "is an adapter (LoRA), which changes another model"),
         (key("llama.expert_count", 8), "llama.expert_count = 8: not known here, and may change"),
         (key("split.count", 3), "split.count = 3: merge the parts first"),
         (without("blk.1.attn_q.weight"), "lacks tensors that its config describes: blk.1.attn_q.w"),

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from kvjax.convert import calibration
+from kvjax.convert import layerwise
 from kvjax.convert import model as model_lib
 from kvjax.convert import perplexity
 from kvjax.layers import rope
 from kvjax.model import decoder
 from kvjax.model.loss import token_losses
+from tests.convert import comparison
 from tests.convert import workdirs
 
 
@@ -47,3 +49,43 @@ def test_moments_are_those_of_the_models_inputs(imported):
         x = layer(x, positions, causal=True, window=c.window, compute=workdirs.F32)
     for got, wanted in zip(calibration.moments(source, rows), seen, strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_sensitivities_are_what_errors_of_logits_and_values_do():
+    """Against outputs under drawn errors, layer by layer: those of one token independent of
+    another's, of values as large as a share of their energy."""
+    source, rng = (
+        model_lib.open(str(comparison.PUBLISHED / "mistral_window")),
+        np.random.default_rng(0),
+    )
+    rows = rng.integers(0, 38, (2, 11))
+    measured = []
+
+    def see(attention, h_BTD, positions, mask):
+        q_BTNH, raw = attention.mechanism.project(h_BTD, positions)
+        k_BSKH, v_BSKH = attention.mechanism.keys_values(raw, positions)
+        G = q_BTNH.shape[2] // k_BSKH.shape[2]
+        k_BSNH, v_BSNH = jnp.repeat(k_BSKH, G, axis=2), jnp.repeat(v_BSKH, G, axis=2)
+        return [q_BTNH, k_BSNH, jnp.einsum("BSNH,NHD->BSND", v_BSNH, attention.out[...])]
+
+    for ((q, k, v),) in layerwise.Pass(source, rows).layers(see):
+        q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+        T = q.shape[1]
+        seen = np.tri(T, dtype=bool) & ~np.tri(T, k=-5, dtype=bool)
+        logits = np.where(seen, np.einsum("BTNH,BSNH->BNTS", q, k) * q.shape[-1] ** -0.5, -np.inf)
+
+        def outputs(logits, v):
+            p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            return np.einsum("BNTS,BSND->BNTD", p / p.sum(axis=-1, keepdims=True), v)
+
+        size, there = 1e-3, outputs(logits, v)
+        energy_N = np.mean(np.sum(v**2, axis=-1), axis=(0, 1))
+        of_keys = of_values = 0.0
+        for _ in range(300):
+            errors = size * rng.standard_normal(logits.shape)
+            of_keys += np.sum((outputs(logits + errors, v) - there) ** 2)
+            drawn = rng.standard_normal(v.shape) / v.shape[-1] ** 0.5
+            changed = v + size * energy_N[:, None] ** 0.5 * drawn
+            of_values += np.sum((outputs(logits, changed) - there) ** 2)
+        measured.append(of_keys / of_values)
+    np.testing.assert_allclose(calibration.sensitivities(source, rows), measured, rtol=0.1)

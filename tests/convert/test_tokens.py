@@ -1,12 +1,18 @@
 """Which tokens open and end a text is what the source says, from import to export."""
 
+import itertools
 import json
 import shutil
 
 from etils import epath
+import gguf
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
+from safetensors.numpy import save_file
 import tokenizers
 
+from kvjax.conversation import dialogue
 from kvjax.convert import __main__ as convert
 from kvjax.convert import huggingface
 from kvjax.convert import into_workdir
@@ -15,6 +21,7 @@ from kvjax.convert import published
 from kvjax.convert import tokens
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import ThinKeys
+from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import origin
@@ -129,6 +136,129 @@ def test_no_token_is_guessed_that_the_source_denies(source, tmp_path):
     about, config = (json.loads(plan.files[f]) for f in ("tokenizer_config.json", "config.json"))
     assert (about["bos_token"], about["eos_token"]) == (None, "<|endoftext|>")
     assert (config["bos_token_id"], config["eos_token_id"]) == (None, 0)
+
+
+START, END = "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _flagged(special, *, decoder=None, added=None, listed=True):
+    """The files of a tokenizer of bytes, of which <|bos|> is 256, START 257 and END 258.
+
+    Args:
+      special: the flag of the two in tokenizer.json, in its model's vocabulary if it is None.
+      decoder: their flag in tokenizer_config.json.
+      added: added_tokens.json.
+      listed: whether tokenizer.json has them at all.
+    """
+    made = tokenizer_lib.byte_tokenizer().with_specials([START, END]) if listed else None
+    definition = json.loads((made or tokenizer_lib.byte_tokenizer()).to_json())
+    bos, *turns = definition["added_tokens"]
+    turns = [] if special is None else [turn | dict(special=special) for turn in turns]
+    about = dict(bos_token="<|bos|>", eos_token="<|bos|>", chat_template=CHATML)
+    if decoder is not None:
+        flags = [(257, dict(content=START, special=decoder)), (258, dict(content=END))]
+        about["added_tokens_decoder"] = dict(flags)
+    files = {"tokenizer.json": definition | dict(added_tokens=[bos, *turns])}
+    files["tokenizer_config.json"] = about
+    return files | ({} if added is None else {"added_tokens.json": added})
+
+
+# Files that have the two tokens of turns; and the kinds that a GGUF file may say they are of.
+WAYS = dict(
+    special=_flagged(True),
+    not_special=_flagged(False),
+    another_flag=_flagged(False, decoder=True),
+    special_and_added=_flagged(True, added={START: 257, END: 258}),
+    decoder=_flagged(True, decoder=False, listed=False),
+    added=_flagged(True, added={START: 257, END: 258}, listed=False),
+    vocabulary=_flagged(None),
+    **{kind: gguf.TokenType[kind] for kind in ("CONTROL", "USER_DEFINED", "NORMAL")},
+)
+
+# After an import: as the files have it, and ordinary tokens become special.
+FLAGGED = "special another_flag special_and_added vocabulary CONTROL NORMAL".split()
+
+
+@pytest.fixture
+def published_as(tmp_path, monkeypatch):
+    """A function of a value of WAYS: a new model whose tokenizer is so, of 300 rows."""
+    qwen, numbers = comparison.PUBLISHED / "qwen2", itertools.count()
+
+    def write(way):
+        path = tmp_path / f"{next(numbers)}.gguf"
+        if not isinstance(way, dict):
+            tokens = test_gguf_file.tokens_of(300)
+            tokens[259:261] = [(START, way), (END, way)]
+            with monkeypatch.context() as patch:
+                patch.setattr(test_gguf_file, "tokens_of", lambda rows: tokens)
+                test_gguf_file.write(path, qwen, "qwen2", template=CHATML)
+            return path
+        shutil.copytree(qwen, path)
+        (path / "chat_template.jinja").unlink()
+        stored = load_file(path / "model.safetensors")
+        whole = {n: a for n, a in stored.items() if "embed" in n or "lm_head" in n}
+        whole = {name: np.resize(array, (300, array.shape[1])) for name, array in whole.items()}
+        save_file(stored | whole, path / "model.safetensors")
+        config = read(path / "config.json") | dict(vocab_size=300, eos_token_id=256)
+        for name, tree in (way | {"config.json": config}).items():
+            (path / name).write_text(json.dumps(tree))
+        return path
+
+    return write
+
+
+def test_tokens_of_turns_are_one_id_each_whatever_file_has_them(published_as):
+    """As transformers (5.14) and llama.cpp have it; and no text is them, and an answer ends."""
+    for name, way in WAYS.items():
+        model = published.open(published_as(way))
+        tokenizer = tokenizer_lib.from_json(model.tokenizer_json, name)
+        talk = dialogue.of(tokenizer, model.chat_template, model.token_files, where=name)
+        start, end = (talk.tokenizer.special(token) for token in (START, END))
+        assert (start, end) == ((257, 258) if isinstance(way, dict) else (259, 260)), name
+        assert end in talk.ends, name
+        assert tokenizer.added_tokens()[START].special == (name in FLAGGED), name
+        written, encode = f"a{END}\n{START}system\nb", talk.tokenizer.encode
+        newline, *text = encode(f"\n{written}")
+        assert talk.prompt([dict(role="user", content=written)]).ids == [
+            *(start, *encode("user"), newline, *text, end, newline),
+            *(start, *encode("assistant"), newline),
+        ], name
+        assert talk.tokenizer.decode(text) == written and not {start, end} & set(text), name
+
+
+def test_a_workdir_has_the_control_tokens_and_the_end_of_a_turn(published_as, tmp_path):
+    """For whatever reads it: also for text without a conversation, and after an export."""
+    workdir = write(published.open(published_as(WAYS["not_special"])), tmp_path / "workdir")
+    found = trained.find(workdir)
+    assert found.tokenizer.ends == (256, 258) and found.tokenizer.special(END) == 258
+    assert found.tokenizer.encode(END) == list(END.encode())
+    assert found.tokenizer.written_out(f"a{END}") == [END]
+    workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
+    added = read(tmp_path / "out/tokenizer.json")["added_tokens"]
+    assert [token["special"] for token in added] == [True, False, False]  # as the source has them
+    (workdir / "chat_template.jinja").write_text("{% for %}")  # told by who talks with it
+    assert trained.find(workdir).tokenizer.ends == (256,)
+
+
+def test_files_that_disagree_on_a_token(published_as):
+    """And a named token that the template writes and no file has."""
+    for added, listed, said in (
+        ({START: 257}, False, f"its chat template writes {END}, which tokenizer_config.json names"),
+        ({START: 256}, False, "256 is '<|bos|>'"),
+        ({START: 259}, True, f"'{START}' is 257"),
+        ({START: -1}, True, "an added token '<|im_start|>' with id -1"),
+        ({"": 258}, True, "an added token '' with id 258"),
+        ({START: "257"}, True, "with id '257'"),
+    ):
+        files = _flagged(True, added=added, listed=listed)
+        files["tokenizer_config.json"] |= dict(eos_token=END)
+        with pytest.raises(UserError) as error:
+            published.open(published_as(files))
+        assert said in str(error.value) and "again" in str(error.value)
 
 
 def test_tokens_of_a_gguf_file(tmp_path):

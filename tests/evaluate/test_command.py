@@ -1,16 +1,21 @@
 """The command from options to summary.json, and what can be wrong with it."""
 
 import csv
+import datetime
 import json
 import shutil
+import types
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.decoding.answers import Answer
 from kvjax.evaluate import __main__ as evaluate
 from kvjax.evaluate import evaluation
+from kvjax.evaluate import summary
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
@@ -157,6 +162,110 @@ def test_rows_of_another_checkpoint_are_refused(run, workdir, tmp_path):
     shutil.copytree(workdir / "evaluations", tmp_path / "other" / "evaluations")
     status, _, err = run("--tasks=mmlu", workdir=other)
     assert status == 2 and "rows of mmlu are there with checkpoint" in err
+
+
+class _Equal:
+    """A model to which everything is the same."""
+
+    batch = 4
+
+    def __init__(self, generator, tokenizer, dialogue, *, batch):
+        self.tokenizer, self.dialogue, self.positions = tokenizer, dialogue, None
+
+    def choices(self, prompts, candidates):
+        return [np.zeros(len(each)) for each in candidates]
+
+    def answers(self, prompts, **options):
+        return [Answer() for _ in prompts]
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<|u|>{{ m.content }}<|e|>{% endfor %}"
+DATED = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+TOKENS = dict(bos_token="<|bos|>", eos_token="<|bos|>")
+
+
+@pytest.fixture
+def templated(run, monkeypatch, tmp_path):
+    """A function as `run` of a model with a chat template, which answers at once; its workdir."""
+    tokenizer = tokenizer_lib.byte_tokenizer().with_specials(["<|u|>", "<|e|>"])
+    made = workdirs.write(tmp_path / "templated", tokenizer=tokenizer, template=TEMPLATE)
+    (made / "tokenizer_config.json").write_text(json.dumps(TOKENS))
+    monkeypatch.setattr(
+        evaluate.trained, "load", lambda *a, **k: types.SimpleNamespace(model=0, compute=0)
+    )
+    monkeypatch.setattr(evaluate, "Generator", lambda *given: None)
+    monkeypatch.setattr(evaluate, "Served", _Equal)
+    return lambda *given: run(*given, workdir=made), made
+
+
+def _forget(folder, *keys):
+    """Takes keys out of what is said of rows, as earlier versions left them out."""
+    for path in folder.glob("*.json"):
+        said = json.loads(path.read_text())
+        path.write_text(json.dumps({key: said[key] for key in said.keys() - set(keys)}))
+
+
+def test_rows_of_what_changes_a_prompt_or_an_answer_are_refused(templated):
+    """The template, the tokens it is given, where answers end; of rows from before, by prompts."""
+    run, made = templated
+    rows, template, tokens = (
+        made / "evaluations/0",
+        made / "chat_template.jinja",
+        made / "tokenizer_config.json",
+    )
+    run_all = lambda *given: run("--tasks=mmlu,gsm8k", "--json", *given)
+    assert run_all("--limit=2")[0] == 0
+    kept = {path: path.read_text() for path in rows.iterdir()}
+    new = ("template", "day", "ends", "calculator")
+
+    def refused(path, text, said, *forgotten):
+        before = path.read_text()
+        path.write_text(text)
+        _forget(rows, *forgotten)
+        status, _, err = run_all()
+        assert status == 2 and said in err, err
+        path.write_text(before)
+        for path, text in kept.items():
+            path.write_text(text)
+
+    other = TEMPLATE.replace("<|u|>", "<|u|> ")
+    refused(template, other, "rows of mmlu are there with template = '")
+    refused(template, other, "row 0 of mmlu was asked with a prompt of digest", *new)
+    refused(tokens, json.dumps(TOKENS | dict(bos_token="")), "rows of mmlu are there with template")
+    ended = json.dumps(TOKENS | dict(eos_token="<|u|>"))
+    refused(
+        tokens, ended, "rows of gsm8k are there with ends = [256, 258], and now it is [256, 257"
+    )
+    # From before, when the template's own end was none: answers went on.
+    refused(tokens, json.dumps(TOKENS), "rows of gsm8k are there with ends = [256], and now", *new)
+    _forget(rows, *new)
+    status, out, err = run("--tasks=mmlu", "--json")
+    assert status == 0 and json.loads(out)["tasks"]["mmlu"]["rows"] == 5, err
+
+
+def test_tasks_that_another_template_asked_are_in_no_mean_with_these():
+    done = dict(rows=1, of=2, right=1)
+    tasks = dict(mmlu=done | dict(template="a"), gsm8k=done | dict(template="b"), core_x=done)
+    for template, kept in {"b": ["gsm8k", "core_x"], "": list(tasks)}.items():
+        about = dict(model={}, data={}, options=dict(template=template))
+        assert list(summary.of({}, [], about, dict(model={}, tasks=tasks))["tasks"]) == kept
+
+
+def test_prompts_keep_the_day_of_the_first_rows(templated, monkeypatch):
+    """A template that writes the day, as Llama 3.2's, is told the same one when rows go on."""
+    run, made = templated
+    (made / "chat_template.jinja").write_text(DATED)
+    with monkeypatch.context() as patch:
+        day = types.SimpleNamespace(today=lambda: datetime.date(2024, 7, 26))
+        patch.setattr(evaluate, "datetime", types.SimpleNamespace(date=day))
+        assert run("--tasks=mmlu", "--limit=2")[0] == 0
+    status, out, err = run("--tasks=mmlu,arc_easy", "--json")
+    assert status == 0 and json.loads(out)["tasks"]["mmlu"]["rows"] == 5, err
+    days = [
+        json.loads((made / f"evaluations/0/{n}.json").read_text())["day"]
+        for n in ("mmlu", "arc_easy")
+    ]
+    assert days == ["2024-07-26"] * 2
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def _model(positions=None, limit=1 << 20):
 def test_a_prompt_longer_than_the_positions_is_named():
     plan = _plan("mmlu", [SHORT, LONG])
     size = len(DIALOGUE.prompt([dict(role="user", content=multiple_choice(LONG))]).ids)
-    assert evaluation.check(_model(size), plan, 10_000) == []
+    assert evaluation.check(_model(size), plan, 10_000).warnings == []
     said = f"rows.jsonl, line 2: {size} tokens; the model's positions end after {size - 1}"
     with pytest.raises(UserError, match=said):
         evaluation.check(_model(size - 1), plan, 10_000)
@@ -43,14 +43,14 @@ def test_a_prompt_longer_than_the_positions_is_named():
 def test_an_answer_needs_positions_too():
     plan = _plan("gsm8k", [Sum("How many?", "#### 1")], asked=Asked(num_tokens=100))
     size = len(DIALOGUE.prompt([dict(role="user", content="How many?")]).ids)
-    assert evaluation.check(_model(size + 99), plan, 10_000) == []
+    assert evaluation.check(_model(size + 99), plan, 10_000).warnings == []
     with pytest.raises(UserError, match=f"{size} tokens and 100 to generate.*--num_tokens"):
         evaluation.check(_model(size + 98), plan, 10_000)
 
 
 def test_what_is_cut_or_goes_past_the_context_is_counted():
     plan = _plan("mmlu", [SHORT, LONG, LONG])
-    beyond, cut = evaluation.check(_model(limit=200), plan, 150)
+    beyond, cut = evaluation.check(_model(limit=200), plan, 150).warnings
     assert beyond == (
         "mmlu: 2 of 3 prompts may go past the 150 tokens that the model was trained on"
     )

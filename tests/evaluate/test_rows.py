@@ -99,15 +99,33 @@ def test_rows_of_another_model_are_refused(folder, opened):
     opened(folder, "gsm8k", IDENTITY | dict(checkpoint="c"), (0, 1))  # another task's are its own
 
 
-@pytest.mark.parametrize(
-    "line", ["[]", "{", '{"index": "0", "right": true}', '{"right": true}', '{"index": 1}']
-)
-def test_a_line_that_is_no_row_is_named(folder, opened, line):
+def test_keys_that_earlier_versions_did_not_write(folder, opened):
+    """They stand for what is said of them; keys that a task does not have are not compared."""
+    opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
+    now, unsaid = IDENTITY | dict(template="t"), dict(template="t", ends=[1])
+    assert opened(folder, "mmlu", now, (0, 1), unsaid).missing(2) == [1]
+    for given in (dict(), dict(template="other")):
+        with pytest.raises(UserError, match="template = .*, and now it is 't'"):
+            opened(folder, "mmlu", now, (0, 1), given)
+
+
+def test_rows_of_another_prompt_are_refused(folder, opened):
+    """Of those that are asked, and say by which prompt; another process's too."""
+    rows = opened(folder, "mmlu", IDENTITY, (0, 1))
+    rows.add([_row(0), _row(1) | dict(prompt="b"), _row(2) | dict(prompt="c")])
+    assert opened(folder, "mmlu", IDENTITY, (0, 1), {}, ["a", "b"]).missing(4) == [3]
+    with pytest.raises(UserError, match="row 1 of mmlu .* digest b, and now it is x: .*--out"):
+        opened(folder, "mmlu", IDENTITY, (0, 1), {}, ["a", "x"])
+
+
+def test_a_line_that_is_no_row_is_named(folder, opened):
     opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
     path = folder / "mmlu.jsonl"
-    path.write_text(path.read_text() + line + "\n" + json.dumps(_row(1)) + "\n")
-    with pytest.raises(UserError, match=r"mmlu.jsonl, line 2 is no row"):
-        opened(folder, "mmlu", IDENTITY, (0, 1))
+    good, more = path.read_text(), json.dumps(_row(1)) + "\n"
+    for line in ("[]", "{", '{"index": "0", "right": true}', '{"right": true}', '{"index": 1}'):
+        path.write_text(f"{good}{line}\n{more}")
+        with pytest.raises(UserError, match=r"mmlu.jsonl, line 2 is no row"):
+            opened(folder, "mmlu", IDENTITY, (0, 1))
 
 
 def test_what_others_wrote_meanwhile_is_seen(folder):

@@ -68,6 +68,21 @@ def test_no_such_file_says_what_there_is():
         load_config(LRKV.parent)
 
 
+def test_a_config_of_ours_is_found_from_any_folder_unless_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parser = command_line.Parser("A command.", config=True)
+    found = lambda name: parser.parse([f"--config={name}"]).config
+    for name in ("configs/lrkv_tiny.py", "./configs/ranks/../lrkv_tiny.py"):
+        assert found(name).resolve() == LRKV.resolve()
+    for name in ("lrkv_tiny.py", "other/lrkv_tiny.py", "configs/nothing.py"):
+        assert found(name) == pathlib.Path(name)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "lrkv_tiny.py").touch()
+    for name in ("configs/lrkv_tiny.py", "~/configs/lrkv_tiny.py"):
+        assert found(name).resolve() == tmp_path / "configs" / "lrkv_tiny.py"
+
+
 def test_what_is_said_of_a_value_names_the_option_it_was_given_as():
     options = argparse.Namespace(seed=-1)
     for said, told in (
@@ -96,6 +111,7 @@ def test_what_is_said_of_a_value_names_the_option_it_was_given_as():
             2,
             "kvjax: JAX_PLATFORMS=x: Unable to initialize backend 'x': y. JAX_PLATFORMS=cpu runs",
         ),
+        (type("PanicException", (BaseException,), {})("at 7\nmore"), 2, "native code: at 7. Is"),
         (KeyboardInterrupt(), 130, "kvjax: interrupted\n"),
         (BrokenPipeError(), 1, ""),
         (SystemExit(75), 75, ""),

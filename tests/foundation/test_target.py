@@ -31,8 +31,8 @@ def test_a_file_that_can_be_written(tmp_path):
     "given, said",
     [
         (".", "is a folder"),
-        ("/dev/null", "is no regular file"),
-        ("pipe", "is no regular file"),
+        ("/dev/null", "is a device"),
+        ("pipe", "is a pipe"),
         ("file/x", "must be a folder, and .*file is none"),
         ("x" * 300, "File name too long"),
         ("y" * 300 + "/x", "File name too long"),

@@ -6,6 +6,7 @@ import pathlib
 import random
 import re
 import shutil
+import time
 
 from etils import epath
 import jax
@@ -332,6 +333,57 @@ def test_checkpoints_without_checksums_still_load(saved, monkeypatch):
     (restored, position, step), steps = restore(saved)
     assert (step, position, steps) == (4, 40, [3, 4])
     jax.tree.map(np.testing.assert_array_equal, restored, state(4.0))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("move", "was moved to {top}/new while .*with --workdir={top}/new goes on from step 3$"),
+        ("move above", "was moved to {top}-new/run while .*={top}-new/run goes on from step 3$"),
+        ("replace", "was moved to {top}/new while .*={top}/new goes on from step 3$"),
+        ("remove", "was moved or removed while .*The same command begins anew"),
+        ("link elsewhere", "was moved to {top}/run while .*={top}/run goes on from step 3$"),
+    ],
+)
+def test_a_workdir_that_is_moved_or_removed_is_noticed(saved, tmp_path_factory, change, said):
+    """When the next checkpoint is due, and no folder is made in its place."""
+    top = pathlib.Path(tmp_path_factory.mktemp("top"))
+    workdir = top / "run"
+    shutil.copytree(saved, workdir)
+    if change == "link elsewhere":
+        (top / "link").symlink_to(workdir)
+        workdir = top / "link"
+    checkpoints = Checkpoints(epath.Path(workdir) / CHECKPOINTS, keep=2)
+    if change == "move above":
+        top.rename(f"{top}-new")
+    elif change == "remove":
+        shutil.rmtree(workdir)
+    elif change == "link elsewhere":
+        workdir.unlink()
+        workdir.symlink_to(saved)
+    else:
+        workdir.rename(top / "new")
+    if change == "replace":
+        workdir.mkdir()
+    before = sorted(top.rglob("*"))
+    with pytest.raises(UserError, match=said.format(top=top)) as told:
+        checkpoints.save(4, state(4.0), position=40)
+    assert str(told.value).startswith(f"{workdir} was moved")
+    assert "stopped at step 4, which was not saved" in str(told.value)
+    assert sorted(top.rglob("*")) == before
+    checkpoints.close()
+
+
+def test_a_save_outlives_a_wall_clock_that_jumps(saved, monkeypatch):
+    real, begun = time.time, time.monotonic()
+    jumps = lambda: real() + 10_000 * int((time.monotonic() - begun) / 0.01)
+    checkpoints = Checkpoints(saved / CHECKPOINTS, keep=2)
+    monkeypatch.setattr(time, "time", jumps)
+    for step in (4, 5, 6):
+        checkpoints.save(step, state(float(step)), position=10 * step)
+    checkpoints.close()
+    monkeypatch.undo()
+    assert restore(saved)[0][1:] == (60, 6)
 
 
 def test_last_words_about_a_bucket(saved, monkeypatch):

@@ -88,6 +88,20 @@ def test_a_flipped_bit_is_told_or_harmless(tmp_path):
         assert told or found == records, broken
 
 
+@pytest.mark.parametrize("name", [metrics.METRICS, metrics.TIMING])
+def test_a_file_that_is_moved_or_removed_is_noticed(tmp_path, name):
+    for change in ("move", "replace"):
+        (tmp_path / change).mkdir()
+        writer = metrics.MetricsWriter(epath.Path(tmp_path / change), resume_step=0)
+        writer.flush()
+        (tmp_path / change / name).rename(tmp_path / change / "moved")
+        if change == "replace":
+            (tmp_path / change / name).write_text("")
+        with pytest.raises(OSError, match=f"{name} was moved or removed while the run went on"):
+            writer.flush()
+        writer.close()
+
+
 def test_a_file_that_is_renamed_meanwhile_is_none(tmp_path):
     class Renamed:
         exists = staticmethod(lambda: True)

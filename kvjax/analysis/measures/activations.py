@@ -78,7 +78,7 @@ def layers(model: Model, rows_BT: np.ndarray, attend: Attend | None = None) -> I
     c, length = model.transformer.block, rows_BT.shape[1]
     run = layerwise.Pass(model, rows_BT, attention=_attention(attend))
     project = functools.cache(lambda mechanism: _projections(c, mechanism, length))
-    inputs = run.layers(lambda h_BTD: h_BTD)
+    inputs = run.layers(lambda attention, h_BTD, positions, mask: h_BTD)
     for i, (mechanism, seen) in enumerate(zip(model.transformer.mechanisms, inputs, strict=True)):
         read = model_lib.read_layer(model, i, "attention")
         weights = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), read)

@@ -46,7 +46,7 @@ DEVICES = (*datasheets.DEVICES, "cpu")
 RESULTS = checkout.RESULTS / "kernels"
 _LENGTHS = (1024, 4096, 16384, 65536, 131072)
 _BATCHES, _BATCHES_LENGTH = (1, 2, 4, 8, 16, 32, 64), 32_768
-_CPU_LENGTHS = (1024, 4096)  # a minute, and less than 1 GB
+_CPU_LENGTHS = (1024, 4096)
 _MECHANISMS = "mha,gqa,lrkv,lrkv_no_rope,mla"
 
 

@@ -22,6 +22,7 @@ from kvjax.analysis.reports.behaviour.results import DISTANCES
 from kvjax.analysis.reports.behaviour.results import Results
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
+from tests.analysis.reports import golden
 from tests.convert import workdirs
 
 LENGTH = 20
@@ -275,3 +276,8 @@ def test_bad_input(model):
     broken.weights[("embedding",)][TEXTS["one"][3]] = np.inf
     with pytest.raises(UserError, match="layer 0 of made: queries on the text are not finite"):
         report.section(broken, REQUEST)
+
+
+def test_all_that_it_says(measured, monkeypatch):
+    golden.note_drawings(monkeypatch)
+    golden.check(report._section(Results("made", measured)))

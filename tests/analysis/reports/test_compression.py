@@ -27,6 +27,7 @@ from kvjax.analysis.reports.compression import report as report
 from kvjax.analysis.reports.compression.results import Results
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
+from tests.analysis.reports import golden
 from tests.convert import workdirs
 
 LENGTHS = (16, 40)
@@ -568,3 +569,8 @@ def test_what_is_not_finite_is_named():
     model.weights["final_norm", "gain"][:] = np.nan
     with pytest.raises(UserError, match="losses of made on the text are not finite"):
         report.section(model, Request(dict(one=SHORT["one"]), (16,)))
+
+
+def test_all_that_it_says(measured, monkeypatch):
+    golden.note_drawings(monkeypatch)
+    golden.check(report._section(Results("made", REQUEST, measured)))

@@ -22,6 +22,7 @@ from kvjax.analysis.reports.logits.results import Results
 from kvjax.analysis.request import Request
 from kvjax.analysis.request import reference_length
 from kvjax.foundation.errors import UserError
+from tests.analysis.reports import golden
 from tests.convert import workdirs
 
 LENGTHS = (6, 20)
@@ -49,8 +50,8 @@ def measured(model):
 
 
 @pytest.fixture(scope="module")
-def section(model):
-    return report.section(model, REQUEST)
+def section(measured):
+    return report._section(Results("made", REQUEST, measured))
 
 
 @pytest.mark.slow
@@ -307,3 +308,8 @@ def test_what_is_not_finite_is_named():
     model.weights[("embedding",)][TEXTS["one"][3]] = np.inf
     with pytest.raises(UserError, match=r"layer 0 of made: queries on the text are not finite"):
         report.section(model, REQUEST)
+
+
+def test_all_that_it_says(measured, monkeypatch):
+    golden.note_drawings(monkeypatch)
+    golden.check(report._section(Results("made", REQUEST, measured)))

@@ -17,6 +17,7 @@ from kvjax.analysis.reports.projections import report as projections_report
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
 from tests import quick
+from tests.analysis.reports import golden
 from tests.convert import workdirs
 from tests.convert.workdirs import grouped
 
@@ -373,3 +374,14 @@ def test_a_model_without_numbers_is_refused():
         for report in REPORTS.values():
             with pytest.raises(UserError, match=f"layer 2 of {name}.*keys.* not finite"):
                 report.section(model, NOTHING)
+
+
+def test_all_that_they_say(monkeypatch):
+    """Of a model of LRKV, beside one of GQA, behind another step."""
+    golden.note_drawings(monkeypatch)
+    model = _made(grouped(2, 1, 3), 1)
+    request = Request(
+        {}, (), _made(grouped(2, 2), 2), [(10, _made(grouped(2, 1, 3), 3)), (20, model)]
+    )
+    for report in REPORTS.values():
+        golden.check(report.section(model, request))

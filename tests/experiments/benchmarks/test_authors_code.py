@@ -1,8 +1,10 @@
 """Modules of other authors: loaded without what they import, compared, at their commits."""
 
 import dataclasses
+import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -12,7 +14,10 @@ from experiments.benchmarks.authors import clones
 from experiments.benchmarks.authors import copying
 from experiments.benchmarks.authors import loading
 from experiments.benchmarks.authors.comparisons import ALL
+from kvjax.foundation.checkout import EXPERIMENTS
+from kvjax.foundation.checkout import RESULTS
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
 
 # A peer in NumPy: GQA with RoPE that turns backwards. It imports what is not there, in all the ways
 # in which the authors do.
@@ -143,3 +148,14 @@ def test_a_clone_must_be_there_at_its_commit_and_unchanged(tmp_path):
     (folder / ".git/HEAD").write_text("broken")
     with pytest.raises(UserError, match="git cannot read it"):
         here.check(folder)
+
+
+def test_the_page_has_the_table_of_the_result(capsys):
+    result = json.loads((RESULTS / "authors_code.json").read_text())
+    authors_code.show(result, Output(types.SimpleNamespace(json=False, markdown=True)))
+    page = (EXPERIMENTS / "reports/authors_code.md").read_text()
+    assert capsys.readouterr().out.strip() in page
+    now = [(c.peer, c.title, c.file, c.outcome, c.why) for c in ALL]
+    keys = ("peer", "title", "file", "outcome", "why")
+    assert [tuple(row[key] for key in keys) for row in result["results"]] == now
+    assert all(authors_code.outcome(row) == row["outcome"] for row in result["results"])

@@ -72,6 +72,7 @@ def small_smollm2(workdir, monkeypatch):
     monkeypatch.setattr(smollm2, "ROW_LENGTH", 16)
     monkeypatch.setattr(smollm2, "CALIBRATION_TOKENS", 64)
     monkeypatch.setattr(smollm2, "RANKS", (2,))
+    monkeypatch.setattr(smollm2, "SPLIT_RANKS", (2,))
     monkeypatch.setattr(smollm2, "RESIDUAL_RANKS", (2,))
     variants = dict(control=(), thin_r2=(ThinKeys(rank=2),), lrkv_r2=(LowRankKV(rank=2),))
     monkeypatch.setattr(smollm2, "TUNED", variants)
@@ -85,10 +86,12 @@ def test_ranks_of_smollm2(run, small_smollm2):
     status, _, err = run("--stage=smollm2_ranks", *small_smollm2)
     assert status == 0, err
     found = kept.named("smollm2/before")
-    assert len(found) == 14
+    assert len(found) == 15
     before = lambda name: found[f"smollm2/before/{name}"]
     assert before("key_per_head_outputs")["points"][0]["share"] < 1
     assert before("key_value_joint_weights")["points"][0]["share"] == 0.5
+    (split,) = before("key_value_split_outputs")["points"]
+    assert split["share"] <= 0.5 and sum(split["ranks"]) <= 8
     assert before("query_per_head_weights")["points"][0]["share"] == 1
     assert before("lrkv_weights")["points"][0]["lost"].keys() == {"key", "value"}
     assert before("original")["lost"] == {}

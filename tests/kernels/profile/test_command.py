@@ -257,7 +257,7 @@ def test_what_was_measured_is_told_before_the_table(nothing_measured, monkeypatc
     [
         ("--save", "run it in a checkout"),
         ("--plot=x.png", "needs matplotlib"),
-        ("--plot=/dev/null/x.png", "must be a folder, and /dev/null is none"),
+        ("--plot=/dev/null/x.png", "--plot = '/dev/null': "),
     ],
 )
 def test_what_could_not_be_written_ends_the_run_before_it_begins(

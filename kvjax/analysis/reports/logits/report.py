@@ -40,7 +40,10 @@ def section(model: Model, request: Request) -> Section:
     """
     at = sorted({reference_length(request.lengths), max(request.lengths)})
     measured = measurements.measure(model, request.texts, request.lengths, perplexity_at=at)
-    found = Results(model.name, request, measured)
+    return _section(Results(model.name, request, measured))
+
+
+def _section(found: Results) -> Section:
     return Section(
         name="logits",
         title="Spectra of logits",

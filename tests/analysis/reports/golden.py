@@ -1,0 +1,85 @@
+"""All that a report says against what it said before: prose, drawings, tables, data.
+
+A report that was meant to say something else: delete its file in tests/goldens/reports, and run its
+tests, which write it. Numbers may differ in the last digit that is shown.
+"""
+
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.analysis.page import draw
+from kvjax.analysis.page.section import Section
+
+FOLDER = pathlib.Path(__file__).parents[2] / "goldens" / "reports"
+_NUMBER = re.compile(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+def note_drawings(patch: pytest.MonkeyPatch) -> None:
+    """Has figures say what would be drawn in the place of drawings."""
+    for name in ("lines", "heatmaps"):
+        patch.setattr(draw, name, _drawn(name))
+
+
+def _drawn(name: str):
+    def note(*arguments, **options) -> str:
+        return "\n".join([f"draw.{name}", *_lines([*arguments, options])])
+
+    return note
+
+
+def check(section: Section) -> None:
+    """Compares a section, made while drawings are noted, with its file."""
+    file, found = FOLDER / f"{section.name}.txt", _said(section)
+    if not file.exists():
+        file.write_text("\n".join(found) + "\n", "utf-8")
+        pytest.fail(f"{file} is written: read it, and run this again")
+    expected = file.read_text("utf-8").splitlines()
+    plain = lambda lines: [_NUMBER.sub("#", line) for line in lines]
+    assert plain(found) == plain(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        pairs = _numbers(ours), _numbers(theirs)
+        np.testing.assert_allclose(*pairs, rtol=0.012, atol=0.0101, err_msg=theirs)
+
+
+def _numbers(line: str) -> list[float]:
+    return [float(x.replace(",", "").replace("−", "-")) for x in _NUMBER.findall(line)]
+
+
+def _lines(value) -> list[str]:
+    """By path in a tree of values: texts, and a line for all numbers there."""
+    texts, numbers = {}, {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda x: x is None):
+        keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+        where = " ".join(keys)
+        if leaf is None or isinstance(leaf, str):
+            texts.setdefault(where, []).append(str(leaf))
+        else:
+            numbers.setdefault(where, []).append(np.asarray(leaf, np.float64))
+    lines = [f"  {where}: {' | '.join(said)}" for where, said in texts.items()]
+    for where, found in numbers.items():
+        shapes = dict.fromkeys(str(x.shape) for x in found if x.ndim)
+        x = np.concatenate([x.ravel() for x in found])
+        finite = x[np.isfinite(x)]
+        weights = np.cos(np.arange(finite.size))  # tells one order from another
+        known = " ".join(f"{y:.3g}" for y in [*finite[:2], finite.sum(), finite @ weights])
+        lines.append(f"  {where}: {x.size - finite.size} of {x.size} {' '.join(shapes)} {known}")
+    return lines
+
+
+def _said(section: Section) -> list[str]:
+    lines = [section.name, section.title, section.lead]
+    for figure in section.figures:
+        text = figure.text
+        lines += ["", figure.title, figure.svg, figure.alternative]
+        lines += [text.shows, text.read, text.paper, *map(str, figure.curves)]
+    for table in section.tables:
+        text = table.text
+        lines += ["", table.title, " | ".join(column.name for column in table.columns)]
+        lines += [" | ".join(row) for row in table.shown()]
+        lines += [text.shows, text.read, text.paper]
+    lines += ["", "data", *_lines(section.data)]
+    return [line.rstrip() for line in "\n".join(lines).splitlines()]
