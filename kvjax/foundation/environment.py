@@ -16,6 +16,7 @@ from kvjax.foundation.errors import first_line
 
 _OF_JAX, _BACKENDS = "/jax/_src/", "/jax/_src/xla_bridge.py"
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\S*)")
+_EXTRAS = {"cuda": "cuda", "gpu": "cuda", "tpu": "tpu"}  # by platform
 _MOST_DEVICES = 4096
 _FATAL = re.compile(r"^[EF]\d{4} .*?\] (.*)$", re.MULTILINE)  # a line of XLA's log
 
@@ -31,8 +32,11 @@ def refused(error: BaseException) -> str | None:
                 return f"{name} = {value!r}: JAX does not take it ({text}); mend it or unset it"
     if "Unable to initialize backend" in text or any(file.endswith(_BACKENDS) for file in files):
         names = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
-        chosen = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
-        return f"{' '.join(chosen) or 'JAX'}: {text}. JAX_PLATFORMS=cpu runs on the CPU"
+        chosen = " ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+        said = f"{chosen or 'JAX'}: {text if str(error) else 'there is no such device'}"
+        extras = sorted({extra for kind, extra in _EXTRAS.items() if kind in chosen.lower()})
+        plugins = [f"pip install 'kvjax[{extra}]' installs what runs on it; " for extra in extras]
+        return f"{said}. {''.join(plugins)}JAX_PLATFORMS=cpu runs on the CPU"
     return None
 
 

@@ -18,6 +18,7 @@ BAD = [
     ("JAX_DEFAULT_DEVICE", "abacus", "JAX does not take it (jax.default_device must be"),
     ("JAX_DEFAULT_MATMUL_PRECISION", "some", "JAX does not take it (Invalid value"),
     ("JAX_PLATFORMS", "abacus", "Unable to initialize backend 'abacus'"),
+    ("JAX_PLATFORMS", "tpu", "pip install 'kvjax[tpu]'"),
     ("JAX_PLATFORM_NAME", "abacus", "Unknown backend abacus"),
     ("JAX_COMPILATION_CACHE_DIR", "/dev/null", "must be a folder"),
     ("XLA_FLAGS", "no_such_file", 'Could not open file "no_such_file"'),
