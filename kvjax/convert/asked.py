@@ -35,10 +35,10 @@ def settle(options: argparse.Namespace, default: Callable[[str], object]) -> Non
     """
     if options.method == "none" and options.cache is not None:
         options.method = "thin_keys"
-    _check(options, default)
     if options.method == "thin_keys":
         options.mode = options.mode or ("per_head" if options.rank is not None else "joint")
         options.part = options.part or ("key" if options.cache is None else "key_value")
+    _check(options, default)
 
 
 def splits(options: argparse.Namespace) -> bool:
