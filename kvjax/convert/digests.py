@@ -87,14 +87,14 @@ def check_download(path: epath.Path) -> None:
 def _of_download(path: pathlib.Path) -> tuple[str, pathlib.Path]:
     """The digest that a hub's client has left of a file, "" for none, and the file that says so."""
     real = pathlib.Path(os.path.realpath(path))
-    if real.parent.name == "blobs" and real.name != path.name:
-        return _digest(real.name), real
+    if real.parent.name == "blobs" and _digest(real.name):
+        return real.name, real
     for folder in path.parents:
         told = folder / _DOWNLOADS / path.relative_to(folder)
         told = told.with_name(f"{told.name}.metadata")
         if told.is_file():
             lines = told.read_text(errors="replace").splitlines()
-            return _digest(lines[1].strip() if len(lines) > 1 else ""), told
+            return _digest(lines[1].strip('" ') if len(lines) > 1 else ""), told
     return "", path
 
 

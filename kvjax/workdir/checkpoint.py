@@ -188,8 +188,12 @@ class Checkpoints:
         except Exception as raised:  # corrupted files raise many types
             error = storage.cannot_list(path) or raised
             reason, damaged = storage.reason(error), storage.is_damage(error)
+            asked = storage.shapes_of(abstract_state)
             with contextlib.suppress(Exception):  # of damage that goes as far
-                there, asked = storage.shapes(path / "state"), storage.shapes_of(abstract_state)
+                try:
+                    there = storage.shapes(path / "state")
+                except FileNotFoundError as missing:  # in plainer words than Orbax's
+                    there, reason = asked, str(missing) if damaged else reason
                 if damaged and there != asked:
                     return None, "", _other_model(path, there, asked)
             other = (
