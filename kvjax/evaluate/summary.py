@@ -109,9 +109,7 @@ def read(folder: epath.Path) -> dict:
         return {}
     try:
         advice = "the scores of tasks that are not asked now are left out of it"
-        return json_text.without_checksum(json_text.read_object(folder / SUMMARY, advice))
-    except ValueError as error:
-        warn(f"{folder / SUMMARY} is damaged ({error}): {advice}")
+        return json_text.read_record(folder / SUMMARY, advice)
     except UserError as error:
         warn(str(error))
     return {}

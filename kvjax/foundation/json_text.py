@@ -141,6 +141,18 @@ def without_checksum(record: dict) -> dict:
     return record
 
 
+def read_record(path: epath.Path, advice: str) -> dict:
+    """Returns the record of a file, of `with_checksum` or older; a UserError as of `read_object`.
+
+    Args:
+      advice: also of a record that is not what was written.
+    """
+    try:
+        return without_checksum(read_object(path, advice))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): {advice}") from error
+
+
 def _crc32(record: Mapping) -> int:
     try:
         return zlib.crc32(json.dumps(record).encode())
