@@ -162,7 +162,8 @@ def _chance(place: str, text: str | None) -> float:
     except ValueError:
         chance = math.nan
     if not 0 <= chance < 1:
-        raise DataError(f"{place}: {_BASELINE} = {text!r}: must be a number from 0 to below 100")
+        said = f"{place}: {_BASELINE} = {text!r:.80}"
+        raise DataError(f"{said}: must be a number from 0 to below 100")
     return chance
 
 
