@@ -77,7 +77,7 @@ def _latest(workdir: epath.Path) -> dict[str, float] | None:
     for step in sorted(steps, reverse=True):
         file = folder / str(step) / _SUMMARY
         if file.exists():
-            summary = json_text.read_object(file, _RESTORE)
+            summary = json_text.read_record(file, _RESTORE)
             try:
                 return {
                     m: float(read(summary)) for m, (_, read) in MEASURES.items() if m in summary
