@@ -22,6 +22,7 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.estimate import Estimate
+from tests.analysis.reports import golden
 from tests.compare.command import run
 
 STEPS = (25, 50, 75, 100)
@@ -369,6 +370,32 @@ def test_the_command_prints_and_writes(two, tmp_path, capfd):
     assert html.count('class="curves"') == 5 and 'data-series="1"' in html
     assert 'http-equiv="refresh"' not in html
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_that_a_comparison_says(tmp_path, capfd, monkeypatch):
+    """Of seeds as one curve, a lacking one, two lengths, other speeds, one that has not ended."""
+    folder = tmp_path / "runs"
+    for seed in range(3):
+        bpb = (4, 3 + seed / 50, 2.5, 2.2 + seed / 30)
+        write_run(folder / f"a{seed}", seed=seed, bpb=bpb, rate=900.0)
+        bpb = (4.5, 3.5, 2.9 - seed / 40, 2.4)
+        write_run(folder / f"b{seed}", seed=seed, config="mha_tiny", bpb=bpb, rate=2e5)
+    write_run(folder / "c", seed=1, config="mqa_tiny", bpb=(5, 4, 3.5, 3.25))
+    for seed in range(2):
+        how = dict(seed=seed, num_steps=50, steps=(25, 50), bpb=(3.5, 2.5 + seed / 20))
+        write_run(folder / f"d{seed}", **how)
+    write_run(folder / "z", seed=7, steps=(25,), bpb=(4,))
+    made = []
+    sections = report.sections
+    monkeypatch.setattr(report, "sections", lambda *found: made.append(sections(*found)) or made[0])
+    monkeypatch.setattr("kvjax.analysis.page.draw.picture", lambda panels: b"")
+    golden.note_drawings(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert run("runs", "--out=out", "--against=mha_tiny") == 0
+    printed, said = capfd.readouterr()
+    golden.check_text(re.sub(r"[\d.]+ MB", "some MB", printed + said), "compare/printed", 1e-3)
+    for section in made[0]:
+        golden.check(section, "compare", 1e-3)
 
 
 def test_compute_is_counted_in_two_ways(two, tmp_path, capfd):

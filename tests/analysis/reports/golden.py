@@ -1,7 +1,7 @@
 """All that a report says against what it said before: prose, drawings, tables, data.
 
-A report that was meant to say something else: delete its file in tests/goldens/reports, and run its
-tests, which write it. Numbers may differ in the last digit that is shown.
+A report that was meant to say something else: delete its file in tests/goldens, and run its tests,
+which write it. Numbers may differ in the last digit that is shown.
 """
 
 import pathlib
@@ -14,27 +14,31 @@ import pytest
 from kvjax.analysis.page import draw
 from kvjax.analysis.page.section import Section
 
-FOLDER = pathlib.Path(__file__).parents[2] / "goldens" / "reports"
+FOLDER = pathlib.Path(__file__).parents[2] / "goldens"
 _NUMBER = re.compile(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 def note_drawings(patch: pytest.MonkeyPatch) -> None:
     """Has figures say what would be drawn in the place of drawings."""
-    for name in ("lines", "heatmaps"):
-        patch.setattr(draw, name, _drawn(name))
+    patch.setattr(draw, "lines", _noted)
+    patch.setattr(draw, "heatmaps", _noted)
+    patch.setattr(draw, "live_lines", lambda **options: (_noted(**options), []))
 
 
-def _drawn(name: str):
-    def note(*arguments, **options) -> str:
-        return "\n".join([f"draw.{name}", *_lines([*arguments, options])])
-
-    return note
+def _noted(*arguments, **options) -> str:
+    return "\n".join(_lines([*arguments, options]))
 
 
-def check(section: Section) -> None:
+def check(section: Section, folder: str = "reports", rtol: float = 0.012) -> None:
     """Compares a section, made while drawings are noted, with its file."""
-    file, found = FOLDER / f"{section.name}.txt", _said(section)
+    check_text(_said(section), f"{folder}/{section.name}", rtol)
+
+
+def check_text(text: str, name: str, rtol: float) -> None:
+    """Compares a text with the file of a name, numbers to a tolerance."""
+    file, found = FOLDER / f"{name}.txt", [line.rstrip() for line in text.splitlines()]
     if not file.exists():
+        file.parent.mkdir(exist_ok=True)
         file.write_text("\n".join(found) + "\n", "utf-8")
         pytest.fail(f"{file} is written: read it, and run this again")
     expected = file.read_text("utf-8").splitlines()
@@ -42,7 +46,7 @@ def check(section: Section) -> None:
     assert plain(found) == plain(expected)
     for ours, theirs in zip(found, expected, strict=True):
         pairs = _numbers(ours), _numbers(theirs)
-        np.testing.assert_allclose(*pairs, rtol=0.012, atol=0.0101, err_msg=theirs)
+        np.testing.assert_allclose(*pairs, rtol=rtol, atol=rtol, err_msg=theirs)
 
 
 def _numbers(line: str) -> list[float]:
@@ -70,7 +74,7 @@ def _lines(value) -> list[str]:
     return lines
 
 
-def _said(section: Section) -> list[str]:
+def _said(section: Section) -> str:
     lines = [section.name, section.title, section.lead]
     for figure in section.figures:
         text = figure.text
@@ -81,5 +85,4 @@ def _said(section: Section) -> list[str]:
         lines += ["", table.title, " | ".join(column.name for column in table.columns)]
         lines += [" | ".join(row) for row in table.shown()]
         lines += [text.shows, text.read, text.paper]
-    lines += ["", "data", *_lines(section.data)]
-    return [line.rstrip() for line in "\n".join(lines).splitlines()]
+    return "\n".join([*lines, "", "data", *_lines(section.data)])

@@ -1,0 +1,137 @@
+"""What a run on conversations asks of its parent and its rows, before anything is trained."""
+
+import dataclasses
+import types
+
+from etils import epath
+import pytest
+
+from kvjax import distributed
+from kvjax import experiment as experiment_lib
+from kvjax.conversation import prepare
+from kvjax.data import loader
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data.tokenizer import CONVERSATION_SPECIALS
+from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.command_line import load_config
+from kvjax.foundation.errors import UserError
+from kvjax.training import conversations
+
+BYTES = tokenizer_lib.byte_tokenizer()
+TALKING = BYTES.with_specials(CONVERSATION_SPECIALS)
+
+
+@pytest.fixture
+def mid():
+    """A function of vocabulary and steps: a config of mid-training, and its experiment."""
+
+    def make(vocab_size=TALKING.vocab_size, num_steps=0, **data):
+        config = load_config(CONFIGS / "mid" / "lrkv_tiny.py")
+        config.data.update(vocab_size=vocab_size, **data)
+        config.train.update(num_steps=num_steps, batch_size=4, grad_accumulation=1)
+        config.train.parent = "runs/parent"
+        config.mixture.loss = "assistant"
+        return config, experiment_lib.resolve(config)
+
+    return make
+
+
+def _parent(model, rows=BYTES.vocab_size):
+    model = dataclasses.replace(model, vocab_size=rows)
+    return types.SimpleNamespace(
+        experiment=types.SimpleNamespace(model=model), tokenizer=BYTES, workdir=epath.Path("w")
+    )
+
+
+def test_a_parent_has_the_model_with_its_own_rows(mid):
+    """As many as it has, which the run may add to: for its tokenizer and the special tokens."""
+    _, experiment = mid()
+    model = experiment.model
+    before = conversations.before_growth(experiment, _parent(model))
+    assert before == dataclasses.replace(model, vocab_size=257)
+    texts = types.SimpleNamespace(mixture=None, model=model)
+    assert conversations.before_growth(texts, _parent(model)) is model
+    for size, rows, needed in ((264, 257, 265), (299, 300, 300)):
+        experiment = dataclasses.replace(
+            experiment, model=dataclasses.replace(model, vocab_size=size)
+        )
+        with pytest.raises(UserError, match=f"set --config.data.vocab_size={needed}, or more"):
+            conversations.before_growth(experiment, _parent(model, rows))
+    experiment = dataclasses.replace(experiment, model=dataclasses.replace(model, vocab_size=300))
+    assert conversations.before_growth(experiment, _parent(model, 300)).vocab_size == 300
+
+
+def test_one_pass_has_as_many_steps_as_rows_fill(mid):
+    config, experiment = mid()
+    dataset = types.SimpleNamespace(num_rows=dict(train=11).__getitem__)
+    found, grown = conversations.one_pass(config, experiment, dataset)
+    assert found.train.num_steps == grown.train.num_steps == 2 and found.is_locked
+    assert (config.train.num_steps, experiment.train.num_steps) == (0, 0)
+    assert dataclasses.replace(grown, train=experiment.train) == experiment
+    given, planned = mid(num_steps=7)
+    assert conversations.one_pass(given, planned, dataset) == (given, planned)
+    exactly = types.SimpleNamespace(num_rows=dict(train=4).__getitem__)
+    assert conversations.one_pass(config, experiment, exactly)[1].train.num_steps == 1
+    few = types.SimpleNamespace(num_rows=dict(train=3).__getitem__)
+    with pytest.raises(UserError, match="= 4: there are 3 rows .*--config.train.batch_size=3 or"):
+        conversations.one_pass(config, experiment, few)
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """The data set that is opened; `prepared` says by which tokenizers, and whether it is shown."""
+    found = types.SimpleNamespace(
+        path=epath.Path("rows"), digest="d", is_masked=True, vocab_size=265, prepared=[]
+    )
+
+    def prepared(mixture, data, tokenizer, *, shown):
+        found.prepared.append((tokenizer.vocabulary(), shown))
+        return found.path
+
+    monkeypatch.setattr(prepare, "prepare", prepared)
+    monkeypatch.setattr(loader, "open_dataset", lambda path: found if path == found.path else None)
+    return found
+
+
+def test_rows_are_made_with_the_parents_tokenizer_and_the_special_tokens(mid, rows, tmp_path):
+    _, experiment = mid()
+    assert experiment.is_masked
+    parent = _parent(experiment.model)
+    assert conversations.data_set(experiment, epath.Path("none"), parent) is rows
+    (tmp_path / "tokenizer.json").write_text(BYTES.to_json())
+    assert conversations.data_set(experiment, epath.Path(tmp_path), None) is rows
+    own = mid(tokenizer="byte")[1]
+    assert conversations.data_set(own, epath.Path("none"), None) is rows
+    assert rows.prepared == 3 * [(TALKING.vocabulary(), True)]
+
+
+def test_rows_that_the_run_cannot_read_are_refused(mid, rows):
+    _, experiment = mid()
+    ask = lambda e: conversations.data_set(e, epath.Path("none"), _parent(e.model))
+    rows.is_masked = False
+    with pytest.raises(UserError, match="its rows have no mask, and .* they must have a mask"):
+        ask(experiment)
+    rows.is_masked, rows.vocab_size = True, experiment.model.vocab_size + 1
+    with pytest.raises(UserError, match="vocab_size = 265: the tokenizer of rows has 266"):
+        ask(experiment)
+
+
+def test_of_several_processes_the_first_makes_the_rows(mid, rows, monkeypatch):
+    said = []
+    team = types.SimpleNamespace(
+        say=lambda word: said.append(f"says {word}"),
+        wait_for=lambda word, leader: said.append(f"waits {word} {leader}"),
+    )
+    monkeypatch.setattr(distributed, "count", lambda: 2)
+    monkeypatch.setattr(distributed, "check_same_rows", lambda *found: said.append(found[:2]))
+    monkeypatch.setattr(distributed, "Team", lambda name, root: said.append(name) or team)
+    _, experiment = mid()
+    for team.index, expected in (
+        (0, ["data", "says finished"]),
+        (1, ["data", "waits finished True"]),
+    ):
+        said.clear()
+        rows.prepared.clear()
+        conversations.data_set(experiment, epath.Path("none"), _parent(experiment.model))
+        assert said == [*expected, (rows.path, "d")]
+        assert [shown for _, shown in rows.prepared] == [True, False][team.index :]
