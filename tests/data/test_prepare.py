@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvjax.data import config as config_lib
+from kvjax.data import estimate
 from kvjax.data import folders
 from kvjax.data import loader
 from kvjax.data import manifest
@@ -28,6 +29,8 @@ from kvjax.data import source_kinds
 from kvjax.data import sources
 from kvjax.data import tokenized_part
 from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import vocabulary
+from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import DataError
@@ -352,16 +355,67 @@ def test_bucket_gets_every_file_and_the_manifest_last(
         loader.open_dataset(path)
 
 
-def test_command_prints_the_folder_or_one_line_of_what_is_wrong(small_config, small_dataset):
-    process = start(small_config)
-    stdout, _ = process.communicate()
-    assert process.returncode == 0
-    assert stdout.splitlines()[-1] == str(small_dataset.path)
-    process = start(dataclasses.replace(small_config, source="none.txt"))
-    stdout, stderr = process.communicate()
-    assert process.returncode == 2
-    assert stderr.splitlines()[-1].startswith("kvjax: --source = 'none.txt': matches no file")
-    assert "Traceback" not in stderr
+PLAN = [
+    ["parts", "9"],
+    ["sources", "3.00 GB"],
+    ["text", "2.50 GB"],
+    ["tokens", "750.0M"],
+    ["rate of a core", "2.5 MB/s"],
+    ["of it reading", "25 %"],
+    ["of it encoding", "50 %"],
+    ["of it writing", "25 %"],
+    ["processes", "4"],
+    ["time", "7 min"],
+]
+
+
+def test_the_command(small_config, small_dataset, small_texts, tmp_path, capsys, monkeypatch):
+    def command(config, *more):
+        arguments = [*config.command().split()[3:], *more]
+        return command_line.status(prepare.main, arguments), *capsys.readouterr()
+
+    folder = str(small_dataset.path)
+    status, out, err = command(small_config)
+    assert status == 0 and out.splitlines()[-1] == folder and not err
+    info = json.loads(out.rpartition("}\n")[0] + "}")
+    assert info["splits"] == small_dataset.info["splits"]
+    status, out, _ = command(small_config, "--json")
+    assert status == 0 and json.loads(out) == info | dict(folder=folder)
+    prepared = dataclasses.replace(small_config, source=f"prepared:{folder}")
+    for config in (small_config, prepared):
+        status, out, err = command(config, "--plan")
+        assert (status, out.split()[-1], err) == (0, folder, "") and "It is prepared:" in out
+        assert json.loads(command(config, "--plan", "--json")[1]) == dict(folder=folder)
+
+    broken = tmp_path / "broken.jsonl"
+    lines = [json.dumps({"text": text}) for text in small_texts]
+    broken.write_text("\n".join([*lines, "{", *lines]) + "\n")
+    config = dataclasses.replace(small_config, source=str(broken), directory=str(tmp_path / "out"))
+    found = estimate.Estimate(9, 3 * 10**9, 2.5e9, 7.5e8, 1.5e9, 300, 1e-7, 2e-7, 1e-7, 3e-8)
+    monkeypatch.setattr(estimate, "estimate", lambda corpus, workers: found)
+    monkeypatch.setattr(estimate, "_free", lambda folder: 5e9)
+    status, out, err = command(config, "--plan", "--skip_broken", "--workers=4")
+    assert status == 0
+    shown = (re.split(r"  +", line.strip()) for line in out.splitlines())
+    assert [row for row in shown if len(row) == 2 and "-" not in row[0]] == PLAN
+    assert "Tokens are counted with a vocabulary of 300." in out and "network" not in out
+    status, out, _ = command(config, "--plan", "--skip_broken", "--workers=4", "--json")
+    result = json.loads(out)
+    seconds = 0.03e-6 * vocabulary.TOKENIZER_CHARACTERS + 2.5e9 / 2.5e6 / 3  # of 9 parts at most 3
+    expected = dataclasses.asdict(found) | dict(workers=4, seconds=pytest.approx(seconds))
+    room = result.pop("room")
+    assert result.pop("folder").startswith(str(tmp_path / "out")) and result == expected
+    assert [(place["needed"], place["free"]) for place in room] == [(1.5e9, 5e9)]
+
+    status, _, err = command(config)
+    assert status == 2 and err.startswith("kvjax: ") and "broken.jsonl" in err
+    status, out, err = command(config, "--skip_broken")
+    assert status == 0 and "left out: " in err and "broken.jsonl" in err
+    for source, said in (("none.txt", "matches no file"), ("mixture", "names conversations")):
+        status, out, err = command(small_config, f"--source={source}")
+        assert (status, out) == (2, "") and f"kvjax: --source = {source!r}: {said}" in err
+    status, _, err = command(small_config, "--workers=-1")
+    assert status == 2 and "--workers=-1: must be at least 1" in err
 
 
 def test_prepared_data_need_no_source(small_config, small_dataset):

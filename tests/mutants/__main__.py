@@ -78,7 +78,7 @@ def _try(options) -> None:
                 content = _read(options.file)  # a reader may have judged others meanwhile
                 content["mutants"][index] |= found
                 _write(options.file, content)
-                said = found.get("noticed_by") or found.get("doubtful") or "nobody"
+                said = found.get("noticed_by", "nobody")
                 print(f"{index} {mutants[index]['file']}: {said}", flush=True)
 
 
