@@ -297,45 +297,30 @@ def test_long_context(name):
     assert f"Rows: {run.train.batch_size} of {length:,} tokens per step, {split}.\n" in doc
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("_tiny")])
-def test_tokens_per_step_are_the_scales(name):
-    tokens = 524_288 if name.startswith(MID) else TOKENS_PER_STEP[name.rpartition("_")[2]]
-    assert _resolve(name).tokens_per_step == tokens
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_resolves_and_is_locked(name):
-    config = _load(name).get_config()
-    assert config.name == name
-    assert experiment.resolve(config).name == name
-    assert config.is_locked
-    for key, section in config.items():
-        if isinstance(section, ml_collections.ConfigDict):
-            assert section.is_locked, key
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_key_is_declared(name):
-    """A key left to a dataclass's default could not be set on the command line."""
-    config, run = _load(name).get_config(), experiment.resolve(_load(name).get_config())
+def test_file(name):
+    """Its golden text; it is locked, and every key of it can be set on the command line."""
+    path, config = GOLDENS / f"{name}.txt", _load(name).get_config()
+    assert path.exists(), f"no golden text: run `python tests/test_configs.py --write`, add {path}"
+    assert configuration.to_text(config) == path.read_text(), (
+        f"{FILES[name].relative_to(ROOT)} no longer resolves to {path.relative_to(ROOT)}. If the "
+        "change is meant (it changes what the config trains, and every figure measured with it), "
+        "run `python tests/test_configs.py --write` and commit the difference; if not, undo it."
+    )
+    run = _resolve(name)
+    assert config.name == run.name == name
+    sections = [s for s in config.values() if isinstance(s, ml_collections.ConfigDict)]
+    assert config.is_locked and all(section.is_locked for section in sections)
     parts = dict(model=run.model.block, optimizer=run.optimizer, data=run.data, train=run.train)
     parts |= dict(compute=run.compute, mesh=run.mesh)
     parts |= {} if run.mixture is None else dict(mixture=run.mixture)
     for section, resolved in parts.items():
         assert set(config[section]) == set(vars(resolved)), section
     assert set(config.attention) - {"kind", "layer_ranks"} == set(vars(run.model.mechanisms[0]))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_golden_text(name):
-    path = GOLDENS / f"{name}.txt"
-    text = configuration.to_text(_load(name).get_config())
-    assert path.exists(), f"no golden text: run `python tests/test_configs.py --write`, add {path}"
-    assert text == path.read_text(), (
-        f"{FILES[name].relative_to(ROOT)} no longer resolves to {path.relative_to(ROOT)}. If the "
-        "change is meant (it changes what the config trains, and every figure measured with it), "
-        "run `python tests/test_configs.py --write` and commit the difference; if not, undo it."
-    )
+    if not name.endswith("_tiny"):
+        scale = name.rpartition("_")[2]
+        tokens = 524_288 if name.startswith(MID) else TOKENS_PER_STEP[scale]
+        assert run.tokens_per_step == tokens
 
 
 def test_no_golden_text_without_a_config():
