@@ -64,6 +64,8 @@ def test_commands_find_configs_and_name_the_extra_that_they_lack(tmp_path):
             (site / path.name).symlink_to(path)
     shutil.copytree(PACKAGE, site / "kvjax", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(CONFIGS, site / "kvjax" / "configs")
+    (site / "experiments").mkdir()  # another package's
+    (site / "experiments" / "foreign.py").write_text('if __name__ == "__main__": pass')
     (tmp_path / "published").symlink_to(PUBLISHED)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     run = subprocess.run(
@@ -74,6 +76,7 @@ def test_commands_find_configs_and_name_the_extra_that_they_lack(tmp_path):
         text=True,
         check=True,
     )
+    assert "foreign" not in run.stdout
     for (line, status, said), outcome in zip(LINES, run.stdout.splitlines(), strict=True):
         found, text = json.loads(outcome)
         assert (found, said in text, "Traceback" in text) == (status, True, False), (line, text)

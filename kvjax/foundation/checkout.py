@@ -12,5 +12,5 @@ PACKAGE = pathlib.Path(kvjax.__file__).parent
 ROOT = PACKAGE.parent
 CONFIGS = PACKAGE / "configs"  # of an installed package; a checkout has them beside it
 CONFIGS = CONFIGS if CONFIGS.is_dir() else ROOT / "configs"
-EXPERIMENTS = ROOT / "experiments"
+EXPERIMENTS = CONFIGS.parent / "experiments"  # beside them: site-packages may have another
 RESULTS = EXPERIMENTS / "results"
