@@ -192,7 +192,7 @@ def main(arguments: list[str]) -> None:
     info = {k: v for k, v in manifest.read(path).items() if k not in manifest.OF_FILES}
     if left_out := info.get("left_out"):
         for text in left_out["first"]:
-            warn(f"left out: {text}")
+            warn(f"left out: {config_lib.as_options(text)}")
     if options.json:
         Output(options).result(info | {"folder": os.fspath(path)})
     else:

@@ -206,7 +206,10 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
         return
     named = f"config.data.{key} = {getattr(config, key)!r}"
     if part == "all" or not any(True for s in _sources(config, key) for _ in s.pieces("all", 0.0)):
-        raise readers.SourceError(f"{named}: has no documents, everything it matches is empty")
+        raise readers.SourceError(
+            f"{named}: has no documents, everything it matches is empty (or null under "
+            f"{config.text_key!r})"
+        )
     change = "Raise" if split == "validation" else "Lower"
     raise readers.EmptySplitError(
         f"{named}: the {split} split is empty: no document fell into it with"
