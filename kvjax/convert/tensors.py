@@ -17,6 +17,7 @@ from kvjax.foundation import extras
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.files import special
 from kvjax.layers.weight import Axes
 
 SINGLE = "model.safetensors"
@@ -109,7 +110,8 @@ def _open_files(folder: epath.Path, names: list[str]) -> dict[str, Stored]:
     extras.require(os.fspath(folder), "safetensors")
     import safetensors
 
-    missing = [name for name in names if not (folder / name).exists()]
+    # who opens a pipe waits
+    missing = [n for n in names if special(folder / n) or not (folder / n).exists()]
     files, broken = {}, []
     for name in names:
         try:

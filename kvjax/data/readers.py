@@ -173,6 +173,12 @@ def open_file(path: epath.Path) -> BinaryIO:
         ) from error
 
 
+def read_bytes(path: epath.Path) -> bytes:
+    """Returns the bytes of a small file; a DataError as of `open_file`."""
+    with open_file(path) as file:
+        return file.read()
+
+
 def _blocks(path: epath.Path, start: int, stop: int | None) -> Iterator[bytes]:
     with open_file(path) as file:
         file.seek(start)

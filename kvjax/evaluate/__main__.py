@@ -136,7 +136,7 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
         }
         core, core_digest = [], ""
         if task_lib.CORE in names:
-            bundle = runtime.path("--data", options.data)
+            bundle = runtime.folder("--data", options.data)
             bundle = bundle / "eval_bundle" if (bundle / "eval_bundle").exists() else bundle
             core = core_tasks.read(bundle)
             core_digest = core_tasks.digest(bundle, core)

@@ -21,6 +21,7 @@ from typing import Any
 from etils import epath
 import numpy as np
 
+from kvjax.data import readers
 from kvjax.data import records
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate.letters import prompt_hash
@@ -97,7 +98,7 @@ def _entries(path: epath.Path) -> list[dict]:
 
     keys = {"label", "dataset_uri", "num_fewshot", "icl_task_type"}
     try:
-        found = yaml.safe_load(path.read_text())["icl_tasks"]
+        found = yaml.safe_load(readers.read_bytes(path))["icl_tasks"]
         if not isinstance(found, list) or not found:
             raise ValueError("icl_tasks must be a list of one task or more")
         for number, entry in enumerate(found, 1):
@@ -112,7 +113,7 @@ def _baselines(path: epath.Path) -> dict[str, tuple[str, str | None]]:
     """By task, its row of the file and what stands there as the accuracy of guessing, in %."""
     name, label = os.fspath(path), "Eval Task"
     try:
-        rows = csv.DictReader(io.StringIO(path.read_bytes().decode("utf-8-sig"), newline=""))
+        rows = csv.DictReader(io.StringIO(readers.read_bytes(path).decode("utf-8-sig"), newline=""))
         if not {label, _BASELINE} <= set(rows.fieldnames or ()):
             raise DataError(f'{name} must have columns "{label}" and "{_BASELINE}"')
         return {row[label]: (f"{name}, line {rows.line_num}", row[_BASELINE]) for row in rows}

@@ -94,7 +94,7 @@ def _given(task: Task, given: str) -> list[epath.Path]:
 
 
 def _found(task: Task, folder: str) -> list[epath.Path]:
-    root = runtime.path("--data", folder)
+    root = runtime.folder("--data", folder)
     for pattern in task.patterns:
         if files := _matching(root / pattern):
             return files

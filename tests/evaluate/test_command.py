@@ -290,6 +290,7 @@ def checked(run, monkeypatch):
         (["--file=mmlu"], "--file=mmlu: give TASK=PATH"),
         (["--file=mmlu=nowhere.jsonl"], "--file=mmlu = 'nowhere.jsonl': matches no file"),
         (["--file=mmlu=/dev/null"], "--file=mmlu = '/dev/null': is a device"),
+        (["--data=/dev/null"], "--data = '/dev/null': must be a folder"),
         (["--file=mmul=x"], "--file"),
         (["--batch=0"], "--batch = 0: must be at least 1"),
         (["--calculator=x"], "--calculator = 'x'"),
