@@ -68,20 +68,21 @@ def test_a_path_is_absolute_and_a_bucket_as_it_is(bucket, monkeypatch, tmp_path)
         runtime.path("--workdir", "gs://")
 
 
-@pytest.mark.parametrize("name", ["a\\b", "a\\", "\\"])
-def test_a_workdir_in_which_checkpoints_would_be_lost(monkeypatch, tmp_path, name):
+def test_workdirs_in_which_checkpoints_would_be_lost(monkeypatch, tmp_path):
     """Wherever a backslash stands: in the path, or in that of the folder a command runs in."""
-    (tmp_path / name).mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / name)
-    monkeypatch.chdir(tmp_path / name)
     monkeypatch.setitem(runtime.BUCKETS, "gs", ("json", ""))
-    for given in ("run", f"{tmp_path}/{name}", f"{tmp_path}/{name}/run", f"gs://bucket/{name}"):
-        with pytest.raises(UserError, match="^--workdir = .*backslash"):
-            runtime.workdir(given)
-    for given in (f"{tmp_path}/{name}/m", f"{tmp_path}/link/m"):
-        with pytest.raises(UserError, match="^--out = .*backslash"):
-            convert.main([f"--source={tmp_path}", f"--out={given}"])
-    assert runtime.workdir(tmp_path / "link" / "run")  # TensorStore follows it
+    for i, name in enumerate(["a\\b", "a\\", "\\"]):
+        folder, link = tmp_path / name, tmp_path / f"link-{i}"
+        folder.mkdir()
+        link.symlink_to(folder)
+        monkeypatch.chdir(folder)
+        for given in ("run", folder, folder / "run", f"gs://bucket/{name}"):
+            with pytest.raises(UserError, match="^--workdir = .*backslash"):
+                runtime.workdir(given)
+        for given in (folder / "m", link / "m"):
+            with pytest.raises(UserError, match="^--out = .*backslash"):
+                convert.main([f"--source={tmp_path}", f"--out={given}"])
+        assert runtime.workdir(link / "run")  # TensorStore follows it
 
 
 def test_a_cache_that_is_a_file_is_told_and_a_relative_one_stays(monkeypatch, tmp_path):

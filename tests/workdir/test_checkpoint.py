@@ -335,19 +335,23 @@ def test_checkpoints_without_checksums_still_load(saved, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, restored, state(4.0))
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ("move", "was moved to {top}/new while .*with --workdir={top}/new goes on from step 3$"),
-        ("move above", "was moved to {top}-new/run while .*={top}-new/run goes on from step 3$"),
-        ("replace", "was moved to {top}/new while .*={top}/new goes on from step 3$"),
-        ("remove", "was moved or removed while .*The same command begins anew"),
-        ("link elsewhere", "was moved to {top}/run while .*={top}/run goes on from step 3$"),
-    ],
-)
-def test_a_workdir_that_is_moved_or_removed_is_noticed(saved, tmp_path_factory, change, said):
+# Changes to the folder of a run, and what is said of each.
+MOVED = {
+    "move": "was moved to {top}/new while .*with --workdir={top}/new goes on from step 3$",
+    "move above": "was moved to {top}-new/run while .*={top}-new/run goes on from step 3$",
+    "replace": "was moved to {top}/new while .*={top}/new goes on from step 3$",
+    "remove": "was moved or removed while .*The same command begins anew",
+    "link elsewhere": "was moved to {top}/run while .*={top}/run goes on from step 3$",
+}
+
+
+def test_a_workdir_that_is_moved_or_removed_is_noticed(saved, tmp_path_factory):
     """When the next checkpoint is due, and no folder is made in its place."""
-    top = pathlib.Path(tmp_path_factory.mktemp("top"))
+    for change, said in MOVED.items():
+        _check_moved(saved, pathlib.Path(tmp_path_factory.mktemp("top")), change, said)
+
+
+def _check_moved(saved: epath.Path, top: pathlib.Path, change: str, said: str) -> None:
     workdir = top / "run"
     shutil.copytree(saved, workdir)
     if change == "link elsewhere":
