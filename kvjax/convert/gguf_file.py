@@ -266,12 +266,12 @@ class File:
                         ignore_merges=get("pre") in _LLAMA3,
                     )
                 )
-            for token, _, kind in numbered:
-                added = tokenizers.AddedToken(token, normalized=False)
-                if kind == gguf.TokenType.CONTROL:
-                    backend.add_special_tokens([added])
-                elif kind == gguf.TokenType.USER_DEFINED:
-                    backend.add_tokens([added])
+                for token, _, kind in numbered:
+                    added = tokenizers.AddedToken(token, normalized=False)
+                    if kind == gguf.TokenType.CONTROL:
+                        backend.add_special_tokens([added])
+                    elif kind == gguf.TokenType.USER_DEFINED:
+                        backend.add_tokens([added])
         except Exception as error:  # the library raises bare Exception
             raise UserError(
                 f"{self.path}: tokenizer.ggml.tokens, .token_type and .merges are no BPE "
