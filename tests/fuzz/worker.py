@@ -328,7 +328,7 @@ def _left_out() -> list:
         patch(loop.Run, "_loop", enough),
         patch(generator, "Generation", instead("generate")),
         patch(into_workdir, "write", instead("convert")),
-        patch(lm_eval, "_check_installed", instead("ask")),
+        patch(lm_eval, "extras", types.SimpleNamespace(require=instead("ask"))),
         patch(into_folder, "write", instead("export")),
         patch(evaluation, "opened", instead("evaluate")),
         patch(analysis, "_sections", instead("analyse")),
