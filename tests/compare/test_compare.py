@@ -22,7 +22,7 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.estimate import Estimate
-from tests.analysis.reports import golden
+from tests import golden
 from tests.compare.command import run
 
 STEPS = (25, 50, 75, 100)

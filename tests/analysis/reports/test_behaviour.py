@@ -22,7 +22,7 @@ from kvjax.analysis.reports.behaviour.results import DISTANCES
 from kvjax.analysis.reports.behaviour.results import Results
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
-from tests.analysis.reports import golden
+from tests import golden
 from tests.convert import workdirs
 
 LENGTH = 20

@@ -27,7 +27,7 @@ from kvjax.analysis.reports.compression import report as report
 from kvjax.analysis.reports.compression.results import Results
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
-from tests.analysis.reports import golden
+from tests import golden
 from tests.convert import workdirs
 
 LENGTHS = (16, 40)

@@ -22,7 +22,7 @@ from kvjax.analysis.reports.logits.results import Results
 from kvjax.analysis.request import Request
 from kvjax.analysis.request import reference_length
 from kvjax.foundation.errors import UserError
-from tests.analysis.reports import golden
+from tests import golden
 from tests.convert import workdirs
 
 LENGTHS = (6, 20)

@@ -16,8 +16,8 @@ from kvjax.analysis.reports.geometry import report as geometry_report
 from kvjax.analysis.reports.projections import report as projections_report
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
+from tests import golden
 from tests import quick
-from tests.analysis.reports import golden
 from tests.convert import workdirs
 from tests.convert.workdirs import grouped
 

@@ -14,7 +14,7 @@ import pytest
 from kvjax.analysis.page import draw
 from kvjax.analysis.page.section import Section
 
-FOLDER = pathlib.Path(__file__).parents[2] / "goldens"
+FOLDER = pathlib.Path(__file__).parent / "goldens"
 _NUMBER = re.compile(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
