@@ -2,9 +2,8 @@
 
 The compiler decides. The estimate is near enough to refuse a run, or to choose what to compile.
 What TPU compilers reserve between the paper-scale steps is within 3 % of it, and within a step
-("dots") within 11 %; with rows of 128K tokens it is 25 % more, and with heads of 64 or 160
-channels, which lie in lanes of 128 or not as the compiler sees fit, up to 28 % more
-(tests/training/test_memory_estimate.py).
+within 11 %; with heads of 64 or 160 channels, which lie in lanes of 128 or not as the compiler sees
+fit, up to 28 % more (tests/training/test_memory_estimate.py).
 """
 
 import dataclasses
@@ -144,11 +143,16 @@ def estimate(
     ]
     inputs = c.num_layers * c.d_model
     found = kept(config, compute.remat, kernel=True)  # named, whoever computes it
+    if compute.remat == "dots":  # latents are gathered, so each device makes a whole row of these
+        found += products(config).from_latents * (sequence - 1)
     per_token = itemsize * (2 * inputs + (found - inputs) / tensor) + max(inside)
     if compute.remat == "none":
         per_token = 2 * itemsize * inputs + sum(inside)
     elif compute.remat != "full":  # log-sum-exp, float32
         per_token += 4 * sum(m.query_heads for m in config.mechanisms) / tensor
+    # Seen in bytes: seven copies of one layer's keys and values of the row's other parts.
+    keys_values = max(m.key_heads * (m.query_dim + m.value_dim) for m in config.mechanisms)
+    per_token += 7 * itemsize * keys_values * (sequence - 1) / tensor
     # Logits and their gradient in float32, and the gradient as it enters its products.
     narrow = compute.dtype.itemsize if compute.dtype.itemsize < 4 else 0
     per_token += (2 * 4 + narrow) * config.vocab_size / tensor / compute.loss_chunks
@@ -185,6 +189,7 @@ class Products:
     """The products with weights that a backward pass reads, for one token and all layers."""
 
     kept: int  # elements that the policy "dots" keeps: made by weights without a batch axis
+    from_latents: int  # of these, keys and values made of latents
     expansions: int  # multiply-adds with weights that have one
 
 
@@ -192,7 +197,7 @@ class Products:
 def products(config: TransformerConfig) -> Products:
     """Products with weights in the layers; embedding and head are outside of rematerialisation."""
     shapes, axes = parameters.abstract(config)
-    elements = expansions = 0
+    elements = expansions = from_latents = 0
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     for (path, leaf), text in zip(leaves, jax.tree.leaves(axes), strict=True):
         keys, stored = [entry.key for entry in path], Axes.parse(text)
@@ -202,6 +207,8 @@ def products(config: TransformerConfig) -> Products:
             expansions += math.prod(leaf.shape)
             continue
         sizes = dict(zip(stored.names, leaf.shape[-len(stored.names) :], strict=True))
-        elements += math.prod(leaf.shape) // math.prod(sizes[a] for a in stored.reduction)
+        made = math.prod(leaf.shape) // math.prod(sizes[a] for a in stored.reduction)
+        elements += made
+        from_latents += made if stored.reduction == ("C",) else 0
     elements += sum(m.products_of_heads for m in config.mechanisms)
-    return Products(kept=elements, expansions=expansions)
+    return Products(kept=elements, expansions=expansions, from_latents=from_latents)

@@ -58,7 +58,8 @@ def test_training_memory(make_mechanism):
     assert one.activations - kernel.activations == 16 * 2 * 2 * 4 * 4 * 8
     halves = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, sequence=2)
     keys_values = 16 * 2 * 4 * 2 * 4 * (8 + 8)  # which each device has of the whole row
-    assert 2 * halves.activations == one.activations + keys_values
+    copies = 16 * 4 * 7 * config.mechanisms[0].key_heads * (8 + 8)  # of what the other has
+    assert 2 * halves.activations == one.activations + keys_values + copies
     two = memory_estimate.estimate(config, Compute(), **shape, fsdp=1, tensor=2)
     assert (two.parameters, two.weights) == (one.parameters // 2, one.weights // 2)
     whole = 16 * 2 * 4 * (2 * 16 + 2 * 16)  # inputs of the layers, and those normed
@@ -127,5 +128,5 @@ def test_estimates_are_near_what_tpu_compilers_reserve(target, result):
     assert estimate.parameters + estimate.optimizer == pytest.approx(memory["arguments"], rel=0.03)
     lanes, dims = memory_estimate.lanes_of("tpu"), [m.value_dim for m in run.model.mechanisms]
     half_empty = any(dim % lanes and dim < 2 * lanes for dim in dims)  # of 64, 96 or 160 channels
-    close = 0.25 if half_empty or run.data.sequence_length > 32768 else 0.11
+    close = 0.25 if half_empty else 0.11
     assert estimate.temporaries == pytest.approx(memory["temporaries"], rel=close)
