@@ -10,11 +10,9 @@ _LEVELS = dict(folder=("folder",), quick=("folder", "quick"), slow=("folder", "q
 
 
 def table(content: dict) -> str:
-    """Shares by folder and by operator, of mutants that are not equivalent, with 95 % intervals.
-
-    A mutant counts where tests were asked that far: columns may have different numbers of them.
-    """
+    """Shares by folder and by operator, of mutants that are not equivalent, with 95 % intervals."""
     mutants = content["mutants"]
+    open_ = sum(not m.get("asked") and not m.get("equivalent") for m in mutants)
     folders = _rows(mutants, lambda m: sample.folder(m["file"]))
     operators = _rows(mutants, lambda m: m["operator"])
     head = (
@@ -32,6 +30,7 @@ def table(content: dict) -> str:
             *(head.format("folder"), line, *folders, whole, ""),
             *(head.format("operator"), line, *operators, ""),
             f"By the places of each folder: {weighted}.",
+            *([f"{open_} of {len(mutants)} are not tried yet."] if open_ else []),
         ]
     )
 
@@ -57,13 +56,14 @@ def _share(noticed: int, count: int) -> str:
 
 
 def counts(mutants: Iterable[dict], level: str) -> tuple[int, int]:
-    """Mutants that are noticed by a level's tests, and those that were tried so far."""
-    tried = [m for m in mutants if not m.get("equivalent") and _is_tried(m, level)]
+    """Mutants that a level's tests notice, of those that were tried; (0, 0) while some are open.
+
+    Those that the level before noticed would be all that is known of it.
+    """
+    tried = [m for m in mutants if not m.get("equivalent") and m.get("asked")]
+    if any("noticed_by" not in m and level not in m["asked"] for m in tried):
+        return 0, 0
     return sum(m.get("noticed_by") in _LEVELS[level] for m in tried), len(tried)
-
-
-def _is_tried(mutant: dict, level: str) -> bool:
-    return "noticed_by" in mutant or level in mutant.get("asked", ())
 
 
 def _weighted(content: dict, level: str) -> float | None:
@@ -74,5 +74,7 @@ def _weighted(content: dict, level: str) -> float | None:
         noticed, count = counts(here, level)
         if count:
             shares.append((places, noticed / count))
+        elif any(m.get("asked") for m in here):
+            return None
     total = sum(places for places, _ in shares)
     return sum(places * share for places, share in shares) / total if total else None

@@ -1,10 +1,12 @@
 """Mutants: every operator, no edit of texts and types, a sample by seed, and who notices."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import psutil
 import pytest
@@ -177,9 +179,14 @@ def test_who_notices(tree, tmp_path):
 def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path):
     start = lambda text: subprocess.Popen(["sh", "-c", text], cwd=tmp_path, start_new_session=True)
     assert tree_lib._wait(start("exit 3").pid, 60) == 3
-    assert tree_lib._wait(start("setsid sleep 300 & echo $! >pid; wait").pid, 1) == "time"
-    pid = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    process, file = start("setsid sleep 300 & echo $! >new; mv new pid; wait"), tmp_path / "pid"
+    while not file.exists():
+        time.sleep(0.01)
+    assert tree_lib._wait(process.pid, 0.1) == "time"
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(psutil.NoSuchProcess):  # nobody may wait for it: then it is a zombie
+        while psutil.Process(int(file.read_text())).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
 
 
 def test_the_table():
@@ -203,3 +210,7 @@ def test_the_table():
         "| 1 of 4: 25 % (5 to 70) | 2 of 4: 50 % (15 to 85) | 3 of 4: 75 % (30 to 95) |"
     )
     assert lines[-1] == "By the places of each folder: folder 18.8 %, quick 62.5 %, slow 81.2 %."
+    content["mutants"] += [room | asked("folder", "quick"), dict(room, operator="return")]
+    lines = table.table(content).splitlines()
+    assert lines[3].endswith("| 1 of 5: 20 % (4 to 62) | 2 of 5: 40 % (12 to 77) |  |")
+    assert lines[-1] == "1 of 8 are not tried yet."

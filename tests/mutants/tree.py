@@ -74,6 +74,7 @@ class Tree:
             )
             tempfile.tempdir = None
             os.chdir(self.root)
+            sys.argv[:] = ["pytest"]  # commands name themselves by it
             sys.path[:] = [str(self.root), *(p for p in sys.path if not _is_own_path(p))]
             for name in [n for n in sys.modules if n.partition(".")[0] in _OWN]:
                 del sys.modules[name]
