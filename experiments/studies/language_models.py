@@ -93,11 +93,17 @@ _HEADER += ("difference", "from", "p by Holm", "moved by the change")
 
 
 def corrected(rows: Sequence[Mapping]) -> dict[str, float]:
-    """By cell the p-value of its difference, after Holm's correction for all of the rows'."""
+    """Returns by cell the p-value of its difference, by Holm's correction for all of the rows."""
+    seeds = {row["cell"]: set(row["seeds"]) for row in rows}
     told = [row for row in rows if row["difference_half_interval"] is not None]
-    each = [Estimate(r["difference"], r["difference_half_interval"]) for r in told]
-    found = holm([p_value(x, len(r["seeds"])) for x, r in zip(each, told, strict=True)])
-    return {row["cell"]: p for row, p in zip(told, found, strict=True)}
+    p_values = [
+        p_value(
+            Estimate(row["difference"], row["difference_half_interval"]),
+            len(seeds[row["cell"]] & seeds[row["against"]]),
+        )
+        for row in told
+    ]
+    return {row["cell"]: p for row, p in zip(told, holm(p_values), strict=True)}
 
 
 def _cells(r: Mapping, corrected: Mapping[str, float]) -> tuple:

@@ -20,34 +20,35 @@ from kvjax.workdir import lineage
 
 _EVALUATIONS, _SUMMARY = "evaluations", "summary.json"
 _RESTORE = "evaluate again, or remove it"
-# Scores by the key of summary.json: their name, and how to read one in percent.
-MEASURES = {
-    "combined": ("mean of the five tasks, %", lambda found: 100 * found["combined"]["value"]),
-    "core": ("CORE, %", lambda found: 100 * found["core"]),
-}
+# Measures by their key in summary.json, and their names.
+MEASURES = {"combined": "mean of the five tasks, %", "core": "CORE, %"}
 Scores = Mapping[str, Mapping[str, float]]  # by run, by measure
 
 
 def read(runs: Sequence[Run], names: Sequence[str]) -> tuple[Scores, list[LeftOut]]:
-    """Returns the scores of the compared runs, and the scored workdirs that belong to none of them.
+    """Returns the scores of the compared runs, and workdirs without a score of one of them.
 
     Args:
       runs: the compared runs.
       names: further workdirs with evaluations, or folders of workdirs.
 
     Raises:
-      UserError: a name is no folder, or a summary is damaged.
+      UserError: a name is no folder.
     """
     by_workdir = {_resolved(run.workdir): run.name for run in runs}
     scores: dict[str, Mapping[str, float]] = {}
     left_out = []
     for name, workdir in [(run.name, run.workdir) for run in runs] + runs_lib.workdirs(names):
-        found = _latest(workdir)
+        try:
+            found, parent = _latest(workdir), _parent(workdir)
+        except (OSError, UserError) as error:
+            left_out.append(LeftOut(name, f"has scores that cannot be read: {error}"))
+            continue
         if found is None:
             if name not in by_workdir.values():
                 left_out.append(LeftOut(name, "has no evaluation", may_come=True))
             continue
-        owner = by_workdir.get(_resolved(workdir)) or by_workdir.get(_parent(workdir))
+        owner = by_workdir.get(_resolved(workdir)) or by_workdir.get(parent)
         if owner is None:
             left_out.append(LeftOut(name, "is evaluated, but no compared run nor its child"))
         elif owner in scores and name != owner:
@@ -71,24 +72,29 @@ def points(groups: Sequence[Group], scores: Scores, measure: str) -> dict[str, d
 
 
 def _latest(workdir: epath.Path) -> dict[str, float] | None:
-    """The scores of the latest evaluated step, by measure; None without an evaluation."""
+    """Returns the latest evaluated step's scores in percent, by measure; None without one."""
     folder = workdir / _EVALUATIONS
     steps = [int(x.name) for x in folder.iterdir() if x.name.isdecimal()] if folder.exists() else []
     for step in sorted(steps, reverse=True):
         file = folder / str(step) / _SUMMARY
         if file.exists():
-            summary = json_text.read_record(file, _RESTORE)
-            try:
-                return {
-                    m: float(read(summary)) for m, (_, read) in MEASURES.items() if m in summary
-                }
-            except (KeyError, TypeError, ValueError) as error:
-                raise UserError(f"{file} is damaged ({error!r}): {_RESTORE}") from error
+            return _scores(file)
     return None
 
 
+def _scores(file: epath.Path) -> dict[str, float]:
+    summary = json_text.read_record(file, _RESTORE)
+    combined = summary.get("combined")
+    found = summary | ({"combined": combined.get("value")} if isinstance(combined, dict) else {})
+    for measure in MEASURES:
+        score = found.get(measure, 0.0)
+        if isinstance(score, bool) or not isinstance(score, int | float):
+            raise UserError(f"{file}: {measure} is no number: {_RESTORE}")
+    return {measure: 100.0 * found[measure] for measure in MEASURES if measure in found}
+
+
 def _parent(workdir: epath.Path) -> str | None:
-    """The resolved path of the workdir that a run started from; None if it started from nothing."""
+    """Returns the resolved path of the workdir that a run started from, if it started from one."""
     file = workdir / lineage.PARENT
     if not file.exists():
         return None

@@ -286,7 +286,7 @@ def _score_points(groups: Sequence[Group], scores: Scores) -> list[dict]:
     """Arguments of `draw.lines` for each measure that a group has, against bits per byte."""
     panels = []
     by_name = {group.name: group for group in groups}
-    for measure, (label, _) in downstream.MEASURES.items():
+    for measure, label in downstream.MEASURES.items():
         series, bands = {}, {}
         for name, by_seed in downstream.points(groups, scores, measure).items():
             score = estimate(list(by_seed.values()))

@@ -34,7 +34,9 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
     except (OSError, ValueError, NotImplementedError) as error:  # `a**` is no pattern
         raise readers.SourceError(f"{where}: cannot be opened: {first_line(error)}") from error
     if not found:
-        raise MissingDataError(f"{where}: matches no file{advice}")
+        alone = ", ".join(formats.NAMED_ONLY)
+        named = f"; of a folder {alone} is read by pattern, as {pattern}/*{alone}"
+        raise MissingDataError(f"{where}: matches no file{advice}{named if path.is_dir() else ''}")
     for file in found:
         if not formats.suffix(file.name, suffixes):
             raise readers.SourceError(
@@ -43,6 +45,10 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
             )
         if kind := special(file):
             raise readers.SourceError(f"{where}: {os.fspath(file)} is {kind}: give files")
+        if not in_bucket(file) and not file.exists():
+            raise readers.SourceError(
+                f"{where}: {os.fspath(file)} is a link to nothing: mend or remove it"
+            )
     return found
 
 

@@ -9,6 +9,7 @@ not at all (in a bucket its manifest does).
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
@@ -166,7 +167,7 @@ class Preparation:
         total = {split: sum((m.counts[split] for m in made), Counts()) for split in SPLITS}
         left_out = [self.corpus.left_out, *(m.left_out for m in made)]
         try:
-            _check(config, total)
+            _check(config, total, [text for left in left_out for text in left.first])
         except DataError:
             with contextlib.suppress(DataError):  # somebody is at work there
                 self.under_way.remove()  # nobody would go on with it
@@ -327,12 +328,14 @@ def _changed(folder: epath.Path, there: dict, config: config_lib.DataConfig) -> 
     )
 
 
-def _check(config: config_lib.DataConfig, total: dict[str, Counts]) -> None:
+def _check(
+    config: config_lib.DataConfig, total: dict[str, Counts], left_out: Sequence[str]
+) -> None:
     for split, found in total.items():
         if not found.documents and not found.bytes:
             raise DataError(
                 f"config.data.source = {config.source!r}: the {split} split is empty once what "
-                "cannot be read is left out"
+                f"cannot be read is left out{': ' + left_out[0] if left_out else ''}"
             )
     if not total["train"].rows:
         raise DataError(

@@ -13,6 +13,7 @@ import warnings
 
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.files import special
 
 _OF_JAX, _BACKENDS = "/jax/_src/", "/jax/_src/xla_bridge.py"
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\S*)")
@@ -62,7 +63,10 @@ def check() -> None:
     XLA reads its flags in a child process, since it ends the process that has a wrong one.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    counts = {"JAX_NUM_CPU_DEVICES": [os.environ.get("JAX_NUM_CPU_DEVICES", "1")]}
+    if kind := special(flags):  # XLA reads what does not begin with "-" as a file
+        raise UserError(f"XLA_FLAGS = {flags!r} is {kind}: give flags, or a file of flags")
+    asked = os.environ.get("JAX_NUM_CPU_DEVICES", "-1")
+    counts = {"JAX_NUM_CPU_DEVICES": [] if asked == "-1" else [asked]}  # -1: JAX's own default
     counts["XLA_FLAGS: --xla_force_host_platform_device_count"] = _DEVICE_COUNT.findall(flags)
     for name, values in counts.items():
         for value in values:

@@ -76,6 +76,8 @@ def p_value(found: Estimate, count: int) -> float:
     """Returns the two-sided p-value of Student's t test that a mean over `count` seeds is 0."""
     from scipy import special
 
+    if found.half is None:
+        raise ValueError("one seed has no p-value")
     if not found.half:
         return 0.0 if found.mean else 1.0
     return float(2 * special.stdtr(count - 1, -abs(found.mean) / found.half * _t(count)))

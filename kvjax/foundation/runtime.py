@@ -149,7 +149,7 @@ def give_collectives_threads() -> None:
     of a model of three layers on eight devices and two busy cores, and not with this.
     """
     forced = re.findall(_DEVICE_COUNT, os.environ.get("XLA_FLAGS", ""))
-    devices = int(forced[-1]) if forced else int(os.environ.get("JAX_NUM_CPU_DEVICES", 1))
+    devices = int(forced[-1]) if forced else int(os.environ.get("JAX_NUM_CPU_DEVICES", -1))
     if devices > 1:
         os.environ.setdefault("NPROC", str(_THREADS_PER_DEVICE * devices))
 

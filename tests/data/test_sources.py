@@ -151,11 +151,13 @@ def test_source_that_matches_nothing_is_named(documents, tmp_path):
             documents("train", source=source)
     (tmp_path / "data.csv").write_text("a")
     os.mkfifo(tmp_path / "pipe.jsonl")  # whoever opens it waits
+    (tmp_path / "zero.ndjson").symlink_to("nowhere")
     for source, message in (
         ("data.csv", r"data\.csv ends in none of \.txt"),
         ("data[.]csv", r"data\.csv ends in none of \.txt"),
         ("", r"pipe\.jsonl is a pipe: give files"),
         ("*.jsonl", r"pipe\.jsonl is a pipe: give files"),
+        ("*.ndjson", r"zero\.ndjson is a link to nothing"),
         ("**x", r"cannot be opened: Invalid pattern"),
     ):
         with pytest.raises(readers.SourceError, match=f"config.data.source = .*{message}"):

@@ -12,7 +12,7 @@ BAD = [
     ("JAX_ENABLE_X64", "maybe", "JAX does not take it (invalid truth value 'maybe'"),
     ("XLA_FLAGS", "--no_such_flag=1", "Unknown flag in XLA_FLAGS: --no_such_flag=1"),
     ("JAX_NUM_CPU_DEVICES", "two", "JAX does not take it (Invalid value"),
-    ("JAX_NUM_CPU_DEVICES", "-1", "must be from 1 to 4,096"),
+    ("JAX_NUM_CPU_DEVICES", "-2", "must be from 1 to 4,096"),
     ("JAX_DEFAULT_DEVICE", "abacus", "JAX does not take it (jax.default_device must be"),
     ("JAX_DEFAULT_MATMUL_PRECISION", "some", "JAX does not take it (Invalid value"),
     ("JAX_PLATFORMS", "abacus", "Unable to initialize backend 'abacus'"),

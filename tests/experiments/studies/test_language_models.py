@@ -78,6 +78,11 @@ def test_what_a_change_moves_is_taken_seed_by_seed():
     p_values = language_models.corrected(rows.values())
     assert p_values.keys() == rows.keys() - {"mha"} and p_values["lrkv"] < 1e-6
     assert p_values["mha_per_head"] == pytest.approx(2 * 0.2048, abs=1e-3)
+    # One that has a seed more than the other: the difference is of those that both have.
+    more, apart = rows["mha_per_head"] | dict(seeds=[0, 1, 2]), rows["mha"]
+    assert language_models.corrected([more, apart])["mha_per_head"] == pytest.approx(
+        0.2048, abs=1e-3
+    )
 
 
 def test_a_name_is_one_config_in_all_studies():
