@@ -93,7 +93,7 @@ _HEADER += ("difference", "from", "p by Holm", "moved by the change")
 
 
 def corrected(rows: Sequence[Mapping]) -> dict[str, float]:
-    """By cell the p-value of its difference, after Holm's correction for all of the rows'."""
+    """Returns the p-value of each cell's difference, after Holm's correction for all rows."""
     told = [row for row in rows if row["difference_half_interval"] is not None]
     each = [Estimate(r["difference"], r["difference_half_interval"]) for r in told]
     found = holm([p_value(x, len(r["seeds"])) for x, r in zip(each, told, strict=True)])

@@ -1,4 +1,4 @@
-"""Where a published model is: in the folder or file that a user names, or beneath it."""
+"""Finds a published model: in the folder or file that a user names, or beneath it."""
 
 import os
 

@@ -84,7 +84,7 @@ def open_folder(folder: epath.Path) -> dict[str, Stored]:
 
 
 def _is_part(name: str) -> bool:
-    """Whether a file is called one of several, as model-00001-of-00003.safetensors is."""
+    """True if a file is named as one of several, as model-00001-of-00003.safetensors is."""
     found = re.search(r"-(\d+)-of-(\d+)\.safetensors$", name)
     return found is not None and int(found[2]) > 1
 

@@ -1,4 +1,4 @@
-"""Which tokens a published model has beside its vocabulary, and which open and end a text.
+"""Finds the added tokens of a published model, and the tokens that open and end a text.
 
 A folder has added tokens in tokenizer.json, and in older or edited folders in others alone (see
 `added`). What opens and ends a text `origin.TokenFiles` hold: the texts of tokens as in

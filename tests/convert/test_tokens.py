@@ -212,7 +212,7 @@ def published_as(tmp_path, monkeypatch):
 
 
 def test_tokens_of_turns_are_one_id_each_whatever_file_has_them(published_as):
-    """As transformers (5.14) and llama.cpp have it; and no text is them, and an answer ends."""
+    """Encodes turns as transformers (5.14) and llama.cpp; no text is such a token; answers end."""
     for name, way in WAYS.items():
         model = published.open(published_as(way))
         tokenizer = tokenizer_lib.from_json(model.tokenizer_json, name)
@@ -231,7 +231,7 @@ def test_tokens_of_turns_are_one_id_each_whatever_file_has_them(published_as):
 
 
 def test_a_workdir_has_the_control_tokens_and_the_end_of_a_turn(published_as, tmp_path):
-    """For whatever reads it: also for text without a conversation, and after an export."""
+    """Reads both also for text without a conversation, and keeps them in an export."""
     workdir = write(published.open(published_as(WAYS["not_special"])), tmp_path / "workdir")
     found = trained.find(workdir)
     assert found.tokenizer.ends == (256, 258) and found.tokenizer.special(END) == 258

@@ -110,7 +110,7 @@ def test_keys_that_earlier_versions_did_not_write(folder, opened):
 
 
 def test_rows_of_another_prompt_are_refused(folder, opened):
-    """Of those that are asked, and say by which prompt; another process's too."""
+    """Compares the prompts of rows that are asked; the message names both digests."""
     rows = opened(folder, "mmlu", IDENTITY, (0, 1))
     rows.add([_row(0), _row(1) | dict(prompt="b"), _row(2) | dict(prompt="c")])
     assert opened(folder, "mmlu", IDENTITY, (0, 1), {}, ["a", "b"]).missing(4) == [3]

@@ -165,7 +165,7 @@ def run(data, tmp_path, monkeypatch, capsys):
 
 
 def _tasks(out: str) -> dict:
-    """Of a result, what does not say how long it took."""
+    """Returns the tasks of a result, without keys that depend on time."""
     tasks = json.loads(out)["tasks"]
     drop = lambda task: {key: value for key, value in task.items() if not key.endswith("_now")}
     return {name: drop(task) for name, task in tasks.items()}

@@ -1,4 +1,4 @@
-"""What a run on conversations asks of its parent and its rows, before anything is trained."""
+"""Checks of the parent and the rows of a run on conversations, before anything is trained."""
 
 import dataclasses
 import types
@@ -44,7 +44,7 @@ def _parent(model, rows=BYTES.vocab_size):
 
 
 def test_a_parent_has_the_model_with_its_own_rows(mid):
-    """As many as it has, which the run may add to: for its tokenizer and the special tokens."""
+    """Keeps the number of rows, to which a run may add for its tokenizer and the special tokens."""
     _, experiment = mid()
     model = experiment.model
     before = conversations.before_growth(experiment, _parent(model))

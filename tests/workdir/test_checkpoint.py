@@ -346,7 +346,7 @@ MOVED = {
 
 
 def test_a_workdir_that_is_moved_or_removed_is_noticed(saved, tmp_path_factory):
-    """When the next checkpoint is due, and no folder is made in its place."""
+    """Refuses to save the next checkpoint, and makes no folder in its place."""
     for change, said in MOVED.items():
         _check_moved(saved, pathlib.Path(tmp_path_factory.mktemp("top")), change, said)
 

@@ -1,4 +1,4 @@
-"""What is compared: modules of the authors, their sizes, and kvjax's mechanism of the same weights.
+"""Comparisons: modules of the authors, their sizes, and kvjax's mechanism of the same weights.
 
 Sizes differ from each other where the code allows it, so that one taken for another shows.
 """
@@ -46,7 +46,7 @@ class Comparison:
     why: str = ""  # it is another outcome
 
     def case(self, number: int, folder: str) -> dict:
-        """What theirs.py takes."""
+        """Returns the JSON object that theirs.py takes for a case."""
         keys = dict(file=self.file, name=self.name, sizes=self.sizes, call=self.call)
         keys |= dict(id=str(number), seed=number, width=D, folder=folder, fixed=self.fixed)
         return keys | self.extra
