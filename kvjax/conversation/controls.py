@@ -83,5 +83,5 @@ def _is_looked_for(name: str, template: str) -> bool:
 
 
 def any_of(names: Iterable[str]) -> str:
-    """A regular expression for the longest of the names that is there; without any for nothing."""
+    """Returns a regular expression for the longest name present, or for nothing without names."""
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"

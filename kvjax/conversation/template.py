@@ -113,13 +113,13 @@ class Template:
         return self._marks.encode(text)
 
     def _hidden(self, message: Mapping) -> dict:
-        """A message in which no text is the name of a control token."""
+        """Returns a message in which no text is the name of a control token."""
         role = message.get("role")
         hidden = self._marks.hide(message, self._inner if role == "assistant" else frozenset())
         return hidden | (dict(role=role) if role in _ROLES else {})
 
     def _rendered(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
-        """The template's own text of messages.
+        """Renders messages with the template.
 
         Raises:
           DataError: the template refuses them.
@@ -130,7 +130,7 @@ class Template:
         return jinja_process.render(self._text, self._tokens | given, self._day)
 
     def _tried(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
-        """The template's own text of messages; "" where it refuses them."""
+        """Renders messages with the template; returns "" where it refuses them."""
         try:
             return self._rendered(messages, opens_answer)
         except DataError:

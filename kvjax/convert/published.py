@@ -94,7 +94,7 @@ class Published:
         self._check(source, family)
 
     def _controlled(self, source: epath.Path, chat_template: str) -> str:
-        """The tokenizer.json in which each control token of the template is one token.
+        """Returns the tokenizer.json in which each control token of the template is one token.
 
         Raises:
           UserError: the template writes a token that the source names and does not have.
@@ -193,7 +193,7 @@ class Published:
 
 
 def open(source: epath.PathLike) -> Published:
-    """The model of a local folder (config.json, safetensors, tokenizer.json), of a folder of the
+    """Opens the model of a local folder (config.json, safetensors, tokenizer.json), a folder of the
     hub's cache, or of a GGUF file, alone in its folder or not.
 
     Raises:

@@ -45,7 +45,7 @@ def of_folder(folder: epath.Path, config: Mapping) -> dict[str, dict]:
 
 
 def named_in_folder(folder: epath.Path) -> set[str]:
-    """The texts of a published folder's special tokens, as far as its files name them."""
+    """Returns the texts of a published folder's special tokens, as far as its files name them."""
     about, found = _about(folder), set()
     for key in (*(f"{kind}_token" for kind in KINDS), *_MORE):
         value = about.get(key)
@@ -56,7 +56,7 @@ def named_in_folder(folder: epath.Path) -> set[str]:
 
 
 def named_in_gguf(metadata: Mapping) -> set[str]:
-    """The texts of the special tokens that a GGUF file names."""
+    """Returns the texts of the special tokens that a GGUF file names."""
     tokens = dict(enumerate(metadata.get("tokenizer.ggml.tokens") or []))
     keys = [f"tokenizer.ggml.{name}_token_id" for names in _GGUF.values() for name in names]
     ids = [metadata.get(key) for key in keys]
@@ -64,7 +64,7 @@ def named_in_gguf(metadata: Mapping) -> set[str]:
 
 
 def added(folder: epath.Path) -> list[dict]:
-    """The added tokens that other files of a published folder than tokenizer.json have.
+    """Returns the added tokens that other files of a published folder than tokenizer.json have.
 
     As transformers has it: those of tokenizer_config.json with their flags, or else those of
     added_tokens.json, which has none.

@@ -104,7 +104,7 @@ def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: epath.Path) -> dict:
-    """An earlier summary of the same folder; {} without one, or with a warning if it is damaged."""
+    """Reads the folder's earlier summary; {} without one, or with a warning if it is damaged."""
     if not (folder / SUMMARY).exists():
         return {}
     try:

@@ -120,7 +120,7 @@ KINDS = ("special", "not special", "ordinary")
 
 
 def has(names, kind, words=()):
-    """The tokenizer of bytes with control tokens of a kind; words are added tokens of no kind."""
+    """Returns a byte tokenizer with control tokens of a kind; words are added, but not special."""
     plain = tokenizer_lib.byte_tokenizer().with_specials([*names, *words])
     definition = json.loads(plain.to_json())
     of_kind = {name: kind for name in names} | {word: "not special" for word in words}
@@ -133,7 +133,7 @@ def has(names, kind, words=()):
 
 
 def told(template, content):
-    """The ids of a conversation in which everybody says the same."""
+    """Returns the ids of a conversation in which everybody says the same."""
     roles = ("user", "assistant", "user")
     return template.encode(template.render([dict(role=r, content=content) for r in roles]))
 

@@ -16,7 +16,7 @@ OLD, NEW = "0" * 40, "1" * 40
 
 
 def plain(folder, **files):
-    """The model's folder; `files` are written beside it, or removed (None)."""
+    """Copies the model's folder; `files` are written into it, or removed (None)."""
     shutil.copytree(MODEL, folder)
     for name, text in files.items():
         (folder / name).unlink(missing_ok=True)
@@ -32,7 +32,7 @@ def named(folder, name):
 
 
 def cached(folder, *commits, main=None):
-    """A folder of the hub's cache: snapshots are links to blobs, as the hub's library has them."""
+    """Writes a folder of the hub's cache, whose snapshots are links to blobs."""
     plain(folder / "blobs")
     for commit in commits:
         (folder / "snapshots" / commit).mkdir(parents=True)

@@ -146,7 +146,7 @@ CHATML = (
 
 
 def _flagged(special, *, decoder=None, added=None, listed=True):
-    """The files of a tokenizer of bytes, of which <|bos|> is 256, START 257 and END 258.
+    """Returns the files of a tokenizer of bytes, of which <|bos|> is 256, START 257 and END 258.
 
     Args:
       special: the flag of the two in tokenizer.json, in its model's vocabulary if it is None.
@@ -185,7 +185,7 @@ FLAGGED = "special another_flag special_and_added vocabulary CONTROL NORMAL".spl
 
 @pytest.fixture
 def published_as(tmp_path, monkeypatch):
-    """A function of a value of WAYS: a new model whose tokenizer is so, of 300 rows."""
+    """Returns a function that writes a model of 300 rows, its tokenizer as a value of WAYS says."""
     qwen, numbers = comparison.PUBLISHED / "qwen2", itertools.count()
 
     def write(way):

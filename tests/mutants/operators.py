@@ -216,7 +216,7 @@ def _can_be_dropped(node: ast.stmt) -> bool:
 
 
 def _other(value, segment: str) -> str | None:
-    """The source of another constant in the place of one; None of text with words."""
+    """Returns the source of another constant in the place of one; None for text with words."""
     if isinstance(value, bool):
         return str(not value)
     if isinstance(value, int | float):
@@ -251,7 +251,7 @@ def _is_none(node: ast.AST | None) -> bool:
 
 
 def _name(node: ast.AST) -> str:
-    """The last name of a dotted one, without what is in brackets; "" of something else."""
+    """Returns the last name of a dotted one, without brackets; "" for other expressions."""
     if isinstance(node, ast.Subscript):
         return _name(node.value)
     return getattr(node, "id", "") or getattr(node, "attr", "")

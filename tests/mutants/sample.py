@@ -22,7 +22,7 @@ def points(root: pathlib.Path, package: str = "kvjax") -> _Points:
 
 
 def folder(file: str) -> str:
-    """The folder of the package that a file is in."""
+    """Returns the folder of the package that a file is in."""
     _, *between, _ = file.split("/")
     return between[0] if between else ROOT
 

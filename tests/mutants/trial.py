@@ -129,7 +129,7 @@ class Trials:
         return test in self._passing
 
     def _run(self, names: list[str], seconds: float) -> tuple[int | str, str]:
-        """The status of tests until the first that fails, and the last that began, or a file."""
+        """Runs tests until one fails; returns the status, and the last test begun, or a file."""
         begun = self._tree.root.parent / "test.txt"
         begun.write_text("")
         files = list(dict.fromkeys(name.partition("::")[0] for name in names))

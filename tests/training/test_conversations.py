@@ -23,7 +23,7 @@ TALKING = BYTES.with_specials(CONVERSATION_SPECIALS)
 
 @pytest.fixture
 def mid():
-    """A function of vocabulary and steps: a config of mid-training, and its experiment."""
+    """Returns a function of vocabulary and steps: a mid-training config and its experiment."""
 
     def make(vocab_size=TALKING.vocab_size, num_steps=0, **data):
         config = load_config(CONFIGS / "mid" / "lrkv_tiny.py")
@@ -79,7 +79,7 @@ def test_one_pass_has_as_many_steps_as_rows_fill(mid):
 
 @pytest.fixture
 def rows(monkeypatch):
-    """The data set that is opened; `prepared` says by which tokenizers, and whether it is shown."""
+    """Fakes the data set that is opened; `prepared` notes tokenizers and whether work is shown."""
     found = types.SimpleNamespace(
         path=epath.Path("rows"), digest="d", is_masked=True, vocab_size=265, prepared=[]
     )
