@@ -145,7 +145,7 @@ class Rows:
                 )
 
     def _files(self) -> list[epath.Path]:
-        """The file that says what was asked, whether or not it is there, and those of rows."""
+        """Returns the file that says what was asked, which may be missing, and files of rows."""
         return [self._folder / f"{self._task}.json", *files_of(self._folder, self._task)]
 
     def _advice(self) -> str:
@@ -197,7 +197,7 @@ def of_file(path: epath.Path) -> list[dict]:
 
 
 def _row(line: bytes) -> dict:
-    """The row of a line; a ValueError if there is none."""
+    """Returns the row of a line; raises a ValueError if there is none."""
     row = json_text.parse(line)
     if not isinstance(row, dict) or type(row.get("index")) is not int:
         raise ValueError("no object with an index")

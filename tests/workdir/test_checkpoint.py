@@ -132,7 +132,7 @@ NEEDED += [("state/_METADATA", halve), ("state/_METADATA", hollow), (".", corrup
 @pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("parts", ["needed", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_damaged_part_is_noticed_or_harmless(saved, capfd, parts):
-    """A folder as an interrupted copy leaves it: the step before is used, and a line says so."""
+    """Reads a folder that an interrupted copy left: uses the step before, and a line says so."""
     latest, aside = saved / CHECKPOINTS / "3", saved / "unreadable-checkpoint-3"
     inside = sorted(pathlib.Path(latest).rglob("*"))
     damage = list(NEEDED)
