@@ -45,7 +45,7 @@ def find(tokenizer: Tokenizer, template: str, named: Iterable[str], render: Rend
 
     Args:
       template: in Jinja.
-      named: the bos_token, eos_token ... of its model.
+      named: special tokens that its model's files name.
     """
     contents = dict(system=_SYSTEM, user=_QUESTION, assistant=_ANSWER)
     system, user, answer = (dict(role=role, content=text) for role, text in contents.items())

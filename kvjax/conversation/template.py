@@ -5,6 +5,7 @@ Templates see what transformers shows them (5.23), so that a conversation has th
 `controls`). In an assistant's message those of an answer's format are the tokens, as </think>.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import hashlib
@@ -54,6 +55,7 @@ class Template:
       text: a workdir's chat_template.jinja.
       token_files: of the model, see `kvjax.workdir.origin`.
       day: that the template is told, as 2026-11-27; "": the present one.
+      named: special tokens that other files of its model name.
 
     Attributes:
       tokenizer: with the template's control tokens; its `ends` have the one that ends a turn.
@@ -66,14 +68,20 @@ class Template:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, text: str, token_files: Mapping[str, Mapping], *, day: str = ""
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        token_files: Mapping[str, Mapping],
+        *,
+        day: str = "",
+        named: Iterable[str] = (),
     ):
         jinja_process.check(text)
         self._text, self._day = text, day
         self._tokens = _named_tokens(token_files.get(_FILE, {}))
         said = json.dumps([text, {k: v for k, v in self._tokens.items() if k in text}])
         self.digest, self.is_dated = hashlib.sha256(said.encode()).hexdigest(), _DATED in text
-        found = controls.find(tokenizer, text, self._tokens.values(), self._tried)
+        found = controls.find(tokenizer, text, {*self._tokens.values(), *named}, self._tried)
         self.lost = sorted(found.lost)
         self.tokenizer, self._inner = tokenizer.controlled(found.names), found.inner
         if found.end is not None:
