@@ -21,6 +21,7 @@ from kvjax.foundation import estimate
 from kvjax.foundation import json_text
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import named
 from kvjax.foundation.output import Table
 
 # What may differ between two models that are compared.
@@ -68,7 +69,7 @@ def open(name: str, option: str = "--compare") -> Evaluated:
       UserError: there is none.
     """
     given = runtime.path(option, name)
-    if list(given.glob("*.jsonl")) if given.is_dir() else ():
+    if named(given, "*.jsonl"):
         return _read(name, given)
     path, at, step = name.rpartition("@")
     by_step = bool(at) and step.isdecimal()
@@ -85,7 +86,7 @@ def open(name: str, option: str = "--compare") -> Evaluated:
 
 def _read(name: str, folder: epath.Path) -> Evaluated:
     identities, verdicts = {}, {}
-    for file in sorted(folder.glob("*.json")):
+    for file in named(folder, "*.json"):
         task = file.name.removesuffix(".json")
         if task == "summary":
             continue

@@ -24,6 +24,7 @@ from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket
+from kvjax.foundation.files import named
 from kvjax.foundation.files import write_atomically
 
 FOLDER = "evaluations"
@@ -158,7 +159,7 @@ def _listed(files: Iterable[epath.Path]) -> str:
 
 def day(folder: epath.Path) -> str:
     """The day that the prompts of a folder's rows have in them, as 2026-11-27; "" without one."""
-    for path in sorted(folder.glob("*.json")) if folder.exists() else ():
+    for path in named(folder, "*.json"):
         said = json_text.read_object(path, _ANEW).get("day") if path.name != SUMMARY else None
         try:
             if said:
@@ -171,7 +172,7 @@ def day(folder: epath.Path) -> str:
 def files_of(folder: epath.Path, task: str) -> list[epath.Path]:
     """Returns the files with a task's rows, of all shares."""
     name = re.compile(rf"{re.escape(task)}(\.\d+-of-\d+)?\.jsonl")
-    return sorted(path for path in folder.glob("*.jsonl") if name.fullmatch(path.name))
+    return [path for path in named(folder, "*.jsonl") if name.fullmatch(path.name)]
 
 
 def of_file(path: epath.Path) -> list[dict]:

@@ -5,6 +5,7 @@ import json
 from etils import epath
 import pytest
 
+from kvjax.evaluate import compare
 from kvjax.evaluate import rows as rows_lib
 from kvjax.evaluate import summary
 from kvjax.foundation.errors import UserError
@@ -29,7 +30,7 @@ def opened():
 
 @pytest.fixture
 def folder(tmp_path):
-    return epath.Path(tmp_path / "evaluations" / "8")
+    return epath.Path(tmp_path / "run [1]*{x}" / "evaluations" / "8")  # which is no pattern
 
 
 def _row(i):
@@ -43,6 +44,9 @@ def test_a_second_call_asks_what_is_missing(folder, opened):
     assert rows.missing(4) == [1, 3]
     again = opened(folder, "mmlu", IDENTITY, (0, 1))
     assert again.missing(4) == [1, 3] and again.done == {0: _row(0), 2: _row(2)}
+    verdicts = {"mmlu": {0: False, 2: False}}
+    for name in (folder, folder.parent.parent):
+        assert compare.open(str(name)).verdicts == verdicts
 
 
 def test_a_half_written_row_is_asked_again(folder, opened):
