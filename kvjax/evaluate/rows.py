@@ -20,6 +20,7 @@ from typing import Any
 
 from etils import epath
 
+from kvjax.evaluate.task import TASKS
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
@@ -159,8 +160,8 @@ def _listed(files: Iterable[epath.Path]) -> str:
 
 def day(folder: epath.Path) -> str:
     """The day that the prompts of a folder's rows have in them, as 2026-11-27; "" without one."""
-    for path in named(folder, "*.json"):
-        said = json_text.read_object(path, _ANEW).get("day") if path.name != SUMMARY else None
+    for path in (folder / f"{task}.json" for task in TASKS):
+        said = json_text.read_object(path, _ANEW).get("day") if path.exists() else None
         try:
             if said:
                 return str(datetime.date.fromisoformat(said))

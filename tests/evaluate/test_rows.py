@@ -44,6 +44,8 @@ def test_a_second_call_asks_what_is_missing(folder, opened):
     assert rows.missing(4) == [1, 3]
     again = opened(folder, "mmlu", IDENTITY, (0, 1))
     assert again.missing(4) == [1, 3] and again.done == {0: _row(0), 2: _row(2)}
+    (folder / "list.json").write_text("[1]")  # somebody else's
+    assert rows_lib.day(folder) == ""
     verdicts = {"mmlu": {0: False, 2: False}}
     for name in (folder, folder.parent.parent):
         assert compare.open(str(name)).verdicts == verdicts
