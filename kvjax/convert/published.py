@@ -198,8 +198,8 @@ class Published:
 
 
 def open(source: epath.PathLike) -> Published:
-    """Opens the model of a local folder (config.json, safetensors, tokenizer.json), a folder of the
-    hub's cache, or of a GGUF file, alone in its folder or not.
+    """Opens the model of a local folder (config.json, safetensors, tokenizer.json), of a folder
+    of the hub's cache, or of a GGUF file, alone in its folder or not.
 
     Raises:
       UserError: no such model, files that are missing, cut off or do not belong together, a family

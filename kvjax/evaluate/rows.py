@@ -159,7 +159,7 @@ def _listed(files: Iterable[epath.Path]) -> str:
 
 
 def day(folder: epath.Path) -> str:
-    """The day that the prompts of a folder's rows have in them, as 2026-11-27; "" without one."""
+    """Returns the day that the prompts of a folder's rows have, as 2026-11-27; "" without one."""
     for path in (folder / f"{task}.json" for task in TASKS):
         said = json_text.read_object(path, _ANEW).get("day") if path.exists() else None
         try:
