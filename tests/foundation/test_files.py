@@ -25,7 +25,7 @@ def test_what_is_there_keeps_its_name(tmp_path):
 
 
 def test_names_are_found_wherever_their_folder_is(tmp_path):
-    """As pathlib's glob finds them, hidden ones apart."""
+    """Finds the files that pathlib's glob finds, except hidden ones."""
     for name in ("plain", "w[1]*{x}?", "w1"):
         folder = tmp_path / name
         assert files.named(epath.Path(folder), "*") == []
