@@ -1,4 +1,4 @@
-"""All that a report says against what it said before: prose, drawings, tables, data.
+"""Compares what a report says with what it said before: prose, drawings, tables, data.
 
 A report that was meant to say something else: delete its file in tests/goldens, and run its tests,
 which write it. Numbers may differ in the last digit that is shown.
@@ -54,7 +54,7 @@ def _numbers(line: str) -> list[float]:
 
 
 def _lines(value) -> list[str]:
-    """By path in a tree of values: texts, and a line for all numbers there."""
+    """Returns a golden file's lines: for each path in a tree, texts and a line for all numbers."""
     texts, numbers = {}, {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda x: x is None):
         keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]

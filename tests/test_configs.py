@@ -299,7 +299,7 @@ def test_long_context(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_file(name):
-    """Its golden text; it is locked, and every key of it can be set on the command line."""
+    """Compares a config with its golden text; it is locked, and flags can set every key of it."""
     path, config = GOLDENS / f"{name}.txt", _load(name).get_config()
     assert path.exists(), f"no golden text: run `python tests/test_configs.py --write`, add {path}"
     assert configuration.to_text(config) == path.read_text(), (

@@ -98,7 +98,7 @@ def outputs(comparison: Comparison, module: Attention, x_BTD: np.ndarray) -> tup
 
 
 def difference(ours_BTD: np.ndarray, theirs_BTD: np.ndarray) -> float:
-    """The largest difference of an output, as a part of the row's largest."""
+    """Returns the largest difference of an output, as a part of the row's largest."""
     scale_BT1 = np.abs(theirs_BTD).max(-1, keepdims=True)
     return float((np.abs(ours_BTD - theirs_BTD) / scale_BT1).max())
 
@@ -144,7 +144,7 @@ def _theirs(python: str, cases: Sequence[dict], out: pathlib.Path) -> dict:
 def measure(
     python: str, folder: pathlib.Path, peers: Sequence[str]
 ) -> tuple[list[dict], dict[str, dict]]:
-    """A row for each comparison, and what each repository is: name, versions, what was replaced.
+    """Returns a row for each comparison, and each repository's name, versions and replacements.
 
     Where their code raises, the text stands in the place of the difference.
     """
@@ -182,7 +182,7 @@ def outcome(row: dict) -> str:
 
 
 def tables(result: dict) -> list[Table]:
-    """A table for each repository; below it why some modules of theirs differ or raise."""
+    """Returns a table for each repository; below it why some modules of theirs differ or raise."""
     made = []
     for peer, about in result["peers"].items():
         rows = [row for row in result["results"] if row["peer"] == peer]
@@ -243,7 +243,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 1 if a comparison is not as it is known to be."""
+    """Returns the exit status: 1 if a comparison is not as it is known to be."""
     options = _options(arguments)
     runtime.start()
     results, peers = measure(options.python, pathlib.Path(options.peers), options.only)

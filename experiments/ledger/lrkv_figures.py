@@ -69,7 +69,7 @@ def by_equations_3_and_4() -> float:
 
 
 def lrkv_flops() -> dict[str, bool]:
-    """Which parts of Figure 4's claim hold by equations 3 and 4."""
+    """Returns which parts of Figure 4's claim hold by equations 3 and 4."""
     more = by_equations_3_and_4()
     return {"more than MHA": more > 0, "0.8 %": round(more, 1) == 0.8}
 

@@ -40,7 +40,7 @@ _LENGTHS = {"sort": 16, "reverse": 64, "swap": 64}
 
 
 def _shares(task: str, *variants: str) -> list[dict[int, float]]:
-    """By seed positions that are right, %: means over cells of the grid that all variants have.
+    """Returns each variant's % of right positions by seed, averaged over grid cells that all have.
 
     Cells are named TASK/VARIANT/dWIDTH_lLAYERS_hHEADS_tLENGTH; of too short rows none counts.
     """

@@ -93,7 +93,7 @@ _HEADER += ("difference", "from", "p by Holm", "moved by the change")
 
 
 def corrected(rows: Sequence[Mapping]) -> dict[str, float]:
-    """Returns by cell the p-value of its difference, by Holm's correction for all of the rows."""
+    """Returns the p-value of each cell's difference, after Holm's correction for all rows."""
     seeds = {row["cell"]: set(row["seeds"]) for row in rows}
     told = [row for row in rows if row["difference_half_interval"] is not None]
     p_values = [

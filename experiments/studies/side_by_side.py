@@ -33,6 +33,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.files import named
 from kvjax.workdir import checkpoint
 from kvjax.workdir import metrics
 from kvjax.workdir import storage
@@ -139,7 +140,7 @@ def refused(run: Run, folder: epath.PathLike, *, mix: bool) -> str:
     """Why what lies there may be neither taken nor gone on with; "" if it may, or nothing does."""
     workdir = epath.Path(folder) / run.name
     if not (workdir / grid.ABOUT).exists():
-        begun = any(workdir.glob("*.jsonl")) if workdir.exists() else False
+        begun = named(workdir, "*.jsonl")
         return "does not say what code trained it" if begun else ""
     about = grid.about(workdir)
     if about["identity"] != run.identity:

@@ -23,7 +23,7 @@ _RECORDS = tuple(end for end in (*formats.LINES, formats.PARQUET) if end not in 
 _GIVE = "give NAME=FILE, several with commas between, or 'embedded'"
 
 
-def sources(option: str, text_key: str) -> dict[str, Source]:
+def sources(option: str, text_key: str = "text") -> dict[str, Source]:
     """Returns the texts of an option, by name; their files are there.
 
     Args:

@@ -264,7 +264,7 @@ def _thinned(curve: Curve) -> Curve:
 
 
 def panels(groups: Sequence[Group], scores: Scores) -> list[dict]:
-    """The panels of the picture as arguments of `draw.lines`: curves, then ends of runs."""
+    """Returns the panels of the picture as arguments of `draw.lines`: curves, then ends of runs."""
     ends = _cache_points(groups), *_score_points(groups, scores)
     return [_lines(groups, axis) for axis in _axes(groups)] + [panel for panel in ends if panel]
 
@@ -304,7 +304,7 @@ def _interval(found: Estimate) -> tuple[list[float], list[float]]:
 
 
 def _ends(panels: Sequence[dict]) -> Section:
-    """A figure for each panel of points: a point is a run's end, or the mean of its seeds'."""
+    """Draws a figure for each panel of points: a run's end, or the mean of its seeds' ends."""
     figures, data = [], {}
     for arguments in panels:
         svg, curves = draw.live_lines(**arguments)

@@ -45,7 +45,7 @@ def find(tokenizer: Tokenizer, template: str, named: Iterable[str], render: Rend
 
     Args:
       template: in Jinja.
-      named: the bos_token, eos_token ... of its model.
+      named: special tokens that its model's files name.
     """
     contents = dict(system=_SYSTEM, user=_QUESTION, assistant=_ANSWER)
     system, user, answer = (dict(role=role, content=text) for role, text in contents.items())
@@ -83,5 +83,5 @@ def _is_looked_for(name: str, template: str) -> bool:
 
 
 def any_of(names: Iterable[str]) -> str:
-    """A regular expression for the longest of the names that is there; without any for nothing."""
+    """Returns a regular expression for the longest name present, or for nothing without names."""
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"

@@ -87,7 +87,7 @@ class Marks:
         return self._made.sub(made, text)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a marked text, each stretch between control tokens encoded by itself."""
+        """Encodes a marked text, each stretch between control tokens by itself."""
         ids, stretch, at = [], "", 0
 
         def end_stretch() -> None:
@@ -115,7 +115,7 @@ def of(tokenizer: Tokenizer) -> Marks:
 
 
 def special(name: str) -> str:
-    """A control token that is meant, in a marked text."""
+    """Returns the mark for a control token in a marked text."""
     return f"{_MARK}{name}"
 
 

@@ -5,6 +5,7 @@ Templates see what transformers shows them (5.23), so that a conversation has th
 `controls`). In an assistant's message those of an answer's format are the tokens, as </think>.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import hashlib
@@ -54,6 +55,7 @@ class Template:
       text: a workdir's chat_template.jinja.
       token_files: of the model, see `kvjax.workdir.origin`.
       day: that the template is told, as 2026-11-27; "": the present one.
+      named: special tokens that other files of its model name.
 
     Attributes:
       tokenizer: with the template's control tokens; its `ends` have the one that ends a turn.
@@ -66,14 +68,20 @@ class Template:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, text: str, token_files: Mapping[str, Mapping], *, day: str = ""
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        token_files: Mapping[str, Mapping],
+        *,
+        day: str = "",
+        named: Iterable[str] = (),
     ):
         jinja_process.check(text)
         self._text, self._day = text, day
         self._tokens = _named_tokens(token_files.get(_FILE, {}))
         said = json.dumps([text, {k: v for k, v in self._tokens.items() if k in text}])
         self.digest, self.is_dated = hashlib.sha256(said.encode()).hexdigest(), _DATED in text
-        found = controls.find(tokenizer, text, self._tokens.values(), self._tried)
+        found = controls.find(tokenizer, text, {*self._tokens.values(), *named}, self._tried)
         self.lost = sorted(found.lost)
         self.tokenizer, self._inner = tokenizer.controlled(found.names), found.inner
         if found.end is not None:
@@ -113,13 +121,13 @@ class Template:
         return self._marks.encode(text)
 
     def _hidden(self, message: Mapping) -> dict:
-        """A message in which no text is the name of a control token."""
+        """Returns a message in which no text is the name of a control token."""
         role = message.get("role")
         hidden = self._marks.hide(message, self._inner if role == "assistant" else frozenset())
         return hidden | (dict(role=role) if role in _ROLES else {})
 
     def _rendered(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
-        """The template's own text of messages.
+        """Renders messages with the template.
 
         Raises:
           DataError: the template refuses them.
@@ -130,7 +138,7 @@ class Template:
         return jinja_process.render(self._text, self._tokens | given, self._day)
 
     def _tried(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
-        """The template's own text of messages; "" where it refuses them."""
+        """Renders messages with the template; returns "" where it refuses them."""
         try:
             return self._rendered(messages, opens_answer)
         except DataError:

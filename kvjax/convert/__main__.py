@@ -53,7 +53,7 @@ def _parser() -> command_line.Parser:
     add("--source", default="", help="a folder, a .gguf file, or a workdir")
     add("--out", default="", help="the workdir to write; nothing may be there")
     text = "(none: as it is; with --cache thin_keys)"
-    add("--method", default="none", help=f"{', '.join(asked.METHODS)} {text}")
+    add("--method", help=f"{', '.join(asked.METHODS)} {text}")
     group = parser.add_argument_group("thin_keys and lrkv")
     add = group.add_argument
     add("--rank", type=int, help="channels of a latent, or of a head's residual")

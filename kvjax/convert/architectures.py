@@ -6,6 +6,7 @@ A family is a function from its config to kvjax's, and one table of rules (`rule
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import math
 import re
 
 from kvjax.attention import GroupedConfig
@@ -14,6 +15,7 @@ from kvjax.convert import rules as rules_lib
 from kvjax.convert.rules import Rule
 from kvjax.foundation.configuration import checked
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import warn
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 
@@ -119,6 +121,7 @@ def _gpt2(o: Options) -> Sections:
     o.require("add_cross_attention", False, "layers attend to an encoder too")
     width, heads, context = o.integer("n_embd"), o.integer("n_head"), o.integer("n_positions")
     head_dim = _head_dim(o, width, heads, "n_embd", "n_head")
+    _check_scale(o, head_dim)
     block = dict(
         num_layers=o.integer("n_layer"),
         d_model=width,
@@ -145,7 +148,7 @@ def _llama(o: Options) -> Sections:
 
 
 def _mistral(o: Options) -> Sections:
-    return _gated(o, attention=dict(qk_norm="none"), window=_window(o))
+    return _gated(o, attention=dict(qk_norm="none"), window=_window_everywhere(o))
 
 
 def _qwen2(o: Options) -> Sections:
@@ -201,7 +204,33 @@ def _rotated(o: Options, block: dict, attention: dict, *, head_dim: int | None =
     kv_heads = o.integer("num_key_value_heads", heads)
     shape = dict(num_heads=heads, num_kv_heads=kv_heads, key_dim=head_dim, value_dim=head_dim)
     context = o.integer("max_position_embeddings")
+    _check_scale(o, head_dim)
+    _check_dual_chunks(o, context)
     return _sections(block, shape | attention, vocab_size=o.integer("vocab_size"), context=context)
+
+
+def _check_scale(o: Options, head_dim: int) -> None:
+    """Raises a UserError for logits of attention that are scaled by another number than usual."""
+    key, scale = "attention_multiplier", head_dim**-0.5
+    if not math.isclose(o.number(key, scale), scale, rel_tol=1e-6):
+        raise _foreign(o, key)
+
+
+def _check_dual_chunks(o: Options, context: int) -> None:
+    """Raises a UserError for a context at which dual chunk attention has other positions."""
+    key, name = "dual_chunk_attention_config", "original_max_position_embeddings"
+    if key not in o.values:
+        return
+    original = o.section(key).get(name)
+    if type(original) is not int:
+        raise _foreign(o, key)
+    if context > original:
+        raise o.error(
+            key,
+            f"kvjax has no dual chunk attention, which changes what is longer than {name}: set "
+            f"max_position_embeddings = {context} to at most {original}",
+        )
+    warn(f"{o.source}: {key} is passed over: it is for texts of more than {original:,} tokens")
 
 
 def _head_dim(o: Options, width: int, heads: int, width_key: str, heads_key: str) -> int:
@@ -237,7 +266,10 @@ def _rope(o: Options) -> dict:
     names = {name: f"{section}.{name}" for name in _ROPE_KEYS}
     names |= {name: key for name, (key, _) in given.items()}
     scaling = Options({name: value for name, (_, value) in given.items()}, o.source, names)
-    scaled = scaling.one_of("rope_type", dict(default=False, llama3=True), "default")
+    if scaling.values.get("rope_type") == "linear" and scaling.values.get("factor") == 1:
+        scaled = False
+    else:
+        scaled = scaling.one_of("rope_type", dict(default=False, llama3=True), "default")
     scaling.require("partial_rotary_factor", 1.0, "RoPE rotates some channels only")
     keys = dict(rope_base=scaling.number("rope_theta", 10_000.0))
     if scaled:
@@ -284,13 +316,36 @@ def _no_window(o: Options) -> None:
     on = o.flag("use_sliding_window", "sliding_window" in o.values)
     if on and o.integer("sliding_window") < o.integer("max_position_embeddings"):
         raise o.error("sliding_window", "no model of this family has a window: is it a mistral?")
-    if set(o.get("layer_types", list, [])) - {"full_attention"}:
-        raise o.error("layer_types", "layers of this family are all full_attention")
+    _check_layers(o, "full_attention")
+
+
+def _check_layers(o: Options, *kinds: str) -> None:
+    """Raises a UserError for a layer of another kind than those of the family."""
+    if not all(kind in kinds for kind in o.get("layer_types", list, [])):
+        raise o.error("layer_types", f"layers of this family are all {' or '.join(kinds)}")
 
 
 def _window(o: Options) -> int:
     """The sliding window; without the key it is transformers' default."""
     return 0 if "sliding_window" in o.nulls else o.integer("sliding_window", 4096)
+
+
+def _window_everywhere(o: Options) -> int:
+    """Returns Mistral's sliding window, which all of its layers have."""
+    window, full, sliding = _window(o), "full_attention", "sliding_attention"
+    if not window:
+        _check_layers(o, full)
+    elif window >= o.integer("max_position_embeddings"):
+        _check_layers(o, full, sliding)
+    elif o.flag("use_sliding_window", True):
+        _check_layers(o, sliding)
+    else:
+        raise o.error(
+            "use_sliding_window",
+            f"sliding_window = {window} is of all layers of a mistral: set that to null if the "
+            "model was trained without a window, and else this to true",
+        )
+    return window
 
 
 def _window_of_layers(o: Options) -> int:
@@ -334,12 +389,13 @@ _MASKS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 _GPT2_KEYS = frozenset(
     "vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon "
     "tie_word_embeddings scale_attn_weights scale_attn_by_inverse_layer_idx "
-    "add_cross_attention".split()
+    "add_cross_attention attention_multiplier".split()
 )
 _ROTATED_KEYS = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings "
-    "hidden_act attention_bias rope_theta rope_scaling rope_parameters".split()
+    "hidden_act rope_theta rope_scaling rope_parameters attention_multiplier "
+    "dual_chunk_attention_config".split()
 )
 _GATED_KEYS = _ROTATED_KEYS | {"mlp_bias", "partial_rotary_factor"}
 _WINDOW_KEYS = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
@@ -348,7 +404,7 @@ _LLAMA = Family(
     rules_lib.llama_rules(),
     prefix="model.",
     buffers=_ROTARY,
-    keys=_GATED_KEYS | _WINDOW_KEYS,
+    keys=_GATED_KEYS | _WINDOW_KEYS | {"attention_bias"},
 )
 FAMILIES = {
     "gpt2": Family(
@@ -360,16 +416,18 @@ FAMILIES = {
     ),
     "llama": _LLAMA,
     "mistral": dataclasses.replace(
-        _LLAMA, sections=_mistral, keys=_GATED_KEYS | {"sliding_window"}
+        _LLAMA,
+        sections=_mistral,
+        keys=_GATED_KEYS | {"sliding_window", "use_sliding_window", "layer_types"},
     ),
-    "qwen2": dataclasses.replace(_LLAMA, sections=_qwen2),
+    "qwen2": dataclasses.replace(_LLAMA, sections=_qwen2, keys=_GATED_KEYS | _WINDOW_KEYS),
     "qwen3": dataclasses.replace(_LLAMA, sections=_qwen3),
     "nanochat": Family(
         _nanochat,
         rules_lib.nanochat_rules(),
         prefix="model.",
         buffers=_ROTARY,
-        keys=_ROTATED_KEYS | {"final_logit_softcapping"},
+        keys=_ROTATED_KEYS | {"attention_bias", "final_logit_softcapping"},
     ),
 }
 
@@ -392,15 +450,19 @@ def family_of(o: Options) -> Family:
 
 def _check_keys(o: Options, family: Family) -> None:
     """Raises a UserError for a key that may change the model, and that its family does not have."""
-    for key, value in o.values.items():
-        neutral = key in config_keys.NEUTRAL and value == config_keys.NEUTRAL[key]
-        if not (key in family.keys or key in config_keys.HARMLESS or neutral):
-            kind = o.values["model_type"]
-            raise o.error(
-                key,
-                f"no key of a {kind}: it may change what the model computes, as one of another "
-                f"family does that is called {kind} here. If it changes nothing, remove it",
-            )
+    for key in o.values:
+        if key not in family.keys and not config_keys.changes_nothing(key, o.values):
+            raise _foreign(o, key)
+
+
+def _foreign(o: Options, key: str) -> UserError:
+    """Returns the error of a key that may be of another family."""
+    kind = o.values["model_type"]
+    return o.error(
+        key,
+        f"no key of a {kind}: it may change what the model computes, as one of another family does "
+        f"that is called {kind} here. If it changes nothing, remove it",
+    )
 
 
 def is_buffer(family: Family, name: str) -> bool:

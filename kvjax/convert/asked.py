@@ -33,8 +33,8 @@ def settle(options: argparse.Namespace, default: Callable[[str], object]) -> Non
     Raises:
       UserError: values that cannot be, and options that the method does not have.
     """
-    if options.method == "none" and options.cache is not None:
-        options.method = "thin_keys"
+    if options.method is None:
+        options.method = "none" if options.cache is None else "thin_keys"
     if options.method == "thin_keys":
         options.mode = options.mode or ("per_head" if options.rank is not None else "joint")
         options.part = options.part or ("key" if options.cache is None else "key_value")

@@ -5,18 +5,22 @@ known `model_type`, and transformers passes over them in silence. The names are 
 transformers' configuration classes (4.46 and 5.14) and of published configs.
 """
 
+from collections.abc import Mapping
+
 _OF_ANY_MODEL = """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
-    _name_or_path _num_labels architectures attn_implementation auto_map chunk_size_feed_forward
-    cross_attention_hidden_size dtype finetuning_task gradient_checkpointing id2label is_causal
-    is_decoder keys_to_ignore_at_inference label2id model_type name_or_path num_labels
+    _name_or_path _num_labels architectures attn_implementation author auto_map
+    chunk_size_feed_forward created_date cross_attention_hidden_size dtype finetuning_task
+    gradient_checkpointing id2label is_causal is_decoder keys_to_ignore_at_inference label2id
+    license model_type name_or_path num_labels
     output_attentions output_hidden_states prefix problem_type return_dict task_specific_params
     tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers_version
-    transformers.js_config unsloth_fixed unsloth_version use_bfloat16 use_cache xla_device
+    transformers.js_config unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attention
+    xla_device
 """
 _OF_TOKENS = """
-    bos_token bos_token_id decoder_start_token_id eos_token eos_token_id pad_token pad_token_id
-    sep_token_id unk_token_id
+    bos_token bos_token_id decoder_start_token_id eos_token eos_token_id eos_token_ids pad_token
+    pad_token_id sep_token_id unk_token_id
 """
 _OF_GENERATION = """
     bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample
@@ -27,7 +31,8 @@ _OF_GENERATION = """
     top_k top_p typical_p
 """
 _OF_TRAINING = """
-    attention_dropout attn_pdrop classifier_dropout embd_pdrop hidden_dropout initializer_range
+    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout embd_pdrop
+    hidden_dropout hidden_dropout_prob initializer_range loss_type neftune_noise_alpha
     pretraining_tp resid_pdrop reorder_and_upcast_attn
 """
 _OF_FAMILIES = """
@@ -35,15 +40,36 @@ _OF_FAMILIES = """
     predict_special_tokens summary_activation summary_first_dropout summary_proj_to_labels
     summary_type summary_use_proj
 """
-HARMLESS = frozenset(
+_HARMLESS = frozenset(
     f"{_OF_ANY_MODEL} {_OF_TOKENS} {_OF_GENERATION} {_OF_TRAINING} {_OF_FAMILIES}".split()
 )
-# Keys that change nothing with this value.
-NEUTRAL = dict(
-    activation="swiglu",  # Falcon 3, beside hidden_act
-    add_cross_attention=False,
-    is_encoder_decoder=False,
-    pruned_heads={},
-    rope_interleaved=False,  # SmolLM2
-    use_mrope=False,  # Qwen 2.5
+# Keys that change nothing with one of these values.
+_NEUTRAL = dict(
+    activation=("swiglu",),  # Falcon 3, beside hidden_act
+    add_cross_attention=(False,),
+    attention_bias=(False,),  # of a family that has biases always, or never
+    attn_output_gate=(False,),
+    bias=(False,),
+    embedding_multiplier=(1,),
+    is_encoder_decoder=(False,),
+    logit_scale=(1,),
+    logits_scaling=(1,),
+    pruned_heads=({},),
+    qk_norm=(False,),
+    residual_multiplier=(1,),
+    rope_interleaved=(False,),  # SmolLM2
+    scale_emb=(1,),
+    use_mrope=(False,),  # Qwen 2.5
+    use_parallel_residual=(False,),
+    use_qk_norm=(False,),
 )
+
+
+def changes_nothing(key: str, config: Mapping) -> bool:
+    """Returns True for a key of a config that no model reads, or that has a neutral value there."""
+    value = config[key]
+    if key == "no_rope_layers":  # SmolLM3: 1 for a layer that RoPE rotates
+        return isinstance(value, list) and bool(value) and all(layer == 1 for layer in value)
+    if key == "no_rope_layer_interval":  # read where no_rope_layers is not given
+        return bool(config.get("no_rope_layers"))
+    return key in _HARMLESS or value in _NEUTRAL.get(key, ())

@@ -85,7 +85,7 @@ def check_download(path: epath.Path) -> None:
 
 
 def _of_download(path: pathlib.Path) -> tuple[str, pathlib.Path]:
-    """The digest that a hub's client has left of a file, "" for none, and the file that says so."""
+    """Returns the digest that a hub's client left of a file, or "", and the file that has it."""
     real = pathlib.Path(os.path.realpath(path))
     if real.parent.name == "blobs" and _digest(real.name):
         return real.name, real
@@ -99,7 +99,7 @@ def _of_download(path: pathlib.Path) -> tuple[str, pathlib.Path]:
 
 
 def _digest(text: str) -> str:
-    """A text if it is the hexadecimal of SHA-256 or SHA-1, else ""."""
+    """Returns a text if it is the hexadecimal of SHA-256 or SHA-1, else ""."""
     return text if re.fullmatch(r"[0-9a-f]{64}|[0-9a-f]{40}", text) else ""
 
 

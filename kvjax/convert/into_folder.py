@@ -131,7 +131,7 @@ def _write_file(path: epath.Path, tensors: Mapping[str, Tensor], dtype: str) -> 
 
 
 def _header(tensors: Mapping[str, Tensor], dtype: str, metadata: Mapping[str, str]) -> bytes:
-    """What stands before the tensors in safetensors' format.
+    """Returns the header of safetensors' format, its length included.
 
     Args:
       metadata: with "format", which transformers wants to be told.

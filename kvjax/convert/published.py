@@ -9,6 +9,7 @@ What can be wrong with it is told when it is opened, before its data are read; b
 not finite, when these are read.
 """
 
+from collections.abc import Collection
 from collections.abc import Mapping
 import dataclasses
 import os
@@ -58,6 +59,9 @@ class Published:
       tokenizer_json: as in `tokenizer.json`.
       chat_template: in Jinja, or None.
       token_files: what the source says of its tokens, see `tokens`.
+
+    Args:
+      named: special tokens that the source names, with an id or without.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Published:
         tokenizer_json: str,
         chat_template: str | None,
         token_files: TokenFiles,
+        named: Collection[str] = (),
     ):
         self.name = source_lib.name(source)
         self.chat_template = chat_template
@@ -90,25 +95,25 @@ class Published:
         self.tokenizer_json = tokenizer_lib.opened_by(tokenizer_json, self.bos_token)
         check_tokenizer(source, self.tokenizer_json)
         if chat_template is not None:
-            self.tokenizer_json = self._controlled(source, chat_template)
+            self.tokenizer_json = self._controlled(source, chat_template, named)
         self._check(source, family)
 
-    def _controlled(self, source: epath.Path, chat_template: str) -> str:
-        """The tokenizer.json in which each control token of the template is one token.
+    def _controlled(self, source: epath.Path, chat_template: str, named: Collection[str]) -> str:
+        """Returns the tokenizer.json in which each control token of the template is one token.
 
         Raises:
           UserError: the template writes a token that the source names and does not have.
         """
         tokenizer = tokenizer_lib.from_json(self.tokenizer_json, str(source))
         try:
-            template = Template(tokenizer, chat_template, self.token_files)
+            template = Template(tokenizer, chat_template, self.token_files, named=named)
         except UserError:  # a template that is none: who talks by it is told
             return self.tokenizer_json
         if template.lost:
             raise UserError(
                 f"{source}: its chat template writes {', '.join(template.lost)}, which "
-                f"{TOKENIZER_CONFIG} names, and no file has its id: download tokenizer.json and "
-                f"{tokens.ADDED_TOKENS} again, from the same model"
+                f"{TOKENIZER_CONFIG} or {tokens.SPECIAL_TOKENS} names, and no file has its id: "
+                f"download tokenizer.json and {tokens.ADDED_TOKENS} again, from the same model"
             )
         found = template.tokenizer.to_json()
         return self.tokenizer_json if found == tokenizer.to_json() else found
@@ -193,8 +198,8 @@ class Published:
 
 
 def open(source: epath.PathLike) -> Published:
-    """The model of a local folder (config.json, safetensors, tokenizer.json), of a folder of the
-    hub's cache, or of a GGUF file, alone in its folder or not.
+    """Opens the model of a local folder (config.json, safetensors, tokenizer.json), of a folder
+    of the hub's cache, or of a GGUF file, alone in its folder or not.
 
     Raises:
       UserError: no such model, files that are missing, cut off or do not belong together, a family
@@ -236,6 +241,7 @@ def _open_folder(folder: epath.Path) -> Published:
     source_lib.check_tokenizer_file(folder)
     about = folder / TOKENIZER_CONFIG
     about = json_object(about) if about.exists() else {}
+    named = tokens.named_in_folder(folder)
     return Published(
         folder,
         options,
@@ -243,12 +249,13 @@ def _open_folder(folder: epath.Path) -> Published:
         open_folder(folder),
         tokenizer_json=tokens.completed(
             text_of(folder / "tokenizer.json"),
-            tokens.named_in_folder(folder),
+            named,
             folder / "tokenizer.json",
             tokens.added(folder),
         ),
         chat_template=_chat_template(folder / CHAT_TEMPLATE, about.get("chat_template")),
         token_files=tokens.of_folder(folder, options.values),
+        named=named,
     )
 
 

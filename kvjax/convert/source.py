@@ -1,4 +1,4 @@
-"""Where a published model is: in the folder or file that a user names, or beneath it."""
+"""Finds a published model: in the folder or file that a user names, or beneath it."""
 
 import os
 
@@ -10,6 +10,8 @@ from kvjax.foundation.errors import first_line
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _HUB = "models--"  # how the hub's cache names a model's folder: models--owner--name
+_OF_MODEL = ("snapshots", "refs", "blobs")  # what such a folder holds
+_ABOVE = (".", "hub", "huggingface/hub")  # where that cache is, in it or in a folder above
 _BESIDE_OTHERS = (".safetensors", ".json", ".bin", ".pt", ".pth")
 # Tokenizers that are not read, by the file that holds them.
 _OTHER_TOKENIZERS = {
@@ -23,7 +25,8 @@ _OTHER_TOKENIZERS = {
 def located(path: epath.Path) -> epath.Path:
     """Returns the folder with the config, or the GGUF file, of the model that a path means.
 
-    A folder of the hub's cache means its snapshot, a folder with nothing but one GGUF file that.
+    A folder of the hub's cache means its snapshot, the cache itself its only model; a folder with
+    nothing but one GGUF file means that.
 
     Raises:
       UserError: several models are there, none, or an adapter.
@@ -32,9 +35,7 @@ def located(path: epath.Path) -> epath.Path:
         if path.suffix in _BESIDE_OTHERS:
             raise UserError(f"{path} is one file of a model: give its folder")
         return path
-    models = sorted(each.name for each in path.iterdir() if each.name.startswith(_HUB))
-    if models:
-        raise UserError(f"{path} is the hub's cache: give a folder of it: {listed(models)}")
+    path = _in_hub(path)
     folder = _snapshot(path) if (path / "snapshots").is_dir() else path
     if (folder / _ADAPTER).exists():
         raise UserError(
@@ -74,6 +75,23 @@ def check_tokenizer_file(folder: epath.Path) -> None:
         f"{folder / 'tokenizer.json'} is missing: load the tokenizer with transformers "
         "(AutoTokenizer) and save it beside the weights with save_pretrained"
     )
+
+
+def _in_hub(path: epath.Path) -> epath.Path:
+    """Returns a model's folder of the hub's cache for a folder in it or above it; else the path."""
+    absolute = epath.Path(os.path.abspath(path))
+    if absolute.name in _OF_MODEL and absolute.parent.name.startswith(_HUB):
+        return absolute.parent
+    if (path / _CONFIG).exists():
+        return path
+    for cache in (path / each for each in _ABOVE):
+        there = cache.iterdir() if cache.is_dir() else ()
+        models = sorted(each.name for each in there if each.name.startswith(_HUB))
+        if len(models) > 1:
+            raise UserError(f"{cache} is the hub's cache: give a folder of it: {listed(models)}")
+        if models:
+            return cache / models[0]
+    return path
 
 
 def _snapshot(folder: epath.Path) -> epath.Path:

@@ -17,6 +17,7 @@ from kvjax.foundation import extras
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.files import named
 from kvjax.foundation.files import special
 from kvjax.layers.weight import Axes
 
@@ -56,9 +57,9 @@ def open_folder(folder: epath.Path) -> dict[str, Stored]:
     if (folder / SINGLE).exists():
         return _open_files(folder, [SINGLE])
     if not (folder / INDEX).exists():
-        named = [path.name for path in folder.glob("[!.]*.safetensors")]
-        if len(named) == 1 and not _is_part(named[0]) and not os.path.islink(folder / SINGLE):
-            return _open_files(folder, named)
+        only = [path.name for path in named(folder, "*.safetensors")]
+        if len(only) == 1 and not _is_part(only[0]) and not os.path.islink(folder / SINGLE):
+            return _open_files(folder, only)
         for name in (SINGLE, INDEX):
             if os.path.islink(folder / name):
                 raise UserError(
@@ -84,7 +85,7 @@ def open_folder(folder: epath.Path) -> dict[str, Stored]:
 
 
 def _is_part(name: str) -> bool:
-    """Whether a file is called one of several, as model-00001-of-00003.safetensors is."""
+    """True if a file is named as one of several, as model-00001-of-00003.safetensors is."""
     found = re.search(r"-(\d+)-of-(\d+)\.safetensors$", name)
     return found is not None and int(found[2]) > 1
 

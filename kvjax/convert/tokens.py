@@ -1,4 +1,4 @@
-"""Which tokens a published model has beside its vocabulary, and which open and end a text.
+"""Finds the added tokens of a published model, and the tokens that open and end a text.
 
 A folder has added tokens in tokenizer.json, and in older or edited folders in others alone (see
 `added`). What opens and ends a text `origin.TokenFiles` hold: the texts of tokens as in
@@ -22,7 +22,7 @@ from kvjax.workdir.origin import TokenFiles
 
 ADDED_TOKENS = "added_tokens.json"
 KINDS = ("bos", "eos", "pad", "unk")
-_SPECIAL_TOKENS = "special_tokens_map.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 _DECODER = "added_tokens_decoder"  # of TOKENIZER_CONFIG: flags of added tokens, by id
 _MORE = ("sep_token", "cls_token", "mask_token", "additional_special_tokens")
 _MORE += ("extra_special_tokens",)  # its name in transformers 5
@@ -45,7 +45,7 @@ def of_folder(folder: epath.Path, config: Mapping) -> dict[str, dict]:
 
 
 def named_in_folder(folder: epath.Path) -> set[str]:
-    """The texts of a published folder's special tokens, as far as its files name them."""
+    """Returns the texts of a published folder's special tokens, as far as its files name them."""
     about, found = _about(folder), set()
     for key in (*(f"{kind}_token" for kind in KINDS), *_MORE):
         value = about.get(key)
@@ -56,7 +56,7 @@ def named_in_folder(folder: epath.Path) -> set[str]:
 
 
 def named_in_gguf(metadata: Mapping) -> set[str]:
-    """The texts of the special tokens that a GGUF file names."""
+    """Returns the texts of the special tokens that a GGUF file names."""
     tokens = dict(enumerate(metadata.get("tokenizer.ggml.tokens") or []))
     keys = [f"tokenizer.ggml.{name}_token_id" for names in _GGUF.values() for name in names]
     ids = [metadata.get(key) for key in keys]
@@ -64,21 +64,19 @@ def named_in_gguf(metadata: Mapping) -> set[str]:
 
 
 def added(folder: epath.Path) -> list[dict]:
-    """The added tokens that other files of a published folder than tokenizer.json have.
+    """Returns the added tokens that other files of a published folder than tokenizer.json have.
 
-    As transformers has it: those of tokenizer_config.json with their flags, or else those of
-    added_tokens.json, which has none.
+    Those of added_tokens.json, which has no flags, and of tokenizer_config.json with their flags.
 
     Raises:
       UserError: a token without a text or an id.
     """
-    decoder = _about(folder).get(_DECODER)
+    path, decoder = folder / ADDED_TOKENS, _about(folder).get(_DECODER)
+    listed = json_object(path) if path.exists() else {}
+    found = [_token(path, text, i) for text, i in listed.items()]
     if isinstance(decoder, Mapping):
-        return list(_in_decoder(folder / TOKENIZER_CONFIG, decoder))
-    path = folder / ADDED_TOKENS
-    if not path.exists():
-        return []
-    return [_token(path, text, i) for text, i in json_object(path).items()]
+        found += _in_decoder(folder / TOKENIZER_CONFIG, decoder)
+    return found
 
 
 def completed(
@@ -170,9 +168,9 @@ def _text(value) -> str | None:
 
 def _about(folder: epath.Path) -> dict:
     """tokenizer_config.json; where it has no added tokens, with special_tokens_map.json."""
-    paths = (folder / TOKENIZER_CONFIG, folder / _SPECIAL_TOKENS)
+    paths = (folder / TOKENIZER_CONFIG, folder / SPECIAL_TOKENS)
     about, special = (json_object(path) if path.exists() else {} for path in paths)
-    return about if _DECODER in about else about | special
+    return about if about.get(_DECODER) else about | special
 
 
 def _in_decoder(path: epath.Path, decoder: Mapping) -> Iterator[dict]:

@@ -66,12 +66,13 @@ def prepare(
             f"config.data.source = {config.source!r}: names conversations, which the run that "
             "trains on them prepares: python -m kvjax.main --config=configs/mid/lrkv_128m.py"
         )
+    if beam_options:
+        extras.require("--beam_pipeline_options", "apache_beam")
     runtime.quiet_libraries()
     corpus = preparation.look(config, skip_broken=skip_broken, shown=shown)
     if not corpus.parts:
         return corpus.path
     if beam_options:
-        extras.require("--beam_pipeline_options", "apache_beam")
         from kvjax.data import beam
 
         beam.pipeline(beam_options)  # raises

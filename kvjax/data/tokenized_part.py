@@ -45,7 +45,7 @@ class Counts:
 
 
 class Left(NamedTuple):
-    """What could not be read, and records without a text."""
+    """Counts of sources or records that could not be read, and of records without a text."""
 
     count: int = 0
     first: tuple[str, ...] = ()  # messages, of the first ones

@@ -184,11 +184,11 @@ class Tokenizer:
         self.ends: tuple[int, ...] = ()
 
     def written_out(self, text: str) -> list[str]:
-        """The control tokens whose names stand in a text, where they are ordinary characters."""
+        """Returns the control tokens whose names stand in a text, as ordinary characters."""
         return sorted(name for name in self.controls if name in text)
 
     def special(self, name: str) -> int | None:
-        """The id of a control token; None if there is none of that name."""
+        """Returns the id of a control token; None if there is none of that name."""
         return self._backend.token_to_id(name) if name in self.controls else None
 
     def controlled(self, names: Collection[str]) -> "Tokenizer":
@@ -285,7 +285,7 @@ class Tokenizer:
         return bytes_V
 
     def added_tokens(self) -> dict[str, tokenizers.AddedToken]:
-        """The added tokens with their flags, by their texts."""
+        """Returns the added tokens with their flags, by their texts."""
         added = self._backend.get_added_tokens_decoder().values()
         return {token.content: token for token in added}
 

@@ -43,6 +43,7 @@ from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import warn
 from kvjax.foundation.files import forget_listings
 from kvjax.foundation.files import in_bucket
+from kvjax.foundation.files import named
 
 PREFIX = ".under-way-"
 PLAN = "plan.json"
@@ -129,7 +130,7 @@ class UnderWay:
         if plan is None or self._is_used(other):
             return 0  # another process was first, or somebody is at work there
         missing = {self.digests[part]: part for part in reversed(self.missing())}
-        marks = sorted((other / DONE).glob("*.json"), key=lambda mark: mark.name)
+        marks = named(other / DONE, "*.json")
 
         def take(mark: epath.Path) -> bool:
             content = _read_json(mark) or {}
@@ -187,8 +188,7 @@ class UnderWay:
 
     def any_done(self) -> bool:
         """Whether a part is done."""
-        done = self.folder / DONE
-        return done.exists() and next(iter(done.glob("*.json")), None) is not None
+        return bool(named(self.folder / DONE, "*.json"))
 
     def missing(self) -> list[int]:
         """The parts that are not done, in order."""
@@ -334,7 +334,7 @@ def were_broken(folder: epath.Path, names: Sequence[str]) -> bool:
     if not names:
         return True
     failed = [note["why"] for note in _notes(folder) if note["broken"]]
-    marks = [_made_of(_read_json(mark) or {}) for mark in (folder / DONE).glob("*.json")]
+    marks = [_made_of(_read_json(mark) or {}) for mark in named(folder / DONE, "*.json")]
     left_out = [text for made in marks if made for text in made.left_out.first]
     said = "\n".join([*failed, *left_out, *(read_plan(folder) or {}).get("left_out", ())])
     quoted = lambda name: re.search(rf"(?<![^\s'\"]){re.escape(name)}[,: ]", said)
@@ -343,7 +343,7 @@ def were_broken(folder: epath.Path, names: Sequence[str]) -> bool:
 
 def _notes(folder: epath.Path) -> list[dict[str, Any]]:
     """What `fail` wrote, by part."""
-    found = sorted((folder / _FAILED).glob("*.json"), key=lambda file: file.name)
+    found = named(folder / _FAILED, "*.json")
     return [note for file in found if (note := _read_json(file))]
 
 
@@ -381,7 +381,7 @@ def plans(datasets: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
     for folder in datasets.iterdir():
         if in_bucket(datasets) or folder.name.startswith(PREFIX):
             done = folder / DONE
-            some = done.exists() and next(iter(done.glob("*.json")), None) is not None
+            some = done.exists() and named(done, "*.json")
             if some and not (folder / MANIFEST).exists() and (plan := read_plan(folder)):
                 yield folder, plan
 

@@ -21,6 +21,7 @@ from kvjax.foundation import estimate
 from kvjax.foundation import json_text
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.files import named
 from kvjax.foundation.output import Table
 
 # What may differ between two models that are compared.
@@ -68,7 +69,7 @@ def open(name: str, option: str = "--compare") -> Evaluated:
       UserError: there is none.
     """
     given = runtime.path(option, name)
-    if list(given.glob("*.jsonl")) if given.is_dir() else ():
+    if named(given, "*.jsonl"):
         return _read(name, given)
     path, at, step = name.rpartition("@")
     by_step = bool(at) and step.isdecimal()
@@ -85,13 +86,13 @@ def open(name: str, option: str = "--compare") -> Evaluated:
 
 def _read(name: str, folder: epath.Path) -> Evaluated:
     identities, verdicts = {}, {}
-    for file in sorted(folder.glob("*.json")):
+    for file in named(folder, "*.json"):
         task = file.name.removesuffix(".json")
-        if task == "summary":
-            continue
+        if not (parts := rows_lib.files_of(folder, task)):
+            continue  # the summary, or a file of somebody else's
         identities[task] = json_text.read_object(file, "evaluate again")
         found = {}
-        for part in rows_lib.files_of(folder, task):
+        for part in parts:
             found |= {row["index"]: bool(row["right"]) for row in rows_lib.of_file(part)}
         verdicts[task] = found
     return Evaluated(name, identities, verdicts, summary.chances_of_core(summary.read(folder)))

@@ -110,7 +110,7 @@ def _entries(path: epath.Path) -> list[dict]:
 
 
 def _baselines(path: epath.Path) -> dict[str, tuple[str, str | None]]:
-    """By task, its row of the file and what stands there as the accuracy of guessing, in %."""
+    """Returns by task its line of the file and the cell with the accuracy of guessing, in %."""
     name, label = os.fspath(path), "Eval Task"
     try:
         rows = csv.DictReader(io.StringIO(readers.read_bytes(path).decode("utf-8-sig"), newline=""))
@@ -157,7 +157,7 @@ def _task(folder: epath.Path, entry: dict, baselines: Mapping) -> CoreTask:
 
 
 def _chance(place: str, text: str | None) -> float:
-    """The accuracy of guessing, of its cell in %."""
+    """Returns the accuracy of guessing, a fraction, from its cell in %."""
     try:
         chance = float(text or "") / 100
     except ValueError:
@@ -169,7 +169,7 @@ def _chance(place: str, text: str | None) -> float:
 
 
 def _shots(place: str, given: object, path: epath.Path, rows: int) -> int:
-    """How many rows are shown before each question: a number, or a list whose first counts."""
+    """Returns how many rows are shown before each question: a number, or the first of a list."""
     shots = given[0] if isinstance(given, list) and given else given
     if type(shots) is not int or shots < 0:
         raise DataError(f"{place}: num_fewshot = {given!r:.200}: must be a whole number from 0")

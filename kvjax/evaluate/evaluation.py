@@ -69,7 +69,7 @@ class Done:
 
 
 class Checked(NamedTuple):
-    """What was found of a plan: what to warn of, and by task the digests of its rows' prompts."""
+    """Result of checking a plan: warnings, and by task the digests of its rows' prompts."""
 
     warnings: list[str]
     prompts: dict[str, list[str]]

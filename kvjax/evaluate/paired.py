@@ -94,7 +94,7 @@ class Difference:
         )
 
     def centred(self, chance: float) -> "Difference":
-        """The difference of scores of which 0 is guessing and 1 everything right."""
+        """Returns the difference of scores of which 0 is guessing and 1 everything right."""
         return Difference(
             scores.centred(self.first_S, chance),
             scores.centred(self.second_S, chance),

@@ -20,10 +20,12 @@ from typing import Any
 
 from etils import epath
 
+from kvjax.evaluate.task import TASKS
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket
+from kvjax.foundation.files import named
 from kvjax.foundation.files import write_atomically
 
 FOLDER = "evaluations"
@@ -145,7 +147,7 @@ class Rows:
                 )
 
     def _files(self) -> list[epath.Path]:
-        """The file that says what was asked, whether or not it is there, and those of rows."""
+        """Returns the file that says what was asked, which may be missing, and files of rows."""
         return [self._folder / f"{self._task}.json", *files_of(self._folder, self._task)]
 
     def _advice(self) -> str:
@@ -157,9 +159,9 @@ def _listed(files: Iterable[epath.Path]) -> str:
 
 
 def day(folder: epath.Path) -> str:
-    """The day that the prompts of a folder's rows have in them, as 2026-11-27; "" without one."""
-    for path in sorted(folder.glob("*.json")) if folder.exists() else ():
-        said = json_text.read_object(path, _ANEW).get("day") if path.name != SUMMARY else None
+    """Returns the day that the prompts of a folder's rows have, as 2026-11-27; "" without one."""
+    for path in (folder / f"{task}.json" for task in TASKS):
+        said = json_text.read_object(path, _ANEW).get("day") if path.exists() else None
         try:
             if said:
                 return str(datetime.date.fromisoformat(said))
@@ -171,7 +173,7 @@ def day(folder: epath.Path) -> str:
 def files_of(folder: epath.Path, task: str) -> list[epath.Path]:
     """Returns the files with a task's rows, of all shares."""
     name = re.compile(rf"{re.escape(task)}(\.\d+-of-\d+)?\.jsonl")
-    return sorted(path for path in folder.glob("*.jsonl") if name.fullmatch(path.name))
+    return [path for path in named(folder, "*.jsonl") if name.fullmatch(path.name)]
 
 
 def of_file(path: epath.Path) -> list[dict]:
@@ -197,7 +199,7 @@ def of_file(path: epath.Path) -> list[dict]:
 
 
 def _row(line: bytes) -> dict:
-    """The row of a line; a ValueError if there is none."""
+    """Returns the row of a line; raises a ValueError if there is none."""
     row = json_text.parse(line)
     if not isinstance(row, dict) or type(row.get("index")) is not int:
         raise ValueError("no object with an index")

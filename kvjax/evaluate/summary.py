@@ -69,7 +69,7 @@ def _chances(tasks: Mapping[str, Mapping]) -> dict[str, float]:
 
 
 def chances_of_core(result: Mapping[str, Any]) -> dict[str, float]:
-    """By task of CORE the accuracy of guessing; {} unless the summary has a score of CORE."""
+    """Returns the accuracy of guessing by task of CORE; {} unless the summary scores CORE."""
     return _chances(result.get("tasks", {})) if "core" in result else {}
 
 
@@ -104,7 +104,7 @@ def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: epath.Path) -> dict:
-    """An earlier summary of the same folder; {} without one, or with a warning if it is damaged."""
+    """Reads the folder's earlier summary; {} without one, or with a warning if it is damaged."""
     if not (folder / SUMMARY).exists():
         return {}
     try:

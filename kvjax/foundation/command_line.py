@@ -358,7 +358,7 @@ def _no_file(file: pathlib.Path) -> str:
 
 
 def _shipped_name(file: pathlib.Path) -> str:
-    """A shipped config as `config_file` finds it: configs/ranks/lrkv_tiny.py."""
+    """Returns a shipped config's name as `config_file` finds it: configs/ranks/lrkv_tiny.py."""
     return str(file.relative_to(CONFIGS.parent))
 
 

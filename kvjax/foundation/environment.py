@@ -23,7 +23,7 @@ _FATAL = re.compile(r"^[EF]\d{4} .*?\] (.*)$", re.MULTILINE)  # a line of XLA's 
 
 
 def refused(error: BaseException) -> str | None:
-    """What to say of an exception by which JAX refuses an environment variable; None: of others."""
+    """Returns a message for an exception by which JAX refuses the environment; None for others."""
     text = first_line(error)
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, ValueError) and any(_OF_JAX in file for file in files):
@@ -77,7 +77,7 @@ def check() -> None:
 
 
 def _what_xla_says() -> str:
-    """What XLA's log says of XLA_FLAGS in a process that ends of it; "" if it does not."""
+    """Returns the line of XLA's log that ends a process with these XLA_FLAGS; "" if they pass."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # JAX's, of what a fork may not do

@@ -1,5 +1,6 @@
 """Reads and writes files of a workdir, local or in a bucket, so that nothing is lost."""
 
+import fnmatch
 import os
 import stat
 
@@ -38,6 +39,20 @@ def size(path: epath.PathLike) -> int | None:
         return epath.Path(path).stat().length if in_bucket(path) else os.stat(path).st_size
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def named(folder: epath.Path, pattern: str) -> list[epath.Path]:
+    """Returns what lies in a folder with a name of a pattern, by name; [] where no folder is.
+
+    etils' `glob` takes brackets in the folder's own path for a part of the pattern. Hidden files
+    are left out.
+    """
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    shown = [name for name in names if not name.startswith(".")]
+    return [folder / name for name in sorted(fnmatch.filter(shown, pattern))]
 
 
 def write_atomically(path: epath.Path, text: str) -> None:

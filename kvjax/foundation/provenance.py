@@ -102,7 +102,7 @@ def code_on_disk() -> dict[str, str]:
 
 
 def code_digest(blobs: Mapping[str, str]) -> str:
-    """A digest of files by their names and git's ids of what they hold (`git ls-tree -r`)."""
+    """Returns a digest of files by names and git's ids of their contents (`git ls-tree -r`)."""
     lines = (f"{name} {blob}\n" for name, blob in sorted(blobs.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 

@@ -73,7 +73,7 @@ def _temporary(path: epath.Path) -> epath.Path:
 
 
 def _missing(path: epath.Path) -> list[epath.Path]:
-    """The folders of a path that are not there, the deepest first."""
+    """Returns the folders of a path that are not there, the deepest first."""
     return [one for one in (path, *path.parents) if not one.exists()]
 
 

@@ -109,7 +109,7 @@ def _cache() -> pathlib.Path:
 
 
 def _whole(cache: pathlib.Path, kind: str) -> pathlib.Path | None:
-    """The code that was compiled before, if it is as its name says; damaged code is removed."""
+    """Returns the compiled code in the cache, if its digest agrees; removes damaged code."""
     found = None
     for file in cache.glob(f"{kind}*.cwasm"):
         try:
@@ -125,7 +125,7 @@ def _whole(cache: pathlib.Path, kind: str) -> pathlib.Path | None:
 
 
 def _name(kind: str, file: pathlib.Path) -> str:
-    """The name of compiled code in the cache, with the digest that reveals any damage to it."""
+    """Returns the name of compiled code in the cache, with a digest that reveals damage."""
     digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
     return f"{kind}-{digest}.cwasm"
 

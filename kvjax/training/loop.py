@@ -326,19 +326,28 @@ class Run:
     def _save(self, step: int, state: dict, last: bool = False) -> None:
         """Saves; a failure before the last save is a warning, and the run goes on.
 
-        In a job of several processes it ends the run: the others cannot know of it.
+        In a job of several processes it ends the run: the others cannot know of it. So do records
+        that cannot be written, once the state is saved.
         """
         position = step * self.experiment.train.batch_size
         self.checkpoints.check_workdir(step)  # whose records would be missed first
-        self.writer.flush()
+        unwritten = None
+        try:
+            self.writer.flush()
+        except OSError as error:
+            unwritten = error
         try:
             self.checkpoints.save(step, state, position)
             if last:
                 self.checkpoints.close()
+            elif unwritten:
+                self.checkpoints.wait()
         except OSError as error:
             if last or distributed.count() > 1:
                 raise
             warn(f"{error}; the run goes on, its checkpoints are {self._saved_steps()}")
+        if unwritten:
+            raise unwritten
 
     def _keep_snapshot(self, step: int, state: dict) -> None:
         """Keeps the parameters alone; a failure is a warning, as of `_save`."""

@@ -78,7 +78,7 @@ def context(workdir: epath.Path, row: int) -> int:
 
 
 def chat_template(folder: epath.Path) -> str | None:
-    """The chat template that its model was published with, in Jinja; None: without.
+    """Reads the Jinja chat template that the workdir's model was published with; None: without.
 
     Raises:
       UserError: it is no text.

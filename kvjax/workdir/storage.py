@@ -1,18 +1,21 @@
 """How checkpoints are stored: Orbax's format, with a checksum of every byte that loading uses.
 
-Importing this module changes three things in Orbax 0.12 that it has no option for. Every chunk of
+Importing this module changes four things in Orbax 0.12 that it has no option for. Every chunk of
 an array is a zstd frame with its checksum (XXH64 of the content, 32 bits kept), which whoever reads
 it verifies: the whole array or a part of it, on any mesh. (Orbax leaves it out, and has checksums
 of the index and of OCDBT's nodes only; a chunk may decode to other numbers.) A failure is told
 once, by who asked: not in Orbax's log with every thread's traceback, nor by event loops that ended
-before their last read. And time-outs are measured by a clock that nobody sets: by the wall clock,
-a save fails when that jumps.
+before their last read. Time-outs are measured by a clock that nobody sets: by the wall clock, a
+save fails when that jumps. And what it globs for in a folder is found whatever the folder's path
+is: with brackets in it nothing was, and a checkpoint was left without its index.
 """
 
 import functools
+import glob
 import hashlib
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -77,6 +80,20 @@ class _SteadyTime(types.ModuleType):
 
 for _module in (compatibility, future, pytree_handler, signaling_client):
     _module.time = _SteadyTime("time")  # which they subtract and compare
+
+
+def _by_name(find):
+    """Returns etils' glob (which Orbax calls) for folders whose own path is not a pattern."""
+
+    @functools.wraps(find)
+    def found(folder: epath.Path, pattern: str):
+        return find(type(folder)(glob.escape(os.fspath(folder))), pattern)
+
+    return found
+
+
+_PathClass = type(epath.Path())
+_PathClass.glob = _by_name(_PathClass.glob)
 
 
 def _is_told_elsewhere(record: logging.LogRecord) -> bool:

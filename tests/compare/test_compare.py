@@ -373,7 +373,7 @@ def test_the_command_prints_and_writes(two, tmp_path, capfd):
 
 
 def test_all_that_a_comparison_says(tmp_path, capfd, monkeypatch):
-    """Of seeds as one curve, a lacking one, two lengths, other speeds, one that has not ended."""
+    """Covers seeds as one curve, a missing seed, two lengths, two speeds and an unfinished run."""
     folder = tmp_path / "runs"
     for seed in range(3):
         bpb = (4, 3 + seed / 50, 2.5, 2.2 + seed / 30)

@@ -179,7 +179,7 @@ def _told(kind, path, message):
 
 
 def test_a_row_of_another_kind_is_told_with_file_and_row(tmp_path):
-    """The same in JSON lines and Parquet, but for what JSON alone can hold."""
+    """Compares JSON lines and Parquet, but for what JSON alone can hold."""
     good = dict(smoltalk=dict(messages=[]), mmlu=MMLU[0], arc=ARC[0], gsm8k=GSM8K[0])
     for kind, row, message in (*NO_ROWS, *NO_JSON):
         path = _jsonl(tmp_path / "x.jsonl", [good[kind], row])

@@ -120,7 +120,7 @@ KINDS = ("special", "not special", "ordinary")
 
 
 def has(names, kind, words=()):
-    """The tokenizer of bytes with control tokens of a kind; words are added tokens of no kind."""
+    """Returns a byte tokenizer with control tokens of a kind; words are added, but not special."""
     plain = tokenizer_lib.byte_tokenizer().with_specials([*names, *words])
     definition = json.loads(plain.to_json())
     of_kind = {name: kind for name in names} | {word: "not special" for word in words}
@@ -133,7 +133,7 @@ def has(names, kind, words=()):
 
 
 def told(template, content):
-    """The ids of a conversation in which everybody says the same."""
+    """Returns the ids of a conversation in which everybody says the same."""
     roles = ("user", "assistant", "user")
     return template.encode(template.render([dict(role=r, content=content) for r in roles]))
 
@@ -164,7 +164,7 @@ def test_a_template_writes_control_tokens_and_no_message_does():
 
 
 def test_an_answers_own_format_is_taken_apart_by_the_template():
-    """As Qwen 3's: what it thought is left out of the next prompt. A user's </think> is text."""
+    """Leaves thoughts out of the next prompt, as Qwen 3's template. A user's </think> is text."""
     said = "('<think></think>' + m.content.split('</think>')[-1] if m.role == 'assistant' "
     said += "else m.content)"
     turn = f"'<|im_start|>' + m.role + {said} + '<|im_end|>'"
@@ -251,8 +251,8 @@ def test_what_is_refused(tokenizer):
 
 
 def test_a_template_has_a_limit_of_memory_and_time(tokenizer, monkeypatch):
-    """Each ends the process that renders; the next one starts again. Folded when it is compiled,
-    or met in a message."""
+    """Ends the process that renders, and the next one starts again. An expression may be folded
+    when a template is compiled, or met in a message."""
     monkeypatch.setattr(jinja_process, "_SECONDS", 0.3)
     jinja_process._worker.cache_clear()
     blocks = "{% if true %}" * 3000 + "{% endif %}" * 3000

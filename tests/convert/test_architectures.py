@@ -123,6 +123,8 @@ def test_scaled_rope_as_transformers_4_and_5_write_it(keys):
         dict(rope_scaling=None),
         dict(rope_theta=500.0, rope_scaling=dict(factor=None)),
         dict(rope_theta=500.0, rope_scaling=dict(type="default", factor=8.0)),
+        dict(rope_scaling=dict(type="linear", factor=1.0)),
+        dict(rope_theta=5.0, rope_parameters=dict(rope_type="linear", factor=1, rope_theta=5.0)),
     ],
 )
 def test_rope_that_is_not_scaled(keys):
@@ -138,6 +140,9 @@ def test_rope_that_is_not_scaled(keys):
         (MISTRAL, 4096),
         ({**MISTRAL, "sliding_window": None}, 0),
         (MISTRAL | dict(sliding_window=5), 5),
+        (MISTRAL | dict(sliding_window=5, layer_types=["sliding_attention"] * 2), 5),
+        (MISTRAL | dict(use_sliding_window=False, layer_types=["full_attention"] * 2), 4096),
+        ({**MISTRAL, "sliding_window": None, "layer_types": ["full_attention"] * 2}, 0),
         (LLAMA | dict(sliding_window=64), 0),  # as long as the context
         (LLAMA | dict(sliding_window=5, use_sliding_window=False, max_window_layers=1), 0),
         (QWEN2 | dict(sliding_window=5), 0),
@@ -184,6 +189,10 @@ REFUSED = [
         "rope_scaling.type = 'linear': kvjax computes one of 'default', 'llama3'",
     ),
     (
+        LLAMA | dict(rope_scaling=dict(type="linear")),
+        "rope_scaling.type = 'linear': kvjax computes one of 'default', 'llama3'",
+    ),
+    (
         LLAMA | dict(rope_scaling=dict(factor=8.0)),
         "rope_scaling = {'factor': 8.0}: rope_scaling.rope_type is missing, which says what f",
     ),
@@ -222,6 +231,25 @@ REFUSED = [
     (
         LLAMA | dict(layer_types=["full_attention", "sliding_attention"]),
         "layer_types = ['full_attention', 'sliding_attention']: layers of this family are all",
+    ),
+    (LLAMA | dict(layer_types=[["full_attention"]]), "layers of this family are all full_att"),
+    (
+        MISTRAL | dict(sliding_window=5, use_sliding_window=False),
+        "use_sliding_window = False: sliding_window = 5 is of all layers of a mistral",
+    ),
+    (
+        MISTRAL | dict(sliding_window=5, layer_types=["full_attention"] * 2),
+        "layers of this family are all sliding_attention",
+    ),
+    (
+        {**MISTRAL, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+        "layers of this family are all full_attention",
+    ),
+    (MISTRAL | dict(attention_bias=True), "attention_bias = True: no key of a mistral"),
+    (QWEN2 | dict(attention_bias=True), "attention_bias = True: no key of a qwen2"),
+    (
+        QWEN2 | dict(dual_chunk_attention_config=dict(original_max_position_embeddings=63)),
+        "kvjax has no dual chunk attention, which changes what is longer than original_max_posi",
     ),
     (
         LLAMA | dict(rope_theta=5.0, rope_parameters=dict(rope_theta=6.0)),
@@ -321,12 +349,22 @@ REAL = {
     "DistilGPT2": GPT2 | SAMPLED | dict(_num_labels=1, id2label={"0": "x"}, label2id={"x": 0}),
     "of transformers 4.2": GPT2 | dict(n_special=0, predict_special_tokens=True, pruned_heads={}),
 }
+# Keys that change nothing with these values, in a model of any family.
+NEUTRAL = dict(
+    **dict(attention_bias=False, attn_output_gate=False, bias=False, qk_norm=False),
+    **dict(embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1),
+    **dict(hidden_dropout_prob=0.0, no_rope_layers=[1, 1], no_rope_layer_interval=4),
+    **dict(author="x", created_date="x", license="mit", use_flash_attention=True),
+    **dict(eos_token_ids=[1], loss_type="ForCausalLM", neftune_noise_alpha=5.0),
+)
 # By family, keys that change what its models compute.
 FOREIGN = dict(
     granite=dict(
         attention_multiplier=0.1, embedding_multiplier=12, logits_scaling=8, residual_multiplier=0.2
     ),
     smollm3=dict(no_rope_layers=[1, 0], no_rope_layer_interval=4),
+    of_no_layer=dict(no_rope_layers=[]),
+    nanogpt=dict(bias=True, qk_norm=True, attn_output_gate=True),
     gemma=dict(query_pre_attn_scalar=256, attn_logit_softcapping=50.0, hidden_activation="gelu"),
     gemma2=dict(final_logit_softcapping=30.0, sliding_window_pattern=6, rope_local_base_freq=1e4),
     cohere=dict(logit_scale=0.06, use_qk_norm=True, layer_norm_eps=1e-5),
@@ -342,13 +380,19 @@ FOREIGN = dict(
 )
 
 
-def test_keys_of_published_configs_and_of_other_families():
+def test_keys_of_published_configs_and_of_other_families(capsys):
     for config in REAL.values():
-        sections(config)
+        attention = sections(config).attention
+        scale = 1 / np.sqrt(attention["key_dim"])
+        changed = NEUTRAL | config | dict(attention_multiplier=float(scale))
+        assert sections(changed) == sections(config)
         for key, value in (pair for keys in FOREIGN.values() for pair in keys.items()):
             sections(config | {key: None})
             with pytest.raises(UserError, match=f"^config.json: {key} = .*: no key of a "):
                 sections(config | {key: value})
+    original = dict(chunk_size=8, original_max_position_embeddings=64)
+    sections(QWEN2 | OF_QWEN | dict(dual_chunk_attention_config=original))
+    assert "dual_chunk_attention_config is passed over" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -132,6 +132,10 @@ BAD = [
     ),
     (["--source=X", "--out=OUT", "--rank=3"], "--rank=3: is of --method=thin_keys and lrkv alone"),
     (
+        ["--source=X", "--out=OUT", "--method=none", "--cache=0.5"],
+        "--cache=0.5: is of --method=thin_keys and lrkv alone",
+    ),
+    (
         ["--source=X", "--out=OUT", "--method=lrkv", "--rank=3", "--mode=joint"],
         "--mode=joint: is of --method=thin_keys alone",
     ),

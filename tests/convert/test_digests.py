@@ -1,4 +1,4 @@
-"""What a model hub's client says of a file is looked at before the file is read."""
+"""Digests that a model hub's client leaves of files are checked before a file is read."""
 
 import hashlib
 import shutil
@@ -25,7 +25,7 @@ def of_git(content: bytes) -> str:
 
 
 def in_cache(folder, name, content, digest):
-    """As `snapshot_download` leaves a file: a link to a blob that is named by its digest."""
+    """Writes a file as `snapshot_download` does: a link to a blob that is named by its digest."""
     (folder / "blobs").mkdir(parents=True)
     (folder / "blobs" / digest).write_bytes(content)
     (folder / "snapshots/abc").mkdir(parents=True)
@@ -34,7 +34,7 @@ def in_cache(folder, name, content, digest):
 
 
 def in_folder(folder, name, content, digest):
-    """As `snapshot_download(local_dir=...)` leaves a file of a folder of the repository."""
+    """Writes a file as `snapshot_download(local_dir=...)` does in a folder of the repository."""
     told = folder / ".cache/huggingface/download/part" / f"{name}.metadata"
     told.parent.mkdir(parents=True)
     told.write_text(f"{'0' * 40}\n{digest}\n1700000000.5\n")

@@ -98,7 +98,7 @@ def test_a_chat_template_comes_along(tmp_path):
 
 @pytest.mark.parametrize("flips", [40, pytest.param(1_000, marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_refused_or_harmless(tmp_path, capsys, flips):
-    """In any file, weights and digests among them; README.md says nothing to a program."""
+    """Flips bits in every file, weights and digests too; no program reads README.md."""
     workdir = into_workdir.check(str(tmp_path / "workdir"))
     into_workdir.write(published.open(comparison.PUBLISHED / "qwen2"), workdir, {})
     out = tmp_path / "out"

@@ -146,7 +146,7 @@ def test_a_file_holds_the_model_of_its_folder(tmp_path, name):
 
 
 def test_a_folder_of_files(tmp_path):
-    """One is read, also beside a config.json; of several one must be given."""
+    """Reads a single GGUF file, also beside a config.json; of several one must be given."""
     (tmp_path / "m").mkdir()
     write(tmp_path / "m" / "tiny.gguf", comparison.PUBLISHED / "llama", "llama")
     shutil.copy(comparison.PUBLISHED / "llama" / "config.json", tmp_path / "m")
@@ -396,7 +396,7 @@ def test_a_file_that_is_cut_off_anywhere(tmp_path, part):
 
 
 def test_counts_beyond_the_file_take_no_memory(tmp_path, monkeypatch):
-    """Of tensors, keys, values, characters, axes and bytes; also more values than a header has."""
+    """Refuses counts of tensors, keys, values, characters, axes and bytes, and long headers."""
     path, huge = tmp_path / "tiny.gguf", struct.pack("<Q", 1 << 35)
     key = struct.pack("<Q1sI", 1, b"a", gguf.GGUFValueType.ARRAY)
     of_bytes = key + struct.pack("<I", gguf.GGUFValueType.UINT8)

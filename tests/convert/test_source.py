@@ -16,7 +16,7 @@ OLD, NEW = "0" * 40, "1" * 40
 
 
 def plain(folder, **files):
-    """The model's folder; `files` are written beside it, or removed (None)."""
+    """Copies the model's folder; `files` are written into it, or removed (None)."""
     shutil.copytree(MODEL, folder)
     for name, text in files.items():
         (folder / name).unlink(missing_ok=True)
@@ -32,7 +32,7 @@ def named(folder, name):
 
 
 def cached(folder, *commits, main=None):
-    """A folder of the hub's cache: snapshots are links to blobs, as the hub's library has them."""
+    """Writes a folder of the hub's cache, whose snapshots are links to blobs."""
     plain(folder / "blobs")
     for commit in commits:
         (folder / "snapshots" / commit).mkdir(parents=True)
@@ -49,12 +49,16 @@ HUB = "models--owner--A-model"
 
 
 def test_models_that_are_found(tmp_path):
+    (tmp_path / "c" / "datasets--owner--A-set").mkdir(parents=True)
+    (cached(tmp_path / "e" / "huggingface" / "hub" / HUB, NEW) / ".no_exist").mkdir()
     for source, name in (
         (named(tmp_path / "a", "consolidated.safetensors"), "a"),
         (named(tmp_path / "b", "model-00001-of-00001.safetensors"), "b"),
         (cached(tmp_path / "c" / HUB, NEW), "A-model"),
         (cached(tmp_path / "d" / HUB, OLD, NEW, main=NEW), "A-model"),
         (tmp_path / "d" / HUB / "snapshots" / OLD, "A-model"),
+        *((tmp_path / "d" / HUB / part, "A-model") for part in ("snapshots", "refs", "blobs")),
+        *((tmp_path / "e" / above, "A-model") for above in (".", "huggingface", "huggingface/hub")),
     ):
         model = model_lib.open(str(source))
         assert model.name == name
@@ -66,6 +70,8 @@ def test_what_is_no_model_is_called_what_it_is(tmp_path):
     no_tokenizer = {"tokenizer.json": None}
     several = named(at("several"), "a.safetensors")
     shutil.copy(several / "a.safetensors", several / "b.safetensors")
+    for owner in "ab":
+        (at("h") / "hub" / f"models--{owner}--x").mkdir(parents=True)
     for source, said in (
         (plain(at("a"), **{"adapter_config.json": "{}"}), "holds an adapter"),
         (plain(at("b"), **no_tokenizer, **{"tokenizer.model": "x"}), "tokenizer.model is Sentence"),
@@ -81,7 +87,8 @@ def test_what_is_no_model_is_called_what_it_is(tmp_path):
             f"give one of them: snapshots/{OLD}, snap",
         ),
         (cached(at("g") / HUB), "with 0 snapshots, of which refs/main names none: download"),
-        (at("f"), f"is the hub's cache: give a folder of it: {HUB}"),
+        (at("f"), f"give one of them: snapshots/{OLD}, snap"),
+        (at("h"), "hub is the hub's cache: give a folder of it: models--a--x, models--b--x"),
         (at("a") / WEIGHTS, "is one file of a model: give its folder"),
     ):
         with pytest.raises(UserError) as error:

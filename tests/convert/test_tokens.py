@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 
 from etils import epath
@@ -139,19 +140,21 @@ def test_no_token_is_guessed_that_the_source_denies(source, tmp_path):
 
 
 START, END = "<|im_start|>", "<|im_end|>"
+ADDED = {START: 257, END: 258}
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def _flagged(special, *, decoder=None, added=None, listed=True):
-    """The files of a tokenizer of bytes, of which <|bos|> is 256, START 257 and END 258.
+def _flagged(special, *, decoder=None, added=None, without=(), listed=True):
+    """Returns the files of a tokenizer of bytes, of which <|bos|> is 256, START 257 and END 258.
 
     Args:
       special: the flag of the two in tokenizer.json, in its model's vocabulary if it is None.
       decoder: their flag in tokenizer_config.json.
       added: added_tokens.json.
+      without: tokens that the decoder lacks.
       listed: whether tokenizer.json has them at all.
     """
     made = tokenizer_lib.byte_tokenizer().with_specials([START, END]) if listed else None
@@ -161,7 +164,7 @@ def _flagged(special, *, decoder=None, added=None, listed=True):
     about = dict(bos_token="<|bos|>", eos_token="<|bos|>", chat_template=CHATML)
     if decoder is not None:
         flags = [(257, dict(content=START, special=decoder)), (258, dict(content=END))]
-        about["added_tokens_decoder"] = dict(flags)
+        about["added_tokens_decoder"] = {i: t for i, t in flags if t["content"] not in without}
     files = {"tokenizer.json": definition | dict(added_tokens=[bos, *turns])}
     files["tokenizer_config.json"] = about
     return files | ({} if added is None else {"added_tokens.json": added})
@@ -172,9 +175,11 @@ WAYS = dict(
     special=_flagged(True),
     not_special=_flagged(False),
     another_flag=_flagged(False, decoder=True),
-    special_and_added=_flagged(True, added={START: 257, END: 258}),
+    special_and_added=_flagged(True, added=ADDED),
     decoder=_flagged(True, decoder=False, listed=False),
-    added=_flagged(True, added={START: 257, END: 258}, listed=False),
+    added=_flagged(True, added=ADDED, listed=False),
+    a_part_of_the_decoder=_flagged(True, decoder=False, added=ADDED, without=[END], listed=False),
+    empty_decoder=_flagged(True, decoder=False, added=ADDED, without=ADDED, listed=False),
     vocabulary=_flagged(None),
     **{kind: gguf.TokenType[kind] for kind in ("CONTROL", "USER_DEFINED", "NORMAL")},
 )
@@ -185,7 +190,7 @@ FLAGGED = "special another_flag special_and_added vocabulary CONTROL NORMAL".spl
 
 @pytest.fixture
 def published_as(tmp_path, monkeypatch):
-    """A function of a value of WAYS: a new model whose tokenizer is so, of 300 rows."""
+    """Returns a function that writes a model of 300 rows, its tokenizer as a value of WAYS says."""
     qwen, numbers = comparison.PUBLISHED / "qwen2", itertools.count()
 
     def write(way):
@@ -212,7 +217,7 @@ def published_as(tmp_path, monkeypatch):
 
 
 def test_tokens_of_turns_are_one_id_each_whatever_file_has_them(published_as):
-    """As transformers (5.14) and llama.cpp have it; and no text is them, and an answer ends."""
+    """Encodes turns as transformers (5.14) and llama.cpp; no text is such a token; answers end."""
     for name, way in WAYS.items():
         model = published.open(published_as(way))
         tokenizer = tokenizer_lib.from_json(model.tokenizer_json, name)
@@ -231,7 +236,7 @@ def test_tokens_of_turns_are_one_id_each_whatever_file_has_them(published_as):
 
 
 def test_a_workdir_has_the_control_tokens_and_the_end_of_a_turn(published_as, tmp_path):
-    """For whatever reads it: also for text without a conversation, and after an export."""
+    """Reads both also for text without a conversation, and keeps them in an export."""
     workdir = write(published.open(published_as(WAYS["not_special"])), tmp_path / "workdir")
     found = trained.find(workdir)
     assert found.tokenizer.ends == (256, 258) and found.tokenizer.special(END) == 258
@@ -247,7 +252,7 @@ def test_a_workdir_has_the_control_tokens_and_the_end_of_a_turn(published_as, tm
 def test_files_that_disagree_on_a_token(published_as):
     """And a named token that the template writes and no file has."""
     for added, listed, said in (
-        ({START: 257}, False, f"its chat template writes {END}, which tokenizer_config.json names"),
+        ({START: 257}, False, f"its chat template writes {END}, which tokenizer_config.json or"),
         ({START: 256}, False, "256 is '<|bos|>'"),
         ({START: 259}, True, f"'{START}' is 257"),
         ({START: -1}, True, "an added token '<|im_start|>' with id -1"),
@@ -259,6 +264,17 @@ def test_files_that_disagree_on_a_token(published_as):
         with pytest.raises(UserError) as error:
             published.open(published_as(files))
         assert said in str(error.value) and "again" in str(error.value)
+    turns = [START, dict(content=END)]
+    for name, key, named in (
+        ("tokenizer_config.json", "additional_special_tokens", turns),
+        ("tokenizer_config.json", "extra_special_tokens", turns),
+        ("tokenizer_config.json", "extra_special_tokens", dict(a=START, b=END)),
+        ("special_tokens_map.json", "additional_special_tokens", turns),
+    ):
+        files = _flagged(True, listed=False)
+        files[name] = files.get(name, {}) | {key: named}
+        with pytest.raises(UserError, match=f"writes {re.escape(f'{END}, {START}')}, which"):
+            published.open(published_as(files))
 
 
 def test_tokens_of_a_gguf_file(tmp_path):

@@ -84,7 +84,7 @@ def test_skip_broken_leaves_it_out_and_lists_it(broken, small_texts):
 
 
 def test_records_without_a_text_are_counted_in_whatever_format(config, capsys):
-    """The tokenizer and all counts are the same."""
+    """Compares the tokenizer and all counts, which are the same."""
     folder, counted = pathlib.Path(config.source), []
     texts = [json.loads(x)["text"] for x in (folder / "0.jsonl").read_text().splitlines()]
     texts = [text for i in range(0, len(texts), 5) for text in [*texts[i : i + 5], None]]

@@ -384,7 +384,8 @@ def test_the_command(small_config, small_dataset, small_texts, tmp_path, capsys,
     prepared = dataclasses.replace(small_config, source=f"prepared:{folder}")
     for config in (small_config, prepared):
         status, out, err = command(config, "--plan")
-        assert (status, out.split()[-1], err) == (0, folder, "") and "It is prepared:" in out
+        assert (status, err) == (0, "") and "It is prepared:" in out
+        assert "".join(out.split()).endswith("".join(folder.split()))  # wrapped to the terminal
         assert json.loads(command(config, "--plan", "--json")[1]) == dict(folder=folder)
 
     broken = tmp_path / "broken.jsonl"

@@ -89,7 +89,7 @@ PACK = {
 
 
 def _parquet(kind, **options):
-    """A function that writes texts as a column of this type, between two columns of one name."""
+    """Returns a writer of texts as a column of this type, between two columns of one name."""
 
     def write(path, texts):
         if pa.types.is_dictionary(kind):

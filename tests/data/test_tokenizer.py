@@ -288,7 +288,7 @@ def test_unusable_tokenizer_is_named(bpe, tmp_path, change, message):
 
 
 def test_a_text_that_the_library_gives_up_on_is_named(bpe):
-    """A panic of either library, or an error; the slower one is asked where the faster gives up."""
+    """Covers panics of both libraries and an error; the slower is asked if the faster gives up."""
     definition = json.loads(bpe.to_json())
     definition["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$"
     backtracking, text = tokenizer_lib.from_json(json.dumps(definition), "a name"), "a" * 24 + "x"

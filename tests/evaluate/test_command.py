@@ -188,7 +188,7 @@ TOKENS = dict(bos_token="<|bos|>", eos_token="<|bos|>")
 
 @pytest.fixture
 def templated(run, monkeypatch, tmp_path):
-    """A function as `run` of a model with a chat template, which answers at once; its workdir."""
+    """Returns `run` for a model with a chat template that answers at once, and its workdir."""
     tokenizer = tokenizer_lib.byte_tokenizer().with_specials(["<|u|>", "<|e|>"])
     made = workdirs.write(tmp_path / "templated", tokenizer=tokenizer, template=TEMPLATE)
     (made / "tokenizer_config.json").write_text(json.dumps(TOKENS))
@@ -208,7 +208,7 @@ def _forget(folder, *keys):
 
 
 def test_rows_of_what_changes_a_prompt_or_an_answer_are_refused(templated):
-    """The template, the tokens it is given, where answers end; of rows from before, by prompts."""
+    """Changes the template, its tokens and where answers end; older rows are judged by prompts."""
     run, made = templated
     rows, template, tokens = (
         made / "evaluations/0",
@@ -254,7 +254,7 @@ def test_tasks_that_another_template_asked_are_in_no_mean_with_these():
 
 
 def test_prompts_keep_the_day_of_the_first_rows(templated, monkeypatch):
-    """A template that writes the day, as Llama 3.2's, is told the same one when rows go on."""
+    """Gives a template that writes the day, as Llama 3.2's, the same day when rows go on."""
     run, made = templated
     (made / "chat_template.jinja").write_text(DATED)
     with monkeypatch.context() as patch:

@@ -146,7 +146,7 @@ def test_what_is_longer_than_the_positions_keeps_its_end(bundle):
 
 
 def test_a_bundle_that_is_none_is_refused_with_file_and_row(bundle):
-    """Each of these in the place of one file; None: the file is missing."""
+    """Puts each of these in the place of one file; None: the file is missing."""
     yaml_of = lambda **changed: yaml.safe_dump(dict(icl_tasks=[TASKS[0] | changed]))
     csv_of = lambda cell: f"Eval Task,Random baseline\nwords,0\nchoice,{cell}\n"
     core, baselines, choice = "core.yaml", "eval_meta_data.csv", "eval_data/choice.jsonl"

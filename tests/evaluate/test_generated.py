@@ -111,7 +111,7 @@ def test_programs_are_run_and_judged():
 
 
 def test_a_program_cannot_bend_the_helpers_of_the_prompt():
-    """As in HumanEval/32, 38 and 50, whose tests call a helper that stands in the prompt."""
+    """Judges as in HumanEval/32, 38 and 50, whose tests call a helper that the prompt defines."""
     prompt = (
         'import math\n\ndef twice(x):\n    return math.prod((x, 2))\n\ndef half(x):\n    """."""\n'
     )

@@ -83,7 +83,7 @@ def test_means_of_tasks_add_in_squares_and_seeds_stay_together():
 
 
 def _evaluated(right: dict[str, int], questions: int = 48) -> compare.Evaluated:
-    """A model that gets the first so many questions of each task right."""
+    """Returns an evaluation with the first `right[task]` questions of each task right."""
     verdicts = {t: {i: i < count for i in range(questions)} for t, count in right.items()}
     chances = {"core_a": 0.25, "core_b": 0.5}
     return compare.Evaluated("runs/x", {task: {} for task in right}, verdicts, chances)

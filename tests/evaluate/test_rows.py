@@ -5,6 +5,7 @@ import json
 from etils import epath
 import pytest
 
+from kvjax.evaluate import compare
 from kvjax.evaluate import rows as rows_lib
 from kvjax.evaluate import summary
 from kvjax.foundation.errors import UserError
@@ -29,7 +30,7 @@ def opened():
 
 @pytest.fixture
 def folder(tmp_path):
-    return epath.Path(tmp_path / "evaluations" / "8")
+    return epath.Path(tmp_path / "run [1]*{x}" / "evaluations" / "8")  # which is no pattern
 
 
 def _row(i):
@@ -43,6 +44,11 @@ def test_a_second_call_asks_what_is_missing(folder, opened):
     assert rows.missing(4) == [1, 3]
     again = opened(folder, "mmlu", IDENTITY, (0, 1))
     assert again.missing(4) == [1, 3] and again.done == {0: _row(0), 2: _row(2)}
+    (folder / "list.json").write_text("[1]")  # somebody else's
+    assert rows_lib.day(folder) == ""
+    verdicts = {"mmlu": {0: False, 2: False}}
+    for name in (folder, folder.parent.parent):
+        assert compare.open(str(name)).verdicts == verdicts
 
 
 def test_a_half_written_row_is_asked_again(folder, opened):
@@ -110,7 +116,7 @@ def test_keys_that_earlier_versions_did_not_write(folder, opened):
 
 
 def test_rows_of_another_prompt_are_refused(folder, opened):
-    """Of those that are asked, and say by which prompt; another process's too."""
+    """Compares the prompts of rows that are asked; the message names both digests."""
     rows = opened(folder, "mmlu", IDENTITY, (0, 1))
     rows.add([_row(0), _row(1) | dict(prompt="b"), _row(2) | dict(prompt="c")])
     assert opened(folder, "mmlu", IDENTITY, (0, 1), {}, ["a", "b"]).missing(4) == [3]

@@ -99,7 +99,7 @@ class Knows(oracles.Oracle):
         self._more, self._until, self.asked = more, until, []
 
     def _place(self, text: str) -> tuple[str, int, bool]:
-        """The set, the row, and whether it is answered right."""
+        """Returns the set, the row, and whether it is answered right."""
         name = max((n for n in COUNTS if f"{n} " in text), key=len)
         place = int(text.rpartition(f"{name} ")[2].partition("?")[0])
         if len(self.asked) == self._until:
@@ -140,7 +140,7 @@ class Box:
 
 @pytest.fixture
 def run(data, tmp_path, monkeypatch, capsys):
-    """A function of flags, and of Knows: (standard output, standard error, rows that are asked)."""
+    """Returns a function of flags and of Knows: (standard output, standard error, asked rows)."""
     workdir = workdirs.write(tmp_path / "run")
     monkeypatch.setattr(runtime, "start", lambda: None)
     monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
@@ -165,7 +165,7 @@ def run(data, tmp_path, monkeypatch, capsys):
 
 
 def _tasks(out: str) -> dict:
-    """Of a result, what does not say how long it took."""
+    """Returns the tasks of a result, without keys that depend on time."""
     tasks = json.loads(out)["tasks"]
     drop = lambda task: {key: value for key, value in task.items() if not key.endswith("_now")}
     return {name: drop(task) for name, task in tasks.items()}

@@ -54,7 +54,7 @@ def nothing_is_done(monkeypatch):
         raise AssertionError("this was to be refused")
 
     def is_clean(*_):
-        """A checkout that tests run in may have changes."""
+        """Does nothing: a checkout that tests run in may have changes."""
 
     monkeypatch.setattr(record.provenance, "check_commit", is_clean)
     monkeypatch.delenv("COLUMNS", raising=False)

@@ -42,6 +42,6 @@ def test_differences_are_taken_seed_by_seed():
 
 
 def test_holms_correction():
-    """The smallest p-value is multiplied by all tests, the next by one less; none falls again."""
+    """Multiplies the smallest p-value by all tests, the next by one less; none falls again."""
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.5, 0.6]) == [1.0, 1.0] and holm([0.04]) == [0.04]

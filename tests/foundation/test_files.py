@@ -22,3 +22,17 @@ def test_what_is_there_keeps_its_name(tmp_path):
         unused = files.unused(path)
         assert unused.name == name
         unused.write_text("")
+
+
+def test_names_are_found_wherever_their_folder_is(tmp_path):
+    """Finds the files that pathlib's glob finds, except hidden ones."""
+    for name in ("plain", "w[1]*{x}?", "w1"):
+        folder = tmp_path / name
+        assert files.named(epath.Path(folder), "*") == []
+        folder.mkdir()
+        for file in ("b.json", "a.json", "a.jsonl", ".b.json", "[1].json"):
+            (folder / file).write_text("")
+        for pattern in ("*.json", "a*", "[ab].json", "none"):
+            want = sorted(p for p in folder.glob(pattern) if p.name[0] != ".")
+            assert files.named(epath.Path(folder), pattern) == want
+    assert files.named(epath.Path(folder / "a.json"), "*") == []

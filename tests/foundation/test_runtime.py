@@ -40,7 +40,7 @@ def test_a_path_that_nothing_opens(monkeypatch, given, message):
 
 
 def test_pipes_sockets_and_devices_are_no_files(tmp_path, monkeypatch):
-    """Who opens a pipe waits; only what a shell puts in a command line's place is let through."""
+    """Refuses pipes, since opening one waits; but not /dev/fd/N, as a shell writes <(COMMAND)."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     os.symlink("pipe", "link")

@@ -11,7 +11,7 @@ from kvjax.foundation.errors import UserError
 
 
 def test_a_file_that_can_be_written(tmp_path):
-    """In a folder that is not there, over a file, through a link; nothing changes before."""
+    """Writes to a folder that is not there, over a file, through a link; checks change nothing."""
     (tmp_path / "old").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "old")
     before = sorted(tmp_path.rglob("*"))

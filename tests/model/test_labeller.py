@@ -77,7 +77,7 @@ def test_equals_numpy(x64, make_mechanism, name):
 
 
 def test_features_are_dropped_in_training(make_mechanism):
-    """A quarter of them, by a key, and the others are as much larger."""
+    """Drops a quarter of the features, by a key, and scales the others up to make up for it."""
     block = dataclasses.replace(BLOCK, positions="none", max_positions=1, zero_outputs=True)
     config = TransformerConfig(block=block, mechanisms=(make_mechanism("mha"),), vocab_size=D)
     how = dict(features=D, head="linear", input_dropout=0.25)

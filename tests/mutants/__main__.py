@@ -1,4 +1,4 @@
-"""What the tests notice: a random sample of small changes to the code, each with the tests run.
+"""Measures what the tests notice: a random sample of small changes to the code, each tried.
 
 python -m tests.mutants experiments/results/mutants.json                       # the table
 python -m tests.mutants experiments/results/mutants.json --run --workers=2     # draws and tries
@@ -83,7 +83,7 @@ def _try(options) -> None:
 
 
 def _digest(root: pathlib.Path) -> str:
-    """Of the code and its tests: which tests run which lines depends on them."""
+    """Returns a digest of the code and its tests, which decide which tests run which lines."""
     digest = hashlib.sha256()
     for folder in ("kvjax", "tests"):
         for path in sorted((root / folder).rglob("*.py")):

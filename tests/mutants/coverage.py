@@ -1,4 +1,4 @@
-"""Which quick tests run a line: made once for a tree, a file for each file of tests."""
+"""Records which quick tests run a line: once for a tree, in a file for each file of tests."""
 
 from collections.abc import Iterable
 import dataclasses
@@ -56,7 +56,7 @@ def record(tree: Tree, name: str, folder: pathlib.Path) -> str:
 
 
 def load(folder: pathlib.Path, names: Iterable[str]) -> dict[str, Tests]:
-    """By file of tests what was kept of it."""
+    """Returns the records of files of tests, by name; files without a record are left out."""
     kept = {name: _kept(folder, name) for name in names}
     return {
         name: Tests(**json.loads(path.read_text("utf-8")))

@@ -1,4 +1,4 @@
-"""Which lines of the package run in which test, also in processes that tests start.
+"""Records which lines of the package run in which test, also in processes that tests start.
 
 A copy of this file that is named sitecustomize.py runs in every process that finds it on its path.
 Where the environment names a folder, it writes down there what the process runs, line by line:

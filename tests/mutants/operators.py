@@ -64,7 +64,7 @@ class Mutant:
         return text[self.start : self.end].decode()
 
     def is_valid(self, text: bytes) -> bool:
-        """Whether the file still compiles, to another program."""
+        """True if the file still compiles, to another program."""
         try:
             return ast.dump(ast.parse(self.apply(text))) != ast.dump(ast.parse(text))
         except SyntaxError:
@@ -72,7 +72,7 @@ class Mutant:
 
 
 def mutants(text: bytes) -> list[Mutant]:
-    """All mutants of a file, in the order of the text."""
+    """Returns all mutants of a file, in the order of the text."""
     found = _File(text).of(ast.parse(text), (1, 1))
     return sorted(set(found), key=lambda m: (m.start, m.end, m.operator, m.after))
 
@@ -200,7 +200,7 @@ def _is_left_out(node: ast.AST) -> bool:
 
 
 def _can_be_dropped(node: ast.stmt) -> bool:
-    """Whether a statement does something, and names that follow stay bound without it."""
+    """True if a statement does something, and names that follow stay bound without it."""
     match node:
         case ast.Expr():
             return not isinstance(node.value, ast.Yield | ast.YieldFrom | ast.Await)
@@ -216,7 +216,7 @@ def _can_be_dropped(node: ast.stmt) -> bool:
 
 
 def _other(value, segment: str) -> str | None:
-    """The source of another constant in the place of one; None of text with words."""
+    """Returns the source of another constant in the place of one; None for text with words."""
     if isinstance(value, bool):
         return str(not value)
     if isinstance(value, int | float):
@@ -226,7 +226,7 @@ def _other(value, segment: str) -> str | None:
 
 
 def _is_no_number(node: ast.BinOp) -> bool:
-    """Whether texts are joined or formatted, or types."""
+    """True if an operator joins or formats texts, or joins types."""
     sides = (node.left, node.right)
     if isinstance(node.op, ast.BitOr):
         return any(_TYPES.fullmatch(_name(s)) or _is_none(s) for s in sides)
@@ -251,7 +251,7 @@ def _is_none(node: ast.AST | None) -> bool:
 
 
 def _name(node: ast.AST) -> str:
-    """The last name of a dotted one, without what is in brackets; "" of something else."""
+    """Returns the last name of a dotted one, without brackets; "" for other expressions."""
     if isinstance(node, ast.Subscript):
         return _name(node.value)
     return getattr(node, "id", "") or getattr(node, "attr", "")

@@ -11,7 +11,7 @@ ROOT = "."  # stands for files that are in no folder
 
 
 def points(root: pathlib.Path, package: str = "kvjax") -> _Points:
-    """By folder of the package, (file, mutant) for every place that can be changed."""
+    """Returns (file, mutant) for every place that can be changed, by folder of the package."""
     found: _Points = {}
     for path in sorted((root / package).rglob("*.py")):
         file = path.relative_to(root).as_posix()
@@ -22,7 +22,7 @@ def points(root: pathlib.Path, package: str = "kvjax") -> _Points:
 
 
 def folder(file: str) -> str:
-    """The folder of the package that a file is in."""
+    """Returns the folder of the package that a file is in."""
     _, *between, _ = file.split("/")
     return between[0] if between else ROOT
 

@@ -67,7 +67,7 @@ def counts(mutants: Iterable[dict], level: str) -> tuple[int, int]:
 
 
 def _weighted(content: dict, level: str) -> float | None:
-    """The share of all mutants that could be drawn, from the shares of folders."""
+    """Estimates the share of all mutants that could be drawn, from the shares of folders."""
     shares = []
     for name, places in content["places"].items():
         here = [m for m in content["mutants"] if sample.folder(m["file"]) == name]

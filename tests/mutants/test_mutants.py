@@ -83,7 +83,7 @@ def test_return():
 
 @pytest.fixture
 def tree(tmp_path):
-    """A package of three files, its tests, and what only some tests notice."""
+    """Writes a package of three files, with changes that only some of its tests notice."""
     files = {
         "pytest.ini": "[pytest]\npythonpath = .\naddopts = --import-mode=importlib\n"
         "markers = slow\n  aot\n  beam\n  lm_eval\n",

@@ -49,7 +49,7 @@ class Tree:
         os.utime(path, (self._now, self._now))
 
     def run(self, work: Callable[[], int], seconds: float) -> int | str:
-        """The status that work ends with in a fork; "time" or "memory" where it took too much."""
+        """Runs work in a fork and returns its status; "time" or "memory" if it took too much."""
         with tempfile.TemporaryDirectory(dir=self.root.parent) as scratch:
             pid = os.fork()
             if not pid:

@@ -33,7 +33,7 @@ def stage(mutant: dict, name: str, tests: dict[str, Tests]) -> tuple[list[str], 
 
 
 def _is_near(test_file: str, file: str) -> bool:
-    """Whether a file of tests belongs to a file's folder of the package."""
+    """True if a file of tests belongs to a file's folder of the package."""
     folder = sample.folder(file)
     parts = test_file.split("/")
     return len(parts) == 2 if folder == sample.ROOT else parts[1] in (folder, f"test_{folder}.py")
@@ -92,7 +92,7 @@ class Trials:
         self._passing: set[str] = set()  # without any mutant
 
     def attempt(self, mutant: dict, name: str) -> dict:
-        """What one stage adds to a mutant: `noticed_by` it and the `test`, or that it was asked.
+        """Returns the keys that a stage adds: `asked`; `noticed_by` and `test` if a test notices.
 
         Tests that fail without the mutant too, as on a busy machine, are `doubtful` and left out.
         """
@@ -111,7 +111,7 @@ class Trials:
         return found
 
     def _run_with(self, mutant: dict, names: list[str], seconds: float) -> tuple[int | str, str]:
-        """As `_run`, with the mutant in its place."""
+        """Runs tests as `_run` does, with the mutant in its place."""
         original = (self._tree.root / mutant["file"]).read_bytes()
         place = slice(mutant["start"], mutant["end"])
         if original[place].decode() != mutant["before"]:
@@ -129,7 +129,7 @@ class Trials:
         return test in self._passing
 
     def _run(self, names: list[str], seconds: float) -> tuple[int | str, str]:
-        """The status of tests until the first that fails, and the last that began, or a file."""
+        """Runs tests until one fails; returns the status, and the last test begun, or a file."""
         begun = self._tree.root.parent / "test.txt"
         begun.write_text("")
         files = list(dict.fromkeys(name.partition("::")[0] for name in names))

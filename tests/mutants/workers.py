@@ -74,7 +74,7 @@ def attempt(item: tuple[int, dict, tuple[str, ...]]) -> tuple[int, dict]:
 
 
 def left(mutant: dict, stages: tuple[str, ...]) -> list[str]:
-    """The stages, of those named, that are still to be asked."""
+    """Returns the stages, of those named, that are still to be asked."""
     if mutant.get("equivalent") or mutant.get("noticed_by"):
         return []
     return [name for name in stages if name not in mutant.get("asked", ())]

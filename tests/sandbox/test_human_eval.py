@@ -46,7 +46,7 @@ def test_every_canonical_solution_passes(box, rows):
 
 
 def test_cheats_pass_only_where_the_test_calls_their_helpers(box, rows):
-    """A helper redefined so that a wrong answer fits passes in the original, and not strictly."""
+    """Redefines a helper so that a wrong answer fits: it passes the original test only."""
     cheats = {
         "HumanEval/32": "def poly(xs, x): return 0\ndef find_zero(xs): return 0",
         "HumanEval/38": "def encode_cyclic(s): return s\ndef decode_cyclic(s): return s",

@@ -1,4 +1,4 @@
-"""What a run on conversations asks of its parent and its rows, before anything is trained."""
+"""Checks of the parent and the rows of a run on conversations, before anything is trained."""
 
 import dataclasses
 import types
@@ -23,7 +23,7 @@ TALKING = BYTES.with_specials(CONVERSATION_SPECIALS)
 
 @pytest.fixture
 def mid():
-    """A function of vocabulary and steps: a config of mid-training, and its experiment."""
+    """Returns a function of vocabulary and steps: a mid-training config and its experiment."""
 
     def make(vocab_size=TALKING.vocab_size, num_steps=0, **data):
         config = load_config(CONFIGS / "mid" / "lrkv_tiny.py")
@@ -44,7 +44,7 @@ def _parent(model, rows=BYTES.vocab_size):
 
 
 def test_a_parent_has_the_model_with_its_own_rows(mid):
-    """As many as it has, which the run may add to: for its tokenizer and the special tokens."""
+    """Keeps the number of rows, to which a run may add for its tokenizer and the special tokens."""
     _, experiment = mid()
     model = experiment.model
     before = conversations.before_growth(experiment, _parent(model))
@@ -79,7 +79,7 @@ def test_one_pass_has_as_many_steps_as_rows_fill(mid):
 
 @pytest.fixture
 def rows(monkeypatch):
-    """The data set that is opened; `prepared` says by which tokenizers, and whether it is shown."""
+    """Fakes the data set that is opened; `prepared` notes tokenizers and whether work is shown."""
     found = types.SimpleNamespace(
         path=epath.Path("rows"), digest="d", is_masked=True, vocab_size=265, prepared=[]
     )

@@ -35,9 +35,25 @@ def test_a_run_leaves_what_it_promises(whole):
     assert all(text in whole.output for text in ("bits per byte", "xz -9e", "--- sample ---"))
 
 
+def _then_replace_records(evaluate):
+    """As an editor does that saves the file: what has its name is another one."""
+
+    def evaluate_and_replace(run, *given):
+        evaluate(run, *given)
+        file = run.workdir / metrics.METRICS
+        shutil.copy(file, file.parent / "copy")
+        (file.parent / "copy").replace(file)
+
+    return evaluate_and_replace
+
+
 def test_stopping_and_going_on_changes_nothing(whole, tmp_path, monkeypatch):
     config = whole.config.copy_and_resolve_references()
     config.train.sample_tokens = 0
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="jsonl was moved") as told:
+        patch.setattr(loop.Run, "_evaluate", _then_replace_records(loop.Run._evaluate))
+        loop.train(config, epath.Path(tmp_path))
+    assert "The last checkpoint is intact (steps [10, 20])" in str(told.value)
     for stop_after in (27, 0):
         config.train.stop_after = stop_after
         loop.train(config, epath.Path(tmp_path))

@@ -16,6 +16,7 @@ import pytest
 
 from kvjax import experiment
 from kvjax.distributed import sharding
+from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop
 from kvjax.training.program import Program
@@ -46,9 +47,12 @@ ABSTRACT = jax.tree.map(
 @pytest.fixture
 def saved(tmp_path) -> epath.Path:
     """A workdir with checkpoints of steps 1, 2, 3, of which two are kept."""
-    workdir = epath.Path(tmp_path)
+    return save(epath.Path(tmp_path), steps=(1, 2, 3))
+
+
+def save(workdir: epath.Path, steps: tuple[int, ...]) -> epath.Path:
     checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=2)
-    for step in (1, 2, 3):
+    for step in steps:
         checkpoints.save(step, state(float(step)), position=10 * step)
     checkpoints.close()
     return workdir
@@ -66,6 +70,21 @@ def test_the_latest_comes_back(saved):
     (restored, position, step), steps = restore(saved)
     assert (step, position, steps) == (3, 30, [2, 3])
     jax.tree.map(np.testing.assert_array_equal, restored, state(3.0))
+
+
+def test_a_path_is_no_pattern(tmp_path, monkeypatch):
+    """Whatever the workdir, its parent or the current folder is called, and what is beside it."""
+    here = tmp_path / "cwd[1]"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    names = ("w[1]*{x}?", "[!a]/w", "[[]", "w1", "w*", "#%20 |")
+    workdirs = [runtime.workdir(path) for name in names for path in (name, tmp_path / name)]
+    for step, workdir in enumerate(workdirs, 1):
+        save(workdir, steps=(step,))
+    for step, workdir in enumerate(workdirs, 1):
+        (restored, position, _), steps = restore(workdir)
+        assert (position, steps) == (10 * step, [step]), workdir
+        jax.tree.map(np.testing.assert_array_equal, restored, state(float(step)))
 
 
 def test_nothing_there(tmp_path):
@@ -113,7 +132,7 @@ NEEDED += [("state/_METADATA", halve), ("state/_METADATA", hollow), (".", corrup
 @pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize("parts", ["needed", pytest.param("all", marks=pytest.mark.slow)])
 def test_a_damaged_part_is_noticed_or_harmless(saved, capfd, parts):
-    """A folder as an interrupted copy leaves it: the step before is used, and a line says so."""
+    """Reads a folder that an interrupted copy left: uses the step before, and a line says so."""
     latest, aside = saved / CHECKPOINTS / "3", saved / "unreadable-checkpoint-3"
     inside = sorted(pathlib.Path(latest).rglob("*"))
     damage = list(NEEDED)
@@ -346,7 +365,7 @@ MOVED = {
 
 
 def test_a_workdir_that_is_moved_or_removed_is_noticed(saved, tmp_path_factory):
-    """When the next checkpoint is due, and no folder is made in its place."""
+    """Refuses to save the next checkpoint, and makes no folder in its place."""
     for change, said in MOVED.items():
         _check_moved(saved, pathlib.Path(tmp_path_factory.mktemp("top")), change, said)
 

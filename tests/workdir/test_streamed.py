@@ -117,7 +117,7 @@ def stored_arrays(step_folder) -> dict[str, dict]:
 
 @pytest.mark.parametrize("step", [0, 70])
 def test_what_was_written_loads(tmp_path, params, step):
-    folder = epath.Path(tmp_path) / "not there" / "checkpoints"
+    folder = epath.Path(tmp_path) / "not there [1]*{x}?" / "checkpoints"
     save_streamed(folder, params, step)
     assert storage.steps(folder) == [step]
     assert_loads(folder, params, step)

@@ -15,7 +15,7 @@ class Peer:
     commit: str  # the first 7 digits
 
     def name(self, repository: str) -> str:
-        """As the table has it."""
+        """Returns the name that the table shows, with its commit."""
         return f"{self.owner}/{repository} at {self.commit}"
 
     def check(self, folder: pathlib.Path) -> None:

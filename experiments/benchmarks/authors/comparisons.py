@@ -1,4 +1,4 @@
-"""What is compared: modules of the authors, their sizes, and kvjax's mechanism of the same weights.
+"""Comparisons: modules of the authors, their sizes, and kvjax's mechanism of the same weights.
 
 Sizes differ from each other where the code allows it, so that one taken for another shows.
 """
@@ -46,7 +46,7 @@ class Comparison:
     why: str = ""  # it is another outcome
 
     def case(self, number: int, folder: str) -> dict:
-        """What theirs.py takes."""
+        """Returns the JSON object that theirs.py takes for a case."""
         keys = dict(file=self.file, name=self.name, sizes=self.sizes, call=self.call)
         keys |= dict(id=str(number), seed=number, width=D, folder=folder, fixed=self.fixed)
         return keys | self.extra
@@ -80,7 +80,7 @@ def _gta(rope_key_dim: int) -> GTAConfig:
 
 
 def _latent(count: int, **options):
-    """A function that copies weights of MLA, GLA or MLRA; three ways in which latents are named."""
+    """Returns a function that copies weights of MLA, GLA or MLRA, by three namings of latents."""
 
     def ups(weights):
         if "kv_a_layernorm.weight" in weights:
@@ -222,7 +222,7 @@ def _gla_authors() -> list[Comparison]:
 
 
 def _projection_sharing() -> list[Comparison]:
-    """The three shared projections and their baselines, from both scales' files."""
+    """Returns the three shared projections and their baselines, from both scales' files."""
     sizes = dict(n_embd=D, n_head=N, attn_pdrop=0.0, resid_pdrop=0.0, use_bias=True)
     sizes |= dict(n_positions=32, use_flash_attention=False)
 

@@ -37,7 +37,7 @@ def interleaved(channels: int) -> np.ndarray:
 
 
 def first_backwards(channels: int, rotated: int) -> np.ndarray:
-    """Of the first channels, pairs as in `backwards`; the others do not turn."""
+    """Returns the order where only the first channels turn, in pairs as in `backwards`."""
     sine, cosine = np.split(np.arange(rotated), 2)
     still = np.split(np.arange(rotated, channels), 2)
     return np.concatenate([cosine, still[0], sine, still[1]])
@@ -64,7 +64,7 @@ def grouped(
     order: Order = as_ours,
     gate: str = "",
 ) -> dict[str, np.ndarray]:
-    """Of MHA, GQA, MQA, MFA and projection sharing.
+    """Converts the weights of MHA, GQA, MQA, MFA and projection sharing.
 
     Args:
       names: of queries, keys, values and the output; "-" for those that are another's.
@@ -88,7 +88,7 @@ def grouped(
 
 
 def mfa(weights: Weights, config: GroupedConfig) -> dict[str, np.ndarray]:
-    """Of MLRA's MFA: queries of a normed latent."""
+    """Converts the weights of MLRA's MFA, whose queries are made from a normed latent."""
     up = weights["w_q.weight"] * weights["q_layernorm.weight"]
     found = grouped(dict(weights) | {"w_q.weight": up}, config, names="w_q c_k c_v c_proj")
     return found | {"query_down": weights["c_q.weight"].T}
@@ -114,7 +114,7 @@ def latent(
     gate: str = "",
     scale: float = 1.0,
 ) -> dict[str, np.ndarray]:
-    """Of MLA, GLA and MLRA, with DeepSeek's names.
+    """Converts the weights of MLA, GLA and MLRA, with DeepSeek's names.
 
     Args:
       ups: for each latent the name of its norm's gain, and its matrix [C, n (H + Hv)].
@@ -143,7 +143,7 @@ def latent(
 
 
 def gta(weights: Weights, config: GTAConfig, *, names: str = "c_q c_proj") -> dict[str, np.ndarray]:
-    """Of GTA.
+    """Converts the weights of GTA.
 
     Args:
       names: of queries and the output.
@@ -163,7 +163,7 @@ def tpa(
     prefix: str = "c_qkv.",
     output: str = "c_proj",
 ) -> dict[str, np.ndarray]:
-    """Of TPA."""
+    """Converts the weights of TPA."""
     N, turned = config.num_heads, order(config.key_dim)
     found = _output(weights, output, N)
     of = lambda name, heads: _heads(weights, f"{prefix}{name}.weight", heads)
@@ -178,7 +178,7 @@ def tpa(
 
 
 def deepseek_v4(weights: Weights, config: SharedKVConfig, *, groups: int) -> dict[str, np.ndarray]:
-    """Of DeepSeek-V4's attention without compression; its output in two steps becomes one."""
+    """Converts DeepSeek-V4's attention without compression; its two output matrices become one."""
     N, H, P = config.num_heads, config.key_dim, config.rope_key_dim
     turned = np.concatenate([np.arange(H - P), H - P + interleaved(P)])
     first = weights["o_a_proj.weight"]  # [groups * R, N * H / groups]

@@ -62,7 +62,7 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def load(file: pathlib.Path) -> types.ModuleType:
-    """The module that a file defines, whatever its name."""
+    """Imports the module that a file defines, whatever its name."""
     name = "authors_" + "".join(c if c.isalnum() else "_" for c in file.stem)
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)

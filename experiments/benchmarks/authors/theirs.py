@@ -125,7 +125,7 @@ def _generator(code, case, x):
 
 
 def _llama(code, case, x):
-    """A module for transformers' Llama; RoPE's config has other channels for a head, as there."""
+    """Makes a module for transformers' Llama; RoPE's config has its own head size, as there."""
     config = types.SimpleNamespace(**case["sizes"])
     module = getattr(code, case["name"])(config, layer_idx=0)
     of_rope = types.SimpleNamespace(**case["sizes"] | {"head_dim": case["rope_dim"]})
@@ -245,7 +245,7 @@ def said(error: Exception) -> str:
 
 
 def _code(case: dict) -> types.ModuleType:
-    """The module with a case's class; of transformers, its config and cache too."""
+    """Returns the module with a case's class; of transformers, its config and cache too."""
     if case["call"] != "transformers":
         return loading.load(pathlib.Path(case["folder"], case["file"]))
     files = (case["file"], case["file"].replace("modeling", "configuration"))

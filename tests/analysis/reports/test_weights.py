@@ -377,7 +377,7 @@ def test_a_model_without_numbers_is_refused():
 
 
 def test_all_that_they_say(monkeypatch):
-    """Of a model of LRKV, beside one of GQA, behind another step."""
+    """Compares all sections on an LRKV model, beside one of GQA and after an earlier step."""
     golden.note_drawings(monkeypatch)
     model = _made(grouped(2, 1, 3), 1)
     request = Request(

@@ -154,7 +154,7 @@ def test_whole_trainings_by_what_is_printed_of_mqa():
 
 
 def test_lrkvs_training_by_equations_3_and_4():
-    """Each head's products with r latents instead of weights that make its keys and values."""
+    """Counts each head's products with r latents, and no weights that make its keys and values."""
     d, heads, layers, rank, tokens = 2304, 18, 36, 64, 2048
     mha = layers * (12 * d * d + 2 * tokens * d) + 65_536 * d
     weights = 2 * d * 128 + 2 * heads * rank * (d + 128) - 2 * d * d

@@ -11,7 +11,7 @@ from kvjax.foundation.errors import UserError
 
 @pytest.fixture
 def git(tmp_path, monkeypatch):
-    """A repository of two committed Python files, in the place of this one."""
+    """Puts a repository of two committed Python files in the place of this one."""
     for folder in provenance.CODE:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.py").write_text(f"in_{folder} = 1\n")
