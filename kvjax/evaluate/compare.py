@@ -179,7 +179,7 @@ def table(found: Mapping[str, dict], one: Sequence[str], other: Sequence[str]) -
             )
         )
     header = ("task", "first, %", "second, %", "difference", "interval", "p", "questions")
-    notes = ["Intervals hold 95 %; of means of tasks the squares of their halves are added."]
+    notes = ["Intervals hold 95 %; of means of tasks the squares of distances to bounds are added."]
     notes += _tests(found)
     if min(len(one), len(other)) < 3:
         notes.append("A claim between mechanisms needs three seeds of each.")

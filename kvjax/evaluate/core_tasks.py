@@ -40,6 +40,7 @@ _KEYS = {
 COUNT = 22
 _BASELINE = "Random baseline"
 _LABEL = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+_NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")  # float() takes 2_5 for 25
 Asked = list[tuple[list[int], list[int]]]
 
 
@@ -109,14 +110,17 @@ def _entries(path: epath.Path) -> list[dict]:
         raise DataError(f"{os.fspath(path)} lists no tasks: {first_line(error)}") from error
 
 
-def _baselines(path: epath.Path) -> dict[str, tuple[str, str | None]]:
-    """Returns by task its line of the file and the cell with the accuracy of guessing, in %."""
+def _baselines(path: epath.Path) -> dict[str, list[tuple[str, str | None]]]:
+    """Returns by task its lines of the file, each with the accuracy of guessing, a cell in %."""
     name, label = os.fspath(path), "Eval Task"
     try:
         rows = csv.DictReader(io.StringIO(readers.read_bytes(path).decode("utf-8-sig"), newline=""))
         if not {label, _BASELINE} <= set(rows.fieldnames or ()):
             raise DataError(f'{name} must have columns "{label}" and "{_BASELINE}"')
-        return {row[label]: (f"{name}, line {rows.line_num}", row[_BASELINE]) for row in rows}
+        found = collections.defaultdict(list)
+        for row in rows:
+            found[row[label]].append((f"{name}, line {rows.line_num}", row[_BASELINE]))
+        return dict(found)
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{name} is no CSV in UTF-8: {first_line(error)}") from error
 
@@ -141,12 +145,15 @@ def _task(folder: epath.Path, entry: dict, baselines: Mapping) -> CoreTask:
             f"{os.fspath(folder / 'eval_meta_data.csv')} has no row of {label}: what does guessing "
             "score?"
         )
+    cell, *more = baselines[label]
+    if more:
+        raise DataError(f"{more[0][0]}: {label} has a row already: keep one of them")
     path = folder / "eval_data" / uri
     if not path.is_file():
         raise MissingDataError(
             f"{place}: dataset_uri = {uri!r}: {os.fspath(path)} is no file: fetch the bundle again"
         )
-    chance = _chance(*baselines[label])
+    chance = _chance(*cell)
     pairs = [(item, place) for place, item in records.read(path)]
     for item, place_of_item in pairs:
         _check_row(item, kind, place_of_item)
@@ -158,10 +165,7 @@ def _task(folder: epath.Path, entry: dict, baselines: Mapping) -> CoreTask:
 
 def _chance(place: str, text: str | None) -> float:
     """Returns the accuracy of guessing, a fraction, from its cell in %."""
-    try:
-        chance = float(text or "") / 100
-    except ValueError:
-        chance = math.nan
+    chance = float(text) / 100 if _NUMBER.fullmatch((text or "").strip()) else math.nan
     if not 0 <= chance < 1:
         said = f"{place}: {_BASELINE} = {text!r:.80}"
         raise DataError(f"{said}: must be a number from 0 to below 100")

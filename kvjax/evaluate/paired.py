@@ -77,21 +77,25 @@ class Difference:
     Attributes:
       first_S, second_S: scores of each model's seeds.
       below, above: distances from the difference to the bounds that follow from the questions.
+      most: the largest difference that there can be, 1 of shares.
     """
 
     first_S: np.ndarray
     second_S: np.ndarray
     below: float
     above: float
+    most: float = 1.0
 
     @property
     def score(self) -> Score:
-        """The difference of means over seeds, with its interval over questions and seeds."""
+        """The difference of means over seeds, with its interval over questions and seeds.
+
+        Welch's t of a few seeds goes beyond what can be: bounds are at most `most` from 0.
+        """
         value = float(np.mean(self.first_S) - np.mean(self.second_S))
         seeds = _welch_half(self.first_S, self.second_S)
-        return Score(
-            value, value - math.hypot(self.below, seeds), value + math.hypot(self.above, seeds)
-        )
+        low, high = value - math.hypot(self.below, seeds), value + math.hypot(self.above, seeds)
+        return Score(value, max(low, -self.most), min(high, self.most))
 
     def centred(self, chance: float) -> "Difference":
         """Returns the difference of scores of which 0 is guessing and 1 everything right."""
@@ -100,6 +104,7 @@ class Difference:
             scores.centred(self.second_S, chance),
             self.below / (1 - chance),
             self.above / (1 - chance),
+            self.most / (1 - chance),
         )
 
 
@@ -135,6 +140,7 @@ def mean(differences: Sequence[Difference]) -> Difference:
         np.mean([each.second_S for each in differences], axis=0),
         math.hypot(*(each.below for each in differences)) / len(differences),
         math.hypot(*(each.above for each in differences)) / len(differences),
+        float(np.mean([each.most for each in differences])),
     )
 
 

@@ -252,7 +252,7 @@ def test_an_energy_that_no_rank_keeps(run, imported, tmp_path):
     assert (
         status == 0 and "no rank that makes the cache smaller keeps so much: layer 0 0." in errors
     )
-    assert "at rank 6" in errors
+    assert "at rank 12" in errors
 
 
 @pytest.mark.slow

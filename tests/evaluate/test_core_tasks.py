@@ -183,6 +183,8 @@ def test_a_bundle_that_is_none_is_refused_with_file_and_row(bundle):
         (baselines, "Eval Task,Random baseline\n", "has no row of choice"),
         (baselines, "Eval Task,Random baseline\nchoice\n", "line 2: Random baseline = None"),
         *((baselines, csv_of(x), row_2) for x in ("", "x", "nan", "inf", "-1", "100", "1e999")),
+        *((baselines, csv_of(x), row_2) for x in ("2_5", "٢٥", "25%")),
+        (baselines, csv_of("25") + "choice,50\n", "line 4: choice has a row already: keep one"),
         (choice, None, "choice.jsonl is no file"),
         (choice, "", "has 0 rows"),
         (choice, '{"query": "a"}\n', "choice.jsonl, line 1: lacks choices, gold"),
