@@ -200,8 +200,8 @@ class Run:
             num_devices=self.mesh.size,
             local_devices=self.mesh.local_devices,
         )
-        if start == 0:
-            self._keep_snapshot(0, state)
+        if c.snapshot_every and start % c.snapshot_every == 0:
+            self._keep_snapshot(start, state)  # which a run that ended early may lack
         with progress.Steps(c.num_steps, start, shown=self.first) as bar:
             while done < stop and not self.interruption.due(done):
                 state, metrics = train_step(state, next(batches), *teacher)
@@ -330,7 +330,6 @@ class Run:
         that cannot be written, once the state is saved.
         """
         position = step * self.experiment.train.batch_size
-        self.checkpoints.check_workdir(step)  # whose records would be missed first
         unwritten = None
         try:
             self.writer.flush()
@@ -351,6 +350,8 @@ class Run:
 
     def _keep_snapshot(self, step: int, state: dict) -> None:
         """Keeps the parameters alone; a failure is a warning, as of `_save`."""
+        if self.snapshots and self.checkpoints.is_moved():
+            self._save(step, state)  # all of the state, and the run ends
         kept = dict(params=state["params"], step=state["step"])
         position = step * self.experiment.train.batch_size
         self._keeping_snapshots(lambda snapshots: snapshots.save(step, kept, position))

@@ -71,39 +71,48 @@ class Checkpoints:
         """Starts a save; returns once the arrays are copied off the devices.
 
         Raises:
-          UserError: the workdir was moved or removed meanwhile: Orbax would make another one.
+          UserError: the workdir was moved or removed meanwhile: Orbax would make another one. The
+            step is saved where the workdir is now, if that is known, but not by several processes,
+            which may not agree on it.
           OSError: the save before this one failed (see `wait`).
         """
-        self.check_workdir(step)
-        self.wait()
-        if step in self.steps():
-            return
         items = dict(state=state, data=dict(position=np.asarray(position, np.int64)))
-        with self._reporting(step):
-            response = self._checkpointer.save_checkpointables_async(step, items, force=True)
-            self._pending = (step, response)
-            response.on_complete(lambda _: self._complete.add(step))
-
-    def check_workdir(self, step: int) -> None:
-        """Raises a UserError if the workdir was moved or removed since it was opened.
-
-        Args:
-          step: of the state that is not saved then.
-        """
+        workdir = self.directory.parent
         change, new = self._workdir.change()
         if not change:
+            self._save(step, items)
             return
-        workdir = self.directory.parent
-        there = storage.steps(new / self.directory.name) if new else []
+        if new:
+            self.directory = new / self.directory.name
+        if new and distributed.count() == 1:
+            with contextlib.suppress(Exception):  # it is said that the step was not saved
+                self._remove_unfinished()
+                self._save(step, items)
+                self.wait()
+        there = storage.steps(self.directory) if new else []
         advice = (
             f"--workdir={new} goes on from step {there[-1]}"
             if there
             else "begins anew: it has no checkpoint any more"
         )
         raise UserError(
-            f"{workdir} {change} while the run went on: stopped at step {step}, which was not "
-            f"saved. The same command {'with ' if there else ''}{advice}"
+            f"{workdir} {change} while the run went on: stopped at step {step}, which was "
+            f"{'saved there' if step in there else 'not saved'}. The same command "
+            f"{'with ' if there else ''}{advice}"
         )
+
+    def _save(self, step: int, items: dict[str, Any]) -> None:
+        self.wait()
+        if step in self.steps():
+            return
+        with self._reporting(step):
+            response = self._checkpointer.save_checkpointables_async(step, items, force=True)
+            self._pending = (step, response)
+            response.on_complete(lambda _: self._complete.add(step))
+
+    def is_moved(self) -> bool:
+        """Returns whether the workdir was moved or removed since it was opened."""
+        return bool(self._workdir.change()[0])
 
     def wait(self) -> None:
         """Waits for the save under way.
@@ -134,6 +143,8 @@ class Checkpoints:
             raise OSError(f"checkpoint of step {step} was not written: {why}") from error
 
     def _remove_unfinished(self) -> None:
+        """Opens the folder anew, without what a save that failed left in it."""
+        self._pending = None
         with contextlib.suppress(Exception):  # the failed save is reported once, by `wait`
             self._checkpointer.close()
         self._open()  # cleans up temporary directories

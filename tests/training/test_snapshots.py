@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kvjax.convert import model as model_lib
+from kvjax.foundation.errors import UserError
 from kvjax.training import loop
 from kvjax.workdir import checkpoint
 from kvjax.workdir import identity
@@ -23,9 +24,20 @@ def config(source):
 
 
 @pytest.mark.slow
-def test_they_are_the_parameters_of_their_steps(config, tmp_path):
-    """Those of the first and the last step too, of runs that are stopped as of others."""
-    plain, kept = epath.Path(tmp_path / "plain"), epath.Path(tmp_path / "kept")
+def test_they_are_the_parameters_of_their_steps(config, tmp_path, monkeypatch):
+    """Those of the first and the last step too, of runs that are stopped or moved as of others."""
+    plain, kept, begun = (epath.Path(tmp_path / name) for name in ("plain", "kept", "begun"))
+    keep = loop.Run._keep_snapshot
+
+    def move_and_keep(run, step, state):
+        if step == 2:
+            begun.rename(kept)
+        keep(run, step, state)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="step 2, .* saved there"):
+        patch.setattr(loop.Run, "_keep_snapshot", move_and_keep)
+        loop.train(config(snapshot_every=2), begun)
+    assert storage.steps(kept / checkpoint.CHECKPOINTS) == [2]
     for stop_after in (3, 0):
         loop.train(config(stop_after=stop_after, snapshot_every=2), kept)
     loop.train(config(), plain)

@@ -356,11 +356,11 @@ def test_checkpoints_without_checksums_still_load(saved, monkeypatch):
 
 # Changes to the folder of a run, and what is said of each.
 MOVED = {
-    "move": "was moved to {top}/new while .*with --workdir={top}/new goes on from step 3$",
-    "move above": "was moved to {top}-new/run while .*={top}-new/run goes on from step 3$",
-    "replace": "was moved to {top}/new while .*={top}/new goes on from step 3$",
+    "move": "was moved to {top}/new while .*with --workdir={top}/new goes on from step 4$",
+    "move above": "was moved to {top}-new/run while .*={top}-new/run goes on from step 4$",
+    "replace": "was moved to {top}/new while .*={top}/new goes on from step 4$",
     "remove": "was moved or removed while .*The same command begins anew",
-    "link elsewhere": "was moved to {top}/run while .*={top}/run goes on from step 3$",
+    "link elsewhere": "was moved to {top}/run while .*={top}/run goes on from step 4$",
 }
 
 
@@ -388,13 +388,21 @@ def _check_moved(saved: epath.Path, top: pathlib.Path, change: str, said: str) -
         workdir.rename(top / "new")
     if change == "replace":
         workdir.mkdir()
-    before = sorted(top.rglob("*"))
     with pytest.raises(UserError, match=said.format(top=top)) as told:
         checkpoints.save(4, state(4.0), position=40)
     assert str(told.value).startswith(f"{workdir} was moved")
-    assert "stopped at step 4, which was not saved" in str(told.value)
-    assert sorted(top.rglob("*")) == before
     checkpoints.close()
+    now = re.search("was moved to (.*) while", str(told.value))
+    said = "saved there. The" if now else "not saved. The"
+    assert f"stopped at step 4, which was {said}" in str(told.value)
+    if now:
+        (restored, position, step), steps = restore(epath.Path(now[1]))
+        assert (step, position, steps) == (4, 40, [3, 4])
+        jax.tree.map(np.testing.assert_array_equal, restored, state(4.0))
+    if change == "link elsewhere":
+        assert storage.steps(saved / CHECKPOINTS) == [2, 3]
+    else:  # nothing is made in its place
+        assert not workdir.exists() or (change == "replace" and not list(workdir.iterdir()))
 
 
 def test_a_save_outlives_a_wall_clock_that_jumps(saved, monkeypatch):
