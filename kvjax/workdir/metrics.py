@@ -54,7 +54,7 @@ class MetricsWriter:
             temporary = self._local / f".{name}.tmp"
             temporary.write_text(text)
             temporary.replace(self._local / name)
-            self._files[name] = open(self._local / name, "ab", buffering=0)
+            self._files[name] = open(self._local / name, "ab+", buffering=0)
         self._events = Events(self._local / "events", resume_step=resume_step)
 
     def write(self, step: int, **values: float) -> None:
@@ -82,7 +82,8 @@ class MetricsWriter:
         for name, file in self._files.items():
             there = self._local / name
             if not (there.exists() and os.path.samestat(there.stat(), os.fstat(file.fileno()))):
-                raise OSError(f"{there} was moved or removed while the run went on")
+                kept = _rescue(there, file)
+                raise OSError(f"{there} was moved or removed while the run went on{kept}")
         if failure := self._copy():
             warn(
                 f"records were not copied to {self._remote}: {failure}; they are in {self._local}, "
@@ -230,6 +231,16 @@ class Events:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _rescue(there: pathlib.Path, file: io.FileIO) -> str:
+    """Copies a file without a name to beside where it was, and says so; "" if it has a name."""
+    if os.fstat(file.fileno()).st_nlink:
+        return ""
+    file.seek(0)
+    target = unused(epath.Path(there.parent / f"replaced-{there.name}"))
+    target.write_bytes(file.read())
+    return f"; its records are in {target}: give that the name {there.name} to go on with them"
 
 
 def _line(record: dict) -> str:

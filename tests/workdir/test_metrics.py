@@ -77,16 +77,26 @@ def test_a_flipped_bit_is_told_or_harmless(tmp_path):
 
 
 def test_a_file_that_is_moved_or_removed_is_noticed(tmp_path):
-    for change, name in (("move", metrics.METRICS), ("replace", metrics.TIMING)):
+    """Its records are kept where no file has them any more."""
+    changes = ("move", metrics.METRICS), ("replace", metrics.TIMING), ("remove", metrics.METRICS)
+    for change, name in changes:
         (tmp_path / change).mkdir()
         writer = metrics.MetricsWriter(epath.Path(tmp_path / change), resume_step=0)
+        writer.write(1, loss=2.0)
+        writer.write_timing(1, loss=2.0)
         writer.flush()
-        (tmp_path / change / name).rename(tmp_path / change / "moved")
+        kept = tmp_path / change / "moved"
+        if change == "move":
+            (tmp_path / change / name).rename(kept)
+        else:
+            (tmp_path / change / name).unlink()
+            kept = tmp_path / change / f"replaced-{name}"
         if change == "replace":
             (tmp_path / change / name).write_text("")
         with pytest.raises(OSError, match=f"{name} was moved or removed while the run went on"):
             writer.flush()
         writer.close()
+        assert metrics.read_records(epath.Path(kept)) == [dict(step=1, loss=2.0)]
 
 
 def test_a_file_that_is_renamed_meanwhile_is_none(tmp_path):
