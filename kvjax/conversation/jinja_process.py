@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 
-import jinja2  # noqa: F401  an extra, which the worker needs
+import jinja2  # noqa: F401  without it the worker would end as at a limit
 
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
@@ -22,49 +22,77 @@ from kvjax.foundation.errors import first_line
 _WORKER = pathlib.Path(__file__).parent / "jinja_worker.py"
 _MEMORY = 1 << 30  # bytes
 _SECONDS = 20  # of one conversation, which takes some milliseconds
+_TRIAL_SECONDS = 2  # of compiling a template, or of a conversation of some words
 _CHARACTERS = 1 << 24  # that a conversation may have
 
 
+class LimitError(UserError):
+    """A chat template that takes too much memory or time, or writes too long a text."""
+
+
 def check(template: str) -> None:
-    """Raises a UserError for a template that is none."""
-    _answer(template, None, "")
+    """Raises a UserError for a template that is none, or takes too much memory or time."""
+    _answer(template, None, "", trial=True)
 
 
-def render(template: str, values: Mapping, day: str = "") -> str:
+def render(template: str, values: Mapping, day: str = "", *, trial: bool = False) -> str:
     """Returns the text of a template.
 
     Args:
       values: what it sees, JSON-able.
       day: that it is told by strftime_now, in ISO's format; "": the present one.
+      trial: whether the conversation has some words only; its text is kept.
 
     Raises:
-      UserError: a template that is none, or takes too much memory or time.
-      DataError: the template refuses the values.
+      UserError: a template that is none.
+      LimitError: it takes too much memory or time.
+      DataError: the template refuses the values, or they are too long.
     """
-    answer = _answer(template, values, day)
+    answer = _answer(template, values, day, trial)
     if "error" in answer:
         raise DataError(f"the chat template refuses a conversation: {first_line(answer['error'])}")
     return answer["text"]
 
 
-def _answer(template: str, values: Mapping | None, day: str) -> dict[str, str]:
-    answer = _worker().ask(dict(template=template, values=values, day=day))
+def _answer(template: str, values: Mapping | None, day: str, trial: bool) -> dict[str, str]:
+    seconds = _TRIAL_SECONDS if trial else _SECONDS
+    request = json.dumps(dict(template=template, values=values, day=day, seconds=seconds))
+    answer = _tried(request) if trial else _asked(request)
     if answer is None:
-        _worker.cache_clear()  # it has ended
-        raise UserError(
-            f"chat_template.jinja takes more than {_MEMORY >> 30} GiB of memory, {_SECONDS} "
-            f"seconds or {_CHARACTERS:,} characters for a conversation: correct it, or remove it"
+        limits = f"{_MEMORY >> 30} GiB of memory, {seconds} seconds or {_CHARACTERS:,} characters"
+        given = len(json.dumps(values, ensure_ascii=False))
+        if given > _CHARACTERS // 2:
+            raise DataError(
+                f"a conversation of {given:,} characters: the chat template takes more than "
+                f"{limits} for it: shorten it"
+            )
+        raise LimitError(
+            f"chat_template.jinja takes more than {limits} for a conversation: correct it, or "
+            "remove it"
         )
     if "broken" in answer:
         raise UserError(f"chat_template.jinja is no template: {first_line(answer['broken'])}")
     return answer
 
 
+def _asked(request: str) -> dict[str, str] | None:
+    answer = _worker().ask(request)
+    if answer is None:
+        _worker.cache_clear()  # it has ended
+    return answer
+
+
+@functools.lru_cache(maxsize=16)
+def _tried(request: str) -> dict[str, str] | None:
+    """Returns the answer as `_asked`, which several readers of one model wait for once."""
+    return _asked(request)
+
+
 class _Worker:
     """The process, which ends with this one."""
 
     def __init__(self):
-        limits = map(str, (_MEMORY, _CHARACTERS, _SECONDS))
+        limits = map(str, (_MEMORY, _CHARACTERS))
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER), *limits],
@@ -75,11 +103,11 @@ class _Worker:
         )
         weakref.finalize(self, _end, self._process)
 
-    def ask(self, request: dict) -> dict | None:
-        """Returns the answer; None where the process ended before it had one."""
+    def ask(self, request: str) -> dict | None:
+        """Returns the answer to a line of JSON; None where the process ended before it had one."""
         with self._lock:
             try:
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.write(request.encode() + b"\n")
                 self._process.stdin.flush()
                 line = self._process.stdout.readline()
             except OSError:

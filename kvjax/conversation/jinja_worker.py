@@ -1,8 +1,9 @@
 """Renders chat templates in a process of its own, which has little memory and little time.
 
 It is run as a file, by `jinja_process`, and imports nothing of kvjax. A line of JSON on standard
-input is a request: {template, values, day}; a line on standard output is the answer: {text}, or
-{error} of rendering, or {broken} of what is no template. Without an answer it was too much.
+input is a request: {template, values, day, seconds}; a line on standard output is the answer:
+{text}, or {error} of rendering, or {broken} of what is no template. Without an answer it was too
+much.
 """
 
 import datetime
@@ -19,12 +20,14 @@ from jinja2 import sandbox
 
 
 def main() -> None:
-    memory, characters, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    memory, characters = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor; it ends the process
-        answer = _answer(json.loads(line))
+        request = json.loads(line)
+        # Of the processor; it ends the process.
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        answer = _answer(request)
         if len(answer.get("text", "")) > characters:
             return
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -126,7 +126,9 @@ class Template:
         hidden = self._marks.hide(message, self._inner if role == "assistant" else frozenset())
         return hidden | (dict(role=role) if role in _ROLES else {})
 
-    def _rendered(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
+    def _rendered(
+        self, messages: Sequence[Mapping], opens_answer: bool, *, trial: bool = False
+    ) -> str:
         """Renders messages with the template.
 
         Raises:
@@ -135,12 +137,12 @@ class Template:
         """
         given = dict(messages=messages, tools=None, documents=None)
         given |= dict(add_generation_prompt=opens_answer)
-        return jinja_process.render(self._text, self._tokens | given, self._day)
+        return jinja_process.render(self._text, self._tokens | given, self._day, trial=trial)
 
     def _tried(self, messages: Sequence[Mapping], opens_answer: bool) -> str:
         """Renders messages with the template; returns "" where it refuses them."""
         try:
-            return self._rendered(messages, opens_answer)
+            return self._rendered(messages, opens_answer, trial=True)
         except DataError:
             return ""
 

@@ -18,6 +18,7 @@ from etils import epath
 import numpy as np
 import tokenizers
 
+from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
 from kvjax.convert import architectures
 from kvjax.convert import rules as rules_lib
@@ -102,11 +103,14 @@ class Published:
         """Returns the tokenizer.json in which each control token of the template is one token.
 
         Raises:
-          UserError: the template writes a token that the source names and does not have.
+          UserError: the template writes a token that the source names and does not have, or takes
+        too much memory or time.
         """
         tokenizer = tokenizer_lib.from_json(self.tokenizer_json, str(source))
         try:
             template = Template(tokenizer, chat_template, self.token_files, named=named)
+        except LimitError as error:
+            raise UserError(f"{source}: {error}") from error
         except UserError:  # a template that is none: who talks by it is told
             return self.tokenizer_json
         if template.lost:

@@ -1,7 +1,7 @@
 """A trained model from its workdir."""
 
-import contextlib
 import dataclasses
+import functools
 
 from etils import epath
 from flax import nnx
@@ -10,6 +10,7 @@ import ml_collections
 
 from kvjax import experiment as experiment_lib
 from kvjax.conversation import specials
+from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
 from kvjax.data import manifest
 from kvjax.data import tokenizer as tokenizer_lib
@@ -18,6 +19,7 @@ from kvjax.foundation import json_text
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import warn
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
@@ -113,8 +115,12 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> Found:
     tokenizer.ends = origin.ends(token_files, tokenizer, experiment.model.vocab_size)
     template = origin.chat_template(workdir)
     if template is not None and specials.missing(tokenizer):
-        with contextlib.suppress(UserError):  # a template that is none: who talks by it is told
+        try:
             tokenizer = Template(tokenizer, template, token_files).tokenizer
+        except LimitError as error:
+            _warn_once(f"{workdir}: {error}; until then its control tokens are ordinary text")
+        except UserError:  # a template that is none: who talks by it is told
+            pass
     return Found(
         workdir,
         steps[-1] if step is None else step,
@@ -176,6 +182,11 @@ def experiment_of(workdir: epath.Path) -> experiment_lib.Experiment:
         return experiment_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
     except (UserError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from error
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warn(text)
 
 
 def _tokenizer(workdir: epath.Path, vocab_size: int) -> Tokenizer:

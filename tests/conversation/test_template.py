@@ -253,7 +253,8 @@ def test_what_is_refused(tokenizer):
 def test_a_template_has_a_limit_of_memory_and_time(tokenizer, monkeypatch):
     """Ends the process that renders, and the next one starts again. An expression may be folded
     when a template is compiled, or met in a message."""
-    monkeypatch.setattr(jinja_process, "_SECONDS", 0.3)
+    for name in ("_SECONDS", "_TRIAL_SECONDS"):
+        monkeypatch.setattr(jinja_process, name, 0.3)
     jinja_process._worker.cache_clear()
     blocks = "{% if true %}" * 3000 + "{% endif %}" * 3000
     with pytest.raises(UserError, match="is no template: maximum recursion depth"):
@@ -274,4 +275,8 @@ def test_a_template_has_a_limit_of_memory_and_time(tokenizer, monkeypatch):
     with pytest.raises(DataError, match="refuses a conversation: maximum recursion depth"):
         text = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
         Template(tokenizer, text, {}).render([USER])
+    jinja_process._worker.cache_clear()
+    monkeypatch.setattr(jinja_process, "_CHARACTERS", 2_000)
+    with pytest.raises(DataError, match=r"a conversation of 2,\d\d\d characters: .* shorten it"):
+        Template(tokenizer, CHATML, {}).render([dict(role="user", content="x" * 2_000)])
     jinja_process._worker.cache_clear()

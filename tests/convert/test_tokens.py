@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shutil
+from unittest import mock
 
 from etils import epath
 import gguf
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 import tokenizers
 
 from kvjax.conversation import dialogue
+from kvjax.conversation import jinja_process
 from kvjax.convert import __main__ as convert
 from kvjax.convert import huggingface
 from kvjax.convert import into_workdir
@@ -247,6 +249,26 @@ def test_a_workdir_has_the_control_tokens_and_the_end_of_a_turn(published_as, tm
     assert [token["special"] for token in added] == [True, False, False]  # as the source has them
     (workdir / "chat_template.jinja").write_text("{% for %}")  # told by who talks with it
     assert trained.find(workdir).tokenizer.ends == (256,)
+
+
+def test_a_template_over_its_limits_is_told_and_waited_for_once(
+    published_as, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(jinja_process, "_TRIAL_SECONDS", 0.3, raising=False)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    said = "chat_template.jinja takes more than 1 GiB of memory, 0.3 seconds or"
+    files = _flagged(True)
+    files["tokenizer_config.json"] |= dict(chat_template=loops)
+    with pytest.raises(UserError, match=f"0.gguf: {said}"):
+        published.open(published_as(files))
+    workdir = write(published.open(published_as(_flagged(True))), tmp_path / "workdir")
+    (workdir / "chat_template.jinja").write_text(loops + CHATML)
+    asked = mock.Mock(wraps=jinja_process._asked)
+    monkeypatch.setattr(jinja_process, "_asked", asked)
+    for _ in range(3):
+        assert trained.find(workdir).tokenizer.ends == (256,)
+    assert capsys.readouterr().err.count(said) == 1
+    assert asked.call_count == 2  # that it is a template, and a conversation
 
 
 def test_files_that_disagree_on_a_token(published_as):
