@@ -1,12 +1,14 @@
 """Finds the control tokens of a dialogue: tokens that its chat template writes and no message may.
 
-They are the special tokens of the tokenizer, and other tokens that end a text or stand in the
-template or in what it renders: added tokens that are not flagged special, and entries of the
-vocabulary that no text is encoded as, which is how a file has a control token that it calls an
-ordinary one. Words and blanks are text, whatever a template contains.
+They are the special tokens of the tokenizer, and other tokens that end a text or that the template
+writes: added tokens that are not flagged special, and entries of the vocabulary that no text is
+encoded as, which is how a file has a control token that it calls an ordinary one. Blanks, names of
+roles and words of the vocabulary are text, whatever a template writes; an added token that is a
+word is a control token where the template writes it around messages.
 """
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -17,6 +19,8 @@ from kvjax.data.tokenizer import Tokenizer
 
 # Contents of messages, by which a rendering is taken apart.
 _SYSTEM, _QUESTION, _ANSWER, _NEXT = (f"kvjax{name}" for name in "SQAN")
+_ROLES = ("system", "user", "assistant")
+_CONTENT = "|".join((_SYSTEM, _QUESTION, _ANSWER, _NEXT))
 _WORDS = re.compile(r"[\w\s]*")
 
 # Renders messages, with an opened answer or without; "" for what the template refuses.
@@ -40,11 +44,14 @@ class Controls(NamedTuple):
     lost: frozenset[str]
 
 
-def find(tokenizer: Tokenizer, template: str, named: Iterable[str], render: Render) -> Controls:
+def find(
+    tokenizer: Tokenizer, template: str, literals: str, named: Iterable[str], render: Render
+) -> Controls:
     """Returns the control tokens of a template, found in its text and by rendering.
 
     Args:
       template: in Jinja.
+      literals: the texts in it.
       named: special tokens that its model's files name.
     """
     contents = dict(system=_SYSTEM, user=_QUESTION, assistant=_ANSWER)
@@ -52,13 +59,16 @@ def find(tokenizer: Tokenizer, template: str, named: Iterable[str], render: Rend
     ended = render([user, answer], False)
     going_on = render([user, answer, user | dict(content=_NEXT)], True)
     told = render([system, user], True)
-    text = "\n".join((template, ended, going_on, told))
+    rendered = "\n".join((ended, going_on, told))
+    text = f"{rendered}\n{literals}"
+    around = (told, *(each.partition(_QUESTION)[2] for each in (ended, going_on)))
     vocabulary, added = tokenizer.vocabulary(), tokenizer.added_tokens()
-    there = {name: i for name, i in vocabulary.items() if name in text or i in tokenizer.ends}
-    names = tokenizer.controls | {
+    ends = {name for name, i in vocabulary.items() if i in tokenizer.ends}
+    names = tokenizer.controls | _added(added, "\n".join(around), text, ends)
+    names |= {
         name
-        for name, i in there.items()
-        if not _WORDS.fullmatch(name) and (name in added or tokenizer.encode(name) != [i])
+        for name in {name for name in vocabulary if name in rendered}.union(ends) - added.keys()
+        if not _WORDS.fullmatch(name) and tokenizer.encode(name) != [vocabulary[name]]
     }
     pattern = re.compile(any_of(names))
     between = pattern.findall(going_on.partition(_ANSWER)[2].partition(_NEXT)[0])
@@ -74,6 +84,20 @@ def find(tokenizer: Tokenizer, template: str, named: Iterable[str], render: Rend
         inner=frozenset((unflagged | looked_for) - frame),
         lost=frozenset(name for name in named if name in text and name not in vocabulary),
     )
+
+
+def _added(added: Iterable[str], around: str, text: str, ends: Collection[str]) -> set[str]:
+    """Returns the added tokens that are control tokens.
+
+    Args:
+      around: what is rendered around messages, but for a default system message.
+      text: that, and all else that the template may write.
+      ends: tokens that end a text.
+    """
+    written = re.findall(any_of({*added, *_ROLES}), re.sub(_CONTENT, "\n", around))
+    meant = {name for name in added if name in written or name in ends}
+    meant = {name for name in meant if not name.isspace() and name.lower() not in _ROLES}
+    return meant | {name for name in added if name in text and not _WORDS.fullmatch(name)}
 
 
 def _is_looked_for(name: str, template: str) -> bool:

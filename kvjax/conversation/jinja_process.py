@@ -30,9 +30,14 @@ class LimitError(UserError):
     """A chat template that takes too much memory or time, or writes too long a text."""
 
 
-def check(template: str) -> None:
-    """Raises a UserError for a template that is none, or takes too much memory or time."""
-    _answer(template, None, "", trial=True)
+def literals(template: str) -> str:
+    """Returns the texts of a template, outside of its blocks or quoted in them, one a line.
+
+    Raises:
+      UserError: a template that is none.
+      LimitError: it takes too much memory or time.
+    """
+    return _answer(template, None, "", trial=True)["text"]
 
 
 def render(template: str, values: Mapping, day: str = "", *, trial: bool = False) -> str:

@@ -2,8 +2,8 @@
 
 It is run as a file, by `jinja_process`, and imports nothing of kvjax. A line of JSON on standard
 input is a request: {template, values, day, seconds}; a line on standard output is the answer:
-{text}, or {error} of rendering, or {broken} of what is no template. Without an answer it was too
-much.
+{text}, without values that of the template's literals, or {error} of rendering, or {broken} of
+what is no template. Without an answer it was too much.
 """
 
 import datetime
@@ -43,7 +43,8 @@ def _answer(request: dict) -> dict[str, str]:
     except Exception as error:  # also of Python's compiler, where blocks are nested too deeply
         return dict(broken=str(error) or type(error).__name__)
     if request["values"] is None:
-        return {}
+        tokens = template.environment.lexer.tokenize(request["template"])
+        return dict(text="\n".join(t.value for t in tokens if t.type in ("data", "string")))
     _Day.now = datetime.datetime.fromisoformat(request["day"]) if request["day"] else None
     try:
         return dict(text=template.render(**request["values"]))

@@ -76,12 +76,13 @@ class Template:
         day: str = "",
         named: Iterable[str] = (),
     ):
-        jinja_process.check(text)
+        literals = jinja_process.literals(text)
         self._text, self._day = text, day
         self._tokens = _named_tokens(token_files.get(_FILE, {}))
         said = json.dumps([text, {k: v for k, v in self._tokens.items() if k in text}])
         self.digest, self.is_dated = hashlib.sha256(said.encode()).hexdigest(), _DATED in text
-        found = controls.find(tokenizer, text, {*self._tokens.values(), *named}, self._tried)
+        named = {*self._tokens.values(), *named}
+        found = controls.find(tokenizer, text, literals, named, self._tried)
         self.lost = sorted(found.lost)
         self.tokenizer, self._inner = tokenizer.controlled(found.names), found.inner
         if found.end is not None:

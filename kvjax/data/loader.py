@@ -107,7 +107,8 @@ class PackedDataset:
 
         The same wherever the folder lies, whatever it is called and whenever it was prepared.
         """
-        digest = hashlib.sha256(json.dumps(self.tokenizer.vocabulary()).encode())
+        vocabulary = sorted(self.tokenizer.vocabulary().items(), key=lambda item: item[1])
+        digest = hashlib.sha256(json.dumps(dict(vocabulary)).encode())
         for split in ("train", "validation"):
             count = self.num_rows(split)
             spread = np.linspace(0, count - 1, min(count, _TELLING_ROWS)).astype(int).tolist()

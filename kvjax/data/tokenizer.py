@@ -176,7 +176,7 @@ class Tokenizer:
                 " that the post_processor puts before a text, must be there; there are"
                 f" {sorted(specials) or 'none'}."
             )
-        self._backend, self._encoder, self._threads = backend, backend, threads
+        self._backend, self._threads = backend, threads
         self._specials = specials
         self.controls = frozenset(specials)
         self.bos_id: int = backend.token_to_id(bos)
@@ -203,13 +203,8 @@ class Tokenizer:
         ordinary = [name for name in names if name not in is_special]
         found = self.with_specials(ordinary) if ordinary else copy.copy(self)
         found.controls = self.controls | set(names)
-        if hidden := [name for name in found.controls if not is_special.get(name, True)]:
-            found.__dict__.pop("_encode_fast", None)
-            found._encoder = parse(found.to_json())
-            found._encoder.encode_special_tokens = True
-            found._encoder.add_special_tokens(
-                [tokenizers.AddedToken(name, normalized=False) for name in hidden]
-            )
+        for made in ("_encoder", "_encode_fast"):
+            found.__dict__.pop(made, None)
         return found
 
     def with_specials(self, names: Sequence[str]) -> "Tokenizer":
@@ -257,6 +252,18 @@ class Tokenizer:
             return [np.array(self.encode(text), np.uint32) for text in texts]
 
     @functools.cached_property
+    def _encoder(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer to which all control tokens are special, made once used."""
+        added = self.added_tokens().items()
+        hidden = [n for n, token in added if n in self.controls and not token.special]
+        if not hidden:
+            return self._backend
+        encoder = parse(self.to_json())
+        encoder.encode_special_tokens = True
+        encoder.add_special_tokens([tokenizers.AddedToken(n, normalized=False) for n in hidden])
+        return encoder
+
+    @functools.cached_property
     def _encode_fast(self) -> fast_encoding.Encode | None:
         added = self._backend.get_added_tokens_decoder()
         byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
@@ -290,8 +297,8 @@ class Tokenizer:
         return {token.content: token for token in added}
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token and its id, in the order of the ids."""
-        return dict(sorted(self._backend.get_vocab().items(), key=lambda item: item[1]))
+        """Every token and its id, in no order."""
+        return self._backend.get_vocab()
 
     def to_json(self) -> str:
         """The tokenizer in the `tokenizer.json` format of the `tokenizers` library."""

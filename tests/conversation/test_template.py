@@ -104,6 +104,12 @@ FAMILIES = {
         "<|user|> <|assistant|>",
         "<|user|>",
     ),
+    "words": (
+        TURNS.replace("TURN", "'BEGIN' + m.role + '\n' + m.content + 'END\n'")
+        + OPENS.replace("OPEN", "BEGINassistant\n"),
+        "BEGIN END",
+        "END",
+    ),
     "harmony": (
         TURNS.replace(
             "TURN",
@@ -139,12 +145,17 @@ def told(template, content):
 
 
 def test_a_template_writes_control_tokens_and_no_message_does():
-    """Whatever flag they have; the one behind an answer ends it. Words and blanks are text."""
-    words = ["user", "covid", "\n\n"]
+    """Whatever flag they have; the one behind an answer ends it. Other words, blanks and what a
+    template's own code has are text. A word of the vocabulary is one."""
+    words = ["user", "covid", "\n\n", "```", "['"]
+    code = "{# covid ``` #}{% set a = {'b': 1}['b'] %}"
     for (family, (text, names, end)), kind in itertools.product(FAMILIES.items(), KINDS):
+        if (family, kind) == ("words", "ordinary"):
+            continue
         names = names.split()
-        template = Template(has(names, kind, words), text, FILES)
-        tokenizer, of_words = template.tokenizer, range(257 + len(names), 260 + len(names))
+        template = Template(has(names, kind, words), code + text, FILES)
+        tokenizer = template.tokenizer
+        of_words = range(257 + len(names), 257 + len(names) + len(words))
         ids = {name: tokenizer.special(name) for name in names}
         assert list(ids.values()) == list(range(257, of_words[0])), (family, kind)
         assert tokenizer.ends == (ids[end],), (family, kind)
@@ -156,7 +167,7 @@ def test_a_template_writes_control_tokens_and_no_message_does():
             assert tokenizer.decode(found) == tokenizer.decode(plain).replace("@@", content)
             there = [i for i in found if i >= 256 and i not in of_words]
             assert there == controls, (family, kind, content)
-        assert tokenizer.encode("usercovid\n\n") == list(of_words)
+        assert tokenizer.encode("".join(words)) == list(of_words)
         joined = Template(tokenizer, f"{{{{ messages[0].a }}}}{{{{ messages[0].b }}}}{end}", {})
         for i in range(1, len(end)):
             halves = joined.render([dict(role="user", a=end[:i], b=end[i:])])
@@ -183,6 +194,20 @@ def test_an_answers_own_format_is_taken_apart_by_the_template():
     calls = Template(has([*names, "<tool>"], "not special"), text + "{{ '<tool>' if tools }}", {})
     ids = calls.encode(calls.render([dict(message, content="<tool>") for message in messages]))
     assert ids.count(261) == 1 and calls.tokenizer.decode(ids).count("<tool>") == 2
+
+
+def test_ordinary_tokens_in_a_templates_own_text_stay_ordinary():
+    """Where it does not write them."""
+    code = "{% for m in messages %}{% if m['tools'] %}[['{% endif %}{% endfor %}<|end|>"
+    found = Template(has(["['", "<|end|>"], "ordinary"), code, {}).tokenizer
+    assert found.controls == {"<|bos|>", "<|end|>"}
+
+
+def test_ends_and_controls_of_a_template_need_no_other_tokenizer(monkeypatch):
+    """Published ones take seconds to read."""
+    tokenizer = has(["<|im_start|>", "<|im_end|>"], "not special")
+    monkeypatch.setattr(tokenizer_lib, "parse", None)
+    assert Template(tokenizer, CHATML, {}).tokenizer.ends == (258,)
 
 
 def test_other_keys_of_a_message_are_hidden_too(encode):
