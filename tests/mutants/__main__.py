@@ -65,7 +65,7 @@ def _drawn(options) -> dict:
 
 def _try(options) -> None:
     """Tries all mutants with quick tests, then with slow ones those that are left."""
-    lines = pathlib.Path(cache_directory() / "mutants" / _digest(options.tree))
+    lines = pathlib.Path(cache_directory() / "mutants" / _digest(options.tree, tests=False))
     lines.mkdir(parents=True, exist_ok=True)
     with workers.Pool(options.workers, options.tree, lines) as pool:
         for said in pool.each(workers.record, coverage.test_files(options.tree)):
@@ -82,11 +82,13 @@ def _try(options) -> None:
                 print(f"{index} {mutants[index]['file']}: {said}", flush=True)
 
 
-def _digest(root: pathlib.Path) -> str:
-    """Returns a digest of the code and its tests, which decide which tests run which lines."""
+def _digest(root: pathlib.Path, *, tests: bool = True) -> str:
+    """Returns a digest of the code and what its tests import, and of the tests if asked."""
     digest = hashlib.sha256()
     for folder in ("kvjax", "tests"):
         for path in sorted((root / folder).rglob("*.py")):
+            if not tests and folder == "tests" and path.name.startswith("test_"):
+                continue
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 

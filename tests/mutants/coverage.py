@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -47,7 +48,7 @@ def record(tree: Tree, name: str, folder: pathlib.Path) -> str:
     Returns:
       How they ended, in words; "" if nothing was to be done.
     """
-    kept = _kept(folder, name)
+    kept = _kept(folder, tree.root, name)
     if kept.exists():
         return ""
     begun = time.monotonic()
@@ -55,9 +56,9 @@ def record(tree: Tree, name: str, folder: pathlib.Path) -> str:
     return f"{name}: {status}, {time.monotonic() - begun:.0f} s"
 
 
-def load(folder: pathlib.Path, names: Iterable[str]) -> dict[str, Tests]:
-    """Returns the records of files of tests, by name; files without a record are left out."""
-    kept = {name: _kept(folder, name) for name in names}
+def load(folder: pathlib.Path, root: pathlib.Path) -> dict[str, Tests]:
+    """Returns the records of a tree's files of tests, by name; a file without one is left out."""
+    kept = {name: _kept(folder, root, name) for name in test_files(root)}
     return {
         name: Tests(**json.loads(path.read_text("utf-8")))
         for name, path in kept.items()
@@ -65,8 +66,10 @@ def load(folder: pathlib.Path, names: Iterable[str]) -> dict[str, Tests]:
     }
 
 
-def _kept(folder: pathlib.Path, name: str) -> pathlib.Path:
-    return folder / f"{name.replace('/', '+')}.json"
+def _kept(folder: pathlib.Path, root: pathlib.Path, name: str) -> pathlib.Path:
+    """Returns the place of a record: one for each text of a file of tests."""
+    digest = hashlib.sha256((root / name).read_bytes()).hexdigest()[:12]
+    return folder / f"{name.replace('/', '+')}.{digest}.json"
 
 
 def _record(tree: Tree, name: str, kept: pathlib.Path) -> int:

@@ -12,7 +12,7 @@ from tests.mutants.tree import Tree
 
 STAGES = ("folder", "quick", "slow")
 # Of quick tests, by the time that they take without a mutant; of slow ones, by the clock.
-_SECONDS = dict(folder=300, quick=120, slow=600)
+_SECONDS = dict(folder=120, quick=60, slow=600)
 _NO_TESTS = 5  # pytest's status: none of these names is there any more
 
 

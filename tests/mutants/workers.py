@@ -59,7 +59,7 @@ def record(name: str) -> str:
 
 @functools.cache
 def _trials() -> Trials:
-    return Trials(_tree, coverage.load(_lines, coverage.test_files(_tree.root)))
+    return Trials(_tree, coverage.load(_lines, _tree.root))
 
 
 def attempt(item: tuple[int, dict, tuple[str, ...]]) -> tuple[int, dict]:
