@@ -13,6 +13,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
+from tests import golden
 
 
 @pytest.fixture
@@ -28,8 +29,7 @@ def run(capsys):
 
 
 def test_one_config(run):
-    text, result = run(f"--config={CONFIGS / 'mha_128m.py'}", "--device=h200", "--batch=3")
-    assert (result["name"], result["dtype"], result["batch"]) == ("costs", "bfloat16", 3)
+    _, result = run(f"--config={CONFIGS / 'mha_128m.py'}", "--device=h200", "--batch=3")
     (report,) = result["configs"]
     experiment = load(CONFIGS / "mha_128m.py")
     assert report["parameters"] == formulas.parameters(experiment.model)
@@ -49,15 +49,18 @@ def test_one_config(run):
         largest_batch={"h200": formulas.largest_batch(experiment.model, device=h200, **shape)},
         least_ms={"h200": 1e3 * cost.seconds(h200)},
     )
-    assert "| mha_128m | 32,768 | 36,864 | 1.208 |" in text
 
 
-def test_no_time_where_the_batch_does_not_fit(run):
-    text, result = run(f"--config={CONFIGS / 'mha_2p5b.py'}", "--device=v5e")
-    decode = result["configs"][0]["decode"]
-    assert [d["largest_batch"]["v5e"] for d in decode] == [3, 0, 0, 0]
-    assert [d["least_ms"]["v5e"] is None for d in decode] == [False, True, True, True]
-    assert "| mha_2p5b | 32,768 | - |" in text
+def test_all_that_the_command_says(run, tmp_path):
+    """Covers two configs, two chips, of which one is too small for some batches, and nine."""
+    for name in ("mha_2p5b", "lrkv_2p5b"):
+        shutil.copy(CONFIGS / f"{name}.py", tmp_path)
+    given = ("--all", "--device=v5e", "--device=h200", "--batch=3", "--chips=9")
+    text, result = run(f"--config={tmp_path / 'lrkv_2p5b.py'}", *given)
+    reports = result.pop("configs")
+    decode = [json.dumps(each) for report in reports for each in report.pop("decode")]
+    lines = [text, json.dumps(result), *map(json.dumps, reports), *decode]
+    golden.check_text("\n".join(lines), "costs/printed", rtol=1e-9)
 
 
 def test_all_configs_of_a_scale_by_cache(run, tmp_path):
@@ -75,20 +78,18 @@ def test_all_configs_of_a_scale_by_cache(run, tmp_path):
 
 def test_a_cache_on_several_chips(run):
     path = f"--config={CONFIGS / 'lrkv_2p5b.py'}"
-    text, result = run(path, "--chips=9", "--batch=3")
-    (report,) = result["configs"]
+    (report,) = run(path, "--chips=9", "--batch=3")[1]["configs"]
     whole, each = 36 * 5192, 36 * (2 * 2 * (128 + 2 * 64) + 4 * 2)  # two of 18 heads
-    assert result["chips"] == 9
     assert report["cache_bytes_per_token_and_chip"] == dict(tokens=whole / 9, heads=each)
-    assert f"| lrkv_2p5b | {whole:,} | {whole / 9:,.0f} | {each:,} | 1.79 |" in text
     shape = dict(length=32_768, batch=3, dtype=jnp.dtype(jnp.bfloat16))
     cost = formulas.decode_cost(load(CONFIGS / "lrkv_2p5b.py").model, **shape)
     read = report["decode"][1]["gb_per_chip_and_step"]
     assert read["tokens"] == pytest.approx((cost.weight_bytes + cost.cache_bytes / 9) / 1e9)
     assert read["heads"] == pytest.approx((cost.weight_bytes + 3 * 32_768 * each) / 1e9)
-    assert f"| lrkv_2p5b | 32,768 | {read['tokens']:.3f} | {read['heads']:.3f} |" in text
     text, result = run(path)
-    assert "chips" not in text and "gb_per_chip_and_step" not in result["configs"][0]["decode"][0]
+    assert (result["batch"], result["chips"]) == (1, 1) and "chips" not in text
+    assert "cache_bytes_per_token_and_chip" not in result["configs"][0]
+    assert "gb_per_chip_and_step" not in result["configs"][0]["decode"][0]
 
 
 def test_overrides_and_dtype(run):
