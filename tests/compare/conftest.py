@@ -3,6 +3,8 @@
 import pytest
 
 from experiments.benchmarks.compare_speed import write_run
+from kvjax.compare import report
+from tests import golden
 
 
 @pytest.fixture
@@ -14,3 +16,16 @@ def two(tmp_path):
         write_run(tmp_path / "runs" / f"m{seed}", **how)
     write_run(tmp_path / "runs" / "z", seed=7, config="mha_tiny", steps=(25,), bpb=(4,))
     return tmp_path / "runs"
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Sections and panels of each look at runs; drawings say what would be drawn."""
+    golden.note_drawings(monkeypatch)
+    sections, panels = [], []
+    make = report.sections
+    monkeypatch.setattr(report, "sections", lambda *of: sections.append(make(*of)) or sections[-1])
+    monkeypatch.setattr(
+        "kvjax.analysis.page.draw.picture", lambda found: panels.append(found) or b"a picture"
+    )
+    return sections, panels

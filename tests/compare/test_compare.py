@@ -1,5 +1,6 @@
 """Runs beside each other: what is compared, means over seeds, who needs fewer tokens."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -13,15 +14,19 @@ from scipy import stats
 
 from experiments.benchmarks.compare_speed import write_run
 from kvjax import experiment as experiment_lib
+from kvjax.analysis.page import document
+from kvjax.analysis.page import draw
+from kvjax.compare import __main__ as command
 from kvjax.compare import groups as groups_lib
 from kvjax.compare import report
 from kvjax.compare import runs as runs_lib
 from kvjax.compare import savings as savings_lib
 from kvjax.foundation import command_line
+from kvjax.foundation import json_text
+from kvjax.foundation import provenance
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
 from tests import golden
 from tests.compare.command import run
 
@@ -40,12 +45,13 @@ def grouped(*folders: pathlib.Path, way: str = "seed", running: bool = False):
 
 
 def test_a_run_is_what_its_workdir_says(tmp_path):
-    write_run(tmp_path / "a", steps=STEPS, bpb=(4, 3, 2.5, 2.25), rate=4096.0)
+    steps = (0, *STEPS)
+    write_run(tmp_path / "a", steps=steps, bpb=(5, 4, 3, 2.5, 2.25), rate=4096.0)
     ((run,), left_out) = read(tmp_path / "a")
     assert not left_out and run.finished
     assert run.name == str(tmp_path / "a")
     each = 32 * 256
-    assert run.tokens.tolist() == [each * step for step in STEPS]
+    assert run.tokens.tolist() == [each * step for step in steps]
     np.testing.assert_allclose(run.seconds, run.tokens / 4096)
     assert run.final == 2.25 and run.seed == 0
 
@@ -173,18 +179,21 @@ def test_what_has_nothing_to_compare_is_left_out_by_name(tmp_path):
     folders = [tmp_path / name for name in ("unfinished", "empty", "infinite", "damaged", "begun")]
     runs, left_out = read(good, *folders)
     assert [run.name for run in runs] == [str(good)]
-    said = {pathlib.Path(one.name).name: one.why for one in left_out}
-    assert said["unfinished"] == "is unfinished, evaluated up to step 25 of 100"
-    assert said["empty"] == "was never evaluated"
-    assert said["infinite"] == "has bits per byte that are no number, at step 75"
-    assert "is not JSON" in said["damaged"]
-    assert said["begun"] == "has no config.json: no run was begun there"
+    said = {pathlib.Path(one.name).name: (one.why, one.may_come) for one in left_out}
+    why, may_come = said.pop("damaged")
+    assert "is not JSON" in why and not may_come
+    assert said == {
+        "unfinished": ("is unfinished, evaluated up to step 25 of 100", True),
+        "empty": ("was never evaluated", True),
+        "infinite": ("has bits per byte that are no number, at step 75", False),
+        "begun": ("has no config.json: no run was begun there", True),
+    }
 
 
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ('{"step": 99999999999999999999, "validation_bpb": 1.0}', "a record of step 99999999"),
+        (f'{{"step": {2**53 + 1}, "validation_bpb": 1.0}}', f"a record of step {2**53 + 1}"),
         ('{"step": -1, "validation_bpb": 1.0}', "a record of step -1, which is none"),
         (f'{{"step": 90, "validation_bpb": 1{"0" * 400}}}', "bits per byte that no float holds"),
     ],
@@ -228,6 +237,10 @@ def test_runs_lie_in_folders_of_folders(tmp_path):
     assert [run.seed for run in runs] == [0]
     assert [pathlib.Path(one.name).name for one in left_out] == ["sweeps", "tall"]
     assert not any(one.may_come for one in left_out)
+    for name in ("three/deeper/is/found", "four/deeper/is/not/found"):
+        write_run(tmp_path / name)
+    (run,), (one,) = read(tmp_path / "three", tmp_path / "four")
+    assert run.name.endswith("three/deeper/is/found") and one.name.endswith("four")
 
 
 def test_prepared_rows_that_moved_are_the_same(tmp_path):
@@ -323,6 +336,10 @@ def test_the_equal_horizon_takes_runs_that_have_ended(tmp_path):
     (saving,) = savings_lib.savings(found, reference)
     assert saving.within_a_run.mean == pytest.approx(0.30)
     assert saving.at_equal_horizon.mean == pytest.approx(1 - 50 * np.sqrt(2) / 100)
+    ended = [(50, 2.8), (100, 2.4), (200, 2.4)]
+    for loss, share in ((2.8, 0.5), (2.4, 0.0), (2.81, None), (2.39, None)):
+        found = savings_lib._between(ended, loss, 100)
+        assert found == (share if share is None else pytest.approx(share))
 
 
 def test_a_seed_that_never_gets_there_is_not_left_out_of_a_mean(tmp_path):
@@ -348,57 +365,116 @@ def test_curves_that_lead_from_the_start_save_all_that_is_known(tmp_path):
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_a_saving_is_in_percent_with_its_interval():
-    assert report._percent(Estimate(0.184, 0.0213)) == "18.4 ± 2.1 %"
-    assert report._percent(Estimate(0.184, None)) == "18.4 %" and report._percent(None) == "-"
-
-
-def test_the_command_prints_and_writes(two, tmp_path, capfd):
+def test_the_command_draws(two, tmp_path):
     out = tmp_path / "out"
-    assert run(two, f"--out={out}", "--against=mha_tiny", "--json") == 0
-    printed, said = capfd.readouterr()
-    result = json.loads(printed)
-    rows = {row["name"]: row for row in result["rows"]}
-    assert rows["lrkv_tiny"]["against"] == pytest.approx(-0.35)
-    assert rows["mha_tiny"]["seeds"] == [0, 1] and rows["mha_tiny"]["against"] is None
-    assert rows["mha_tiny"]["cache_bytes"] == 2048
-    assert "left out" in said and "z is unfinished" in said.replace("\n", " ")
-    stored = json.loads((out / "compare.json").read_text())
-    assert stored["curves"]["lrkv_tiny"]["bpb"][-1] == pytest.approx(2.25)
-    assert stored["rows"] == result["rows"]
+    assert run(two, f"--out={out}", "--against=mha_tiny") == 0
     html = (out / "compare.html").read_text()
     assert html.count('class="curves"') == 5 and 'data-series="1"' in html
     assert 'http-equiv="refresh"' not in html
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_all_that_a_comparison_says(tmp_path, capfd, monkeypatch):
-    """Covers seeds as one curve, a missing seed, two lengths, two speeds and an unfinished run."""
+def test_all_that_a_comparison_says(drawn, tmp_path, capfd, monkeypatch):
+    """Covers seeds as one curve, a missing seed, two lengths and speeds, scores, and what is not.
+
+    The file of JSON and the page are of what the sections show, and the picture of their figures.
+    """
     folder = tmp_path / "runs"
     for seed in range(3):
         bpb = (4, 3 + seed / 50, 2.5, 2.2 + seed / 30)
         write_run(folder / f"a{seed}", seed=seed, bpb=bpb, rate=900.0)
+        _evaluated(folder / f"a{seed}", 100, combined=dict(value=0.3 + seed / 40), core=0.2)
         bpb = (4.5, 3.5, 2.9 - seed / 40, 2.4)
         write_run(folder / f"b{seed}", seed=seed, config="mha_tiny", bpb=bpb, rate=2e5)
+    _evaluated(folder / "b1", 100, core=0.15)
     write_run(folder / "c", seed=1, config="mqa_tiny", bpb=(5, 4, 3.5, 3.25))
     for seed in range(2):
         how = dict(seed=seed, num_steps=50, steps=(25, 50), bpb=(3.5, 2.5 + seed / 20))
         write_run(folder / f"d{seed}", **how)
     write_run(folder / "z", seed=7, steps=(25,), bpb=(4,))
-    made = []
-    sections = report.sections
-    monkeypatch.setattr(report, "sections", lambda *found: made.append(sections(*found)) or made[0])
-    monkeypatch.setattr("kvjax.analysis.page.draw.picture", lambda panels: b"")
-    golden.note_drawings(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    assert run("runs", "--out=out", "--against=mha_tiny") == 0
+    assert run("runs", "--out=out", "--against=mha_tiny", "--json") == 0
     printed, said = capfd.readouterr()
-    golden.check_text(re.sub(r"[\d.]+ MB", "some MB", printed + said), "compare/printed", 1e-3)
-    for section in made[0]:
+    golden.check_text(re.sub(r"[\d.]+ MB", "some MB", said), "compare/printed", 1e-3)
+    ((sections,), (panels,)) = drawn
+    for section in sections:
         golden.check(section, "compare", 1e-3)
+    assert [draw.live_lines(**panel)[0] for panel in panels] == [
+        figure.svg for section in sections for figure in section.figures
+    ]
+
+    stored = json.loads((tmp_path / "out" / "compare.json").read_text())
+    result = json.loads(printed)
+    assert {name: pathlib.Path(result.pop(name)) for name in ("html", "png", "json")} == {
+        name: tmp_path / "out" / f"compare.{name}" for name in ("html", "png", "json")
+    }
+    left_out = dict(name="runs/z", why="is unfinished, evaluated up to step 25 of 100")
+    lacking = {"mqa_tiny": [0, 2], "lrkv_tiny num_steps=50": [2]}
+    told = dict(left_out=[left_out | dict(may_come=True)], lacking=lacking)
+    results, curves = (json_text.plain(section.data) for section in sections[:2])
+    assert result == results | told
+    made = provenance.software("matplotlib")
+    names = [f"runs/{name}" for name in "a0 a1 a2 b0 b1 b2 c d0 d1".split()]
+    about = {
+        "Runs": ", ".join(names),
+        "Data set": hashlib.sha256(b'{"dataset": "data"}').hexdigest()[:16],
+        "Command": made["command"],
+        "Date": made["date"],
+        "Commit": made["commit"],
+        "Versions": {"python": made["python"]} | made["packages"],
+    }
+    savings = stored.pop("savings")
+    scores = {f"runs/a{i}": dict(combined=30 + 2.5 * i, core=20) for i in range(3)}
+    scores["runs/b1"] = dict(core=15)
+    found = stored.pop("scores")
+    assert {name: pytest.approx(each) for name, each in scores.items()} == found
+    assert stored == results | told | dict(about=about, curves=curves)
+    assert savings[1] == dict(
+        leader="mha_tiny",
+        behind="mqa_tiny",
+        tokens=819_200,
+        within_a_run=dict(mean=pytest.approx(0.4), half=None),
+        at_equal_horizon=None,
+    )
+    page = document.page("Runs compared", command._LEAD, sections, about)
+    assert (tmp_path / "out" / "compare.html").read_text() == page
+    assert (tmp_path / "out" / "compare.png").read_bytes() == b"a picture"
 
 
-def test_compute_is_counted_in_two_ways(two, tmp_path, capfd):
+def test_a_long_curve_is_drawn_at_as_many_points_as_can_be_seen(tmp_path):
+    """Half of them even in steps and half in ratios of steps; in the largest unit there is one of.
+
+    Nothing tells the time of this run, which has no axis of it then.
+    """
+    count = 1000
+    how = dict(num_steps=count, steps=range(1, count + 1), bpb=np.linspace(4, 2, count))
+    (write_run(tmp_path / "a", **how) / "timing.jsonl").unlink()
+    groups = grouped(tmp_path / "a")
+    each = 32 * 256
+    kept = {round(x) for x in np.linspace(1, count, 100)}
+    kept = sorted(kept | {round(x) for x in np.geomspace(1, count, 100)})
+    assert report._axes(groups) == ["tokens", "flops", "six_n"]
+    drawn = report._lines(groups, "tokens")
+    assert drawn["x"] == "tokens, millions" and drawn["bands"] == {}
+    xs, ys = drawn["series"]["lrkv_tiny"]
+    np.testing.assert_allclose(xs, each * np.array(kept) / 1e6)
+    np.testing.assert_allclose(ys, how["bpb"][np.array(kept) - 1])
+    assert report.rows(groups, groups[0])[0]["seconds"] is None
+    for largest, units, expected in (
+        (1e18, report._FLOPS, (1e18, "exaFLOPs")),
+        (9e17, report._FLOPS, (1e15, "petaFLOPs")),
+        (1e12, report._FLOPS, (1e12, "teraFLOPs")),
+        (1, report._FLOPS, (1e9, "gigaFLOPs")),
+        (1e9, report._TOKENS, (1e9, "billions")),
+        (1e3, report._TOKENS, (1e3, "thousands")),
+        (999, report._TOKENS, (1, "one by one")),
+        (86_400, report._SECONDS, (86_400, "days")),
+        (3600, report._SECONDS, (3600, "hours")),
+    ):
+        assert report._unit(largest, units) == expected
+
+
+def test_compute_is_counted_in_two_ways():
     """By shapes, and as 6N: 6 x 2.444B x 50B tokens are LRKV figure 4's 733 exaFLOPs."""
     model = experiment_lib.resolve(command_line.load_config(CONFIGS / "mha_2p5b.py")).model
     found = runs_lib.costs(model, 2048)
@@ -457,7 +533,7 @@ def _evaluated(workdir: pathlib.Path, step: int, **scores) -> None:
     (folder / "summary.json").write_text(json.dumps(scores))
 
 
-def test_ends_stand_against_caches_and_scores(tmp_path, capfd):
+def test_ends_stand_against_caches_and_scores(drawn, tmp_path, capfd):
     """LRKV's figure 5: a run has its own score, or that of the run which started from it."""
     base, mid, out = (tmp_path / name for name in ("base", "mid", "out"))
     bpb_and_score = {
@@ -468,25 +544,52 @@ def test_ends_stand_against_caches_and_scores(tmp_path, capfd):
     }
     for mechanism, (bpb, score) in bpb_and_score.items():
         run_of = write_run(base / mechanism, config=f"{mechanism}_tiny", bpb=(4, 3, 2.5, bpb))
-        child = mid / mechanism
-        _evaluated(child, 300, combined=dict(value=0.1))  # an earlier step
-        _evaluated(child, 700, combined=dict(value=score))
-        (child / "config.json").write_text("{}")
-        (child / "parent.json").write_text(json.dumps(dict(workdir=str(run_of), step=100)))
-    write_run(mid / "other")
-    _evaluated(mid / "other", 100, combined=dict(value=0.9))
+        _child(mid / mechanism, run_of)
+        _evaluated(mid / mechanism, 300, combined=dict(value=0.1))  # an earlier step
+        _evaluated(mid / mechanism, 1000, combined=dict(value=score))
+        (mid / mechanism / "evaluations" / "2000").mkdir()  # of which nothing is written yet
+    _evaluated(_child(mid / "twice", base / "mha"), 700, core=0.5)
+    _child(mid / "yet", base / "mha")
+    _evaluated(write_run(mid / "other"), 100, combined=dict(value=0.9))
     assert run(base, f"--scores={mid}", f"--out={out}", "--json") == 0
-    assert "other is evaluated, but no compared run" in " ".join(capfd.readouterr().err.split())
     stored = json.loads((out / "compare.json").read_text())
     scores = {pathlib.Path(name).name: found for name, found in stored["scores"].items()}
     assert scores == {name: dict(combined=100 * y) for name, (_, y) in bpb_and_score.items()}
-    html = (out / "compare.html").read_text()
+    why = {
+        "other": ("is evaluated, but no compared run nor its child", False),
+        "twice": (f"is a second evaluation of {base / 'mha'}", False),
+        "yet": ("has no evaluation", True),
+    }
+    assert {x["name"]: (x["why"], x["may_come"]) for x in stored["left_out"]} == {
+        f"{mid}/{name}": said for name, said in why.items()
+    }
+    caches, score = drawn[0][0][-1].figures
+    assert caches.alternative == (
+        "gqa_tiny: 2.3 at 1024; lrkv_tiny: 2.1 at 1600; mha_tiny: 2.2 at 2048; mqa_tiny: 2.4 at 512"
+    )
+    assert score.alternative == (
+        "gqa_tiny: 34 at 2.3; lrkv_tiny: 37 at 2.1; mha_tiny: 35 at 2.2; mqa_tiny: 31 at 2.4"
+    )
     expected = stats.linregress(*zip(*bpb_and_score.values(), strict=True)).rvalue ** 2
-    assert f"R² = {expected:.3f} over 4 points" in html
-    assert "mqa_tiny: 2.4 at 512" in html and "lrkv_tiny: 37 at 2.1" in html
-    for damaged in ('{"combined": "a"}', '{"combined": {"value": null}}', '{"core": [1]}', "{"):
-        (mid / "mha" / "evaluations" / "700" / "summary.json").write_text(damaged)
-        assert run(base, f"--scores={mid}", f"--out={out}") == 0  # curves are compared all the same
+    assert f"R² = {expected:.3f} over 4 points." in score.text.shows
+    for damaged in (
+        '{"combined": "a"}',
+        '{"combined": {"value": null}}',
+        '{"combined": {"value": true}}',
+        '{"core": [1]}',
+        "{",
+    ):
+        (mid / "mha" / "evaluations" / "1000" / "summary.json").write_text(damaged)
+        capfd.readouterr()
+        assert run(base, f"--scores={mid / 'mha'}", f"--out={out}") == 0  # curves are compared
         said = " ".join(capfd.readouterr().out.split())
-        assert "mid/mha has scores that cannot be read: " in said
-        assert len(json.loads((out / "compare.json").read_text())["scores"]) == 3
+        assert f"left out: {mid / 'mha'} has scores that cannot be read: " in said
+        assert json.loads((out / "compare.json").read_text())["scores"] == {}
+
+
+def _child(workdir: pathlib.Path, parent: pathlib.Path) -> pathlib.Path:
+    """Returns a workdir of a run that started from another's checkpoint."""
+    workdir.mkdir(parents=True)
+    (workdir / "config.json").write_text("{}")
+    (workdir / "parent.json").write_text(json.dumps(dict(workdir=str(parent), step=100)))
+    return workdir

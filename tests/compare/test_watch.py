@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 
 import pytest
@@ -9,11 +10,11 @@ import pytest
 from experiments.benchmarks.compare_speed import write_run
 from kvjax.compare import __main__ as command
 from kvjax.compare import runs as runs_lib
+from tests import golden
 from tests.compare.command import run
 
 
-@pytest.mark.slow
-def test_watching_ends_when_all_runs_have(two, tmp_path, capfd, monkeypatch):
+def test_watching_ends_when_all_runs_have(two, drawn, tmp_path, capfd, monkeypatch):
     """The unfinished run is a curve; while it is, the page reads itself again."""
     out, looks = tmp_path / "out", []
 
@@ -26,27 +27,31 @@ def test_watching_ends_when_all_runs_have(two, tmp_path, capfd, monkeypatch):
     assert looks == [(5, True)]
     assert "refresh" not in (out / "compare.html").read_text()
     assert json.loads((out / "compare.json").read_text())["rows"][1]["seeds"] == [0, 1, 7]
-    assert "running" in capfd.readouterr().out
+    assert capfd.readouterr().out.count("mha_tiny (running)") == 1
 
 
-@pytest.mark.slow
-def test_a_figure_says_of_which_seeds_it_is(two, tmp_path, capfd, monkeypatch):
-    """And a group whose seeds were never evaluated at one step has no curve, which is said."""
+def test_a_figure_says_of_which_seeds_it_is(two, drawn, tmp_path, capfd, monkeypatch):
+    """And a group whose seeds were never evaluated at one step has no curve, which is said.
+
+    So are runs of which none has ended: they have no final figure.
+    """
     write_run(two / "l2", seed=2, steps=(30,), bpb=(4,))
+    write_run(two / "q", config="mqa_tiny", steps=(25,), bpb=(5,))
 
     def stop(_):
         raise InterruptedError
 
     monkeypatch.setattr(command.time, "sleep", stop)
+    monkeypatch.chdir(two.parent)
     with contextlib.suppress(InterruptedError):
-        run(two, f"--out={tmp_path / 'out'}", "--watch=5")
-    said = " ".join(capfd.readouterr().out.split())
-    assert "(seed 0,1)" in said
-    assert "lrkv_tiny has no curve: no step was evaluated with all of its seeds" in said
+        run("runs", "--out=out", "--watch=5")
+    said = re.sub(r"[\d.]+ MB", "some MB", capfd.readouterr().out)
+    (((results, *_),), _) = drawn
+    said += f"\n{results.lead}\n{results.tables[0].shown()}\n"
+    golden.check_text(said, "compare/watched", 1e-3)
 
 
-@pytest.mark.slow
-def test_watching_does_not_wait_for_what_cannot_be_read(two, tmp_path, capfd, monkeypatch):
+def test_watching_does_not_wait_for_what_cannot_be_read(two, drawn, tmp_path, capfd, monkeypatch):
     write_run(two / "z", seed=7, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
     write_run(two / "infinite", seed=8, bpb=(4, 3, float("nan"), 2))
     monkeypatch.setattr(command.time, "sleep", lambda seconds: pytest.fail("it waits"))
@@ -55,8 +60,7 @@ def test_watching_does_not_wait_for_what_cannot_be_read(two, tmp_path, capfd, mo
     assert "infinite has bits per byte that are no number, at step 75" in said
 
 
-@pytest.mark.slow
-def test_what_goes_and_what_does_not_fit_is_left_out(two, tmp_path, capfd, monkeypatch):
+def test_what_goes_and_what_does_not_fit_is_left_out(two, drawn, tmp_path, capfd, monkeypatch):
     """A folder that is named is moved; a run of other data and a repeat come into another."""
     out, looks = tmp_path / "out", []
     write_run(tmp_path / "named", seed=5)
