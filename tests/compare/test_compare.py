@@ -533,9 +533,10 @@ def _evaluated(workdir: pathlib.Path, step: int, **scores) -> None:
     (folder / "summary.json").write_text(json.dumps(scores))
 
 
-def test_ends_stand_against_caches_and_scores(drawn, tmp_path, capfd):
+def test_ends_stand_against_caches_and_scores(drawn, tmp_path, capfd, monkeypatch):
     """LRKV's figure 5: a run has its own score, or that of the run which started from it."""
-    base, mid, out = (tmp_path / name for name in ("base", "mid", "out"))
+    monkeypatch.chdir(tmp_path)
+    base, mid, out = map(pathlib.Path, ("base", "mid", "out"))
     bpb_and_score = {
         "mha": (2.2, 0.35),
         "lrkv": (2.1, 0.37),
@@ -544,12 +545,12 @@ def test_ends_stand_against_caches_and_scores(drawn, tmp_path, capfd):
     }
     for mechanism, (bpb, score) in bpb_and_score.items():
         run_of = write_run(base / mechanism, config=f"{mechanism}_tiny", bpb=(4, 3, 2.5, bpb))
-        _child(mid / mechanism, run_of)
+        _child(mid / mechanism, run_of.resolve())
         _evaluated(mid / mechanism, 300, combined=dict(value=0.1))  # an earlier step
         _evaluated(mid / mechanism, 1000, combined=dict(value=score))
         (mid / mechanism / "evaluations" / "2000").mkdir()  # of which nothing is written yet
-    _evaluated(_child(mid / "twice", base / "mha"), 700, core=0.5)
-    _child(mid / "yet", base / "mha")
+    _evaluated(_child(mid / "twice", (base / "mha").resolve()), 700, core=0.5)
+    _child(mid / "yet", (base / "mha").resolve())
     _evaluated(write_run(mid / "other"), 100, combined=dict(value=0.9))
     assert run(base, f"--scores={mid}", f"--out={out}", "--json") == 0
     stored = json.loads((out / "compare.json").read_text())
@@ -557,11 +558,11 @@ def test_ends_stand_against_caches_and_scores(drawn, tmp_path, capfd):
     assert scores == {name: dict(combined=100 * y) for name, (_, y) in bpb_and_score.items()}
     why = {
         "other": ("is evaluated, but no compared run nor its child", False),
-        "twice": (f"is a second evaluation of {base / 'mha'}", False),
+        "twice": ("is a second evaluation of base/mha", False),
         "yet": ("has no evaluation", True),
     }
     assert {x["name"]: (x["why"], x["may_come"]) for x in stored["left_out"]} == {
-        f"{mid}/{name}": said for name, said in why.items()
+        f"mid/{name}": said for name, said in why.items()
     }
     caches, score = drawn[0][0][-1].figures
     assert caches.alternative == (
@@ -581,9 +582,9 @@ def test_ends_stand_against_caches_and_scores(drawn, tmp_path, capfd):
     ):
         (mid / "mha" / "evaluations" / "1000" / "summary.json").write_text(damaged)
         capfd.readouterr()
-        assert run(base, f"--scores={mid / 'mha'}", f"--out={out}") == 0  # curves are compared
+        assert run(base, "--scores=mid/mha", f"--out={out}") == 0  # curves are compared
         said = " ".join(capfd.readouterr().out.split())
-        assert f"left out: {mid / 'mha'} has scores that cannot be read: " in said
+        assert "left out: mid/mha has scores that cannot be read: " in said
         assert json.loads((out / "compare.json").read_text())["scores"] == {}
 
 
