@@ -23,8 +23,8 @@ def test_watching_ends_when_all_runs_have(two, drawn, tmp_path, capfd, monkeypat
         write_run(two / "z", seed=7, config="mha_tiny", bpb=(4, 3.5, 3, 2.6))
 
     monkeypatch.setattr(command.time, "sleep", sleep)
-    assert run(two, f"--out={out}", "--watch=5") == 0
-    assert looks == [(5, True)]
+    assert run(two, f"--out={out}", "--watch") == 0
+    assert looks == [(30, True)]
     assert "refresh" not in (out / "compare.html").read_text()
     assert json.loads((out / "compare.json").read_text())["rows"][1]["seeds"] == [0, 1, 7]
     assert capfd.readouterr().out.count("mha_tiny (running)") == 1

@@ -9,9 +9,8 @@ from kvjax.lm_eval import asked
 GREEDY = Sampling(temperature=0.0)
 
 
-@pytest.mark.parametrize(
-    "given, expected",
-    [
+def test_settings():
+    for given, expected in (
         ({}, (256, (), GREEDY)),
         (dict(until="\n"), (256, ("\n",), GREEDY)),
         (dict(until=["a", "", "b"], max_gen_toks=7), (7, ("a", "b"), GREEDY)),
@@ -24,21 +23,18 @@ GREEDY = Sampling(temperature=0.0)
         ),
         (dict(do_sample=True, temperature=0), (256, (), GREEDY)),
         (dict(num_beams=1, until=None), (256, (), GREEDY)),
-    ],
-)
-def test_settings(given, expected):
-    kept = dict(given)
-    assert asked.of(given, max_length=1024) == expected
-    assert given == kept  # a task's own
+    ):
+        kept = dict(given)
+        assert asked.of(given, max_length=1024) == expected
+        assert given == kept  # a task's own
 
 
 def test_without_a_number_half_of_what_is_read_is_generated():
     assert asked.of({}, max_length=100).num_tokens == 50
 
 
-@pytest.mark.parametrize(
-    "given, said",
-    [
+def test_what_is_refused():
+    for given, said in (
         (dict(max_gen_toks=0), "max_gen_toks = 0 must be a whole number of at least 1"),
         (dict(max_gen_toks="8"), "max_gen_toks = '8' must be"),
         (dict(max_tokens=64), "max_tokens = 64 must leave room for a prompt in the 64 tokens"),
@@ -48,8 +44,6 @@ def test_without_a_number_half_of_what_is_read_is_generated():
         (dict(until=[3]), "until = "),
         (dict(num_beams=4), "num_beams = 4 is not known here; max_gen_toks, "),
         (dict(typical_p=0.5), "typical_p = 0.5 is not known here"),
-    ],
-)
-def test_what_is_refused(given, said):
-    with pytest.raises(UserError, match=said):
-        asked.of(given, max_length=64)
+    ):
+        with pytest.raises(UserError, match=said):
+            asked.of(given, max_length=64)

@@ -10,7 +10,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 from kvjax.foundation import command_line
-from kvjax.foundation.errors import UserError
 from kvjax.lm_eval import __main__ as command
 from tests.convert import workdirs
 from tests.lm_eval import local_tasks
@@ -58,9 +57,8 @@ def test_without_the_library_it_says_how_to_install_it(refused, monkeypatch):
     assert "--tasks needs lm_eval, which is not installed: pip install 'kvjax[l" in refused()
 
 
-@pytest.mark.parametrize(
-    "changed, said",
-    [
+def test_wrong_options(refused):
+    for changed, said in (
         (dict(workdir=""), "--workdir is missing"),
         (dict(workdir="no_such_run"), "no_such_run is no workdir of a run"),
         (dict(tasks=""), "--tasks is missing"),
@@ -77,27 +75,12 @@ def test_without_the_library_it_says_how_to_install_it(refused, monkeypatch):
         (dict(out="/dev/null/x.json"), "--out = '/dev/null': "),
         (dict(system="be kind"), "--system: is for conversations"),
         (dict(seed=-1), "--seed = -1"),
-    ],
-)
-def test_wrong_options(refused, changed, said):
-    assert said in refused(**changed)
+    ):
+        assert said in refused(**changed)
 
 
 def test_a_model_without_conversations(refused):
     assert "--apply_chat_template: the model knows no" in refused("--apply_chat_template")
-
-
-def test_results_that_cannot_be_printed_are_kept(monkeypatch, tmp_path):
-    class Full:
-        def table(self, *_):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(command.target_lib.tempfile, "tempdir", str(tmp_path))
-    results = dict(results=dict(arc={"acc,none": 0.5}))
-    results |= {"n-shot": dict(arc=0)}
-    with pytest.raises(UserError, match="cannot be printed .No space.*Nothing is lost: ") as told:
-        command._print(results, "everything", Full(), kept=False)
-    assert open(str(told.value).rpartition(" ")[2]).read() == "everything"
 
 
 @pytest.mark.lm_eval
