@@ -1,21 +1,30 @@
 """`python -m kvjax.aot`: what it says of a run, and what it refuses; a sweep: test_search.py."""
 
+import dataclasses
 import json
+import math
 import pathlib
 import re
+import time
+import types
 
 import jax
 import pytest
 
 from kvjax.aot import __main__ as aot
 from kvjax.aot import compilation
+from kvjax.aot import hlo
+from kvjax.aot import roofline
 from kvjax.aot.compilation import TooLarge
 from kvjax.costs import formulas
 from kvjax.experiment import resolve
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import CONFIGS
+from kvjax.foundation.errors import UserError
+from kvjax.hardware import datasheets
 
 TINY, MEDIUM = CONFIGS / "lrkv_tiny.py", CONFIGS / "lrkv_128m.py"
+WHOLE = (("mlp/down", 4 * 504 * 500),)
 
 
 def experiment(file=TINY, *overrides):
@@ -29,6 +38,197 @@ def cached():
     jax.config.update("jax_enable_compilation_cache", False)
     yield
     jax.config.update("jax_enable_compilation_cache", before)
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+_TRAINING = """
+lrkv_128m (train) on v5e:8: 8 x v5e, data 2, fsdp 4
+lowered in 1.2 s, compiled in 75.0 s
+
+Memory per chip, an upper bound
+
+|  | GB |
+|---|---:|
+| arguments | 3.00 |
+| outputs | 0.02 |
+| temporaries | 5.00 |
+| program | 0.10 |
+| total | 8.12 |
+| HBM | 16.00 |
+
+50.7% of HBM, at most 90%: fits
+whole on every chip: mlp/down, 1.0 MB
+
+1.017 GFLOP per token; TFLOP per step and chip
+
+| model | needed | rematerialised | Newton-Schulz | XLA's, loops once |
+|---|---:|---:|---:|---:|
+| 66.64 | 66.64 | 5.10 | 0.17 | 3.00 |
+
+Attention: all T keys
+
+Collectives per step and chip
+
+| kind | from | runs | GB | GB sent |
+|---|---|---:|---:|---:|
+| all-gather | muon | 3 | 3.00 | 2.25 |
+| all-reduce | loss | 1 | 0.05 | 0.09 |
+| all |  | 4 |  | 2.34 |
+
+The step takes at least, in ms: compute 365.1, hbm 26.7, interconnect 11.7
+"""
+_DECODING = """
+lrkv_128m (decode) on v5e:8: 4 x v5e, one chip
+lowered in 1.2 s, compiled in 75.0 s
+
+Memory per chip
+
+|  | GB |
+|---|---:|
+| arguments | 14.00 |
+| outputs | 0.02 |
+| temporaries | 5.00 |
+| program | 0.10 |
+| total | 19.12 |
+| HBM | 16.00 |
+
+119.5% of HBM, at most 90%: DOES NOT FIT
+
+0.981 GFLOP per token, 0.28 GB read per step and chip
+at least 0.344 ms, at most 8,709 tokens/s
+"""
+
+
+def _step(arguments, **known) -> compilation.Step:
+    def collective(kind, scope, times, size, group):
+        op_name = f"jit(f)/{scope}/dot"
+        return hlo.Collective(kind=kind, bytes=size, group=group, times=times, op_name=op_name)
+
+    bytes_of = dict(outputs=2 * 10**7, temporaries=5 * 10**9, program=10**8)
+    return compilation.Step(
+        device=datasheets.get("v5e"),
+        memory=hlo.Memory(arguments=arguments, **bytes_of),
+        collectives=(
+            collective("all-reduce", "loss", 1, 5 * 10**7, 8),
+            collective("all-gather", "muon", 3, 10**9, 4),
+        ),
+        causal_kernel=False,
+        seconds_to_lower=1.25,
+        seconds_to_compile=75.0,
+        **known,
+    )
+
+
+def test_all_that_is_said_of_a_step_and_kept(monkeypatch, capsys, tmp_path):
+    """Figures of the bound are those of the formulas, which have tests of their own."""
+    mesh, asked = dict(data=2, fsdp=4, sequence=1, tensor=1), []
+    train = _step(3 * 10**9, mesh=mesh, upper_bound=True, whole=WHOLE, xla=dict(flops=3e12))
+    decode = _step(14 * 10**9, mesh=dict(cache=4), upper_bound=False, whole=(), xla={})
+
+    def compiled(step):
+        return lambda *arguments, **shape: asked.append((arguments, shape)) or step
+
+    monkeypatch.setattr(compilation, "training_step", compiled(train))
+    monkeypatch.setattr(compilation, "decode_step", compiled(decode))
+    monkeypatch.setattr(aot, "RESULTS", tmp_path / "experiments" / "results" / "aot")
+    (tmp_path / "experiments").mkdir()
+    arguments = [f"--config={MEDIUM}", "--topology=v5e:8", "--json", "--markdown"]
+    overrides = ["--config.train.grad_accumulation=2", "--config.train.num_steps=50000"]
+    assert aot.main([*arguments, *overrides, "--save"]) == 0
+    out, said = capsys.readouterr()
+    result = json.loads(out)
+    kept = json.loads((aot.RESULTS / "lrkv_128m_v5e_8.json").read_text())
+    assert {"libtpu", "jax-cuda13-plugin"} & kept.pop("made_by").keys() == set() and kept == result
+    e = experiment(MEDIUM, *overrides)
+    bound = compilation.bound(train, e)
+    flops = roofline.step_flops(e, causal_kernel=False)
+    per_token = formulas.training_flops_per_token(e.model, 2048)
+    assert asked.pop() == ((e, "v5e:8"), {})
+    where, _, said = said.partition("\n")
+    assert where.startswith("kvjax: written: ") and where.endswith("lrkv_128m_v5e_8.json")
+    assert said.startswith(_TRAINING.replace("hbm 26.7", f"hbm {1e3 * bound.hbm:.1f}"))
+    assert said.endswith(
+        f"\nif {'; '.join(aot.ASSUMPTIONS)}\n\n"
+        f"at most {bound.mfu:.1%} MFU ({result['bound']['causal_mfu']:.1%} without masked keys), "
+        f"{bound.tokens_per_second:,.0f} tokens/s; at least {bound.days:.1f} days for "
+        f"{bound.exaflops:,.0f} exaFLOPs\n"
+    )
+    memory = dict(arguments=3e9, outputs=2e7, temporaries=5e9, program=1e8, total=8.12e9, hbm=16e9)
+    rows = [("all-gather", "muon", 3, 3e9, 2.25e9), ("all-reduce", "loss", 1, 5e7, 8.75e7)]
+    names = ("kind", "scope", "count", "bytes", "wire_bytes")
+    compiler = dict(seconds_to_lower=1.25, seconds_to_compile=75.0)
+    shared = compiler | dict(config="lrkv_128m", topology="v5e:8", device="v5e")
+    shared |= dict(
+        collectives=[dict(zip(names, r, strict=True)) for r in rows], wire_bytes=2.3375e9
+    )
+    resolved = result.pop("resolved")
+    assert "train.grad_accumulation = 2" in resolved
+    assert result == shared | dict(
+        chips=8,
+        memory=memory | dict(part=0.5075),
+        memory_is_upper_bound=True,
+        fits=True,
+        xla=dict(flops=3e12),
+        step="train",
+        mesh=mesh,
+        rows_per_pass=128,
+        tokens_per_step=256 * 2048,
+        remat="dots",
+        grad_accumulation=2,
+        flops_per_token=per_token,
+        flops_per_step=dataclasses.asdict(flops),
+        attention="all T keys",
+        replicated=[dict(parameter="mlp/down", bytes=1_008_000)],
+        overrides=overrides,
+        bound=dict(
+            seconds=bound.seconds,
+            by="compute",
+            compute=flops.total / 8 / 197e12,
+            hbm=bound.hbm,
+            interconnect=2.3375e9 / 200e9,
+            mfu=bound.mfu,
+            causal_mfu=bound.mfu * formulas.causal_part(e.model, 2048),
+            tokens_per_second=bound.tokens_per_second,
+            days=50_000 * bound.seconds / 86_400,
+            exaflops=bound.exaflops,
+            assumptions=list(aot.ASSUMPTIONS),
+        ),
+    )
+
+    shape = ["--step=decode", "--batch=3", "--length=1000", "--chips=4"]
+    file = tmp_path / "decode.json"
+    assert aot.main([*arguments, *shape, f"--output={file}"]) == 1
+    out, said = capsys.readouterr()
+    result, kept = json.loads(out), json.loads(file.read_text())
+    assert kept.pop("made_by") and kept == result and result.pop("resolved")
+    e = experiment(MEDIUM)
+    assert asked == [((e, "v5e:8"), dict(batch=3, length=1000, chips=4))]
+    said = said.partition("\n")[2]
+    assert said.startswith(_DECODING)
+    assert said[len(_DECODING) :].startswith(
+        "kvjax: It is over 90% of a v5e's 16 GB by 4.7 GB a chip."
+    )
+    cache = 3 * 1000 * formulas.cache_bytes_per_token(e.model, compilation.BF16)
+    cost = formulas.decode_cost(e.model, length=1000, batch=3, dtype=compilation.BF16)
+    read = cost.bytes - cache + cache // 4
+    assert result == shared | dict(
+        chips=4,
+        memory=memory | dict(arguments=14e9, total=19.12e9, part=1.195),
+        memory_is_upper_bound=False,
+        fits=False,
+        xla={},
+        step="decode",
+        batch=3,
+        length=1000,
+        flops_per_token=cost.flops_per_token,
+        read_bytes=read,
+        overrides=[],
+        bound=dict(seconds=read / 819e9, tokens_per_second=3 * 819e9 / read),
+    )
+    assert aot.main([*arguments, "--step=decode"]) == 1
+    assert asked[-1][1] == dict(batch=1, length=8192, chips=1)
+    assert aot.result_file("c", "v5p:2x2", "decode").name == "c_v5p_2x2_decode.json"
 
 
 # -- compiled --------------------------------------------------------------------------------------
@@ -201,14 +401,14 @@ def test_what_the_compiler_says_when_memory_runs_out(text, needed, there):
     )
 
 
-# -- what a compiler cannot do ---------------------------------------------------------------------
+# -- what is compiled, and what a compiler cannot do -----------------------------------------------
 
 
 class _Lowered:
-    """What lowers and then fails: in the compiler, or in a text that cannot be read."""
+    """What lowers, and is compiled to a text or fails in the compiler."""
 
-    def __init__(self, error=None, text=""):
-        self.error, self.text = error, text
+    def __init__(self, error=None, text="", counted=None):
+        self.error, self.text, self.counted = error, text, counted
 
     def compile(self):
         if self.error:
@@ -219,7 +419,89 @@ class _Lowered:
         return self.text
 
     def cost_analysis(self):
-        return {}
+        return self.counted
+
+    def memory_analysis(self):
+        sizes = dict(argument=1, output=20, alias=3, temp=400, generated_code=5000)
+        return types.SimpleNamespace(**{f"{key}_size_in_bytes": n for key, n in sizes.items()})
+
+
+_REDUCED = """HloModule m, num_partitions=4
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8] parameter(0)
+  ROOT %a = f32[8] all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+def test_a_step_is_what_the_compiler_says_of_it(monkeypatch):
+    clock = iter([10.0, 12.0, 15.5])
+    monkeypatch.setattr(compilation.time, "perf_counter", lambda: next(clock))
+    known = dict(device=datasheets.get("v4"), mesh=dict(data=2, fsdp=2), whole=WHOLE)
+    known |= dict(upper_bound=False)
+    counted = {"flops": 7.0, "bytes accessed": 8.0, "utilization": 1.0}
+    lowered = _Lowered(text=_REDUCED, counted=counted)
+    start = next(clock)
+    step = compilation._compile(lowered, start, 0, **known)
+    assert step == compilation.Step(
+        memory=hlo.Memory(arguments=1, outputs=17, temporaries=400, program=5000),
+        collectives=(hlo.Collective(kind="all-reduce", bytes=32, group=4),),
+        causal_kernel=False,
+        seconds_to_lower=2.0,
+        seconds_to_compile=3.5,
+        xla={"flops": 7.0, "bytes accessed": 8.0},
+        **known,
+    )
+    assert (step.chips, step.part, step.wire_bytes) == (4, 5418 / (32 * 2**30), 48.0)
+    monkeypatch.setattr(compilation.time, "perf_counter", lambda: 0.0)
+    for kernel in ("splash", "__cudnn$fmha"):
+        made = compilation._compile(_Lowered(text=_REDUCED + kernel), 0.0, 0, **known)
+        assert made.causal_kernel and made.xla == {}
+    fits = lambda part: dataclasses.replace(
+        step, memory=hlo.Memory(arguments=round(part * 2**35), outputs=0, temporaries=0, program=0)
+    )
+    assert fits(0.9).fits and not fits(0.9001).fits
+
+
+def test_steps_are_those_of_a_run_for_the_devices_of_a_topology(monkeypatch):
+    """CPUs stand for the devices; nothing is compiled. A GPU's attention is XLA's here."""
+    small = [
+        "--config.model.num_layers=1",
+        "--config.mesh.tensor=2",
+        "--config.data.vocab_size=998",
+    ]
+    e = experiment(TINY, *small, "--config.train.batch_size=4", "--config.compute.dtype=bfloat16")
+    monkeypatch.setattr(compilation.topology, "get_devices", lambda name: jax.devices()[:4])
+    compute, made_of, program = [], [], compilation.Program
+
+    def noted(e, resolved, mesh):
+        compute.append((e.compute, resolved.dtype))
+        made_of.append(program(e, resolved, mesh))
+        return made_of[0]
+
+    monkeypatch.setattr(compilation, "Program", noted)
+    monkeypatch.setattr(compilation, "_whole", lambda params: params)
+    monkeypatch.setattr(compilation, "_compile", lambda *made, **known: (made, known))
+    made, known = compilation.training_step(e, "h200:4")
+    lowered, start, arguments = made
+    assert "train_step" in lowered.as_text()[:100]
+    assert compute == [(dataclasses.replace(e.compute, attention="xla"), compilation.BF16)]
+    assert known.pop("device") is datasheets.get("h200") and 0 < start <= time.perf_counter()
+    own = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    placed = (made_of[0].abstract_state, made_of[0].abstract_rows)
+    assert arguments == sum(map(own, jax.tree.leaves(placed)))
+    assert known.pop("whole") is made_of[0].abstract_state["params"]
+    assert known == dict(mesh=dict(data=1, fsdp=2, sequence=1, tensor=2), upper_bound=True)
+
+    made, known = compilation.decode_step(e, "v5e:2x2", batch=3, length=256, chips=2)
+    cache = 3 * 256 * formulas.cache_bytes_per_token(e.model, compilation.BF16) // 2
+    assert made[2] == formulas.weight_bytes(e.model, compilation.BF16) + cache
+    assert known == dict(
+        device=datasheets.get("v5e"), mesh=dict(cache=2), upper_bound=False, whole=()
+    )
+    assert "x256xbf16>" in made[0].as_text()
+    with pytest.raises(UserError, match="chips = 5: there are 4"):
+        compilation.decode_step(e, "v5e:2x2", batch=3, length=256, chips=5)
 
 
 _ENDLESS = """HloModule m, num_partitions=2
