@@ -48,27 +48,82 @@ def test_a_loop_that_turns_an_unknown_number_of_times_is_an_error():
         hlo.collectives(unknown)
 
 
-@pytest.mark.parametrize(
-    "groups, size",
-    [
-        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
-        ("[2,4]<=[8]", 4),
-        ("[4,2]<=[2,4]T(1,0)", 2),
-        ("mesh['data'=2,'fsdp'=4] {'fsdp'}", 4),
-        ("mesh['data'=2,'fsdp'=4] {'data','fsdp'}", 8),
-        ("mesh['fsdp'=8] {'fsdp':(2)4}", 4),
-        ("{}", 8),
-        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", None),  # nobody to talk to
-    ],
-)
-def test_groups(groups, size):
-    text = f"""HloModule m, num_partitions=8
+def test_groups():
+    sizes = {
+        "{{0,1},{2,3},{4,5},{6,7}}": [2],
+        "[2,4]<=[8]": [4],
+        "[4,2]<=[2,4]T(1,0)": [2],
+        "mesh['data'=2,'fsdp'=4] {'fsdp'}": [4],
+        "mesh['data'=2,'fsdp'=4] {'data','fsdp'}": [8],
+        "mesh['fsdp'=8] {'fsdp':(2)4}": [4],
+        "{}": [8],
+        "{{0},{1},{2},{3},{4},{5},{6},{7}}": [],  # nobody to talk to
+    }
+    for groups, size in sizes.items():
+        text = f"""HloModule m, num_partitions=8
 ENTRY %main (x: f32[8]) -> f32[64] {{
   %x = f32[8]{{0}} parameter(0)
   ROOT %g = f32[64]{{0}} all-gather(%x), channel_id=1, replica_groups={groups}, dimensions={{0}}
 }}
 """
-    assert [c.group for c in hlo.collectives(text)] == ([size] if size else [])
+        assert [c.group for c in hlo.collectives(text)] == size, groups
+
+
+_BRANCHES = """HloModule m, replica_count=6
+%compared (i.2: s32[]) -> pred[] {
+  %i.2 = s32[] parameter(0)
+  %end = s32[] constant(17)
+  ROOT %le = pred[] compare(%i.2, %end), direction=LE
+}
+%until (c.2: (f32[8], s32[])) -> pred[] {
+  %c.2 = (f32[8], s32[]) parameter(0)
+  %i.3 = s32[] get-tuple-element(%c.2), index=1
+  ROOT %fused = pred[] fusion(%i.3), kind=kLoop, calls=%compared
+}
+%body.2 (c.3: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %c.3 = (f32[8], s32[]) parameter(0)
+  %x.3 = f32[8] get-tuple-element(%c.3), index=0
+  %i.4 = s32[] get-tuple-element(%c.3), index=1
+  %step = s32[] constant(3)
+  %next.2 = s32[] add(%i.4, %step)
+  %all = (s4[6,3], s4[6,3]) all-to-all-start(%x.3), replica_groups={}
+  ROOT %t.2 = (f32[8], s32[]) tuple(%x.3, %next.2)
+}
+%left (x.4: f32[8]) -> f32[8] {
+  %x.4 = f32[8] parameter(0)
+  %flags = (pred[5], token[]) all-reduce(%x.4), replica_groups={{0,1,2},{3,4,5}}
+  ROOT %r = f32[8] negate(%x.4)
+}
+%right (x.5: f32[8]) -> f32[8] {
+  %x.5 = f32[8] parameter(0)
+  ROOT %sent = f32[8] collective-broadcast(%x.5), replica_groups={{0,1}}
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8] parameter(0)
+  %p = pred[] parameter(1)
+  %begin = s32[] constant(-2)
+  %bits = s32[] bitcast(%begin)
+  %state = (f32[8], s32[]) tuple(%x, %bits)
+  %loop = (f32[8], s32[]) while(%state), condition=%until, body=%body.2
+  ROOT %either = f32[8] conditional(%p, %x, %x), branch_computations={%left, %right}
+}
+"""
+
+
+def test_loops_that_fuse_their_condition_and_both_branches():
+    """The loop's counter is its second number: -2, 1 .. 16; four bits are half a byte."""
+    found = [(c.kind, c.bytes, c.group, c.times, c.wire_bytes) for c in hlo.collectives(_BRANCHES)]
+    assert found == [
+        ("all-to-all", 9, 6, 7, 7.5),
+        ("all-reduce", 5, 3, 1, 20 / 3),
+        ("collective-broadcast", 32, 2, 1, 32),
+    ]
+    plain = _BRANCHES.replace(
+        "tuple(%x, %bits)", "tuple(%x, %x)"
+    )  # begins at 0, as far as is known
+    assert hlo.collectives(plain)[0].times == 6
+    never = _BRANCHES.replace("constant(17)", "constant(-9)")
+    assert hlo.collectives(never)[0].times == 0
 
 
 def test_asynchronous_collectives_as_a_gpu_has_them():
@@ -77,6 +132,7 @@ def test_asynchronous_collectives_as_a_gpu_has_them():
     assert (scatter.kind, scatter.times, scatter.bytes) == ("reduce-scatter", 15, 64 * 4)
     assert (other.kind, other.times, other.bytes) == ("reduce-scatter", 15, 64 * 4)
     assert (permute.kind, permute.bytes, permute.wire_bytes) == ("collective-permute", 32, 32)
+    assert [c.group for c in (gather, scatter, other, permute, reduce)] == [8, 8, 8, 8, 2]
     assert (reduce.bytes, reduce.wire_bytes) == (64, 64)
 
 
@@ -184,20 +240,23 @@ def test_memory_is_what_lies_on_one_device(mesh):
     assert memory.total >= memory.arguments + memory.outputs + memory.temporaries
 
 
-@pytest.mark.parametrize(
-    "op_name, scope",
-    [
-        ("jit(f)/transpose(jvp(loss))/dot", "loss"),
-        ("jit(f)/transpose(jvp())/while/body/checkpoint/attention/dot", "attention"),
-        ("jit(f)/transpose(jvp())/while/body/checkpoint/rematted_computation/dot", "recomputed"),
-        ("jit(f)/transpose(jvp())/while/body/dot", "backward"),
-        ("jit(f)/jvp()/while/body/dot", "forward"),
-        ("state['params']['head']", "head"),
-        ("jit(f)/per_head/dot", "other"),
-    ],
-)
-def test_scopes(op_name, scope):
-    assert Collective(kind="all-gather", bytes=1, group=2, op_name=op_name).scope == scope
+def test_scopes():
+    scopes = {
+        "jit(f)/transpose(jvp(loss))/dot": "loss",
+        "jit(f)/transpose(jvp())/while/body/checkpoint/attention/dot": "attention",
+        "jit(f)/transpose(jvp())/while/body/checkpoint/rematted_computation/dot": "recomputed",
+        "jit(f)/transpose(jvp())/while/body/dot": "backward",
+        "jit(f)/jvp()/while/body/dot": "forward",
+        "state['params']['head']": "head",
+        "jit(f)/per_head/dot": "other",
+        "mlp/muon": "muon",
+        "optimizer/embedding/latents": "latents",
+        "optimizer/embedding": "embedding",
+        "optimizer/mlp": "mlp",
+        "optimizer": "optimizer",
+    }
+    for op_name, scope in scopes.items():
+        assert Collective(kind="all-gather", bytes=1, group=2, op_name=op_name).scope == scope
 
 
 def test_wire_bytes_of_one_device_are_none():

@@ -335,29 +335,32 @@ def test_large_parameters_that_no_axis_splits_are_named():
 # -- bad input -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--topology=v9:2x2"], "topology 'v9:2x2'.*v5p:2x2x4.*h200:8"),
-        ([], "required: --topology"),
-        (["--topology=v5e:2x2", "--step=run"], "--step = 'run'"),
-        (["--topology=v5e:2x2", "--step=decode", "--batch=0"], "--batch = 0"),
-        (["--topology=v5e:2x2", "--sweep", "--compiles=0"], "--compiles = 0"),
-        (["--topology=v5e:2x2", "--step=decode", "--chips=0"], "--chips = 0: must be at least 1"),
-        (["--topology=v5e:2x2", "--step=decode", "--sweep"], "--sweep: is of --step=train"),
-        (["--topology=v5e:2x2", "--chips=2"], "--chips = 2: is of --step=decode"),
-        (["--topology=v5e:2x2", "--sweep", "--batch=1"], "--batch = 1: is of --step=decode"),
-        (["--topology=v5e:2x2", "--length=99"], "--length = 99: is of --step=decode"),
-        (["--topology=v5e:2x2", "--compiles=6"], "--compiles = 6: is of --sweep"),
-        (["--topology=v5e:2x2", "--config.train.nope=1"], "no key 'nope'"),
-        (["--topology=v5e:2x2", "--config=nowhere.py"], "no such file"),
-    ],
-)
-def test_bad_options(arguments, message, capsys):
-    assert command_line.status(aot.main, [f"--config={TINY}", *arguments]) == 2
-    out, error = capsys.readouterr()
-    assert re.search(f"kvjax: .*{message}", error)
-    assert not out
+BAD = [
+    (["--topology=v9:2x2"], "topology 'v9:2x2'.*v5p:2x2x4.*h200:8"),
+    ([], "required: --topology"),
+    (["--topology=v5e:2x2", "--step=run"], "--step = 'run'"),
+    (["--topology=v5e:2x2", "--step=decode", "--batch=0"], "--batch = 0"),
+    (["--topology=v5e:2x2", "--sweep", "--compiles=0"], "--compiles = 0"),
+    (["--topology=v5e:2x2", "--step=decode", "--chips=0"], "--chips = 0: must be at least 1"),
+    (["--topology=v5e:2x2", "--step=decode", "--sweep"], "--sweep: is of --step=train"),
+    (["--topology=v5e:2x2", "--chips=2"], "--chips = 2: is of --step=decode"),
+    (["--topology=v5e:2x2", "--sweep", "--batch=1"], "--batch = 1: is of --step=decode"),
+    (["--topology=v5e:2x2", "--length=99"], "--length = 99: is of --step=decode"),
+    (["--topology=v5e:2x2", "--compiles=6"], "--compiles = 6: is of --sweep"),
+    (["--topology=v5e:2x2", "--config.train.nope=1"], "no key 'nope'"),
+    (["--topology=v5e:2x2", "--config=nowhere.py"], "no such file"),
+    (["--topology=v5e:2x2", "--output=/dev/null/x.json"], "--output = '/dev/null'"),
+    (["--topology=v5e:2x2", "--save"], "--save = '/dev/null/results'"),
+]
+
+
+def test_bad_options(capsys, monkeypatch):
+    monkeypatch.setattr(aot, "RESULTS", pathlib.Path("/dev/null/results"))
+    for arguments, message in BAD:
+        assert command_line.status(aot.main, [f"--config={TINY}", *arguments]) == 2, arguments
+        out, error = capsys.readouterr()
+        assert re.search(f"^kvjax: .*{message}", error, re.MULTILINE), (message, error)
+        assert not out
 
 
 @pytest.mark.aot

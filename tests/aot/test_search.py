@@ -12,9 +12,11 @@ from kvjax.aot import compilation
 from kvjax.aot import roofline
 from kvjax.aot import search
 from kvjax.aot import tables
+from kvjax.aot import traffic
 from kvjax.aot.compilation import DoesNotCompile
 from kvjax.aot.compilation import TooLarge
 from kvjax.aot.hlo import Memory
+from kvjax.costs import formulas
 from kvjax.experiment import resolve
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import CONFIGS
@@ -155,8 +157,13 @@ def test_advice_names_accumulation_and_chips(compiler):
 
 def test_advice_names_no_chips_that_the_batch_does_not_divide_over(compiler):
     start = experiment(MEDIUM, "--config.train.batch_size=8")
-    assert "as it is" not in search.advice(start, "v5e:8", 20 * 10**9)
-    assert "as it is, on 16 chips" in search.advice(experiment(MEDIUM), "v5e:8", 20 * 10**9)
+    over = "It is over 90% of a v5e's 16 GB by 5.6 GB a chip. Predicted to fit:\n"
+    here = "  on these 8 chips: --config.mesh.data="
+    of_eight = search.advice(start, "v5e:8", 20 * 10**9)
+    assert of_eight.startswith(over + here) and "as it is" not in of_eight
+    of_many = search.advice(experiment(MEDIUM), "v5e:8", 20 * 10**9)
+    assert of_many.startswith(over + here)
+    assert of_many.splitlines()[2:] == ["  as it is, on 16 chips of v5e"]
 
 
 def test_a_sweep_in_which_nothing_fits_is_an_error(compiler):
@@ -189,6 +196,29 @@ def test_meshes_of_whole_tiles_come_first():
     start = experiment(MEDIUM, "--config.mesh.fsdp=8")
     ways = [(mesh.data, mesh.fsdp) for mesh in search._larger(start, 32)]
     assert ways == [(8, 32), (16, 16), (32, 8), (2, 128), (4, 64)]
+
+
+@pytest.mark.parametrize("remat, passes, sums", [("none", 2, 4), ("full", 3, 6)])
+def test_what_is_sent_by_hand(remat, passes, sums):
+    """Weights of two bytes; of n chips each passes (n - 1)/n on, a sum twice."""
+    mesh = dict(data=2, fsdp=4, sequence=3, tensor=5)
+    e = experiment(TINY, f"--config.compute.remat={remat}", "--config.train.grad_accumulation=4")
+    weights = formulas.matrix_weights(e.model)
+    layers = (weights["attention"] + weights["mlp"]) / 5
+    matrices = layers + weights["head"] / 5
+    gathered = lambda fsdp: 2 * 4 * passes * matrices * (fsdp - 1) / fsdp
+    rows = e.train.batch_size // 4 // (2 * 4)
+    activations = rows * e.data.sequence_length / 3 * e.model.block.d_model
+    assert traffic.sent(e, mesh) == pytest.approx(
+        gathered(4)
+        + 2 * 2 * 4 * matrices / 4 / 2  # gradients, over the two copies
+        + sums * 4 * 2 * 2 * activations * e.model.block.num_layers * 4 / 5
+        + 2 * 2 * layers * 5 / (2 * 4 * 3 * 5)  # to Muon and back
+    )
+    assert e.model.block.d_model == 128
+    by_fsdp = lambda fsdp: traffic.gathered(e, mesh | dict(fsdp=fsdp), matrices)
+    assert by_fsdp(16) == pytest.approx(gathered(16))
+    assert by_fsdp(32) == pytest.approx(2 * gathered(32))  # of four rows each
 
 
 def test_gradients_of_broken_tiles_count_as_all_reduced():

@@ -1,4 +1,4 @@
-"""Softmax attention by XLA is NumPy's, in any order, in chunks, with segments."""
+"""Softmax attention by XLA is NumPy's: in any order, in chunks, with segments, with copies."""
 
 import functools
 import itertools
@@ -10,41 +10,70 @@ import pytest
 
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.kernels.softmax_attention.api import zigzag
-from tests import quick
 from tests.kernels.softmax_attention import cases
 
+B, T, S, N, K, H, HV = 3, 8, 12, 6, 2, 5, 7
 ORDERS = ("in order", "queries", "both")
 
+# Chunks of queries, whether causal, order, segments, window, copies of the keys, scale.
+CASES = [
+    (0, True, "in order", False, 0, 1, None),
+    (3, True, "in order", True, 5, 1, None),
+    (3, True, "both", True, 3, 1, 0.3),
+    (0, False, "queries", True, 0, 1, None),
+    (0, True, "both", True, 0, 2, None),
+    (3, True, "queries", False, 4, 2, None),
+    (3, False, "in order", True, 0, 2, 0.3),
+]
+EVERY = itertools.product((0, 3), (True, False), ORDERS, (False, True), (0, 1, 5), (1, 2), (None,))
 
-@pytest.mark.parametrize(
-    "query_chunk, causal, order, segmented, window",
-    quick.every(14, itertools.product((0, 3), (True, False), ORDERS, (False, True), (0, 1, 5))),
-)
-def test_xla_positions_and_segments(x64, query_chunk, causal, order, segmented, window):
-    length = 16
-    q, k, v, _ = (np.asarray(x, np.float64) for x in cases.arrays(2, 4, 2, 6, 8, length=length))
-    t = s = np.arange(length)
-    segments = np.random.default_rng(1).integers(0, 3, (2, length))
+
+def _segments(length, seed):
+    return np.random.default_rng(seed).integers(0, 3, (B, length))
+
+
+def test_equals_numpy(x64):
+    for case in CASES:
+        _check(jnp.float64, *case)
+    _check(jnp.float32, *CASES[1])  # by the library, as in training
+
+
+@pytest.mark.slow
+def test_equals_numpy_in_every_combination(x64):
+    for query_chunk, causal, *case in EVERY:
+        _check(jnp.float64, query_chunk, causal, *case)
+
+
+def _check(dtype, query_chunk, causal, order, segmented, window, copies, scale):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((B, *shape)) for shape in ((T, N, H), (S, K, H), (S, K, HV)))
+    t, s = np.arange(T), np.arange(S)
+    options = dict(causal=causal, query_chunk=query_chunk, window=window, scale=scale)
     if window and not causal:
         with pytest.raises(ValueError, match=f"window = {window}: is of causal attention"):
             softmax_attention(*map(jnp.asarray, (q, k, v)), causal=False, window=window)
         return
-    options = dict(causal=causal, query_chunk=query_chunk, window=window)
     if order != "in order":
-        t = options["query_positions_T"] = zigzag(length, 2)
-        q = q[:, t]
+        t = options["query_positions_T"] = zigzag(T, 2)
     if order == "both":
-        s = options["key_positions_S"] = np.random.default_rng(2).permutation(length)
-        k, v = k[:, s], v[:, s]
+        s = options["key_positions_S"] = np.random.default_rng(2).permutation(S)
     far = t[:, None] - s[None]
-    sees = ((far >= 0) & (far < (window or length))) | (not causal)
-    sees = np.broadcast_to(sees, (2, length, length))
+    sees = np.broadcast_to(((far >= 0) & (far < (window or S))) | (not causal), (B, T, S))
     if segmented:
-        sees = sees & (segments[:, t, None] == segments[:, None, s])
-        options |= dict(query_segments_BT=segments[:, t], segments_BS=segments[:, s])
-    attend = jax.jit(functools.partial(softmax_attention, **options))
-    o = attend(*map(jnp.asarray, (q, k, v)))
-    np.testing.assert_allclose(o, cases.numpy(q, k, v, sees), rtol=1e-12, atol=1e-12)
+        of_queries, of_keys = _segments(T, 1), _segments(S, 3)
+        sees = sees & (of_queries[:, :, None] == of_keys[:, None])
+        options |= dict(query_segments_BT=of_queries, segments_BS=of_keys)
+    if copies > 1:
+        options["mesh"] = cases.mesh(sequence=copies)
+    tiled = lambda x: np.concatenate([x] * copies)
+    attend = jax.jit(functools.partial(softmax_attention, **options, implementation="xla"))
+    o = attend(*(jnp.asarray(x, dtype) for x in (q, tiled(k), tiled(v))))
+    assert o.dtype == dtype and o.shape == (B, T, N, HV)
+    seen = sees.any(axis=2)  # what sees nothing is undefined
+    assert seen.any()
+    expected = cases.numpy(q, k, v, np.where(seen[..., None], sees, True), scale)
+    tolerance = 64 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(o[seen], expected[seen], rtol=tolerance, atol=tolerance)
 
 
 def test_queries_have_the_segments_of_the_keys_if_not_told_otherwise(x64):
