@@ -6,6 +6,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as gpu_interprete
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.stripes import Stripes
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.readings.reading import Sizes
@@ -26,6 +27,31 @@ _exact = jax.jit(reference.decode_attention)
 def problem(shape: Sizes, **sizes):
     """`shapes.problem`, drawn by one program."""
     return jax.jit(lambda: shapes.problem(shape, **sizes))()
+
+
+def over_chips(partial, *, chips: int, size: int, slots: int):
+    """A function of whole arrays that attends by `partial` over every chip's part, and merges them.
+
+    Args:
+      size: tokens of a stripe; slots: of a chip.
+    """
+
+    def run(operands, cache, first_B):
+        results = []
+        for chip in range(chips):
+            held = Stripes(size, chips, chip)
+            here = np.asarray(held.position(np.arange(slots)))
+            part = {name: np.asarray(array)[..., here] for name, array in cache.items()}
+            o, log_sum_exp = partial(operands, part, first_B, held)
+            results.append((np.asarray(o, np.float64), np.asarray(log_sum_exp, np.float64)))
+            seen = np.asarray(first_B) >= size * chip
+            assert np.array_equal(np.isfinite(results[-1][1]).all(axis=(1, 2)), seen)
+            assert np.all(np.isneginf(results[-1][1][~seen]))
+        outputs, log_sum_exps = map(np.stack, zip(*results, strict=True))
+        shares = np.exp(log_sum_exps - log_sum_exps.max(axis=0))[..., None]
+        return (np.sum(outputs * shares, axis=0) / shares.sum(axis=0)).astype(np.float32)
+
+    return run
 
 
 def races() -> list:

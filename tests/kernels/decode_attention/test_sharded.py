@@ -174,13 +174,6 @@ def test_a_chip_with_nothing_to_see(x64, T):
 # -- kernels ---------------------------------------------------------------------------------------
 
 
-def _merged(parts):
-    """What `sharded.merge` makes of the chips' results, in NumPy."""
-    outputs, log_sum_exps = (np.stack([np.asarray(x, np.float64) for x in y]) for y in parts)
-    shares = np.exp(log_sum_exps - log_sum_exps.max(axis=0))
-    return np.sum(outputs * shares[..., None], axis=0) / shares.sum(axis=0)[..., None]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mechanism",
@@ -189,25 +182,16 @@ def _merged(parts):
 def test_the_tpu_kernels_attend_over_a_part(mechanism):
     """Two chips with three stripes of 128 each; of a short sequence the second holds nothing."""
     interpret = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
-    chips, slots, firsts = 2, 384, (700, 383, 100)
     options = dict(splits=2 if mechanism == "gqa" else 1, interpret=interpret)
 
     @jax.jit
     def attend(operands, part, first_B, chip):
-        return tpu.partial(operands, part, first_B, Stripes(128, chips, chip), **options)
+        return tpu.partial(operands, part, first_B, Stripes(128, 2, chip), **options)
 
-    def run(operands, cache, first_B):
-        results = []
-        for chip in range(chips):
-            here = np.asarray(Stripes(128, chips, chip).position(np.arange(slots)))
-            part = {name: np.asarray(array)[..., here] for name, array in cache.items()}
-            results.append(attend(operands, part, first_B, jnp.asarray(chip, jnp.int32)))
-        assert np.all(np.isneginf(results[1][1][2]))
-        assert np.all(np.isfinite(results[0][1]))
-        return np.asarray(_merged(zip(*results, strict=True)), np.float32)
-
+    partial = lambda o, part, first_B, held: attend(o, part, first_B, jnp.int32(held.chip))
+    run = agreement.over_chips(partial, chips=2, size=128, slots=384)
     shape = shapes.SHAPES["d12"][mechanism]
-    agreement.check(run, shape, firsts=firsts, length=chips * slots, dtype=jnp.float32)
+    agreement.check(run, shape, firsts=(700, 383, 100), length=768, dtype=jnp.float32)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])

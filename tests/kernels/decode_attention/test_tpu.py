@@ -22,9 +22,12 @@ from kvjax.kernels.decode_attention.shapes import OURS
 from kvjax.kernels.decode_attention.shapes import RIVALS
 from kvjax.kernels.decode_attention.shapes import SHAPES
 from kvjax.kernels.decode_attention.tpu import attention as tpu
+from kvjax.kernels.decode_attention.tpu import parts as parts_lib
+from kvjax.kernels.decode_attention.tpu.part import Part
+from kvjax.kernels.decode_attention.tpu.pipeline import attend
 from kvjax.kernels.profile import tpu_static
-from tests import quick
 from tests.kernels.decode_attention import agreement
+from tests.kernels.decode_attention import parts as plain_parts
 
 INTERPRET = pltpu.InterpretParams(
     detect_races=True,
@@ -43,13 +46,91 @@ def _jitted(**options):
     return jax.jit(functools.partial(interpreted, **options))
 
 
-@pytest.mark.parametrize(
-    "mechanism, dtype",
-    quick.only(
-        [("lrkv", FLOAT32)],
-        [(name, dtype) for name in OURS for dtype in (FLOAT32, BFLOAT16)],
-    ),
-)
+# -- parts, and plans of them ----------------------------------------------------------------------
+
+B, N, S, BLOCK = 2, 6, 768, 256
+
+
+_random = np.random.default_rng(0)
+
+
+def _draw(*shape, sequences=(B,)):
+    return jnp.asarray(_random.standard_normal((*sequences, *shape)), FLOAT32)
+
+
+def _parts(lag):
+    """All kinds of keys and values, none as large as another; and what multiplies their logits."""
+    if not lag:  # values that are keys
+        own = parts_lib.VectorKeys(_draw(N, 32), _draw(3, 32, S))
+        shared = parts_lib.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
+        return [
+            Part(own, parts_lib.DiagonalValues(_draw(N, 16, S))),
+            Part(shared, parts_lib.MatrixValues(None, K=2, G=3, V=16)),
+            Part(parts_lib.MatrixKeys(_draw(1, N, 48), _draw(1, 48, S))),
+        ], None
+    expand_key, latents = _draw(3, 16, 32, sequences=()) / 4, _draw(3, 16, S)
+    turning = parts_lib.RotatingKeys(
+        _draw(N, 32), expand_key, latents, base=100.0, block=BLOCK, origins=None
+    )
+    shared = parts_lib.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
+    return [
+        Part(shared, parts_lib.MatrixValues(_draw(2, 48, S), K=2, G=3, V=48)),
+        Part(turning, parts_lib.VectorValues(_draw(3, 32, S), N=N)),
+    ], 1 + 0.5 * jnp.tanh(_draw(3, 1, S))
+
+
+@pytest.mark.parametrize("lag", [False, True])
+def test_the_pipeline_is_a_softmax_over_the_sum_of_its_parts_logits(lag):
+    """Two splits, of which a short sequence fills one; two scorings to a block."""
+    parts, key_scale = _parts(lag)
+    options = dict(heads=N, capacity=S, scale=0.25, key_scale=key_scale, block=BLOCK, scored=128)
+    options |= dict(splits=2, lag=lag, vmem_bytes=2**26)
+    first_B = jnp.asarray([600, 100], jnp.int32)
+    run = jax.jit(functools.partial(attend, parts, interpret=INTERPRET, **options))
+    got, expected = run(first_B), plain_parts.attended(parts, first_B, **options)
+    assert not agreement.races()
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x.reshape(y.shape), y, rtol=1e-5, atol=1e-5)
+
+
+PLANS = [
+    (GroupedSizes(N=3, K=3, H=16, Hv=32), {}),
+    (GroupedSizes(N=3, K=3, H=16, Hv=32), dict(values="diagonal")),
+    (GroupedSizes(N=6, K=2, H=16, Hv=32), dict(block=128)),
+    (ResidualSizes(N=6, K=3, R=16, H=128, Hv=32), dict(block=128, scored=128)),
+    (ResidualSizes(N=12, K=6, J=2, R=16, H=32, Hv=48, rope_base=None, scaled=False), {}),
+    (LatentSizes(N=6, C=32, P=16, Hv=48, G=2, met=16), {}),
+    (LatentSizes(N=3, C=48, P=0, Hv=0), dict(splits=2)),
+]
+
+
+def test_plans_of_parts_are_the_definition(monkeypatch):
+    """Of a whole cache, and of two chips' stripes; the kernel itself is left out."""
+    asked = []
+
+    def attended(parts, first_B, **options):
+        asked.append([*(options[name] for name in ("block", "scored", "splits", "lag"))])
+        return plain_parts.attended(parts, first_B, **options)
+
+    monkeypatch.setattr(tpu, "attend", attended)
+    tpu._run.clear_cache()
+    for shape, options in PLANS:
+        run = functools.partial(tpu.decode_attention, **options)
+        agreement.check(run, shape, firsts=(250, 63), length=256, dtype=FLOAT32)
+        part = functools.partial(tpu.partial, **options)
+        over_chips = agreement.over_chips(part, chips=2, size=128, slots=384)
+        firsts = (700, 384, 100)  # of the last the second chip holds nothing
+        agreement.check(over_chips, shape, firsts=firsts, length=768, dtype=FLOAT32)
+    tpu._run.clear_cache()
+    lags = [type(shape) is ResidualSizes and shape.rope_base is not None for shape, _ in PLANS]
+    own = [(options.get("block", 256), options.get("splits", 1)) for _, options in PLANS]
+    assert asked[::2] == [[b, b, s, lag] for (b, s), lag in zip(own, lags, strict=True)]
+    assert asked[1::2] == [[128, 128, s, lag] for (_, s), lag in zip(own, lags, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", OURS)
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_equals_the_definition_at_d12(mechanism, dtype):
     """Sequences end in a block's last slot, in the next block's first, and in the first of all."""
     run = _jitted(block=128, scored=128)
@@ -206,27 +287,40 @@ def test_a_race_would_be_seen():
     assert not agreement.races()
 
 
-@pytest.mark.parametrize(
-    "kind, shape, taken",
-    [
-        ("TPU v4", SHAPES["d36"]["mha"], True),
-        ("TPU v4", GroupedSizes(N=128, K=128), False),
-        ("TPU v5", GroupedSizes(N=128, K=128), True),
-        ("TPU v4", ResidualSizes(N=64, K=64, R=128), False),
-        ("TPU v99", SHAPES["d36"]["lrkv"], True),  # nobody knows its memory: v4's
-    ],
-)
-def test_what_does_not_fit_the_chip_is_left_to_xla(monkeypatch, kind, shape, taken):
-    monkeypatch.setattr(tpu.tuning, "current_device_kind", lambda: kind)
-    operands, cache = shapes.abstract(shape, batch=1, length=4096, dtype=BFLOAT16)
-    if taken:
-        sizes = tpu._default_sizes(operands, cache)
-        need = tpu._vmem_bytes(operands, cache, sizes["block"], sizes["scored"])
-        assert need <= tpu._chip().vmem_bytes
-        tpu.check(operands, cache)
-    else:
+WIDE = GroupedSizes(N=128, K=128)
+SIZES = [  # kind, shape, batch, length: block, tokens scored at once, splits, bytes
+    ("TPU v4", SHAPES["d36"]["mha"], 1, 4096, (512, 512, 2, 11_403_264)),
+    ("TPU v4", SHAPES["d36"]["lrkv"], 2, 32_768, (1024, 256, 1, 14_589_952)),
+    ("TPU v4", WIDE, 1, 4096, (128, 128, 2, 34_275_328)),
+    ("TPU v4", ResidualSizes(N=64, K=64, R=128), 1, 4096, (128, 128, 2, 26_222_592)),
+    ("TPU v5", WIDE, 1, 4096, (256, 128, 2, 51_183_616)),
+    ("TPU v5p", SHAPES["d36"]["gqa"], 1, 8192, (1024, 512, 2, 6_922_240)),
+    ("TPU v5 lite", SHAPES["d36"]["mla"], 1, 32_768, (2048, 512, 1, 7_905_280)),
+    ("TPU v5e", SHAPES["d36"]["lrkv_gqa"], 3, 1152, (384, 512, 1, 6_019_072)),
+    ("TPU v6 lite", SHAPES["d36"]["thin_keys"], 1, 65_536, (2048, 512, 1, 25_829_376)),
+    ("TPU v6e", SHAPES["d12"]["gta"], 1, 128, (128, 512, 1, 516_096)),
+    (
+        "TPU v99",
+        SHAPES["d36"]["lrkv"],
+        1,
+        4096,
+        (512, 512, 1, 10_620_928),
+    ),  # nobody knows its memory: v4's
+]
+
+
+def test_sizes_fit_the_chip_or_are_left_to_xla(monkeypatch):
+    for kind, shape, batch, length, expected in SIZES:
+        monkeypatch.setattr(tpu.tuning, "current_device_kind", lambda kind=kind: kind)
+        problem = shapes.abstract(shape, batch=batch, length=length, dtype=BFLOAT16)
+        sizes = tpu._default_sizes(*problem)
+        need = tpu._vmem_bytes(*problem, sizes["block"], sizes["scored"])
+        assert (*sizes.values(), need) == expected, (kind, shape)
+        if need <= tpu._chip().vmem_bytes:
+            tpu.check(*problem)
+            continue
         with pytest.raises(NotImplementedError, match="MiB of VMEM, not .* MiB: use 'xla'"):
-            tpu.check(operands, cache)
+            tpu.check(*problem)
 
 
 # What needs more than v4 has with large blocks, and takes smaller ones.
