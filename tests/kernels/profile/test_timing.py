@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
@@ -55,7 +56,6 @@ def test_a_chain_reads_the_caches_where_they_are():
     assert compiled.memory_analysis().temp_size_in_bytes < one / 4
 
 
-@pytest.mark.slow
 def test_what_follows_an_output_leaves_weights_and_the_figures_as_they_are():
     operands, _ = shapes.problem(
         ResidualSizes(N=2, K=2, R=16), batch=1, length=8, dtype=jnp.bfloat16
@@ -118,27 +118,114 @@ def test_between_cuda_events_there_is_one_call_and_before_them_a_read():
     assert did == [x for call in calls for x in ("read", "event", call, "event")] + ["wait"]
 
 
-@pytest.mark.parametrize("name, options", [("mha", {}), ("gqa", dict(enable_gqa=True))])
-def test_pytorch_hears_of_groups_where_there_are_some(monkeypatch, name, options):
-    heard = []
+@pytest.mark.parametrize("library", ["torch", "torch_flash"])
+def test_what_pytorch_is_given(monkeypatch, library):
+    """Caches in its own layout, and of groups where there are some; there must be a GPU."""
+    heard, here = [], []
 
-    def attend(query, keys, values, **options):
-        heard.append(options)
+    def attend(*arrays, **options):
+        heard.append((*arrays, options))
 
-    torch = types.SimpleNamespace(
-        randn=lambda *dims, **_: dims,
-        bfloat16=None,
-        nn=types.SimpleNamespace(
-            functional=types.SimpleNamespace(scaled_dot_product_attention=attend)
-        ),
+    def draw(*dims, dtype, device):
+        assert (dtype, device) == ("bf16", "cuda")
+        return dims
+
+    functional = types.SimpleNamespace(scaled_dot_product_attention=attend)
+    torch = types.ModuleType("torch")
+    torch.randn, torch.bfloat16 = draw, "bf16"
+    torch.nn = types.SimpleNamespace(functional=functional)
+    torch.cuda = types.SimpleNamespace(is_available=lambda: "gpu" in here)
+    flash = types.ModuleType("flash_attn")
+    flash.flash_attn_with_kvcache = attend
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash)
+    find = lambda name: name if name in here else None
+    monkeypatch.setattr(contenders.importlib.util, "find_spec", find)
+    by_events = lambda torch, attend, caches, target: (
+        [attend(*cache) for cache in caches] and target
     )
-    monkeypatch.setattr(contenders, "_torch_with_cuda", lambda: torch)
-    by_events = lambda torch, attend, caches, target: [attend(*cache) for cache in caches]
     monkeypatch.setattr(contenders, "_by_events", by_events)
-    shape = shapes.SHAPES["d12"][name]
-    setup = types.SimpleNamespace(shape=shape, batch=1, length=8)
-    contenders._torch(types.SimpleNamespace(setup=setup, caches=[{}] * 3), 1.0)
-    assert heard == [options] * 3  # a ring of as many caches as ours
+
+    def sample(shape):
+        setup = types.SimpleNamespace(shape=shape, batch=2, length=8)
+        problem = types.SimpleNamespace(setup=setup, caches=[{}] * 3)
+        return contenders.sample(library, problem, None, target=0.5)
+
+    for name, why in (("torch", "PyTorch is not installed"), ("gpu", "sees no CUDA device")):
+        with pytest.raises(ImportError, match=why):
+            sample(GroupedSizes(N=6, K=3))
+        here.append(name)
+    if library == "torch_flash":
+        with pytest.raises(ImportError, match="flash-attn is not installed"):
+            sample(GroupedSizes(N=6, K=3))
+    here.append("flash_attn")
+    shapes_ = GroupedSizes(N=6, K=3, H=16, Hv=32), GroupedSizes(N=6, K=6, H=16, Hv=32)
+    assert [sample(shape) for shape in shapes_] == [0.5] * 2
+    if library == "torch":
+        gqa = ((2, 6, 1, 16), (2, 3, 8, 16), (2, 3, 8, 32), dict(enable_gqa=True))
+        mha = ((2, 6, 1, 16), (2, 6, 8, 16), (2, 6, 8, 32), {})
+    else:
+        gqa = ((2, 1, 6, 16), (2, 8, 3, 16), (2, 8, 3, 32), {})
+        mha = ((2, 1, 6, 16), (2, 8, 6, 16), (2, 8, 6, 32), {})
+    assert heard == [gqa] * 3 + [mha] * 3  # a ring of as many caches as ours
+
+
+def test_what_cudnn_is_given(monkeypatch):
+    """Caches with tokens second, a copy; its program is lowered for as many as the ring has."""
+    asked, targets = [], []
+
+    def attend(query, keys, values, *, scale, implementation):
+        asked.append((query.shape, keys.shape, values.shape, scale, implementation))
+        return query
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    sizes = dict(batch=2, length=64, dtype=jnp.dtype(jnp.float32), copies=3, passes=2)
+    setup = contenders.Setup(shape=GroupedSizes(N=6, K=3, H=16, Hv=32), **sizes)
+    program = contenders.lower("cudnn", setup).compile()
+    assert asked == [((2, 1, 6, 16), (2, 64, 3, 16), (2, 64, 3, 32), 0.25, "cudnn")]
+
+    def slope(make, calls, *, target):
+        targets.append((calls, target))
+        return make(5)
+
+    monkeypatch.setattr(timing, "slope", slope)
+    run = contenders.sample("cudnn", contenders.Problem(setup), program, target=0.5)
+    assert run().query.shape == (2, 1, 6, 16) and targets == [(6, 0.5)]
+    assert contenders.default("gpu") == ("gpu", "xla", "cudnn", "torch", "torch_flash")
+    assert contenders.default("tpu") == ("tpu", "xla") and contenders.default("cpu") == ("xla",)
+
+
+def test_what_devices_hold_and_a_copy_moves(monkeypatch):
+    mib = dict(h100=50, h200=60, v4=160, v5e=128, v5p=128, v6e=128, cpu=32)
+    assert timing.ON_CHIP_BYTES == {name: n * 2**20 for name, n in mib.items()}
+    taken = []
+
+    def slope(make, calls, *, target):
+        taken.append((calls, target, int(make(3)()[0])))  # one more each time
+        return make
+
+    monkeypatch.setattr(timing, "slope", slope)
+    assert timing.copy(target=0.5, num_bytes=64)[1] == 128  # read and written
+    assert taken.pop() == (4, 0.5, 12)
+    monkeypatch.setattr(timing, "_CPU_COPY_BYTES", 32)
+    monkeypatch.setattr(timing, "_COPY_BYTES", 16)
+    assert timing.copy(target=0.5)[1] == 64
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert timing.copy(target=0.5)[1] == 32
+
+    assert 2**20 < timing.memory_bytes() < 2**50
+    stats = [dict(bytes_limit=123.0), dict(other=1), None]
+    for limit in stats:
+        gpu = types.SimpleNamespace(
+            platform="gpu", device_kind="a GPU", memory_stats=lambda limit=limit: limit
+        )
+        monkeypatch.setattr(jax, "devices", lambda gpu=gpu: [gpu])
+        if limit is stats[0]:
+            assert timing.memory_bytes() == 123
+            continue
+        with pytest.raises(UserError, match="^a GPU does not say how much memory it has$"):
+            timing.memory_bytes()
 
 
 def test_pytorch_gives_memory_back_where_it_was_used(monkeypatch):
@@ -167,7 +254,6 @@ def test_a_round_takes_milliseconds_however_small_the_caches():
     assert timing.passes(10**12, 1, 1e12) == timing.passes(10**9, 1, -1.0) == 1
 
 
-@pytest.mark.slow
 def test_a_contender_is_timed_by_the_program_that_was_compiled_before():
     sizes = dict(batch=2, length=64, dtype=jnp.dtype(jnp.float32))
     setup = contenders.Setup(shape=GroupedSizes(N=2, K=1), copies=3, passes=2, **sizes)
@@ -200,7 +286,6 @@ def test_programs_compile_side_by_side_and_failures_wait_until_asked():
         programs["fails"]()
 
 
-@pytest.mark.slow
 def test_a_problem_is_a_ring_of_full_caches_none_like_another():
     shape = ResidualSizes(N=2, K=2, R=16)
     sizes = dict(batch=2, length=3000, dtype=jnp.dtype(jnp.bfloat16))

@@ -1,10 +1,18 @@
 """Schedules of TPU kernels, followed: recorded ones, a few bundles by hand, and real compiles."""
 
 import collections
+import json
+import os
 import pathlib
+import re
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
 from kvjax.kernels.profile import tpu_schedule
 from kvjax.kernels.profile import tpu_static
 
@@ -45,6 +53,82 @@ def test_tokens_are_charged_with_what_the_second_half_adds():
         tpu_static.count([schedule], chip, 256)
 
 
+def _dumped(folder, names, kernel="kernel.7"):
+    """Dumps as libtpu leaves them: of these programs one is a Pallas kernel."""
+    ends = dict(bundles="packed-bundles-post-ra", use="pre-delay_hlo-static-per-bundle-utilization")
+    for name in names:
+        for what, end in ends.items():
+            text = (RECORDED / f"v5e_{what}.txt").read_text()
+            (folder / f"123-{name}-45-{end}.txt").write_text(text)
+        target = "tpu_custom_call" if name == kernel else "Sharding"
+        analysis = f'  %{name} = f32[8] custom-call(), custom_call_target="{target}"\n'
+        end = "46-schedule-analysis_packed-bundles-post-ra.txt"
+        (folder / f"123-{name}-{end}").write_text(analysis)
+
+
+def test_a_kernel_is_compiled_in_a_process_that_dumps_its_schedule(monkeypatch, tmp_path):
+    ran, status, said = [], 0, ""
+
+    def run(command, *, env, **options):
+        ran.append((command, env, options))
+        folder = pathlib.Path(re.search(r"--xla_jf_dump_to=(\S+)", env["LIBTPU_INIT_ARGS"])[1])
+        _dumped(folder, ["kernel.7", "copy.7", "kernelx7"])
+        return types.SimpleNamespace(returncode=status, stderr=said)
+
+    monkeypatch.setattr(tpu_static.subprocess, "run", run)
+    monkeypatch.setattr(tpu_static, "LENGTH", 1024)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--given")
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    chip = tpu_static.CHIPS["v5e"]
+    per_token = lambda **sizes: tpu_static.per_token(chip, "d12", "gqa", **sizes)
+    assert per_token(block=512, scored=256) == tpu_static.count([_recorded("v5e")], chip, 1024)
+    ((command, environment, options),) = ran
+    sizes = dict(block=512, scored=256)
+    assert command[1:] == ["-m", tpu_static.__spec__.name, "v5e", "d12", "gqa", json.dumps(sizes)]
+    assert options == dict(capture_output=True, text=True, check=False)
+    assert environment["PYTHONPATH"] == f"{ROOT}{os.pathsep}elsewhere"
+    assert environment["JAX_PLATFORMS"] == "cpu" and environment["PATH"] == os.environ["PATH"]
+    assert environment["JAX_ENABLE_COMPILATION_CACHE"] == "false"
+    flags = r"--given --xla_jf_dump_to=\S+ --xla_jf_dump_llo_text=true"
+    assert re.fullmatch(flags, environment["LIBTPU_INIT_ARGS"])
+    status, said = 2, "kvjax: needs libtpu\n"
+    with pytest.raises(UserError, match="^kvjax: needs libtpu$"):
+        per_token()
+    status, said = 1, "File x\nValueError: first\njax.errors.JaxRuntimeError: INTERNAL: why\nmore"
+    with pytest.raises(tpu_static.DoesNotCompile, match="^block 512, scored 256: INTERNAL: why$"):
+        per_token(block=512, scored=256)
+    status, said = 1, ""
+    with pytest.raises(tpu_static.DoesNotCompile, match="^block 512: the compiler failed$"):
+        per_token(block=512)
+    count = len(ran)
+    with pytest.raises(NotImplementedError, match="the TPU kernel has no parameter blocks"):
+        per_token(blocks=512)
+    with pytest.raises(NotImplementedError, match="the TPU kernels take caches"):
+        monkeypatch.setattr(tpu_static, "DTYPE", jnp.dtype(jnp.float16))
+        per_token()
+    assert len(ran) == count  # neither came as far as a process
+    _dumped(tmp_path, ["copy.7"])
+    with pytest.raises(tpu_static.DoesNotCompile, match="wrote no schedule of a Pallas kernel"):
+        tpu_static.read(tmp_path)
+
+
+def test_what_such_a_process_compiles(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tpu_static.topology, "tpu_devices", lambda name: [name, "other"])
+    monkeypatch.setattr(
+        tpu_static.topology, "compile_for", lambda device, f, *x: asked.append((device, f, x))
+    )
+    taken = []
+    attend = lambda *arrays, **options: taken.append(options) or arrays[0].query
+    monkeypatch.setitem(tpu_static.IMPLEMENTATIONS, "tpu", attend)
+    tpu_static._compile("v4", "d12", "gqa", '{"block": 512}')
+    ((device, function, (operands, cache, first_B)),) = asked
+    jax.eval_shape(function, operands, cache, first_B)
+    assert (device, taken) == ("v4:2x2x1", [dict(block=512)])
+    assert operands.query.shape == (1, 1, 6, 128) and operands.query.dtype == jnp.bfloat16
+    assert cache["base_key"].shape == (1, 3, 128, 32_768) and first_B.dtype == jnp.int32
+
+
 USE = "== CAPACITY:\nVLOAD, SALU\n 3 2\n== UTILIZATION:\n"
 
 
@@ -53,31 +137,34 @@ def _schedule(*bundles):
     return tpu_schedule.Schedule("\n".join(lines), USE + "0 0\n" * len(bundles))
 
 
-@pytest.mark.parametrize(
-    "given, operation, expected",
-    [
+def test_scalar_arithmetic():
+    table = [
         ((5, 7), "ssub.s32 {}, {}", 2**32 - 2),
         ((2**32 - 1, 2), "sadd.s32 {}, {}", 1),
         ((2**32 - 8, 2), "sshra.s32 {}, {}", 2**32 - 2),
         ((2**32 - 8, 2), "sshrl.u32 {}, {}", 2**30 - 2),
         ((3, 31), "sshll.u32 {}, {}", 2**31),
-        ((2**16, 2**17), "smul.u32 {}, {}", 0),
+        ((2**16 + 1, 2**17), "smul.u32 {}, {}", 2**17),
         ((6, 3), "sand.u32 {}, {}", 2),
+        ((6, 3), "sor.u32 {}, {}", 7),
+        ((6, 3), "sxor.u32 {}, {}", 5),
         ((2**32 - 1, 3), "smin.u32 {}, {}", 3),
         ((2**32 - 1, 3), "smin.s32 {}, {}", 2**32 - 1),
-    ],
-)
-def test_scalar_arithmetic(given, operation, expected):
+        ((2**32 - 1, 3), "smax.u32 {}, {}", 2**32 - 1),
+        ((2**32 - 1, 3), "smax.s32 {}, {}", 3),
+    ]
     a, b = ("%s1_s1", "%s2_s2")
-    schedule = _schedule(
-        f"%s1_s1 = smov {given[0]}  ;;  %s2_s2 = smov {given[1]}",
-        f"%s3_s3 = {operation.format(a, b)}  ;;  %4 = x /* of two\n lines  ;;  %s5_s3 = smov 0 */",
-        f"%p4_p0 = scmp.eq.s32.totalorder %s3_s3, {expected}",
-        "%5 = sbr.rel (%p4_p0) target bundleno = 5 (0x5)",
-        "",
-        "",
-    )
-    assert schedule.executed(0, core=0, delay=0).tolist() == [1, 1, 1, 1, 0, 1]
+    for given, operation, expected in table:
+        schedule = _schedule(
+            f"%s1_s1 = smov {given[0]}  ;;  %s2_s2 = smov {given[1]}",
+            f"%s3_s3 = {operation.format(a, b)}  ;;  %4 = x /* two\n lines  ;;  %s5_s3 = smov 0 */",
+            f"%p4_p0 = scmp.eq.s32.totalorder %s3_s3, {expected}",
+            "%5 = sbr.rel (%p4_p0) target bundleno = 5 (0x5)",
+            "",
+            "",
+        )
+        found = schedule.executed(0, core=0, delay=0).tolist()
+        assert found == [1, 1, 1, 1, 0, 1], operation
 
 
 def test_scalars_are_read_before_they_are_written_and_guards_hold():

@@ -4,7 +4,6 @@ Without RoPE a query meets the latents in rank space (thin keys, eq. 12). Under 
 between the query and B: keys are rebuilt and rotated, or the query turns (`rotating.py`).
 """
 
-from collections.abc import Callable
 import dataclasses
 
 import jax
@@ -118,23 +117,6 @@ class FactoredSizes:
     Hv: int
     rope_base: Base | None
     scaled: bool  # whether latent keys are normed: the cache has their 1/rms
-
-    def reading(self, draw: Callable[..., jax.Array], B: int) -> FactoredReading:
-        expand = lambda rank, dim: draw(self.K, rank, dim) / rank**0.5 if rank else None
-        return FactoredReading(
-            query=draw(B, 1, self.N, self.H),
-            expand_key=expand(self.R, self.H),
-            expand_value=expand(self.Rv, self.Hv),
-            scale=self.H**-0.5,
-            rope_base=self.rope_base if self.R else None,
-        )
-
-    def fields(self) -> dict[str, tuple[int, ...]]:
-        fields = dict(
-            key=(self.J, self.R) if self.R else (self.K, self.H),
-            value=(self.J, self.Rv) if self.Rv else (self.K, self.Hv),
-        )
-        return fields | (dict(key_scale=(self.K, 1)) if self.scaled else {})
 
     def flops(self) -> DecodeFlops:
         N, K, R, H = self.N, self.K, self.R, self.H
