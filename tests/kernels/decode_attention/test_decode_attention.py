@@ -14,8 +14,20 @@ from kvjax.kernels.decode_attention import readings
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.decode_attention.readings.factored import FactoredSizes
+from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.kernels.decode_attention.readings.latent_residual import LatentResidualSizes
+from kvjax.kernels.decode_attention.readings.rebuilt import RebuiltSizes
+from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
+from kvjax.kernels.decode_attention.readings.tensor_product import TensorProductSizes
+from kvjax.kernels.decode_attention.readings.tied import TiedSizes
 from kvjax.kernels.decode_attention.shapes import OURS
+from kvjax.kernels.decode_attention.shapes import RIVALS
 from kvjax.kernels.decode_attention.shapes import SHAPES
+from kvjax.kernels.decode_attention.shapes import abstract
+from kvjax.kernels.decode_attention.shapes import bytes_per_token
+from kvjax.layers import rope
 from tests import quick
 from tests.kernels.decode_attention import agreement
 
@@ -31,7 +43,7 @@ VARIANTS = {
     "lrkv_gqa": ("residual", dict(N=8, K=4, J=2, scaled=True, bias=True)),
     "lrkv_one_base_each": ("residual", dict(N=4, K=4, J=4)),
     "lrkv_no_rope": ("residual", dict(N=8, K=4, J=2, rope_base=None, scaled=True)),
-    "factored": ("factored", dict(N=4, K=4, J=4, scaled=True)),
+    "factored": ("factored", dict(N=4, K=4, J=2, scaled=True)),
     "factored_joint": ("factored", dict(N=8, K=4, J=1, Rv=2, bias=True)),
     "factored_no_rope": ("factored", dict(N=8, K=4, J=2, Rv=2, rope_base=None, scaled=True)),
     "factored_values": ("factored", dict(N=4, K=2, J=2, R=0, Rv=2, rope_base=None)),
@@ -178,6 +190,67 @@ def _attend(operands, cache, first_B, way, block):
 _definition = jax.jit(reference.decode_attention)
 
 
+def test_flops_by_hand():
+    """For one query, and for each token; 2 per multiply-add, 3 of a channel that is rotated."""
+    rotated = dict(rope_base=BASE)
+    factored = functools.partial(FactoredSizes, J=1, Rv=7, H=8, Hv=4, scaled=True)
+    products = functools.partial(TensorProductSizes, N=6, R=2, Rv=3, H=8, Hv=4)
+    P = rope.basis(8, BASE, 512, np.finfo(np.float32).eps / 8)[0].shape[1]
+    turning = 5 * 8 * (3 + 2 * P) / 512 + 2 * 5 * P + 2 * 5
+    expected = [
+        (GroupedSizes(N=6, K=3, H=8, Hv=4), 0, 144),
+        (ResidualSizes(N=6, K=3, R=5, H=8, Hv=4, **rotated), 240, 546),
+        (ResidualSizes(N=6, K=3, R=5, H=8, Hv=4, rope_base=None), 720, 270),
+        (ResidualSizes(N=3, K=3, R=5, H=8, Hv=4, **rotated), 480, 105 + 3 * turning),
+        (factored(N=6, K=3, R=5, rope_base=None), 816, 150),
+        (factored(N=6, K=3, R=5, **rotated), 336, 498),
+        (factored(N=3, K=3, R=5, **rotated), 528, 45 + 3 * turning),
+        (factored(N=6, K=3, R=0, rope_base=None), 336, 186),
+        (factored(N=6, K=3, R=0, Rv=0, rope_base=None, scaled=False), 0, 144),
+        (TiedSizes(N=6, K=3, J=1, R=5, H=8, normed=True, gain=True, **rotated), 480, 660),
+        (TiedSizes(N=2, K=9, J=4, R=0, H=8, normed=True, gain=False, **rotated), 0, 224),
+        (TiedSizes(N=2, K=9, J=4, R=0, H=8, normed=False, gain=False, rope_base=None), 0, 64),
+        (LatentSizes(N=6, C=10, P=3, Hv=4, met=7, folded=8), 1440, 240),
+        (LatentResidualSizes(N=6, C=10, P=3, R=5, H=8, Hv=4), 2160, 396),
+        (RebuiltSizes(N=6, C=10, H=8, Hv=4, normed=True, **rotated), 480, 1464),
+        (products(), 0, 378),
+        (products(fixed_channels=True, rotates=True, scaled=True, gain=True), 144, 322),
+    ]
+    for sizes, per_query, per_key in expected:
+        assert sizes.flops() == (per_query, pytest.approx(per_key)), sizes
+
+
+def test_shapes_of_real_models():
+    """Bytes of a token in bfloat16, FLOPs of a query; other authors' cache as much as MLA."""
+    shared = dict.fromkeys(RIVALS, 1664)
+    large = dict(mha=9216, gqa=3072, mqa=512, thin_keys=5760, lrkv=5192, lrkv_no_norm=5120)
+    large |= dict(lrkv_no_rope=5192, lrkv_gqa=2072, mla=1664) | shared
+    small = dict(mha=3072, gqa=1536, mqa=512, thin_keys=1920, lrkv=2072, lrkv_no_norm=2048)
+    small |= dict(lrkv_no_rope=2072, lrkv_gqa=1292, mla=640) | dict.fromkeys(RIVALS, 640)
+    found = {
+        model: {name: bytes_per_token(shape, jnp.dtype(jnp.bfloat16)) for name, shape in of.items()}
+        for model, of in SHAPES.items()
+    }
+    assert found == dict(d12=small, d36=large)
+    rivals = {name: (SHAPES["d36"][name].N, *SHAPES["d36"][name].flops()) for name in RIVALS}
+    assert rivals == dict(
+        gla=(18, 1_769_472, 29_952),
+        mlra2=(36, 1_769_472, 32_256),
+        mlra4=(72, 3_538_944, 64_512),
+        gta=(18, 0, 9216),
+        shared_kv=(10, 0, 16_640),
+        mfa=(10, 0, 16_640),
+    )
+    assert (SHAPES["d12"]["mfa"].N, SHAPES["d12"]["gta"].G, SHAPES["d12"]["gqa"].K) == (8, 2, 3)
+    for shape in (shape for of in SHAPES.values() for shape in of.values()):
+        operands, cache = abstract(shape, batch=2, length=16, dtype=jnp.float32)
+        o = jax.eval_shape(reference.decode_attention, operands, cache, jnp.zeros(2, jnp.int32))
+        width = shape.Hv or shape.C
+        assert o.shape == (2, 1, shape.N, width)
+        channels = operands.query.shape[-1] + getattr(shape, "P", 0)
+        assert operands.scale == channels**-0.5
+
+
 @pytest.mark.parametrize("name, angles", [("lrkv", True), ("gqa", True), ("mqa", False)])
 def test_a_capacity_beyond_the_angles_of_positions(name, angles):
     """lrkv rotates, gqa has a bias by position, mqa reads no angle."""
@@ -204,8 +277,27 @@ def test_every_class_of_operands_is_tested(x64):
     }
 
 
+def test_kinds_that_block_sizes_are_tuned_for(x64):
+    names = ("mha", "lrkv", "lrkv_one_base_each", "lrkv_no_rope", "factored", "factored_joint")
+    names += ("factored_no_rope", "factored_values", "mla", "mla_lrkv", "tpa")
+    built = [_build(name, 1) for name in names]
+    assert [operands.kind(cache) for operands, cache in built] == [
+        *("grouped", "residual_rotated_normed", "residual_rotated", "residual_normed"),
+        *("factored_rotated_normed", "factored_rotated", "factored_normed", "factored"),
+        *("latent", "latentresidual", "tensorproduct"),
+    ]
+
+
 # Of each kind of operands that READERS does not have; mlra has several latents.
-_OTHERS = ("lrkv_no_rope", "factored_no_rope", "factored_values", "kv_tied_plain", "gta", "mlra")
+_OTHERS = (
+    "lrkv_no_rope",
+    "factored",
+    "factored_no_rope",
+    "factored_values",
+    "kv_tied_plain",
+    "gta",
+    "mlra",
+)
 _OTHERS += ("tpa", "tpa_fixed_heads", "tpa_fixed_channels", "tpa_shared", "mla_paper_plain")
 
 

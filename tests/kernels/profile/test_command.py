@@ -1,6 +1,7 @@
 """`python -m kvjax.kernels.profile`: its options, messages, results and what it does without."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from kvjax.foundation import provenance
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
+from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.profile import __main__ as profile
 from kvjax.kernels.profile import agreement
@@ -128,6 +130,32 @@ def test_a_gpu_that_is_absent(command, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kvjax.kernels.profile.gpu_static", None)
     assert command_line.status(profile.main, ["--device=h200"]) == 2
     assert "--device=h200: its compiler is not here" in capsys.readouterr().err
+
+
+def test_what_a_compiler_reports_of_a_gpus_kernel(monkeypatch):
+    gpu_static = pytest.importorskip("kvjax.kernels.profile.gpu_static")
+    asked = []
+
+    def compile_for(device, function, operands, cache, first_B):
+        asked.append((device, cache["base_key"].shape, cache["base_key"].dtype, first_B.shape))
+        assert os.environ["MOSAIC_GPU_DUMP_PTX"] == "1" and first_B.dtype == jnp.int32
+        assert not jax.config.jax_enable_compilation_cache
+        folder = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+        report = "ptxas info: 12 bytes spill stores, 34 bytes spill loads\nUsed 56 registers"
+        (folder / "a.ptxas").write_text(report)
+        (folder / "a.resources.txt").write_text("smem_scratch_bytes=789")
+        (folder / "a.ptx").write_text("the kernel")
+        return "program"
+
+    monkeypatch.setattr(gpu_static.topology, "gpu_device", lambda name: f"a {name}")
+    monkeypatch.setattr(gpu_static.topology, "compile_for", compile_for)
+    shape, sizes = shapes.SHAPES["d12"]["gqa"], dict(batch=2, length=256)
+    figures = dict(registers=56, spill_bytes=12, shared_bytes=789)
+    assert gpu_static.resources(shape, **sizes, device="h100") == figures
+    assert gpu_static.compiled(shape, **sizes) == (figures, "program", "the kernel")
+    assert gpu_static.resources(shape, **sizes) == figures
+    for (device, *given), name in zip(asked, ("h100", "h200", "h200"), strict=True):
+        assert (device, given) == (f"a {name}", [(2, 3, 128, 256), jnp.bfloat16, (2,)])
 
 
 def test_the_kinds_tuned_for_are_those_of_the_datasheets():

@@ -273,6 +273,13 @@ def test_tuning_takes_the_fastest_and_says_how(seconds, monkeypatch, tmp_path):
     assert (entry["source"], entry["seconds"]) == ("measured", 1 / best)
     (found,) = measured.tune(_run(mechanisms=("mha",), implementations=("tpu",)))
     assert found["why"] == "no MHA here"
+    with monkeypatch.context() as small:
+        _bytes(small, ())
+        told = []
+        run = _run(mechanisms=("mha",), implementations=("xla",))
+        (found,) = measured.tune(run, told.append)
+        assert found.pop("why").endswith(" GB do not fit: 0.0 GB are left") and told == [found]
+        assert found == dict(mechanism="mha", implementation="", batch=2, length=512)
     monkeypatch.setattr(measured, "BLOCKS", (0, 0))  # of which the fake makes 1, as of nothing
     tuning.FILE.unlink()
     (found,) = measured.tune(_run(mechanisms=("mha",), implementations=("xla",)))

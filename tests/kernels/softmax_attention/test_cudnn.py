@@ -117,14 +117,24 @@ def test_cudnn_on_several_devices(cudnn, sizes, K):
 def test_older_gpus_have_narrower_heads(cudnn):
     cases.trace(cases.shapes(H=192))
     assert len(cudnn.calls) == 1
+    shorter = cases.shapes(length=128)[:1] + cases.shapes(length=256)[1:]
+    with pytest.raises(NotImplementedError, match="128 queries over 256 keys must be of as many"):
+        cases.trace(shorter, implementation="cudnn")
+    assert cases.trace(shorter, implementation="cudnn", causal=False).shape == shorter[0].shape
     cudnn.gpu.compute_capability = "8.0"
     with pytest.raises(NotImplementedError, match="192 is over 128, its limit on a GPU"):
         cases.trace(cases.shapes(H=192), implementation="cudnn")
 
 
+_FIRST_GPU = cudnn_lib._gpu
+
+
 def test_a_gpu_that_is_not_there_gets_xla(cudnn, monkeypatch):
     """cuDNN's plans are made by cuDNN: compiling ahead of time has none."""
-    monkeypatch.setattr(cudnn_lib, "_gpu", lambda: None)
+    monkeypatch.setattr(cudnn_lib, "_gpu", _FIRST_GPU)
+    with monkeypatch.context() as there:
+        there.setattr(jax, "local_devices", lambda: [cudnn.gpu, None])
+        assert cudnn_lib._gpu() is cudnn.gpu
     cases.trace(cases.shapes())
     assert not cudnn.calls
     with pytest.raises(NotImplementedError, match="on a machine with an NVIDIA GPU"):

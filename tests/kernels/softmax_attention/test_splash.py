@@ -155,6 +155,30 @@ def test_splash_says_what_it_does_not_take(monkeypatch, caplog, shape, sizes, me
     assert message.split(" ")[0] in record.getMessage()
 
 
+def test_keys_of_another_length_and_blocks_for_them():
+    q, k, v = (*cases.shapes(length=256)[:1], *cases.shapes(length=640)[1:])
+    run = functools.partial(cases.trace, implementation="splash")
+    assert run((q, k, v), causal=False).shape == q.shape
+    with pytest.raises(NotImplementedError, match="200 keys are not a multiple of 128"):
+        run((q, *cases.shapes(length=200)[1:]))
+    order = np.arange(640)[::-1]
+    assert run((q, k, v), key_positions_S=order).shape == q.shape
+    assert run((q, k, v), key_positions_S=order + 1, causal=False).shape == q.shape
+    with pytest.raises(NotImplementedError, match="must be 0 .. S - 1 in some order"):
+        run((q, k, v), key_positions_S=order + 1)
+    taken = {
+        (384, 640, 512): (384, 640, 128),
+        (2048, 4096, 1024): (1024, 1024, 512),
+        (2048, 4096, 1025): (512, 512, 512),
+        (128, 1152, 512): (128, 384, 384),
+    }
+    for sizes, (queries, keys, compute) in taken.items():
+        b = splash._block_sizes(*sizes)
+        assert (b.block_q, b.block_q_dkv, b.block_q_dq) == (queries,) * 3
+        assert (b.block_kv, b.block_kv_dkv, b.block_kv_dq) == (keys,) * 3
+        assert (b.block_kv_compute, b.block_kv_dkv_compute) == (compute,) * 2
+
+
 # -- compiled for TPUs -----------------------------------------------------------------------------
 
 
