@@ -39,6 +39,7 @@ def _jitted(**parameters):
     return jax.jit(functools.partial(_run, **parameters))
 
 
+NO_ROPE = ResidualSizes(N=8, K=4, J=2, H=64, Hv=192, rope_base=None)
 # Splits of 128 tokens in tiles of 64: the edges of both, and of a ring that holds no whole tile.
 EDGES = (0, 63, 64, 127, 128, 200, 255)
 
@@ -46,9 +47,11 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
 @pytest.mark.parametrize(
     "shape, firsts, parameters",
     [
-        (GroupedSizes(N=1, K=1), (63, 128, 255), dict(block=64, split=128)),
-        (ResidualSizes(N=1, K=1, Hv=64), (127, 255), dict(split=128)),
+        (GroupedSizes(N=6, K=2, H=64, Hv=192), (63, 128, 255), dict(block=64, split=128)),
         (LatentSizes(N=3, C=128), (255,), dict(split=128, slots=3)),
+        (LatentSizes(N=4, C=128, G=2, met=64, Hv=0), (200,), dict()),  # GTA
+        (ResidualSizes(N=8, K=4, J=1, Hv=64), (200,), dict(split=128, together=2)),
+        (NO_ROPE, (200,), dict(split=128)),
         *(
             pytest.param(*case, marks=slow)
             for case in (
@@ -58,12 +61,6 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
                 (LatentSizes(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
                 (LatentSizes(N=4, C=128, G=2, P=0, Hv=0), (255,), dict(slots=3)),  # held whole
                 (GroupedSizes(N=4, K=2), (255, 130), dict()),  # the defaults: one split
-                (
-                    ResidualSizes(N=4, K=4, J=2, H=64, Hv=64, rope_base=None),
-                    (63, 200),
-                    dict(split=128),
-                ),
-                (GroupedSizes(N=3, K=1, H=64, Hv=192), (100,), dict(split=256)),
                 (
                     GroupedSizes(N=4, K=4, H=32),
                     (190,),
@@ -78,8 +75,6 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
                 ),
                 (LatentSizes(N=9, C=64), (130,), dict(block=128)),
                 (LatentSizes(N=6, C=128, G=2), (130,), dict(split=128)),  # GLA
-                (LatentSizes(N=4, C=128, G=2, met=64, Hv=0), (200,), dict()),  # GTA
-                (ResidualSizes(N=12, K=4, J=1, Hv=64), (200,), dict(split=128, together=2)),
                 (ResidualSizes(N=12, K=4, J=1, Hv=64), (200,), dict(split=128, together=3)),
             )
         ),
