@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import struct
 import subprocess
 import sys
 import types
@@ -206,12 +207,28 @@ profile.main(["--json", "--model=d12", "--mechanisms=gqa", "--length=256", "--ro
     assert "torch" in by["torch"]["why"].lower()
 
 
-def test_a_plot_has_a_line_per_contender(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_a_plot_has_a_line_per_contender(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    made, original = [], figure.Figure
+    keep = lambda **options: made.append(original(**options)) or made[-1]
+    monkeypatch.setattr(figure, "Figure", keep)
     names = dict(mechanism="mha", implementation="xla", batch=1)
-    rows = [dict(names, length=n, gbps=float(n)) for n in (1, 2)] + [dict(names, why="not")]
+    rows = [dict(names, length=n, gbps=2.5 * n) for n in (1, 2)] + [dict(names, why="not")]
+    rows += [dict(names, batch=8, length=3, gbps=4.0)]
     profile.plot(rows, tmp_path / "sweep.png")
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    picture = (tmp_path / "sweep.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert struct.unpack(">II", picture[16:24]) == (1200, 750)
+    ((axes,),) = (figure.axes for figure in made)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert lines == {
+        "mha xla, batch 1": [[1, 2.5], [2, 5.0]],
+        "mha xla, batch 8": [[3, 4.0]],
+    }
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(lines)
+    assert {line.get_marker() for line in axes.get_lines()} == {"o"}
+    said = (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel(), axes.get_ylabel())
+    assert said == ("log", "linear", "cached tokens", "GB/s of cache")
 
 
 @pytest.fixture
@@ -219,7 +236,7 @@ def nothing_measured(monkeypatch, tmp_path):
     """Measuring and tuning find nothing, at once; results go to a folder of the test."""
     monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
     runs = []
-    monkeypatch.setattr(measured, "measure", lambda run, _: (runs.append(run), ([], 1.0))[1])
+    monkeypatch.setattr(measured, "measure", lambda run, _: (runs.append(run), ([], 2e9))[1])
     monkeypatch.setattr(measured, "tune", lambda run, _: (runs.append(run), [])[1])
     return runs
 
@@ -238,10 +255,26 @@ def test_a_cpu_is_asked_little_without_options(command, nothing_measured, monkey
 def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_measured, monkeypatch):
     monkeypatch.setattr(profile.datasheets, "of", lambda device: datasheets.get("h200"))
     for options in ([], ["--batch=2"], ["--length=8,9"], ["--batch=2,3", "--length=8"]):
-        command(*options)
+        text, result = command(*options)
+        assert result == dict(
+            name="kernels",
+            op="decode_attention",
+            model="d36",
+            device="h200",
+            static=False,
+            rows=[],
+            copy_gbps=2.0,
+        )
+        assert text.startswith(
+            "measured, cpu, float32: median of 3 rounds, their extremes, one layer. GB/s of "
+            "logical cache bytes; 4,800 by datasheet, 2.0 copying (read and written). MHA's time "
+            "is of the same turns as its; public MHA's, of the same batch and length\n"
+        )
     usual, *asked = nothing_measured
     assert usual.points[:5] == tuple((1, n) for n in (1024, 4096, 16384, 65536, 131072))
     assert usual.points[5:] == tuple((2**i, 32_768) for i in range(7))
+    assert (usual.target, usual.device, usual.model) == (0.05, "h200", "d36")
+    assert usual.implementations == ("xla",)
     assert usual.mechanisms == ("mha", "gqa", "lrkv", "lrkv_no_rope", "mla")
     assert asked[0].points == tuple((2, n) for _, n in usual.points[:5])
     assert [run.points for run in asked[1:]] == [((1, 8), (1, 9)), ((2, 8), (3, 8))]
