@@ -79,18 +79,20 @@ def test_a_tpu_that_is_absent(command, monkeypatch, tmp_path):
             raise NotImplementedError("the kernel takes no MHA")
         if mechanism == "gqa" and block == 512:
             raise tpu_static.DoesNotCompile("block 512: no")
-        return tpu_static.PerToken(3.0 + 1024 / block, dict(MXU=2.0, XLU=0.0))
+        slow = 10.0 if mechanism == "mqa" else 0.0
+        return tpu_static.PerToken(3.0 + slow + 1024 / block, dict(MXU=2.0, XLU=0.0))
 
     monkeypatch.setattr(tpu_static, "per_token", per_token)
-    text, result = command("--device=v5e", "--mechanisms=mha,lrkv,gqa", "--save")
+    text, result = command("--device=v5e", "--mechanisms=mha,lrkv,gqa,mqa", "--save")
     assert (result["device"], result["static"]) == ("v5e", True)
-    mha, lrkv, gqa = result["rows"]
+    mha, lrkv, gqa, mqa = result["rows"]
     assert mha["why"] == "the kernel takes no MHA" and "the kernel takes no MHA" in text
     assert lrkv["static"] and lrkv["bytes"] == 5192
     assert (lrkv["bundles"], lrkv["bundles_in_a_block"], lrkv["bundles_per_block"]) == (4, 3, 1024)
     assert gqa["bundles"] == 4 and gqa["without_blocks"] == "block 512: no"
     assert lrkv["of_hbm"] == pytest.approx(4 / 9.528, rel=1e-3) and lrkv["bandwidth_bound"]
     assert text.startswith("static, v5e") and "yes, by 2.38x" in text
+    assert not mqa["bandwidth_bound"] and "no, 14.90x over" in text
     assert "| MXU |" in text and "XLU" not in text  # units that do nothing have no column
     saved = json.loads((profile.RESULTS / "v5e_decode_attention_static.json").read_text())
     made_by = saved.pop("made_by")
@@ -101,19 +103,31 @@ def test_a_static_entry_is_labelled_so(command, monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "FILE", tmp_path / "tuned.json")
 
     def per_token(chip, model, mechanism, *, block=128):
-        if block > 1024:
-            raise tpu_static.DoesNotCompile("too large")
-        return tpu_static.PerToken(1 / block, {})
+        if block > 1024 or mechanism == "mha":
+            raise tpu_static.DoesNotCompile(f"too large at {block}")
+        return tpu_static.PerToken(block if mechanism == "gqa" else 1 / block, {})
 
     blocks = [dict(block=block) for block in (512, 1024, 2048)]
     monkeypatch.setattr(measured, "candidates", lambda name: [{}, *blocks])
 
     monkeypatch.setattr(tpu_static, "per_token", per_token)
-    command("--device=v5p", "--mechanisms=lrkv", "--tune", "--length=1024,4096")
-    ((key, entry),) = json.loads(tuning.FILE.read_text())["TPU v5"].items()
-    assert key.startswith("tpu/residual")
-    assert key.endswith("N18-K18-J1-R64-H128-V128-B1-S1024")
-    assert (entry["parameters"], entry["source"]) == (dict(block=1024), "static")
+    options = ("--device=v5p", "--mechanisms=lrkv,mha,gqa", "--tune", "--length=4096,1024")
+    text, result = command(*options)
+    key = "tpu/residual_rotated_normed/bfloat16-N18-K18-J1-R64-H128-V128-B1-S1024"
+    facts = dict(bundles_per_token=1 / 1024, by_default=1 / 128, tried=3)
+    assert result["tuned"] == [
+        dict(mechanism="lrkv", key=key, parameters=dict(block=1024)) | facts,
+        dict(mechanism="mha", why="too large at 128"),
+        dict(mechanism="gqa", why=measured.NOTHING_FASTER)
+        | dict(bundles_per_token=128, by_default=128, tried=3),
+    ]
+    assert text.splitlines() == [
+        f"lrkv tpu: {{'block': 1024}} under {key}",
+        "mha tpu: too large at 128",
+        f"gqa tpu: {measured.NOTHING_FASTER}",
+    ]
+    entry = dict(parameters=dict(block=1024), source="static") | facts
+    assert json.loads(tuning.FILE.read_text()) == {"TPU v5": {key: entry}}
 
 
 def test_a_gpu_that_is_absent(command, monkeypatch, capsys):
