@@ -87,9 +87,10 @@ def live_lines(
     return text, found
 
 
-def picture(panels: Sequence[Mapping], columns: int = 2) -> bytes:
-    """A PNG of several panels with lines, with one legend; each has arguments of `lines`."""
+def picture(panels: Sequence[Mapping]) -> bytes:
+    """A PNG of panels with lines, two in a row, with one legend; each has arguments of `lines`."""
     names = list(dict.fromkeys(name for panel in panels for name in panel["series"]))
+    columns = 2
     rows = -(-len(panels) // columns)
 
     def draw(figure: Figure) -> None:

@@ -23,7 +23,6 @@ INK, GRAY = "#1f2328", "#59636e"
 SERIES = "series-"  # the gid of an artist that the page can hide, with a number behind it
 _STYLE = {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "kvjax",
     "text.parse_math": False,
     "font.size": 11.5,
     "axes.titlesize": 12,
@@ -31,7 +30,6 @@ _STYLE = {
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": GRAY,
-    "axes.unicode_minus": True,
     "xtick.color": GRAY,
     "ytick.color": GRAY,
     "xtick.labelcolor": INK,

@@ -3,6 +3,7 @@
 import functools
 from html.parser import HTMLParser
 import json
+import pathlib
 import re
 from xml.etree import ElementTree
 
@@ -12,6 +13,7 @@ import pytest
 from kvjax.analysis.page import document
 from kvjax.analysis.page import draw
 from kvjax.analysis.page.section import Column
+from kvjax.analysis.page.section import Curve
 from kvjax.analysis.page.section import Figure
 from kvjax.analysis.page.section import Section
 from kvjax.analysis.page.section import Table
@@ -142,7 +144,7 @@ def sections() -> list[Section]:
 def live(name: str = "three </script> seeds") -> Figure:
     """Curves whose points a page tells; one with a band, one that stops early."""
     series = {name: ((1, 2, 4), (3.0, 2.5, 2.25)), "one": ((1, 2, 4), (3.5, float("nan"), 2.0))}
-    bands = {name: ((2.9, 2.4, 2.2), (3.1, 2.6, 2.3))}
+    bands = {name: ((2.9, 2.4, 2.2), (3.1, 2.6, 2.3)), "one": ((3, 2, None), (3.5, 2, 2))}
     svg, curves = draw.live_lines(series, x="tokens", y="bits", bands=bands)
     return Figure("Curves", svg, "Curves: from 1 to 3, 2 in the mean.", TEXT, curves)
 
@@ -194,6 +196,93 @@ def tree(html):
     return _Tree(html)
 
 
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'unsafe-inline'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<meta http-equiv="refresh" content="30">
+<title>A &amp; B</title>
+<style>
+page.css</style>
+</head>
+<body>
+<header id="top"><h1>A &amp; B</h1><p class="lead">Of 5 %.</p></header>
+<nav aria-label="Contents" id="contents"><h2>Contents</h2><ul>
+<li><a href="#first">The first</a></li>
+<li><a href="#second">The second</a></li>
+<li><a href="#about">About this report</a></li>
+</ul></nav>
+<main>
+<section id="first" aria-labelledby="first-title">
+<h2 id="first-title">The first</h2>
+<p class="lead">Leads.</p>
+<div class="figures">
+<figure id="first-figure-1"><h3>Lines</h3>
+<div class="card"><svg role="img" aria-label="Lines. From 1 to 2." viewBox="0 0 1 1"><svg/></svg>\
+</div>
+<script type="application/json" class="curves">[{"name":"a\\u003cb","color":"#123456",\
+"points":[[10.3,20.1,1.23457,2.0,0.5]]}]</script>
+<figcaption><p>Shown.</p><p><b>How to read it.</b> Read.</p><p><b>The paper.</b> Found.</p>\
+</figcaption></figure>
+<figure id="first-figure-2"><h3>Maps</h3>
+<div class="card"><svg role="img" aria-label="Maps. All." viewBox="0 0 2 2"></svg></div>
+<figcaption><p>Shown.</p><p><b>How to read it.</b> Read.</p></figcaption></figure>
+</div>
+<figure class="table"><h3 id="first-table-1">Numbers</h3>
+<div class="scroll" role="region" tabindex="0" aria-labelledby="first-table-1">\
+<table aria-labelledby="first-table-1">
+<thead><tr><th scope="col" class="number">n</th><th scope="col">said</th>\
+<th scope="col" class="number">x</th><th scope="col">none</th></tr></thead>
+<tbody>
+<tr><th scope="row" class="number" data-value="1">1</th><td>a</td>\
+<td class="number" data-value="2.25">2.2</td><td class="missing">–</td></tr>
+<tr><th scope="row" class="number" data-value="2000">2,000</th><td data-value="3.0">3.00</td>\
+<td class="number missing">–</td><td class="missing">–</td></tr>
+<tr><th scope="row" class="number" data-value="3">3</th><td data-value="Infinity">inf</td>\
+<td class="number" data-value="-Infinity">-inf</td><td class="missing">–</td></tr>
+</tbody></table></div>
+<figcaption><p>Shown.</p></figcaption></figure>
+<p class="top"><a href="#contents">Contents</a></p>
+</section>
+<section id="second" aria-labelledby="second-title">
+<h2 id="second-title">The second</h2>
+
+<p class="top"><a href="#contents">Contents</a></p>
+</section>
+</main>
+<footer><section id="about" aria-labelledby="about-title">
+<h2 id="about-title">About this report</h2>
+<dl><dt>Command</dt><dd>python</dd><dt>Packages</dt><dd>jax 0.11, numpy 2.4</dd></dl>
+</section></footer>
+<script>
+page.js</script>
+</body>
+</html>
+"""
+
+
+def test_the_whole_page(monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda path, encoding: path.name)
+    columns = [Column("n", ",d"), Column("said"), Column("x", ".1f"), Column("none")]
+    rows = [(1, "a", 2.25, None), (np.int64(2000), 3.0, np.nan, None), (3, np.inf, -np.inf, None)]
+    curve = Curve("a<b", "#123456", [(10.26, 20.14, 1.2345678, 2.0, 0.5)])
+    svg = '<svg viewBox="0 0 1 1"><svg/></svg>'
+    figures = [
+        Figure("Lines", svg, "From 1 to 2.", Text("Shown.", "Read.", "Found."), [curve]),
+        Figure("Maps", '<svg viewBox="0 0 2 2"></svg>', "All.", Text("Shown.", "Read.")),
+    ]
+    tables = [Table("Numbers", columns, rows, Text("Shown.", ""))]
+    first = Section("first", "The first", "Leads.", figures, tables, {})
+    about = {"Command": "python", "Packages": {"jax": "0.11", "numpy": "2.4"}, "Nothing": ""}
+    sections = [first, Section("second", "The second", "", [], [], {})]
+    assert document.page("A & B", "Of 5 %.", sections, about, again=30) == PAGE
+    assert "refresh" not in document.page("A & B", "", [], {})
+
+
 @pytest.mark.slow
 def test_it_is_whole_and_the_same_every_time(html, tree):
     assert html == made_up()
@@ -240,7 +329,7 @@ def test_a_page_knows_its_curves_points(html):
     first, second = json.loads(text)
     assert first["name"] == "three </script> seeds" and "</script>" not in text
     assert [point[2:] for point in first["points"]] == [[1, 3, 0.1], [2, 2.5, 0.1], [4, 2.25, 0.05]]
-    assert [point[2:] for point in second["points"]] == [[1, 3.5, 0], [4, 2, 0]]  # no nan
+    assert [point[2:] for point in second["points"]] == [[1, 3.5, 0.25], [4, 2, 0]]  # no nan
     (drawing,) = (svg for svg in re.findall(r"<svg.*?</svg>", html, re.S) if "data-series" in svg)
     root = ElementTree.fromstring(drawing)
     for i, curve in enumerate((first, second)):
@@ -248,71 +337,6 @@ def test_a_page_knows_its_curves_points(html):
         path = next(node for node in line.iter() if node.tag.endswith("path")).get("d")
         at = [list(map(float, pair)) for pair in re.findall(r"[ML] ?([\d.]+) ([\d.]+)", path)]
         assert np.allclose(at, [point[:2] for point in curve["points"]], atol=0.5)
-
-
-def test_a_page_of_what_goes_on_is_read_again():
-    of = lambda **more: document.page("t", "", [], {}, **more)
-    assert '<meta http-equiv="refresh" content="30">' in of(again=30)
-    assert "refresh" not in of()
-
-
-@pytest.mark.slow
-def test_figures_are_told_in_words(tree):
-    drawn = tree.all("svg")
-    titles = [*drawings(), "Curves"]
-    assert len(drawn) == len(titles)
-    for svg, title in zip(drawn, titles, strict=True):
-        assert svg["role"] == "img"
-        assert svg["aria-label"] == f"{title}. {title}: from 1 to 3, 2 in the mean."
-        assert "width" not in svg and "height" not in svg and "viewbox" in svg
-    assert len(tree.all("figure")) == len(tree.all("figcaption")) == len(drawn) + len(tables())
-    for said in (TEXT.shows, TEXT.read, TEXT.paper):
-        assert "".join(tree.texts).count(said) == len(tree.all("figure"))
-
-
-def test_a_sentence_that_there_is_none_of_leaves_nothing():
-    figure = Figure(
-        "t", draw.lines({"a": ((0, 1), (0, 1))}, x="x", y="y"), "", Text("Shown.", "Read.")
-    )
-    html = document.page("t", "", [Section("s", "S", "", [figure], [], {})], {})
-    assert "The paper." not in html and "<p></p>" not in html and 'class="lead"' not in html
-
-
-def test_tables_have_headers_and_values_to_sort_by(html):
-    root = [ElementTree.fromstring(t) for t in re.findall(r"<table.*?</table>", html, re.S)]
-    assert len(root) == 2
-    for table, given in zip(root, tables(), strict=True):
-        headers = table.findall("thead/tr/th")
-        assert [h.text.replace("\N{NO-BREAK SPACE}", " ") for h in headers] == [
-            column.name for column in given.columns
-        ]
-        assert all(h.get("scope") == "col" for h in headers)
-        rows = table.findall("tbody/tr")
-        assert len(rows) == len(given.rows)
-        for row, cells in zip(rows, given.rows, strict=True):
-            assert row[0].tag == "th" and row[0].get("scope") == "row"
-            assert [cell.tag for cell in row[1:]] == ["td"] * (len(cells) - 1)
-            for shown, cell in zip(row, cells, strict=True):
-                value = shown.get("data-value")
-                missing = cell is None or cell != cell
-                assert (shown.text == "–") == missing == ("missing" in shown.get("class", ""))
-                assert (value is None) == (missing or isinstance(cell, str))
-                assert value is None or float(value) == cell
-    assert [cell.text for cell in root[0].findall("tbody/tr")[0]] == ["MHA", "95.40", "98.9", "yes"]
-    right = [h.get("class") == "number" for h in root[0].findall("thead/tr/th")]
-    assert right == [False, True, True, False]
-
-
-@pytest.mark.parametrize("value, text", [(float("inf"), "Infinity"), (-float("inf"), "-Infinity")])
-def test_what_is_infinite_is_sorted_too(value, text):
-    table = Table("t", [Column("a"), Column("b")], [("x", value)], Text("", ""))
-    html = document.page("t", "", [Section("s", "S", "", [], [table], {})], {})
-    assert f'data-value="{text}"' in html
-
-
-def test_about_tells_what_there_is(html):
-    assert "<dt>Packages</dt><dd>jax 0.11.2, numpy 2.4</dd>" in html
-    assert "<dt>Nothing</dt>" not in html
 
 
 @pytest.mark.slow
