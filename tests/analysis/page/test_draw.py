@@ -107,6 +107,7 @@ def test_what_is_drawn(monkeypatch):
     signed = np.array([[-1.0, 0.25, np.nan, 3.0, 4.0], [2.0, -0.5, 1.0, 0.0, 2.5]])
     draw.heatmaps({long: signed}, x="x", y=long, bar="bar")
     grid = lambda *shape: np.linspace(2, 3, np.prod(shape)).reshape(shape)
+    draw.heatmaps({"a": np.full((2, 3), 3.0)}, x="x", y="y")
     draw.heatmaps({"a": grid(9, 3), long: grid(4, 7)}, x="x", y="y", high=5)
     draw.heatmaps({str(i): grid(3, 14) + i for i in range(4)}, x="x", y="y", low=0)
     draw.heatmaps(dict.fromkeys([long, *"bcdefghij"], grid(8, 9)), x=long, y=long)
@@ -127,7 +128,7 @@ def test_how_many_of_what_is_drawn():
     named = {0.0: "", -1.0: "", 1e-3: "10⁻³", 2e-3: "0.002", 99999.0: "99,999", 1e5: "10⁵"}
     named |= {2.5e-7: "2.5·10⁻⁷", 3e12: "3·10¹²"}
     assert {value: draw._power(value, None) for value in named} == named
-    legends = {(): 1, (8, 8): 2, (8,) * 5: 4, (9,) * 5: 3, (13, 1, 1): 3, (14, 1, 1): 2, (53,): 1}
+    legends = {(): 1, (8, 8): 2, (1,) * 6: 4, (9,) * 5: 3, (13, 1, 1): 3, (14, 1, 1): 2, (53,): 1}
     names = {lengths: ["n" * length for length in lengths] for lengths in legends}
     assert {key: draw._legend_columns(each) for key, each in names.items()} == legends
     height = lambda *lengths: round(draw._legend_height(["n" * length for length in lengths]), 2)
@@ -159,7 +160,8 @@ def _facts_of_axes(axes: Axes) -> list[str]:
         of = (*axis.get_view_interval(), len(axis.get_minorticklocs()), axis.label.get_text())
         ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
         named = [f"{tick.get_loc():.3g} {tick.label1.get_text()}" for tick in ticks]
-        found.append(f" {axis.get_scale()} {_told(of)} {' | '.join(named)}")
+        below = axis.get_transform().transform(np.full(1, -1.0))
+        found.append(f" {axis.get_scale()} {_told(below)} {_told(of)} {' | '.join(named)}")
         for tick in ticks[:1]:
             found += _facts_of([tick.tick1line, tick.label1, tick.gridline])
     kinds = (Line2D, Collection, AxesImage, Text)

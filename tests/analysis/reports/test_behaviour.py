@@ -268,8 +268,8 @@ def test_fewer_words_than_a_block_has():
 def test_bad_input(model):
     with pytest.raises(UserError, match="model.window = 1: every token sees itself alone"):
         report.check(_model(window=1), REQUEST)
-    with pytest.raises(UserError, match="lengths = 8: .* at least 16 tokens"):
-        report.check(model, Request(TEXTS, (4, 8)))
+    with pytest.raises(UserError, match="lengths = 15: .* at least 16 tokens"):
+        report.check(model, Request(TEXTS, (4, 15)))
     with pytest.raises(UserError, match="text 'one' has 16 tokens, fewer than the length 20"):
         report.section(model, Request(SHORT, (20,)))
     broken = _model()
@@ -278,6 +278,10 @@ def test_bad_input(model):
         report.section(broken, REQUEST)
 
 
-def test_all_that_it_says(measured, monkeypatch):
+def test_all_that_it_says(model, measured, monkeypatch):
+    texts = {name: np.zeros(5000, np.int32) for name in TEXTS}
+    asked = []
+    monkeypatch.setattr(measurements, "measure", lambda *given: (asked.append(given), measured)[1])
     golden.note_drawings(monkeypatch)
-    golden.check(report._section(Results("made", measured)))
+    golden.check(report.section(model, Request(texts, (15, 5000), seed=3)))
+    assert asked == [(model, texts, 5000, 3)]

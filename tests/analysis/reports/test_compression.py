@@ -538,8 +538,8 @@ def test_models_without_rope_that_see_all_tokens():
 
 
 def test_bad_input(model):
-    with pytest.raises(UserError, match="lengths = 8: .* at least 16 tokens"):
-        report.check(model, Request(TEXTS, (4, 8)))
+    with pytest.raises(UserError, match="lengths = 15: .* at least 16 tokens"):
+        report.check(model, Request(TEXTS, (4, 15)))
     sinusoids = workdirs.grouped(2, 2, qk_norm="none", position_channels=4)
     with pytest.raises(UserError, match="position_channels = 4"):
         report.check(_model(mechanism=sinusoids), REQUEST)
@@ -571,6 +571,13 @@ def test_what_is_not_finite_is_named():
         report.section(model, Request(dict(one=SHORT["one"]), (16,)))
 
 
-def test_all_that_it_says(measured, monkeypatch):
+def test_all_that_it_says(model, measured, monkeypatch):
+    """Rows have the length nearest to the paper's of those that are long enough."""
+    texts = {name: np.zeros(5000, np.int32) for name in TEXTS}
+    of = {(15, 5000): (5000, 5000), LENGTHS: (40, 40), (16, 5000): (16, 5000)}
+    asked = []
+    monkeypatch.setattr(measurements, "measure", lambda *given: (asked.append(given), measured)[1])
     golden.note_drawings(monkeypatch)
-    golden.check(report._section(Results("made", REQUEST, measured)))
+    for lengths in of:
+        golden.check(report.section(model, Request(texts, lengths)))
+    assert asked == [(model, texts, *lengths) for lengths in of.values()]

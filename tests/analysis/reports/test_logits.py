@@ -310,6 +310,11 @@ def test_what_is_not_finite_is_named():
         report.section(model, REQUEST)
 
 
-def test_all_that_it_says(measured, monkeypatch):
+def test_all_that_it_says(model, measured, monkeypatch):
+    """Perplexity is measured at the length nearest to the paper's, and at the longest."""
+    asked = []
+    noted = lambda *given, **at: (asked.append((given, at)), measured)[1]
+    monkeypatch.setattr(measurements, "measure", noted)
     golden.note_drawings(monkeypatch)
-    golden.check(report._section(Results("made", REQUEST, measured)))
+    golden.check(report.section(model, REQUEST))
+    assert asked == [((model, TEXTS, LENGTHS), dict(perplexity_at=[20]))]
