@@ -27,7 +27,7 @@ test-aot: .venv-aot/installed  ## compiles for TPUs and GPUs that are not there;
 	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -q -n 2 $(drawn) -m aot $(call marked,aot)
 
 test-beam: .venv-beam/installed  ## prepares data with Apache Beam
-	.venv-beam/bin/pytest -q -m beam $(call marked,beam)
+	.venv-beam/bin/pytest -q $(call marked,beam)
 
 test-lm-eval: .venv-lm-eval/installed  ## asks tasks of lm-evaluation-harness
 	.venv-lm-eval/bin/python -m pytest -q -n 2 -m lm_eval tests/lm_eval

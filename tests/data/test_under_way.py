@@ -1,5 +1,6 @@
 """The folder of a preparation under way: who works there is left alone, who is gone is not."""
 
+import dataclasses
 import os
 import pathlib
 import time
@@ -8,6 +9,7 @@ from etils import epath
 import pytest
 
 from kvjax.data import folders
+from kvjax.data import packed_rows
 from kvjax.data import under_way
 from kvjax.data.tokenized_part import Counts
 from kvjax.data.tokenized_part import Left
@@ -24,11 +26,53 @@ def making(tmp_path):
     return found
 
 
-def _publish(making, part, left_out=Left()):
+def _publish(making, part, left_out=Left(), **shards):
+    """Publishes a part with these bytes as a split's shard."""
+    counts = {"train": Counts(rows=1, documents=2), "validation": Counts()}
     with making.work() as work:
-        found = Made({"train": Counts(rows=1, documents=2), "validation": Counts()}, left_out)
+        for split, content in shards.items():
+            (work / packed_rows.shard_name(split, part, making.num_parts)).write_bytes(content)
+            counts[split] = dataclasses.replace(counts[split], file_bytes=len(content))
+        found = Made(counts, left_out)
         making.publish(part, work, found)
         return found
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_parts_of_the_same_text_are_taken_over(tmp_path, bucket, where):
+    """Whole ones, wherever they stood; the folder that had them is gone."""
+    top = epath.Path("gs://out" if where == "bucket" else tmp_path / "out")
+    old = under_way.UnderWay(top / "old", ["x", "a", "b", "c", "d", "e", "f"])
+    old.open(PLAN | dict(parts=7))
+    new = under_way.UnderWay(top / "new", ["f", "e", "d", "c", "b", "a", "g"])
+    name = lambda split, part: packed_rows.shard_name(split, part, 7)
+    made = {}
+    for left_out in (False, True):
+        new.open(PLAN)
+        old.open(PLAN | dict(parts=7))
+        _publish(old, 0, train=b"other text")
+        made["a"] = _publish(old, 1, train=b"aa", validation=b"a")
+        made["b"] = _publish(old, 2, Left(1, ("a line",), 5), train=b"bbb")
+        _publish(old, 3, train=b"cccc")  # half of it, and whole where it goes to
+        made["d"] = _publish(old, 4, train=b"ddddd")
+        _publish(old, 5, train=b"eeeeee")
+        _publish(old, 6, train=b"ff")
+        (old.rows / name("train", 3)).write_bytes(b"cc")
+        (old.rows / name("train", 4)).rename(new.rows / name("train", 2))  # by a first attempt
+        (new.rows / name("validation", 4)).write_bytes(b"of another text")
+        (old.folder / under_way.DONE / "00005.json").write_text("{}")
+        made["f"] = _publish(new, 0, train=b"f", validation=b"f0")
+        assert new.adopt(old.folder, left_out=left_out, shown=False) == (3 if left_out else 2)
+        assert not old.folder.exists() and new.missing() == ([1, 3, 6] if left_out else [1, 3, 4, 6])
+        expected = [made["f"], None, made["d"], None, made["b"] if left_out else None, made["a"], None]
+        assert new.all_made() == expected
+        rows = {path.name: path.read_bytes() for path in new.rows.iterdir()}
+        own = {("train", 0): b"f", ("validation", 0): b"f0", ("train", 2): b"ddddd"}
+        own |= {("train", 5): b"aa", ("validation", 5): b"a"}
+        own |= {("train", 4): b"bbb"} if left_out else {("validation", 4): b"of another text"}
+        assert rows == {name(*which): content for which, content in own.items()}
+        new.remove()
+    assert new.adopt(old.folder, left_out=True, shown=False) == 0
 
 
 def test_what_is_published_is_read_back(making):
