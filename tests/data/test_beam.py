@@ -93,7 +93,7 @@ def test_what_a_worker_cannot_read_is_one_message_and_mending_it_costs_its_parts
     lines = path.read_text().splitlines()
     broken, whole = [*lines[:9], lines[9][:9], *lines[10:]], [*lines[:9], *lines[10:]]
     path.write_text("\n".join(broken) + "\n")
-    with pytest.raises(DataError, match=r"^\S+1\.jsonl, .*is no JSON"):
+    with pytest.raises(DataError, match=r"^\S+1\.jsonl, .*is no JSON.*\)\.$"):
         prepare.prepare(config, beam_options=RUNNER)
     (before,) = config.root.glob("datasets/.under-way-*")
     shards = {
@@ -117,16 +117,20 @@ def test_a_target_that_workers_do_not_see_is_one_message(config):
         beam.make(making, "runner=FnApiRunner")
 
 
-def test_what_a_disk_fails_to_read_is_one_message(config, monkeypatch):
+def test_what_parts_fail_for_is_one_message(config, monkeypatch):
     from kvjax.data import beam
 
-    def fails(*args, **kwargs):
-        raise UserError("x could not be read: Input/output error")
-
     making = preparation.begin(preparation.look(config, shown=False), shown=False)
-    monkeypatch.setattr(pool, "make_part", fails)
-    with pytest.raises(UserError, match="^x could not be read: Input/output error$"):
-        beam.make(making, "runner=FnApiRunner")
+    others = len(making.corpus.parts) - 1
+    for kind, more in ((UserError, ""), (DataError, rf" \({others} more parts failed\)")):
+
+        def fails(*args, kind=kind, **kwargs):
+            raise kind("x could not be read: Input/output error")
+
+        monkeypatch.setattr(pool, "make_part", fails)
+        with pytest.raises(kind, match=f"^x could not be read: Input/output error{more}$"):
+            beam.make(making, "runner=FnApiRunner")
+    assert set(making.under_way.failures()) == {"x could not be read: Input/output error"}
 
 
 def test_a_worker_with_other_code_makes_nothing(config, monkeypatch):

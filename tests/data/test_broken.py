@@ -345,4 +345,9 @@ def test_the_command_lists_what_it_left_out(broken, capsys, monkeypatch):
     assert command_line.status(prepare.main, [*arguments, "--skip_broken", "--workers=1"]) == 0
     err = capsys.readouterr().err
     assert err.count("left out: ") == 3
-    assert command_line.status(prepare.main, [*arguments, "--workers=-1"]) == 2
+    nothing = pathlib.Path(broken.source) / "5.jsonl"
+    nothing.write_text("{\n" * 3)
+    alone = [f"--source={nothing}", "--tokenizer=byte", "--workers=1", "--skip_broken"]
+    assert command_line.status(prepare.main, [*arguments, *alone]) == 2
+    said = f"the train split is empty once what cannot be read is left out: {nothing}, line 1 is no"
+    assert said in capsys.readouterr().err

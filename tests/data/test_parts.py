@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import hashlib
+import lzma
 
 from etils import epath
 from hypothesis import given
@@ -48,14 +50,51 @@ def _pieces(config):
     return found, len(cut)
 
 
-@pytest.mark.parametrize("size", [100, 1000, 1 << 20])
-def test_parts_are_the_whole(config, whole, monkeypatch, size):
+def test_parts_are_the_whole(config, whole, monkeypatch):
     uncut = {split: list(sources.pieces(config, split)) for split in sources.SPLITS}
-    monkeypatch.setattr(parts, "PART_BYTES", size)
-    found, count = _pieces(config)
-    assert count > 12 if size < 9999 else count == 1
-    for split in sources.SPLITS:
-        assert whole(found[split]) == whole(uncut[split]) and found[split]
+    for size in (100, 1000, 1 << 20):
+        monkeypatch.setattr(parts, "PART_BYTES", size)
+        found, count = _pieces(config)
+        assert count > 12 if size < 9999 else count == 1
+        for split in sources.SPLITS:
+            assert whole(found[split]) == whole(uncut[split]) and found[split]
+
+
+def test_books_are_parts_as_they_lie(small_texts, whole, tmp_path, monkeypatch):
+    """Each is one range; its last bytes are held out, or nothing is."""
+    monkeypatch.setattr(source_kinds, "CORPUS", epath.Path(tmp_path))
+    monkeypatch.setattr(source_kinds, "EMBEDDED_VALIDATION_BYTES", 1500)
+    texts = {"train": [], "validation": [], "all": []}
+    sizes, fingerprints = [], []
+    for i, book in enumerate(source_kinds.BOOKS):
+        content = "\f".join(small_texts[i::2]).encode()
+        (tmp_path / book).write_bytes(lzma.compress(content))
+        sizes.append((tmp_path / book).stat().st_size)
+        cut = content.index(b"\n", len(content) - 1501) + 1
+        texts["all"] += content.decode().split("\f")
+        for split, part in (("train", content[:cut]), ("validation", content[cut:])):
+            texts[split] += [text for text in part.decode().split("\f") if text]
+        digest = hashlib.blake2b((tmp_path / book).read_bytes(), digest_size=16).hexdigest()
+        fingerprints.append((f"embedded:{book}", f"embedded 1500 {digest}"))
+        density = len(content) / sizes[-1]
+        book = source_kinds.EmbeddedBook(epath.Path(tmp_path / book))
+        assert list(book.ranges(7)) == [(0, 1, sizes[-1])] and book.density() == density
+        other = tmp_path / "other.xz"
+        other.write_bytes(lzma.compress(b"other"))
+        assert book.stamp() != source_kinds.EmbeddedBook(epath.Path(other)).stamp()
+    config = config_lib.DataConfig(validation_source=str(other.with_suffix(".txt")))
+    other.with_suffix(".txt").write_text("held out")
+    alone = dataclasses.replace(config, validation_source="")
+    assert sources.fingerprints(alone)["source"] == fingerprints
+    monkeypatch.setattr(parts, "PART_BYTES", min(sizes))
+    monkeypatch.setattr(parts, "_ROWS", 1)
+    (first, second), found = _parts(alone), _pieces(alone)[0]
+    assert [part.bytes for part in (first, second)] == sizes
+    assert [whole(found[split]) for split in sources.SPLITS] == [
+        texts["train"],
+        texts["validation"],
+    ]
+    assert whole(_pieces(config)[0]["train"]) == texts["all"]
 
 
 def test_parts_have_about_their_size_and_a_fixed_order(config, monkeypatch):

@@ -1,21 +1,25 @@
 """A corpus of many parts: the same bytes however it was made, killed or not, and no text twice."""
 
 import collections
+import concurrent.futures.process
 import dataclasses
 import hashlib
 import json
 import os
 import pathlib
+import pickle
 import random
 import resource
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import psutil
 import pytest
 
+from kvjax.data import config as config_lib
 from kvjax.data import estimate
 from kvjax.data import loader
 from kvjax.data import manifest
@@ -300,6 +304,46 @@ def test_a_prepared_corpus_is_found_without_opening_its_sources(config, monkeypa
     assert prepare.prepare(config) == path
 
 
+# By what is asked, the name of the folder: old data are found by it.
+NAMES = {
+    "bpe": "a53da88f3c165e780fca",
+    "bytes": "54a067803b505c4975ca",
+    "more of it": "f3a883c925a625d89a83",
+    "held out": "3e4db5a4a292860833e4",
+    "a file": "46e2bb378254f037267a",
+    "chat": "b341c47d7ac6ce543972",
+    "broken": "78983ac6e01cd32fd503",
+    "parts": "4d4f3ab0ff8d92d86a74",
+}
+
+
+def test_what_was_prepared_once_keeps_its_name(tmp_path, monkeypatch):
+    lines = "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(40))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfb\nc\n" * 40)
+    one = dict(source=f"{tmp_path}/a.jsonl", directory=str(tmp_path / "out"))
+    one["validation_fraction"] = 0.2
+    asked = {
+        "bpe": {},
+        "bytes": dict(tokenizer="byte"),
+        "more of it": dict(sequence_length=32, vocab_size=400),
+        "held out": dict(validation_fraction=0.25),
+        "a file": dict(validation_source=f"{tmp_path}/b.txt"),
+        "chat": dict(specials="chat"),
+    }
+    look = lambda skip_broken=False, **keys: (
+        preparation.look(
+            config_lib.DataConfig(**one | keys), skip_broken=skip_broken, shown=False
+        ).path.name
+    )
+    found = {name: look(**keys) for name, keys in asked.items()}
+    found["broken"] = look(skip_broken=True)
+    monkeypatch.setattr(parts, "PART_BYTES", 100)
+    monkeypatch.setattr(parts, "_ROWS", 1)
+    found["parts"] = look(sequence_length=16)
+    assert found == NAMES
+
+
 def test_a_source_that_changes_meanwhile_is_refused(config, monkeypatch):
     making = preparation.begin(preparation.look(config, shown=False), shown=False)
     making.make(workers=1, shown=False)
@@ -321,6 +365,78 @@ def test_with_nothing_done_an_earlier_attempt_is_no_hindrance(config, monkeypatc
     _stop_after(monkeypatch, config, 0)
     monkeypatch.setattr(preparation, "code", lambda: "other")
     prepare.prepare(config, workers=1)
+
+
+class _Workers(concurrent.futures.Executor):
+    """Processes' work done in this one, as they would be given it."""
+
+    def __init__(self, count, context, *, initializer, initargs):
+        self.count, self.method, self.ended = count, context.get_start_method(), None
+        initializer(*pickle.loads(pickle.dumps(initargs)))
+
+    def submit(self, function, part):
+        future = concurrent.futures.Future()
+        try:
+            future.set_result(function(pickle.loads(pickle.dumps(part))))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **options):
+        self.ended = options
+
+
+def test_what_workers_are_given(config, monkeypatch):
+    """And how they end: with their caller, and when one of them fails."""
+    (pathlib.Path(config.source) / "2.jsonl").unlink()
+    config = dataclasses.replace(config, tokenizer="byte", vocab_size=257)
+    making = preparation.begin(preparation.look(config, shown=False), shown=False)
+    pools, heard, killed = [], [], []
+    make = lambda *args, **options: pools.append(_Workers(*args, **options)) or pools[-1]
+    monkeypatch.setattr(pool.concurrent.futures, "ProcessPoolExecutor", make)
+    monkeypatch.setattr(pool.signal, "signal", lambda *args: heard.append(args))
+    thread = lambda *, target, daemon: types.SimpleNamespace(
+        start=lambda: heard.append((target, daemon))
+    )
+    monkeypatch.setattr(pool.threading, "Thread", thread)
+    monkeypatch.setenv("RAYON_NUM_THREADS", "7")
+    child = lambda name: types.SimpleNamespace(kill=lambda: killed.append(name))
+    children = [child("another's")]
+    monkeypatch.setattr(pool.multiprocessing, "active_children", lambda: list(children))
+    made, count = [], len(making.corpus.parts)
+    keys = dict(skip_broken=False, made=made.append)
+    of = lambda parts, workers: pool.make(
+        config, making.tokenizer, parts, making.under_way, workers=workers, **keys
+    )
+    of(making.corpus.parts[:3], workers=2)
+    assert sorted(part.index for part in made) == [0, 1, 2]
+    assert making.under_way.missing() == list(range(3, count))
+    (found,) = pools
+    assert (found.count, found.method) == (2, "spawn")
+    assert found.ended == dict(wait=True, cancel_futures=True)
+    assert heard == [(signal.SIGINT, signal.SIG_IGN), (pool._end_with_parent, True)]
+    assert os.environ["RAYON_NUM_THREADS"] == "1" and pool._given[1]._threads == 1
+    monkeypatch.setattr(pool.os, "_exit", heard.append)
+    parent = types.SimpleNamespace(join=lambda: heard.append("the caller ended"))
+    monkeypatch.setattr(pool.multiprocessing, "parent_process", lambda: parent)
+    pool._end_with_parent()
+    assert heard[2:] == ["the caller ended", 1]
+    for error, kind, said in (
+        (concurrent.futures.process.BrokenProcessPool("x"), UserError, "a worker of the prep.*was"),
+        (DataError("a bad source"), DataError, "^a bad source$"),
+    ):
+
+        def fails(*args, error=error, **kwargs):
+            children.append(child("a worker"))
+            raise error
+
+        monkeypatch.setattr(pool, "make_part", fails)
+        with pytest.raises(kind, match=said):
+            of(making.corpus.parts[3:], workers=99)
+        assert pools[-1].count == count - 3 and pools[-1].ended
+    assert set(killed) == {"a worker"}
+    of(making.corpus.parts[:0], workers=2)
+    assert len(pools) == 3
 
 
 @pytest.mark.slow
@@ -454,6 +570,40 @@ def test_time_by_the_plan(config):
     assert found.seconds(5) == pytest.approx(10 + 20)
     assert found.seconds(7) == pytest.approx(10 + 20)  # two rounds for some
     assert found.seconds(1000) == pytest.approx(10 + 10)
+
+
+class _Clock:
+    """Each look at it is a second later than the one before."""
+
+    def __init__(self):
+        self._now = 0
+
+    def perf_counter(self):
+        self._now += 1
+        return self._now
+
+
+def test_a_plan_of_a_corpus_that_is_read_whole(small_config, small_texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(estimate, "time", _Clock())
+    corpus = preparation.look(
+        dataclasses.replace(small_config, directory=str(tmp_path / "out")), shown=False
+    )
+    found = estimate.estimate(corpus, workers=2)
+    text_bytes = sum(len(text.encode()) for text in small_texts)
+    learned = tokenizer.train(small_texts, 400)
+    tokens = sum(1 + len(learned.encode(text)) for text in small_texts)
+    assert found == estimate.Estimate(
+        parts=1,
+        source_bytes=os.path.getsize(small_config.source),
+        text_bytes=pytest.approx(text_bytes),
+        tokens=pytest.approx(tokens),
+        row_bytes=pytest.approx(5 << 16),  # three blocks of rows, and what fills up two files
+        vocab_size=400,
+        reading=1 / text_bytes,
+        encoding=1 / text_bytes,
+        writing=pytest.approx(1.1 / text_bytes),  # a tenth is compressed by xz
+        training=1 / text_bytes,
+    )
 
 
 def test_a_run_does_not_prepare_for_hours_without_a_word(config, monkeypatch):

@@ -5,6 +5,7 @@ from concurrent import futures
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import json
 import os
 import pathlib
@@ -176,6 +177,17 @@ def test_rows_that_nobody_has_leave_nothing_open(dataset):
         del rows
         assert [ref() for ref in opened] == [None] * len(opened)
         gc.enable()
+
+
+def test_a_data_set_is_told_by_its_vocabulary_and_some_rows_of_each_split(dataset, written):
+    """Workdirs keep this digest."""
+    tokens = sorted(dataset.tokenizer.vocabulary().items(), key=lambda item: item[1])
+    told = hashlib.sha256(json.dumps(dict(tokens)).encode())
+    count = len(written[1])
+    rows = written[1][[i * (count - 1) // 31 for i in range(32)]]
+    for split in ("train", "validation"):
+        told.update(f"{split} {count} (32, 6)".encode() + rows.astype("<i4").tobytes())
+    assert dataset.digest == told.hexdigest()[:20]
 
 
 def test_evaluations_share_what_is_open(dataset, opened):

@@ -8,6 +8,7 @@ import os
 import shutil
 
 from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 import numpy as np
 import pyarrow as pa
@@ -42,6 +43,7 @@ def split_texts(documents):
     return lambda **keys: [read(split, **keys) for split in sources.SPLITS]
 
 
+@settings(deadline=None)
 @given(
     texts=st.lists(st.text(max_size=4), min_size=1, max_size=40),
     fraction=st.floats(0.05, 0.95),

@@ -63,8 +63,18 @@ def test_parts_of_the_same_text_are_taken_over(tmp_path, bucket, where):
         (old.folder / under_way.DONE / "00005.json").write_text("{}")
         made["f"] = _publish(new, 0, train=b"f", validation=b"f0")
         assert new.adopt(old.folder, left_out=left_out, shown=False) == (3 if left_out else 2)
-        assert not old.folder.exists() and new.missing() == ([1, 3, 6] if left_out else [1, 3, 4, 6])
-        expected = [made["f"], None, made["d"], None, made["b"] if left_out else None, made["a"], None]
+        assert not old.folder.exists() and new.missing() == (
+            [1, 3, 6] if left_out else [1, 3, 4, 6]
+        )
+        expected = [
+            made["f"],
+            None,
+            made["d"],
+            None,
+            made["b"] if left_out else None,
+            made["a"],
+            None,
+        ]
         assert new.all_made() == expected
         rows = {path.name: path.read_bytes() for path in new.rows.iterdir()}
         own = {("train", 0): b"f", ("validation", 0): b"f0", ("train", 2): b"ddddd"}

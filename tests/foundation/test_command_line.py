@@ -1,7 +1,10 @@
 """A config file with overrides, and what is said when that cannot be."""
 
 import argparse
+import io
+import os
 import pathlib
+import types
 
 import pytest
 
@@ -66,6 +69,8 @@ def test_no_such_file_says_what_there_is():
         load_config(pathlib.Path("nothing/of/the/kind.py"))
     with pytest.raises(UserError, match="is a folder; give a file. There: .*lrkv_tiny.py"):
         load_config(LRKV.parent)
+    with pytest.raises(UserError, match="^--config=x{5000}: File name too long$"):
+        load_config(pathlib.Path("x" * 5000))
 
 
 def test_a_config_of_ours_is_found_from_any_folder_unless_there_is_one(tmp_path, monkeypatch):
@@ -105,6 +110,11 @@ def test_what_is_said_of_a_value_names_the_option_it_was_given_as():
         (FileNotFoundError(2, "not there", "x"), 2, "kvjax: [Errno 2] not there: 'x'\n"),
         (TimeoutError(), 2, "kvjax: TimeoutError\n"),
         (MemoryError(), 2, "kvjax: out of memory (MemoryError): ask for less at once,"),
+        (
+            ModuleNotFoundError("x", name="no_such.part"),
+            2,
+            "kvjax: no_such is not installed: pip install kvjax\n",
+        ),
         (RuntimeError("RESOURCE_EXHAUSTED: 7 bytes\nmore"), 2, "kvjax: out of memory (RESOURCE"),
         (
             RuntimeError("Unable to initialize backend 'x': y\nz"),
@@ -145,12 +155,45 @@ def test_a_ctrl_c_is_said_once(capsys, monkeypatch, error):
     assert interrupted._taken
 
 
-def test_a_bug_keeps_its_traceback():
+@pytest.mark.parametrize("bug", [KeyError("a bug"), ModuleNotFoundError("x", name="json.none")])
+def test_a_bug_keeps_its_traceback(bug):
     def command(arguments):
-        raise KeyError("a bug")
+        raise bug
 
-    with pytest.raises(KeyError):
+    with pytest.raises(type(bug)):
         command_line.status(command, [])
+
+
+def test_what_was_closed_is_opened_and_what_cannot_be_written_is_left(monkeypatch):
+    """The next file would get the number of a stream that is closed."""
+    opened = []
+
+    def fstat(number):
+        if number:
+            return None
+        raise OSError
+
+    system = types.SimpleNamespace(
+        fstat=fstat,
+        open=lambda *args: opened.append(args),
+        fdopen=lambda *args, **options: (args, options),
+        **{name: getattr(os, name) for name in ("devnull", "O_RDWR")},
+    )
+    monkeypatch.setattr(command_line, "os", system)
+    monkeypatch.setattr(command_line.sys, "stdin", None)
+    before = command_line.sys.stdout
+    command_line._open_standard_streams()
+    assert opened == [(os.devnull, os.O_RDWR)] and command_line.sys.stdout is before
+    assert command_line.sys.stdin == ((0, "r"), dict(closefd=False))
+
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(28, "No space left")
+
+    discarded = []
+    monkeypatch.setattr(command_line.sys, "stdout", Full())
+    monkeypatch.setattr(command_line, "_discard_output", lambda: discarded.append(1))
+    assert command_line.status(lambda _: 0, []) == 2 and discarded
 
 
 @pytest.mark.parametrize(

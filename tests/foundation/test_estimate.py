@@ -16,6 +16,8 @@ def test_an_estimate_is_the_mean_with_students_interval():
     low, high = stats.t.interval(0.95, 2, loc=6.0, scale=stats.sem(values))
     assert found.mean == 6.0 and found.half == pytest.approx((high - low) / 2)
     assert estimate([4.0]) == Estimate(4.0, None)
+    with pytest.raises(ValueError, match="one seed has no p-value"):
+        p_value(Estimate(4.0, None), 1)
     assert p_value(found, 3) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert p_value(Estimate(found.half, found.half), 3) == pytest.approx(0.05)
     assert p_value(Estimate(-1.0, 0.0), 3) == 0 and p_value(Estimate(0.0, 0.0), 3) == 1
@@ -27,7 +29,7 @@ def test_only_an_interval_without_zero_tells_apart():
     assert Estimate(2.0, None).sign == 0  # one seed tells nothing
     assert Estimate(0.0, 0.0).sign == 0
     assert Estimate(-2.0, 0.254).shown("+.1f") == "-2.0 ± 0.3"
-    assert Estimate(2.0, None).shown() == "2.00"
+    assert Estimate(2.0, 0.254).shown() == "2.00 ± 0.25" and Estimate(2.0, None).shown() == "2.00"
 
 
 def test_another_unit_is_that_of_the_interval_too():

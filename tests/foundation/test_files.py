@@ -24,6 +24,37 @@ def test_what_is_there_keeps_its_name(tmp_path):
         unused.write_text("")
 
 
+def test_a_folder_is_watched_but_not_in_a_bucket(bucket, tmp_path):
+    (bucket / "x").mkdir()
+    remote, folder = files.Watched(epath.Path("gs://x")), tmp_path / "a"
+    folder.mkdir()
+    local = files.Watched(epath.Path(folder))
+    assert remote.change() == local.change() == ("", None)
+    (bucket / "x").rmdir()
+    folder.rename(tmp_path / "b")
+    assert remote.change() == ("", None)
+    assert local.change() == (f"was moved to {tmp_path}/b", epath.Path(tmp_path / "b"))
+    (tmp_path / "b").rmdir()
+    assert local.change() == ("was moved or removed", None)
+    for watched in (remote, local, local):
+        watched.close()
+
+
+def test_files_and_folders_are_moved_there_and_in_buckets(bucket, tmp_path):
+    (bucket / "x").mkdir()
+    for top in (epath.Path(tmp_path) / "top", epath.Path("gs://x/top")):
+        (top / "a" / "in").mkdir(parents=True)
+        for name in ("a/1", "a/in/2", "3"):
+            (top / name).write_text(name)
+            assert files.size(top / name) == len(name)
+        for name in ("a", "3", "none"):
+            files.move(top / name, top / f"to-{name}")
+        moved = [top / "to-a" / "1", top / "to-a" / "in" / "2"]
+        assert [path.read_text() for path in (*moved, top / "to-3")] == ["a/1", "a/in/2", "3"]
+        assert not (top / "a" / "1").exists() and files.size(top / "a" / "1") is None
+        assert files.size(moved[0] / "below") is None
+
+
 def test_names_are_found_wherever_their_folder_is(tmp_path):
     """Finds the files that pathlib's glob finds, except hidden ones."""
     for name in ("plain", "w[1]*{x}?", "w1"):

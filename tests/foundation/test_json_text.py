@@ -1,10 +1,15 @@
 """Checksums of records: no flipped bit is read as data."""
 
+import dataclasses
 import json
+import math
 
+from etils import epath
+import numpy as np
 import pytest
 
 from kvjax.foundation import json_text
+from kvjax.foundation.errors import UserError
 from tests import damage
 
 RECORD = {
@@ -28,6 +33,56 @@ def test_a_flipped_bit_is_refused_or_harmless():
         except ValueError:
             refused += 1
     assert refused > 8 * len(line) - 20
+
+
+def test_what_is_no_json(tmp_path):
+    deep, path = b"[" * 200_000, epath.Path(tmp_path) / "x.json"
+    for parse in (json_text.parse, json_text.parse_strictly):
+        with pytest.raises(ValueError, match="^nested too deeply$"):
+            parse(deep)
+    json_text.check_once(deep, "a")  # told by who parses it
+    record = []
+    for _ in range(5_000):
+        record = [record]
+    with pytest.raises(ValueError, match="^nested too deeply$"):
+        json_text.with_checksum(dict(a=record))
+    for text, said in (
+        (b'{"a": NaN}', "^NaN is no number of JSON's$"),
+        (b'{"a": 1, "b": {"c": 1, "d": 2, "c": 1}}', "^the key 'c' stands there twice$"),
+        (b'{"a": "\\ud800"}', "^holds half a surrogate pair, which is no text"),
+    ):
+        assert json_text.parse(text) is not None
+        with pytest.raises(ValueError, match=said):
+            json_text.parse_strictly(text)
+    assert json_text.parse_strictly(b'{"a": "\\ud83d\\ude42"}') == {"a": "🙂"}
+    for content, said in (
+        (None, "is missing: mend it"),
+        ("folder", "cannot be read: Is a directory"),
+        (b"{", r"is not JSON \(.*\): mend it"),
+        (b"[]", "is no JSON object: mend it"),
+        (b'{"a": 1, "crc32": 5}', r"is damaged \(its checksum is not .*\): mend it"),
+    ):
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content:
+            path.mkdir()
+        with pytest.raises(UserError, match=f"^{path} {said}$"):
+            json_text.read_record(path, "mend it")
+        if content == "folder":
+            path.rmdir()
+    path.write_text(json.dumps(json_text.with_checksum(RECORD)))
+    assert json_text.read_record(path, "") == RECORD
+
+
+def test_data_as_json_has_it():
+    @dataclasses.dataclass
+    class Point:
+        x: np.ndarray
+        y: float = math.inf
+
+    data = {1: np.float32(0.5), "a": (Point(np.array([1, 2])), [math.nan, True, None, "s"])}
+    expected = {"1": 0.5, "a": [{"x": [1, 2], "y": None}, [None, True, None, "s"]]}
+    assert json.dumps(json_text.plain(data)) == json.dumps(expected)
 
 
 def test_records_without_a_checksum_are_read_as_they_are():

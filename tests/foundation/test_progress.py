@@ -40,6 +40,25 @@ def wait(monkeypatch):
     return run
 
 
+def test_figures_for_a_reader():
+    numbers = 12_340_000, 999_949_999, 1e9, 1.2345e12
+    for made, of, said in (
+        (
+            progress.size,
+            numbers,
+            "12.3 MB,999.9 MB,1.00 GB,1,234.50 GB",
+        ),
+        (progress.count, numbers, "12.3M,999.9M,1.00B,1,234.50B"),
+        (progress.duration, (99.4, 100, 5999, 6000, 3.7e7), "99 s,2 min,100 min,1.7 h,10,277.8 h"),
+        (
+            progress.bar,
+            (-0.1, 0.5, 0.73, 1.2),
+            f"{'─' * 20} -10 %,{'━' * 10}{'─' * 10} 50 %,{'━' * 15}{'─' * 5} 73 %,{'━' * 20} 120 %",
+        ),
+    ):
+        assert ",".join(map(made, of)) == said
+
+
 def test_what_is_quick_says_nothing(wait):
     assert wait(0, terminal=True) == wait(0, terminal=False) == ""
 

@@ -1,15 +1,73 @@
 """What stands with a result: who made it, and how long the process had run."""
 
+import hashlib
+import importlib.metadata
 import json
+import os
+import platform
+import sys
+
+import jax
+import pytest
 
 from kvjax.foundation import provenance
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
 
 
-def test_a_result_says_what_made_it_and_how_long_the_process_ran(tmp_path, monkeypatch):
+def test_a_result_says_what_made_it_and_how_long_the_process_ran(tmp_path, monkeypatch, capsys):
     at = provenance._BEGUN + 12.34
     monkeypatch.setattr(provenance.time, "monotonic", lambda: at)
-    provenance.save(tmp_path / "made" / "x.json", dict(figure=1))
-    found = json.loads((tmp_path / "made" / "x.json").read_text())
+    monkeypatch.setattr(sys, "argv", ["x.py", "--a=1", "--b"])
+    monkeypatch.setattr(provenance, "program", lambda: "python -m x")
+    changes = ["status", "--short", "--", ":/", ":(top,exclude)experiments/results"]
+    said = {("rev-parse", "--short", "HEAD"): "1234567", tuple(changes): " M kvjax/x.py"}
+    monkeypatch.setattr(provenance, "_git", lambda *args: said[args])
+    monkeypatch.chdir(tmp_path)
+    provenance.save(tmp_path / "made" / "x.json", dict(figure=1), "pytest", "no_such_package")
+    assert capsys.readouterr() == ("", "kvjax: written: made/x.json\n")
+    text = (tmp_path / "made" / "x.json").read_text()
+    found = json.loads(text)
+    assert text == json.dumps(found, indent=1) + "\n"
     made_by = found.pop("made_by")
-    assert found == dict(figure=1) and made_by["process_seconds"] == 12.3
-    assert made_by["packages"]["jax"] and {"command", "date", "commit", "machine"} <= made_by.keys()
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pytest")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    with open("/proc/cpuinfo") as file:
+        names = [line.split(": ")[1].strip() for line in file if line.startswith("model name")]
+    assert len(made_by.pop("date")) == len("2026-01-01")
+    assert found == dict(figure=1) and list(made_by.pop("code")) == ["kvjax", "experiments"]
+    assert made_by == {
+        "command": "python -m x --a=1 --b",
+        "commit": "1234567+",
+        "machine": f"{names[0]}, {os.cpu_count()} cores, {memory:.0f} GiB",
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "process_seconds": 12.3,
+    }
+    provenance.save(tmp_path / "made" / "x.json", dict(figure=2), quiet=True)
+    assert capsys.readouterr() == ("", "")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(provenance.target.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UserError, match="^--save: .*file cannot be written"):
+        provenance.save(tmp_path / "file" / "x.json", {})
+    with pytest.raises(UserError, match=r"^--write: the checkout has changes .*\(M kvjax/x.py\)"):
+        provenance.check_commit("--write", ROOT / "experiments")
+    provenance.check_commit("--write", tmp_path)
+
+
+def test_code_is_told_by_names_and_gits_ids(monkeypatch, tmp_path):
+    for name, content in {"kvjax/b.py": "b", "kvjax/in/a.py": "é", "kvjax/c.txt": "c"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    blob = lambda content: hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    lines = f"kvjax/b.py {blob(b'b')}\nkvjax/in/a.py {blob('é'.encode())}\n"
+    digest = hashlib.sha256(lines.encode()).hexdigest()[:16]
+    assert provenance.code_on_disk() == dict(kvjax=digest)
+
+
+def test_where_git_is_not_there_is_no_commit(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert provenance._git("rev-parse", "HEAD") == ""
+    assert provenance.software()["commit"] == ""

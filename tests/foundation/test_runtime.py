@@ -1,12 +1,16 @@
 """Where things lie, and what is said of a path or a cache that cannot be used."""
 
+import logging
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import types
 
 from etils import epath
+import jax
+import psutil
 import pytest
 
 from kvjax.convert import __main__ as convert
@@ -139,3 +143,52 @@ def test_xla_makes_so_many_threads():
         command = [sys.executable, "-c", code.format(what)]
         counted.append(int(subprocess.check_output(command, cwd=ROOT, env=environment, text=True)))
     assert counted[0] < 60 < 128 <= counted[1]
+
+
+def test_how_a_process_starts(monkeypatch, tmp_path):
+    """Memory as XLA needs it, a cache of what is compiled unless JAX has one, and few words."""
+    set_to, told, values = [], [], types.SimpleNamespace(jax_compilation_cache_dir=None)
+    values.update = lambda *args: set_to.append(args)
+    library = types.SimpleNamespace(mallopt=lambda *args: told.append(args))
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(jax, "config", values)
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
+    runtime.start()
+    cache = [
+        ("jax_compilation_cache_dir", f"{tmp_path}/compiled"),
+        ("jax_persistent_cache_min_compile_time_secs", 0.5),
+    ]
+    assert set_to == cache and told == [(-4, 0), (-1, -1), (-8, 1)]
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "2"
+    levels = [logging.getLogger(name).level for name in ("absl", "jax", "orbax")]
+    assert levels == [logging.ERROR] * 3
+    runtime.start(compilation_cache=False)
+    values.jax_compilation_cache_dir = str(tmp_path)
+    runtime.start()
+    assert set_to == cache
+    (tmp_path / "file").write_text("")
+    values.jax_compilation_cache_dir = str(tmp_path / "file")
+    with pytest.raises(UserError, match="^JAX_COMPILATION_CACHE_DIR = .*must be a folder"):
+        runtime.start()
+    library.mallopt = None  # of another library of C
+    del library.mallopt
+    runtime.keep_large_blocks()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    library.mallopt = pytest.fail
+    runtime.keep_large_blocks()
+
+
+def test_memory_of_a_device(monkeypatch, tmp_path):
+    available = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    limit, device = tmp_path / "memory.max", types.SimpleNamespace(platform="cpu")
+    monkeypatch.setattr(runtime.epath, "Path", lambda path: limit)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device, device])
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert runtime.memory_per_device() == 500
+    for said, found in (("max\n", 500), ("300\n", 150), ("7000\n", 500)):
+        limit.write_text(said)
+        assert runtime.memory_per_device() == found
+    device.platform, device.memory_stats = "gpu", lambda: dict(bytes_limit=77, bytes_in_use=3)
+    assert runtime.memory_per_device() == 77

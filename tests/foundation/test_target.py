@@ -48,6 +48,35 @@ def test_files_that_cannot_be_written(monkeypatch, tmp_path):
         assert sorted(tmp_path.rglob("*")) == before, given
 
 
+def test_a_folder_is_made_and_gone_where_the_work_fails(tmp_path):
+    made, path = tmp_path / "a" / "b", epath.Path(tmp_path) / "a" / "b"
+    with target.folder(path):
+        assert made.is_dir()
+    assert made.is_dir()
+    os.rmdir(made)
+    with pytest.raises(KeyError), target.folder(path):
+        raise KeyError
+    assert made.parent.is_dir() and not made.exists()  # as it was
+    made.write_text("")
+    with (
+        pytest.raises(UserError, match=f"^--out: {made}/c cannot be made: "),
+        target.folder(path / "c"),
+    ):
+        pass
+    made.unlink()
+    os.mkfifo(made)
+    for out, names, said in (
+        (made.parent, ["x", "b"], "b is a pipe: give another"),
+        (tmp_path, ["a"], "a is a folder there: give another, or move it"),
+    ):
+        with pytest.raises(UserError, match=f"^--out = '{out}': {said}$"):
+            target.check(str(out), names)
+    assert str(target.check(f"{tmp_path}/c", ["x"], "--to")) == f"{tmp_path}/c"
+    with pytest.raises(UserError, match="^--to = "):
+        target.check(f"{made}/x", ["x"], "--to")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
 def test_what_cannot_be_written_in_the_end_is_kept_elsewhere(monkeypatch, tmp_path):
     monkeypatch.setattr(target.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
