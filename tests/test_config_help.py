@@ -42,6 +42,41 @@ def test_help_lists_the_keys_and_configs_there_are(capsys, monkeypatch):
         assert all(name in out for name in names)
 
 
+def test_what_a_run_is_given(monkeypatch, capsys):
+    from kvjax.training import loop
+
+    told = []
+    note = lambda name: lambda *args, **keys: told.append((name, args, keys))
+    monkeypatch.setattr(main.runtime, "start", note("runtime"))
+    monkeypatch.setattr(main.distributed, "start", note("job"))
+    monkeypatch.setattr(loop, "train", note("train"))
+    for given, said in (
+        ("--connect_seconds=0", "--connect_seconds=0: must be at least 1"),
+        ("--heartbeat_seconds=-1", "--heartbeat_seconds=-1: must be at least 1"),
+        ("--prepare_hours=-1", "--prepare_hours=-1.0: must be a number of hours, 0 or more"),
+        ("--prepare_hours=nan", "--prepare_hours=nan: must be a number of hours, 0 or more"),
+        ("--prepare_hours=inf", "--prepare_hours=inf: must be a number of hours, 0 or more"),
+    ):
+        assert command_line.status(main.main, [given]) == 2 and not told
+        assert capsys.readouterr().err == f"kvjax: {said}\n"
+    usual = dict(coordinator=None, num_processes=None, process_id=None)
+    usual |= dict(connect_seconds=300, heartbeat_seconds=100)
+    own = dict(coordinator="a:1", num_processes=3, process_id=2)
+    own |= dict(connect_seconds=1, heartbeat_seconds=4)
+    options = ["--workdir=x", "--prepare_hours=0", "--config.train.seed=3"]
+    options += [f"--{key}={value}" for key, value in own.items()]
+    for given, workdir, hours, seed, job in (
+        ([], "runs/lrkv_tiny", 1.0, 0, usual),
+        (options, "x", 0.0, 3, own),
+    ):
+        assert command_line.status(main.main, given) == 0
+        assert told[:2] == [("runtime", (), {}), ("job", (), job)]
+        ((name, (config, to), keys),) = told[2:]
+        assert (name, to, keys) == ("train", workdir, dict(prepare_hours=hours))
+        assert (config.name, config.train.seed) == ("lrkv_tiny", seed)
+        told.clear()
+
+
 def test_a_meaning_stands_behind_a_field_above_it_or_in_the_docstring():
     import dataclasses
 

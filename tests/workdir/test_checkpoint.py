@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import hashlib
+import json
 import pathlib
 import random
 import re
@@ -21,6 +23,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.training import loop
 from kvjax.training.program import Program
 from kvjax.workdir import checkpoint
+from kvjax.workdir import lineage
 from kvjax.workdir import storage
 from kvjax.workdir.checkpoint import CHECKPOINTS
 from kvjax.workdir.checkpoint import Checkpoints
@@ -476,6 +479,26 @@ def test_listing_steps_changes_nothing(saved):
     assert storage.steps(saved / CHECKPOINTS) == [2, 3]
     assert listing() == before
     assert storage.steps(saved / "nowhere") == [] and not (saved / "nowhere").exists()
+
+
+def test_a_parent_is_told_by_its_parameters(tmp_path, monkeypatch):
+    """Whatever else its checkpoint holds, and in however many pieces it is read."""
+    workdir = epath.Path(tmp_path)
+    params = {"w": np.arange(15.0, dtype=np.float32).reshape(5, 3), "a": {"s": np.float32(7)}}
+    checkpoints = Checkpoints(workdir / CHECKPOINTS, keep=1)
+    checkpoints.save(4, dict(params=jax.tree.map(jnp.asarray, params), n=jnp.ones(2)), position=0)
+    checkpoints.close()
+    told = hashlib.sha256(b"params.a.s () float32\n" + params["a"]["s"].tobytes())
+    told.update(b"params.w (5, 3) float32\n" + params["w"].tobytes())
+    for block in (1, 24, 1 << 28):
+        monkeypatch.setattr(lineage, "_BLOCK", block)
+        lineage.write(workdir, epath.Path("/parent"), workdir / CHECKPOINTS, 4)
+        text = (workdir / lineage.PARENT).read_text()
+        expected = dict(workdir="/parent", step=4, sha256=told.hexdigest())
+        assert text == json.dumps(expected, indent=1) + "\n"
+    for _ in range(2):
+        lineage.forget(workdir)
+        assert not (workdir / lineage.PARENT).exists()
 
 
 def test_another_identity_is_told_by_what_differs(saved):
