@@ -198,6 +198,25 @@ def test_sizes_that_do_not_go_together(shape, parameters, message):
         jax.eval_shape(functools.partial(_run, **parameters), operands, cache, first_B)
 
 
+def test_slots_and_registers_of_real_models():
+    """With d36's heads: slabs that fit half a multiprocessor, registers of a thread."""
+    found = {}
+    for name in ("mha", "gqa", "thin_keys", "lrkv", "lrkv_no_rope", "mla"):
+        shape = shapes.SHAPES["d36"][name]
+        problem = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
+        body = plans.BODIES[type(problem[0])](*problem)
+        scaled = "key_scale" in problem[1]
+        found[name] = plans.slots(body.plan, body.block, scaled), body.plan.registers(body.block)
+    assert found == dict(
+        mha=(6, 24),
+        gqa=(6, 24),
+        thin_keys=(6, 32),
+        lrkv=(7, 104),
+        lrkv_no_rope=(5, 48),
+        mla=(22, 168),
+    )
+
+
 @pytest.mark.parametrize("batch", [1, 4, 32, 500])
 @pytest.mark.parametrize("length", [128, 4224, 32_768])
 def test_splits_fill_the_multiprocessors_where_there_are_tokens_enough(batch, length):
