@@ -1,6 +1,7 @@
 """Rows of a mixture are a function of files, seed and tokenizer, in nanochat's order."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import random
@@ -111,9 +112,25 @@ def test_rows_are_one_stream_that_overlaps_by_a_token(tmp_path, mixture, rows):
     info = dataset.info["splits"]["train"]
     sets = {one["key"]: (one["rows"], one["read"]) for one in info["sets"]}
     assert sets == dict(smoltalk=(20, 16), mmlu=(9, 9), gsm8k=(12, 10))
-    assert info["documents"] == 35 and not dataset.is_masked
-    assert info["tokens"] == sum(len(ids) for ids, _ in _expected(rows, "train"))
-    assert info["bytes"] == sum(i < 256 for ids, _ in _expected(rows, "train") for i in ids)
+    assert not dataset.is_masked
+    sha256 = hashlib.sha256(TOKENIZER.to_json().encode()).hexdigest()
+    rest = {key: dataset.info[key] for key in ("format_version", "masked", "tokenizer", "dtype")}
+    assert rest == dict(
+        format_version=1,
+        masked=False,
+        tokenizer=dict(vocab_size=265, bos_id=256, sha256=sha256),
+        dtype="uint16",
+    )
+    assert dataset.info["mixture"] == json.loads(json.dumps(dataclasses.asdict(mixture)))
+    for split, documents in dict(train=35, validation=6).items():
+        info, expected = dataset.info["splits"][split], _expected(rows, split)
+        ids = [i for ids, _ in expected for i in ids]
+        assert info["documents"] == documents and info["filling"] == 0
+        assert (info["tokens"], info["bytes"]) == (len(ids), sum(i < 256 for i in ids))
+        of_sets = [
+            sum(one[key] for one in info["sets"]) for key in ("tokens", "trained", "rejected")
+        ]
+        assert of_sets == [len(ids), sum(sum(mask) for _, mask in expected), 0]
 
 
 def test_the_same_files_seed_and_tokenizer_give_the_same_rows(tmp_path, mixture, rows):
@@ -266,6 +283,20 @@ def test_validation_is_not_trained_on(tmp_path, mixture):
     ],
 )
 def test_values_that_cannot_be(keys, message):
+    """Beside those that are taken where nothing is said."""
+    plain = dataclasses.asdict(MixtureConfig(smoltalk="a", validation_smoltalk="b"))
+    given = {key: value for key, value in plain.items() if value != ""}
+    kinds = ("smoltalk", "mmlu", "gsm8k", "arc", "conversations")
+    assert given == dict(
+        smoltalk="a",
+        validation_smoltalk="b",
+        order=kinds,
+        seed=42,
+        limit=2048,
+        loss="all",
+        pack="stream",
+        skip_broken=False,
+    )
     with pytest.raises(UserError, match=message):
         MixtureConfig(**dict(smoltalk="a", validation_smoltalk="b") | keys)
 

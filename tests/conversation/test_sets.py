@@ -292,3 +292,50 @@ def test_tfds(tmp_path, monkeypatch):
 def _without_id(row):
     choices = [dict(text=t, label=x) for t, x in zip(*row["choices"].values(), strict=True)]
     return dict(question=row["question"], choices=choices, answerKey=row["answerKey"])
+
+
+PUBLISHED = {
+    "smoltalk": ("data/ of", "HuggingFaceTB/smol-smoltalk", "~/data/smol-smoltalk/data/"),
+    "mmlu": ("auxiliary_train/ and all/ of", "cais/mmlu", "~/data/mmlu/"),
+    "gsm8k": ("main/ of", "openai/gsm8k", "~/data/gsm8k/main/"),
+    "arc": ("ARC-Easy/ and ARC-Challenge/ of", "allenai/ai2_arc", "~/data/ai2_arc/"),
+}
+ROWS = {
+    "smoltalk": ([460_341], [24_229]),
+    "mmlu": ([99_842], [14_042]),
+    "gsm8k": ([7_473], [1_319]),
+    "arc": ([2_251, 1_119], [2_376, 1_172]),
+}
+
+
+def test_published_sets_have_their_rows_and_their_place(tmp_path, monkeypatch, capsys):
+    """A warning where a split has another number; what is missing is told with where to get it."""
+    path = _jsonl(tmp_path / "x.jsonl", GSM8K)
+    for kind, (what, name, folder) in PUBLISHED.items():
+        hint = f"{what} https://huggingface.co/datasets/{name} into {folder}, or say where"
+        with pytest.raises(MissingDataError, match=f"fetch the folders {hint} they are"):
+            sets.Set(Part("train", kind, kind, str(tmp_path / "none")))
+        for split, known in zip(("train", "validation"), ROWS[kind], strict=True):
+            found = sets.Set(Part(split, kind, kind, path))
+            for rows in (*known, known[0] + 1):
+                monkeypatch.setattr(sets.records, "count", lambda file, rows=rows: rows)
+                assert found.count() == rows
+                numbers = " or ".join(f"{number:,}" for number in known)
+                told = f"has {rows:,} rows; the published set has {numbers}\n"
+                err = capsys.readouterr().err
+                assert err.endswith(told) if rows == known[0] + 1 else not err
+    own = Part("train", "conversations", "conversations", path)
+    monkeypatch.setattr(sets.records, "count", lambda file: 5)
+    assert sets.Set(own).count() == 5 and not capsys.readouterr().err
+    for start, stop, wanted in ((0, 6, "6"), (5, None, "more than 5")):
+        with pytest.raises(DataError, match=rf"has 5 rows, and {wanted} are asked for: give a fi"):
+            sets.Set(own._replace(start=start, stop=stop)).count()
+
+
+def test_conversations_that_are_made_up_stay_the_same():
+    """Runs of the demo compare with each other because of that."""
+    found = sets.Set(Part("train", "conversations", "conversations", "embedded"))
+    digest = "25dc477fcd089ece5eb096dfb54fbcd54e705efd2b826a43d172d631a3e02349"
+    assert found.fingerprint() == found.digest() == digest
+    rows = list(found.rows())
+    assert found.count() == len(rows) == 500 and rows[7][0] == "embedded conversation 7"
