@@ -75,6 +75,8 @@ def test_values_are_pythons(text):
 def test_two_ways_to_write_a_result(text, nanochat, dataset):
     assert calculator.result(text) == nanochat
     assert calculator.result(text, "dataset") == dataset
+    assert calculator.MODES == ("nanochat", "dataset")
+    assert (calculator.value("1" * 1000), calculator.value("1" * 1001)) == (int("1" * 1000), None)
 
 
 @pytest.mark.parametrize(
