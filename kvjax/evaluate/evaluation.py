@@ -136,8 +136,8 @@ def opened(
     folder: epath.Path,
     identity: Callable[[str], Mapping[str, Any]],
     *,
-    unsaid: Mapping[str, Any] | None = None,
-    prompts: Mapping[str, Sequence[str]] | None = None,
+    unsaid: Mapping[str, Any],
+    prompts: Mapping[str, Sequence[str]],
 ) -> Iterator[dict[str, Rows]]:
     """The rows that are there, by task; this process's alone to add to.
 
@@ -153,15 +153,13 @@ def opened(
     with contextlib.ExitStack() as stack:
         stores = {}
         for name in names(plan):
-            more = dict(unsaid=unsaid, prompts=(prompts or {}).get(name, ()))
+            more = dict(unsaid=unsaid, prompts=prompts.get(name, ()))
             stores[name] = Rows(folder, name, identity(name), plan.share, **more)
             stack.callback(stores[name].close)
         yield stores
 
 
-def run(
-    model: Model, plan: Plan, stores: Mapping[str, Rows], *, shown: bool = True
-) -> dict[str, Done]:
+def run(model: Model, plan: Plan, stores: Mapping[str, Rows]) -> dict[str, Done]:
     """All rows that are not done yet, and those that are.
 
     Raises:
@@ -176,12 +174,12 @@ def run(
         else:
             block = model.batch
             ask = lambda indices, items=items: generated.ask(model, items, indices, plan.asked)
-        found[name] = _asked(name, stores[name], plan.count(len(items)), block, ask, shown)
+        found[name] = _asked(name, stores[name], plan.count(len(items)), block, ask)
     for task in plan.core:
         name = core_tasks.label_of(task)
         ask = lambda indices, task=task: core_tasks.ask(model, task, indices)
         count = plan.count(len(task.items))
-        found[name] = _asked(name, stores[name], count, 2 * model.batch, ask, shown)
+        found[name] = _asked(name, stores[name], count, 2 * model.batch, ask)
     return found
 
 
@@ -190,10 +188,10 @@ def names(plan: Plan) -> list[str]:
     return [*plan.questions, *map(core_tasks.label_of, plan.core)]
 
 
-def _asked(name: str, store: Rows, count: int, block: int, ask, shown: bool) -> Done:
+def _asked(name: str, store: Rows, count: int, block: int, ask) -> Done:
     missing, begun = store.missing(count), time.monotonic()
     within = lambda: {i: row for i, row in store.done.items() if i < count}
-    with progress.Steps(count, len(within()), shown=shown, unit=f"{name}: row") as bar:
+    with progress.Steps(count, len(within()), unit=f"{name}: row") as bar:
         for start in range(0, len(missing), block):
             new = ask(missing[start : start + block])
             store.add(new)

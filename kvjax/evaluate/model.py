@@ -1,6 +1,5 @@
 """The model that is asked, behind three methods: tests put oracles in its place."""
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 from typing import Protocol
@@ -55,17 +54,11 @@ class Served:
     """A model with a cache."""
 
     def __init__(
-        self,
-        generator: Generator,
-        tokenizer: Tokenizer,
-        dialogue: Dialogue,
-        *,
-        batch: int,
-        on_compile: Callable[[], None] | None = None,
+        self, generator: Generator, tokenizer: Tokenizer, dialogue: Dialogue, *, batch: int
     ):
         self.tokenizer, self.dialogue, self.batch = tokenizer, dialogue, batch
         self.positions = generator.positions
-        self._generator, self._on_compile = generator, on_compile
+        self._generator = generator
         self._scorer = Scorer(generator, batch=batch)
 
     def choices(self, prompts, candidates) -> list[np.ndarray]:
@@ -78,6 +71,5 @@ class Served:
         """Batches of one size: a short one is filled with its last prompt, which compiles less."""
         count = len(prompts)
         prompts = [*prompts, *[prompts[-1]] * (self.batch - count)]
-        options |= dict(on_compile=self._on_compile)
         found = answers_lib.answers(self._generator, self.dialogue, prompts, **options)
         return found[:count]

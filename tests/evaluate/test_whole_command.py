@@ -1,18 +1,33 @@
 """The whole command with a model that knows some answers: scores, tables, rows that are shared."""
 
+import hashlib
+import itertools
 import json
 import shutil
+import types
 
+from etils import epath
 import numpy as np
 import pytest
 
 from kvjax import sandbox
+from kvjax.conversation import questions
+from kvjax.data import records
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.decoding.answers import Answer
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate import __main__ as evaluate
+from kvjax.evaluate import evaluation
+from kvjax.evaluate import model as model_lib
+from kvjax.evaluate import rows as rows_lib
+from kvjax.evaluate.task import TASKS
 from kvjax.foundation import command_line
 from kvjax.foundation import json_text
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
+from kvjax.workdir import checkpoint
+from kvjax.workdir import trained
+from tests import golden
 from tests.conversation import workdirs
 from tests.evaluate import oracles
 
@@ -29,13 +44,13 @@ icl_tasks:
 TABLE = """\
 task              %  95 % interval   right  minutes
 -------------  ----  -------------  ------  -------
-arc_easy       60.0   23.1 to 88.2  3 of 5      0.0
-arc_challenge  25.0    4.6 to 69.9  1 of 4      0.0
-mmlu           75.0   40.9 to 92.9  6 of 8      0.0
-gsm8k          40.0   11.8 to 76.9  2 of 5      0.0
-humaneval      66.7   20.8 to 93.9  2 of 3      0.0
-core_x         66.7   30.0 to 90.3  4 of 6      0.0
-core_y         75.0   30.1 to 95.4  3 of 4      0.0
+arc_easy       60.0   23.1 to 88.2  3 of 5      1.5
+arc_challenge  25.0    4.6 to 69.9  1 of 4      1.5
+mmlu           75.0   40.9 to 92.9  6 of 8      1.5
+gsm8k          40.0   11.8 to 76.9  2 of 5      1.5
+humaneval      66.7   20.8 to 93.9  2 of 3      1.5
+core_x         66.7   30.0 to 90.3  4 of 6      1.5
+core_y         75.0   30.1 to 95.4  3 of 4      1.5
 combined       53.3   38.0 to 67.8       -        -
 
 ChatCORE 0.440: guessing counts as 0.
@@ -134,6 +149,7 @@ class Box:
     layers = ("a box", "a lock")
 
     def judge_all(self, problems):
+        self.judged = problems
         good = ["good" in problem.program for problem in problems]
         return [sandbox.Verdict(g, "" if g else "bad", 0.0, True) for g in good]
 
@@ -144,7 +160,11 @@ def run(data, tmp_path, monkeypatch, capsys):
     workdir = workdirs.write(tmp_path / "run")
     monkeypatch.setattr(runtime, "start", lambda: None)
     monkeypatch.setattr(progress, "FIRST_SECONDS", 1e6)
-    monkeypatch.setattr(evaluate, "_box", lambda options: Box())
+    box = Box()
+    monkeypatch.setattr(evaluate, "_box", lambda options: box)
+    clock = types.SimpleNamespace(monotonic=itertools.count(0, 90).__next__)
+    monkeypatch.setattr(evaluation, "time", clock)
+    monkeypatch.chdir(tmp_path)
 
     def command(*given, more=0, until=-1, status=0):
         models = []
@@ -160,7 +180,7 @@ def run(data, tmp_path, monkeypatch, capsys):
         assert found == status, err
         return out, err, models[0].asked if models else []
 
-    command.workdir = workdir
+    command.workdir, command.box = workdir, box
     return command
 
 
@@ -189,15 +209,76 @@ def test_scores_of_all_tasks_at_once_and_one_by_one(run, data):
     for name, expected in own.items():
         found = {key: value for key, value in tasks[name].items() if key not in scores}
         assert found == expected | dict(dialogue="nanochat", dtype="float32"), name
-    written = json.loads((run.workdir / "evaluations" / "0" / "summary.json").read_text())
-    written = json_text.without_checksum(written)
+    kept = run.workdir / "evaluations" / "0"
+    written = json_text.without_checksum(json.loads((kept / "summary.json").read_text()))
     assert written.pop("made_by") and written == result
+    assert {name: task["asked_now"] for name, task in result["tasks"].items()} == COUNTS
+
+    found, core = trained.find(run.workdir), [data / "core.yaml", data / "eval_meta_data.csv"]
+    assert result["model"] == dict(
+        workdir=str(run.workdir),
+        step=0,
+        checkpoint=checkpoint.fingerprint(found.checkpoints, 0),
+        tokenizer=hashlib.sha256(found.tokenizer.to_json().encode()).hexdigest(),
+    )
+    digest = lambda *files: records.digest(list(map(epath.Path, files)))
+    core = digest(*core, *(data / "eval_data" / f"{name}.jsonl" for name in "xy"))
+    sets = dict(result["data"])
+    assert sets.pop("core") == dict(sha256=core, tasks=2)
+    assert sets == {
+        name: dict(
+            files=[str(data / f"{name}.jsonl")],
+            sha256=digest(data / f"{name}.jsonl"),
+            rows=COUNTS[name],
+            published=TASKS[name].rows,
+        )
+        for name in FIVE
+    }
+    same = dict(dialogue="nanochat", dtype="float32")
+    talks = dict(template="", day="")
+    writes = dict(num_tokens=10, ends=result["options"]["ends"], calculator="nanochat")
+    judged = dict(humaneval="chat", sandbox="a box + a lock")
+    assert result["options"] == same | talks | writes | judged | dict(limit=0)
+    same |= {key: result["model"][key] for key in ("checkpoint", "tokenizer")}
+    for name in COUNTS:
+        of_task = {} if name.startswith("core") else talks
+        of_task |= writes if name in ("gsm8k", "humaneval") else {}
+        of_task |= judged if name == "humaneval" else {}
+        sha256 = result["data"][name]["sha256"] if name in FIVE else core
+        identity = json.loads((kept / f"{name}.json").read_text())
+        assert identity == same | of_task | dict(data=sha256), name
+    _check_rows(kept, found.tokenizer)
 
     for name in (*FIVE, "core"):
         out, *_ = run(f"--tasks={name}", "--json", f"--out={run.workdir}/apart")
     assert _tasks(out) == tasks
     same = ("model", "data", "combined", "chat_core", "core", "core_tasks")
     assert {key: json.loads(out)[key] for key in same} == {key: result[key] for key in same}
+
+
+def _check_rows(kept, tokenizer):
+    """Compares some rows on disk, right and wrong ones, with what they should say."""
+    dialogue = oracles.DIALOGUE
+
+    def row(name, i, **said):
+        (found,) = (row for row in rows_lib.of_file(kept / f"{name}.jsonl") if row["index"] == i)
+        ids = [tokenizer.bos_id, *tokenizer.encode(said.pop("core", ""))]
+        if name in FIVE:
+            text = said.pop("asked", f"{name} {i}?")
+            ids = dialogue.prompt([dict(role="user", content=text)]).ids
+        prompt = hashlib.sha256(np.array(ids, np.int64).tobytes()).hexdigest()[:16]
+        assert found == dict(index=i, prompt=prompt) | said, name
+
+    item = questions.mmlu(_row("mmlu", 7), "")
+    chosen = dict(letters="ABCD", logits=[1, 0, 0, 0], chosen="A", answer="D", right=False)
+    row("mmlu", 7, asked=questions.multiple_choice(item), **chosen)
+    row("gsm8k", 1, text="#### 1", tokens=6, right=True)
+    unfinished = dict(unfinished=True, right=False, reason="no marker")
+    row("gsm8k", 2, text="I do not k", tokens=10, **unfinished)
+    row("humaneval", 1, text="good", tokens=4, right=True, retried=True)
+    row("humaneval", 2, text="bad", tokens=3, right=False, reason="bad", retried=True)
+    # Of four rows that Random(1337) shuffles the second comes first.
+    row("core_y", 0, core="core_y 1? yes", nats=[2, 1], chosen=1, answer=1, right=True)
 
 
 def test_rows_are_asked_once_by_whoever_has_them(run):
@@ -219,6 +300,57 @@ def test_rows_are_asked_once_by_whoever_has_them(run):
     assert "calculator = 'nanochat', and now it is 'dataset'" in err
 
 
+def test_how_humaneval_is_asked_and_who_is_asked_in_plain_text(run, data, tmp_path, monkeypatch):
+    """Completes a prompt, with its helpers, of which there are none; then CORE without specials."""
+    given = ("--tasks=humaneval", "--humaneval=completion", "--humaneval_helpers=prompt")
+    out, err, _ = run(*given, "--json")
+    said = "HumanEval as completion, sandbox: a box + a lock, helpers of the prompt."
+    assert said in " ".join(err.split())
+    (task,) = _tasks(out).values()
+    asked = dict(humaneval="completion", humaneval_helpers="prompt", right=2)
+    assert task | asked == task and json.loads(out)["options"]["humaneval_helpers"] == "prompt"
+    identity = json.loads((tmp_path / "run/evaluations/0/humaneval.json").read_text())
+    assert identity | dict(humaneval="completion", humaneval_helpers="prompt") == identity
+    assert "template" not in identity
+    row = _row("humaneval", 2)
+    problem = sandbox.Problem(f"{row['prompt']}bad", row["test"], "f")
+    assert run.box.judged[-1] == problem
+
+    def fails(problems):
+        raise sandbox.SandboxError("it broke")
+
+    monkeypatch.setattr(run.box, "judge_all", fails)
+    _, err, _ = run("--tasks=humaneval", "--out=fails", status=2)
+    assert "humaneval: the sandbox failed: it broke. Run it again" in err
+    plain = workdirs.write(tmp_path / "plain", tokenizer=tokenizer_lib.byte_tokenizer())
+    out, err, _ = run("--tasks=core", f"--workdir={plain}", "--json")
+    assert json.loads(out)["options"]["dialogue"] == ""
+    assert err.endswith(
+        "Prompts: plain text.\n\nwritten: {}\n".format(plain / "evaluations/0/summary.json")
+    )
+
+
+def test_a_batch_is_filled_up_with_its_last_prompt(monkeypatch):
+    """A served model hands prompts to a scorer and a generator, in batches of one size."""
+    seen = []
+    generator = types.SimpleNamespace(positions=77)
+    scorer = types.SimpleNamespace(
+        choices=lambda *given: ("choices", *given),
+        continuations=lambda *given: ("continuations", *given),
+    )
+    monkeypatch.setattr(model_lib, "Scorer", lambda of, batch: seen.append((of, batch)) or scorer)
+    model = model_lib.Served(generator, "a tokenizer", "a dialogue", batch=4)
+    assert seen == [(generator, 4)]
+    assert (model.tokenizer, model.dialogue) == ("a tokenizer", "a dialogue")
+    assert (model.batch, model.positions) == (4, 77)
+    assert model.choices("prompts", "candidates") == ("choices", "prompts", "candidates")
+    assert model.continuations("asked") == ("continuations", "asked")
+    answer = lambda *given, **how: seen.append((given, how)) or [Answer(text=p) for p in given[2]]
+    monkeypatch.setattr(model_lib.answers_lib, "answers", answer)
+    assert model.answers(["a", "b"], num_tokens=3) == [Answer(text="a"), Answer(text="b")]
+    assert seen[1] == ((generator, "a dialogue", ["a", "b", "b", "b"]), dict(num_tokens=3))
+
+
 def test_a_summary_keeps_tasks_of_the_same_model_alone(run, tmp_path):
     run("--tasks=mmlu")
     path = run.workdir / "evaluations" / "0" / "summary.json"
@@ -234,11 +366,11 @@ def test_two_models_on_the_questions_of_both(run, tmp_path, capsys):
     run(ALL)
     other = tmp_path / "other"
     run(ALL, f"--out={other}", more=1)
-    sides = f"--compare={run.workdir},{other}"
+    sides = "--compare=run,other"
     assert command_line.status(evaluate.main, [sides, "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert (found["first"], found["second"]) == ([str(run.workdir)], [str(other)])
+    assert (found["first"], found["second"]) == (["run"], ["other"])
     for name, count in COUNTS.items():
         entry = found["tasks"][name]
         assert entry["rows"] == count
@@ -252,8 +384,19 @@ def test_two_models_on_the_questions_of_both(run, tmp_path, capsys):
     assert combined["difference"]["value"] == pytest.approx(means[0] - means[1])
     core = found["tasks"]["core"]
     assert [core["one"], core["other"]] == pytest.approx([0.5, 5 / 6])
-    assert "needs three seeds of each" in err
-    assert f"{run.workdir} beside {other}" in " ".join(err.split())
+    assert command_line.status(evaluate.main, ["--compare=run+run@0+run, other+other+other"]) == 0
+    seeds = capsys.readouterr().out
+    golden.check_text(f"{err}\n{seeds}\n{json.dumps(found)}", "evaluate/compared", 1e-6)
+    for given, said in {
+        "run": "give two workdirs, as runs/a,runs/b",
+        "run,": "give two workdirs",
+        "run,other,run": "give two workdirs",
+        "run@7,other": "run@7 has no evaluation of that step; there are evaluations of steps [0]: ",
+        "x@7,other": "x@7 has no evaluation of that step: python -m kvjax.evaluate --workdir=x\n",
+        "run,x": "--compare: x has no evaluation: python -m kvjax.evaluate --workdir=x\n",
+    }.items():
+        assert command_line.status(evaluate.main, [f"--compare={given}"]) == 2
+        assert said in capsys.readouterr().err
 
     kept = json.loads((other / "mmlu.json").read_text())
     (other / "mmlu.json").write_text(json.dumps(kept | dict(data="other")))

@@ -89,7 +89,8 @@ class TaskManager:
         if entry.cfg is None:
             return dict(tasks={n: _task(n, self.task_index[n].cfg) for n in entry.tags}, groups={})
         if "group" in entry.cfg:
-            members = {n: _task(n, self.task_index[n].cfg) for n in entry.cfg["task"]}
+            named = [member for member in entry.cfg["task"] if isinstance(member, str)]
+            members = {n: _task(n, self.task_index[n].cfg) for n in named}
             return dict(tasks=members, groups={name: f"the group {name}"})
         return dict(tasks={name: _task(name, entry.cfg)}, groups={})
 

@@ -60,6 +60,8 @@ def test_without_the_library_it_says_how_to_install_it(refused, monkeypatch):
 def test_wrong_options(refused):
     for changed, said in (
         (dict(workdir=""), "--workdir is missing"),
+        (dict(workdir=None), "--workdir is missing"),
+        (dict(tasks=None), "--tasks is missing"),
         (dict(workdir="no_such_run"), "no_such_run is no workdir of a run"),
         (dict(tasks=""), "--tasks is missing"),
         (dict(tasks="a,,b"), "--tasks=a,,b: a name is empty"),

@@ -244,7 +244,11 @@ LIBRARY = dict(
     broken=dict(),
     **{f"blimp_{i}": CHOICES for i in range(7)},
 )
-OWN = dict(mine=CHOICES, of_both=dict(group="of_both", task=["mine", "arc_easy"]))
+OWN = dict(
+    mine=CHOICES,
+    of_both=dict(group="of_both", task=["mine", "arc_easy"]),
+    in_place=dict(group="in_place", task=[CHOICES | dict(task="inner"), "mine"]),
+)
 
 
 @pytest.fixture
@@ -271,7 +275,7 @@ def test_tasks_by_names_patterns_tags_and_groups(index):
     assert index("both") == ["the group both"]
     assert index("texts", num_fewshot=0) == index("texts") == ["texts"]
     assert stand_in.TaskManager.made == [(None, True)]
-    assert index("mine", include_path="own") == ["mine"]
+    assert index("mine", "in_*", include_path="own") == ["mine", "the group in_place"]
     assert stand_in.TaskManager.made == [(None, True), ("own", False)]
     for names, found in (
         (["of_both"], ["the group of_both"]),
