@@ -16,11 +16,11 @@ from kvjax.data.config import is_prepared
 from kvjax.distributed.sharding import MeshConfig
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import between
-from kvjax.foundation.configuration import check_text
 from kvjax.foundation.configuration import checked
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.configuration import to_dataclass
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.text import check_text
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import REMAT_POLICIES

@@ -26,10 +26,10 @@ from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.command_line import say
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import check_text
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.errors import warn
+from kvjax.foundation.text import check_text
 from kvjax.workdir import dialogue as dialogue_lib
 from kvjax.workdir import trained
 

@@ -18,9 +18,9 @@ from kvjax.data import config as config_lib
 from kvjax.data.manifest import SPLITS
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import between
-from kvjax.foundation.configuration import check_text
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.text import check_text
 
 LIMIT = 2048  # tokens that a conversation is cut to
 KINDS = ("smoltalk", "mmlu", "gsm8k", "arc", "conversations")

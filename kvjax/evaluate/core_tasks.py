@@ -26,10 +26,10 @@ from kvjax.data import records
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate.letters import prompt_hash
 from kvjax.evaluate.model import Model
-from kvjax.foundation.configuration import check_text
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import MissingDataError
 from kvjax.foundation.errors import first_line
+from kvjax.foundation.text import check_text
 
 KINDS = ("multiple_choice", "schema", "language_modeling")
 _KEYS = {

@@ -6,6 +6,7 @@ import typing
 import ml_collections
 
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.text import check_text
 
 
 def to_dataclass(cls: type, values: ml_collections.ConfigDict, where: str):
@@ -52,19 +53,6 @@ def checked(value, hint, key: str):
     if wanted is str:
         check_text(key, value)
     return value
-
-
-def check_text(key: str, value: str) -> None:
-    """Raises a UserError for what no file and no terminal takes: lone surrogates and NUL.
-
-    Surrogates are what Python makes of a command line's bytes that are not UTF-8.
-    """
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{key} = {value!r}: is not UTF-8 text ({error.reason})") from error
-    if "\0" in value:
-        raise UserError(f"{key} = {value!r}: must not hold the character NUL")
 
 
 def one_of(key: str, value, allowed) -> None:
