@@ -94,32 +94,39 @@ def test_bad_steps_are_skipped_and_counted(source, tmp_path, monkeypatch, loss):
     assert states[7]["bad"]["mean_loss"] == states[5]["bad"]["mean_loss"] > 0
 
 
-@pytest.mark.parametrize("loss, grad_norm", [(1.0, np.inf), (1.0, np.nan), (np.inf, 1.0)])
-def test_one_figure_that_is_not_finite_makes_a_step_bad(loss, grad_norm):
-    """A gradient may overflow where its loss does not."""
-    policy = TrainConfig(num_steps=1, batch_size=1, bad_steps="skip")
-    bad = dict(skipped=4, in_a_row=2, mean_loss=np.float32(1.5))
-    is_bad, new, _ = program.judge(
-        jax.tree.map(jax.numpy.asarray, bad),
-        jax.numpy.float32(loss),
-        jax.numpy.float32(grad_norm),
-        policy,
-    )
-    assert is_bad and new == dict(skipped=5, in_a_row=3, mean_loss=1.5)
-
-
-@pytest.mark.slow
-def test_the_mean_of_recent_losses(source, tmp_path):
-    config = runs.small_config(*source, num_steps=5, spike_factor=100.0)
-    loop.train(config, epath.Path(tmp_path))
-    rows = [r for r in records(tmp_path) if "loss" in r]
-    mean = rows[0]["loss"]
-    assert mean == pytest.approx(np.log(257), rel=1e-6)  # the head starts at zero
-    assert rows[0]["mean_loss"] == 0
-    for row in rows[1:]:
-        assert row["mean_loss"] == pytest.approx(mean, rel=1e-6)
-        mean += program.MEAN_WEIGHT * (row["loss"] - mean)
-    assert all(r["bad"] == 0 and "skipped_steps" not in r for r in rows)
+def test_which_step_is_bad_and_what_is_told_of_it():
+    """A gradient may overflow where its loss does not; a spike is over a factor times the mean."""
+    skip, stop, spikes = dict(bad_steps="skip"), dict(bad_steps="stop"), dict(spike_factor=3.0)
+    for policy, mean, loss, grad_norm, is_bad, after in (
+        (skip, 1.5, 1.0, np.inf, True, 1.5),
+        (skip, 1.5, 1.0, np.nan, True, 1.5),
+        (skip, 1.5, np.inf, 1.0, True, 1.5),
+        (skip, 1.5, 99.0, 1.0, False, 1.5 + 97.5 / 50),
+        (skip | spikes, 1.5, 4.5, 1.0, False, 1.5 + 3.0 / 50),
+        (skip | spikes, 1.5, 4.6, 1.0, True, 1.5),
+        (stop | spikes, 1.5, 4.6, 1.0, True, 1.5),
+        (stop | spikes, 1.5, 0.5, 1.0, False, 1.5 - 1.0 / 50),
+        (stop | spikes, 0.0, 4.6, 1.0, False, 4.6),  # the first step
+        (stop, 1.5, 4.6, 1.0, False, 1.5 + 3.1 / 50),
+        (stop, 1.5, np.nan, 1.0, True, 1.5),
+    ):
+        bad = dict(skipped=np.int32(4), in_a_row=np.int32(2), mean_loss=np.float32(mean))
+        found, new, told = program.judge(
+            jax.tree.map(jax.numpy.asarray, bad),
+            jax.numpy.float32(loss),
+            jax.numpy.float32(grad_norm),
+            TrainConfig(num_steps=1, batch_size=1, **policy),
+        )
+        assert bool(found) == is_bad
+        skipped, in_a_row = 4 + (is_bad and policy["bad_steps"] == "skip"), 3 * is_bad
+        assert new.pop("mean_loss") == pytest.approx(after, rel=1e-6)
+        assert new == dict(skipped=skipped, in_a_row=in_a_row)
+        expected = {}
+        if policy != stop:
+            expected |= dict(bad=is_bad, mean_loss=np.float32(mean))
+        if policy["bad_steps"] == "skip":
+            expected |= dict(skipped_steps=skipped, bad_steps_in_a_row=in_a_row)
+        assert told == expected
 
 
 @pytest.mark.slow

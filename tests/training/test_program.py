@@ -1,0 +1,155 @@
+"""The training and evaluation steps around a model: of one whose losses are a formula."""
+
+import types
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from kvjax.experiment import TrainConfig
+from kvjax.model.transformer import Compute
+from kvjax.training import program
+
+VOCABULARY, BEGINS, RATE = 11, 3, 0.1
+
+
+class _Model(nnx.Module):
+    """It learns `seen` alone."""
+
+    def __init__(self, scale):
+        self.seen = nnx.Param(jnp.linspace(0.5, 1.5, VOCABULARY) * scale)
+        self.wanted = nnx.Param(jnp.linspace(2, 1, VOCABULARY) * scale)
+
+
+def _nats(seen, wanted, tokens, targets, positions, documents):
+    return seen[tokens] ** 2 * wanted[targets] * (1 + positions / 8) * (2 + documents)
+
+
+def token_losses(model, tokens, targets, *, compute, positions_BT, segments_BS):
+    del compute
+    documents = 0 if segments_BS is None else segments_BS
+    return _nats(model.seen[...], model.wanted[...], tokens, targets, positions_BT, documents)
+
+
+def mean_loss(model, *given, weights_BT=None, scale=None, dropout=None, **options):
+    nats = token_losses(model, *given, **options)
+    kept = 1 if dropout is None else jax.random.uniform(dropout)
+    if weights_BT is None:
+        return jnp.mean(nats) * kept
+    return jnp.sum(nats * weights_BT) * scale * kept
+
+
+def mean_taught_loss(model, *given, teacher, share, dropout, **options):
+    del dropout
+    own, taught = (jnp.mean(token_losses(m, *given, **options)) for m in (model, teacher))
+    return (1 - share) * own + share * own * taught
+
+
+def _split(rows, separate):
+    """Tokens, targets, whether they count, positions, documents."""
+    tokens = np.where(rows < 0, ~rows, rows)
+    documents = np.cumsum(tokens[:, :-1] == BEGINS, axis=1) if separate else 0
+    positions = np.arange(rows.shape[1] - 1)[None]
+    return tokens[:, :-1], tokens[:, 1:], rows[:, 1:] >= 0, positions, documents
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Losses that are formulas; the model's graph and pure dict, the teacher's, and rows."""
+    for function in (token_losses, mean_loss, mean_taught_loss):
+        monkeypatch.setattr(program, function.__name__, function)
+    made = [nnx.split(_Model(scale)) for scale in (1.0, 0.7)]
+    (graph, params), (_, teacher) = [(g, nnx.to_pure_dict(state)) for g, state in made]
+    rows = np.random.default_rng(0).integers(0, VOCABULARY, (6, 6)).astype(np.int32)
+    rows[:, 2] = BEGINS
+    masked = np.where(np.random.default_rng(1).random(rows.shape) < 0.6, rows, ~rows)
+    return types.SimpleNamespace(
+        graph=graph, params=params, teacher=teacher, rows=rows, masked=masked
+    )
+
+
+def test_a_step_is_its_formula(toy):
+    """Every way to take one: the mean over targets that count, its gradient, what stays."""
+    optimizer = optax.sgd(RATE)
+    learning = lambda params: dict(seen=params["seen"])
+    seen, wanted = (np.asarray(toy.params[key], np.float64) for key in ("seen", "wanted"))
+    key = jax.random.key(5)
+    bad = dict(skipped=jnp.int32(4), in_a_row=jnp.int32(2), mean_loss=jnp.float32(0.01))
+    state = dict(params=toy.params, optimizer=optimizer.init(learning(toy.params)), bad=bad)
+    state |= dict(step=jnp.int32(7), key=jax.random.key_data(key))
+    skip = TrainConfig(num_steps=1, batch_size=1, bad_steps="skip", spike_factor=2.0)
+    for case in (
+        dict(parts=1),
+        dict(parts=3),
+        dict(parts=1, begins=BEGINS),
+        dict(parts=3, begins=BEGINS, masked=True),
+        dict(parts=1, masked=True),
+        dict(parts=1, drops=True),
+        dict(parts=3, drops=True),
+        dict(parts=1, policy=TrainConfig(num_steps=1, batch_size=1)),
+        dict(parts=1, policy=skip),
+        dict(parts=1, begins=BEGINS, teacher=0.3),
+    ):
+        parts, masked = case["parts"], case.get("masked", False)
+        rows = toy.masked if masked else toy.rows
+        tokens, targets, counts, positions, documents = _split(rows, "begins" in case)
+        weights = np.ones((6, 1))
+        if "drops" in case:
+            own = jax.random.fold_in(key, 7)
+            keys = [own] if parts == 1 else jax.random.split(own, parts)
+            weights[:, 0] = [jax.random.uniform(keys[i % parts]) for i in range(6)]
+        weights = weights * (counts / counts.sum() if masked else 1 / counts.size)
+        nats = _nats(seen, wanted, tokens, targets, positions, documents)
+        grads = np.zeros(VOCABULARY)
+        np.add.at(grads, tokens, 2 * nats * weights / seen[tokens])
+        loss = np.sum(nats * weights)
+        options = dict(case, graph=toy.graph, optimizer=optimizer, compute=Compute())
+        options["learning"], given = learning, []
+        if share := options.pop("teacher", 0):
+            policy = TrainConfig(num_steps=1, batch_size=1, teacher_share=share)
+            options |= dict(teacher_graph=toy.graph, policy=policy)
+            given = [toy.teacher]
+            taught = _nats(seen * 0.7, wanted * 0.7, tokens, targets, positions, documents)
+            factor = 1 - share + share * taught.mean()
+            loss, grads = loss * factor, grads * factor
+        new, metrics = program.train_step(state, jnp.asarray(rows), *given, **options)
+        moved = seen if case.get("policy") == skip else seen - RATE * grads
+        close = dict(rtol=1e-5, err_msg=str(case))
+        np.testing.assert_allclose(metrics.pop("loss"), loss, **close)
+        np.testing.assert_allclose(metrics.pop("grad_norm"), np.linalg.norm(grads), **close)
+        norm = np.sqrt(np.sum(moved**2) + np.sum(wanted**2))
+        np.testing.assert_allclose(metrics.pop("param_norm"), norm, **close)
+        np.testing.assert_allclose(new["params"]["seen"], moved, **close)
+        np.testing.assert_array_equal(new["params"]["wanted"], toy.params["wanted"])
+        np.testing.assert_array_equal(new["key"], state["key"])
+        assert new["step"] == 8 and ("bad" in new) == ("policy" in options), case
+        assert set(new) - {"bad"} == {"params", "optimizer", "step", "key"}
+        told = dict(bad=1, mean_loss=np.float32(0.01), skipped_steps=5, bad_steps_in_a_row=3)
+        assert metrics == (told if case.get("policy") == skip else {}), case
+
+
+def test_sums_of_an_evaluation_are_over_targets_with_bytes(toy):
+    sizes = np.array([0, 1, 2, 0, 3, 1, 1, 4, 0, 2, 5])
+    seen, wanted = (np.asarray(toy.params[key], np.float64) for key in ("seen", "wanted"))
+    for masked, begins in ((False, None), (False, BEGINS), (True, None), (True, BEGINS)):
+        rows = toy.masked if masked else toy.rows
+        tokens, targets, counts, positions, documents = _split(rows, begins is not None)
+        nats = _nats(seen, wanted, tokens, targets, positions, documents)
+        expected = []
+        for count in (counts, np.ones_like(counts)) if masked else (counts,):
+            sized = count * sizes[targets]
+            expected += [np.sum(nats * (sized > 0)), sized.sum(), np.sum(sized > 0)]
+        options = dict(graph=toy.graph, compute=Compute(), masked=masked, begins=begins)
+        found = program.eval_step(toy.params, jnp.asarray(rows), jnp.asarray(sizes), **options)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    # Over two devices each has the first and the last quarter, or the two between.
+    order = [0, 1, 6, 7, 2, 3, 4, 5]
+    rows = np.arange(27).reshape(3, 9) ** 2
+    split = types.SimpleNamespace(sequence=2, place=lambda x: x)
+    tokens, targets, positions = program.next_tokens(rows, split)
+    np.testing.assert_array_equal(tokens, rows[:, order])
+    np.testing.assert_array_equal(targets, rows[:, 1:][:, order])
+    np.testing.assert_array_equal(positions, [order])
