@@ -1,6 +1,7 @@
 """The command: a published model in, a smaller cache out, and what is wrong with options."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import re
@@ -230,18 +231,71 @@ def test_a_damaged_source_leaves_nothing(run, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.slow
-def test_fewer_tokens_than_asked_are_told(run, imported, text, tmp_path):
-    """And rows longer than the model was trained on; both are what is written down."""
-    options = [f"--source={imported('llama')}", f"--out={tmp_path / 'out'}", "--json"]
-    status, printed, errors = run(*options, f"--evaluate={text}", "--row_length=32")
-    errors = " ".join(errors.split())
-    assert status == 0, errors
-    count = json.loads(printed)["evaluated"]["tokens"]
-    assert 0 < count < 16_384 and count % 32 == 0
-    assert f"has {count:,} tokens of the 16,384 asked for" in errors
-    assert f"perplexity of {count:,} held-out tokens" in errors
-    assert "--row_length = 32: llama was trained on rows of 24 tokens" in errors
+def test_all_that_is_said_and_written_down(run, text, tmp_path, monkeypatch):
+    """Of a cache that keys and values share, by texts too short and rows too long."""
+    block = dataclasses.replace(workdirs.BLOCKS["llama"], num_layers=6)
+    mechanism = workdirs.grouped(2, 2, qk_norm="none")
+    workdirs.write(tmp_path / "source", workdirs.config(block, mechanism))
+    shutil.copy(text, tmp_path / "calibration.jsonl")
+    shutil.copy(text, tmp_path / "held.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def converted(out, *options):
+        status, printed, errors = run("--source=source", f"--out={out}", "--multiple=1", *options)
+        assert status == 0, errors
+        record = json.loads((tmp_path / out / "conversion.json").read_text())
+        del record["made_by"]
+        return printed.strip().splitlines(), " ".join(errors.split()), record
+
+    texts = ["--calibrate=calibration.jsonl", "--evaluate=held.jsonl", "--row_length=48"]
+    printed, errors, record = converted("half", "--cache=0.5", "--calibrate_tokens=200", *texts)
+    lost, perplexity = record.pop("errors"), record.pop("perplexity")
+    assert record == dict(
+        source="source",
+        method="thin_keys",
+        cache_bytes_per_token=dict(before=384, after=192),
+        cache_dtype="bfloat16",
+        options=dict(
+            cache=0.5,
+            multiple=1,
+            objective="outputs",
+            calibrate="calibration.jsonl",
+            calibrate_tokens=200,
+            mode="joint",
+            part="key_value",
+            row_length=48,
+        ),
+        ranks=[6] * 6,
+        value_ranks=[10] * 6,
+        calibrated=dict(text="calibration.jsonl", tokens=240),
+        evaluated=dict(text="held.jsonl", tokens=144),
+    )
+    shares = [0.04231, 0.09556, 0.12163, 0.12331, 0.13212, 0.13868]
+    assert [x["key"] for x in lost.values()] == pytest.approx(shares, rel=1e-3)
+    shares = [0.00051521, 0.018403, 0.031830, 0.034476, 0.024851, 0.033489]
+    assert [x["value"] for x in lost.values()] == pytest.approx(shares, rel=1e-3)
+    assert perplexity == pytest.approx(dict(before=427.3285, after=435.7122), rel=1e-4)
+    assert printed == [
+        "written: half, from source",
+        "calibrated on 240 tokens (calibration.jsonl)",
+        "in every layer keys have rank 6, values 10",
+        "Share of the energy that is lost",
+        "",
+        "layer     key   value",
+        "-----  ------  ------",
+        *(f"{i}      {x['key']:.4f}  {x['value']:.4f}" for i, x in lost.items()),
+        "",
+        "perplexity of 144 held-out tokens (held.jsonl): "
+        f"{perplexity['before']:.3f} before, {perplexity['after']:.3f} after",
+        "",
+        "cache: 192 bytes per token in bfloat16, 0.500 of 384",
+        "",
+        "python -m kvjax.generate --workdir=half --prompt='Once'",
+    ]
+    longer = "WARNING: --row_length = 48: source was trained on rows of 40 tokens "
+    few = "WARNING: --evaluate=held.jsonl: has 144 tokens of the 16,384 asked for"
+    assert errors == longer * 2 + few
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.attention import Attention
 from kvjax.convert import calibration
 from kvjax.convert import layerwise
 from kvjax.convert import model as model_lib
@@ -18,17 +19,32 @@ from tests.convert import comparison
 from tests.convert import workdirs
 
 
-@pytest.mark.slow
-def test_perplexity_layer_by_layer_is_the_models(imported):
-    """It is that of the model as a whole, also where the last few rows are fewer."""
-    rows_BT = np.random.default_rng(3).integers(0, 38, (5, 12)).astype(np.int32)
-    for name in ("gpt2", "llama_tied_bias", "mistral_window"):
-        source = model_lib.open(str(imported(name)))
-        whole = model_lib.transformer(source)
+@pytest.mark.parametrize("name", workdirs.BLOCKS)
+def test_perplexity_layer_by_layer_is_the_models(name):
+    """Of every kind of block, with few rows last; so are losses with another attention."""
+    source = workdirs.Made(workdirs.config(name, workdirs.grouped(2, 1, 3, **workdirs.PLAIN)))
+    rows_BT = np.random.default_rng(3).integers(0, 257, (5, 12)).astype(np.int32)
+
+    def nats():
         losses = nnx.jit(functools.partial(token_losses, compute=workdirs.F32))
-        nats_BT = losses(whole, rows_BT[:, :-1], rows_BT[:, 1:])
-        expected = float(np.exp(np.asarray(nats_BT, np.float64).mean()))
-        assert perplexity.perplexity(source, rows_BT) == pytest.approx(expected, rel=1e-5)
+        whole = model_lib.transformer(source)
+        return np.asarray(losses(whole, rows_BT[:, :-1], rows_BT[:, 1:]), np.float64)
+
+    expected = float(np.exp(nats().mean()))
+    assert perplexity.perplexity(source, rows_BT) == pytest.approx(expected, rel=1e-5)
+
+    class Twice(Attention):
+        def project_out(self, *args):
+            return 2 * super().project_out(*args)
+
+    run = layerwise.Pass(source, rows_BT[:, :-1], attention=Twice)
+    assert [seen for seen in run.layers()] == [[(), ()]] * workdirs.LAYERS
+    groups = list(run.losses(rows_BT[:, 1:]))
+    assert [len(group) for group in groups] == [4, 1]
+    for path in source.weights:
+        if path[-2:] in (("attention", "out"), ("attention", "out_bias")):
+            source.weights[path] = 2 * source.weights[path]
+    np.testing.assert_allclose(np.concatenate(groups), nats(), rtol=2e-5)
 
 
 @pytest.mark.slow
