@@ -35,7 +35,7 @@ class _LastWords:
     """
 
     def __init__(self):
-        self._status, self._text, self._handler = 1, str, None
+        self._handler = None
         self.checkpoints: Callable[[], str] = str
 
     def set(self, status: int, text: Callable[[], str]) -> None:

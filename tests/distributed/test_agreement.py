@@ -1,28 +1,119 @@
-"""Processes run the same programs, and one alone agrees with itself."""
+"""Three processes tell each other what they have, and one alone agrees with itself."""
 
 import hashlib
-import json
+import types
 
+from etils import epath
+import jax
 import pytest
 
 from kvjax import distributed
 from kvjax.distributed import agreement
 from kvjax.foundation.errors import UserError
+from tests.distributed.store import Store
+from tests.distributed.store import together
 
 
-def test_programs_that_differ_are_named(monkeypatch):
-    texts = {"training step": "all_reduce", "evaluation step": "add"}
-    distributed.check_same_programs(texts)
-    theirs = dict.fromkeys(texts, hashlib.sha256(b"add").hexdigest()[:12])
-    monkeypatch.setattr(agreement, "gather", lambda name, mine: [mine, json.dumps(theirs)])
-    with pytest.raises(
-        UserError, match=r"training step: \w+ \(process 0\), \w+ \(process 1\)"
-    ) as e:
-        distributed.check_same_programs(texts)
-    assert "evaluation step" not in str(e.value)
+def _said(check, *given) -> str | None:
+    """The message of a check that fails."""
+    try:
+        check(*given)
+    except UserError as error:
+        return str(error)
+    return None
 
 
-def test_one_process_agrees_with_itself(tmp_path):
+def test_what_three_processes_tell_each_other(tmp_path, monkeypatch):
+    """All get the same lists and messages; the second has other rows and a workdir of its own."""
+    store = Store()
+    folders = [epath.Path(tmp_path / name / "x") for name in ("shared", "apart", "shared")]
+    digest = lambda text: hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def process(i):
+        found = [distributed.gather("x", f"{word}{i}") for word in "ab"]
+        flags = {"seed": 7, "path": epath.Path("/x"), "b": min(i, 1), "a": i}
+        for given in (
+            dict(seed=7, path=epath.Path("/x")),
+            flags | ({"only": True} if i == 1 else {}),
+            {f"k{k:02}": i for k in range(12)},
+            {f"k{k:02}": i for k in range(13)},
+        ):
+            found.append(_said(distributed.check_same, given))
+        found.append(_said(distributed.check_same_programs, dict(step="sum", eval=f"{i // 2}")))
+        rows = (epath.Path("/rows"), f"digest {i % 2}", "one folder")
+        found.append(_said(distributed.check_same_rows, *rows))
+        found.append(distributed.leaders("y", folders[i]))
+        return [*found, _said(distributed.check_shared, epath.Path(folders[i]))]
+
+    found = together(monkeypatch, store, 3, process)
+    shared = found[0].pop()
+    assert [f.pop().replace(str(folders[1]), str(folders[0])) for f in found[1:]] == [shared] * 2
+    assert shared == (
+        f"--workdir={folders[0]}: process 1 of 3 cannot see what process 0 writes there, and all "
+        "processes write one checkpoint together. Give a folder that all hosts mount at the same "
+        "place (NFS, Filestore, Lustre), or a bucket (gs://)"
+    )
+    assert found[1:] == found[:1] * 2
+    given = "the processes of this job were started differently:\n{}\n"
+    given += "Give all of them the same command and the same code"
+    each = "  k{:02}: 0 (process 0), 1 (process 1), 2 (process 2)"
+    twelve = [each.format(k) for k in range(12)]
+    assert found[0] == [
+        ["a0", "a1", "a2"],
+        ["b0", "b1", "b2"],
+        None,
+        given.format(
+            "  a: 0 (process 0), 1 (process 1), 2 (process 2)\n"
+            "  b: 0 (process 0), 1 (processes 1, 2)\n"
+            "  only: None (processes 0, 2), True (process 1)"
+        ),
+        given.format("\n".join(twelve)),
+        given.format("\n".join([*twelve, "  and 1 more"])),
+        "the processes of this job would compile different programs, and wait for each other "
+        "for ever (digests of their text):\n"
+        f"  eval: {digest('0')} (processes 0, 1), {digest('1')} (process 2)\n"
+        "Give all of them the same JAX and the same environment (JAX_*, XLA_FLAGS)",
+        "/rows: process 1 of 3 have other rows there than process 0; give all hosts one folder",
+        [0, 1, 0],
+    ]
+    texts = {key: text for key, text in store.values.items() if key.startswith("kvjax/x/")}
+    assert texts == {
+        f"kvjax/x/{n}/{i}": f"{t}{i}" for n, t in ((1, "a"), (2, "b")) for i in range(3)
+    }
+    assert [list(folder.iterdir()) for folder in folders] == [[], [], []]
+
+    def fails(*given):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+
+    store.blocking_key_value_get = fails
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"):
+        agreement.gather("z", "")
+
+
+def test_those_that_share_a_folder_are_a_team(tmp_path, monkeypatch):
+    """The first leads; who has a folder to itself tells nobody and waits for nobody."""
+    store = Store()
+
+    def process(i):
+        team = distributed.Team("data", epath.Path(tmp_path / f"{i % 2}"))
+        if i:
+            team.say("done")
+        if i != 2:
+            team.wait_for("done")
+            team.say("read")
+        team.wait_for("read", leader=True)
+        return team.index, team.size
+
+    assert together(monkeypatch, store, 3, process) == [(0, 2), (0, 1), (1, 2)]
+    own = {"kvjax/data/done/2", "kvjax/data/read/0"}
+    assert {key for key in store.values if "done" in key or "read" in key} == own
+    assert {key for key in store.asked if "done" in key or "read" in key} == own
+
+
+def test_one_process_agrees_with_itself(tmp_path, monkeypatch):
+    alone = types.SimpleNamespace(client=None, num_processes=3, process_id=2)
+    monkeypatch.setattr(agreement, "_state", lambda: alone)
+    assert (distributed.count(), distributed.index()) == (1, 0)
     assert distributed.gather("x", "y") == ["y"]
     distributed.check_same({"a": 1})
     assert distributed.leaders("x", tmp_path / "none") == [0]

@@ -1,46 +1,206 @@
-"""What counts as a lost process, and what is said of it."""
+"""How a process of a job ends, and what the others and its user hear of it."""
 
+import contextlib
+import logging
+import os
 import subprocess
 import sys
+import threading
+import time
 
-import absl.logging
+import jax
 import pytest
 
 from kvjax.distributed import ending
+from kvjax.foundation.errors import UserError
+from tests.distributed import store as store_lib
 
 
-@pytest.mark.parametrize(
-    "text, lost",
-    [
-        ("UNKNOWN: Gloo all-reduce failed: Connection closed by peer", True),
-        ("UNAVAILABLE: heartbeat timeout", True),
-        ("RESOURCE_EXHAUSTED: NCCL could not allocate", False),
-        ("INTERNAL: ncclInternalError: out of memory", False),
-        ("INVALID_ARGUMENT: peer access", False),
-        ("INTERNAL: something else", False),
-    ],
-)
-def test_what_counts_as_a_lost_process(text, lost):
-    assert ending._is_loss(text) == lost
+class _Clock:
+    """Time that passes where somebody sleeps; `meanwhile` happens then."""
+
+    def __init__(self):
+        self.slept, self.meanwhile = [], None
+
+    def monotonic(self):
+        return sum(self.slept)
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        if self.meanwhile:
+            self.meanwhile(len(self.slept))
 
 
-def test_what_a_library_logs_of_a_loss_is_one_line(caplog):
-    logger = absl.logging.get_absl_logger()
-    logger.addFilter(ending._without_traceback)
-    try:
+class _Job:
+    """A process of three that leaves with SystemExit, in which time passes at once.
+
+    Attributes:
+      words: (status, text), of what would be said if C++ aborted the process.
+      left: set when the process would be gone.
+    """
+
+    def __init__(self, monkeypatch):
+        self._patch = monkeypatch
+        self.checkpoints = lambda: "Step 7 is kept. "
+        monkeypatch.setattr(os, "_exit", self._leave)
+        monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+        monkeypatch.setattr(logging.getLogger("absl"), "filters", [])
+        monkeypatch.setattr(ending, "last_words", self)
+        monkeypatch.setattr(ending, "_POLL_SECONDS", 0.001)
+        self.start()
+
+    def start(self, index=1, values=()):
+        self.store, self.clock = store_lib.Store(values), _Clock()
+        self.words, self.left = [], threading.Event()
+        store_lib.join(self._patch, self.store, 3, index)
+        self._patch.setattr(ending, "time", self.clock)
+        self._patch.setattr(ending, "_leaving", threading.Lock())
+
+    def set(self, status, text):
+        self.words.append((status, text()))
+
+    def _leave(self, status):
+        self.left.set()
+        raise SystemExit(status)
+
+
+@pytest.fixture
+def job(monkeypatch):
+    return _Job(monkeypatch)
+
+
+def _runtime_error(text):
+    return type("JaxRuntimeError", (RuntimeError,), {})(text)
+
+
+def _caused(error, cause, *, said=True):
+    """An error that was raised for another, or while another was handled."""
+    with contextlib.suppress(type(error)):
+        try:
+            raise cause
+        except Exception as first:
+            if said:
+                raise error from first
+            raise error  # noqa: B904
+    return error
+
+
+def test_what_ends_a_process_is_said_by_it_and_told_the_others(job, monkeypatch, capsys):
+    lost = (
+        "another process of this job was lost ({}), and no step can be taken without it. Step 7 "
+        "is kept. Run the same command on all hosts to go on. (UNAVAILABLE: heartbeat)"
+    )
+    gone = _runtime_error("UNAVAILABLE: heartbeat\nand pages of addresses")
+    unwritten = lambda: _caused(OSError("checkpoint of step 3 was not written"), gone)
+    none_silent = lost.format("a connection broke; all processes still live")
+    for error, stopped, silent, status, reason in (
+        (KeyboardInterrupt(), False, (), 130, "interrupted"),
+        (ValueError("in a destructor"), True, (), 130, "interrupted"),
+        (UserError("the key is wrong"), True, (), 2, "the key is wrong"),
+        (OSError("the disk is full"), False, (), 2, "the disk is full"),
+        (ValueError("a bug\nat an address"), False, (), 1, "ValueError: a bug"),
+        (gone, False, (2,), 75, lost.format("process 2")),
+        (unwritten(), False, (0, 2), 75, lost.format("processes 0, 2")),
+        (gone, False, (), 75, none_silent),
+        (gone, False, None, 75, lost.format("process 0, the coordinator")),
+    ):
+        job.start()
+        monkeypatch.setattr(ending.interrupted, "_received", stopped)
+
+        def meanwhile(count, silent=silent):
+            if silent is None:
+                job.store.key_value_dir_get = None
+                return
+            for i in {0, 1, 2}.difference(silent):
+                job.store.key_value_set(f"kvjax/alive/{i}", f"at {count}", allow_overwrite=True)
+
+        job.clock.meanwhile = meanwhile
+        with pytest.raises(SystemExit) as end, ending.ending_together():
+            raise error
+        assert end.value.code == status, error
+        assert job.store.values["kvjax/ended/1"] == f"{status} {reason}"
+        assert job.words == [(status, reason), (status, reason), (status, "")]
+        assert job.clock.slept == ([5.0] if silent is None else [5.0] * 2 if status == 75 else [])
+        traceback, _, said = capsys.readouterr().err.rpartition("kvjax: ")
+        assert said == f"{reason}\n" and bool(traceback) == (status == 1)
+    job.start()
+    with pytest.raises(SystemExit) as end, ending.ending_together():
+        raise SystemExit(75)  # agreed upon
+    assert end.value.code == 75 and "kvjax/ended/1" not in job.store.values and not job.words
+
+
+def _until(is_so):
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_process_shows_signs_of_life_until_all_have_ended(job, capsys, caplog):
+    """And threads that fail beside it, and what a library logs of that, take one line each."""
+    job.start(values={"kvjax/end/1/0": "", "kvjax/end/1/2": "", "kvjax/ended/0": "2 "})
+    before = set(threading.enumerate())
+    beats = lambda: int(job.store.values.get("kvjax/alive/1", 0))
+
+    def fail():
+        raise OSError("the barrier failed\nand pages of addresses")
+
+    with ending.ending_together():
+        (watcher,) = set(threading.enumerate()) - before
+        assert watcher.daemon
+        _until(lambda: beats() >= 2)
+        reading, job.store.key_value_dir_get = job.store.key_value_dir_get, None
+        then = beats()
+        _until(lambda: beats() > then + 2)  # it goes on where nobody answers
+        job.store.key_value_dir_get = reading
+        saver = threading.Thread(target=fail, name="saver")
+        saver.start()
+        saver.join()
         with caplog.at_level("ERROR", logger="absl"):
+            logger = logging.getLogger("absl")
             try:
-                raise OSError("the barrier failed\nand pages of addresses")
+                fail()
             except OSError:
-                absl.logging.exception("step %d: finalize failed.", 10)
-            absl.logging.error("step %d: no exception", 20)
-    finally:
-        logger.removeFilter(ending._without_traceback)
+                logger.exception("step %d: finalize failed.", 10)
+            logger.error("step %d: no exception", 20)
+    assert not watcher.is_alive()
+    assert job.store.values["kvjax/end/1/1"] == "" and "kvjax/ended/1" not in job.store.values
+    assert capsys.readouterr().err == "thread saver: OSError: the barrier failed\n"
     assert caplog.messages == [
         "step 10: finalize failed. OSError: the barrier failed",
         "step 20: no exception",
     ]
     assert "Traceback" not in caplog.text
+
+
+def test_a_process_ends_when_another_says_that_it_has(job, capsys):
+    job.start(values={"kvjax/ended/0": "2 ", "kvjax/ended/2": "3 the key is wrong"})
+    with pytest.raises(SystemExit), ending.ending_together():
+        assert job.left.wait(10)
+        raise SystemExit
+    said = "process 2 stopped: the key is wrong"
+    assert job.words == [(3, said), (3, "")] and job.store.values["kvjax/ended/1"] == "3 "
+    assert capsys.readouterr().err.splitlines()[0] == f"kvjax: {said}"
+
+
+def test_process_0_stays_while_others_show_signs_of_life(job):
+    """Beats of process 1 go on for 20 seconds, then it is silent, or ends; process 2 has ended."""
+    for ends in (False, True):
+        job.start(index=0, values={"kvjax/ended/2": "2 "})
+
+        def meanwhile(count, ends=ends):
+            changed = {1: min(count, 200), 2: count}
+            for i, beat in changed.items():
+                job.store.key_value_set(f"kvjax/alive/{i}", f"{beat}", allow_overwrite=True)
+            if ends and count == 250:
+                job.store.key_value_set("kvjax/ended/1", "2 ")
+
+        job.clock.meanwhile = meanwhile
+        with pytest.raises(SystemExit):
+            ending._end("over", 2)
+        assert set(job.clock.slept) == {0.1}
+        assert job.clock.monotonic() == pytest.approx(25 if ends else 30.1, abs=0.11)
+        assert job.store.values["kvjax/ended/0"] == "2 over"
 
 
 @pytest.mark.parametrize("when", ["it tells the others", "it has told its user"])
@@ -54,10 +214,15 @@ def test_a_coordinator_that_is_gone_first_changes_no_status_and_no_message(when)
         f"        if {said}: os.abort()\n"
         "agreement.client, agreement.index = Client, lambda: 1\n"
         "ending.last_words.set(75, lambda: ending.lost('who knows'))\n"
+        "print('not yet written')\n"
         "ending._end('the key is wrong', 2)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    buffered = os.environ | dict(PYTHONUNBUFFERED="")
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=buffered
+    )
     assert run.returncode == 2 and run.stderr.strip() == "kvjax: the key is wrong"
+    assert run.stdout == ("" if "others" in when else "not yet written\n")
 
 
 def test_last_words():
@@ -78,38 +243,24 @@ def test_last_words():
     )
 
 
-def test_process_0_stays_while_others_show_signs_of_life(monkeypatch):
-    """Beats of process 1 go on for longer than its patience; then it falls silent."""
-    asked = []
-
-    class Client:
-        def key_value_dir_get(self, key):
-            asked.append(key)
-            if key == ending._ENDED:
-                return [(f"{key}0", "2 ")]
-            return [(f"{key}{i}", str(min(len(asked), 20))) for i in (0, 1)]
-
-    clock = lambda: 0.1 * len(asked)
-    monkeypatch.setattr(ending.agreement, "count", lambda: 2)
-    monkeypatch.setattr(ending, "_PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(ending.time, "monotonic", clock)
-    monkeypatch.setattr(ending.time, "sleep", lambda seconds: None)
-    ending._stay(Client())
-    assert 3.0 <= clock() < 3.5  # of beats 2 s, of silence 1 s
-
-
-def test_a_loss_is_seen_behind_what_it_caused():
+def test_what_counts_as_a_lost_process():
     """A checkpoint that a lost process left unwritten is no fault of the disk."""
-    wrong = lambda text: type("JaxRuntimeError", (RuntimeError,), {})(text)
-    gone, full = wrong("UNAVAILABLE: connection closed by peer"), wrong("RESOURCE_EXHAUSTED: gloo")
-
-    def caused_by(cause):
-        try:
-            raise OSError("checkpoint of step 3 was not written") from cause
-        except OSError as error:
-            return error
-
-    assert ending._loss_behind(gone) is gone
-    assert ending._loss_behind(caused_by(ValueError("several"))) is None
-    assert ending._loss_behind(caused_by(full)) is None
-    assert ending._loss_behind(caused_by(gone)) is gone
+    for text, is_loss in (
+        ("UNKNOWN: Gloo all-reduce failed", True),
+        ("INTERNAL: ncclInternalError", True),
+        ("INTERNAL: Connection closed", True),
+        ("INTERNAL: a socket broke", True),
+        ("UNAVAILABLE: no answer", True),
+        ("INTERNAL: heartbeat timeout", True),
+        ("INTERNAL: reset by peer", True),
+        ("RESOURCE_EXHAUSTED: NCCL could not allocate", False),
+        ("INTERNAL: ncclInternalError: out of memory", False),
+        ("INVALID_ARGUMENT: peer access", False),
+        ("UNIMPLEMENTED: gloo", False),
+        ("INTERNAL: something else", False),
+    ):
+        error = _runtime_error(text)
+        for end in (error, _caused(OSError(), error), _caused(OSError(), error, said=False)):
+            assert ending._loss_behind(end) is (error if is_loss else None), text
+    assert ending._loss_behind(_caused(OSError(), ValueError("gloo"))) is None
+    assert ending._loss_behind(jax.errors.JaxRuntimeError("gloo")) is not None

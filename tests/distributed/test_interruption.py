@@ -1,36 +1,27 @@
 """A signal ends a process before its next step, and all processes after the same one."""
 
+import itertools
+import os
 import signal
-import types
 
 import jax
 import pytest
 
 from kvjax import distributed
-from kvjax.distributed import agreement
-
-
-class Store:
-    """The coordination service's keys, as far as one process uses them here."""
-
-    def __init__(self):
-        self.values = {}
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        if key in self.values and not allow_overwrite:
-            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
-        self.values[key] = value
-
-    def key_value_try_get(self, key):
-        if key not in self.values:
-            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
-        return self.values[key]
+from kvjax.distributed.interruption import interrupted
+from tests.distributed.store import Store
+from tests.distributed.store import join
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_process_alone_stops_before_its_next_step(number):
-    """A second signal is left to the system, which ends the process; SIGHUP comes in twos."""
-    before = signal.getsignal(number)
+def test_a_process_alone_stops_before_its_next_step(number, monkeypatch, capfd):
+    """A second signal is left to the system, which ends the process; SIGHUP comes in twos.
+
+    After it nothing can be written to the terminal any more, and what is goes nowhere.
+    """
+    before, replaced = signal.getsignal(number), []
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    monkeypatch.setattr(os, "dup2", lambda *descriptors: replaced.append(descriptors))
     interruption = distributed.Interruption()
     with interruption.watching():
         assert not interruption.due(0)
@@ -38,7 +29,22 @@ def test_a_process_alone_stops_before_its_next_step(number):
         assert interruption.due(1) and interruption.signal is number
         hangup = number == signal.SIGHUP
         assert signal.getsignal(number) == (signal.SIG_IGN if hangup else signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN)
     assert signal.getsignal(number) == before
+    if hangup:
+        (nowhere, _), _ = replaced
+        assert replaced == [(nowhere, 1), (nowhere, 2)]
+        with pytest.raises(OSError):
+            os.fstat(nowhere)
+    said = f"\nkvjax: {number.name}: stops after what is under way; again: now\n"
+    assert capfd.readouterr() == ("", "" if hangup else said)
+
+
+def test_one_that_was_swallowed_ends_the_loop(monkeypatch):
+    monkeypatch.setattr(interrupted, "_received", True)
+    monkeypatch.setattr(interrupted, "_taken", False)
+    interruption = distributed.Interruption()
+    assert interruption.due(0) and interruption.signal is signal.SIGINT and interrupted._taken
 
 
 def test_an_ignored_signal_stays_ignored():
@@ -54,29 +60,25 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("who", [0, 1])
-def test_all_stop_after_the_same_step(monkeypatch, ahead, who):
+def test_all_stop_after_the_same_step(monkeypatch):
     """Two processes, the second `ahead` steps further on, one of them told at step 5."""
-    store = Store()
-    state = types.SimpleNamespace(client=store, num_processes=2, process_id=0)
-    monkeypatch.setattr(agreement, "_state", lambda: state)
-    both = [distributed.Interruption(), distributed.Interruption()]
-    ended = [None, None]
-    for step in range(20):
-        for i, interruption in enumerate(both):
-            mine = step + (ahead if i else 0)
-            if i == who and mine == 5:
-                interruption._received = signal.SIGTERM
-            if ended[i] is None and interruption.due(mine):
-                ended[i] = mine
-    assert ended == [7, 7]
-    assert {i.signal for i in both} == {signal.SIGTERM}
+    for who, ahead in itertools.product((0, 1), (0, 1)):
+        join(monkeypatch, Store(), 2)
+        both = [distributed.Interruption(), distributed.Interruption()]
+        ended = [None, None]
+        for step in range(20):
+            for i, interruption in enumerate(both):
+                mine = step + (ahead if i else 0)
+                if i == who and mine == 5:
+                    interruption._received = signal.SIGTERM
+                if ended[i] is None and interruption.due(mine):
+                    ended[i] = mine
+        assert ended == [7, 7], (who, ahead)
+        assert {i.signal for i in both} == {signal.SIGTERM}
 
 
 def test_the_first_of_two_signals_counts(monkeypatch):
-    state = types.SimpleNamespace(client=Store(), num_processes=2, process_id=0)
-    monkeypatch.setattr(agreement, "_state", lambda: state)
+    join(monkeypatch, Store(), 2)
     one, other = distributed.Interruption(), distributed.Interruption()
     one._received, other._received = signal.SIGINT, signal.SIGTERM
     assert [one.due(3), other.due(4), one.due(4), other.due(5), one.due(5)] == [
@@ -89,10 +91,17 @@ def test_the_first_of_two_signals_counts(monkeypatch):
 
 def test_a_loop_that_ends_by_itself_first_ends_for_no_signal(monkeypatch):
     """The other processes end so too, and some of them have not heard of the signal."""
-    state = types.SimpleNamespace(client=Store(), num_processes=2, process_id=0)
-    monkeypatch.setattr(agreement, "_state", lambda: state)
-    interruption = distributed.Interruption()
+    store, interruption = Store(), distributed.Interruption()
+    join(monkeypatch, store, 2)
     interruption._received = signal.SIGTERM
     assert not interruption.due(3) and not interruption.due(4)
     assert interruption.signal is None
     assert interruption.due(5) and interruption.signal is signal.SIGTERM
+    assert store.values == {"kvjax/stop": "5 SIGTERM"}
+
+    def fails(key):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+
+    store.key_value_try_get = fails
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"):
+        distributed.Interruption().due(6)

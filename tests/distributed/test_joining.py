@@ -7,20 +7,44 @@ import jax
 import pytest
 
 from kvjax import distributed
-from kvjax.distributed import joining
+from kvjax.distributed.ending import lost
 from kvjax.foundation.errors import UserError
 
 NOWHERE = dict(KVJAX_COORDINATOR="", KVJAX_NUM_PROCESSES="", KVJAX_PROCESS_ID="")
 SLURM = dict(SLURM_STEP_NODELIST="gpu[1-2]", SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="3")
 
 
+LAST_WORDS = (
+    "no connection to all processes of the job within {} s: see which one did not start, and start "
+    "all again"
+)
+
+
+class Started(list):
+    """Calls of `jax.distributed.initialize`, which does nothing but raise `error`.
+
+    Attributes:
+      options: of JAX, as they were set.
+      words: (status, text), as last words were set.
+    """
+
+    def __init__(self):
+        self.options, self.words, self.error = {}, [], None
+
+    def initialize(self, **given):
+        self.append(given)
+        if self.error:
+            raise self.error
+
+
 @pytest.fixture
 def started(monkeypatch):
-    """What `jax.distributed.initialize` is called with; it does nothing."""
-    calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: calls.append(kwargs))
-    monkeypatch.setattr(distributed.last_words, "set", lambda *args: None)
-    monkeypatch.setattr(jax.config, "update", lambda *args: None)
+    calls = Started()
+    words = lambda status, text: calls.words.append((status, text()))
+    monkeypatch.setattr(jax.distributed, "initialize", calls.initialize)
+    monkeypatch.setattr(distributed.last_words, "set", words)
+    monkeypatch.setattr(distributed.last_words, "checkpoints", str)
+    monkeypatch.setattr(jax.config, "update", calls.options.__setitem__)
     for name in [n for n in os.environ if n.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     for name, value in (NOWHERE | dict(JAX_PLATFORMS="cpu")).items():
@@ -31,44 +55,81 @@ def started(monkeypatch):
 def test_alone_nothing_is_started(started):
     distributed.start()
     distributed.start(coordinator="node0:1234", num_processes=1, process_id=0)
-    assert started == []
-    assert (distributed.count(), distributed.index()) == (1, 0)
+    assert started == [] and not started.options and not started.words
 
 
-def test_flags(started):
-    distributed.start(coordinator="node0:1234", num_processes=4, process_id=0, heartbeat_seconds=7)
-    (call,) = started
-    assert call["coordinator_address"] == "node0:1234"
-    assert (call["num_processes"], call["process_id"]) == (4, 0)
-    assert call["heartbeat_timeout_seconds"] == 7
+def test_what_jax_is_told(started, monkeypatch):
+    """Flags count, then the environment; without CPUs their collectives are not chosen."""
+    distributed.start(
+        coordinator="node0:65535",
+        num_processes=4,
+        process_id=0,
+        heartbeat_seconds=7,
+        connect_seconds=9,
+    )
+    monkeypatch.setenv("KVJAX_COORDINATOR", "[::1]:1")
+    monkeypatch.setenv("KVJAX_NUM_PROCESSES", "2")
+    reached = []
+    answer = lambda where, timeout: reached.append(where) or socket.socket()
+    monkeypatch.setattr(socket, "create_connection", answer)
+    distributed.start(process_id=1)
+    common = dict(cluster_detection_method="deactivate")
+    assert started == [
+        dict(
+            **dict(coordinator_address="node0:65535", num_processes=4, process_id=0, **common),
+            **dict(initialization_timeout=9, heartbeat_timeout_seconds=7),
+        ),
+        dict(
+            **dict(coordinator_address="[::1]:1", num_processes=2, process_id=1, **common),
+            **dict(initialization_timeout=300, heartbeat_timeout_seconds=100),
+        ),
+    ]
+    assert reached == [("::1", 1)]
+    service = dict(jax_enable_preemption_service=False)
+    assert started.options == service | dict(jax_cpu_collectives_implementation="gloo")
+    gone = (75, lost("see the lines above for which"))
+    both = [(2, LAST_WORDS.format(9)), gone, (2, LAST_WORDS.format(300)), gone]
+    assert started.words == both
 
-
-def test_the_environment_fills_what_flags_leave(started, monkeypatch):
-    monkeypatch.setenv("KVJAX_COORDINATOR", "node0:1234")
-    monkeypatch.setenv("KVJAX_NUM_PROCESSES", "4")
-    distributed.start(process_id=0)
-    assert (started[0]["coordinator_address"], started[0]["num_processes"]) == ("node0:1234", 4)
+    started.error = RuntimeError("DEADLINE_EXCEEDED\nand pages")
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    started.options.clear()
+    said = r"could not be connected \(\{.*'coordinator_address': .*\}\): DEADLINE_EXCEEDED$"
+    with pytest.raises(UserError, match=said):
+        distributed.start(process_id=1)
+    assert started.options == service and started.words == [*both, both[2]]
     monkeypatch.setenv("KVJAX_NUM_PROCESSES", "four")
     with pytest.raises(UserError, match="KVJAX_NUM_PROCESSES=four: must be a whole number"):
         distributed.start(process_id=0)
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (dict(coordinator="a:1"), "--coordinator without --num_processes and --process_id"),
-        (dict(process_id=0), "--process_id without --coordinator and --num_processes"),
-        (dict(coordinator="a", num_processes=2, process_id=0), "must be process 0's host:port"),
-        (dict(coordinator=":1", num_processes=2, process_id=0), "must be process 0's host:port"),
-        (dict(coordinator="a:70000", num_processes=2, process_id=0), "host:port"),
-        (dict(coordinator="a:1", num_processes=0, process_id=0), "num_processes=0: must be at le"),
-        (dict(coordinator="a:1", num_processes=2, process_id=2), r"process_id=2: must be 0 .. 1"),
-        (dict(coordinator="a:1", num_processes=2, process_id=-1), r"process_id=-1: must be 0 .."),
-    ],
-)
-def test_bad_flags(started, given, message):
-    with pytest.raises(UserError, match=message):
-        distributed.start(**given)
+def test_bad_flags(started):
+    host = "must be process 0's host:port, as node0:8476"
+    all_three = "give all three (process 0's host:port, how many processes there are, which one"
+    at = lambda coordinator, count=2, process=0: dict(
+        coordinator=coordinator, num_processes=count, process_id=process
+    )
+    for given, message in (
+        (
+            dict(coordinator="a:1"),
+            f"--coordinator without --num_processes and --process_id: {all_three}",
+        ),
+        (
+            dict(process_id=0),
+            f"--process_id without --coordinator and --num_processes: {all_three}",
+        ),
+        (at("a"), f"--coordinator=a: {host}"),
+        (at(":1"), f"--coordinator=:1: {host}"),
+        (at("a:b"), f"--coordinator=a:b: {host}"),
+        (at("a:0"), f"--coordinator=a:0: {host}"),
+        (at("a:65536"), f"--coordinator=a:65536: {host}"),
+        (at("a:1", 0), "--num_processes=0: must be at least 1"),
+        (at("a:1", 2, 2), "--process_id=2: must be 0 .. 1, for --num_processes=2"),
+        (at("a:1", 2, -1), "--process_id=-1: must be 0 .. 1, for --num_processes=2"),
+    ):
+        with pytest.raises(UserError) as error:
+            distributed.start(**given)
+        assert message in str(error.value)
     assert not started
 
 
@@ -77,44 +138,62 @@ def test_a_coordinator_that_does_not_answer(started):
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
         given = dict(coordinator=address, num_processes=2, process_id=1)
-        with pytest.raises(UserError, match=f"{address}: no answer within 1 s"):
-            distributed.start(**given, connect_seconds=1)
+        with pytest.raises(UserError, match=f"{address}: no answer within 0.2 s"):
+            distributed.start(**given, connect_seconds=0.2)
     assert not started
 
 
 def test_slurm(started, monkeypatch):
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
-    distributed.start()
-    assert started[0]["cluster_detection_method"] == "slurm"
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    distributed.start()
-    assert len(started) == 1
+    """A task takes GPU i as task i of its host, but for tasks that see other GPUs than JAX thinks.
 
-
-@pytest.mark.parametrize(
-    "per_host, visible, expected",
-    [
-        ("8(x2)", "0,1,2,3,4,5,6,7", None),  # GPU i for task i: JAX's rule
+    Those of one GPU each (--gpus-per-task=1), and one task for all GPUs of a host.
+    """
+    cases = (
+        ("8(x2)", "0,1,2,3,4,5,6,7", None),
         ("8(x2)", "", None),
-        ("8(x2)", "3", [0]),  # --gpus-per-task=1: it sees its own only
-        ("1(x2)", "0,1,2,3", [0, 1, 2, 3]),  # one task for all GPUs of a host
+        ("8(x2)", "3", [0]),
+        ("1(x2)", "0,1,2,3", [0, 1, 2, 3]),
         ("1", "0,1", [0, 1]),
         ("1(x2)", "", None),
-    ],
-)
-def test_gpus_of_a_slurm_task(per_host, visible, expected):
-    env = dict(SLURM_STEP_TASKS_PER_NODE=per_host, CUDA_VISIBLE_DEVICES=visible)
-    assert joining._slurm_devices(env) == expected
-
-
-@pytest.mark.parametrize("workers, expected", [(1, 0), (4, 1)])
-def test_a_tpu_pod_has_more_than_one_worker(started, monkeypatch, workers, expected):
-    from jax._src.clusters import cloud_tpu_cluster
-
-    monkeypatch.delenv("JAX_PLATFORMS")
-    pod = cloud_tpu_cluster.GkeTpuCluster
-    monkeypatch.setattr(pod, "is_env_present", classmethod(lambda cls: True))
-    monkeypatch.setattr(pod, "get_process_count", classmethod(lambda cls: workers))
+    )
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    for per_host, visible, _ in cases:
+        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", per_host)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        distributed.start()
+    times = dict(initialization_timeout=300, heartbeat_timeout_seconds=100)
+    assert started == [
+        dict(cluster_detection_method="slurm", local_device_ids=devices, **times)
+        for *_, devices in cases
+    ]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     distributed.start()
-    assert len(started) == expected
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    distributed.start()
+    assert len(started) == len(cases)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    distributed.start()
+    assert started[-1] == started[1]
+
+
+def test_a_tpu_pod_has_more_than_one_worker(started, monkeypatch):
+    from jax._src.clusters import cloud_tpu_cluster as tpu
+
+    there = {}
+    for pod in (tpu.GkeTpuCluster, tpu.GceTpuCluster):
+        monkeypatch.setattr(pod, "is_env_present", classmethod(lambda cls: cls in there))
+        monkeypatch.setattr(pod, "get_process_count", classmethod(lambda cls: there[cls]))
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    started_in = []
+    for name in (tpu.GkeTpuCluster, tpu.GceTpuCluster, None):
+        for workers in (1, 2):
+            there = {name: workers}
+            distributed.start()
+            started_in += [(name, workers)] * len(started)
+            started.clear()
+    assert started_in == [(tpu.GkeTpuCluster, 2), (tpu.GceTpuCluster, 2)]
+    there = {tpu.GkeTpuCluster: 2}
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    distributed.start()
+    assert not started

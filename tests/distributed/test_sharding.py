@@ -256,43 +256,52 @@ def test_context_parallelism_sends_latents_not_keys(compiled):
 # -- what cannot be --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "sizes, message",
-    [
-        (dict(data=3), "data = 3 x fsdp = 2 x .* is 6, and there are 8 devices; .*1, 2, 4, 8"),
-        (dict(data=2, fsdp=3), r"is 6, .*8 devices; with config.mesh.fsdp = 4 \(or 0\)"),
-        (dict(data=16), "data = 16 x fsdp = 1 x .* is 16.*8 devices"),
-        (dict(sequence=2, tensor=3), "sequence = 2 x tensor = 3 is 6.*8 devices"),
-    ],
-)
-def test_meshes_that_do_not_multiply(sizes, message):
-    with pytest.raises(UserError, match=message):
-        sharding.make_mesh(MeshConfig(**sizes), jax.devices())
+def test_meshes_that_do_not_multiply():
+    divide = "data x sequence x tensor must divide 8: one of 1, 2, 4, 8"
+    for sizes, said in (
+        ((3, 0, 1, 1), "data = 3 x fsdp = 2 x sequence = 1 x tensor = 1 is 6"),
+        ((2, 3, 1, 1), "data = 2 x fsdp = 3 x sequence = 1 x tensor = 1 is 6"),
+        ((16, 0, 1, 1), "data = 16 x fsdp = 1 x sequence = 1 x tensor = 1 is 16"),
+        ((1, 0, 2, 3), "data = 1 x fsdp = 1 x sequence = 2 x tensor = 3 is 6"),
+    ):
+        config = MeshConfig(**dict(zip(sharding.AXES, sizes, strict=True)))
+        with pytest.raises(UserError) as error:
+            sharding.make_mesh(config, jax.devices())
+        advice = "with config.mesh.fsdp = 4 (or 0) they are used" if config.fsdp else divide
+        assert str(error.value) == f"config.mesh: {said}, and there are 8 devices; {advice}"
 
 
 def test_mesh_values():
     mesh = sharding.make_mesh(MeshConfig(data=2), jax.devices())
     assert dict(mesh.shape) == dict(data=2, fsdp=4, sequence=1, tensor=1)
-    with pytest.raises(UserError, match="config.mesh.data = 0: must be at least 1"):
-        MeshConfig(data=0)
-    with pytest.raises(UserError, match="config.mesh.fsdp = -1: must be at least 0"):
-        MeshConfig(fsdp=-1)
+    assert sharding.rows_ways(mesh) == 8
+    for key in sharding.AXES:
+        least = 0 if key == "fsdp" else 1
+        for value in (least, 1 << 20):
+            assert getattr(MeshConfig(**{key: value}), key) == value
+        for value in (least - 1, 1 + (1 << 20)):
+            said = f"config.mesh.{key} = {value}: must be at least {least} and at most 1,048,576"
+            with pytest.raises(UserError, match=said):
+                MeshConfig(**{key: value})
 
 
-@pytest.mark.parametrize(
-    "name, mesh, message",
-    [
-        ("mha_2p5b", dict(tensor=4), r"tensor = 4 does not divide the 18 .*1, 2, 3, 6, 9, 18"),
-        ("lrkv_6p3b", dict(tensor=2), r"tensor = 2 does not divide the 25 .*in 1, 5, 25"),
-        ("gqa_2p5b", dict(tensor=4), "tensor = 4 does not divide the"),
-    ],
-)
-def test_heads_that_do_not_divide(name, mesh, message):
-    path = next(p for p in CONFIGS if p.stem == name)
-    model = experiment_lib.resolve(command_line.load_config(path)).model
-    mesh = sharding.make_mesh(MeshConfig(**mesh), jax.devices())
-    with pytest.raises(UserError, match=message):
-        sharding.parameter_shardings(mesh, *parameters.abstract(model))
+def test_heads_that_do_not_divide():
+    for name, tensor, said in (
+        (
+            "mha_2p5b",
+            4,
+            r"does not divide the 18 of .*_key \[36, 2304, 18, 128\].* 1, 2, 3, 6, 9",
+        ),
+        ("lrkv_6p3b", 2, "does not divide the 25 .*in 1, 5, 25$"),
+        ("gqa_2p5b", 4, "does not divide the"),
+    ):
+        path = next(p for p in CONFIGS if p.stem == name)
+        weights = parameters.abstract(experiment_lib.resolve(command_line.load_config(path)).model)
+        mesh = sharding.make_mesh(MeshConfig(tensor=tensor), jax.devices())
+        with pytest.raises(UserError, match=f"config.mesh.tensor = {tensor} {said}"):
+            sharding.parameter_shardings(mesh, *weights)
+        assert not sharding.divides(mesh.shape, *weights)
+        assert sharding.divides(mesh.shape | dict(fsdp=2, tensor=1), *weights)
 
 
 # Every form of weight there is or will be, with its layers in front where it has them.
@@ -318,11 +327,12 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("axes", SPLIT)
-def test_axes_say_how_a_weight_is_split(axes):
-    shape = (8,) * len(SPLIT[axes])
-    assert sharding.spec(axes, shape) == SPLIT[axes]
-    assert sharding.spec(axes, (3, *shape)) == P(None, *SPLIT[axes])
+def test_axes_say_how_a_weight_is_split():
+    for axes, split in SPLIT.items():
+        shape = (2, 3, 4, 5)[: len(split)]
+        assert sharding.spec(axes, shape) == split, axes
+        assert sharding.spec(axes, shape[::-1]) == split, axes
+        assert sharding.spec(axes, (7, *shape)) == P(None, *split), axes
 
 
 def test_what_is_never_split():

@@ -1,0 +1,90 @@
+"""The coordination service's keys in memory, and threads that are processes of one job."""
+
+import collections
+from concurrent import futures
+import threading
+
+import jax
+
+from kvjax.distributed import agreement
+
+
+class Store:
+    """The part of JAX's client of the coordination service that is used here.
+
+    Attributes:
+      values: by key.
+      asked: keys that somebody waited for.
+    """
+
+    def __init__(self, values=()):
+        self.values, self.asked = dict(values), set()
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self._changed:
+            if key in self.values and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def key_value_try_get(self, key):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return self.values[key]
+
+    def key_value_dir_get(self, folder):
+        with self._changed:
+            return sorted((k, v) for k, v in self.values.items() if k.startswith(folder))
+
+    def blocking_key_value_get(self, key, milliseconds):
+        """Whoever waits for a key first is told to wait once more; the test, if nobody sets it."""
+        del milliseconds
+        with self._changed:
+            if key not in self.asked:
+                self.asked.add(key)
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: 5 s")
+            if not self._changed.wait_for(lambda: key in self.values, 10):
+                raise TimeoutError(f"nobody sets {key}")
+            return self.values[key]
+
+
+class Member(threading.local):
+    """JAX's state of one process of a job; every thread is one of them."""
+
+    def __init__(self, store, count, index=0):
+        self.client, self.num_processes, self.process_id = store, count, index
+
+
+class _Counts(threading.local):
+    """A counter that every thread has for itself."""
+
+    def __init__(self):
+        self._counts = collections.Counter()
+
+    def __getitem__(self, name):
+        return self._counts[name]
+
+    def __setitem__(self, name, count):
+        self._counts[name] = count
+
+
+def join(monkeypatch, *given) -> Member:
+    """Makes this thread a process of a job, and of each new one another; see `Member`."""
+    member = Member(*given)
+    monkeypatch.setattr(agreement, "_state", lambda: member)
+    monkeypatch.setattr(agreement, "_exchanges", _Counts())
+    return member
+
+
+def together(monkeypatch, store, count, function) -> list:
+    """What a function of a process's index returns in each of so many processes."""
+    member, begun = join(monkeypatch, store, count), threading.Barrier(count)
+
+    def process(index):
+        begun.wait(10)  # until every one has a thread
+        member.process_id = index
+        return function(index)
+
+    with futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(process, range(count)))
