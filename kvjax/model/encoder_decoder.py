@@ -119,7 +119,7 @@ class EncoderDecoder(nnx.Module):
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
         rngs = Draws(key, **start)
         sizes = dict(V=config.vocab_size, D=c.d_model)
-        self.embedding = weight("V D", rngs, init="normal", **sizes)
+        self.embedding = weight("V D", rngs, init=c.embedding_std, **sizes)
         self.head = weight("D -> V", rngs, init="output", **sizes)
         layers = range(c.num_layers)
         self.encoder = nnx.List([Block(c, config.encoder, rngs=rngs) for _ in layers])

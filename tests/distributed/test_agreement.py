@@ -80,6 +80,11 @@ def test_what_three_processes_tell_each_other(tmp_path, monkeypatch):
     assert texts == {
         f"kvjax/x/{n}/{i}": f"{t}{i}" for n, t in ((1, "a"), (2, "b")) for i in range(3)
     }
+    names = {key.split("/", 1)[1].rsplit("/", 2)[0] for key in store.values}
+    of_folders = {
+        f"{of}/{what}" for of in ("y", "workdir") for what in ("token", "written", "found")
+    }
+    assert names == {"x", "given", "programs", "dataset"} | of_folders
     assert [list(folder.iterdir()) for folder in folders] == [[], [], []]
 
     def fails(*given):

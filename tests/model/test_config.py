@@ -1,6 +1,7 @@
 """What the model's config refuses, and how it groups layers."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -19,43 +20,91 @@ def _config(mechanism, **block):
     )
 
 
-@pytest.mark.parametrize(
-    "key, value, allowed",
-    [
-        ("num_layers", 0, "at least 1"),
-        ("d_model", -1, "at least 1"),
-        ("mlp_dim", 0, "at least 1"),
-        ("max_positions", 0, "at least 1"),
-        ("logit_softcap", -1.0, "must be 0 (none), or at least 0.01"),
-        ("norm", "batch", "'rms', 'layer'"),
-        ("positions", "alibi", "'rope', 'learned', 'sinusoidal', 'none'"),
-        ("dropout", 1.0, "0.99"),
-        ("activation", "tanh", "'relu2', 'relu', 'gelu', 'gelu_exact', 'swiglu'"),
-        ("rope_factor", 0.5, "at least 1"),
-        ("rope_fraction", 0.0, "at least"),
-        ("rope_fraction", 1.5, "1"),
-        ("rope_original", 0, "at least 1"),
-        ("rope_high", 0.5, "must be more than config.model.rope_low = 1.0"),
-        ("window", -1, "at least 0"),
-    ],
+# By key: the least and the most that it may be.
+BOUNDS = dict(
+    num_layers=(1, 10_000),
+    d_model=(1, 1_048_576),
+    mlp_dim=(1, 4_194_304),
+    max_positions=(1, 16_777_216),
+    rope_original=(1, 16_777_216),
+    logit_softcap=(0.01, 1e6),
+    dropout=(0.0, 0.99),
+    embedding_std=(0.0, 10.0),
+    matrix_std=(0.0, 10.0),
+    norm_epsilon=(0.0, 1.0),
+    rope_base=(1.0, 1e12),
+    rope_factor=(1.0, 1e6),
+    rope_low=(0.0, 1e6),
+    rope_high=(0.0, 1e6),
+    rope_fraction=(1e-6, 1.0),
+    window=(0, 1_048_576),
 )
-def test_bad_values(key, value, allowed):
-    with pytest.raises(UserError) as error:
-        BlockConfig(**SHAPE | {key: value})
-    assert f"config.model.{key} = {value!r}" in str(error.value)
-    assert allowed in str(error.value)
+NAMES = dict(
+    norm=("rms", "layer"),
+    positions=("rope", "learned", "sinusoidal", "none"),
+    activation=("relu2", "relu", "gelu", "gelu_exact", "swiglu"),
+)
 
 
-def test_alibi_is_the_only_word_on_positions(make_mechanism):
-    mechanism = make_mechanism("lrkv", alibi=True)
-    of = lambda positions: TransformerConfig(
-        block=BlockConfig(**SHAPE | dict(num_layers=1, positions=positions)),
-        mechanisms=(mechanism,),
-        vocab_size=8,
+def _said(**keys) -> str:
+    """The message of a block's config; "" if it may be."""
+    try:
+        BlockConfig(**SHAPE | keys)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_what_a_block_may_be():
+    for key, (least, most) in BOUNDS.items():
+        shown = [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (least, most)]
+        none = "0 (none), or " if key == "logit_softcap" else ""
+        said = f"must be {none}at least {shown[0]} and at most {shown[1]}"
+        for value in (least, most):  # the least of rope_high is not more than rope_low
+            assert not _said(**{key: value}).endswith(said)
+        whole = isinstance(least, int)
+        for value in (least - 1, most + 1) if whole else (least - 1e-9, most * 1.0001, math.nan):
+            assert _said(**{key: value}) == f"config.model.{key} = {value}: {said}"
+    for key, names in NAMES.items():
+        assert not any(_said(**{key: name}) for name in names)
+        known = ", ".join(map(repr, names))
+        assert _said(**{key: "batch"}) == f"config.model.{key} = 'batch': must be one of {known}"
+    assert not _said(logit_softcap=0.0) and not _said(window=4) and not _said(causal=False)
+    assert "rope_high = 1.0: must be more than config.model.rope_low = 1.0" in _said(rope_high=1.0)
+    assert "window = 4: is of causal models; set it to 0" in _said(window=4, causal=False)
+
+
+def test_a_block_is_nanochats_if_not_told_otherwise():
+    nanochat = dict(norm="rms", norm_gain=False, norm_bias=False, norm_epsilon=1e-6)
+    nanochat |= dict(norm_after=False, embedding_norm=True, positions="rope", rope_base=10_000.0)
+    nanochat |= dict(window=0, activation="relu2", dropout=0.0, bias=False, tied_head=False)
+    nanochat |= dict(logit_softcap=15.0, causal=True, embedding_std=1.0, matrix_std=0.0)
+    llama3 = dict(rope_factor=1.0, rope_low=1.0, rope_high=4.0, rope_original=8192)
+    others = dict(zero_outputs=True, rope_fraction=1.0, max_positions=2048)
+    found = dataclasses.asdict(BlockConfig(**SHAPE)).items()
+    assert (SHAPE | nanochat | llama3 | others).items() <= found
+
+
+def test_what_turns_positions():
+    of = lambda **keys: BlockConfig(**SHAPE, rope_base=50.0, **keys).angles_base
+    scaled = dict(rope_factor=8.0, rope_low=2.0, rope_high=3.0, rope_original=24)
+    llama3 = rope.Llama3(base=50.0, factor=8.0, low=2.0, high=3.0, original=24)
+    assert of() == 50.0 and of(positions="learned") is None
+    assert of(**scaled) == llama3
+    assert of(rope_fraction=0.5) == rope.Partial(base=50.0, fraction=0.5)
+    assert of(**scaled, rope_fraction=0.5) == rope.Partial(base=llama3, fraction=0.5)
+
+
+def test_alibi_is_the_only_word_on_positions_of_causal_models(make_mechanism):
+    mechanisms = (make_mechanism("mha"), make_mechanism("lrkv", alibi=True), make_mechanism("mha"))
+    of = lambda **keys: (
+        dataclasses.replace(_config(mechanisms[0], **keys), mechanisms=mechanisms).mechanisms
     )
-    assert of("none").mechanisms == (mechanism,)
+    assert of(positions="none") == mechanisms
     with pytest.raises(UserError, match="alibi = True: needs config.model.positions = 'none', not"):
-        of("rope")
+        of(positions="learned")
+    with pytest.raises(UserError, match="alibi = True: needs config.model.causal = True"):
+        of(positions="none", causal=False)
 
 
 def test_a_mean_over_the_row_is_of_models_that_see_it(make_mechanism):
@@ -63,11 +112,6 @@ def test_a_mean_over_the_row_is_of_models_that_see_it(make_mechanism):
     assert _config(mechanism, causal=False).mechanisms[0].needs_whole_rows
     with pytest.raises(UserError, match="must be False where attention dep.* that of layer 0"):
         _config(mechanism)
-
-
-def test_a_window_is_of_causal_models():
-    with pytest.raises(UserError, match="window = 4: is of causal models; set it to 0"):
-        BlockConfig(**SHAPE, window=4, causal=False)
 
 
 def test_odd_rope_dim(make_mechanism):
@@ -83,19 +127,12 @@ def test_odd_rope_dim(make_mechanism):
     _config(make_mechanism("mha", value_dim=7))
 
 
-@pytest.mark.parametrize(
-    "name, keys, key",
-    [("mla", dict(latent_dim=17), "latent_dim"), ("gqa", dict(query_rank=17), "query_rank")],
-)
-def test_latents_are_no_wider_than_what_they_are_made_of(make_mechanism, name, keys, key):
-    with pytest.raises(UserError, match=f"attention.{key} = 17: must be at most .*d_model = 16"):
-        _config(make_mechanism(name, **keys))
-    _config(make_mechanism(name, **{key: 16}))
-
-
-def test_alibi_needs_a_causal_model(make_mechanism):
-    with pytest.raises(UserError, match="alibi = True: needs config.model.causal = True"):
-        _config(make_mechanism("mha", alibi=True), positions="none", causal=False)
+def test_latents_are_no_wider_than_what_they_are_made_of(make_mechanism):
+    for name, key in (("mla", "latent_dim"), ("gqa", "query_rank")):
+        said = f"attention.{key} = 17: must be at most config.model.d_model = 16"
+        with pytest.raises(UserError, match=said):
+            _config(make_mechanism(name, **{key: 17}))
+        _config(make_mechanism(name, **{key: 16}))
 
 
 def test_a_part_of_no_rotated_channels_is_none():
@@ -134,5 +171,6 @@ def test_length(make_mechanism):
 def test_angles_end_where_they_are_used(make_mechanism):
     plain, plus = make_mechanism("mha"), make_mechanism("qk_tied_plus")
     assert _config(plain).angle_limit == _config(plus, positions="none").angle_limit == 2**20
+    assert _config(plain, positions="sinusoidal").angle_limit == 2**20
     for positions in ("none", "learned"):
         assert _config(plain, positions=positions).angle_limit is None

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from kvjax.model.encoder_decoder import greedy
 from tests import quick
 
 B, S, T, V = 3, 7, 5, 11
+ROOM = 128  # the least that a cache has
 LENGTHS = jnp.asarray([7, 1, 4], jnp.int32)
 BLOCK = dict(num_layers=2, d_model=16, mlp_dim=24, embedding_norm=False)
 
@@ -51,32 +51,36 @@ def _tokens():
 @pytest.mark.parametrize("kind", quick.only(["lrkv"], KINDS))
 @pytest.mark.parametrize("positions", quick.only(["rope"], ["rope", "none"]))
 def test_from_its_caches_it_is_what_it_is_in_full(make, kind, positions):
-    """A first piece of three tokens, then one by one."""
-    model = make(_config(kind, positions=positions))
-    source, target = _tokens()
-    full = jax.jit(lambda *a: model(*a))(source, LENGTHS, target)
-    assert np.ptp(full) > 1
-    decode = jax.jit(lambda *a: model.decode(*a))
-    caches = jax.jit(lambda s: model.remember(s, LENGTHS, T))(source)
-    found, caches = decode(target[:, :3], caches, jnp.full(B, 3, jnp.int32))
-    pieces = [found]
-    for t in range(3, T):
-        found, caches = decode(target[:, t : t + 1], caches, jnp.ones(B, jnp.int32))
-        pieces.append(found)
-    np.testing.assert_allclose(np.concatenate(pieces, 1), full, rtol=1e-10, atol=1e-10)
-    assert caches.target.lengths.tolist() == [T] * B and caches.source.lengths.tolist() == [7, 1, 4]
+    """A first piece of three tokens, then token by token what it says itself.
 
-
-@pytest.mark.slow
-def test_what_lies_behind_a_source_changes_nothing(make):
-    model = make(_config("lrkv"))
-    source, target = _tokens()
-    other = np.where(np.arange(S)[None] < LENGTHS[:, None], source, (source + 3) % V)
+    In full, what lies behind a source changes nothing, and a source is read to both sides.
+    """
+    model = make(_config(kind, positions=positions, logit_softcap=2.0, norm_epsilon=1e-3))
     full = jax.jit(lambda *a: model(*a))
+    source, target = _tokens()
+
+    def from_caches(source, target):
+        caches = model.remember(source, LENGTHS, T)
+        found, begun = model.decode(target[:, :3], caches, jnp.asarray([3, 2, 3], jnp.int32))
+        more, ended = model.decode(target[:, 3:], begun, jnp.full(B, T - 3, jnp.int32))
+        return jnp.concatenate([found, more], axis=1), ended, greedy(model, caches, 4, ROOM)
+
+    found, caches, made = jax.jit(from_caches)(source, target)
     expected = full(source, LENGTHS, target)
-    np.testing.assert_allclose(full(other, LENGTHS, target), expected, rtol=1e-11, atol=1e-11)
-    short = full(source[2:, :4], LENGTHS[2:], target[2:])  # alone, without padding
-    np.testing.assert_allclose(short, expected[2:], rtol=1e-10, atol=1e-10)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+    close(found[::2], expected[::2])
+    assert np.ptp(expected) > 1
+    shorter = np.delete(target, 2, axis=1)  # as the second sequence has it
+    close(found[1, 3:], full(source, LENGTHS, np.pad(shorter, ((0, 0), (0, 1))))[1, 2:4])
+    assert caches.target.lengths.tolist() == [5, 4, 5]
+    assert caches.source.lengths.tolist() == [7, 1, 4]
+
+    assert made.shape == (B, ROOM)
+    said = np.concatenate([np.full((B, 1), 4, np.int32), made[:, : T - 1]], axis=1)
+    np.testing.assert_array_equal(made[:, :T], np.argmax(full(source, LENGTHS, said), axis=-1))
+
+    behind = np.arange(S)[None] >= LENGTHS[:, None]
+    close(full(np.where(behind, (source + 3) % V, source), LENGTHS, target), expected)
     changed = source.copy()
     changed[2, 3] = (changed[2, 3] + 1) % V
     apart = np.abs(full(changed, LENGTHS, target) - expected).max(axis=(1, 2))
@@ -92,80 +96,43 @@ def test_a_source_is_read_to_both_sides(make):
     assert np.abs(encode(changed) - encode(source))[0].max(axis=-1).min() > 1e-6
 
 
-@pytest.mark.slow
-def test_greedy_is_the_likeliest_token_after_token(make):
-    model = make(_config("lrkv"))
-    source, _ = _tokens()
-    found = jax.jit(lambda s: greedy(model, model.remember(s, LENGTHS, T), 0, T))(source)
-    said = np.concatenate([np.zeros((B, 1), np.int32), found[:, :-1]], axis=1)
-    z = model(source, LENGTHS, said)
-    np.testing.assert_array_equal(found, np.argmax(z, axis=-1))
-
-
 def test_the_source_is_kept_once_in_as_many_bytes_as_lrkv_says(make):
     model = make(_config("lrkv"))
     caches = jax.eval_shape(lambda s: model.remember(s, LENGTHS, T), _tokens()[0])
     elements = 2 * (8 + 4 * 3) + 4  # 2(H + N·R), and N 1/rms
     per_token = cache_lib.live_bytes(caches.source) / (B * caches.source.capacity)
     assert per_token == 2 * 8 * elements  # two layers of float64
-
-
-def test_cross_attention_that_cannot_be():
-    with pytest.raises(UserError, match="tie = 'qkv': must be 'none' or 'kv' in cross-attention"):
-        EncoderDecoderConfig(
-            block=BlockConfig(**BLOCK), encoder=MHA, decoder=MHA, cross=TIED, vocab_size=V
-        )
-
-
-def test_a_mean_over_the_row_has_no_place_here():
-    meant = DiagonalConfig(**dataclasses.asdict(TIED))
-    with pytest.raises(UserError, match="encoder = DiagonalConfig: depends on whole rows"):
-        EncoderDecoderConfig(
-            block=BlockConfig(**BLOCK), encoder=meant, decoder=MHA, cross=MHA, vocab_size=V
-        )
-
-
-def test_alibi_needs_order():
-    """Slopes favour what comes later: under a causal mask alone that is what is near."""
-    sloped = dataclasses.replace(MHA, alibi=True)
-    common = dict(cross=MHA, vocab_size=V)
-    for encoder, decoder, positions in ((sloped, MHA, "none"), (MHA, sloped, "rope")):
-        block = BlockConfig(**BLOCK, positions=positions)
-        with pytest.raises(UserError, match="alibi = True: needs causal attention without other"):
-            EncoderDecoderConfig(block=block, encoder=encoder, decoder=decoder, **common)
-    block = BlockConfig(**BLOCK, positions="none")
-    EncoderDecoderConfig(block=block, encoder=MHA, decoder=sloped, **common)
-
-
-@pytest.mark.slow
-def test_it_starts_as_the_recipe_says():
-    """Projections into the residual stream are 0: the first logits are."""
-    model = EncoderDecoder(_config("lrkv"), jax.random.key(0))
-    weights = nnx.to_pure_dict(nnx.state(model))
-    assert not np.any(weights["decoder"][0]["cross"]["out"])
-    assert np.any(weights["decoder"][1]["cross"]["mechanism"]["expand_key"])
-    source, target = _tokens()
-    assert not np.any(model(source, LENGTHS, target))
-
-
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        (dict(positions="learned", max_positions=8), "positions = 'learned': must be one of"),
-        (dict(tied_head=True), "tied_head = True: must be False in an encoder-decoder"),
-        (dict(window=3), "window = 3: must be 0 in an encoder-decoder"),
-        (dict(causal=False), "causal = False: must be True in an encoder-decoder"),
-        (dict(embedding_norm=True), "embedding_norm = True: must be False"),
-    ],
-)
-def test_keys_without_meaning(keys, message):
-    with pytest.raises(UserError, match=message):
-        _config("lrkv", **keys)
-
-
-@pytest.mark.slow
-def test_no_more_tokens_than_there_is_room_for():
-    model = EncoderDecoder(_config("lrkv"), jax.random.key(0))
-    caches = jax.eval_shape(lambda s: model.remember(s, LENGTHS, T), _tokens()[0])
     with pytest.raises(ValueError, match="steps = 129: the caches have room for 128"):
-        greedy(model, caches, 0, 129)
+        greedy(model, caches, 0, ROOM + 1)
+
+
+def test_what_cannot_be():
+    sloped, odd = dataclasses.replace(MHA, alibi=True), dataclasses.replace(MHA, key_dim=7)
+    meant = DiagonalConfig(**dataclasses.asdict(TIED))
+    of_order = "config.attention.alibi = True: needs causal attention without other positions"
+    pairs = "config.attention.key_dim: 7 channels of a key are rotated"
+    for part, mechanism, positions, message in (
+        ("cross", TIED, "rope", "tie = 'qkv': must be 'none' or 'kv' in cross-attention"),
+        ("encoder", meant, "rope", "encoder = DiagonalConfig: depends on whole rows"),
+        ("decoder", meant, "rope", "decoder = DiagonalConfig: depends on whole rows"),
+        # Slopes favour what comes later: under a causal mask alone that is what is near.
+        ("encoder", sloped, "none", of_order),
+        ("decoder", sloped, "rope", of_order),
+        ("encoder", odd, "rope", pairs),
+        ("decoder", odd, "rope", pairs),
+    ):
+        with pytest.raises(UserError, match=message):
+            dataclasses.replace(_config("mha", positions=positions), **{part: mechanism})
+    for mechanism in (sloped, odd):
+        dataclasses.replace(_config("mha", positions="none"), decoder=mechanism)
+    for key, value, needed in (
+        ("positions", "learned", "one of 'rope', 'none'"),
+        ("window", 3, "0 in an encoder-decoder"),
+        ("causal", False, "True in an encoder-decoder"),
+        ("tied_head", True, "False in an encoder-decoder"),
+        ("embedding_norm", True, "False in an encoder-decoder"),
+        ("norm_after", True, "False in an encoder-decoder"),
+        ("dropout", 0.5, "0.0 in an encoder-decoder"),
+    ):
+        with pytest.raises(UserError, match=f"config.model.{key} = '?{value}'?: must be {needed}"):
+            _config("lrkv", **{key: value})
