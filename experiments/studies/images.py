@@ -133,7 +133,7 @@ class Trainer:
             return model(self._features(batch["x"], size), compute=compute, dropout=key)
 
         return Learner(
-            lambda key: Labeller(config, key, features=features, head="linear", whole=True),
+            lambda key: Labeller(config, key, features=features, hidden=False, whole=True),
             learner.Recipe(steps=self.steps, learning_rate=rate, decay="steps"),
             lambda model, batch, key: jnp.mean(learner.nats(logits(model, batch, key), batch["y"])),
             lambda model, batch: (

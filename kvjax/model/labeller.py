@@ -20,14 +20,12 @@ from kvjax.model.transformer import norm_of
 from kvjax.model.transformer import segments_of
 from kvjax.model.transformer import through_blocks
 
-HEADS = ("mlp", "linear")
-
 
 class Labeller(nnx.Module):
     """Features [B, T, F] to logits [B, T, V] of every position, or [B, V] of the row.
 
-    The head is a linear map, behind a norm ("linear") or behind linear, LayerNorm and ReLU ("mlp").
-    What stands for a whole row is a learned vector in front of it.
+    The head is a linear map behind a norm, or behind linear, LayerNorm and ReLU. What stands for a
+    whole row is a learned vector in front of it.
     """
 
     def __init__(
@@ -36,7 +34,7 @@ class Labeller(nnx.Module):
         key: jax.Array,
         *,
         features: int,
-        head: str = "mlp",
+        hidden: bool = True,
         whole: bool = False,
         input_dropout: float = 0.0,
     ):
@@ -44,12 +42,10 @@ class Labeller(nnx.Module):
         Args:
           config: its vocabulary is the labels.
           features: F of an input.
-          head: "mlp" or "linear".
+          hidden: whether the head has a hidden layer.
           whole: whether a row has one label, not each position.
           input_dropout: of features, in training.
         """
-        if head not in HEADS:
-            raise ValueError(f"head = {head!r}: must be one of {HEADS}")
         self.config, c = config, config.block
         self.input_dropout = input_dropout
         start = dict(matrix_std=c.matrix_std, zero_outputs=c.zero_outputs)
@@ -62,8 +58,8 @@ class Labeller(nnx.Module):
         learned = c.positions == "learned"
         self.positions = weight("T D", rngs, init=c.embedding_std, **sizes) if learned else None
         self.final_norm = None if c.norm_after else norm_of(c, rngs)
-        self.hidden = weight("D -> M", rngs, **sizes) if head == "mlp" else None
-        if head == "mlp":
+        self.hidden = weight("D -> M", rngs, **sizes) if hidden else None
+        if hidden:
             self.hidden_bias = weight("M", rngs, init="zeros", **sizes)
             affine_norm = dict(gain=True, bias=True, epsilon=1e-5)
             self.hidden_norm = Norm(c.d_model, kind="layer", **affine_norm, rngs=rngs)

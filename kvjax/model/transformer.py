@@ -169,9 +169,8 @@ def through_blocks(
       temperature: what logits of attention are divided by.
     """
     c = config.block
-    attend = dict(causal=c.causal, window=c.window, segments_BS=segments_BS)
-    if temperature is not None:
-        attend |= dict(temperature=temperature)
+    attend = dict(causal=c.causal, window=c.window, temperature=temperature)
+    attend |= dict(segments_BS=segments_BS)
     drawn = dropout is not None and c.dropout > 0
     keys_L = jax.random.split(dropout, c.num_layers) if drawn else None
     first = 0

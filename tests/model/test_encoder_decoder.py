@@ -17,7 +17,7 @@ from kvjax.model.encoder_decoder import EncoderDecoderConfig
 from kvjax.model.encoder_decoder import greedy
 from tests import quick
 
-B, S, T, V = 3, 7, 5, 11
+B, S, T, V = 3, 7, 6, 11
 ROOM = 128  # the least that a cache has
 LENGTHS = jnp.asarray([7, 1, 4], jnp.int32)
 BLOCK = dict(num_layers=2, d_model=16, mlp_dim=24, embedding_norm=False)
@@ -51,30 +51,28 @@ def _tokens():
 @pytest.mark.parametrize("kind", quick.only(["lrkv"], KINDS))
 @pytest.mark.parametrize("positions", quick.only(["rope"], ["rope", "none"]))
 def test_from_its_caches_it_is_what_it_is_in_full(make, kind, positions):
-    """A first piece of three tokens, then token by token what it says itself.
+    """Pieces of up to three tokens, and token by token what it says itself.
 
     In full, what lies behind a source changes nothing, and a source is read to both sides.
     """
     model = make(_config(kind, positions=positions, logit_softcap=2.0, norm_epsilon=1e-3))
-    full = jax.jit(lambda *a: model(*a))
+    full, decode = (jax.jit(lambda *a, f=f: f(*a)) for f in (model, model.decode))
     source, target = _tokens()
-
-    def from_caches(source, target):
-        caches = model.remember(source, LENGTHS, T)
-        found, begun = model.decode(target[:, :3], caches, jnp.asarray([3, 2, 3], jnp.int32))
-        more, ended = model.decode(target[:, 3:], begun, jnp.full(B, T - 3, jnp.int32))
-        return jnp.concatenate([found, more], axis=1), ended, greedy(model, caches, 4, ROOM)
-
-    found, caches, made = jax.jit(from_caches)(source, target)
-    expected = full(source, LENGTHS, target)
+    caches = jax.jit(lambda source: model.remember(source, LENGTHS, T))(source)
+    pieces, ended = [], caches
+    for piece, counts in zip(np.split(target, 2, axis=1), ([3, 2, 3], [3, 3, 3]), strict=True):
+        z, ended = decode(piece, ended, jnp.asarray(counts, jnp.int32))
+        pieces.append(z)
+    found, expected = np.concatenate(pieces, axis=1), full(source, LENGTHS, target)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
     close(found[::2], expected[::2])
     assert np.ptp(expected) > 1
     shorter = np.delete(target, 2, axis=1)  # as the second sequence has it
-    close(found[1, 3:], full(source, LENGTHS, np.pad(shorter, ((0, 0), (0, 1))))[1, 2:4])
-    assert caches.target.lengths.tolist() == [5, 4, 5]
-    assert caches.source.lengths.tolist() == [7, 1, 4]
+    close(found[1, 3:], full(source, LENGTHS, np.pad(shorter, ((0, 0), (0, 1))))[1, 2:5])
+    assert ended.target.lengths.tolist() == [6, 5, 6]
+    assert ended.source.lengths.tolist() == [7, 1, 4]
 
+    made = jax.jit(lambda caches: greedy(model, caches, 4, ROOM))(caches)
     assert made.shape == (B, ROOM)
     said = np.concatenate([np.full((B, 1), 4, np.int32), made[:, : T - 1]], axis=1)
     np.testing.assert_array_equal(made[:, :T], np.argmax(full(source, LENGTHS, said), axis=-1))

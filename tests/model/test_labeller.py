@@ -19,10 +19,10 @@ B, T, F, D, V = 2, 5, 3, 8, 4
 BLOCK = BlockConfig(num_layers=1, d_model=D, mlp_dim=8, causal=False, max_positions=T + 1)
 # Blocks that start as nothing leave what enters them, but for a norm behind their sums.
 OPTIONS = {
-    "row": (dict(positions="learned"), dict(head="mlp", whole=True)),
+    "row": (dict(positions="learned"), dict(hidden=True, whole=True)),
     "positions": (
         dict(positions="sinusoidal", norm_after=True, zero_outputs=True),
-        dict(head="linear", whole=False),
+        dict(hidden=False, whole=False),
     ),
 }
 
@@ -32,7 +32,7 @@ def _sinusoids(count):
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(count, D)
 
 
-def _expected(weights, x_BTF, block, head, whole):
+def _expected(weights, x_BTF, block, hidden, whole):
     x_BTD = x_BTF @ weights["input"] + weights["input_bias"]
     if whole:
         row_B1D = np.broadcast_to(weights["row"], (B, 1, D))
@@ -44,7 +44,7 @@ def _expected(weights, x_BTF, block, head, whole):
     x_BTD = rms(x_BTD, block.norm_epsilon)
     if block.norm_after:  # after attention, and after the MLP
         x_BTD = rms(x_BTD, block.norm_epsilon)
-    if head == "mlp":
+    if hidden:
         h_BTD = x_BTD @ weights["hidden"] + weights["hidden_bias"]
         h_BTD = (h_BTD - h_BTD.mean(-1, keepdims=True)) / np.sqrt(
             h_BTD.var(-1, keepdims=True) + 1e-5
@@ -76,11 +76,32 @@ def test_equals_numpy(x64, make_mechanism, name):
     assert np.ptp(expected) > 1
 
 
+def test_what_is_asked_of_its_blocks(x64, make_mechanism, randomise):
+    """A temperature divides their queries; a key drops half of what they add, each its own."""
+    block = dataclasses.replace(BLOCK, num_layers=2, positions="none", dropout=0.5)
+    mechanisms = (make_mechanism("mha", qk_norm="none"),) * 2
+    config = TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=V)
+    make = lambda: Labeller(config, jax.random.key(0), features=F, hidden=False)
+    model, weights = randomise(make)
+    graph, compute = nnx.split(model)[0], Compute(dtype=jnp.dtype(jnp.float64))
+    x_BTF = np.random.default_rng(1).standard_normal((B, T, F))
+    run = jax.jit(lambda w, **how: nnx.merge(graph, w)(x_BTF, compute=compute, **how))
+    found, temperature = run(weights), np.float64(2.5)
+    warm = run(weights, temperature=temperature)
+    assert np.abs(warm - found).max() > 1e-3
+    (segment,) = weights["segments"].values()
+    segment["attention"]["mechanism"]["query"] /= temperature
+    np.testing.assert_allclose(warm, run(weights), rtol=1e-12)
+    keys = [run(weights, dropout=jax.random.key(seed)) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(keys[0], keys[1])
+    assert np.abs(keys[0] - keys[2]).max() > 1e-3
+
+
 def test_features_are_dropped_in_training(make_mechanism):
     """Drops a quarter of the features, by a key, and scales the others up to make up for it."""
     block = dataclasses.replace(BLOCK, positions="none", max_positions=1, zero_outputs=True)
     config = TransformerConfig(block=block, mechanisms=(make_mechanism("mha"),), vocab_size=D)
-    how = dict(features=D, head="linear", input_dropout=0.25)
+    how = dict(features=D, hidden=False, input_dropout=0.25)
     made = nnx.eval_shape(lambda: Labeller(config, jax.random.key(0), **how))
     graph, state = nnx.split(made)
     weights = jax.tree.map(lambda w: np.zeros(w.shape, np.float32), nnx.to_pure_dict(state))

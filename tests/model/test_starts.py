@@ -5,7 +5,6 @@ import dataclasses
 from flax import nnx
 from flax import traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.attention import GroupedConfig
@@ -45,13 +44,16 @@ def _makers(block):
 
 
 def test_weights_start_as_the_config_says(monkeypatch):
-    """Matrices, tables and vectors each with their own; each weight is drawn from its own key."""
+    """Matrices, tables and vectors each with their own; each weight is drawn from its own key.
+
+    What adds to the residual stream, and the head, starts as 0 if not told otherwise.
+    """
     keys = []
 
     def normal(key, std, shape, dtype):
         if not isinstance(key, jax.core.Tracer):  # of one layer of many
             keys.append(tuple(jax.random.key_data(key).tolist()))
-        return jnp.full(shape, std, dtype)
+        return np.full(shape, std, dtype)
 
     monkeypatch.setattr("kvjax.layers.weight._normal", normal)
     starts = dict(matrix_std=0.5, embedding_std=3.0, zero_outputs=False)
@@ -68,3 +70,7 @@ def test_weights_start_as_the_config_says(monkeypatch):
             else:
                 expected = 1 if path[-1] == "gain" else 0
             assert np.all(value == expected), path
+    weights = nnx.to_pure_dict(nnx.state(_makers(BLOCK)[0](jax.random.key(0))))
+    (layers,) = weights["segments"].values()
+    for zeros in (weights["head"], layers["attention"]["out"], layers["mlp"]["down"]):
+        assert not np.any(zeros)

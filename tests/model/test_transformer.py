@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 from flax import nnx
 import jax
@@ -10,12 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.distributed import sharding
+from kvjax.distributed.sharding import MeshConfig
+from kvjax.layers import rope
 from kvjax.model import loss as loss_lib
 from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.loss import mean_loss
 from kvjax.model.loss import token_losses
+from kvjax.model.transformer import REMAT_POLICIES
 from kvjax.model.transformer import Compute
 from kvjax.model.transformer import Transformer
 from kvjax.model.transformer import through_blocks
@@ -124,7 +129,7 @@ def _initial(config, seed=0):
     return _init(config)(jax.random.key(seed))
 
 
-@pytest.mark.parametrize("name", quick.only(["gpt2", "llama3"], OPTIONS))
+@pytest.mark.parametrize("name", quick.only(["gpt2", "llama3", "encoder"], OPTIONS))
 def test_equals_the_reference(x64, make_mechanism, randomise, name):
     mechanism, keys, block = OPTIONS[name]
     mechanism = make_mechanism(mechanism, **keys)
@@ -240,6 +245,7 @@ def test_layers_do_not_depend_on_their_grouping(make_mechanism):
     np.testing.assert_array_equal(queries[1], other["query"][0])
 
 
+@pytest.mark.slow
 def test_initialisation(make_mechanism):
     """Zero projections back to the stream, N(0, 1) embeddings, and a loss of exactly ln V."""
     config = _config(make_mechanism("lrkv"), positions="learned", norm_gain=True, bias=True)
@@ -270,32 +276,61 @@ def test_equal_configs_share_one_graph(make_mechanism):
     assert parameters.graph(_config(make_mechanism("mla"))) != nnx.graphdef(made)
 
 
-@pytest.mark.slow
 def test_dropout(make_mechanism, randomise):
     """Part of what each half of a block adds is 0, the rest as much larger; by a key, if given."""
-    make = lambda **keys: _config(make_mechanism("mha"), num_layers=1, d_model=64, **keys)
-    config, plain = make(dropout=0.25), make()
+    plain, config = (_config(make_mechanism("mha"), 2, dropout=share) for share in (0.0, 0.25))
     model, weights = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)
-    graph = parameters.graph(plain)
-    without = nnx.merge(graph, jax.tree.map(jnp.asarray, weights))
-    x_BTD = np.random.default_rng(0).normal(size=(8, T, 64)).astype(np.float32)
-    places = np.arange(T)[None]
+    without = nnx.merge(parameters.graph(plain), jax.tree.map(jnp.asarray, weights))
 
-    def run(model, seed):
-        key = None if seed is None else jax.random.key(seed)
-        return through_blocks(model.config, model.segments, x_BTD, places, dropout=key)
+    def program(model, key):
+        run = lambda x_BTD: through_blocks(
+            model.config, model.segments, x_BTD, np.arange(T)[None], dropout=key
+        )
+        return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(run)(np.ones((B, T, D), np.float32))))
 
-    expected = run(without, None)
-    np.testing.assert_array_equal(run(without, 0), expected)  # nothing to drop
-    np.testing.assert_array_equal(run(model, None), expected)  # no key
-    np.testing.assert_array_equal(run(model, 0), run(model, 0))
-    assert not np.array_equal(run(model, 0), run(model, 1))
-    block = jax.tree.map(lambda w: w[0], nnx.split(model.segments[0])[1])
-    block = nnx.merge(nnx.split(model.segments[0])[0], block)
-    y_BTD = jnp.ones((8, T, 64))
-    dropped = np.asarray(block._dropped(y_BTD, jax.random.key(3)))
+    key, expected = jax.random.key(0), program(without, None)
+    assert program(without, key) == expected == program(model, None) != program(model, key)
+
+    graph, layers = nnx.split(model.segments[0])
+    block = lambda: nnx.merge(graph, jax.tree.map(lambda w: w[0], layers))
+    y_BTD = np.ones((8, T, 64), np.float32)
+    dropped = np.asarray(jax.jit(lambda key: block()._dropped(y_BTD, key))(key))
     assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.75)}
     assert abs(np.mean(dropped == 0) - 0.25) < 4 * np.sqrt(0.25 * 0.75 / dropped.size)
+
+    def keys(key):
+        found, own, x_BTD = [], block(), np.ones((B, T, D), np.float32)
+        own._dropped = lambda y_BTD, key: found.append(key) or y_BTD
+        places = rope.positions(np.arange(T)[None], 8, 10_000.0)
+        own(x_BTD, places, compute=Compute(), dropout=key, causal=True)
+        return found
+
+    assert jax.jit(keys)(key) == list(jax.random.split(key))
+
+
+def test_how_it_is_computed_reaches_the_program(make_mechanism):
+    """Every option of Compute makes another program; loops that stay need no care of merging."""
+    graph, shapes = {}, {}
+    for layers in (1, 2):
+        config = _config(make_mechanism("mha"), layers)
+        graph[layers], shapes[layers] = parameters.graph(config), parameters.abstract(config).shapes
+
+    def program(layers=2, **options):
+        def loss(weights):
+            compute = Compute(**options)
+            return mean_loss(nnx.merge(graph[layers], weights), *_tokens(), compute=compute)
+
+        return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(loss)(shapes[layers])))
+
+    asked = [{}, dict(unroll=True), dict(query_chunk=5), dict(loss_chunks=3)]
+    asked += [dict(remat=policy) for policy in REMAT_POLICIES if policy != "none"]
+    texts = [program(**options) for options in asked]
+    assert len(set(texts)) >= len(asked) - 1 and texts[0] == program(loss_chunks=8)
+    merging = lambda **options: set(re.findall(r"prevent_cse=(\w+)", program(**options)))
+    assert merging(remat="full") == {"False"}
+    assert merging(remat="full", unroll=True) == merging(remat="full", layers=1) == {"True"}
+    with pytest.raises(ValueError, match="implementation = 'other'"):
+        program(attention="other")
 
 
 @pytest.mark.slow
@@ -370,6 +405,29 @@ def test_bfloat16(make_mechanism, randomise, family):
     np.testing.assert_allclose(logits, cap * np.tanh(z / cap), rtol=0, atol=1e-5)
     # Some 10 roundings of 2**-9 a layer, at random: sqrt(30)·2**-9 = 1 %; 4 % is all at once.
     assert 1e-4 < error < 0.04
+
+
+def test_the_loss_of_several_devices_is_its_formula(x64):
+    """With its gradients, in slices of each device's tokens."""
+    mesh = sharding.make_mesh(MeshConfig(data=2, sequence=2), jax.devices())
+    rng, (B, T, D, V), cap = np.random.default_rng(0), (4, 12, 6, 10), 2.0
+    head, x = rng.normal(size=(D, V)), rng.normal(size=(B, T, D))
+    targets, weights = rng.integers(0, V, (B, T)), rng.uniform(0.5, 1.5, (B, T))
+
+    def nats(head, x):
+        z = cap * jnp.tanh((x @ head) / cap)
+        return jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
+
+    formula = lambda head, x: jnp.sum(nats(head, x) * weights) / 7
+    loss = lambda head, x: loss_lib._sum_of_nats(cap, 3, mesh, head, x, targets, weights) / 7
+    found, expected = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(head, x) for f in (loss, formula)
+    )
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    jax.tree.map(close, found, expected)
+    compute = Compute(dtype=F64, mesh=mesh, loss_chunks=3)
+    each = lambda head, x: loss_lib.losses_behind(head, x, targets, cap, compute)
+    close(jax.jit(each)(head, x), nats(head, x))
 
 
 @pytest.mark.slow

@@ -125,21 +125,6 @@ def test_encoders_of_projection_sharing(variant):
     assert ("position_map" in names) == (channels > 0)
 
 
-@pytest.mark.slow
-def test_a_labeller_of_rows_drops_features_in_training():
-    config = sequence_tasks.transformer("qkv", 16, 1, 2)
-    how = dict(features=10, head="linear", whole=True, input_dropout=0.5)
-    model = Labeller(config, jax.random.key(0), **how)
-    x = jax.nn.one_hot(np.arange(8)[None], 10)
-    assert model(x).shape == (1, 10)
-    assert np.array_equal(model(x), model(x))
-    with_key = [model(x, dropout=jax.random.key(seed)) for seed in (0, 0, 1)]
-    assert np.array_equal(with_key[0], with_key[1])
-    assert not np.array_equal(with_key[0], with_key[2])
-    with pytest.raises(ValueError, match="head = 'large'"):
-        Labeller(config, jax.random.key(0), features=10, head="large")
-
-
 def test_thin_keys_models_are_causal_and_thin():
     task = thin_keys_tasks.TASKS["retrieval"]
     config = thin_keys_tasks.transformer(task, 8)
