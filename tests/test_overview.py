@@ -1,5 +1,6 @@
 """`python -m kvjax`: what there is."""
 
+import ast
 import importlib
 import pathlib
 import subprocess
@@ -46,3 +47,19 @@ def test_version_and_unknown_arguments():
     wrong = run("--verison")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "kvjax: unknown option --verison; did you mean '--version'?\n"
+
+
+def test_dataclasses_that_can_be_changed():
+    """All others are frozen: a config, a key of a compiled program, what is handed to a caller."""
+    package = pathlib.Path(kvjax.__file__).parent
+    changeable = {
+        node.name
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.ClassDef)
+        for decorator in node.decorator_list
+        if "dataclasses.dataclass" in (text := ast.unparse(decorator)) and "frozen=True" not in text
+    }
+    assert changeable == {
+        *("Answer", "Candidate", "Counts", "Done", "Draws", "Timing", "_Held", "_Open")
+    }

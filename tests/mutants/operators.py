@@ -1,7 +1,8 @@
 """Mutants of a Python file: small edits that change what it does, one at a time.
 
 Edits are of the text, so that no other line moves. Left out are docstrings, annotations and
-messages: whatever stands in a `raise`, is printed, or is help of a command line.
+messages: whatever stands in a `raise`, is printed, or is help of a command line; and `strict=` of
+zips, which only a mistake of ours would meet.
 """
 
 import ast
@@ -35,9 +36,9 @@ _ARITHMETIC = {
     ast.BitAnd: ("&", "|"),
     ast.BitOr: (r"\|", "&"),
 }
-_SAYING = re.compile(r"print|say|exit|fail|warn|warning|info|debug|\w*(Error|Warning)")
-_HELP = {"help", "metavar", "description", "epilog", "usage"}
-_SYMMETRIC = {"isinstance", "max", "min"}
+_SAYING = re.compile(r"print|say|waiting|exit|fail|warn|warning|info|debug|\w*(Error|Warning)")
+_KEYWORDS_LEFT_OUT = {"help", "metavar", "description", "epilog", "usage", "strict"}
+_SYMMETRIC = {"isinstance", "max", "min", "suppress", "promote_types"}
 _SKIPPED_FIELDS = {"annotation", "returns", "type_params", "format_spec", "type_comment"}
 _TYPES = re.compile(r"[A-Z]\w*[a-z]\w*|None|int|float|str|bytes|bool|dict|list|tuple|set|type")
 
@@ -141,7 +142,7 @@ class _File:
         if _says(node):
             return
         for keyword in node.keywords:
-            if keyword.arg and keyword.arg not in _HELP:
+            if keyword.arg and keyword.arg not in _KEYWORDS_LEFT_OUT:
                 start, end = self._range(keyword)
                 comma = re.match(rb"\s*,?", self._text[end:])
                 yield Mutant("keyword", lines, start, end + comma.end(), "")
@@ -188,7 +189,7 @@ def _is_left_out(node: ast.AST) -> bool:
         case ast.Expr(value=ast.Constant()) | ast.TypeAlias() | ast.Import() | ast.ImportFrom():
             return True
         case ast.keyword():
-            return node.arg in _HELP
+            return node.arg in _KEYWORDS_LEFT_OUT
         case ast.If():
             names = {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
             return bool(names & {"__name__", "TYPE_CHECKING"})
