@@ -94,7 +94,6 @@ def test_nearest_to_whole_heads(x64, J):
     np.testing.assert_allclose(made, whole, atol=1e-12)  # R = H
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tie", ["none", "kv"])
 def test_a_start_from_components_is_that_of_mhas_heads(make_mechanism, tie):
     """At full rank heads are of MHA's size, and what has no residual is as with any other start."""

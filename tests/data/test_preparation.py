@@ -29,6 +29,7 @@ from kvjax.data import preparation
 from kvjax.data import prepare
 from kvjax.data import source_kinds
 from kvjax.data import sources
+from kvjax.data import tokenized_part
 from kvjax.data import tokenizer
 from kvjax.data import under_way
 from kvjax.data import vocabulary
@@ -80,6 +81,12 @@ def start(config, workers, script) -> subprocess.Popen:
 @pytest.mark.parametrize("workers", [2, 3])
 def test_any_number_of_workers_writes_the_same_bytes(config, expected, workers):
     assert files(prepare.prepare(config, workers=workers)) == expected
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1 << 16, "<u2"), ((1 << 16) + 1, "<u4")])
+def test_rows_are_of_integers_that_hold_every_id(size, dtype):
+    made = types.SimpleNamespace(vocab_size=size)
+    assert tokenized_part.dtype_of(made) == dtype
 
 
 def test_no_document_is_lost_or_twice_and_none_of_validation_in_training(config, small_texts):
