@@ -10,6 +10,9 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
+from kvjax.model.encoder_decoder import EncoderDecoderConfig
+from kvjax.model.recurrent import RecurrentConfig
+from kvjax.model.transformer import Compute
 
 SHAPE = dict(num_layers=3, d_model=16, mlp_dim=32)
 
@@ -83,6 +86,12 @@ def test_a_block_is_nanochats_if_not_told_otherwise():
     others = dict(zero_outputs=True, rope_fraction=1.0, max_positions=2048)
     found = dataclasses.asdict(BlockConfig(**SHAPE)).items()
     assert (SHAPE | nanochat | llama3 | others).items() <= found
+
+
+def test_configs_never_change_and_name_what_they_are_given():
+    for cls in (BlockConfig, TransformerConfig, EncoderDecoderConfig, RecurrentConfig, Compute):
+        made = cls.__dataclass_params__
+        assert made.frozen and made.kw_only, cls
 
 
 def test_what_turns_positions():
