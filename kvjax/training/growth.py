@@ -62,9 +62,7 @@ def _there(params: dict) -> list[str]:
     return [name for name in _AXES if params.get(name) is not None]
 
 
-def _whole_along(sharding: jax.sharding.Sharding, axis: int) -> jax.sharding.Sharding:
+def _whole_along(sharding: jax.sharding.NamedSharding, axis: int) -> jax.sharding.NamedSharding:
     """A sharding that does not split an axis: what is not there yet may be what makes it divide."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding
     spec = [None if i == axis else part for i, part in enumerate(sharding.spec)]
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))

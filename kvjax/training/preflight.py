@@ -307,14 +307,15 @@ def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
 
 def _mesh_that_divides(mesh: jax.sharding.Mesh, weights: parameters.Parameters) -> str:
     """Overrides for as many devices: as much of `tensor` as there may be, then of `fsdp`."""
-    for tensor in reversed(sharding.divisors(mesh.shape["tensor"])):
-        ways = mesh.size // mesh.shape["sequence"] // tensor
-        for fsdp in reversed(sharding.divisors(ways)):
-            found = dict(data=ways // fsdp, fsdp=fsdp, tensor=tensor)
-            if sharding.divides(dict(mesh.shape) | found, *weights):
-                flags = " ".join(f"--config.mesh.{axis}={n}" for axis, n in found.items())
-                return f"Over these {mesh.size} devices this mesh divides: {flags}"
-    return f"No mesh over {mesh.size} devices divides"
+    devices = mesh.size // mesh.shape["sequence"]
+    meshes = (
+        dict(data=devices // tensor // fsdp, fsdp=fsdp, tensor=tensor)
+        for tensor in reversed(sharding.divisors(mesh.shape["tensor"]))
+        for fsdp in reversed(sharding.divisors(devices // tensor))
+    )  # the last one splits no weight
+    found = next(m for m in meshes if sharding.divides(dict(mesh.shape) | m, *weights))
+    flags = " ".join(f"--config.mesh.{axis}={n}" for axis, n in found.items())
+    return f"Over these {mesh.size} devices this mesh divides: {flags}"
 
 
 def check_memory(

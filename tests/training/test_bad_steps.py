@@ -130,25 +130,6 @@ def test_which_step_is_bad_and_what_is_told_of_it():
 
 
 @pytest.mark.slow
-def test_too_many_bad_steps_in_a_row(source, tmp_path, monkeypatch):
-    corrupted(monkeypatch, [2, 4, 5, 12, 13, 14])
-    config = runs.small_config(*source, bad_steps="skip", max_bad_steps=3)
-    said = r"step 15: .*loss = nan.*max_bad_steps = 3 bad steps in a row: stopped.*steps \[10\]"
-    with pytest.raises(UserError, match=said):
-        loop.train(config, epath.Path(tmp_path))
-
-
-@pytest.mark.slow
-def test_a_spike_stops_if_it_is_not_skipped(source, tmp_path, monkeypatch):
-    corrupted(monkeypatch, [12], 4.0)
-    loop.train(runs.small_config(*source, num_steps=14), epath.Path(tmp_path / "ignored"))
-    config = runs.small_config(*source, spike_factor=1.5)
-    said = r"step 13: loss = .*over config\.train\.spike_factor = 1\.5 times .*: stopped"
-    with pytest.raises(UserError, match=said):
-        loop.train(config, epath.Path(tmp_path / "run"))
-
-
-@pytest.mark.slow
 def test_the_policy_changes_no_number_of_a_good_run(source, tmp_path, monkeypatch):
     """The default policy only looks on: unless its verdict is read, its program is that of none.
 

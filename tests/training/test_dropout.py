@@ -31,10 +31,3 @@ def test_a_run_that_is_stopped_drops_what_it_would_have_dropped(config, tmp_path
     pairs = list(zip(losses(whole, "loss"), losses(none, "loss"), strict=True))
     assert pairs[0][0] == pairs[0][1]  # outputs start at 0: there is nothing to drop yet
     assert all(a != b for a, b in pairs[2:])
-
-
-@pytest.mark.slow
-def test_parts_of_a_batch_drop_for_themselves(config, tmp_path):
-    config.train.update(batch_size=16, grad_accumulation=2)
-    loop.train(config, epath.Path(tmp_path / "two"))
-    assert [r["step"] for r in records(tmp_path / "two") if "loss" in r] == [1, 2, 3, 4]

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from kvjax import experiment as experiment_lib
-from kvjax.costs import formulas
 from kvjax.distributed import sharding
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
-from kvjax.training import ending
 from kvjax.training import loop
 from kvjax.workdir import metrics
 from tests import runs
@@ -65,18 +63,6 @@ def test_stopping_and_going_on_changes_nothing(whole, tmp_path, monkeypatch):
     assert (tmp_path / metrics.METRICS).read_bytes() == expected
 
 
-def test_what_cannot_be_written_after_the_last_checkpoint_is_a_warning(capsys):
-    for error in (RuntimeError("503: slow down\nmore"), OSError(28, "No space left on device")):
-
-        def refuse(error=error):
-            raise error
-
-        ending._write(epath.Path("gs://bucket/run/curves.png"), refuse)
-        said = str(error).partition("\n")[0]
-        told = f"WARNING: gs://bucket/run/curves.png was not written: {said}\n"
-        assert capsys.readouterr().err == told
-
-
 def test_bits_per_byte_is_what_its_definition_says(whole):
     """Sum of nats over targets with bytes / (ln 2 x bytes), from logits of a restored model."""
     import jax.numpy as jnp
@@ -106,27 +92,6 @@ def test_bits_per_byte_is_what_its_definition_says(whole):
         num_bytes += dataset.token_bytes[targets].sum()
     assert num_bytes == dataset.info["splits"]["validation"]["bytes"]
     assert whole.last["validation_bpb"] == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_gradient_accumulation_is_the_same_step(source, tmp_path):
-    one = loop.train(runs.small_config(*source, num_steps=12), epath.Path(tmp_path / "one"))
-    config = runs.small_config(*source, num_steps=12, grad_accumulation=4)
-    four = loop.train(config, epath.Path(tmp_path / "four"))
-    assert four["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-4)
-    first = [records(tmp_path / name)[0] for name in ("one", "four")]
-    assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-5)
-
-
-def test_exaflops_and_timing(whole):
-    experiment = experiment_lib.resolve(whole.config)
-    per_token = formulas.training_flops_per_token(experiment.model, 32)
-    rows = [r for r in records(whole.workdir) if "loss" in r]
-    assert [r["exaflops"] for r in rows] == [r["tokens"] * per_token / 1e18 for r in rows]
-    timing = metrics.read_records(epath.Path(whole.workdir) / metrics.TIMING)
-    assert [r["step"] for r in timing] == [1, *range(2, 41, 2)]
-    assert timing[-1]["tokens_per_second_per_device"] == timing[-1]["tokens_per_second"] > 0
-    assert "mfu" not in timing[-1] and "hbm_peak_bytes" not in timing[-1]  # a CPU tells neither
 
 
 @pytest.mark.slow

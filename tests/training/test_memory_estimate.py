@@ -14,6 +14,7 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
+from kvjax.optim import OptimizerConfig
 from kvjax.training import memory_estimate
 from kvjax.training.program import Program
 from tests import quick
@@ -67,6 +68,39 @@ def test_training_memory(make_mechanism):
     dots = dict(compute=Compute(remat="dots"), **shape, fsdp=1)
     one, two = (memory_estimate.estimate(config, **dots, tensor=n) for n in (1, 2))
     assert 2 * two.activations == one.activations + 16 * 4 * (2 * 2 * 16 + 2 * 16)
+
+
+def test_every_part_of_an_estimate(make_mechanism):
+    """Of two kinds of layers; figures of the formulas that the tests below hold to compilers."""
+    mechanisms = make_mechanism("lrkv_gqa", value_dim=12), make_mechanism("mla")
+    block = BlockConfig(num_layers=2, d_model=24, mlp_dim=40)
+    config = TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=50)
+    teacher = dataclasses.replace(config, vocab_size=36)
+    bf16, some = jnp.dtype(jnp.bfloat16), OptimizerConfig(tuned=("query",), matrices="adamw")
+    found = []
+    for compute, options in (
+        (Compute(loss_chunks=1), dict(teacher=teacher)),
+        (Compute(dtype=bf16, loss_chunks=4), dict(attention_kernel=True, lanes=128)),
+        (Compute(dtype=bf16, loss_chunks=4, remat="dots"), dict(lanes=128, parts=3)),
+        (Compute(remat="attention"), dict(optimizer=some)),
+        (Compute(remat="full"), dict(attention_kernel=True)),
+    ):
+        shape = dict(rows_per_device=3, sequence_length=32, fsdp=2)
+        for ways in (dict(), dict(tensor=2, sequence=4)):
+            made = memory_estimate.estimate(config, compute, **shape, **ways, **options)
+            found.append(dataclasses.astuple(made))
+    assert found == [  # parameters, optimizer, gradients, weights, activations
+        (56_576, 33_760, 28_960, 62_720, 778_752),
+        (28_288, 16_880, 14_480, 31_360, 254_016),
+        (212_320, 220_864, 212_320, 33_760, 4_257_504),
+        (138_416, 142_688, 138_416, 16_880, 1_464_156),
+        (212_320, 220_864, 424_640, 33_760, 1_727_328),
+        (138_416, 142_688, 276_832, 16_880, 558_636),
+        (28_960, 10_752, 5_376, 62_720, 547_008),
+        (14_480, 5_376, 2_688, 31_360, 202_008),
+        (28_960, 33_760, 28_960, 62_720, 299_712),
+        (14_480, 16_880, 14_480, 31_360, 171_096),
+    ]
 
 
 @pytest.mark.slow

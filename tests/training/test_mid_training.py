@@ -156,7 +156,7 @@ def test_logits_of_old_tokens_stay_to_the_bit_at_their_width(
     )
     _, params = randomise(lambda: Transformer(small, jax.random.key(0)), dtype=np.float32)
     drawn = nnx.to_pure_dict(nnx.state(Transformer(large, jax.random.key(3))))
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    place = jax.NamedSharding(sharding.make_mesh(sharding.MeshConfig(), jax.devices()), jax.P())
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), drawn)
     asked = growth.smaller(abstract, small.vocab_size)
     assert jax.tree.map(jnp.shape, asked) == jax.tree.map(np.shape, params)
@@ -206,6 +206,9 @@ def test_a_vocabulary_that_the_mesh_does_not_divide_grows_to_one_that_it_does():
     np.testing.assert_array_equal(grown["embedding"][BYTES:], drawn["embedding"][BYTES:])
     np.testing.assert_array_equal(grown["head"][:, :BYTES], old["head"])
     assert not np.any(grown["head"][:, BYTES:])
+    assert growth.smaller(abstract, CHAT) == abstract  # nothing is lacking
+    same = growth.grown(drawn, growth.grown_alone(drawn), abstract)
+    assert all(same[name] is drawn[name] for name in abstract)
 
 
 # -- what cannot be --------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """What is checked before a run begins: memory, mesh, data; of processes: test_multihost.py."""
 
+import contextlib
+import dataclasses
+import functools
 import pathlib
 import types
 
@@ -10,7 +13,10 @@ import pytest
 
 import kvjax
 from kvjax import experiment as experiment_lib
+from kvjax.data import loader
 from kvjax.data import tokenizer
+from kvjax.data.config import PREPARE_HOURS
+from kvjax.data.config import DataConfig
 from kvjax.distributed import sharding
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
@@ -32,29 +38,53 @@ def test_memory_is_checked_before_anything_is_allocated(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("platform, part", [("cpu", 1.0), ("gpu", 0.8), ("tpu", 0.8)])
-def test_what_is_close_is_left_to_an_accelerators_compiler(monkeypatch, platform, part):
+def test_memory_is_that_of_the_run_and_an_accelerators_compiler_decides_what_is_close(monkeypatch):
     """There is a fifth less than the estimate; a CPU has no one to ask."""
-    run = experiment_lib.resolve(load_config(CONFIGS / "lrkv_128m.py"))
-    compute = run.compute.resolve(platform, run.model.block.num_layers)
-    shape = dict(data=2, fsdp=4, sequence=1, tensor=2)
-    device = types.SimpleNamespace(platform=platform, device_kind="a chip")
-    mesh = types.SimpleNamespace(shape=shape, size=16, devices=np.array([device]))
-    need = memory_estimate.estimate(
-        run.model,
-        compute,
-        rows_per_device=run.train.batch_size // 8,
-        sequence_length=2048,
-        fsdp=4,
-        tensor=2,
-        attention_kernel=platform != "cpu",
-        lanes=memory_estimate.lanes_of(platform),
-    ).total
-    monkeypatch.setattr(runtime, "memory_per_device", lambda: round(part * need) + 1)
-    preflight.check_memory(run, compute, mesh)
-    monkeypatch.setattr(runtime, "memory_per_device", lambda: round(part * need) - 10**6)
-    with pytest.raises(UserError, match=f"(?s)does not fit on 16 x a chip.*{need / 1e9:.1f} GB"):
-        preflight.check_memory(run, compute, mesh)
+    found = experiment_lib.resolve(load_config(CONFIGS / "lrkv_128m.py"))
+    train = dataclasses.replace(found.train, batch_size=96, grad_accumulation=3)
+    run = dataclasses.replace(found, train=train)
+    shape = dict(data=2, fsdp=4, sequence=3, tensor=5)
+    taught_by = types.SimpleNamespace(experiment=types.SimpleNamespace(model="teacher"))
+    bytes_of = dict(parameters=3 * 10**9, optimizer=5 * 10**9, gradients=7 * 10**9)
+    need = memory_estimate.TrainingMemory(**bytes_of, weights=11 * 10**9, activations=6 * 10**9)
+    asked = []
+    estimate = lambda *given, **options: asked.append((given, options)) or need
+    monkeypatch.setattr(memory_estimate, "estimate", estimate)
+    for platform, part, lanes in (("cpu", 1.0, 1), ("gpu", 0.8, 1), ("tpu", 0.8, 128)):
+        device = types.SimpleNamespace(platform=platform, device_kind="a chip")
+        mesh = types.SimpleNamespace(shape=shape, size=120, devices=np.array([device]))
+        there = round(part * 32e9)
+        monkeypatch.setattr(runtime, "memory_per_device", lambda n=there: n)
+        preflight.check_memory(run, "compute", mesh)
+        assert asked.pop() == (
+            (run.model, "compute"),
+            dict(
+                **dict(optimizer=run.optimizer, teacher=None, rows_per_device=4, parts=3),
+                **dict(sequence_length=2048, fsdp=4, tensor=5, sequence=3, lanes=lanes),
+                attention_kernel=platform != "cpu",
+            ),
+        )
+        there -= 10**6
+        monkeypatch.setattr(runtime, "memory_per_device", lambda n=there: n)
+        with pytest.raises(UserError) as error:
+            preflight.check_memory(run, "compute", mesh, taught_by)
+        assert asked.pop()[1]["teacher"] == "teacher"
+        assert str(error.value) == (
+            f"{run.name} does not fit on 120 x a chip ({platform}). Bytes per device:\n"
+            "  parameters         3.0 GB\n  optimizer          5.0 GB\n"
+            "  gradients          7.0 GB\n  weights used      11.0 GB  (estimated)\n"
+            "  activations        6.0 GB  (estimated)\n  needed            32.0 GB\n"
+            f"  available    {there / 1e9:>9.1f} GB\n"
+            # (20 x 15 + 120 x 6) GB over 72 - 11 GB
+            "Weights and batch split over n devices need an nth each: 17 or more devices of 80 GB "
+            "hold this run as it is.\n"
+            "Activations shrink with a larger config.train.grad_accumulation and with "
+            "config.compute.remat = 'full'.\nWhat runs here: python -m kvjax.main "
+            "--config=configs/lrkv_tiny.py (or another of configs/*_tiny.py)"
+        )
+    need = dataclasses.replace(need, weights=72 * 10**9)
+    with pytest.raises(UserError, match="an nth each: no number of devices of 80 GB"):
+        preflight.check_memory(run, "compute", mesh)
 
 
 def test_batches_must_divide_over_devices(source):
@@ -131,6 +161,187 @@ def test_the_code_of_hosts_is_compared_in_every_folder(monkeypatch):
     package = pathlib.Path(kvjax.__file__).parent
     assert names == {str(path.relative_to(package)) for path in package.rglob("*.py")}
     assert "main.py" in names and gathered["kvjax's code"] == "0" * 12
+
+
+def test_what_is_checked_and_claimed_and_in_which_order(monkeypatch):
+    """Of runs on texts and on conversations, begun or not, by the first process and by others."""
+    events = []
+
+    def fake(name, made=lambda *given, **options: None):
+        *path, last = name.split(".")
+        where = functools.reduce(getattr, path, preflight)
+
+        def noted(*given, **options):
+            events.append((last, *given, *options.items()))
+            return made(*given, **options)
+
+        monkeypatch.setattr(where, last, noted)
+
+    @contextlib.contextmanager
+    def exclusive(workdir):
+        yield
+        events.append("let go")
+
+    model = types.SimpleNamespace(block=types.SimpleNamespace(num_layers=3))
+    train = types.SimpleNamespace(num_steps=9, parent="name")
+    compute = types.SimpleNamespace(dtype="f2")
+    asked = types.SimpleNamespace(resolve=lambda *given: {("gpu", 3): compute}[given])
+    run = dict(train=train, model=model, compute=asked, data="data", mesh="ways")
+    texts = types.SimpleNamespace(**run, mixture=None)
+    talk = types.SimpleNamespace(**run, mixture="mixture")
+    talk.train = types.SimpleNamespace(num_steps=0, parent="")
+    planned = types.SimpleNamespace(**run, mixture="mixture")
+    device = types.SimpleNamespace(platform="gpu")
+    mesh = types.SimpleNamespace(devices=np.array([[device]]))
+    found = lambda model: types.SimpleNamespace(
+        **dict(workdir="w", checkpoints="c", step=7, context=64),
+        experiment=types.SimpleNamespace(model=model),
+    )
+    parent, teacher, steps, known = found("older"), found("other"), [], False
+    monkeypatch.setattr(jax, "devices", lambda: "devices")
+    monkeypatch.setattr(preflight.experiment_lib, "resolve", dict(texts=texts, talk=talk).get)
+    monkeypatch.setattr(runtime, "workdir", lambda path: epath.Path(path) / "full")
+    monkeypatch.setattr(preflight.storage, "steps", lambda at: at.name == "checkpoints" and steps)
+    monkeypatch.setattr(preflight.origin, "is_known", lambda workdir: known)
+    for name in ("check_processes", "check_vocabulary", "check_mesh", "check_memory"):
+        fake(name)
+    fake("sharding.make_mesh", lambda *given: mesh)
+    fake("check_models", lambda *given, **options: (parent, teacher))
+    fake("check_tokenizer")
+    fake("data_set", lambda *given, **options: "rows")
+    fake("identity.exclusive", exclusive)
+    for name in ("set_aside_earlier_run", "check_config", "check_data", "record"):
+        fake(f"identity.{name}")
+    fake("distributed.check_shared")
+    fake("distributed.index", lambda: index)
+    fake("distributed.gather")
+    fake("conversations.data_set", lambda *given: "rows")
+    fake("conversations.one_pass", lambda *given: ("talk of 9", planned))
+    fake("origin.inherit")
+    fake("lineage.forget")
+    fake("lineage.write")
+    fake("trained.named", lambda *given: there)
+    index, there, w = 0, found(model), epath.Path("run/full")
+
+    def prepared(config):
+        events.clear()
+        with preflight.prepared(config, "run", 2.5) as given:
+            events.append("given")
+        assert given[1:] == (compute, mesh, w, "rows", parent, teacher)
+        e = dict(texts=texts, talk=talk)[config]
+        assert given.experiment is (texts if config == "texts" else planned)
+        assert events[-3:] == [("gather", "claimed", ""), "given", "let go"]
+        start = [
+            *(("check_processes", config), ("check_vocabulary", e)),
+            *(("make_mesh", "ways", "devices"), ("check_mesh", e, mesh)),
+            ("check_models", e, ("begun", bool(steps))),
+            *(("check_memory", e, compute, mesh, teacher), ("exclusive", w), ("check_shared", w)),
+            ("index",),
+        ]
+        assert events[: len(start)] == start
+        return events[len(start) : -3]
+
+    models = ("parent", parent), ("teacher", teacher)
+    of_texts = [
+        *(("set_aside_earlier_run", w), ("check_config", w, "texts", "f2")),
+        *(("data_set", "data", 2.5, ("spare", True)), ("check_data", w, "rows")),
+        *(("check_tokenizer", texts, "rows", *models), ("record", w, "texts", "f2", "rows")),
+    ]
+    inherited = ("inherit", w, "w", 64)
+    assert prepared("texts") == [*of_texts, inherited, ("write", w, "w", "c", 7)]
+    of_talk = [
+        ("set_aside_earlier_run", w),
+        *(("data_set", talk, w, parent), ("one_pass", "talk", talk, "rows")),
+        *(("check_config", w, "talk of 9", "f2"), ("check_data", w, "rows")),
+        ("check_tokenizer", planned, "rows", *models),
+        ("record", w, "talk of 9", "f2", "rows"),
+    ]
+    assert prepared("talk") == [*of_talk, inherited, ("write", w, "w", "c", 7)]
+    steps = [5]  # begun by a kvjax that kept nothing of its parent, which may be there still
+    asked_for = ("named", "config.train.parent", "name")
+    again = [asked_for, ("check_tokenizer", planned, "rows", ("parent", there))]
+    assert prepared("talk") == [*of_talk, *again, inherited]
+    for there in (found("grown"), None):
+        again = [asked_for, ("check_tokenizer", planned, "rows", ("parent", there))]
+        assert prepared("talk") == [*of_talk, *again, ("inherit", w, None, 0)]
+    known = True
+    assert prepared("texts") == of_texts
+    steps, parent, texts.train = [], None, types.SimpleNamespace(num_steps=9, parent="")
+    models = ("parent", None), ("teacher", teacher)
+    of_texts[2:3] = [("data_set", "data", 2.5, ("spare", False))]
+    of_texts[4:5] = [("check_tokenizer", texts, "rows", *models)]
+    assert prepared("texts") == [*of_texts, ("inherit", w, None, 0), ("forget", w)]
+    index = 1
+    assert prepared("texts") == [of_texts[2], of_texts[4]]
+    assert prepared("talk") == [
+        *(("data_set", talk, w, None), ("one_pass", "talk", talk, "rows")),
+        ("check_tokenizer", planned, "rows", *models),
+    ]
+
+
+def test_processes_that_share_a_folder_prepare_it_together(monkeypatch):
+    """Each a share, with its part of the host's cores; the first begins, ends, and says it."""
+    events = []
+    note = lambda *given, **options: events.append((*given, *options.items()))
+    hosts, index, cores = ["a", "b", "a"], 2, 7
+    rows = types.SimpleNamespace(path="rows", digest="d", vocab_size=257)
+    patch = lambda where, name, value: monkeypatch.setattr(where, name, value)
+    patch(preflight.distributed, "count", lambda: len(hosts))
+    patch(preflight.distributed, "index", lambda: index)
+    patch(preflight.distributed, "gather", lambda *given: note(*given) or hosts)
+    patch(preflight.distributed, "check_same_rows", note)
+    patch(preflight.distributed, "Team", lambda *given: note(*given) or team)
+    patch(preflight.socket, "gethostname", lambda: "own")
+    patch(runtime, "cores", lambda: cores)
+    patch(preflight.preparation, "look", lambda *a, **k: note("look", *a, **k) or corpus)
+    patch(preflight.preparation, "begin", lambda *a, **k: note("begin", *a, **k) or making)
+    patch(preflight.estimate, "check", lambda *a, **k: note("check", *a, **k))
+    patch(preflight.prepare, "prepare", lambda *a, **k: note("prepare", *a, **k) or "rows")
+    patch(loader, "open_dataset", {"rows": rows}.get)
+    team = types.SimpleNamespace(size=3, say=lambda word: note("say", word))
+    team.wait_for = lambda word, **k: note("wait", word, **k)
+    making = types.SimpleNamespace(
+        make=lambda **k: note("make", **k), finish=lambda: note("finish")
+    )
+    data = DataConfig(source="text", directory="there", tokenizer="byte", vocab_size=257)
+
+    def found(**corpus_has):
+        nonlocal corpus
+        corpus = types.SimpleNamespace(**corpus_has)
+        events.clear()
+        assert preflight.data_set(data, 2.5) is rows
+        advice = "the same config.data.source, or one they share"
+        assert events[:2] == [("data", data.root), ("hosts", "own")]
+        assert events[-1] == ("rows", "d", advice)
+        return events[2:-1]
+
+    corpus, team.index = None, 0
+    shown, finished = ("shown", True), ("say", "finished")
+    own, rest = ("make", ("workers", 3), ("share", (0, 3)), shown), ("make",)
+    ready = [("wait", "finished", ("leader", True)), ("prepare", data, ("hours", 2.5), shown)]
+    assert found(parts=5) == [
+        *(("look", data, shown), ("check", corpus, 9, 2.5, shown), ("begin", corpus, shown)),
+        *(("say", "begun"), own, ("say", "made"), ("wait", "made"), rest, ("finish",), finished),
+        *ready,
+    ]
+    said = [("say", "begun"), ("say", "made"), ("wait", "made"), finished]
+    assert found(parts=0) == [("look", data, shown), *said, *ready]
+    team.index, index, cores = 1, 1, 0
+    hidden = ("shown", False)
+    own = ("make", ("workers", 1), ("share", (1, 3)), hidden)
+    begun = [("wait", "begun", ("leader", True)), ("look", data, hidden)]
+    ready[1] = ("prepare", data, ("hours", 2.5), hidden)
+    assert found(parts=5) == [
+        *(*begun, ("begin", corpus, hidden), ("say", "begun"), own, ("say", "made"), *ready),
+    ]
+    assert found(parts=0) == [*begun, ("say", "begun"), ("say", "made"), *ready]
+    # What is there already is nobody's to prepare; nor is there a team of one.
+    for count, source in ((3, "prepared:rows"), (1, "text")):
+        monkeypatch.setattr(preflight.distributed, "count", lambda n=count: n)
+        events.clear()
+        alone = dataclasses.replace(data, source=source)
+        preflight.data_set(alone)
+        assert events[0] == ("prepare", alone, ("hours", PREPARE_HOURS)) and len(events) == 2
 
 
 class _Recording:

@@ -1,5 +1,7 @@
 """The training and evaluation steps around a model: of one whose losses are a formula."""
 
+import dataclasses
+import functools
 import types
 
 from flax import nnx
@@ -9,8 +11,14 @@ import numpy as np
 import optax
 import pytest
 
+from kvjax.distributed import sharding
 from kvjax.experiment import TrainConfig
+from kvjax.model import parameters
+from kvjax.model.config import BlockConfig
+from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
+from kvjax.optim import OptimizerConfig
+from kvjax.optim import tuned
 from kvjax.training import program
 
 VOCABULARY, BEGINS, RATE = 11, 3, 0.1
@@ -153,3 +161,83 @@ def test_sums_of_an_evaluation_are_over_targets_with_bytes(toy):
     np.testing.assert_array_equal(tokens, rows[:, order])
     np.testing.assert_array_equal(targets, rows[:, 1:][:, order])
     np.testing.assert_array_equal(positions, [order])
+
+
+def test_programs_are_told_what_their_experiment_says(monkeypatch, make_mechanism):
+    """Rows, shardings and options of the steps, as of an evaluation's part, and the optimizer's."""
+    dropping = TransformerConfig(
+        block=BlockConfig(num_layers=2, d_model=16, mlp_dim=24, dropout=0.25),
+        mechanisms=(make_mechanism("lrkv"),) * 2,
+        vocab_size=48,
+    )
+    plain = dataclasses.replace(dropping, block=dataclasses.replace(dropping.block, dropout=0.0))
+    other = dataclasses.replace(plain, block=dataclasses.replace(plain.block, mlp_dim=40))
+    compute, jitted, optimized = Compute(dtype=jnp.dtype(jnp.bfloat16)), [], []
+    real_jit, real_optimizer = jax.jit, program.make_optimizer
+
+    def jit(*given, **options):
+        jitted.append((*given, options))
+        return real_jit(*given, **options)
+
+    def optimizer(*given, **options):
+        optimized.append((given, options))
+        return real_optimizer(*given, **options)
+
+    monkeypatch.setattr(jax, "jit", jit)
+    monkeypatch.setattr(program, "make_optimizer", optimizer)
+    wanted = OptimizerConfig(tuned=("query",))
+    runs = ((2, dropping, other, True), (1, plain, None, False))
+    for devices, model, teacher, separate in runs:
+        train = TrainConfig(num_steps=9, batch_size=12, grad_accumulation=3, separate=separate)
+        experiment = types.SimpleNamespace(
+            **dict(model=model, optimizer=wanted, train=train, is_masked=separate),
+            data=types.SimpleNamespace(sequence_length=20),
+        )
+        mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:devices])
+        jitted.clear()
+        made = program.Program(experiment, compute, mesh, teacher, 7)
+        used = dataclasses.replace(compute, mesh=mesh) if devices > 1 else compute
+        (_, init), *steps = [j for j in jitted if "init" in str(j[0]) or hasattr(j[0], "keywords")]
+        (train_step, train_options), (eval_step, eval_options) = steps
+        shapes, axes = parameters.abstract(model)
+        places = sharding.parameter_shardings(mesh, shapes, axes)
+        (given, options) = optimized.pop()
+        learned = functools.partial(tuned, wanted)
+        assert given == (wanted, learned(axes)) and options.pop("shardings") == (
+            learned(places) if devices > 1 else None
+        )
+        assert options == dict(d_model=16, num_steps=9, muon_dtype=compute.dtype)
+        state = made.abstract_state
+        assert jax.tree.map(lambda x: x.sharding, state["params"]) == places
+        counts = dict(skipped=jnp.int32, in_a_row=jnp.int32, mean_loss=jnp.float32)
+        whole = jax.NamedSharding(mesh, jax.P())
+        shaped = lambda dtype, s=whole: jax.ShapeDtypeStruct((), dtype, sharding=s)
+        assert state["bad"] == {name: shaped(dtype) for name, dtype in counts.items()}
+        assert state["step"] == shaped(jnp.int32) and state["key"].shape == (2,)
+        assert init["out_shardings"] == jax.tree.map(lambda x: x.sharding, state)
+        assert train_options == dict(donate_argnums=0, out_shardings=(init["out_shardings"], None))
+        assert eval_options == {} and eval_step.func is program.eval_step
+        told = dict(train_step.keywords)
+        assert told.pop("learning")(axes) == learned(axes) and told.pop("optimizer").update
+        begins = 7 if separate else None
+        evaluated = dict(graph=made.graph, compute=used, masked=separate, begins=begins)
+        assert eval_step.keywords == evaluated and made.graph == parameters.graph(model)
+        of_teacher = {} if teacher is None else dict(teacher_graph=parameters.graph(teacher))
+        assert told == evaluated | of_teacher | dict(parts=3, policy=train, drops=separate)
+        assert train_step.func is program.train_step
+        split = sharding.batch_sharding(mesh)
+        rows = lambda n, s=split: jax.ShapeDtypeStruct((n, 21), jnp.int32, sharding=s)
+        assert made.abstract_rows == rows(12)
+        for name in ("train_step", "eval_step"):
+            monkeypatch.setattr(made, name, types.SimpleNamespace(lower=lambda *a, n=name: (n, *a)))
+        given = []
+        if teacher is not None:
+            there, axes = parameters.abstract(teacher)
+            narrow = lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=at)
+            given = [jax.tree.map(narrow, there, sharding.parameter_shardings(mesh, there, axes))]
+        assert made.abstract_teacher == (given[0] if given else None)
+        token_bytes = jax.ShapeDtypeStruct((48,), jnp.int32)
+        assert made.lowered_steps() == {
+            "training step": ("train_step", state, made.abstract_rows, *given),
+            "evaluation step": ("eval_step", state["params"], rows(4), token_bytes),
+        }

@@ -59,23 +59,6 @@ def test_they_are_the_parameters_of_their_steps(config, tmp_path, monkeypatch):
     assert trained.snapshots(plain) == [] and not (plain / checkpoint.SNAPSHOTS).exists()
 
 
-@pytest.mark.slow
-def test_a_disk_that_refuses_one_is_a_warning(config, tmp_path, monkeypatch, capsys):
-    save = checkpoint.Checkpoints.save
-
-    def refuse(self, step, state, position):
-        if self.directory.name == checkpoint.SNAPSHOTS and step == 2:
-            raise OSError("checkpoint of step 2 was not written: No space left on device")
-        save(self, step, state, position)
-
-    monkeypatch.setattr(checkpoint.Checkpoints, "save", refuse)
-    workdir = epath.Path(tmp_path / "workdir")
-    loop.train(config(snapshot_every=2), workdir)
-    said = f"{workdir / checkpoint.SNAPSHOTS}: checkpoint of step 2 was not written: No space"
-    assert said in capsys.readouterr().err
-    assert [snapshot.step for snapshot in trained.snapshots(workdir)] == [0, 4, 6]
-
-
 def test_those_of_a_run_that_took_no_step_are_not_taken_for_the_next_ones(tmp_path):
     """And those of a run whose checkpoints are gone are set aside with its records."""
     workdir = epath.Path(tmp_path)

@@ -1,0 +1,422 @@
+"""The loop around programs that only add: whatever it asks, writes down, keeps and says, exactly.
+
+The batch, its parts, rows, vocabulary and periods have all different sizes.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import signal
+import types
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import distributed
+from kvjax import experiment as experiment_lib
+from kvjax.costs import formulas
+from kvjax.data import loader
+from kvjax.data import prepare
+from kvjax.distributed import sharding
+from kvjax.experiment import TrainConfig
+from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from kvjax.training import loop
+from kvjax.training import preflight
+from kvjax.workdir import checkpoint
+from kvjax.workdir import metrics
+from kvjax.workdir import storage
+from tests import runs
+from tests.runs import records
+
+STEPS, BATCH, PARTS, LENGTH, EVAL_ROWS = 13, 8, 2, 32, 6
+BYTES, VOCABULARY, WIDTH = 257, 300, 5  # the model has rows that no token uses
+SECONDS, SPEED = 12.34, 1234.5
+BAD = (1, 2, 3, 6)  # steps that are skipped
+TOTAL = ("params", "total")
+
+
+class Script:
+    """A program whose state sums up all tokens seen, and a list of all that is asked, in order."""
+
+    def __init__(self, mesh):
+        self.asked, self.rows, self.at = [], {}, {}  # `at`: what happens in a step
+        self.place = jax.NamedSharding(mesh, jax.P())
+        self.began = self.taught = None
+        shapes = dict(embedding=(VOCABULARY, WIDTH), head=(WIDTH, VOCABULARY), total=())
+        self.abstract_state = self._abstract(dict(params=shapes, step=()))
+        self.abstract_teacher = self._abstract(dict(shapes, head=(WIDTH, BYTES)))
+        self.graph = "graph"
+
+    def _abstract(self, shapes):
+        shape = lambda s: jax.ShapeDtypeStruct(s, jnp.float32, sharding=self.place)
+        found = jax.tree.map(shape, shapes, is_leaf=lambda x: isinstance(x, tuple))
+        if "step" in found:
+            found["step"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.place)
+        return found
+
+    def __call__(self, experiment, compute, mesh, teacher, bos_id):
+        self.given = experiment, compute, mesh, teacher, bos_id
+        return self
+
+    def init(self, key):
+        drawn = jax.tree.map(lambda x: jax.random.normal(key, x.shape), self.abstract_state)
+        drawn["params"]["total"], drawn["step"] = jnp.float32(0), jnp.int32(0)
+        return jax.device_put(drawn, self.place)
+
+    def lowered_step(self):
+        return types.SimpleNamespace(compile=lambda: self.asked.append("compile") or self.train)
+
+    def lowered_steps(self):
+        names = ("training step", "evaluation step")
+        lowered = {name: types.SimpleNamespace(as_text=lambda n=name: f"<{n}>") for name in names}
+        lowered["training step"].compile = self.lowered_step().compile
+        return lowered
+
+    def train(self, state, rows, *teacher):
+        step = int(state["step"]) + 1
+        self.asked.append(f"step {step}")
+        self.rows[step], self.taught = np.asarray(rows), teacher
+        if self.began is None:
+            self.began = state
+        self.at.get(step, lambda: None)()
+        total = jax.device_put(state["params"]["total"] + rows.sum() / 1e4, self.place)
+        new = dict(params=state["params"] | dict(total=total))
+        new["step"] = jax.device_put(jnp.int32(step), self.place)
+        return new, self.told(step, total)
+
+    def told(self, step, total):
+        """Figures of a step; those that are bad have no number for a gradient."""
+        count = sum(s <= step for s in BAD)
+        in_a_row = next(n for n in range(9) if step - n not in BAD)
+        grad_norm = math.inf if step in BAD else 0.5 + step
+        told = dict(loss=total / step, grad_norm=grad_norm, param_norm=total, bad=step in BAD)
+        told |= dict(skipped_steps=count, bad_steps_in_a_row=in_a_row)
+        return {name: np.float32(value) for name, value in told.items()}
+
+    def eval_step(self, params, rows, token_bytes):
+        assert len(token_bytes) == VOCABULARY and not token_bytes[BYTES:].any()
+        rows, masked = np.asarray(rows), self.given[0].is_masked
+        self.asked.append(f"look at {rows.shape}")
+        nats = float(params["total"]) * rows.sum()
+        sums = nats, token_bytes[rows].sum(), rows.size
+        return (*sums, 3 * nats, 2 * token_bytes[rows].sum(), 0) if masked else sums
+
+
+@pytest.fixture
+def script(source, tmp_path, monkeypatch):
+    """A script, `run` of it in a workdir, its data set, and what is fixed of time and drawing."""
+    config = runs.small_config(*source, num_steps=STEPS, batch_size=BATCH, seed=5)
+    config.train.update(grad_accumulation=PARTS, eval_rows=EVAL_ROWS, max_bad_steps=4)
+    config.train.update(log_every=3, eval_every=5, checkpoint_every=4, snapshot_every=7)
+    config.train.update(keep_checkpoints=3, bad_steps="skip")
+    config.optimizer.update(warmup_steps=3, cooldown_fraction=0.5, final_fraction=0.1)
+    config.optimizer.update(matrix_learning_rate=0.03, lr_scale=0.5)
+    found = experiment_lib.resolve(config)
+    dataset = loader.open_dataset(prepare.prepare(found.data))
+    model = dataclasses.replace(found.model, vocab_size=VOCABULARY)
+    mesh = sharding.make_mesh(found.mesh, jax.devices()[:2])
+    script = Script(mesh)
+    script.experiment, script.dataset = dataclasses.replace(found, model=model), dataset
+    compute = found.compute.resolve("cpu", 2)
+
+    def run(workdir="run", parent=None, teacher=None, **keys):
+        train = dataclasses.replace(script.experiment.train, **keys)
+        experiment = dataclasses.replace(script.experiment, train=train)
+        folder = epath.Path(tmp_path / workdir)
+        folder.mkdir(exist_ok=True)
+        given = experiment, compute, mesh, folder, dataset, parent, teacher
+        return loop.Run(preflight.Prepared(*given)).run()
+
+    script.run = run
+
+    class Clock(metrics.Clock):
+        tokens_per_second = SPEED
+
+        def __init__(self, **given):
+            script.clock = given
+            super().__init__(**given)
+
+        def tick(self):
+            super().tick()
+            script.asked.append("tick")
+
+        @contextlib.contextmanager
+        def paused(self):
+            script.asked.append("[")
+            yield
+            script.asked.append("]")
+
+        def lap(self):
+            return dict(steps=self.steps) if self.steps > 3 else {}
+
+    save = checkpoint.Checkpoints.save
+
+    def noted(checkpoints, step, state, position):
+        name = checkpoints.directory.name
+        script.asked.append(f"{name} {step} {sorted(state)} {position}")
+        script.at.get((name, step), lambda: None)()
+        save(checkpoints, step, state, position)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", noted)
+    monkeypatch.setattr(metrics, "Clock", Clock)
+    monkeypatch.setattr(metrics, "draw_curves", lambda *a, **k: setattr(script, "drawn", (a, k)))
+    monkeypatch.setattr(loop, "Program", script)
+    monkeypatch.setattr(runtime, "seconds_since_launch", lambda: SECONDS)
+    return script
+
+
+def refuse():
+    raise OSError(28, "No space left on device")
+
+
+def expected_records(script, start=0, masked=False):
+    """What metrics.jsonl holds, from the rows that the data set deals."""
+    e, dataset = script.experiment, script.dataset
+    options = dict(sequence_length=LENGTH, batch_size=BATCH, seed=5, position=0)
+    batches = loader.train_batches(dataset, **options)
+    looked = [r["tokens"] for r in dataset.rows("validation").__getitems__(range(EVAL_ROWS))]
+    looked = np.concatenate([np.ravel(looked), np.full(2 * (LENGTH + 1), dataset.tokenizer.bos_id)])
+    num_bytes = np.append(dataset.token_bytes, 0)[looked].sum()
+    per_token = formulas.training_flops_per_token(e.model, LENGTH)
+    found, total = [], np.float32(start)
+    for step in range(1, STEPS + 1):
+        rows = next(batches)
+        np.testing.assert_array_equal(script.rows[step], rows)
+        total += np.float32(rows.sum() / 1e4)
+        tokens = step * BATCH * LENGTH
+        if step % 3 == 0 or step == STEPS:
+            taken = max(step - 1 - sum(s <= step for s in BAD), 0)
+            factor = (taken + 1) / 3 if taken < 3 else 1 - 0.9 * max(taken - 7, 0) / 6
+            told = {k: float(v) for k, v in script.told(step, total).items() if np.isfinite(v)}
+            told |= dict(learning_rate=factor * 0.03 * 0.5, exaflops=tokens * per_token / 1e18)
+            found.append(dict(step=step, tokens=tokens) | told)
+        if step % 5 == 0 or step == STEPS:
+            nats = float(total) * looked.sum()
+            told = dict(step=step, tokens=tokens, validation_loss=nats / looked.size)
+            told |= dict(validation_bpb=nats / math.log(2) / num_bytes)
+            if masked:
+                told |= dict(validation_bpb_all=3 * nats / math.log(2) / (2 * num_bytes))
+            found.append(told)
+    return [pytest.approx(record, rel=1e-6) for record in found]
+
+
+TRACE = """compile; snapshots 0 ['params', 'step'] 0; step 1; step 2; tick; step 3; tick; step 4;
+tick; tick; [; checkpoints 4 ['params', 'step'] 32; ]; step 5; tick; [; look at (4, 33);
+look at (4, 33); ]; step 6; step 7; tick; tick; [; snapshots 7 ['params', 'step'] 56; ]; step 8;
+tick; [; checkpoints 8 ['params', 'step'] 64; ]; step 9; step 10; tick; tick; [; look at (4, 33);
+look at (4, 33); ]; step 11; step 12; tick; tick; [; checkpoints 12 ['params', 'step'] 96; ];
+step 13; tick; [; look at (4, 33); look at (4, 33); ]; checkpoints 13 ['params', 'step'] 104"""
+
+
+def test_all_that_a_run_asks_and_writes_down(script, tmp_path, capsys):
+    last = script.run()
+    expected = expected_records(script)
+    assert records(tmp_path / "run") == expected and last == expected[-1]
+    assert "; ".join(script.asked) == TRACE.replace("\n", " ")
+    timing = metrics.read_records(epath.Path(tmp_path / "run" / metrics.TIMING))
+    told = [dict(step=n, steps=n) for n in (6, 9, 12, 13)]
+    assert timing == [dict(step=1, seconds_to_first_step=SECONDS), *told]
+    folder = epath.Path(tmp_path / "run")
+    assert storage.steps(folder / "checkpoints") == [8, 12, 13]
+    assert storage.steps(folder / "snapshots") == [0, 7]
+    per_token = formulas.training_flops_per_token(script.experiment.model, LENGTH)
+    devices = dict(num_devices=2, local_devices=jax.devices()[:2])
+    assert script.clock == dict(tokens_per_step=256, flops_per_token=per_token) | devices
+    assert script.given[3:] == (None, script.dataset.tokenizer.bos_id)
+    yardstick = script.dataset.info["xz_bits_per_byte"]
+    options = dict(title="lrkv_small", yardstick=yardstick, folder=folder)
+    assert script.drawn == ((folder,), options)
+    out, err = capsys.readouterr()
+    total = formulas.parameters(script.experiment.model)["total"]
+    cache = formulas.cache_bytes_per_token(script.experiment.model, jnp.dtype("float32"))
+    bpb = [f"{r['validation_bpb']:.4f}" for r in records(folder) if "validation_bpb" in r]
+    assert out.splitlines() == [
+        f"lrkv_small: {total:,} parameters, {cache:,} cache bytes per token (float32), 13 steps of "
+        "256 tokens, 2 x cpu",
+        f"workdir {folder}",
+        "first step 12.3 s after launch",
+        f"step 5: validation {bpb[0]} bits per byte",
+        f"step 10: validation {bpb[1]} bits per byte",
+        f"step 13: validation {bpb[2]} bits per byte",
+        f"validation: {bpb[2]} bits per byte after 3,328 tokens (xz -9e on the same text: "
+        f"{yardstick:.4f}); 12 s in this process",
+        f"curves, metrics, sample and checkpoints: {folder}",
+        f"with `pip install tensorboard`: tensorboard --logdir {folder}",
+    ]
+    loss = [r["loss"] for r in records(folder) if "loss" in r][-1]
+    assert f"step 13 of 13: loss {loss:.3f}, 1,234 tokens/s" in err
+    # Complete, it is not compiled again; a message asks the checkpoints of this run.
+    script.asked.clear()
+    assert script.run() == expected[-1]
+    assert script.asked == ["checkpoints 13 ['params', 'step'] 104"]
+    assert "steps [8, 12, 13] are in" in distributed.last_words.checkpoints()
+    (folder / metrics.METRICS).unlink()
+    with pytest.raises(UserError, match=f"^{folder}/metrics.jsonl has lost its records$"):
+        script.run()
+
+
+def test_a_run_that_ends_early_goes_on_as_if_it_had_not(script, tmp_path, capsys):
+    """On a signal in a step or before the first, as asked, or at a disk that is full."""
+    folder = epath.Path(tmp_path / "run")
+    goes_on = "The same command goes on from there.\n"
+    kill = lambda number: lambda: os.kill(os.getpid(), number)
+    started = script.lowered_step
+    script.lowered_step = lambda: kill(signal.SIGHUP)() or started()
+    with pytest.raises(SystemExit) as ended:
+        script.run()
+    assert ended.value.code == 129 and storage.steps(folder / "checkpoints") == []
+    assert f"\nStopped on SIGHUP before the first step. {goes_on}" in capsys.readouterr().out
+    script.lowered_step = started
+    script.at = {4: kill(signal.SIGTERM)}
+    with pytest.raises(SystemExit) as ended:
+        script.run(checkpoint_every=99)
+    assert ended.value.code == 75 and storage.steps(folder / "checkpoints") == [4]
+    assert f"\nStopped on SIGTERM at step 4 of 13, saved. {goes_on}" in capsys.readouterr().out
+    for stop_after in (5, 7):
+        assert script.run(stop_after=stop_after) == {}
+        assert storage.steps(folder / "checkpoints")[-1] == stop_after
+        said = f"\nStopped as asked at step {stop_after} of 13, saved. {goes_on}"
+        assert said in capsys.readouterr().out
+    assert storage.steps(folder / "snapshots") == [0, 7]
+    # The first of two that fail is followed by another save, the last by none.
+    script.at = {("checkpoints", 8): refuse, ("checkpoints", 9): refuse, ("snapshots", 10): refuse}
+    with pytest.raises(UserError) as error:
+        script.run(stop_after=9, snapshot_every=10)
+    out, err = capsys.readouterr()
+    full = "[Errno 28] No space left on device"
+    assert f"workdir {folder}, resuming from step 7\n" in out
+    assert f"WARNING: {full}; the run goes on, its checkpoints are [4, 5, 7]\n" in err
+    assert str(error.value) == (
+        f"stopped: {full}. The last checkpoint is intact (steps [4, 5, 7]); mend that and run the "
+        "same command to resume"
+    )
+    assert script.run(snapshot_every=10) == expected_records(script)[-1]
+    assert f"WARNING: {folder / 'snapshots'}: {full}; the run goes on\n" in capsys.readouterr().err
+    assert storage.steps(folder / "snapshots") == [0, 7]
+    assert records(folder) == expected_records(script)
+    script.at = {}
+    script.run("whole")
+    whole = tmp_path / "whole"
+    assert (folder / metrics.METRICS).read_bytes() == (whole / metrics.METRICS).read_bytes()
+
+
+def test_records_that_are_lost_end_a_run_once_its_state_is_saved(script, tmp_path, monkeypatch):
+    """And a workdir that is moved, when it is noticed: at a snapshot too."""
+    flush = metrics.MetricsWriter.flush
+    monkeypatch.setattr(metrics.MetricsWriter, "flush", lambda writer: refuse())
+    with pytest.raises(UserError, match=r"No space left on device.*\(steps \[4\]\)"):
+        script.run()
+    assert storage.steps(epath.Path(tmp_path / "run" / "checkpoints")) == [4]
+    monkeypatch.setattr(metrics.MetricsWriter, "flush", flush)
+    script.at = {7: lambda: (tmp_path / "run").rename(tmp_path / "moved")}
+    with pytest.raises(UserError, match=r"stopped at step 7, which was saved there"):
+        script.run()
+    assert storage.steps(epath.Path(tmp_path / "moved" / "checkpoints")) == [4, 7]
+
+
+def test_what_several_processes_do_otherwise(script, tmp_path, monkeypatch, capsys):
+    """All compile before any begins; a failed save ends them; only the first says or writes."""
+    agreed = []
+    gather = lambda name, text: agreed.append(name) or [text]
+    monkeypatch.setattr(distributed, "gather", gather)
+    monkeypatch.setattr(distributed, "count", lambda: 2)
+    monkeypatch.setattr(distributed, "check_same_programs", agreed.append)
+    last = script.run()
+    assert last == expected_records(script)[-1]
+    texts = {"training step": "<training step>", "evaluation step": "<evaluation step>"}
+    assert agreed[-3:] == [texts, "compiled", "written"]
+    out, err = capsys.readouterr()
+    assert ", 2 x cpu, 2 processes\n" in out and "step 13 of 13" in err
+    for what in (("checkpoints", 4), ("snapshots", 7)):
+        script.at = {what: refuse}
+        with pytest.raises(UserError, match="stopped: .*No space left on device"):
+            script.run(what[0])
+    script.at = {}
+    monkeypatch.setattr(distributed, "index", lambda: 1)
+    capsys.readouterr()
+    assert script.run() == last  # which the first has written
+    monkeypatch.setattr(loop.Run, "_saved_steps", lambda run: pytest.fail("asked"))
+    assert script.run("second") == {}
+    assert "".join(capsys.readouterr()) == ""
+    assert {path.name for path in (tmp_path / "second").iterdir()} == {"checkpoints", "snapshots"}
+
+
+def test_a_run_begins_with_its_parents_weights_and_learns_from_its_teachers(
+    script, tmp_path, monkeypatch, capsys
+):
+    """With rows for tokens that the parent lacks; and some targets do not count."""
+    monkeypatch.setattr(experiment_lib.Experiment, "is_masked", True)
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    found = {}
+    for name, rows, step in (("parent", BYTES, 9), ("teacher", VOCABULARY, 6)):
+        folder = epath.Path(tmp_path / name)
+        folder.mkdir()
+        params = dict(embedding=draw(rows, WIDTH), head=draw(WIDTH, BYTES), total=draw())
+        saved = checkpoint.Checkpoints(folder / "kept", keep=None)
+        saved.save(step, dict(params=params, step=jnp.int32(step)), 0)
+        saved.close()
+        model = dataclasses.replace(script.experiment.model, vocab_size=rows)
+        experiment = types.SimpleNamespace(model=model)
+        found[name] = types.SimpleNamespace(
+            **dict(workdir=folder, checkpoints=folder / "kept", step=step),
+            **dict(experiment=experiment, params=params),
+        )
+    script.asked.clear()
+    script.run(**found)
+    start = found["parent"].params["total"]
+    assert records(tmp_path / "run") == expected_records(script, start, masked=True)
+    assert script.given[3] is found["teacher"].experiment.model
+    jax.tree.map(np.testing.assert_array_equal, script.taught, (found["teacher"].params,))
+    began, old = script.began["params"], found["parent"].params
+    drawn = script.init(jax.random.key(5))["params"]
+    np.testing.assert_array_equal(began["embedding"][:BYTES], old["embedding"])
+    np.testing.assert_array_equal(began["embedding"][BYTES:], drawn["embedding"][BYTES:])
+    np.testing.assert_array_equal(began["head"][:, :BYTES], old["head"])
+    assert not np.any(began["head"][:, BYTES:]) and began["head"].shape == (WIDTH, VOCABULARY)
+    told = [r for r in records(tmp_path / "run") if "validation_bpb_all" in r]
+    pattern = r"validation (.*) bits per byte of what counts, (.*) of all text"
+    said = re.findall(pattern, capsys.readouterr().out)
+    both = ("validation_bpb", "validation_bpb_all")
+    assert said == [tuple(f"{r[key]:.4f}" for key in both) for r in told] and len(said) == 3
+
+
+def test_what_ends_a_run_and_what_it_says():
+    """By the policy and a step's figures; weights that are no numbers always do."""
+    stop, skip = dict(bad_steps="stop"), dict(bad_steps="skip", max_bad_steps=3)
+    fine = dict(loss=4.5, grad_norm=1.0, param_norm=2.0)
+    spike = dict(fine, bad=1, mean_loss=1.25)
+    row = lambda n, **values: dict(fine, bad=int(n > 0), bad_steps_in_a_row=n) | values
+    over = "loss = 4.5, over config.train.spike_factor = 3.0 times 1.25, the mean of recent ones"
+    many = "config.train.max_bad_steps = 3 bad steps in a row"
+    for policy, values, wrong in (
+        (stop, fine, ""),
+        (stop, dict(spike, bad=0), ""),
+        (stop, spike, over),
+        (stop, fine | dict(loss=math.nan, grad_norm=math.inf), "loss = nan, grad_norm = inf"),
+        (stop, spike | dict(loss=math.nan), "loss = nan"),
+        (skip, row(2, loss=math.nan), ""),
+        (skip, row(3, loss=math.nan), f"loss = nan, {many}"),
+        (skip, row(4, mean_loss=1.25), f"{over}, {many}"),
+        (skip, row(0), ""),
+        (skip, row(0, param_norm=math.nan), "param_norm = nan"),
+        (skip, dict(validation_loss=math.inf, validation_bpb=2.0), "validation_loss = inf"),
+        (skip, dict(validation_loss=3.0), ""),
+    ):
+        train = TrainConfig(num_steps=9, batch_size=1, spike_factor=3.0, **policy)
+        run = types.SimpleNamespace(
+            experiment=types.SimpleNamespace(train=train), _saved_steps=lambda: [3, 6]
+        )
+        if not wrong:
+            loop.Run._judge(run, 7, values)
+            continue
+        with pytest.raises(UserError) as error:
+            loop.Run._judge(run, 7, values)
+        said = f"step 7: {wrong}: stopped. Checkpoints of steps [3, 6] are intact; lower config."
+        assert str(error.value).startswith(said)
