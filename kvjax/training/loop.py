@@ -111,11 +111,11 @@ class Run:
             step = start
             if start < stop:
                 state, step = self._loop(state, position, start, stop)
-            if step == 0:  # stopped before: there is nothing to save
-                self.checkpoints.close()
-                return state, step
             with self._waiting("saving the last checkpoint"):
-                self._save(step, state, last=True)
+                if step:
+                    self._save(step, state, last=True)
+                else:  # stopped before: there is nothing to save
+                    self.checkpoints.close()
                 self._keeping_snapshots(lambda snapshots: snapshots.close())
             return state, step
         except BrokenPipeError:  # whoever read the output has left

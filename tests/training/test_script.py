@@ -163,6 +163,9 @@ def script(source, tmp_path, monkeypatch):
         script.at.get((name, step), lambda: None)()
         save(checkpoints, step, state, position)
 
+    close = metrics.MetricsWriter.close
+    closed = lambda writer: script.asked.append("close") or close(writer)
+    monkeypatch.setattr(metrics.MetricsWriter, "close", closed)
     monkeypatch.setattr(checkpoint.Checkpoints, "save", noted)
     monkeypatch.setattr(metrics, "Clock", Clock)
     monkeypatch.setattr(metrics, "draw_curves", lambda *a, **k: setattr(script, "drawn", (a, k)))
@@ -211,7 +214,7 @@ tick; tick; [; checkpoints 4 ['params', 'step'] 32; ]; step 5; tick; [; look at 
 look at (4, 33); ]; step 6; step 7; tick; tick; [; snapshots 7 ['params', 'step'] 56; ]; step 8;
 tick; [; checkpoints 8 ['params', 'step'] 64; ]; step 9; step 10; tick; tick; [; look at (4, 33);
 look at (4, 33); ]; step 11; step 12; tick; tick; [; checkpoints 12 ['params', 'step'] 96; ];
-step 13; tick; [; look at (4, 33); look at (4, 33); ]; checkpoints 13 ['params', 'step'] 104"""
+step 13; tick; [; look at (4, 33); look at (4, 33); ]; checkpoints 13 ['params', 'step'] 104; close"""
 
 
 def test_all_that_a_run_asks_and_writes_down(script, tmp_path, capsys):
@@ -254,7 +257,7 @@ def test_all_that_a_run_asks_and_writes_down(script, tmp_path, capsys):
     # Complete, it is not compiled again; a message asks the checkpoints of this run.
     script.asked.clear()
     assert script.run() == expected[-1]
-    assert script.asked == ["checkpoints 13 ['params', 'step'] 104"]
+    assert script.asked == ["checkpoints 13 ['params', 'step'] 104", "close"]
     assert "steps [8, 12, 13] are in" in distributed.last_words.checkpoints()
     (folder / metrics.METRICS).unlink()
     with pytest.raises(UserError, match=f"^{folder}/metrics.jsonl has lost its records$"):
@@ -271,6 +274,7 @@ def test_a_run_that_ends_early_goes_on_as_if_it_had_not(script, tmp_path, capsys
     with pytest.raises(SystemExit) as ended:
         script.run()
     assert ended.value.code == 129 and storage.steps(folder / "checkpoints") == []
+    assert storage.steps(folder / "snapshots") == [0]
     assert f"\nStopped on SIGHUP before the first step. {goes_on}" in capsys.readouterr().out
     script.lowered_step = started
     script.at = {4: kill(signal.SIGTERM)}
@@ -323,14 +327,14 @@ def test_records_that_are_lost_end_a_run_once_its_state_is_saved(script, tmp_pat
 def test_what_several_processes_do_otherwise(script, tmp_path, monkeypatch, capsys):
     """All compile before any begins; a failed save ends them; only the first says or writes."""
     agreed = []
-    gather = lambda name, text: agreed.append(name) or [text]
+    gather = lambda name, text: agreed.append((name, text)) or [text]
     monkeypatch.setattr(distributed, "gather", gather)
     monkeypatch.setattr(distributed, "count", lambda: 2)
     monkeypatch.setattr(distributed, "check_same_programs", agreed.append)
     last = script.run()
     assert last == expected_records(script)[-1]
     texts = {"training step": "<training step>", "evaluation step": "<evaluation step>"}
-    assert agreed[-3:] == [texts, "compiled", "written"]
+    assert agreed[-3:] == [texts, ("compiled", ""), ("written", "")]
     out, err = capsys.readouterr()
     assert ", 2 x cpu, 2 processes\n" in out and "step 13 of 13" in err
     for what in (("checkpoints", 4), ("snapshots", 7)):
