@@ -214,7 +214,8 @@ tick; tick; [; checkpoints 4 ['params', 'step'] 32; ]; step 5; tick; [; look at 
 look at (4, 33); ]; step 6; step 7; tick; tick; [; snapshots 7 ['params', 'step'] 56; ]; step 8;
 tick; [; checkpoints 8 ['params', 'step'] 64; ]; step 9; step 10; tick; tick; [; look at (4, 33);
 look at (4, 33); ]; step 11; step 12; tick; tick; [; checkpoints 12 ['params', 'step'] 96; ];
-step 13; tick; [; look at (4, 33); look at (4, 33); ]; checkpoints 13 ['params', 'step'] 104; close"""
+step 13; tick; [; look at (4, 33); look at (4, 33); ]; checkpoints 13 ['params', 'step'] 104;
+close"""
 
 
 def test_all_that_a_run_asks_and_writes_down(script, tmp_path, capsys):
