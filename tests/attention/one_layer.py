@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import cache
 from kvjax.attention import Attention
 from kvjax.attention import GLAConfig
 from kvjax.attention import GTAConfig
@@ -53,6 +54,26 @@ def run(config, w, base=BASE, x=X, first=0):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _attend(graph, config, base, first, arrays, x_BTD):
     return nnx.merge(graph, arrays)(x_BTD, positions(config, base, first), causal=True)
+
+
+def from_cache(config, w, base=BASE, x=X):
+    """[B, T, D] by decoding, half of the tokens behind the other half, as a cache is defined."""
+    graph, arrays = nnx.split(module(config, w))
+    layer, parts = cache.allocate([config], batch=B, capacity=T, dtype=x.dtype).layers[0], []
+    for first in (0, T // 2):
+        half = x[:, first : first + T // 2]
+        y, layer = _decode(graph, config, base, arrays, half, layer, np.full(B, first, np.int32))
+        parts.append(y)
+    return np.concatenate(parts, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _decode(graph, config, base, arrays, x_BTD, layer, first_B):
+    index_BT = first_B[:, None] + np.arange(x_BTD.shape[1], dtype=np.int32)[None]
+    at = rope.positions(index_BT, config.rope_dim, base)
+    counts_B = jnp.full_like(first_B, x_BTD.shape[1])
+    how = dict(rope_base=base, implementation="reference")
+    return nnx.merge(graph, arrays).decode(x_BTD, at, layer, counts_B, **how)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

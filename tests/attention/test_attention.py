@@ -1,6 +1,7 @@
 """Every mechanism's attention against softmax attention written head by head in NumPy."""
 
 import functools
+import types
 
 from flax import nnx
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from kvjax import cache
 from kvjax.attention import Attention
+from kvjax.attention import attention
 from kvjax.attention.attention import softmax_attention
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.layers import rope
@@ -316,3 +318,54 @@ def test_alibi_is_exact_in_bfloat16(make_mechanism, heads):
     expected = reference.alibi_slopes(heads)
     distances = 70_000 - np.array([0, 255, 40_001, 65_537, 70_000])
     np.testing.assert_allclose(fallen_NS, -np.outer(expected, distances), rtol=1e-4)
+
+
+LRKV_FIELDS = ("base_key", "base_value", "residual_key", "residual_value")
+MESH = types.SimpleNamespace(shape=dict(sequence=2))  # so many devices split a row
+
+
+def test_of_context_parallelism_latents_travel(x64, build, monkeypatch):
+    """Devices have copies of what tokens computed once, of all heads of theirs; in any order."""
+    laid = []
+
+    def constrain(x, mesh, *axes):
+        laid.append((x.shape, axes))
+        return x
+
+    monkeypatch.setattr(attention, "constrain", constrain)
+    order_T = np.array([4, 1, 0, 6, 3, 5, 2, 7])
+    segments_BS = jnp.asarray([[0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 2, 2]])
+    x = np.random.default_rng(2).standard_normal((B, len(order_T), D))
+    batch = ("data", "fsdp")
+
+    def attend(q, k, v, *, mesh, **options):
+        assert mesh is MESH
+        return softmax_attention(q, k[:B], v[B:], **options)  # of either device
+
+    for name, fields in (
+        ("lrkv_gqa", dict.fromkeys(LRKV_FIELDS, ("tensor",))),
+        ("mqa", dict(base_key=(), base_value=())),  # one head is whole everywhere
+        ("mlra", dict(latent=(None, "tensor"), rope_key=())),
+    ):
+        config, module, _ = build(name)
+        of = lambda order, config=config: _positions(config, index=order[None].astype(np.int32))
+        how = dict(causal=True, segments_BS=segments_BS)
+        split = lambda x, m=module, of=of, how=how: m(x, of(order_T), mesh=MESH, **how)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "softmax_attention", attend)
+            run = jax.jit(split) if name == "lrkv_gqa" else functools.partial(jax.eval_shape, split)
+            found = run(x[:, order_T])
+        if name == "lrkv_gqa":
+            expected = compiled(module, x, of(np.arange(len(order_T))), **how)
+            np.testing.assert_allclose(found, expected[:, order_T], rtol=1e-10, atol=1e-10)
+        expected = []
+        for field, heads in fields.items():
+            shape = (B, len(order_T), *config.entry()[field].shape)
+            expected += [
+                (shape, (batch, "sequence", *heads)),
+                (shape, (batch, None, *heads)),
+                ((2, *shape), ("sequence", batch, None, *heads)),
+                ((2 * B, *shape[1:]), (("sequence", *batch), None, *heads)),
+            ]
+        assert laid == expected
+        laid.clear()

@@ -1,5 +1,7 @@
 """The contract: a cache entry has the promised shapes, and keys and values follow from it."""
 
+import dataclasses
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from kvjax.attention import MECHANISMS
 from kvjax.attention import FactoredConfig
 from kvjax.attention import GLAConfig
+from kvjax.attention import GroupedConfig
 from kvjax.attention import GTAConfig
 from kvjax.attention import MFAKRConfig
 from kvjax.attention import MLAConfig
@@ -16,6 +19,9 @@ from kvjax.attention import MLALRKVConfig
 from kvjax.attention import PaperMLAConfig
 from kvjax.attention import SharedKVConfig
 from kvjax.attention import TPAConfig
+from kvjax.attention.diagonal import DiagonalConfig
+from kvjax.attention.linear import LinearConfig
+from kvjax.attention.mechanism import QK_NORMS
 from kvjax.cache.field import Field
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
@@ -158,37 +164,102 @@ def test_keys_and_values_follow_from_the_entry(
     np.testing.assert_allclose(rebuilt_v, v, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("qk_norm", ["none", "rms", "rms_gain"])
 @pytest.mark.parametrize("dtype", quick.only([jnp.bfloat16], [jnp.bfloat16, jnp.float32]))
-def test_entry_is_as_promised(make_mechanism, mechanism_name, qk_norm, dtype):
-    config = make_mechanism(mechanism_name, qk_norm=qk_norm)
-    graph, weights = nnx.split(nnx.eval_shape(lambda: config.build(D, rngs=nnx.Rngs(0))))
-    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), weights)
+def test_shapes_and_dtypes_are_as_promised(make_mechanism, mechanism_name, dtype):
+    """Those of queries, of expanded keys and values, and of the entry."""
+    for qk_norm in QK_NORMS:
+        config = make_mechanism(mechanism_name, qk_norm=qk_norm)
+        graph, weights = nnx.split(nnx.eval_shape(lambda c=config: c.build(D, rngs=nnx.Rngs(0))))
+        weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, dtype), weights)
 
-    def encode(weights, x):
-        module, positions = nnx.merge(graph, weights), _positions(config, True)
-        return module.encode(module.project(x, positions)[1], positions)
+        def made(weights, x, config=config, graph=graph):
+            module, positions = nnx.merge(graph, weights), _positions(config, True)
+            q, raw = module.project(x, positions)
+            return (q, *module.keys_values(raw, positions)), module.encode(raw, positions)
 
-    entry = jax.eval_shape(encode, weights, jax.ShapeDtypeStruct((B, T, D), dtype))
-    promised = config.entry()
-    assert set(entry) == set(promised)
-    for name, field in promised.items():
-        assert entry[name].shape == (B, T, *field.shape), name
-        assert entry[name].dtype == field.dtype_in(dtype), name
+        x = jax.ShapeDtypeStruct((B, T, D), dtype)
+        (q, k, v), entry = jax.eval_shape(made, weights, x)
+        assert q.shape == (B, T, config.query_heads, config.query_dim)
+        assert k.shape == (B, T, config.key_heads, config.query_dim)
+        assert v.shape == (B, T, config.key_heads, config.value_dim)
+        assert q.dtype == k.dtype == v.dtype == dtype
+        promised = config.entry()
+        assert set(entry) == set(promised)
+        for name, field in promised.items():
+            assert entry[name].shape == (B, T, *field.shape), name
+            assert entry[name].dtype == field.dtype_in(dtype), name
+    with pytest.raises(UserError, match="qk_norm = 'layer'.*'none', 'rms', 'rms_gain'"):
+        make_mechanism(mechanism_name, qk_norm="layer")
 
 
-def test_heads_of_expanded_keys(make_mechanism, mechanism_name):
-    config = make_mechanism(mechanism_name)
-    graph, weights = nnx.split(nnx.eval_shape(lambda: config.build(D, rngs=nnx.Rngs(0))))
+RESIDUALS, LATENTS = ("expand_key", "expand_value"), ("up_key", "up_value")
+# By mechanism: heads of queries and of keys, their channels and those that are rotated; H in
+# scale = 1/sqrt(H); weights that decoding absorbs; FLOPs of decoding per query and per key, without
+# RoPE; of products beyond attention in training, and elements that they make.
+COSTS = {
+    "mha": (4, 4, 8, 8, 8, (), (0, 128), 0, 0),
+    "gqa": (4, 2, 8, 8, 8, (), (0, 128), 0, 0),
+    "mqa": (4, 1, 8, 8, 8, (), (0, 128), 0, 0),
+    "lrkv": (4, 4, 8, 8, 8, RESIDUALS, (672, 180), 0, 0),
+    "lrkv_gqa": (8, 4, 8, 8, 8, RESIDUALS, (1056, 360), 0, 0),
+    "lrkv_latent_bias": (4, 4, 8, 8, 8, RESIDUALS, (672, 180), 0, 0),
+    "thin_keys": (4, 2, 4, 4, 4, (), (0, 96), 0, 0),
+    "lrkv_wide_keys": (4, 4, 8, 8, 8, RESIDUALS, (624, 164), 0, 0),
+    "lrkv_shared_rope": (4, 4, 16, 8, 8, RESIDUALS, (624, 164), 0, 0),
+    "kv_tied": (4, 4, 8, 8, 8, (), (0, 224), 0, 0),
+    "kv_tied_gqa": (4, 2, 8, 8, 8, (), (0, 176), 0, 0),
+    "lrkv_kv_tied": (4, 4, 8, 8, 8, RESIDUALS, (192, 472), 0, 0),
+    "qk_tied": (4, 4, 8, 8, 8, (), (0, 112), 0, 0),
+    "qkv_tied": (4, 4, 8, 8, 8, (), (0, 224), 0, 0),
+    "qk_tied_plus": (4, 4, 11, 8, 8, (), (0, 134), 0, 0),
+    "qkv_tied_plus": (4, 4, 11, 8, 8, (), (0, 230), 0, 0),
+    "factored": (4, 4, 8, 8, 8, RESIDUALS[:1], (480, 92), 0, 0),
+    "factored_joint": (8, 4, 8, 8, 8, RESIDUALS, (1344, 136), 0, 0),
+    "factored_values": (4, 2, 8, 8, 8, RESIDUALS[1:], (192, 88), 0, 0),
+    "mla": (4, 4, 12, 4, 12, LATENTS, (1120, 192), 0, 0),
+    "mla_lrkv": (4, 4, 12, 4, 12, LATENTS + RESIDUALS, (1008, 176), 0, 0),
+    "mla_paper": (4, 4, 8, 8, 8, LATENTS, (640, 880), 0, 0),
+    "mfa": (4, 1, 8, 8, 8, (), (0, 128), 0, 0),
+    "gla": (4, 4, 12, 4, 12, LATENTS, (672, 128), 0, 0),
+    "mlra": (8, 8, 12, 4, 12, LATENTS, (1536, 256), 0, 0),
+    "gta": (4, 2, 8, 4, 8, (), (0, 128), 0, 0),
+    "shared_kv": (4, 2, 8, 4, 8, (), (0, 128), 0, 0),
+    "mfa_kr": (4, 2, 8, 8, 8, (), (384, 176), 384, 24),
+    "tpa": (4, 4, 8, 8, 8, (), (416, 300), 464, 0),
+}
 
-    def keys_values(weights, x):
-        module, positions = nnx.merge(graph, weights), _positions(config, True)
-        return module.keys_values(module.project(x, positions)[1], positions)
 
-    for expanded in jax.eval_shape(
-        keys_values, weights, jax.ShapeDtypeStruct((B, T, D), "float32")
-    ):
-        assert expanded.shape[2] == config.key_heads
+def test_what_a_config_says_that_costs_are_made_of(make_mechanism):
+    found = {}
+    for name in COSTS:
+        c = make_mechanism(name)
+        heads = c.query_heads, c.key_heads, c.query_dim, c.rope_dim, round(c.scale**-2, 9)
+        decoding = c.absorbed, tuple(c.decode_flops(None))
+        found[name] = (*heads, *decoding, c.product_flops, c.products_of_heads)
+        assert c.needs_angles == (c.title[0] == "(") and not c.needs_whole_rows
+        assert not c.output_bias
+        assert make_mechanism(name, bias=True).output_bias == (name != "lrkv_latent_bias")
+    assert found == COSTS and found.keys() == TESTED.keys()
+    without, mla = (make_mechanism("mla_lrkv", rank=0), make_mechanism("mla", latent_dim=6))
+    assert without.absorbed == LATENTS and without.decode_flops(None) == mla.decode_flops(None)
+
+
+def test_defaults_of_configs_which_never_change():
+    common = dict(qk_norm="rms", bias=False, norm_epsilon=1e-6, query_rank=0)
+    common |= dict(latent_scale=False, output_gate=False)
+    grouped = dict(out_bias=True, latent_bias=False, residual_init="linear", rope="full")
+    grouped |= dict(tie="none", position_channels=0, alibi=False)
+    own = {cls: common for cls in MECHANISMS.values()}
+    own[GroupedConfig] = own[DiagonalConfig] = common | grouped
+    own[FactoredConfig] = common | dict(out_bias=True)
+    own[MLALRKVConfig] = common | dict(residual_init="linear")
+    own[TPAConfig] = common | dict(fixed="none", shared_factors=False, factor_init="linear")
+    own[LinearConfig] = dict(tie="none", decay=1.0)
+    for cls, expected in own.items():
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        missing = dataclasses.MISSING
+        assert {k: v for k, v in defaults.items() if v is not missing} == expected, cls
+        assert cls.__dataclass_params__.frozen and cls.__dataclass_params__.kw_only, cls
 
 
 @pytest.mark.parametrize(
@@ -352,11 +423,6 @@ BAD = [
 def test_bad_values_name_key_value_and_what_is_allowed(make_mechanism, name, keys, message):
     with pytest.raises(UserError, match=r"config\.attention\." + message):
         make_mechanism(name, **keys)
-
-
-def test_unknown_norm(make_mechanism, mechanism_name):
-    with pytest.raises(UserError, match="qk_norm = 'layer'.*'none', 'rms', 'rms_gain'"):
-        make_mechanism(mechanism_name, qk_norm="layer")
 
 
 def test_every_mechanism_is_tested(make_mechanism):

@@ -15,6 +15,7 @@ from tests.attention.one_layer import N
 from tests.attention.one_layer import P
 from tests.attention.one_layer import X
 from tests.attention.one_layer import close
+from tests.attention.one_layer import from_cache
 from tests.attention.one_layer import gla_config
 from tests.attention.one_layer import gta_config
 from tests.attention.one_layer import heads
@@ -53,21 +54,27 @@ def test_parameters(randomise, config, expected):
     assert w["out"].size == N * config.value_dim * D
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        tpa_config(2, fixed="heads", qk_norm="rms_gain", output_gate=True),
-        tpa_config(2, fixed="channels", qk_norm="rms_gain", query_factors=3),
-        tpa_config(2, shared_factors=True, qk_norm="rms_gain", query_rank=5, latent_scale=True),
-        tpa_config(3, shared_factors=True, fixed="heads"),
-        gla_config(2, latent_scale=True, output_gate=True),
-        shared_kv_config(P, latent_scale=True, query_rank=5, output_gate=True),
-    ],
-    ids=lambda c: f"{type(c).__name__}-{c.query_rank}-{getattr(c, 'fixed', '')}",
-)
+OPTIONS = [  # no two sizes of one layer are equal
+    tpa_config(2, fixed="heads", qk_norm="rms_gain", output_gate=True),
+    tpa_config(2, fixed="channels", qk_norm="rms_gain", query_factors=3),
+    tpa_config(2, shared_factors=True, qk_norm="rms_gain", query_rank=5, latent_scale=True),
+    tpa_config(3, shared_factors=True, fixed="heads"),
+    dataclasses.replace(gla_config(2, latent_scale=True, output_gate=True), value_dim=5),
+    dataclasses.replace(mla_lrkv_config(2, qk_norm="rms_gain"), value_dim=5),
+    gta_config(P, qk_norm="rms_gain", query_rank=5),
+    gta_config(0, qk_norm="none"),
+    shared_kv_config(P, latent_scale=True, query_rank=5, output_gate=True),
+    MFAKRConfig(**COMMON, num_kv_heads=2, qk_norm="rms_gain"),
+]
+
+
+@pytest.mark.parametrize("config", OPTIONS, ids=lambda c: type(c).__name__)
 def test_options_are_those_of_the_reference(randomise, config):
+    """In full and, entry by entry, from a cache."""
     w = weights(randomise, config)
-    close(run(config, w), reference.attention(config, w, X, base=BASE, causal=True))
+    expected = reference.attention(config, w, X, base=BASE, causal=True)
+    close(run(config, w), expected)
+    close(from_cache(config, w), expected)
 
 
 def test_a_gate_multiplies_each_channel_of_each_head(randomise):

@@ -68,6 +68,50 @@ def written(tmp_path_factory, small_dataset):
     return path, np.array(expected)
 
 
+def test_rows_are_written_once_a_block_of_them_is_there(tmp_path, monkeypatch):
+    """A stream's, of a mask too, which is all that waits; beside them rows of no stream."""
+    written, T_last = [], 12
+
+    class Writer(packed_rows.ArrayRecordWriter):
+        def write(self, record):
+            written.append(record)
+            super().write(record)
+
+    monkeypatch.setattr(packed_rows, "ArrayRecordWriter", Writer)
+    monkeypatch.setattr(packed_rows, "_BLOCK_TOKENS", 10)
+    for T in (3, T_last):
+        rng, path, made = np.random.default_rng(T), tmp_path / str(T), 0
+        lengths = rng.integers(0, 9, 20)
+        ends = np.cumsum(lengths)
+        tokens = rng.integers(1 << 16, size=ends[-1]).astype("<u2")
+        mask = rng.integers(2, size=ends[-1]).astype("u1")
+        writer = packed_rows.ShardWriter(path, T, tokens.dtype, masked=True)
+        written.clear()
+        for end, length in zip(ends, lengths, strict=True):
+            writer.add(tokens[end - length : end], mask[end - length : end])
+            if end - made * T > max(T, 10):
+                made = (end - 1) // T
+            assert len(written) == made
+        assert made > 2
+        own = rng.integers(1 << 16, size=T + 1).astype("<u2"), np.ones(T + 1, "u1")
+        writer.add_row(*own)
+        shard = writer.close(fill=7)
+        whole = -(-(ends[-1] - 1) // T)
+        assert shard == (whole + 1, path.stat().st_size) and whole * T + 1 > ends[-1]
+        more = whole * T + 1 - ends[-1]
+        tokens, mask = np.append(tokens, np.full(more, 7)), np.append(mask, np.zeros(more))
+        rows = [(tokens[i : i + T + 1], mask[i : i + T + 1]) for i in range(0, whole * T, T)]
+        rows.insert(made, own)
+        heads = packed_rows.heads(packed_rows.dtypes(np.dtype("<u2"), True), T + 1)
+        assert written == [
+            heads["mask"] + m.astype("u1").tobytes() + heads["tokens"] + t.astype("<u2").tobytes()
+            for t, m in rows
+        ]
+    writer = packed_rows.ShardWriter(tmp_path / "none", T_last, tokens.dtype)
+    writer.add(tokens[:1])
+    assert writer.close(fill=7) == (0, 0) and not (tmp_path / "none").exists()
+
+
 @pytest.fixture
 def dataset(written):
     return loader.open_dataset(written[0])
