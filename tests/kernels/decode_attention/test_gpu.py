@@ -47,15 +47,15 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
 @pytest.mark.parametrize(
     "shape, firsts, parameters",
     [
-        (GroupedSizes(N=6, K=2, H=64, Hv=192), (63, 128, 255), dict(block=64, split=128)),
+        (GroupedSizes(N=6, K=2, H=64, Hv=192), (63, 128, 255), dict(tile_kv=64, split=128)),
         (LatentSizes(N=3, C=128), (255,), dict(split=128, slots=3)),
         (LatentSizes(N=4, C=128, G=2, met=64, Hv=0), (200,), dict()),  # GTA
-        (ResidualSizes(N=8, K=4, J=1, Hv=64), (200,), dict(split=128, together=2)),
+        (ResidualSizes(N=8, K=4, J=1, Hv=64), (200,), dict(split=128, wgmma_in_flight=2)),
         (NO_ROPE, (200,), dict(split=128)),
         *(
             pytest.param(*case, marks=slow)
             for case in (
-                (GroupedSizes(N=1, K=1), EDGES, dict(block=64, split=128)),
+                (GroupedSizes(N=1, K=1), EDGES, dict(tile_kv=64, split=128)),
                 (ResidualSizes(N=1, K=1, Hv=64), (0, 127, 128, 255), dict(split=128)),
                 (GroupedSizes(N=10, K=1, H=64, Hv=64), (150,), dict()),  # more queries than eight
                 (LatentSizes(N=3, C=128), (0, 64, 255), dict(split=128, slots=3)),
@@ -64,18 +64,18 @@ EDGES = (0, 63, 64, 127, 128, 200, 255)
                 (
                     GroupedSizes(N=4, K=4, H=32),
                     (190,),
-                    dict(block=64, split=128, slots=3),
+                    dict(tile_kv=64, split=128, slots=3),
                 ),  # thin keys
                 (ResidualSizes(N=4, K=2, Hv=64, scaled=False), (190,), dict(split=256, slots=3)),
                 (ResidualSizes(N=2, K=2, J=2, R=128, H=64, Hv=64), (255,), dict(split=128)),
                 (
                     ResidualSizes(N=10, K=2, H=64, Hv=64, rope_base=None, scaled=False),
                     (70,),
-                    dict(block=64),
+                    dict(tile_kv=64),
                 ),
-                (LatentSizes(N=9, C=64), (130,), dict(block=128)),
+                (LatentSizes(N=9, C=64), (130,), dict(tile_kv=128)),
                 (LatentSizes(N=6, C=128, G=2), (130,), dict(split=128)),  # GLA
-                (ResidualSizes(N=12, K=4, J=1, Hv=64), (200,), dict(split=128, together=3)),
+                (ResidualSizes(N=12, K=4, J=1, Hv=64), (200,), dict(split=128, wgmma_in_flight=3)),
             )
         ),
     ],
@@ -142,8 +142,8 @@ def test_what_is_taken_has_sizes_that_go_together(N, K, R, H):
         return
     o = jax.eval_shape(_run, operands, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     assert o.shape == (1, 1, N, 128)
-    plan = plans.ResidualBody(operands, cache).plan
-    basis = -(-H // 128) * 128 // 64  # slots that it is lent, while another one loads
+    plan = plans.ResidualAdapter(operands, cache).plan
+    basis = -(-H // 128) * 128 // 64  # ring slots that the basis takes, while another one loads
     assert plans.slots(plan, 64, scaled=True) > basis
 
 
@@ -180,15 +180,19 @@ def test_queries_in_float32_are_taken(shape):
             dict(split=2048),
             "split = 2048: at most 1024 with RoPE base 10000",
         ),
-        (ResidualSizes(N=1, K=1), dict(block=128), "where keys turn a block is 64"),
-        (LatentSizes(N=2, C=256), dict(slots=4), "there are 5 slots or more"),
+        (ResidualSizes(N=1, K=1), dict(tile_kv=128), "and tile_kv 64 if keys rotate"),
+        (LatentSizes(N=2, C=256), dict(slots=4), "slots at least 5"),
         pytest.param(
-            *(ResidualSizes(N=1, K=1, H=256), dict(slots=4), "there are 5 slots or more"),
+            *(ResidualSizes(N=1, K=1, H=256), dict(slots=4), "slots at least 5"),
             marks=slow,
         ),
-        (GroupedSizes(N=1, K=1), dict(split=192), "a split is a multiple of a block"),
-        (GroupedSizes(N=1, K=1), dict(slots=3, together=4), "together = 4: a split is"),
-        (GroupedSizes(N=1, K=1), dict(together=-1), "together = -1: a split is"),
+        (GroupedSizes(N=1, K=1), dict(split=192), "split must be a multiple of tile_kv"),
+        (
+            GroupedSizes(N=1, K=1),
+            dict(slots=3, wgmma_in_flight=4),
+            "wgmma_in_flight = 4: split must be",
+        ),
+        (GroupedSizes(N=1, K=1), dict(wgmma_in_flight=-1), "wgmma_in_flight = -1: split must be"),
     ],
 )
 def test_sizes_that_do_not_go_together(shape, parameters, message):
@@ -204,9 +208,12 @@ def test_slots_and_registers_of_real_models():
     for name in ("mha", "gqa", "thin_keys", "lrkv", "lrkv_no_rope", "mla"):
         shape = shapes.SHAPES["d36"][name]
         problem = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
-        body = plans.BODIES[type(problem[0])](*problem)
+        adapter = plans.ADAPTERS[type(problem[0])](*problem)
         scaled = "key_scale" in problem[1]
-        found[name] = plans.slots(body.plan, body.block, scaled), body.plan.registers(body.block)
+        found[name] = (
+            plans.slots(adapter.plan, adapter.tile_kv, scaled),
+            adapter.plan.registers(adapter.tile_kv),
+        )
     assert found == dict(
         mha=(6, 24),
         gqa=(6, 24),

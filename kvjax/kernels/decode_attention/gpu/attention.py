@@ -1,11 +1,12 @@
 """Decode attention as a Pallas kernel for Hopper GPUs: one query per sequence.
 
-The cache is read once, as it lies. A block of the grid reads some heads of one sequence for a
-split of its tokens (`kernel`); the splits are merged here by their log-sum-exp. What a block
-multiplies is a plan (`plans`). Latents are weighed in the kernel, and expanded to values after.
+The cache is read once, in the layout in which it is stored. A program attends with some heads of
+one sequence to one split of its tokens (`kernel`), as a plan says (`plans`); splits are merged here
+by their log-sum-exps. Where values are latents, the kernel returns weighted sums of latents, which
+are expanded to values afterwards.
 
-Tests compile it ahead of time for an H200, and run it by the interpreter on a model of shared
-memory in which products and copies are as late as a GPU's may be.
+Tests compile the kernel ahead of time for an H200, and run it in the interpreter on a model of
+shared memory whose products and copies complete as late as a GPU allows.
 """
 
 from collections.abc import Mapping
@@ -25,9 +26,9 @@ _HOPPER = "H(20|100|200|800)"
 CANDIDATES = dict(split=(256, 512, 1024, 2048, 4096, 8192))  # for tuning
 _CAPACITY = 128  # divides the number of slots
 _MULTIPROCESSORS = 132
-# Blocks of the grid per multiprocessor that are wanted, and the tokens that one must be given for
-# it: the first slabs of a split are waited for, and queries that turn are made once per split.
-_WANTED = ((2, 256), (8, 1024))
+# (programs per multiprocessor, fewest tokens of a split): two programs each while splits have 256
+# tokens, eight while they have 1,024. Every split pays for a cold ring, and rotates its queries.
+_PROGRAMS = ((2, 256), (8, 1024))
 
 Cache = Mapping[str, jax.Array]
 
@@ -37,52 +38,52 @@ def decode_attention(
     cache: Cache,
     first_B: jax.Array,
     *,
-    block: int | None = None,
+    tile_kv: int | None = None,
     split: int | None = None,
     slots: int | None = None,
-    together: int | None = None,
+    wgmma_in_flight: int | None = None,
     interpret=False,
 ) -> jax.Array:
     """See `api.decode_attention`: [B, 1, N, Hv] in float32.
 
     Args:
-      block: tokens of a tile, 64 or 128.
-      split: tokens that a block of the grid reads, a multiple of `block`; None: what `tuned.json`
-        has, or as many splits as fill the GPU.
-      slots: slabs of 64 channels by `block` tokens that a block of the grid holds or awaits.
-      together: products that are in flight at once, from 1 to `slots`.
+      tile_kv: tokens of a tile, 64 or 128.
+      split: tokens of a split, a multiple of `tile_kv`; None: from `tuned.json`, or as many splits
+        as fill the GPU.
+      slots: slabs of 64 channels by `tile_kv` tokens that a program's ring holds.
+      wgmma_in_flight: products in flight at once, from 1 to `slots`.
       interpret: False, or `plgpu.InterpretGPUParams`.
 
     Raises:
-      NotImplementedError: operands or shapes that this kernel does not take, and which it does.
-      ValueError: sizes of block, split, slots and together that do not fit each other.
+      NotImplementedError: operands or shapes that the kernel does not take, and those it does.
+      ValueError: sizes that do not fit each other.
     """
     check(operands, cache)
-    body = plans.BODIES[type(operands)](operands, cache)
+    adapter = plans.ADAPTERS[type(operands)](operands, cache)
     B, S = first_B.shape[0], next(iter(cache.values())).shape[-1]
-    block = block or body.block
-    default = dict(split=_split(B * body.groups, S, block))
+    tile_kv = tile_kv or adapter.tile_kv
+    default = dict(split=_split(B * adapter.head_tiles, S, tile_kv))
     tuned = tuning.parameters(tuning.key("gpu", operands, cache), default=default, nearest=False)[
         "split"
     ]
-    split = split or min(round_up(tuned, block), body.longest)
+    split = split or min(round_up(tuned, tile_kv), adapter.max_split)
     channels = {name: array.reshape(B, -1, S) for name, array in cache.items()}
     o, maximum, total = kernel.attend(
-        body.plan,
-        channels | body.arrays(split),
+        adapter.plan,
+        channels | adapter.arrays(split),
         first_B,
-        groups=body.groups,
-        block=block,
+        head_tiles=adapter.head_tiles,
+        tile_kv=tile_kv,
         split=split,
-        together=together or plans.TOGETHER,
-        slots=slots or plans.slots(body.plan, block, "key_scale" in cache),
+        wgmma_in_flight=wgmma_in_flight or plans.WGMMA_IN_FLIGHT,
+        slots=slots or plans.slots(adapter.plan, tile_kv, "key_scale" in cache),
         interpret=interpret,
     )
-    return body.finish(_merge(o, maximum, total, first_B, split))[:, None]
+    return adapter.finish(_merge(o, maximum, total, first_B, split))[:, None]
 
 
 def check(operands: Reading, cache: Cache) -> None:
-    """Raises NotImplementedError where `decode_attention` does not take these, and says why."""
+    """Raises NotImplementedError, with the reason, for operands that the kernel does not take."""
     refusal = _refusal(operands, cache)
     if refusal is not None:
         raise NotImplementedError(f"the GPU kernel {refusal}; use 'xla'")
@@ -94,7 +95,7 @@ def _refusal(operands: Reading, cache: Cache) -> str | None:
         return f"needs Hopper's matrix instructions: here {device.device_kind}"
     if jax.config.jax_enable_x64:
         return "counts in 32 bits: here jax_enable_x64 is on"
-    if type(operands) not in plans.BODIES:
+    if type(operands) not in plans.ADAPTERS:
         return f"does not read a cache of kind {operands.kind(cache)!r}"
     if operands.bias is not None:
         return "adds no bias to the logits"
@@ -107,32 +108,32 @@ def _refusal(operands: Reading, cache: Cache) -> str | None:
     S = next(iter(cache.values())).shape[-1]
     if S % _CAPACITY:
         return f"needs a capacity in multiples of {_CAPACITY}: here S = {S}"
-    body = plans.BODIES[type(operands)](operands, cache)
-    if body.refusal is not None:
-        return body.refusal
-    queries = f"for {body.plan.columns} queries"
-    if not plans.slots(body.plan, body.block, "key_scale" in cache):
-        return f"has no shared memory {queries} on {len(body.plan.keys)} slabs of keys"
-    if body.plan.registers(body.block) > plans.MOST_REGISTERS:
-        return f"has no registers {queries} on {len(body.plan.values)} slabs of values"
+    adapter = plans.ADAPTERS[type(operands)](operands, cache)
+    if adapter.refusal is not None:
+        return adapter.refusal
+    queries = f"for {adapter.plan.columns} queries"
+    if not plans.slots(adapter.plan, adapter.tile_kv, "key_scale" in cache):
+        return f"has no shared memory {queries} on {len(adapter.plan.keys)} slabs of keys"
+    if adapter.plan.registers(adapter.tile_kv) > plans.MOST_REGISTERS:
+        return f"has no registers {queries} on {len(adapter.plan.values)} slabs of values"
     return None
 
 
-def _split(blocks: int, S: int, block: int) -> int:
-    """Tokens of a split, given the blocks of the grid that every split takes."""
+def _split(programs: int, S: int, tile_kv: int) -> int:
+    """Returns the tokens of a split that fill the GPU, given the programs of each split."""
     splits = max(
-        min(-(-wanted * _MULTIPROCESSORS // blocks), S // tokens) for wanted, tokens in _WANTED
+        min(-(-wanted * _MULTIPROCESSORS // programs), S // tokens) for wanted, tokens in _PROGRAMS
     )
-    return -(-S // (max(splits, 1) * block)) * block
+    return -(-S // (max(splits, 1) * tile_kv)) * tile_kv
 
 
 def _merge(
     o: jax.Array, maximum: jax.Array, total: jax.Array, first_B: jax.Array, split: int
 ) -> jax.Array:
-    """[B, g, channels, columns]: the splits' sums, each weighed by its part of the softmax."""
+    """Merges splits by their shares of the softmax: [B, head tiles, channels, columns]."""
     B, s, g, slabs, rows, n = o.shape
     starts_s = jnp.arange(s, dtype=first_B.dtype) * split
-    reached_Bs = starts_s[None] <= first_B[:, None]  # nothing was written where not
+    reached_Bs = starts_s[None] <= first_B[:, None]  # other splits were not written
 
     def where_reached(x, other):
         condition = reached_Bs.reshape(B, s, *(1,) * (x.ndim - 2))

@@ -1,11 +1,28 @@
-"""One Mosaic GPU kernel for every cache, read in slabs of 64 channels (`ring`).
+"""The Mosaic GPU decode kernel: one kernel body for every cache layout that has a plan (`plans`).
 
-A block of the grid is one warpgroup. It reads the slabs of a few KV heads for the tokens of a
-split, tile by tile: those of the keys, then those of the values. Tokens are the rows of every
-product, which are many, and query heads its columns, which are few and padded to eight: the tensor
-core's smallest. A query that only some of a block's heads ask is zero in the other columns, so
-that shared and private slabs sum into one accumulator. Two blocks share a multiprocessor where
-they fit: one waits while the other works.
+One program is one warpgroup. It attends with the query heads of `plan.heads` KV heads (a head tile)
+of one sequence to the tokens of one split:
+
+    HBM   cache arrays [B, channels, S], in slabs [64, tile_kv]   --TMA-->   ring[slot]
+    SMEM  queries [keys, columns, 64]        queries, one column per query head, padded to 8
+          rank_queries [.. · 64, P]          LRKV under RoPE: queries in rank space (`rank_space`)
+          weights [1, columns, tile_kv]      softmax weights of one tile, the second wgmma's operand
+
+    per tile:  scores  = Σ over key slabs    wgmma(slabᵀ, queries)        float32 [tile_kv, columns]
+               scores += Σ over latents      wgmma(slabᵀ, rank_queries) · table, summed over P
+               scores *= key_scale           where keys are normed
+               p       = exp2(scores - max)  online softmax to base 2
+               o[slab] = o[slab] · decay  +  wgmma(slab, p)                float32 [64, columns]
+
+Tokens are the rows of every product, of which there are many; query heads are its columns, padded
+to the tensor core's smallest multiple, 8. A query that only some heads of the program need is zero
+in the other heads' columns, so that shared and private slabs add up in one accumulator.
+
+Barriers: `full[slot]` completes when the slot's copy has arrived; `ready` when the queries and the
+RoPE basis have; `scales_full[t % 2]` when tile t's key scales have. `commit_smem` makes the
+threads' accesses to shared memory visible to later copies and products, and synchronises the
+warps. Two programs share a multiprocessor where they fit (`plans.slots`), so that one computes
+while the other waits.
 """
 
 from collections.abc import Callable
@@ -20,115 +37,135 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.gpu import turning
+from kvjax.kernels.decode_attention.gpu import rank_space
 from kvjax.kernels.decode_attention.gpu.plans import Plan
 from kvjax.kernels.decode_attention.gpu.ring import ROWS
 from kvjax.kernels.decode_attention.gpu.ring import Ring
-from kvjax.kernels.decode_attention.gpu.ring import here
+from kvjax.kernels.decode_attention.gpu.ring import pin_here
 
-_MASKED = -1e30
+_MASKED = -1e30  # finite: a row of -inf alone would give NaN
 _LOG2E = math.log2(math.e)
-# Four rows of 64 elements a warp, eight neighbours a thread.
+# A register layout for 16 rows of a slab: 4 rows of 64 elements per warp, 8 neighbours per thread.
 _SIXTEEN_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("plan", "groups", "block", "split", "slots", "together", "interpret")
+    jax.jit,
+    static_argnames=(
+        "plan",
+        "head_tiles",
+        "tile_kv",
+        "split",
+        "slots",
+        "wgmma_in_flight",
+        "interpret",
+    ),
 )  # a function of its own in the program: lowered once for all layers of a model
 def attend(
     plan: Plan,
     arrays: Mapping[str, jax.Array],
     first_B: jax.Array,
     *,
-    groups: int,
-    block: int,
+    head_tiles: int,
+    tile_kv: int,
     split: int,
     slots: int,
-    together: int,
+    wgmma_in_flight: int,
     interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Every split's weighted values, maximum of its logits (to base 2) and sum of its weights.
+    """Attends to every split of every sequence; the caller merges the splits.
 
     Args:
-      arrays: the cache's, as [B, channels, S], "key_scale" [B, K, S] if keys are normed, and
-        "query" [B, groups, keys, columns, 64]. Where the plan has slabs that turn, besides, with H
-        padded to a multiple of 128, "turning_query" [B, splits, groups, query heads, H] float32,
-        turned back by the split's first slot, "expand" [K·R, H], "basis" [H, 64], imaginary parts
-        negated, and "table" [split, 64].
-      first_B: the last slot of each sequence; one that is full and grows no more may say S.
-      groups: blocks per sequence and split.
-      block: tokens of a tile.
-      split: tokens of a split.
-      slots: of the ring.
-      together: products that are in flight at once, each into sums of its own.
+      plan: slabs and their roles.
+      arrays: by name
+        - the cache's arrays, [B, channels, S] bfloat16, with "key_scale" [B, K, S] float32 where
+          keys are normed;
+        - "query" [B, head_tiles, keys, columns, 64] bfloat16;
+        - if `plan.rotated`, with H padded to a multiple of 128: "rotated_query" [B, splits,
+          head_tiles, query heads, H] float32, rotated by minus the position of the split's first
+          token; "expand" [K·R, H]; "basis" [H, 64], its imaginary parts negated; "table"
+          [split, 64] float32.
+      first_B: slot of each sequence's new token, int32; S for a full cache that no longer grows.
+      head_tiles: programs per sequence and split.
+      tile_kv: tokens of a tile.
+      split: tokens of a split, a multiple of `tile_kv`.
+      slots: slots of the ring.
+      wgmma_in_flight: products in flight at once, each with an accumulator of its own.
 
     Returns:
-      float32 [B, splits, groups, values, 64, columns] and twice [B, splits, groups, columns]. What
-      lies behind a sequence's last split is not written.
+      Unnormalised outputs [B, splits, head_tiles, value slabs, 64, columns], and the maxima of the
+      scores (base 2) and the sums of the weights, both [B, splits, head_tiles, columns], all
+      float32. Entries of splits past a sequence's end are not written.
 
     Raises:
-      ValueError: sizes that do not go together.
+      ValueError: sizes that do not fit each other.
     """
     B, S = first_B.shape[0], arrays[plan.keys[0].name].shape[-1]
     splits, n = -(-S // split), plan.columns
-    lent, fewest = plan.lent, plan.fewest_slots
-    fits = 1 <= together <= slots >= fewest and not split % block
-    if not fits or (plan.turning and block != ROWS):
+    fewest = plan.fewest_slots
+    fits = 1 <= wgmma_in_flight <= slots >= fewest and not split % tile_kv
+    if not fits or (plan.rotated and tile_kv != ROWS):
         raise ValueError(
-            f"block = {block}, split = {split}, slots = {slots}, together = {together}: a split is "
-            f"a multiple of a block, and there are {fewest} slots or more, and as many as slabs "
-            f"together; where keys turn a block is {ROWS}"
+            f"tile_kv = {tile_kv}, split = {split}, slots = {slots}, "
+            f"wgmma_in_flight = {wgmma_in_flight}: split must be a multiple of tile_kv, slots at "
+            f"least {fewest}, wgmma_in_flight from 1 to slots, and tile_kv {ROWS} if keys rotate"
         )
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    outputs = dict(
-        o=f32((B, splits, groups, len(plan.values), ROWS, n)),
-        maximum=f32((B, splits, groups, n)),
-        total=f32((B, splits, groups, n)),
-    )
-    tiled = functools.partial(
+    outputs = {
+        "o": f32((B, splits, head_tiles, len(plan.values), ROWS, n)),
+        "maximum": f32((B, splits, head_tiles, n)),
+        "total": f32((B, splits, head_tiles, n)),
+    }
+    # wgmma reads bfloat16 operands from tiles of 8 rows with a 128-byte swizzle.
+    wgmma_operand = functools.partial(
         plgpu.SMEM,
         dtype=arrays["query"].dtype,
         transforms=(plgpu.TilingTransform((8, ROWS)), plgpu.SwizzleTransform(128)),
     )
-    scratch = dict(
-        ring=tiled((slots, ROWS, block)),
-        queries=tiled((len(plan.keys), n, ROWS)),
-        weights=tiled((1, n, block)),
-        full=plgpu.Barrier(num_barriers=slots),
-        ready=plgpu.Barrier(num_arrivals=1 + lent),
-    )
-    if plan.turning:
-        scratch["turned"] = tiled((len(plan.turning) * plan.group * ROWS, ROWS))
-    if "key_scale" in arrays:
-        scratch["scales"] = plgpu.SMEM((2, plan.heads, block), jnp.float32)
+    scratch = {
+        "ring": wgmma_operand((slots, ROWS, tile_kv)),
+        "queries": wgmma_operand((len(plan.keys), n, ROWS)),
+        "weights": wgmma_operand((1, n, tile_kv)),
+        "full": plgpu.Barrier(num_barriers=slots),
+        "ready": plgpu.Barrier(num_arrivals=1 + plan.basis_slots),
+    }
+    if plan.rotated:
+        rows = len(plan.rotated) * plan.group_size * ROWS
+        scratch["rank_queries"] = wgmma_operand((rows, ROWS))
+    if "key_scale" in arrays:  # double-buffered: tile t in slot t % 2
+        scratch["scales"] = plgpu.SMEM((2, plan.heads, tile_kv), jnp.float32)
         scratch["scales_full"] = plgpu.Barrier(num_barriers=2)
     names = ("first", *arrays, *outputs)
 
     def kernel(*refs, **scratch_refs):
         ref = dict(zip(names, refs, strict=True)) | scratch_refs
-        b, split_index, group = (lax.axis_index(name) for name in ("sequence", "split", "group"))
+        b, split_index, head_tile = (
+            lax.axis_index(name) for name in ("sequence", "split", "head_tile")
+        )
         first, start = lax.min(ref["first"][b], S - 1), split_index * split
         ring = Ring(
             order=plan.order,
             slots=slots,
-            block=block,
+            tile_kv=tile_kv,
             ref=ref,
             sequence=b,
-            group=group,
+            head_tile=head_tile,
             start=start,
-            tiles=lax.min(lax.div(first - start, block) + 1, split // block),
+            tiles=lax.min(lax.div(first - start, tile_kv) + 1, split // tile_kv),
         )
-        work = _Block(plan, ref, ring, (b, split_index, group), first, together)
-        pl.when(first >= start)(lambda: work.run(lent))
+        at = (b, split_index, head_tile)
+        program = _Program(plan, ref, ring, at, first, wgmma_in_flight)
+        pl.when(first >= start)(program.run)  # a split past the sequence's end has nothing to do
 
     run = plgpu.kernel(
         kernel,
         out_type=tuple(outputs.values()),
         scratch_types=scratch,
-        grid=(B, splits, groups),  # neighbours read the same base, the second from the L2 cache
-        grid_names=("sequence", "split", "group"),
+        # Head tiles are innermost: neighbours read the same base, all but the first from L2.
+        grid=(B, splits, head_tiles),
+        grid_names=("sequence", "split", "head_tile"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret or None,
         kernel_name="decode_attention",
@@ -137,173 +174,205 @@ def attend(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
-    """A block of the grid, at work."""
+class _Program:
+    """One program of the grid."""
 
     plan: Plan
-    ref: Mapping
+    ref: Mapping  # arguments, outputs and scratch by name; shapes in `attend`
     ring: Ring
-    at: tuple[jax.Array, jax.Array, jax.Array]  # sequence, split, group
-    first: jax.Array
-    together: int  # products that are in flight at once
+    at: tuple[jax.Array, jax.Array, jax.Array]  # sequence, split, head tile
+    first: jax.Array  # slot of the sequence's new token: the last that is seen
+    wgmma_in_flight: int
 
-    def run(self, lent: int) -> None:
-        self.prepare(lent)
+    def run(self) -> None:
+        """Runs the tiles of the split and writes its outputs."""
+        self.load_queries()
         n, layout = self.plan.columns, plgpu.Layout.WGMMA
-        zeros = lambda *shape: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+        def zeros(rows):
+            return plgpu.layout_cast(jnp.zeros((rows, n), jnp.float32), layout)
+
         maximum_n = plgpu.layout_cast(jnp.full((n,), _MASKED, jnp.float32), layout.reduce(0))
-        carry = maximum_n, zeros(self.ring.block, n), [zeros(ROWS, n) for _ in self.plan.values]
-        maximum_n, total_sn, o = lax.fori_loop(0, self.ring.tiles, self.tile, carry)
+        carry = maximum_n, zeros(self.ring.tile_kv), [zeros(ROWS) for _ in self.plan.values]
+        maximum_n, total_sn, o = lax.fori_loop(0, self.ring.tiles, self.attend_tile, carry)
         self.ref["maximum"].at[self.at][...] = maximum_n
         self.ref["total"].at[self.at][...] = jnp.sum(total_sn, axis=0)
         for i, o_Vn in enumerate(o):
             self.ref["o"].at[*self.at, i][...] = o_Vn
 
-    def prepare(self, lent: int) -> None:
-        """Reads the queries while the ring fills; the basis that turns them is lent slots of it."""
+    def load_queries(self) -> None:
+        """Loads the queries, and rotates them if need be, while the first slabs are on their way.
+
+        The RoPE basis is needed here only: it borrows the ring's last `basis_slots` slots.
+        """
         plan, ref, ring = self.plan, self.ref, self.ring
-        b, split, group = self.at
-        plgpu.copy_gmem_to_smem(ref["query"].at[b, group], ref["queries"], ref["ready"])
-        own = ring.slots - lent
-        basis = [ref["ring"].at[own + i] for i in range(lent)]
-        for i, tile in enumerate(basis):
+        b, split, head_tile = self.at
+        plgpu.copy_gmem_to_smem(ref["query"].at[b, head_tile], ref["queries"], ref["ready"])
+        free = ring.slots - plan.basis_slots
+        basis = [ref["ring"].at[free + i] for i in range(plan.basis_slots)]
+        for i, slot in enumerate(basis):
             rows = ref["basis"].at[pl.ds(i * ROWS, ROWS)]
-            plgpu.copy_gmem_to_smem(rows, tile, ref["ready"])
-        for part in range(own):
-            ring.load(0, part)
+            plgpu.copy_gmem_to_smem(rows, slot, ref["ready"])
+        for i in range(free):
+            ring.load(0, i)
         for t in range(2):
             self.load_scales(t)
         plgpu.barrier_wait(ref["ready"])
-        if not plan.turning:
+        if not plan.rotated:
             return
 
-        @pl.loop(0, len(plan.turning) * plan.group)
+        @pl.loop(0, len(plan.rotated) * plan.group_size)
         def _(i):
-            slab, g = lax.div(i, plan.group), lax.rem(i, plan.group)
-            head = lax.div(slab, len(plan.turning) // plan.heads)
-            query = ref["turning_query"].at[b, split, group, head * plan.group + g]
-            row = group * plan.turning[0].stride + slab * ROWS
-            turning.turn(i, query, ref["expand"], row, basis, ref["turned"])
+            slab, g = lax.div(i, plan.group_size), lax.rem(i, plan.group_size)
+            head = lax.div(slab, len(plan.rotated) // plan.heads)
+            query = ref["rotated_query"].at[b, split, head_tile, head * plan.group_size + g]
+            row = head_tile * plan.rotated[0].stride + slab * ROWS
+            rank_space.rotate_query(i, query, ref["expand"], row, basis, ref["rank_queries"])
 
+        # rank_queries are visible to wgmma, and every warp has left the basis: its slots are free.
         plgpu.commit_smem()
-        for part in range(own, ring.slots):
-            ring.load(0, part)
+        for i in range(free, ring.slots):
+            ring.load(0, i)
 
-    def tile(self, t, carry):
+    def attend_tile(self, t, carry):
+        """Scores one tile and adds its weighted values: a step of the online softmax.
+
+        `carry` has the maxima [columns], the sums of the weights by row of the tile, [tile_kv,
+        columns] (added up over rows once, at the end), and the outputs, [64, columns] per slab.
+        """
         maximum_n, total_sn, o = carry
-        z_sn = self.masked(t, self.logits(t) * (self.plan.scale * _LOG2E))
+        z_sn = self.masked(t, self.scores(t) * (self.plan.scale * _LOG2E))
         new_n = jnp.maximum(maximum_n, jnp.max(z_sn, axis=0))
         decay_n = jnp.exp2(maximum_n - new_n)
         p_sn = jnp.exp2(z_sn - _to_rows(new_n, z_sn))
+        # wgmma takes its right operand from shared memory. The previous tile's products into it
+        # were waited for when their accumulators were read.
         weights = self.ref["weights"]
         weights.at[0].transpose((1, 0))[...] = p_sn.astype(weights.dtype)
-        plgpu.commit_smem()
-        return new_n, total_sn * _to_rows(decay_n, z_sn) + p_sn, self.weigh(t, o, decay_n)
+        plgpu.commit_smem()  # the store is visible to wgmma (async proxy)
+        total_sn = total_sn * _to_rows(decay_n, z_sn) + p_sn
+        return new_n, total_sn, self.accumulate_values(t, o, decay_n)
 
     # -- keys -------------------------------------------------------------------------------------
 
-    def logits(self, t) -> jax.Array:
+    def scores(self, t) -> jax.Array:
+        """Returns the unscaled scores of a tile, [tile_kv, columns], in float32."""
         plan, ring, queries = self.plan, self.ring, self.ref["queries"]
         last = len(plan.keys) - 1
 
         def products(acc):
             for i in range(len(plan.keys)):
-                key = ring.take(t, i)
-                plgpu.wgmma(acc, key.transpose((1, 0)), queries.at[here(i)].transpose((1, 0)))
-                if i > plan.held:
+                key = ring.wait_slab(t, i)
+                plgpu.wgmma(acc, key.transpose((1, 0)), queries.at[pin_here(i)].transpose((1, 0)))
+                # Slab i - 1 is free once its product is done: all but the youngest are. Slabs that
+                # are values too stay in their slots.
+                if i > plan.keys_reused_as_values:
                     plgpu.wgmma_wait(1)
                     ring.release(t, i - 1)
             return acc[...]
 
-        z_sn = pl.run_scoped(products, plgpu.ACC((ring.block, plan.columns), jnp.float32))
-        if last >= plan.held:  # else it is a value too, and weighed before its slot is free
+        z_sn = pl.run_scoped(products, plgpu.ACC((ring.tile_kv, plan.columns), jnp.float32))
+        if last >= plan.keys_reused_as_values:
             ring.release(t, last)
-        if plan.turning:
-            z_sn = self.add_turning(t, z_sn)
+        if plan.rotated:
+            z_sn = self.add_rotated_scores(t, z_sn)
         return self.scaled(t, z_sn) if "scales" in self.ref else z_sn
 
-    def add_turning(self, t, z_sn: jax.Array) -> jax.Array:
-        plan, ring = self.plan, self.ring
-        column_sn, slabs_of_head = _iota(z_sn.shape, 1), len(plan.turning) // plan.heads
-        table_sP = turning.table(self.ref, t * ring.block, ring.block)
-        met = [(i, g) for i in range(len(plan.turning)) for g in range(plan.group)]
-        for some in _runs(len(met), self.together):
-            pairs = [met[j] for j in some]
+    def add_rotated_scores(self, t, z_sn: jax.Array) -> jax.Array:
+        """Adds the scores of the residual keys, head by head, each in its own column."""
+        plan, ring, G = self.plan, self.ring, self.plan.group_size
+        column_sn, slabs_of_head = _iota(z_sn.shape, 1), len(plan.rotated) // plan.heads
+        table_sP = rank_space.load_table(self.ref, t * ring.tile_kv, ring.tile_kv)
+        slabs_and_heads = [(i, g) for i in range(len(plan.rotated)) for g in range(G)]
+        for batch in _batches(len(slabs_and_heads), self.wgmma_in_flight):
+            pairs = [slabs_and_heads[j] for j in batch]
 
             def products(*accs, pairs=pairs):
                 for (i, g), acc in zip(pairs, accs, strict=True):
-                    key = (ring.again if g else ring.take)(t, len(plan.keys) + i)
-                    turning.meet(acc, key, i * plan.group + g, self.ref["turned"])
-                return _one_by_one(accs, lambda w_sP: jnp.sum(w_sP * table_sP, axis=1))
+                    # The query heads of a KV head read the same slab; the first one waits for it.
+                    get_slab = ring.slab if g else ring.wait_slab
+                    latents = get_slab(t, len(plan.keys) + i)
+                    rank_space.issue_wgmma(acc, latents, i * G + g, self.ref["rank_queries"])
+                return _load_in_order(accs, lambda w_sP: jnp.sum(w_sP * table_sP, axis=1))
 
             accs = [plgpu.ACC(table_sP.shape, jnp.float32) for _ in pairs]
             for (i, g), z_s in zip(pairs, pl.run_scoped(products, *accs), strict=True):
-                own_sn = column_sn == i // slabs_of_head * plan.group + g
+                own_sn = column_sn == i // slabs_of_head * G + g
                 z_sn = jnp.where(own_sn, z_sn + _to_columns(z_s, z_sn), z_sn)
-            if done := [len(plan.keys) + i for i, g in pairs if g == plan.group - 1]:
+            if done := [len(plan.keys) + i for i, g in pairs if g == G - 1]:
                 ring.release(t, *done)
         return z_sn
 
     def scaled(self, t, z_sn: jax.Array) -> jax.Array:
-        """Logits times key_scale of their KV head."""
-        slot, group = lax.rem(t, 2), self.plan.group
+        """Multiplies the scores with the key_scale of their KV head, and loads tile t + 2's."""
+        slot, G = lax.rem(t, 2), self.plan.group_size
         plgpu.barrier_wait(self.ref["scales_full"].at[slot])
         column_sn = _iota(z_sn.shape, 1)
         for k in range(self.plan.heads):
             scales = self.ref["scales"].at[slot, k]
             scale_s = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1))
-            own_sn = (column_sn >= k * group) & (column_sn < (k + 1) * group)
+            own_sn = (column_sn >= k * G) & (column_sn < (k + 1) * G)
             z_sn = jnp.where(own_sn, z_sn * _to_columns(scale_s, z_sn), z_sn)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # every warp has read the scales that the copy overwrites
         self.load_scales(t + 2)
         return z_sn
 
     def load_scales(self, t) -> None:
+        """Starts the copy of tile t's key scales, if keys are normed and the tile exists."""
         if "scales" not in self.ref:
             return
-        b, _, group = self.at
+        b, _, head_tile = self.at
         slot = lax.rem(t, 2)
 
         @pl.when(t < self.ring.tiles)
         def _():
-            heads = pl.ds(group * self.plan.heads, self.plan.heads)
-            tokens = pl.ds(self.ring.start + t * self.ring.block, self.ring.block)
+            heads = pl.ds(head_tile * self.plan.heads, self.plan.heads)
+            tokens = pl.ds(self.ring.start + t * self.ring.tile_kv, self.ring.tile_kv)
             scales, full = self.ref["scales"].at[slot], self.ref["scales_full"].at[slot]
             plgpu.copy_gmem_to_smem(self.ref["key_scale"].at[b, heads, tokens], scales, full)
 
     def masked(self, t, z_sn: jax.Array) -> jax.Array:
-        slot_sn = self.ring.start + t * self.ring.block + _iota(z_sn.shape, 0)
+        """Masks the scores of slots behind the sequence's new token."""
+        slot_sn = self.ring.start + t * self.ring.tile_kv + _iota(z_sn.shape, 0)
         return jnp.where(slot_sn <= self.first, z_sn, _MASKED)
 
     # -- values -----------------------------------------------------------------------------------
 
-    def weigh(self, t, o, decay_n: jax.Array) -> list[jax.Array]:
+    def accumulate_values(self, t, o, decay_n: jax.Array) -> list[jax.Array]:
+        """Returns o · decay + values · weights for every value slab, [64, columns] each."""
         plan, ring, weights = self.plan, self.ring, self.ref["weights"]
-        begin = len(plan.order) - len(plan.values) if not plan.held else 0
+        reused = plan.keys_reused_as_values
+        begin = 0 if reused else len(plan.order) - len(plan.values)
         out = []
-        for some in _runs(len(o), self.together):
-            for i in some:  # before any product: nothing is stored while one is in flight
-                self.clear(t, (ring.again if plan.held else ring.take)(t, begin + i))
+        for batch in _batches(len(o), self.wgmma_in_flight):
+            # Stores to slabs come before the batch's products: none is in flight here.
+            for i in batch:
+                get_slab = ring.slab if reused else ring.wait_slab
+                self.zero_unwritten(t, get_slab(t, begin + i))
 
-            def products(*accs, some=some):
-                for acc, i in zip(accs, some, strict=True):
-                    value = ring.again(t, begin + i)
-                    plgpu.wgmma(acc, value, weights.at[here(0)].transpose((1, 0)))
-                return _one_by_one(accs)
+            def products(*accs, batch=batch):
+                for acc, i in zip(accs, batch, strict=True):
+                    value = ring.slab(t, begin + i)
+                    plgpu.wgmma(acc, value, weights.at[pin_here(0)].transpose((1, 0)))
+                return _load_in_order(accs)
 
-            accs = [plgpu.ACC(o[i].shape, jnp.float32) for i in some]
+            accs = [plgpu.ACC(o[i].shape, jnp.float32) for i in batch]
             added = pl.run_scoped(products, *accs)
-            ring.release(t, *(begin + i for i in some))
-            for i, added_Vn in zip(some, added, strict=True):
-                # Without a barrier LLVM adds all at the end, from as many more registers.
+            ring.release(t, *(begin + i for i in batch))
+            for i, added_Vn in zip(batch, added, strict=True):
+                # Without the barrier LLVM moves all additions to the end of the tile, where all
+                # accumulators are live at once and spill.
                 out.append(lax.optimization_barrier(o[i] * _to_rows(decay_n, o[i]) + added_Vn))
         return out
 
-    def clear(self, t, value) -> None:
-        """Zeroes what the sequence has not reached: it may be NaN, and zero times NaN is NaN."""
-        token = self.ring.start + t * self.ring.block
+    def zero_unwritten(self, t, value) -> None:
+        """Zeroes a value slab's slots behind the new token: 0 · NaN would spoil the sum.
 
-        @pl.when(token + self.ring.block - 1 > self.first)
+        Only a sequence's last tile has such slots.
+        """
+        token = self.ring.start + t * self.ring.tile_kv
+
+        @pl.when(token + self.ring.tile_kv - 1 > self.first)
         def _():
             @pl.loop(0, ROWS, step=16)
             def _(row):
@@ -312,26 +381,28 @@ class _Block:
                 slot_rs = plgpu.broadcasted_iota(jnp.int32, v_rs.shape, 1, layout=_SIXTEEN_ROWS)
                 rows[...] = jnp.where(token + slot_rs <= self.first, v_rs, jnp.zeros_like(v_rs))
 
-            plgpu.commit_smem()
+            plgpu.commit_smem()  # the zeros are visible to wgmma (async proxy)
 
 
-def _runs(count: int, most: int) -> list[range]:
-    """0 .. count - 1 in runs of at most so many."""
-    return [range(i, min(i + most, count)) for i in range(0, count, most)]
+def _batches(count: int, size: int) -> list[range]:
+    """Splits 0 .. count - 1 into consecutive ranges of at most `size`."""
+    return [range(i, min(i + size, count)) for i in range(0, count, size)]
 
 
-def _one_by_one(accs, then: Callable = lambda x: x) -> list[jax.Array]:
-    """`then` of every accumulator, of one while the products into the next are in flight."""
-    left = range(len(accs) - 1, -1, -1)
-    read = plgpu.wgmma_accumulator_load
-    return [then(read(acc, wait_n=n)) for acc, n in zip(accs, left, strict=True)]
+def _load_in_order(accs, then: Callable = lambda x: x) -> list[jax.Array]:
+    """Returns `then` of each accumulator, oldest first, while younger products are in flight."""
+    younger = range(len(accs) - 1, -1, -1)
+    load = plgpu.wgmma_accumulator_load
+    return [then(load(acc, wait_n=n)) for acc, n in zip(accs, younger, strict=True)]
 
 
 def _to_rows(x_n: jax.Array, like_sn: jax.Array) -> jax.Array:
+    """Repeats x over the rows of `like_sn`."""
     return lax.broadcast_in_dim(x_n, like_sn.shape, [1])
 
 
 def _to_columns(x_s: jax.Array, like_sn: jax.Array) -> jax.Array:
+    """Repeats x over the columns of `like_sn`."""
     return lax.broadcast_in_dim(x_s, like_sn.shape, [0])
 
 

@@ -1,7 +1,8 @@
-"""How slabs of a cache are brought through shared memory, on a GPU.
+"""A ring of shared-memory slots through which a GPU kernel reads the cache.
 
-A slab is 64 channels by the tokens of a tile, which one bulk copy (TMA) brings into a slot. A slot
-is filled again as soon as its slab was used, by the warpgroup that used it, with what comes next.
+A slab is 64 channels by the tokens of one tile: what one bulk copy (TMA) brings into one slot. The
+kernel is a single warpgroup that both uses slabs and starts copies, so a slot is refilled as soon
+as the product that read it has been waited for.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-ROWS = 64  # channels of a slab: wgmma's rows
+ROWS = 64  # channels of a slab: the rows of one wgmma, and the width of a 128-byte swizzle in bf16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,67 +22,78 @@ class Slab:
     """64 channels of a cached array [B, channels, S]."""
 
     name: str
-    row: int  # the first channel, from where the block's begin
-    stride: int  # channels from one block's to the next's
-    sharing: int = 1  # neighbouring blocks that read the same channels
+    row: int  # first channel, relative to the program's first
+    stride: int  # channels between the first rows of neighbouring programs
+    sharing: int = 1  # neighbouring programs that read the same channels
 
 
 def slabs(name: str, channels: int, sharing: int = 1) -> tuple[Slab, ...]:
-    """All slabs of the `channels` that a block of the grid reads."""
+    """Returns all slabs of the `channels` that one program reads."""
     return tuple(Slab(name, row, channels, sharing) for row in range(0, channels, ROWS))
 
 
-def here(x) -> jax.Array:
-    """x, from which nothing is computed before this: addresses made early fill the registers."""
+def pin_here(x) -> jax.Array:
+    """Returns x behind an optimization barrier.
+
+    Without it LLVM hoists every slab's address out of the loop, and the addresses fill registers.
+    """
     return lax.optimization_barrier(jnp.asarray(x, jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The slabs of all tiles, in their order.
+    """The slabs of all tiles of a split, in the order in which the kernel uses them.
 
-    Parts count on from a tile's first: part i + len(order) of tile t is part i of tile t + 1.
+    Slab i of tile t has index i + t·len(order) in the whole sequence of slabs; methods take it as
+    (t, i), where i may run past the tile's end: (t, i + len(order)) is (t + 1, i).
     """
 
-    order: tuple[Slab, ...]  # of a tile
+    order: tuple[Slab, ...]  # slabs of one tile
     slots: int
-    block: int  # tokens of a tile
-    ref: Mapping  # the arrays by name, "ring" [slots, 64, block], "full": a barrier per slot
+    tile_kv: int  # tokens of a tile
+    ref: Mapping  # cache arrays by name; "ring" [slots, 64, tile_kv]; "full" [slots], barriers
     sequence: jax.Array
-    group: jax.Array
-    start: jax.Array  # the first token
+    head_tile: jax.Array
+    start: jax.Array  # first token of the split
     tiles: jax.Array
 
-    def load(self, t, part: int) -> None:
-        """Begins to read a slab, unless there is no such tile."""
-        slot = self._slot(t, part)
-        ahead, i = divmod(part, len(self.order))
+    def load(self, t, i: int) -> None:
+        """Starts the copy of slab i of tile t into its slot, unless the split ends before tile t.
+
+        The slot must be free: the slab that it held before has been released.
+        """
+        slot = self._slot(t, i)
+        ahead, i = divmod(i, len(self.order))
 
         @pl.when(t + ahead < self.tiles)
         def _():
             slab = self.order[i]
-            row = lax.div(here(self.group), slab.sharing) * slab.stride + slab.row
-            token = self.start + (t + ahead) * self.block
+            row = lax.div(pin_here(self.head_tile), slab.sharing) * slab.stride + slab.row
+            token = self.start + (t + ahead) * self.tile_kv
             plgpu.copy_gmem_to_smem(
-                self.ref[slab.name].at[self.sequence, pl.ds(row, ROWS), pl.ds(token, self.block)],
+                self.ref[slab.name].at[self.sequence, pl.ds(row, ROWS), pl.ds(token, self.tile_kv)],
                 self.ref["ring"].at[slot],
                 self.ref["full"].at[slot],
             )
 
-    def take(self, t, part: int):
-        """A slab that has arrived, [64, block]. Every slab is taken once, in order."""
-        plgpu.barrier_wait(self.ref["full"].at[self._slot(t, part)])
-        return self.again(t, part)
+    def wait_slab(self, t, i: int):
+        """Waits for a slab's copy and returns its slot, [64, tile_kv]: once per slab, in order."""
+        plgpu.barrier_wait(self.ref["full"].at[self._slot(t, i)])
+        return self.slab(t, i)
 
-    def again(self, t, part: int):
-        """A slab that was taken and not released."""
-        return self.ref["ring"].at[self._slot(t, part)]
+    def slab(self, t, i: int):
+        """Returns the slot, [64, tile_kv], of a slab that has been waited for and not released."""
+        return self.ref["ring"].at[self._slot(t, i)]
 
-    def release(self, t, *parts: int) -> None:
-        """Begins to fill the slots of slabs with what comes next."""
-        plgpu.commit_smem()  # every warp has read them
-        for part in parts:
-            self.load(t, part + self.slots)
+    def release(self, t, *indices: int) -> None:
+        """Refills the slots of these slabs with the slabs that come `slots` later.
 
-    def _slot(self, t, part: int):
-        return lax.rem(here(t) * len(self.order) + part % self.slots, self.slots)
+        Every product that reads the slabs must have been waited for.
+        """
+        # All warps have finished their loads and stores of the slots before a copy overwrites them.
+        plgpu.commit_smem()
+        for i in indices:
+            self.load(t, i + self.slots)
+
+    def _slot(self, t, i: int):
+        return lax.rem(pin_here(t) * len(self.order) + i % self.slots, self.slots)
