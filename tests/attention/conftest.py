@@ -16,7 +16,7 @@ from tests.attention import law
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Capacity 128 is several tiles, read by the implementation of this name."""
-    attend = functools.partial(xla.decode_attention, block=law.BLOCK)
+    attend = functools.partial(xla.decode_attention, tile_kv=law.TILE_KV)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "small_tiles", attend)
 
 

@@ -20,7 +20,7 @@ from kvjax.attention import Attention
 from kvjax.layers import rope
 
 B, D, BASE = 3, 16, 100.0
-S, BLOCK = 128, 48  # tiles start in slots 0, 48 and 80: the last overlaps the one before
+S, TILE_KV = 128, 48  # tiles start in slots 0, 48 and 80: the last overlaps the one before
 CHUNK = 8
 
 

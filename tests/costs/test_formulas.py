@@ -18,7 +18,7 @@ from kvjax.cache.field import Field
 from kvjax.costs import formulas
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import xla
-from kvjax.kernels.decode_attention.readings.tiles import BLOCK
+from kvjax.kernels.decode_attention.readings.tiles import TILE_KV
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.config import has_alibi
@@ -270,7 +270,7 @@ def test_training_flops_against_xla(make_mechanism, name, tied_head):
 @pytest.mark.parametrize("name", quick.only(["LRKV x GQA-6", "MLA", "Q-K=V", "(Q=K-V)+"], D36))
 def test_decode_attention_flops_against_xla(name):
     """One tile, since XLA counts a loop's body once; it also counts 4 per logit of softmax."""
-    config, B, S = d36_model(name, layers=1), 2, BLOCK
+    config, B, S = d36_model(name, layers=1), 2, TILE_KV
     (mechanism,), base = config.mechanisms, config.block.angles_base
     graph, state = nnx.split(nnx.eval_shape(lambda: mechanism.build(2304, rngs=nnx.Rngs(0))))
     cache = cache_lib.abstract([mechanism], batch=B, capacity=S, dtype=jnp.dtype(jnp.float32))
@@ -316,7 +316,7 @@ def test_figures_of_every_mechanism(make_mechanism):
 )
 def test_decode_step_flops_against_xla(name):
     """A whole step of two layers, weights and attention, on a cache of one tile."""
-    config, B, S = d36_model(name, layers=2), 1, BLOCK
+    config, B, S = d36_model(name, layers=2), 1, TILE_KV
     config = dataclasses.replace(config, vocab_size=512)
     model = lambda: Decoder(Transformer(config, jax.random.key(0)))
     graph, state = nnx.split(nnx.eval_shape(model))

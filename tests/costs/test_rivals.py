@@ -12,7 +12,7 @@ from kvjax import cache as cache_lib
 from kvjax import experiment
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
-from kvjax.kernels.decode_attention.readings.tiles import BLOCK
+from kvjax.kernels.decode_attention.readings.tiles import TILE_KV
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Transformer
 
@@ -57,7 +57,7 @@ def test_flops_per_cached_token(name):
 @pytest.mark.parametrize("name", [*PER_KEY, "mfa_kr_wide", "tpa_kv_only_wide"])
 def test_decode_step_flops_against_xla(name):
     """A whole step of two layers, weights and attention, on a cache of one tile."""
-    config, B, S = dataclasses.replace(_model(name, 2), vocab_size=512), 1, BLOCK
+    config, B, S = dataclasses.replace(_model(name, 2), vocab_size=512), 1, TILE_KV
     graph, state = nnx.split(
         nnx.eval_shape(lambda: Decoder(Transformer(config, jax.random.key(0))))
     )

@@ -20,11 +20,11 @@ from kvjax.kernels.decode_attention.readings import Reading
 def _tpu(*args):
     from kvjax.kernels.decode_attention.tpu import attention  # where it runs, see `api`
 
-    return attention.partial(*args)
+    return attention.attend_with_lse(*args)
 
 
 # (operands, a chip's cache, first_B, its Stripes) -> outputs [B, T, N, Hv], log-sum-exps [B, T, N].
-IMPLEMENTATIONS = {"xla": xla.partial, "tpu": _tpu}
+IMPLEMENTATIONS = {"xla": xla.attend_with_lse, "tpu": _tpu}
 
 
 def decode_attention(

@@ -1,7 +1,7 @@
 """Block sizes by device kind and shape, from `tuned.json`, which the profiler writes.
 
     {"TPU v5 lite": {"tpu/residual_rotated/bfloat16-N18-K18-J1-R64-H128-V128-B1-S32768":
-        {"parameters": {"block": 1024}, "source": "measured", ...}}}
+        {"parameters": {"tile_kv": 1024}, "source": "measured", ...}}}
 
 A length or batch that was not tuned takes the entry of the nearest smaller one. `source` is
 "measured", or "static" where the compiler's schedule was counted and nothing ran.
@@ -82,7 +82,7 @@ def parameters(
         tuned = _checked(entry, default)
     except _Unusable as error:
         level = logging.INFO if str(error) == "not tuned" else logging.WARNING
-        log_once(__name__, level, f"{key} on {kind}: {error}; using the default block sizes")
+        log_once(__name__, level, f"{key} on {kind}: {error}; using the default tile sizes")
         return dict(default)
     return dict(default) | tuned
 

@@ -1,13 +1,14 @@
-"""Decode attention in plain JAX: tiles of the cache, an online softmax.
+"""Decode attention in plain JAX: an online softmax over tiles of the cache.
 
-Temporary memory is that of a tile. What is done with a tile is in `readings`. The number of tiles
-follows the longest sequence, not the capacity. Products over a float32 cache are in the device's
-highest precision, those over a bfloat16 cache in its default: a query may be wider than its model.
+Temporaries are as large as one tile. `readings` computes a tile's logits and weighted sums. The
+number of tiles follows the longest sequence, not the capacity. Matrix products over a float32 cache
+run in the device's highest precision, over a bfloat16 cache in its default precision, even if the
+query is wider.
 
-On CPU a slice of an array is copied before a product reads it, at a third of the speed of reading
-the array itself. A single query per sequence there takes its logits tile by tile only where a tile
-is expanded, and everything else from the whole cache, as long as sequences fill a quarter of it:
-its temporaries are the logits.
+On CPU XLA copies a slice before a matrix product reads it, which takes three times as long as
+reading the array itself. With one query per sequence the CPU therefore uses the whole cache at
+once, as long as sequences fill a quarter of it, and takes only keys that must be rebuilt tile by
+tile: its temporaries are the logits.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.stripes import Stripes
 from kvjax.kernels.decode_attention.readings import Reading
-from kvjax.kernels.decode_attention.readings.tiles import BLOCK
+from kvjax.kernels.decode_attention.readings.tiles import TILE_KV
 
 _MASKED = -1e30  # finite, so that a tile with nothing to see leaves the sums as they are
 
@@ -30,53 +31,58 @@ def decode_attention(
     *,
     window: int = 0,
     causal: bool = True,
-    block: int = BLOCK,
+    tile_kv: int = TILE_KV,
 ) -> jax.Array:
     """See `api.decode_attention`: [B, T, N, Hv], in float32 or wider.
 
     Args:
       causal: False: all T tokens see slots 0 .. first_B.
-      block: tokens per tile.
+      tile_kv: tokens per tile.
     """
-    how = dict(window=window, causal=causal, block=block)
-    return partial(operands, cache, first_B, Stripes(), **how)[0]
+    options = dict(window=window, causal=causal, tile_kv=tile_kv)
+    return attend_with_lse(operands, cache, first_B, Stripes(), **options)[0]
 
 
-def partial(
+def attend_with_lse(
     operands: Reading,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
-    held: Stripes,
+    stripes: Stripes,
     *,
     window: int = 0,
     causal: bool = True,
-    block: int = BLOCK,
+    tile_kv: int = TILE_KV,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the tokens that are held here: [B, T, N, Hv], and log-sum-exps [B, T, N].
+    """Attends to the tokens of this chip's stripes: [B, T, N, Hv], and log-sum-exps [B, T, N].
 
     Where a query sees none of them, its output is finite and its log-sum-exp -inf.
 
     Args:
-      first_B: position of each sequence's first new token, whoever holds it.
+      first_B: position of each sequence's first new token, on whichever chip it is.
+      stripes: the positions that this chip holds.
     """
     wide = jnp.promote_types(operands.query.dtype, jnp.float32)
     T = operands.query.shape[1]
     S = next(iter(cache.values())).shape[-1]
     is_wide = all(array.dtype == wide for array in cache.values())
-    if held.chips > 1:  # no tile across stripes
-        block = math.gcd(block, held.size)
-    in_tiles = lambda *args: tiled(*args, block, held, window, causal)
-    at_once = lambda *args: whole(*args, block, held)
+    if stripes.chips > 1:  # no tile crosses a stripe
+        tile_kv = math.gcd(tile_kv, stripes.size)
+
+    def in_tiles(operands, cache, first_B):
+        return tiled(operands, cache, first_B, tile_kv, stripes, window, causal)
+
+    def at_once(operands, cache, first_B):
+        return whole(operands, cache, first_B, tile_kv, stripes)
 
     def on_cpu(operands, cache, first_B):
-        if S <= 4 * block:
+        if S <= 4 * tile_kv:
             return at_once(operands, cache, first_B)
-        short = 4 * held.held(jnp.max(first_B)) < S
+        short = 4 * stripes.held(jnp.max(first_B)) < S
         return jax.lax.cond(short, in_tiles, at_once, operands, cache, first_B)
 
     with jax.default_matmul_precision("highest" if is_wide else None):
         arguments = (operands, dict(cache), first_B)
-        # A conversion would copy the whole cache; a window sees some tiles of it only.
+        # A cast would copy the whole cache; a window needs some of its tiles only.
         if T > 1 or not is_wide or window:
             return in_tiles(*arguments)
         return jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=in_tiles)
@@ -86,13 +92,13 @@ def tiled(
     operands,
     cache,
     first_B: jax.Array,
-    block: int,
-    held: Stripes = Stripes(),
+    tile_kv: int,
+    stripes: Stripes = Stripes(),
     window: int = 0,
     causal: bool = True,
 ):
-    """Everything tile by tile, with an online softmax; see `partial`."""
-    problem = _Problem(operands, cache, first_B, block, held, window, causal)
+    """Attends tile by tile with an online softmax; see `attend_with_lse`."""
+    problem = _Problem(operands, cache, first_B, tile_kv, stripes, window, causal)
     B, T, N = operands.query.shape[:3]
     tiles = problem.tiles
 
@@ -100,7 +106,7 @@ def tiled(
         max_BNT, sum_BNT, outputs = carry
         start, tile = problem.tile(i)
         z_BNTs, seen_BNTs = problem.masked(
-            tiles.logits(tile, held.position(start)), start, i * problem.block
+            tiles.logits(tile, stripes.position(start)), start, i * problem.tile_kv
         )
         new_max_BNT = jnp.maximum(max_BNT, jnp.max(z_BNTs, axis=-1))
         p_BNTs = jnp.where(seen_BNTs, jnp.exp(z_BNTs - new_max_BNT[..., None]), 0)
@@ -109,22 +115,24 @@ def tiled(
         outputs = tuple(o * decay_BNT[..., None] + a for o, a in zip(outputs, added, strict=True))
         return new_max_BNT, sum_BNT * decay_BNT + jnp.sum(p_BNTs, axis=-1), outputs
 
-    zeros = lambda *shape: jnp.zeros((B, N, T, *shape), problem.wide)
+    def zeros(*shape):
+        return jnp.zeros((B, N, T, *shape), problem.wide)
+
     carry = (zeros() + _MASKED, zeros(), tuple(zeros(width) for width in tiles.widths(cache)))
     max_BNT, sum_BNT, outputs = problem.for_tiles(step, carry)
     return problem.finish(outputs, max_BNT, sum_BNT)
 
 
-def whole(operands, cache, first_B: jax.Array, block: int, held: Stripes = Stripes()):
-    """All logits first; only keys that must be expanded are taken tile by tile; see `partial`."""
-    problem = _Problem(operands, cache, first_B, block, held)
+def whole(operands, cache, first_B: jax.Array, tile_kv: int, stripes: Stripes = Stripes()):
+    """Attends with all logits in memory; keys that must be rebuilt are, tile by tile."""
+    problem = _Problem(operands, cache, first_B, tile_kv, stripes)
     B, T, N = operands.query.shape[:3]
     tiles = problem.tiles
     if tiles.expands:
 
         def step(i, z_BNTS):
             start, tile = problem.tile(i)
-            z_BNTs = tiles.logits(tile, held.position(start))
+            z_BNTs = tiles.logits(tile, stripes.position(start))
             return jax.lax.dynamic_update_slice_in_dim(z_BNTS, z_BNTs, start, axis=-1)
 
         z_BNTS = problem.for_tiles(step, jnp.zeros((B, N, T, problem.S), problem.wide))
@@ -137,41 +145,48 @@ def whole(operands, cache, first_B: jax.Array, block: int, held: Stripes = Strip
 
 
 class _Problem:
-    """One call's arrays, with what both ways of going through a cache share."""
+    """Arrays and sizes of one call, shared by `tiled` and `whole`."""
 
-    def __init__(self, operands, cache, first_B, block, held, window=0, causal=True):
-        self.operands, self.cache, self.first_B, self.held = operands, cache, first_B, held
+    def __init__(self, operands, cache, first_B, tile_kv, stripes, window=0, causal=True):
+        self.operands, self.cache, self.first_B, self.stripes = operands, cache, first_B, stripes
         self.window, self.causal = window, causal
         self.wide = jnp.promote_types(operands.query.dtype, jnp.float32)
         self.S = next(iter(cache.values())).shape[-1]
-        self.block = min(block, self.S)
-        to_wide = lambda x: x.astype(self.wide)
-        self.tiles = jax.tree.map(to_wide, operands).tiles()
+        self.tile_kv = min(tile_kv, self.S)
+        self.tiles = jax.tree.map(lambda x: x.astype(self.wide), operands).tiles()
         self.T = operands.query.shape[1]
 
     def tile(self, i) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The first slot of tile i, and the tile; the last may overlap the one before."""
-        start = jnp.minimum(i * self.block, self.S - self.block)
-        read = lambda array: jax.lax.dynamic_slice_in_dim(array, start, self.block, axis=-1)
-        return start, {name: read(array).astype(self.wide) for name, array in self.cache.items()}
+        """Returns the first slot of tile i, and the tile; the last may overlap the one before."""
+        start = jnp.minimum(i * self.tile_kv, self.S - self.tile_kv)
+        tile = {
+            name: jax.lax.dynamic_slice_in_dim(array, start, self.tile_kv, axis=-1).astype(
+                self.wide
+            )
+            for name, array in self.cache.items()
+        }
+        return start, tile
 
     def for_tiles(self, step, carry):
-        """`step(i, carry)` over the tiles that any sequence has reached and still sees."""
-        if self.S == self.block:
+        """Runs `step(i, carry)` over the tiles that any sequence has reached and still sees."""
+        if self.S == self.tile_kv:
             return step(0, carry)
-        first, reached = 0, -(-self.held.held(jnp.max(self.first_B) + self.T) // self.block)
+        first, reached = 0, -(-self.stripes.held(jnp.max(self.first_B) + self.T) // self.tile_kv)
         if self.window:
             before = jnp.maximum(jnp.min(self.first_B) + 1 - self.window, 0)
-            first = self.held.held(before) // self.block
-        return jax.lax.fori_loop(first, jnp.minimum(reached, -(-self.S // self.block)), step, carry)
+            first = self.stripes.held(before) // self.tile_kv
+        return jax.lax.fori_loop(
+            first, jnp.minimum(reached, -(-self.S // self.tile_kv)), step, carry
+        )
 
     def masked(self, z_BNTs, start, new) -> tuple[jax.Array, jax.Array]:
-        """Scaled and biased logits of slots from `start`, and which count.
+        """Returns scaled, biased, masked logits of slots from `start`, and the mask.
 
-        What a query does not see does not count, nor slots before `new`: another tile had them.
+        Masked are slots that a query does not see, and slots before `new`, which belong to the
+        previous tile.
         """
         slot_s = start + jnp.arange(z_BNTs.shape[-1], dtype=jnp.int32)
-        position_s = self.held.position(slot_s)
+        position_s = self.stripes.position(slot_s)
         z_BNTs = self.operands.scale * z_BNTs
         bias = self.operands.bias
         if bias is not None:
@@ -185,7 +200,7 @@ class _Problem:
         return jnp.where(seen_BNTs, z_BNTs, _MASKED), seen_BNTs
 
     def finish(self, outputs: tuple[jax.Array, ...], max_BNT, sum_BNT):
-        """Outputs [B, T, N, Hv], and log-sum-exps [B, T, N]."""
+        """Returns outputs [B, T, N, Hv], and log-sum-exps [B, T, N]."""
         over_BNT = jnp.where(sum_BNT > 0, sum_BNT, 1)  # nothing seen: zeros, not NaN
         o_BNTV = self.tiles.finish(tuple(o / over_BNT[..., None] for o in outputs))
         log_sum_exp_BNT = jnp.where(sum_BNT > 0, max_BNT + jnp.log(over_BNT), -jnp.inf)

@@ -23,7 +23,7 @@ from kvjax.kernels.profile import side_by_side
 from kvjax.kernels.profile import timing
 from kvjax.kernels.profile.contenders import LIBRARIES
 
-BLOCKS = (256, 512, 1024, 2048, 4096)  # where an implementation's module has no CANDIDATES
+TILES = (256, 512, 1024, 2048, 4096)  # where an implementation's module has no CANDIDATES
 NOTHING_FASTER = "nothing is faster than its own block sizes"
 NO_MHA = "MHA does not fit beside it"
 _MEMORY = 0.85  # of the device's, for caches
@@ -283,15 +283,15 @@ def _too_large(need: float, left: float, what: str = "") -> str:
 
 
 def candidates(implementation: str) -> list[dict[str, int]]:
-    """Block sizes to try, none first: the implementation's own; empty where it takes no others.
+    """Returns the tile sizes to try, the implementation's defaults first; empty if it takes none.
 
-    An implementation's module may say CANDIDATES: dict(block=(256, 512), ...).
+    An implementation's module may say CANDIDATES: dict(tile_kv=(256, 512), ...).
     """
     function = IMPLEMENTATIONS[implementation]
     module = importlib.import_module(function.__module__)
     own = getattr(module, "decode_attention", function)
-    takes = inspect.signature(getattr(module, "partial", own)).parameters
-    grid = getattr(module, "CANDIDATES", dict(block=BLOCKS))
+    takes = inspect.signature(getattr(module, "attend_with_lse", own)).parameters
+    grid = getattr(module, "CANDIDATES", dict(tile_kv=TILES))
     grid = {name: values for name, values in grid.items() if name in takes}
     if not grid:
         return []

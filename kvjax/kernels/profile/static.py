@@ -41,7 +41,7 @@ def tpu(options: argparse.Namespace) -> list[dict]:
         row |= dict(bundles=own.bundles, hbm_cycles=hbm, of_hbm=own.bundles / hbm)
         row |= dict(bandwidth_bound=own.bundles < hbm, units=own.units)
         try:
-            at_small, at_large = (per_token(block=block).bundles for block in (small, large))
+            at_small, at_large = (per_token(tile_kv=size).bundles for size in (small, large))
             per_block = (at_small - at_large) * small * large / (large - small)
             row |= dict(blocks=options.blocks, bundles_per_block=per_block)
             row |= dict(bundles_in_a_block=at_large - per_block / large)

@@ -83,7 +83,7 @@ class PerToken:
 
 
 def per_token(chip: Chip, model: str, mechanism: str, **parameters: int) -> PerToken:
-    """What implementation "tpu" executes with those block sizes, bfloat16, one sequence.
+    """What implementation "tpu" executes with those tile sizes, bfloat16, one sequence.
 
     Raises:
       NotImplementedError: the kernel does not take the mechanism.
@@ -166,7 +166,7 @@ def read(folder: pathlib.Path) -> list[Schedule]:
 def _call(model: str, mechanism: str, parameters: Mapping[str, int]):
     """The function to compile and its abstract arguments."""
     implementation = IMPLEMENTATIONS["tpu"]
-    unknown = parameters.keys() - inspect.signature(tpu.partial).parameters
+    unknown = parameters.keys() - inspect.signature(tpu.attend_with_lse).parameters
     if unknown:
         raise NotImplementedError(f"the TPU kernel has no parameter {', '.join(unknown)}")
     shape = shapes.SHAPES[model][mechanism]

@@ -29,8 +29,8 @@ def problem(shape: Sizes, **sizes):
     return jax.jit(lambda: shapes.problem(shape, **sizes))()
 
 
-def over_chips(partial, *, chips: int, size: int, slots: int):
-    """A function of whole arrays that attends by `partial` over every chip's part, and merges them.
+def over_chips(attend_with_lse, *, chips: int, size: int, slots: int):
+    """Returns a function of whole arrays that attends to every chip's stripes, and merges.
 
     Args:
       size: tokens of a stripe; slots: of a chip.
@@ -42,7 +42,7 @@ def over_chips(partial, *, chips: int, size: int, slots: int):
             held = Stripes(size, chips, chip)
             here = np.asarray(held.position(np.arange(slots)))
             part = {name: np.asarray(array)[..., here] for name, array in cache.items()}
-            o, log_sum_exp = partial(operands, part, first_B, held)
+            o, log_sum_exp = attend_with_lse(operands, part, first_B, held)
             results.append((np.asarray(o, np.float64), np.asarray(log_sum_exp, np.float64)))
             seen = np.asarray(first_B) >= size * chip
             assert np.array_equal(np.isfinite(results[-1][1]).all(axis=(1, 2)), seen)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kernels.decode_attention.tpu import parts as parts_lib
+from kvjax.kernels.decode_attention.tpu import operators
 
 
 def attended(parts, first_B, *, heads, capacity, scale, key_scale, **options):
@@ -30,12 +30,12 @@ def _logits(keys, N: int):
     x = {name: given.array.astype(jnp.float32) for name, given in keys.inputs.items()}
     keys_BNHS = _of_heads(x["keys"], N)
     match keys:
-        case parts_lib.MatrixKeys():
+        case operators.MatrixKeys():
             query_BNH = x["query"].reshape(len(x["query"]), N, -1)
             return jnp.einsum("BNH,BNHS->BNS", query_BNH, keys_BNHS)
-        case parts_lib.VectorKeys():
+        case operators.VectorKeys():
             return jnp.einsum("BHN,BNHS->BNS", x["query"], keys_BNHS)
-    # RotatingKeys: the query turned to every block's first slot, then by the table to each of it.
+    # RotatingKeys: the query is rotated to each tile's first slot, then by the table to each slot.
     (q, r), (cos, sin) = jnp.moveaxis(x["query"], 1, 0), jnp.moveaxis(x["angles"], 1, 0)
     at = lambda q, a: q[:, None] * a[None, :, None]  # [B, blocks, N, H]
     turned = at(q, cos) + at(r, sin), at(r, cos) - at(q, sin)

@@ -182,9 +182,9 @@ def _build(name, T, **sizes):
 WAYS = {"tiled": xla.tiled, "whole": xla.whole}
 
 
-@functools.partial(jax.jit, static_argnames=("way", "block"))
-def _attend(operands, cache, first_B, way, block):
-    return WAYS[way](operands, cache, first_B, block)[0]
+@functools.partial(jax.jit, static_argnames=("way", "tile_kv"))
+def _attend(operands, cache, first_B, way, tile_kv):
+    return WAYS[way](operands, cache, first_B, tile_kv)[0]
 
 
 _definition = jax.jit(reference.decode_attention)
@@ -315,10 +315,10 @@ def test_equals_the_definition(x64, name, way, T):
     """Tiles that do not divide the cache, one that is longer than it; ragged lengths."""
     given, cache = _build(name, T)
     ragged = [[17, 0, 36], [15, 16, 17], [37, 37, 37], [0, 0, 0]]  # 37 + 3 tokens fill the cache
-    for block in (16, 64) if (way, T) == ("tiled", 1) and name in quick.READERS else (16,):
-        for first in ragged if block == 16 else ragged[:1]:
+    for tile_kv in (16, 64) if (way, T) == ("tiled", 1) and name in quick.READERS else (16,):
+        for first in ragged if tile_kv == 16 else ragged[:1]:
             first_B = jnp.asarray(first, jnp.int32)
-            o = _attend(given, cache, first_B, way, block)
+            o = _attend(given, cache, first_B, way, tile_kv)
             assert o.shape[:3] == given.query.shape[:3]
             assert o.dtype == jnp.float64
             expected = _definition(given, cache, first_B)
@@ -336,7 +336,7 @@ def test_a_window_of_the_last_tokens(x64, name, T, window):
     first_B = jnp.asarray([37, 16, 15], jnp.int32)
     definition = jax.jit(functools.partial(reference.decode_attention, window=window))
     expected = np.asarray(definition(given, cache, first_B))
-    attend = jax.jit(functools.partial(xla.decode_attention, window=window, block=8))
+    attend = jax.jit(functools.partial(xla.decode_attention, window=window, tile_kv=8))
     np.testing.assert_allclose(attend(given, cache, first_B), expected, rtol=1e-11, atol=1e-11)
     q, k, v = map(np.asarray, jax.jit(reference.expand)(given, cache))
     for b, first in enumerate(first_B.tolist()):
@@ -372,7 +372,7 @@ def test_either_way_through_a_cache_that_is_much_longer_than_a_tile(x64, name, f
     kind, options = VARIANTS[name]
     given, cache = getattr(_Draw(1, S=256), kind)(**options)
     first_B = jnp.asarray(first, jnp.int32)
-    o = jax.jit(functools.partial(xla.decode_attention, block=32))(given, cache, first_B)
+    o = jax.jit(functools.partial(xla.decode_attention, tile_kv=32))(given, cache, first_B)
     expected = _definition(given, cache, first_B)
     np.testing.assert_allclose(o, expected, rtol=1e-11, atol=1e-11)
 

@@ -104,7 +104,7 @@ def _splits(S, chips):
 @pytest.fixture
 def short_tiles(monkeypatch):
     """Tiles of 4: more than one to a stripe, and 24 slots are long enough to go by tiles."""
-    part = functools.partial(xla.partial, block=4)
+    part = functools.partial(xla.attend_with_lse, tile_kv=4)
     monkeypatch.setitem(sharded.IMPLEMENTATIONS, "xla", part)
 
 
@@ -159,16 +159,18 @@ def test_a_chip_with_nothing_to_see(x64, T):
     operands = type(operands)(**vars(operands) | dict(query=queries, residual_query=queries))
     first_B = jnp.asarray([4, 9], jnp.int32)
 
-    @functools.partial(jax.jit, static_argnames="block")
-    def part(chip, block):
-        return xla.partial(operands, cache, first_B, Stripes(STRIPE, 8, chip), block=block)
+    @functools.partial(jax.jit, static_argnames="tile_kv")
+    def part(chip, tile_kv):
+        return xla.attend_with_lse(
+            operands, cache, first_B, Stripes(STRIPE, 8, chip), tile_kv=tile_kv
+        )
 
-    for block in (4, 512):
-        o_BTNV, log_sum_exp_BTN = part(1, block)
+    for tile_kv in (4, 512):
+        o_BTNV, log_sum_exp_BTN = part(1, tile_kv)
         assert np.all(np.isfinite(o_BTNV))
         assert np.all(np.isneginf(log_sum_exp_BTN[0]))
         assert np.all(np.isfinite(log_sum_exp_BTN[1]))  # position 9 is this chip's, 4 is not
-        assert not np.any(np.isnan(part(7, block)[0]))
+        assert not np.any(np.isnan(part(7, tile_kv)[0]))
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -186,10 +188,10 @@ def test_the_tpu_kernels_attend_over_a_part(mechanism):
 
     @jax.jit
     def attend(operands, part, first_B, chip):
-        return tpu.partial(operands, part, first_B, Stripes(128, 2, chip), **options)
+        return tpu.attend_with_lse(operands, part, first_B, Stripes(128, 2, chip), **options)
 
-    partial = lambda o, part, first_B, held: attend(o, part, first_B, jnp.int32(held.chip))
-    run = agreement.over_chips(partial, chips=2, size=128, slots=384)
+    on_chip = lambda o, part, first_B, held: attend(o, part, first_B, jnp.int32(held.chip))
+    run = agreement.over_chips(on_chip, chips=2, size=128, slots=384)
     shape = shapes.SHAPES["d12"][mechanism]
     agreement.check(run, shape, firsts=(700, 383, 100), length=768, dtype=jnp.float32)
 

@@ -22,8 +22,8 @@ from kvjax.kernels.decode_attention.shapes import OURS
 from kvjax.kernels.decode_attention.shapes import RIVALS
 from kvjax.kernels.decode_attention.shapes import SHAPES
 from kvjax.kernels.decode_attention.tpu import attention as tpu
-from kvjax.kernels.decode_attention.tpu import parts as parts_lib
-from kvjax.kernels.decode_attention.tpu.part import Part
+from kvjax.kernels.decode_attention.tpu import operators
+from kvjax.kernels.decode_attention.tpu.interfaces import Component
 from kvjax.kernels.decode_attention.tpu.pipeline import attend
 from kvjax.kernels.profile import tpu_static
 from tests.kernels.decode_attention import agreement
@@ -48,7 +48,7 @@ def _jitted(**options):
 
 # -- parts, and plans of them ----------------------------------------------------------------------
 
-B, N, S, BLOCK = 2, 6, 768, 256
+B, N, S, TILE_KV = 2, 6, 768, 256
 
 
 _random = np.random.default_rng(0)
@@ -58,33 +58,35 @@ def _draw(*shape, sequences=(B,)):
     return jnp.asarray(_random.standard_normal((*sequences, *shape)), FLOAT32)
 
 
-def _parts(lag):
+def _parts(delay_values):
     """All kinds of keys and values, none as large as another; and what multiplies their logits."""
-    if not lag:  # values that are keys
-        own = parts_lib.VectorKeys(_draw(N, 32), _draw(3, 32, S))
-        shared = parts_lib.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
+    if not delay_values:  # values that are keys
+        own = operators.VectorKeys(_draw(N, 32), _draw(3, 32, S))
+        shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
         return [
-            Part(own, parts_lib.DiagonalValues(_draw(N, 16, S))),
-            Part(shared, parts_lib.MatrixValues(None, K=2, G=3, V=16)),
-            Part(parts_lib.MatrixKeys(_draw(1, N, 48), _draw(1, 48, S))),
+            Component(own, operators.DiagonalValues(_draw(N, 16, S))),
+            Component(shared, operators.MatrixValues(None, K=2, G=3, V=16)),
+            Component(operators.MatrixKeys(_draw(1, N, 48), _draw(1, 48, S))),
         ], None
     expand_key, latents = _draw(3, 16, 32, sequences=()) / 4, _draw(3, 16, S)
-    turning = parts_lib.RotatingKeys(
-        _draw(N, 32), expand_key, latents, base=100.0, block=BLOCK, origins=None
+    rotating = operators.RotatingKeys(
+        _draw(N, 32), expand_key, latents, base=100.0, tile_kv=TILE_KV, origins=None
     )
-    shared = parts_lib.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
+    shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
     return [
-        Part(shared, parts_lib.MatrixValues(_draw(2, 48, S), K=2, G=3, V=48)),
-        Part(turning, parts_lib.VectorValues(_draw(3, 32, S), N=N)),
+        Component(shared, operators.MatrixValues(_draw(2, 48, S), K=2, G=3, V=48)),
+        Component(rotating, operators.VectorValues(_draw(3, 32, S), N=N)),
     ], 1 + 0.5 * jnp.tanh(_draw(3, 1, S))
 
 
-@pytest.mark.parametrize("lag", [False, True])
-def test_the_pipeline_is_a_softmax_over_the_sum_of_its_parts_logits(lag):
-    """Two splits, of which a short sequence fills one; two scorings to a block."""
-    parts, key_scale = _parts(lag)
-    options = dict(heads=N, capacity=S, scale=0.25, key_scale=key_scale, block=BLOCK, scored=128)
-    options |= dict(splits=2, lag=lag, vmem_bytes=2**26)
+@pytest.mark.parametrize("delay_values", [False, True])
+def test_the_pipeline_is_a_softmax_over_the_sum_of_its_parts_logits(delay_values):
+    """Two splits, of which a short sequence fills one; two scorings to a tile."""
+    parts, key_scale = _parts(delay_values)
+    options = dict(
+        heads=N, capacity=S, scale=0.25, key_scale=key_scale, tile_kv=TILE_KV, score_tile=128
+    )
+    options |= dict(splits=2, delay_values=delay_values, vmem_bytes=2**26)
     first_B = jnp.asarray([600, 100], jnp.int32)
     run = jax.jit(functools.partial(attend, parts, interpret=INTERPRET, **options))
     got, expected = run(first_B), plain_parts.attended(parts, first_B, **options)
@@ -96,8 +98,8 @@ def test_the_pipeline_is_a_softmax_over_the_sum_of_its_parts_logits(lag):
 PLANS = [
     (GroupedSizes(N=3, K=3, H=16, Hv=32), {}),
     (GroupedSizes(N=3, K=3, H=16, Hv=32), dict(values="diagonal")),
-    (GroupedSizes(N=6, K=2, H=16, Hv=32), dict(block=128)),
-    (ResidualSizes(N=6, K=3, R=16, H=128, Hv=32), dict(block=128, scored=128)),
+    (GroupedSizes(N=6, K=2, H=16, Hv=32), dict(tile_kv=128)),
+    (ResidualSizes(N=6, K=3, R=16, H=128, Hv=32), dict(tile_kv=128, score_tile=128)),
     (ResidualSizes(N=12, K=6, J=2, R=16, H=32, Hv=48, rope_base=None, scaled=False), {}),
     (LatentSizes(N=6, C=32, P=16, Hv=48, G=2, met=16), {}),
     (LatentSizes(N=3, C=48, P=0, Hv=0), dict(splits=2)),
@@ -109,7 +111,9 @@ def test_plans_of_parts_are_the_definition(monkeypatch):
     asked = []
 
     def attended(parts, first_B, **options):
-        asked.append([*(options[name] for name in ("block", "scored", "splits", "lag"))])
+        asked.append(
+            [*(options[name] for name in ("tile_kv", "score_tile", "splits", "delay_values"))]
+        )
         return plain_parts.attended(parts, first_B, **options)
 
     monkeypatch.setattr(tpu, "attend", attended)
@@ -117,23 +121,27 @@ def test_plans_of_parts_are_the_definition(monkeypatch):
     for shape, options in PLANS:
         run = functools.partial(tpu.decode_attention, **options)
         agreement.check(run, shape, firsts=(250, 63), length=256, dtype=FLOAT32)
-        part = functools.partial(tpu.partial, **options)
+        part = functools.partial(tpu.attend_with_lse, **options)
         over_chips = agreement.over_chips(part, chips=2, size=128, slots=384)
         firsts = (700, 384, 100)  # of the last the second chip holds nothing
         agreement.check(over_chips, shape, firsts=firsts, length=768, dtype=FLOAT32)
     tpu._run.clear_cache()
     lags = [type(shape) is ResidualSizes and shape.rope_base is not None for shape, _ in PLANS]
-    own = [(options.get("block", 256), options.get("splits", 1)) for _, options in PLANS]
-    assert asked[::2] == [[b, b, s, lag] for (b, s), lag in zip(own, lags, strict=True)]
-    assert asked[1::2] == [[128, 128, s, lag] for (_, s), lag in zip(own, lags, strict=True)]
+    own = [(options.get("tile_kv", 256), options.get("splits", 1)) for _, options in PLANS]
+    assert asked[::2] == [
+        [b, b, s, delay_values] for (b, s), delay_values in zip(own, lags, strict=True)
+    ]
+    assert asked[1::2] == [
+        [128, 128, s, delay_values] for (_, s), delay_values in zip(own, lags, strict=True)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", OURS)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_equals_the_definition_at_d12(mechanism, dtype):
-    """Sequences end in a block's last slot, in the next block's first, and in the first of all."""
-    run = _jitted(block=128, scored=128)
+    """Sequences end in a tile's last slot, in the next tile's first, and in the first of all."""
+    run = _jitted(tile_kv=128, score_tile=128)
     agreement.check(run, SHAPES["d12"][mechanism], firsts=(127, 128, 0), length=256, dtype=dtype)
 
 
@@ -141,7 +149,7 @@ def test_equals_the_definition_at_d12(mechanism, dtype):
 @pytest.mark.parametrize(("mechanism", "dtype"), OF_RIVALS)
 def test_rivals_equal_the_definition_at_d12(mechanism, dtype):
     """Several latents, queries that meet a part of a latent, values that are latents."""
-    run = _jitted(block=128, scored=128)
+    run = _jitted(tile_kv=128, score_tile=128)
     agreement.check(run, SHAPES["d12"][mechanism], firsts=(200, 0), length=256, dtype=dtype)
 
 
@@ -155,14 +163,14 @@ def test_rivals_equal_the_definition_at_d12(mechanism, dtype):
         pytest.param("mla", dict(splits=2), marks=slow),
         pytest.param("lrkv", dict(splits=2), marks=slow),
         pytest.param("lrkv", dict(values="diagonal"), marks=slow),
-        pytest.param("lrkv", dict(block=256, scored=256), marks=slow),
-        pytest.param("lrkv_gqa", dict(block=256, scored=128), marks=slow),
+        pytest.param("lrkv", dict(tile_kv=256, score_tile=256), marks=slow),
+        pytest.param("lrkv_gqa", dict(tile_kv=256, score_tile=128), marks=slow),
         ("lrkv_no_rope", dict(values="diagonal", splits=2)),
     ],
 )
 def test_splits_blocks_and_ways_of_weighing_change_nothing(mechanism, options):
     """In a short sequence one of two splits has nothing to see."""
-    run = _jitted(**(dict(block=128, scored=128) | options))
+    run = _jitted(**(dict(tile_kv=128, score_tile=128) | options))
     shape = SHAPES["d12"][mechanism]
     agreement.check(run, shape, firsts=(450, 100), length=512, dtype=FLOAT32)
 
@@ -171,7 +179,7 @@ def test_splits_blocks_and_ways_of_weighing_change_nothing(mechanism, options):
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("mechanism", ["mha", "gqa", "mla", "lrkv", "lrkv_no_rope"])
 def test_equals_the_definition_at_d36(mechanism, dtype):
-    run = _jitted(block=384, scored=128)
+    run = _jitted(tile_kv=384, score_tile=128)
     agreement.check(run, SHAPES["d36"][mechanism], firsts=(1151, 700), length=1152, dtype=dtype)
 
 
@@ -179,21 +187,21 @@ def test_equals_the_definition_at_d36(mechanism, dtype):
 @pytest.mark.parametrize("bases", [2, 6])
 def test_several_bases(bases):
     shape = dataclasses.replace(SHAPES["d12"]["lrkv"], J=bases)
-    run = _jitted(block=128, scored=128)
+    run = _jitted(tile_kv=128, score_tile=128)
     agreement.check(run, shape, firsts=(200,), length=256, dtype=FLOAT32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["mha", "mla", "lrkv"])
 def test_blocks_behind_a_sequence_are_not_read(mechanism):
-    """A sequence of one block reads one: the rest may be anything, NaN included."""
+    """A sequence of one tile_kv reads one: the rest may be anything, NaN included."""
     shape = SHAPES["d12"][mechanism]
     operands, cache = agreement.problem(shape, batch=2, length=384, dtype=BFLOAT16)
     first_B = jnp.asarray([100, 127], jnp.int32)
     poisoned = jax.tree.map(np.array, cache)
     for array in poisoned.values():
         array[..., 128:] = np.nan
-    run = lambda cache: _jitted(block=128, splits=2)(operands, cache, first_B)
+    run = lambda cache: _jitted(tile_kv=128, splits=2)(operands, cache, first_B)
     np.testing.assert_array_equal(run(poisoned), run(cache))
 
 
@@ -202,7 +210,7 @@ def test_a_full_cache_that_grows_no_more_is_read_to_its_end():
     """A sequence that has ended says its next slot, which may be behind the cache."""
     shape = SHAPES["d12"]["lrkv"]
     operands, cache = agreement.problem(shape, batch=2, length=384, dtype=BFLOAT16)
-    attend = _jitted(block=128, splits=2)
+    attend = _jitted(tile_kv=128, splits=2)
     run = lambda *firsts: attend(operands, cache, jnp.asarray(firsts, jnp.int32))
     np.testing.assert_array_equal(run(384, 10), run(383, 10))
 
@@ -288,7 +296,7 @@ def test_a_race_would_be_seen():
 
 
 WIDE = GroupedSizes(N=128, K=128)
-SIZES = [  # kind, shape, batch, length: block, tokens scored at once, splits, bytes
+SIZES = [  # kind, shape, batch, length: tile_kv, tokens score_tile at once, splits, bytes
     ("TPU v4", SHAPES["d36"]["mha"], 1, 4096, (512, 512, 2, 11_403_264)),
     ("TPU v4", SHAPES["d36"]["lrkv"], 2, 32_768, (1024, 256, 1, 14_589_952)),
     ("TPU v4", WIDE, 1, 4096, (128, 128, 2, 34_275_328)),
@@ -314,7 +322,7 @@ def test_sizes_fit_the_chip_or_are_left_to_xla(monkeypatch):
         monkeypatch.setattr(tpu.tuning, "current_device_kind", lambda kind=kind: kind)
         problem = shapes.abstract(shape, batch=batch, length=length, dtype=BFLOAT16)
         sizes = tpu._default_sizes(*problem)
-        need = tpu._vmem_bytes(*problem, sizes["block"], sizes["scored"])
+        need = tpu._vmem_bytes(*problem, sizes["tile_kv"], sizes["score_tile"])
         assert (*sizes.values(), need) == expected, (kind, shape)
         if need <= tpu._chip().vmem_bytes:
             tpu.check(*problem)

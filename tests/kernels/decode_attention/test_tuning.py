@@ -16,7 +16,7 @@ from kvjax.kernels.decode_attention.tpu import attention as tpu
 
 KIND = "TPU v9"
 KEY = "tpu/residual_rotated_normed/bfloat16-N18-K18-J1-R64-H128-V128-B8-S32768"
-DEFAULT = dict(block=1024, splits=1)
+DEFAULT = dict(tile_kv=1024, splits=1)
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def write(tmp_path, monkeypatch):
     tuning._read.cache_clear()
 
 
-def _entry(block):
-    return dict(parameters=dict(block=block), source="measured")
+def _entry(tile_kv):
+    return dict(parameters=dict(tile_kv=tile_kv), source="measured")
 
 
 def _key(batch, length):
@@ -45,12 +45,12 @@ def _key(batch, length):
 def test_a_tuned_parameter_takes_the_defaults_place(write, caplog):
     write({KIND: {KEY: _entry(256)}, "TPU v8": {KEY: _entry(512)}})
     with caplog.at_level(logging.INFO):
-        assert tuning.parameters(KEY, KIND, default=DEFAULT) == dict(block=256, splits=1)
+        assert tuning.parameters(KEY, KIND, default=DEFAULT) == dict(tile_kv=256, splits=1)
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    "batch, length, block",
+    "batch, length, tile_kv",
     [
         (8, 32_768, 1),
         (8, 65_536, 1),
@@ -62,10 +62,10 @@ def test_a_tuned_parameter_takes_the_defaults_place(write, caplog):
         (8, 1023, None),  # nor from longer caches
     ],
 )
-def test_the_nearest_smaller_batch_then_length(write, batch, length, block):
+def test_the_nearest_smaller_batch_then_length(write, batch, length, tile_kv):
     entries = {_key(8, 32_768): 1, _key(8, 1024): 2, _key(64, 1024): 3}
     write({KIND: {key: _entry(n) for key, n in entries.items()}})
-    expected = DEFAULT if block is None else DEFAULT | dict(block=block)
+    expected = DEFAULT if tile_kv is None else DEFAULT | dict(tile_kv=tile_kv)
     assert tuning.parameters(_key(batch, length), KIND, default=DEFAULT) == expected
 
 
@@ -85,14 +85,14 @@ def test_entries_of_other_sizes_are_not_taken(write):
         ([KEY], "not a table"),
         ({KIND: [KEY]}, "not a table"),
         ({KIND: {KEY: 256}}, "no parameters"),
-        ({KIND: {KEY: dict(block=256)}}, "no parameters"),
+        ({KIND: {KEY: dict(tile_kv=256)}}, "no parameters"),
         ({KIND: {KEY: dict(parameters={})}}, "no parameters"),
-        ({KIND: {KEY: dict(parameters=dict(blocks=256))}}, "'blocks', which is none of block"),
-        ({KIND: {KEY: _entry(0)}}, "block = 0"),
-        ({KIND: {KEY: _entry(-128)}}, "block = -128"),
-        ({KIND: {KEY: _entry(256.0)}}, "block = 256.0"),
-        ({KIND: {KEY: _entry(True)}}, "block = True"),
-        ({KIND: {KEY: _entry("256")}}, "block = '256'"),
+        ({KIND: {KEY: dict(parameters=dict(tiles=256))}}, "'tiles', which is none of tile_kv"),
+        ({KIND: {KEY: _entry(0)}}, "tile_kv = 0"),
+        ({KIND: {KEY: _entry(-128)}}, "tile_kv = -128"),
+        ({KIND: {KEY: _entry(256.0)}}, "tile_kv = 256.0"),
+        ({KIND: {KEY: _entry(True)}}, "tile_kv = True"),
+        ({KIND: {KEY: _entry("256")}}, "tile_kv = '256'"),
     ],
 )
 def test_without_a_usable_entry_the_default_and_one_line(write, caplog, content, said):
@@ -109,13 +109,13 @@ def test_without_a_usable_entry_the_default_and_one_line(write, caplog, content,
 
 def test_the_default_is_copied(write):
     write({})
-    tuning.parameters(KEY, KIND, default=DEFAULT)["block"] = 1
-    assert DEFAULT["block"] == 1024
+    tuning.parameters(KEY, KIND, default=DEFAULT)["tile_kv"] = 1
+    assert DEFAULT["tile_kv"] == 1024
 
 
 def test_the_device_compiled_for_comes_before_the_one_present(write):
     write({KIND: {KEY: _entry(256)}, "cpu": {KEY: _entry(512)}})
-    found = lambda: tuning.parameters(KEY, default=DEFAULT)["block"]
+    found = lambda: tuning.parameters(KEY, default=DEFAULT)["tile_kv"]
     assert (tuning.current_device_kind(), found()) == ("cpu", 512)
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)
@@ -142,18 +142,18 @@ def test_keys():
 def test_only_the_very_batch_and_length(write):
     """Where what is tuned does not carry over."""
     write({KIND: {KEY: _entry(256)}})
-    found = lambda key: tuning.parameters(key, KIND, default=DEFAULT, nearest=False)["block"]
-    assert (found(KEY), found(_key(8, 65_536))) == (256, DEFAULT["block"])
+    found = lambda key: tuning.parameters(key, KIND, default=DEFAULT, nearest=False)["tile_kv"]
+    assert (found(KEY), found(_key(8, 65_536))) == (256, DEFAULT["tile_kv"])
 
 
-@pytest.mark.parametrize("block", [1, 64, 100_000])
-def test_a_block_that_cannot_be_is_rounded(write, block):
+@pytest.mark.parametrize("tile_kv", [1, 64, 100_000])
+def test_a_block_that_cannot_be_is_rounded(write, tile_kv):
     """To a divisor of the capacity, in whole lanes."""
     operands, cache = shapes.abstract(
         shapes.SHAPES["d12"]["mha"], batch=1, length=384, dtype=jnp.bfloat16
     )
     key = tuning.key("tpu", operands, cache)
-    write({tuning.current_device_kind(): {key: _entry(block)}})
+    write({tuning.current_device_kind(): {key: _entry(tile_kv)}})
     first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
     run = functools.partial(tpu.decode_attention, interpret=True)
     assert jax.eval_shape(run, operands, cache, first_B).shape == (1, 1, 6, 128)
@@ -161,14 +161,14 @@ def test_a_block_that_cannot_be_is_rounded(write, block):
 
 def test_what_is_saved_is_found(write):
     write({"comment": "kept"})
-    tuning.save(KEY, KIND, dict(block=256), source="static", bundles=3.5)
-    assert tuning.parameters(KEY, KIND, default=DEFAULT)["block"] == 256
-    tuning.save(KEY, KIND, dict(block=512), source="measured")
-    assert tuning.parameters(KEY, KIND, default=DEFAULT)["block"] == 512
+    tuning.save(KEY, KIND, dict(tile_kv=256), source="static", bundles=3.5)
+    assert tuning.parameters(KEY, KIND, default=DEFAULT)["tile_kv"] == 256
+    tuning.save(KEY, KIND, dict(tile_kv=512), source="measured")
+    assert tuning.parameters(KEY, KIND, default=DEFAULT)["tile_kv"] == 512
     content = json.loads(tuning.FILE.read_text())
     assert content == {"comment": "kept", KIND: {KEY: _entry(512)}}
     with pytest.raises(ValueError, match="source = 'guessed': must be one of measured, static"):
-        tuning.save(KEY, KIND, dict(block=512), source="guessed")
+        tuning.save(KEY, KIND, dict(tile_kv=512), source="guessed")
 
 
 def test_the_entries_kept_in_the_repository():
@@ -184,7 +184,7 @@ def test_the_entries_kept_in_the_repository():
 
 @pytest.mark.parametrize(
     "kernel, module, entry",
-    [(tpu, tpu, dict(block=256, scored=128, splits=2)), (gpu, gpu.kernel, dict(split=256))],
+    [(tpu, tpu, dict(tile_kv=256, score_tile=128, splits=2)), (gpu, gpu.kernel, dict(split=256))],
 )
 def test_the_kernels_take_what_was_tuned(write, monkeypatch, kernel, module, entry):
     """What the caller says goes before."""

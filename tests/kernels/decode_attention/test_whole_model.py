@@ -26,7 +26,7 @@ ATTENTION = dict(
 )
 # Errors of bfloat16 are pooled over eight sequences: over two, one draw of weights in five had a
 # kernel 1.13 times as far from the truth as XLA; over eight, four draws had 1.00 to 1.05. The
-# first sequence goes into its second block.
+# first sequence goes into its second tile_kv.
 PROMPTS, STEPS = (127, 3, 61, 90, 5, 126, 32, 100), 2
 
 
@@ -34,7 +34,7 @@ PROMPTS, STEPS = (127, 3, 61, 90, 5, 126, 32, 100), 2
 def interpreted(monkeypatch):
     """The kernels under their own names, in interpret mode."""
     interpret = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
-    on_tpu = functools.partial(tpu.decode_attention, block=128, interpret=interpret)
+    on_tpu = functools.partial(tpu.decode_attention, tile_kv=128, interpret=interpret)
     on_gpu = functools.partial(gpu.decode_attention, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setitem(api.IMPLEMENTATIONS, "tpu", on_tpu)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "gpu", on_gpu)

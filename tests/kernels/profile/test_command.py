@@ -73,14 +73,14 @@ def test_a_tpu_that_is_absent(command, monkeypatch, tmp_path):
     monkeypatch.setattr(profile, "RESULTS", tmp_path / "experiments" / "results" / "kernels")
     (tmp_path / "experiments").mkdir()
 
-    def per_token(chip, model, mechanism, *, block=1024):
+    def per_token(chip, model, mechanism, *, tile_kv=1024):
         assert (chip.name, model) == ("v5e", "d36")
         if mechanism == "mha":
             raise NotImplementedError("the kernel takes no MHA")
-        if mechanism == "gqa" and block == 512:
-            raise tpu_static.DoesNotCompile("block 512: no")
+        if mechanism == "gqa" and tile_kv == 512:
+            raise tpu_static.DoesNotCompile("tile_kv 512: no")
         slow = 10.0 if mechanism == "mqa" else 0.0
-        return tpu_static.PerToken(3.0 + slow + 1024 / block, dict(MXU=2.0, XLU=0.0))
+        return tpu_static.PerToken(3.0 + slow + 1024 / tile_kv, dict(MXU=2.0, XLU=0.0))
 
     monkeypatch.setattr(tpu_static, "per_token", per_token)
     text, result = command("--device=v5e", "--mechanisms=mha,lrkv,gqa,mqa", "--save")
@@ -89,7 +89,7 @@ def test_a_tpu_that_is_absent(command, monkeypatch, tmp_path):
     assert mha["why"] == "the kernel takes no MHA" and "the kernel takes no MHA" in text
     assert lrkv["static"] and lrkv["bytes"] == 5192
     assert (lrkv["bundles"], lrkv["bundles_in_a_block"], lrkv["bundles_per_block"]) == (4, 3, 1024)
-    assert gqa["bundles"] == 4 and gqa["without_blocks"] == "block 512: no"
+    assert gqa["bundles"] == 4 and gqa["without_blocks"] == "tile_kv 512: no"
     assert lrkv["of_hbm"] == pytest.approx(4 / 9.528, rel=1e-3) and lrkv["bandwidth_bound"]
     assert text.startswith("static, v5e") and "yes, by 2.38x" in text
     assert not mqa["bandwidth_bound"] and "no, 14.90x over" in text
@@ -102,13 +102,13 @@ def test_a_tpu_that_is_absent(command, monkeypatch, tmp_path):
 def test_a_static_entry_is_labelled_so(command, monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "FILE", tmp_path / "tuned.json")
 
-    def per_token(chip, model, mechanism, *, block=128):
-        if block > 1024 or mechanism == "mha":
-            raise tpu_static.DoesNotCompile(f"too large at {block}")
-        return tpu_static.PerToken(block if mechanism == "gqa" else 1 / block, {})
+    def per_token(chip, model, mechanism, *, tile_kv=128):
+        if tile_kv > 1024 or mechanism == "mha":
+            raise tpu_static.DoesNotCompile(f"too large at {tile_kv}")
+        return tpu_static.PerToken(tile_kv if mechanism == "gqa" else 1 / tile_kv, {})
 
-    blocks = [dict(block=block) for block in (512, 1024, 2048)]
-    monkeypatch.setattr(measured, "candidates", lambda name: [{}, *blocks])
+    sizes = [dict(tile_kv=tile_kv) for tile_kv in (512, 1024, 2048)]
+    monkeypatch.setattr(measured, "candidates", lambda name: [{}, *sizes])
 
     monkeypatch.setattr(tpu_static, "per_token", per_token)
     options = ("--device=v5p", "--mechanisms=lrkv,mha,gqa", "--tune", "--length=4096,1024")
@@ -116,17 +116,17 @@ def test_a_static_entry_is_labelled_so(command, monkeypatch, tmp_path):
     key = "tpu/residual_rotated_normed/bfloat16-N18-K18-J1-R64-H128-V128-B1-S1024"
     facts = dict(bundles_per_token=1 / 1024, by_default=1 / 128, tried=3)
     assert result["tuned"] == [
-        dict(mechanism="lrkv", key=key, parameters=dict(block=1024)) | facts,
+        dict(mechanism="lrkv", key=key, parameters=dict(tile_kv=1024)) | facts,
         dict(mechanism="mha", why="too large at 128"),
         dict(mechanism="gqa", why=measured.NOTHING_FASTER)
         | dict(bundles_per_token=128, by_default=128, tried=3),
     ]
     assert text.splitlines() == [
-        f"lrkv tpu: {{'block': 1024}} under {key}",
+        f"lrkv tpu: {{'tile_kv': 1024}} under {key}",
         "mha tpu: too large at 128",
         f"gqa tpu: {measured.NOTHING_FASTER}",
     ]
-    entry = dict(parameters=dict(block=1024), source="static") | facts
+    entry = dict(parameters=dict(tile_kv=1024), source="static") | facts
     assert json.loads(tuning.FILE.read_text()) == {"TPU v5": {key: entry}}
 
 

@@ -128,7 +128,7 @@ def seconds(monkeypatch):
         held.append(sorted(p.shape for p in alive))
         if name == "cudnn":
             return lambda: 3.0 * len(problem.shape) / 3
-        return lambda: {"mha": 1.0, "lrkv": 0.5}[problem.shape] / (program.get("block") or 1)
+        return lambda: {"mha": 1.0, "lrkv": 0.5}[problem.shape] / (program.get("tile_kv") or 1)
 
     def problem(setup):
         shape = "lrkv" if isinstance(setup.shape, ResidualSizes) else "mha"
@@ -268,8 +268,8 @@ def test_tuning_takes_the_fastest_and_says_how(seconds, monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "key", lambda *_: "xla/some-B2-S512")
     (found,) = measured.tune(_run(mechanisms=("mha",), implementations=("xla", "reference")))
     entry = json.loads(tuning.FILE.read_text())["cpu"]["xla/some-B2-S512"]
-    best = max(measured.BLOCKS)  # the fake is fastest with the largest
-    assert entry["parameters"] == found["parameters"] == dict(block=best)
+    best = max(measured.TILES)  # the fake is fastest with the largest
+    assert entry["parameters"] == found["parameters"] == dict(tile_kv=best)
     assert (entry["source"], entry["seconds"]) == ("measured", 1 / best)
     (found,) = measured.tune(_run(mechanisms=("mha",), implementations=("tpu",)))
     assert found["why"] == "no MHA here"
@@ -280,21 +280,21 @@ def test_tuning_takes_the_fastest_and_says_how(seconds, monkeypatch, tmp_path):
         (found,) = measured.tune(run, told.append)
         assert found.pop("why").endswith(" GB do not fit: 0.0 GB are left") and told == [found]
         assert found == dict(mechanism="mha", implementation="", batch=2, length=512)
-    monkeypatch.setattr(measured, "BLOCKS", (0, 0))  # of which the fake makes 1, as of nothing
+    monkeypatch.setattr(measured, "TILES", (0, 0))  # of which the fake makes 1, as of nothing
     tuning.FILE.unlink()
     (found,) = measured.tune(_run(mechanisms=("mha",), implementations=("xla",)))
     assert found["why"] == measured.NOTHING_FASTER and not tuning.FILE.exists()
 
 
 def test_candidates_are_the_modules_own_where_it_says_so(monkeypatch):
-    assert measured.candidates("reference") == []  # takes no block
-    own = dict(block=(64, 128), split=(1, 2), unknown=(1,))
+    assert measured.candidates("reference") == []  # takes no tile size
+    own = dict(tile_kv=(64, 128), split=(1, 2), unknown=(1,))
     module = types.ModuleType("fake")
     module.CANDIDATES = own
-    function = lambda operands, cache, first_B, *, block=128, split=1: None
+    function = lambda operands, cache, first_B, *, tile_kv=128, split=1: None
     function.__module__ = "fake"
     monkeypatch.setitem(sys.modules, "fake", module)
     monkeypatch.setitem(measured.IMPLEMENTATIONS, "fake", function)
     first, *others = measured.candidates("fake")
     assert first == {}  # its own
-    assert others == [dict(block=b, split=s) for b, s in itertools.product((64, 128), (1, 2))]
+    assert others == [dict(tile_kv=b, split=s) for b, s in itertools.product((64, 128), (1, 2))]

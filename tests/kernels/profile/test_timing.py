@@ -257,7 +257,7 @@ def test_a_round_takes_milliseconds_however_small_the_caches():
 def test_a_contender_is_timed_by_the_program_that_was_compiled_before():
     sizes = dict(batch=2, length=64, dtype=jnp.dtype(jnp.float32))
     setup = contenders.Setup(shape=GroupedSizes(N=2, K=1), copies=3, passes=2, **sizes)
-    program = contenders.lower("xla", setup, block=64).compile()
+    program = contenders.lower("xla", setup, tile_kv=64).compile()
     problem, ran = contenders.Problem(setup), []
 
     def counted(rounds, *arguments):

@@ -81,9 +81,11 @@ def test_a_kernel_is_compiled_in_a_process_that_dumps_its_schedule(monkeypatch, 
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     chip = tpu_static.CHIPS["v5e"]
     per_token = lambda **sizes: tpu_static.per_token(chip, "d12", "gqa", **sizes)
-    assert per_token(block=512, scored=256) == tpu_static.count([_recorded("v5e")], chip, 1024)
+    assert per_token(tile_kv=512, score_tile=256) == tpu_static.count(
+        [_recorded("v5e")], chip, 1024
+    )
     ((command, environment, options),) = ran
-    sizes = dict(block=512, scored=256)
+    sizes = dict(tile_kv=512, score_tile=256)
     assert command[1:] == ["-m", tpu_static.__spec__.name, "v5e", "d12", "gqa", json.dumps(sizes)]
     assert options == dict(capture_output=True, text=True, check=False)
     assert environment["PYTHONPATH"] == f"{ROOT}{os.pathsep}elsewhere"
@@ -95,14 +97,16 @@ def test_a_kernel_is_compiled_in_a_process_that_dumps_its_schedule(monkeypatch, 
     with pytest.raises(UserError, match="^kvjax: needs libtpu$"):
         per_token()
     status, said = 1, "File x\nValueError: first\njax.errors.JaxRuntimeError: INTERNAL: why\nmore"
-    with pytest.raises(tpu_static.DoesNotCompile, match="^block 512, scored 256: INTERNAL: why$"):
-        per_token(block=512, scored=256)
+    with pytest.raises(
+        tpu_static.DoesNotCompile, match="^tile_kv 512, score_tile 256: INTERNAL: why$"
+    ):
+        per_token(tile_kv=512, score_tile=256)
     status, said = 1, ""
-    with pytest.raises(tpu_static.DoesNotCompile, match="^block 512: the compiler failed$"):
-        per_token(block=512)
+    with pytest.raises(tpu_static.DoesNotCompile, match="^tile_kv 512: the compiler failed$"):
+        per_token(tile_kv=512)
     count = len(ran)
-    with pytest.raises(NotImplementedError, match="the TPU kernel has no parameter blocks"):
-        per_token(blocks=512)
+    with pytest.raises(NotImplementedError, match="the TPU kernel has no parameter tiles"):
+        per_token(tiles=512)
     with pytest.raises(NotImplementedError, match="the TPU kernels take caches"):
         monkeypatch.setattr(tpu_static, "DTYPE", jnp.dtype(jnp.float16))
         per_token()
@@ -121,10 +125,10 @@ def test_what_such_a_process_compiles(monkeypatch):
     taken = []
     attend = lambda *arrays, **options: taken.append(options) or arrays[0].query
     monkeypatch.setitem(tpu_static.IMPLEMENTATIONS, "tpu", attend)
-    tpu_static._compile("v4", "d12", "gqa", '{"block": 512}')
+    tpu_static._compile("v4", "d12", "gqa", '{"tile_kv": 512}')
     ((device, function, (operands, cache, first_B)),) = asked
     jax.eval_shape(function, operands, cache, first_B)
-    assert (device, taken) == ("v4:2x2x1", [dict(block=512)])
+    assert (device, taken) == ("v4:2x2x1", [dict(tile_kv=512)])
     assert operands.query.shape == (1, 1, 6, 128) and operands.query.dtype == jnp.bfloat16
     assert cache["base_key"].shape == (1, 3, 128, 32_768) and first_B.dtype == jnp.int32
 
@@ -232,7 +236,7 @@ def test_clocks_and_hbm_cycles():
 @pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e"])
 def test_real_kernels_are_counted(kind):
     chip = tpu_static.CHIPS[kind]
-    cost = tpu_static.per_token(chip, "d12", "lrkv", block=512)
+    cost = tpu_static.per_token(chip, "d12", "lrkv", tile_kv=512)
     assert max(cost.units.values()) <= cost.bundles < 10
     assert cost.units["MXU"] >= 6 * 64 * 128 / chip.macs  # every slot's query in rank space
 

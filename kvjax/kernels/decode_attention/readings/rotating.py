@@ -58,6 +58,6 @@ def _tolerance(dtype) -> float:
 
 def flops(R: int, H: int, base: rope.Base) -> float:
     """FLOPs of `query` and its product with the latents, per head and key."""
-    P = rope.basis(H, base, tiles.BLOCK, _tolerance(np.float32))[0].shape[1]
+    P = rope.basis(H, base, tiles.TILE_KV, _tolerance(np.float32))[0].shape[1]
     per_tile = R * H * (3 + 2 * P)  # turning, and the product with the basis
-    return per_tile / tiles.BLOCK + 2 * R * P + 2 * R
+    return per_tile / tiles.TILE_KV + 2 * R * P + 2 * R

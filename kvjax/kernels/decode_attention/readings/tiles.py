@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.layers import rope
 
-BLOCK = 512  # tokens of a tile
+TILE_KV = 512  # tokens of a tile
 
 
 def rows(x_BNTH: jax.Array, K: int) -> jax.Array:

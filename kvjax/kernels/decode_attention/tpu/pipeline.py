@@ -1,12 +1,23 @@
-"""The pipeline that the TPU decode kernels share: blocks of a cache, an online softmax, a merge.
+"""The pipeline shared by all TPU decode kernels: tiles of a cache, online softmax, merged splits.
 
-A grid step (b, p, i) takes block i of split p of sequence b, tokens on lanes. `parts` has what
-a mechanism's kernel is made of: parts of a cache whose logits add up, each with its own values.
+Grid (B, splits, tiles of a split). A grid step (b, p, i) attends to tile i of split p of sequence
+b; tokens lie on lanes. A kernel is a list of components (`interfaces.Component`) whose scores add
+up, each with its own keys and, possibly, values; `operators` has the concrete ones.
 
-Logits, weights and sums by lane live in one array of [rows, 128], `work`: a row is 128 tokens of
-one head. A part that works head by head is called between the heads of the others, so that vector
-and matrix unit take turns at instructions rather than at phases; with `lag`, the values of block
-i - 1 are weighed between the heads that score block i.
+    HBM   cache arrays [B, ..., S]  --Pallas' double-buffered copies-->  VMEM [..., tile_kv]
+    VMEM  logits      [rows, 128]   scores of a tile, then its softmax weights
+          row_buffer  [rows, 128]   weights, scores and sums by lane of components that go by head
+          maximum, total, decay     [heads, 128], of the online softmax
+
+    per tile:  keys.rotate                    queries of a tile that depend on its position
+               keys.score                     `score_tile` tokens at a time
+               combine scores, mask, softmax  new maximum, weights, decay of the older sums
+               values.rescale, accumulate     sums = sums * decay + weights * values
+
+A row of `logits` and `row_buffer` is 128 tokens of one head. Components that go head by head (on
+the vector unit) are interleaved with each other head by head, so that instructions of the vector
+and the matrix unit overlap. With `delay_values` the values of tile i - 1 are accumulated while tile
+i is scored, which gives the scheduler both kinds at once; the grid has one more step for it.
 """
 
 from collections.abc import Sequence
@@ -19,38 +30,50 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from kvjax.foundation.rounding import round_up
-from kvjax.kernels.decode_attention.tpu.part import LANES
-from kvjax.kernels.decode_attention.tpu.part import Input
-from kvjax.kernels.decode_attention.tpu.part import Part
-from kvjax.kernels.decode_attention.tpu.part import Refs
-from kvjax.kernels.decode_attention.tpu.part import Rows
-from kvjax.kernels.decode_attention.tpu.part import columns
-from kvjax.kernels.decode_attention.tpu.part import padded
+from kvjax.kernels.decode_attention.tpu.interfaces import LANES
+from kvjax.kernels.decode_attention.tpu.interfaces import Component
+from kvjax.kernels.decode_attention.tpu.interfaces import Input
+from kvjax.kernels.decode_attention.tpu.interfaces import Refs
+from kvjax.kernels.decode_attention.tpu.interfaces import Rows
+from kvjax.kernels.decode_attention.tpu.interfaces import columns
+from kvjax.kernels.decode_attention.tpu.interfaces import padded
 
-_MASKED = -1e30
-_COMPILER_BYTES = 2**18  # of VMEM, for itself
+_MASKED = -1e30  # finite: exp(-inf - -inf) is NaN
+_COMPILER_BYTES = 2**18  # of VMEM that the compiler takes for itself
 
 
 def vmem_bytes(
-    parts: Sequence[Part], *, heads: int, key_scale: jax.Array | None, block: int, scored: int
+    components: Sequence[Component],
+    *,
+    heads: int,
+    key_scale: jax.Array | None,
+    tile_kv: int,
+    score_tile: int,
 ) -> int:
-    """What a kernel takes of VMEM: inputs and outputs twice, scratch, and one product at a time."""
-    plan = _Plan(parts, heads=heads, block=block, scored=scored, lag=False, scale=1.0)
+    """Returns the VMEM that a kernel takes: inputs and outputs twice, scratch, one product."""
+    layout = _Layout(
+        components,
+        heads=heads,
+        tile_kv=tile_kv,
+        score_tile=score_tile,
+        delay_values=False,
+        scale=1.0,
+    )
     scale = () if key_scale is None else (Input(key_scale, "keys"),)
-    total = 4 * LANES * (plan.work_rows + plan.logit_rows)
-    for x in (*(x for part in parts for x in part.named("inputs").values()), *scale):
+    total = 4 * LANES * (layout.buffer_rows + layout.logit_rows)
+    for x in (*(x for c in components for x in c.named("inputs").values()), *scale):
         dims = x.array.shape if x.piece == "all" else x.array.shape[1:]
-        dims = (*dims[:-1], block) if x.piece in ("keys", "values") else dims
+        dims = (*dims[:-1], tile_kv) if x.piece in ("keys", "values") else dims
         total += 2 * _tiled_bytes(dims, x.array.dtype)
-    for part in parts:
-        total += sum(_tiled_bytes(x.shape, x.dtype) for x in part.named("scratch").values())
-        total += 2 * _tiled_bytes(part.values.out_dims, jnp.float32) if part.values else 0
-    total += 4 * scored * max(part.keys.product_rows for part in parts)
+    for c in components:
+        total += sum(_tiled_bytes(x.shape, x.dtype) for x in c.named("scratch").values())
+        total += 2 * _tiled_bytes(c.values.out_dims, jnp.float32) if c.values else 0
+    total += 4 * score_tile * max(c.keys.product_rows for c in components)
     return total + _COMPILER_BYTES
 
 
 def _tiled_bytes(dims: tuple[int, ...], dtype) -> int:
-    """Bytes of an array whose last two dims fill tiles of 128 lanes and a word's sublanes."""
+    """Returns the bytes of an array padded to whole tiles of 128 lanes by 8 words of sublanes."""
     size = jnp.dtype(dtype).itemsize
     *major, rows, lanes = (1, 1, *dims)
     rows = 1 if rows == 1 and size == 4 else round_up(rows, 32 // size)
@@ -58,49 +81,66 @@ def _tiled_bytes(dims: tuple[int, ...], dtype) -> int:
 
 
 def attend(
-    parts: Sequence[Part],
+    components: Sequence[Component],
     first_B: jax.Array,
     *,
     heads: int,
     capacity: int,
     scale: float,
     key_scale: jax.Array | None,
-    block: int,
-    scored: int,
+    tile_kv: int,
+    score_tile: int,
     splits: int,
-    lag: bool,
+    delay_values: bool,
     vmem_bytes: int,
     interpret=False,
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Outputs [B, N, width] of the parts that have values, and log-sum-exps [B, N], in float32.
+    """Returns outputs [B, N, width] of components with values, and log-sum-exps [B, N], float32.
 
     Args:
+      components: their scores add up before the softmax.
+      first_B: slot of each sequence's new token, the last that is seen.
       heads: N.
       capacity: S.
-      key_scale: [B, K, 1, S], multiplies the logits.
-      block: tokens of a grid step, a divisor of S; scored: tokens scored at once, one of block.
-      splits: parts of every sequence that go through the grid by themselves.
-      lag: whether the values of a block are weighed while the next is scored.
+      scale: factor of the scores.
+      key_scale: [B, K, 1, S], a further factor by token and KV head; None: none.
+      tile_kv: tokens of a grid step, a divisor of S.
+      score_tile: tokens that are scored at once, a divisor of `tile_kv`.
+      splits: runs of tiles into which every sequence is cut; merged here.
+      delay_values: True to accumulate a tile's values while the next tile is scored.
+      vmem_bytes: limit that the compiler is given.
     """
-    B, s, P = first_B.shape[0], block, splits
-    of_parts = lambda attribute: [
-        (f"{i}.{name}", x)
-        for i, part in enumerate(parts)
-        for name, x in part.named(attribute).items()
-    ]
-    inputs, scratch = of_parts("inputs"), of_parts("scratch")
+    B, s, P = first_B.shape[0], tile_kv, splits
+
+    def named(attribute):
+        return [
+            (f"{i}.{name}", x)
+            for i, component in enumerate(components)
+            for name, x in component.named(attribute).items()
+        ]
+
+    def rows(count):
+        return pltpu.VMEM((count, LANES), jnp.float32)
+
+    inputs, scratch = named("inputs"), named("scratch")
     if key_scale is not None:
         inputs.append(("key_scale", Input(key_scale, "keys")))
-    plan = _Plan(parts, heads=heads, block=s, scored=scored, lag=lag, scale=scale)
-    rows = lambda count: pltpu.VMEM((count, LANES), jnp.float32)
-    scratch += [("work", rows(plan.work_rows)), ("logits", rows(plan.logit_rows))]
+    layout = _Layout(
+        components,
+        heads=heads,
+        tile_kv=s,
+        score_tile=score_tile,
+        delay_values=delay_values,
+        scale=scale,
+    )
+    scratch += [("row_buffer", rows(layout.buffer_rows)), ("logits", rows(layout.logit_rows))]
     scratch += [(name, rows(padded(heads))) for name in ("maximum", "total", "decay")]
-    outputs = [(f"{i}.out", part.values.out_dims) for i, part in enumerate(parts) if part.values]
+    outputs = [(f"{i}.out", c.values.out_dims) for i, c in enumerate(components) if c.values]
     outputs.append(("log_sum_exp", (padded(heads), LANES)))
     names = [name for name, _ in (*inputs, *outputs, *scratch)]
 
     def kernel(first_ref, *refs):
-        _Step(plan, first_ref, dict(zip(names, refs, strict=True))).run()
+        _Step(layout, first_ref, dict(zip(names, refs, strict=True))).run()
 
     steps = -(-capacity // (s * P))
     *values, log_sum_exp = pl.pallas_call(
@@ -109,8 +149,8 @@ def attend(
         out_shape=[jax.ShapeDtypeStruct((B, P, *dims), jnp.float32) for _, dims in outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(B, P, steps + lag),
-            in_specs=[_spec(x, s, P, lag) for _, x in inputs],
+            grid=(B, P, steps + delay_values),
+            in_specs=[_spec(x, s, P, delay_values) for _, x in inputs],
             out_specs=[
                 pl.BlockSpec((1, 1, *dims), lambda b, p, i, first, z=(0,) * len(dims): (b, p, *z))
                 for _, dims in outputs
@@ -131,169 +171,189 @@ def attend(
     return [jnp.einsum("BPN,BPNV->BNV", share_BPN, x) for x in values], log_sum_exp_BN
 
 
-def _blocks(first, s: int, P: int):
-    """(blocks that a sequence has reached, blocks of each of its splits)."""
+def _tile_counts(first, s: int, P: int):
+    """Returns the tiles that a sequence has reached, and the tiles of each of its splits."""
     reached = first // s + 1
     return reached, (reached + P - 1) // P
 
 
-def _spec(x: Input, s: int, P: int, lag: bool) -> pl.BlockSpec:
+def _spec(x: Input, s: int, P: int, delay_values: bool) -> pl.BlockSpec:
+    """Returns the block of an input that each grid step sees."""
     dims = x.array.shape[1:]
 
-    def at(b, p, i, first):
-        """Never behind the last block that the split has reached: it is not read again."""
-        reached, each = _blocks(first[b], s, P)
-        return jnp.minimum(p * each + jnp.clip(i, 0, each - 1), reached - 1)
+    def tile(b, p, i, first):
+        # Past the split's end the index stays at its last tile: Pallas copies no block twice.
+        reached, per_split = _tile_counts(first[b], s, P)
+        return jnp.minimum(p * per_split + jnp.clip(i, 0, per_split - 1), reached - 1)
 
     zeros = (0,) * (len(dims) - 1)
     if x.piece == "keys":
-        return pl.BlockSpec((1, *dims[:-1], s), lambda b, p, i, f: (b, *zeros, at(b, p, i, f)))
+        return pl.BlockSpec((1, *dims[:-1], s), lambda b, p, i, f: (b, *zeros, tile(b, p, i, f)))
     if x.piece == "values":
-        behind = lambda b, p, i, f: (b, *zeros, at(b, p, i - lag, f))
-        return pl.BlockSpec((1, *dims[:-1], s), behind)
-    if x.piece == "block":
-        return pl.BlockSpec((1, *dims), lambda b, p, i, f: (at(b, p, i, f), 0, *zeros))
+        return pl.BlockSpec(
+            (1, *dims[:-1], s), lambda b, p, i, f: (b, *zeros, tile(b, p, i - delay_values, f))
+        )
+    if x.piece == "tile":
+        return pl.BlockSpec((1, *dims), lambda b, p, i, f: (tile(b, p, i, f), 0, *zeros))
     if x.piece == "sequence":
         return pl.BlockSpec((1, *dims), lambda b, p, i, f: (b, 0, *zeros))
     return pl.BlockSpec(x.array.shape, lambda b, p, i, f: (0, 0, *zeros))
 
 
 class _Bound:
-    """A part within a kernel."""
+    """A component inside the kernel: its refs, and its rows of the buffers."""
 
-    def __init__(self, part: Part, refs: Refs, *, scores: Rows, weights: Rows):
-        self.keys, self.values, self.refs = part.keys, part.values, refs
+    def __init__(self, component: Component, refs: Refs, *, scores: Rows, weights: Rows):
+        self.keys, self.values, self.refs = component.keys, component.values, refs
         self.scores, self.weights = scores, weights
 
 
-class _Plan:
-    """One kernel: where things are in `work`, and what a grid step does."""
+class _Layout:
+    """First rows of everything in `row_buffer` and `logits`.
 
-    def __init__(self, parts: Sequence[Part], *, heads, block, scored, lag, scale):
-        self.parts, self.heads, self.lag, self.scale = parts, heads, lag, scale
-        self.block, self.scored = block, scored
-        rows = lambda tokens: tokens // LANES * padded(heads)
-        # `work` has weights, then scores and sums of the parts that go head by head. `logits` has
-        # those of the block, then scores of the parts that take all heads at once.
-        work, logits = rows(block), rows(block)
+    `row_buffer` has a tile's weights, then scores and sums of components whose keys go by head;
+    `logits` has a tile's logits, then scores of components that take all heads at once.
+    """
+
+    def __init__(
+        self, components: Sequence[Component], *, heads, tile_kv, score_tile, delay_values, scale
+    ):
+        self.components, self.heads = components, heads
+        self.delay_values, self.scale = delay_values, scale
+        self.tile_kv, self.score_tile = tile_kv, score_tile
+
+        def rows(tokens):
+            return tokens // LANES * padded(heads)
+
+        buffer, logits = rows(tile_kv), rows(tile_kv)
         self.scores, self.sums = [], []
-        for part in parts:
-            by_head = part.keys.by_head
-            self.scores.append(work if by_head else logits)
-            work, logits = work + by_head * rows(scored), logits + (not by_head) * rows(scored)
-            self.sums.append(work)
-            work += part.values.work_rows if part.values else 0
-        self.work_rows, self.logit_rows = work, logits
+        for c in components:
+            by_head = c.keys.by_head
+            self.scores.append(buffer if by_head else logits)
+            buffer += by_head * rows(score_tile)
+            logits += (not by_head) * rows(score_tile)
+            self.sums.append(buffer)
+            buffer += c.values.buffer_rows if c.values else 0
+        self.buffer_rows, self.logit_rows = buffer, logits
 
     def bind(self, refs: dict, first, b, i) -> list["_Bound"]:
-        """The parts, each with what is its own of the kernel's memory.
+        """Binds the components to the kernel's refs.
 
         Args:
-          first, b, i: the sequence's last slot, its number and the grid step; with a lag the zeros
-            of `Rows` are made of them.
+          refs: by name.
+          first: slot of the sequence's new token.
+          b, i: the sequence and the grid step. With `delay_values` the hidden zeros of `Rows` are
+            computed from these, each kind of rows from another one.
         """
         N = self.heads
-        hidden = lambda x: jnp.minimum(x, 0) if self.lag else 0
-        logits = Rows(refs["logits"], 0, N)  # and, after the softmax, weights
+
+        def hidden_zero(x):
+            return jnp.minimum(x, 0) if self.delay_values else 0
+
+        logits = Rows(refs["logits"], 0, N)  # after the softmax: weights
         return [
             _Bound(
-                part,
+                component,
                 {name[2:]: ref for name, ref in refs.items() if name.startswith(f"{n}.")}
-                | dict(sums=Rows(refs["work"], self.sums[n], 1, hidden(first + b))),
-                scores=Rows(refs["work"], self.scores[n], N, hidden(first))
-                if part.keys.by_head
+                | {"sums": Rows(refs["row_buffer"], self.sums[n], 1, hidden_zero(first + b))},
+                scores=Rows(refs["row_buffer"], self.scores[n], N, hidden_zero(first))
+                if component.keys.by_head
                 else Rows(refs["logits"], self.scores[n], N),
-                weights=Rows(refs["work"], 0, N, hidden(first + i))
-                if part.values is not None and part.values.by_head
+                weights=Rows(refs["row_buffer"], 0, N, hidden_zero(first + i))
+                if component.values is not None and component.values.by_head
                 else logits,
             )
-            for n, part in enumerate(self.parts)
+            for n, component in enumerate(self.components)
         ]
 
 
 class _Step:
-    """A grid step: block i of split p of sequence b."""
+    """A grid step: tile i of split p of sequence b."""
 
-    def __init__(self, plan: _Plan, first_ref, refs: dict):
-        self.plan, self.refs = plan, refs
+    def __init__(self, layout: _Layout, first_ref, refs: dict):
+        self.layout, self.refs = layout, refs
         b, self.p, self.i = (pl.program_id(axis) for axis in range(3))
         self.first = first_ref[b]
-        reached, self.each = _blocks(self.first, plan.block, pl.num_programs(1))
-        self.mine = jnp.clip(reached - self.p * self.each, 0, self.each)  # blocks of this split
-        self.logits = Rows(refs["logits"], 0, plan.heads)
-        self.parts = plan.bind(refs, self.first, b, self.i)
-        self.weighing = [part for part in self.parts if part.values is not None]
+        reached, self.per_split = _tile_counts(self.first, layout.tile_kv, pl.num_programs(1))
+        # Tiles of this split that the sequence has reached.
+        self.num_tiles = jnp.clip(reached - self.p * self.per_split, 0, self.per_split)
+        self.logits = Rows(refs["logits"], 0, layout.heads)
+        self.components = layout.bind(refs, self.first, b, self.i)
+        self.with_values = [c for c in self.components if c.values is not None]
 
     def run(self) -> None:
-        pl.when(self.i == 0)(self._begin)
-        pl.when(self.i < self.mine)(self._take_block)
-        if self.plan.lag:
-            pl.when(self.i == self.mine)(self._weigh_last_block)
+        pl.when(self.i == 0)(self._initialise)
+        pl.when(self.i < self.num_tiles)(self._attend_tile)
+        if self.layout.delay_values:
+            pl.when(self.i == self.num_tiles)(self._accumulate_last_tile)
         pl.when(self.i == pl.num_programs(2) - 1)(self._finish)
 
-    def _begin(self) -> None:
-        """Before the split's first block: nothing was seen yet."""
+    def _initialise(self) -> None:
+        """Resets the softmax and the sums before the split's first tile."""
         refs = self.refs
         refs["maximum"][...] = jnp.full_like(refs["maximum"], _MASKED)
-        for name in ("total", "work", "logits"):
+        for name in ("total", "row_buffer", "logits"):
             refs[name][...] = jnp.zeros_like(refs[name])
-        for part in self.parts:
-            part.keys.start(part.refs)
-        for part in self.weighing:
-            part.values.start(part.refs)
+        for c in self.components:
+            c.keys.start(c.refs)
+        for c in self.with_values:
+            c.values.start(c.refs)
 
-    def _take_block(self) -> None:
-        """Scores a block's keys, and weighs its values, or with a lag those of the block before."""
-        lag = self.plan.lag
-        for part in self.parts:
-            part.keys.turn(part.refs)
-        # Before the first block there is none: all weights are zero.
-        self._go_through_block(self.parts, self.weighing if lag else [])
+    def _attend_tile(self) -> None:
+        """Scores the tile's keys, and accumulates its values, or the previous tile's if delayed."""
+        delayed = self.layout.delay_values
+        for c in self.components:
+            c.keys.rotate(c.refs)
+        # The first tile has no previous one: its delayed weights are the zeros of `_initialise`.
+        self._run_tile(self.components, self.with_values if delayed else [])
         self._softmax()
-        for part in self.weighing:
-            part.values.rescale(part.refs, self.refs["decay"])
-        if not lag:
-            self._go_through_block([], self.weighing)
+        for c in self.with_values:
+            c.values.rescale(c.refs, self.refs["decay"])
+        if not delayed:
+            self._run_tile([], self.with_values)
 
-    def _weigh_last_block(self) -> None:
-        """With a lag, one grid step more than blocks: a real loop, since nothing is scored."""
+    def _accumulate_last_tile(self) -> None:
+        """Accumulates the last tile's delayed values, in the extra grid step.
 
-        @pl.loop(0, self.plan.block, step=self.plan.scored)
+        A rolled loop: there is no scoring to overlap with.
+        """
+
+        @pl.loop(0, self.layout.tile_kv, step=self.layout.score_tile)
         def _(start):
-            self._go_through(pl.multiple_of(start, LANES), [], self.weighing)
+            self._run_heads(pl.multiple_of(start, LANES), [], self.with_values)
 
     def _finish(self) -> None:
-        """After the last block: sums become outputs."""
+        """Writes outputs and log-sum-exps after the split's last tile."""
         refs = self.refs
         total = refs["total"][...]
         refs["log_sum_exp"][0, 0] = refs["maximum"][...] + jnp.log(total)
-        refs["total"][...] = jnp.where(total > 0, 1 / total, 0)
-        for part in self.weighing:
-            part.values.finish(part.refs, refs["total"])
+        refs["total"][...] = jnp.where(total > 0, 1 / total, 0)  # a split may have no tile
+        for c in self.with_values:
+            c.values.finish(c.refs, refs["total"])
 
-    def _go_through_block(self, scored: list[_Bound], weighed: list[_Bound]) -> None:
-        for start in range(0, self.plan.block, self.plan.scored):
-            self._go_through(start, scored, weighed)
+    def _run_tile(self, score: list[_Bound], accumulate: list[_Bound]) -> None:
+        for start in range(0, self.layout.tile_kv, self.layout.score_tile):
+            self._run_heads(start, score, accumulate)
 
-    def _go_through(self, start, scored: list[_Bound], weighed: list[_Bound]) -> None:
-        """Scores and weighs the tokens from `start` on: of all parts head by head, interleaved."""
-        tokens = pl.ds(start, self.plan.scored)
-        takers = [part.keys.score(part.refs, tokens, part.scores) for part in scored]
-        takers += [part.values.weigh(part.refs, tokens, part.weights) for part in weighed]
-        for n in range(self.plan.heads):
-            for take in takers:
-                if take is not None:
-                    take(n)
-        if scored:
-            last = self.first - (self.p * self.each + self.i) * self.plan.block
-            self._add_up(tokens, last)
+    def _run_heads(self, start, score: list[_Bound], accumulate: list[_Bound]) -> None:
+        """Scores and accumulates `score_tile` tokens from `start` on, interleaved by head."""
+        tokens = pl.ds(start, self.layout.score_tile)
+        by_head = [c.keys.score(c.refs, tokens, c.scores) for c in score]
+        by_head += [c.values.accumulate(c.refs, tokens, c.weights) for c in accumulate]
+        for n in range(self.layout.heads):
+            for run_head in by_head:
+                if run_head is not None:  # None: all heads were done at once
+                    run_head(n)
+        if score:
+            last = self.first - (self.p * self.per_split + self.i) * self.layout.tile_kv
+            self._combine_scores(tokens, last)
 
-    def _add_up(self, tokens: pl.Slice, last) -> None:
-        """Logits of these tokens: the parts' scores, scaled; masked after slot `last`."""
-        N, refs = self.plan.heads, self.refs
+    def _combine_scores(self, tokens: pl.Slice, last) -> None:
+        """Adds and scales the components' scores of these tokens; masks slots after `last`."""
+        N, refs = self.layout.heads, self.refs
         K = refs["key_scale"].shape[1] if "key_scale" in refs else 0
         for c, (column, at) in enumerate(columns(tokens)):
-            z = self.plan.scale * sum(part.scores[c, 0, N] for part in self.parts)
+            z = self.layout.scale * sum(x.scores[c, 0, N] for x in self.components)
             if K:
                 scale_K = refs["key_scale"][0, :, 0, at]
                 z = z * (scale_K if K == N else jnp.repeat(scale_K, N // K, axis=0))
@@ -301,10 +361,11 @@ class _Step:
             self.logits[column, 0, N] = jnp.where(slot <= last, z, _MASKED)
 
     def _softmax(self) -> None:
-        """Weights of a block; what older blocks' sums are to be multiplied by, to `decay`."""
-        refs, logits, N = self.refs, self.logits, self.plan.heads
-        weights, columns = Rows(refs["work"], 0, N), range(self.plan.block // LANES)
-        head, by_head = slice(0, N), any(p.values and p.values.by_head for p in self.parts)
+        """Turns a tile's logits into weights; `decay` becomes the factor of the older sums."""
+        refs, logits, N = self.refs, self.logits, self.layout.heads
+        weights, columns = Rows(refs["row_buffer"], 0, N), range(self.layout.tile_kv // LANES)
+        head = slice(0, N)
+        by_head = any(c.values and c.values.by_head for c in self.components)
         largest = functools.reduce(jnp.maximum, (logits[c, 0, N] for c in columns))
         old = refs["maximum"][head]
         new = jnp.maximum(old, jnp.max(largest, axis=1, keepdims=True))

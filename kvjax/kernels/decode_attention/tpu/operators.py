@@ -1,11 +1,13 @@
-"""The parts of TPU decode kernels: how logits come from keys, and outputs from values.
+"""Keys and values of the TPU decode kernels.
 
-Keys  `MatrixKeys`    all heads of a group at once, on the matrix unit: MQA, GQA, MLA, LRKV's base
-      `VectorKeys`    head by head, on the vector unit: MHA, and LRKV's residual where nothing
-                      stands between it and the query (LRKV eq. 3)
+Keys  `MatrixKeys`    all query heads of a group at once, on the matrix unit: MQA, GQA, MLA, and
+                      LRKV's base
+      `VectorKeys`    head by head, on the vector unit: MHA, and LRKV's residual without RoPE, where
+                      the query is folded into rank space (LRKV eq. 3)
       `RotatingKeys`  LRKV's residual under RoPE: a query in rank space for every position
-Values `MatrixValues`, `VectorValues`, `DiagonalValues`: the last weighs every head's values with
-      every head's weights on the matrix unit and keeps each head's own.
+Values `MatrixValues`, `VectorValues`: as the keys
+      `DiagonalValues`  multiplies every head's weights with every head's values on the matrix unit,
+                      and keeps the products of a head with itself
 """
 
 import jax
@@ -14,21 +16,21 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kernels.decode_attention.tpu.part import LANES
-from kvjax.kernels.decode_attention.tpu.part import ByHead
-from kvjax.kernels.decode_attention.tpu.part import Input
-from kvjax.kernels.decode_attention.tpu.part import Keys
-from kvjax.kernels.decode_attention.tpu.part import Refs
-from kvjax.kernels.decode_attention.tpu.part import Rows
-from kvjax.kernels.decode_attention.tpu.part import Values
-from kvjax.kernels.decode_attention.tpu.part import columns
+from kvjax.kernels.decode_attention.tpu.interfaces import LANES
+from kvjax.kernels.decode_attention.tpu.interfaces import ByHead
+from kvjax.kernels.decode_attention.tpu.interfaces import Input
+from kvjax.kernels.decode_attention.tpu.interfaces import Keys
+from kvjax.kernels.decode_attention.tpu.interfaces import Refs
+from kvjax.kernels.decode_attention.tpu.interfaces import Rows
+from kvjax.kernels.decode_attention.tpu.interfaces import Values
+from kvjax.kernels.decode_attention.tpu.interfaces import columns
 from kvjax.layers import rope
 
-_NT = (((1,), (1,)), ((), ()))  # a product over both operands' last axis: tokens are on lanes
+_NT = (((1,), (1,)), ((), ()))  # contracts both operands' last axis: tokens are on lanes
 
 
 def _dot(a: jax.Array, b: jax.Array, dimensions=(((1,), (0,)), ((), ()))) -> jax.Array:
-    """A product summed in float32; float32 operands keep their digits."""
+    """Returns a · b accumulated in float32; float32 operands are multiplied in full precision."""
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         a.astype(b.dtype),
@@ -43,7 +45,7 @@ def _dot(a: jax.Array, b: jax.Array, dimensions=(((1,), (0,)), ((), ()))) -> jax
 
 
 class MatrixKeys(Keys):
-    """Queries [B, K, G, H] and keys [B, K, H, S]: G query heads of a group share its keys."""
+    """Queries [B, K, G, H] and keys [B, K, H, S]: the G query heads of a group share its keys."""
 
     by_head = False
 
@@ -88,59 +90,62 @@ class VectorKeys(Keys):
 
 
 class RotatingKeys(Keys):
-    """Rotated queries [B, N, H], factors [K, R, H] and latents [B, K, R, S] of unrotated keys.
+    """Rotated queries [B, N, H], factors B [K, R, H] and latents [B, K, R, S] of unrotated keys.
 
-    With RoPE's channel pairs as complex numbers the logit of slot t is the latent times
-    Re(sum_j conj(q_j) B_j e^{i t theta_j}). The query is turned to the block's first slot; then
-    W = [Re conj(q)·B | -Im conj(q)·B] times a constant [H, block] of cosines and sines is a query
-    in rank space for every slot, and a latent sees one multiply-add per element.
+    With RoPE's channel pairs as complex numbers, the score of slot t is the latent times
+    Re(sum_j conj(q_j) B_j e^{i t theta_j}). Per tile the query is rotated by minus the position of
+    the tile's first slot; then W = [Re conj(q)·B | -Im conj(q)·B] times a constant
+    [H, tile_kv] table of cosines and sines gives a query in rank space for every slot. A latent
+    costs one multiply-add per element.
     """
 
-    def __init__(self, query_BNH, expand_KRH, latent_BKRS, *, base: float, block: int, origins):
+    def __init__(self, query_BNH, expand_KRH, latent_BKRS, *, base: float, tile_kv: int, origins):
         self.N, H = query_BNH.shape[1:]
         self.K, self.R = expand_KRH.shape[:2]
         self.product_rows = self.N * self.R
         S, dtype = latent_BKRS.shape[-1], latent_BKRS.dtype
         q1, q2 = jnp.split(query_BNH.astype(jnp.float32), 2, axis=-1)
-        join = lambda a, b: jnp.concatenate([a, b], axis=-1)
+
+        def join(a, b):
+            return jnp.concatenate([a, b], axis=-1)
+
         query_B2NH = jnp.stack([join(q1, -q1), join(q2, q2)], axis=1)
-        # W = [q1 | -q1]·[b1 | b2] + [q2 | q2]·[b2 | b1]: whole lanes, no halves.
+        # W = [q1 | -q1]·[b1 | b2] + [q2 | q2]·[b2 | b1] uses whole rows of lanes, never half ones.
         swapped_KRH = jnp.roll(expand_KRH, H // 2, axis=-1)
-        rows = lambda x: x.reshape(self.K, self.R, H).astype(dtype)
-        if origins is None:  # positions of the blocks: constants, of a whole cache
-            origins = np.arange(-(-S // block)) * block
+        if origins is None:  # a whole cache: the tiles' first positions are constants
+            origins = np.arange(-(-S // tile_kv)) * tile_kv
         cos, sin = _angles(origins, H, base)
         angles = jnp.stack([join(cos, cos), join(sin, -sin)], axis=1)
-        cos, sin = _angles(np.arange(block), H, base)
+        cos, sin = _angles(np.arange(tile_kv), H, base)
         table_Hs = jnp.concatenate([cos.T, sin.T]).astype(dtype)
         inputs = dict(
             query=Input(query_B2NH, "sequence"),
-            expand=Input(rows(expand_KRH), "all"),
-            swapped=Input(rows(swapped_KRH), "all"),
-            angles=Input(angles, "block"),
+            expand=Input(expand_KRH.astype(dtype), "all"),
+            swapped=Input(swapped_KRH.astype(dtype), "all"),
+            angles=Input(angles, "tile"),
             table=Input(table_Hs, "all"),
             keys=Input(latent_BKRS, "keys"),
         )
         scratch = dict(
-            turned=pltpu.VMEM((2, self.N, H), jnp.float32),
-            folded=pltpu.VMEM((self.N * self.R, H), dtype),
+            rotated=pltpu.VMEM((2, self.N, H), jnp.float32),
+            rank_queries=pltpu.VMEM((self.N * self.R, H), dtype),
         )
         super().__init__(inputs, scratch)
 
-    def turn(self, refs: Refs) -> None:
+    def rotate(self, refs: Refs) -> None:
         cos, sin = refs["angles"][0, 0:1, :], refs["angles"][0, 1:2, :]
         first_NH, second_NH = refs["query"][0, 0], refs["query"][0, 1]
-        refs["turned"][0] = first_NH * cos + second_NH * sin
-        refs["turned"][1] = second_NH * cos - first_NH * sin
+        refs["rotated"][0] = first_NH * cos + second_NH * sin
+        refs["rotated"][1] = second_NH * cos - first_NH * sin
         for n in range(self.N):
             k, rows = n * self.K // self.N, slice(n * self.R, (n + 1) * self.R)
             expand_RH, swapped_RH = (refs[x][k].astype(jnp.float32) for x in ("expand", "swapped"))
-            first, second = refs["turned"][0, n : n + 1, :], refs["turned"][1, n : n + 1, :]
-            folded_RH = first * expand_RH + second * swapped_RH
-            refs["folded"][rows, :] = folded_RH.astype(refs["folded"].dtype)
+            first, second = refs["rotated"][0, n : n + 1, :], refs["rotated"][1, n : n + 1, :]
+            rank_query_RH = first * expand_RH + second * swapped_RH
+            refs["rank_queries"][rows, :] = rank_query_RH.astype(refs["rank_queries"].dtype)
 
     def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> ByHead:
-        query_NRs = _dot(refs["folded"][...], refs["table"][:, tokens])
+        query_NRs = _dot(refs["rank_queries"][...], refs["table"][:, tokens])
 
         def head(n: int) -> None:
             query_Rs = query_NRs[n * self.R : (n + 1) * self.R]
@@ -153,7 +158,7 @@ class RotatingKeys(Keys):
 
 
 def _angles(at: np.ndarray | jax.Array, dim: int, base: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [positions, H/2]."""
+    """Returns cosines and sines [positions, H/2] in float32."""
     return tuple(a[0].astype(jnp.float32) for a in rope.rotary(at[None], dim=dim, base=base))
 
 
@@ -161,7 +166,7 @@ def _angles(at: np.ndarray | jax.Array, dim: int, base: float) -> tuple[jax.Arra
 
 
 class MatrixValues(Values):
-    """Values [B, K, Hv, S] that G query heads of a group share; None: they are the keys."""
+    """Values [B, K, Hv, S] shared by G query heads each; None: the keys are the values."""
 
     def __init__(self, values_BKVS: jax.Array | None, *, K: int, G: int, V: int):
         self.K, self.G = K, G
@@ -169,39 +174,39 @@ class MatrixValues(Values):
         super().__init__(
             {} if values_BKVS is None else dict(values=Input(values_BKVS, "values")),
             out_dims=(K, G, V),
-            scratch=dict(weighed=pltpu.VMEM((K, G, V), jnp.float32)),
+            scratch=dict(accumulator=pltpu.VMEM((K, G, V), jnp.float32)),
         )
 
     def start(self, refs: Refs) -> None:
-        refs["weighed"][...] = jnp.zeros_like(refs["weighed"])
+        refs["accumulator"][...] = jnp.zeros_like(refs["accumulator"])
 
-    def weigh(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
+    def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
         for k in range(self.K):
             values_Vs = refs[self.name][0, k, :, tokens]
             rows = [weights[c, k * self.G, self.G] for c, _ in columns(tokens)]
-            refs["weighed"][k] += _dot(jnp.concatenate(rows, axis=1), values_Vs, _NT)
+            refs["accumulator"][k] += _dot(jnp.concatenate(rows, axis=1), values_Vs, _NT)
 
     def rescale(self, refs: Refs, decay: jax.Array) -> None:
         for k in range(self.K):
-            refs["weighed"][k] *= decay[k * self.G : (k + 1) * self.G, :1]
+            refs["accumulator"][k] *= decay[k * self.G : (k + 1) * self.G, :1]
 
     def finish(self, refs: Refs, inverse: jax.Array) -> None:
         for k in range(self.K):
             of_group = inverse[k * self.G : (k + 1) * self.G, :1]
-            refs["out"][0, 0, k] = refs["weighed"][k] * of_group
+            refs["out"][0, 0, k] = refs["accumulator"][k] * of_group
 
 
 class VectorValues(Values):
-    """Values [B, K, V, S], weighed head by head into sums by lane."""
+    """Values [B, K, V, S], accumulated head by head, with a sum per lane until `finish`."""
 
     by_head = True
 
     def __init__(self, values_BKVS: jax.Array, *, N: int):
         self.N, (self.K, self.V) = N, values_BKVS.shape[1:3]
         inputs = dict(values=Input(values_BKVS, "values"))
-        super().__init__(inputs, out_dims=(N, self.V), work_rows=N * self.V)
+        super().__init__(inputs, out_dims=(N, self.V), buffer_rows=N * self.V)
 
-    def weigh(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> ByHead:
+    def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> ByHead:
         def head(n: int) -> None:
             added = 0
             for c, at in columns(tokens):
@@ -224,30 +229,30 @@ class VectorValues(Values):
 
 
 class DiagonalValues(Values):
-    """Values [B, N, V, S] of few channels, one query head each."""
+    """Values [B, N, V, S] of few channels, one KV head per query head."""
 
     def __init__(self, values_BNVS: jax.Array):
         self.N, self.V = values_BNVS.shape[1:3]
         super().__init__(
             dict(values=Input(values_BNVS, "values")),
             out_dims=(self.N, self.V),
-            scratch=dict(weighed=pltpu.VMEM((self.N, self.N * self.V), jnp.float32)),
+            scratch=dict(accumulator=pltpu.VMEM((self.N, self.N * self.V), jnp.float32)),
         )
 
     def start(self, refs: Refs) -> None:
-        refs["weighed"][...] = jnp.zeros_like(refs["weighed"])
+        refs["accumulator"][...] = jnp.zeros_like(refs["accumulator"])
 
-    def weigh(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
+    def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
         values_NVs = refs["values"][0, :, :, tokens]
         rows = [weights[c, 0, self.N] for c, _ in columns(tokens)]
-        refs["weighed"][...] += _dot(
+        refs["accumulator"][...] += _dot(
             jnp.concatenate(rows, axis=1), values_NVs.reshape(self.N * self.V, -1), _NT
         )
 
     def rescale(self, refs: Refs, decay: jax.Array) -> None:
-        refs["weighed"][...] *= decay[: self.N, :1]
+        refs["accumulator"][...] *= decay[: self.N, :1]
 
     def finish(self, refs: Refs, inverse: jax.Array) -> None:
         for n in range(self.N):
-            own = refs["weighed"][n : n + 1, n * self.V : (n + 1) * self.V]
+            own = refs["accumulator"][n : n + 1, n * self.V : (n + 1) * self.V]
             refs["out"][0, 0, n : n + 1, :] = own * inverse[n : n + 1, :1]

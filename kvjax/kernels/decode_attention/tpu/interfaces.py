@@ -1,0 +1,149 @@
+"""Interfaces of the TPU decode kernels: keys that are scored, values that are accumulated.
+
+A component is one additive part of the scores, such as LRKV's base or its residual, with values of
+its own or none. `operators` has the concrete classes; `pipeline` calls them.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.foundation.rounding import round_up
+
+LANES = 128  # of a vector register: the tokens of one row
+
+Refs = Mapping[str, jax.Array]
+ByHead = Callable[[int], None]  # what remains to be done for one head
+
+
+def columns(tokens: pl.Slice) -> list[tuple[int, pl.Slice]]:
+    """Splits tokens of a tile into runs of 128: (column of the tile, slice of the tokens)."""
+    starts = [tokens.start + c * LANES for c in range(tokens.size // LANES)]
+
+    def aligned(start):
+        return start if isinstance(start, int) else pl.multiple_of(start, LANES)
+
+    return [(start // LANES, pl.ds(aligned(start), LANES)) for start in starts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An array that a component reads, and the piece of it that a grid step sees.
+
+    Attributes:
+      array: in HBM.
+      piece: "keys" or "values", the tile of a cache array [B, *dims, S], delayed for values if the
+        pipeline delays them; "tile", the tile's row of [tiles, *dims]; "sequence", the sequence's
+        row of [B, *dims]; "all".
+    """
+
+    array: jax.Array
+    piece: str
+
+
+class Rows:
+    """Rows of a buffer [rows, 128]: a row per head and column of 128 tokens.
+
+    `zero` is 0, but in a way that the compiler cannot see. It therefore assumes that reads of these
+    rows and writes of others may overlap, and keeps their order: that is how the vector unit's
+    instructions stay between the matrix unit's.
+    """
+
+    def __init__(self, ref, first: int, heads: int, zero=0):
+        self.ref, self.first, self.stride, self.zero = ref, first, padded(heads), zero
+
+    def slice(self, column, head: int = 0, count: int = 1) -> pl.Slice:
+        start = self.first + column * self.stride + head + self.zero
+        aligned = head % 8 == 0 and not isinstance(start, int)
+        return pl.ds(pl.multiple_of(start, 8) if aligned else start, count)
+
+    def __getitem__(self, key) -> jax.Array:
+        return self.ref[self.slice(*key), :]
+
+    def __setitem__(self, key, value: jax.Array) -> None:
+        self.ref[self.slice(*key), :] = value
+
+
+class Keys:
+    """Scores of one component. Methods get the component's inputs and scratch by name.
+
+    Attributes:
+      by_head: True if `score` goes head by head.
+      product_rows: rows of the float32 product that `score` computes for all heads at once.
+    """
+
+    by_head = True
+    product_rows = 0
+
+    def __init__(self, inputs: dict[str, Input], scratch: dict[str, pltpu.VMEM] | None = None):
+        self.inputs, self.scratch = inputs, scratch or {}
+
+    def start(self, refs: Refs) -> None:
+        """Runs before a split's first tile."""
+
+    def rotate(self, refs: Refs) -> None:
+        """Runs before a tile is scored: rotates queries by the tile's position."""
+
+    def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> ByHead | None:
+        """Writes these tokens' scores, or returns a function that does so head by head."""
+        raise NotImplementedError
+
+
+class Values:
+    """Weighted sums of one component's values; refs["sums"] are its rows of `row_buffer`.
+
+    Attributes:
+      by_head: True if `accumulate` goes head by head.
+      out_dims: shape of a sequence's output, refs["out"], of N·width elements.
+      buffer_rows: rows of `row_buffer` that its sums take.
+    """
+
+    by_head = False
+
+    def __init__(
+        self,
+        inputs: dict[str, Input],
+        *,
+        out_dims: tuple[int, ...],
+        scratch: dict[str, pltpu.VMEM] | None = None,
+        buffer_rows: int = 0,
+    ):
+        self.inputs, self.scratch = inputs, scratch or {}
+        self.out_dims, self.buffer_rows = out_dims, buffer_rows
+
+    def start(self, refs: Refs) -> None:
+        """Runs before a split's first tile; `row_buffer` is zeroed already."""
+
+    def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> ByHead | None:
+        """Adds these tokens' weighted values, or returns a function that does so head by head."""
+        raise NotImplementedError
+
+    def rescale(self, refs: Refs, decay: jax.Array) -> None:
+        """Multiplies head n's sums by decay[n], a ref [heads, 128]."""
+        raise NotImplementedError
+
+    def finish(self, refs: Refs, inverse: jax.Array) -> None:
+        """Writes head n's sums times inverse[n]."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """Keys whose scores are added to other components', and values for the common softmax."""
+
+    keys: Keys
+    values: Values | None = None
+
+    def named(self, attribute: str) -> dict:
+        """Returns the "inputs" or the "scratch" of keys and values together."""
+        both = [half for half in (self.keys, self.values) if half is not None]
+        return {name: x for half in both for name, x in getattr(half, attribute).items()}
+
+
+def padded(heads: int) -> int:
+    """Rounds a number of heads up to whole tiles of 8 rows."""
+    return round_up(heads, 8)
