@@ -139,6 +139,7 @@ def test_a_worker_with_other_code_makes_nothing(config, monkeypatch):
 
     work = beam._MakePart(making)
     work.setup()
+    assert work._tokenizer._threads == 1
     monkeypatch.setattr(preparation, "code", lambda: "other")
     work.process(making.corpus.parts[0])
     assert "other code or libraries than the launcher" in making.under_way.failures()[0]

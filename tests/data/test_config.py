@@ -1,7 +1,12 @@
 """Bad values are refused with the key, the value and what is allowed."""
 
+import dataclasses
+import importlib
+import pkgutil
+
 import pytest
 
+from kvjax import data
 from kvjax.data import config as config_lib
 from kvjax.foundation.errors import UserError
 
@@ -30,6 +35,23 @@ from kvjax.foundation.errors import UserError
 def test_bad_value_is_refused(key, value, allowed):
     with pytest.raises(UserError, match=f"^config.data.{key} = .*{allowed}"):
         config_lib.DataConfig(**{key: value})
+
+
+def test_defaults_and_what_never_changes():
+    """All dataclasses stay as they were made, but for readers of rows that count who uses them."""
+    expected = dict(source="embedded", validation_source="", validation_fraction=0.005)
+    expected |= dict(text_key="text", tokenizer="bpe", vocab_size=2048, sequence_length=256)
+    assert dataclasses.asdict(config_lib.DataConfig()) == expected | dict(
+        specials="bos", directory=""
+    )
+    made = set()
+    for module in pkgutil.iter_modules(data.__path__):
+        if module.name != "beam":  # needs Apache Beam
+            values = vars(importlib.import_module(f"kvjax.data.{module.name}")).values()
+            made |= {v for v in values if isinstance(v, type) and dataclasses.is_dataclass(v)}
+    made = {cls for cls in made if cls.__module__.startswith("kvjax.data.")}
+    assert {cls.__name__ for cls in made if not cls.__dataclass_params__.frozen} == {"_Open"}
+    assert len(made) > 8
 
 
 def test_vocab_size_matters_to_bpe_only():

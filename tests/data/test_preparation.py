@@ -16,6 +16,7 @@ import sys
 import time
 import types
 
+from etils import epath
 import psutil
 import pytest
 
@@ -34,6 +35,7 @@ from kvjax.data import tokenizer
 from kvjax.data import under_way
 from kvjax.data import vocabulary
 from kvjax.foundation import command_line
+from kvjax.foundation import progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
@@ -351,12 +353,32 @@ def test_what_was_prepared_once_keeps_its_name(tmp_path, monkeypatch):
     assert found == NAMES
 
 
-def test_a_source_that_changes_meanwhile_is_refused(config, monkeypatch):
+def test_a_source_that_changes_meanwhile_is_refused(config):
+    """Three of what changed are named, and parts of it are made again."""
     making = preparation.begin(preparation.look(config, shown=False), shown=False)
-    making.make(workers=1, shown=False)
-    (pathlib.Path(config.source) / "2.jsonl").write_text('{"text": "something else"}\n')
-    with pytest.raises(DataError, match=r"2\.jsonl.*Put back what it was, or remove"):
-        making.finish()
+    making.make(workers=1, share=(0, 4), shown=False)
+    every = set(range(len(making.corpus.parts)))
+    made = {i for i in every if i % 4 == 0}
+    folder = pathlib.Path(config.source)
+    for changed, more in (("2", ""), ("10", ""), ("43", " and 2 more")):
+        for name in changed:
+            (folder / f"{name}.jsonl").write_text('{"text": "something else"}\n')
+        names = "2" if changed == "2" else "012"
+        named = ", ".join(f"{folder}/{name}.jsonl" for name in names)
+        with pytest.raises(DataError) as told:
+            making.finish()
+        assert str(told.value) == (
+            f"config.data.source = {config.source!r}: changed since its preparation was begun "
+            f"({named}{more}), and parts of it are done. Put back what it was, or remove "
+            f"{making.under_way.folder} to begin anew"
+        )
+        of = {
+            part.index
+            for part in making.corpus.parts
+            for piece in part.slices
+            if pathlib.Path(piece.name).stem in names
+        }
+        assert making.under_way.missing() == sorted(every - (made - of))
     assert not list(config.root.glob("datasets/[!.]*"))
 
 
@@ -509,11 +531,7 @@ def test_several_workers_fill_a_bucket(config, expected, bucket, tmp_path):
     assert differ == {manifest.MANIFEST}  # it names the bucket
 
 
-def test_a_target_without_room_is_told_before_and_when_it_happens(config, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(estimate, "_free", lambda folder: 1000)
-        with pytest.raises(UserError, match=r"has 0\.0 MB free, and preparing config.data.source"):
-            prepare.prepare(config, workers=1)
+def test_a_target_without_room_is_told_when_it_happens(config):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
@@ -613,15 +631,85 @@ def test_a_plan_of_a_corpus_that_is_read_whole(small_config, small_texts, tmp_pa
     )
 
 
-def test_a_run_does_not_prepare_for_hours_without_a_word(config, monkeypatch):
-    real = estimate.estimate
-
-    def slow(corpus, workers):
-        return dataclasses.replace(real(corpus, workers), text_bytes=1e12)
-
-    monkeypatch.setattr(estimate, "estimate", slow)
-    with pytest.raises(
-        UserError, match=r"takes about [\d.,]+ h here.*kvjax.data.prepare.*--prepare_"
-    ):
-        prepare.prepare(config, workers=2, hours=1.0)
+def test_what_a_large_corpus_takes_is_told_before(config, monkeypatch, bucket):
+    corpus = preparation.look(config, shown=False)
+    seconds = dict(reading=2**-22, encoding=2**-21, writing=2**-22)  # 2**-20 a byte
+    sizes = dict(source_bytes=1, text_bytes=7200.0 * 2**20, row_bytes=3e9, tokens=2.5e9)
+    found = estimate.Estimate(parts=len(corpus.parts), vocab_size=400, **sizes, **seconds)
+    monkeypatch.setattr(estimate, "estimate", lambda corpus, workers: found)
+    free = {"free": 3e9}
+    monkeypatch.setattr(estimate, "_free", lambda folder: free["free"])
+    check = lambda hours, corpus=corpus: estimate.check(corpus, 1, hours, shown=False)
+    check(2.0)
+    check(None)
+    folder, named = str(corpus.path.parent), f"config.data.source = {config.source!r}"
+    with pytest.raises(UserError) as told:
+        check(1.99)
+    assert str(told.value) == (
+        f"preparing {named} takes about 2.0 h here, with 1 processes: 2.5B tokens from 7.55 GB of "
+        "text. Prepare it beforehand, on more cores or a cluster: "
+        f"`{config.command()}` (--plan says more), or let it take its time here: --prepare_hours=3"
+    )
+    with pytest.raises(UserError, match="takes about 2.0 h here"):
+        prepare.prepare(config, workers=1, hours=1.0)
     assert not list(config.root.glob("datasets/.under-way-*"))
+    free["free"] = 3e9 - 1
+    with pytest.raises(UserError) as told:
+        check(None)
+    assert str(told.value) == (
+        f"{folder} has 3.00 GB free, and preparing {named} needs about 3.00 GB there: make room, "
+        "or give config.data.directory (or $KVJAX_CACHE) where there is some"
+    )
+    making = preparation.begin(corpus, shown=False)
+    making.make(workers=1, share=(1, 2), shown=False)  # every second part
+    check(1.0)
+    with pytest.raises(UserError, match="takes about 60 min here"):
+        check(0.99)
+    assert estimate.room(corpus, found, 3) == [(folder, 1.5e9, 3e9 - 1)]
+    monkeypatch.setattr(estimate.tempfile, "gettempdir", lambda: "/temporary")
+    remote = dataclasses.replace(corpus, path=epath.Path("gs://out/data/x"))
+    a_part = 3e9 / len(corpus.parts)
+    assert estimate.room(remote, found, 3) == [
+        ("gs://out/data", 3e9, float("inf")),
+        ("/temporary", 3 * a_part, 3e9 - 1),
+    ]
+
+
+def test_of_many_parts_some_are_sampled_from_their_start(config, monkeypatch, tmp_path):
+    """With a smaller vocabulary where they have too little text for the one that is asked for."""
+    monkeypatch.setattr(estimate, "SAMPLED_CHARACTERS", 300)
+    (tmp_path / "validation.txt").write_text("one\ftwo\f" * 999)
+    config = dataclasses.replace(
+        config, validation_source=str(tmp_path / "validation.txt"), vocab_size=30_000
+    )
+    corpus, sampled = preparation.look(config, shown=False), []
+    labelled = parts.labelled
+
+    def noted(config, part, broken):
+        sampled.append([part.index, 0])
+        for split, piece in labelled(config, part, broken):
+            yield split, piece
+            sampled[-1][1] += len(piece.text)
+            assert sampled[-1][1] < 300
+
+    monkeypatch.setattr(parts, "labelled", noted)
+    found = estimate.estimate(corpus, workers=1)
+    count = len(corpus.parts)
+    step = count // 8
+    assert [index for index, _ in sampled] == [*range(step // 2, count, step)][:8]
+    assert found.parts == count and found.vocab_size == 512
+    size = (tmp_path / "validation.txt").stat().st_size
+    assert estimate._held_out(corpus) == size / corpus.bytes
+
+
+def test_progress_is_what_is_done_its_rate_and_what_is_left(monkeypatch):
+    clock = iter((100.0, 104.0, 104.0))
+    monkeypatch.setattr(preparation, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    so_far = preparation._SoFar(10**9, 8 * 10**8)
+    said = [so_far.text(types.SimpleNamespace(bytes=size)) for size in (10**8, 7 * 10**8)]
+    assert said == [
+        f"tokenizing {progress.bar(0.3)}, 300.0 MB of 1.00 GB, 25.0 MB/s, "
+        f"{progress.duration(28)} left",
+        f"tokenizing {progress.bar(1)}, 1.00 GB of 1.00 GB, 200.0 MB/s, "
+        f"{progress.duration(0)} left",
+    ]

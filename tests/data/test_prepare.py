@@ -7,10 +7,12 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -311,7 +313,15 @@ def test_two_preparations_at_once_agree(larger_config):
     assert not list(larger_config.root.glob("*/.staging-*"))
 
 
-def test_abandoned_staging_is_removed_and_a_living_one_is_not(small_config, tmp_path):
+def test_abandoned_staging_is_removed_and_a_living_one_is_not(small_config, tmp_path, monkeypatch):
+    """By several processes at once: each passes over what another has removed."""
+    remove = shutil.rmtree
+
+    def twice(path, **options):
+        remove(path)
+        remove(path, **options)
+
+    monkeypatch.setattr(folders, "shutil", types.SimpleNamespace(rmtree=twice))
     config = dataclasses.replace(small_config, directory=str(tmp_path))
     folder = tmp_path / "tokenizers"
     old, living = (folder / f"{folders.STAGING}{name}" for name in ("old", "living"))

@@ -113,6 +113,26 @@ def test_more_specials_where_the_vocabulary_has_holes(published, bpe):
     assert (grown.token_bytes() == 0).sum() == (holed.token_bytes() == 0).sum() + 9
 
 
+def test_control_tokens_are_encoded_as_the_characters_they_are_made_of(bpe):
+    """Added ones and words of the vocabulary, whatever the tokenizer was used for before."""
+    backend = tokenizers.Tokenizer.from_str(bpe.to_json())
+    backend.add_tokens([tokenizers.AddedToken("e e", normalized=False)])
+    before, text = tokenizer_lib.from_json(backend.to_str(), "a name", threads=1), "e e <|bos|> t"
+    before.ends = (7,)
+    assert 500 in before.encode(text) and before._encode_fast is None
+    for names, size in ((["e e"], 501), (["e e", "<|x|>"], 502)):
+        grown = before.controlled(names)
+        assert grown.encode(text) == bpe.encode(text) == grown.encode_batch([text])[0].tolist()
+        assert grown._encode_fast is not None or size == 502
+        assert grown.controls == {"<|bos|>", *names} and grown.vocab_size == size
+        assert [grown.special(name) for name in names] == [500, 501][: len(names)]
+        assert grown.written_out(text) == ["<|bos|>", "e e"] and grown.ends == (7,)
+        assert grown.decode([500]) == "e e" and grown.token_bytes()[500] == 3
+        again = grown.controlled(names[:1])
+        assert again is not grown and again.controls == grown.controls
+    assert 500 in before.encode(text) and before.special("e e") is None
+
+
 def test_a_token_of_such_a_name_becomes_special(bpe):
     backend = tokenizers.Tokenizer.from_str(bpe.to_json())
     backend.add_tokens([tokenizers.AddedToken("<|user_start|>", normalized=False)])

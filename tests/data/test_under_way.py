@@ -10,6 +10,9 @@ import pytest
 
 from kvjax.data import folders
 from kvjax.data import packed_rows
+from kvjax.data import preparation
+from kvjax.data import readers
+from kvjax.data import tokenized_part
 from kvjax.data import under_way
 from kvjax.data.tokenized_part import Counts
 from kvjax.data.tokenized_part import Left
@@ -120,8 +123,15 @@ def test_another_plan_begins_anew_unless_a_part_is_done(making):
     making.open({"code": "b"})
     assert under_way.read_plan(making.folder) == {"code": "b"}
     _publish(making, 0)
-    with pytest.raises(DataError, match="code: 'b', now 'c'.*or remove that folder"):
-        making.open({"code": "c"})
+    with pytest.raises(DataError) as told:
+        making.open({"code": "c" * 58, "parts": 3, "config": "as it is asked for"})
+    assert str(told.value) == (
+        f"{making.folder} was begun by other code or with another plan (code: 'b', now '{'c' * 56}"
+        "...; parts: nothing, now 3). Go on with what it was begun with, or remove that folder to "
+        "begin anew"
+    )
+    making.open({"code": "b", "config": "as it is asked for"})
+    assert under_way.read_plan(making.folder) == {"code": "b", "config": "as it is asked for"}
     assert making.missing() == [1, 2]
 
 
@@ -132,6 +142,36 @@ def test_failures_are_those_of_parts_that_are_not_done(making):
     assert making.failures() == ["the first", "the third"]
     _publish(making, 0)
     assert making.failures() == ["the third"]
+
+
+def test_what_could_not_be_read_is_known_by_its_name(making):
+    """By the whole of it, from whoever said so; what may be read the next time is not broken."""
+    assert under_way.were_broken(making.folder, [])
+    making.fail(1, "'/in/a.jsonl, line 3 is no JSON", broken=True)
+    making.fail(2, "/in/b.jsonl could not be read: no answer")
+    _publish(making, 0, Left(1, ("in part: /in/c.jsonl: has no key 'text'",)))
+    making.open(PLAN | dict(left_out=["/in/d.parquet is no whole Parquet file"]))
+    known = ("/in/a.jsonl", "/in/c.jsonl", "/in/d.parquet")
+    for names in (*zip(known, strict=True), known):
+        assert under_way.were_broken(making.folder, names), names
+    for other in ("/in/b.jsonl", "/in/a", "n/a.jsonl", "/in/aXjsonl", "/in/e.jsonl"):
+        assert not under_way.were_broken(making.folder, [*known, other]), other
+
+
+def test_of_what_is_left_out_the_first_messages_are_kept(monkeypatch):
+    """Each once, however often a file is opened; all are counted, and null texts apart."""
+    for module in (tokenized_part, preparation):
+        monkeypatch.setattr(module, "QUOTED", 2)
+    left_out = tokenized_part.LeftOut(True)
+    for message in ("a\nmore", "b", "a", "c"):
+        left_out(readers.SourceError(message))
+    left_out(readers.NullTextError("d"))
+    found = left_out.said()
+    assert found == Left(3, ("a", "b"), 1)
+    both = [Left(1, ("z",)), found]
+    assert preparation._said(both) == {"left_out": dict(count=4, first=["z", "a"])}
+    with pytest.raises(readers.SourceError, match="^a$"):
+        tokenized_part.LeftOut(False)(readers.SourceError("a"))
 
 
 def test_half_an_upload_is_thrown_away(making, bucket, tmp_path, monkeypatch):
