@@ -13,6 +13,7 @@ from tests.mutants.tree import Tree
 STAGES = ("folder", "quick", "slow")
 # Of quick tests, by the time that they take without a mutant; of slow ones, by the clock.
 _SECONDS = dict(folder=120, quick=60, slow=600)
+_READERS = "tests/test_overview.py"  # its tests read the package's text, and run none of it
 _NO_TESTS = 5  # pytest's status: none of these names is there any more
 
 
@@ -24,7 +25,12 @@ def stage(mutant: dict, name: str, tests: dict[str, Tests]) -> tuple[list[str], 
         return [test for file in ran for test in tests[file].slow], _SECONDS["slow"]
     files = near if name == "folder" else [file for file in tests if file not in near]
     names, seconds = [], 0.0
+    if name == "quick" and _READERS in tests:
+        names += tests[_READERS].quick
+        seconds += sum(map(tests[_READERS].seconds, names))
     for file, test in _quick(mutant, files, tests):
+        if file == _READERS and name == "quick":
+            continue
         if seconds > _SECONDS[name]:
             break
         names.append(test)
