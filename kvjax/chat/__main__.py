@@ -33,7 +33,6 @@ from kvjax.foundation.text import check_text
 from kvjax.workdir import dialogue as dialogue_lib
 from kvjax.workdir import trained
 
-_NO_LIMIT = 1 << 31
 _COMMANDS = {
     "/reset": "forgets the conversation",
     "/save FILE": "adds it to a file, as a line of JSON that mid-training reads",
@@ -78,7 +77,7 @@ def _run(options: argparse.Namespace) -> None:
     check_text("system", options.system)
     runtime.start()
     found = trained.find(runtime.workdir(options.workdir), step=options.step)
-    dialogue = dialogue_lib.of(found, limit=_NO_LIMIT)  # `History` leaves out whole turns
+    dialogue = dialogue_lib.of(found, limit=sys.maxsize)  # `History` leaves out whole turns
     with progress.waiting("reading the model"):
         loaded = trained.load(found.workdir, step=found.step, dtype=options.dtype)
         generator = Generator(loaded.model, loaded.compute)

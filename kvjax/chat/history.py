@@ -95,7 +95,7 @@ def parts(tokenizer: Tokenizer, specials: Specials | None, ids: Sequence[int]) -
     }
     found, text, i = [], [], 0
     while i < len(ids):
-        end, kind = closes.get(ids[i], (None, ""))
+        end, kind = closes.get(ids[i], (None, None))
         stop = next((j for j in range(i + 1, len(ids)) if ids[j] == end), None)
         if stop is None:
             text.append(ids[i])

@@ -50,8 +50,8 @@ class Asked(NamedTuple):
 
     num_tokens: int = NUM_TOKENS
     calculator: str = "nanochat"  # see `kvjax.conversation.calculator`
-    mode: str = "chat"  # of HumanEval, one of MODES
-    helpers: str = "program"  # of HumanEval, one of HELPERS
+    mode: str = MODES[0]  # of HumanEval
+    helpers: str = HELPERS[0]  # of HumanEval
     judge: Judge | None = None  # of programs
 
 

@@ -1,5 +1,7 @@
 """The chat command: what is shown, kept and left out, and what Ctrl-C ends."""
 
+import argparse
+import contextlib
 import io
 import json
 import os
@@ -21,6 +23,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.errors import UserError
 from tests.conversation import workdirs
 from tests.evaluate import oracles
 from tests.evaluate.oracles import DIALOGUE
@@ -87,7 +90,26 @@ def test_a_message_that_is_too_long_is_refused_and_the_talk_goes_on(capsys):
     assert capsys.readouterr().out == "yes\n"
 
 
-def test_commands(tmp_path, capsys):
+def test_a_message_without_an_answer_is_forgotten(capsys):
+    """Where the answer is empty, and where asking fails: what was said before stays."""
+    talk, model = _talk([oracles.said("yes"), oracles.said("")])
+    talk.hear("first")
+    before = list(talk.history.turns)
+    talk.hear("second")
+    assert talk.history.turns == before and capsys.readouterr().out == "yes\n\n"
+    for error in (UserError("it broke"), MemoryError()):
+
+        def fails(*_, error=error, **__):
+            raise error
+
+        model.start = fails
+        with contextlib.suppress(MemoryError):
+            talk.hear("third")
+        assert talk.history.turns == before
+    assert "it broke" in capsys.readouterr().err
+
+
+def test_commands(tmp_path, capsys, monkeypatch):
     talk, _ = _talk([oracles.said("one"), oracles.said("two")])
     path = tmp_path / "talk.jsonl"
     talk.hear(f"/save {path}")
@@ -110,6 +132,12 @@ def test_commands(tmp_path, capsys):
     talk.history.ask("without an answer")  # is not saved
     talk.hear(f"/save {path}")
     assert path.read_text().splitlines()[-1] == path.read_text().splitlines()[-2]
+    monkeypatch.setattr(history_lib, "in_bucket", lambda path: True)  # where nothing is added
+    again = path.read_text()
+    talk.hear(f"/save {path}")
+    assert path.read_text() == again + again.splitlines(keepends=True)[-1]
+    talk.hear(f"/save {tmp_path}/new.jsonl")
+    assert (tmp_path / "new.jsonl").read_text() == again.splitlines(keepends=True)[-1]
     for line, said in {
         "/rest": "/rest: there is no such command; did you mean '/reset'?",
         "/save": "/save FILE: which file?",
@@ -230,19 +258,50 @@ def test_a_conversation_from_standard_input(run):
     assert run("--num_tokens=4", "--seed=5", text="Hello\n\nAnd now?\n")[1] != out
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--num_tokens=600"], "--num_tokens=600: leaves no room for a message"),
-        (["--temperature=-1"], "--temperature = -1.0"),
-        (["--calculator=abacus"], "--calculator = 'abacus'"),
-        (["--context=-1"], "--context = -1"),
-        (["--step=7"], "has no such checkpoint"),
-    ],
-)
-def test_what_is_wrong_is_one_line(run, options, said):
-    status, out, err = run(*options)
-    assert (status, out) == (2, "") and said in err and err.count("\n") == 1
+def test_what_is_wrong_is_one_line(run, monkeypatch):
+    for option, said in {
+        "--num_tokens=600": "--num_tokens=600: leaves no room for a message",
+        "--temperature=-1": "--temperature = -1.0",
+        "--calculator=abacus": "--calculator = 'abacus'",
+        "--context=-1": "--context = -1",
+        "--step=7": "has no such checkpoint",
+    }.items():
+        status, out, err = run(option)
+        assert (status, out) == (2, "") and said in err and err.count("\n") == 1, err
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(UserError, match="standard input is not UTF-8 text: 'utf-8' codec can't"):
+        next(chat.lines())
+
+
+def test_a_terminal_is_asked(monkeypatch, capsys):
+    stdin = io.StringIO("Hello\n")
+    stdin.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert list(chat.lines()) == ["Hello"] and capsys.readouterr().out == "> > \n"
+
+
+def test_a_context_is_that_of_training_of_positions_or_as_asked(capsys):
+    """Beyond the training there is a warning, beyond the positions no answer."""
+    for context, positions, trained, num_tokens, expected, said in (
+        (0, None, 600, 599, 600, ""),
+        (0, 500, 600, 499, 500, ""),
+        (500, 500, 600, 4, 500, ""),
+        (501, 500, 600, 4, None, "--context=501: the model's positions end after 500 tokens"),
+        (600, None, 600, 4, 600, ""),
+        (601, None, 600, 4, 601, "--context=601: the model was trained on 600 tokens at a time"),
+        (0, None, 600, 600, None, "--num_tokens=600: leaves no room for a message in a context of"),
+    ):
+        options = argparse.Namespace(context=context, num_tokens=num_tokens)
+        found = types.SimpleNamespace(context=trained)
+        model = types.SimpleNamespace(positions=positions)
+        if expected is None:
+            with pytest.raises(UserError, match=said):
+                chat._context(options, found, model)
+            continue
+        assert chat._context(options, found, model) == expected
+        warned = capsys.readouterr().err
+        assert said in warned and bool(said) == bool(warned)
 
 
 def test_a_model_without_the_specials_and_without_a_template_cannot_talk(run, tmp_path):
@@ -289,7 +348,3 @@ def test_nothing_of_a_long_conversation_is_cut_unsaid(run, tmp_path, monkeypatch
     assert (status, err) == (0, "")
     assert TOKENIZER.decode(seen[1]).endswith("the end<|user_end|><|assistant_start|>")
     assert len(seen[1]) > 2500
-
-
-def test_a_context_beyond_the_training_is_warned_of(run):
-    assert "was trained on 600 tokens at a time" in run("--context=700", text="")[2]

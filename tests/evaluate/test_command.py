@@ -20,7 +20,6 @@ from kvjax.foundation import command_line
 from kvjax.foundation import json_text
 from kvjax.foundation import progress
 from kvjax.foundation import runtime
-from tests import quick
 from tests.conversation import workdirs
 
 MMLU = [
@@ -281,57 +280,66 @@ def checked(run, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--tasks=mmmlu"], "did you mean 'mmlu'"),
-        (["--tasks=core"], "core.yaml is missing"),
-        (["--share=2/2"], "--share=2/2: give I/N"),
-        (["--file=mmlu"], "--file=mmlu: give TASK=PATH"),
-        (["--file=mmlu=nowhere.jsonl"], "--file=mmlu = 'nowhere.jsonl': matches no file"),
-        (["--file=mmlu=/dev/null"], "--file=mmlu = '/dev/null': is a device"),
-        (["--data=/dev/null"], "--data = '/dev/null': must be a folder"),
-        (["--file=mmul=x"], "--file"),
-        (["--batch=0"], "--batch = 0: must be at least 1"),
-        (["--calculator=x"], "--calculator = 'x'"),
-        (["--humaneval=x"], "humaneval = 'x'"),
-        (["--humaneval_helpers=x"], "humaneval_helpers = 'x'"),
-        (["--sandbox=x"], "sandbox = 'x'"),
-        (["--dtype=x"], "dtype = 'x'"),
-        (["--compare=a"], "--compare and --workdir: give one of them"),
-        (["--tasks=mmlu", "--file=gsm8k=x"], "gsm8k is not among --tasks=mmlu"),
-        (["--data=nowhere"], "hf download allenai/ai2_arc --repo-type=dataset --local-dir="),
-    ],
-)
-def test_what_is_wrong_is_one_line(checked, options, said):
-    status, out, err = checked(*options)
-    assert (status, out) == (2, "") and said in err and err.count("\n") == 1
+def test_what_is_wrong_is_one_line(checked):
+    for options, said in {
+        "--tasks=mmmlu": "did you mean 'mmlu'",
+        "--tasks=core": "core.yaml is missing",
+        "--share=2/2": "--share=2/2: give I/N",
+        "--file=mmlu": "--file=mmlu: give TASK=PATH",
+        "--file=mmlu=nowhere.jsonl": "--file=mmlu = 'nowhere.jsonl': matches no file",
+        "--file=mmlu=/dev/null": "--file=mmlu = '/dev/null': is a device",
+        "--data=/dev/null": "--data = '/dev/null': must be a folder",
+        "--file=mmul=x": "--file",
+        "--batch=0": "--batch = 0: must be at least 1",
+        "--calculator=x": "--calculator = 'x'",
+        "--humaneval=x": "humaneval = 'x'",
+        "--humaneval_helpers=x": "humaneval_helpers = 'x'",
+        "--sandbox=x": "sandbox = 'x'",
+        "--dtype=x": "dtype = 'x'",
+        "--compare=a": "--compare and --workdir: give one of them",
+        "--tasks=mmlu --file=gsm8k=x": "gsm8k is not among --tasks=mmlu",
+        "--data=nowhere": "hf download allenai/ai2_arc --repo-type=dataset --local-dir=",
+        "--limit=-1": "--limit = -1: must be at least 0",
+        "--num_tokens=0": "--num_tokens = 0: must be at least 1",
+        "--share=0/65537": "--share=0/65537: give I/N with I from 0 to N - 1",
+    }.items():
+        status, out, err = checked(*options.split())
+        assert (status, out) == (2, "") and said in err and err.count("\n") == 1, err
+    assert evaluate._share("65535/65536") == (65_535, 65_536)
 
 
-@pytest.mark.parametrize(
-    ("task", "row", "said"),
-    quick.every(
-        3,
-        [
-            ("mmlu", dict(question="a"), "line 6: lacks choices, answer"),
-            ("mmlu", dict(question="a", choices=["b", "c"], answer=2), "answer = 2 must be 0 to 1"),
-            ("mmlu", dict(question="a", choices="bc", answer=0), "choices must be a list"),
-            ("arc_easy", ARC[0] | dict(answerKey="9"), "answerKey = '9' is not among the labels"),
-            ("gsm8k", dict(question=1, answer="x"), "question must be text, not int"),
-            ("humaneval", dict(HUMANEVAL[0], test=None), "test must be text, not NoneType"),
-            (
-                "humaneval",
-                dict(HUMANEVAL[0], test="x = 1"),
-                "test of f defines no check(candidate)",
-            ),
-        ],
-    ),
-)
-def test_a_malformed_row_is_named(checked, tmp_path, task, row, said):
-    good = dict(mmlu=MMLU, arc_easy=ARC, gsm8k=GSM8K, humaneval=HUMANEVAL)[task]
-    _lines(tmp_path / "rows.jsonl", [*good, row])
-    status, _, err = checked(f"--tasks={task}", f"--file={task}={tmp_path}/rows.jsonl")
-    assert status == 2 and "rows.jsonl, line " in err and said in err
+def test_what_is_asked_where_nothing_is_said():
+    assert vars(evaluate._parser().parse([])) == dict(
+        dict.fromkeys(("workdir", "tasks", "dtype", "out", "compare"), ""),
+        **dict.fromkeys(("json", "markdown", "allow_unsandboxed_code"), False),
+        data="~/data",
+        file=[],
+        step=None,
+        batch=8,
+        limit=0,
+        num_tokens=512,
+        calculator="nanochat",
+        humaneval="chat",
+        humaneval_helpers="program",
+        sandbox="auto",
+        share="0/1",
+    )
+
+
+def test_a_malformed_row_is_named(checked, tmp_path):
+    sets = dict(mmlu=MMLU, arc_easy=ARC, gsm8k=GSM8K, humaneval=HUMANEVAL)
+    for task, row, said in (
+        ("mmlu", dict(question="a"), "line 6: lacks choices, answer"),
+        ("mmlu", dict(question="a", choices=["b", "c"], answer=2), "answer = 2 must be 0 to 1"),
+        ("mmlu", dict(question="a", choices="bc", answer=0), "choices must be a list"),
+        ("arc_easy", ARC[0] | dict(answerKey="9"), "answerKey = '9' is not among the labels"),
+        ("gsm8k", dict(question=1, answer="x"), "question must be text, not int"),
+        ("humaneval", dict(HUMANEVAL[0], test=None), "test must be text, not NoneType"),
+        ("humaneval", dict(HUMANEVAL[0], test="x = 1"), "test of f defines no check(candidate)"),
+    ):
+        _lines(tmp_path / "rows.jsonl", [*sets[task], row])
+        status, _, err = checked(f"--tasks={task}", f"--file={task}={tmp_path}/rows.jsonl")
+        assert status == 2 and f"rows.jsonl, line {len(sets[task]) + 1}" in err and said in err
 
 
 def test_a_model_without_conversations_is_told_what_to_do(checked, tmp_path):
@@ -348,9 +356,14 @@ def test_prompts_beyond_the_models_context_are_counted(run, tmp_path):
 
 
 def test_no_sandbox_is_no_humaneval(checked, monkeypatch):
+    kinds = []
+
     def refuse(kind):
+        kinds.append(kind)
         raise evaluate.sandbox.SandboxError("seccomp: ENOSYS (errno 38)")
 
     monkeypatch.setattr(evaluate.sandbox, "open", refuse)
-    status, _, err = checked("--tasks=humaneval")
-    assert status == 2 and "ENOSYS (errno 38)" in err and "--allow_unsandboxed_code" in err
+    for given in ("--sandbox=auto", "--sandbox=wasm", "--allow_unsandboxed_code"):
+        status, _, err = checked("--tasks=humaneval", given)
+        assert status == 2 and "ENOSYS (errno 38)" in err and "--allow_unsandboxed_code" in err
+    assert kinds == ["auto", "wasm", "none"]

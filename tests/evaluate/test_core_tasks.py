@@ -1,6 +1,7 @@
 """CORE on a made-up bundle: which tokens are scored, and what that comes to."""
 
 import json
+import types
 
 from etils import epath
 import numpy as np
@@ -9,6 +10,7 @@ import yaml
 
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate import core_tasks
+from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
 from tests.evaluate.oracles import TOKENIZER
 
@@ -143,6 +145,10 @@ def test_what_is_longer_than_the_positions_keeps_its_end(bundle):
     ((context, continuation),) = core_tasks.prompts(model, task, 0)
     assert len(context) + len(continuation) == 13
     assert TOKENIZER.decode(continuation).strip() == task.items[0]["continuation"]
+    for encode in (lambda text: [len(text)] * len(text), lambda text: [1]):  # another one; none
+        model.tokenizer = types.SimpleNamespace(bos_id=0, encode=encode)
+        with pytest.raises(DataError, match="line 2: the tokens of the prompt are no prefix of"):
+            core_tasks.prompts(model, task, 0)
 
 
 def test_a_bundle_that_is_none_is_refused_with_file_and_row(bundle):
@@ -178,6 +184,7 @@ def test_a_bundle_that_is_none_is_refused_with_file_and_row(bundle):
         (core, yaml_of(dataset_uri="../core.yaml"), "core.yaml: must end in one of"),
         (core, yaml_of(continuation_delimiter=None), "continuation_delimiter = None: must be text"),
         (baselines, None, "eval_meta_data.csv is missing"),
+        (baselines, "a" * 140_000, "eval_meta_data.csv is no CSV in UTF-8: field larger than"),
         (baselines, "x\n", "must have columns"),
         (baselines, "", "must have columns"),
         (baselines, "Eval Task,Random baseline\n", "has no row of choice"),

@@ -8,6 +8,7 @@ from kvjax.conversation.questions import Sum
 from kvjax.evaluate import generated
 from kvjax.evaluate.generated import Asked
 from kvjax.evaluate.generated import Verdict
+from kvjax.evaluate.letters import prompt_hash
 from tests.evaluate import oracles
 from tests.evaluate.oracles import Oracle
 
@@ -93,8 +94,8 @@ def _judge(programs):
     return [Verdict(verdict.passed, verdict.reason, verdict.retried) for verdict in found]
 
 
-def _programs(text, mode="chat"):
-    asked = Asked(judge=_judge, mode=mode)
+def _programs(text, mode="chat", judge=_judge):
+    asked = Asked(judge=judge, mode=mode)
     return generated.ask(Oracle(text=text), PROBLEMS, [0, 1], asked)
 
 
@@ -126,23 +127,35 @@ def test_a_program_cannot_bend_the_helpers_of_the_prompt():
     ):
         found = _judge([(program, test, item.entry_point) for test in tests])
         assert [verdict.right for verdict in found] == right, program
+    with pytest.raises(sandbox.SandboxError, match="prompt of half is not Python: "):
+        generated.test(item._replace(prompt="def twice(x:"), "prompt")
 
 
-@pytest.mark.slow
-def test_a_prompt_alone_is_no_solution():
-    rows = _programs(lambda prompt: oracles.said(_question(prompt)))
-    assert not any(row["right"] for row in rows)
-
-
-@pytest.mark.slow
 def test_a_base_model_completes_the_prompt_and_is_stopped():
+    """A prompt begins with BOS; in a chat the names of special tokens are counted."""
+    judged, half = [], "    return x + y\n\n"
+
     def completion(prompt):
         assert prompt.startswith("<|bos|># sums")
-        return oracles.said("    return x + y\n\n\ndef more():\n    bad syntax")
+        return oracles.said(f"{half}\ndef more():\n    bad syntax")
 
-    rows = _programs(completion, mode="completion")
-    assert all(row["right"] for row in rows)
-    assert rows[0]["text"] == "    return x + y\n\n"
+    def judge(programs):
+        judged.extend(programs)
+        return [Verdict(True), Verdict(False, "wrong", True)]
+
+    rows = _programs(completion, mode="completion", judge=judge)
+    assert judged == [(item.prompt + half, item.test, item.entry_point) for item in PROBLEMS]
+    encoded = [oracles.TOKENIZER.encode(item.prompt) for item in PROBLEMS]
+    same = dict(text=half, tokens=len(f"{half}\ndef"))
+    for i, said in enumerate((dict(right=True), dict(right=False, reason="wrong", retried=True))):
+        prompt = prompt_hash([oracles.TOKENIZER.bos_id, *encoded[i]])
+        assert rows[i] == dict(index=i, prompt=prompt) | same | said
+
+    ids = [oracles.DIALOGUE.specials.python_start, *oracles.said("def f(): pass")]
+    rows = _programs(lambda prompt: list(ids), judge=judge)
+    assert [row["specials"] for row in rows] == [True, True]
+    rows = _programs(lambda prompt: oracles.said("x"), judge=judge)
+    assert not any("specials" in row for row in rows)
 
 
 def test_what_a_program_is_made_of():
@@ -153,11 +166,3 @@ def test_what_a_program_is_made_of():
     assert generated.code("  x = 1 \n") == "x = 1"
     assert generated.program(item, "x = 1") == "import math\nfrom typing import List\n\nx = 1\n"
     assert generated.completed(item, "    pass") == item.prompt + "    pass"
-
-
-@pytest.mark.slow
-def test_special_tokens_in_a_program_are_counted():
-    ids = [oracles.DIALOGUE.specials.python_start, *oracles.said("def f(): pass")]
-    rows = _programs(lambda prompt: list(ids))
-    assert all(row["specials"] for row in rows)
-    assert not any("specials" in row for row in _programs(lambda prompt: oracles.said("x")))

@@ -9,6 +9,7 @@ import scipy.stats
 from kvjax.evaluate import compare
 from kvjax.evaluate import paired
 from kvjax.evaluate.task import TASKS
+from kvjax.foundation.errors import UserError
 
 
 def _verdicts(both: int, only_first: int, only_second: int, neither: int) -> np.ndarray:
@@ -118,3 +119,10 @@ def test_a_comparison_of_two_models_and_of_seeds():
     assert "p" not in seeds["mmlu"] and seeds["mmlu"]["difference"] == pytest.approx(
         found["mmlu"]["difference"]
     )
+    elsewhere = _evaluated({"mmlu": 3}, questions=1)
+    elsewhere.verdicts["mmlu"] = {48: True}
+    with pytest.raises(UserError, match="--compare: the two sides have no question of a task in"):
+        compare.compare([one], [elsewhere])
+    elsewhere.identities["gsm8k"], elsewhere.verdicts["gsm8k"] = {}, {2: True, 0: False, 50: True}
+    (gsm8k,) = compare.compare([one], [elsewhere]).values()
+    assert (gsm8k["rows"], gsm8k["one"], gsm8k["other"]) == (2, 0, 0.5)

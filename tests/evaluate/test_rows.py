@@ -151,6 +151,39 @@ def test_two_writers_of_the_same_rows_are_refused(folder):
     rows_lib.Rows(folder, "mmlu", IDENTITY, (0, 1)).close()
 
 
+def test_what_cannot_be_written_or_says_no_day(folder, opened):
+    """Names the file, and what stands in its way: here a folder, or a file in a folder's place."""
+    rows = opened(folder, "mmlu", IDENTITY, (0, 1))
+    rows.path.mkdir()
+    with pytest.raises(UserError, match="mmlu.jsonl cannot be written: Is a directory. Rows bef"):
+        rows.add([_row(0)])
+    assert rows.done == {}
+    (folder / ".gsm8k.lock").mkdir()
+    with pytest.raises(UserError, match="/.gsm8k.lock cannot be written: Is a directory$"):
+        opened(folder, "gsm8k", IDENTITY, (0, 1))
+    (folder / "file").write_text("")
+    with pytest.raises(UserError, match="file/mmlu.json cannot be written: File exists$"):
+        opened(folder / "file", "mmlu", IDENTITY, (0, 1))
+    for said in ("yesterday", 3):
+        (folder / "gsm8k.json").write_text(json.dumps(dict(day=said)))
+        with pytest.raises(UserError, match=f"gsm8k.json: day = {said!r} is no date: remove the"):
+            rows_lib.day(folder)
+
+
+def test_rows_in_a_bucket_are_written_anew(folder, monkeypatch):
+    """Nothing is added to a file there, locked, or mended, which would be a file that is open."""
+    monkeypatch.setattr(rows_lib, "in_bucket", lambda path: True)
+    one, other = (rows_lib.Rows(folder, "mmlu", IDENTITY, (0, 1)) for _ in range(2))
+    one.add([_row(0)])
+    one.add([_row(1)])
+    other.look_again()
+    assert other.done == {0: _row(0), 1: _row(1)} and one.path.read_bytes().count(b"\n") == 2
+    one.path.write_bytes(one.path.read_bytes() + b"half")
+    other.look_again()
+    assert one.path.read_bytes().endswith(b"half") and not (folder / ".mmlu.lock").exists()
+    one.close()
+
+
 def test_rows_that_nothing_says_anything_of_are_refused(folder, opened):
     opened(folder, "mmlu", IDENTITY, (0, 1)).add([_row(0)])
     (folder / "mmlu.json").unlink()
