@@ -319,7 +319,7 @@ def by_layers(function, sharding: NamedSharding):
         for dim, axis in reversed(split):
             x = jax.lax.all_to_all(x, axis, split_axis=dim, concat_axis=0, tiled=True)
         for axis in reversed(copies):
-            x = jax.lax.all_gather(x, axis, axis=0, tiled=True)
+            x = jax.lax.all_gather(x, axis, tiled=True)
         return x[:L]
 
     return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

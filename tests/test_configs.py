@@ -18,7 +18,6 @@ import ml_collections
 import pytest
 
 from kvjax import experiment
-from kvjax import recipes
 from kvjax.costs import formulas
 from kvjax.foundation import configuration
 from kvjax.foundation.checkout import ROOT
@@ -154,21 +153,6 @@ def test_mid_training_goes_on_with_the_model_of_its_parent(name):
         assert (run.train.num_steps, run.train.eval_every, run.tokens_per_step) == (0, 150, 524_288)
         assert run.train.eval_rows * run.data.sequence_length == 10_485_760
         assert not run.is_masked and run.mixture.order[:3] == ("smoltalk", "mmlu", "gsm8k")
-
-
-def test_chat_sft_goes_on_from_mid_training():
-    """nanochat's: 20,843 conversations, one a row, 32 a step, rates times 0.02, linear to 0."""
-    run = experiment.resolve(
-        recipes.chat_sft("sft/mha_128m", scale="128m", attention=recipes.mha(6))
-    )
-    assert run.train.parent == "runs/mid/mha_128m" and run.model == _resolve("mid/mha_128m").model
-    parts = [(part.kind, part.stop) for part in run.mixture.parts("train")]
-    assert parts == [("arc", None), ("arc", None), ("gsm8k", None), ("smoltalk", 10_000)]
-    assert (run.mixture.loss, run.mixture.pack, run.is_masked) == ("assistant", "single", True)
-    assert (run.train.num_steps, run.train.batch_size) == (0, 32)
-    optimizer = run.optimizer
-    assert (optimizer.lr_scale, optimizer.schedule, optimizer.clip_norm) == (0.02, "linear", 0.0)
-    assert optimizer.momentum_end == 0.95 and optimizer.momentum_warmup_steps == 0
 
 
 def test_names_are_unique_over_folders():
