@@ -77,8 +77,8 @@ class Dense:
         return path[2:4] == _MECHANISM and path[4].removesuffix("_bias") in _WHOLE
 
     def _dtype(self, path: Path) -> np.dtype:
-        scaled = path[2:] == (*_MECHANISM, "query") and self._scale != 1
-        if scaled or (self._is_whole(path) and not self.is_source):
+        is_query = path[2:4] == _MECHANISM and path[4].removesuffix("_bias") == "query"
+        if (is_query and self._scale != 1) or (self._is_whole(path) and not self.is_source):
             return np.dtype(np.float32)
         return self._dtypes[path]
 

@@ -17,8 +17,11 @@ from safetensors.numpy import save_file
 from kvjax import cache as cache_lib
 from kvjax import recipes
 from kvjax.convert import __main__ as command
+from kvjax.convert import asked
 from kvjax.convert import into_workdir
 from kvjax.convert import model as model_lib
+from kvjax.convert.methods import LowRankKV
+from kvjax.convert.methods import ThinKeys
 from kvjax.costs import formulas
 from kvjax.experiment import resolve
 from kvjax.foundation import command_line
@@ -175,6 +178,17 @@ BAD = [
         ["--source=X", "--out=OUT", "--method=lrkv", "--rank=1", "--calibrate=x", *BY_WEIGHTS],
         "--calibrate=x: is of --objective=inputs and outputs alone",
     ),
+    (
+        ["--source=X", "--out=OUT", "--method=thin_keys", "--rank=3", "--value_rank=2"],
+        "--value_rank=2: is of --part=key_value alone",
+    ),
+    (
+        [
+            *("--source=X", "--out=OUT", "--method=thin_keys", "--rank=3", "--part=key_value"),
+            "--value_rank=0",
+        ],
+        "--value_rank = 0: must be at least 1",
+    ),
     (["--source=/nowhere", "--out=OUT"], "there is no such folder or file"),
     (["--source=SRC", "--out=SRC"], "is there already: give another"),
     (["--source=SRC", "--out=gs://bucket/x"], "local"),
@@ -211,14 +225,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("options, message", BAD, ids=lambda x: str(x)[-40:])
-def test_bad_options(run, imported, tmp_path, monkeypatch, options, message):
+def test_bad_options(run, imported, tmp_path, monkeypatch):
     source, out = str(imported("llama_tied_bias")), str(tmp_path / "out")
-    options = [o.replace("SRC", source).replace("OUT", out) for o in options]
     monkeypatch.chdir(tmp_path)
-    status, _, errors = run(*options)
-    assert status == 2 and message in errors and "Traceback" not in errors
-    assert not list(tmp_path.iterdir())
+    for options, message in BAD:
+        given = [option.replace("SRC", source).replace("OUT", out) for option in options]
+        status, _, errors = run(*given)
+        assert status == 2 and message in errors and "Traceback" not in errors, (options, errors)
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_source_leaves_nothing(run, tmp_path):
@@ -298,15 +312,122 @@ def test_all_that_is_said_and_written_down(run, text, tmp_path, monkeypatch):
     assert errors == longer * 2 + few
 
 
-@pytest.mark.slow
-def test_an_energy_that_no_rank_keeps(run, imported, tmp_path):
-    options = [f"--source={imported('qwen3')}", f"--out={tmp_path / 'out'}", *BY_WEIGHTS]
-    status, _, errors = run(*options, "--method=thin_keys", "--energy=1", "--multiple=1")
-    errors = " ".join(errors.split())
-    assert (
-        status == 0 and "no rank that makes the cache smaller keeps so much: layer 0 0." in errors
+def test_ranks_of_layers_in_words(run, tmp_path, monkeypatch):
+    """By energy, by a share of the cache and none at all, without a text."""
+    block = dataclasses.replace(workdirs.BLOCKS["llama"], num_layers=6)
+    mechanism = workdirs.grouped(2, 2, qk_norm="none")
+    workdirs.write(tmp_path / "source", workdirs.config(block, mechanism))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def converted(out, *options):
+        status, printed, errors = run("--source=source", f"--out={out}", *options)
+        assert status == 0, errors
+        record = json.loads((tmp_path / out / "conversion.json").read_text())
+        del record["made_by"]
+        return printed.splitlines(), " ".join(errors.split()), record
+
+    record = dict(source="source", cache_dtype="bfloat16")
+    lrkv, shared = ("--method=lrkv", *BY_WEIGHTS), dict(objective="weights", bases=1)
+    _, errors, kept = converted("kept", *lrkv, "--energy=0.99", "--multiple=3")
+    lost = kept.pop("errors")
+    assert kept == record | dict(
+        method="lrkv",
+        cache_bytes_per_token=dict(before=384, after=336),
+        options=dict(energy=0.99, multiple=3, align=True, **shared),
+        ranks=[3] * 6,
     )
-    assert "at rank 12" in errors
+    shares = [0.02572, 0.03185, 0.02347, 0.03408, 0.03070, 0.01831]
+    assert [x["key"] for x in lost.values()] == pytest.approx(shares, rel=1e-3)
+    shares = [0.01080, 0.01679, 0.00859, 0.02198, 0.01842, 0.01793]
+    assert [x["value"] for x in lost.values()] == pytest.approx(shares, rel=1e-3)
+    assert errors == (
+        "WARNING: --energy=0.99: no rank that makes the cache smaller keeps so much: layer 0 "
+        "0.9817 at rank 3, layer 1 0.9757 at rank 3, layer 2 0.9840 at rank 3, layer 3 0.9720 at "
+        "rank 3 and 2 more"
+    )
+    enough = converted("enough", *lrkv, "--energy=0.98", "--multiple=3")
+    assert enough[1].count("layer") == 3 and "more" not in enough[1].partition("smaller")[2]
+
+    printed, errors, share = converted("share", *lrkv, "--cache=0.8", "--multiple=1", "--no-align")
+    lost = share.pop("errors")
+    assert share == record | dict(
+        method="lrkv",
+        cache_bytes_per_token=dict(before=384, after=304),
+        options=dict(cache=0.8, multiple=1, align=False, **shared),
+        ranks=[3, 2, 2, 2, 2, 3],
+    )
+    assert not errors and printed == [
+        "written: share, from source",
+        "Share of the energy that is lost",
+        "",
+        "layer     key   value",
+        "-----  ------  ------",
+        *(f"{i}      {x['key']:.4f}  {x['value']:.4f}" for i, x in lost.items()),
+        "",
+        "cache: 304 bytes per token in bfloat16, 0.792 of 384",
+        "",
+        "python -m kvjax.generate --workdir=share --prompt='Once'",
+    ]
+    printed, errors, whole = converted("whole")
+    assert whole == record | dict(method="none", cache_bytes_per_token=dict(before=384, after=384))
+    assert not errors and printed == [
+        "written: whole, from source",
+        "",
+        "cache: 384 bytes per token in bfloat16",
+        "",
+        "python -m kvjax.generate --workdir=whole --prompt='Once'",
+    ]
+
+
+def test_what_options_ask_for():
+    """The method, and what conversion.json says of it, defaults included."""
+    by_text = dict(calibrate="embedded", calibrate_tokens=32_768, row_length=512)
+    outputs = by_text | dict(multiple=8, objective="outputs")
+    thin = dict(mode="per_head", part="key")
+    joint = dict(mode="joint", part="key")
+    cases = [
+        ("", None, dict(row_length=512)),
+        (
+            "--cache=0.5",
+            ThinKeys(rank=1, mode="joint", part="key_value"),
+            outputs | dict(cache=0.5, mode="joint", part="key_value"),
+        ),
+        ("--method=thin_keys --rank=3", ThinKeys(rank=3), outputs | thin | dict(rank=3)),
+        (
+            "--method=thin_keys --energy=0.9",
+            ThinKeys(rank=1, mode="joint", absorb=False),
+            outputs | joint | dict(energy=0.9),
+        ),
+        (
+            "--cache=0.5 --part=value --mode=per_head",
+            ThinKeys(rank=1, part="value", absorb=False),
+            outputs | dict(cache=0.5, part="value", mode="per_head"),
+        ),
+        (
+            "--method=thin_keys --rank=3 --part=key_value --value_rank=2 --objective=inputs",
+            ThinKeys(rank=3, part="key_value", value_rank=2, objective="inputs"),
+            outputs
+            | dict(rank=3, part="key_value", value_rank=2, objective="inputs", mode="per_head"),
+        ),
+        (
+            "--method=lrkv --rank=3 --bases=2 --no-align --objective=weights",
+            LowRankKV(rank=3, bases=2, align=False, objective="weights"),
+            dict(rank=3, bases=2, align=False, objective="weights", multiple=8),
+        ),
+        (
+            "--method=lrkv --cache=0.5 --multiple=4 --calibrate=x --calibrate_tokens=9",
+            LowRankKV(rank=1, step=4),
+            outputs
+            | dict(cache=0.5, multiple=4, calibrate="x", calibrate_tokens=9)
+            | dict(bases=1, align=True),
+        ),
+    ]
+    for given, method, said in cases:
+        options = command._parser().parse(["--source=a", "--out=b", *given.split()])
+        asked.settle(options, command._parser().get_default)
+        assert asked.method(options) == method and asked.given(options) == said, given
+        assert asked.splits(options) == (given == "--cache=0.5")
 
 
 @pytest.mark.slow

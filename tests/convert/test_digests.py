@@ -1,6 +1,7 @@
 """Digests that a model hub's client leaves of files are checked before a file is read."""
 
 import hashlib
+import json
 import shutil
 
 from etils import epath
@@ -74,3 +75,36 @@ def test_what_says_no_digest_is_not_asked(tmp_path):
         digests.check_download(epath.Path(file))
     shutil.rmtree(tmp_path / ".cache")
     digests.check_download(epath.Path(file))
+
+
+def blake2b(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def test_files_of_an_export(tmp_path):
+    """Against BLAKE2b of 16 bytes, over what is written in UTF-8."""
+    folder, texts = epath.Path(tmp_path), {"a.json": "\u00e9\n", "b": ""}
+    digests.check_files(folder)  # which has none, as older ones
+    text = digests.of_files(texts)
+    expected = {"a.json": blake2b(b"\xc3\xa9\n"), "b": blake2b(b"")}
+    assert text == json.dumps({"blake2b": expected}, indent=1) + "\n"
+    for name, content in (texts | {"digests.json": text, "other": "?"}).items():
+        (tmp_path / name).write_text(content, "utf-8")
+    digests.check_files(folder)
+    advice = "copy the folder again, or remove this file if what it tells of was changed on purpose"
+    (tmp_path / "a.json").write_text("e\n")
+    with pytest.raises(UserError) as error:
+        digests.check_files(folder)
+    a_json = tmp_path / "a.json"
+    assert str(error.value) == f"{a_json} has other bytes than digests.json tells of: {advice}"
+    a_json.unlink()
+    with pytest.raises(UserError) as error:
+        digests.check_files(folder)
+    assert str(error.value) == f"{a_json} is missing, and digests.json tells of: {advice}"
+    for said in ("{}", '{"blake2b": []}'):
+        (tmp_path / "digests.json").write_text(said)
+        with pytest.raises(UserError, match=rf"digests\.json has no blake2b: {advice}"):
+            digests.check_files(folder)
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    assert digests.of_array(array.T) == blake2b(array.T.tobytes())
+    assert digests.key_of("layers.0.up") == "blake2b:layers.0.up"

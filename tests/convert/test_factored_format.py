@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 from safetensors.numpy import save_file
 
+from kvjax.attention import PaperMLAConfig
 from kvjax.convert import factored_format
 from kvjax.convert import factored_readme
 from kvjax.convert import into_workdir
@@ -16,6 +17,7 @@ from kvjax.convert import model as model_lib
 from kvjax.convert import published
 from kvjax.foundation.errors import UserError
 from tests import damage
+from tests import golden
 from tests import quick
 from tests.convert import comparison
 from tests.convert import workdirs
@@ -62,13 +64,46 @@ def test_what_has_no_formulas_is_not_written(make_mechanism, name, keys, message
         factored_readme.text("made", config, context=16)
 
 
-def test_partial_rope_is_described(make_mechanism):
-    mechanism = make_mechanism("lrkv")
-    block = dataclasses.replace(workdirs.BLOCKS["nanochat"], rope_fraction=0.5)
-    config = workdirs.config(block, mechanism)
-    said = factored_readme.text("made", config, context=16)
-    half = mechanism.key_dim // 2
-    assert f"^(-2i/{half}), i < {half // 2}; channels of other i stay" in " ".join(said.split())
+def test_what_is_told_of_a_model():
+    """The whole file of one model, and of others what it says beside the tensors, as it was read.
+
+    One that was meant to say something else: delete tests/goldens/factored_readme.txt, run this
+    test, which writes it, and read the difference.
+    """
+    of = workdirs.config
+    nanochat, llama, gpt2 = (workdirs.BLOCKS[name] for name in ("nanochat", "llama", "gpt2"))
+    block = dataclasses.replace
+    plain = dict(qk_norm="none")
+    scaled = dict(rope_factor=8.0, rope_low=1.5, rope_high=3.0, rope_original=64)
+    _, by_layer, _ = workdirs.MODELS["lrkv_by_layer"]
+    models = [
+        of(nanochat, by_layer),
+        of(llama, workdirs.grouped(2, 1, 3, qk_norm="rms_gain")),
+        of(gpt2, workdirs.grouped(4, 2, 3, **plain, bias=True, latent_bias=True)),
+        of(
+            block(nanochat, **scaled, rope_fraction=0.5, rope_base=7.0, activation="gelu_exact"),
+            workdirs.grouped(4, 4, tie="kv"),
+        ),
+        of(
+            block(gpt2, positions="sinusoidal", norm_after=True, activation="relu", bias=False),
+            workdirs.grouped(4, 4, **plain, tie="qk", position_channels=6),
+        ),
+        of(
+            block(llama, positions="none", window=0, activation="gelu", norm_gain=False),
+            workdirs.grouped(4, 1, 2, alibi=True, qk_norm="rms_gain"),
+        ),
+        of(block(nanochat, logit_softcap=0.0), workdirs.grouped(4, 2, 3, rope="shared")),
+        of(nanochat, workdirs.factored(2, 1, 5, 4, **plain)),
+        of(nanochat, workdirs.factored(4, 2, 0, 3, qk_norm="rms_gain", bias=True)),
+        of(nanochat, workdirs.factored(4, 2, 3)),
+        of(nanochat, workdirs.mla()),
+        of(llama, workdirs.mla(**plain)),
+        of(nanochat, PaperMLAConfig(num_heads=4, latent_dim=10, key_dim=8, value_dim=6)),
+    ]
+    texts = [factored_readme.text(f"model {i}", one, context=2048) for i, one in enumerate(models)]
+    first, *others = texts
+    found = [first, *(f"# {i}\n{one[one.index('Letters: ') :]}" for i, one in enumerate(others, 1))]
+    golden.check_text("\n".join(found), "factored_readme", 0)
 
 
 def test_layers_are_numbered_through(tmp_path):
@@ -76,6 +111,9 @@ def test_layers_are_numbered_through(tmp_path):
     block, mechanisms, _ = workdirs.MODELS["lrkv_by_layer"]
     workdir = workdirs.write(tmp_path / "workdir", workdirs.config(block, mechanisms))
     workdirs.export(workdir, tmp_path / "out", "--format=factored")
+    for file, indent in (("config.json", 2), ("digests.json", 1)):  # people read them too
+        text = (tmp_path / "out" / file).read_text()
+        assert text == json.dumps(json.loads(text), indent=indent) + "\n"
     tensors = load_file(tmp_path / "out/model.safetensors")
     name = "layers.{}.attention.mechanism.latent_key"
     assert tensors[name.format(0)].shape == (24, 4, 3)

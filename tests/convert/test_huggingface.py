@@ -23,6 +23,7 @@ from tests import quick
 from tests.convert import comparison
 from tests.convert import workdirs
 
+INNER = ("segments", 0, "attention", "mechanism")
 TOKENS = np.random.default_rng(0).integers(0, workdirs.VOCABULARY, (2, 24), np.int32)
 
 
@@ -94,10 +95,62 @@ def test_nanochat_turns_pairs_the_other_way(tmp_path):
         np.testing.assert_array_equal(written, w_DKH.reshape(24, -1).T)
 
 
-def test_a_model_without_factors_is_not_copied():
+def _halved(block, mechanism):
+    """A model with weights in bfloat16, and by path what a layer of it has."""
+    made = workdirs.Made(workdirs.config(block, mechanism))
+    made.weights = {path: w.astype(ml_dtypes.bfloat16) for path, w in made.weights.items()}
+    return made, {path: w[1] if path[0] == "segments" else w for path, w in made.weights.items()}
+
+
+def _check_dense(made, expected):
+    dense = Dense(made)
+    assert (dense.name, dense.context, dense.tokenizer_json) == ("made", 40, made.tokenizer_json)
+    shapes = dense.parameters()
+    assert shapes.keys() == expected.keys()
+    for path, w in expected.items():
+        layers = (3,) if path[0] == "segments" else ()
+        found = dense.read(path, 1 if layers else None)
+        assert found.dtype == shapes[path][1] == w.dtype, path
+        assert found.shape == w.shape and (*layers, *w.shape) == shapes[path][0], path
+        np.testing.assert_allclose(*(x.astype(np.float64) for x in (found, w)), rtol=1e-6)
+
+
+def test_factors_are_multiplied_out_in_float32():
+    """What had no factors stays as it was, and is not copied."""
+    mechanism = workdirs.grouped(4, 2, 3, bias=True, latent_bias=True, out_bias=False)
+    made, expected = _halved("nanochat", mechanism)
+    assert not Dense(made).is_source
+    for part in ("key", "value"):
+        expand = expected.pop((*INNER, f"expand_{part}")).astype(np.float64)
+        for end in ("", "_bias"):
+            latent = expected.pop((*INNER, f"latent_{part}{end}")).astype(np.float64)
+            bases = expected[*INNER, f"base_{part}{end}"].astype(np.float64)
+            whole = np.repeat(bases, 2, axis=-2) + np.einsum("...KR,KRH->...KH", latent, expand)
+            expected[*INNER, f"base_{part}{end}"] = whole.astype(np.float32)
+    _check_dense(made, expected)
     made = workdirs.Made(workdirs.config("nanochat", workdirs.grouped(2, 2)))
-    path = ("segments", 0, "attention", "mechanism", "base_key")
+    path = (*INNER, "base_key")
     assert np.shares_memory(Dense(made).read(path, 1), made.weights[path])
+
+
+def test_narrow_heads_are_filled_up_with_zeros():
+    """Queries make up for the root of a key's channels that logits are divided by."""
+    dims = dict(query=6, base_key=6, base_value=5)
+    narrow = workdirs.grouped(2, 2, qk_norm="none", key_dim=6, value_dim=5, bias=True)
+    made, expected = _halved("gpt2", narrow)
+    assert Dense(made).is_source
+    for part, channels in dims.items():
+        for path in ((*INNER, part), (*INNER, f"{part}_bias")):
+            w = expected[path]
+            filled = np.zeros((*w.shape[:-1], 8), w.dtype)
+            filled[..., :channels] = w
+            expected[path] = filled
+            if part == "query":
+                expected[path] = (filled.astype(np.float64) * (8 / 6) ** 0.5).astype(np.float32)
+    out = ("segments", 0, "attention", "out")
+    filled = np.zeros((4, 8, 32), expected[out].dtype)
+    filled[:, :5] = expected[out]
+    _check_dense(made, expected | {out: filled})
 
 
 def test_bfloat16(small, tmp_path):

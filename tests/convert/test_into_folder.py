@@ -123,6 +123,9 @@ def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path, monkeypatch):
 
 def test_conversions_at_once_leave_each_other_alone(tmp_path):
     first, second = (into_workdir.check(str(tmp_path / name)) for name in ("first", "second"))
+    killed = into_workdir._staging(first)
+    killed.mkdir()  # by one that was killed: nobody has its lock
+    (killed / "weights").write_text("some")
 
     def other():
         into_folder.write(_plan(a=(2,)), second, "F32")

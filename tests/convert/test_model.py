@@ -65,6 +65,32 @@ def test_a_part_of_a_layer_is_read_alone(monkeypatch):
         np.testing.assert_array_equal(weight, whole["mechanism"][name])
 
 
+def test_layers_in_a_config():
+    """Where a layer lies; what describes all layers, which may differ in their ranks alone."""
+    of = workdirs.config
+    block, by_layer, _ = workdirs.MODELS["lrkv_by_layer"]
+    model = workdirs.Made(of(block, [*by_layer[:2], by_layer[1]]))
+    assert [model_lib.layer_of(model, i) for i in range(3)] == [(0, 0), (1, 0), (1, 1)]
+    with pytest.raises(IndexError):
+        model_lib.layer_of(model, 3)
+    lrkv, thin = workdirs.grouped(4, 2, 3), workdirs.factored(2, 1, 5)
+    thin_by_layer = [workdirs.factored(2, 1, rank) for rank in (5, 3, 5)]
+    for mechanisms, kind, ranks in (
+        (lrkv, "grouped", ()),
+        (by_layer, "grouped", (3, 0, 5)),
+        (thin, "factored", ()),
+        (thin_by_layer, "factored", (5, 3, 5)),
+        (workdirs.mla(), "mla", None),
+    ):
+        config = of(block, mechanisms)
+        found = model_lib.attention_section(config)
+        assert (found.pop("kind"), found.pop("layer_ranks", None)) == (kind, ranks)
+        assert found == dataclasses.asdict(config.mechanisms[0])
+    for other in (thin, workdirs.grouped(2, 2, 3), dataclasses.replace(lrkv, qk_norm="none")):
+        with pytest.raises(UserError, match="layers differ in more than their rank: no config"):
+            model_lib.attention_section(of(block, [lrkv, lrkv, other]))
+
+
 @pytest.mark.slow
 def test_a_workdir_is_what_was_published(imported):
     """Read as any run's: the same logits, tokenizer and chat template."""
