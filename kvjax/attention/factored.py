@@ -25,9 +25,9 @@ from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings.factored import FactoredSizes
+from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
@@ -153,13 +153,15 @@ class Factored(Mechanism):
             entry["key_scale"] = inverse_rms(self._whole_keys(raw), self.config.norm_epsilon)
         return entry
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+    def decode_inputs(
+        self, q_BTNH: jax.Array, rope_base: Base | None
+    ) -> cache_layouts.DecodeInputs:
         c = self.config
         expand_key = self.expand_key[...] if c.key_rank else None
         gain_H = gain_of(self.key_norm)
         if c.key_rank and gain_H is not None:
             expand_key = expand_key * gain_H[None, None]
-        return readings.FactoredReading(
+        return cache_layouts.FactoredInputs(
             query=q_BTNH,
             expand_key=expand_key,
             expand_value=self.expand_value[...] if c.value_rank else None,

@@ -19,7 +19,7 @@ from kvjax.attention.mechanism import latent_norm
 from kvjax.attention.mla import MLA
 from kvjax.attention.mla import MLAConfig
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.layers.rope import Base
 from kvjax.layers.weight import weight
 
@@ -76,7 +76,9 @@ class GLA(MLA):
     def contents(self, raw: dict) -> tuple[jax.Array, jax.Array]:
         return self._up(raw["latent"], self.up_key), self._up(raw["latent"], self.up_value)
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+    def decode_inputs(
+        self, q_BTNH: jax.Array, rope_base: Base | None
+    ) -> cache_layouts.DecodeInputs:
         """The content query times up_key meets the latent of its group itself."""
         del rope_base  # the rotated key is cached
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)
@@ -85,7 +87,7 @@ class GLA(MLA):
         q_BTJnH = q_BTNH.reshape(B, T, up_JCnH.shape[0], -1, H)
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
         query = jnp.einsum("BTJnH,JCnH->BTJnC", q_BTJnH, up_JCnH, preferred_element_type=wide)
-        return readings.LatentReading(
+        return cache_layouts.LatentInputs(
             query=query.reshape(B, T, N, -1),
             rope_query=q_BTNP,
             up_value=_flat(self.up_value),

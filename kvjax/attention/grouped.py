@@ -33,12 +33,12 @@ from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
 from kvjax.attention.nearest import nearest
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
-from kvjax.kernels.decode_attention.readings.reading import Sizes
-from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
-from kvjax.kernels.decode_attention.readings.tied import TiedSizes
+from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
+from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
+from kvjax.kernels.decode_attention.cache_layouts.tied import TiedSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
@@ -336,13 +336,15 @@ class Grouped(Mechanism):
             entry["base_key"] = rotate(entry["base_key"], positions.rotary)
         return entry
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+    def decode_inputs(
+        self, q_BTNH: jax.Array, rope_base: Base | None
+    ) -> cache_layouts.DecodeInputs:
         c = self.config
         q_BTNH, bias = places.split_queries(c, q_BTNH, self._map())
         shared = dict(bias=bias, scale=c.scale)
         gain = gain_of(self.key_norm)
         if c.ties_values:
-            return readings.TiedReading(
+            return cache_layouts.TiedInputs(
                 query=q_BTNH,
                 expand_key=self.expand_key[...] if c.rank else None,
                 gain=gain,
@@ -351,11 +353,11 @@ class Grouped(Mechanism):
                 **shared,
             )
         if not c.rank:
-            return readings.GroupedReading(query=q_BTNH, **shared)
+            return cache_layouts.GroupedInputs(query=q_BTNH, **shared)
         base_query, residual_query = q_BTNH, q_BTNH
         if c.splits_rope:
             base_query, residual_query = jnp.split(q_BTNH, 2, axis=-1)
-        return readings.ResidualReading(
+        return cache_layouts.ResidualInputs(
             query=base_query,
             residual_query=residual_query,
             expand_key=_times_gain(self.expand_key[...], gain),

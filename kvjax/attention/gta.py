@@ -22,9 +22,9 @@ from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
@@ -124,9 +124,11 @@ class GTA(Mechanism):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return dict(raw)
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+    def decode_inputs(
+        self, q_BTNH: jax.Array, rope_base: Base | None
+    ) -> cache_layouts.DecodeInputs:
         del rope_base  # the rotated key is cached
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.content_dim], axis=-1)
         rope_query = q_BTNP if self.config.rope_key_dim else None
         scale = self.config.scale
-        return readings.LatentReading(query=q_BTNH, rope_query=rope_query, scale=scale)
+        return cache_layouts.LatentInputs(query=q_BTNH, rope_query=rope_query, scale=scale)

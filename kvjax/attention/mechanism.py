@@ -13,8 +13,8 @@ import jax
 from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings import Reading
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
@@ -138,7 +138,7 @@ class Mechanism(nnx.Module):
         """The cache entry: arrays [B, T, *field.shape], named as in `config.entry()`."""
         raise NotImplementedError
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> Reading:
+    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> DecodeInputs:
         """What decode attention needs besides the cache, from `project`'s queries.
 
         What is folded into weights is float32 or wider: it is not rounded twice.

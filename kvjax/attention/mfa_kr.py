@@ -21,9 +21,9 @@ from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings.tied import TiedSizes
+from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.tied import TiedSizes
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
@@ -101,8 +101,10 @@ class MFAKR(Mechanism):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return dict(raw)
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
-        return readings.TiedReading(
+    def decode_inputs(
+        self, q_BTNH: jax.Array, rope_base: Base | None
+    ) -> cache_layouts.DecodeInputs:
+        return cache_layouts.TiedInputs(
             query=q_BTNH,
             gain=gain_of(self.key_norm),
             norm_epsilon=None if self.key_norm is None else self.config.norm_epsilon,

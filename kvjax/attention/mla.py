@@ -23,9 +23,9 @@ from kvjax.attention.mechanism import latent_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import scaled_latent
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
@@ -121,13 +121,15 @@ class MLA(Mechanism):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return dict(raw)
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+    def decode_inputs(
+        self, q_BTNH: jax.Array, rope_base: Base | None
+    ) -> cache_layouts.DecodeInputs:
         """The content query times up_key meets the latent itself (DeepSeek-V2, section 2.1)."""
         del rope_base  # the rotated key is cached
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
         fold = functools.partial(jnp.einsum, "BTNH,CNH->BTNC", preferred_element_type=wide)
-        return readings.LatentReading(
+        return cache_layouts.LatentInputs(
             query=fold(q_BTNH, self.up_key[...]),
             rope_query=q_BTNP,
             up_value=self.up_value[...][None],

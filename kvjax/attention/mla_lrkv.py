@@ -19,9 +19,9 @@ from kvjax.attention.mechanism import check_residual
 from kvjax.attention.mla import MLA
 from kvjax.attention.mla import MLAConfig
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings.latent_residual import LatentResidualSizes
+from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.latent_residual import LatentResidualSizes
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
@@ -91,15 +91,17 @@ class MLALRKV(MLA):
         v_BTNH += jnp.einsum("BTNR,NRH->BTNH", raw["residual_value"], self.expand_value[...])
         return k_BTNH, v_BTNH
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
-        """MLA's reading; the content query times B meets the residual itself (LRKV eq. 3)."""
+    def decode_inputs(
+        self, q_BTNH: jax.Array, rope_base: Base | None
+    ) -> cache_layouts.DecodeInputs:
+        """Returns MLA's inputs, with the content query folded into rank space (LRKV eq. 3)."""
         of_latent = super().decode_inputs(q_BTNH, rope_base)
         if not self.config.rank:
             return of_latent
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
         q_BTNH = q_BTNH[..., : self.config.key_dim]
         fold = dict(preferred_element_type=wide)
-        return readings.LatentResidualReading(
+        return cache_layouts.LatentResidualInputs(
             query=of_latent.query,
             rope_query=of_latent.rope_query,
             residual_query=jnp.einsum("BTNH,NRH->BTNR", q_BTNH, self.expand_key[...], **fold),

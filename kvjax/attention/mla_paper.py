@@ -18,9 +18,9 @@ from kvjax.attention.mechanism import gain_of
 from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings.rebuilt import RebuiltSizes
+from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.rebuilt import RebuiltSizes
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.weight import linear
@@ -85,9 +85,11 @@ class PaperMLA(Mechanism):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return {"latent": raw["latent"]}
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+    def decode_inputs(
+        self, q_BTNH: jax.Array, rope_base: Base | None
+    ) -> cache_layouts.DecodeInputs:
         c = self.config
-        return readings.RebuiltReading(
+        return cache_layouts.RebuiltInputs(
             query=q_BTNH,
             up_key=self.up_key[...],
             up_value=self.up_value[...],

@@ -12,8 +12,8 @@ mean(w)·A_ts, a temperature, plus w's second half times the encoding of s: a bi
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings.reading import Bias
+from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts.layout import Bias
 from kvjax.layers import alibi
 from kvjax.layers import sinusoid
 from kvjax.layers.rope import Positions
@@ -60,9 +60,9 @@ def split_queries(
     """Queries without their channels, and the bias that stands for these; None for none."""
     if config.alibi:
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-        bias = readings.SlopeBias(slopes=jnp.asarray(alibi.slopes(config.num_heads), wide))
+        bias = cache_layouts.SlopeBias(slopes=jnp.asarray(alibi.slopes(config.num_heads), wide))
     elif map_C is not None:
-        bias = readings.PositionBias(weights=_column_weights(map_C))
+        bias = cache_layouts.PositionBias(weights=_column_weights(map_C))
     else:
         return q_BTNH, None
     return q_BTNH[..., : -channels(config)], bias

@@ -21,9 +21,9 @@ from kvjax.attention.mechanism import latent_norm
 from kvjax.attention.mechanism import require
 from kvjax.attention.mechanism import scaled_latent
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings.latent import LatentSizes
+from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
 from kvjax.layers.rope import Rotary
@@ -102,9 +102,11 @@ class SharedKV(Mechanism):
     def encode(self, raw: dict, positions: Positions) -> dict[str, jax.Array]:
         return dict(raw)
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+    def decode_inputs(
+        self, q_BTNH: jax.Array, rope_base: Base | None
+    ) -> cache_layouts.DecodeInputs:
         del rope_base  # what is rotated is cached
-        return readings.LatentReading(query=q_BTNH, scale=self.config.scale)
+        return cache_layouts.LatentInputs(query=q_BTNH, scale=self.config.scale)
 
     def combine(self, o_BTNV: jax.Array, positions: Positions) -> jax.Array:
         rotary = positions.rotary

@@ -23,9 +23,9 @@ from kvjax.attention.mechanism import head_norm
 from kvjax.attention.mechanism import normalise_and_rotate
 from kvjax.attention.mechanism import require
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import readings
-from kvjax.kernels.decode_attention.readings import DecodeFlops
-from kvjax.kernels.decode_attention.readings.tensor_product import TensorProductSizes
+from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.tensor_product import TensorProductSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base
 from kvjax.layers.rope import Positions
@@ -202,7 +202,9 @@ class TPA(Mechanism):
             entry["key_factor"] = normalise_and_rotate(factor_BTRH, None, positions.rotary)
         return entry
 
-    def decode_inputs(self, q_BTNH: jax.Array, rope_base: Base | None) -> readings.Reading:
+    def decode_inputs(
+        self, q_BTNH: jax.Array, rope_base: Base | None
+    ) -> cache_layouts.DecodeInputs:
         c, gain_H = self.config, gain_of(self.key_norm)
         operands = {}
         if c.fixed == "heads":
@@ -212,7 +214,7 @@ class TPA(Mechanism):
             gain_1H = 1.0 if gain_H is None else gain_H[None]
             operands["key_factor"] = self.key_factor[...] * gain_1H
             operands["value_factor"] = self.value_factor[...]
-        return readings.TensorProductReading(
+        return cache_layouts.TensorProductInputs(
             query=q_BTNH,
             **operands,
             gain=gain_H if c.shared_factors else None,

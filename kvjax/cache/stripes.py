@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 AXIS = "cache"  # of a mesh: the chips that tokens of a cache are split over
-LONGEST = 512  # tokens of a stripe, at most: a tile of `readings.tiles.TILE_KV`
+LONGEST = 512  # tokens of a stripe, at most: a tile of `cache_layouts.tiles.TILE_KV`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A mechanism of its own, with a way of reading of its own, in one file: it works everywhere.
+"""A mechanism of its own, with a cache layout of its own, in one file: it works everywhere.
 
 Keys and values are sums of R outer products, k_n = sum_r a_rn b_r and v_n = sum_r c_rn d_r; RoPE
 turns b. The first axis of its cache counts ranks, not heads, and no kernel knows it.
@@ -23,10 +23,10 @@ from kvjax.cache.field import Field
 from kvjax.costs import formulas
 from kvjax.decoding.generator import Generator
 from kvjax.distributed import sharding
-from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import Reading
-from kvjax.kernels.decode_attention.readings.reading import reading
-from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
+from kvjax.kernels.decode_attention.cache_layouts.layout import static
 from kvjax.layers.weight import linear
 from kvjax.layers.weight import weight
 from kvjax.model import parameters
@@ -39,8 +39,8 @@ from tests.attention import law
 # -- the file --------------------------------------------------------------------------------------
 
 
-@reading
-class OuterProductReading(Reading):
+@pytree
+class OuterProductInputs(DecodeInputs):
     """cache: key_head, value_head [B, R, N, S], key_factor [B, R, H, S], value_factor likewise."""
 
     query: jax.Array  # [B, T, N, H]
@@ -69,7 +69,7 @@ class _Tiles:
         inner = jnp.einsum("BTNH,BRHs->BNTRs", self.q_BTNH, tile["key_factor"])
         return jnp.einsum("BNTRs,BRNs->BNTs", inner, tile["key_head"])
 
-    def weigh(self, p_BNTs, tile):
+    def weighted_sums(self, p_BNTs, tile):
         weights = jnp.einsum("BNTs,BRNs->BNTRs", p_BNTs, tile["value_head"])
         return (jnp.einsum("BNTRs,BRVs->BNTV", weights, tile["value_factor"]),)
 
@@ -134,7 +134,7 @@ class OuterProduct(Mechanism):
         return raw | dict(key_factor=factor)
 
     def decode_inputs(self, q_BTNH, rope_base):
-        return OuterProductReading(query=q_BTNH, scale=self.config.scale)
+        return OuterProductInputs(query=q_BTNH, scale=self.config.scale)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from kvjax.cache.field import Field
 from kvjax.costs import formulas
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import xla
-from kvjax.kernels.decode_attention.readings.tiles import TILE_KV
+from kvjax.kernels.decode_attention.cache_layouts.tiles import TILE_KV
 from kvjax.model.config import BlockConfig
 from kvjax.model.config import TransformerConfig
 from kvjax.model.config import has_alibi

@@ -12,7 +12,7 @@ from kvjax import cache as cache_lib
 from kvjax import experiment
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
-from kvjax.kernels.decode_attention.readings.tiles import TILE_KV
+from kvjax.kernels.decode_attention.cache_layouts.tiles import TILE_KV
 from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Transformer
 

@@ -1,5 +1,6 @@
 """Softmax attention of T new queries over a compressed cache, for every mechanism.
 
-`readings/` says what is computed: one file per way of reading a cache. `reference.py` defines it,
-and `api.py` chooses the implementation. `xla.py` takes all; `tpu/` and `gpu/` are Pallas kernels.
+`cache_layouts/` has the maths, one file per cache layout; `reference.py` is the definition.
+`api.py` chooses an implementation: `xla.py` for all layouts, or the Pallas kernels of `tpu/` and
+`gpu/`.
 """

@@ -16,7 +16,7 @@ from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import sharded
 from kvjax.kernels.decode_attention import xla
-from kvjax.kernels.decode_attention.readings import Reading
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.layers import rope
 
 _KERNELS = ("tpu", "gpu")  # one query per sequence
@@ -42,7 +42,7 @@ _CHECKS = {name: _of_kernels(name, "check") for name in _KERNELS}
 
 
 def decode_attention(
-    operands: Reading,
+    operands: DecodeInputs,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     *,
@@ -81,7 +81,7 @@ def decode_attention(
 
 
 def memory_attention(
-    operands: Reading,
+    operands: DecodeInputs,
     cache: Mapping[str, jax.Array],
     lengths_B: jax.Array,
     *,
@@ -122,12 +122,12 @@ def _check_known(name: str) -> None:
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
 
 
-def _needs_angles(operands: Reading) -> bool:
+def _needs_angles(operands: DecodeInputs) -> bool:
     """Whether reading a cache takes the angles of its positions."""
     return operands.rope_base is not None or operands.bias is not None
 
 
-def default(operands: Reading, cache: Mapping[str, jax.Array]) -> str:
+def default(operands: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
     """The implementation that None stands for; XLA does not divide a kernel between devices."""
     mesh, chips = jax.sharding.get_abstract_mesh(), stripes.chips()
     name = kernels_of(mesh.abstract_device or jax.devices()[0])

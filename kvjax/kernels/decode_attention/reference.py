@@ -8,18 +8,23 @@ device has for their dtype.
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.readings import Reading
-from kvjax.kernels.decode_attention.readings.reading import Cache
-from kvjax.kernels.decode_attention.readings.reading import repeat_heads
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
+from kvjax.kernels.decode_attention.cache_layouts.layout import repeat_heads
 
 
 def decode_attention(
-    operands: Reading, cache: Cache, first_B: jax.Array, *, window: int = 0, causal: bool = True
+    operands: DecodeInputs,
+    cache: Cache,
+    first_B: jax.Array,
+    *,
+    window: int = 0,
+    causal: bool = True,
 ) -> jax.Array:
     """softmax(scale·q k^T + bias) v, [B, T, N, Hv], in float32 or wider.
 
     Args:
-      cache: arrays [B, *shape, S], see `readings`.
+      cache: arrays [B, *shape, S], see `cache_layouts`.
       first_B: [B] position of the first query; query t sees slots 0 .. first_B + t.
       window: if positive, the last so many of those.
       causal: False: every query sees slots 0 .. first_B.
@@ -29,7 +34,7 @@ def decode_attention(
 
 
 def _attend(
-    operands: Reading, cache: Cache, first_B: jax.Array, window: int, causal: bool
+    operands: DecodeInputs, cache: Cache, first_B: jax.Array, window: int, causal: bool
 ) -> jax.Array:
     q_BTNH, k_BSNH, v_BSNV = expand(operands, cache)
     T, S = q_BTNH.shape[1], k_BSNH.shape[1]
@@ -44,7 +49,7 @@ def _attend(
     return jnp.einsum("BNTS,BSNV->BTNV", p_BNTS, v_BSNV)
 
 
-def expand(operands: Reading, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
+def expand(operands: DecodeInputs, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [B, T, N, H], keys [B, S, N, H] and values [B, S, N, Hv], one head per query head."""
     tokens_second = {name: jnp.moveaxis(_wide(array), -1, 1) for name, array in cache.items()}
     query, k, v = jax.tree.map(_wide, operands).expand(tokens_second)

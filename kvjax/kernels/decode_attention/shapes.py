@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
-from kvjax.kernels.decode_attention.readings.latent import LatentSizes
-from kvjax.kernels.decode_attention.readings.reading import Reading
-from kvjax.kernels.decode_attention.readings.reading import Sizes
-from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
+from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 
 
 def _model(N: int, *, groups: int, latent: int) -> dict[str, Sizes]:
@@ -61,11 +61,11 @@ def _cache_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
 
 def problem(
     shape: Sizes, *, batch: int, length: int, dtype: jnp.dtype, seed: int = 0
-) -> tuple[Reading, dict[str, jax.Array]]:
+) -> tuple[DecodeInputs, dict[str, jax.Array]]:
     """Random operands and a full cache, none of it zero; keys have the logits of normed ones."""
     key = iter(jax.random.split(jax.random.key(seed), 16))
     draw = lambda *dims: jax.random.normal(next(key), dims, dtype)
-    operands = shape.reading(draw, batch)
+    operands = shape.example(draw, batch)
     cache = {name: draw(batch, *dims, length) for name, dims in shape.fields().items()}
     if "key_scale" in cache:
         dims = cache["key_scale"].shape
@@ -76,7 +76,7 @@ def problem(
 
 def abstract(
     shape: Sizes, *, batch: int, length: int, dtype: jnp.dtype
-) -> tuple[Reading, dict[str, jax.ShapeDtypeStruct]]:
+) -> tuple[DecodeInputs, dict[str, jax.ShapeDtypeStruct]]:
     """The shapes and dtypes of `problem`."""
     return jax.eval_shape(lambda: problem(shape, batch=batch, length=length, dtype=dtype))
 

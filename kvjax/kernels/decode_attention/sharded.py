@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.cache import stripes
 from kvjax.kernels.decode_attention import xla
-from kvjax.kernels.decode_attention.readings import Reading
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 
 
 def _tpu(*args):
@@ -28,7 +28,7 @@ IMPLEMENTATIONS = {"xla": xla.attend_with_lse, "tpu": _tpu}
 
 
 def decode_attention(
-    operands: Reading,
+    operands: DecodeInputs,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     *,

@@ -20,7 +20,7 @@ import jax
 
 from kvjax.foundation.files import write_atomically
 from kvjax.foundation.logs import log_once
-from kvjax.kernels.decode_attention.readings import Reading
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 
 FILE = pathlib.Path(__file__).with_name("tuned.json")
 SOURCES = ("measured", "static")
@@ -34,8 +34,8 @@ def current_device_kind() -> str:
     return (device or jax.devices()[0]).device_kind
 
 
-def key(implementation: str, operands: Reading, cache: Mapping[str, jax.Array]) -> str:
-    """What an entry is filed under: implementation, kind of reading, sizes, batch, capacity."""
+def key(implementation: str, operands: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
+    """Returns an entry's key: implementation, cache layout, sizes, batch, capacity."""
     sizes = dict(N=operands.query.shape[2])
     for letter, name, axis in (
         ("K", "base_key", 1),
@@ -53,7 +53,7 @@ def key(implementation: str, operands: Reading, cache: Mapping[str, jax.Array]) 
         sizes["G"] = math.prod(cache["latent"].shape[1:-2])
     array = next(iter(cache.values()))
     dims = [f"{letter}{sizes[letter]}" for letter in "NKJRHVGCP" if letter in sizes]
-    others = cache.keys() - _KNOWN  # of a reading that no kernel here takes
+    others = cache.keys() - _KNOWN  # of a cache layout that no kernel here takes
     dims += [f"{name}{'x'.join(map(str, cache[name].shape[1:-1]))}" for name in sorted(others)]
     dims = [str(array.dtype), *dims]
     dims += [f"B{array.shape[0]}", f"S{array.shape[-1]}"]

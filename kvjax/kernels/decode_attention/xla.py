@@ -1,9 +1,9 @@
 """Decode attention in plain JAX: an online softmax over tiles of the cache.
 
-Temporaries are as large as one tile. `readings` computes a tile's logits and weighted sums. The
-number of tiles follows the longest sequence, not the capacity. Matrix products over a float32 cache
-run in the device's highest precision, over a bfloat16 cache in its default precision, even if the
-query is wider.
+Temporaries are as large as one tile. Logits and weighted sums of a tile are computed by
+`cache_layouts`. The number of tiles follows the longest sequence, not the capacity. Matrix products
+over a float32 cache run in the device's highest precision, over a bfloat16 cache in its default
+precision, even if the query is wider.
 
 On CPU XLA copies a slice before a matrix product reads it, which takes three times as long as
 reading the array itself. With one query per sequence the CPU therefore uses the whole cache at
@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.stripes import Stripes
-from kvjax.kernels.decode_attention.readings import Reading
-from kvjax.kernels.decode_attention.readings.tiles import TILE_KV
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.tiles import TILE_KV
 
 _MASKED = -1e30  # finite, so that a tile with nothing to see leaves the sums as they are
 
 
 def decode_attention(
-    operands: Reading,
+    operands: DecodeInputs,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     *,
@@ -44,7 +44,7 @@ def decode_attention(
 
 
 def attend_with_lse(
-    operands: Reading,
+    operands: DecodeInputs,
     cache: Mapping[str, jax.Array],
     first_B: jax.Array,
     stripes: Stripes,
@@ -111,7 +111,7 @@ def tiled(
         new_max_BNT = jnp.maximum(max_BNT, jnp.max(z_BNTs, axis=-1))
         p_BNTs = jnp.where(seen_BNTs, jnp.exp(z_BNTs - new_max_BNT[..., None]), 0)
         decay_BNT = jnp.exp(max_BNT - new_max_BNT)
-        added = tiles.weigh(p_BNTs, tile)
+        added = tiles.weighted_sums(p_BNTs, tile)
         outputs = tuple(o * decay_BNT[..., None] + a for o, a in zip(outputs, added, strict=True))
         return new_max_BNT, sum_BNT * decay_BNT + jnp.sum(p_BNTs, axis=-1), outputs
 
@@ -141,7 +141,7 @@ def whole(operands, cache, first_B: jax.Array, tile_kv: int, stripes: Stripes = 
     z_BNTS, seen_BNTS = problem.masked(z_BNTS, jnp.zeros((), jnp.int32), 0)
     max_BNT = jnp.max(z_BNTS, axis=-1)
     p_BNTS = jnp.where(seen_BNTS, jnp.exp(z_BNTS - max_BNT[..., None]), 0)
-    return problem.finish(tiles.weigh(p_BNTS, cache), max_BNT, jnp.sum(p_BNTS, axis=-1))
+    return problem.finish(tiles.weighted_sums(p_BNTS, cache), max_BNT, jnp.sum(p_BNTS, axis=-1))
 
 
 class _Problem:

@@ -16,7 +16,7 @@ import numpy as np
 from kvjax.foundation.output import Table
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
-from kvjax.kernels.decode_attention.readings.reading import Sizes
+from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
 from kvjax.kernels.profile import side_by_side
 from kvjax.kernels.profile.measured import Found
 from kvjax.kernels.profile.measured import Refusal

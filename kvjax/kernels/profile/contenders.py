@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
-from kvjax.kernels.decode_attention.readings import GroupedReading
-from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
-from kvjax.kernels.decode_attention.readings.reading import Sizes
+from kvjax.kernels.decode_attention.cache_layouts import GroupedInputs
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
 from kvjax.kernels.profile import timing
 from kvjax.kernels.profile.timing import Sample
 
@@ -90,7 +90,7 @@ def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | No
     operands, cache, first_B = setup.abstract
     if name in IMPLEMENTATIONS:
         call = functools.partial(IMPLEMENTATIONS[name], **parameters)
-    elif not isinstance(operands, GroupedReading):
+    elif not isinstance(operands, GroupedInputs):
         raise NotImplementedError(f"{name} reads MHA's and GQA's cache only")
     elif name != "cudnn":
         return None
@@ -145,7 +145,7 @@ def _tokens_second(cache: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _cudnn(
-    operands: GroupedReading, cache: Mapping[str, jax.Array], first_B: jax.Array
+    operands: GroupedInputs, cache: Mapping[str, jax.Array], first_B: jax.Array
 ) -> jax.Array:
     del first_B
     return jax.nn.dot_product_attention(

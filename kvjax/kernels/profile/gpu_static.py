@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from kvjax.hardware import topology
 from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
 from kvjax.kernels.decode_attention.gpu import attention as gpu
-from kvjax.kernels.decode_attention.readings.reading import Sizes
 
 
 def resources(shape: Sizes, *, batch: int, length: int, device: str = "h200") -> dict:

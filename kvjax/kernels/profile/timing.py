@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.decode_attention.readings import Reading
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 
 Cache = Mapping[str, jax.Array]
-Call = Callable[[Reading, Cache, jax.Array], jax.Array]
+Call = Callable[[DecodeInputs, Cache, jax.Array], jax.Array]
 Sample = Callable[[], float]  # takes a measurement: seconds per call
 
 # Bytes a chip keeps beside its memory: a GPU's L2 (datasheet, and what CUDA reports); a TPU's VMEM
@@ -71,7 +71,9 @@ def chain(call: Call, passes: int) -> Callable:
 
     call = jax.jit(call)  # traced once, not once per cache
 
-    def run(rounds: int, operands: Reading, caches: Sequence[Cache], first_B: jax.Array) -> Reading:
+    def run(
+        rounds: int, operands: DecodeInputs, caches: Sequence[Cache], first_B: jax.Array
+    ) -> DecodeInputs:
         def around(_, operands):
             for cache in caches:
                 operands = _follow(operands, call(operands, cache, first_B))
@@ -83,7 +85,7 @@ def chain(call: Call, passes: int) -> Callable:
     return jax.jit(run)
 
 
-def _follow(operands: Reading, output: jax.Array) -> Reading:
+def _follow(operands: DecodeInputs, output: jax.Array) -> DecodeInputs:
     """The operands with queries that depend on the output, though not in their figures."""
     output = jax.lax.optimization_barrier(output)  # all of it, not what one element needs
     nothing = output.ravel()[0].astype(jnp.float32) * 1e-30

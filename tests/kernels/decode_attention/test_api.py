@@ -6,7 +6,7 @@ import pytest
 from kvjax.foundation import logs
 from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention import shapes
-from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 
 
 @pytest.fixture(autouse=True)

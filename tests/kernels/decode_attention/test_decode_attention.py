@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from scipy import special
 
-from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention import reference
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.api import decode_attention
-from kvjax.kernels.decode_attention.readings.factored import FactoredSizes
-from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
-from kvjax.kernels.decode_attention.readings.latent import LatentSizes
-from kvjax.kernels.decode_attention.readings.latent_residual import LatentResidualSizes
-from kvjax.kernels.decode_attention.readings.rebuilt import RebuiltSizes
-from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
-from kvjax.kernels.decode_attention.readings.tensor_product import TensorProductSizes
-from kvjax.kernels.decode_attention.readings.tied import TiedSizes
+from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredSizes
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
+from kvjax.kernels.decode_attention.cache_layouts.latent_residual import LatentResidualSizes
+from kvjax.kernels.decode_attention.cache_layouts.rebuilt import RebuiltSizes
+from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
+from kvjax.kernels.decode_attention.cache_layouts.tensor_product import TensorProductSizes
+from kvjax.kernels.decode_attention.cache_layouts.tied import TiedSizes
 from kvjax.kernels.decode_attention.shapes import OURS
 from kvjax.kernels.decode_attention.shapes import RIVALS
 from kvjax.kernels.decode_attention.shapes import SHAPES
@@ -86,12 +86,12 @@ class _Draw:
         return self.normal(self.B, *shape, self.S)
 
     def common(self, bias):
-        weights = readings.PositionBias(weights=self.normal(5)) if bias else None
+        weights = cache_layouts.PositionBias(weights=self.normal(5)) if bias else None
         return dict(bias=weights, scale=self.H**-0.5)
 
     def grouped(self, N, K, bias=False):
         cache = dict(base_key=self.cached(K, self.H), base_value=self.cached(K, self.Hv))
-        return readings.GroupedReading(query=self.query(N), **self.common(bias)), cache
+        return cache_layouts.GroupedInputs(query=self.query(N), **self.common(bias)), cache
 
     def residual(self, N, K, J, rope_base=BASE, scaled=False, bias=False):
         cache = dict(
@@ -106,7 +106,7 @@ class _Draw:
         own["residual_query"] = self.query(N) if rope_base is None else own["query"]
         own["expand_key"] = self.normal(K, self.R, self.H)
         own["expand_value"] = self.normal(K, self.R, self.Hv)
-        return readings.ResidualReading(**own, **self.common(bias)), cache
+        return cache_layouts.ResidualInputs(**own, **self.common(bias)), cache
 
     def factored(self, N, K, J, R=R, Rv=0, rope_base=BASE, scaled=False, bias=False):
         cache = dict(
@@ -118,7 +118,7 @@ class _Draw:
         own = dict(query=self.query(N), rope_base=rope_base)
         own["expand_key"] = self.normal(K, R, self.H) if R else None
         own["expand_value"] = self.normal(K, Rv, self.Hv) if Rv else None
-        return readings.FactoredReading(**own, **self.common(bias)), cache
+        return cache_layouts.FactoredInputs(**own, **self.common(bias)), cache
 
     def tied(self, N, K, J=None, rank=0, norm=False, gain=False, rope_base=BASE, bias=False):
         cache = dict(base_key=self.cached(J or K, self.H))
@@ -127,7 +127,7 @@ class _Draw:
         own = dict(query=self.query(N), rope_base=rope_base, norm_epsilon=1e-2 if norm else None)
         own["expand_key"] = self.normal(K, rank, self.H) if rank else None
         own["gain"] = self.positive(self.H) if gain else None
-        return readings.TiedReading(**own, **self.common(bias)), cache
+        return cache_layouts.TiedInputs(**own, **self.common(bias)), cache
 
     def latent(self, N, latents=(), met=None, up=True, rope=True):
         G = math.prod(latents)
@@ -136,7 +136,7 @@ class _Draw:
         )
         own = dict(query=self.query(N, met or C), rope_query=self.query(N, P) if rope else None)
         own["up_value"] = self.normal(G, C, N // G, self.Hv) if up else None
-        return readings.LatentReading(**own, scale=0.3), cache
+        return cache_layouts.LatentInputs(**own, scale=0.3), cache
 
     def latent_residual(self, N):
         own = dict(query=self.query(N, C), rope_query=self.query(N, P))
@@ -144,7 +144,7 @@ class _Draw:
         own |= dict(expand_value=self.normal(N, self.R, self.Hv), scale=0.3)
         cache = dict(latent=self.cached(C), rope_key=self.cached(P))
         cache |= {f"residual_{kind}": self.cached(N, self.R) for kind in ("key", "value")}
-        return readings.LatentResidualReading(**own), cache
+        return cache_layouts.LatentResidualInputs(**own), cache
 
     def tensor_product(self, N, R=2, Rv=3, fixed=None, shares=False):
         Rv = R if shares else Rv
@@ -164,14 +164,14 @@ class _Draw:
                 cache["value_factor"] = self.cached(Rv, self.Hv)
         if shares:
             own |= dict(rope_base=BASE, gain=self.positive(self.H))
-        return readings.TensorProductReading(**own), cache
+        return cache_layouts.TensorProductInputs(**own), cache
 
     def rebuilt(self, N, norm=False, gain=False, rope_base=BASE):
         cache = dict(latent=self.cached(C))
         own = dict(query=self.query(N), up_key=self.normal(C, N, self.H), rope_base=rope_base)
         own |= dict(up_value=self.normal(C, N, self.Hv), norm_epsilon=1e-2 if norm else None)
         own["gain"] = self.positive(self.H) if gain else None
-        return readings.RebuiltReading(**own, scale=self.H**-0.5), cache
+        return cache_layouts.RebuiltInputs(**own, scale=self.H**-0.5), cache
 
 
 def _build(name, T, **sizes):
@@ -273,7 +273,7 @@ def _abstract(name, S):
 def test_every_class_of_operands_is_tested(x64):
     built = {type(_build(name, 1)[0]) for name in VARIANTS}
     assert built == {
-        c for c in readings.Reading.__subclasses__() if c.__module__.startswith("kvjax.")
+        c for c in cache_layouts.DecodeInputs.__subclasses__() if c.__module__.startswith("kvjax.")
     }
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import topology
-from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
+from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.gpu import attention as gpu
 from kvjax.kernels.decode_attention.gpu import plans
-from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
-from kvjax.kernels.decode_attention.readings.latent import LatentSizes
-from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.profile import gpu_static
 from tests import quick
 from tests.kernels.decode_attention import agreement
@@ -268,7 +268,7 @@ def _replaced(field, change):
         (GroupedSizes(N=2, K=2), _replaced("query", lambda q: jnp.repeat(q, 2, 1)), "here T = 2"),
         (
             GroupedSizes(N=2, K=2),
-            _replaced("bias", lambda _: readings.PositionBias(weights=jnp.ones(4))),
+            _replaced("bias", lambda _: cache_layouts.PositionBias(weights=jnp.ones(4))),
             "no bias",
         ),
         (GroupedSizes(N=3, K=3, H=32), lambda o, c: (o, c), "2 heads of H = 32, Hv = 128.*K = 3"),
@@ -279,7 +279,9 @@ def _replaced(field, change):
         (
             GroupedSizes(N=2, K=2),
             lambda o, c: (
-                readings.TiedReading(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None),
+                cache_layouts.TiedInputs(
+                    query=o.query, scale=1.0, rope_base=None, norm_epsilon=None
+                ),
                 c,
             ),
             "a cache of kind 'tied'",

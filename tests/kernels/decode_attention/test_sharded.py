@@ -26,8 +26,8 @@ from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import sharded
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.api import decode_attention
-from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
-from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.tpu import attention as tpu
 from kvjax.layers import rope
 from tests import quick

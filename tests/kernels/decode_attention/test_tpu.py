@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from kvjax.hardware import topology
-from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
+from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.gpu import attention as gpu
-from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
-from kvjax.kernels.decode_attention.readings.latent import LatentSizes
-from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
 from kvjax.kernels.decode_attention.shapes import OURS
 from kvjax.kernels.decode_attention.shapes import RIVALS
 from kvjax.kernels.decode_attention.shapes import SHAPES
@@ -220,7 +220,7 @@ def _several_queries(o, c):
 
 
 def _tied(o, c):
-    return readings.TiedReading(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None), c
+    return cache_layouts.TiedInputs(query=o.query, scale=1.0, rope_base=None, norm_epsilon=None), c
 
 
 def test_programs_in_64_bits_are_left_to_xla(x64):
@@ -232,7 +232,7 @@ def test_programs_in_64_bits_are_left_to_xla(x64):
 
 
 def _with_bias(o, c):
-    return dataclasses.replace(o, bias=readings.PositionBias(weights=jnp.ones(4))), c
+    return dataclasses.replace(o, bias=cache_layouts.PositionBias(weights=jnp.ones(4))), c
 
 
 @pytest.mark.parametrize(

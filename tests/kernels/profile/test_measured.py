@@ -15,8 +15,8 @@ from kvjax.attention import GroupedConfig
 from kvjax.attention import MLAConfig
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention import tuning
-from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
-from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.profile import contenders
 from kvjax.kernels.profile import measured
 from kvjax.kernels.profile import timing

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.decode_attention import readings
+from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention import shapes
-from kvjax.kernels.decode_attention.readings.grouped import GroupedSizes
-from kvjax.kernels.decode_attention.readings.residual import ResidualSizes
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
+from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.profile import contenders
 from kvjax.kernels.profile import side_by_side
 from kvjax.kernels.profile import timing
@@ -33,7 +33,7 @@ def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():
         result = jax.ShapeDtypeStruct((1,), jnp.float32)
         return jax.pure_callback(attend, result, operands.query, cache["base_key"])
 
-    operands = readings.GroupedReading(query=jnp.zeros((1, 1, 1, 1)), scale=1.0)
+    operands = cache_layouts.GroupedInputs(query=jnp.zeros((1, 1, 1, 1)), scale=1.0)
     caches = [dict(base_key=jnp.full((1,), float(i))) for i in range(3)]
     out = timing.chain(call, passes=2)(2, operands, caches, jnp.zeros((1,), jnp.int32))
     assert [cache for cache, _ in seen] == [0.0, 1.0, 2.0] * 4

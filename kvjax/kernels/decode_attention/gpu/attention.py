@@ -18,9 +18,9 @@ import numpy as np
 
 from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention import tuning
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.kernels.decode_attention.gpu import kernel
 from kvjax.kernels.decode_attention.gpu import plans
-from kvjax.kernels.decode_attention.readings import Reading
 
 _HOPPER = "H(20|100|200|800)"
 CANDIDATES = dict(split=(256, 512, 1024, 2048, 4096, 8192))  # for tuning
@@ -34,7 +34,7 @@ Cache = Mapping[str, jax.Array]
 
 
 def decode_attention(
-    operands: Reading,
+    operands: DecodeInputs,
     cache: Cache,
     first_B: jax.Array,
     *,
@@ -82,14 +82,14 @@ def decode_attention(
     return adapter.finish(_merge(o, maximum, total, first_B, split))[:, None]
 
 
-def check(operands: Reading, cache: Cache) -> None:
+def check(operands: DecodeInputs, cache: Cache) -> None:
     """Raises NotImplementedError, with the reason, for operands that the kernel does not take."""
     refusal = _refusal(operands, cache)
     if refusal is not None:
         raise NotImplementedError(f"the GPU kernel {refusal}; use 'xla'")
 
 
-def _refusal(operands: Reading, cache: Cache) -> str | None:
+def _refusal(operands: DecodeInputs, cache: Cache) -> str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     if device.platform == "gpu" and not re.search(_HOPPER, device.device_kind):
         return f"needs Hopper's matrix instructions: here {device.device_kind}"

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.foundation.rounding import round_up
+from kvjax.kernels.decode_attention.cache_layouts import GroupedInputs
+from kvjax.kernels.decode_attention.cache_layouts import LatentInputs
+from kvjax.kernels.decode_attention.cache_layouts import ResidualInputs
+from kvjax.kernels.decode_attention.cache_layouts import latent as latent_lib
 from kvjax.kernels.decode_attention.gpu.ring import ROWS
 from kvjax.kernels.decode_attention.gpu.ring import Slab
 from kvjax.kernels.decode_attention.gpu.ring import slabs
-from kvjax.kernels.decode_attention.readings import GroupedReading
-from kvjax.kernels.decode_attention.readings import LatentReading
-from kvjax.kernels.decode_attention.readings import ResidualReading
-from kvjax.kernels.decode_attention.readings import latent as latent_lib
 from kvjax.layers import rope
 
 COLUMNS = 8  # wgmma's smallest number of columns: up to 8 query heads cost as much as one
@@ -130,8 +130,8 @@ class GroupedAdapter:
 
     tile_kv, max_split = 128, rope.MAX_POSITION
 
-    def __init__(self, o: GroupedReading, cache: Cache):
-        self.o, self.N = o, o.query.shape[2]
+    def __init__(self, inputs: GroupedInputs, cache: Cache):
+        self.inputs, self.N = inputs, inputs.query.shape[2]
         self.K, H = cache["base_key"].shape[1:3]
         Hv = cache["base_value"].shape[2]
         k = ROWS // math.gcd(ROWS, H, Hv)
@@ -145,11 +145,11 @@ class GroupedAdapter:
             heads=k,
             group_size=self.N // self.K,
             columns=_padded(k * self.N // self.K),
-            scale=o.scale,
+            scale=inputs.scale,
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
-        q_BgkGH = _by_head_tile(self.o.query.astype(jnp.bfloat16), self.K, self.plan.heads)
+        q_BgkGH = _by_head_tile(self.inputs.query.astype(jnp.bfloat16), self.K, self.plan.heads)
         return dict(query=_in_slabs(_block_diagonal(q_BgkGH), self.plan.columns))
 
     def finish(self, o_BgVn: jax.Array) -> jax.Array:
@@ -161,11 +161,11 @@ class LatentAdapter:
 
     tile_kv, max_split = 64, rope.MAX_POSITION
 
-    def __init__(self, o: LatentReading, cache: Cache):
-        self.o, self.N = o, o.query.shape[2]
+    def __init__(self, inputs: LatentInputs, cache: Cache):
+        self.inputs, self.N = inputs, inputs.query.shape[2]
         *latents, self.C, _ = cache["latent"].shape[1:]
         self.head_tiles = math.prod(latents)
-        P = 0 if o.rope_query is None else cache["rope_key"].shape[1]
+        P = 0 if inputs.rope_query is None else cache["rope_key"].shape[1]
         self.refusal = None
         if self.C % ROWS or P % ROWS:
             self.refusal = f"needs multiples of {ROWS} channels: here C = {self.C}, P = {P}"
@@ -176,13 +176,13 @@ class LatentAdapter:
             heads=1,
             group_size=self.N // self.head_tiles,
             columns=_padded(self.N // self.head_tiles),
-            scale=o.scale,
+            scale=inputs.scale,
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
-        q_BNH = latent_lib.with_zeros(self.o.query, self.C)[:, 0]
-        if self.o.rope_query is not None:
-            q_BNH = jnp.concatenate([q_BNH, self.o.rope_query[:, 0]], axis=-1)
+        q_BNH = latent_lib.with_zeros(self.inputs.query, self.C)[:, 0]
+        if self.inputs.rope_query is not None:
+            q_BNH = jnp.concatenate([q_BNH, self.inputs.rope_query[:, 0]], axis=-1)
         q_BNH = q_BNH.astype(jnp.bfloat16)
         q_BgnH = q_BNH.reshape(q_BNH.shape[0], self.head_tiles, -1, q_BNH.shape[-1])
         return dict(query=_in_slabs(jnp.swapaxes(q_BgnH, 2, 3), self.plan.columns))
@@ -190,9 +190,9 @@ class LatentAdapter:
     def finish(self, o_BgVn: jax.Array) -> jax.Array:
         o_BgnC = jnp.swapaxes(o_BgVn[..., : self.plan.group_size], 2, 3)
         o_BNC = o_BgnC.reshape(o_BgnC.shape[0], self.N, -1)
-        if self.o.up_value is None:
+        if self.inputs.up_value is None:
             return o_BNC
-        up_value = self.o.up_value.astype(jnp.float32)
+        up_value = self.inputs.up_value.astype(jnp.float32)
         return latent_lib.values(o_BNC[:, :, None], up_value)[:, :, 0]
 
 
@@ -204,18 +204,18 @@ class ResidualAdapter:
     most 64 (`rope.basis`): a head's queries in rank space are [R, P] times the token's row of it.
     """
 
-    def __init__(self, o: ResidualReading, cache: Cache):
-        self.o, self.N = o, o.query.shape[2]
+    def __init__(self, inputs: ResidualInputs, cache: Cache):
+        self.inputs, self.N = inputs, inputs.query.shape[2]
         J, self.H, self.S = cache["base_key"].shape[1:]
         self.Hv = cache["base_value"].shape[2]
-        self.K, self.R = o.expand_key.shape[:2]
+        self.K, self.R = inputs.expand_key.shape[:2]
         of_base, G = self.K // J, self.N // self.K
         # A program reads the base once: as many KV heads as fit into the columns of one.
         k = max(k for k in range(1, of_base + 1) if of_base % k == 0 and k * G <= max(COLUMNS, G))
         self.head_tiles = self.K // k
-        self.rotated = o.rope_base is not None
+        self.rotated = inputs.rope_base is not None
         self.tile_kv = 64 if self.rotated else 128
-        self.max_split = _max_split(self.H, o.rope_base) if self.rotated else rope.MAX_POSITION
+        self.max_split = _max_split(self.H, inputs.rope_base) if self.rotated else rope.MAX_POSITION
         self.refusal = None
         if self.H % ROWS or self.Hv % ROWS or self.R % ROWS:
             dims = f"H = {self.H}, Hv = {self.Hv}, R = {self.R}"
@@ -229,32 +229,32 @@ class ResidualAdapter:
             heads=k,
             group_size=G,
             columns=_padded(k * G),
-            scale=o.scale,
+            scale=inputs.scale,
             basis_slots=2 * -(-self.H // (2 * ROWS)) if self.rotated else 0,
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
-        o, plan, g = self.o, self.plan, self.head_tiles
-        q_BgkGH = _by_head_tile(o.query.astype(jnp.bfloat16), self.K, plan.heads)
+        inputs, plan, g = self.inputs, self.plan, self.head_tiles
+        q_BgkGH = _by_head_tile(inputs.query.astype(jnp.bfloat16), self.K, plan.heads)
         shared_BgHn = jnp.swapaxes(
             q_BgkGH.reshape(-1, g, plan.heads * plan.group_size, self.H), 2, 3
         )
         query = _in_slabs(shared_BgHn, plan.columns)
         if self.rotated:
             return dict(query=query) | self._rotated_arrays(split, query.dtype)
-        q_BgkGH = _by_head_tile(o.residual_query, self.K, plan.heads).astype(jnp.float32)
-        expand_gkRH = o.expand_key.reshape(g, -1, self.R, self.H).astype(jnp.float32)
+        q_BgkGH = _by_head_tile(inputs.residual_query, self.K, plan.heads).astype(jnp.float32)
+        expand_gkRH = inputs.expand_key.reshape(g, -1, self.R, self.H).astype(jnp.float32)
         u_BgkGR = jnp.einsum("BgkGH,gkRH->BgkGR", q_BgkGH, expand_gkRH)  # LRKV eq. 3
         private = _in_slabs(_block_diagonal(u_BgkGR).astype(query.dtype), plan.columns)
         return dict(query=jnp.concatenate([query, private], axis=2))
 
     def _rotated_arrays(self, split: int, dtype: jnp.dtype) -> dict[str, jax.Array]:
         """Returns queries rotated by minus each split's start, and factors of the RoPE table."""
-        base, H = self.o.rope_base, self.H
+        base, H = self.inputs.rope_base, self.H
         starts_1s = np.arange(0, self.S, split, dtype=np.int32)[None]
         cos, sin = rope.rotary(starts_1s, H, base)
-        B, _, N, _ = self.o.residual_query.shape
-        q_BsNH = jnp.broadcast_to(self.o.residual_query, (B, starts_1s.size, N, H))
+        B, _, N, _ = self.inputs.residual_query.shape
+        q_BsNH = jnp.broadcast_to(self.inputs.residual_query, (B, starts_1s.size, N, H))
         q_BsNH = rope.rotate(q_BsNH.astype(jnp.float32), rope.Rotary(cos, -sin))
         q_BsgnH = q_BsNH.reshape(B, -1, self.head_tiles, N // self.head_tiles, H)
         left_HP, right_Ps = rope.basis(H, base, split, _TOLERANCE)
@@ -265,7 +265,7 @@ class ResidualAdapter:
         basis_HP = jnp.asarray(np.concatenate([cosine_FP, -sine_FP]), dtype)
         return dict(
             rotated_query=_pad_halves(q_BsgnH, axis=-1),
-            expand=_pad_halves(self.o.expand_key.reshape(-1, H).astype(dtype), axis=-1),
+            expand=_pad_halves(self.inputs.expand_key.reshape(-1, H).astype(dtype), axis=-1),
             basis=_pad_halves(basis_HP, axis=0),
             table=jnp.asarray(np.pad(right_Ps, ((0, missing), (0, 0))).T, jnp.float32),
         )
@@ -275,16 +275,16 @@ class ResidualAdapter:
         base_BgVn, latent_BgRn = o_BgVn[:, :, : self.Hv, columns], o_BgVn[:, :, self.Hv :]
         latent_BNR = _own_columns(latent_BgRn, self.plan)
         latent_BKGR = latent_BNR.reshape(-1, self.K, self.plan.group_size, self.R)
-        expand_KRV = self.o.expand_value.astype(jnp.float32)
+        expand_KRV = self.inputs.expand_value.astype(jnp.float32)
         residual = jnp.einsum("BKGR,KRV->BKGV", latent_BKGR, expand_KRV)  # LRKV eq. 4
         base_BNV = jnp.swapaxes(base_BgVn, 2, 3).reshape(-1, self.N, self.Hv)
         return base_BNV + residual.reshape(base_BNV.shape)
 
 
 ADAPTERS = {
-    GroupedReading: GroupedAdapter,
-    LatentReading: LatentAdapter,
-    ResidualReading: ResidualAdapter,
+    GroupedInputs: GroupedAdapter,
+    LatentInputs: LatentAdapter,
+    ResidualInputs: ResidualAdapter,
 }
 
 # -- rotated queries -------------------------------------------------------------------------------

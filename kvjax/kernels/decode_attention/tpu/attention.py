@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from kvjax.cache.stripes import Stripes
 from kvjax.kernels.decode_attention import tuning
-from kvjax.kernels.decode_attention.readings import GroupedReading
-from kvjax.kernels.decode_attention.readings import LatentReading
-from kvjax.kernels.decode_attention.readings import Reading
-from kvjax.kernels.decode_attention.readings import ResidualReading
-from kvjax.kernels.decode_attention.readings import latent as latent_lib
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts import GroupedInputs
+from kvjax.kernels.decode_attention.cache_layouts import LatentInputs
+from kvjax.kernels.decode_attention.cache_layouts import ResidualInputs
+from kvjax.kernels.decode_attention.cache_layouts import latent as latent_lib
 from kvjax.kernels.decode_attention.tpu import operators
 from kvjax.kernels.decode_attention.tpu.interfaces import LANES
 from kvjax.kernels.decode_attention.tpu.interfaces import Component
@@ -52,13 +52,15 @@ _CHIPS = {
 }
 
 
-def decode_attention(operands: Reading, cache: Cache, first_B: jax.Array, **options) -> jax.Array:
+def decode_attention(
+    operands: DecodeInputs, cache: Cache, first_B: jax.Array, **options
+) -> jax.Array:
     """See `api.decode_attention`: [B, 1, N, Hv] in float32; options: `attend_with_lse`."""
     return attend_with_lse(operands, cache, first_B, Stripes(), **options)[0]
 
 
 def attend_with_lse(
-    operands: Reading,
+    operands: DecodeInputs,
     cache: Cache,
     first_B: jax.Array,
     stripes: Stripes,
@@ -134,7 +136,7 @@ def _run(operands, cache, first_B, origins, *, tile_kv, values, **options):
     return kernel.expand(*outputs)[:, None], log_sum_exp_BN[:, None]
 
 
-def check(operands: Reading, cache: Cache) -> None:
+def check(operands: DecodeInputs, cache: Cache) -> None:
     """Raises NotImplementedError, with the reason, for operands that the kernels do not take."""
 
     def refuse(takes: str, here: str) -> None:
@@ -172,11 +174,11 @@ def _chip() -> _Chip:
     return _CHIPS.get(tuning.current_device_kind(), _Chip())
 
 
-def _vmem_bytes(operands: Reading, cache: Cache, tile_kv: int, score_tile: int) -> int:
+def _vmem_bytes(operands: DecodeInputs, cache: Cache, tile_kv: int, score_tile: int) -> int:
     """Returns the VMEM that the kernel takes with these sizes, from shapes alone."""
     taken = []
 
-    def measure(operands: Reading, cache: Cache) -> None:
+    def measure(operands: DecodeInputs, cache: Cache) -> None:
         kernel = _kernel(operands, cache, tile_kv, _chip().values)
         sizes = dict(tile_kv=tile_kv, score_tile=score_tile, key_scale=cache.get("key_scale"))
         taken.append(vmem_bytes(kernel.components, heads=operands.query.shape[2], **sizes))
@@ -185,7 +187,7 @@ def _vmem_bytes(operands: Reading, cache: Cache, tile_kv: int, score_tile: int) 
     return taken[0]
 
 
-def _default_sizes(operands: Reading, cache: Cache) -> dict[str, int]:
+def _default_sizes(operands: DecodeInputs, cache: Cache) -> dict[str, int]:
     """Returns default sizes: tiles of an eighth of the capacity, within 512 and 2,048 tokens.
 
     Less where that does not fit into VMEM; one split per core if there is one sequence. A tile
@@ -230,7 +232,9 @@ class _Kernel:
     delay_values: bool = False
 
 
-def _kernel(operands: Reading, cache: Cache, tile_kv: int, values: str, origins=None) -> _Kernel:
+def _kernel(
+    operands: DecodeInputs, cache: Cache, tile_kv: int, values: str, origins=None
+) -> _Kernel:
     """Returns the kernel for tiles that start at positions `origins`; None: of a whole cache."""
     return _KERNELS[type(operands)](operands, cache, tile_kv, values, origins)
 
@@ -246,7 +250,7 @@ def _values_of_heads(values_BKVS: jax.Array, N: int, how: str):
     return operators.VectorValues(values_BKVS, N=N)
 
 
-def _grouped(o: GroupedReading, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
+def _grouped(o: GroupedInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
     del tile_kv, origins
     N, (K, V) = o.query.shape[2], cache["base_value"].shape[1:3]
     if N == K:
@@ -262,7 +266,7 @@ def _grouped(o: GroupedReading, cache: Cache, tile_kv: int, values: str, origins
     return _Kernel([component], lambda o_BNV: o_BNV)
 
 
-def _latent(o: LatentReading, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
+def _latent(o: LatentInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
     del tile_kv, values, origins
     N, latent_BGCS = o.query.shape[2], latent_lib.by_group(cache["latent"])
     G, C = latent_BGCS.shape[1:3]
@@ -285,7 +289,7 @@ def _latent(o: LatentReading, cache: Cache, tile_kv: int, values: str, origins) 
     return _Kernel(components, expand)
 
 
-def _residual(o: ResidualReading, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
+def _residual(o: ResidualInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
     B, _, N, _ = o.query.shape
     (J, V), (K, R) = cache["base_value"].shape[1:3], o.expand_key.shape[:2]
     base = Component(
@@ -316,4 +320,4 @@ def _residual(o: ResidualReading, cache: Cache, tile_kv: int, values: str, origi
     return _Kernel([base, Component(keys, values_of_heads)], expand, delay_values=rotated)
 
 
-_KERNELS = {GroupedReading: _grouped, LatentReading: _latent, ResidualReading: _residual}
+_KERNELS = {GroupedInputs: _grouped, LatentInputs: _latent, ResidualInputs: _residual}

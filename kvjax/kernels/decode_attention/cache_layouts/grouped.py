@@ -6,17 +6,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.readings import tiles
-from kvjax.kernels.decode_attention.readings.reading import Bias
-from kvjax.kernels.decode_attention.readings.reading import Cache
-from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import Reading
-from kvjax.kernels.decode_attention.readings.reading import reading
-from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.kernels.decode_attention.cache_layouts import tiles
+from kvjax.kernels.decode_attention.cache_layouts.layout import Bias
+from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
+from kvjax.kernels.decode_attention.cache_layouts.layout import static
 
 
-@reading
-class GroupedReading(Reading):
+@pytree
+class GroupedInputs(DecodeInputs):
     """cache: base_key [B, K, H, S], base_value [B, K, Hv, S]."""
 
     query: jax.Array  # [B, T, N, H]
@@ -33,8 +33,8 @@ class GroupedReading(Reading):
 class _Tiles:
     expands = False
 
-    def __init__(self, o: GroupedReading):
-        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
+    def __init__(self, inputs: GroupedInputs):
+        self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
         return (cache["base_value"].shape[2],)
@@ -43,8 +43,8 @@ class _Tiles:
         del start
         return tiles.dot(self.q_BNTH, tile["base_key"])
 
-    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
-        return (tiles.weigh(p_BNTs, tile["base_value"]),)
+    def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        return (tiles.weighted_sum(p_BNTs, tile["base_value"]),)
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
         return outputs[0]
@@ -59,8 +59,8 @@ class GroupedSizes:
     H: int = 128
     Hv: int = 128
 
-    def reading(self, draw: Callable[..., jax.Array], B: int) -> GroupedReading:
-        return GroupedReading(query=draw(B, 1, self.N, self.H), scale=self.H**-0.5)
+    def example(self, draw: Callable[..., jax.Array], B: int) -> GroupedInputs:
+        return GroupedInputs(query=draw(B, 1, self.N, self.H), scale=self.H**-0.5)
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         return dict(base_key=(self.K, self.H), base_value=(self.K, self.Hv))

@@ -1,6 +1,6 @@
-"""Products with a tile of a cache that several ways of reading share; see `reading.Tiles`.
+"""Products with a tile of the cache, shared by several cache layouts; see `layout.Tiles`.
 
-N query heads of T tokens are K groups of N/K heads and T tokens: rows that share a key.
+N query heads of T tokens are K groups of N/K·T rows that share a key.
 """
 
 import jax
@@ -12,39 +12,39 @@ TILE_KV = 512  # tokens of a tile
 
 
 def rows(x_BNTH: jax.Array, K: int) -> jax.Array:
-    """[B, N, T, H] to [B, K, N/K·T, H]."""
+    """Reshapes [B, N, T, H] to [B, K, N/K·T, H]."""
     B, N, T, H = x_BNTH.shape
     return x_BNTH.reshape(B, K, N // K * T, H)
 
 
 def dot(q_BNTH: jax.Array, k_BKHs: jax.Array) -> jax.Array:
-    """Logits [B, N, T, s]; keys are not repeated per query head."""
+    """Returns logits [B, N, T, s], without repeating keys for each query head."""
     B, N, T, _ = q_BNTH.shape
     z_BKrs = jnp.einsum("BKrH,BKHs->BKrs", rows(q_BNTH, k_BKHs.shape[1]), k_BKHs)
     return z_BKrs.reshape(B, N, T, -1)
 
 
-def weigh(p_BNTs: jax.Array, v_BKVs: jax.Array) -> jax.Array:
-    """Weighted sums [B, N, T, V]."""
+def weighted_sum(p_BNTs: jax.Array, v_BKVs: jax.Array) -> jax.Array:
+    """Returns weighted sums of values, [B, N, T, V]."""
     B, N, T, _ = p_BNTs.shape
     o_BKrV = jnp.einsum("BKrs,BKVs->BKrV", rows(p_BNTs, v_BKVs.shape[1]), v_BKVs)
     return o_BKrV.reshape(B, N, T, -1)
 
 
 def by_kv_head(x_BNTR: jax.Array, w_KRH: jax.Array, equation: str) -> jax.Array:
-    """A product of every head's rows with its KV head's matrix, [B, N, T, ...]."""
+    """Multiplies every head's rows with its KV head's matrix: [B, N, T, ...]."""
     B, N, T, _ = x_BNTR.shape
     return jnp.einsum(equation, rows(x_BNTR, w_KRH.shape[0]), w_KRH).reshape(B, N, T, -1)
 
 
 def spread(base_BJHs: jax.Array, K: int) -> jax.Array:
-    """[B, J, H, s] to [B, K, H, s]: each base once per KV head that reads it."""
+    """Repeats each base for the KV heads that use it: [B, J, H, s] to [B, K, H, s]."""
     B, J, H, s = base_BJHs.shape
     return jnp.broadcast_to(base_BJHs[:, :, None], (B, J, K // J, H, s)).reshape(B, K, H, s)
 
 
 def rotate(x_BKHs: jax.Array, start: jax.Array, base: rope.Base) -> jax.Array:
-    """Keys of the tile that starts at position `start`, rotated to their positions."""
+    """Rotates the keys of the tile that starts at position `start` to their positions."""
     H, s = x_BKHs.shape[2:]
     angles = rope.rotary(start + jnp.arange(s, dtype=jnp.int32)[None], H, base)
     x1, x2 = jnp.split(x_BKHs, 2, axis=2)
@@ -55,9 +55,9 @@ def rotate(x_BKHs: jax.Array, start: jax.Array, base: rope.Base) -> jax.Array:
 def rotated_dot(
     q_BKH: jax.Array, k_BKHs: jax.Array, start: jax.Array, base: rope.Base
 ) -> jax.Array:
-    """Logits [B, K, s] of one query per key head with the rotated keys, which are never made.
+    """Returns logits [B, K, s] of one query per KV head with rotated keys, without storing them.
 
-    In pairs q·Rot(k) = (q1·k1 + q2·k2) cos + (q2·k1 - q1·k2) sin: one pass over the tile.
+    In channel pairs q · Rot(k) = (q1 k1 + q2 k2) cos + (q2 k1 - q1 k2) sin: one pass over the tile.
     """
     H, s = k_BKHs.shape[2:]
     angles = rope.rotary(start + jnp.arange(s, dtype=jnp.int32)[None], H, base)
@@ -68,15 +68,15 @@ def rotated_dot(
 
 
 def inverse_rms(x_BKHs: jax.Array, epsilon: float) -> jax.Array:
-    """[B, K, s] over the channels."""
+    """Returns 1 / rms over the channels, [B, K, s]."""
     return jax.lax.rsqrt(jnp.mean(jnp.square(x_BKHs), axis=2) + epsilon)
 
 
-def norm_and_rotate(x_BKHs: jax.Array, start: jax.Array, o) -> jax.Array:
-    """[B, K, H, s] normed and rotated as a reading's norm_epsilon, gain and rope_base say."""
-    if o.norm_epsilon is not None:
-        scale_BKs = inverse_rms(x_BKHs, o.norm_epsilon)
+def norm_and_rotate(x_BKHs: jax.Array, start: jax.Array, inputs) -> jax.Array:
+    """Norms and rotates [B, K, H, s] as `inputs.norm_epsilon`, `gain` and `rope_base` say."""
+    if inputs.norm_epsilon is not None:
+        scale_BKs = inverse_rms(x_BKHs, inputs.norm_epsilon)
         x_BKHs = x_BKHs * jnp.broadcast_to(scale_BKs[:, :, None], x_BKHs.shape)
-    if o.gain is not None:
-        x_BKHs = x_BKHs * o.gain[None, None, :, None]
-    return x_BKHs if o.rope_base is None else rotate(x_BKHs, start, o.rope_base)
+    if inputs.gain is not None:
+        x_BKHs = x_BKHs * inputs.gain[None, None, :, None]
+    return x_BKHs if inputs.rope_base is None else rotate(x_BKHs, start, inputs.rope_base)

@@ -6,16 +6,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.readings import tiles
-from kvjax.kernels.decode_attention.readings.reading import Cache
-from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import Reading
-from kvjax.kernels.decode_attention.readings.reading import reading
-from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.kernels.decode_attention.cache_layouts import tiles
+from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
+from kvjax.kernels.decode_attention.cache_layouts.layout import static
 
 
-@reading
-class LatentReading(Reading):
+@pytree
+class LatentInputs(DecodeInputs):
     """key = [latent's first C', rope_key], value = latent up_value (DeepSeek-V2, section 2.1).
 
     cache: latent [B, .., C, S], all axes between as G latents, and rope_key [B, P, S] if there is
@@ -61,10 +61,10 @@ class LatentTiles:
 
     expands = False
 
-    def __init__(self, o: LatentReading):
-        self.o = o
+    def __init__(self, inputs: LatentInputs):
+        self.inputs = inputs
         heads_first = lambda q: None if q is None else jnp.moveaxis(q, 2, 1)
-        self.q_BNTC, self.q_BNTP = heads_first(o.query), heads_first(o.rope_query)
+        self.q_BNTC, self.q_BNTP = heads_first(inputs.query), heads_first(inputs.rope_query)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
         return (cache["latent"].shape[-2],)
@@ -77,14 +77,14 @@ class LatentTiles:
             return z_BNTs
         return z_BNTs + tiles.dot(self.q_BNTP, tile["rope_key"][:, None])
 
-    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
-        return (tiles.weigh(p_BNTs, by_group(tile["latent"])),)
+    def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        return (tiles.weighted_sum(p_BNTs, by_group(tile["latent"])),)
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
         (o_BNTC,) = outputs
-        if self.o.up_value is None:
+        if self.inputs.up_value is None:
             return o_BNTC
-        return values(o_BNTC, self.o.up_value)
+        return values(o_BNTC, self.inputs.up_value)
 
 
 def values(o_BNTC: jax.Array, up_GCnV: jax.Array) -> jax.Array:
@@ -106,9 +106,9 @@ class LatentSizes:
     met: int | None = None  # channels of the latent that are a key; None: all
     folded: int = 0  # channels of the key that is folded into the query; 0: none
 
-    def reading(self, draw: Callable[..., jax.Array], B: int) -> LatentReading:
+    def example(self, draw: Callable[..., jax.Array], B: int) -> LatentInputs:
         rows, met = self.N // self.G, self.C if self.met is None else self.met
-        return LatentReading(
+        return LatentInputs(
             query=draw(B, 1, self.N, met),
             rope_query=draw(B, 1, self.N, self.P) if self.P else None,
             up_value=draw(self.G, self.C, rows, self.Hv) / self.C**0.5 if self.Hv else None,

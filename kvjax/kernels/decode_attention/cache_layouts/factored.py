@@ -9,21 +9,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.readings import rotating
-from kvjax.kernels.decode_attention.readings import tiles
-from kvjax.kernels.decode_attention.readings.reading import Bias
-from kvjax.kernels.decode_attention.readings.reading import Cache
-from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import Reading
-from kvjax.kernels.decode_attention.readings.reading import reading
-from kvjax.kernels.decode_attention.readings.reading import repeat_heads
-from kvjax.kernels.decode_attention.readings.reading import rotated
-from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.kernels.decode_attention.cache_layouts import rotating
+from kvjax.kernels.decode_attention.cache_layouts import tiles
+from kvjax.kernels.decode_attention.cache_layouts.layout import Bias
+from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
+from kvjax.kernels.decode_attention.cache_layouts.layout import repeat_heads
+from kvjax.kernels.decode_attention.cache_layouts.layout import rotated
+from kvjax.kernels.decode_attention.cache_layouts.layout import static
 from kvjax.layers.rope import Base
 
 
-@reading
-class FactoredReading(Reading):
+@pytree
+class FactoredInputs(DecodeInputs):
     """key = key_scale·Rot(key expand_key), value = value expand_value.
 
     cache: key [B, J, R, S], or [B, K, H, S] rotated where there is no expand_key; value
@@ -61,17 +61,17 @@ class FactoredReading(Reading):
 
 
 class _Tiles:
-    def __init__(self, o: FactoredReading):
-        self.o = o
-        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
-        self.expands, self.fold = o.rope_base is not None, None
-        if o.expand_key is None:
+    def __init__(self, inputs: FactoredInputs):
+        self.inputs = inputs
+        self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
+        self.expands, self.fold = inputs.rope_base is not None, None
+        if inputs.expand_key is None:
             return
         N, T = self.q_BNTH.shape[1:3]
-        if o.rope_base is None:
-            self.q_BNTH = tiles.by_kv_head(self.q_BNTH, o.expand_key, "BKrH,KRH->BKrR")
-        elif rotating.turns_query(N * T, o.expand_key.shape[0]):
-            self.fold = rotating.fold(self.q_BNTH[:, :, 0], o.expand_key)
+        if inputs.rope_base is None:
+            self.q_BNTH = tiles.by_kv_head(self.q_BNTH, inputs.expand_key, "BKrH,KRH->BKrR")
+        elif rotating.rotates_query(N * T, inputs.expand_key.shape[0]):
+            self.fold = rotating.absorb_query(self.q_BNTH[:, :, 0], inputs.expand_key)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
         return (cache["value"].shape[2],)
@@ -85,23 +85,25 @@ class _Tiles:
         return (z_BKrs * scale_BK1s).reshape(z_BNTs.shape)
 
     def _products(self, key_BJRs: jax.Array, start: jax.Array) -> jax.Array:
-        o = self.o
-        if o.rope_base is None:  # with latents, q is in their space
+        inputs = self.inputs
+        if inputs.rope_base is None:  # with latents, q is in their space
             return tiles.dot(self.q_BNTH, key_BJRs)
-        latent_BKRs = tiles.spread(key_BJRs, o.expand_key.shape[0])
+        latent_BKRs = tiles.spread(key_BJRs, inputs.expand_key.shape[0])
         if self.fold is not None:
-            w_BKRs = rotating.query(self.fold, start, latent_BKRs.shape[-1], o.rope_base)
+            w_BKRs = rotating.rank_space_queries(
+                self.fold, start, latent_BKRs.shape[-1], inputs.rope_base
+            )
             return jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
-        k_BKHs = jnp.einsum("BKRs,KRH->BKHs", latent_BKRs, o.expand_key)
-        return tiles.dot(self.q_BNTH, tiles.rotate(k_BKHs, start, o.rope_base))
+        k_BKHs = jnp.einsum("BKRs,KRH->BKHs", latent_BKRs, inputs.expand_key)
+        return tiles.dot(self.q_BNTH, tiles.rotate(k_BKHs, start, inputs.rope_base))
 
-    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
-        return (tiles.weigh(p_BNTs, tile["value"]),)
+    def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        return (tiles.weighted_sum(p_BNTs, tile["value"]),)
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
-        if self.o.expand_value is None:
+        if self.inputs.expand_value is None:
             return outputs[0]
-        return tiles.by_kv_head(outputs[0], self.o.expand_value, "BKrR,KRV->BKrV")
+        return tiles.by_kv_head(outputs[0], self.inputs.expand_value, "BKrR,KRV->BKrV")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,7 @@ class FactoredSizes:
             return DecodeFlops(per_query, per_key + 2 * N * H)
         if self.rope_base is None:
             return DecodeFlops(per_query + 2 * N * R * H, per_key + 2 * N * R)
-        if rotating.turns_query(N, K):
+        if rotating.rotates_query(N, K):
             turning = rotating.flops(R, H, self.rope_base)
             return DecodeFlops(per_query + 3 * N * R * H, per_key + N * turning)
         return DecodeFlops(per_query, per_key + 2 * N * H + K * H * (2 * R + 3))  # rebuilt, rotated

@@ -8,19 +8,19 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.readings import tiles
-from kvjax.kernels.decode_attention.readings.latent import LatentReading
-from kvjax.kernels.decode_attention.readings.latent import LatentSizes
-from kvjax.kernels.decode_attention.readings.latent import LatentTiles
-from kvjax.kernels.decode_attention.readings.reading import Cache
-from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import Reading
-from kvjax.kernels.decode_attention.readings.reading import reading
-from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.kernels.decode_attention.cache_layouts import tiles
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentInputs
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentTiles
+from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
+from kvjax.kernels.decode_attention.cache_layouts.layout import static
 
 
-@reading
-class LatentResidualReading(Reading):
+@pytree
+class LatentResidualInputs(DecodeInputs):
     """key = [latent, rope_key, residual_key], value = latent up_value + residual expand_value.
 
     cache: latent [B, C, S], rope_key [B, P, S], residual_key and residual_value [B, N, R, S].
@@ -43,19 +43,19 @@ class LatentResidualReading(Reading):
     def tiles(self) -> "_Tiles":
         return _Tiles(self)
 
-    def of_latent(self) -> LatentReading:
+    def of_latent(self) -> LatentInputs:
         """The part of it that reads the latent and the rotated key."""
         shared = dict(query=self.query, rope_query=self.rope_query, scale=self.scale)
-        return LatentReading(up_value=self.up_value[None], **shared)
+        return LatentInputs(up_value=self.up_value[None], **shared)
 
 
 class _Tiles:
     expands = False
 
-    def __init__(self, o: LatentResidualReading):
-        self.of_latent = LatentTiles(o.of_latent())
-        self.q_BNTR = jnp.moveaxis(o.residual_query, 2, 1)
-        self.expand_NRV = o.expand_value
+    def __init__(self, inputs: LatentResidualInputs):
+        self.of_latent = LatentTiles(inputs.of_latent())
+        self.q_BNTR = jnp.moveaxis(inputs.residual_query, 2, 1)
+        self.expand_NRV = inputs.expand_value
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
         return (*self.of_latent.widths(cache), cache["residual_value"].shape[-2])
@@ -64,9 +64,9 @@ class _Tiles:
         residual_BNTs = tiles.dot(self.q_BNTR, tile["residual_key"])
         return self.of_latent.logits(tile, start) + residual_BNTs
 
-    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
-        residual_BNTR = tiles.weigh(p_BNTs, tile["residual_value"])
-        return (*self.of_latent.weigh(p_BNTs, tile), residual_BNTR)
+    def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        residual_BNTR = tiles.weighted_sum(p_BNTs, tile["residual_value"])
+        return (*self.of_latent.weighted_sums(p_BNTs, tile), residual_BNTR)
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
         *latent, residual_BNTR = outputs

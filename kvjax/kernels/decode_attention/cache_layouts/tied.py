@@ -5,20 +5,20 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.readings import tiles
-from kvjax.kernels.decode_attention.readings.reading import Bias
-from kvjax.kernels.decode_attention.readings.reading import Cache
-from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import Reading
-from kvjax.kernels.decode_attention.readings.reading import normed_and_rotated
-from kvjax.kernels.decode_attention.readings.reading import reading
-from kvjax.kernels.decode_attention.readings.reading import repeat_heads
-from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.kernels.decode_attention.cache_layouts import tiles
+from kvjax.kernels.decode_attention.cache_layouts.layout import Bias
+from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import normed_and_rotated
+from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
+from kvjax.kernels.decode_attention.cache_layouts.layout import repeat_heads
+from kvjax.kernels.decode_attention.cache_layouts.layout import static
 from kvjax.layers.rope import Base
 
 
-@reading
-class TiedReading(Reading):
+@pytree
+class TiedInputs(DecodeInputs):
     """value = base_key + residual_key expand_key, key = Rot(norm(value)·gain).
 
     cache: base_key [B, J, H, S]; residual_key [B, K, R, S] if there is `expand_key`.
@@ -51,39 +51,39 @@ def _in_one_pass(queries: int, keys: int, *, rotates: bool, gain: bool) -> bool:
 class _Tiles:
     expands = True
 
-    def __init__(self, o: TiedReading):
-        self.o = o
-        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
+    def __init__(self, inputs: TiedInputs):
+        self.inputs = inputs
+        self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
-        residual = (cache["residual_key"].shape[2],) if self.o.expand_key is not None else ()
+        residual = (cache["residual_key"].shape[2],) if self.inputs.expand_key is not None else ()
         return (cache["base_key"].shape[2], *residual)
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
-        o, k_BKHs = self.o, tile["base_key"]
-        if o.expand_key is not None:
-            residual = jnp.einsum("BKRs,KRH->BKHs", tile["residual_key"], o.expand_key)
+        inputs, k_BKHs = self.inputs, tile["base_key"]
+        if inputs.expand_key is not None:
+            residual = jnp.einsum("BKRs,KRH->BKHs", tile["residual_key"], inputs.expand_key)
             k_BKHs = tiles.spread(k_BKHs, residual.shape[1]) + residual
         N, T = self.q_BNTH.shape[1:3]
-        options = dict(rotates=o.rope_base is not None, gain=o.gain is not None)
+        options = dict(rotates=inputs.rope_base is not None, gain=inputs.gain is not None)
         if not _in_one_pass(N * T, k_BKHs.shape[1], **options):
-            return tiles.dot(self.q_BNTH, tiles.norm_and_rotate(k_BKHs, start, o))
-        z_BKs = tiles.rotated_dot(self.q_BNTH[:, :, 0], k_BKHs, start, o.rope_base)
-        if o.norm_epsilon is not None:
-            z_BKs = z_BKs * tiles.inverse_rms(k_BKHs, o.norm_epsilon)
+            return tiles.dot(self.q_BNTH, tiles.norm_and_rotate(k_BKHs, start, inputs))
+        z_BKs = tiles.rotated_dot(self.q_BNTH[:, :, 0], k_BKHs, start, inputs.rope_base)
+        if inputs.norm_epsilon is not None:
+            z_BKs = z_BKs * tiles.inverse_rms(k_BKHs, inputs.norm_epsilon)
         return z_BKs[:, :, None]
 
-    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
-        base = tiles.weigh(p_BNTs, tile["base_key"])
-        if self.o.expand_key is None:
+    def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        base = tiles.weighted_sum(p_BNTs, tile["base_key"])
+        if self.inputs.expand_key is None:
             return (base,)
-        return base, tiles.weigh(p_BNTs, tile["residual_key"])
+        return base, tiles.weighted_sum(p_BNTs, tile["residual_key"])
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
-        if self.o.expand_key is None:
+        if self.inputs.expand_key is None:
             return outputs[0]
         base_BNTH, latent_BNTR = outputs
-        return base_BNTH + tiles.by_kv_head(latent_BNTR, self.o.expand_key, "BKrR,KRH->BKrH")
+        return base_BNTH + tiles.by_kv_head(latent_BNTR, self.inputs.expand_key, "BKrR,KRH->BKrH")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

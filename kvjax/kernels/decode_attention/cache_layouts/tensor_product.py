@@ -5,18 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.readings import tiles
-from kvjax.kernels.decode_attention.readings.reading import Cache
-from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import Reading
-from kvjax.kernels.decode_attention.readings.reading import reading
-from kvjax.kernels.decode_attention.readings.reading import rotated
-from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.kernels.decode_attention.cache_layouts import tiles
+from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
+from kvjax.kernels.decode_attention.cache_layouts.layout import rotated
+from kvjax.kernels.decode_attention.cache_layouts.layout import static
 from kvjax.layers.rope import Base
 
 
-@reading
-class TensorProductReading(Reading):
+@pytree
+class TensorProductInputs(DecodeInputs):
     """key = key_scale·sum_r key_head[r] Rot(gain·key_factor[r]), value likewise without these.
 
     cache: key_head [B, N, R, S], key_factor [B, R, H, S], value_head [B, N, R', S] and value_factor
@@ -60,24 +60,24 @@ class TensorProductReading(Reading):
 class _Tiles:
     expands = True  # logits of all ranks are as large as a tile
 
-    def __init__(self, o: TensorProductReading):
-        self.o = o
-        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
+    def __init__(self, inputs: TensorProductInputs):
+        self.inputs = inputs
+        self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
-        if self.o.value_factor is not None:  # what is weighed is the head factors
-            return (self.o.value_factor.shape[0],)
-        return (cache["key_factor" if self.o.shares else "value_factor"].shape[2],)
+        if self.inputs.value_factor is not None:  # what is weighed is the head factors
+            return (self.inputs.value_factor.shape[0],)
+        return (cache["key_factor" if self.inputs.shares else "value_factor"].shape[2],)
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
-        o = self.o
+        inputs = self.inputs
         s = next(iter(tile.values())).shape[-1]
-        head_BNRs = _at_tokens(o.key_head, tile.get("key_head"), s)
-        factor_BRHs = _at_tokens(o.key_factor, tile.get("key_factor"), s)
-        if o.gain is not None:
-            factor_BRHs = factor_BRHs * o.gain[None, None, :, None]
-        if o.rope_base is not None:
-            factor_BRHs = tiles.rotate(factor_BRHs, start, o.rope_base)
+        head_BNRs = _at_tokens(inputs.key_head, tile.get("key_head"), s)
+        factor_BRHs = _at_tokens(inputs.key_factor, tile.get("key_factor"), s)
+        if inputs.gain is not None:
+            factor_BRHs = factor_BRHs * inputs.gain[None, None, :, None]
+        if inputs.rope_base is not None:
+            factor_BRHs = tiles.rotate(factor_BRHs, start, inputs.rope_base)
         B = max(head_BNRs.shape[0], factor_BRHs.shape[0])
         factor_BRHs = jnp.broadcast_to(factor_BRHs, (B, *factor_BRHs.shape[1:]))
         z_BNTRs = jnp.einsum("BNTH,BRHs->BNTRs", self.q_BNTH, factor_BRHs)
@@ -85,20 +85,20 @@ class _Tiles:
         z_BNTs = jnp.sum(z_BNTRs * head_BN1Rs, axis=3)
         return z_BNTs * tile["key_scale"] if "key_scale" in tile else z_BNTs
 
-    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
-        o, (*_, s) = self.o, p_BNTs.shape
-        head_BNRs = _at_tokens(o.value_head, tile.get("value_head"), s)
+    def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+        inputs, (*_, s) = self.inputs, p_BNTs.shape
+        head_BNRs = _at_tokens(inputs.value_head, tile.get("value_head"), s)
         weights_BNTRs = p_BNTs[:, :, :, None] * head_BNRs[:, :, None]
-        if o.value_factor is not None:
+        if inputs.value_factor is not None:
             return (jnp.sum(weights_BNTRs, axis=-1),)
-        factor_BRVs = tile["key_factor" if o.shares else "value_factor"]
+        factor_BRVs = tile["key_factor" if inputs.shares else "value_factor"]
         return (jnp.einsum("BNTRs,BRVs->BNTV", weights_BNTRs, factor_BRVs),)
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
         (o_BNTV,) = outputs
-        if self.o.value_factor is None:
+        if self.inputs.value_factor is None:
             return o_BNTV
-        return jnp.einsum("BNTR,RV->BNTV", o_BNTV, self.o.value_factor)
+        return jnp.einsum("BNTR,RV->BNTV", o_BNTV, self.inputs.value_factor)
 
 
 def _at_tokens(fixed: jax.Array | None, cached: jax.Array | None, s: int) -> jax.Array:

@@ -1,9 +1,8 @@
 """A shared base and a low-rank residual per head: LRKV, LRKV x GQA.
 
-Without rotation of the residual a query meets the latents in rank space, u = B q (LRKV eq. 3).
-Under RoPE position stands between the query and B: the query is folded into B once per step
-and turns with every position (`rotating.py`). Where several query heads share a key it is rebuilt
-instead.
+Without RoPE on the residual, queries are scored with latents in rank space, u = B q (LRKV eq. 3).
+Under RoPE the query in rank space depends on the position (`rotating.py`). Where several query
+heads share a KV head, its keys are rebuilt instead.
 """
 
 from collections.abc import Callable
@@ -12,29 +11,29 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.readings import rotating
-from kvjax.kernels.decode_attention.readings import tiles
-from kvjax.kernels.decode_attention.readings.reading import Bias
-from kvjax.kernels.decode_attention.readings.reading import Cache
-from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import Reading
-from kvjax.kernels.decode_attention.readings.reading import reading
-from kvjax.kernels.decode_attention.readings.reading import repeat_heads
-from kvjax.kernels.decode_attention.readings.reading import rotated
-from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.kernels.decode_attention.cache_layouts import rotating
+from kvjax.kernels.decode_attention.cache_layouts import tiles
+from kvjax.kernels.decode_attention.cache_layouts.layout import Bias
+from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
+from kvjax.kernels.decode_attention.cache_layouts.layout import repeat_heads
+from kvjax.kernels.decode_attention.cache_layouts.layout import rotated
+from kvjax.kernels.decode_attention.cache_layouts.layout import static
 from kvjax.layers import rope
 
 
-@reading
-class ResidualReading(Reading):
+@pytree
+class ResidualInputs(DecodeInputs):
     """key = key_scale·(base_key + Rot(residual_key expand_key)), value as in LRKV eq. 2.
 
     cache: base_key [B, J, H, S], rotated; base_value [B, J, Hv, S]; residual_key and
     residual_value [B, K, R, S]; key_scale [B, K, 1, S] float32 or wider, where keys are normed.
     """
 
-    query: jax.Array  # [B, T, N, H], meets the base
-    residual_query: jax.Array  # [B, T, N, H], meets the residual; `query` if rope_base is given
+    query: jax.Array  # [B, T, N, H], for the base
+    residual_query: jax.Array  # [B, T, N, H], for the residual; `query` if rope_base is given
     expand_key: jax.Array  # [K, R, H]
     expand_value: jax.Array  # [K, R, Hv]
     bias: Bias | None = None
@@ -46,7 +45,7 @@ class ResidualReading(Reading):
         residual = jnp.einsum("BSKR,KRH->BSKH", c["residual_key"], self.expand_key)
         if self.rope_base is not None:
             residual = rotated(residual, self.rope_base)
-        # The base meets one query and the residual another: side by side, so that they may differ.
+        # Base and residual may have different queries: concatenated, both products are one.
         query = jnp.concatenate([self.query, self.residual_query], axis=-1)
         k = jnp.concatenate([repeat_heads(c["base_key"], K), residual], axis=-1)
         if "key_scale" in c:
@@ -63,20 +62,20 @@ class ResidualReading(Reading):
 
 
 class _Tiles:
-    def __init__(self, o: ResidualReading):
-        self.o = o
-        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
-        residual_q_BNTH = jnp.moveaxis(o.residual_query, 2, 1)
+    def __init__(self, inputs: ResidualInputs):
+        self.inputs = inputs
+        self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
+        residual_q_BNTH = jnp.moveaxis(inputs.residual_query, 2, 1)
         N, T = self.q_BNTH.shape[1:3]
-        K = o.expand_key.shape[0]
-        self.expands = o.rope_base is not None
+        K = inputs.expand_key.shape[0]
+        self.expands = inputs.rope_base is not None
         self.folded = None
-        if o.rope_base is None:
+        if inputs.rope_base is None:
             self.folded = "rank"  # LRKV eq. 3
-            self.u_BNTR = tiles.by_kv_head(residual_q_BNTH, o.expand_key, "BKrH,KRH->BKrR")
-        elif rotating.turns_query(N * T, K):
+            self.u_BNTR = tiles.by_kv_head(residual_q_BNTH, inputs.expand_key, "BKrH,KRH->BKrR")
+        elif rotating.rotates_query(N * T, K):
             self.folded = "rotating"
-            self.fold = rotating.fold(residual_q_BNTH[:, :, 0], o.expand_key)
+            self.fold = rotating.absorb_query(residual_q_BNTH[:, :, 0], inputs.expand_key)
 
     def widths(self, cache: Cache) -> tuple[int, ...]:
         return cache["base_value"].shape[2], cache["residual_value"].shape[2]
@@ -84,8 +83,8 @@ class _Tiles:
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
         latent_BKRs = tile["residual_key"]
         if self.folded is None:  # several queries share a rebuilt key
-            k_BKHs = jnp.einsum("BKRs,KRH->BKHs", latent_BKRs, self.o.expand_key)
-            k_BKHs = tiles.rotate(k_BKHs, start, self.o.rope_base)
+            k_BKHs = jnp.einsum("BKRs,KRH->BKHs", latent_BKRs, self.inputs.expand_key)
+            k_BKHs = tiles.rotate(k_BKHs, start, self.inputs.rope_base)
             base_BKHs = tiles.spread(tile["base_key"], k_BKHs.shape[1])
             z_BNTs = tiles.dot(self.q_BNTH, base_BKHs + k_BKHs)
         else:
@@ -93,7 +92,9 @@ class _Tiles:
             if self.folded == "rank":
                 z_BNTs = z_BNTs + tiles.dot(self.u_BNTR, latent_BKRs)
             else:
-                w_BKRs = rotating.query(self.fold, start, latent_BKRs.shape[-1], self.o.rope_base)
+                w_BKRs = rotating.rank_space_queries(
+                    self.fold, start, latent_BKRs.shape[-1], self.inputs.rope_base
+                )
                 z_BNTs = z_BNTs + jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
         if "key_scale" not in tile:
             return z_BNTs
@@ -102,13 +103,13 @@ class _Tiles:
         z_BKrs = tiles.rows(z_BNTs, scale_BK1s.shape[1])
         return (z_BKrs * scale_BK1s).reshape(B, N, T, s)
 
-    def weigh(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
+    def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
         base, latent = tile["base_value"], tile["residual_value"]
-        return tiles.weigh(p_BNTs, base), tiles.weigh(p_BNTs, latent)
+        return tiles.weighted_sum(p_BNTs, base), tiles.weighted_sum(p_BNTs, latent)
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
         base_BNTV, latent_BNTR = outputs
-        return base_BNTV + tiles.by_kv_head(latent_BNTR, self.o.expand_value, "BKrR,KRV->BKrV")
+        return base_BNTV + tiles.by_kv_head(latent_BNTR, self.inputs.expand_value, "BKrR,KRV->BKrV")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,12 +123,12 @@ class ResidualSizes:
     H: int = 128
     Hv: int = 128
     rope_base: rope.Base | None = 10_000.0  # None: the residual is not rotated
-    scaled: bool = True  # whether keys are normed: the cache has their 1/rms
+    scaled: bool = True  # keys are normed: the cache has "key_scale", 1/rms
 
-    def reading(self, draw: Callable[..., jax.Array], B: int) -> ResidualReading:
+    def example(self, draw: Callable[..., jax.Array], B: int) -> ResidualInputs:
         query = draw(B, 1, self.N, self.H)
         rotates = self.rope_base is not None
-        return ResidualReading(
+        return ResidualInputs(
             query=query,
             residual_query=query if rotates else draw(B, 1, self.N, self.H),
             expand_key=draw(self.K, self.R, self.H) / self.R**0.5,
@@ -151,7 +152,7 @@ class ResidualSizes:
         per_key = 2 * N * (H + Hv) + 2 * N * R + (N if self.scaled else 0)
         if self.rope_base is None:  # LRKV eq. 3
             return DecodeFlops(per_query + 2 * N * R * H, per_key + 2 * N * R)
-        if rotating.turns_query(N, K):
-            turning = rotating.flops(R, H, self.rope_base)
-            return DecodeFlops(per_query + 3 * N * R * H, per_key + N * turning)
+        if rotating.rotates_query(N, K):
+            rotated = rotating.flops(R, H, self.rope_base)
+            return DecodeFlops(per_query + 3 * N * R * H, per_key + N * rotated)
         return DecodeFlops(per_query, per_key + K * H * (2 * R + 4))  # rebuilt, rotated, added

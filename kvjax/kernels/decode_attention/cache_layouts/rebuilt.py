@@ -5,20 +5,20 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.readings import tiles
-from kvjax.kernels.decode_attention.readings.latent import LatentTiles
-from kvjax.kernels.decode_attention.readings.latent import values
-from kvjax.kernels.decode_attention.readings.reading import Cache
-from kvjax.kernels.decode_attention.readings.reading import DecodeFlops
-from kvjax.kernels.decode_attention.readings.reading import Reading
-from kvjax.kernels.decode_attention.readings.reading import normed_and_rotated
-from kvjax.kernels.decode_attention.readings.reading import reading
-from kvjax.kernels.decode_attention.readings.reading import static
+from kvjax.kernels.decode_attention.cache_layouts import tiles
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentTiles
+from kvjax.kernels.decode_attention.cache_layouts.latent import values
+from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import normed_and_rotated
+from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
+from kvjax.kernels.decode_attention.cache_layouts.layout import static
 from kvjax.layers.rope import Base
 
 
-@reading
-class RebuiltReading(Reading):
+@pytree
+class RebuiltInputs(DecodeInputs):
     """key = Rot(norm(latent up_key)·gain), value = latent up_value; cache: latent [B, C, S]."""
 
     query: jax.Array  # [B, T, N, H]
@@ -40,16 +40,16 @@ class RebuiltReading(Reading):
 class _Tiles(LatentTiles):
     expands = True
 
-    def __init__(self, o: RebuiltReading):
-        self.o = o
-        self.q_BNTH = jnp.moveaxis(o.query, 2, 1)
+    def __init__(self, inputs: RebuiltInputs):
+        self.inputs = inputs
+        self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
 
     def finish(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
-        return values(outputs[0], self.o.up_value[None])
+        return values(outputs[0], self.inputs.up_value[None])
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
-        k_BNHs = jnp.einsum("BCs,CNH->BNHs", tile["latent"], self.o.up_key)
-        return tiles.dot(self.q_BNTH, tiles.norm_and_rotate(k_BNHs, start, self.o))
+        k_BNHs = jnp.einsum("BCs,CNH->BNHs", tile["latent"], self.inputs.up_key)
+        return tiles.dot(self.q_BNTH, tiles.norm_and_rotate(k_BNHs, start, self.inputs))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,33 @@
+"""Cache layouts, one file each: inputs of decode attention, definition, tiles in plain JAX, FLOPs.
+
+A new layout is a new file with the interface of `layout.py`. The TPU and GPU kernels take some of
+the layouts; plain JAX takes all.
+"""
+
+from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredInputs
+from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedInputs
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentInputs
+from kvjax.kernels.decode_attention.cache_layouts.latent_residual import LatentResidualInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts.layout import PositionBias
+from kvjax.kernels.decode_attention.cache_layouts.layout import SlopeBias
+from kvjax.kernels.decode_attention.cache_layouts.rebuilt import RebuiltInputs
+from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualInputs
+from kvjax.kernels.decode_attention.cache_layouts.tensor_product import TensorProductInputs
+from kvjax.kernels.decode_attention.cache_layouts.tied import TiedInputs
+
+__all__ = [
+    "DecodeFlops",
+    "DecodeInputs",
+    "FactoredInputs",
+    "GroupedInputs",
+    "LatentInputs",
+    "LatentResidualInputs",
+    "PositionBias",
+    "RebuiltInputs",
+    "ResidualInputs",
+    "SlopeBias",
+    "TensorProductInputs",
+    "TiedInputs",
+]

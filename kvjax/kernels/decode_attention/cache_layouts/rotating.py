@@ -1,0 +1,72 @@
+"""Scores of low-rank keys under RoPE, without rebuilding the keys.
+
+A key at position t is k(t) = Rot_t(r(t) B), with a latent r(t) of rank R. Rotations are orthogonal,
+so
+
+    q · k(t) = r(t) · w(t),    w(t) = B Rot_-t(q)                    # LRKV eq. 3, exact under RoPE
+
+`absorb_query` computes G = conj(q) B once per step, with channel pairs as complex numbers.
+`rank_space_queries` then computes w(t) for all positions of a tile by two matrix products: the
+tile's table of cosines and sines has a low rank P (57 of 128 for 512 tokens; `rope.basis`). A
+cached token costs 2 R P + 2 R FLOPs per head, instead of 2 R H to rebuild its key.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.kernels.decode_attention.cache_layouts import tiles
+from kvjax.layers import rope
+
+
+def rotates_query(queries: int, K: int) -> bool:
+    """Returns True if each KV head has one query, so that rotating it is cheaper than its keys."""
+    return queries == K
+
+
+def absorb_query(q_BKH: jax.Array, expand_KRH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns G = conj(q) B in complex channel pairs: real and imaginary parts [B, K, R, H/2].
+
+    q is rotated to its own position. The logit of a key at t is Re(sum_j G_j e^{i t theta_j}) times
+    its latent.
+    """
+    q1_BK1F, q2_BK1F = jnp.split(q_BKH[:, :, None], 2, axis=-1)
+    b1_1KRF, b2_1KRF = jnp.split(expand_KRH[None], 2, axis=-1)
+    shape = (*q_BKH.shape[:2], expand_KRH.shape[1], q1_BK1F.shape[-1])
+    q1, q2, b1, b2 = (jnp.broadcast_to(x, shape) for x in (q1_BK1F, q2_BK1F, b1_1KRF, b2_1KRF))
+    return q1 * b1 + q2 * b2, q1 * b2 - q2 * b1
+
+
+def rank_space_queries(
+    folded: tuple[jax.Array, jax.Array], start: jax.Array, length: int, base: rope.Base
+) -> jax.Array:
+    """Returns w(t), the query in rank space, for every position of a tile: [B, K, R, s].
+
+    w(t) = sum_j Re G_j cos(t theta_j) - Im G_j sin(t theta_j).
+
+    Args:
+      folded: G, from `absorb_query`.
+      start: the tile's first position.
+      length: tokens of the tile.
+    """
+    real, imaginary = folded
+    F = real.shape[-1]
+    angles = rope.rotary(start[None, None], 2 * F, base)  # rotates G to the tile's start
+    cos, sin = (jnp.broadcast_to(a[0][None, None].astype(real.dtype), real.shape) for a in angles)
+    rotated = (real * cos - imaginary * sin, -(imaginary * cos + real * sin))
+    left_HP, right_Ps = rope.basis(2 * F, base, length, _tolerance(real.dtype))
+    g_BKRP = jnp.einsum(
+        "BKRH,HP->BKRP", jnp.concatenate(rotated, axis=-1), jnp.asarray(left_HP, real.dtype)
+    )
+    return jnp.einsum("BKRP,Ps->BKRs", g_BKRP, jnp.asarray(right_Ps, real.dtype))
+
+
+def _tolerance(dtype) -> float:
+    return float(jnp.finfo(dtype).eps) / 8
+
+
+def flops(R: int, H: int, base: rope.Base) -> float:
+    """Returns FLOPs per head and key of `rank_space_queries` and the product with the latents."""
+    P = rope.basis(H, base, tiles.TILE_KV, _tolerance(np.float32))[0].shape[1]
+    per_tile = R * H * (3 + 2 * P)  # the rotation, and the product with the basis
+    return per_tile / tiles.TILE_KV + 2 * R * P + 2 * R
