@@ -47,6 +47,8 @@ def _python(text):
 @example("1//0")
 @example("5,000 * 2")
 @example(" 1")
+@example("1+()")
+@example("-()")
 def test_values_are_pythons(text):
     found = calculator.value(text)
     if "**" in text or not text.strip() or "e" in text:

@@ -4,8 +4,10 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import lzma
 import random
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from kvjax.conversation import made_up
 from kvjax.conversation import mixture as mixture_lib
 from kvjax.conversation import packing
 from kvjax.conversation import prepare
+from kvjax.conversation import rendered
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.conversation.render import Renderer
 from kvjax.data import loader
@@ -236,6 +239,56 @@ def test_rows_that_are_no_conversation(tmp_path, mixture, rows):
     assert "line 4: roles must alternate" in talked[0]
     documents = sum(dataset.info["splits"][s]["documents"] for s in ("train", "validation"))
     assert documents == 20 + 9 + 12 - 2
+
+
+def test_a_set_is_rendered_in_batches_and_its_files_stay_as_they_are(mixture, monkeypatch):
+    """One by one in the order asked for; what was read is told after each batch but the last."""
+    talk = [dict(messages=[dict(role="user", content=c * n)]) for n, c in enumerate("abcd", 3)]
+    rows = [("line 1", 7), *((f"line {i}", one) for i, one in enumerate(talk, 2))]
+    part = mixture_lib.Part("train", "conversations", "conversations", "x.jsonl")
+    found = types.SimpleNamespace(part=part, rows=lambda: iter(rows))
+    talk[0]["messages"].append(dict(role="assistant", content="Z"))
+    monkeypatch.setattr(rendered, "BATCH_CHARACTERS", len(f"{talk[0]}{talk[1]}"))
+    order, said, renderer = np.array([4, 0, 2, 1]), [], Renderer(TOKENIZER)
+    compressor = rendered.Compressor()
+
+    def read(count, skip_broken=True, order=order, compressor=None):
+        counts = rendered.Counts("conversations", "x.jsonl", "", count)
+        kept = dataclasses.replace(mixture, skip_broken=skip_broken)
+        given = (renderer, 8, np.uint16, compressor, said.append)
+        return rendered.RenderedSet(found, order, counts, kept, *given)
+
+    made = read(5, compressor=compressor)
+    assert said == [3] and len(made) == 4 and made[1] is None
+    for place, i in ((0, 4), (2, 2), (3, 1)):
+        whole = renderer(rows[i][1], limit=8)
+        ids, mask = made[place]
+        assert (ids.tolist(), mask.tolist()) == (whole.ids, whole.mask)
+        assert (ids.dtype, mask.dtype) == (np.uint16, np.uint8)
+    told = "line 1: must be an object with messages, not 7"
+    assert dataclasses.asdict(made.counts) == dict(
+        key="conversations",
+        source="x.jsonl",
+        sha256="",
+        rows=5,
+        read=4,
+        cut=2,
+        rejected=1,
+        tokens=23,
+        trained=1,
+        first_rejected=[told],
+    )
+    text = b"aaaZbbbbdddddd"
+    packed = lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
+    assert compressor.bits_per_byte() == 8 * len(packed) / len(text)
+    assert rendered.Compressor().bits_per_byte() == 8 * len(lzma.compress(b""))
+    with pytest.raises(DataError, match=f"^{told}. config.mixture.skip_broken=True leaves such"):
+        read(5, skip_broken=False)
+    where = "^config.mixture.conversations = 'x.jsonl': its files"
+    with pytest.raises(DataError, match=f"{where} grew while they were read"):
+        read(4, order=np.array([0]))
+    with pytest.raises(DataError, match=f"{where} shrank while they were read"):
+        read(6, order=np.array([5, 4]))
 
 
 def test_cut_conversations_are_counted(tmp_path, mixture):

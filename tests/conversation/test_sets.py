@@ -1,7 +1,9 @@
 """Files of five rows in each published format are the conversations that they should be."""
 
 import json
+import types
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -92,6 +94,8 @@ def test_mmlus_original_files(tmp_path):
     found = _read("mmlu", str(tmp_path), "validation")
     expected = [*MMLU[2:], *MMLU[:2]]  # files by name
     assert found == [[_asked(row, "ABCD"), "ABCD"[row["answer"]]] for row in expected]
+    (tmp_path / "a_test.csv").write_text("Q,1,2,3,D\n")
+    _told("mmlu", tmp_path, "a_test.csv, row 1: has 5 cells; question, A, B, C, D and letter are 6")
 
 
 @pytest.mark.parametrize("original", [False, True])
@@ -287,6 +291,34 @@ def test_tfds(tmp_path, monkeypatch):
         sets.Set(Part("train", "arc", "arc", "tfds:kvjax_arc#test"))
     with pytest.raises(DataError, match="mixture.arc = 'tfds:none': tfds:none can't be opened"):
         sets.Set(Part("train", "arc", "arc", "tfds:none"))
+
+
+def test_examples_that_cannot_be_read_are_told_with_their_number(monkeypatch):
+    """Whatever their library raises; text comes as bytes, alone or as an array's."""
+
+    class Examples(list):
+        def __getitem__(self, i):
+            if isinstance(found := super().__getitem__(i), Exception):
+                raise found
+            return found
+
+    text = dict(
+        question=b"\xc3\xa9", answer=np.array(b"5"), number=np.int32(3), more=np.array([b"a"])
+    )
+    rows = Examples([text, OSError(5, "I/O\nand more"), dict(question=b"\xff")])
+    info = types.SimpleNamespace(splits={"train": None}, features=dict.fromkeys(text))
+    opened = types.SimpleNamespace(info=info, as_data_source=lambda split: {"train": rows}[split])
+    monkeypatch.setattr(sets.source_kinds, "tfds_builder", lambda name: opened)
+    found = sets.Set(Part("train", "gsm8k", "gsm8k", "tfds:x"))
+    assert next(found.rows()) == (
+        "tfds:x, example 0",
+        dict(question="\u00e9", answer="5", number=3, more=["a"]),
+    )
+    with pytest.raises(DataError, match="^tfds:x, example 1 cannot be read: .*I/O"):
+        list(found.rows())
+    rows[1] = rows[0]
+    with pytest.raises(DataError, match="^tfds:x, example 2 is not UTF-8: "):
+        list(found.rows())
 
 
 def _without_id(row):

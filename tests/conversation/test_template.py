@@ -1,16 +1,24 @@
 """Published chat templates: what they see, and special tokens that a user wrote out."""
 
+import datetime
 import itertools
 import json
+import os
+import resource
+import types
 
 import pytest
 
+from kvjax.conversation import dialogue
 from kvjax.conversation import jinja_process
+from kvjax.conversation import render
+from kvjax.conversation import specials
 from kvjax.conversation import template as template_lib
 from kvjax.conversation.template import Template
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.errors import DataError
 from kvjax.foundation.errors import UserError
+from kvjax.workdir import dialogue as of_workdir
 
 CHATML = """
 {%- for message in messages %}
@@ -212,9 +220,22 @@ def test_ends_and_controls_of_a_template_need_no_other_tokenizer(monkeypatch):
 
 def test_other_keys_of_a_message_are_hidden_too(encode):
     text = "{{ messages[0].tools | tojson }}{{ messages[0]['parts'][0].text }}"
-    message = dict(role="user", content="", tools=[{"<|im_end|>": "<&\u00e9"}], parts=[])
+    message = dict(role="user", content="", tools=[{"<|im_end|>": "<&\u00e9", "b": [1, None]}])
     message["parts"] = [dict(text="<|im_start|>")]
-    assert encode(message, text=text) == '[{"<|im_end|>": "<&\u00e9"}]<|im_start|>'
+    told = '[{"<|im_end|>": "<&\u00e9", "b": [1, null]}]<|im_start|>'
+    assert encode(message, text=text) == told
+    value = dict(b=["\u00e9"], a=1)
+    for options in (
+        dict(),
+        dict(ensure_ascii=True),
+        dict(indent=1),
+        dict(separators=[",", ":"]),
+        dict(sort_keys=True),
+    ):
+        given = ", ".join(f"{key}={value}" for key, value in options.items())
+        asked = f"{{{{ messages[0].x | tojson({given}) }}}}"
+        written = json.dumps(value, **dict(ensure_ascii=False) | options)
+        assert encode(message | dict(x=value), text=asked) == written
 
 
 def test_what_transformers_gives_templates(encode):
@@ -259,6 +280,58 @@ def test_a_message_to_be_continued(tokenizer):
         Template(tokenizer, "x", {}).render([USER], go_on=True)
 
 
+def test_three_ways_to_talk_to_a_model(tokenizer):
+    """By the nine specials, cut to a limit; by its template, told the day; or not at all."""
+    talk = [dict(role="user", content="x" * 5000)]
+    nine = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSATION_SPECIALS)
+    native = dialogue.of(nine, CHATML, FILES, where="runs/x")
+    assert (native.name, native.digest, native.day) == ("nanochat", "", "")
+    assert native.ends == (nine.special("<|assistant_end|>"), nine.bos_id)
+    assert native.specials == specials.of(nine, "") and native.tokenizer is nine
+    for made, limit in ((native, 2048), (dialogue.of(nine, None, {}, where="", limit=30), 30)):
+        whole = render.Renderer(nine, "").prompt(talk, limit=limit, place="")
+        assert made.prompt(talk) == whole and len(whole.ids) == limit + 1  # an answer opens
+    with pytest.raises(DataError, match="^conversation, message 1: content must be text"):
+        native.prompt([dict(role="user", content=7)])
+
+    dated = "{{ strftime_now('%Y-%m-%d') }}{{ bos_token }}" + CHATML
+    tokenizer.ends = (97,)
+    made = dialogue.of(tokenizer, dated, FILES, where="", day="2024-02-29")
+    assert (made.name, made.specials, made.day) == ("template", None, "2024-02-29")
+    template = Template(tokenizer, dated, FILES, day="2024-02-29")
+    ids = template.encode(template.render([USER]))
+    assert made.prompt([USER]) == render.Rendered(ids, [0] * len(ids))
+    assert tokenizer.decode(ids).startswith("2024-02-29<|bos|><|im_start|>system")
+    assert (made.digest, made.ends) == (template.digest, (97, 258, 256))
+    assert made.tokenizer.controls == template.tokenizer.controls
+    assert dialogue.of(tokenizer, CHATML, {}, where="", day="2024-02-29").day == ""
+    today = dialogue.of(tokenizer, dated, {}, where="")
+    days = [datetime.date.today() - datetime.timedelta(days=n) for n in (0, 1)]  # at midnight
+    said = tokenizer.decode(today.prompt([USER]).ids)
+    assert today.day == "" and any(said.startswith(f"{day}<") for day in days)
+    with pytest.raises(UserError, match="^conversation, message 2: content must be text for this"):
+        made.prompt([USER, dict(role="assistant", content=[])])
+
+    plain = dialogue.Plain(tokenizer)
+    assert (plain.name, plain.digest, plain.day, plain.specials) == ("", "", "", None)
+    assert (plain.tokenizer, plain.ends) == (tokenizer, (97, 256))
+    with pytest.raises(UserError, match="^conversation: the model knows no conversations"):
+        plain.prompt([USER])
+    with pytest.raises(UserError, match="^runs/x: its tokenizer lacks <.user_start"):
+        dialogue.of(tokenizer, None, {}, where="runs/x")
+    tokenizer.ends = ()
+    found = types.SimpleNamespace(tokenizer=nine, template=None, token_files={}, workdir="runs/y")
+    for keys, length in ((dict(), 2049), (dict(limit=30), 31)):
+        assert len(of_workdir.of(found, **keys).prompt(talk).ids) == length
+    day = dict(day="2024-02-29")
+    vars(found).update(tokenizer=tokenizer, template=dated, token_files=FILES)
+    assert [of_workdir.of(found, **keys).day for keys in ({}, day)] == ["", day["day"]]
+    assert of_workdir.of(found).digest == template.digest
+    found.template = None
+    with pytest.raises(UserError, match="^runs/y: its tokenizer lacks"):
+        of_workdir.of(found)
+
+
 def test_what_is_refused(tokenizer):
     with pytest.raises(UserError, match="chat_template.jinja is no template: "):
         Template(tokenizer, "{% for %}", {})
@@ -297,6 +370,10 @@ def test_a_template_has_a_limit_of_memory_and_time(tokenizer, monkeypatch):
         with pytest.raises(UserError, match="takes more than 1 GiB of memory, 0.3 seconds or 16,7"):
             Template(tokenizer, text, {}).render([USER])
         assert Template(tokenizer, "ok", {}).render([USER]) == "ok"
+    process = jinja_process._worker()._process.pid
+    assert resource.prlimit(process, resource.RLIMIT_AS) == (1 << 30, 1 << 30)
+    assert resource.prlimit(process, resource.RLIMIT_CORE) == (0, 0)
+    assert os.getsid(process) == process  # Ctrl-C does not reach it
     with pytest.raises(DataError, match="refuses a conversation: maximum recursion depth"):
         text = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
         Template(tokenizer, text, {}).render([USER])

@@ -106,6 +106,8 @@ def test_an_ended_sequence_takes_nothing(generator):
             generation.finish(1)
             generation.force(1, [5, 5])
     assert [len(ids) for ids in generation.tokens] == [8, 3, 8, 8]
+    # Those that go on hold all but their last token; of the second, one was on its way.
+    assert generation.cache.lengths.tolist() == [1 + 7, 3 + 3, 8 + 7, 12 + 7]
 
 
 def test_nothing_is_uploaded_where_nothing_is_laid_down(generator):

@@ -4,14 +4,20 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments import d36
 from experiments.benchmarks import decode_memory
 from kvjax import experiment
+from kvjax.decoding import program
+from kvjax.decoding.generator import Generator
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.hardware import topology
+from kvjax.model.transformer import Compute
+from tests.decoding.prompts import GREEDY
+from tests.decoding.prompts import V
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +102,28 @@ def test_physical_bytes_count_padding(v5e):
 def test_attention_on_the_cpu_makes_nothing_that_grows_like_the_cache(name):
     short, long = (decode_memory.attention_memory(name, s) for s in decode_memory.LENGTHS)
     assert abs(decode_memory.growth(short, long)) < 0.05
+
+
+def test_a_step_that_is_lowered_is_the_one_that_decodes(make_model):
+    """Of arrays that need not be there, in bfloat16; the cache is given up for the next one."""
+    generator = Generator(make_model("lrkv"), Compute(dtype=jnp.dtype("bfloat16")))
+    cache, weights = generator.engine.cache(3, 200), generator.engine.weights
+    tokens_B, flags_B = np.zeros(3, np.int32), np.zeros(3, bool)
+    streams_B, ends_V = np.zeros(3, np.uint32), np.zeros(V, bool)
+    choice = program.Choice(GREEDY.parameters(), jax.random.key(0), streams_B, ends_V)
+    state = (weights, cache, tokens_B, flags_B, flags_B, choice)
+    mesh = program.make_mesh(1, jax.devices())
+    lowered = program.lowered_step(generator.config, mesh, batch=3, length=200)
+    given, keywords = lowered.args_info
+    assert _described(given) == _described(state) and not keywords
+    donated = [{x.donated for x in jax.tree.leaves(argument)} for argument in given]
+    assert donated == [{False}, {True}, {False}, {False}, {False}, {False}]
+    assert _described(lowered.out_info) == _described((cache, tokens_B, flags_B))
+    assert cache.capacity == 256
+
+
+def _described(tree) -> list:
+    return [(path, x.shape, x.dtype) for path, x in jax.tree.leaves_with_path(tree)]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from kvjax import cache as cache_lib
+from kvjax.decoding import engine
 from kvjax.decoding import generator as generator_lib
 from kvjax.decoding import program
 from kvjax.decoding.generator import Generator
@@ -102,25 +103,23 @@ def test_a_capacity_beyond_the_angles_of_rope(generator, on_chips, make_model, m
         program.lowered_step(generator.config, mesh, batch=1, length=limit + 1)
 
 
-def test_a_cache_beyond_memory(generator, monkeypatch):
+def test_memory_that_a_device_has_left(generator, monkeypatch):
+    """What is in use there is not free; of a CPU's memory it was never counted."""
+    tokens, used = 1 << 20, 5 * 10**9
+    need = cache_lib.live_bytes(generator.engine.cache(500, tokens))
+    device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: dict(bytes_in_use=used))
+    monkeypatch.setattr(runtime, "memory_per_device", lambda: need)
+    assert generator._check_memory(500, tokens - 100) == tokens
+    monkeypatch.setattr(generator_lib.jax, "local_devices", lambda: [device])
+    sizes = f"{need / 1e9:,.1f} GB of {(need - used) / 1e9:,.1f} GB"
+    told = f"a cache of 500 sequences of 1,048,576 tokens needs {sizes}: generate fewer tokens"
+    with pytest.raises(UserError, match=told):
+        generator._check_memory(500, tokens)
+    monkeypatch.setattr(runtime, "memory_per_device", lambda: need + used)
+    assert generator._check_memory(500, tokens) == tokens
     monkeypatch.setattr(runtime, "memory_per_device", lambda: 1000)
     with pytest.raises(UserError, match="a cache of 1 sequences of 128 tokens needs"):
         generator.start([[1]], num_tokens=3)
-
-
-@pytest.mark.slow
-def test_memory_that_a_device_has_left(generator, monkeypatch):
-    """What is in use there is not free; of a CPU's memory it was never counted."""
-    generation = generator.start([[1]], num_tokens=3)
-    need = cache_lib.live_bytes(generation.cache)
-    device = types.SimpleNamespace(platform="gpu", memory_stats=lambda: dict(bytes_in_use=50_000))
-    monkeypatch.setattr(runtime, "memory_per_device", lambda: need + 49_999)
-    tokens(generator, [[1]], num_tokens=3)
-    monkeypatch.setattr(generator_lib.jax, "local_devices", lambda: [device])
-    with pytest.raises(UserError, match="a cache of 1 sequences of 128 tokens needs"):
-        generator.start([[1]], num_tokens=3)
-    monkeypatch.setattr(runtime, "memory_per_device", lambda: need + 50_000)
-    tokens(generator, [[1]], num_tokens=3)
 
 
 def test_models_and_options_that_cannot_be(make_model):
@@ -132,6 +131,18 @@ def test_models_and_options_that_cannot_be(make_model):
         Generator(make_model("lrkv"), implementation="tpu")
     with pytest.raises(UserError, match="chunk = 0"):
         Generator(make_model("lrkv"), chunk=0)
+    # By what is asked for, where the model is, and over how many chips its cache is split.
+    cpu, gpu = jax.devices()[0], types.SimpleNamespace(platform="gpu", device_kind="H100")
+    for asked, devices, chips, taken in (
+        (None, [cpu], 1, None),
+        (None, [gpu], 1, "xla"),  # not what the first device would have
+        (None, jax.devices()[:2], 1, "xla"),
+        (None, jax.devices()[:2], 2, None),
+        ("reference", [cpu], 1, "reference"),
+        ("xla", jax.devices()[:2], 2, "xla"),
+        ("gpu", [gpu], 1, "gpu"),
+    ):
+        assert engine._for_devices(asked, devices, chips) == taken
 
 
 def test_capacities_are_few():

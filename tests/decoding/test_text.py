@@ -1,14 +1,25 @@
-"""Stop strings and special tokens end a text; prompts and stop strings are lists."""
+"""Stop strings and special tokens end a text; what an assistant says is heard on the way."""
+
+import dataclasses
+import types
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import cache as cache_lib
+from kvjax.conversation.dialogue import Native
+from kvjax.conversation.dialogue import Plain
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.decoding import answers as answers_lib
+from kvjax.decoding.generation import Timing
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
 from kvjax.decoding.text import generate
 from kvjax.foundation.errors import UserError
+from tests.decoding.prompts import GREEDY
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +60,163 @@ def test_special_tokens_end_a_text(loaded):
     assert generate(generator, loaded.tokenizer, ["a"], **options).texts == ["<|bos|>" * 3]
 
 
-@pytest.mark.slow
-def test_the_ends_of_a_tokenizer_end_a_text(loaded, generator, monkeypatch):
-    options = dict(num_tokens=20, sampling=Sampling(temperature=0.0))
-    make = lambda **keys: generate(generator, loaded.tokenizer, ["a"], **options, **keys).tokens[0]
-    free = make()
-    monkeypatch.setattr(loaded.tokenizer, "ends", (free[2],))
-    cut = make()
-    assert cut == free[: len(cut)] and free.index(free[2]) <= len(cut) < len(free)
-    assert make(end_at_special=False) == free
+class Scripted:
+    """Stands for a Generator and its Generation: writes down what it is asked, says what is given.
+
+    Args:
+      said: per sequence, its tokens.
+      num_tokens: steps.
+    """
+
+    chips = 3
+    config = types.SimpleNamespace(vocab_size=262)
+    compute = types.SimpleNamespace(dtype=np.dtype("float16"))
+
+    def __init__(self, said, num_tokens, cache=None):
+        self._said, self._num_tokens, self.cache = [list(ids) for ids in said], num_tokens, cache
+        self.log, self.tokens = [], [[] for _ in said]
+        self.finished = np.zeros(len(said), bool)
+        self.timing = Timing(prompt_tokens=7, first=0.5, last=1.0, decoded=6)
+
+    def start(self, prompts, **options):
+        self.log.append((prompts, options))
+        return self
+
+    def __iter__(self):
+        for n in range(1, self._num_tokens + 1):
+            new = []
+            for b in np.flatnonzero(~self.finished).tolist():
+                token = self._said[b].pop(0)
+                if token is None:
+                    self.finished[b] = True
+                else:
+                    self.tokens[b].append(token)
+                    new.append((b, token))
+            self.finished |= n == self._num_tokens
+            yield new
+            if self.finished.all():
+                return
+
+    def finish(self, b):
+        self.log.append(("finish", b))
+        self.finished[b] = True
+
+    def force(self, b, ids):
+        self._said[b][:0] = ids
 
 
-def test_one_string_is_no_list_of_them(loaded, generator):
-    make = lambda prompts, **stop: generate(
-        generator, loaded.tokenizer, prompts, num_tokens=2, **stop
+def test_texts_are_asked_for_and_told_piece_by_piece(make_mechanism):
+    """Three sequences: up to the last token, to a stop string, to a token that ends it."""
+    tokenizer = tokenizer_lib.byte_tokenizer().with_specials(["<|end|>"])
+    tokenizer.ends = (97,)
+    size = dict(batch=3, capacity=256, dtype=jnp.float16, chips=1)
+    cache = cache_lib.abstract((make_mechanism("mha"),) * 2, **size)
+    said = [b"a\xe2\x82\xacbc\xe2", b"x. y", [*b"yes", None]]
+    scripted = Scripted(said, 7, cache)
+    for keys, message in (
+        (dict(prompts="ab"), "prompts = 'ab' is one string: give a list"),
+        (dict(stop="x"), "stop = 'x' is one string: give a list"),
+        (dict(stop=["a", ""]), "a stop string is empty"),
+    ):
+        with pytest.raises(UserError, match=message):
+            generate(scripted, tokenizer, **dict(prompts=["a"]) | keys, num_tokens=1)
+    assert scripted.log == []
+    log = scripted.log
+    result = generate(
+        scripted,
+        tokenizer,
+        ["h\u00e9", [5, 6], "x"],
+        num_tokens=7,
+        stop=[". "],
+        stop_tokens=[9],
+        on_text=lambda b, text: log.append((b, text)),
+        on_end=lambda b: log.append((b, None)),
     )
-    with pytest.raises(UserError, match="prompts = 'ab' is one string: give a list"):
-        make("ab")
-    with pytest.raises(UserError, match="stop = 'x' is one string: give a list"):
-        make(["ab"], stop="x")
+    default = dict(sampling=Sampling(temperature=0.8, top_k=0, top_p=1.0), seed=0, capacity=0)
+    default |= dict(on_compile=None, on_prefill=None)
+    ends = [9, 256, 257, 258, 259, 260, 261, 97]  # given, without text, of no token, of the model
+    asked = [[256, *b"h\xc3\xa9"], [5, 6], [256, 120]]
+    assert log[0] == (asked, dict(num_tokens=7, stop_tokens=ends) | default)
+    steps = [
+        *[(0, "a"), (1, "x"), (2, "y")],
+        *[(0, ""), (1, ""), (2, "e")],
+        *[(0, ""), (1, ""), ("finish", 1), (2, "s"), (1, ""), (1, None)],
+        *[(0, "\u20ac"), (2, ""), (2, None)],
+        *[(0, "b"), (0, "c"), (0, ""), (0, "\ufffd"), (0, None)],
+    ]
+    assert log[1:] == steps
+    live = cache_lib.live_bytes(cache)
+    assert dataclasses.asdict(result) == dict(
+        texts=["a\u20acbc\ufffd", "x", "yes"],
+        tokens=[[*said[0]], [*b"x. "], [*b"yes"]],
+        timing=dataclasses.asdict(scripted.timing),
+        capacity=256,
+        cache_bytes=live,
+        cache_dtype="float16",
+        chips=3,
+    )
+    line = f"first token after 500.0 ms, then 12 tokens/s; cache {live:,} bytes = 3 x 256 tokens x "
+    assert result.summary() == f"{line}{live / 768:,.0f} in float16, {live // 3:,} on each chip"
+    late = dataclasses.replace(result, timing=Timing(7, compiling=2.04, first=0.5), chips=1)
+    line = "first token after 500.0 ms (without the 2.0 s of compiling before); cache "
+    assert late.summary().startswith(line) and late.summary().endswith(" in float16")
+    # Nothing that is left out, and all that may be given.
+    given = dict(num_tokens=1, sampling=GREEDY, seed=2, capacity=3, on_compile=len, on_prefill=max)
+    scripted = Scripted([b"a"], 1, cache)
+    generate(scripted, tokenizer, ["a"], end_at_special=False, **given)
+    assert scripted.log == [([[256, 97]], given | dict(stop_tokens=()))]
+
+
+def test_an_assistant_calls_the_calculator_while_it_answers():
+    """And is told what it says; an answer ends by itself, at a stop string, or by its length."""
+    names = tokenizer_lib.CONVERSATION_SPECIALS
+    talk = Native(tokenizer_lib.byte_tokenizer().with_specials(names), "here")
+    s = talk.specials
+
+    def call(text):
+        return [s.python_start, *text, s.python_end]
+
+    def written(ids):
+        return "".join(names[i - s.bos] if i > 255 else chr(i) for i in ids)
+
+    out = [s.output_start, *b"8.0", s.output_end]
+    said = [
+        [*b"a", *call(b"16/2"), *b"b", None],  # what it is told comes behind the call
+        [*b"4.no", *b"....."],
+        [s.python_end, *call(b""), *call(b"x"), *b"abcdefghi"],  # nothing was asked, or answered
+        [*b"z" * 13, 194],
+    ]
+    scripted, heard, timed = Scripted(said, 14), [], []
+    prompts = [[1], [2, 3], [4], [5]]
+    told = answers_lib.answers(
+        *(scripted, talk, prompts),
+        num_tokens=14,
+        stop=[".n"],
+        on_token=lambda *what: heard.append(what),
+        timing=timed.append,
+    )
+    asked = dict(num_tokens=14, sampling=Sampling(temperature=0.0), seed=0, capacity=0)
+    asked |= dict(stop_tokens=(s.assistant_end, s.bos), on_compile=None)
+    assert scripted.log == [(prompts, asked), ("finish", 1)]
+    first = [*said[0][:-2], *out, *b"b"]
+    third = said[2][:14]
+    assert told == [
+        answers_lib.Answer(first, written(first), [("16/2", "8.0")], True),
+        answers_lib.Answer([*b"4.n"], "4", [], True),
+        answers_lib.Answer(third, written(third), [("x", None)], False),
+        answers_lib.Answer(said[3], "z" * 13 + "\ufffd", [], False),
+    ]
+    assert [what for what in heard if what[0] == 1] == [(1, 52, "4"), (1, 46, ""), (1, 110, "")]
+    assert heard[-1] == (3, -1, "\ufffd") and timed == [scripted.timing]
+    given = dict(num_tokens=20, sampling=Sampling(), seed=3, capacity=4, on_compile=len)
+    scripted = Scripted([[*call(b"16/2"), None]], 20)
+    (answer,) = answers_lib.answers(scripted, talk, [[1]], mode="dataset", **given)
+    assert answer.calls == [("16/2", "8")] and answer.text.endswith("8<|output_end|>")
+    assert scripted.log == [([[1]], given | dict(stop_tokens=talk.ends))]
+    assert answers_lib.Answer() == answers_lib.Answer([], "", [], False)
+    plain = Scripted([[s.python_start, *b"1+1", s.python_end, None]], 9)
+    (answer,) = answers_lib.answers(plain, Plain(talk.tokenizer), [[1]], num_tokens=9)
+    assert answer.calls == [] and answer.ids == call(b"1+1")
+    for keys, message in ((dict(mode="x"), "calculator = 'x'"), (dict(stop=[""]), "is empty")):
+        with pytest.raises(UserError, match=message):
+            answers_lib.answers(Scripted([], 1), talk, [[1]], num_tokens=1, **keys)

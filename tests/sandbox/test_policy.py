@@ -1,8 +1,13 @@
 """A box is opened behind layers that hold, or nothing is run and the error names each of them."""
 
+import dataclasses
 import errno
 import hashlib
+import json
+import os
 import pathlib
+import re
+import socket
 import subprocess
 import sys
 
@@ -12,6 +17,7 @@ from kvjax import sandbox
 from kvjax.sandbox import namespaces
 from kvjax.sandbox import policy
 from kvjax.sandbox import self_test
+from kvjax.sandbox import sources
 from kvjax.sandbox import webassembly
 from kvjax.sandbox.box import Box
 from kvjax.sandbox.layers import Layers
@@ -23,6 +29,7 @@ RIGHT = dict(
     test="def check(candidate): assert candidate(1, 2) == 3",
     entry_point="add",
 )
+BREACHES = dict(self_test._BREACHES)
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
 
 
@@ -65,20 +72,18 @@ def test_namespaces_do_for_landlock(opened):
     assert without == ["landlock: Function not implemented (ENOSYS)"]
 
 
-@pytest.mark.parametrize(
-    "held, bubblewrap, message",
-    [
+def test_less_is_refused(opened):
+    for held, bubblewrap, message in (
         (NO_LANDLOCK, None, "landlock: Function not implemented .ENOSYS.; namespaces: it is not"),
         (NO_SECCOMP, None, "seccomp: Invalid argument .EINVAL.; namespaces: it is not here"),
         (NO_SECCOMP, BWRAP, "seccomp: Invalid argument .EINVAL."),
-    ],
-)
-@pytest.mark.parametrize("name", ["linux", "auto"])
-def test_less_is_refused(opened, held, bubblewrap, message, name):
-    with pytest.raises(sandbox.SandboxError, match="no sandbox holds here.*" + message) as error:
-        opened(held, bubblewrap, name)
-    assert ("wasm: it is not here" in str(error.value)) == (name == "auto")
-    assert "It needs seccomp (Linux 3.17) and either Landlock" in str(error.value)
+        (HERE | dict(seccomp=0), BWRAP, "seccomp: Success"),
+    ):
+        for name in ("linux", "auto"):
+            with pytest.raises(sandbox.SandboxError, match=f"no sandbox holds.*{message}") as error:
+                opened(held, bubblewrap, name)
+            assert ("wasm: it is not here" in str(error.value)) == (name == "auto")
+            assert "It needs seccomp (Linux 3.17) and either Landlock" in str(error.value)
 
 
 def test_an_unknown_policy():
@@ -87,35 +92,157 @@ def test_an_unknown_policy():
         sandbox.open("docker")
 
 
+def test_other_machines_have_webassembly_alone(opened, monkeypatch):
+    """And there the interpreter is what was compiled; the first that holds is taken."""
+    runtime = webassembly.Runtime("/packages", "/x.cwasm", "wasmtime 1")
+    for name, value, told in (
+        ("sys.platform", "darwin", "this is darwin"),
+        ("platform.machine", lambda: "riscv64", "riscv64: seccomp is known on x86_64, aarch64"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            with pytest.raises(sandbox.SandboxError, match=f"linux: {told}. wasm: it is not here"):
+                opened(HERE, BWRAP, "auto")
+            patch.setattr(webassembly, "find", lambda interpreter: runtime)
+            assert sandbox.open("auto") == (Layers(wasm=runtime), ()) == sandbox.open("wasm")
+    assert opened(HERE, BWRAP, "auto") == (Layers(True, True, BWRAP), [])
+    assert opened(dict(HERE, landlock=0), BWRAP)[0] == Layers(True, False, BWRAP)
+
+
 def test_without_a_sandbox_results_say_so():
     box = sandbox.open("none")
     assert box.layers == ("none",)
     assert box.judge(**RIGHT).passed
 
 
-def test_it_is_seen_that_layers_do_not_hold():
-    with pytest.raises(sandbox.SandboxError, match="do not hold: AssertionError: writes a file"):
-        self_test.check(Box(Layers()))
+class Told:
+    """Stands for a box: gives verdicts in turn, and has what a program would do done."""
+
+    def __init__(self, *said, does=None):
+        self.said, self.limits, self.asked, self._does = list(said), sandbox.Limits(), [], does
+
+    def with_limits(self, limits):
+        self.asked.append(limits)
+        return self
+
+    def judge(self, **problem):
+        self.asked.append(problem)
+        if self._does and len(self.said) == 1:
+            self._does(problem["test"])
+        reason = self.said.pop(0)
+        return sandbox.Verdict(not reason, reason, 1.0, False)
 
 
-def test_it_is_seen_that_nothing_runs(monkeypatch):
-    monkeypatch.setattr(self_test, "_RIGHT", "import no_such_module")
-    with pytest.raises(sandbox.SandboxError, match="a right program fails.*ModuleNotFoundError"):
-        sandbox.open("none")
+def test_a_box_is_tried_before_it_judges(monkeypatch):
+    """What is right, wrong, endless, and what no layer may let through, one by one."""
+    late = "out of time after 0.1 s"
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    ask = dict(test=check, entry_point="add")
+    tried = [
+        ask | dict(program="def add(a, b):\n    return a + b\n"),
+        ask | dict(program="def add(a, b):\n    return a - b\n"),
+        sandbox.Limits(seconds=0.1, retries=0),
+        ask | dict(program="while True: pass\n"),
+    ]
+    box = Told("", "wrong", late)
+    self_test.check(box, breaches=False)
+    assert box.asked == tried
+    for said, told in (
+        (["no"], "a right program fails: no"),
+        (["", ""], "a wrong program passes"),
+        (["", "wrong", "Error"], "a loop does not run out of time: Error"),
+        (["", "wrong", late, "Own"], "the layers do not hold: Own"),
+    ):
+        with pytest.raises(sandbox.SandboxError, match=f"^self-test: {told}$"):
+            self_test.check(Told(*said))
+    box = Told("", "wrong", late, "")
+    self_test.check(box)
+    last = box.asked.pop()
+    assert box.asked == tried and last["entry_point"] == "attempt"
+    names = re.findall("^    assert not candidate\\(.*\\), '(.*)'$", last["test"], re.MULTILINE)
+    assert names == list(self_test._BREACHES) and last["program"] == self_test._TRY
+
+    def writes(test):
+        pathlib.Path(re.search(r"open\('(.*?)', 'w'\)", test)[1]).write_text("")
+
+    def connects(test):
+        port = int(re.search(r"127.0.0.1', (\d+)\)", test)[1])
+        socket.create_connection(("127.0.0.1", port), 9).close()
+
+    for does in (writes, connects):
+        with pytest.raises(
+            sandbox.SandboxError, match="do not hold: its program reached a file or"
+        ):
+            self_test.check(Told("", "wrong", late, "", does=does))
+    # Without layers that hold: of the others, limits alone and another user keep the machine.
+    for name in ("writes a file", "connects", "reads the environment of the process that judges"):
+        monkeypatch.setattr(self_test, "_BREACHES", {name: BREACHES[name]})
+        with pytest.raises(sandbox.SandboxError, match=f"do not hold: AssertionError: {name}"):
+            self_test._hold(Box(Layers()))
 
 
-def test_it_is_seen_that_everything_passes(monkeypatch):
-    monkeypatch.setattr(self_test, "_WRONG", self_test._RIGHT)
-    with pytest.raises(sandbox.SandboxError, match="a wrong program passes"):
-        sandbox.open("none")
+def test_layers_are_commands_requests_and_names(monkeypatch):
+    monkeypatch.setattr(sys, "_base_executable", "/bin/../bin/no-such-python", raising=False)
+    options = ["-P", "-s", "-S", "-B", "-c"]
+    python = os.path.realpath("/bin/no-such-python")
+    limits = sandbox.Limits(memory_bytes=1000, cpu_seconds=7)
+    own = [python, *options, sources.interpreter(locks_itself=True)]
+    lock = dict(memory_bytes=1000, cpu_seconds=7, processes=1)
+    bare, both = Layers(), Layers(seccomp=True, landlock=True, bubblewrap=BWRAP)
+    for layers, command, given in (
+        (bare, own, dict(use_landlock=False, use_seccomp=False, parent=os.getpid())),
+        (
+            Layers(landlock=True),
+            own,
+            dict(use_landlock=True, use_seccomp=False, parent=os.getpid()),
+        ),
+        (
+            both,
+            [*BWRAP.command(python, {"PYTHONHASHSEED": "0"}), *own],
+            dict(use_landlock=True, use_seccomp=True, parent=None),
+        ),
+    ):
+        assert layers.command(limits) == command
+        assert layers.request("judge", limits) == dict(role="judge", lock=lock | given)
+    runtime = webassembly.Runtime("/packages", "/x.cwasm", "wasmtime 1, CPython 3")
+    wasm = Layers(wasm=runtime)
+    *host, asked = wasm.command(limits)
+    assert host == [python, *options, sources.host()]
+    assert json.loads(asked) == dict(
+        packages="/packages",
+        compiled="/x.cwasm",
+        arguments=["python", *options, sources.interpreter(locks_itself=False)],
+        environment=[["PYTHONHASHSEED", "0"]],
+        memory_bytes=1000,
+        cpu_seconds=7,
+    )
+    assert wasm.request("candidate", limits) == dict(role="candidate", lock=None)
+    assert (bare.of_the_kernel(), both.of_the_kernel()) == ((), ("landlock", "seccomp"))
+    assert bare.names(HERE | NO_LANDLOCK | dict(seccomp=0)) == ("none",) == bare.names({})
+    assert both.names(HERE) == ("rlimits", "seccomp", "landlock 7", "namespaces (bwrap 0.8.0)")
+    assert bare.names(NO_LANDLOCK | dict(landlock=0)) == ("rlimits", "seccomp")
+    assert bare.names(NO_SECCOMP | dict(landlock=1)) == ("rlimits", "landlock 1")
+    assert wasm.names({}) == ("rlimits", "wasm (wasmtime 1, CPython 3)")
+    whole = sandbox.Limits()
+    assert dataclasses.astuple(whole) == (5.0, 5, 256 << 20, 1 << 20, 60.0, 1)
 
 
-@pytest.mark.slow
-def test_it_is_seen_that_time_does_not_end(monkeypatch):
-    monkeypatch.setattr(self_test, "_LOOP", "")
-    monkeypatch.setattr(self_test, "_SECONDS", 60)
-    with pytest.raises(sandbox.SandboxError, match="a loop does not run out of time"):
-        sandbox.open("none")
+def test_bubblewrap_shows_nothing_but_what_an_interpreter_imports(monkeypatch):
+    links = {"/lib": "usr/lib", "/base/lib": "elsewhere"}
+    there = {"/lib64", "/usr/lib", "/base/lib64", "/python"}
+    monkeypatch.setattr(sys, "base_prefix", "/base")
+    monkeypatch.setattr(sys, "platlibdir", "lib64")
+    monkeypatch.setattr(os, "readlink", links.__getitem__)
+    monkeypatch.setattr(os.path, "islink", links.__contains__)
+    monkeypatch.setattr(os.path, "exists", there.__contains__)
+    said = "/usr/bin/bwrap --unshare-all --unshare-user --die-with-parent --new-session "
+    said += "--cap-drop ALL --uid 65534 --gid 65534 --clearenv{} --setenv A b --setenv C d "
+    said += "--size 1048576 --tmpfs /tmp --chdir /tmp --symlink usr/lib /lib "
+    said += "--ro-bind /lib64 /lib64 --ro-bind /usr/lib /usr/lib --symlink elsewhere /base/lib "
+    said += "--ro-bind /base/lib64 /base/lib64 --ro-bind /python /python --"
+    for forbids, more in ((True, " --disable-userns"), (False, "")):
+        found = dataclasses.replace(BWRAP, forbids_more=forbids)
+        assert found.command("/python", dict(A="b", C="d")) == said.format(more).split()
 
 
 def test_an_interpreter_that_does_not_start(monkeypatch):
@@ -136,16 +263,30 @@ def test_a_layer_that_holds_no_longer_is_an_error(monkeypatch):
         box.judge(**RIGHT)
 
 
-def test_a_bubblewrap_that_does_not_work(monkeypatch, tmp_path):
-    program = tmp_path / "bwrap"
-    program.write_text("#!/bin/sh\necho 'bwrap: No space left on device' >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(namespaces, "_installed", lambda: [str(program)])
-    with pytest.raises(sandbox.SandboxError, match="bwrap: No space left on device"):
-        namespaces.find("/bin/true")
-    monkeypatch.setattr(namespaces, "_installed", lambda: [])
-    with pytest.raises(sandbox.SandboxError, match="no bwrap on PATH: install bubblewrap"):
-        namespaces.find("/bin/true")
+def test_the_first_bubblewrap_that_works_is_taken(monkeypatch, tmp_path):
+    def program(name, script):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+        return str(tmp_path / name)
+
+    version = 'if [ "$1" = --version ]; then echo bubblewrap 0.7; exit; fi'
+    full = program("full", "echo 'bwrap: No space left on device' >&2\necho more >&2\nexit 1")
+    silent = program("silent", "exit 3")
+    old = program("old", f"{version}\ncase $* in *--disable-userns*) exit 1;; esac")
+    new = program("new", f'{version.replace("0.7", "0.8")}\n[ -z "$HOME" ]')
+    gone = str(tmp_path / "gone")
+    for paths, told in (
+        ([full], "^bwrap: No space left on device$"),
+        ([silent, full], "^status 3; bwrap: No space left on device$"),
+        ([gone], "No such file or directory"),
+        ([], "^no bwrap on PATH: install bubblewrap"),
+    ):
+        monkeypatch.setattr(namespaces, "_installed", lambda paths=paths: paths)
+        with pytest.raises(sandbox.SandboxError, match=told):
+            namespaces.find("/bin/true")
+    for path, version, forbids in ((old, "bwrap 0.7", False), (new, "bwrap 0.8", True)):
+        monkeypatch.setattr(namespaces, "_installed", lambda path=path: [full, path, silent])
+        assert namespaces.find("/bin/true") == namespaces.Bubblewrap(path, version, forbids)
 
 
 def test_webassembly_that_is_not_the_known_one(monkeypatch, tmp_path):
@@ -159,7 +300,8 @@ def test_webassembly_that_is_not_the_known_one(monkeypatch, tmp_path):
 
 
 def test_compiled_code_that_is_damaged_is_compiled_again(monkeypatch, tmp_path):
-    def run(command, **_):
+    def run(command, **options):
+        assert options == dict(capture_output=True, text=True, timeout=300.0, check=False)
         compiled.append(command)
         pathlib.Path(command[-1]).write_bytes(b"native code")
         return subprocess.CompletedProcess(command, 0)
@@ -173,6 +315,13 @@ def test_compiled_code_that_is_damaged_is_compiled_again(monkeypatch, tmp_path):
     monkeypatch.setattr(webassembly.subprocess, "run", run)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = pathlib.Path(webassembly.find("python").compiled)
+    assert file.parent == tmp_path / "kvjax" / "sandbox"
+    wasm = str(package / "python-3.12.0.wasm")
+    how = ["python", "-I", "-S", "-B", "-c", webassembly._COMPILE, str(tmp_path), wasm]
+    assert compiled[0][:-1] == how and not pathlib.Path(compiled[0][-1]).exists()
+    assert webassembly.find("python") == webassembly.Runtime(
+        str(tmp_path), str(file), "wasmtime 1, CPython 3.12.0"
+    )
     for broken in damage.flipped(b"native code"):
         count = len(compiled)
         file.write_bytes(broken)
@@ -182,6 +331,30 @@ def test_compiled_code_that_is_damaged_is_compiled_again(monkeypatch, tmp_path):
     older = file.with_name(file.name.replace(file.name.rpartition("-")[2], "x.cwasm"))
     file.rename(older)  # as before there was a digest
     assert webassembly.find("python").compiled == str(file) and not older.exists()
+    # Another process removes damaged code first; and what goes wrong while it is compiled.
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "glob", lambda *_: [older, file])
+        assert webassembly.find("python").compiled == str(file)
+        patch.setattr(pathlib.Path, "glob", lambda *_: [tmp_path])
+        with pytest.raises(sandbox.SandboxError, match=f"cannot read {tmp_path} .Is a d.*: remove"):
+            webassembly.find("python")
+    file.unlink()
+    for status, said, told in (
+        (3, "", "status 3"),
+        (1, "Trace\nMemoryError: x\n", "MemoryError: x"),
+    ):
+        ended = subprocess.CompletedProcess([], status, "", said)
+        monkeypatch.setattr(webassembly.subprocess, "run", lambda *_, ended=ended, **__: ended)
+        with pytest.raises(sandbox.SandboxError, match=f"^cannot compile {wasm}: {told}$"):
+            webassembly.find("python")
+
+    def slow(command, timeout, **_):
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(webassembly.subprocess, "run", slow)
+    with pytest.raises(sandbox.SandboxError, match=f"^cannot compile {wasm}: .*300.0 seconds$"):
+        webassembly.find("python")
+    assert not list(file.parent.iterdir())
 
 
 def test_webassembly_that_is_not_installed(monkeypatch):

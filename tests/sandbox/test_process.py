@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from kvjax.sandbox import process as process_lib
 from kvjax.sandbox.process import Failure
 from kvjax.sandbox.process import Process
 from kvjax.sandbox.process import TimedOutError
@@ -37,27 +38,52 @@ def test_a_reply_to_the_request(started):
     assert process.ask("hello", soon()) == "fine"
 
 
-@pytest.mark.parametrize(
-    "code, message",
-    [
-        ("print('0 fine')", "a reply that was not asked for"),
-        ("print(number[:-1], 'fine')", "a reply that was not asked for"),
-        ("print('x' + number[1:], 'fine')", "a reply that was not asked for"),
-        ("print()", "a reply that was not asked for"),
-        ("os.write(1, number.encode() + b' \\xff\\n')", "a reply that was not asked for"),
-        ("os.write(1, (number + ' a\\n' + number + ' b\\n').encode())", "more than its reply"),
-        ("os.write(1, b'x' * 1001)", "more than 1,000 bytes"),
-        ("print(number, 'fine', end='')", "ended with status 0"),
-        ("sys.exit(3)", "ended with status 3"),
-        ("os.kill(os.getpid(), 9)", "ended with signal 9"),
-        ("raise ValueError", "wrote .*: Traceback"),
-        ("os.close(1); os.close(2); time.sleep(99)", "closed its pipes"),
-    ],
-)
-def test_another_reply_is_a_failure(started, code, message):
-    process = started(READ + code)
-    with pytest.raises(Failure, match=message):
-        process.ask("hello", soon())
+ENDED = "^the program ended with "
+REPLIES = [
+    ("print('0 fine')", "a reply that was not asked for: 0 fine$"),
+    ("print(number[:-1], 'fine')", "a reply that was not asked for"),
+    ("print('x' + number[1:], 'fine')", "a reply that was not asked for"),
+    ("print()", "a reply that was not asked for"),
+    ("os.write(1, number.encode() + b' \\xff\\n')", "a reply that was not asked for"),
+    (
+        "os.write(1, (number + ' a\\n' + number + ' b\\n').encode())",
+        "more than its reply: .* a.* b",
+    ),
+    ("os.write(1, b'x' * 1001)", "^the program wrote more than 1,000 bytes$"),
+    ("print(number, 'fine', end='')", ENDED + "status 0: .* fine$"),
+    ("sys.exit(3)", ENDED + "status 3$"),
+    ("sys.exit(128 + 9)", ENDED + "status 137$"),
+    ("os.kill(os.getpid(), 9)", ENDED + "signal 9$"),
+    ("os.kill(os.getpid(), 24)", "^the program used up its CPU time$"),  # SIGXCPU
+    ("sys.exit(128 + 24)", "^the program used up its CPU time$"),
+    ("raise ValueError", "wrote .*: Traceback"),
+    ("os.close(1); os.close(2); time.sleep(99)", "^the program closed its pipes$"),
+]
+
+
+def test_another_reply_is_a_failure(started, monkeypatch):
+    monkeypatch.setattr(process_lib, "_LAST_SECONDS", 0.5)
+    running = [started(READ + code) for code, _ in REPLIES]
+    for process in running:
+        process.send("hello", soon())
+    for process, (code, message) in zip(running, REPLIES, strict=True):
+        with pytest.raises(Failure, match=message):
+            pytest.fail(f"{code}: {process.receive(soon())}")
+    assert issubclass(TimedOutError, Failure)
+    deaf = started("import os, time; os.close(0); time.sleep(99)")
+    time.sleep(0.3)
+    with pytest.raises(Failure, match="^the program closed its pipes$"):
+        deaf.send("x" * 10**6, soon())
+
+
+def test_what_is_shown_is_short_and_without_control_characters():
+    for said, shown in (
+        (b'\x1b[1m "a\nb\xff" ', '[1m "ab\ufffd'),
+        ("\u00e9\x07", "\u00e9"),
+        ("x" * 301, "x" * 300),
+        (b"\n" * 9_999 + b"ab", "a"),
+    ):
+        assert process_lib.readable(said) == shown
 
 
 def test_a_reply_before_its_request_is_a_failure(started):
@@ -123,4 +149,12 @@ def test_its_folder_goes_with_it(started):
     folder = process.ask("hello", soon())
     assert os.path.isdir(folder)
     process.end()
-    assert not os.path.exists(folder)
+    assert not os.path.exists(folder) and 0 < process.cpu_seconds < 20
+    with pytest.raises(OSError):
+        Process(["/no/python"], {}, "program", 1)
+    # Where children are ignored, another has waited for it.
+    gone = started("")
+    assert gone.cpu_seconds == 0
+    os.waitpid(gone._process.pid, 0)
+    gone.end()
+    assert (gone.cpu_seconds, gone._process.returncode) == (0, 0)

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import time
+import types
 
 from etils import epath
 import jax
@@ -380,6 +381,7 @@ def _check_moved(saved: epath.Path, top: pathlib.Path, change: str, said: str) -
         (top / "link").symlink_to(workdir)
         workdir = top / "link"
     checkpoints = Checkpoints(epath.Path(workdir) / CHECKPOINTS, keep=2)
+    assert not checkpoints.is_moved()
     if change == "move above":
         top.rename(f"{top}-new")
     elif change == "remove":
@@ -391,6 +393,7 @@ def _check_moved(saved: epath.Path, top: pathlib.Path, change: str, said: str) -
         workdir.rename(top / "new")
     if change == "replace":
         workdir.mkdir()
+    assert checkpoints.is_moved()
     with pytest.raises(UserError, match=said.format(top=top)) as told:
         checkpoints.save(4, state(4.0), position=40)
     assert str(told.value).startswith(f"{workdir} was moved")
@@ -463,12 +466,77 @@ def test_parameters_alone(tmp_path):
 
 
 def test_parameters_of_another_model(saved):
-    other = abstract_parameters(w=(64, 9), v=(1,))
-    with pytest.raises(UserError, match="another model") as error:
-        read_parameters(saved / CHECKPOINTS, 3, other)
-    message = str(error.value)
-    assert "w: checkpoint (64, 8), config (64, 9)" in message
-    assert "v: checkpoint none, config (1,)" in message and "segments" not in message
+    advice = "\nGive the workdir that it was trained in, with its config.json as it was"
+    more = {f"x{i}": (i, 1) for i in range(9)}
+
+    def none(name, shape):
+        return f"{name}: checkpoint none, config {shape}"
+
+    rows_of_more = [none(*item) for item in more.items()]
+
+    for others, rows in (
+        (dict(w=(64, 9), v=(1,)), [none("v", (1,)), "w: checkpoint (64, 8), config (64, 9)"]),
+        ({k: x for k, x in more.items() if k != "x8"}, rows_of_more[:8]),
+        (more, [*rows_of_more[:8], "and 1 more"]),
+    ):
+        with pytest.raises(UserError) as error:
+            checkpoint.check_parameters(saved / CHECKPOINTS, 3, abstract_parameters(**others))
+        lines = "".join(f"\n  {row}" for row in rows)
+        holds = f"{saved}/checkpoints/3 holds another model than the config describes:"
+        assert str(error.value) == holds + lines + advice
+    without = dict(w=abstract_parameters()["w"])
+    with pytest.raises(UserError, match=r"  segments.0.b: checkpoint \(3,\), config none\n"):
+        read_parameters(saved / CHECKPOINTS, 3, without)
+
+
+def test_a_save_that_fails_is_told_and_the_next_one_works(saved, monkeypatch):
+    """At once, or while it is written. The folder is opened anew, which removes what was left; of
+    several processes, others may still be writing."""
+    checkpoints = Checkpoints(saved / CHECKPOINTS, keep=2)
+
+    def fails(*args, **keys):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fails_later(*args, **keys):
+        return types.SimpleNamespace(result=fails, on_complete=lambda done: None)
+
+    told = "^checkpoint of step 4 was not written: OSError: .*No space left on device$"
+    for save_async, count in ((fails, 1), (fails_later, 1), (fails, 2)):
+        opened = checkpoints._checkpointer
+        monkeypatch.setattr(checkpoint.distributed, "count", lambda count=count: count)
+        monkeypatch.setattr(opened, "save_checkpointables_async", save_async)
+        with pytest.raises(OSError, match=told):
+            checkpoints.save(4, state(4.0), position=40)
+            checkpoints.wait()
+        assert (checkpoints._checkpointer is opened) == (count == 2)
+        assert checkpoints.steps() == [2, 3]
+    monkeypatch.undo()
+    checkpoints.save(4, state(4.0), position=40)
+    checkpoints.close()
+    assert restore(saved)[0][1:] == (40, 4)
+
+
+def test_one_process_reads_without_others_and_counts_as_they_do(monkeypatch):
+    """Orbax waits for all of them, by numbers of what each has done."""
+    asked, counter = [], storage.synchronization.OperationIdGenerator
+    done = int(counter.get_current_operation_id())
+
+    def gather(name, value):
+        asked.append((name, value))
+        return [value, str(done + 3), str(done + 1)]
+
+    monkeypatch.setattr(storage.distributed, "gather", gather)
+    for _ in range(2):
+        storage.count_operations_alike()
+        assert counter.get_current_operation_id() == str(done + 3)
+    assert asked == [("operations", str(done)), ("operations", str(done + 3))]
+    monkeypatch.setattr(storage.distributed, "index", lambda: 2)
+    for count, process, prefix in ((1, 0, None), (3, 2, "alone2")):
+        monkeypatch.setattr(storage.distributed, "count", lambda count=count: count)
+        found = storage.alone().multiprocessing
+        only = None if count == 1 else {process}
+        assert (found.primary_host, found.active_processes) == (process, only)
+        assert found.barrier_sync_key_prefix == prefix
 
 
 def test_listing_steps_changes_nothing(saved):

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import types
 
 from etils import epath
 import jax
@@ -12,6 +13,8 @@ import pytest
 from kvjax import experiment as experiment_lib
 from kvjax.data import loader
 from kvjax.data import manifest
+from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop
 from kvjax.workdir import identity
@@ -57,6 +60,86 @@ def test_identity_ignores_when_to_look_and_nothing_else(source):
     assert of(config) == base
 
 
+def _told(check, *given) -> str:
+    with pytest.raises(UserError) as error:
+        check(*given)
+    return str(error.value)
+
+
+def test_a_run_goes_on_as_itself_alone(source, tmp_path, capsys):
+    """With its config, its dtype, its rows and its tokenizer; where those lie does not matter."""
+    workdir, wide = epath.Path(tmp_path / "run"), jnp.dtype("float32")
+    tokenizer = tokenizer_lib.byte_tokenizer()
+    other = tokenizer.with_specials(["<|end|>"])
+    data = types.SimpleNamespace(path=tmp_path / "one", digest="abc", tokenizer=tokenizer)
+    config = runs.small_config(*source)
+    workdir.mkdir()
+    (workdir / "tokenizer.json").write_text("{}")  # of a start without a checkpoint
+    identity.record(workdir, config, wide, data)
+    of_other = types.SimpleNamespace(**vars(data) | dict(tokenizer=other))
+    identity.check_data(workdir, of_other)  # which could still be any run's
+    (workdir / "checkpoints" / "10").mkdir(parents=True)
+    before = claims(workdir)
+    assert before["tokenizer.json"] == tokenizer.to_json()
+    assert before["dataset.json"] == '{\n "dataset": "abc"\n}\n'
+    assert json.loads(before["config.json"]) == json.loads(
+        json.dumps(identity.identity(config, wide))
+    )
+    assert before["config.txt"] == to_text(config)
+    moved = types.SimpleNamespace(**vars(data) | dict(path=tmp_path / "two"))
+    for _ in range(2):
+        identity.check_config(workdir, config, wide)
+        identity.check_data(workdir, moved)
+        identity.record(workdir, config, wide, of_other)
+        assert claims(workdir) == before  # a tokenizer that weights belong to stays
+
+    holds = f"{workdir} holds another run, and was left as it is:\n"
+    new = ", or another --workdir for a new run"
+    config.model.num_layers = 3
+    assert _told(identity.check_config, workdir, config, jnp.dtype("bfloat16")) == (
+        f"{holds}  compute.dtype: there 'float32', now 'bfloat16'\n"
+        "  model.num_layers: there 2, now 3\n"
+        "Give the same values to resume it (--config.compute.dtype=float32 is the same on any "
+        f"platform){new}"
+    )
+    wrong = types.SimpleNamespace(**vars(data) | dict(digest="abd"))
+    assert _told(identity.check_data, workdir, wrong) == (
+        f"{holds}  dataset: there 'abc', now 'abd'\nThe rows or the tokenizer in {wrong.path} are "
+        f"not those it was trained on: give these to resume it{new}"
+    )
+    said = f"{workdir}/tokenizer.json is not the tokenizer of {of_other.path}, and was left as"
+    assert _told(identity.check_data, workdir, of_other).startswith(said)
+    identity.write_identity(workdir / "dataset.json", dict(dataset="one"))  # its name, as once
+    identity.check_data(workdir, data)
+    assert "there 'one', now 'abc'" in _told(identity.check_data, workdir, moved)
+
+    # As older ones say it, or less: a dtype that is not resolved, no keys that are newer.
+    there = json.loads(before["config.json"])
+    config.model.num_layers = 2
+    there["compute"]["dtype"] = "auto"
+    del there["train"]["seed"], there["optimizer"]["tuned"]
+    there["data"]["source"], config.data.source = "prepared:/there", "prepared:/here"
+    identity.write_identity(workdir / "config.json", there)
+    assert not capsys.readouterr().err
+    identity.check_config(workdir, config, wide)
+    assert capsys.readouterr().err == (
+        f"WARNING: {workdir} does not say in which dtype it was trained: it goes on in float32 "
+        "(--config.compute.dtype gives another)\n"
+    )
+    config.train.seed += 1
+    config.data.source = source[0]
+    assert _told(identity.check_config, workdir, config, wide).startswith(
+        f"{holds}  data.source: there 'prepared:/there', now {source[0]!r}\n"
+        f"  train.seed: there None, now {config.train.seed}\nGive"
+    )
+    identity.write_identity(workdir / "x.json", {f"{i:02}": i for i in range(14)})
+    rows = "".join(f"  {i:02}: there {i}, now None\n" for i in range(12))
+    rest = f"  and 2 more\nGive the same values to resume it{new}"
+    assert _told(identity.check_identity, workdir / "x.json", {}) == holds + rows + rest
+    identity.write_identity(workdir / "x.json", {f"{i:02}": i for i in range(12)})
+    assert "more" not in _told(identity.check_identity, workdir / "x.json", {})
+
+
 @pytest.fixture
 def begun(source, tmp_path, monkeypatch):
     """A workdir with a checkpoint of step 10, and a function that continues it."""
@@ -92,18 +175,6 @@ def test_a_run_does_not_change_its_dtype_with_its_platform(begun, monkeypatch):
     assert "--config.compute.dtype=float32" in str(error.value)
     assert claims(workdir) == before
     go_on(compute=dict(dtype="float32"))
-
-
-@pytest.mark.slow
-def test_a_workdir_that_does_not_say_its_dtype_goes_on_and_says_it(begun, capsys):
-    workdir, go_on = begun
-    text = (workdir / "config.json").read_text()
-    assert '"dtype": "float32"' in text
-    (workdir / "config.json").write_text(text.replace('"float32"', '"auto"'))
-    go_on()
-    told = f"WARNING: {workdir} does not say in which dtype it was trained: it goes on in float32"
-    assert told in capsys.readouterr().err
-    assert (workdir / "config.json").read_text() == text
 
 
 @pytest.fixture

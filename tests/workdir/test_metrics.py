@@ -1,5 +1,6 @@
 """Records survive kills: half-written lines and lines of lost steps are dropped on resume."""
 
+import errno
 import json
 import types
 
@@ -97,6 +98,19 @@ def test_a_file_that_is_moved_or_removed_is_noticed(tmp_path):
             writer.flush()
         writer.close()
         assert metrics.read_records(epath.Path(kept)) == [dict(step=1, loss=2.0)]
+
+
+def test_a_record_that_has_no_room_is_an_error(tmp_path):
+    writer = metrics.MetricsWriter(epath.Path(tmp_path), resume_step=0)
+    for name, write in ((metrics.METRICS, writer.write), (metrics.TIMING, writer.write_timing)):
+        short = types.SimpleNamespace(
+            write=lambda line: len(line) - 1, close=writer._files[name].close
+        )
+        writer._files[name] = short
+        with pytest.raises(OSError, match=f"no room for a record in {tmp_path / name}") as error:
+            write(1, tokens=2)
+        assert error.value.errno == errno.ENOSPC
+    writer.close()
 
 
 def test_a_file_that_is_renamed_meanwhile_is_none(tmp_path):
