@@ -122,6 +122,9 @@ def test_loops_that_fuse_their_condition_and_both_branches():
         "tuple(%x, %bits)", "tuple(%x, %x)"
     )  # begins at 0, as far as is known
     assert hlo.collectives(plain)[0].times == 6
+    two = "%c.2 = (f32[8], s32[]) parameter(0)\n  %x.2 = f32[8] get-tuple-element(%c.2), index=0"
+    several = _BRANCHES.replace("%c.2 = (f32[8], s32[]) parameter(0)", two)
+    assert hlo.collectives(several)[0].times == 18  # which of two counts? from 0 in steps of 1
     never = _BRANCHES.replace("constant(17)", "constant(-9)")
     assert hlo.collectives(never)[0].times == 0
 

@@ -377,31 +377,31 @@ def test_a_mesh_that_does_not_divide(override, message, capsys):
     assert re.search(f"kvjax: {message}", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    "text, needed, there",
-    [
-        (
-            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
-            "temporaries (422.97G) exceeds available HBM (15.75G). HLO module: jit_train_step.",
-            422.97,
-            15.75,
-        ),
-        (
-            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
-            "space hbm. Used 97.00G of 15.75G hbm. Exceeded hbm capacity by 81.25G.",
-            97.0,
-            15.75,
-        ),
-    ],
-)
-def test_what_the_compiler_says_when_memory_runs_out(text, needed, there):
-    error = compilation.too_large(jax.errors.JaxRuntimeError(text), arguments=10**9)
-    needed = round(needed * 2**30) + ("temporaries" in text) * 10**9
-    assert (error.needed, error.there) == (needed, round(there * 2**30))
-    assert f"{needed / 1e9:.1f} GB" in str(error)
-    assert (
-        compilation.too_large(jax.errors.JaxRuntimeError("INTERNAL: 422.97G"), arguments=0) is None
+def test_what_the_compiler_says_when_memory_runs_out():
+    """Numbers of powers of 1,024; to the first message the program's arguments are added."""
+    before, used = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries ({}) exceeds available HBM ({}). HLO module: jit_train_step.",
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+        "space hbm. Used {} of {} hbm. Exceeded hbm capacity by 81.25G.",
     )
+    for text, needed, there, needed_bytes, there_bytes in (
+        (before, "422.97G", "15.75G", 422.97 * 2**30 + 10**9, 15.75 * 2**30),
+        (used, "97.00G", "15.75G", 97 * 2**30, 15.75 * 2**30),
+        (used, "1.5T", "900M", 1.5 * 2**40, 900 * 2**20),
+        (used, "3000K", "17", 3000 * 2**10, 17),
+    ):
+        said = jax.errors.JaxRuntimeError(text.format(needed, there))
+        error = compilation.too_large(said, arguments=10**9)
+        assert (error.needed, error.there) == (round(needed_bytes), round(there_bytes))
+        assert str(error) == (
+            f"the compiler needs {needed_bytes / 1e9:.1f} GB, and a chip has "
+            f"{there_bytes / 1e9:.1f} GB"
+        )
+    silent = compilation.too_large(RuntimeError("RESOURCE_EXHAUSTED: much\nmore"), arguments=9)
+    assert (str(silent), silent.needed, silent.there) == ("RESOURCE_EXHAUSTED: much", 0, 0)
+    other = jax.errors.JaxRuntimeError("INTERNAL: 422.97G")
+    assert compilation.too_large(other, arguments=0) is None
 
 
 # -- what is compiled, and what a compiler cannot do -----------------------------------------------

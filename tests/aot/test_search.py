@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import re
 
 import jax
@@ -23,6 +24,7 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets
+from kvjax.model.transformer import REMAT_POLICIES
 
 TINY, MEDIUM = CONFIGS / "lrkv_tiny.py", CONFIGS / "lrkv_128m.py"
 OUT = Output(argparse.Namespace(json=False, markdown=True))
@@ -123,15 +125,30 @@ def test_overrides_of_a_candidate_make_it(compiler):
         assert experiment(MEDIUM, *candidate.overrides) == candidate.experiment
 
 
-def test_candidates_divide_what_they_must():
-    found = search.candidates(experiment(MEDIUM), datasheets.get("v5e"), 16)
-    for c in found:
-        mesh, train = c.experiment.mesh, c.experiment.train
-        assert mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor == 16
-        assert train.batch_size % (train.grad_accumulation * mesh.data * mesh.fsdp) == 0
-        assert 6 % mesh.tensor == 0  # heads
-    assert {c.experiment.mesh.tensor for c in found} == {1, 2}
-    assert {c.experiment.compute.remat for c in found} >= {"none", "dots", "full"}
+@pytest.mark.parametrize("chips, sequence", [(16, 1), (12, 3)])
+def test_candidates_are_all_that_divide(chips, sequence):
+    """Against a search of everything: 48 rows, 6 heads, widths of 768 and more; parts are 2^n."""
+    options = ("--config.train.batch_size=48", f"--config.mesh.sequence={sequence}")
+    found = search.candidates(experiment(MEDIUM, *options), datasheets.get("v5e"), chips)
+    expected = {
+        (data, fsdp, sequence, tensor, parts, remat)
+        for data in range(1, chips + 1)
+        for fsdp in range(1, chips + 1)
+        for tensor in (1, 2)  # of 1, 2, 4 and 8 those that divide the heads
+        for parts in (1, 2, 4, 8, 16)
+        for remat in REMAT_POLICIES
+        if data * fsdp * sequence * tensor == chips and 48 % (data * fsdp * parts) == 0
+    }
+    tried = [
+        (
+            *dataclasses.asdict(c.experiment.mesh).values(),
+            *(c.experiment.train.grad_accumulation, c.experiment.compute.remat),
+        )
+        for c in found
+    ]
+    assert set(tried) == expected and len(tried) == len(expected)
+    orders = [c.predicted.order for c in found]
+    assert orders == sorted(orders) and orders[0] < orders[-1]
 
 
 def test_advice_names_accumulation_and_chips(compiler):
@@ -266,15 +283,52 @@ def test_the_nearest_candidate_is_one_with_a_number(compiler, monkeypatch):
 
 def test_a_sweep_goes_on_after_what_does_not_compile(compiler, capsys):
     compiler.scale, compiler.failing = 1.0, [("none", 1)]
-    report = aot.sweep(experiment(MEDIUM, "--config.compute.remat=none"), "v5e:8", 6, OUT)
+    override = "--config.compute.remat=none"
+    options = ("--topology=v5e:8", "--sweep", "--compiles=6", "--json")
+    assert aot.main([f"--config={MEDIUM}", *options, override]) == 0
+    out, error = capsys.readouterr()
+    report = json.loads(out)
     assert report["grad_accumulation"] > 1
     first, *rest = report["candidates"]
     assert first["failure"] == "INTERNAL: an error of the compiler"
     assert first["needed_bytes"] is None and not first["fits"] and not first["compiled"]
     assert any(row["fits"] and row["compiled"] and not row["failure"] for row in rest)
-    out, error = capsys.readouterr()
-    assert "| did not compile |" in out and "INTERNAL: an error of the compiler" in out
+    assert report["overrides"] == [override] and "compute.remat = 'none'" in report["resolved"]
+    best = experiment(MEDIUM, *report["best_overrides"])
+    assert (best.compute.remat, best.train.grad_accumulation) == (
+        report["remat"],
+        report["grad_accumulation"],
+    )
+    assert f"\nBest: {' '.join(report['best_overrides'])}\n" in error
     assert "did not compile: INTERNAL" in error
+
+
+def test_candidates_in_a_table(capsys):
+    one = dict(data=1, fsdp=1, sequence=1, tensor=1)
+    known = dict(predicted_bytes=1_234_567_890, bound_by="hbm", mfu=0.4567, failure="")
+    seconds = dict(bound_seconds=0.01234, seconds_in_sum=0.0567)
+    sized = dict(mesh=one | dict(fsdp=4, tensor=2), grad_accumulation=2, remat="dots")
+    rows = [
+        sized | known | seconds | dict(needed_bytes=9_876_543_210, fits=True),
+        dict(mesh=one, grad_accumulation=1, remat="full", needed_bytes=None, fits=False)
+        | known
+        | seconds,
+        sized | known | seconds | dict(needed_bytes=None, fits=False, failure="INTERNAL: no"),
+    ]
+    tables.show_candidates(rows, OUT)
+    assert capsys.readouterr().out.splitlines() == [
+        "",
+        "Candidates, in the order compiled; what did not compile has predicted times",
+        "",
+        "| mesh | parts | remat | GB predicted | GB needed | fits | bound ms | by | ms in sum | "
+        "MFU at most |",
+        "|---|---:|---|---:|---|---|---:|---|---:|---:|",
+        "| fsdp 4 tensor 2 | 2 | dots | 1.23 | 9.88 | yes | 12.3 | hbm | 56.7 | 45.7% |",
+        "| one chip | 1 | full | 1.23 | not said | no | 12.3 | hbm | 56.7 | 45.7% |",
+        "| fsdp 4 tensor 2 | 2 | dots | 1.23 | - | did not compile | 12.3 | hbm | 56.7 | 45.7% |",
+        "",
+        "Did not compile (dots, 2 parts): INTERNAL: no",
+    ]
 
 
 def test_a_sweep_in_which_nothing_compiles(compiler):
