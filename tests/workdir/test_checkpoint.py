@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import pathlib
 import random
 import re
@@ -537,6 +538,38 @@ def test_one_process_reads_without_others_and_counts_as_they_do(monkeypatch):
         only = None if count == 1 else {process}
         assert (found.primary_host, found.active_processes) == (process, only)
         assert found.barrier_sync_key_prefix == prefix
+
+
+def test_only_what_orbax_raises_as_well_is_left_out_of_its_log():
+    def raised(file, error):
+        try:
+            exec(compile("raise error", file, "exec"), dict(error=error))
+        except Exception as caught:
+            return type(caught), caught, caught.__traceback__
+
+    told = []
+    for file, text, left_out in (
+        ("/lib/orbax/x.py", "disk", True),
+        ("/lib/other/x.py", "disk", False),
+        ("/lib/other/x.py", "Event loop is closed", True),
+        ("/lib/other/x.py", "Event loop is closed now", False),
+    ):
+        _, error, trace = raised(file, OSError(text))
+        what = types.SimpleNamespace(exc_value=error, exc_traceback=trace)
+        storage._without_orbax(told.append, what)
+        assert told == ([] if left_out else [what])
+        told.clear()
+    of_orbax, other = (raised(f"/lib/{name}/x.py", OSError("disk")) for name in ("orbax", "other"))
+    for path, text, trace, left_out in (
+        ("/lib/x.py", "a", None, False),
+        ("/lib/tensorstore/x.py", "a", None, True),
+        ("/lib/x.py", "orbax", None, True),
+        ("/lib/x.py", "a", other, False),
+        ("/lib/x.py", "a", of_orbax, True),
+    ):
+        record = logging.LogRecord("absl", logging.ERROR, path, 1, text, (), trace)
+        for name in ("absl", "asyncio"):
+            assert bool(logging.getLogger(name).filter(record)) != left_out
 
 
 def test_listing_steps_changes_nothing(saved):
