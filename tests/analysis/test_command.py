@@ -1,10 +1,12 @@
 """`python -m kvjax.analysis`: what it writes, what it refuses, and when."""
 
 import errno
+import itertools
 import json
 import os
 import re
 import shutil
+import time
 import types
 
 import numpy as np
@@ -18,11 +20,11 @@ from kvjax.convert import model as model_lib
 from kvjax.data import tokenizer
 from kvjax.foundation import command_line
 from kvjax.foundation import progress
+from kvjax.foundation import provenance
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
-from tests import quick
 from tests.convert import workdirs
 
 SHORT = f"--texts=license={ROOT / 'LICENSE'}"  # the embedded books are 400,000 characters
@@ -70,7 +72,8 @@ def _never(*_):
 
 
 def test_a_page_and_every_number(run, workdir, made, tmp_path):
-    status, out, err = run(f"--workdir={workdir}", *PLAIN, "--json")
+    begun = time.monotonic()
+    status, out, err = run(f"--workdir={workdir}", f"--beside={workdir}", *PLAIN, "--json")
     assert status == 0, err
     assert sorted(os.listdir(tmp_path / "out")) == ["report.html", "report.json"]
     html = (tmp_path / "out/report.html").read_text("utf-8")
@@ -80,17 +83,39 @@ def test_a_page_and_every_number(run, workdir, made, tmp_path):
     assert list(found["reports"]) == ["first", "second"]
     data = dict(layers=[0, 1], least=0.5, none=None, pair=[1, 2])
     assert found["reports"]["first"] == dict(title="The first", lead="What came out.", data=data)
-    about = found["about"]
-    assert about["Model"] == "small, checkpoint of step 0"
-    assert about["Attention"]["num_heads"] == 4 and about["Attention"]["rank"] == 3
-    assert about["Size"].startswith("3 layers of width 24, ") and "jax" in about["Versions"]
-    assert list(about["Seconds"]) == ["first", "second"] and about["Date"] in html
-    result = json.loads(out)
+    result, about = json.loads(out), found["about"]
+    assert list(about.pop("Seconds")) == ["first", "second"] and about["Date"] in html
+    parameters = 2 * 260 * 24 + 3 * (24 * (32 + 2 * 8 + 2 * 12 + 32) + 2 * 12 * 8 + 2 * 24 * 20)
+    tokens = len((ROOT / "LICENSE").read_bytes())
+    made_by = provenance.provenance("matplotlib", "scipy")
+    known = dict(kind="grouped", num_heads=4, num_bases=1, rank=3, qk_norm="rms", rope="full")
+    attention = about["Attention"]
+    assert attention | known == attention
+    assert not any(value in (False, "none", []) for value in attention.values())
+    assert about == {
+        "Model": "small, checkpoint of step 0",
+        "Beside": "small",
+        "Size": f"3 layers of width 24, {parameters:,} parameters, trained on 40 tokens at a time",
+        "Attention": attention,
+        "Texts": dict(license=f"{tokens:,} tokens"),
+        "Lengths": "8, 16 tokens",
+        "Command": made_by["command"],
+        "Date": about["Date"],
+        "Commit": made_by["commit"],
+        "Machine": f"{made_by['machine']}; {made_by['devices']}",
+        "Versions": {"python": made_by["python"]} | made_by["packages"],
+    }
     assert result["bytes"] == {
         name: len((tmp_path / "out" / name).read_bytes()) for name in ("report.html", "report.json")
     }
     assert result["html"] == str(tmp_path / "out/report.html")
     assert "written: out/report.html" in err
+    assert 0 < sum(result["seconds"].values()) < time.monotonic() - begun
+    two = workdirs.grouped(4, 1, 3), workdirs.factored(2, 1, 5, 4)
+    mixed = workdirs.Made(workdirs.config("nanochat", [*two, two[0]]))
+    several = "layers of several kinds: LRKV, rank 3; low rank, keys 5, values 4"
+    assert command._attention(mixed) == several
+    assert command._snapshots(None, mixed) == []  # it is no run
 
 
 def test_what_reports_are_asked(run, workdir, made):
@@ -113,26 +138,19 @@ def test_reports_are_chosen_and_beside_is_opened(run, workdir, made):
     assert list(made.asked) == ["second"] and made.asked["second"][1].beside.name == "small"
 
 
-@pytest.mark.slow
-def test_lengths_are_those_that_the_model_knows(run, workdir, made):
-    """It was trained on 40 tokens; others are asked for by hand."""
-    status, _, err = run(f"--workdir={workdir}", "--out=out")
+def test_what_is_taken_where_nothing_is_said(run, workdir, made, tmp_path):
+    """Lengths that the model knows, of its 40 tokens, and a folder of its name."""
+    status, out, err = run(f"--workdir={workdir}", SHORT)
     assert status == 0, err
     assert made.asked["first"][1].lengths == (workdirs.CONTEXT,)
-    long = types.SimpleNamespace(context=300)
-    assert command._default_lengths(long) == (64, 256)
-
-
-@pytest.mark.slow
-def test_the_folder_has_the_name_of_the_model(run, workdir, made, tmp_path):
-    status, out, err = run(f"--workdir={workdir}", "--lengths=8", SHORT)
-    assert status == 0, err
     assert (tmp_path / "runs/analysis/small/report.html").exists()
     assert "written: runs/analysis/small/report.html" in out
+    known = {63: (63,), 64: (64,), 300: (64, 256), 1024: (64, 256, 1024)}
+    for context, lengths in known.items():
+        assert command._default_lengths(types.SimpleNamespace(context=context)) == lengths
     assert command._file_name("a b/../c") == "a_b_.._c" and command._file_name("..") == "model"
 
 
-@pytest.mark.slow
 def test_an_earlier_report_is_replaced_whole_or_not_at_all(run, workdir, made, tmp_path):
     (tmp_path / "out").mkdir()
     for name in ("report.html", "report.json", "notes.txt"):
@@ -162,7 +180,6 @@ def test_a_failure_leaves_no_folder(run, workdir, made, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.slow
 def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
     """It is left out and named; asked for by name it is refused, before any other works."""
 
@@ -181,9 +198,15 @@ def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
     assert status == 2 and err.endswith("small has nothing for any of the reports first, second\n")
 
 
-@pytest.mark.parametrize(
-    "options, said",
-    {
+def test_what_is_refused_before_any_work(run, workdir, made, tmp_path):
+    (tmp_path / "taken/report.html").mkdir(parents=True)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "short.txt").write_text("a few")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "rows.jsonl").write_text('{"words": "a"}\n')
+    made.modules["first"].section = made.modules["second"].section = _never
+    for options, said in {
         (): "--workdir and --model: neither is given; give one of them, as runs/lrkv_tiny",
         ("--model=x",): "--workdir and --model: both are given",
         ("--reports=frist",): "'frist' is none of first, second; did you mean 'first'?",
@@ -223,20 +246,11 @@ def test_a_report_that_the_model_has_nothing_for(run, workdir, made):
         ("--out=/proc",): "--out = '/proc': cannot be written: nothing can be made in /",
         ("--out=" + "x" * 300,): "File name too long",
         ("--step=3",): "unknown option --step",
-    }.items(),
-)
-def test_what_is_refused_before_any_work(run, workdir, made, tmp_path, options, said):
-    (tmp_path / "taken/report.html").mkdir(parents=True)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "short.txt").write_text("a few")
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "rows.jsonl").write_text('{"words": "a"}\n')
-    made.modules["first"].section = made.modules["second"].section = _never
-    given = [] if not options else [f"--workdir={workdir}", SHORT]
-    status, out, err = run(*given, *options)
-    assert status == 2 and out == ""
-    assert said.format(here=tmp_path) in err and err.count("kvjax: ") == 1
+    }.items():
+        given = [] if not options else [f"--workdir={workdir}", SHORT]
+        status, out, err = run(*given, *options)
+        assert status == 2 and out == "", options
+        assert said.format(here=tmp_path) in err and err.count("kvjax: ") == 1, err
     assert not (tmp_path / "runs").exists()
 
 
@@ -251,45 +265,38 @@ def test_heads_that_a_model_does_not_have():
     assert command._heads("3.1,0.0,3.1") == ((3, 1), (0, 0)) and command._heads("") == ()
 
 
-@pytest.mark.parametrize("option", ["workdir", "model", "beside"])
-def test_what_is_no_model_is_named_by_its_option(run, workdir, made, tmp_path, option):
+def test_what_is_no_model_is_named_by_its_option(run, workdir, made, tmp_path):
     (tmp_path / "notes.txt").write_text("no model")
-    others = [f"--workdir={workdir}"] if option == "beside" else []
-    for name in ("notes.txt", "missing", "\udcff"):
+    for option, name in itertools.product(
+        ("workdir", "model", "beside"), ("notes.txt", "missing", "\udcff")
+    ):
+        others = [f"--workdir={workdir}"] if option == "beside" else []
         status, _, err = run(*others, f"--{option}={name}", *PLAIN)
         assert status == 2 and f"--{option}" in err and "--source" not in err
 
 
-@pytest.mark.parametrize(
-    "path, said",
-    quick.every(
-        3,
-        [
-            (
-                ("segments", 0, "attention", "mechanism", "base_key"),
-                r"layer 2 of broken: .*base_key .*values that are not finite, of bases .* \[0\]:",
-            ),
-            (
-                ("segments", 0, "mlp", "up"),
-                "layer 2 of broken: .*mlp.up .*values that are not finite",
-            ),
-            (("head",), "broken: .*head .*values that are not finite"),
-        ],
-    ),
-)
-def test_weights_that_are_not_finite_are_refused_before_any_work(run, made, tmp_path, path, said):
+def test_weights_that_are_not_finite_are_refused_before_any_work(run, made, tmp_path):
     block, mechanism, _ = workdirs.MODELS["lrkv"]
-    model = workdirs.Made(workdirs.config(block, mechanism))
-    model.weights[path] = model.weights[path].copy()
-    model.weights[path][2, ..., 0] = np.nan
-    workdirs.into_workdir.write(model, command.epath.Path(tmp_path / "broken"), {})
     made.modules["first"].section = _never
-    status, _, err = run("--workdir=broken", "--lengths=8", SHORT)
-    assert status == 2 and re.match(f"kvjax: {said}", err)
+    said = "values that are not finite"
+    for i, (path, expected) in enumerate(
+        {
+            ("segments", 0, "attention", "mechanism", "base_key"): (
+                rf"layer 2 of broken0: .*base_key .*{said}, of bases .* \[0\]:"
+            ),
+            ("segments", 0, "mlp", "up"): f"layer 2 of broken1: .*mlp.up .*{said}",
+            ("head",): f"broken2: .*head .*{said}",
+        }.items()
+    ):
+        model = workdirs.Made(workdirs.config(block, mechanism))
+        model.weights[path] = model.weights[path].copy()
+        model.weights[path][2, ..., 0] = np.nan
+        workdirs.into_workdir.write(model, command.epath.Path(tmp_path / f"broken{i}"), {})
+        status, _, err = run(f"--workdir=broken{i}", "--lengths=8", SHORT)
+        assert status == 2 and re.match(f"kvjax: {expected}", err), err
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "damaged, named",
     [("checkpoints", "small"), ("snapshots", "the snapshot of step 0 of small")],
@@ -314,7 +321,6 @@ def test_a_damaged_checkpoint_is_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_a_report_is_written_whoever_listens(run, workdir, made, tmp_path, monkeypatch):
     def say(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -335,7 +341,18 @@ def test_texts_are_tokens_of_their_files(workdir, tmp_path):
     assert bytes(found["a.txt"].tolist()) == b"onetwo"
     assert bytes(found["b.jsonl"].tolist()) == b"threefour"
     assert bytes(found["c"].tolist()) == (b"five\n" * 70_000)[: texts.MOST_TOKENS]
-    assert len(found["c"]) == texts.MOST_TOKENS
+    assert len(found["c"]) == texts.MOST_TOKENS == 262_144
+    broken = types.SimpleNamespace(name="x", pieces=lambda *_: iter([Broken()]))
+    with pytest.raises(UserError, match="--texts: 'x': cannot be read: it broke"):
+        texts.tokens(dict(x=broken), model_lib.open(workdir), 4)
+
+
+class Broken:
+    """A part of a text on a disk that fails."""
+
+    @property
+    def text(self):
+        raise OSError("it broke")
 
 
 def test_reports_are_there_by_name():
