@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -280,6 +281,18 @@ def test_a_running_one_is_taken_as_far_as_it_is(tmp_path):
     (group,) = grouped(tmp_path / "a", running=True)
     assert not group.finished and group.final is None
     assert group.curve.bpb.tolist() == [4, 3]
+    assert savings_lib.savings([group], group) == [] and report._cache_points([group]) == {}
+
+
+def test_a_run_once_over_its_rows_has_ended_with_its_last_checkpoint(tmp_path, monkeypatch):
+    """Its config has no number of steps."""
+    asked = []
+    monkeypatch.setattr(runs_lib.storage, "steps", lambda path: asked.append(path) or [25, 50])
+    for planned, last, ended in ((0, 50, True), (0, 60, False), (60, 60, True), (60, 50, False)):
+        train = types.SimpleNamespace(num_steps=planned)
+        run_of = types.SimpleNamespace(train=train)
+        assert runs_lib._is_finished(tmp_path, run_of, last) == ended
+    assert asked == [tmp_path / "checkpoints"] * 2
 
 
 def test_figures_are_of_what_has_ended(tmp_path):

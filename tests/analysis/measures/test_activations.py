@@ -1,6 +1,7 @@
 """What attention does on a text, against the model as a whole."""
 
 import dataclasses
+import types
 
 from flax import nnx
 import jax
@@ -116,6 +117,35 @@ def test_mask_is_that_of_attention():
     )
     np.testing.assert_array_equal(Mask().visible(3), np.tri(3))
     assert Mask(causal=False).visible(3).all()
+
+
+def test_losses_are_those_of_the_next_tokens(monkeypatch):
+    """Each row predicts what follows its tokens, after all layers ran; perplexity is of them all.
+
+    A pass over the layers is made up: of the next token it says its id in nats, by parts of rows.
+    """
+    run = []
+
+    class Pass:
+        def __init__(self, model, rows_BT, attention):
+            run.append((model, rows_BT.tolist(), attention))
+
+        def layers(self):
+            for layer in range(3):
+                run.append(layer)
+                yield layer
+
+        def losses(self, targets_BT):
+            return iter([np.float32(targets_BT[:1]), np.float32(targets_BT[1:])])
+
+    monkeypatch.setattr(activations.layerwise, "Pass", Pass)
+    model = types.SimpleNamespace(name="made")
+    rows_BT = np.array([[5, 0, 1], [6, 2, 4]])
+    np.testing.assert_array_equal(activations.losses(model, rows_BT), [[0, 1], [2, 4]])
+    assert run == [(model, [[5, 0], [6, 2]], Attention), 0, 1, 2]
+    assert activations.perplexity(model, rows_BT) == pytest.approx(np.exp(7 / 4))
+    with pytest.raises(UserError, match="losses of made on the text are not finite: check its"):
+        activations.perplexity(model, np.full((2, 3), np.inf))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The matrices of heads, against what the mechanism computes."""
 
 import dataclasses
+import types
 
 from flax import nnx
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from kvjax.analysis.measures import heads as heads_lib
 from kvjax.attention import Attention
+from kvjax.attention.mechanism import Mechanism
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
@@ -134,6 +136,48 @@ def test_outputs_that_are_combined_before_they_are_projected(make_mechanism, nam
     value_DNH = found.of_queries(found.value_DKH)
     got = np.einsum("TD,DNH,NHE->TE", x_1D, value_DNH, found.out_NHD)
     np.testing.assert_allclose(got, expected, atol=1e-9)
+
+
+def test_what_combines_heads_is_part_of_outputs():
+    """A made-up mechanism mixes channels of three heads into two, of another width."""
+    rng = np.random.default_rng(0)
+    mix_NHMG, out_MGD = rng.normal(size=(3, 4, 2, 5)), rng.normal(size=(2, 5, 7))
+
+    class Mixes(Mechanism):
+        def __init__(self):
+            self.config = types.SimpleNamespace(query_heads=3, value_dim=4)
+
+        def combine(self, o_BTNH, positions):
+            assert positions == rope.Positions(None, None)
+            return np.einsum("BTNH,NHMG->BTMG", o_BTNH, mix_NHMG)
+
+    found = heads_lib._outputs(Mixes(), out_MGD)
+    np.testing.assert_allclose(found, np.einsum("NHMG,MGD->NHD", mix_NHMG, out_MGD), rtol=1e-6)
+
+
+def test_what_turns_is_seen_on_queries():
+    """Of eight channels 3 and 5, and 4 and 6 turn; pairs that lie side by side are refused."""
+    x_TNH = np.random.default_rng(0).normal(size=(3, 2, 8))
+    first, second = rope.frequencies(4, BASE)
+
+    def seen(pairs, of=x_TNH):
+        turned_TNH = of.copy()
+        for (a, b), angle in zip(pairs, (first, second), strict=True):
+            turned_TNH[..., a] = np.cos(angle) * of[..., a] - np.sin(angle) * of[..., b]
+            turned_TNH[..., b] = np.sin(angle) * of[..., a] + np.cos(angle) * of[..., b]
+        asked = {None: of, 1: turned_TNH}
+        config = types.SimpleNamespace(rope_dim=4)
+        return heads_lib._rotation(lambda x, at=None: [asked[at], "keys"], None, config, BASE)
+
+    rotated, frequencies_F = seen([(3, 5), (4, 6)])
+    assert rotated == slice(3, 7) and frequencies_F.tolist() == [first, second]
+    for rotated, frequencies_F in (
+        seen([(3, 5), (4, 6)], 0 * x_TNH),
+        heads_lib._rotation(None, x_TNH, None, None),
+    ):
+        assert rotated == slice(0, 0) and frequencies_F.shape == (0,)
+    with pytest.raises(UserError, match="RoPE turns channels in another way than pairs half of"):
+        seen([(3, 4), (5, 6)])
 
 
 @pytest.mark.slow

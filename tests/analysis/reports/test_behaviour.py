@@ -139,6 +139,23 @@ def test_heads_that_share_keys_are_told_apart(measured):
     assert found.layers_where_sharing_is_alike("divergence_NN") == (2, 2)
     said = report._lead(found)
     assert "share a KV head differ by 0.10, others by 0.50; the former is lower in 2 of 2" in said
+    alone = [dataclasses.replace(layer, num_kv_heads=4) for layer in measured.layers]
+    found = Results("m", dataclasses.replace(measured, layers=alone))
+    assert found.layers_where_sharing_is_alike("divergence_NN") is None
+    assert "share a KV head" not in report._lead(found)
+    assert list(report._kinds(found)) == ["all pairs"]
+
+
+def test_one_sequence_and_one_layer_have_none_to_be_compared_with(measured):
+    one_NN = np.ones((1, 1))
+    few = dict(layers=measured.layers[:1], sequences=1, inputs_LL=one_NN, outputs_LL=one_NN)
+    found = Results("m", dataclasses.replace(measured, **few))
+    assert report._layers(found).alternative == (
+        "what enters attention: there is one layer, 1 with itself; what its heads put out: there "
+        "is one layer, 1 with itself."
+    )
+    several = report._breadth(Results("m", measured)).alternative
+    assert report._breadth(found).alternative.count("mean") == several.count("mean") - 1 == 1
 
 
 def test_heads_are_chosen_once_for_what_they_have_most_of(measured):

@@ -6,6 +6,7 @@ import json
 import math
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import threadpoolctl
@@ -27,6 +28,7 @@ from kvjax.analysis.reports.compression import report as report
 from kvjax.analysis.reports.compression.results import Results
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
+from kvjax.layers import rope as rope_lib
 from tests import golden
 from tests.convert import workdirs
 
@@ -409,6 +411,17 @@ def test_rows_with_the_same_subspaces_share_their_projectors(monkeypatch):
     assert found[:, 0, 0, 0].tolist() == [1, 1, 2, 1] and centers.shape == (4, 1, 4)
 
 
+def test_keys_that_nothing_turns_stay():
+    """Without RoPE, and where it turns no channel; others turn as `rope.rotate` says."""
+    key_BTKH = np.random.default_rng(0).normal(size=(1, 3, 2, 6)).astype(np.float32)
+    rotary = rope_lib.rotary(np.arange(3)[None], 4, 100.0)
+    assert cut_keys._turn(key_BTKH, (1, 5), None) is key_BTKH
+    assert cut_keys._turn(key_BTKH, (3, 3), rotary) is key_BTKH
+    found = cut_keys._turn(jnp.asarray(key_BTKH), (1, 5), rotary)
+    np.testing.assert_array_equal(found[..., 1:5], rope_lib.rotate(key_BTKH[..., 1:5], rotary))
+    np.testing.assert_array_equal(found[..., [0, 5]], key_BTKH[..., [0, 5]])
+
+
 def _results(made, spectra, nats, texts=TEXTS):
     """With other spectra, and ways (by name) that cost so many nats, of each token or of all."""
     spectra = made.spectra | {name: np.array([[of]]) for name, of in spectra.items()}
@@ -512,6 +525,23 @@ def test_what_holds_by_construction_is_said_to(lead):
     assert "by construction" not in lead({}, {})
 
 
+def test_what_stands_beside_gpt2_and_what_there_is_no_other_text_for(lead, measured):
+    """Heads as wide as GPT-2's have its figures beside them; before RoPE, as it has none."""
+    line = "; GPT-2, SVD of all heads (thin keys) at 10.7, 16, 21.3, 32, 42.7: "
+    line += "2.303, 1.257, 1.104, 1.020, 1.013."
+    wide = Results("m", REQUEST, dataclasses.replace(measured, key_dim=64))
+    assert report._perplexity(wide, BEFORE).alternative.endswith(line)
+    for of, where in ((wide, AFTER), (Results("m", REQUEST, measured), BEFORE)):
+        assert "GPT-2" not in report._perplexity(of, where).alternative
+    nats = {of: x for of, x in measured.nats.items() if of is None or of[0][0] != FIXED}
+    found = Results("m", REQUEST, dataclasses.replace(measured, nats=nats, later=False))
+    said = "There was no other text, or too little, to find a fixed one on; one that knows the "
+    context = found.times((key_ways.CONTEXT, BEFORE), found.half)
+    assert f"{said}context costs {100 * (context.times - 1):+.1f} %" in report._lead(found)
+    assert report._later(found).text.read.endswith("The fixed one has seen the other texts only.")
+    assert said not in lead({}, {})
+
+
 @pytest.mark.slow
 def test_one_short_text_and_one_head_of_keys():
     """There is no fixed subspace, and MQA has no other head to share an SVD with."""
@@ -543,6 +573,9 @@ def test_bad_input(model):
     sinusoids = workdirs.grouped(2, 2, qk_norm="none", position_channels=4)
     with pytest.raises(UserError, match="position_channels = 4"):
         report.check(_model(mechanism=sinusoids), REQUEST)
+    slopes = workdirs.grouped(2, 2, qk_norm="none", alibi=True)
+    with pytest.raises(UserError, match="^alibi = True: part of each key is its position"):
+        report.check(_model("llama", slopes, positions="none"), REQUEST)
     split = workdirs.grouped(4, 1, 3, qk_norm="rms_gain", rope="shared")
     with pytest.raises(UserError, match="not linear"):
         report.check(_model(mechanism=split), REQUEST)

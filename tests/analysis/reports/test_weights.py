@@ -1,5 +1,6 @@
 """The reports on weights, of tiny models: every number is there, and what they say of odd ones."""
 
+import dataclasses
 import json
 import re
 
@@ -12,6 +13,9 @@ from kvjax.analysis.measures import geometry
 from kvjax.analysis.measures import heads as heads_lib
 from kvjax.analysis.measures import projections
 from kvjax.analysis.reports.diversity import report as diversity_report
+from kvjax.analysis.reports.diversity.measurements import Found
+from kvjax.analysis.reports.geometry import evolution
+from kvjax.analysis.reports.geometry import measurements
 from kvjax.analysis.reports.geometry import report as geometry_report
 from kvjax.analysis.reports.projections import report as projections_report
 from kvjax.analysis.request import Request
@@ -154,6 +158,26 @@ def test_what_a_report_has_nothing_for_is_refused_before_weights_are_read(
         _well_formed(REPORTS[report].section(models[0], request))
 
 
+def test_whose_heads_each_report_asks_for(monkeypatch):
+    """Geometry needs no matrices of heads with residuals; diversity needs two heads in a layer."""
+    asked = []
+    monkeypatch.setattr(heads_lib, "check", lambda *of: asked.append(of))
+    model, other = _made([grouped(4, 1, 3), grouped(4, 4), grouped(4, 1, 3)]), _made(grouped(4, 4))
+    for name, of in dict(
+        diversity=[(model,), (other,)], geometry=[(model, [1]), (other,)], projections=[(model,)]
+    ).items():
+        asked.clear()
+        REPORTS[name].check(model, Request({}, (), beside=other))
+        assert asked == of, name
+    asked.clear()
+    geometry_report.check(model, NOTHING)
+    assert asked == [(model, [1])]
+    alone = _made([grouped(4, 4), grouped(1, 1, num_heads=1), grouped(4, 4)])
+    with pytest.raises(UserError, match=r"^layer 1 of made: .*num_heads = 1: .* needs two"):
+        diversity_report.check(alone, NOTHING)
+    assert not evolution._compares_heads(alone) and evolution._compares_heads(other)
+
+
 @pytest.mark.slow
 def test_snapshots_of_heads_without_matrices_have_no_diversity():
     model = _made(grouped(4, 1, 3, rope="shared", qk_norm="rms_gain"))
@@ -187,14 +211,20 @@ def test_levels_of_n_heads_are_there_for_models_of_one_n():
     assert mixed.tables[0].shown()
 
 
-@pytest.mark.slow
 def test_a_head_that_does_nothing_is_named():
-    model = _model("mha")
-    model.weights["segments", 0, "attention", "mechanism", "query"][1, :, 2] = 0
-    section = diversity_report.section(model, NOTHING)
-    _well_formed(section)
-    assert "Heads whose form is zero: 1;" in section.lead
-    assert [row[-1] for row in section.tables[1].rows] == [None, "2", None]
+    plain = [diversity.of_gram(np.diag(x)) for x in ([1.0, 2.0, 3.0], [1.0, 0.0, 0.0])]
+    found = Found("made", "MHA", 40, plain, None, plain)
+    assert diversity_report._lead([found]) == (
+        "Do heads of a layer compute different attention logits? Each head's form W_Q W_Kᵀ is "
+        "compared with the others'; no text is involved. In made (MHA, 3 heads in 2 layers) heads "
+        "fill 66.7 % of N directions on average, and 50.0 % of the N - 1 that are possible around "
+        "their mean. Heads whose form is zero: 2; the table names them."
+    )
+    rows = diversity_report._layer_table(found).rows
+    assert [row[-1] for row in rows] == [None, "1, 2"]
+    assert "form is zero" not in diversity_report._lead(
+        [dataclasses.replace(found, plain=plain[:1])]
+    )
 
 
 def test_names_of_mechanisms():
@@ -258,16 +288,6 @@ def test_random_factors_are_of_the_seed():
     assert not np.allclose(drawn[0][0], drawn[0][1])  # layers have their own
 
 
-@pytest.mark.slow
-def test_geometry_beside_a_model_of_other_heads_compares_norms_only():
-    request = Request({}, (), beside=_model("gqa", seed=1))
-    section = geometry_report.section(_model("lrkv"), request)
-    _well_formed(section)
-    assert "only norms are compared" in section.lead
-    key = section.data["layers"][0]["key"]
-    assert key["beside_lost_alone"] is None and len(key["beside_norm"]) == 2
-
-
 def test_geometry_without_residuals_shows_norms_only():
     model = _model("mha")
     section = geometry_report.section(model, NOTHING)
@@ -299,11 +319,35 @@ def test_residuals_of_nothing_as_training_may_begin():
     assert key["canonical_residual_norm"] == key["residual_norm"] == [0.0] * 4
 
 
-@pytest.mark.slow
-def test_a_base_that_alone_is_rotated_is_said_to_be():
-    of = lambda **keys: geometry_report.section(_made(grouped(4, 1, 3, **keys)), NOTHING).lead
-    assert "turns the base alone" in of(rope="shared")
-    assert "turns the base alone" not in of()
+def test_what_geometry_says_of_odd_models():
+    """A base that alone is rotated, and another model whose heads do not compare.
+
+    Layers without residuals, or without values of their own, are left out.
+    """
+    rng = np.random.default_rng(0)
+    parts = geometry.Parts(rng.normal(size=(9, 1, 4)), rng.normal(size=(9, 3, 4)), 2)
+    one = measurements._of_parts(parts, rng.normal(size=(9, 2, 4)), None)
+    assert one.beside is None and len(one.beside_norm_K) == 2
+    whole = measurements.Part(one.total_norm_K)
+    layers = [dict(key=one), dict(key=whole, value=one), dict(key=one)]
+    turns, others = "turns the base alone", "other has other numbers of channels or KV heads: only"
+    plain, turning = grouped(4, 1, 3), grouped(4, 1, 3, rope="shared")
+
+    def lead(mechanism, **how):
+        model = _made([plain, mechanism, plain])
+        return geometry_report._lead(model, Request({}, (), **how), layers, True)
+
+    beside = _made(grouped(2, 2), name="other")
+    said = lead(plain)
+    assert turns not in said and others not in said and "There are no snapshots" in said
+    said = lead(turning, beside=beside, snapshots=[(0, beside)])
+    assert turns in said and f"{others} norms are compared with it." in said
+    assert "There are no snapshots" not in said
+    layers[0] = dict(key=measurements._of_parts(parts, rng.normal(size=(9, 3, 4)), None))
+    assert others not in lead(plain, beside=beside)
+    angles = geometry_report._angle_figure(layers).alternative
+    assert [name in angles for name in ("layer 0", "layer 1", "layer 2")] == [True, False, True]
+    assert [row[0] for row in geometry_report._table(layers, "value", True).rows] == [1]
 
 
 @pytest.mark.slow
