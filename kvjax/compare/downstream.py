@@ -38,7 +38,11 @@ def read(runs: Sequence[Run], names: Sequence[str]) -> tuple[Scores, list[LeftOu
     by_workdir = {_resolved(run.workdir): run.name for run in runs}
     scores: dict[str, Mapping[str, float]] = {}
     left_out = []
-    for name, workdir in [(run.name, run.workdir) for run in runs] + runs_lib.workdirs(names):
+    try:
+        further = runs_lib.workdirs(names)
+    except UserError as error:
+        raise UserError(f"--scores: {error}") from error
+    for name, workdir in [(run.name, run.workdir) for run in runs] + further:
         try:
             found, parent = _latest(workdir), _parent(workdir)
         except (OSError, UserError) as error:

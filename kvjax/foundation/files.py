@@ -29,7 +29,7 @@ def special(path: epath.PathLike) -> str:
         return ""
     try:
         return _SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode), "")
-    except OSError:  # not there, or not to be looked at: who opens it says so
+    except (OSError, ValueError):  # not there, or no path (NUL): who opens it says so
         return ""
 
 

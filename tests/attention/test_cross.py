@@ -123,7 +123,7 @@ def test_a_long_memory_goes_tile_by_tile(make, monkeypatch):
     x, memory = rng.normal(size=(B, T, D)), rng.normal(size=(B, 130, DM))
     lengths = jnp.asarray([130, 48, 97], jnp.int32)
     layer = _cache(module, memory, lengths, capacity=130)
-    small = lambda *args, **how: api.xla.decode_attention(*args, **how, block=48)
+    small = lambda *args, **how: api.xla.decode_attention(*args, **how, tile_kv=48)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "xla", small)
     found = module.decode(jnp.asarray(x), layer, lengths)
     np.testing.assert_allclose(found, module(x, memory, lengths), rtol=1e-10, atol=1e-10)

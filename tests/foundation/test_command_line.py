@@ -67,6 +67,8 @@ def test_no_such_file_says_what_there_is():
         load_config(pathlib.Path("lrkv_tiny"))
     with pytest.raises(UserError, match="no such file; in .*configs there are .*lrkv_tiny"):
         load_config(pathlib.Path("nothing/of/the/kind.py"))
+    with pytest.raises(UserError, match="no such file; in"):
+        load_config(pathlib.Path("\ud800"))
     with pytest.raises(UserError, match="is a folder; give a file. There: .*lrkv_tiny.py"):
         load_config(LRKV.parent)
     with pytest.raises(UserError, match="^--config=x{5000}: File name too long$"):

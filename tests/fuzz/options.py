@@ -38,7 +38,7 @@ def options_of(command: str) -> list[argparse.Action]:
     raise AssertionError(f"{command} parses no options")
 
 
-# Text that an option may be, and that starts work of minutes: not tried.
+# Text that an option may be: it starts work, often of minutes, and is not tried.
 _STARTS_WORK = {
     **dict.fromkeys(
         [
@@ -49,6 +49,7 @@ _STARTS_WORK = {
     ),
     "experiments.benchmarks.train_benchmark set": {""},
     "experiments.studies.set_anomaly features": {""},
+    "kvjax.compare scores": {FOLDER},  # has no evaluation yet
     "kvjax.data.prepare source": {FILE},
 }
 _SAID_AS = {"runs": "--workdir", "set": "--config"}  # keys of these, to the module below
