@@ -7,9 +7,7 @@ constraints-lm-eval.txt.
 import pathlib
 import re
 
-from setuptools import find_namespace_packages
-from setuptools import find_packages
-from setuptools import setup
+from setuptools import find_namespace_packages, find_packages, setup
 
 ROOT = pathlib.Path(__file__).parent
 CONFIGS = "kvjax.configs"  # the folder configs/, where an installed package has it

@@ -10,17 +10,11 @@ import collections
 from collections.abc import Sequence
 import textwrap
 
-from experiments.ledger import logit_spectra
-from experiments.ledger import lrkv
-from experiments.ledger import lrkv_blog
-from experiments.ledger import projection_sharing
-from experiments.ledger import thin_keys
+from experiments.ledger import logit_spectra, lrkv, lrkv_blog, projection_sharing, thin_keys
 from experiments.ledger.results import read
-from experiments.ledger.verdicts import VERDICTS
-from experiments.ledger.verdicts import Claim
+from experiments.ledger.verdicts import VERDICTS, Claim
 from experiments.studies.language_models import corrected
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import EXPERIMENTS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output

@@ -6,9 +6,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax import cache as cache_lib
-from kvjax import experiment as experiment_lib
-from kvjax import recipes
+from kvjax import cache as cache_lib, experiment as experiment_lib, recipes
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.model.config import TransformerConfig
 

@@ -5,8 +5,7 @@ import sys
 __version__ = "0.1.0"
 
 if sys.argv[:1] == ["-m"]:  # `python -m kvjax.main` is on its way: Ctrl-C while it imports
-    from kvjax.foundation import environment
-    from kvjax.foundation import interrupted
+    from kvjax.foundation import environment, interrupted
 
     interrupted.quietly()
     environment.watch_imports()

@@ -8,8 +8,7 @@ import pathlib
 import textwrap
 
 from kvjax import __version__
-from kvjax.foundation import command_line
-from kvjax.foundation import output
+from kvjax.foundation import command_line, output
 from kvjax.foundation.checkout import EXPERIMENTS
 
 COMMANDS = {

@@ -6,12 +6,9 @@ from kvjax.attention import MECHANISMS
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.data.config import DataConfig
 from kvjax.distributed.sharding import MeshConfig
-from kvjax.experiment import ComputeConfig
-from kvjax.experiment import TrainConfig
-from kvjax.foundation import command_line
-from kvjax.foundation import output
-from kvjax.foundation.config_keys import Key
-from kvjax.foundation.config_keys import keys
+from kvjax.experiment import ComputeConfig, TrainConfig
+from kvjax.foundation import command_line, output
+from kvjax.foundation.config_keys import Key, keys
 from kvjax.model.config import BlockConfig
 from kvjax.optim import OptimizerConfig
 

@@ -9,24 +9,15 @@ import ml_collections
 
 from kvjax.attention import MECHANISMS
 from kvjax.conversation.mixture import MixtureConfig
-from kvjax.data.config import MIXTURE
-from kvjax.data.config import PARENT
-from kvjax.data.config import DataConfig
-from kvjax.data.config import is_prepared
+from kvjax.data.config import MIXTURE, PARENT, DataConfig, is_prepared
 from kvjax.distributed.sharding import MeshConfig
 from kvjax.foundation import runtime
-from kvjax.foundation.configuration import between
-from kvjax.foundation.configuration import checked
-from kvjax.foundation.configuration import one_of
-from kvjax.foundation.configuration import to_dataclass
+from kvjax.foundation.configuration import between, checked, one_of, to_dataclass
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.text import check_text
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import REMAT_POLICIES
-from kvjax.model.transformer import Compute
-from kvjax.optim import OptimizerConfig
-from kvjax.optim import learning_rate_schedule
+from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.transformer import REMAT_POLICIES, Compute
+from kvjax.optim import OptimizerConfig, learning_rate_schedule
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 MAX_COUNT = (1 << 31) - 1  # steps are counted in int32

@@ -13,19 +13,13 @@ import sys
 import jax
 
 from kvjax.decoding import program
-from kvjax.decoding.generator import Generator
-from kvjax.decoding.generator import check_options
+from kvjax.decoding.generator import Generator, check_options
 from kvjax.decoding.sampling import Sampling
-from kvjax.decoding.text import Result
-from kvjax.decoding.text import check_stop
-from kvjax.decoding.text import generate
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.decoding.text import Result, check_stop, generate
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.command_line import say
 from kvjax.foundation.configuration import one_of
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.workdir.trained import load
 

@@ -10,8 +10,7 @@ tell them. Exit statuses: see configs/README.md, "How a run ends".
 
 from kvjax import distributed
 from kvjax.data.config import PREPARE_HOURS
-from kvjax.foundation import command_line
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, runtime
 from kvjax.foundation.errors import UserError
 
 _JOB = ("coordinator", "num_processes", "process_id", "connect_seconds", "heartbeat_seconds")

@@ -7,8 +7,7 @@ biases, TPA's fixed factors. Defaults are nanochat's (commit 0f00788).
 
 import dataclasses
 import math
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import traverse_util
 import jax
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import optax
 
-from kvjax.foundation.configuration import between
-from kvjax.foundation.configuration import one_of
+from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.rounding import round_up
 from kvjax.layers.weight import Axes

@@ -12,8 +12,7 @@ import traceback
 
 import pytest
 
-from tests import draw
-from tests import quick
+from tests import draw, quick
 
 gc.disable()  # until all tests are collected
 _theirs = {name: os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "XLA_FLAGS", "NPROC")}

@@ -7,8 +7,7 @@
 A test that is marked `whole` keeps all its cases.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import hashlib
 import math
 

@@ -16,10 +16,7 @@ import pytest
 from kvjax.foundation import runtime
 from tests import quick
 from tests.buckets import Buckets
-from tests.mechanisms import FAMILIES
-from tests.mechanisms import MECHANISMS
-from tests.mechanisms import WITHOUT_VALUE_DIM
-from tests.mechanisms import random_values
+from tests.mechanisms import FAMILIES, MECHANISMS, WITHOUT_VALUE_DIM, random_values
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 for _key, _value in quick.compilation_cache().items():

@@ -77,8 +77,7 @@ def rows(source: str, directory: str) -> dict:
     """The first rows that this process reads, over several meshes, as texts."""
     import jax
 
-    from kvjax import distributed
-    from kvjax import experiment
+    from kvjax import distributed, experiment
     from kvjax.data import loader
     from kvjax.distributed import sharding
     from kvjax.training import preflight
@@ -102,9 +101,7 @@ def rows(source: str, directory: str) -> dict:
 
 def prepared(keys: dict, part_bytes: int) -> dict:
     """The parts of a data set that this process made, and where all of them lie."""
-    from kvjax.data import config
-    from kvjax.data import parts
-    from kvjax.data import pool
+    from kvjax.data import config, parts, pool
     from kvjax.foundation import runtime
     from kvjax.training import preflight
 

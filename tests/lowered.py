@@ -7,8 +7,7 @@ import sys
 
 import jax
 
-from kvjax import experiment as experiment_lib
-from kvjax import recipes
+from kvjax import experiment as experiment_lib, recipes
 from kvjax.decoding import program as decode_program
 from kvjax.distributed import sharding
 from kvjax.training.program import Program

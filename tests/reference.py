@@ -10,19 +10,20 @@ import jax
 import numpy as np
 import scipy.special
 
-from kvjax.attention import FactoredConfig
-from kvjax.attention import GLAConfig
-from kvjax.attention import GroupedConfig
-from kvjax.attention import GTAConfig
-from kvjax.attention import MFAKRConfig
-from kvjax.attention import MLAConfig
-from kvjax.attention import MLALRKVConfig
-from kvjax.attention import MLRAConfig
-from kvjax.attention import PaperMLAConfig
-from kvjax.attention import SharedKVConfig
-from kvjax.attention import TPAConfig
-from kvjax.layers.rope import Llama3
-from kvjax.layers.rope import Partial
+from kvjax.attention import (
+    FactoredConfig,
+    GLAConfig,
+    GroupedConfig,
+    GTAConfig,
+    MFAKRConfig,
+    MLAConfig,
+    MLALRKVConfig,
+    MLRAConfig,
+    PaperMLAConfig,
+    SharedKVConfig,
+    TPAConfig,
+)
+from kvjax.layers.rope import Llama3, Partial
 
 
 def rotate(x_BTH, positions_T, base):

@@ -6,8 +6,7 @@ import random
 from etils import epath
 import ml_collections
 
-from kvjax import experiment as experiment_lib
-from kvjax import recipes
+from kvjax import experiment as experiment_lib, recipes
 from kvjax.data import prepare
 from kvjax.workdir import metrics
 

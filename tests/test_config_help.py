@@ -2,11 +2,9 @@
 
 import pytest
 
-from kvjax import config_help
-from kvjax import main
+from kvjax import config_help, main
 from kvjax.attention import MECHANISMS
-from kvjax.foundation import command_line
-from kvjax.foundation import config_keys
+from kvjax.foundation import command_line, config_keys
 from kvjax.foundation.checkout import CONFIGS
 
 SECTIONS = config_help.SECTIONS | {f"attention {kind}": cls for kind, cls in MECHANISMS.items()}

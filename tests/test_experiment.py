@@ -4,10 +4,8 @@ import jax.numpy as jnp
 import ml_collections
 import pytest
 
-from kvjax import experiment
-from kvjax import recipes
-from kvjax.experiment import ComputeConfig
-from kvjax.experiment import TrainConfig
+from kvjax import experiment, recipes
+from kvjax.experiment import ComputeConfig, TrainConfig
 from kvjax.foundation.errors import UserError
 
 LRKV = recipes.lrkv(4, rank=16, dim=32)

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from kvjax.foundation.checkout import PACKAGE
-from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.checkout import PACKAGE, ROOT
 from tests import quick
 
 

@@ -18,8 +18,7 @@ from kvjax.decoding.text import generate
 from kvjax.foundation import progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
-from tests import quick
-from tests import trained_run
+from tests import quick, trained_run
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,7 @@ import zipfile
 import jax
 import pytest
 
-from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.checkout import PACKAGE
-from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.checkout import CONFIGS, PACKAGE, ROOT
 from kvjax.foundation.extras import EXTRAS
 
 PUBLISHED = ROOT / "tests" / "convert" / "published" / "llama"

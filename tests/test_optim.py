@@ -13,14 +13,15 @@ import pytest
 from kvjax.foundation.errors import UserError
 from kvjax.layers.weight import Axes
 from kvjax.model import parameters
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
-from kvjax.optim import OptimizerConfig
-from kvjax.optim import learning_rate_schedule
-from kvjax.optim import make_optimizer
-from kvjax.optim import momentum_schedule
-from kvjax.optim import newton_schulz
-from kvjax.optim import scale_by_muon
+from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.optim import (
+    OptimizerConfig,
+    learning_rate_schedule,
+    make_optimizer,
+    momentum_schedule,
+    newton_schulz,
+    scale_by_muon,
+)
 from tests import quick
 from tests.mechanisms import FAMILIES
 

@@ -6,12 +6,9 @@ import re
 
 import pytest
 
-from experiments.tables import decode_roofline
-from experiments.tables import figures
-from experiments.tables import parameter_table
+from experiments.tables import decode_roofline, figures, parameter_table
 from kvjax.foundation import command_line
-from kvjax.foundation.checkout import EXPERIMENTS
-from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.checkout import EXPERIMENTS, ROOT
 
 PAGES = tuple(
     f"experiments/reports/{f.name}" for f in sorted((EXPERIMENTS / "reports").glob("*.md"))

@@ -13,9 +13,7 @@ import ml_collections
 import pytest
 
 from kvjax import generate as generate_lib
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.training import loop
 from tests import runs
 

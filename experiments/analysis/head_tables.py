@@ -3,17 +3,14 @@
 `experiments.studies.head_diversity` trains and measures them.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 
 from experiments.analysis import seeds as seeds_lib
 from experiments.analysis.numbers import Numbers
-from experiments.analysis.seeds import Estimate
-from experiments.analysis.seeds import Pair
+from experiments.analysis.seeds import Estimate, Pair
 from kvjax.analysis.reports.diversity.report import PUBLISHED
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import difference, estimate
 from kvjax.foundation.output import Table
 
 # Those of the paper first, and how their rows of its table 5 begin. LRKV has residuals of half a

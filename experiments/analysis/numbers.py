@@ -4,21 +4,23 @@ Means over layers, heads or pairs of heads, on the held-out parts of both embedd
 read in windows of the length that the model was trained on.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from kvjax.analysis import reports
-from kvjax.analysis import texts as texts_lib
+from kvjax.analysis import reports, texts as texts_lib
 from kvjax.analysis.measures import key_ways
 from kvjax.analysis.reports.behaviour import measurements as behaviour_measurements
-from kvjax.analysis.reports.compression import measurements as compression_measurements
-from kvjax.analysis.reports.compression import results as compression_results
+from kvjax.analysis.reports.compression import (
+    measurements as compression_measurements,
+    results as compression_results,
+)
 from kvjax.analysis.reports.diversity import measurements as diversity_measurements
 from kvjax.analysis.reports.geometry import measurements as geometry_measurements
-from kvjax.analysis.reports.logits import measurements as logit_measurements
-from kvjax.analysis.reports.logits import results as logit_results
+from kvjax.analysis.reports.logits import (
+    measurements as logit_measurements,
+    results as logit_results,
+)
 from kvjax.analysis.request import Request
 from kvjax.convert.model import Model
 from kvjax.foundation.errors import UserError

@@ -13,9 +13,7 @@ from kvjax.analysis import reports
 from kvjax.analysis.page import document
 from kvjax.analysis.request import Request
 from kvjax.convert.model import Model
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import provenance
+from kvjax.foundation import command_line, progress, provenance
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
 

@@ -1,12 +1,10 @@
 """A published order of models, held to paired differences over seeds."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import Estimate, difference
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """What a report says of logits, in few numbers, and whether the paper's gap is there."""
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 
 import numpy as np

@@ -6,8 +6,7 @@ of silence, the same keys and values for every text. `Listening` is a `Block` wi
 
 from collections.abc import Iterator
 
-from flax import nnx
-from flax import traverse_util
+from flax import nnx, traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +20,9 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.layers.norm import Norm
 from kvjax.layers.weight import weight
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.parameters import Path
-from kvjax.model.transformer import Block
-from kvjax.model.transformer import Compute
+from kvjax.model.transformer import Block, Compute
 
 _EPSILON = 1e-5  # of LayerNorm
 

@@ -16,18 +16,14 @@ import tempfile
 from etils import epath
 
 from experiments import record
-from experiments.benchmarks import machine
-from experiments.benchmarks import watched
+from experiments.benchmarks import machine, watched
 from experiments.benchmarks.random_model import RandomModel
 from experiments.conversion import smollm2
 from kvjax import experiment
 from kvjax.analysis.__main__ import HTML
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
+from kvjax.convert import into_workdir, model as model_lib
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError

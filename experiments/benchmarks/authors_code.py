@@ -13,8 +13,7 @@ their attention does not need are replaced; the tables name them. None of their 
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 import pathlib
 import subprocess
@@ -27,19 +26,14 @@ import numpy as np
 
 from experiments import record
 from experiments.benchmarks.authors import clones
-from experiments.benchmarks.authors.comparisons import ALL
-from experiments.benchmarks.authors.comparisons import Comparison
+from experiments.benchmarks.authors.comparisons import ALL, Comparison
 from experiments.benchmarks.beside_transformers import check_python
 from kvjax import cache as cache_lib
 from kvjax.attention import Attention
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, progress, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.output import Output
-from kvjax.foundation.output import Table
+from kvjax.foundation.output import Output, Table
 from kvjax.layers import rope
 
 EQUAL = 1e-12  # float64's rounding, some thousand times

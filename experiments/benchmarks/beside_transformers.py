@@ -14,9 +14,7 @@ transformers runs in a process of its own (transformers_generation.py), in the e
 
 import argparse
 import collections
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import json
 import pathlib
@@ -29,15 +27,10 @@ from etils import epath
 import numpy as np
 
 from experiments import record
-from kvjax.convert import export
-from kvjax.convert import huggingface
-from kvjax.convert import into_folder
-from kvjax.convert import model as model_lib
+from kvjax.convert import export, huggingface, into_folder, model as model_lib
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError

@@ -21,16 +21,11 @@ from etils import epath
 import jax
 
 from experiments import record
-from experiments.benchmarks import contender
-from experiments.benchmarks import machine
-from kvjax import distributed
-from kvjax import experiment as experiment_lib
-from kvjax import recipes
+from experiments.benchmarks import contender, machine
+from kvjax import distributed, experiment as experiment_lib, recipes
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError

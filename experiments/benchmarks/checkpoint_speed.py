@@ -22,8 +22,7 @@ import numpy as np
 
 from experiments import record
 from experiments.benchmarks import machine
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.output import Output
 from kvjax.workdir import storage

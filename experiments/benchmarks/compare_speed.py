@@ -20,8 +20,7 @@ import numpy as np
 
 from experiments import record
 from kvjax.foundation import command_line
-from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.checkout import CONFIGS, ROOT
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.output import Output

@@ -15,8 +15,7 @@ import traceback
 
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.command_line import reason_of
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 
 _RESULT = "result: "  # libraries may print before and after
 _FRAMES = 12  # of a traceback: compilers' are long

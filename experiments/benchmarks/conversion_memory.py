@@ -18,18 +18,14 @@ import tempfile
 from etils import epath
 
 from experiments import record
-from experiments.benchmarks import machine
-from experiments.benchmarks import watched
+from experiments.benchmarks import machine, watched
 from experiments.benchmarks.random_model import RandomModel
 from kvjax.attention import GroupedConfig
-from kvjax.convert import huggingface
-from kvjax.convert import into_folder
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.convert import huggingface, into_folder
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.output import Output
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 
 _BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
 # Few tokens: memory is asked for, and random weights say nothing about text.

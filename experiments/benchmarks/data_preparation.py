@@ -24,18 +24,10 @@ import psutil
 
 from experiments import record
 from experiments.benchmarks import contender
-from kvjax.data import config as config_lib
-from kvjax.data import estimate
-from kvjax.data import manifest
-from kvjax.data import parts
-from kvjax.data import preparation
-from kvjax.data import sources
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import progress
+from kvjax.data import config as config_lib, estimate, manifest, parts, preparation, sources
+from kvjax.foundation import command_line, lists, progress
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import between
+from kvjax.foundation.configuration import at_least, between
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 

@@ -15,8 +15,7 @@ wanted. Prints two tables. Needs Linux.
 """
 
 import argparse
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
 import json
@@ -36,16 +35,16 @@ import numpy as np
 import psutil
 
 from experiments import record
-from experiments.benchmarks import contender
-from experiments.benchmarks import object_store
-from kvjax.data import config as config_lib
-from kvjax.data import loader
-from kvjax.data import manifest
-from kvjax.data import packed_rows
-from kvjax.data import shards
-from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from experiments.benchmarks import contender, object_store
+from kvjax.data import (
+    config as config_lib,
+    loader,
+    manifest,
+    packed_rows,
+    shards,
+    tokenizer as tokenizer_lib,
+)
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError

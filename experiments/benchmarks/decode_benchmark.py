@@ -17,17 +17,11 @@ import jax.numpy as jnp
 
 from experiments import record
 from experiments.benchmarks import machine
-from experiments.d36 import MECHANISMS
-from experiments.d36 import abstract_attention
-from experiments.d36 import model
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from experiments.d36 import MECHANISMS, abstract_attention, model
+from kvjax.foundation import command_line, lists, progress, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.output import Output
-from kvjax.foundation.output import Table
+from kvjax.foundation.output import Output, Table
 from kvjax.layers import rope
 
 

@@ -18,24 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from experiments import record
-from experiments.d36 import MECHANISMS
-from experiments.d36 import abstract_attention
-from experiments.d36 import model
+from experiments.d36 import MECHANISMS, abstract_attention, model
 from kvjax import cache as cache_lib
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, progress, runtime
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.output import Output
-from kvjax.foundation.output import Table
-from kvjax.hardware import datasheets
-from kvjax.hardware import topology
+from kvjax.foundation.output import Output, Table
+from kvjax.hardware import datasheets, topology
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 
 LENGTHS = (1024, 32_768)
 _KERNEL = 'custom_call_target="(tpu_custom_call|mosaic_gpu)'

@@ -16,18 +16,13 @@ from etils import epath
 
 from experiments import record
 from kvjax.decoding.generator import Generator
-from kvjax.evaluate import datasets
-from kvjax.evaluate import generated
-from kvjax.evaluate import letters
+from kvjax.evaluate import datasets, generated, letters
 from kvjax.evaluate.model import Served
 from kvjax.evaluate.task import TASKS
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.output import Output
-from kvjax.workdir import dialogue as dialogue_lib
-from kvjax.workdir import trained
+from kvjax.workdir import dialogue as dialogue_lib, trained
 
 
 def measure(workdir: epath.Path, data: str, sizes: dict) -> dict:

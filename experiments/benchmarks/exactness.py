@@ -20,18 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import record
-from kvjax.data import loader
-from kvjax.data import prepare
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.data import loader, prepare
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.model import decoder as decoder_lib
 from kvjax.model.decoder import Decoder
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 from kvjax.workdir import trained
 
 ROUNDING = 1e-4  # of the row's largest logit

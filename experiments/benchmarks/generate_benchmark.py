@@ -22,11 +22,8 @@ from kvjax.costs import formulas
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
 from kvjax.experiment import DTYPES
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import one_of
+from kvjax.foundation import command_line, progress, runtime
+from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.workdir.trained import load

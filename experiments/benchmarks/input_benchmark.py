@@ -13,12 +13,8 @@ import tempfile
 import time
 
 from experiments import record
-from kvjax.data import config as config_lib
-from kvjax.data import loader
-from kvjax.data import prepare
-from kvjax.data import source_kinds
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.data import config as config_lib, loader, prepare, source_kinds
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output

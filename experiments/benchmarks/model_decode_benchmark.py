@@ -11,10 +11,7 @@ Prints a table.
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import gc
@@ -27,26 +24,19 @@ import jax
 import jax.numpy as jnp
 
 from experiments import record
-from experiments.d36 import MECHANISMS
-from experiments.d36 import model
+from experiments.d36 import MECHANISMS, model
 from kvjax import cache as cache_lib
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, progress, runtime
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.output import Output
 from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention import api
-from kvjax.kernels.profile import side_by_side
-from kvjax.kernels.profile import timing
+from kvjax.kernels.profile import side_by_side, timing
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 
 NAME = "model_decode_benchmark"
 LAYERS = 36

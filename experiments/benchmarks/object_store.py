@@ -5,9 +5,7 @@ finds it by $CLOUD_STORAGE_EMULATOR_ENDPOINT. A folder `x` of the folder is the 
 """
 
 import asyncio
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent import futures
 import contextlib
 import functools

@@ -20,17 +20,13 @@ import time
 
 from experiments import record
 from kvjax import sandbox
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
-from kvjax.sandbox import namespaces
-from kvjax.sandbox import self_test
-from kvjax.sandbox import webassembly
+from kvjax.sandbox import namespaces, self_test, webassembly
 from kvjax.sandbox.box import Box
-from kvjax.sandbox.layers import Layers
-from kvjax.sandbox.layers import base_interpreter
+from kvjax.sandbox.layers import Layers, base_interpreter
 
 _NAMESPACES = lambda: namespaces.find(base_interpreter())
 COMBINATIONS: dict[str, Callable[[], Layers]] = {

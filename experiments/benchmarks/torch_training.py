@@ -15,8 +15,7 @@ import time
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from experiments.benchmarks import contender
 

@@ -34,12 +34,9 @@ from kvjax.aot.tables import OVER_100
 from kvjax.attention import GroupedConfig
 from kvjax.costs import formulas
 from kvjax.experiment import Experiment
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import one_of
+from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets

@@ -16,8 +16,7 @@ from etils import epath
 import ml_dtypes
 import numpy as np
 
-from kvjax.foundation.errors import MissingDataError
-from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import MissingDataError, UserError
 
 VERSION = 6  # of the format; older ones lay variables out differently
 _TYPES = dict(enumerate((np.float32, np.int8, np.int16, np.int32, np.float16, ml_dtypes.bfloat16)))

@@ -4,17 +4,13 @@ A point is a rank as the tables show it, and the methods that are applied in tur
 rank that is split over heads are rounded down, as in thin keys' Table 5.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import math
 import statistics
 from typing import NamedTuple
 
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import Method
-from kvjax.convert.methods import ThinKeys
+from kvjax.convert.methods import LowRankKV, Method, ThinKeys
 from kvjax.foundation import progress
 
 Methods = tuple[Method, ...]  # applied in turn; (): the original

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 import math
 import statistics
 
-from experiments.conversion.outcomes import Outcomes
-from experiments.conversion.outcomes import Tuned
-from experiments.conversion.outcomes import TuningSetting
-from experiments.conversion.outcomes import percent
-from experiments.conversion.outcomes import relative
-from experiments.conversion.outcomes import said_of
+from experiments.conversion.outcomes import (
+    Outcomes,
+    Tuned,
+    TuningSetting,
+    percent,
+    relative,
+    said_of,
+)
 
 
 def findings(outcomes: Outcomes) -> list[str]:

@@ -4,8 +4,7 @@ A file holds its `settings`, the figures, the `seconds` they took, and who made 
 holds its `error`, and is tried again by the next call.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import json
 import pathlib
@@ -14,8 +13,7 @@ import time
 
 from experiments import record
 from kvjax.foundation import provenance
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 
 FOLDER = "conversion"  # of experiments/results
 

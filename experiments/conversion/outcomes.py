@@ -1,7 +1,6 @@
 """What the result files of one model hold, as tables, findings and plots read it."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import re

@@ -1,7 +1,6 @@
 """Perplexity against what is cached, before and after tuning, as pictures from result files."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import os
 import pathlib
 import statistics
@@ -9,16 +8,12 @@ import statistics
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
-from matplotlib.ticker import LogLocator
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from experiments import record
 from experiments.conversion import kept
 from experiments.conversion.findings import losses
-from experiments.conversion.outcomes import SUBJECTS
-from experiments.conversion.outcomes import Outcomes
-from experiments.conversion.outcomes import TuningSetting
+from experiments.conversion.outcomes import SUBJECTS, Outcomes, TuningSetting
 from kvjax.foundation import command_line
 
 INK, GRAY, LINE = "#1f2328", "#59636e", "#d1d9e0"

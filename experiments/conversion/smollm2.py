@@ -14,19 +14,12 @@ from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.conversion import curves
-from experiments.conversion import kept
-from experiments.conversion.curves import Curve
-from experiments.conversion.curves import Measured
-from experiments.conversion.curves import Methods
+from experiments.conversion import curves, kept
+from experiments.conversion.curves import Curve, Measured, Methods
 from kvjax import recipes
-from kvjax.convert import budget
-from kvjax.convert import calibration
-from kvjax.convert import model as model_lib
-from kvjax.convert import perplexity
+from kvjax.convert import budget, calibration, model as model_lib, perplexity
 from kvjax.convert.converted import ConvertedModel
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import ThinKeys
+from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.costs import formulas
 from kvjax.data import manifest
 from kvjax.foundation.errors import UserError

@@ -1,19 +1,12 @@
 """The conversion studies' tables, as thin keys' Tables 5, 6, 7 and 9, from result files alone."""
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import math
 import statistics
 from typing import NamedTuple
 
-from experiments.conversion import findings as findings_lib
-from experiments.conversion import kept
-from experiments.conversion.outcomes import SUBJECTS
-from experiments.conversion.outcomes import Outcomes
-from experiments.conversion.outcomes import Tuned
-from experiments.conversion.outcomes import percent
-from experiments.conversion.outcomes import relative
-from experiments.conversion.outcomes import said_of
+from experiments.conversion import findings as findings_lib, kept
+from experiments.conversion.outcomes import SUBJECTS, Outcomes, Tuned, percent, relative, said_of
 from kvjax.foundation.output import Table
 
 _PARTS = dict(both="both", key="keys", query="queries", value="values")

@@ -1,14 +1,10 @@
 """The texts of the conversion studies: the embedded corpus, with its own held-out ends."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from kvjax.data import config as config_lib
-from kvjax.data import sources
+from kvjax.data import config as config_lib, sources
 from kvjax.foundation.errors import UserError
 
 

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.conversion import ctranslate2
-from kvjax.attention import Attention
-from kvjax.attention import GroupedConfig
+from kvjax.attention import Attention, GroupedConfig
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.cache import Cache
 from kvjax.data import tokenizer as tokenizer_lib

@@ -9,15 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.conversion import curves
-from experiments.conversion import kept
-from experiments.conversion import texts
-from experiments.conversion import whisper as whisper_lib
-from experiments.conversion.curves import Curve
-from experiments.conversion.curves import Measured
-from experiments.conversion.curves import Methods
-from experiments.conversion.whisper import Mechanisms
-from experiments.conversion.whisper import Whisper
+from experiments.conversion import curves, kept, texts, whisper as whisper_lib
+from experiments.conversion.curves import Curve, Measured, Methods
+from experiments.conversion.whisper import Mechanisms, Whisper
 from kvjax.convert import layer as layer_lib
 from kvjax.foundation import progress
 

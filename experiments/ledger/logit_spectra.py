@@ -1,18 +1,12 @@
 """Claims of logit spectra (arXiv 2604.04384)."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import functools
 
 from experiments.ledger import logit_spectra_proved
 from experiments.ledger.out_of_reach import Elsewhere
 from experiments.ledger.results import read
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
-from experiments.ledger.verdicts import OfItself
-from experiments.ledger.verdicts import Rule
-from experiments.ledger.verdicts import within
+from experiments.ledger.verdicts import Cases, Claim, Computed, OfItself, Rule, within
 
 TITLE = "Logit spectra (arXiv 2604.04384)"
 _SPECTRA = "python -m experiments.studies.logit_spectra --save"

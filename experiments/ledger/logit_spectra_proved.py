@@ -5,10 +5,8 @@ import functools
 
 import numpy as np
 
-from experiments.ledger.results import NoResultError
-from experiments.ledger.results import read
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
+from experiments.ledger.results import NoResultError, read
+from experiments.ledger.verdicts import Cases, Claim
 from kvjax.analysis.measures import logits
 
 _TOKENS, _HEADS, _CHANNELS = 64, 12, 16

@@ -1,24 +1,18 @@
 """Claims of LRKV (arXiv 2601.11471 v1) and of its blog."""
 
-from experiments.ledger import lrkv_figures as figures
-from experiments.ledger import lrkv_heads
-from experiments.ledger import lrkv_stated
-from experiments.ledger import lrkv_training
-from experiments.ledger.out_of_reach import AtScale
-from experiments.ledger.out_of_reach import Undefined
-from experiments.ledger.results import SMALL_CACHES
-from experiments.ledger.results import TINY
-from experiments.ledger.results import between
-from experiments.ledger.results import depth_8
-from experiments.ledger.results import study
-from experiments.ledger.verdicts import Allows
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Chain
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
-from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import Tabulated
-from experiments.ledger.verdicts import within
+from experiments.ledger import lrkv_figures as figures, lrkv_heads, lrkv_stated, lrkv_training
+from experiments.ledger.out_of_reach import AtScale, Undefined
+from experiments.ledger.results import SMALL_CACHES, TINY, between, depth_8, study
+from experiments.ledger.verdicts import (
+    Allows,
+    Cases,
+    Chain,
+    Claim,
+    Computed,
+    Differs,
+    Tabulated,
+    within,
+)
 from experiments.studies.depth_8 import TOKENS_PER_STEP
 from kvjax.foundation.estimate import Estimate
 

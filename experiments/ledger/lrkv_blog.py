@@ -2,23 +2,10 @@
 
 import itertools
 
-from experiments.ledger import lrkv_figures
-from experiments.ledger import lrkv_heads
-from experiments.ledger import out_of_reach
-from experiments.ledger import verdicts
-from experiments.ledger.out_of_reach import AtScale
-from experiments.ledger.out_of_reach import Undefined
-from experiments.ledger.results import TINY
-from experiments.ledger.results import NoResultError
-from experiments.ledger.results import between
-from experiments.ledger.results import read
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Chain
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
-from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import OfItself
-from experiments.ledger.verdicts import Tabulated
+from experiments.ledger import lrkv_figures, lrkv_heads, out_of_reach, verdicts
+from experiments.ledger.out_of_reach import AtScale, Undefined
+from experiments.ledger.results import TINY, NoResultError, between, read
+from experiments.ledger.verdicts import Cases, Chain, Claim, Computed, Differs, OfItself, Tabulated
 from kvjax.costs import formulas
 from kvjax.foundation.estimate import Estimate
 

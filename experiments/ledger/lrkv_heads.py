@@ -1,30 +1,26 @@
 """Claims of LRKV on heads: their effective rank, how alike they are, how large their keys."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 
 import numpy as np
 
-from experiments.ledger.lrkv_figures import LARGE
-from experiments.ledger.lrkv_figures import SMALL
-from experiments.ledger.lrkv_figures import five
+from experiments.ledger.lrkv_figures import LARGE, SMALL, five
 from experiments.ledger.out_of_reach import AtScale
-from experiments.ledger.results import TINY
-from experiments.ledger.results import NoResultError
-from experiments.ledger.results import read
-from experiments.ledger.verdicts import CONTRADICTED
-from experiments.ledger.verdicts import PART
-from experiments.ledger.verdicts import REPRODUCED
-from experiments.ledger.verdicts import SEEDS
-from experiments.ledger.verdicts import UNTOLD
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Found
-from experiments.ledger.verdicts import OfItself
-from experiments.ledger.verdicts import Same
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
+from experiments.ledger.results import TINY, NoResultError, read
+from experiments.ledger.verdicts import (
+    CONTRADICTED,
+    PART,
+    REPRODUCED,
+    SEEDS,
+    UNTOLD,
+    Cases,
+    Claim,
+    Found,
+    OfItself,
+    Same,
+)
+from kvjax.foundation.estimate import Estimate, difference
 
 _COMMAND = "python -m experiments.studies.head_diversity --save"
 

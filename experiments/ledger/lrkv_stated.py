@@ -3,11 +3,8 @@
 import math
 import statistics
 
-from experiments.ledger import lrkv_figures as figures
-from experiments.ledger import rounded
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import OfItself
+from experiments.ledger import lrkv_figures as figures, rounded
+from experiments.ledger.verdicts import Cases, Claim, OfItself
 
 # Section 6.1, billions of tokens of 50 that LRKV saves until another's end.
 _SAVED = {"MHA": "9.4", "MLA": "10.7", "GQA": "12.3", "MQA": "14.9"}

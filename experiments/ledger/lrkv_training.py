@@ -4,11 +4,7 @@ import statistics
 
 from experiments.ledger import lrkv_figures as figures
 from experiments.ledger.out_of_reach import AtScale
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
-from experiments.ledger.verdicts import OfItself
-from experiments.ledger.verdicts import within
+from experiments.ledger.verdicts import Cases, Claim, Computed, OfItself, within
 
 _STEPS_TIMES_FLOPS = (
     "Figure 3 (b) counts steps, which Figure 4's FLOPs per token turn into "

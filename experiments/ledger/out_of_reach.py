@@ -1,20 +1,20 @@
 """Claims that nothing here can settle: larger models, other weights or data, unclear words."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 
 from experiments.ledger.results import NoResultError
-from experiments.ledger.verdicts import CONTRADICTED
-from experiments.ledger.verdicts import FAR
-from experiments.ledger.verdicts import MISSING
-from experiments.ledger.verdicts import PART
-from experiments.ledger.verdicts import REPRODUCED
-from experiments.ledger.verdicts import UNDEFINED
-from experiments.ledger.verdicts import Found
-from experiments.ledger.verdicts import Rule
+from experiments.ledger.verdicts import (
+    CONTRADICTED,
+    FAR,
+    MISSING,
+    PART,
+    REPRODUCED,
+    UNDEFINED,
+    Found,
+    Rule,
+)
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS

@@ -2,25 +2,21 @@
 
 import itertools
 
-from experiments.ledger import projection_sharing_caches
-from experiments.ledger import projection_sharing_stated
-from experiments.ledger import projection_sharing_tasks
-from experiments.ledger import small_tasks
-from experiments.ledger.out_of_reach import AtScale
-from experiments.ledger.out_of_reach import Elsewhere
-from experiments.ledger.out_of_reach import Undefined
-from experiments.ledger.out_of_reach import experiment_of
-from experiments.ledger.out_of_reach import training_flops
-from experiments.ledger.results import SMALL_CACHES
-from experiments.ledger.results import between
-from experiments.ledger.results import read
-from experiments.ledger.results import study
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import OfItself
-from experiments.ledger.verdicts import Tabulated
-from experiments.ledger.verdicts import within
+from experiments.ledger import (
+    projection_sharing_caches,
+    projection_sharing_stated,
+    projection_sharing_tasks,
+    small_tasks,
+)
+from experiments.ledger.out_of_reach import (
+    AtScale,
+    Elsewhere,
+    Undefined,
+    experiment_of,
+    training_flops,
+)
+from experiments.ledger.results import SMALL_CACHES, between, read, study
+from experiments.ledger.verdicts import Cases, Claim, Differs, OfItself, Tabulated, within
 from kvjax.costs import formulas
 
 TITLE = "Projection sharing (arXiv 2606.04032)"

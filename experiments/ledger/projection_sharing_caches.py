@@ -5,11 +5,7 @@ import math
 import jax.numpy as jnp
 
 from experiments.ledger.out_of_reach import experiment_of
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
-from experiments.ledger.verdicts import OfItself
-from experiments.ledger.verdicts import Tabulated
+from experiments.ledger.verdicts import Cases, Claim, Computed, OfItself, Tabulated
 from kvjax.costs import formulas
 
 _TABLES = "python -m experiments.tables.paper_tables --save"

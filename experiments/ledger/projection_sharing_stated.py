@@ -4,10 +4,7 @@ import math
 import statistics
 
 from experiments.ledger import rounded
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
-from experiments.ledger.verdicts import OfItself
+from experiments.ledger.verdicts import Cases, Claim, Computed, OfItself
 
 # Accuracies, and what is called their mean: reverse, sort, sub, swap and copy.
 _TABLE_2 = {

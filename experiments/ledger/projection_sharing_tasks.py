@@ -2,9 +2,7 @@
 
 from experiments.ledger import small_tasks
 from experiments.ledger.out_of_reach import Elsewhere
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Differs
+from experiments.ledger.verdicts import Cases, Claim, Differs
 
 _IMAGES = "python -m experiments.studies.images --folder=FOLDER"
 _TASKS = "python -m experiments.studies.sequence_tasks --save"

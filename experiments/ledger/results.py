@@ -1,14 +1,12 @@
 """Results as the ledger's rules ask for them."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from etils import epath
 
 from experiments import record
 from kvjax.foundation import json_text
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
+from kvjax.foundation.estimate import Estimate, difference
 
 # What was trained: the studies of demo size, and `small_caches`.
 TINY = "1.3M parameters, 1.0M tokens"

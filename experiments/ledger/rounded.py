@@ -4,8 +4,7 @@ from collections.abc import Sequence
 import statistics
 from typing import NamedTuple
 
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import OfItself
+from experiments.ledger.verdicts import Cases, OfItself
 
 _EDGE = 1e-9  # a number on the edge rounds either way
 

@@ -1,7 +1,6 @@
 """Rules for claims of projection sharing that small models answer: tasks, images, sets, A.1."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -10,17 +9,11 @@ import statistics
 from flax import nnx
 
 from experiments.ledger import verdicts
-from experiments.ledger.results import NoResultError
-from experiments.ledger.results import paired
-from experiments.ledger.results import read
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Chain
-from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import Same
+from experiments.ledger.results import NoResultError, paired, read
+from experiments.ledger.verdicts import Cases, Chain, Differs, Same
 from experiments.studies.images import EPOCHS
 from experiments.studies.sequence_tasks import CURVES_OF
-from experiments.tasks import encoders
-from experiments.tasks import sequences
+from experiments.tasks import encoders, sequences
 from experiments.tasks.encoders import CALLED
 from kvjax.foundation.estimate import Estimate
 

@@ -2,19 +2,10 @@
 
 import math
 
-from experiments.ledger import thin_keys_rules as rules
-from experiments.ledger import thin_keys_stated
-from experiments.ledger.out_of_reach import AtScale
-from experiments.ledger.out_of_reach import Elsewhere
-from experiments.ledger.out_of_reach import Undefined
+from experiments.ledger import thin_keys_rules as rules, thin_keys_stated
+from experiments.ledger.out_of_reach import AtScale, Elsewhere, Undefined
 from experiments.ledger.results import study
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
-from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import OfItself
-from experiments.ledger.verdicts import Tabulated
-from experiments.ledger.verdicts import within
+from experiments.ledger.verdicts import Cases, Claim, Computed, Differs, OfItself, Tabulated, within
 
 TITLE = "Thin keys (arXiv 2603.04427)"
 _TABLES = "python -m experiments.tables.paper_tables --save"

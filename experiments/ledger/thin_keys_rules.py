@@ -7,23 +7,19 @@ import math
 import statistics
 
 from experiments.ledger.out_of_reach import experiment_of
-from experiments.ledger.results import NoResultError
-from experiments.ledger.results import paired
-from experiments.ledger.results import read
+from experiments.ledger.results import NoResultError, paired, read
 from experiments.ledger.rotated import rotated
-from experiments.ledger.verdicts import CONTRADICTED
-from experiments.ledger.verdicts import REPRODUCED
-from experiments.ledger.verdicts import SEEDS
-from experiments.ledger.verdicts import UNTOLD
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Found
-from experiments.ledger.verdicts import Rule
-from experiments.ledger.verdicts import of_all
-from experiments.studies.thin_keys_tasks import CHANNELS
-from experiments.studies.thin_keys_tasks import EVERY
-from experiments.studies.thin_keys_tasks import STARTS
-from experiments.studies.thin_keys_tasks import TASKS
-from experiments.studies.thin_keys_tasks import cell
+from experiments.ledger.verdicts import (
+    CONTRADICTED,
+    REPRODUCED,
+    SEEDS,
+    UNTOLD,
+    Cases,
+    Found,
+    Rule,
+    of_all,
+)
+from experiments.studies.thin_keys_tasks import CHANNELS, EVERY, STARTS, TASKS, cell
 from kvjax.costs import formulas
 from kvjax.foundation.estimate import Estimate
 

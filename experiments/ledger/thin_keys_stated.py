@@ -1,10 +1,7 @@
 """Claims of thin keys that its text makes of its own tables."""
 
 from experiments.ledger import rounded
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
-from experiments.ledger.verdicts import OfItself
+from experiments.ledger.verdicts import Cases, Claim, Computed, OfItself
 
 # By table and row: a perplexity, what it is compared with, % above.
 _PERPLEXITIES = {

@@ -4,16 +4,12 @@ A rule reads `experiments/results/`, computes from shapes, or holds printed figu
 other (`OfItself`, `Allows`). Without the result it needs, the verdict is "not measured yet".
 """
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import typing
 from typing import NamedTuple
 
-from experiments.ledger.results import NoResultError
-from experiments.ledger.results import read
+from experiments.ledger.results import NoResultError, read
 from kvjax.foundation.estimate import Estimate
 
 REPRODUCED, CONTRADICTED, PART = "reproduced", "contradicted", "in part"

@@ -1,9 +1,7 @@
 """Source files as digests of what they compute: a study does not mix runs of other code."""
 
 import ast
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import hashlib
 import pathlib
 

@@ -22,17 +22,9 @@ from collections.abc import Callable
 import fnmatch
 
 from experiments import record
-from experiments.conversion import kept
-from experiments.conversion import plots
-from experiments.conversion import smollm2
-from experiments.conversion import tables
-from experiments.conversion import whisper_converted
-from experiments.conversion import whisper_tuning
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import one_of
+from experiments.conversion import kept, plots, smollm2, tables, whisper_converted, whisper_tuning
+from kvjax.foundation import command_line, progress, runtime
+from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 

@@ -10,8 +10,7 @@ and values of the encoder's self-attention (projection sharing, section 2.5).
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import pathlib
 
@@ -25,17 +24,12 @@ from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
 from kvjax.attention import GroupedConfig
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import BlockConfig
-from kvjax.model.encoder_decoder import EncoderDecoder
-from kvjax.model.encoder_decoder import EncoderDecoderConfig
-from kvjax.model.encoder_decoder import greedy
+from kvjax.model.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 
 NAME = "cross_attention"
 NAMES = "zero one two three four five six seven eight nine".split()

@@ -7,8 +7,7 @@ import dataclasses
 
 from experiments.studies import grid
 from experiments.studies.grid import Cell
-from kvjax import experiment as experiment_lib
-from kvjax import recipes
+from kvjax import experiment as experiment_lib, recipes
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config

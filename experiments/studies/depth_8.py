@@ -14,8 +14,7 @@ too.
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
 import pathlib
 import statistics
@@ -25,21 +24,14 @@ import jax.numpy as jnp
 
 from experiments import record
 from experiments.studies import side_by_side
-from experiments.studies.grid import Cell
-from experiments.studies.grid import Kept
-from experiments.studies.grid import Run
+from experiments.studies.grid import Cell, Kept, Run
 from experiments.studies.kept import claim
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import json_text
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, json_text, lists, runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 
 NAME = "depth_8"

@@ -11,23 +11,17 @@ Prints the share of positions that are right, and what a remedy changes, seed by
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import pathlib
 
-from experiments.studies import in_process
-from experiments.studies import sequence_tasks
+from experiments.studies import in_process, sequence_tasks
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
-from experiments.tasks import encoders
-from experiments.tasks import sequences
-from kvjax.foundation import command_line
-from kvjax.foundation import runtime
+from experiments.tasks import encoders, sequences
+from kvjax.foundation import command_line, runtime
 from kvjax.foundation.configuration import between
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 
 NAME = "diagonal"

@@ -7,8 +7,7 @@ Runs of other code are not mixed: a run belongs to the code that trained it (`co
 config, both of which its folder names.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import functools
 import json
@@ -19,13 +18,11 @@ from flax import traverse_util
 import jax.numpy as jnp
 import ml_collections
 
-from experiments.studies import code as code_lib
-from experiments.studies import kept as kept_lib
+from experiments.studies import code as code_lib, kept as kept_lib
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
 from kvjax.data.config import is_prepared
-from kvjax.foundation import json_text
-from kvjax.foundation import provenance
+from kvjax.foundation import json_text, provenance
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError

@@ -11,8 +11,7 @@ are taken seed by seed. Runs go to --runs, resume, and keep what was measured of
 """
 
 import argparse
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import contextlib
 import dataclasses
 import json
@@ -22,34 +21,21 @@ import sys
 from etils import epath
 
 from experiments import record
-from experiments.analysis import head_tables
-from experiments.analysis import numbers as numbers_lib
-from experiments.analysis.head_tables import Findings
-from experiments.analysis.head_tables import Run
-from experiments.analysis.head_tables import Runs
-from experiments.studies import code as code_lib
-from experiments.studies import grid
-from experiments.studies import side_by_side
-from experiments.studies.demo_size import TINY
-from experiments.studies.demo_size import TOKENS_PER_STEP
+from experiments.analysis import head_tables, numbers as numbers_lib
+from experiments.analysis.head_tables import Findings, Run, Runs
+from experiments.studies import code as code_lib, grid, side_by_side
+from experiments.studies.demo_size import TINY, TOKENS_PER_STEP
 from experiments.studies.kept import claim
 from kvjax.analysis.words import mechanism_names
 from kvjax.convert import model as model_lib
-from kvjax.foundation import command_line
-from kvjax.foundation import json_text
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.checkout import EXPERIMENTS
-from kvjax.foundation.checkout import PACKAGE
+from kvjax.foundation import command_line, json_text, lists, progress, runtime
+from kvjax.foundation.checkout import CONFIGS, EXPERIMENTS, PACKAGE
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import write_atomically
 from kvjax.foundation.output import Output
 from kvjax.training import loop
-from kvjax.workdir import metrics
-from kvjax.workdir import trained
+from kvjax.workdir import metrics, trained
 
 OTHERS = (
     *("mla", "kv_tied", "qk_tied", "qkv_tied", "thin_keys", "factored", "lrkv_gqa"),

@@ -12,8 +12,7 @@ of test images that are right after the last epoch, means over cells with 95 % i
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import pathlib
@@ -25,20 +24,13 @@ import numpy as np
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
-from experiments.tasks import encoders
-from experiments.tasks import images as images_lib
-from experiments.tasks import learner
+from experiments.tasks import encoders, images as images_lib, learner
 from experiments.tasks.images import Images
 from experiments.tasks.learner import Learner
-from kvjax.foundation import command_line
-from kvjax.foundation import errors
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, errors, lists, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
 from kvjax.model.labeller import Labeller

@@ -4,9 +4,7 @@ It goes on where it was stopped: what a run came to stands in the study's result
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
@@ -16,17 +14,12 @@ import time
 import jax
 
 from experiments import record
-from experiments.studies import code as code_lib
-from experiments.studies import kept as kept_lib
+from experiments.studies import code as code_lib, kept as kept_lib
 from experiments.studies.kept import Kept
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import provenance
-from kvjax.foundation.checkout import EXPERIMENTS
-from kvjax.foundation.checkout import PACKAGE
+from kvjax.foundation import command_line, progress, provenance
+from kvjax.foundation.checkout import EXPERIMENTS, PACKAGE
 from kvjax.foundation.configuration import between
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.output import Output
 
 # What decides what a small model learns, beside the study itself and its task.

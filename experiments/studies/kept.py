@@ -1,7 +1,6 @@
 """What a study keeps of its finished runs, in its result: it goes on where it was stopped."""
 
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import fcntl
 import json
 import os

@@ -13,33 +13,22 @@ Holm's method corrects for their number.
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import statistics
 
 import jax.numpy as jnp
 
 from experiments import record
-from experiments.studies import grid
-from experiments.studies import side_by_side
+from experiments.studies import grid, side_by_side
 from experiments.studies.code import in_short
-from experiments.studies.demo_size import STUDIES
-from experiments.studies.demo_size import TOKENS_PER_STEP
-from experiments.studies.grid import Cell
-from experiments.studies.grid import Kept
-from experiments.studies.grid import Run
+from experiments.studies.demo_size import STUDIES, TOKENS_PER_STEP
+from experiments.studies.grid import Cell, Kept, Run
 from experiments.studies.kept import claim
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
-from kvjax.foundation.estimate import holm
-from kvjax.foundation.estimate import p_value
+from kvjax.foundation.estimate import Estimate, difference, estimate, holm, p_value
 from kvjax.foundation.output import Output
 
 FOLDER = "studies"  # of results

@@ -12,9 +12,7 @@ per byte of held-out text, means over seeds with 95 % intervals, and what each c
 """
 
 import argparse
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -26,24 +24,17 @@ import numpy as np
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
-from experiments.tasks import learner
-from experiments.tasks import sequences
-from experiments.tasks import text
+from experiments.tasks import learner, sequences, text
 from experiments.tasks.learner import Learner
 from kvjax.attention import GroupedConfig
 from kvjax.attention.linear import LinearConfig
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation import command_line, lists, runtime
+from kvjax.foundation.estimate import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
-from kvjax.model.recurrent import RecurrentConfig
-from kvjax.model.recurrent import RecurrentTransformer
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.recurrent import RecurrentConfig, RecurrentTransformer
+from kvjax.model.transformer import Compute, Transformer
 
 NAME = "linear_attention"
 WIDTH, HEADS, LAYERS, MLP, EVERY = 64, 4, 4, 128, 100

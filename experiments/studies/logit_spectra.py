@@ -20,23 +20,16 @@ import pathlib
 import sys
 
 from experiments import record
-from experiments.analysis import report as report_lib
-from experiments.analysis import whisper_model
-from experiments.analysis.spectra import LEAST
-from experiments.analysis.spectra import MOST
-from experiments.analysis.spectra import PUBLISHED
-from experiments.analysis.spectra import Spectra
+from experiments.analysis import report as report_lib, whisper_model
+from experiments.analysis.spectra import LEAST, MOST, PUBLISHED, Spectra
 from kvjax.analysis import __main__ as analysis
 from kvjax.analysis.reports.logits.tables import PUBLISHED_RANKS
 from kvjax.analysis.request import Request
 from kvjax.convert import model as model_lib
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.output import Output
-from kvjax.foundation.output import Table
+from kvjax.foundation.output import Output, Table
 
 FOLDERS = dict(smollm2="SmolLM2-135M", whisper="Whisper-tiny.en")
 LENGTHS = dict(smollm2=(64, 256, 1024), whisper=(64, 256, 440))  # Whisper has 448 positions

@@ -11,30 +11,20 @@ by position with 95 % intervals (Student's t over seeds).
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import itertools
 import pathlib
 
 from experiments import record
-from experiments.studies import demo_size
-from experiments.studies import side_by_side
+from experiments.studies import demo_size, side_by_side
 from experiments.studies.demo_size import TOKENS_PER_STEP
-from experiments.studies.grid import Cell
-from experiments.studies.grid import Kept
-from experiments.studies.grid import Run
+from experiments.studies.grid import Cell, Kept, Run
 from experiments.studies.kept import claim
-from experiments.tasks import positions
-from experiments.tasks import text
-from experiments.tasks.positions import EDGES
-from experiments.tasks.positions import by_position
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from experiments.tasks import positions, text
+from experiments.tasks.positions import EDGES, by_position
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 
 NAME = "long_rows"

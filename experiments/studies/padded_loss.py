@@ -13,8 +13,7 @@ in both, means over seeds with 95 % intervals.
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import math
 import pathlib
@@ -25,21 +24,15 @@ import numpy as np
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
-from experiments.tasks import learner
-from experiments.tasks import text
+from experiments.tasks import learner, text
 from experiments.tasks.learner import Learner
 from kvjax.attention import GroupedConfig
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 
 NAME = "padded_loss"
 FIRST = "none"  # what the others are compared with

@@ -19,17 +19,14 @@ import numpy as np
 
 from experiments import record
 from experiments.studies import side_by_side
-from experiments.studies.demo_size import STUDIES
-from experiments.studies.demo_size import UNIFORM
+from experiments.studies.demo_size import STUDIES, UNIFORM
 from experiments.studies.grid import Run
 from kvjax.analysis.measures import spectrum
 from kvjax.convert import model as model_lib
-from kvjax.foundation import command_line
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, runtime
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, estimate
 from kvjax.foundation.output import Output
 
 NAME = "rank_allocation"

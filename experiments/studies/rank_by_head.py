@@ -12,35 +12,27 @@ byte of held-out text, and what a division changes against equal ranks, seed by 
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 
 from etils import epath
-from flax import nnx
-from flax import traverse_util
+from flax import nnx, traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments import record
-from experiments.studies.rank_allocation import allocation
-from experiments.studies.rank_allocation import workdir
+from experiments.studies.rank_allocation import allocation, workdir
 from experiments.tasks.positions import rows_of
 from kvjax.analysis.measures import spectrum
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.loss import token_losses
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 from kvjax.workdir import trained
 
 NAME = "rank_by_head"

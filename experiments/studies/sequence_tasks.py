@@ -15,9 +15,7 @@ all cells that every variant was trained on.
 
 import argparse
 import collections
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import pathlib
 import re
@@ -29,16 +27,11 @@ import numpy as np
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
-from experiments.tasks import encoders
-from experiments.tasks import learner
-from experiments.tasks import sequences
+from experiments.tasks import encoders, learner, sequences
 from experiments.tasks.learner import Learner
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
 from kvjax.model.labeller import Labeller

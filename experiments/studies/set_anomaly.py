@@ -18,9 +18,7 @@ tasks, where the paper's vision models have 50.
 """
 
 import argparse
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import functools
 import pathlib
 
@@ -30,19 +28,13 @@ import numpy as np
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
-from experiments.tasks import anomalies
-from experiments.tasks import encoders
-from experiments.tasks import learner
+from experiments.tasks import anomalies, encoders, learner
 from experiments.tasks.anomalies import Features
 from experiments.tasks.learner import Learner
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.labeller import Labeller
 from kvjax.model.transformer import Compute

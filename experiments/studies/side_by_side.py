@@ -5,10 +5,7 @@ stopped goes on.
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import os
@@ -23,20 +20,13 @@ import threading
 from etils import epath
 
 from experiments import record
-from experiments.studies import code as code_lib
-from experiments.studies import grid
-from experiments.studies.grid import Kept
-from experiments.studies.grid import Run
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from experiments.studies import code as code_lib, grid
+from experiments.studies.grid import Kept, Run
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.files import named
-from kvjax.workdir import checkpoint
-from kvjax.workdir import metrics
-from kvjax.workdir import storage
+from kvjax.workdir import checkpoint, metrics, storage
 
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 

@@ -11,33 +11,25 @@ with 95 % intervals (Student's t over seeds).
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 import pathlib
 
 import jax.numpy as jnp
 
 from experiments import record
-from experiments.studies import grid
-from experiments.studies import side_by_side
+from experiments.studies import grid, side_by_side
 from experiments.studies.demo_size import TOKENS_PER_STEP
-from experiments.studies.grid import Cell
-from experiments.studies.grid import Kept
-from experiments.studies.grid import Run
+from experiments.studies.grid import Cell, Kept, Run
 from experiments.studies.kept import claim
 from kvjax import experiment as experiment_lib
 from kvjax.analysis.words import mechanism_names
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.configuration import at_least
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, difference, estimate
 from kvjax.foundation.output import Output
 
 FIRST = "mha"  # what the others are compared with, and whose parameters they have

@@ -10,22 +10,17 @@ at what rate is measured before and after each, so that a rate that fell tells o
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import statistics
 
 import jax
 
 from experiments import record
-from experiments.benchmarks import generate_benchmark
-from experiments.benchmarks import jax_training
+from experiments.benchmarks import generate_benchmark, jax_training
 from experiments.studies import small_caches
 from experiments.studies.grid import Run
 from kvjax.decoding.generator import Generator
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, progress, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.output import Output
 from kvjax.model.transformer import Transformer

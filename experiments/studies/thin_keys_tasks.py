@@ -16,9 +16,7 @@ starts twice as large.
 """
 
 import argparse
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -30,20 +28,15 @@ import numpy as np
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
-from experiments.tasks import learner
-from experiments.tasks import sequences
+from experiments.tasks import learner, sequences
 from experiments.tasks.learner import Learner
 from kvjax.attention import GroupedConfig
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 
 NAME = "thin_keys_tasks"
 WIDTH, HEADS, MLP, EVERY = 64, 4, 128, 100

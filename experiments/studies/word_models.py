@@ -12,8 +12,7 @@ WikiText-2 takes days; it is for a machine with an accelerator.
 """
 
 import argparse
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import math
 import pathlib
@@ -23,22 +22,17 @@ import jax.numpy as jnp
 from experiments.studies import in_process
 from experiments.studies.in_process import Cell
 from experiments.studies.kept import Kept
-from experiments.tasks import learner
-from experiments.tasks import words
+from experiments.tasks import learner, words
 from experiments.tasks.learner import Learner
 from experiments.tasks.words import Corpus
 from kvjax.attention import GroupedConfig
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, estimate
 from kvjax.foundation.output import Output
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 
 FOLDER = "word_models"  # of results
 WIDTH, HEADS, LAYERS, MLP, LENGTH, DROPOUT = 256, 8, 6, 1024, 256, 0.1

@@ -16,14 +16,11 @@ import jax.numpy as jnp
 from experiments import record
 from experiments.tables.parameter_table import load
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import one_of
+from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.output import Output
-from kvjax.hardware.datasheets import DEVICES
-from kvjax.hardware.datasheets import Device
+from kvjax.hardware.datasheets import DEVICES, Device
 
 SCALES = ("tiny", "128m", "2p5b")
 _ROOT = ("mha", "lrkv", "gqa", "mqa", "mla")  # of the configs of this project itself

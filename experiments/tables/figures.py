@@ -20,22 +20,11 @@ from matplotlib.patches import Rectangle
 
 from experiments import record
 from experiments.studies.small_caches import EVERY
-from experiments.tables import cards
-from experiments.tables import parameter_table
-from experiments.tables import study_figures
-from experiments.tables.cards import FULL
-from experiments.tables.cards import GRAY
-from experiments.tables.cards import INK
-from experiments.tables.cards import LATENT
-from experiments.tables.cards import RESIDUAL
-from experiments.tables.cards import WEIGHT
+from experiments.tables import cards, parameter_table, study_figures
+from experiments.tables.cards import FULL, GRAY, INK, LATENT, RESIDUAL, WEIGHT
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.checkout import EXPERIMENTS
-from kvjax.foundation.checkout import RESULTS
-from kvjax.foundation.checkout import ROOT
+from kvjax.foundation import command_line, progress
+from kvjax.foundation.checkout import CONFIGS, EXPERIMENTS, RESULTS, ROOT
 from kvjax.foundation.errors import UserError
 
 FOLDER = EXPERIMENTS / "figures"

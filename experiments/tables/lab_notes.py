@@ -20,8 +20,7 @@ from kvjax.costs import formulas
 from kvjax.experiment import Experiment
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.configuration import one_of
-from kvjax.foundation.configuration import to_text
+from kvjax.foundation.configuration import one_of, to_text
 from kvjax.foundation.errors import UserError
 
 FOLDERS = ("configs", "ranks", "matched", "long_context", "rivals", "papers")

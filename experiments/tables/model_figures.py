@@ -1,17 +1,15 @@
 """Pictures of studies that judge whole models: by position, by layer, by head, by task."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import textwrap
 
 from matplotlib.figure import Figure
 
-from experiments.studies import linear_attention as linear_attention_study
-from experiments.studies import padded_loss as padded_loss_study
-from experiments.tables.panels import Panel
-from experiments.tables.panels import Row
-from experiments.tables.panels import lines
-from experiments.tables.panels import rows_of_points
+from experiments.studies import (
+    linear_attention as linear_attention_study,
+    padded_loss as padded_loss_study,
+)
+from experiments.tables.panels import Panel, Row, lines, rows_of_points
 from kvjax.foundation.estimate import Estimate
 
 _TOLD = "Orange: the interval leaves 0 out."

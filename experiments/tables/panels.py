@@ -1,7 +1,6 @@
 """Points with intervals in rows, and lines: what pictures of studies are made of."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 
@@ -9,10 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from experiments.tables import cards
-from experiments.tables.cards import FULL
-from experiments.tables.cards import GRAY
-from experiments.tables.cards import INK
-from experiments.tables.cards import RESIDUAL
+from experiments.tables.cards import FULL, GRAY, INK, RESIDUAL
 from kvjax.foundation.estimate import Estimate
 
 

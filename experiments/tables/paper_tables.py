@@ -9,14 +9,10 @@ where it does not, the row says why. Prints tables, as Markdown with --markdown.
 """
 
 from experiments import record
-from experiments.tables import tables_lrkv
-from experiments.tables import tables_projection_sharing
-from experiments.tables import tables_thin_keys
+from experiments.tables import tables_lrkv, tables_projection_sharing, tables_thin_keys
 from experiments.tables.paper_figure import Figure
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation.output import Output
-from kvjax.foundation.output import Table
+from kvjax.foundation import command_line, progress
+from kvjax.foundation.output import Output, Table
 
 _PAPERS = (tables_lrkv, tables_projection_sharing, tables_thin_keys)
 

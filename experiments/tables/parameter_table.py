@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from experiments import record
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.output import Output

@@ -12,10 +12,8 @@ from collections.abc import Iterable
 import json
 import subprocess
 
-from kvjax.foundation import command_line
-from kvjax.foundation import provenance
-from kvjax.foundation.checkout import RESULTS
-from kvjax.foundation.checkout import ROOT
+from kvjax.foundation import command_line, provenance
+from kvjax.foundation.checkout import RESULTS, ROOT
 from kvjax.foundation.errors import UserError
 
 PAGE = ROOT / "experiments" / "reports" / "provenance.md"

@@ -14,8 +14,7 @@ is there. A config without a result says so.
 
 import argparse
 import ast
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import difflib
 import fnmatch
@@ -28,13 +27,11 @@ import sys
 import time
 
 from experiments.tables import lab_notes
-from experiments.tables.lab_notes import LabNote
-from experiments.tables.lab_notes import Target
+from experiments.tables.lab_notes import LabNote, Target
 from kvjax.aot.__main__ import result_file
 from kvjax.costs import formulas
 from kvjax.experiment import defaults as defaults_of
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import identity

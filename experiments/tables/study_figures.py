@@ -1,27 +1,23 @@
 """A picture of each study whose result is there: means over seeds with 95 % intervals."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import json
 import pathlib
 import textwrap
 
 from matplotlib.figure import Figure
 
-from experiments.studies import depth_8 as depth_8_study
-from experiments.studies import images
-from experiments.studies import sequence_tasks as sequence_tasks_study
-from experiments.studies import thin_keys_tasks
-from experiments.studies import word_models
+from experiments.studies import (
+    depth_8 as depth_8_study,
+    images,
+    sequence_tasks as sequence_tasks_study,
+    thin_keys_tasks,
+    word_models,
+)
 from experiments.studies.demo_size import STUDIES
 from experiments.tables import model_figures
-from experiments.tables.panels import Panel
-from experiments.tables.panels import Row
-from experiments.tables.panels import curves
-from experiments.tables.panels import lines
-from experiments.tables.panels import rows_of_points
-from experiments.tasks import encoders
-from experiments.tasks import sequences
+from experiments.tables.panels import Panel, Row, curves, lines, rows_of_points
+from experiments.tasks import encoders, sequences
 from kvjax.foundation.estimate import Estimate
 
 

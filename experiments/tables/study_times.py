@@ -8,8 +8,7 @@ leaves out runs that results further up hold too. Results that do not say how lo
 are not here, as analysis/head_diversity.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import json
 import pathlib

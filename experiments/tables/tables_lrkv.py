@@ -6,10 +6,8 @@ from flax import nnx
 import jax
 import numpy as np
 
-from experiments.tables.paper_figure import Figure
-from experiments.tables.paper_figure import cache_bytes
-from kvjax import experiment
-from kvjax import recipes
+from experiments.tables.paper_figure import Figure, cache_bytes
+from kvjax import experiment, recipes
 from kvjax.model.config import TransformerConfig
 
 HEADS = {"128m": 6, "2p5b": 18, "6p3b": 25}

@@ -1,11 +1,9 @@
 """Projection sharing (arXiv 2606.04032): Tables 1, 5 to 8 and 10."""
 
-from experiments.tables.paper_figure import Figure
-from experiments.tables.paper_figure import cache_bytes
+from experiments.tables.paper_figure import Figure, cache_bytes
 from kvjax.attention import GroupedConfig
 from kvjax.costs import formulas
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 
 VARIANTS = {  # tie, KV heads per 16 query heads (300M) or 32 (1.2B); None: all
     "QKV": ("none", None),

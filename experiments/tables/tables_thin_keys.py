@@ -1,10 +1,8 @@
 """Thin keys (arXiv 2603.04427): Table 11."""
 
-from experiments.tables.paper_figure import Figure
-from experiments.tables.paper_figure import cache_bytes
+from experiments.tables.paper_figure import Figure, cache_bytes
 from kvjax.attention import GroupedConfig
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 
 
 def thin(part: int) -> dict[str, float]:

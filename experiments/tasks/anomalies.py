@@ -12,8 +12,7 @@ import zlib
 
 import numpy as np
 
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import DataError, MissingDataError
 
 SIZE = 10  # of a set
 PLACES = ("drawn", "last")

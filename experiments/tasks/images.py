@@ -6,8 +6,7 @@
 - TinyImageNet: its folders of JPEG, the validation images as test set
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 import gzip
 import hashlib
@@ -19,8 +18,7 @@ import zlib
 
 import numpy as np
 
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import DataError, MissingDataError
 
 Part = tuple[np.ndarray, np.ndarray]  # pixels uint8 [N, Y, X, C] and labels int32 [N]
 
@@ -294,8 +292,7 @@ def _tiny_imagenet(name: str, folder: pathlib.Path) -> Images:
 
 
 def _jpeg(file: pathlib.Path, side: int, digest) -> np.ndarray:
-    from PIL import Image
-    from PIL import UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     try:
         data = file.read_bytes()

@@ -3,10 +3,7 @@
 Steps are taken in chunks, a scan each, so that small models are not held up by dispatches.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math

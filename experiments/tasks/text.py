@@ -1,7 +1,6 @@
 """The embedded corpus: whole, and as rows of bytes for models as small as a vocabulary would be."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import functools
 
 import numpy as np

@@ -8,8 +8,7 @@ kept, because the paper's counts of parameters have it.
 """
 
 import collections
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import dataclasses
 import hashlib
 import pathlib
@@ -17,8 +16,7 @@ import pathlib
 import numpy as np
 
 from experiments.tasks import text
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import DataError, MissingDataError
 
 SPLITS = ("train", "valid", "test")
 SPECIALS = ("<pad>", "<unk>", "<eos>")

@@ -10,8 +10,7 @@ all reports are done, and replace those of an earlier call.
 """
 
 import argparse
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import json
 import logging
 import os
@@ -21,22 +20,22 @@ import types
 
 from etils import epath
 
-from kvjax.analysis import reports
-from kvjax.analysis import texts
-from kvjax.analysis import words
+from kvjax.analysis import reports, texts, words
 from kvjax.analysis.page import document
 from kvjax.analysis.page.section import Section
 from kvjax.analysis.request import Request
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import json_text
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation import provenance
-from kvjax.foundation import runtime
-from kvjax.foundation import target as target_lib
+from kvjax.foundation import (
+    command_line,
+    json_text,
+    lists,
+    progress,
+    provenance,
+    runtime,
+    target as target_lib,
+)
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
 from kvjax.foundation.output import Output

@@ -1,7 +1,6 @@
 """What a report is asked: on which texts, at which lengths, and beside what."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 

@@ -1,17 +1,18 @@
 """Named texts as tokens of a model: the embedded books, or files."""
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import os
 
 import numpy as np
 
 from kvjax.convert.model import Model
-from kvjax.data import config as config_lib
-from kvjax.data import formats
-from kvjax.data import readers
-from kvjax.data import source_kinds
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import (
+    config as config_lib,
+    formats,
+    readers,
+    source_kinds,
+    tokenizer as tokenizer_lib,
+)
 from kvjax.data.source_kinds import Source
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError

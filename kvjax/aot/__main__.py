@@ -12,8 +12,7 @@ Status 0: it fits, with a tenth of memory to spare; 1: it does not; 2: it cannot
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import math
@@ -21,22 +20,11 @@ import pathlib
 import sys
 
 from kvjax import experiment as experiment_lib
-from kvjax.aot import compilation
-from kvjax.aot import hlo
-from kvjax.aot import roofline
-from kvjax.aot import search
-from kvjax.aot import tables
+from kvjax.aot import compilation, hlo, roofline, search, tables
 from kvjax.costs import formulas
 from kvjax.experiment import Experiment
-from kvjax.foundation import checkout
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import provenance
-from kvjax.foundation import runtime
-from kvjax.foundation import target
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import one_of
-from kvjax.foundation.configuration import to_text
+from kvjax.foundation import checkout, command_line, progress, provenance, runtime, target
+from kvjax.foundation.configuration import at_least, one_of, to_text
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import topology

@@ -8,18 +8,14 @@ import time
 import jax
 import jax.numpy as jnp
 
-from kvjax.aot import hlo
-from kvjax.aot import roofline
-from kvjax.aot.hlo import Collective
-from kvjax.aot.hlo import Memory
+from kvjax.aot import hlo, roofline
+from kvjax.aot.hlo import Collective, Memory
 from kvjax.costs import formulas
 from kvjax.decoding import program as decode_program
 from kvjax.distributed import sharding
 from kvjax.experiment import Experiment
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
-from kvjax.hardware import datasheets
-from kvjax.hardware import topology
+from kvjax.foundation.errors import UserError, first_line
+from kvjax.hardware import datasheets, topology
 from kvjax.hardware.datasheets import Device
 from kvjax.training import preflight
 from kvjax.training.program import Program

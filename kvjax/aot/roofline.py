@@ -28,8 +28,7 @@ from kvjax.hardware.datasheets import Device
 from kvjax.layers.weight import Axes
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
-from kvjax.optim import OptimizerConfig
-from kvjax.optim import parameter_labels
+from kvjax.optim import OptimizerConfig, parameter_labels
 from kvjax.training import memory_estimate
 
 

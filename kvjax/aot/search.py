@@ -5,16 +5,12 @@ temporaries each compile corrects; then compiled in that order until one fits. W
 `advice` and `decode_advice` say what would.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import dataclasses
 import math
 
-from kvjax.aot import compilation
-from kvjax.aot import roofline
-from kvjax.aot import traffic
-from kvjax.aot.compilation import Step
-from kvjax.aot.compilation import TooLarge
+from kvjax.aot import compilation, roofline, traffic
+from kvjax.aot.compilation import Step, TooLarge
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
 from kvjax.experiment import Experiment

@@ -11,15 +11,11 @@ import numpy as np
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.cache import append
 from kvjax.cache.field import Field
-from kvjax.distributed.sharding import BATCH
-from kvjax.distributed.sharding import constrain
+from kvjax.distributed.sharding import BATCH, constrain
 from kvjax.kernels.decode_attention.api import decode_attention
-from kvjax.kernels.softmax_attention.api import softmax_attention
-from kvjax.kernels.softmax_attention.api import sort_tokens
-from kvjax.layers.rope import Base
-from kvjax.layers.rope import Positions
-from kvjax.layers.weight import linear
-from kvjax.layers.weight import weight
+from kvjax.kernels.softmax_attention.api import softmax_attention, sort_tokens
+from kvjax.layers.rope import Base, Positions
+from kvjax.layers.weight import linear, weight
 
 
 class Attention(nnx.Module):

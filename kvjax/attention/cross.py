@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention.attention import project_heads
-from kvjax.attention.grouped import Grouped
-from kvjax.attention.grouped import GroupedConfig
+from kvjax.attention.grouped import Grouped, GroupedConfig
 from kvjax.attention.mechanism import require
 from kvjax.cache import append
 from kvjax.foundation.errors import UserError

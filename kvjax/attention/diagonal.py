@@ -15,8 +15,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.grouped import Grouped
-from kvjax.attention.grouped import GroupedConfig
+from kvjax.attention.grouped import Grouped, GroupedConfig
 from kvjax.attention.mechanism import require
 from kvjax.layers.rope import Positions
 

@@ -13,11 +13,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.mechanism import check_divides
-from kvjax.attention.mechanism import head_norm
-from kvjax.attention.mechanism import latent_norm
-from kvjax.attention.mla import MLA
-from kvjax.attention.mla import MLAConfig
+from kvjax.attention.mechanism import check_divides, head_norm, latent_norm
+from kvjax.attention.mla import MLA, MLAConfig
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.layers.rope import Base

@@ -21,16 +21,18 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention import places
-from kvjax.attention.mechanism import MAX_DIM
-from kvjax.attention.mechanism import Mechanism
-from kvjax.attention.mechanism import MechanismConfig
-from kvjax.attention.mechanism import check_common
-from kvjax.attention.mechanism import check_divides
-from kvjax.attention.mechanism import check_residual
-from kvjax.attention.mechanism import gain_of
-from kvjax.attention.mechanism import head_norm
-from kvjax.attention.mechanism import normalise_and_rotate
-from kvjax.attention.mechanism import require
+from kvjax.attention.mechanism import (
+    MAX_DIM,
+    Mechanism,
+    MechanismConfig,
+    check_common,
+    check_divides,
+    check_residual,
+    gain_of,
+    head_norm,
+    normalise_and_rotate,
+    require,
+)
 from kvjax.attention.nearest import nearest
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
@@ -40,11 +42,8 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.cache_layouts.tied import TiedSizes
 from kvjax.layers.norm import inverse_rms
-from kvjax.layers.rope import Base
-from kvjax.layers.rope import Positions
-from kvjax.layers.rope import rotate
-from kvjax.layers.weight import affine
-from kvjax.layers.weight import weight
+from kvjax.layers.rope import Base, Positions, rotate
+from kvjax.layers.weight import affine, weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")

@@ -19,11 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention.attention import project_heads
-from kvjax.attention.mechanism import MAX_DIM
-from kvjax.attention.mechanism import require
+from kvjax.attention.mechanism import MAX_DIM, require
 from kvjax.foundation.configuration import between
-from kvjax.layers.weight import linear
-from kvjax.layers.weight import weight
+from kvjax.layers.weight import linear, weight
 
 TIES = ("none", "qkv")
 

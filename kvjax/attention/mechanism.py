@@ -13,15 +13,10 @@ import jax
 from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
-from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
+from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.layers.norm import Norm
-from kvjax.layers.rope import Base
-from kvjax.layers.rope import Positions
-from kvjax.layers.rope import Rotary
-from kvjax.layers.rope import rotate
-from kvjax.layers.weight import linear
-from kvjax.layers.weight import weight
+from kvjax.layers.rope import Base, Positions, Rotary, rotate
+from kvjax.layers.weight import linear, weight
 
 MAX_DIM = 1 << 16  # of heads, and of what one of them has
 QK_NORMS = ("none", "rms", "rms_gain")

@@ -15,21 +15,21 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.mechanism import Mechanism
-from kvjax.attention.mechanism import MechanismConfig
-from kvjax.attention.mechanism import check_common
-from kvjax.attention.mechanism import head_norm
-from kvjax.attention.mechanism import latent_norm
-from kvjax.attention.mechanism import normalise_and_rotate
-from kvjax.attention.mechanism import scaled_latent
+from kvjax.attention.mechanism import (
+    Mechanism,
+    MechanismConfig,
+    check_common,
+    head_norm,
+    latent_norm,
+    normalise_and_rotate,
+    scaled_latent,
+)
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
-from kvjax.layers.rope import Base
-from kvjax.layers.rope import Positions
-from kvjax.layers.weight import linear
-from kvjax.layers.weight import weight
+from kvjax.layers.rope import Base, Positions
+from kvjax.layers.weight import linear, weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

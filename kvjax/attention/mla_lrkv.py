@@ -16,16 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.attention.mechanism import check_residual
-from kvjax.attention.mla import MLA
-from kvjax.attention.mla import MLAConfig
+from kvjax.attention.mla import MLA, MLAConfig
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
 from kvjax.kernels.decode_attention.cache_layouts.latent_residual import LatentResidualSizes
-from kvjax.layers.rope import Base
-from kvjax.layers.rope import Positions
-from kvjax.layers.weight import linear
-from kvjax.layers.weight import weight
+from kvjax.layers.rope import Base, Positions
+from kvjax.layers.weight import linear, weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.gla import GLA
-from kvjax.attention.gla import GLAConfig
+from kvjax.attention.gla import GLA, GLAConfig
 from kvjax.attention.mechanism import MAX_DIM
 from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between

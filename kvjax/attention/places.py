@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts.layout import Bias
-from kvjax.layers import alibi
-from kvjax.layers import sinusoid
+from kvjax.layers import alibi, sinusoid
 from kvjax.layers.rope import Positions
 
 

@@ -15,22 +15,22 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.mechanism import Mechanism
-from kvjax.attention.mechanism import MechanismConfig
-from kvjax.attention.mechanism import check_common
-from kvjax.attention.mechanism import gain_of
-from kvjax.attention.mechanism import head_norm
-from kvjax.attention.mechanism import normalise_and_rotate
-from kvjax.attention.mechanism import require
+from kvjax.attention.mechanism import (
+    Mechanism,
+    MechanismConfig,
+    check_common,
+    gain_of,
+    head_norm,
+    normalise_and_rotate,
+    require,
+)
 from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops
 from kvjax.kernels.decode_attention.cache_layouts.tensor_product import TensorProductSizes
 from kvjax.layers.norm import inverse_rms
-from kvjax.layers.rope import Base
-from kvjax.layers.rope import Positions
-from kvjax.layers.weight import linear
-from kvjax.layers.weight import weight
+from kvjax.layers.rope import Base, Positions
+from kvjax.layers.weight import linear, weight
 
 FIXED = ("none", "heads", "channels")
 FACTOR_INITS = ("linear", "xavier")

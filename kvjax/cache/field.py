@@ -5,8 +5,7 @@ from typing import Protocol
 
 import jax.numpy as jnp
 
-from kvjax.layers.weight import HEAD_AXES
-from kvjax.layers.weight import check_letters
+from kvjax.layers.weight import HEAD_AXES, check_letters
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,20 +18,14 @@ from kvjax.chat.history import History
 from kvjax.conversation import calculator
 from kvjax.conversation.dialogue import Dialogue
 from kvjax.decoding.answers import answers
-from kvjax.decoding.generator import Generator
-from kvjax.decoding.generator import check_options
+from kvjax.decoding.generator import Generator, check_options
 from kvjax.decoding.sampling import Sampling
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.command_line import say
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import one_of
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
+from kvjax.foundation.configuration import at_least, one_of
+from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.text import check_text
-from kvjax.workdir import dialogue as dialogue_lib
-from kvjax.workdir import trained
+from kvjax.workdir import dialogue as dialogue_lib, trained
 
 _COMMANDS = {
     "/reset": "forgets the conversation",

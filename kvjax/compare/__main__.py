@@ -11,8 +11,7 @@ but what runs write down, so it works on buckets, other machines' runs and runs 
 """
 
 import argparse
-from collections.abc import Collection
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 import json
 import logging
 import os
@@ -20,21 +19,24 @@ import time
 
 from etils import epath
 
-from kvjax.analysis.page import document
-from kvjax.analysis.page import draw
-from kvjax.compare import downstream
-from kvjax.compare import groups as groups_lib
-from kvjax.compare import report
-from kvjax.compare import runs as runs_lib
-from kvjax.compare import savings as savings_lib
+from kvjax.analysis.page import document, draw
+from kvjax.compare import (
+    downstream,
+    groups as groups_lib,
+    report,
+    runs as runs_lib,
+    savings as savings_lib,
+)
 from kvjax.compare.groups import Group
 from kvjax.compare.runs import LeftOut
-from kvjax.foundation import command_line
-from kvjax.foundation import json_text
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation import provenance
-from kvjax.foundation import target as target_lib
+from kvjax.foundation import (
+    command_line,
+    json_text,
+    lists,
+    progress,
+    provenance,
+    target as target_lib,
+)
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket

@@ -4,17 +4,14 @@
 own workdir, or those of a run that started from it (mid-training: parent.json names the parent).
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from etils import epath
 
 from kvjax.compare import runs as runs_lib
 from kvjax.compare.groups import Group
-from kvjax.compare.runs import LeftOut
-from kvjax.compare.runs import Run
-from kvjax.foundation import json_text
-from kvjax.foundation import runtime
+from kvjax.compare.runs import LeftOut, Run
+from kvjax.foundation import json_text, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import lineage
 

@@ -8,12 +8,9 @@ import json
 import numpy as np
 
 from kvjax.compare import runs as runs_lib
-from kvjax.compare.runs import LeftOut
-from kvjax.compare.runs import Run
+from kvjax.compare.runs import LeftOut, Run
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import estimate
-from kvjax.foundation.estimate import over_seeds
+from kvjax.foundation.estimate import Estimate, estimate, over_seeds
 
 WAYS = ("seed", "none")
 

@@ -1,28 +1,19 @@
 """What a comparison shows: tables for a terminal, sections of a page, panels of a picture."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import math
 
 import numpy as np
 
 from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Column
-from kvjax.analysis.page.section import Figure
-from kvjax.analysis.page.section import Section
-from kvjax.analysis.page.section import Table
-from kvjax.analysis.page.section import Text
+from kvjax.analysis.page.section import Column, Figure, Section, Table, Text
 from kvjax.compare import downstream
 from kvjax.compare.downstream import Scores
-from kvjax.compare.groups import Curve
-from kvjax.compare.groups import Group
+from kvjax.compare.groups import Curve, Group
 from kvjax.compare.runs import LeftOut
 from kvjax.compare.savings import Saving
 from kvjax.foundation import output
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
+from kvjax.foundation.estimate import Estimate, difference, estimate
 
 _MOST_POINTS = 200  # of a curve in a drawing: more cannot be seen, and would have to be sent
 _BPB = "validation bits per byte"

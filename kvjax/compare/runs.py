@@ -1,8 +1,6 @@
 """Training runs as their workdirs tell them: what was asked, and bits per byte by step."""
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import functools
@@ -18,15 +16,10 @@ from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
 from kvjax.data import manifest
 from kvjax.data.config import is_prepared
-from kvjax.foundation import json_text
-from kvjax.foundation import runtime
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
+from kvjax.foundation import json_text, runtime
+from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.files import forget_listings
-from kvjax.workdir import checkpoint
-from kvjax.workdir import metrics
-from kvjax.workdir import storage
-from kvjax.workdir import trained
+from kvjax.workdir import checkpoint, metrics, storage, trained
 
 CONFIG = "config.json"
 # What is read by many at once: a bucket answers late, and each workdir has four small files.

@@ -7,11 +7,7 @@ roles and words of the vocabulary are text, whatever a template writes; an added
 word is a control token where the template writes it around messages.
 """
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import re
 from typing import NamedTuple
 

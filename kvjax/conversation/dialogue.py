@@ -1,11 +1,9 @@
 """How a model is talked to: by the nine specials, or by the template it was published with."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kvjax.conversation import render
-from kvjax.conversation import specials as specials_lib
+from kvjax.conversation import render, specials as specials_lib
 from kvjax.conversation.specials import Specials
 from kvjax.conversation.template import Template
 from kvjax.data.tokenizer import Tokenizer

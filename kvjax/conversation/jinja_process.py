@@ -15,9 +15,7 @@ import weakref
 
 import jinja2  # noqa: F401  without it the worker would end as at a limit
 
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import DataError, UserError, first_line
 
 _WORKER = pathlib.Path(__file__).parent / "jinja_worker.py"
 _MEMORY = 1 << 30  # bytes

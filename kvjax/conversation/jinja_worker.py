@@ -14,9 +14,7 @@ import signal
 import sys
 
 import jinja2
-from jinja2 import ext
-from jinja2 import nodes
-from jinja2 import sandbox
+from jinja2 import ext, nodes, sandbox
 
 
 def main() -> None:

@@ -17,8 +17,7 @@ import numpy as np
 from kvjax.data import config as config_lib
 from kvjax.data.manifest import SPLITS
 from kvjax.foundation import runtime
-from kvjax.foundation.configuration import between
-from kvjax.foundation.configuration import one_of
+from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.text import check_text
 

@@ -10,34 +10,22 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 import numpy as np
 
-from kvjax.conversation import mixture as mixture_lib
-from kvjax.conversation import packing
-from kvjax.conversation import sets
+from kvjax.conversation import mixture as mixture_lib, packing, sets
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.conversation.render import Renderer
-from kvjax.conversation.rendered import Compressor
-from kvjax.conversation.rendered import Counts
-from kvjax.conversation.rendered import RenderedSet
-from kvjax.data import folders
-from kvjax.data import manifest
-from kvjax.data import packed_rows
+from kvjax.conversation.rendered import Compressor, Counts, RenderedSet
+from kvjax.data import folders, manifest, packed_rows
 from kvjax.data.config import DataConfig
-from kvjax.data.manifest import FORMAT_VERSION
-from kvjax.data.manifest import MANIFEST
-from kvjax.data.manifest import SPLITS
-from kvjax.data.manifest import TOKENIZER
-from kvjax.data.manifest import digest_of
+from kvjax.data.manifest import FORMAT_VERSION, MANIFEST, SPLITS, TOKENIZER, digest_of
 from kvjax.data.tokenized_part import dtype_of
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import progress
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import warn
+from kvjax.foundation.errors import DataError, warn
 
 # Part of every key: raise it when the same conversations would be written as other rows.
 VERSION = 1

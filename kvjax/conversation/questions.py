@@ -3,8 +3,7 @@
 Each function takes a row as its files have it, and a place for messages (a file and a row).
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import math
 import re
 from typing import NamedTuple

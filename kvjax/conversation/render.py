@@ -8,11 +8,8 @@ The mask is 1 on what the assistant says, calls of the calculator and its own en
 else, what the calculator answers included. Parts of a content are encoded each by itself.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Any
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvjax.conversation import specials as specials_lib
 from kvjax.conversation.mixture import LIMIT

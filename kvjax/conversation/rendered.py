@@ -1,7 +1,6 @@
 """A set's conversations as tokens in memory: one by one in any order, as its place asks for."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import dataclasses
 import lzma
 from typing import Any
@@ -12,11 +11,8 @@ from kvjax.conversation import sets
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.conversation.packing import Tokens
 from kvjax.conversation.render import Renderer
-from kvjax.data.tokenized_part import BATCH_CHARACTERS
-from kvjax.data.tokenized_part import QUOTED
-from kvjax.data.tokenized_part import XZ_PRESET
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import first_line
+from kvjax.data.tokenized_part import BATCH_CHARACTERS, QUOTED, XZ_PRESET
+from kvjax.foundation.errors import DataError, first_line
 
 
 @dataclasses.dataclass

@@ -10,16 +10,10 @@ from typing import Any
 from etils import epath
 import numpy as np
 
-from kvjax.conversation import made_up
-from kvjax.conversation import questions
+from kvjax.conversation import made_up, questions
 from kvjax.conversation.mixture import Part
-from kvjax.data import matching
-from kvjax.data import records
-from kvjax.data import source_kinds
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.errors import warn
+from kvjax.data import matching, records, source_kinds
+from kvjax.foundation.errors import DataError, MissingDataError, first_line, warn
 
 TFDS = "tfds:"
 EMBEDDED = "embedded"  # conversations that are made up

@@ -5,15 +5,11 @@ Templates see what transformers shows them (5.23), so that a conversation has th
 `controls`). In an assistant's message those of an answer's format are the tokens, as </think>.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import hashlib
 import json
 
-from kvjax.conversation import controls
-from kvjax.conversation import jinja_process
-from kvjax.conversation import marked
+from kvjax.conversation import controls, jinja_process, marked
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import DataError
 

@@ -11,8 +11,7 @@ workdir. Then `python -m kvjax.generate --workdir=OUT` generates, from the small
 """
 
 import argparse
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import shlex
@@ -22,26 +21,16 @@ from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.convert import asked
-from kvjax.convert import budget
-from kvjax.convert import calibration
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
-from kvjax.convert import perplexity
+from kvjax.convert import asked, budget, calibration, into_workdir, model as model_lib, perplexity
 from kvjax.convert.budget import Choices
 from kvjax.convert.converted import ConvertedModel
-from kvjax.convert.methods import Method
-from kvjax.convert.methods import ThinKeys
+from kvjax.convert.methods import Method, ThinKeys
 from kvjax.convert.model import Model
 from kvjax.costs import formulas
 from kvjax.data import manifest
-from kvjax.foundation import command_line
-from kvjax.foundation import provenance
-from kvjax.foundation import runtime
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
-from kvjax.foundation.output import Output
-from kvjax.foundation.output import Table
+from kvjax.foundation import command_line, provenance, runtime
+from kvjax.foundation.errors import UserError, warn
+from kvjax.foundation.output import Output, Table
 
 _DTYPE = jnp.dtype(jnp.bfloat16)  # of the cache, for figures
 

@@ -3,21 +3,17 @@
 A family is a function from its config to kvjax's, and one table of rules (`rules`).
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import math
 import re
 
 from kvjax.attention import GroupedConfig
-from kvjax.convert import config_keys
-from kvjax.convert import rules as rules_lib
+from kvjax.convert import config_keys, rules as rules_lib
 from kvjax.convert.rules import Rule
 from kvjax.foundation.configuration import checked
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.foundation.errors import UserError, warn
+from kvjax.model.config import BlockConfig, TransformerConfig
 
 # -- configs ---------------------------------------------------------------------------------------
 

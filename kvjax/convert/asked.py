@@ -3,12 +3,8 @@
 import argparse
 from collections.abc import Callable
 
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import Method
-from kvjax.convert.methods import ThinKeys
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import between
-from kvjax.foundation.configuration import one_of
+from kvjax.convert.methods import LowRankKV, Method, ThinKeys
+from kvjax.foundation.configuration import at_least, between, one_of
 from kvjax.foundation.errors import UserError
 
 METHODS = ("none", "thin_keys", "lrkv")

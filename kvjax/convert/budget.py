@@ -13,11 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.convert import converted
-from kvjax.convert import factors
-from kvjax.convert import layer as layer_lib
-from kvjax.convert.methods import Method
-from kvjax.convert.methods import ThinKeys
+from kvjax.convert import converted, factors, layer as layer_lib
+from kvjax.convert.methods import Method, ThinKeys
 from kvjax.convert.model import Model
 from kvjax.costs import formulas
 from kvjax.foundation import progress

@@ -5,13 +5,10 @@ from collections.abc import Sequence
 from flax import traverse_util
 import numpy as np
 
-from kvjax.convert import factors
-from kvjax.convert import layer as layer_lib
-from kvjax.convert import model as model_lib
+from kvjax.convert import factors, layer as layer_lib, model as model_lib
 from kvjax.convert.layer import Layer
 from kvjax.convert.methods import Method
-from kvjax.convert.model import Model
-from kvjax.convert.model import Parameters
+from kvjax.convert.model import Model, Parameters
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path

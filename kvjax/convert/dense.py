@@ -11,15 +11,10 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.attention import MECHANISMS
-from kvjax.attention import FactoredConfig
-from kvjax.attention import GroupedConfig
-from kvjax.attention.mechanism import MechanismConfig
-from kvjax.attention.mechanism import check_plain
-from kvjax.attention.mechanism import require
+from kvjax.attention import MECHANISMS, FactoredConfig, GroupedConfig
+from kvjax.attention.mechanism import MechanismConfig, check_plain, require
 from kvjax.convert import model as model_lib
-from kvjax.convert.model import Model
-from kvjax.convert.model import Parameters
+from kvjax.convert.model import Model, Parameters
 from kvjax.model import parameters
 from kvjax.model.config import BlockConfig
 from kvjax.model.parameters import Path

@@ -16,8 +16,7 @@ import re
 from etils import epath
 import numpy as np
 
-from kvjax.foundation import json_text
-from kvjax.foundation import progress
+from kvjax.foundation import json_text, progress
 from kvjax.foundation.errors import UserError
 
 FILE = "digests.json"

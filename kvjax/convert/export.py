@@ -17,21 +17,20 @@ from etils import epath
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.convert import digests
-from kvjax.convert import factored_format
-from kvjax.convert import factored_readme
-from kvjax.convert import huggingface
-from kvjax.convert import into_folder
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
-from kvjax.convert.into_folder import Plan
-from kvjax.convert.into_folder import Tensor
+from kvjax.convert import (
+    digests,
+    factored_format,
+    factored_readme,
+    huggingface,
+    into_folder,
+    into_workdir,
+    model as model_lib,
+)
+from kvjax.convert.into_folder import Plan, Tensor
 from kvjax.convert.model import Model
 from kvjax.costs import formulas
 from kvjax.data import manifest
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output

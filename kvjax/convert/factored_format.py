@@ -15,17 +15,10 @@ from etils import epath
 import ml_collections
 import numpy as np
 
-from kvjax import experiment
-from kvjax import recipes
-from kvjax.convert import digests
-from kvjax.convert import source as source_lib
-from kvjax.convert.published import check_tokenizer
-from kvjax.convert.published import check_vocabulary
-from kvjax.convert.published import text_of
-from kvjax.convert.tensors import check
-from kvjax.convert.tensors import dtype_of
-from kvjax.convert.tensors import json_object
-from kvjax.convert.tensors import open_folder
+from kvjax import experiment, recipes
+from kvjax.convert import digests, source as source_lib
+from kvjax.convert.published import check_tokenizer, check_vocabulary, text_of
+from kvjax.convert.tensors import check, dtype_of, json_object, open_folder
 from kvjax.data import manifest
 from kvjax.foundation.configuration import checked
 from kvjax.foundation.errors import UserError

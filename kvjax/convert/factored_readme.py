@@ -2,22 +2,14 @@
 
 import math
 
-from kvjax.attention import MECHANISMS
-from kvjax.attention import FactoredConfig
-from kvjax.attention import GroupedConfig
-from kvjax.attention import MLAConfig
-from kvjax.attention import PaperMLAConfig
-from kvjax.attention.mechanism import MechanismConfig
-from kvjax.attention.mechanism import check_plain
+from kvjax.attention import MECHANISMS, FactoredConfig, GroupedConfig, MLAConfig, PaperMLAConfig
+from kvjax.attention.mechanism import MechanismConfig, check_plain
 from kvjax.foundation import output
 from kvjax.foundation.errors import UserError
-from kvjax.layers import alibi
-from kvjax.layers import rope
-from kvjax.layers.weight import LETTERS
-from kvjax.layers.weight import Axes
+from kvjax.layers import alibi, rope
+from kvjax.layers.weight import LETTERS, Axes
 from kvjax.model import parameters
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 
 
 def text(name: str, config: TransformerConfig, *, context: int) -> str:

@@ -9,14 +9,10 @@ import numpy as np
 import tokenizers
 
 from kvjax.convert import digests
-from kvjax.convert.architectures import FAMILIES
-from kvjax.convert.architectures import Family
-from kvjax.convert.architectures import Options
+from kvjax.convert.architectures import FAMILIES, Family, Options
 from kvjax.convert.tensors import Stored
 from kvjax.data.fast_encoding import PUBLISHED_SPLITS
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.errors import panics_as_errors
+from kvjax.foundation.errors import UserError, first_line, panics_as_errors
 from kvjax.layers import rope
 
 _, _LLAMA3_SPLIT, _QWEN2_SPLIT = PUBLISHED_SPLITS

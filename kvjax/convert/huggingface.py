@@ -12,17 +12,13 @@ import json
 import numpy as np
 import tokenizers
 
-from kvjax.convert import rules as rules_lib
-from kvjax.convert import tokens as tokens_lib
-from kvjax.convert.architectures import FAMILIES
-from kvjax.convert.architectures import Options
+from kvjax.convert import rules as rules_lib, tokens as tokens_lib
+from kvjax.convert.architectures import FAMILIES, Options
 from kvjax.convert.dense import Dense
-from kvjax.convert.into_folder import Plan
-from kvjax.convert.into_folder import Tensor
+from kvjax.convert.into_folder import Plan, Tensor
 from kvjax.convert.model import Model
 from kvjax.convert.rules import Rule
-from kvjax.data import manifest
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import manifest, tokenizer as tokenizer_lib
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 from kvjax.workdir import origin

@@ -3,10 +3,7 @@
 Nothing stands under the folder's name before all of it is written.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -14,12 +11,9 @@ import math
 from etils import epath
 import numpy as np
 
-from kvjax.convert import digests
-from kvjax.convert import into_workdir
+from kvjax.convert import digests, into_workdir
 from kvjax.convert.model import Parameters
-from kvjax.convert.tensors import DTYPES
-from kvjax.convert.tensors import INDEX
-from kvjax.convert.tensors import SINGLE
+from kvjax.convert.tensors import DTYPES, INDEX, SINGLE
 from kvjax.foundation import progress
 from kvjax.model.config import TransformerConfig
 

@@ -22,22 +22,15 @@ from flax import traverse_util
 import jax
 import numpy as np
 
-from kvjax import experiment
-from kvjax import recipes
+from kvjax import experiment, recipes
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.data import manifest
-from kvjax.foundation import json_text
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation import target
+from kvjax.foundation import json_text, progress, runtime, target
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.files import in_bucket
-from kvjax.foundation.files import write_atomically
-from kvjax.workdir import identity
-from kvjax.workdir import origin
-from kvjax.workdir import streamed
+from kvjax.foundation.files import in_bucket, write_atomically
+from kvjax.workdir import identity, origin, streamed
 from kvjax.workdir.checkpoint import CHECKPOINTS
 
 RECORD = "conversion.json"

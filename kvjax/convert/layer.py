@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.attention.grouped import GroupedConfig
-from kvjax.attention.mechanism import MechanismConfig
-from kvjax.attention.mechanism import check_plain
+from kvjax.attention.mechanism import MechanismConfig, check_plain
 from kvjax.convert.factors import einsum
 from kvjax.foundation.errors import UserError
 

@@ -1,12 +1,9 @@
 """A model's forward pass with one layer's weights in memory, and the activations of all rows."""
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 import functools
 
-from flax import nnx
-from flax import traverse_util
+from flax import nnx, traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +12,8 @@ from kvjax.attention import Attention
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.layers import rope
-from kvjax.model import loss
-from kvjax.model import parameters
-from kvjax.model.transformer import Block
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model import loss, parameters
+from kvjax.model.transformer import Block, Compute, Transformer
 
 ROWS_AT_ONCE = 4
 _COMPUTE = Compute(query_chunk=64)

@@ -9,18 +9,15 @@ calibration text; of logits and `outputs` on it.
 
 from collections.abc import Sequence
 import dataclasses
-from typing import NamedTuple
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvjax.attention.factored import FactoredConfig
 from kvjax.attention.grouped import GroupedConfig
-from kvjax.convert import factors
-from kvjax.convert import layer as layer_lib
+from kvjax.convert import factors, layer as layer_lib
 from kvjax.convert.factors import einsum
-from kvjax.convert.layer import Gauge
-from kvjax.convert.layer import Layer
+from kvjax.convert.layer import Gauge, Layer
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 

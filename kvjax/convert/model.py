@@ -4,15 +4,13 @@
 a method makes of another one.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
 from typing import Protocol
 
 from etils import epath
-from flax import nnx
-from flax import traverse_util
+from flax import nnx, traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,9 +26,7 @@ from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
 from kvjax.model.transformer import Transformer
-from kvjax.workdir import origin
-from kvjax.workdir import storage
-from kvjax.workdir import trained
+from kvjax.workdir import origin, storage, trained
 
 Parameters = Mapping[Path, tuple[tuple[int, ...], np.dtype]]
 
@@ -70,9 +66,11 @@ def open(source: str) -> Model:
     path = runtime.path("--source", source)
     if (path / "config.txt").exists():
         return Trained(path)
-    from kvjax.convert import factored_format  # whose readers are an extra
-    from kvjax.convert import published
-    from kvjax.convert import source as source_lib
+    from kvjax.convert import (
+        factored_format,  # whose readers are an extra
+        published,
+        source as source_lib,
+    )
 
     folder = path if in_bucket(path) else source_lib.located(path)
     if factored_format.is_there(folder):

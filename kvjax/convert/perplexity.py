@@ -8,9 +8,7 @@ import numpy as np
 
 from kvjax.convert.layerwise import Pass
 from kvjax.convert.model import Model
-from kvjax.data import loader
-from kvjax.data import prepare
-from kvjax.data import readers
+from kvjax.data import loader, prepare, readers
 from kvjax.data.config import DataConfig
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError

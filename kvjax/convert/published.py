@@ -9,8 +9,7 @@ What can be wrong with it is told when it is opened, before its data are read; b
 not finite, when these are read.
 """
 
-from collections.abc import Collection
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import dataclasses
 import os
 
@@ -20,33 +19,17 @@ import tokenizers
 
 from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
-from kvjax.convert import architectures
-from kvjax.convert import rules as rules_lib
-from kvjax.convert import source as source_lib
-from kvjax.convert import tokens
-from kvjax.convert.architectures import Family
-from kvjax.convert.architectures import Options
-from kvjax.convert.architectures import Sections
-from kvjax.convert.rules import BLOCK
-from kvjax.convert.rules import Rule
-from kvjax.convert.tensors import check
-from kvjax.convert.tensors import dtype_of
-from kvjax.convert.tensors import json_object
-from kvjax.convert.tensors import listed
-from kvjax.convert.tensors import open_folder
+from kvjax.convert import architectures, rules as rules_lib, source as source_lib, tokens
+from kvjax.convert.architectures import Family, Options, Sections
+from kvjax.convert.rules import BLOCK, Rule
+from kvjax.convert.tensors import check, dtype_of, json_object, listed, open_folder
 from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.foundation import extras
-from kvjax.foundation import runtime
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.errors import warn
+from kvjax.foundation import extras, runtime
+from kvjax.foundation.errors import DataError, UserError, first_line, warn
 from kvjax.foundation.files import in_bucket
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
-from kvjax.workdir.origin import CHAT_TEMPLATE
-from kvjax.workdir.origin import TOKENIZER_CONFIG
-from kvjax.workdir.origin import TokenFiles
+from kvjax.workdir.origin import CHAT_TEMPLATE, TOKENIZER_CONFIG, TokenFiles
 
 _SPARE_ROWS, _SPARE_SHARE = 1024, 0.05  # of an embedding: what no token of its tokenizer has
 

@@ -5,8 +5,7 @@ import os
 from etils import epath
 
 from kvjax.convert.tensors import listed
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _HUB = "models--"  # how the hub's cache names a model's folder: models--owner--name

@@ -1,8 +1,6 @@
 """The tensors of a folder of safetensors: names, shapes and dtypes at once, data one at a time."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import os
 import re
@@ -11,14 +9,10 @@ from etils import epath
 import ml_dtypes
 import numpy as np
 
-from kvjax.convert import digests
-from kvjax.convert import finite
-from kvjax.foundation import extras
-from kvjax.foundation import json_text
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.files import named
-from kvjax.foundation.files import special
+from kvjax.convert import digests, finite
+from kvjax.foundation import extras, json_text
+from kvjax.foundation.errors import UserError, first_line
+from kvjax.foundation.files import named, special
 from kvjax.layers.weight import Axes
 
 SINGLE = "model.safetensors"

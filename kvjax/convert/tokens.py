@@ -5,9 +5,7 @@ A folder has added tokens in tokenizer.json, and in older or edited folders in o
 tokenizer_config.json, ids as in generation_config.json, which may name several that end a text.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import json
 
 from etils import epath
@@ -16,9 +14,7 @@ from kvjax.convert.tensors import json_object
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import origin
-from kvjax.workdir.origin import GENERATION_CONFIG
-from kvjax.workdir.origin import TOKENIZER_CONFIG
-from kvjax.workdir.origin import TokenFiles
+from kvjax.workdir.origin import GENERATION_CONFIG, TOKENIZER_CONFIG, TokenFiles
 
 ADDED_TOKENS = "added_tokens.json"
 KINDS = ("bos", "eos", "pad", "unk")

@@ -15,11 +15,8 @@ import jax.numpy as jnp
 
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import one_of
+from kvjax.foundation import command_line, lists, progress
+from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets

@@ -13,18 +13,18 @@ import io
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.options.pipeline_options import StandardOptions
+from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 
-from kvjax.data import pool
-from kvjax.data import preparation
-from kvjax.data import readers
-from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.data import under_way as under_way_lib
+from kvjax.data import (
+    pool,
+    preparation,
+    readers,
+    tokenizer as tokenizer_lib,
+    under_way as under_way_lib,
+)
 from kvjax.data.parts import Part
 from kvjax.data.preparation import Preparation
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import DataError, UserError
 
 _NOT_SEEN = (
     "is not seen by a Beam worker: --output must be a bucket, or a folder that all workers mount"

@@ -9,8 +9,7 @@ from typing import Any
 from etils import epath
 
 from kvjax.foundation import runtime
-from kvjax.foundation.configuration import between
-from kvjax.foundation.configuration import one_of
+from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import DataError
 
 NUM_BYTES = 256

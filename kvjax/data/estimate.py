@@ -3,8 +3,7 @@
 A little text of several parts goes the whole way once, on one core; the rest is multiplication.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import concurrent.futures
 import dataclasses
 import lzma
@@ -16,20 +15,20 @@ import time
 
 from etils import epath
 
-from kvjax.data import packed_rows
-from kvjax.data import parts as parts_lib
-from kvjax.data import sources
-from kvjax.data import tokenized_part
-from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.data import vocabulary
+from kvjax.data import (
+    packed_rows,
+    parts as parts_lib,
+    sources,
+    tokenized_part,
+    tokenizer as tokenizer_lib,
+    vocabulary,
+)
 from kvjax.data.manifest import SPLITS
 from kvjax.data.preparation import Corpus
 from kvjax.data.tokenized_part import LeftOut
 from kvjax.data.tokenizer import Tokenizer
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.foundation import progress, runtime
+from kvjax.foundation.errors import DataError, UserError
 from kvjax.foundation.files import in_bucket
 
 _PADDING = 1 << 16  # bytes to which ArrayRecord fills a file up

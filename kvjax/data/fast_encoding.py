@@ -7,9 +7,7 @@ tokens within a span of text that nothing crosses depend on that span alone, so 
 token is always the one that the list has.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Folders of prepared data: there whole or not at all, and set aside if damaged."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import os
 import pathlib
@@ -16,11 +15,8 @@ from etils import epath
 
 from kvjax.data import manifest
 from kvjax.foundation import progress
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
-from kvjax.foundation.files import in_bucket
-from kvjax.foundation.files import unused
+from kvjax.foundation.errors import DataError, UserError, warn
+from kvjax.foundation.files import in_bucket, unused
 
 STAGING = ".staging-kvjax-"
 # A folder in which nothing was written for so long is what a killed preparation left.

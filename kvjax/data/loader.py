@@ -14,16 +14,15 @@ import grain
 import jax
 import numpy as np
 
-from kvjax.data import config as config_lib
-from kvjax.data import manifest
-from kvjax.data import packed_rows
-from kvjax.data import shards
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import (
+    config as config_lib,
+    manifest,
+    packed_rows,
+    shards,
+    tokenizer as tokenizer_lib,
+)
 from kvjax.foundation import runtime
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.errors import warn
+from kvjax.foundation.errors import DataError, UserError, first_line, warn
 
 # One thread reads ahead of the step; more gain nothing, for reading holds the interpreter's lock.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)

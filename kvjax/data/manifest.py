@@ -13,10 +13,8 @@ from typing import Any
 from etils import epath
 
 from kvjax.data import config as config_lib
-from kvjax.foundation import files as files_lib
-from kvjax.foundation import json_text
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation import files as files_lib, json_text
+from kvjax.foundation.errors import DataError, MissingDataError
 from kvjax.foundation.files import in_bucket
 
 # Part of every key: raise it when the same text would be written as other rows.

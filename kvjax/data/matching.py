@@ -5,13 +5,10 @@ import pathlib
 
 from etils import epath
 
-from kvjax.data import formats
-from kvjax.data import readers
+from kvjax.data import formats, readers
 from kvjax.foundation import runtime
-from kvjax.foundation.errors import MissingDataError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.files import in_bucket
-from kvjax.foundation.files import special
+from kvjax.foundation.errors import MissingDataError, first_line
+from kvjax.foundation.files import in_bucket, special
 
 _MAGIC = "*?["
 

@@ -6,9 +6,7 @@ no order, and start again after a failure. A row's record is what TFDS's seriali
 tests compare them), and the description of all shards is TFDS's own.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import contextlib
 import os
 import pathlib
@@ -18,8 +16,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import numpy as np
 
 from kvjax.data import folders
-from kvjax.data.manifest import ROWS
-from kvjax.data.manifest import ROWS_VERSION
+from kvjax.data.manifest import ROWS, ROWS_VERSION
 from kvjax.foundation.errors import first_line
 
 _BLOCK_TOKENS = 1 << 16  # are put together at a time

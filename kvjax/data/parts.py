@@ -6,15 +6,10 @@ the rows of a corpus are the same for any number of workers. A corpus of up to `
 part.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 
-from kvjax.data import config as config_lib
-from kvjax.data import readers
-from kvjax.data import source_kinds
-from kvjax.data import sources
+from kvjax.data import config as config_lib, readers, source_kinds, sources
 from kvjax.data.manifest import digest_of
 from kvjax.data.sources import Slice
 

@@ -1,7 +1,6 @@
 """Processes that tokenize the parts of a corpus side by side on one machine."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import concurrent.futures
 from concurrent.futures.process import BrokenProcessPool
 import multiprocessing
@@ -9,10 +8,7 @@ import os
 import signal
 import threading
 
-from kvjax.data import config as config_lib
-from kvjax.data import readers
-from kvjax.data import tokenized_part
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import config as config_lib, readers, tokenized_part, tokenizer as tokenizer_lib
 from kvjax.data.parts import Part
 from kvjax.data.under_way import UnderWay
 from kvjax.foundation.errors import UserError

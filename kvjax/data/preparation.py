@@ -8,8 +8,7 @@ The folder of a data set is named by a hash of all that decides its content, and
 not at all (in a bucket its manifest does).
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -18,38 +17,29 @@ import importlib.metadata
 import os
 import pathlib
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 
-from kvjax.data import config as config_lib
-from kvjax.data import folders
-from kvjax.data import manifest
-from kvjax.data import packed_rows
-from kvjax.data import parts as parts_lib
-from kvjax.data import pool
-from kvjax.data import sources
-from kvjax.data import tokenized_part
-from kvjax.data import under_way as under_way_lib
-from kvjax.data import vocabulary
-from kvjax.data.manifest import FORMAT_VERSION
-from kvjax.data.manifest import MANIFEST
-from kvjax.data.manifest import SPLITS
-from kvjax.data.manifest import TOKENIZER
-from kvjax.data.manifest import digest_of
+from kvjax.data import (
+    config as config_lib,
+    folders,
+    manifest,
+    packed_rows,
+    parts as parts_lib,
+    pool,
+    sources,
+    tokenized_part,
+    under_way as under_way_lib,
+    vocabulary,
+)
+from kvjax.data.manifest import FORMAT_VERSION, MANIFEST, SPLITS, TOKENIZER, digest_of
 from kvjax.data.parts import Part
-from kvjax.data.tokenized_part import QUOTED
-from kvjax.data.tokenized_part import Counts
-from kvjax.data.tokenized_part import Left
-from kvjax.data.tokenized_part import LeftOut
+from kvjax.data.tokenized_part import QUOTED, Counts, Left, LeftOut
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.data.under_way import UnderWay
-from kvjax.foundation import json_text
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import warn
+from kvjax.foundation import json_text, progress, runtime
+from kvjax.foundation.errors import DataError, warn
 
 # What decides the rows besides this code.
 _LIBRARIES = ("tokenizers", "tiktoken", "regex", "pyarrow", "array_record")

@@ -14,22 +14,12 @@ import os
 
 from etils import epath
 
-from kvjax.data import config as config_lib
-from kvjax.data import estimate
-from kvjax.data import folders
-from kvjax.data import manifest
-from kvjax.data import preparation
-from kvjax.foundation import command_line
-from kvjax.foundation import extras
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.data import config as config_lib, estimate, folders, manifest, preparation
+from kvjax.foundation import command_line, extras, progress, runtime
 from kvjax.foundation.config_keys import keys
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
+from kvjax.foundation.errors import DataError, UserError, warn
 from kvjax.foundation.files import in_bucket
-from kvjax.foundation.output import Output
-from kvjax.foundation.output import Table
+from kvjax.foundation.output import Output, Table
 
 
 def prepare(

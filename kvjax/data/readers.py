@@ -5,13 +5,10 @@ are its text. `record_readers` read formats of one document after another.
 """
 
 import codecs
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 import os
 import re
-from typing import BinaryIO
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from etils import epath
 

@@ -4,8 +4,7 @@ One function per format, which yields texts. A record whose text is null is no d
 skipped, and `broken` counts it. Errors name file and place.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import json
 import os
@@ -13,12 +12,9 @@ from typing import Any
 
 from etils import epath
 
-from kvjax.data import formats
-from kvjax.data import readers
-from kvjax.data import records
+from kvjax.data import formats, readers, records
 from kvjax.foundation import json_text
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import DataError, first_line
 
 
 def line_ranges(path: epath.Path, key: str, limit: int) -> Iterator[tuple[int, int, int]]:

@@ -4,8 +4,7 @@ The one reader of these formats: for texts (`record_readers`), conversations and
 """
 
 import codecs
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import csv
 import gzip
@@ -16,11 +15,9 @@ from typing import Any
 
 from etils import epath
 
-from kvjax.data import formats
-from kvjax.data import readers
+from kvjax.data import formats, readers
 from kvjax.foundation import json_text
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import DataError, first_line
 
 SUFFIXES = (*formats.LINES, formats.PARQUET, formats.CSV)
 _BATCH_ROWS = 256

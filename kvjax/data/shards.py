@@ -7,9 +7,7 @@ is the same format.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -26,8 +24,7 @@ import numpy as np
 
 from kvjax.data import packed_rows
 from kvjax.foundation import json_text
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import DataError, first_line
 from kvjax.foundation.files import in_bucket
 
 # Rows under way at once where one takes long: from a bucket, or a folder that lies elsewhere. Where

@@ -12,21 +12,17 @@ So equal records are on the same side. With a `validation_source`, that is valid
 `source` is for training.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import functools
 import hashlib
 import lzma
 import os
 import shlex
-from typing import NamedTuple
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from etils import epath
 
-from kvjax.data import formats
-from kvjax.data import readers
-from kvjax.data import record_readers
+from kvjax.data import formats, readers, record_readers
 from kvjax.data.manifest import SPLITS
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket

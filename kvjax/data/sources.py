@@ -3,23 +3,14 @@
 Which documents are held out is each source's own business, see `source_kinds`.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
 import os
 
-from kvjax.data import config as config_lib
-from kvjax.data import formats
-from kvjax.data import matching
-from kvjax.data import readers
-from kvjax.data import source_kinds
+from kvjax.data import config as config_lib, formats, matching, readers, source_kinds
 from kvjax.data.manifest import SPLITS
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import DataError, UserError, first_line
 from kvjax.foundation.files import in_bucket
 
 

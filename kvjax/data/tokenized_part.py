@@ -11,16 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.data import config as config_lib
-from kvjax.data import packed_rows
-from kvjax.data import parts
-from kvjax.data import readers
+from kvjax.data import config as config_lib, packed_rows, parts, readers
 from kvjax.data.manifest import SPLITS
 from kvjax.data.parts import Part
 from kvjax.data.source_kinds import Labelled
 from kvjax.data.tokenizer import Tokenizer
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import DataError, first_line
 
 # The library's encodings take about 100 bytes a token, so this much text is encoded at a time.
 BATCH_CHARACTERS = 1 << 21

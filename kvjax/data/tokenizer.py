@@ -1,9 +1,6 @@
 """Byte-level BPE tokenizers: trained here, bytes alone, or read from a `tokenizer.json`."""
 
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 import copy
 import functools
 import json
@@ -18,11 +15,7 @@ import numpy as np
 import tokenizers
 
 from kvjax.data import fast_encoding
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.errors import panics_as_errors
-from kvjax.foundation.errors import warn
+from kvjax.foundation.errors import DataError, MissingDataError, first_line, panics_as_errors, warn
 
 BOS = "<|bos|>"
 # What conversations are rendered with, in nanochat's order (see `kvjax.conversation`).

@@ -10,8 +10,7 @@ In a bucket the manifest, written last, tells others that all are there. Several
 machine or on several that share the folder, may work on it at once: a part made twice is the same.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import concurrent.futures
 import contextlib
 import functools
@@ -26,24 +25,12 @@ from typing import Any
 
 from etils import epath
 
-from kvjax.data import folders
-from kvjax.data import packed_rows
-from kvjax.data.manifest import MANIFEST
-from kvjax.data.manifest import ROWS
-from kvjax.data.manifest import ROWS_VERSION
-from kvjax.data.manifest import SPLITS
-from kvjax.data.manifest import digest_of
-from kvjax.data.tokenized_part import Counts
-from kvjax.data.tokenized_part import Left
-from kvjax.data.tokenized_part import Made
-from kvjax.foundation import files
-from kvjax.foundation import json_text
-from kvjax.foundation import progress
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import warn
-from kvjax.foundation.files import forget_listings
-from kvjax.foundation.files import in_bucket
-from kvjax.foundation.files import named
+from kvjax.data import folders, packed_rows
+from kvjax.data.manifest import MANIFEST, ROWS, ROWS_VERSION, SPLITS, digest_of
+from kvjax.data.tokenized_part import Counts, Left, Made
+from kvjax.foundation import files, json_text, progress
+from kvjax.foundation.errors import DataError, warn
+from kvjax.foundation.files import forget_listings, in_bucket, named
 
 PREFIX = ".under-way-"
 PLAN = "plan.json"

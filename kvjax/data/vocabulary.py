@@ -1,24 +1,22 @@
 """The tokenizer that a data set asks for: read, or trained once on a sample of all its parts."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import json
 import pathlib
 
 from etils import epath
 
-from kvjax.data import config as config_lib
-from kvjax.data import folders
-from kvjax.data import manifest
-from kvjax.data import parts as parts_lib
-from kvjax.data import readers
-from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.data.manifest import FORMAT_VERSION
-from kvjax.data.manifest import TOKENIZER
-from kvjax.data.manifest import digest_of
+from kvjax.data import (
+    config as config_lib,
+    folders,
+    manifest,
+    parts as parts_lib,
+    readers,
+    tokenizer as tokenizer_lib,
+)
+from kvjax.data.manifest import FORMAT_VERSION, TOKENIZER, digest_of
 from kvjax.data.parts import Part
-from kvjax.foundation import json_text
-from kvjax.foundation import progress
+from kvjax.foundation import json_text, progress
 from kvjax.foundation.errors import first_line
 
 # Merges learned from more text than this hardly differ (nanochat: 2e9).

@@ -1,7 +1,6 @@
 """What an assistant says to prompts, with its calls of the calculator answered on the way."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 
 from kvjax.conversation import calculator

@@ -11,12 +11,10 @@ from kvjax.cache import Cache
 from kvjax.decoding import program
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.decode_attention import api
-from kvjax.kernels.decode_attention import sharded
+from kvjax.kernels.decode_attention import api, sharded
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 
 
 class Engine:

@@ -10,9 +10,7 @@ it would hold had those tokens been drawn.
 """
 
 import collections
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import time
 

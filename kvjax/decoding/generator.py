@@ -4,8 +4,7 @@
 compiled, and starts a `Generation` (generation.py), which runs on an `Engine` (engine.py).
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import operator
 import time
 import zlib
@@ -24,8 +23,7 @@ from kvjax.foundation import runtime
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 
 CHUNK = 128  # prompt tokens per sequence that enter the cache at once, at most
 NARROWEST = 16  # of those chunks, where prompts are short

@@ -12,16 +12,11 @@ import functools
 from flax import nnx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import Mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from jax.sharding import Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, Sharding
 import numpy as np
 
 from kvjax import cache as cache_lib
-from kvjax.cache import Cache
-from kvjax.cache import stripes
+from kvjax.cache import Cache, stripes
 from kvjax.cache.cache import LANES
 from kvjax.decoding import sampling as sampling_lib
 from kvjax.decoding.sampling import Sampling
@@ -29,8 +24,7 @@ from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 
 IN_BFLOAT16 = Compute(dtype=jnp.dtype(jnp.bfloat16))
 

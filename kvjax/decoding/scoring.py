@@ -5,8 +5,7 @@ longest needs (16 to 128), into caches of 128 · 2^i tokens: little is compiled,
 padding. Results come in the order asked.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 
 from flax import nnx
@@ -16,8 +15,7 @@ import numpy as np
 
 from kvjax import cache as cache_lib
 from kvjax.cache import Cache
-from kvjax.decoding.generator import Generator
-from kvjax.decoding.generator import chunk_width
+from kvjax.decoding.generator import Generator, chunk_width
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.model.decoder import Decoder

@@ -1,7 +1,6 @@
 """Text after each of a batch of prompts."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 
 import numpy as np

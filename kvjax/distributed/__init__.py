@@ -15,21 +15,20 @@ coordination service ends every process that is left once one was silent for `he
 or at once if it was process 0.
 """
 
-from kvjax.distributed.agreement import Team
-from kvjax.distributed.agreement import check_same
-from kvjax.distributed.agreement import check_same_programs
-from kvjax.distributed.agreement import check_same_rows
-from kvjax.distributed.agreement import check_shared
-from kvjax.distributed.agreement import count
-from kvjax.distributed.agreement import gather
-from kvjax.distributed.agreement import index
-from kvjax.distributed.agreement import leaders
-from kvjax.distributed.agreement import processes
-from kvjax.distributed.ending import ending_together
-from kvjax.distributed.ending import last_words
-from kvjax.distributed.interruption import STATUS
-from kvjax.distributed.interruption import TRY_AGAIN
-from kvjax.distributed.interruption import Interruption
+from kvjax.distributed.agreement import (
+    Team,
+    check_same,
+    check_same_programs,
+    check_same_rows,
+    check_shared,
+    count,
+    gather,
+    index,
+    leaders,
+    processes,
+)
+from kvjax.distributed.ending import ending_together, last_words
+from kvjax.distributed.interruption import STATUS, TRY_AGAIN, Interruption
 from kvjax.distributed.joining import start
 
 __all__ = [

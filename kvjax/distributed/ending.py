@@ -17,8 +17,7 @@ from kvjax.distributed import agreement
 from kvjax.distributed.interruption import TRY_AGAIN
 from kvjax.foundation import interrupted
 from kvjax.foundation.command_line import say
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 
 _ENDED = "kvjax/ended/"
 _ALIVE = "kvjax/alive/"

@@ -5,12 +5,10 @@ import socket
 import time
 from typing import Any
 
-from kvjax.distributed.ending import last_words
-from kvjax.distributed.ending import lost
+from kvjax.distributed.ending import last_words, lost
 from kvjax.distributed.interruption import TRY_AGAIN
 from kvjax.foundation import progress
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 
 
 def start(

@@ -18,11 +18,7 @@ from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh
-from jax.sharding import AxisType
-from jax.sharding import Mesh
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError

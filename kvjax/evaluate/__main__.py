@@ -17,41 +17,29 @@ from typing import Any
 
 from etils import epath
 
-from kvjax import experiment
-from kvjax import sandbox
-from kvjax.conversation import calculator
-from kvjax.conversation import specials as specials_lib
-from kvjax.conversation.dialogue import Dialogue
-from kvjax.conversation.dialogue import Plain
-from kvjax.decoding.generator import Generator
-from kvjax.decoding.generator import max_positions
-from kvjax.evaluate import compare
-from kvjax.evaluate import core_tasks
-from kvjax.evaluate import datasets
-from kvjax.evaluate import evaluation
-from kvjax.evaluate import generated
-from kvjax.evaluate import rows
-from kvjax.evaluate import summary
-from kvjax.evaluate import task as task_lib
+from kvjax import experiment, sandbox
+from kvjax.conversation import calculator, specials as specials_lib
+from kvjax.conversation.dialogue import Dialogue, Plain
+from kvjax.decoding.generator import Generator, max_positions
+from kvjax.evaluate import (
+    compare,
+    core_tasks,
+    datasets,
+    evaluation,
+    generated,
+    rows,
+    summary,
+    task as task_lib,
+)
 from kvjax.evaluate.evaluation import Plan
-from kvjax.evaluate.generated import Asked
-from kvjax.evaluate.generated import Verdict
-from kvjax.evaluate.model import Described
-from kvjax.evaluate.model import Served
+from kvjax.evaluate.generated import Asked, Verdict
+from kvjax.evaluate.model import Described, Served
 from kvjax.evaluate.rows import FOLDER
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import one_of
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
+from kvjax.foundation import command_line, lists, progress, runtime
+from kvjax.foundation.configuration import at_least, one_of
+from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Output
-from kvjax.workdir import checkpoint
-from kvjax.workdir import dialogue as dialogue_lib
-from kvjax.workdir import origin
-from kvjax.workdir import trained
+from kvjax.workdir import checkpoint, dialogue as dialogue_lib, origin, trained
 
 BATCH = 8
 

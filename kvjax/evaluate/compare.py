@@ -3,23 +3,18 @@
 Several seeds of a model are joined by +: `--compare=a0+a1+a2,b0+b1+b2`.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 
 from etils import epath
 import numpy as np
 
 from kvjax.conversation import calculator
-from kvjax.evaluate import paired
-from kvjax.evaluate import rows as rows_lib
-from kvjax.evaluate import summary
+from kvjax.evaluate import paired, rows as rows_lib, summary
 from kvjax.evaluate.paired import Difference
 from kvjax.evaluate.scores import Score
 from kvjax.evaluate.task import TASKS
-from kvjax.foundation import estimate
-from kvjax.foundation import json_text
-from kvjax.foundation import runtime
+from kvjax.foundation import estimate, json_text, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import named
 from kvjax.foundation.output import Table

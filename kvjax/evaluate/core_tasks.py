@@ -7,8 +7,7 @@ shots and its question; of several the one of fewest mean nats per token wins. C
 """
 
 import collections
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import csv
 import dataclasses
 import io
@@ -21,14 +20,11 @@ from typing import Any
 from etils import epath
 import numpy as np
 
-from kvjax.data import readers
-from kvjax.data import records
+from kvjax.data import readers, records
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate.letters import prompt_hash
 from kvjax.evaluate.model import Model
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import DataError, MissingDataError, first_line
 from kvjax.foundation.text import check_text
 
 KINDS = ("multiple_choice", "schema", "language_modeling")

@@ -1,21 +1,16 @@
 """Finds the files of a task and reads its questions; nothing is ever downloaded."""
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import os
 from typing import Any
 
 from etils import epath
 
-from kvjax.data import formats
-from kvjax.data import matching
-from kvjax.data import records
+from kvjax.data import formats, matching, records
 from kvjax.evaluate.task import Task
 from kvjax.foundation import runtime
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import DataError, MissingDataError
 
 FOLDER = "~/data"  # where mid-training looks, too
 

@@ -1,26 +1,19 @@
 """Asks a model all questions of its tasks, a block at a time, and keeps every row."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import time
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 
 from kvjax import sandbox
-from kvjax.evaluate import core_tasks
-from kvjax.evaluate import generated
-from kvjax.evaluate import letters
+from kvjax.evaluate import core_tasks, generated, letters
 from kvjax.evaluate.core_tasks import CoreTask
 from kvjax.evaluate.datasets import Questions
 from kvjax.evaluate.generated import Asked
-from kvjax.evaluate.model import Described
-from kvjax.evaluate.model import Model
+from kvjax.evaluate.model import Described, Model
 from kvjax.evaluate.rows import Rows
 from kvjax.evaluate.task import LETTERS
 from kvjax.foundation import progress

@@ -10,15 +10,12 @@ the helper to fit a wrong answer. HELPERS chooses: the program's, or the prompt'
 """
 
 import ast
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import re
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvjax import sandbox
-from kvjax.conversation.questions import Problem
-from kvjax.conversation.questions import Sum
+from kvjax.conversation.questions import Problem, Sum
 from kvjax.decoding.answers import Answer
 from kvjax.evaluate.letters import prompt_hash
 from kvjax.evaluate.model import Model

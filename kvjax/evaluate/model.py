@@ -11,8 +11,7 @@ from kvjax.data.tokenizer import Tokenizer
 from kvjax.decoding import answers as answers_lib
 from kvjax.decoding.answers import Answer
 from kvjax.decoding.generator import Generator
-from kvjax.decoding.scoring import Scored
-from kvjax.decoding.scoring import Scorer
+from kvjax.decoding.scoring import Scored, Scorer
 
 
 class Model(Protocol):

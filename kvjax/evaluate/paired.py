@@ -47,8 +47,7 @@ def _lower_bound(only_first: int, only_second: int, questions: int) -> float:
     lower bound; s is the share of discordant questions, from its upper bound's distribution where
     the product is negative and from its lower bound's where it is positive.
     """
-    from scipy import optimize
-    from scipy import special
+    from scipy import optimize, special
 
     discordant = only_first + only_second
     levels = (np.arange(_NODES) + 0.5) / _NODES

@@ -6,27 +6,21 @@ Beside them TASK.json says what was asked of which model: rows of another are re
 row whose prompt, by its digest, is another than it would be now.
 """
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import contextlib
 import datetime
 import fcntl
 import json
 import os
 import re
-from typing import IO
-from typing import Any
+from typing import IO, Any
 
 from etils import epath
 
 from kvjax.evaluate.task import TASKS
 from kvjax.foundation import json_text
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.files import in_bucket
-from kvjax.foundation.files import named
-from kvjax.foundation.files import write_atomically
+from kvjax.foundation.errors import UserError, first_line
+from kvjax.foundation.files import in_bucket, named, write_atomically
 
 FOLDER = "evaluations"
 SUMMARY = "summary.json"  # of all tasks of a folder

@@ -1,25 +1,19 @@
 """What an evaluation found, as a table and as summary.json."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 from typing import Any
 
 from etils import epath
 import numpy as np
 
-from kvjax.evaluate import core_tasks
-from kvjax.evaluate import scores
+from kvjax.evaluate import core_tasks, scores
 from kvjax.evaluate.core_tasks import CoreTask
 from kvjax.evaluate.evaluation import Done
 from kvjax.evaluate.rows import SUMMARY
-from kvjax.evaluate.task import TASKS
-from kvjax.evaluate.task import is_conversation
-from kvjax.foundation import json_text
-from kvjax.foundation import provenance
-from kvjax.foundation import target
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
+from kvjax.evaluate.task import TASKS, is_conversation
+from kvjax.foundation import json_text, provenance, target
+from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Table
 
 # Counts of rows with: equal logits; answers without an end; prompts that were cut; special tokens

@@ -10,10 +10,7 @@ traceback; Ctrl-C with 130; a reader who has seen enough (`| head`) with 1 and n
 """
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import difflib
 import os
@@ -27,14 +24,9 @@ import typing
 from typing import NoReturn
 
 from kvjax import __version__
-from kvjax.foundation import environment
-from kvjax.foundation import extras
-from kvjax.foundation import interrupted
+from kvjax.foundation import environment, extras, interrupted
 from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.errors import NativePanicError
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.errors import panics_as_errors
+from kvjax.foundation.errors import NativePanicError, UserError, first_line, panics_as_errors
 from kvjax.foundation.files import special
 
 if typing.TYPE_CHECKING:

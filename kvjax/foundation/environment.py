@@ -11,8 +11,7 @@ import sys
 import traceback
 import warnings
 
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.files import special
 
 _OF_JAX, _BACKENDS = "/jax/_src/", "/jax/_src/xla_bridge.py"

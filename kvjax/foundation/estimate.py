@@ -1,7 +1,6 @@
 """Means over seeds with 95 % intervals of Student's t; Holm's correction for several tests."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import math

@@ -1,8 +1,7 @@
 """What a command prints: text and tables that fit a terminal, Markdown, or JSON."""
 
 import argparse
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import json
 import shutil

@@ -16,10 +16,8 @@ from etils import epath
 import jax
 
 from kvjax.foundation import target
-from kvjax.foundation.checkout import PACKAGE
-from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.command_line import program
-from kvjax.foundation.command_line import say
+from kvjax.foundation.checkout import PACKAGE, ROOT
+from kvjax.foundation.command_line import program, say
 from kvjax.foundation.errors import UserError
 
 _BEGUN = time.monotonic()  # about when the process began: imported before anything is done

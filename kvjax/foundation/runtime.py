@@ -12,8 +12,7 @@ from etils import epath
 
 from kvjax.foundation import extras
 from kvjax.foundation.errors import UserError
-from kvjax.foundation.files import in_bucket
-from kvjax.foundation.files import special
+from kvjax.foundation.files import in_bucket, special
 from kvjax.foundation.text import check_text
 
 # Schemes of paths, what opens them, and the command that installs it.

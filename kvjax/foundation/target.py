@@ -1,8 +1,6 @@
 """Files and folders that a command is asked to write: tried before its work, not lost after it."""
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import os
 import pathlib
@@ -11,10 +9,8 @@ import tempfile
 from etils import epath
 
 from kvjax.foundation import runtime
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.files import in_bucket
-from kvjax.foundation.files import special
+from kvjax.foundation.errors import UserError, first_line
+from kvjax.foundation.files import in_bucket, special
 
 
 def check(out: str, names: Iterable[str], option: str = "--out") -> epath.Path:

@@ -7,8 +7,7 @@ from jax.experimental import topologies
 import numpy as np
 
 from kvjax.foundation import extras
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 from kvjax.hardware import datasheets
 
 # libtpu reads these when it is loaded; without them it looks for the machine's own TPU.

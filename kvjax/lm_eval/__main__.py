@@ -17,12 +17,14 @@ import sys
 
 from kvjax import __version__
 from kvjax.decoding.scoring import BATCH
-from kvjax.foundation import command_line
-from kvjax.foundation import extras
-from kvjax.foundation import json_text
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation import target as target_lib
+from kvjax.foundation import (
+    command_line,
+    extras,
+    json_text,
+    progress,
+    runtime,
+    target as target_lib,
+)
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
@@ -64,8 +66,7 @@ def main(arguments: list[str]) -> None:
 def _run(options: argparse.Namespace, out: Output) -> None:
     names = _checked(options)
     runtime.start()
-    from kvjax.lm_eval import options as options_lib
-    from kvjax.lm_eval import prompts
+    from kvjax.lm_eval import options as options_lib, prompts
 
     sizes = dict(max_length=options.max_length, chips=options.chips)
     options_lib.check(dtype=options.dtype, batch_size=options.batch_size, **sizes)
@@ -76,8 +77,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     with progress.waiting("importing lm-evaluation-harness"):
         import lm_eval
 
-        from kvjax.lm_eval import adapter
-        from kvjax.lm_eval import tasks
+        from kvjax.lm_eval import adapter, tasks
     with progress.waiting("reading the tasks"):
         read = tasks.read(
             names,

@@ -6,9 +6,7 @@ What it asks is tokenised as the model was trained: with one BOS in front. Answe
 asked, and are computed by length.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import itertools
 import os
 
@@ -22,19 +20,15 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 import numpy as np
 
-from kvjax.conversation import calculator
-from kvjax.conversation import dialogue
-from kvjax.conversation import specials
+from kvjax.conversation import calculator, dialogue, specials
 from kvjax.decoding import program
 from kvjax.decoding.answers import answers
 from kvjax.decoding.generator import Generator
-from kvjax.decoding.scoring import BATCH
-from kvjax.decoding.scoring import Scorer
+from kvjax.decoding.scoring import BATCH, Scorer
 from kvjax.decoding.text import generate
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
-from kvjax.lm_eval import asked as asked_lib
-from kvjax.lm_eval import options
+from kvjax.lm_eval import asked as asked_lib, options
 from kvjax.lm_eval.asked import Asked
 from kvjax.lm_eval.prompts import Prompts
 from kvjax.workdir import trained

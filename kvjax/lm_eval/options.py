@@ -7,8 +7,7 @@ from kvjax import experiment
 from kvjax.decoding import program
 from kvjax.decoding.generator import max_positions
 from kvjax.decoding.scoring import BATCH
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import one_of
+from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import trained
 

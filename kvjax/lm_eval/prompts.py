@@ -4,15 +4,12 @@ It passes texts about, also those that a chat template made. These begin with a 
 are read with their marks (see `kvjax.conversation.marked`) and no other text is.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import hashlib
 import json
 
-from kvjax.conversation import marked
-from kvjax.conversation import render
-from kvjax.conversation import specials
+from kvjax.conversation import marked, render, specials
 from kvjax.conversation.template import Template
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import origin

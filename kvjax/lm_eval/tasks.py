@@ -1,8 +1,6 @@
 """The tasks of lm-evaluation-harness: its own, and those of a folder of YAML files."""
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import difflib
 import fnmatch
 import functools
@@ -11,8 +9,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 from kvjax.lm_eval import asked
 
 _NEAR = 5  # names that are offered for one of nothing

@@ -4,11 +4,9 @@ import dataclasses
 import itertools
 
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.foundation.configuration import between
-from kvjax.foundation.configuration import one_of
+from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import UserError
-from kvjax.layers import norm
-from kvjax.layers import rope
+from kvjax.layers import norm, rope
 
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
 # Far above any model: a slip is told of its key, not of the memory it would need.

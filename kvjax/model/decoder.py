@@ -8,9 +8,7 @@ from kvjax import cache as cache_lib
 from kvjax.cache import Cache
 from kvjax.layers import rope
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from kvjax.model.transformer import used_as
+from kvjax.model.transformer import Compute, Transformer, used_as
 
 
 class Decoder(Transformer):

@@ -13,21 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as cache_lib
-from kvjax.attention.cross import CrossAttention
-from kvjax.attention.cross import check as check_cross
+from kvjax.attention.cross import CrossAttention, check as check_cross
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
-from kvjax.layers.weight import Draws
-from kvjax.layers.weight import weight
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import has_alibi
-from kvjax.model.transformer import Block
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import logits
-from kvjax.model.transformer import norm_of
+from kvjax.layers.weight import Draws, weight
+from kvjax.model.config import BlockConfig, has_alibi
+from kvjax.model.transformer import Block, Compute, logits, norm_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,9 @@ import numpy as np
 
 from kvjax.layers import sinusoid
 from kvjax.layers.norm import Norm
-from kvjax.layers.weight import Draws
-from kvjax.layers.weight import affine
-from kvjax.layers.weight import weight
+from kvjax.layers.weight import Draws, affine, weight
 from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import norm_of
-from kvjax.model.transformer import segments_of
-from kvjax.model.transformer import through_blocks
+from kvjax.model.transformer import Compute, norm_of, segments_of, through_blocks
 
 
 class Labeller(nnx.Module):

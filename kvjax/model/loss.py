@@ -4,13 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from kvjax.distributed.sharding import BATCH
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from kvjax.model.transformer import logits
+from kvjax.model.transformer import Compute, Transformer, logits
 
 _TOKENS = P(BATCH, "sequence")  # of [B, T, ...]
 # The vocabulary's axis, `tensor`, is left to the compiler. In order: collectives over axes in

@@ -4,8 +4,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from kvjax.layers.weight import linear
-from kvjax.layers.weight import weight
+from kvjax.layers.weight import linear, weight
 
 
 class MLP(nnx.Module):

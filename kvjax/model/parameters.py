@@ -3,12 +3,10 @@
 import functools
 from typing import NamedTuple
 
-from flax import nnx
-from flax import traverse_util
+from flax import nnx, traverse_util
 import jax
 
-from kvjax.layers.weight import Axes
-from kvjax.layers.weight import axes_of
+from kvjax.layers.weight import Axes, axes_of
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Transformer
 

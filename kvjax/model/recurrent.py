@@ -11,18 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attention.linear import LinearAttention
-from kvjax.attention.linear import LinearConfig
-from kvjax.attention.linear import State
+from kvjax.attention.linear import LinearAttention, LinearConfig, State
 from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.layers import sinusoid
-from kvjax.layers.weight import Draws
-from kvjax.layers.weight import weight
+from kvjax.layers.weight import Draws, weight
 from kvjax.model.config import BlockConfig
 from kvjax.model.mlp import MLP
-from kvjax.model.transformer import logits
-from kvjax.model.transformer import norm_of
+from kvjax.model.transformer import logits, norm_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,15 +21,10 @@ from kvjax.attention import Attention
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.distributed import sharding
 from kvjax.kernels.softmax_attention.api import RESIDUALS
-from kvjax.layers import rope
-from kvjax.layers import sinusoid
+from kvjax.layers import rope, sinusoid
 from kvjax.layers.norm import Norm
-from kvjax.layers.weight import Draws
-from kvjax.layers.weight import axes_of
-from kvjax.layers.weight import linear
-from kvjax.layers.weight import weight
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.layers.weight import Draws, axes_of, linear, weight
+from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.mlp import MLP
 
 # Keeps what splash names. What cuDNN's backward pass needs has no name: its kernel runs again.

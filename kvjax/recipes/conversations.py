@@ -3,8 +3,7 @@
 import ml_collections
 
 from kvjax.conversation.mixture import MixtureConfig
-from kvjax.data.config import MIXTURE
-from kvjax.data.config import PARENT
+from kvjax.data.config import MIXTURE, PARENT
 from kvjax.recipes.pretraining import pretrain
 from kvjax.recipes.section import keys
 

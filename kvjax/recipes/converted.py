@@ -7,12 +7,10 @@ import ml_collections
 
 from kvjax.data.config import DataConfig
 from kvjax.distributed.sharding import MeshConfig
-from kvjax.experiment import ComputeConfig
-from kvjax.experiment import TrainConfig
+from kvjax.experiment import ComputeConfig, TrainConfig
 from kvjax.foundation import runtime
 from kvjax.foundation.configuration import one_of
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 from kvjax.model.config import TransformerConfig
 from kvjax.recipes.optimizers import tuning
 from kvjax.recipes.section import keys

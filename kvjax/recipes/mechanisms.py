@@ -1,16 +1,18 @@
 """Attention sections: one function for each mechanism, of heads, ranks and widths."""
 
-from kvjax.attention import FactoredConfig
-from kvjax.attention import GLAConfig
-from kvjax.attention import GroupedConfig
-from kvjax.attention import GTAConfig
-from kvjax.attention import MFAKRConfig
-from kvjax.attention import MLAConfig
-from kvjax.attention import MLALRKVConfig
-from kvjax.attention import MLRAConfig
-from kvjax.attention import PaperMLAConfig
-from kvjax.attention import SharedKVConfig
-from kvjax.attention import TPAConfig
+from kvjax.attention import (
+    FactoredConfig,
+    GLAConfig,
+    GroupedConfig,
+    GTAConfig,
+    MFAKRConfig,
+    MLAConfig,
+    MLALRKVConfig,
+    MLRAConfig,
+    PaperMLAConfig,
+    SharedKVConfig,
+    TPAConfig,
+)
 from kvjax.foundation.errors import UserError
 from kvjax.recipes.section import keys
 

@@ -4,11 +4,9 @@ import ml_collections
 
 from kvjax.data.config import DataConfig
 from kvjax.distributed.sharding import MeshConfig
-from kvjax.experiment import ComputeConfig
-from kvjax.experiment import TrainConfig
+from kvjax.experiment import ComputeConfig, TrainConfig
 from kvjax.recipes.optimizers import PRESETS
-from kvjax.recipes.scales import SCALES
-from kvjax.recipes.scales import model
+from kvjax.recipes.scales import SCALES, model
 from kvjax.recipes.section import keys
 
 

@@ -15,13 +15,10 @@ nor how late it is, nor which files there are (their contents, yes); and whoever
 kernel gets out.
 """
 
-from kvjax.sandbox.box import Box
-from kvjax.sandbox.box import Verdict
+from kvjax.sandbox.box import Box, Verdict
 from kvjax.sandbox.errors import SandboxError
 from kvjax.sandbox.limits import Limits
 from kvjax.sandbox.policy import open_box as open
-from kvjax.sandbox.problem import Problem
-from kvjax.sandbox.problem import asked_names
-from kvjax.sandbox.problem import check
+from kvjax.sandbox.problem import Problem, asked_names, check
 
 __all__ = ["Box", "Limits", "Problem", "SandboxError", "Verdict", "asked_names", "check", "open"]

@@ -1,8 +1,6 @@
 """A box: layers and limits, in which programs are judged."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 import contextlib
 import dataclasses
@@ -14,14 +12,10 @@ import time
 
 from kvjax.sandbox import problem as problem_lib
 from kvjax.sandbox.errors import SandboxError
-from kvjax.sandbox.layers import ENVIRONMENT
-from kvjax.sandbox.layers import Layers
+from kvjax.sandbox.layers import ENVIRONMENT, Layers
 from kvjax.sandbox.limits import Limits
 from kvjax.sandbox.problem import Problem
-from kvjax.sandbox.process import Failure
-from kvjax.sandbox.process import Process
-from kvjax.sandbox.process import TimedOutError
-from kvjax.sandbox.process import readable
+from kvjax.sandbox.process import Failure, Process, TimedOutError, readable
 
 _OF_A_CORE = 0.9  # of the time: what had as much is not slow because of others
 

@@ -5,9 +5,7 @@ import dataclasses
 import os
 import sys
 
-from kvjax.sandbox import namespaces
-from kvjax.sandbox import sources
-from kvjax.sandbox import webassembly
+from kvjax.sandbox import namespaces, sources, webassembly
 from kvjax.sandbox.limits import Limits
 
 # Sets are ordered alike each time.

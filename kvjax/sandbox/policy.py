@@ -5,18 +5,13 @@ import platform
 import sys
 import time
 
-from kvjax.sandbox import layers as layers_lib
-from kvjax.sandbox import namespaces
-from kvjax.sandbox import self_test
-from kvjax.sandbox import webassembly
-from kvjax.sandbox.box import Box
-from kvjax.sandbox.box import missing
+from kvjax.sandbox import layers as layers_lib, namespaces, self_test, webassembly
+from kvjax.sandbox.box import Box, missing
 from kvjax.sandbox.errors import SandboxError
 from kvjax.sandbox.inside.seccomp import PROCESSORS
 from kvjax.sandbox.layers import Layers
 from kvjax.sandbox.limits import Limits
-from kvjax.sandbox.process import Failure
-from kvjax.sandbox.process import Process
+from kvjax.sandbox.process import Failure, Process
 
 
 def open_box(policy: str = "auto", limits: Limits = Limits()) -> Box:

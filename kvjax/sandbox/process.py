@@ -3,8 +3,7 @@
 Nothing that it writes is interpreted here but a random number in front of each line.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
 import secrets
 import select

@@ -4,8 +4,7 @@ The interpreter is compiled once, in some seconds. What comes of it is code that
 it lies in the user's cache folder, which nobody else may write into.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import importlib.metadata

@@ -7,15 +7,10 @@ import ml_collections
 
 from kvjax import distributed
 from kvjax.conversation import prepare
-from kvjax.data import loader
-from kvjax.data import manifest
-from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.data import vocabulary
-from kvjax.data.config import PARENT
-from kvjax.data.config import is_prepared
+from kvjax.data import loader, manifest, tokenizer as tokenizer_lib, vocabulary
+from kvjax.data.config import PARENT, is_prepared
 from kvjax.data.prepare import prepared_folder
-from kvjax.data.tokenizer import CONVERSATION_SPECIALS
-from kvjax.data.tokenizer import Tokenizer
+from kvjax.data.tokenizer import CONVERSATION_SPECIALS, Tokenizer
 from kvjax.experiment import Experiment
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig

@@ -3,27 +3,22 @@
 Of several processes the first one writes it. Everything that matters is saved before.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from etils import epath
 from flax import nnx
 import jax
 
 from kvjax import distributed
-from kvjax.decoding.generator import Generator
-from kvjax.decoding.generator import max_positions
+from kvjax.decoding.generator import Generator, max_positions
 from kvjax.decoding.text import generate
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.errors import warn
+from kvjax.foundation import progress, runtime
+from kvjax.foundation.errors import first_line, warn
 from kvjax.foundation.files import write_atomically
 from kvjax.model.transformer import used_as
 from kvjax.training.preflight import Prepared
 from kvjax.workdir import metrics as metrics_lib
-from kvjax.workdir.checkpoint import CHECKPOINTS
-from kvjax.workdir.checkpoint import read_parameters
+from kvjax.workdir.checkpoint import CHECKPOINTS, read_parameters
 
 
 def write(

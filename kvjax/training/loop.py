@@ -20,20 +20,13 @@ from kvjax.costs import formulas
 from kvjax.data import loader
 from kvjax.data.config import PREPARE_HOURS
 from kvjax.distributed import sharding
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
+from kvjax.foundation import progress, runtime
+from kvjax.foundation.errors import UserError, warn
 from kvjax.optim import learning_rate_schedule
-from kvjax.training import ending
-from kvjax.training import growth
-from kvjax.training import preflight
+from kvjax.training import ending, growth, preflight
 from kvjax.training.program import Program
 from kvjax.workdir import metrics as metrics_lib
-from kvjax.workdir.checkpoint import CHECKPOINTS
-from kvjax.workdir.checkpoint import SNAPSHOTS
-from kvjax.workdir.checkpoint import Checkpoints
-from kvjax.workdir.checkpoint import read_parameters
+from kvjax.workdir.checkpoint import CHECKPOINTS, SNAPSHOTS, Checkpoints, read_parameters
 
 
 def train(

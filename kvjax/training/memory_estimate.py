@@ -18,9 +18,7 @@ from kvjax.layers.weight import Axes
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
-from kvjax.optim import OptimizerConfig
-from kvjax.optim import parameter_labels
-from kvjax.optim import tuned
+from kvjax.optim import OptimizerConfig, parameter_labels, tuned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

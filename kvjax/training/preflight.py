@@ -12,23 +12,13 @@ from etils import epath
 import jax
 import ml_collections
 
-from kvjax import distributed
-from kvjax import experiment as experiment_lib
-from kvjax.data import estimate
-from kvjax.data import loader
-from kvjax.data import manifest
-from kvjax.data import preparation
-from kvjax.data import prepare
-from kvjax.data import vocabulary
-from kvjax.data.config import PARENT
-from kvjax.data.config import PREPARE_HOURS
-from kvjax.data.config import DataConfig
-from kvjax.data.config import is_prepared
+from kvjax import distributed, experiment as experiment_lib
+from kvjax.data import estimate, loader, manifest, preparation, prepare, vocabulary
+from kvjax.data.config import PARENT, PREPARE_HOURS, DataConfig, is_prepared
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS
 from kvjax.distributed import sharding
 from kvjax.experiment import Experiment
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import progress, runtime
 from kvjax.foundation.checkout import PACKAGE
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
@@ -36,14 +26,8 @@ from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
 from kvjax.model.transformer import Compute
 from kvjax.optim import tuned
-from kvjax.training import conversations
-from kvjax.training import memory_estimate
-from kvjax.workdir import checkpoint
-from kvjax.workdir import identity
-from kvjax.workdir import lineage
-from kvjax.workdir import origin
-from kvjax.workdir import storage
-from kvjax.workdir import trained
+from kvjax.training import conversations, memory_estimate
+from kvjax.workdir import checkpoint, identity, lineage, origin, storage, trained
 
 _GPU_ROOM = 72 * 10**9  # of 80 GB
 _UNSURE = 1.25  # of an accelerator's memory: more is refused before its compiler is asked

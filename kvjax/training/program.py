@@ -12,20 +12,13 @@ import numpy as np
 import optax
 
 from kvjax.distributed import sharding
-from kvjax.experiment import Experiment
-from kvjax.experiment import TrainConfig
+from kvjax.experiment import Experiment, TrainConfig
 from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
-from kvjax.model.loss import mean_loss
-from kvjax.model.loss import mean_taught_loss
-from kvjax.model.loss import token_losses
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from kvjax.model.transformer import used_as
-from kvjax.optim import make_optimizer
-from kvjax.optim import tuned
-from kvjax.optim import with_tuned
+from kvjax.model.loss import mean_loss, mean_taught_loss, token_losses
+from kvjax.model.transformer import Compute, Transformer, used_as
+from kvjax.optim import make_optimizer, tuned, with_tuned
 
 MEAN_WEIGHT = 0.02  # of a step in the mean of recent losses: about 50 of them count
 

@@ -17,10 +17,8 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from kvjax import distributed
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
-from kvjax.foundation.files import Watched
-from kvjax.foundation.files import unused
+from kvjax.foundation.errors import UserError, warn
+from kvjax.foundation.files import Watched, unused
 from kvjax.workdir import storage
 
 CHECKPOINTS = "checkpoints"  # the folder in a workdir

@@ -1,7 +1,6 @@
 """How the model of a workdir is talked to."""
 
-from kvjax.conversation import dialogue
-from kvjax.conversation import render
+from kvjax.conversation import dialogue, render
 from kvjax.conversation.dialogue import Dialogue
 from kvjax.workdir.trained import Found
 

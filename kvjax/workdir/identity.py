@@ -14,25 +14,15 @@ from etils import epath
 import jax.numpy as jnp
 import ml_collections
 
-from kvjax import distributed
-from kvjax import experiment
-from kvjax.data import loader
-from kvjax.data import manifest
-from kvjax.data import tokenizer
+from kvjax import distributed, experiment
+from kvjax.data import loader, manifest, tokenizer
 from kvjax.data.config import is_prepared
 from kvjax.foundation import json_text
 from kvjax.foundation.configuration import to_text
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
-from kvjax.foundation.files import in_bucket
-from kvjax.foundation.files import move
-from kvjax.foundation.files import unused
-from kvjax.foundation.files import write_atomically
-from kvjax.workdir import lineage
-from kvjax.workdir import origin
-from kvjax.workdir import storage
-from kvjax.workdir.checkpoint import CHECKPOINTS
-from kvjax.workdir.checkpoint import SNAPSHOTS
+from kvjax.foundation.errors import UserError, warn
+from kvjax.foundation.files import in_bucket, move, unused, write_atomically
+from kvjax.workdir import lineage, origin, storage
+from kvjax.workdir.checkpoint import CHECKPOINTS, SNAPSHOTS
 
 _EARLIER = "earlier-run"
 # What a run writes beside its checkpoints. The last three say that it took a step, and are moved

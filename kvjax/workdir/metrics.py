@@ -19,10 +19,8 @@ from etils import epath
 import numpy as np
 
 from kvjax.foundation import json_text
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.errors import warn
-from kvjax.foundation.files import in_bucket
-from kvjax.foundation.files import unused
+from kvjax.foundation.errors import first_line, warn
+from kvjax.foundation.files import in_bucket, unused
 from kvjax.hardware import datasheets
 
 METRICS = "metrics.jsonl"
@@ -209,8 +207,7 @@ class Events:
     """
 
     def __init__(self, directory: pathlib.Path, *, resume_step: int):
-        from tensorboardX import event_file_writer
-        from tensorboardX import summary
+        from tensorboardX import event_file_writer, summary
         from tensorboardX.proto import event_pb2
 
         self._proto, self._scalar = event_pb2, summary.scalar
@@ -304,8 +301,10 @@ def draw_curves(
       folder: which holds metrics.jsonl, if not the workdir.
       yardstick: bits per byte of `xz -9e` on the validation text, drawn as a line.
     """
-    from matplotlib import figure as figures  # not pyplot, whose backend is the caller's
-    from matplotlib import ticker
+    from matplotlib import (
+        figure as figures,  # not pyplot, whose backend is the caller's
+        ticker,
+    )
 
     records = read_records((folder or workdir) / METRICS)
     has = lambda r, key: key in r and "tokens" in r

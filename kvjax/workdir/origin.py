@@ -11,11 +11,8 @@ from etils import epath
 
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import json_text
-from kvjax.foundation.configuration import at_least
-from kvjax.foundation.configuration import checked
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
-from kvjax.foundation.errors import warn
+from kvjax.foundation.configuration import at_least, checked
+from kvjax.foundation.errors import UserError, first_line, warn
 from kvjax.foundation.files import write_atomically
 
 CHAT_TEMPLATE = "chat_template.jinja"

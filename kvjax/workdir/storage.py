@@ -26,9 +26,7 @@ import warnings
 from etils import epath
 import jax
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.futures import future
-from orbax.checkpoint._src.futures import signaling_client
-from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint._src.futures import future, signaling_client, synchronization
 from orbax.checkpoint._src.serialization import tensorstore_utils
 from orbax.checkpoint.experimental.v1._src.handlers import pytree_handler
 from orbax.checkpoint.experimental.v1._src.synchronization import compatibility

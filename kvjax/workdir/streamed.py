@@ -7,8 +7,7 @@ array; the rest is written by Orbax's own functions.
 """
 
 import collections
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import itertools
 import json
@@ -22,14 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src import asyncio_utils
-from orbax.checkpoint._src.metadata import array_metadata_store
-from orbax.checkpoint._src.metadata import step_metadata_serialization
-from orbax.checkpoint._src.metadata import tree as tree_metadata
+from orbax.checkpoint._src.metadata import (
+    array_metadata_store,
+    step_metadata_serialization,
+    tree as tree_metadata,
+)
 from orbax.checkpoint._src.path import atomicity_defaults
-from orbax.checkpoint._src.serialization import jax_array_handlers
-from orbax.checkpoint._src.serialization import ocdbt_utils
-from orbax.checkpoint._src.serialization import tensorstore_utils
-from orbax.checkpoint._src.serialization import types
+from orbax.checkpoint._src.serialization import (
+    jax_array_handlers,
+    ocdbt_utils,
+    tensorstore_utils,
+    types,
+)
 import tensorstore
 
 from kvjax.foundation.errors import UserError

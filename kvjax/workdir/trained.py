@@ -12,21 +12,14 @@ from kvjax import experiment as experiment_lib
 from kvjax.conversation import specials
 from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
-from kvjax.data import manifest
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import manifest, tokenizer as tokenizer_lib
 from kvjax.data.tokenizer import Tokenizer
-from kvjax.foundation import json_text
-from kvjax.foundation import runtime
+from kvjax.foundation import json_text, runtime
 from kvjax.foundation.configuration import one_of
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import warn
+from kvjax.foundation.errors import UserError, warn
 from kvjax.model import parameters
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from kvjax.model.transformer import used_as
-from kvjax.workdir import checkpoint
-from kvjax.workdir import origin
-from kvjax.workdir import storage
+from kvjax.model.transformer import Compute, Transformer, used_as
+from kvjax.workdir import checkpoint, origin, storage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,16 +12,11 @@ import types
 import numpy as np
 import pytest
 
-from kvjax.analysis import __main__ as command
-from kvjax.analysis import reports
-from kvjax.analysis import texts
+from kvjax.analysis import __main__ as command, reports, texts
 from kvjax.analysis.page.section import Section
 from kvjax.convert import model as model_lib
 from kvjax.data import tokenizer
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import provenance
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, provenance, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output

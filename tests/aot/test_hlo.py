@@ -5,9 +5,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
 

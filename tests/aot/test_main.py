@@ -11,10 +11,7 @@ import types
 import jax
 import pytest
 
-from kvjax.aot import __main__ as aot
-from kvjax.aot import compilation
-from kvjax.aot import hlo
-from kvjax.aot import roofline
+from kvjax.aot import __main__ as aot, compilation, hlo, roofline
 from kvjax.aot.compilation import TooLarge
 from kvjax.costs import formulas
 from kvjax.experiment import resolve

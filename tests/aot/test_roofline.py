@@ -11,8 +11,7 @@ from kvjax import recipes
 from kvjax.aot import roofline
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
-from kvjax.experiment import Experiment
-from kvjax.experiment import resolve
+from kvjax.experiment import Experiment, resolve
 from kvjax.hardware.datasheets import Device
 from kvjax.optim import newton_schulz
 from kvjax.training.program import Program

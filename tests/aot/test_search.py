@@ -8,14 +8,8 @@ import re
 import jax
 import pytest
 
-from kvjax.aot import __main__ as aot
-from kvjax.aot import compilation
-from kvjax.aot import roofline
-from kvjax.aot import search
-from kvjax.aot import tables
-from kvjax.aot import traffic
-from kvjax.aot.compilation import DoesNotCompile
-from kvjax.aot.compilation import TooLarge
+from kvjax.aot import __main__ as aot, compilation, roofline, search, tables, traffic
+from kvjax.aot.compilation import DoesNotCompile, TooLarge
 from kvjax.aot.hlo import Memory
 from kvjax.costs import formulas
 from kvjax.experiment import resolve

@@ -4,12 +4,8 @@ import functools
 
 import pytest
 
-from kvjax.attention import gla
-from kvjax.attention import mechanism
-from kvjax.attention import mla
-from kvjax.attention import shared_kv
-from kvjax.kernels.decode_attention import api
-from kvjax.kernels.decode_attention import xla
+from kvjax.attention import gla, mechanism, mla, shared_kv
+from kvjax.kernels.decode_attention import api, xla
 from tests.attention import law
 
 

@@ -8,9 +8,7 @@ import functools
 import itertools
 
 from flax import nnx
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np

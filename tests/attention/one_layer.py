@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache
-from kvjax.attention import Attention
-from kvjax.attention import GLAConfig
-from kvjax.attention import GTAConfig
-from kvjax.attention import MLALRKVConfig
-from kvjax.attention import MLRAConfig
-from kvjax.attention import SharedKVConfig
-from kvjax.attention import TPAConfig
+from kvjax.attention import (
+    Attention,
+    GLAConfig,
+    GTAConfig,
+    MLALRKVConfig,
+    MLRAConfig,
+    SharedKVConfig,
+    TPAConfig,
+)
 from kvjax.layers import rope
 
 B, T, D, N, H, P = 2, 6, 24, 4, 8, 4

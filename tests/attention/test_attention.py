@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 
 from kvjax import cache
-from kvjax.attention import Attention
-from kvjax.attention import attention
+from kvjax.attention import Attention, attention
 from kvjax.attention.attention import softmax_attention
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.layers import rope
-from tests import quick
-from tests import reference
+from tests import quick, reference
 from tests.compiled import compiled
-from tests.mechanisms import FAMILIES
-from tests.mechanisms import MECHANISMS
+from tests.mechanisms import FAMILIES, MECHANISMS
 
 B, T, D, BASE = 2, 7, 16, 100.0
 KINDS = ("lrkv_gqa", "qk_tied_plus")  # a base and a residual; channels of position

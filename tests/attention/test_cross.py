@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as cache_lib
-from kvjax.attention import GroupedConfig
-from kvjax.attention import MLAConfig
+from kvjax.attention import GroupedConfig, MLAConfig
 from kvjax.attention.cross import CrossAttention
 from kvjax.attention.grouped import Grouped
 from kvjax.foundation.errors import UserError

@@ -12,8 +12,7 @@ from kvjax.attention import Attention
 from kvjax.attention.diagonal import DiagonalConfig
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
-from tests import quick
-from tests import reference
+from tests import quick, reference
 from tests.compiled import compiled
 
 B, T, D = 2, 5, 12

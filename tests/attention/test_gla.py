@@ -6,25 +6,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import MLAConfig
-from kvjax.attention import MLRAConfig
+from kvjax.attention import MLAConfig, MLRAConfig
 from tests import quick
-from tests.attention.one_layer import LATENT
-from tests.attention.one_layer import D
-from tests.attention.one_layer import H
-from tests.attention.one_layer import N
-from tests.attention.one_layer import P
-from tests.attention.one_layer import X
-from tests.attention.one_layer import changed
-from tests.attention.one_layer import close
-from tests.attention.one_layer import gla_config
-from tests.attention.one_layer import heads
-from tests.attention.one_layer import module
-from tests.attention.one_layer import moved
-from tests.attention.one_layer import noise
-from tests.attention.one_layer import positions
-from tests.attention.one_layer import run
-from tests.attention.one_layer import weights
+from tests.attention.one_layer import (
+    LATENT,
+    D,
+    H,
+    N,
+    P,
+    X,
+    changed,
+    close,
+    gla_config,
+    heads,
+    module,
+    moved,
+    noise,
+    positions,
+    run,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -4,20 +4,22 @@ import numpy as np
 import pytest
 
 from kvjax.attention import GroupedConfig
-from tests.attention.one_layer import BOTH
-from tests.attention.one_layer import D
-from tests.attention.one_layer import H
-from tests.attention.one_layer import N
-from tests.attention.one_layer import P
-from tests.attention.one_layer import changed
-from tests.attention.one_layer import close
-from tests.attention.one_layer import gta_config
-from tests.attention.one_layer import heads
-from tests.attention.one_layer import logits
-from tests.attention.one_layer import moved
-from tests.attention.one_layer import noise
-from tests.attention.one_layer import run
-from tests.attention.one_layer import weights
+from tests.attention.one_layer import (
+    BOTH,
+    D,
+    H,
+    N,
+    P,
+    changed,
+    close,
+    gta_config,
+    heads,
+    logits,
+    moved,
+    noise,
+    run,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 

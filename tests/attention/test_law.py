@@ -11,8 +11,7 @@ import pytest
 
 from kvjax.attention import GroupedConfig
 from kvjax.foundation.errors import UserError
-from tests import quick
-from tests import reference
+from tests import quick, reference
 from tests.attention import law
 from tests.mechanisms import MECHANISMS
 

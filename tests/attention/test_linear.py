@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.attention import linear
-from kvjax.attention.linear import LinearAttention
-from kvjax.attention.linear import LinearConfig
+from kvjax.attention.linear import LinearAttention, LinearConfig
 from kvjax.foundation.errors import UserError
 from tests import quick
 from tests.compiled import compiled

@@ -8,25 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import MECHANISMS
-from kvjax.attention import FactoredConfig
-from kvjax.attention import GLAConfig
-from kvjax.attention import GroupedConfig
-from kvjax.attention import GTAConfig
-from kvjax.attention import MFAKRConfig
-from kvjax.attention import MLAConfig
-from kvjax.attention import MLALRKVConfig
-from kvjax.attention import PaperMLAConfig
-from kvjax.attention import SharedKVConfig
-from kvjax.attention import TPAConfig
+from kvjax.attention import (
+    MECHANISMS,
+    FactoredConfig,
+    GLAConfig,
+    GroupedConfig,
+    GTAConfig,
+    MFAKRConfig,
+    MLAConfig,
+    MLALRKVConfig,
+    PaperMLAConfig,
+    SharedKVConfig,
+    TPAConfig,
+)
 from kvjax.attention.diagonal import DiagonalConfig
 from kvjax.attention.linear import LinearConfig
 from kvjax.attention.mechanism import QK_NORMS
 from kvjax.cache.field import Field
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
-from tests import quick
-from tests import reference
+from tests import quick, reference
 from tests.compiled import compiled
 from tests.mechanisms import MECHANISMS as TESTED
 

@@ -4,18 +4,20 @@ import numpy as np
 import pytest
 
 from kvjax.attention import MLAConfig
-from tests.attention.one_layer import LATENT
-from tests.attention.one_layer import D
-from tests.attention.one_layer import H
-from tests.attention.one_layer import N
-from tests.attention.one_layer import changed
-from tests.attention.one_layer import close
-from tests.attention.one_layer import heads
-from tests.attention.one_layer import mla_lrkv_config
-from tests.attention.one_layer import moved
-from tests.attention.one_layer import noise
-from tests.attention.one_layer import run
-from tests.attention.one_layer import weights
+from tests.attention.one_layer import (
+    LATENT,
+    D,
+    H,
+    N,
+    changed,
+    close,
+    heads,
+    mla_lrkv_config,
+    moved,
+    noise,
+    run,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 OWN = ("latent_key", "latent_value", "expand_key", "expand_value")

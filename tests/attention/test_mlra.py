@@ -3,22 +3,23 @@
 import numpy as np
 import pytest
 
-from kvjax.attention import GLAConfig
-from kvjax.attention import MLAConfig
+from kvjax.attention import GLAConfig, MLAConfig
 from tests import quick
-from tests.attention.one_layer import LATENT
-from tests.attention.one_layer import D
-from tests.attention.one_layer import H
-from tests.attention.one_layer import N
-from tests.attention.one_layer import changed
-from tests.attention.one_layer import close
-from tests.attention.one_layer import gla_config
-from tests.attention.one_layer import heads
-from tests.attention.one_layer import mlra_config
-from tests.attention.one_layer import moved
-from tests.attention.one_layer import noise
-from tests.attention.one_layer import run
-from tests.attention.one_layer import weights
+from tests.attention.one_layer import (
+    LATENT,
+    D,
+    H,
+    N,
+    changed,
+    close,
+    gla_config,
+    heads,
+    mlra_config,
+    moved,
+    noise,
+    run,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 

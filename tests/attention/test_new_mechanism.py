@@ -12,28 +12,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import attention
-from kvjax import experiment as experiment_lib
+from kvjax import attention, experiment as experiment_lib
 from kvjax.analysis import __main__ as analysis
-from kvjax.attention.mechanism import Mechanism
-from kvjax.attention.mechanism import MechanismConfig
-from kvjax.attention.mechanism import check_common
-from kvjax.attention.mechanism import normalise_and_rotate
+from kvjax.attention.mechanism import Mechanism, MechanismConfig, check_common, normalise_and_rotate
 from kvjax.cache.field import Field
 from kvjax.costs import formulas
 from kvjax.decoding.generator import Generator
 from kvjax.distributed import sharding
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
-from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
-from kvjax.kernels.decode_attention.cache_layouts.layout import static
-from kvjax.layers.weight import linear
-from kvjax.layers.weight import weight
+from kvjax.kernels.decode_attention.cache_layouts.layout import (
+    DecodeFlops,
+    DecodeInputs,
+    pytree,
+    static,
+)
+from kvjax.layers.weight import linear, weight
 from kvjax.model import parameters
 from kvjax.training import loop
 from kvjax.workdir.trained import load
-from tests import quick
-from tests import runs
+from tests import quick, runs
 from tests.attention import law
 
 # -- the file --------------------------------------------------------------------------------------

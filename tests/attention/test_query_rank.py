@@ -6,22 +6,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import GroupedConfig
-from kvjax.attention import MFAKRConfig
+from kvjax.attention import GroupedConfig, MFAKRConfig
 from tests import reference
-from tests.attention.one_layer import BOTH
-from tests.attention.one_layer import COMMON
-from tests.attention.one_layer import D
-from tests.attention.one_layer import H
-from tests.attention.one_layer import X
-from tests.attention.one_layer import changed
-from tests.attention.one_layer import close
-from tests.attention.one_layer import logits
-from tests.attention.one_layer import module
-from tests.attention.one_layer import moved
-from tests.attention.one_layer import noise
-from tests.attention.one_layer import run
-from tests.attention.one_layer import weights
+from tests.attention.one_layer import (
+    BOTH,
+    COMMON,
+    D,
+    H,
+    X,
+    changed,
+    close,
+    logits,
+    module,
+    moved,
+    noise,
+    run,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -7,24 +7,26 @@ import pytest
 
 from kvjax.attention import MFAKRConfig
 from tests import reference
-from tests.attention.one_layer import BASE
-from tests.attention.one_layer import COMMON
-from tests.attention.one_layer import D
-from tests.attention.one_layer import H
-from tests.attention.one_layer import N
-from tests.attention.one_layer import P
-from tests.attention.one_layer import X
-from tests.attention.one_layer import close
-from tests.attention.one_layer import from_cache
-from tests.attention.one_layer import gla_config
-from tests.attention.one_layer import gta_config
-from tests.attention.one_layer import heads
-from tests.attention.one_layer import mla_lrkv_config
-from tests.attention.one_layer import mlra_config
-from tests.attention.one_layer import run
-from tests.attention.one_layer import shared_kv_config
-from tests.attention.one_layer import tpa_config
-from tests.attention.one_layer import weights
+from tests.attention.one_layer import (
+    BASE,
+    COMMON,
+    D,
+    H,
+    N,
+    P,
+    X,
+    close,
+    from_cache,
+    gla_config,
+    gta_config,
+    heads,
+    mla_lrkv_config,
+    mlra_config,
+    run,
+    shared_kv_config,
+    tpa_config,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -5,8 +5,7 @@ import itertools
 
 import pytest
 
-from kvjax.attention import MECHANISMS
-from kvjax.attention import GroupedConfig
+from kvjax.attention import MECHANISMS, GroupedConfig
 from kvjax.foundation.errors import UserError
 from tests import quick
 from tests.attention import law

@@ -8,16 +8,18 @@ import pytest
 
 from kvjax.attention import GroupedConfig
 from tests import reference
-from tests.attention.one_layer import BOTH
-from tests.attention.one_layer import P
-from tests.attention.one_layer import X
-from tests.attention.one_layer import close
-from tests.attention.one_layer import compiled_anew
-from tests.attention.one_layer import module
-from tests.attention.one_layer import positions
-from tests.attention.one_layer import run
-from tests.attention.one_layer import shared_kv_config
-from tests.attention.one_layer import weights
+from tests.attention.one_layer import (
+    BOTH,
+    P,
+    X,
+    close,
+    compiled_anew,
+    module,
+    positions,
+    run,
+    shared_kv_config,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -4,12 +4,7 @@ from flax import nnx
 import numpy as np
 import pytest
 
-from kvjax.attention import GLAConfig
-from kvjax.attention import MFAKRConfig
-from kvjax.attention import MLAConfig
-from kvjax.attention import MLALRKVConfig
-from kvjax.attention import MLRAConfig
-from kvjax.attention import TPAConfig
+from kvjax.attention import GLAConfig, MFAKRConfig, MLAConfig, MLALRKVConfig, MLRAConfig, TPAConfig
 from tests import quick
 
 D = 256

@@ -7,19 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import GroupedConfig
-from kvjax.attention import TPAConfig
+from kvjax.attention import GroupedConfig, TPAConfig
 from tests import quick
-from tests.attention.one_layer import BOTH
-from tests.attention.one_layer import D
-from tests.attention.one_layer import N
-from tests.attention.one_layer import X
-from tests.attention.one_layer import close
-from tests.attention.one_layer import module
-from tests.attention.one_layer import positions
-from tests.attention.one_layer import run
-from tests.attention.one_layer import tpa_config
-from tests.attention.one_layer import weights
+from tests.attention.one_layer import (
+    BOTH,
+    D,
+    N,
+    X,
+    close,
+    module,
+    positions,
+    run,
+    tpa_config,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 

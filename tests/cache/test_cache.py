@@ -2,16 +2,13 @@
 
 import importlib.util
 
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache as cache_lib
-from kvjax import experiment
+from kvjax import cache as cache_lib, experiment
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError

@@ -13,22 +13,17 @@ import types
 
 import pytest
 
-from kvjax.chat import __main__ as chat
-from kvjax.chat import history as history_lib
+from kvjax.chat import __main__ as chat, history as history_lib
 from kvjax.chat.history import History
 from kvjax.conversation.render import Renderer
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.decoding.sampling import Sampling
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from tests.conversation import workdirs
 from tests.evaluate import oracles
-from tests.evaluate.oracles import DIALOGUE
-from tests.evaluate.oracles import TOKENIZER
-from tests.evaluate.oracles import Scripted
+from tests.evaluate.oracles import DIALOGUE, TOKENIZER, Scripted
 
 S = DIALOGUE.specials
 

@@ -15,18 +15,16 @@ from scipy import stats
 
 from experiments.benchmarks.compare_speed import write_run
 from kvjax import experiment as experiment_lib
-from kvjax.analysis.page import document
-from kvjax.analysis.page import draw
-from kvjax.compare import __main__ as command
-from kvjax.compare import groups as groups_lib
-from kvjax.compare import report
-from kvjax.compare import runs as runs_lib
-from kvjax.compare import savings as savings_lib
-from kvjax.foundation import command_line
-from kvjax.foundation import json_text
-from kvjax.foundation import provenance
-from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.checkout import ROOT
+from kvjax.analysis.page import document, draw
+from kvjax.compare import (
+    __main__ as command,
+    groups as groups_lib,
+    report,
+    runs as runs_lib,
+    savings as savings_lib,
+)
+from kvjax.foundation import command_line, json_text, provenance
+from kvjax.foundation.checkout import CONFIGS, ROOT
 from kvjax.foundation.errors import UserError
 from tests import golden
 from tests.compare.command import run

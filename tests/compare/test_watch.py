@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 from experiments.benchmarks.compare_speed import write_run
-from kvjax.compare import __main__ as command
-from kvjax.compare import runs as runs_lib
+from kvjax.compare import __main__ as command, runs as runs_lib
 from tests import golden
 from tests.compare.command import run
 

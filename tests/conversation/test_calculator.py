@@ -6,13 +6,10 @@ import pathlib
 import time
 import warnings
 
-from hypothesis import example
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 import pytest
 
-from kvjax.conversation import calculator
-from kvjax.conversation import questions
+from kvjax.conversation import calculator, questions
 
 _NUMBERS = st.integers(0, 10**6).map(str) | st.floats(0, 1e6).map(lambda x: f"{x:.3f}")
 

@@ -12,18 +12,12 @@ import types
 import numpy as np
 import pytest
 
-from kvjax.conversation import made_up
-from kvjax.conversation import mixture as mixture_lib
-from kvjax.conversation import packing
-from kvjax.conversation import prepare
-from kvjax.conversation import rendered
+from kvjax.conversation import made_up, mixture as mixture_lib, packing, prepare, rendered
 from kvjax.conversation.mixture import MixtureConfig
 from kvjax.conversation.render import Renderer
-from kvjax.data import loader
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import loader, tokenizer as tokenizer_lib
 from kvjax.data.config import DataConfig
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import DataError, UserError
 
 T = 40
 TOKENIZER = tokenizer_lib.byte_tokenizer().with_specials(tokenizer_lib.CONVERSATION_SPECIALS)

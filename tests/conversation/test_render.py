@@ -4,15 +4,13 @@ With a tokenizer of bytes every id is one character: ① is <|bos|>, ② ③ a u
 the assistant's, ⑥ ⑦ a call of the calculator, ⑧ ⑨ what it says; others stand for their byte.
 """
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 import pytest
 
 from kvjax.conversation import specials
 from kvjax.conversation.render import Renderer
 from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import DataError, UserError
 
 SIGNS = "①②③④⑤⑥⑦⑧⑨"
 

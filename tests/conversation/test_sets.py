@@ -10,8 +10,7 @@ import pytest
 
 from kvjax.conversation import sets
 from kvjax.conversation.mixture import Part
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import DataError, MissingDataError
 
 ASKED = "Multiple Choice question: {}\n{}\n\nRespond only with the letter of the correct answer."
 MMLU = [

@@ -9,15 +9,10 @@ import types
 
 import pytest
 
-from kvjax.conversation import dialogue
-from kvjax.conversation import jinja_process
-from kvjax.conversation import render
-from kvjax.conversation import specials
-from kvjax.conversation import template as template_lib
+from kvjax.conversation import dialogue, jinja_process, render, specials, template as template_lib
 from kvjax.conversation.template import Template
 from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import DataError, UserError
 from kvjax.workdir import dialogue as of_workdir
 
 CHATML = """

@@ -2,8 +2,7 @@
 
 import pathlib
 
-from flax import nnx
-from flax import traverse_util
+from flax import nnx, traverse_util
 import jax.numpy as jnp
 import numpy as np
 

@@ -5,14 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from kvjax.convert import __main__ as command
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from tests.convert import comparison
-from tests.convert import workdirs
+from kvjax.convert import __main__ as command, into_workdir, model as model_lib
+from kvjax.foundation import command_line, progress, runtime
+from tests.convert import comparison, workdirs
 
 
 @pytest.fixture

@@ -5,13 +5,10 @@ import subprocess
 import numpy as np
 import pytest
 
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
-from kvjax.convert import published
+from kvjax.convert import into_workdir, model as model_lib, published
 from kvjax.data import tokenizer
 from kvjax.foundation.checkout import ROOT
-from tests.convert import comparison
-from tests.convert import workdirs
+from tests.convert import comparison, workdirs
 
 PYTHON = ROOT / ".venv-live/bin/python"  # with torch and transformers
 MAKE = ROOT / "tests/convert/make_logits.py"

@@ -6,12 +6,9 @@ from etils import epath
 import numpy as np
 import pytest
 
-from kvjax.convert import architectures
-from kvjax.convert import rules as rules_lib
-from kvjax.convert import tensors
+from kvjax.convert import architectures, rules as rules_lib, tensors
 from kvjax.foundation.errors import UserError
-from tests.convert.comparison import MODELS
-from tests.convert.comparison import PUBLISHED
+from tests.convert.comparison import MODELS, PUBLISHED
 
 GPT2 = dict(model_type="gpt2", vocab_size=9, n_positions=7, n_embd=8, n_layer=2, n_head=2)
 LLAMA = dict(

@@ -8,18 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import Attention
-from kvjax.attention import GroupedConfig
-from kvjax.convert import budget
-from kvjax.convert import layer as layer_lib
-from kvjax.convert import model as model_lib
+from kvjax.attention import Attention, GroupedConfig
+from kvjax.convert import budget, layer as layer_lib, model as model_lib
 from kvjax.convert.budget import Choices
 from kvjax.convert.converted import ConvertedModel
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import ThinKeys
+from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.foundation.errors import UserError
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 from tests.convert import comparison
 
 HALF = jnp.dtype("bfloat16")

@@ -11,24 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from kvjax import cache as cache_lib
-from kvjax import recipes
-from kvjax.convert import __main__ as command
-from kvjax.convert import asked
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import ThinKeys
+from kvjax import cache as cache_lib, recipes
+from kvjax.convert import __main__ as command, asked, into_workdir, model as model_lib
+from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.costs import formulas
 from kvjax.experiment import resolve
 from kvjax.foundation import command_line
 from kvjax.model import decoder
 from kvjax.workdir import trained
-from tests.convert import comparison
-from tests.convert import workdirs
+from tests.convert import comparison, workdirs
 
 METHODS = {
     "thin": ["--method=thin_keys", "--rank=2"],

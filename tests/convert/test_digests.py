@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax.convert import digests
-from kvjax.convert import gguf_file
-from kvjax.convert import tensors
+from kvjax.convert import digests, gguf_file, tensors
 from kvjax.foundation.errors import UserError
 from tests import damage
 

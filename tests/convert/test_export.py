@@ -5,11 +5,9 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from kvjax.convert import export
-from kvjax.convert import into_folder
+from kvjax.convert import export, into_folder
 from kvjax.foundation import command_line
-from tests.convert import comparison
-from tests.convert import workdirs
+from tests.convert import comparison, workdirs
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 

@@ -6,21 +6,19 @@ import re
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from kvjax.attention import PaperMLAConfig
-from kvjax.convert import factored_format
-from kvjax.convert import factored_readme
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
-from kvjax.convert import published
+from kvjax.convert import (
+    factored_format,
+    factored_readme,
+    into_workdir,
+    model as model_lib,
+    published,
+)
 from kvjax.foundation.errors import UserError
-from tests import damage
-from tests import golden
-from tests import quick
-from tests.convert import comparison
-from tests.convert import workdirs
+from tests import damage, golden, quick
+from tests.convert import comparison, workdirs
 from tests.mechanisms import MECHANISMS
 
 DESCRIBED = [

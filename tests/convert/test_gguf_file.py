@@ -14,10 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from kvjax.convert import gguf_file
-from kvjax.convert import model as model_lib
-from kvjax.convert import published
-from kvjax.convert import tensors
+from kvjax.convert import gguf_file, model as model_lib, published, tensors
 from kvjax.data import tokenizer
 from kvjax.foundation.errors import UserError
 from tests.convert import comparison

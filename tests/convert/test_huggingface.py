@@ -11,17 +11,12 @@ from safetensors.numpy import load_file
 import tokenizers
 
 from kvjax.attention import PaperMLAConfig
-from kvjax.convert import huggingface
-from kvjax.convert import into_folder
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
-from kvjax.convert import published
+from kvjax.convert import huggingface, into_folder, into_workdir, model as model_lib, published
 from kvjax.convert.dense import Dense
 from kvjax.data import tokenizer
 from kvjax.foundation.errors import UserError
 from tests import quick
-from tests.convert import comparison
-from tests.convert import workdirs
+from tests.convert import comparison, workdirs
 
 INNER = ("segments", 0, "attention", "mechanism")
 TOKENS = np.random.default_rng(0).integers(0, workdirs.VOCABULARY, (2, 24), np.int32)

@@ -12,10 +12,8 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file
 
-from kvjax.convert import into_folder
-from kvjax.convert import into_workdir
-from kvjax.convert.into_folder import Plan
-from kvjax.convert.into_folder import Tensor
+from kvjax.convert import into_folder, into_workdir
+from kvjax.convert.into_folder import Plan, Tensor
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 

@@ -3,8 +3,7 @@
 import pytest
 
 from kvjax import recipes
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
+from kvjax.convert import into_workdir, model as model_lib
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import ThinKeys
 from kvjax.decoding.generator import Generator

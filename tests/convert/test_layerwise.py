@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 
 from kvjax.attention import Attention
-from kvjax.convert import calibration
-from kvjax.convert import layerwise
-from kvjax.convert import model as model_lib
-from kvjax.convert import perplexity
+from kvjax.convert import calibration, layerwise, model as model_lib, perplexity
 from kvjax.layers import rope
 from kvjax.model import decoder
 from kvjax.model.loss import token_losses
-from tests.convert import comparison
-from tests.convert import workdirs
+from tests.convert import comparison, workdirs
 
 
 @pytest.mark.parametrize("name", workdirs.BLOCKS)

@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import Attention
-from kvjax.attention import FactoredConfig
-from kvjax.attention import GroupedConfig
+from kvjax.attention import Attention, FactoredConfig, GroupedConfig
 from kvjax.convert import layer as layer_lib
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import ThinKeys
+from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick

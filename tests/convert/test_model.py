@@ -6,17 +6,13 @@ import re
 import numpy as np
 import pytest
 
-from kvjax.convert import calibration
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
+from kvjax.convert import calibration, into_workdir, model as model_lib
 from kvjax.convert.converted import ConvertedModel
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import ThinKeys
+from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import trained
 from tests import quick
-from tests.convert import comparison
-from tests.convert import workdirs
+from tests.convert import comparison, workdirs
 
 
 def test_a_workdir_with_values_that_are_not_finite(tmp_path):

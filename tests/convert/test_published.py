@@ -10,8 +10,7 @@ from etils import epath
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 import tokenizers
 
 from kvjax.convert import published

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax.convert import finite
-from kvjax.convert import tensors
+from kvjax.convert import finite, tensors
 from kvjax.foundation.errors import UserError
 
 INDEX = "model.safetensors.index.json"

@@ -10,29 +10,26 @@ from etils import epath
 import gguf
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 import tokenizers
 
-from kvjax.conversation import dialogue
-from kvjax.conversation import jinja_process
-from kvjax.convert import __main__ as convert
-from kvjax.convert import huggingface
-from kvjax.convert import into_workdir
-from kvjax.convert import model as model_lib
-from kvjax.convert import published
-from kvjax.convert import tokens
+from kvjax.conversation import dialogue, jinja_process
+from kvjax.convert import (
+    __main__ as convert,
+    huggingface,
+    into_workdir,
+    model as model_lib,
+    published,
+    tokens,
+)
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.methods import ThinKeys
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
-from kvjax.workdir import origin
-from kvjax.workdir import trained
+from kvjax.workdir import origin, trained
 from tests import quick
-from tests.convert import comparison
-from tests.convert import test_gguf_file
-from tests.convert import workdirs
+from tests.convert import comparison, test_gguf_file, workdirs
 
 DEEPSEEK = "<｜begin▁of▁sentence｜>"  # its bars are none of ASCII's
 GENERATION = dict(bos_token_id=38, eos_token_id=[39, 0], pad_token_id=39, temperature=0.6)

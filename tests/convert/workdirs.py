@@ -3,22 +3,16 @@
 import pathlib
 
 from etils import epath
-from flax import nnx
-from flax import traverse_util
+from flax import nnx, traverse_util
 import jax
 import numpy as np
 
-from kvjax.attention import FactoredConfig
-from kvjax.attention import GroupedConfig
-from kvjax.attention import MLAConfig
-from kvjax.convert import export as export_lib
-from kvjax.convert import into_workdir
+from kvjax.attention import FactoredConfig, GroupedConfig, MLAConfig
+from kvjax.convert import export as export_lib, into_workdir
 from kvjax.data import tokenizer
 from kvjax.foundation import command_line
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.transformer import Compute, Transformer
 from tests.mechanisms import random_values
 
 F32 = Compute()

@@ -9,25 +9,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.d36 import MECHANISMS as D36
-from experiments.d36 import model as d36_model
-from kvjax import cache as cache_lib
-from kvjax import experiment
-from kvjax import recipes
+from experiments.d36 import MECHANISMS as D36, model as d36_model
+from kvjax import cache as cache_lib, experiment, recipes
 from kvjax.cache.field import Field
 from kvjax.costs import formulas
 from kvjax.hardware import datasheets
 from kvjax.kernels.decode_attention import xla
 from kvjax.kernels.decode_attention.cache_layouts.tiles import TILE_KV
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
-from kvjax.model.config import has_alibi
+from kvjax.model.config import BlockConfig, TransformerConfig, has_alibi
 from kvjax.model.decoder import Decoder
 from kvjax.model.loss import mean_loss
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from tests import golden
-from tests import quick
+from kvjax.model.transformer import Compute, Transformer
+from tests import golden, quick
 from tests.mechanisms import MECHANISMS as MADE
 
 H, V = 128, 65_536

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.tables.parameter_table import load
-from kvjax.costs import __main__ as cost_report
-from kvjax.costs import formulas
+from kvjax.costs import __main__ as cost_report, formulas
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.errors import UserError

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import cache as cache_lib
-from kvjax import experiment
+from kvjax import cache as cache_lib, experiment
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.kernels.decode_attention.cache_layouts.tiles import TILE_KV

@@ -6,10 +6,7 @@ import random
 
 import pytest
 
-from kvjax.data import config as config_lib
-from kvjax.data import loader
-from kvjax.data import parts
-from kvjax.data import prepare
+from kvjax.data import config as config_lib, loader, parts, prepare
 from tests.data import corpora
 
 SEQUENCE_LENGTH = 16

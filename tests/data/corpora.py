@@ -2,9 +2,7 @@
 
 import pathlib
 
-from kvjax.data import parts
-from kvjax.data import pool
-from kvjax.data import sources
+from kvjax.data import parts, pool, sources
 
 PART = 1000  # bytes
 

@@ -10,11 +10,8 @@ import sys
 
 import pytest
 
-from kvjax.data import pool
-from kvjax.data import preparation
-from kvjax.data import prepare
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.data import pool, preparation, prepare
+from kvjax.foundation.errors import DataError, UserError
 from tests.data import stand_in_beam
 from tests.data.corpora import files
 
@@ -30,8 +27,7 @@ def beam_or_a_stand_in(monkeypatch):
 def test_what_is_installed_fits_together():
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
-    from apache_beam.testing.util import assert_that
-    from apache_beam.testing.util import equal_to
+    from apache_beam.testing.util import assert_that, equal_to
     from array_record.python import array_record_module
     import grain
     import jax

@@ -11,24 +11,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvjax.data import loader
-from kvjax.data import manifest
-from kvjax.data import parts
-from kvjax.data import pool
-from kvjax.data import preparation
-from kvjax.data import prepare
-from kvjax.data import sources
-from kvjax.data import tokenized_part
-from kvjax.data import under_way
-from kvjax.data import vocabulary
-from kvjax.foundation import command_line
-from kvjax.foundation import json_text
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.data import (
+    loader,
+    manifest,
+    parts,
+    pool,
+    preparation,
+    prepare,
+    sources,
+    tokenized_part,
+    under_way,
+    vocabulary,
+)
+from kvjax.foundation import command_line, json_text
+from kvjax.foundation.errors import DataError, UserError
 from tests import quick
-from tests.data.corpora import files
-from tests.data.corpora import noting
-from tests.data.corpora import num_parts
+from tests.data.corpora import files, noting, num_parts
 
 
 @pytest.fixture

@@ -8,13 +8,9 @@ import shutil
 import numpy as np
 import pytest
 
-from kvjax.data import loader
-from kvjax.data import prepare
-from kvjax.data import sources
-from kvjax.data.manifest import MANIFEST
-from kvjax.data.manifest import TOKENIZER
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.data import loader, prepare, sources
+from kvjax.data.manifest import MANIFEST, TOKENIZER
+from kvjax.foundation.errors import DataError, UserError
 from tests import quick
 from tests.data.test_prepare import rows
 

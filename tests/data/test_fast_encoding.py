@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from kvjax.data import fast_encoding
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import fast_encoding, tokenizer as tokenizer_lib
 from tests import quick
 
 SPLITS = {

@@ -8,17 +8,13 @@ import shutil
 import tracemalloc
 
 import grain
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 import jax
 import numpy as np
 import pytest
 
-from kvjax.data import loader
-from kvjax.data import prepare
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.data import loader, prepare
+from kvjax.foundation.errors import DataError, UserError
 
 T = 16
 

@@ -6,18 +6,19 @@ import hashlib
 import lzma
 
 from etils import epath
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvjax.data import config as config_lib
-from kvjax.data import parts
-from kvjax.data import readers
-from kvjax.data import source_kinds
-from kvjax.data import sources
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import (
+    config as config_lib,
+    parts,
+    readers,
+    source_kinds,
+    sources,
+    tokenizer as tokenizer_lib,
+)
 
 
 def _text(path, texts):

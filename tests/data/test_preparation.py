@@ -20,29 +20,26 @@ from etils import epath
 import psutil
 import pytest
 
-from kvjax.data import config as config_lib
-from kvjax.data import estimate
-from kvjax.data import loader
-from kvjax.data import manifest
-from kvjax.data import parts
-from kvjax.data import pool
-from kvjax.data import preparation
-from kvjax.data import prepare
-from kvjax.data import source_kinds
-from kvjax.data import sources
-from kvjax.data import tokenized_part
-from kvjax.data import tokenizer
-from kvjax.data import under_way
-from kvjax.data import vocabulary
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.data import (
+    config as config_lib,
+    estimate,
+    loader,
+    manifest,
+    parts,
+    pool,
+    preparation,
+    prepare,
+    source_kinds,
+    sources,
+    tokenized_part,
+    tokenizer,
+    under_way,
+    vocabulary,
+)
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
-from tests.data.corpora import PART
-from tests.data.corpora import files
-from tests.data.corpora import noting
-from tests.data.corpora import num_parts
+from kvjax.foundation.errors import DataError, UserError
+from tests.data.corpora import PART, files, noting, num_parts
 from tests.job import Job
 
 # A preparation in a process of its own, of small parts.

@@ -19,24 +19,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvjax.data import config as config_lib
-from kvjax.data import estimate
-from kvjax.data import folders
-from kvjax.data import loader
-from kvjax.data import manifest
-from kvjax.data import preparation
-from kvjax.data import prepare
-from kvjax.data import readers
-from kvjax.data import source_kinds
-from kvjax.data import sources
-from kvjax.data import tokenized_part
-from kvjax.data import tokenizer as tokenizer_lib
-from kvjax.data import vocabulary
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.data import (
+    config as config_lib,
+    estimate,
+    folders,
+    loader,
+    manifest,
+    preparation,
+    prepare,
+    readers,
+    source_kinds,
+    sources,
+    tokenized_part,
+    tokenizer as tokenizer_lib,
+    vocabulary,
+)
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import DataError, UserError
 from tests import quick
 
 

@@ -7,18 +7,19 @@ import json
 import lzma
 
 from etils import epath
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from kvjax.data import readers
-from kvjax.data import record_readers
-from kvjax.data import source_kinds
-from kvjax.data import tokenized_part
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import (
+    readers,
+    record_readers,
+    source_kinds,
+    tokenized_part,
+    tokenizer as tokenizer_lib,
+)
 from kvjax.foundation.errors import DataError
 
 TEXTS = ["one\n", "zwei — två\n", "三 🙂"]

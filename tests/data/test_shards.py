@@ -15,18 +15,12 @@ import threading
 import weakref
 
 import grain
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 import numpy as np
 import pytest
 
-from experiments.benchmarks import data_reading
-from experiments.benchmarks import object_store
-from kvjax.data import loader
-from kvjax.data import manifest
-from kvjax.data import packed_rows
-from kvjax.data import shards
+from experiments.benchmarks import data_reading, object_store
+from kvjax.data import loader, manifest, packed_rows, shards
 from kvjax.foundation.errors import DataError
 from tests import quick
 from tests.data.test_loader import take

@@ -7,19 +7,13 @@ import lzma
 import os
 import shutil
 
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvjax.data import config as config_lib
-from kvjax.data import matching
-from kvjax.data import readers
-from kvjax.data import source_kinds
-from kvjax.data import sources
+from kvjax.data import config as config_lib, matching, readers, source_kinds, sources
 from kvjax.foundation.errors import UserError
 
 

@@ -4,9 +4,7 @@ import json
 import subprocess
 import sys
 
-from hypothesis import example
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 import numpy as np
 import pytest
 import tokenizers

@@ -8,15 +8,8 @@ import time
 from etils import epath
 import pytest
 
-from kvjax.data import folders
-from kvjax.data import packed_rows
-from kvjax.data import preparation
-from kvjax.data import readers
-from kvjax.data import tokenized_part
-from kvjax.data import under_way
-from kvjax.data.tokenized_part import Counts
-from kvjax.data.tokenized_part import Left
-from kvjax.data.tokenized_part import Made
+from kvjax.data import folders, packed_rows, preparation, readers, tokenized_part, under_way
+from kvjax.data.tokenized_part import Counts, Left, Made
 from kvjax.foundation.errors import DataError
 
 PLAN = {"code": "a"}

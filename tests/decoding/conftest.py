@@ -8,11 +8,9 @@ import pytest
 
 from kvjax.decoding import program
 from kvjax.decoding.generator import Generator
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.transformer import Transformer
-from tests.decoding.prompts import L
-from tests.decoding.prompts import V
+from tests.decoding.prompts import L, V
 
 
 @functools.cache

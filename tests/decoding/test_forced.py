@@ -8,9 +8,7 @@ from kvjax import cache as cache_lib
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.scoring import Scorer
 from tests import quick
-from tests.decoding.prompts import GREEDY
-from tests.decoding.prompts import PROMPTS
-from tests.decoding.prompts import V
+from tests.decoding.prompts import GREEDY, PROMPTS, V
 
 QUICK = ("lrkv",)
 CASES = quick.only(QUICK, quick.ALL_KINDS)

@@ -9,15 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.decoding import generator as generator_lib
-from kvjax.decoding import program
+from kvjax.decoding import generator as generator_lib, program
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
-from tests.decoding.prompts import GREEDY
-from tests.decoding.prompts import HOT
-from tests.decoding.prompts import PROMPTS
-from tests.decoding.prompts import V
-from tests.decoding.prompts import tokens
+from tests.decoding.prompts import GREEDY, HOT, PROMPTS, V, tokens
 
 compilations = collections.Counter()
 jax.monitoring.register_event_duration_secs_listener(

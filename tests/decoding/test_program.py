@@ -16,8 +16,7 @@ from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.hardware import topology
 from kvjax.model.transformer import Compute
-from tests.decoding.prompts import GREEDY
-from tests.decoding.prompts import V
+from tests.decoding.prompts import GREEDY, V
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,11 @@ import jax
 import pytest
 
 from kvjax import cache as cache_lib
-from kvjax.decoding import engine
-from kvjax.decoding import generator as generator_lib
-from kvjax.decoding import program
+from kvjax.decoding import engine, generator as generator_lib, program
 from kvjax.decoding.generator import Generator
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
-from tests.decoding.prompts import HOT
-from tests.decoding.prompts import tokens
+from tests.decoding.prompts import HOT, tokens
 
 
 @pytest.mark.parametrize(

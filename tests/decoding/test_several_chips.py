@@ -10,10 +10,7 @@ from kvjax.aot import hlo
 from kvjax.decoding.generator import Generator
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
-from tests.decoding.prompts import GREEDY
-from tests.decoding.prompts import HOT
-from tests.decoding.prompts import L
-from tests.decoding.prompts import tokens
+from tests.decoding.prompts import GREEDY, HOT, L, tokens
 
 LONG = [[5], list(range(32)) * 9, [4] * 127, [1, 2] * 63]  # to the third stripe, ends of the first
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as cache_lib
-from kvjax.conversation.dialogue import Native
-from kvjax.conversation.dialogue import Plain
+from kvjax.conversation.dialogue import Native, Plain
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.decoding import answers as answers_lib
 from kvjax.decoding.generation import Timing

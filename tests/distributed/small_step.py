@@ -10,11 +10,9 @@ import numpy as np
 from kvjax.distributed import sharding
 from kvjax.distributed.sharding import MeshConfig
 from kvjax.model import parameters
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.transformer import Compute
-from kvjax.optim import OptimizerConfig
-from kvjax.optim import make_optimizer
+from kvjax.optim import OptimizerConfig, make_optimizer
 from kvjax.training.program import train_step
 
 D, B, T, V, LAYERS = 16, 8, 8, 20, 3

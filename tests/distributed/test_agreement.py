@@ -10,8 +10,7 @@ import pytest
 from kvjax import distributed
 from kvjax.distributed import agreement
 from kvjax.foundation.errors import UserError
-from tests.distributed.store import Store
-from tests.distributed.store import together
+from tests.distributed.store import Store, together
 
 
 def _said(check, *given) -> str | None:

@@ -9,8 +9,7 @@ import pytest
 
 from kvjax import distributed
 from kvjax.distributed.interruption import interrupted
-from tests.distributed.store import Store
-from tests.distributed.store import join
+from tests.distributed.store import Store, join
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

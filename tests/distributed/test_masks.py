@@ -10,8 +10,7 @@ import pytest
 
 from kvjax.model import parameters
 from kvjax.model.loss import mean_loss
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 from kvjax.training import program
 from tests.distributed import small_step
 from tests.distributed.small_step import Step

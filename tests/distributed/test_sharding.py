@@ -13,22 +13,15 @@ import pytest
 from kvjax import experiment as experiment_lib
 from kvjax.distributed import sharding
 from kvjax.distributed.sharding import MeshConfig
-from kvjax.foundation import checkout
-from kvjax.foundation import command_line
+from kvjax.foundation import checkout, command_line
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 from kvjax.training import memory_estimate
 from kvjax.training.program import Program
-from tests import quick
-from tests import runs
+from tests import quick, runs
 from tests.distributed import small_step
-from tests.distributed.small_step import LAYERS
-from tests.distributed.small_step import B
-from tests.distributed.small_step import D
-from tests.distributed.small_step import Step
-from tests.distributed.small_step import T
+from tests.distributed.small_step import LAYERS, B, D, Step, T
 
 CONFIGS = sorted(checkout.CONFIGS.rglob("*.py"))
 

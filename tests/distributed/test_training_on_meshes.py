@@ -13,8 +13,7 @@ from kvjax.model import parameters
 from kvjax.model.transformer import Transformer
 from tests import quick
 from tests.distributed import small_step
-from tests.distributed.small_step import MESHES
-from tests.distributed.small_step import Step
+from tests.distributed.small_step import MESHES, Step
 from tests.mechanisms import MECHANISMS
 
 SEVERAL = tuple(MESHES)[1:]

@@ -1,7 +1,6 @@
 """Models that know what to say, behind the interface of a real one."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 

@@ -13,13 +13,8 @@ import pytest
 
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.decoding.answers import Answer
-from kvjax.evaluate import __main__ as evaluate
-from kvjax.evaluate import evaluation
-from kvjax.evaluate import summary
-from kvjax.foundation import command_line
-from kvjax.foundation import json_text
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
+from kvjax.evaluate import __main__ as evaluate, evaluation, summary
+from kvjax.foundation import command_line, json_text, progress, runtime
 from tests.conversation import workdirs
 
 MMLU = [

@@ -10,8 +10,7 @@ import yaml
 
 from kvjax.decoding.scoring import Scored
 from kvjax.evaluate import core_tasks
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import DataError, UserError
 from tests.evaluate.oracles import TOKENIZER
 
 ORDER = (1, 0, 3, 2, 5, 4)  # of six rows that Random(1337) shuffles

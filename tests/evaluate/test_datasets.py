@@ -5,10 +5,8 @@ import pytest
 
 from kvjax.evaluate import datasets
 from kvjax.evaluate.datasets import Questions
-from kvjax.evaluate.task import NAMES
-from kvjax.evaluate.task import TASKS
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.evaluate.task import NAMES, TASKS
+from kvjax.foundation.errors import DataError, MissingDataError
 
 
 def test_sets_are_those_that_were_published():

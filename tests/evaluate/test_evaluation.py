@@ -3,9 +3,7 @@
 import pytest
 
 from kvjax.conversation.dialogue import Native
-from kvjax.conversation.questions import Choices
-from kvjax.conversation.questions import Sum
-from kvjax.conversation.questions import multiple_choice
+from kvjax.conversation.questions import Choices, Sum, multiple_choice
 from kvjax.evaluate import evaluation
 from kvjax.evaluate.datasets import Questions
 from kvjax.evaluate.evaluation import Plan
@@ -13,8 +11,7 @@ from kvjax.evaluate.generated import Asked
 from kvjax.evaluate.model import Described
 from kvjax.evaluate.task import TASKS
 from kvjax.foundation.errors import UserError
-from tests.evaluate.oracles import DIALOGUE
-from tests.evaluate.oracles import TOKENIZER
+from tests.evaluate.oracles import DIALOGUE, TOKENIZER
 
 SHORT = Choices("Which?", ("a", "b"), ("A", "B"), "A")
 LONG = Choices("Which of these? " * 20, ("a", "b"), ("A", "B"), "B")

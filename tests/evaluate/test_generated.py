@@ -3,11 +3,9 @@
 import pytest
 
 from kvjax import sandbox
-from kvjax.conversation.questions import Problem
-from kvjax.conversation.questions import Sum
+from kvjax.conversation.questions import Problem, Sum
 from kvjax.evaluate import generated
-from kvjax.evaluate.generated import Asked
-from kvjax.evaluate.generated import Verdict
+from kvjax.evaluate.generated import Asked, Verdict
 from kvjax.evaluate.letters import prompt_hash
 from tests.evaluate import oracles
 from tests.evaluate.oracles import Oracle

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from kvjax.evaluate import compare
-from kvjax.evaluate import paired
+from kvjax.evaluate import compare, paired
 from kvjax.evaluate.task import TASKS
 from kvjax.foundation.errors import UserError
 

@@ -5,9 +5,7 @@ import json
 from etils import epath
 import pytest
 
-from kvjax.evaluate import compare
-from kvjax.evaluate import rows as rows_lib
-from kvjax.evaluate import summary
+from kvjax.evaluate import compare, rows as rows_lib, summary
 from kvjax.foundation.errors import UserError
 from tests import damage
 

@@ -12,21 +12,13 @@ import pytest
 
 from kvjax import sandbox
 from kvjax.conversation import questions
-from kvjax.data import records
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import records, tokenizer as tokenizer_lib
 from kvjax.decoding.answers import Answer
 from kvjax.decoding.scoring import Scored
-from kvjax.evaluate import __main__ as evaluate
-from kvjax.evaluate import evaluation
-from kvjax.evaluate import model as model_lib
-from kvjax.evaluate import rows as rows_lib
+from kvjax.evaluate import __main__ as evaluate, evaluation, model as model_lib, rows as rows_lib
 from kvjax.evaluate.task import TASKS
-from kvjax.foundation import command_line
-from kvjax.foundation import json_text
-from kvjax.foundation import progress
-from kvjax.foundation import runtime
-from kvjax.workdir import checkpoint
-from kvjax.workdir import trained
+from kvjax.foundation import command_line, json_text, progress, runtime
+from kvjax.workdir import checkpoint, trained
 from tests import golden
 from tests.conversation import workdirs
 from tests.evaluate import oracles

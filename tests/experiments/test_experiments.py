@@ -9,40 +9,38 @@ import types
 import pytest
 
 from experiments import record
-from experiments.benchmarks import analysis_speed
-from experiments.benchmarks import authors_code
-from experiments.benchmarks import beside_transformers
-from experiments.benchmarks import checkpoint_memory
-from experiments.benchmarks import checkpoint_speed
-from experiments.benchmarks import compare_speed
-from experiments.benchmarks import conversion_memory
-from experiments.benchmarks import data_preparation
-from experiments.benchmarks import data_reading
-from experiments.benchmarks import decode_benchmark
-from experiments.benchmarks import decode_memory
-from experiments.benchmarks import evaluation_speed
-from experiments.benchmarks import exactness
-from experiments.benchmarks import generate_benchmark
-from experiments.benchmarks import input_benchmark
-from experiments.benchmarks import model_decode_benchmark
-from experiments.benchmarks import random_model
-from experiments.benchmarks import sandbox_cost
-from experiments.benchmarks import train_benchmark
+from experiments.benchmarks import (
+    analysis_speed,
+    authors_code,
+    beside_transformers,
+    checkpoint_memory,
+    checkpoint_speed,
+    compare_speed,
+    conversion_memory,
+    data_preparation,
+    data_reading,
+    decode_benchmark,
+    decode_memory,
+    evaluation_speed,
+    exactness,
+    generate_benchmark,
+    input_benchmark,
+    model_decode_benchmark,
+    random_model,
+    sandbox_cost,
+    train_benchmark,
+)
 from experiments.conversion import kept
 from experiments.evaluation import agreement
 from experiments.studies import cross_attention
-from experiments.tables import decode_roofline
-from experiments.tables import paper_tables
-from experiments.tables import parameter_table
+from experiments.tables import decode_roofline, paper_tables, parameter_table
 from experiments.tables.paper_figure import Figure
 from kvjax.convert import published
 from kvjax.data import tokenizer
-from kvjax.foundation import command_line
-from kvjax.foundation import progress
+from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import ROOT
 from kvjax.training import loop
-from tests import quick
-from tests import runs
+from tests import quick, runs
 from tests.experiments import commands
 
 

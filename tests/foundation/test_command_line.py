@@ -8,8 +8,7 @@ import types
 
 import pytest
 
-from kvjax.foundation import command_line
-from kvjax.foundation import interrupted
+from kvjax.foundation import command_line, interrupted
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError

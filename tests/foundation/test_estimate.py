@@ -3,11 +3,7 @@
 import pytest
 from scipy import stats
 
-from kvjax.foundation.estimate import Estimate
-from kvjax.foundation.estimate import difference
-from kvjax.foundation.estimate import estimate
-from kvjax.foundation.estimate import holm
-from kvjax.foundation.estimate import p_value
+from kvjax.foundation.estimate import Estimate, difference, estimate, holm, p_value
 
 
 def test_an_estimate_is_the_mean_with_students_interval():

@@ -14,9 +14,7 @@ import psutil
 import pytest
 
 from kvjax.convert import __main__ as convert
-from kvjax.foundation import command_line
-from kvjax.foundation import json_text
-from kvjax.foundation import runtime
+from kvjax.foundation import command_line, json_text, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 

@@ -8,8 +8,7 @@ import sys
 import tempfile
 import time
 
-from tests.fuzz.cases import GROUPS
-from tests.fuzz.cases import cases_of
+from tests.fuzz.cases import GROUPS, cases_of
 from tests.fuzz.runner import Worker
 
 if __name__ == "__main__":

@@ -5,12 +5,9 @@ one is tried the day it is there.
 """
 
 from tests.fuzz.case import Case
-from tests.fuzz.commands import CONFIGS
-from tests.fuzz.commands import EXPERIMENTS
-from tests.fuzz.commands import PRODUCT
+from tests.fuzz.commands import CONFIGS, EXPERIMENTS, PRODUCT
 from tests.fuzz.files import file_cases
-from tests.fuzz.keys import key_cases
-from tests.fuzz.keys import section_cases
+from tests.fuzz.keys import key_cases, section_cases
 from tests.fuzz.options import option_cases
 from tests.fuzz.processes import process_cases
 

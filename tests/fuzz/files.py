@@ -1,20 +1,21 @@
 """Configs, workdirs, prompts and texts that are not what they should be."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvjax.foundation.checkout import ROOT
 from tests.fuzz.case import Case
-from tests.fuzz.commands import FILE
-from tests.fuzz.commands import FOLDER
-from tests.fuzz.commands import LONG
-from tests.fuzz.commands import MISSING
-from tests.fuzz.commands import NO_UTF8
-from tests.fuzz.commands import RUN
-from tests.fuzz.commands import SNOWMAN
-from tests.fuzz.commands import SURROGATE
-from tests.fuzz.commands import WORKING
-from tests.fuzz.commands import config_file
+from tests.fuzz.commands import (
+    FILE,
+    FOLDER,
+    LONG,
+    MISSING,
+    NO_UTF8,
+    RUN,
+    SNOWMAN,
+    SURROGATE,
+    WORKING,
+    config_file,
+)
 
 
 def file_cases() -> Iterator[Case]:

@@ -8,15 +8,17 @@ import zlib
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.command_line import load_config
 from tests.fuzz.case import Case
-from tests.fuzz.commands import CONFIGS
-from tests.fuzz.commands import EMPTY
-from tests.fuzz.commands import HUGE
-from tests.fuzz.commands import LONG
-from tests.fuzz.commands import NO_UTF8
-from tests.fuzz.commands import RUN
-from tests.fuzz.commands import SNOWMAN
-from tests.fuzz.commands import SURROGATE
-from tests.fuzz.commands import config_file
+from tests.fuzz.commands import (
+    CONFIGS,
+    EMPTY,
+    HUGE,
+    LONG,
+    NO_UTF8,
+    RUN,
+    SNOWMAN,
+    SURROGATE,
+    config_file,
+)
 from tests.fuzz.options import _TEXTS
 
 _FREE_KEYS = {  # text that is not one of a few words

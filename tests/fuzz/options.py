@@ -5,19 +5,20 @@ from collections.abc import Iterator
 from unittest import mock
 
 from kvjax.foundation import command_line
-from tests.fuzz.case import Case
-from tests.fuzz.case import main_of
-from tests.fuzz.commands import FILE
-from tests.fuzz.commands import FOLDER
-from tests.fuzz.commands import HUGE
-from tests.fuzz.commands import LONG
-from tests.fuzz.commands import MISSING
-from tests.fuzz.commands import NO_UTF8
-from tests.fuzz.commands import PIPE
-from tests.fuzz.commands import PRODUCT
-from tests.fuzz.commands import SNOWMAN
-from tests.fuzz.commands import SURROGATE
-from tests.fuzz.commands import WORKING
+from tests.fuzz.case import Case, main_of
+from tests.fuzz.commands import (
+    FILE,
+    FOLDER,
+    HUGE,
+    LONG,
+    MISSING,
+    NO_UTF8,
+    PIPE,
+    PRODUCT,
+    SNOWMAN,
+    SURROGATE,
+    WORKING,
+)
 
 
 class _Seen(BaseException):

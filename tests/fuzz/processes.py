@@ -3,14 +3,8 @@
 from collections.abc import Iterator
 import dataclasses
 
-from tests.fuzz.case import FORKED
-from tests.fuzz.case import STARTED
-from tests.fuzz.case import Case
-from tests.fuzz.commands import FILE
-from tests.fuzz.commands import RUN
-from tests.fuzz.commands import SNOWMAN
-from tests.fuzz.commands import WORKING
-from tests.fuzz.commands import config_file
+from tests.fuzz.case import FORKED, STARTED, Case
+from tests.fuzz.commands import FILE, RUN, SNOWMAN, WORKING, config_file
 
 
 def process_cases() -> Iterator[Case]:

@@ -10,10 +10,7 @@ import sys
 
 from kvjax.foundation.checkout import ROOT
 from tests import quick
-from tests.fuzz.case import Case
-from tests.fuzz.case import Outcome
-from tests.fuzz.case import faults
-from tests.fuzz.case import report
+from tests.fuzz.case import Case, Outcome, faults, report
 
 
 class Worker:

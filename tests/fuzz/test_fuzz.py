@@ -7,15 +7,9 @@ import zlib
 
 import pytest
 
-from tests.fuzz.case import FORKED
-from tests.fuzz.case import INSIDE
-from tests.fuzz.case import Case
-from tests.fuzz.case import Outcome
-from tests.fuzz.case import faults
-from tests.fuzz.cases import GROUPS
-from tests.fuzz.cases import cases_of
-from tests.fuzz.runner import ROOT
-from tests.fuzz.runner import Worker
+from tests.fuzz.case import FORKED, INSIDE, Case, Outcome, faults
+from tests.fuzz.cases import GROUPS, cases_of
+from tests.fuzz.runner import ROOT, Worker
 
 SAMPLE = {INSIDE: 550, FORKED: 300}  # one case of so many
 

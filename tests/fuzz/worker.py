@@ -26,12 +26,7 @@ import types
 import typing
 from unittest import mock
 
-from tests.fuzz.case import FORKED
-from tests.fuzz.case import INSIDE
-from tests.fuzz.case import STARTED
-from tests.fuzz.case import Case
-from tests.fuzz.case import Outcome
-from tests.fuzz.case import main_of
+from tests.fuzz.case import FORKED, INSIDE, STARTED, Case, Outcome, main_of
 
 STUCK_SECONDS = 100  # of the clock, on a busy machine
 MODULES = (
@@ -295,12 +290,10 @@ def _left_out() -> list:
     from jax.experimental import topologies
 
     from kvjax.analysis import __main__ as analysis
-    from kvjax.convert import into_folder
-    from kvjax.convert import into_workdir
+    from kvjax.convert import into_folder, into_workdir
     from kvjax.decoding import generator
     from kvjax.evaluate import evaluation
-    from kvjax.kernels.profile import measured
-    from kvjax.kernels.profile import static
+    from kvjax.kernels.profile import measured, static
     from kvjax.lm_eval import __main__ as lm_eval
     from kvjax.training import loop
 
@@ -455,8 +448,7 @@ def _become(case: Case, folder: pathlib.Path, ready: int) -> None:
             stream = open(number, mode, encoding=encoding, errors=errors, closefd=False)
         setattr(sys, name, stream)
     sys.argv = [case.command, *case.arguments]
-    from kvjax.foundation import command_line
-    from kvjax.foundation import interrupted
+    from kvjax.foundation import command_line, interrupted
 
     interrupted.quietly()  # as kvjax/__init__.py does for `python -m`
     main = main_of(case.command)

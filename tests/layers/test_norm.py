@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.layers.norm import Norm
-from kvjax.layers.norm import inverse_rms
+from kvjax.layers.norm import Norm, inverse_rms
 
 EPSILON = 1e-2  # large enough that its place in the formula shows
 

@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.layers.weight import Axes
-from kvjax.layers.weight import Draws
-from kvjax.layers.weight import linear
-from kvjax.layers.weight import weight
+from kvjax.layers.weight import Axes, Draws, linear, weight
 
 SIZES = dict(D=96, N=4, K=3, H=16, R=5, M=400, V=50)
 

@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 
 from kvjax.convert import __main__ as convert
-from kvjax.foundation import command_line
-from kvjax.foundation import provenance
-from kvjax.foundation.checkout import RESULTS
-from kvjax.foundation.checkout import ROOT
+from kvjax.foundation import command_line, provenance
+from kvjax.foundation.checkout import RESULTS, ROOT
 from kvjax.lm_eval import adapter
 from tests.lm_eval import local_tasks
 

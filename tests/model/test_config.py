@@ -8,8 +8,7 @@ import pytest
 from kvjax.attention.diagonal import DiagonalConfig
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.encoder_decoder import EncoderDecoderConfig
 from kvjax.model.recurrent import RecurrentConfig
 from kvjax.model.transformer import Compute

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 from kvjax.model import decoder
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from kvjax.model.transformer import used_as
+from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.transformer import Compute, Transformer, used_as
 from tests import quick
 from tests.compiled import compiled
 

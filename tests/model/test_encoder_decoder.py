@@ -12,9 +12,7 @@ from kvjax.attention import GroupedConfig
 from kvjax.attention.diagonal import DiagonalConfig
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig
-from kvjax.model.encoder_decoder import EncoderDecoder
-from kvjax.model.encoder_decoder import EncoderDecoderConfig
-from kvjax.model.encoder_decoder import greedy
+from kvjax.model.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, greedy
 from tests import quick
 
 B, S, T, V = 3, 7, 6, 11

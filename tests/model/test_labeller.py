@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.labeller import Labeller
 from kvjax.model.transformer import Compute
 from tests.mechanisms import random_values

@@ -11,9 +11,7 @@ from kvjax.attention.linear import LinearConfig
 from kvjax.foundation.errors import UserError
 from kvjax.layers import sinusoid
 from kvjax.model.config import BlockConfig
-from kvjax.model.recurrent import RecurrentConfig
-from kvjax.model.recurrent import RecurrentTransformer
-from kvjax.model.recurrent import greedy
+from kvjax.model.recurrent import RecurrentConfig, RecurrentTransformer, greedy
 from tests import quick
 from tests.reference import rms
 

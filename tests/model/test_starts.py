@@ -2,22 +2,17 @@
 
 import dataclasses
 
-from flax import nnx
-from flax import traverse_util
+from flax import nnx, traverse_util
 import jax
 import numpy as np
 
 from kvjax.attention import GroupedConfig
 from kvjax.attention.linear import LinearConfig
-from kvjax.layers.weight import Axes
-from kvjax.layers.weight import axes_of
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
-from kvjax.model.encoder_decoder import EncoderDecoder
-from kvjax.model.encoder_decoder import EncoderDecoderConfig
+from kvjax.layers.weight import Axes, axes_of
+from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from kvjax.model.labeller import Labeller
-from kvjax.model.recurrent import RecurrentConfig
-from kvjax.model.recurrent import RecurrentTransformer
+from kvjax.model.recurrent import RecurrentConfig, RecurrentTransformer
 from kvjax.model.transformer import Transformer
 
 BLOCK = BlockConfig(num_layers=2, d_model=16, mlp_dim=24, bias=True, norm_gain=True, norm_bias=True)

@@ -14,18 +14,11 @@ import pytest
 from kvjax.distributed import sharding
 from kvjax.distributed.sharding import MeshConfig
 from kvjax.layers import rope
-from kvjax.model import loss as loss_lib
-from kvjax.model import parameters
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
-from kvjax.model.loss import mean_loss
-from kvjax.model.loss import token_losses
-from kvjax.model.transformer import REMAT_POLICIES
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from kvjax.model.transformer import through_blocks
-from tests import quick
-from tests import reference
+from kvjax.model import loss as loss_lib, parameters
+from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.loss import mean_loss, token_losses
+from kvjax.model.transformer import REMAT_POLICIES, Compute, Transformer, through_blocks
+from tests import quick, reference
 from tests.mechanisms import FAMILIES
 
 B, T, D, M, V, L = 2, 12, 16, 24, 32, 3

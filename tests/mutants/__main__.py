@@ -21,10 +21,7 @@ from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.files import write_atomically
 from kvjax.foundation.provenance import software
 from kvjax.foundation.runtime import cache_directory
-from tests.mutants import coverage
-from tests.mutants import sample
-from tests.mutants import table
-from tests.mutants import workers
+from tests.mutants import coverage, sample, table, workers
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """Shares of mutants that tests notice, as Markdown."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvjax.evaluate import scores
 from tests.mutants import sample

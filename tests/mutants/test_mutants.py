@@ -12,10 +12,7 @@ import psutil
 import pytest
 
 from kvjax.foundation.checkout import ROOT
-from tests.mutants import operators
-from tests.mutants import sample
-from tests.mutants import table
-from tests.mutants import tree as tree_lib
+from tests.mutants import operators, sample, table, tree as tree_lib
 
 # By statement, all that becomes of it.
 MUTANTS = {

@@ -1,7 +1,6 @@
 """Runs the tests that may notice a mutant: those of its folder first, then all, then slow ones."""
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import pathlib
 
 import pytest

@@ -1,8 +1,6 @@
 """Processes that try mutants, each in a copy of the tree."""
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 import functools
 import multiprocessing

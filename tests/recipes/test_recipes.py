@@ -7,17 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import experiment
-from kvjax import optim
-from kvjax import recipes
+from kvjax import experiment, optim, recipes
 from kvjax.attention import MECHANISMS
 from kvjax.data.config import DataConfig
-from kvjax.experiment import ComputeConfig
-from kvjax.experiment import TrainConfig
+from kvjax.experiment import ComputeConfig, TrainConfig
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.optim import OptimizerConfig
 
 D = 12

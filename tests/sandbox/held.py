@@ -15,16 +15,10 @@ import pathlib
 import sys
 import tempfile
 
-from kvjax.sandbox import Limits
-from kvjax.sandbox import Problem
-from kvjax.sandbox import SandboxError
-from kvjax.sandbox import namespaces
-from kvjax.sandbox import webassembly
+from kvjax.sandbox import Limits, Problem, SandboxError, namespaces, webassembly
 from kvjax.sandbox.box import Box
-from kvjax.sandbox.layers import Layers
-from kvjax.sandbox.layers import base_interpreter
-from tests.sandbox import attacks
-from tests.sandbox import outside
+from kvjax.sandbox.layers import Layers, base_interpreter
+from tests.sandbox import attacks, outside
 
 LIMITS = Limits(seconds=1.0, retries=0)
 TEST = """

@@ -10,8 +10,7 @@ import struct
 import sys
 
 from kvjax.sandbox.inside import seccomp
-from kvjax.sandbox.inside.kernel import call
-from kvjax.sandbox.inside.kernel import prctl
+from kvjax.sandbox.inside.kernel import call, prctl
 
 PROCESSOR = seccomp.PROCESSORS.get(os.uname().machine)
 

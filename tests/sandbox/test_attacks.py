@@ -10,10 +10,7 @@ import pytest
 from kvjax import sandbox
 from kvjax.sandbox.box import Box
 from kvjax.sandbox.layers import Layers
-from tests.sandbox import attacks
-from tests.sandbox import held
-from tests.sandbox import missing
-from tests.sandbox import nobody
+from tests.sandbox import attacks, held, missing, nobody
 
 pytestmark = pytest.mark.skipif(missing.PROCESSOR is None, reason="attacks are of Linux")
 # Without layers these work for any user, on any Linux: they are attacks, and not mistakes in them.

@@ -12,11 +12,9 @@ import pytest
 
 from kvjax import sandbox
 from kvjax.foundation.checkout import ROOT
-from kvjax.sandbox import box as box_lib
-from kvjax.sandbox import namespaces
+from kvjax.sandbox import box as box_lib, namespaces
 from tests import quick
-from tests.sandbox import attacks
-from tests.sandbox import outside
+from tests.sandbox import attacks, outside
 
 TEST = """
 def check(candidate):

@@ -13,10 +13,7 @@ import sys
 
 import pytest
 
-from kvjax.sandbox.inside import kernel
-from kvjax.sandbox.inside import landlock
-from kvjax.sandbox.inside import limits
-from kvjax.sandbox.inside import lock
+from kvjax.sandbox.inside import kernel, landlock, limits, lock
 
 # By version of Landlock: rights of files that are taken, of the network, scopes, bytes of these.
 RULESETS = {

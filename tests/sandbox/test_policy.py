@@ -14,11 +14,7 @@ import sys
 import pytest
 
 from kvjax import sandbox
-from kvjax.sandbox import namespaces
-from kvjax.sandbox import policy
-from kvjax.sandbox import self_test
-from kvjax.sandbox import sources
-from kvjax.sandbox import webassembly
+from kvjax.sandbox import namespaces, policy, self_test, sources, webassembly
 from kvjax.sandbox.box import Box
 from kvjax.sandbox.layers import Layers
 from tests import damage

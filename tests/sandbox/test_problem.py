@@ -2,9 +2,7 @@
 
 import pytest
 
-from kvjax.sandbox import Problem
-from kvjax.sandbox import SandboxError
-from kvjax.sandbox import problem as problem_lib
+from kvjax.sandbox import Problem, SandboxError, problem as problem_lib
 
 CHECK = "def check(candidate):\n    assert candidate(1) == 1\n"
 

@@ -7,9 +7,7 @@ import time
 import pytest
 
 from kvjax.sandbox import process as process_lib
-from kvjax.sandbox.process import Failure
-from kvjax.sandbox.process import Process
-from kvjax.sandbox.process import TimedOutError
+from kvjax.sandbox.process import Failure, Process, TimedOutError
 
 READ = "import os, sys, time; number = sys.stdin.buffer.readline().split()[0].decode()\n"
 

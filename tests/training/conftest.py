@@ -8,8 +8,7 @@ import types
 import jax
 import pytest
 
-from kvjax.training import loop
-from kvjax.training import program
+from kvjax.training import loop, program
 from tests import trained_run
 
 # Keys of config.train that say when to do what, which is no part of a program.

@@ -7,8 +7,7 @@ import pytest
 
 from kvjax.experiment import TrainConfig
 from kvjax.foundation.errors import UserError
-from kvjax.training import loop
-from kvjax.training import program
+from kvjax.training import loop, program
 from kvjax.workdir import metrics
 from tests import runs
 from tests.runs import records

@@ -6,11 +6,9 @@ import types
 from etils import epath
 import pytest
 
-from kvjax import distributed
-from kvjax import experiment as experiment_lib
+from kvjax import distributed, experiment as experiment_lib
 from kvjax.conversation import prepare
-from kvjax.data import loader
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import loader, tokenizer as tokenizer_lib
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config

@@ -23,8 +23,7 @@ from kvjax import experiment
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.command_line import load_config
 from kvjax.model import parameters
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 from kvjax.optim import make_optimizer
 from kvjax.training.program import train_step
 

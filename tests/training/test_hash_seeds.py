@@ -9,10 +9,8 @@ import sys
 import pytest
 
 from kvjax.foundation.checkout import ROOT
-from tests import quick
-from tests import runs
-from tests.training.test_resume import assert_bitwise_equal
-from tests.training.test_resume import final_state
+from tests import quick, runs
+from tests.training.test_resume import assert_bitwise_equal, final_state
 
 SEEDS = (1, 3)  # of which the sets of mesh axes have another order
 

@@ -18,8 +18,7 @@ import pytest
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
-from kvjax.training import loop
-from kvjax.training import preflight
+from kvjax.training import loop, preflight
 from kvjax.workdir import identity
 from tests import quick
 

@@ -14,8 +14,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
 from kvjax.training import loop
 from kvjax.workdir import metrics
-from tests import runs
-from tests import trained_run
+from tests import runs, trained_run
 from tests.runs import records
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -67,8 +66,7 @@ def test_bits_per_byte_is_what_its_definition_says(whole):
     """Sum of nats over targets with bytes / (ln 2 x bytes), from logits of a restored model."""
     import jax.numpy as jnp
 
-    from kvjax.data import loader
-    from kvjax.data import prepare
+    from kvjax.data import loader, prepare
 
     experiment = experiment_lib.resolve(whole.config)
     dataset = loader.open_dataset(prepare.prepare(experiment.data))

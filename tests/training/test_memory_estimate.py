@@ -11,8 +11,7 @@ from experiments.tables.parameter_table import load
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
 from kvjax.foundation.checkout import CONFIGS
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.transformer import Compute
 from kvjax.optim import OptimizerConfig
 from kvjax.training import memory_estimate

@@ -24,26 +24,16 @@ from kvjax.conversation.mixture import MixtureConfig
 from kvjax.data import loader
 from kvjax.data.tokenizer import CONVERSATION_SPECIALS
 from kvjax.distributed import sharding
-from kvjax.foundation.checkout import CONFIGS
-from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.errors import MissingDataError
-from kvjax.foundation.errors import UserError
-from kvjax.model import parameters
-from kvjax.model import transformer
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from kvjax.training import growth
-from kvjax.training import loop
-from kvjax.workdir import lineage
-from kvjax.workdir import trained
+from kvjax.foundation.checkout import CONFIGS, ROOT
+from kvjax.foundation.errors import MissingDataError, UserError
+from kvjax.model import parameters, transformer
+from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.transformer import Compute, Transformer
+from kvjax.training import growth, loop
+from kvjax.workdir import lineage, trained
 from tests import runs
 from tests.runs import records
-from tests.training.test_resume import assert_bitwise_equal
-from tests.training.test_resume import final_state
-from tests.training.test_resume import finish
-from tests.training.test_resume import launch
+from tests.training.test_resume import assert_bitwise_equal, final_state, finish, launch
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -13,18 +13,14 @@ import pytest
 
 import kvjax
 from kvjax import experiment as experiment_lib
-from kvjax.data import loader
-from kvjax.data import tokenizer
-from kvjax.data.config import PREPARE_HOURS
-from kvjax.data.config import DataConfig
+from kvjax.data import loader, tokenizer
+from kvjax.data.config import PREPARE_HOURS, DataConfig
 from kvjax.distributed import sharding
 from kvjax.foundation import runtime
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import load_config
 from kvjax.foundation.errors import UserError
-from kvjax.training import loop
-from kvjax.training import memory_estimate
-from kvjax.training import preflight
+from kvjax.training import loop, memory_estimate, preflight
 from tests import runs
 
 

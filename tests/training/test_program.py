@@ -14,11 +14,9 @@ import pytest
 from kvjax.distributed import sharding
 from kvjax.experiment import TrainConfig
 from kvjax.model import parameters
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.transformer import Compute
-from kvjax.optim import OptimizerConfig
-from kvjax.optim import tuned
+from kvjax.optim import OptimizerConfig, tuned
 from kvjax.training import program
 
 VOCABULARY, BEGINS, RATE = 11, 3, 0.1

@@ -18,8 +18,7 @@ import pytest
 
 from kvjax.foundation.checkout import ROOT
 from kvjax.workdir import metrics
-from tests import quick
-from tests import runs
+from tests import quick, runs
 
 KILLS = 8
 STEPS = 600

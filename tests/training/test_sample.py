@@ -15,10 +15,8 @@ from kvjax.distributed import sharding
 from kvjax.experiment import TrainConfig
 from kvjax.foundation import runtime
 from kvjax.model import parameters
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from kvjax.training import ending
-from kvjax.training import loop
+from kvjax.model.transformer import Compute, Transformer
+from kvjax.training import ending, loop
 from kvjax.workdir import metrics
 from tests import runs
 

@@ -17,20 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import distributed
-from kvjax import experiment as experiment_lib
+from kvjax import distributed, experiment as experiment_lib
 from kvjax.costs import formulas
-from kvjax.data import loader
-from kvjax.data import prepare
+from kvjax.data import loader, prepare
 from kvjax.distributed import sharding
 from kvjax.experiment import TrainConfig
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
-from kvjax.training import loop
-from kvjax.training import preflight
-from kvjax.workdir import checkpoint
-from kvjax.workdir import metrics
-from kvjax.workdir import storage
+from kvjax.training import loop, preflight
+from kvjax.workdir import checkpoint, metrics, storage
 from tests import runs
 from tests.runs import records
 

@@ -12,10 +12,8 @@ import pytest
 from kvjax import experiment as experiment_lib
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from kvjax.training import loop
-from kvjax.training import program
+from kvjax.model.transformer import Compute, Transformer
+from kvjax.training import loop, program
 from tests import runs
 from tests.distributed import small_step
 from tests.distributed.small_step import Step

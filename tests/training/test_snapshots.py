@@ -7,11 +7,7 @@ import pytest
 from kvjax.convert import model as model_lib
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop
-from kvjax.workdir import checkpoint
-from kvjax.workdir import identity
-from kvjax.workdir import metrics
-from kvjax.workdir import storage
-from kvjax.workdir import trained
+from kvjax.workdir import checkpoint, identity, metrics, storage, trained
 from tests import runs
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -5,27 +5,20 @@ import functools
 import shutil
 
 from etils import epath
-from flax import nnx
-from flax import traverse_util
+from flax import nnx, traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 import pytest
 
-from kvjax import experiment as experiment_lib
-from kvjax import optim
+from kvjax import experiment as experiment_lib, optim
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
-from kvjax.model.loss import mean_taught_loss
-from kvjax.model.loss import token_losses
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
-from kvjax.training import loop
-from kvjax.training import memory_estimate
-from kvjax.training import program
-from kvjax.workdir import identity
-from kvjax.workdir import trained
+from kvjax.model.loss import mean_taught_loss, token_losses
+from kvjax.model.transformer import Compute, Transformer
+from kvjax.training import loop, memory_estimate, program
+from kvjax.workdir import identity, trained
 from tests import runs
 from tests.runs import records
 

@@ -24,17 +24,10 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop
 from kvjax.training.program import Program
-from kvjax.workdir import checkpoint
-from kvjax.workdir import lineage
-from kvjax.workdir import storage
-from kvjax.workdir.checkpoint import CHECKPOINTS
-from kvjax.workdir.checkpoint import Checkpoints
-from kvjax.workdir.checkpoint import read_parameters
-from kvjax.workdir.identity import check_identity
-from kvjax.workdir.identity import set_aside_earlier_run
-from kvjax.workdir.identity import write_identity
-from tests import quick
-from tests import runs
+from kvjax.workdir import checkpoint, lineage, storage
+from kvjax.workdir.checkpoint import CHECKPOINTS, Checkpoints, read_parameters
+from kvjax.workdir.identity import check_identity, set_aside_earlier_run, write_identity
+from tests import quick, runs
 
 
 def state(value: float) -> dict:

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import experiment as experiment_lib
-from kvjax.data import loader
-from kvjax.data import manifest
-from kvjax.data import tokenizer as tokenizer_lib
+from kvjax.data import loader, manifest, tokenizer as tokenizer_lib
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
 from kvjax.training import loop

@@ -20,13 +20,9 @@ import tensorstore
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
-from kvjax.workdir import checkpoint
-from kvjax.workdir import storage
-from kvjax.workdir import streamed
-from kvjax.workdir.checkpoint import Checkpoints
-from kvjax.workdir.checkpoint import read_parameters
+from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.workdir import checkpoint, storage, streamed
+from kvjax.workdir.checkpoint import Checkpoints, read_parameters
 
 QUERY = ("segments", 0, "attention", "mechanism", "query")
 SMALL_CHUNKS = 512  # bytes: less than most arrays below

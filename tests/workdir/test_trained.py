@@ -15,11 +15,9 @@ from kvjax.decoding.generator import Generator
 from kvjax.decoding.text import generate
 from kvjax.foundation.errors import UserError
 from kvjax.workdir import trained
-from kvjax.workdir.trained import experiment_of
-from kvjax.workdir.trained import load
+from kvjax.workdir.trained import experiment_of, load
 from tests import trained_run
-from tests.trained_run import EARLIER
-from tests.trained_run import STEPS
+from tests.trained_run import EARLIER, STEPS
 
 
 @pytest.fixture

@@ -10,16 +10,17 @@ import functools
 import numpy as np
 
 from experiments.benchmarks.authors import copying
-from kvjax.attention import GLAConfig
-from kvjax.attention import GroupedConfig
-from kvjax.attention import GTAConfig
-from kvjax.attention import MLAConfig
-from kvjax.attention import MLRAConfig
-from kvjax.attention import SharedKVConfig
-from kvjax.attention import TPAConfig
+from kvjax.attention import (
+    GLAConfig,
+    GroupedConfig,
+    GTAConfig,
+    MLAConfig,
+    MLRAConfig,
+    SharedKVConfig,
+    TPAConfig,
+)
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.layers.rope import Base
-from kvjax.layers.rope import Partial
+from kvjax.layers.rope import Base, Partial
 
 D, N, H, P, C, CQ = 48, 4, 12, 8, 10, 18  # width, heads, channels: of a head, RoPE key, latents
 ROPE = 10_000.0  # the base of all of them

@@ -5,17 +5,11 @@ front of a matrix is multiplied into the matrix. `order` permutes a head's rotat
 pairs are others than kvjax's (i, i + H/2) or turn the other way.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from kvjax.attention import GroupedConfig
-from kvjax.attention import GTAConfig
-from kvjax.attention import MLAConfig
-from kvjax.attention import SharedKVConfig
-from kvjax.attention import TPAConfig
+from kvjax.attention import GroupedConfig, GTAConfig, MLAConfig, SharedKVConfig, TPAConfig
 
 Weights = Mapping[str, np.ndarray]  # by the authors' names
 Order = Callable[[int], np.ndarray]  # of a head's rotated channels, by how many there are

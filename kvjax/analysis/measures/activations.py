@@ -3,8 +3,7 @@
 All is in float32, as the model computes it, with one layer's weights in memory.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import functools
 import math
 from typing import NamedTuple
@@ -16,8 +15,7 @@ import numpy as np
 
 from kvjax.attention import Attention
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.convert import layerwise
-from kvjax.convert import model as model_lib
+from kvjax.convert import layerwise, model as model_lib
 from kvjax.convert.model import Model
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.softmax_attention.api import softmax_attention

@@ -1,7 +1,6 @@
 """A model run with the keys of all layers cut, several ways side by side, one layer in memory."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 from typing import NamedTuple
 
@@ -15,8 +14,7 @@ from kvjax.analysis.measures.activations import Mask
 from kvjax.analysis.measures.key_subspaces import Subspaces
 from kvjax.attention import Attention
 from kvjax.attention.mechanism import MechanismConfig
-from kvjax.convert import layerwise
-from kvjax.convert import model as model_lib
+from kvjax.convert import layerwise, model as model_lib
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model
 from kvjax.layers import rope

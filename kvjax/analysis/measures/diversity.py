@@ -16,8 +16,7 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.analysis.measures import rotary
-from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures import rotary, spectrum
 from kvjax.analysis.measures.heads import Heads
 from kvjax.foundation.errors import UserError
 

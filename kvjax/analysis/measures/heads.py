@@ -5,8 +5,7 @@ is asked of the mechanism itself: it is given the unit vectors, without norms (g
 without positions. A new mechanism needs nothing here.
 """
 
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import contextlib
 import dataclasses
 
@@ -17,8 +16,7 @@ import numpy as np
 
 from kvjax.analysis.measures import rotary
 from kvjax.attention import Attention
-from kvjax.attention.mechanism import Mechanism
-from kvjax.attention.mechanism import MechanismConfig
+from kvjax.attention.mechanism import Mechanism, MechanismConfig
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import Model
 from kvjax.foundation.errors import UserError

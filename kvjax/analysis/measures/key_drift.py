@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.analysis.measures import key_subspaces
-from kvjax.analysis.measures import key_ways
+from kvjax.analysis.measures import key_subspaces, key_ways
 from kvjax.analysis.measures.activations import Layer
-from kvjax.analysis.measures.key_subspaces import Rope
-from kvjax.analysis.measures.key_subspaces import Subspaces
+from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
 from kvjax.convert.factors import few_threads
 
 SHARE = 1 / 4  # of a key's channels that are kept, if half the text tells so many

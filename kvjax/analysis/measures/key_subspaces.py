@@ -16,11 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.analysis.measures import logits
-from kvjax.analysis.measures import rotary
-from kvjax.analysis.measures.activations import Layer
-from kvjax.analysis.measures.activations import Mask
-from kvjax.analysis.measures.activations import softmax
+from kvjax.analysis.measures import logits, rotary
+from kvjax.analysis.measures.activations import Layer, Mask, softmax
 from kvjax.analysis.measures.heads import Heads
 from kvjax.convert.layer import roots
 

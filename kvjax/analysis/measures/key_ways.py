@@ -1,7 +1,6 @@
 """The ways to choose a subspace of a head's keys, and the tokens that each may look at."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 
 import numpy as np
@@ -9,8 +8,7 @@ import numpy as np
 from kvjax.analysis.measures import key_subspaces
 from kvjax.analysis.measures.activations import Layer
 from kvjax.analysis.measures.heads import Heads
-from kvjax.analysis.measures.key_subspaces import Rope
-from kvjax.analysis.measures.key_subspaces import Subspaces
+from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
 from kvjax.attention.mechanism import MechanismConfig
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of a key's channels that are kept

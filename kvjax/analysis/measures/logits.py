@@ -7,8 +7,7 @@ them: E by QR of queries and keys, [L, H] each, and an SVD of H x H; M likewise.
 attention has none.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from typing import NamedTuple
 

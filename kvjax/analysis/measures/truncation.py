@@ -6,18 +6,15 @@ that form too, before the mask: the triangle that is left has no low rank to cut
 costs nothing.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import logits
-from kvjax.analysis.measures.activations import Attend
-from kvjax.analysis.measures.activations import Mask
+from kvjax.analysis.measures import activations, logits
+from kvjax.analysis.measures.activations import Attend, Mask
 
 _ROWS_AT_ONCE = 128  # few enough for a core's cache
 

@@ -1,20 +1,13 @@
 """Sections as one HTML file, which asks for nothing outside itself."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import html
 import json
 import math
 import numbers
 import pathlib
 
-from kvjax.analysis.page.section import Cell
-from kvjax.analysis.page.section import Column
-from kvjax.analysis.page.section import Figure
-from kvjax.analysis.page.section import Section
-from kvjax.analysis.page.section import Table
-from kvjax.analysis.page.section import Text
-from kvjax.analysis.page.section import shown
+from kvjax.analysis.page.section import Cell, Column, Figure, Section, Table, Text, shown
 
 _HERE = pathlib.Path(__file__).parent
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

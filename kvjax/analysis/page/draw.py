@@ -5,15 +5,11 @@ same bytes. It is drawn for a page between a phone and half a screen wide. Serie
 and dash beside their colour. Numbers that are not finite are left out.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import textwrap
 
 import matplotlib
-from matplotlib import colors as colors_lib
-from matplotlib import ticker
+from matplotlib import colors as colors_lib, ticker
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis

@@ -1,7 +1,6 @@
 """What a report says: figures, tables and numbers, each with what is to be seen there."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 
 Cell = str | int | float | None  # None: there is no such number

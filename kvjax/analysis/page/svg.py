@@ -5,8 +5,7 @@ figure gives the same bytes, whatever style the process has chosen.
 """
 
 import base64
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import hashlib
 import io

@@ -3,8 +3,7 @@
 Kernels are imported where they run: Pallas takes a quarter of the time in which a process starts.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import importlib
 import logging
 
@@ -13,9 +12,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import stripes
 from kvjax.foundation.logs import log_once
-from kvjax.kernels.decode_attention import reference
-from kvjax.kernels.decode_attention import sharded
-from kvjax.kernels.decode_attention import xla
+from kvjax.kernels.decode_attention import reference, sharded, xla
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.layers import rope
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
-from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
-from kvjax.kernels.decode_attention.cache_layouts.layout import repeat_heads
+from kvjax.kernels.decode_attention.cache_layouts.layout import Cache, repeat_heads
 
 
 def decode_attention(

@@ -11,8 +11,7 @@ import numpy as np
 
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
-from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs, Sizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 
 

@@ -23,23 +23,13 @@ import sys
 from etils import epath
 import jax
 
-from kvjax.foundation import checkout
-from kvjax.foundation import command_line
-from kvjax.foundation import lists
-from kvjax.foundation import progress
-from kvjax.foundation import provenance
-from kvjax.foundation import target
+from kvjax.foundation import checkout, command_line, lists, progress, provenance, target
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets
-from kvjax.kernels.decode_attention import shapes
-from kvjax.kernels.decode_attention import tuning
+from kvjax.kernels.decode_attention import shapes, tuning
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
-from kvjax.kernels.profile import agreement
-from kvjax.kernels.profile import contenders
-from kvjax.kernels.profile import measured
-from kvjax.kernels.profile import static
-from kvjax.kernels.profile import tpu_static
+from kvjax.kernels.profile import agreement, contenders, measured, static, tpu_static
 
 OPS = ("decode_attention",)
 DEVICES = (*datasheets.DEVICES, "cpu")

@@ -5,8 +5,7 @@ than any entry. The definition is `reference.decode_attention` in float32, by th
 precision. Calls are repeated on the same arrays: bits that change are a race.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 
 import jax
@@ -18,10 +17,7 @@ from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
 from kvjax.kernels.profile import side_by_side
-from kvjax.kernels.profile.measured import Found
-from kvjax.kernels.profile.measured import Refusal
-from kvjax.kernels.profile.measured import Run
-from kvjax.kernels.profile.measured import or_why
+from kvjax.kernels.profile.measured import Found, Refusal, Run, or_why
 
 POINTS = ((1, 32_768), (8, 4096))  # (batch, length)
 CPU_POINTS = ((1, 4096), (8, 512))

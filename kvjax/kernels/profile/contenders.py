@@ -4,9 +4,7 @@ A library's attention reads MHA's and GQA's cache only, in a layout of its own, 
 it: no mask, no last position.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import gc

@@ -1,8 +1,6 @@
 """Decode attention timed on the device that is present: rows of a table, and block sizes."""
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import importlib
@@ -15,12 +13,9 @@ import jax.numpy as jnp
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.output import Table
 from kvjax.hardware import datasheets
-from kvjax.kernels.decode_attention import shapes
-from kvjax.kernels.decode_attention import tuning
+from kvjax.kernels.decode_attention import shapes, tuning
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
-from kvjax.kernels.profile import contenders
-from kvjax.kernels.profile import side_by_side
-from kvjax.kernels.profile import timing
+from kvjax.kernels.profile import contenders, side_by_side, timing
 from kvjax.kernels.profile.contenders import LIBRARIES
 
 TILES = (256, 512, 1024, 2048, 4096)  # where an implementation's module has no CANDIDATES

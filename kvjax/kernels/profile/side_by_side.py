@@ -1,8 +1,6 @@
 """Compiles many programs side by side: most of a profile's time goes into compilers."""
 
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 import concurrent.futures
 import os
 

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 import functools
 import importlib
 
-from kvjax.foundation.errors import UserError
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import UserError, first_line
 from kvjax.foundation.output import Table
-from kvjax.kernels.decode_attention import shapes
-from kvjax.kernels.decode_attention import tuning
-from kvjax.kernels.profile import measured
-from kvjax.kernels.profile import tpu_static
+from kvjax.kernels.decode_attention import shapes, tuning
+from kvjax.kernels.profile import measured, tpu_static
 
 _TPU_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
 

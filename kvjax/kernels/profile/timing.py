@@ -9,9 +9,7 @@ A GPU's program still launches every kernel of a call: below some 20 us a call, 
 measured.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
 import os

@@ -4,8 +4,7 @@ Loops and `pl.when` hang on scalars that are known when nothing has run: grid in
 and the slot of a sequence's last token. Following them counts what is executed, and only that.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import functools
 import operator
 import re

@@ -7,8 +7,7 @@ on results. Waiting for DMA and bank conflicts are not in these figures: nothing
 """
 
 import collections
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import inspect
@@ -25,13 +24,11 @@ import jax.numpy as jnp
 
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
-from kvjax.hardware import datasheets
-from kvjax.hardware import topology
+from kvjax.hardware import datasheets, topology
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.api import IMPLEMENTATIONS
 from kvjax.kernels.decode_attention.tpu import attention as tpu
-from kvjax.kernels.profile.tpu_schedule import CannotFollow
-from kvjax.kernels.profile.tpu_schedule import Schedule
+from kvjax.kernels.profile.tpu_schedule import CannotFollow, Schedule
 
 LENGTH = 32_768  # tokens of the cache that is compiled for
 _CHIPS = dict(v4="2x2x1", v5e="2x2", v5p="2x2x1", v6e="2x2")

@@ -11,14 +11,15 @@ import jax
 import numpy as np
 
 from kvjax.foundation.logs import log_once
-from kvjax.kernels.softmax_attention import cudnn
-from kvjax.kernels.softmax_attention import xla
-from kvjax.kernels.softmax_attention.placement import RESIDUALS
-from kvjax.kernels.softmax_attention.placement import Options
-from kvjax.kernels.softmax_attention.placement import platform
-from kvjax.kernels.softmax_attention.placement import sort_tokens
-from kvjax.kernels.softmax_attention.placement import ways
-from kvjax.kernels.softmax_attention.placement import zigzag
+from kvjax.kernels.softmax_attention import cudnn, xla
+from kvjax.kernels.softmax_attention.placement import (
+    RESIDUALS,
+    Options,
+    platform,
+    sort_tokens,
+    ways,
+    zigzag,
+)
 
 __all__ = ["RESIDUALS", "softmax_attention", "sort_tokens", "zigzag"]
 

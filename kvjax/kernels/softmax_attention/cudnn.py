@@ -8,12 +8,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.softmax_attention.placement import Options
-from kvjax.kernels.softmax_attention.placement import check_division
-from kvjax.kernels.softmax_attention.placement import equal_dims
-from kvjax.kernels.softmax_attention.placement import not_taken
-from kvjax.kernels.softmax_attention.placement import on_every_device
-from kvjax.kernels.softmax_attention.placement import ways
+from kvjax.kernels.softmax_attention.placement import (
+    Options,
+    check_division,
+    equal_dims,
+    not_taken,
+    on_every_device,
+    ways,
+)
 
 
 def check(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:

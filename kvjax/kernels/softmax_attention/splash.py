@@ -6,22 +6,25 @@ Tests compile it ahead of time for v4, v5e, v5p and v6e, and run it by the inter
 import functools
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+    splash_attention_mask as splash_mask,
+)
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
-from kvjax.kernels.softmax_attention.placement import RESIDUALS
-from kvjax.kernels.softmax_attention.placement import Options
-from kvjax.kernels.softmax_attention.placement import both_positions
-from kvjax.kernels.softmax_attention.placement import check_division
-from kvjax.kernels.softmax_attention.placement import not_taken
-from kvjax.kernels.softmax_attention.placement import on_every_device
-from kvjax.kernels.softmax_attention.placement import platform
-from kvjax.kernels.softmax_attention.placement import sort_tokens
-from kvjax.kernels.softmax_attention.placement import ways
+from kvjax.kernels.softmax_attention.placement import (
+    RESIDUALS,
+    Options,
+    both_positions,
+    check_division,
+    not_taken,
+    on_every_device,
+    platform,
+    sort_tokens,
+    ways,
+)
 
 _LANES = 128  # of a TPU's vector unit: splash's blocks are multiples of it
 _BLOCK = 1024  # queries and keys of a block of splash

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kernels.softmax_attention.placement import Options
-from kvjax.kernels.softmax_attention.placement import both_positions
-from kvjax.kernels.softmax_attention.placement import equal_dims
+from kvjax.kernels.softmax_attention.placement import Options, both_positions, equal_dims
 
 
 def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:

@@ -4,11 +4,8 @@ import os
 import signal
 import sys
 
-from kvjax.sandbox.inside import landlock
-from kvjax.sandbox.inside import limits
-from kvjax.sandbox.inside import seccomp
-from kvjax.sandbox.inside.kernel import drop_capabilities
-from kvjax.sandbox.inside.kernel import prctl
+from kvjax.sandbox.inside import landlock, limits, seccomp
+from kvjax.sandbox.inside.kernel import drop_capabilities, prctl
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 

@@ -5,8 +5,7 @@ import io
 import json
 import sys
 
-from kvjax.sandbox.inside import candidate
-from kvjax.sandbox.inside import judge
+from kvjax.sandbox.inside import candidate, judge
 from kvjax.sandbox.inside.channel import Channel
 
 # The first is seeded; the second may need a library that cannot be read later.

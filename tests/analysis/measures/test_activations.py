@@ -12,8 +12,7 @@ import pytest
 from kvjax.analysis.measures import activations
 from kvjax.analysis.measures.activations import Mask
 from kvjax.attention import Attention
-from kvjax.convert import model as model_lib
-from kvjax.convert import perplexity
+from kvjax.convert import model as model_lib, perplexity
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.model import decoder

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax.analysis.measures import diversity
-from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import diversity, heads as heads_lib
 from kvjax.analysis.measures.heads import Heads
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope

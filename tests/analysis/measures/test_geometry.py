@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvjax.analysis.measures import geometry
-from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import geometry, heads as heads_lib
 from kvjax.analysis.measures.geometry import Parts
 from kvjax.convert import model as model_lib
 from kvjax.foundation.errors import UserError

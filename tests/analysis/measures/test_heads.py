@@ -17,8 +17,7 @@ from kvjax.layers import rope
 from tests import quick
 from tests.compiled import compiled
 from tests.convert import workdirs
-from tests.mechanisms import MECHANISMS
-from tests.mechanisms import random_values
+from tests.mechanisms import MECHANISMS, random_values
 
 D, BASE = 24, 100.0
 

@@ -4,14 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import key_drift
-from kvjax.analysis.measures import key_subspaces
-from kvjax.analysis.measures import key_ways
-from kvjax.analysis.measures import logits
-from kvjax.analysis.measures.activations import Layer
-from kvjax.analysis.measures.activations import Mask
+from kvjax.analysis.measures import (
+    activations,
+    heads as heads_lib,
+    key_drift,
+    key_subspaces,
+    key_ways,
+    logits,
+)
+from kvjax.analysis.measures.activations import Layer, Mask
 from kvjax.analysis.measures.key_subspaces import Rope
 from kvjax.layers import rope as rope_lib
 from tests.convert import workdirs

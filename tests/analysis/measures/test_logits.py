@@ -5,9 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import logits
-from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures import heads as heads_lib, logits, spectrum
 from kvjax.analysis.measures.activations import Mask
 
 N, K, H, SCALE = 4, 2, 5, 0.3

@@ -7,8 +7,7 @@ import pytest
 from scipy.spatial import distance
 
 from kvjax.analysis.measures import patterns
-from kvjax.analysis.measures.activations import Mask
-from kvjax.analysis.measures.activations import softmax
+from kvjax.analysis.measures.activations import Mask, softmax
 
 T, N = 12, 4
 MASKS = [Mask(), Mask(window=5), Mask(causal=False)]

@@ -4,9 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import logits
-from kvjax.analysis.measures import truncation
+from kvjax.analysis.measures import activations, logits, truncation
 from kvjax.analysis.measures.activations import Mask
 from tests import quick
 from tests.convert import workdirs

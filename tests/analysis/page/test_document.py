@@ -10,14 +10,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from kvjax.analysis.page import document
-from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Column
-from kvjax.analysis.page.section import Curve
-from kvjax.analysis.page.section import Figure
-from kvjax.analysis.page.section import Section
-from kvjax.analysis.page.section import Table
-from kvjax.analysis.page.section import Text
+from kvjax.analysis.page import document, draw
+from kvjax.analysis.page.section import Column, Curve, Figure, Section, Table, Text
 
 TEXT = Text(
     "The effective rank of the heads of each layer, uncentered and centered.",

@@ -20,8 +20,7 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from kvjax.analysis.page import draw
-from kvjax.analysis.page import svg as svg_lib
+from kvjax.analysis.page import draw, svg as svg_lib
 from tests import golden
 from tests.analysis.page.test_document import drawings
 

@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import cka
-from kvjax.analysis.measures import diversity
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import patterns
+from kvjax.analysis.measures import activations, cka, diversity, heads as heads_lib, patterns
 from kvjax.analysis.measures.activations import Mask
 from kvjax.analysis.page import document
-from kvjax.analysis.reports.behaviour import measurements
-from kvjax.analysis.reports.behaviour import report as report
-from kvjax.analysis.reports.behaviour.results import DISTANCES
-from kvjax.analysis.reports.behaviour.results import Results
+from kvjax.analysis.reports.behaviour import measurements, report as report
+from kvjax.analysis.reports.behaviour.results import DISTANCES, Results
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
 from tests import golden

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import cut_keys
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import key_drift
-from kvjax.analysis.measures import key_subspaces
-from kvjax.analysis.measures import key_ways
-from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures import (
+    activations,
+    cut_keys,
+    heads as heads_lib,
+    key_drift,
+    key_subspaces,
+    key_ways,
+    spectrum,
+)
 from kvjax.analysis.measures.activations import Mask
 from kvjax.analysis.measures.cut_keys import Cut
-from kvjax.analysis.measures.key_ways import AFTER
-from kvjax.analysis.measures.key_ways import BEFORE
+from kvjax.analysis.measures.key_ways import AFTER, BEFORE
 from kvjax.analysis.page import document
-from kvjax.analysis.reports.compression import measurements
-from kvjax.analysis.reports.compression import report as report
+from kvjax.analysis.reports.compression import measurements, report as report
 from kvjax.analysis.reports.compression.results import Results
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError

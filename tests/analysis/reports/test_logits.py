@@ -8,19 +8,13 @@ import re
 import numpy as np
 import pytest
 
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import logits
-from kvjax.analysis.measures import spectrum
-from kvjax.analysis.measures import truncation
+from kvjax.analysis.measures import activations, heads as heads_lib, logits, spectrum, truncation
 from kvjax.analysis.measures.activations import Mask
 from kvjax.analysis.measures.spread import spread
 from kvjax.analysis.page import document
-from kvjax.analysis.reports.logits import measurements
-from kvjax.analysis.reports.logits import report as report
+from kvjax.analysis.reports.logits import measurements, report as report
 from kvjax.analysis.reports.logits.results import Results
-from kvjax.analysis.request import Request
-from kvjax.analysis.request import reference_length
+from kvjax.analysis.request import Request, reference_length
 from kvjax.foundation.errors import UserError
 from tests import golden
 from tests.convert import workdirs

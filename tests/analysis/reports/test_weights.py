@@ -8,20 +8,14 @@ import numpy as np
 import pytest
 
 from kvjax.analysis import words
-from kvjax.analysis.measures import diversity
-from kvjax.analysis.measures import geometry
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import projections
+from kvjax.analysis.measures import diversity, geometry, heads as heads_lib, projections
 from kvjax.analysis.reports.diversity import report as diversity_report
 from kvjax.analysis.reports.diversity.measurements import Found
-from kvjax.analysis.reports.geometry import evolution
-from kvjax.analysis.reports.geometry import measurements
-from kvjax.analysis.reports.geometry import report as geometry_report
+from kvjax.analysis.reports.geometry import evolution, measurements, report as geometry_report
 from kvjax.analysis.reports.projections import report as projections_report
 from kvjax.analysis.request import Request
 from kvjax.foundation.errors import UserError
-from tests import golden
-from tests import quick
+from tests import golden, quick
 from tests.convert import workdirs
 from tests.convert.workdirs import grouped
 

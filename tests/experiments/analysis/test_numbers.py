@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from experiments.analysis import numbers
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import diversity
-from kvjax.analysis.measures import geometry
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import logits
-from kvjax.analysis.measures import patterns
-from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures import (
+    activations,
+    diversity,
+    geometry,
+    heads as heads_lib,
+    logits,
+    patterns,
+    spectrum,
+)
 from kvjax.analysis.request import Request
 from tests.convert import workdirs
 

@@ -5,14 +5,10 @@ import pytest
 
 from experiments.analysis import whisper_model
 from experiments.conversion import whisper as whisper_lib
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import cut_keys
-from kvjax.analysis.measures import heads as heads_lib
+from kvjax.analysis.measures import activations, cut_keys, heads as heads_lib
 from kvjax.foundation.errors import UserError
 from tests.experiments.conversion import whisper_stand_in as stand_in
-from tests.experiments.conversion.whisper_stand_in import LAYERS
-from tests.experiments.conversion.whisper_stand_in import T
-from tests.experiments.conversion.whisper_stand_in import V
+from tests.experiments.conversion.whisper_stand_in import LAYERS, T, V
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import authors_code
-from experiments.benchmarks.authors import clones
-from experiments.benchmarks.authors import copying
-from experiments.benchmarks.authors import loading
+from experiments.benchmarks.authors import clones, copying, loading
 from experiments.benchmarks.authors.comparisons import ALL
-from kvjax.foundation.checkout import EXPERIMENTS
-from kvjax.foundation.checkout import RESULTS
+from kvjax.foundation.checkout import EXPERIMENTS, RESULTS
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 

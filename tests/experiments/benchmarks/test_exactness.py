@@ -6,10 +6,8 @@ import pytest
 
 from experiments.benchmarks import exactness
 from kvjax.attention import GroupedConfig
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.transformer import Compute, Transformer
 
 
 def _model(randomise):

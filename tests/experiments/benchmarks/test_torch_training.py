@@ -16,9 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from experiments.benchmarks import contender  # noqa: E402
-from experiments.benchmarks import torch_training  # noqa: E402
-from experiments.benchmarks import train_benchmark  # noqa: E402
+from experiments.benchmarks import contender, torch_training, train_benchmark  # noqa: E402
 from kvjax.costs import formulas  # noqa: E402
 from kvjax.distributed import sharding  # noqa: E402
 from kvjax.model.loss import mean_loss  # noqa: E402

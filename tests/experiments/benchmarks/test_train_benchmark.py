@@ -9,8 +9,7 @@ import types
 import jax
 import pytest
 
-from experiments.benchmarks import contender
-from experiments.benchmarks import train_benchmark as benchmark
+from experiments.benchmarks import contender, train_benchmark as benchmark
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
 

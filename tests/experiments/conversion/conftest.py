@@ -3,9 +3,7 @@
 import pytest
 
 from experiments import record
-from experiments.conversion import texts
-from experiments.conversion import whisper_converted
-from experiments.conversion import whisper_tuning
+from experiments.conversion import texts, whisper_converted, whisper_tuning
 from experiments.studies import conversion
 from kvjax.foundation import command_line
 from tests.experiments.conversion import whisper_stand_in as stand_in

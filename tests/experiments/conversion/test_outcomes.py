@@ -1,8 +1,6 @@
 """Every variant that is tuned has a name in words."""
 
-from experiments.conversion import outcomes
-from experiments.conversion import smollm2
-from experiments.conversion import whisper_tuning
+from experiments.conversion import outcomes, smollm2, whisper_tuning
 
 
 def test_all_variants_have_words():

@@ -5,9 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.conversion import kept
-from experiments.conversion import outcomes as outcomes_lib
-from experiments.conversion import plots
+from experiments.conversion import kept, outcomes as outcomes_lib, plots
 from kvjax.foundation.estimate import estimate
 
 pytestmark = pytest.mark.usefixtures("small")

@@ -7,20 +7,14 @@ from etils import epath
 import numpy as np
 import pytest
 
-from experiments.conversion import curves
-from experiments.conversion import kept
-from experiments.conversion import smollm2
-from experiments.conversion import tables
+from experiments.conversion import curves, kept, smollm2, tables
 from kvjax.attention import GroupedConfig
-from kvjax.convert import __main__ as convert_command
-from kvjax.convert import into_workdir
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import ThinKeys
+from kvjax.convert import __main__ as convert_command, into_workdir
+from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
-from kvjax.model.config import BlockConfig
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
 from tests import runs
 
 pytestmark = pytest.mark.usefixtures("small")

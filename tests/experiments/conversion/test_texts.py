@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.conversion import texts
-from kvjax.data import config as config_lib
-from kvjax.data import sources
+from kvjax.data import config as config_lib, sources
 from kvjax.foundation.errors import UserError
 
 

@@ -10,23 +10,13 @@ import numpy as np
 import pytest
 from scipy import special
 
-from experiments.conversion import ctranslate2
-from experiments.conversion import whisper
+from experiments.conversion import ctranslate2, whisper
 from kvjax import cache as cache_lib
 from kvjax.attention import Attention
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation.errors import UserError
 from tests.experiments.conversion import whisper_stand_in as stand_in
-from tests.experiments.conversion.whisper_stand_in import LAYERS
-from tests.experiments.conversion.whisper_stand_in import TYPES
-from tests.experiments.conversion.whisper_stand_in import D
-from tests.experiments.conversion.whisper_stand_in import F
-from tests.experiments.conversion.whisper_stand_in import H
-from tests.experiments.conversion.whisper_stand_in import M
-from tests.experiments.conversion.whisper_stand_in import N
-from tests.experiments.conversion.whisper_stand_in import S
-from tests.experiments.conversion.whisper_stand_in import T
-from tests.experiments.conversion.whisper_stand_in import V
+from tests.experiments.conversion.whisper_stand_in import LAYERS, TYPES, D, F, H, M, N, S, T, V
 
 # -- the definition --------------------------------------------------------------------------------
 

@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 
 from experiments import record
-from experiments.conversion import curves
-from experiments.conversion import kept
-from experiments.conversion import tables
-from experiments.conversion import whisper as whisper_lib
-from experiments.conversion import whisper_converted
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import ThinKeys
+from experiments.conversion import curves, kept, tables, whisper as whisper_lib, whisper_converted
+from kvjax.convert.methods import LowRankKV, ThinKeys
 
 pytestmark = pytest.mark.usefixtures("small")
 

@@ -6,13 +6,9 @@ from flax import traverse_util
 import numpy as np
 import pytest
 
-from experiments.conversion import curves
-from experiments.conversion import kept
-from experiments.conversion import whisper as whisper_lib
-from experiments.conversion import whisper_tuning
+from experiments.conversion import curves, kept, whisper as whisper_lib, whisper_tuning
 from experiments.conversion.whisper_tuning import Setting
-from kvjax.convert.methods import LowRankKV
-from kvjax.convert.methods import ThinKeys
+from kvjax.convert.methods import LowRankKV, ThinKeys
 
 pytestmark = pytest.mark.usefixtures("small")
 

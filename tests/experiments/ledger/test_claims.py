@@ -5,10 +5,7 @@ import re
 import pytest
 
 from experiments import claims
-from experiments.ledger import lrkv
-from experiments.ledger import projection_sharing
-from experiments.ledger import thin_keys
-from experiments.ledger import verdicts
+from experiments.ledger import lrkv, projection_sharing, thin_keys, verdicts
 from kvjax.foundation.checkout import EXPERIMENTS
 
 # Numbered in the papers: how many tables, how many figures.

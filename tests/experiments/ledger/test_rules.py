@@ -5,12 +5,14 @@ import math
 
 import pytest
 
-from experiments.ledger import lrkv_figures
-from experiments.ledger import lrkv_heads
-from experiments.ledger import results as results_lib
-from experiments.ledger import small_tasks
-from experiments.ledger import thin_keys_rules
-from experiments.ledger import verdicts
+from experiments.ledger import (
+    lrkv_figures,
+    lrkv_heads,
+    results as results_lib,
+    small_tasks,
+    thin_keys_rules,
+    verdicts,
+)
 from experiments.ledger.verdicts import Claim
 from experiments.tasks import sequences
 

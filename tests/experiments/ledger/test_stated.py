@@ -4,17 +4,19 @@ import json
 
 import pytest
 
-from experiments.ledger import logit_spectra
-from experiments.ledger import logit_spectra_proved
-from experiments.ledger import lrkv_figures
-from experiments.ledger import lrkv_stated
-from experiments.ledger import projection_sharing_caches as caches
-from experiments.ledger import projection_sharing_stated
-from experiments.ledger import results as results_lib
-from experiments.ledger import rounded
-from experiments.ledger import thin_keys_rules
-from experiments.ledger import thin_keys_stated
-from experiments.ledger import verdicts
+from experiments.ledger import (
+    logit_spectra,
+    logit_spectra_proved,
+    lrkv_figures,
+    lrkv_stated,
+    projection_sharing_caches as caches,
+    projection_sharing_stated,
+    results as results_lib,
+    rounded,
+    thin_keys_rules,
+    thin_keys_stated,
+    verdicts,
+)
 from kvjax.analysis.measures import logits
 
 

@@ -4,21 +4,21 @@ import json
 
 import pytest
 
-from experiments.ledger import results as results_lib
-from experiments.ledger import verdicts
-from experiments.ledger.out_of_reach import AtScale
-from experiments.ledger.out_of_reach import Undefined
-from experiments.ledger.verdicts import Allows
-from experiments.ledger.verdicts import AllSame
-from experiments.ledger.verdicts import Cases
-from experiments.ledger.verdicts import Chain
-from experiments.ledger.verdicts import Claim
-from experiments.ledger.verdicts import Computed
-from experiments.ledger.verdicts import Differs
-from experiments.ledger.verdicts import Found
-from experiments.ledger.verdicts import OfItself
-from experiments.ledger.verdicts import Same
-from experiments.ledger.verdicts import Tabulated
+from experiments.ledger import results as results_lib, verdicts
+from experiments.ledger.out_of_reach import AtScale, Undefined
+from experiments.ledger.verdicts import (
+    Allows,
+    AllSame,
+    Cases,
+    Chain,
+    Claim,
+    Computed,
+    Differs,
+    Found,
+    OfItself,
+    Same,
+    Tabulated,
+)
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.estimate import Estimate
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.studies import depth_8
-from experiments.studies.grid import Kept
-from experiments.studies.grid import Run
+from experiments.studies.grid import Kept, Run
 from experiments.tables import study_figures
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import RESULTS

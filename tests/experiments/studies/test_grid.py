@@ -12,12 +12,8 @@ import time
 
 import pytest
 
-from experiments.studies import code as code_lib
-from experiments.studies import grid
-from experiments.studies import side_by_side
-from experiments.studies.grid import Cell
-from experiments.studies.grid import Kept
-from experiments.studies.grid import Run
+from experiments.studies import code as code_lib, grid, side_by_side
+from experiments.studies.grid import Cell, Kept, Run
 from kvjax import experiment as experiment_lib
 from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS

@@ -9,8 +9,7 @@ import pytest
 from experiments import record
 from experiments.analysis import numbers as numbers_lib
 from experiments.analysis.head_tables import Run
-from experiments.studies import grid
-from experiments.studies import head_diversity
+from experiments.studies import grid, head_diversity
 from experiments.studies.demo_size import STUDIES
 from experiments.studies.grid import Run as GridRun
 from kvjax.foundation import command_line

@@ -7,11 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.studies import images
-from experiments.studies import set_anomaly
-from experiments.tasks import anomalies
-from experiments.tasks import encoders
-from experiments.tasks import images as images_lib
+from experiments.studies import images, set_anomaly
+from experiments.tasks import anomalies, encoders, images as images_lib
 from kvjax.foundation.errors import UserError
 from kvjax.model.labeller import Labeller
 

@@ -9,11 +9,13 @@ import jax
 import pytest
 
 from experiments import record
-from experiments.studies import code as code_lib
-from experiments.studies import cross_attention
-from experiments.studies import in_process
-from experiments.studies import sequence_tasks
-from experiments.studies import set_anomaly
+from experiments.studies import (
+    code as code_lib,
+    cross_attention,
+    in_process,
+    sequence_tasks,
+    set_anomaly,
+)
 from experiments.studies.in_process import Cell
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import ROOT

@@ -7,9 +7,7 @@ import types
 import pytest
 
 from experiments import record
-from experiments.studies import grid
-from experiments.studies import language_models
-from experiments.studies import side_by_side
+from experiments.studies import grid, language_models, side_by_side
 from experiments.studies.demo_size import STUDIES
 from experiments.studies.grid import Run
 from kvjax.costs import formulas

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.studies import linear_attention
-from experiments.studies.linear_attention import KINDS
-from experiments.studies.linear_attention import TASKS
+from experiments.studies.linear_attention import KINDS, TASKS
 from experiments.tasks import text
 from kvjax.model.recurrent import RecurrentTransformer
 from kvjax.model.transformer import Transformer

@@ -8,12 +8,9 @@ import pytest
 
 from experiments import record
 from experiments.analysis import report as report_lib
-from experiments.analysis.spectra import LEAST
-from experiments.analysis.spectra import MOST
-from experiments.analysis.spectra import Spectra
+from experiments.analysis.spectra import LEAST, MOST, Spectra
 from experiments.studies import logit_spectra
-from kvjax.analysis import __main__ as analysis
-from kvjax.analysis import reports
+from kvjax.analysis import __main__ as analysis, reports
 from kvjax.analysis.request import Request
 from kvjax.foundation import command_line
 from tests.experiments.conversion import whisper_stand_in as stand_in

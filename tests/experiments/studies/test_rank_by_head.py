@@ -10,14 +10,12 @@ import pytest
 
 from experiments.studies import rank_by_head
 from experiments.studies.rank_allocation import allocation
-from experiments.studies.rank_by_head import Judge
-from experiments.studies.rank_by_head import Residuals
+from experiments.studies.rank_by_head import Judge, Residuals
 from kvjax import experiment as experiment_lib
 from kvjax.analysis.measures import spectrum
 from kvjax.foundation.errors import UserError
 from kvjax.model.loss import token_losses
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 from tests import runs
 
 L, D, K, R, H = 2, 12, 3, 4, 6

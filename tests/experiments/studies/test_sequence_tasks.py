@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.studies import diagonal
-from experiments.studies import sequence_tasks
+from experiments.studies import diagonal, sequence_tasks
 from experiments.studies.kept import Kept
 from experiments.tasks import encoders
 from kvjax.attention.diagonal import DiagonalConfig

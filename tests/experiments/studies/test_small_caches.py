@@ -5,10 +5,7 @@ import json
 import pytest
 
 from experiments import record
-from experiments.studies import grid
-from experiments.studies import side_by_side
-from experiments.studies import small_caches
-from experiments.studies import small_caches_speed
+from experiments.studies import grid, side_by_side, small_caches, small_caches_speed
 from kvjax.foundation import command_line
 
 BPB = {"mha": 2.0, "lrkv": 1.9, "gla_narrow": 2.1}

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from experiments.tables import cards
-from experiments.tables import figures
+from experiments.tables import cards, figures
 from kvjax.foundation import command_line
 from kvjax.foundation.checkout import RESULTS
 

@@ -2,9 +2,7 @@
 
 import pytest
 
-from experiments.tables import cards
-from experiments.tables import model_figures
-from experiments.tables import study_figures
+from experiments.tables import cards, model_figures, study_figures
 from tests.experiments.tables.test_study_figures import points
 
 

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.tables import paper_tables
-from experiments.tables import tables_lrkv
-from experiments.tables import tables_projection_sharing as sharing
+from experiments.tables import paper_tables, tables_lrkv, tables_projection_sharing as sharing
 from experiments.tables.paper_figure import Figure
 from kvjax import recipes
 from kvjax.costs import formulas

@@ -10,8 +10,7 @@ import sys
 import jax
 import pytest
 
-from experiments.tables import lab_notes
-from experiments.tables import scaling_table
+from experiments.tables import lab_notes, scaling_table
 from kvjax.aot import __main__ as aot
 from kvjax.distributed import sharding
 from kvjax.foundation import command_line

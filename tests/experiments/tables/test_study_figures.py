@@ -5,8 +5,7 @@ import json
 import pytest
 
 from experiments.studies.demo_size import STUDIES
-from experiments.tables import cards
-from experiments.tables import study_figures
+from experiments.tables import cards, study_figures
 
 
 def _model(cell, against="", difference=None, half=None):

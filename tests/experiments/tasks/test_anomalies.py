@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.tasks import anomalies
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import DataError, MissingDataError
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from PIL import Image
 import pytest
 
 from experiments.tasks import images
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import DataError, MissingDataError
 
 _RNG = np.random.default_rng(0)
 

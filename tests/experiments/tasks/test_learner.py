@@ -9,11 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.studies import sequence_tasks
-from experiments.studies import thin_keys_tasks
-from experiments.tasks import encoders
-from experiments.tasks import learner
-from experiments.tasks import sequences
+from experiments.studies import sequence_tasks, thin_keys_tasks
+from experiments.tasks import encoders, learner, sequences
 from kvjax.model.labeller import Labeller
 from kvjax.model.transformer import Transformer
 

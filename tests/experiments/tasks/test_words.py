@@ -6,8 +6,7 @@ from pyarrow import parquet
 import pytest
 
 from experiments.tasks import words
-from kvjax.foundation.errors import DataError
-from kvjax.foundation.errors import MissingDataError
+from kvjax.foundation.errors import DataError, MissingDataError
 
 LINES = dict(
     train=[" ", " = Heading = ", " The cat <unk> the Hat ", "a cat , <unk>"],

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.stripes import Stripes
-from kvjax.kernels.decode_attention import reference
-from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention import reference, shapes
 from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
 from kvjax.kernels.profile.agreement import TOLERANCE
 

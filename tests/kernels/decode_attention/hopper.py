@@ -28,14 +28,10 @@ import inspect
 from unittest import mock
 
 import jax
-from jax._src import callback as jax_callback
-from jax._src import source_info_util
+from jax._src import callback as jax_callback, source_info_util
 from jax._src.pallas.mosaic.interpret import race_detection_state
-from jax._src.pallas.mosaic_gpu import core
-from jax._src.pallas.mosaic_gpu import primitives
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
-from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+from jax._src.pallas.mosaic_gpu import core, primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.foundation import logs
-from kvjax.kernels.decode_attention import api
-from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention import api, shapes
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 
 

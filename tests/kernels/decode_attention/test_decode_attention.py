@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention import reference
-from kvjax.kernels.decode_attention import xla
+from kvjax.kernels.decode_attention import cache_layouts, reference, xla
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredSizes
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
@@ -22,11 +20,7 @@ from kvjax.kernels.decode_attention.cache_layouts.rebuilt import RebuiltSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.cache_layouts.tensor_product import TensorProductSizes
 from kvjax.kernels.decode_attention.cache_layouts.tied import TiedSizes
-from kvjax.kernels.decode_attention.shapes import OURS
-from kvjax.kernels.decode_attention.shapes import RIVALS
-from kvjax.kernels.decode_attention.shapes import SHAPES
-from kvjax.kernels.decode_attention.shapes import abstract
-from kvjax.kernels.decode_attention.shapes import bytes_per_token
+from kvjax.kernels.decode_attention.shapes import OURS, RIVALS, SHAPES, abstract, bytes_per_token
 from kvjax.layers import rope
 from tests import quick
 from tests.kernels.decode_attention import agreement

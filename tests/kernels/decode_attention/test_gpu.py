@@ -12,18 +12,14 @@ import pytest
 
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import topology
-from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention import cache_layouts, shapes
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
-from kvjax.kernels.decode_attention.gpu import attention as gpu
-from kvjax.kernels.decode_attention.gpu import plans
+from kvjax.kernels.decode_attention.gpu import attention as gpu, plans
 from kvjax.kernels.profile import gpu_static
 from tests import quick
-from tests.kernels.decode_attention import agreement
-from tests.kernels.decode_attention import hopper
-from tests.kernels.decode_attention import ptx
+from tests.kernels.decode_attention import agreement, hopper, ptx
 
 INTERPRET = hopper.InterpretGPUParams(detect_races=True)
 slow = pytest.mark.slow

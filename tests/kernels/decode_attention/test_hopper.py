@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from tests import quick
-from tests.kernels.decode_attention import agreement
-from tests.kernels.decode_attention import hopper
+from tests.kernels.decode_attention import agreement, hopper
 
 _TILE = (64, 64)
 

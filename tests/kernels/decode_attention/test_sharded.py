@@ -21,10 +21,7 @@ from kvjax.attention import Attention
 from kvjax.cache.stripes import Stripes
 from kvjax.decoding import program
 from kvjax.hardware import topology
-from kvjax.kernels.decode_attention import api
-from kvjax.kernels.decode_attention import shapes
-from kvjax.kernels.decode_attention import sharded
-from kvjax.kernels.decode_attention import xla
+from kvjax.kernels.decode_attention import api, shapes, sharded, xla
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes

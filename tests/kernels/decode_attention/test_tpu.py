@@ -11,23 +11,18 @@ import numpy as np
 import pytest
 
 from kvjax.hardware import topology
-from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention import cache_layouts, shapes
 from kvjax.kernels.decode_attention.api import decode_attention
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.gpu import attention as gpu
-from kvjax.kernels.decode_attention.shapes import OURS
-from kvjax.kernels.decode_attention.shapes import RIVALS
-from kvjax.kernels.decode_attention.shapes import SHAPES
-from kvjax.kernels.decode_attention.tpu import attention as tpu
-from kvjax.kernels.decode_attention.tpu import operators
+from kvjax.kernels.decode_attention.shapes import OURS, RIVALS, SHAPES
+from kvjax.kernels.decode_attention.tpu import attention as tpu, operators
 from kvjax.kernels.decode_attention.tpu.interfaces import Component
 from kvjax.kernels.decode_attention.tpu.pipeline import attend
 from kvjax.kernels.profile import tpu_static
-from tests.kernels.decode_attention import agreement
-from tests.kernels.decode_attention import parts as plain_parts
+from tests.kernels.decode_attention import agreement, parts as plain_parts
 
 INTERPRET = pltpu.InterpretParams(
     detect_races=True,

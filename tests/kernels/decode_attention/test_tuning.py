@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.foundation import logs
-from kvjax.kernels.decode_attention import shapes
-from kvjax.kernels.decode_attention import tuning
+from kvjax.kernels.decode_attention import shapes, tuning
 from kvjax.kernels.decode_attention.gpu import attention as gpu
 from kvjax.kernels.decode_attention.tpu import attention as tpu
 

@@ -5,21 +5,18 @@ import functools
 
 from flax import nnx
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import experiment as experiment_lib
-from kvjax import recipes
+from kvjax import experiment as experiment_lib, recipes
 from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention.gpu import attention as gpu
 from kvjax.kernels.decode_attention.tpu import attention as tpu
 from kvjax.model import decoder as decoder_lib
 from kvjax.model.decoder import Decoder
-from kvjax.model.transformer import Compute
-from kvjax.model.transformer import Transformer
+from kvjax.model.transformer import Compute, Transformer
 
 ATTENTION = dict(
     lrkv=recipes.lrkv(6, rank=64), gqa=recipes.gqa(6, kv_heads=3), mla=recipes.mla(6, latent=256)

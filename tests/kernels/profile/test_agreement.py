@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 from kvjax.foundation import command_line
-from kvjax.kernels.decode_attention import reference
-from kvjax.kernels.decode_attention import shapes
-from kvjax.kernels.profile import __main__ as profile
-from kvjax.kernels.profile import agreement
-from kvjax.kernels.profile import measured
+from kvjax.kernels.decode_attention import reference, shapes
+from kvjax.kernels.profile import __main__ as profile, agreement, measured
 
 
 def _run(**changes):

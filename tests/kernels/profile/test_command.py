@@ -13,18 +13,12 @@ from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 import pytest
 
-from kvjax.foundation import command_line
-from kvjax.foundation import provenance
+from kvjax.foundation import command_line, provenance
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.hardware import datasheets
-from kvjax.kernels.decode_attention import shapes
-from kvjax.kernels.decode_attention import tuning
-from kvjax.kernels.profile import __main__ as profile
-from kvjax.kernels.profile import agreement
-from kvjax.kernels.profile import measured
-from kvjax.kernels.profile import static
-from kvjax.kernels.profile import tpu_static
+from kvjax.kernels.decode_attention import shapes, tuning
+from kvjax.kernels.profile import __main__ as profile, agreement, measured, static, tpu_static
 
 
 @pytest.fixture

@@ -11,15 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.attention import GroupedConfig
-from kvjax.attention import MLAConfig
-from kvjax.kernels.decode_attention import shapes
-from kvjax.kernels.decode_attention import tuning
+from kvjax.attention import GroupedConfig, MLAConfig
+from kvjax.kernels.decode_attention import shapes, tuning
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
-from kvjax.kernels.profile import contenders
-from kvjax.kernels.profile import measured
-from kvjax.kernels.profile import timing
+from kvjax.kernels.profile import contenders, measured, timing
 
 
 @pytest.fixture(scope="module", autouse=True)

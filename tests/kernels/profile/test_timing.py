@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.decode_attention import cache_layouts
-from kvjax.kernels.decode_attention import shapes
+from kvjax.kernels.decode_attention import cache_layouts, shapes
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
-from kvjax.kernels.profile import contenders
-from kvjax.kernels.profile import side_by_side
-from kvjax.kernels.profile import timing
+from kvjax.kernels.profile import contenders, side_by_side, timing
 
 
 def test_every_call_of_a_chain_runs_after_the_one_before_on_the_next_cache():

@@ -13,8 +13,7 @@ import pytest
 
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.profile import tpu_schedule
-from kvjax.kernels.profile import tpu_static
+from kvjax.kernels.profile import tpu_schedule, tpu_static
 
 RECORDED = pathlib.Path(__file__).parent / "tpu_schedules"
 

@@ -4,19 +4,15 @@ import types
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
 
-from kvjax.kernels.softmax_attention import api
-from kvjax.kernels.softmax_attention import cudnn as cudnn_lib
-from kvjax.kernels.softmax_attention.api import softmax_attention
-from kvjax.kernels.softmax_attention.api import zigzag
+from kvjax.kernels.softmax_attention import api, cudnn as cudnn_lib
+from kvjax.kernels.softmax_attention.api import softmax_attention, zigzag
 from tests import quick
 from tests.kernels.softmax_attention import cases
-from tests.kernels.softmax_attention.cases import BFLOAT16
-from tests.kernels.softmax_attention.cases import FLOAT32
+from tests.kernels.softmax_attention.cases import BFLOAT16, FLOAT32
 
 
 @pytest.fixture

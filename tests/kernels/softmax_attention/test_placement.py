@@ -4,14 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
 
 from kvjax.foundation.errors import UserError
-from kvjax.kernels.softmax_attention.api import softmax_attention
-from kvjax.kernels.softmax_attention.api import zigzag
+from kvjax.kernels.softmax_attention.api import softmax_attention, zigzag
 from tests import quick
 from tests.kernels.softmax_attention import cases
 

@@ -3,25 +3,22 @@
 import functools
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask as splash_mask,
+    splash_attention_mask_info as mask_info,
+)
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
 
 from kvjax.foundation import logs
 from kvjax.hardware import topology
-from kvjax.kernels.softmax_attention import api
-from kvjax.kernels.softmax_attention import splash
-from kvjax.kernels.softmax_attention.api import softmax_attention
-from kvjax.kernels.softmax_attention.api import zigzag
+from kvjax.kernels.softmax_attention import api, splash
+from kvjax.kernels.softmax_attention.api import softmax_attention, zigzag
 from tests import quick
 from tests.kernels.softmax_attention import cases
-from tests.kernels.softmax_attention.cases import AXES
-from tests.kernels.softmax_attention.cases import BFLOAT16
-from tests.kernels.softmax_attention.cases import FLOAT32
+from tests.kernels.softmax_attention.cases import AXES, BFLOAT16, FLOAT32
 
 # -- interpreted -----------------------------------------------------------------------------------
 

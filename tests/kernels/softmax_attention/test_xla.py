@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels.softmax_attention.api import softmax_attention
-from kvjax.kernels.softmax_attention.api import zigzag
+from kvjax.kernels.softmax_attention.api import softmax_attention, zigzag
 from tests.kernels.softmax_attention import cases
 
 B, T, S, N, K, H, HV = 3, 8, 12, 6, 2, 5, 7

@@ -1,19 +1,19 @@
 """What every head of a model does on texts: what the report on behaviour shows."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 
 import numpy as np
 
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import cka
-from kvjax.analysis.measures import diversity
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import logits
-from kvjax.analysis.measures import patterns
-from kvjax.analysis.measures.activations import Layer
-from kvjax.analysis.measures.activations import Mask
+from kvjax.analysis.measures import (
+    activations,
+    cka,
+    diversity,
+    heads as heads_lib,
+    logits,
+    patterns,
+)
+from kvjax.analysis.measures.activations import Layer, Mask
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model
 from kvjax.foundation import progress

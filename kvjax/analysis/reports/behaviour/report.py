@@ -11,19 +11,11 @@ import math
 import numpy as np
 
 from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Figure
-from kvjax.analysis.page.section import Section
-from kvjax.analysis.page.section import Text
-from kvjax.analysis.reports.behaviour import measurements
-from kvjax.analysis.reports.behaviour import tables
-from kvjax.analysis.reports.behaviour.results import Head
-from kvjax.analysis.reports.behaviour.results import Results
-from kvjax.analysis.reports.behaviour.results import there
-from kvjax.analysis.request import Request
-from kvjax.analysis.request import check_texts
-from kvjax.analysis.request import reference_length
-from kvjax.analysis.words import in_words
-from kvjax.analysis.words import stages
+from kvjax.analysis.page.section import Figure, Section, Text
+from kvjax.analysis.reports.behaviour import measurements, tables
+from kvjax.analysis.reports.behaviour.results import Head, Results, there
+from kvjax.analysis.request import Request, check_texts, reference_length
+from kvjax.analysis.words import in_words, stages
 from kvjax.convert.model import Model
 from kvjax.foundation.errors import UserError
 

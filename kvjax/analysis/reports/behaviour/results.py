@@ -1,13 +1,11 @@
 """What was measured of a model's heads on texts, in the numbers that figures and tables show."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 
 import numpy as np
 
-from kvjax.analysis.reports.behaviour.measurements import Behaviour
-from kvjax.analysis.reports.behaviour.measurements import Measured
+from kvjax.analysis.reports.behaviour.measurements import Behaviour, Measured
 
 # What heads may be noticed for: the statistic, and whether the largest is meant.
 ROLES = {

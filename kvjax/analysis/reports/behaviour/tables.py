@@ -2,13 +2,8 @@
 
 import numpy as np
 
-from kvjax.analysis.page.section import Cell
-from kvjax.analysis.page.section import Column
-from kvjax.analysis.page.section import Table
-from kvjax.analysis.page.section import Text
-from kvjax.analysis.reports.behaviour.results import Head
-from kvjax.analysis.reports.behaviour.results import Results
-from kvjax.analysis.reports.behaviour.results import there
+from kvjax.analysis.page.section import Cell, Column, Table, Text
+from kvjax.analysis.reports.behaviour.results import Head, Results, there
 
 _EACH = 3  # heads of a role
 _STATISTICS = {

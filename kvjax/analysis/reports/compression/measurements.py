@@ -1,28 +1,25 @@
 """Keys of every head cut at equal rank in several ways, on texts: what the report shows."""
 
 import collections
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 
 import numpy as np
 
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import key_drift
-from kvjax.analysis.measures import key_subspaces
-from kvjax.analysis.measures import key_ways
-from kvjax.analysis.measures import logits
-from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures import (
+    activations,
+    heads as heads_lib,
+    key_drift,
+    key_subspaces,
+    key_ways,
+    logits,
+    spectrum,
+)
 from kvjax.analysis.measures.activations import Layer
-from kvjax.analysis.measures.cut_keys import Cut
-from kvjax.analysis.measures.cut_keys import Runs
+from kvjax.analysis.measures.cut_keys import Cut, Runs
 from kvjax.analysis.measures.heads import Heads
-from kvjax.analysis.measures.key_subspaces import Rope
-from kvjax.analysis.measures.key_subspaces import Subspaces
-from kvjax.analysis.measures.key_ways import AFTER
-from kvjax.analysis.measures.key_ways import CALIBRATED
-from kvjax.analysis.measures.key_ways import Way
+from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
+from kvjax.analysis.measures.key_ways import AFTER, CALIBRATED, Way
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model
 from kvjax.foundation import progress

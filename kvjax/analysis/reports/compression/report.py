@@ -1,19 +1,12 @@
 """The report on where the papers contradict each other: can a fixed subspace hold a head's keys?"""
 
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import key_ways
+from kvjax.analysis.measures import heads as heads_lib, key_ways
 from kvjax.analysis.measures.spread import Spread
 from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Figure
-from kvjax.analysis.page.section import Section
-from kvjax.analysis.page.section import Text
-from kvjax.analysis.reports.compression import measurements
-from kvjax.analysis.reports.compression import tables
-from kvjax.analysis.reports.compression.results import Results
-from kvjax.analysis.reports.compression.results import Times
-from kvjax.analysis.request import Request
-from kvjax.analysis.request import check_texts
-from kvjax.analysis.request import reference_length
+from kvjax.analysis.page.section import Figure, Section, Text
+from kvjax.analysis.reports.compression import measurements, tables
+from kvjax.analysis.reports.compression.results import Results, Times
+from kvjax.analysis.request import Request, check_texts, reference_length
 from kvjax.convert.model import Model
 from kvjax.foundation.errors import UserError
 

@@ -6,11 +6,9 @@ import math
 
 import numpy as np
 
-from kvjax.analysis.measures import key_drift
-from kvjax.analysis.measures import key_ways
+from kvjax.analysis.measures import key_drift, key_ways
 from kvjax.analysis.measures.key_ways import Way
-from kvjax.analysis.measures.spread import Spread
-from kvjax.analysis.measures.spread import spread
+from kvjax.analysis.measures.spread import Spread, spread
 from kvjax.analysis.reports.compression.measurements import Measured
 from kvjax.analysis.request import Request
 

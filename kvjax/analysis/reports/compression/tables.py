@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.analysis.measures.spread import Spread
-from kvjax.analysis.page.section import Column
-from kvjax.analysis.page.section import Table
-from kvjax.analysis.page.section import Text
+from kvjax.analysis.page.section import Column, Table, Text
 from kvjax.analysis.reports.compression import measurements
 from kvjax.analysis.reports.compression.results import Results
 from kvjax.analysis.reports.logits.tables import PUBLISHED_RANKS

@@ -2,9 +2,7 @@
 
 import dataclasses
 
-from kvjax.analysis.measures import diversity
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures import diversity, heads as heads_lib, spectrum
 from kvjax.analysis.measures.diversity import Diversity
 from kvjax.analysis.words import mechanism_names
 from kvjax.convert.factors import few_threads

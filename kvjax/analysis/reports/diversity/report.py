@@ -7,16 +7,11 @@ import numpy as np
 from kvjax.analysis.measures import spectrum
 from kvjax.analysis.measures.diversity import Diversity
 from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Column
-from kvjax.analysis.page.section import Figure
-from kvjax.analysis.page.section import Section
-from kvjax.analysis.page.section import Table
-from kvjax.analysis.page.section import Text
+from kvjax.analysis.page.section import Column, Figure, Section, Table, Text
 from kvjax.analysis.reports.diversity import measurements
 from kvjax.analysis.reports.diversity.measurements import Found
 from kvjax.analysis.request import Request
-from kvjax.analysis.words import in_words
-from kvjax.analysis.words import stages
+from kvjax.analysis.words import in_words, stages
 from kvjax.convert.model import Model
 
 _SHARE = 0.9  # of the variance, for which components are counted

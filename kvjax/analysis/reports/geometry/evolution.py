@@ -3,17 +3,12 @@ appendix C.11)."""
 
 from collections.abc import Mapping
 
-from kvjax.analysis.measures import diversity
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import spectrum
+from kvjax.analysis.measures import diversity, heads as heads_lib, spectrum
 from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Figure
-from kvjax.analysis.page.section import Text
+from kvjax.analysis.page.section import Figure, Text
 from kvjax.analysis.reports.diversity import measurements as diversity_measurements
 from kvjax.analysis.reports.geometry import measurements as geometry_measurements
-from kvjax.analysis.reports.geometry.measurements import MEASURES
-from kvjax.analysis.reports.geometry.measurements import PARTS
-from kvjax.analysis.reports.geometry.measurements import mean
+from kvjax.analysis.reports.geometry.measurements import MEASURES, PARTS, mean
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model
 from kvjax.foundation.errors import UserError

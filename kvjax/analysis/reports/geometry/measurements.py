@@ -1,15 +1,12 @@
 """Norms and residuals of every layer's keys and values: what the report on geometry shows."""
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 
 import numpy as np
 
-from kvjax.analysis.measures import geometry
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures.geometry import Optimal
-from kvjax.analysis.measures.geometry import Split
+from kvjax.analysis.measures import geometry, heads as heads_lib
+from kvjax.analysis.measures.geometry import Optimal, Split
 from kvjax.analysis.measures.logits import side_by_side
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model

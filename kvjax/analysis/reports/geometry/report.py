@@ -7,21 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Column
-from kvjax.analysis.page.section import Figure
-from kvjax.analysis.page.section import Section
-from kvjax.analysis.page.section import Table
-from kvjax.analysis.page.section import Text
-from kvjax.analysis.reports.geometry import evolution
-from kvjax.analysis.reports.geometry import measurements
-from kvjax.analysis.reports.geometry.measurements import PARTS
-from kvjax.analysis.reports.geometry.measurements import Layers
-from kvjax.analysis.reports.geometry.measurements import mean
-from kvjax.analysis.reports.geometry.measurements import measured
+from kvjax.analysis.page.section import Column, Figure, Section, Table, Text
+from kvjax.analysis.reports.geometry import evolution, measurements
+from kvjax.analysis.reports.geometry.measurements import PARTS, Layers, mean, measured
 from kvjax.analysis.request import Request
-from kvjax.analysis.words import in_words
-from kvjax.analysis.words import mechanism_names
-from kvjax.analysis.words import stages
+from kvjax.analysis.words import in_words, mechanism_names, stages
 from kvjax.convert.model import Model
 
 

@@ -1,19 +1,13 @@
 """The logits of every head of a model, on texts at several lengths: what the report shows."""
 
 import collections
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 
 import numpy as np
 
-from kvjax.analysis.measures import activations
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import logits
-from kvjax.analysis.measures import truncation
-from kvjax.analysis.measures.activations import Layer
-from kvjax.analysis.measures.activations import Mask
+from kvjax.analysis.measures import activations, heads as heads_lib, logits, truncation
+from kvjax.analysis.measures.activations import Layer, Mask
 from kvjax.analysis.request import check_texts
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model

@@ -6,21 +6,11 @@ import numpy as np
 
 from kvjax.analysis.measures import heads as heads_lib
 from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Figure
-from kvjax.analysis.page.section import Section
-from kvjax.analysis.page.section import Text
-from kvjax.analysis.reports.logits import measurements
-from kvjax.analysis.reports.logits import tables
-from kvjax.analysis.reports.logits.measurements import CAUSAL
-from kvjax.analysis.reports.logits.measurements import FIELD
-from kvjax.analysis.reports.logits.measurements import PLAIN
-from kvjax.analysis.reports.logits.measurements import WEIGHTS
-from kvjax.analysis.reports.logits.measurements import Kind
-from kvjax.analysis.reports.logits.results import COMPONENTS
-from kvjax.analysis.reports.logits.results import SHARE
-from kvjax.analysis.reports.logits.results import Results
-from kvjax.analysis.request import Request
-from kvjax.analysis.request import reference_length
+from kvjax.analysis.page.section import Figure, Section, Text
+from kvjax.analysis.reports.logits import measurements, tables
+from kvjax.analysis.reports.logits.measurements import CAUSAL, FIELD, PLAIN, WEIGHTS, Kind
+from kvjax.analysis.reports.logits.results import COMPONENTS, SHARE, Results
+from kvjax.analysis.request import Request, reference_length
 from kvjax.convert.model import Model
 
 

@@ -7,18 +7,18 @@ import math
 import numpy as np
 
 from kvjax.analysis.measures import spectrum
-from kvjax.analysis.measures.spread import Spread
-from kvjax.analysis.measures.spread import spread
-from kvjax.analysis.reports.logits.measurements import AT_DISTANCES
-from kvjax.analysis.reports.logits.measurements import AVERAGED
-from kvjax.analysis.reports.logits.measurements import CAUSAL
-from kvjax.analysis.reports.logits.measurements import FIELD
-from kvjax.analysis.reports.logits.measurements import PLAIN
-from kvjax.analysis.reports.logits.measurements import WEIGHTS
-from kvjax.analysis.reports.logits.measurements import Kind
-from kvjax.analysis.reports.logits.measurements import Measured
-from kvjax.analysis.request import Request
-from kvjax.analysis.request import reference_length
+from kvjax.analysis.measures.spread import Spread, spread
+from kvjax.analysis.reports.logits.measurements import (
+    AT_DISTANCES,
+    AVERAGED,
+    CAUSAL,
+    FIELD,
+    PLAIN,
+    WEIGHTS,
+    Kind,
+    Measured,
+)
+from kvjax.analysis.request import Request, reference_length
 
 SHARE = 0.9
 COMPONENTS = (1, 2, 5, 10, 20, 40)  # of table 1

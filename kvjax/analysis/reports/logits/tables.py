@@ -6,14 +6,9 @@ import dataclasses
 import numpy as np
 
 from kvjax.analysis.measures import spectrum
-from kvjax.analysis.page.section import Column
-from kvjax.analysis.page.section import Table
-from kvjax.analysis.page.section import Text
-from kvjax.analysis.reports.logits.measurements import FIELD
-from kvjax.analysis.reports.logits.measurements import WEIGHTS
-from kvjax.analysis.reports.logits.measurements import Kind
-from kvjax.analysis.reports.logits.results import COMPONENTS
-from kvjax.analysis.reports.logits.results import Results
+from kvjax.analysis.page.section import Column, Table, Text
+from kvjax.analysis.reports.logits.measurements import FIELD, WEIGHTS, Kind
+from kvjax.analysis.reports.logits.results import COMPONENTS, Results
 from kvjax.analysis.request import PAPER_LENGTH
 
 # Table 2, components for 80, 90, 95 and 99 % of the energy: channels of a head, M, E.

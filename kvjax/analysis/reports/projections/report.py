@@ -4,21 +4,13 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.analysis.measures import heads as heads_lib
-from kvjax.analysis.measures import projections
+from kvjax.analysis.measures import heads as heads_lib, projections
 from kvjax.analysis.measures.heads import Heads
-from kvjax.analysis.measures.projections import NAMES
-from kvjax.analysis.measures.projections import PAIRS
+from kvjax.analysis.measures.projections import NAMES, PAIRS
 from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Cell
-from kvjax.analysis.page.section import Column
-from kvjax.analysis.page.section import Figure
-from kvjax.analysis.page.section import Section
-from kvjax.analysis.page.section import Table
-from kvjax.analysis.page.section import Text
+from kvjax.analysis.page.section import Cell, Column, Figure, Section, Table, Text
 from kvjax.analysis.request import Request
-from kvjax.analysis.words import in_words
-from kvjax.analysis.words import mechanism_names
+from kvjax.analysis.words import in_words, mechanism_names
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import Model
 

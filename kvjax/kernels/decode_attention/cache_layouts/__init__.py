@@ -8,10 +8,12 @@ from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredInputs
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent_residual import LatentResidualInputs
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
-from kvjax.kernels.decode_attention.cache_layouts.layout import PositionBias
-from kvjax.kernels.decode_attention.cache_layouts.layout import SlopeBias
+from kvjax.kernels.decode_attention.cache_layouts.layout import (
+    DecodeFlops,
+    DecodeInputs,
+    PositionBias,
+    SlopeBias,
+)
 from kvjax.kernels.decode_attention.cache_layouts.rebuilt import RebuiltInputs
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualInputs
 from kvjax.kernels.decode_attention.cache_layouts.tensor_product import TensorProductInputs

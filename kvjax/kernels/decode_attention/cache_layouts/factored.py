@@ -9,16 +9,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.cache_layouts import rotating
-from kvjax.kernels.decode_attention.cache_layouts import tiles
-from kvjax.kernels.decode_attention.cache_layouts.layout import Bias
-from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
-from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
-from kvjax.kernels.decode_attention.cache_layouts.layout import repeat_heads
-from kvjax.kernels.decode_attention.cache_layouts.layout import rotated
-from kvjax.kernels.decode_attention.cache_layouts.layout import static
+from kvjax.kernels.decode_attention.cache_layouts import rotating, tiles
+from kvjax.kernels.decode_attention.cache_layouts.layout import (
+    Bias,
+    Cache,
+    DecodeFlops,
+    DecodeInputs,
+    pytree,
+    repeat_heads,
+    rotated,
+    static,
+)
 from kvjax.layers.rope import Base
 
 

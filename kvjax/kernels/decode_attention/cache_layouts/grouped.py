@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.cache_layouts import tiles
-from kvjax.kernels.decode_attention.cache_layouts.layout import Bias
-from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
-from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
-from kvjax.kernels.decode_attention.cache_layouts.layout import static
+from kvjax.kernels.decode_attention.cache_layouts.layout import (
+    Bias,
+    Cache,
+    DecodeFlops,
+    DecodeInputs,
+    pytree,
+    static,
+)
 
 
 @pytree

@@ -9,14 +9,18 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.cache_layouts import tiles
-from kvjax.kernels.decode_attention.cache_layouts.latent import LatentInputs
-from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
-from kvjax.kernels.decode_attention.cache_layouts.latent import LatentTiles
-from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
-from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
-from kvjax.kernels.decode_attention.cache_layouts.layout import static
+from kvjax.kernels.decode_attention.cache_layouts.latent import (
+    LatentInputs,
+    LatentSizes,
+    LatentTiles,
+)
+from kvjax.kernels.decode_attention.cache_layouts.layout import (
+    Cache,
+    DecodeFlops,
+    DecodeInputs,
+    pytree,
+    static,
+)
 
 
 @pytree

@@ -4,18 +4,15 @@ Query head n uses KV head k(n) = n·K // N, which uses base j(k) = k·J // K. `c
 arrays [B, *field.shape, S]: the fields of a mechanism's cache entry, with tokens on the last axis.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-from typing import NamedTuple
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.layers import rope
-from kvjax.layers import sinusoid
+from kvjax.layers import rope, sinusoid
 from kvjax.layers.norm import inverse_rms
 
 Cache = Mapping[str, jax.Array]

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.cache_layouts import tiles
-from kvjax.kernels.decode_attention.cache_layouts.latent import LatentTiles
-from kvjax.kernels.decode_attention.cache_layouts.latent import values
-from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
-from kvjax.kernels.decode_attention.cache_layouts.layout import normed_and_rotated
-from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
-from kvjax.kernels.decode_attention.cache_layouts.layout import static
+from kvjax.kernels.decode_attention.cache_layouts.latent import LatentTiles, values
+from kvjax.kernels.decode_attention.cache_layouts.layout import (
+    Cache,
+    DecodeFlops,
+    DecodeInputs,
+    normed_and_rotated,
+    pytree,
+    static,
+)
 from kvjax.layers.rope import Base
 
 

@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.cache_layouts import tiles
-from kvjax.kernels.decode_attention.cache_layouts.layout import Bias
-from kvjax.kernels.decode_attention.cache_layouts.layout import Cache
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs
-from kvjax.kernels.decode_attention.cache_layouts.layout import normed_and_rotated
-from kvjax.kernels.decode_attention.cache_layouts.layout import pytree
-from kvjax.kernels.decode_attention.cache_layouts.layout import repeat_heads
-from kvjax.kernels.decode_attention.cache_layouts.layout import static
+from kvjax.kernels.decode_attention.cache_layouts.layout import (
+    Bias,
+    Cache,
+    DecodeFlops,
+    DecodeInputs,
+    normed_and_rotated,
+    pytree,
+    repeat_heads,
+    static,
+)
 from kvjax.layers.rope import Base
 
 

@@ -19,8 +19,7 @@ import numpy as np
 from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
-from kvjax.kernels.decode_attention.gpu import kernel
-from kvjax.kernels.decode_attention.gpu import plans
+from kvjax.kernels.decode_attention.gpu import kernel, plans
 
 _HOPPER = "H(20|100|200|800)"
 CANDIDATES = dict(split=(256, 512, 1024, 2048, 4096, 8192))  # for tuning

@@ -25,8 +25,7 @@ warps. Two programs share a multiprocessor where they fit (`plans.slots`), so th
 while the other waits.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import math
@@ -39,9 +38,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.gpu import rank_space
 from kvjax.kernels.decode_attention.gpu.plans import Plan
-from kvjax.kernels.decode_attention.gpu.ring import ROWS
-from kvjax.kernels.decode_attention.gpu.ring import Ring
-from kvjax.kernels.decode_attention.gpu.ring import pin_here
+from kvjax.kernels.decode_attention.gpu.ring import ROWS, Ring, pin_here
 
 _MASKED = -1e30  # finite: a row of -inf alone would give NaN
 _LOG2E = math.log2(math.e)

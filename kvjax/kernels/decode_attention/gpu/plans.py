@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.foundation.rounding import round_up
-from kvjax.kernels.decode_attention.cache_layouts import GroupedInputs
-from kvjax.kernels.decode_attention.cache_layouts import LatentInputs
-from kvjax.kernels.decode_attention.cache_layouts import ResidualInputs
-from kvjax.kernels.decode_attention.cache_layouts import latent as latent_lib
-from kvjax.kernels.decode_attention.gpu.ring import ROWS
-from kvjax.kernels.decode_attention.gpu.ring import Slab
-from kvjax.kernels.decode_attention.gpu.ring import slabs
+from kvjax.kernels.decode_attention.cache_layouts import (
+    GroupedInputs,
+    LatentInputs,
+    ResidualInputs,
+    latent as latent_lib,
+)
+from kvjax.kernels.decode_attention.gpu.ring import ROWS, Slab, slabs
 from kvjax.layers import rope
 
 COLUMNS = 8  # wgmma's smallest number of columns: up to 8 query heads cost as much as one

@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from kvjax.kernels.decode_attention.gpu.ring import ROWS
-from kvjax.kernels.decode_attention.gpu.ring import pin_here
+from kvjax.kernels.decode_attention.gpu.ring import ROWS, pin_here
 
 
 def rotate_query(i, query, expand, row, basis, rank_queries) -> None:

@@ -4,8 +4,7 @@ A cache layout's kernel is a list of components (`operators`) on one pipeline (`
 compile the kernels ahead of time for v4, v5e, v5p and v6e, and run them in the interpreter.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 
@@ -14,16 +13,16 @@ import jax.numpy as jnp
 
 from kvjax.cache.stripes import Stripes
 from kvjax.kernels.decode_attention import tuning
-from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
-from kvjax.kernels.decode_attention.cache_layouts import GroupedInputs
-from kvjax.kernels.decode_attention.cache_layouts import LatentInputs
-from kvjax.kernels.decode_attention.cache_layouts import ResidualInputs
-from kvjax.kernels.decode_attention.cache_layouts import latent as latent_lib
+from kvjax.kernels.decode_attention.cache_layouts import (
+    DecodeInputs,
+    GroupedInputs,
+    LatentInputs,
+    ResidualInputs,
+    latent as latent_lib,
+)
 from kvjax.kernels.decode_attention.tpu import operators
-from kvjax.kernels.decode_attention.tpu.interfaces import LANES
-from kvjax.kernels.decode_attention.tpu.interfaces import Component
-from kvjax.kernels.decode_attention.tpu.pipeline import attend
-from kvjax.kernels.decode_attention.tpu.pipeline import vmem_bytes
+from kvjax.kernels.decode_attention.tpu.interfaces import LANES, Component
+from kvjax.kernels.decode_attention.tpu.pipeline import attend, vmem_bytes
 
 Cache = Mapping[str, jax.Array]
 CANDIDATES = dict(tile_kv=(512, 1024, 2048), score_tile=(256, 512), splits=(1, 2))  # for tuning

@@ -4,8 +4,7 @@ A component is one additive part of the scores, such as LRKV's base or its resid
 its own or none. `operators` has the concrete classes; `pipeline` calls them.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 
 import jax

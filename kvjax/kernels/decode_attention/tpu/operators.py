@@ -16,14 +16,16 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.kernels.decode_attention.tpu.interfaces import LANES
-from kvjax.kernels.decode_attention.tpu.interfaces import ByHead
-from kvjax.kernels.decode_attention.tpu.interfaces import Input
-from kvjax.kernels.decode_attention.tpu.interfaces import Keys
-from kvjax.kernels.decode_attention.tpu.interfaces import Refs
-from kvjax.kernels.decode_attention.tpu.interfaces import Rows
-from kvjax.kernels.decode_attention.tpu.interfaces import Values
-from kvjax.kernels.decode_attention.tpu.interfaces import columns
+from kvjax.kernels.decode_attention.tpu.interfaces import (
+    LANES,
+    ByHead,
+    Input,
+    Keys,
+    Refs,
+    Rows,
+    Values,
+    columns,
+)
 from kvjax.layers import rope
 
 _NT = (((1,), (1,)), ((), ()))  # contracts both operands' last axis: tokens are on lanes

@@ -30,13 +30,15 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from kvjax.foundation.rounding import round_up
-from kvjax.kernels.decode_attention.tpu.interfaces import LANES
-from kvjax.kernels.decode_attention.tpu.interfaces import Component
-from kvjax.kernels.decode_attention.tpu.interfaces import Input
-from kvjax.kernels.decode_attention.tpu.interfaces import Refs
-from kvjax.kernels.decode_attention.tpu.interfaces import Rows
-from kvjax.kernels.decode_attention.tpu.interfaces import columns
-from kvjax.kernels.decode_attention.tpu.interfaces import padded
+from kvjax.kernels.decode_attention.tpu.interfaces import (
+    LANES,
+    Component,
+    Input,
+    Refs,
+    Rows,
+    columns,
+    padded,
+)
 
 _MASKED = -1e30  # finite: exp(-inf - -inf) is NaN
 _COMPILER_BYTES = 2**18  # of VMEM that the compiler takes for itself
