@@ -1,7 +1,33 @@
-"""The attention family: a KV cache is a shared base plus a low-rank residual per head, and rivals.
+"""The attention mechanisms. Most caches are a shared base plus a low-rank residual per head:
 
-`attention.py` is the module every model uses; the others are its mechanisms, one file each, listed
-in `MECHANISMS`. What a new one must have is in `mechanism.py`.
+    K_k = base^K[j(k)] + r^K_k B^K_k        V_k = base^V[j(k)] + r^V_k B^V_k
+
+Query head n uses KV head k(n) = n·K // N, and KV head k uses base j(k) = k·J // K.
+
+    mechanism                    J bases         K KV heads  R rank  cached per token and layer
+    MHA                          N               N           0       2·N·H
+    GQA                          K               K           0       2·K·H
+    MQA                          1               1           0       2·H
+    LRKV                         1               N           R       2·(H + N·R) (*)
+    LRKV x GQA                   J               K           R       2·(J·H + K·R) (*)
+    thin keys, H < Hv            K               K           0       K·(H + Hv)
+    factored (keys of low rank)  J latents       K           R       J·R + K·Hv (*)
+    Q-K=V, Q-GQA, Q-MQA          K               K           0       K·H (value: the raw key)
+    Q=K-V; Q=K=V                 N               N           0       2·N·H; N·H (query = key)
+    MLA                          latent C, RoPE key P                C + P
+    LRKV over MLA                latent C, RoPE key P        R       C + P + 2·N·R
+    GLA; MLRA of G branches      J latents C, RoPE key P             J·C + P; G·J·C + P
+    GTA                                          K                   K·H + P (value: half of a key)
+    shared KV; MFA-KR                            K                   K·H
+    MFA                          1               1           0       2·H (low-rank queries)
+    TPA                          ranks R, R' of keys and values      (R + R')·N + R·H + R'·Hv
+
+(*) and one float32 1/rms per token and KV head where keys are normed. The "+" of tied projections,
+a temperature and a bias per key position, caches nothing more. LRKV with `rope="shared"` (RoPE on
+the base alone) or in a model without RoPE is another model than LRKV, and cheaper to decode.
+
+`attention.py` is the module that every model uses, `mechanism.py` the contract of a mechanism; each
+mechanism is one file, registered in `MECHANISMS`.
 """
 
 from kvjax.attention.attention import Attention
