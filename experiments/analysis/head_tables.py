@@ -185,9 +185,9 @@ def _order(found: Findings) -> Table:
         (*header, *(f"the order at {scale}" for scale in SCALES)),
         rows,
         (
-            "Here: paired differences with 95 % intervals, in points of N; told apart where the "
-            "interval leaves out 0. Each interval is of one comparison: of twenty pairs that do "
-            "not differ one is told apart by chance.",
+            "Here: paired differences with 95 % intervals, in points of N; distinguishable if an "
+            "interval excludes 0. Intervals are not corrected for the number of comparisons: of "
+            "twenty equal pairs, one is expected to appear distinguishable.",
         ),
     )
 

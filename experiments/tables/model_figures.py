@@ -81,7 +81,7 @@ def head_diversity(found: Mapping) -> Figure:
             value = Estimate(now["mean"], now["half_interval"])
             rows.append(Row(name, value, off=bool(off)))
         panels.append(Panel(heading, rows, ".3f" if measure == "mean_similarity" else ".2f"))
-    said = f"{len(found['seeds'])} seeds. Orange: told apart from MHA, seed by seed."
+    said = f"{len(found['seeds'])} seeds. Orange: distinguishable from MHA, seed by seed."
     return rows_of_points("How different heads are", [said], panels)
 
 

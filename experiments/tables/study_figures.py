@@ -96,7 +96,9 @@ def diagonal(found: Mapping) -> Figure:
         heading = f"{row['task']}, rows of {row['length']}"
         by_task.setdefault(heading, []).append(Row(name, right, off=bool(change and change.sign)))
     seeds = min(row["seeds"] for row in found["rows"])
-    said = f"The share of positions that are right; {seeds} seeds. Orange: told apart from the "
+    said = (
+        f"The share of positions that are right; {seeds} seeds. Orange: distinguishable from the "
+    )
     said += "variant as it is, seed by seed. Normalised: the diagonal of K Kᵀ is over its mean. "
     said += f"Annealed: a temperature falls from {found['hottest']:g} to 1 in half the steps."
     panels = [Panel(heading, rows, ".3f") for heading, rows in by_task.items()]
@@ -119,7 +121,7 @@ def rank_by_head(found: Mapping) -> Figure:
     ]
     seeds = min(row["seeds"] for row in found["rows"])
     said = "Trained residuals cut to fewer ranks, of the same bytes: bits per byte against equal "
-    said += f"ranks, less is better; {seeds} seeds. Orange: told apart."
+    said += f"ranks, less is better; {seeds} seeds. Orange: distinguishable."
     return rows_of_points("A rank for each head", textwrap.wrap(said, 110), panels)
 
 

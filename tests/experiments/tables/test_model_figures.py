@@ -1,4 +1,4 @@
-"""Pictures of whole models: what is drawn is what a result says, and what is told apart."""
+"""Pictures of whole models: what is drawn is what a result says, and what is distinguishable."""
 
 import pytest
 

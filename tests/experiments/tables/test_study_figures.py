@@ -44,7 +44,7 @@ def test_differences_of_models_on_one_scale():
     }
     assert first.get_xlim() == second.get_xlim()
     colors = [bars.lines[0].get_color() for bars in first.containers]
-    assert colors == [cards.RESIDUAL, cards.FULL]  # told apart from MHA, or not
+    assert colors == [cards.RESIDUAL, cards.FULL]  # distinguishable from MHA, or not
     said = " ".join(text.get_text() for text in figure.texts)
     assert "How does the loss depend" in said and "3 seeds, 1.0M training tokens" in said
     assert "from mha (2.0000 bits per byte)" in said
